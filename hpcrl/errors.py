@@ -1,0 +1,129 @@
+"""The exceptions of hpcrl.
+
+::
+
+    HpcrlError                      base; a message for a person, with the way out
+    ├── UsageError                  what was asked cannot be done (exit code 2)
+    │   ├── ConfigError             a recipe, cluster profile or override is wrong; carries every finding
+    │   ├── RunDirError             a run does not exist, is ambiguous, or its directory is in use
+    │   └── MissingExtraError       an optional part is not installed; names the install command
+    ├── RunFailedError              the run itself failed (exit code 1)
+    ├── HandoffError                a weight hand-off is missing, torn or wrong
+    ├── CheckpointError             a checkpoint entry is missing, torn or wrong
+    ├── DeadlineError               a wait ended without what it waited for
+    └── PeerLostError               another role of the run went away; a consequence, not a cause
+
+``ValueError`` and friends are for callers of our Python functions, ``assert`` for our own invariants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DeadlineError",
+    "ExitCode",
+    "Finding",
+    "HandoffError",
+    "HpcrlError",
+    "MissingExtraError",
+    "PeerLostError",
+    "RunDirError",
+    "RunFailedError",
+    "UsageError",
+]
+
+
+class ExitCode(IntEnum):
+    """Exit codes of the ``hpcrl`` command (documented in docs/cli.md)."""
+
+    OK = 0
+    FAILED = 1
+    USAGE = 2
+    CANCELLED = 130
+
+
+class HpcrlError(Exception):
+    """Base of all errors that are shown to a person without a traceback."""
+
+    exit_code: ExitCode = ExitCode.FAILED
+
+
+class UsageError(HpcrlError):
+    """What was asked cannot be done; nothing was changed."""
+
+    exit_code = ExitCode.USAGE
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is wrong in a configuration.
+
+    Attributes
+    ----------
+    where:
+        ``file:line`` (or ``--set``) the value came from.
+    key:
+        Dotted path of the value, for example ``engine.replicas``.
+    what:
+        What is wrong, in one sentence.
+    way_out:
+        What to do about it; may be empty where ``what`` says it.
+    """
+
+    where: str
+    key: str
+    what: str
+    way_out: str = ""
+
+    def __str__(self) -> str:
+        head = f"{self.where}: {self.key}: {self.what}" if self.key else f"{self.where}: {self.what}"
+        return f"{head}\n    way out: {self.way_out}" if self.way_out else head
+
+
+class ConfigError(UsageError):
+    """A configuration is wrong; carries all findings of one load, not the first one."""
+
+    def __init__(self, findings: Sequence[Finding]) -> None:
+        self.findings = tuple(findings)
+        plural = "problem" if len(self.findings) == 1 else "problems"
+        super().__init__(f"{len(self.findings)} {plural}\n" + "\n".join(f"  {f}" for f in self.findings))
+
+
+class RunDirError(UsageError):
+    """A run does not exist, is ambiguous, or its directory is in use."""
+
+
+class MissingExtraError(UsageError):
+    """An optional part of hpcrl is not installed."""
+
+    def __init__(self, extra: str, module: str) -> None:
+        super().__init__(
+            f"this needs the Python module {module!r}, which is part of the extra {extra!r}\n"
+            f"    way out: pip install 'hpcrl[{extra}]'"
+        )
+        self.extra = extra
+
+
+class RunFailedError(HpcrlError):
+    """A run ended without success."""
+
+
+class HandoffError(HpcrlError):
+    """A weight hand-off is missing, torn or does not fit the model."""
+
+
+class CheckpointError(HpcrlError):
+    """A checkpoint entry is missing, torn or does not fit."""
+
+
+class DeadlineError(HpcrlError):
+    """A wait ended without what it waited for."""
+
+
+class PeerLostError(HpcrlError):
+    """Another role of the run went away. Never the first cause of a failure."""

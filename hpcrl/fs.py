@@ -1,0 +1,153 @@
+"""Files that are whole or absent: atomic writes, staged directories, content hashes.
+
+Everything here works on NFS: one temporary name in the same directory, ``fsync`` of the file, ``rename``,
+``fsync`` of the directory. No ``flock``, no inotify.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import xxhash
+
+__all__ = [
+    "FileRecord",
+    "StagedDirectory",
+    "atomic_write",
+    "check_files",
+    "fsync_dir",
+    "hash_file",
+    "is_staging_name",
+    "write_json",
+]
+
+_STAGING_PREFIX = ".staging-"
+_READ_BLOCK_BYTES = 8 << 20
+
+
+class FileRecord(msgspec.Struct, frozen=True):
+    """Size and content hash of a file in a manifest.
+
+    Attributes
+    ----------
+    bytes:
+        Length of the file.
+    xxh3_128:
+        XXH3-128 of the content, hexadecimal. It finds torn and mixed files; it is no defence against a
+        forger.
+    """
+
+    bytes: int
+    xxh3_128: str
+
+
+def fsync_dir(path: Path) -> None:
+    """Make the names in a directory durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def atomic_write(path: Path, data: bytes) -> None:
+    """Replace ``path`` by ``data``: a reader sees the old content or the new one, never a part."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with temporary.open("xb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    fsync_dir(path.parent)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """`atomic_write` of indented JSON (anything msgspec can encode)."""
+    atomic_write(path, msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
+
+
+def hash_file(path: Path) -> FileRecord:
+    """Read a file once and return its record."""
+    digest, size = xxhash.xxh3_128(), 0
+    with path.open("rb") as stream:
+        while block := stream.read(_READ_BLOCK_BYTES):
+            digest.update(block)
+            size += len(block)
+    return FileRecord(bytes=size, xxh3_128=digest.hexdigest())
+
+
+def check_files(directory: Path, files: Mapping[str, FileRecord], *, content: bool) -> Iterator[str]:
+    """Yield one sentence for each file that is missing or differs from its record.
+
+    With ``content=False`` only sizes are compared (no data is read).
+    """
+    for name, record in files.items():
+        path = directory / name
+        try:
+            size = path.stat().st_size
+        except FileNotFoundError:
+            yield f"{name} is missing"
+            continue
+        if size != record.bytes:
+            yield f"{name} has {size} bytes, the manifest says {record.bytes}"
+        elif content and hash_file(path) != record:
+            yield f"{name} does not have the content that the manifest says"
+
+
+def is_staging_name(name: str) -> bool:
+    """Whether a directory entry is an unfinished `StagedDirectory`."""
+    return name.startswith(_STAGING_PREFIX)
+
+
+class StagedDirectory:
+    """A directory that is built under a hidden name and appears under its own name at once.
+
+    Every rank of a writer may add files to `path`; one of them calls `commit`.
+    """
+
+    def __init__(self, target: Path, *, token: str) -> None:
+        """Prepare a staging name.
+
+        Parameters
+        ----------
+        target:
+            The final name; must not exist at `commit`.
+        token:
+            Names this writer (all of its ranks use the same), for example ``attempt-0002``.
+        """
+        self.target = target
+        self.path = target.with_name(f"{_STAGING_PREFIX}{target.name}-{token}")
+
+    def create(self) -> None:
+        """Make an empty staging directory; what an earlier failure of this writer left is removed."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self.path.mkdir(parents=True)
+
+    def commit(self) -> None:
+        """Give the directory its name. All files must have been fsynced by their writers.
+
+        Raises
+        ------
+        FileExistsError
+            The target exists; nothing was changed.
+        """
+        for directory, _, _ in os.walk(self.path):
+            fsync_dir(Path(directory))
+        if self.target.exists():
+            raise FileExistsError(f"{self.target} exists already")
+        os.rename(self.path, self.target)
+        fsync_dir(self.target.parent)
+
+    def discard(self) -> None:
+        """Remove what was staged."""
+        shutil.rmtree(self.path, ignore_errors=True)
