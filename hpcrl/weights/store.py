@@ -32,7 +32,13 @@ _NAME = re.compile(r"v(\d{6,})")
 _MANIFEST = "manifest.json"
 _INDEX = "model.safetensors.index.json"
 #: what a model directory needs beside weights; copied from the start model where present
-_COMPANION_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+_COMPANION_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+)
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,1 @@
+"""Recipe, cluster profile and plan: schemas, loading with provenance, rules across components."""

@@ -1,0 +1,24 @@
+"""The base of all configuration models and the field types they share."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+__all__ = ["Fraction", "Name", "NonNegativeFloat", "NonNegativeInt", "PositiveFloat", "PositiveInt", "StrictModel"]
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
+"""Letters, digits, ``.``, ``_`` and ``-``: safe as a directory, a job name and a label."""
+
+PositiveInt = Annotated[int, Field(gt=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class StrictModel(BaseModel):
+    """Frozen; unknown keys are errors; no silent conversions (``"8"`` is not 8, ``true`` is not 1)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)

@@ -1,0 +1,113 @@
+"""The trainer's side of the dock: plain blocking HTTP with deadlines (rank processes have no event loop).
+
+Endpoints that the orchestrator serves (`hpcrl.rollouts.dock_server`):
+
+=============================================== ==================================================================
+``GET /health``                                 200 as soon as it serves
+``GET /dock/batch/{step}?rank=R&world_size=W``  200 shard; 204 not ready yet (after waiting up to ``wait_s``);
+                                                409 the step or world size does not fit; 410 stopping
+``POST /dock/published/{version}``              a version is on the shared filesystem
+``POST /dock/snapshot/{step}``                  200 the orchestrator's state after step ``step``, opaque bytes
+``POST /dock/finish/{version}``                 200 the last version was evaluated; 204 not yet
+=============================================== ==================================================================
+"""
+
+from __future__ import annotations
+
+import http.client
+import time
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+from hpcrl.dock.wire import BatchShard, decode_shard
+from hpcrl.errors import DeadlineError, PeerLostError
+
+__all__ = ["DockClient"]
+
+_POLL_S = 5.0
+"""How long the server holds a request that cannot be answered yet."""
+
+
+class DockClient:
+    """Talks to the orchestrator."""
+
+    def __init__(self, url: str, *, wait_timeout_s: float, connect_timeout_s: float = 60.0) -> None:
+        """Remember where the dock is; nothing is sent.
+
+        Parameters
+        ----------
+        url:
+            ``http://host:port`` of the orchestrator.
+        wait_timeout_s:
+            Longest wait for one answer that takes its time (a batch, the final evaluation), in seconds.
+        connect_timeout_s:
+            How long a dock that cannot be reached is tried again, in seconds. The orchestrator may start
+            after the trainer.
+        """
+        parts = urlsplit(url)
+        if parts.hostname is None or parts.port is None:
+            raise ValueError(f"dock URL {url!r} needs a host and a port")
+        self.url = url
+        self._host, self._port = parts.hostname, parts.port
+        self._wait_timeout_s, self._connect_timeout_s = wait_timeout_s, connect_timeout_s
+
+    def batch(self, step: int, *, rank: int, world_size: int) -> BatchShard:
+        """Wait for the batch of ``step`` and return this rank's shard.
+
+        Raises
+        ------
+        DeadlineError
+            No batch came within ``wait_timeout_s``.
+        PeerLostError
+            The orchestrator cannot be reached, is stopping, or answered with an error.
+        """
+        path = f"/dock/batch/{step}?rank={rank}&world_size={world_size}&wait_s={_POLL_S}"
+        return decode_shard(self._until_ready("GET", path, f"the batch of step {step}"))
+
+    def published(self, version: int) -> None:
+        """Tell the orchestrator that ``version`` is on the shared filesystem (it would find it by itself)."""
+        self._request("POST", f"/dock/published/{version}")
+
+    def snapshot(self, step: int) -> bytes:
+        """The orchestrator's state with exactly the batches up to ``step`` consumed."""
+        return self._request("POST", f"/dock/snapshot/{step}")[1]
+
+    def finish(self, version: int) -> None:
+        """Wait until the orchestrator has evaluated the last version. Raises like `batch`."""
+        path = f"/dock/finish/{version}?wait_s={_POLL_S}"
+        self._until_ready("POST", path, f"the final evaluation of version {version}")
+
+    def _until_ready(self, method: str, path: str, what: str) -> bytes:
+        deadline = time.monotonic() + self._wait_timeout_s
+        while True:
+            status, body = self._request(method, path)
+            if status == http.client.OK:
+                return body
+            if time.monotonic() > deadline:
+                raise DeadlineError(f"{what} did not come within {self._wait_timeout_s:g} s from {self.url}")
+
+    def _request(self, method: str, path: str) -> tuple[int, bytes]:
+        status, body = self._retry_connect(lambda: self._once(method, path))
+        if status not in (http.client.OK, http.client.NO_CONTENT):
+            text = body.decode(errors="replace").strip()
+            raise PeerLostError(f"orchestrator answered {method} {path} with {status}: {text}")
+        return status, body
+
+    def _once(self, method: str, path: str) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection(self._host, self._port, timeout=_POLL_S + 60.0)
+        try:
+            connection.request(method, path)
+            response = connection.getresponse()
+            return response.status, response.read()
+        finally:
+            connection.close()
+
+    def _retry_connect(self, call: Callable[[], tuple[int, bytes]]) -> tuple[int, bytes]:
+        deadline = time.monotonic() + self._connect_timeout_s
+        while True:
+            try:
+                return call()
+            except (OSError, http.client.HTTPException) as error:
+                if time.monotonic() > deadline:
+                    raise PeerLostError(f"orchestrator at {self.url} cannot be reached: {error}") from error
+                time.sleep(0.1)

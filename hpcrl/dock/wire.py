@@ -1,0 +1,120 @@
+"""What travels from the orchestrator to the trainer: packed batches as MessagePack, arrays as raw bytes.
+
+A batch is cut into one shard a trainer rank, and each shard into micro-batches of at most
+``trainer.micro_batch_tokens`` tokens, in which several rollouts lie one behind the other. All shards of
+a batch have the same number of micro-batches, because ranks meet in collectives; a rank without data gets
+empty micro-batches.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["FORMAT_VERSION", "BatchShard", "BatchStats", "MicroBatch", "decode_shard", "encode_shard"]
+
+FORMAT_VERSION = 1
+
+
+class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """Packed rollouts. ``T`` tokens of ``n`` rollouts; ``T`` and ``n`` may be 0.
+
+    Attributes
+    ----------
+    token_ids:
+        ``[T]`` int32.
+    cu_seqlens:
+        ``[n + 1]`` int32, start of each rollout and the end of the last; positions restart at each start.
+    loss_mask:
+        ``[T]`` uint8: 1 where the token was sampled by the policy (its log-probability is conditioned on the
+        tokens before it). The first token of a rollout is never sampled.
+    logprobs:
+        ``[T]`` float32: the engine's log-probability of each sampled token, 0 elsewhere.
+    versions:
+        ``[T]`` int32: policy version that sampled the token, -1 elsewhere.
+    advantages:
+        ``[T]`` float32: advantage of each sampled token, 0 elsewhere.
+    """
+
+    token_ids: NDArray[np.int32]
+    cu_seqlens: NDArray[np.int32]
+    loss_mask: NDArray[np.uint8]
+    logprobs: NDArray[np.float32]
+    versions: NDArray[np.int32]
+    advantages: NDArray[np.float32]
+
+
+class BatchStats(msgspec.Struct, frozen=True, kw_only=True):
+    """What the orchestrator knows about a whole batch; field meanings as in `hpcrl.runs.metrics.StepRecord`.
+
+    Attributes
+    ----------
+    total_sampled_tokens:
+        Sampled tokens of the whole batch, over all shards: the loss is normalised by it.
+    """
+
+    reward_mean: float
+    reward_std: float
+    reward_by_env: dict[str, float]
+    reward_parts: dict[str, float]
+    staleness_mean: float
+    staleness_max: int
+    staleness_histogram: dict[str, int]
+    total_tokens: int
+    total_sampled_tokens: int
+    rollouts: dict[str, float]
+
+
+class BatchShard(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of a batch that one rank trains on.
+
+    Attributes
+    ----------
+    step:
+        Optimizer step (from 1) that the batch is for; the trainer's policy version is ``step - 1``.
+    """
+
+    step: int
+    rank: int
+    world_size: int
+    micro_batches: list[MicroBatch]
+    stats: BatchStats
+    format_version: int = FORMAT_VERSION
+
+
+def _encode_array(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return {"dtype": value.dtype.str, "shape": value.shape, "data": np.ascontiguousarray(value).tobytes()}
+    raise NotImplementedError(f"cannot encode {type(value)}")
+
+
+def _decode_array(kind: type, value: Any) -> Any:
+    # msgspec passes the generic alias of NDArray fields
+    if getattr(kind, "__origin__", kind) is np.ndarray:
+        return np.frombuffer(value["data"], dtype=value["dtype"]).reshape(value["shape"])
+    raise NotImplementedError(f"cannot decode {kind}")
+
+
+def encode_shard(shard: BatchShard) -> bytes:
+    """Bytes of a shard."""
+    return msgspec.msgpack.encode(shard, enc_hook=_encode_array)
+
+
+def decode_shard(data: bytes) -> BatchShard:
+    """The shard of ``data``; its arrays are read-only views into it.
+
+    Raises
+    ------
+    ValueError
+        It is not a shard of a format this code knows.
+    """
+    try:
+        shard = msgspec.msgpack.decode(data, type=BatchShard, dec_hook=_decode_array)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"not a batch shard: {error}") from error
+    if shard.format_version != FORMAT_VERSION:
+        raise ValueError(f"batch format {shard.format_version}, this hpcrl reads {FORMAT_VERSION}")
+    return shard

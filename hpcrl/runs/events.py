@@ -1,0 +1,81 @@
+"""What happened in a run, as JSON lines.
+
+Each writer has a file of its own, because appends from several nodes to one file on NFS may overwrite each
+other; a reader merges the files by time.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from hpcrl.runs.rundir import RunDir
+
+__all__ = ["Event", "EventWriter", "read_events"]
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that happened.
+
+    Attributes
+    ----------
+    time_s:
+        Seconds since the epoch by the writer's clock.
+    attempt:
+        Attempt it belongs to.
+    writer:
+        ``<role>-<replica>`` or ``supervisor``.
+    kind:
+        Dotted name, for example ``engine.weights_updated``; docs/events.md lists them.
+    data:
+        Details.
+    """
+
+    time_s: float
+    attempt: int
+    writer: str
+    kind: str
+    data: dict[str, Any] = {}
+
+
+class EventWriter:
+    """Appends events of one writer; each line is one ``write`` and survives the death of the writer."""
+
+    def __init__(self, run: RunDir, *, attempt: int, writer: str) -> None:
+        self.attempt, self.writer = attempt, writer
+        run.events_dir.mkdir(parents=True, exist_ok=True)
+        path = run.events_dir / f"{attempt:04d}-{writer}.jsonl"
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+    def emit(self, kind: str, **data: Any) -> None:
+        """Record that ``kind`` happened now. ``data`` must be encodable as JSON."""
+        event = Event(time_s=time.time(), attempt=self.attempt, writer=self.writer, kind=kind, data=data)
+        os.write(self._fd, msgspec.json.encode(event) + b"\n")
+
+    def close(self) -> None:
+        """Close the file; later `emit` calls fail."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _read_file(path: Path) -> Iterator[Event]:
+    for line in path.read_bytes().split(b"\n"):
+        try:
+            yield msgspec.json.decode(line, type=Event)
+        except msgspec.DecodeError:
+            continue  # empty, or the torn last line of a writer that was killed
+
+
+def read_events(run: RunDir, *, attempt: int | None = None) -> list[Event]:
+    """All events of a run (or one attempt) in time order."""
+    pattern = "*.jsonl" if attempt is None else f"{attempt:04d}-*.jsonl"
+    if not run.events_dir.is_dir():
+        return []
+    events = [event for path in sorted(run.events_dir.glob(pattern)) for event in _read_file(path)]
+    return sorted(events, key=lambda event: event.time_s)

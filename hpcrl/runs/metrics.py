@@ -1,0 +1,117 @@
+"""One record an optimizer step: what ``status``, the live table, the report and the benches read."""
+
+from __future__ import annotations
+
+import os
+
+import msgspec
+
+from hpcrl.runs.rundir import RunDir
+
+__all__ = ["MetricsWriter", "StepRecord", "read_metrics"]
+
+
+class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Measurements of one optimizer step.
+
+    Attributes
+    ----------
+    time_s:
+        Seconds since the epoch at the end of the step.
+    attempt, step:
+        ``step`` counts from 1 and equals the policy version that the step makes.
+    reward_mean, reward_std:
+        Over the consumed rollouts.
+    reward_by_env:
+        Mean by environment name.
+    reward_parts:
+        Mean of each named part, as ``<env>/<part>``.
+    loss, entropy:
+        Token means over trained tokens; entropy in nats, of the trainer's distribution.
+    mismatch_kl:
+        k3 estimate of KL(engine || trainer) over trained tokens: ``r - 1 - log r`` with ``r`` the
+        probability ratio trainer / engine.
+    mismatch_kl_by_lag:
+        The same by version lag of the token (string keys).
+    masked_share:
+        Share of trained tokens that the loss masked or cut.
+    ess:
+        Effective sample size of the importance ratios, as a share of tokens: ``(Σr)² / (n Σr²)``.
+    staleness_mean, staleness_max:
+        Trainer version minus version of the first sampled token, over rollouts.
+    staleness_histogram:
+        Rollouts by staleness (string keys).
+    tokens, sampled_tokens:
+        Tokens in the batch, and those the model sampled.
+    tokens_per_s:
+        ``tokens`` over the duration of the step.
+    grad_norm:
+        Global norm before clipping.
+    learning_rate:
+        Used in this step.
+    phases_s:
+        Seconds by phase; the sum is the step: ``wait_batch``, ``forward_backward``, ``optimizer``,
+        ``publish``, ``checkpoint``, ``other``.
+    rollouts:
+        The orchestrator's counters at the time of the batch.
+    """
+
+    time_s: float
+    attempt: int
+    step: int
+    reward_mean: float
+    reward_std: float
+    reward_by_env: dict[str, float]
+    reward_parts: dict[str, float]
+    loss: float
+    entropy: float
+    mismatch_kl: float
+    mismatch_kl_by_lag: dict[str, float]
+    masked_share: float
+    ess: float
+    staleness_mean: float
+    staleness_max: int
+    staleness_histogram: dict[str, int]
+    tokens: int
+    sampled_tokens: int
+    tokens_per_s: float
+    grad_norm: float
+    learning_rate: float
+    phases_s: dict[str, float]
+    rollouts: dict[str, float]
+
+
+class MetricsWriter:
+    """Appends step records; there is one writer at a time."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._fd = os.open(run.metrics_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+    def write(self, record: StepRecord) -> None:
+        os.write(self._fd, msgspec.json.encode(record) + b"\n")
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def read_metrics(run: RunDir) -> list[StepRecord]:
+    """Step records in step order. A step that a resume did again counts once, in its last form."""
+    try:
+        lines = run.metrics_path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return []
+    records: dict[int, StepRecord] = {}
+    for line in lines:
+        try:
+            record = msgspec.json.decode(line, type=StepRecord)
+        except msgspec.DecodeError:
+            continue  # empty, or the torn last line of a writer that was killed
+        records[record.step] = record
+    if records:
+        # an attempt that resumed earlier takes back what came after its restored step
+        newest = max(record.attempt for record in records.values())
+        last = max(step for step, record in records.items() if record.attempt == newest)
+        records = {step: record for step, record in records.items() if step <= last}
+    return [records[step] for step in sorted(records)]

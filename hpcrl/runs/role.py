@@ -1,0 +1,170 @@
+"""The side of a role process: who am I, where is the rest, I am ready, this is why I failed.
+
+The supervisor sets ``HPCRL_RUN_DIR``, ``HPCRL_ATTEMPT``, ``HPCRL_ROLE`` and ``HPCRL_REPLICA``; torchrun sets
+``RANK`` for the workers of a trainer.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+
+from hpcrl.errors import HpcrlError, PeerLostError
+from hpcrl.fs import write_json
+from hpcrl.runs.events import EventWriter
+from hpcrl.runs.rundir import RunDir
+
+__all__ = ["Endpoints", "FailureRecord", "RoleContext", "run_role"]
+
+_log = logging.getLogger(__name__)
+
+
+class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
+    """Addresses of an attempt, chosen at its start.
+
+    Attributes
+    ----------
+    urls:
+        ``http://host:port`` of each replica, by role.
+    """
+
+    urls: dict[str, list[str]]
+
+    def one(self, role: str) -> str:
+        """The URL of a role that has one replica."""
+        (url,) = self.urls[role]
+        return url
+
+    @staticmethod
+    def path(run: RunDir, attempt: int) -> Path:
+        return run.attempt_dir(attempt) / "endpoints.json"
+
+    def write(self, run: RunDir, attempt: int) -> None:
+        write_json(self.path(run, attempt), self)
+
+    @classmethod
+    def read(cls, run: RunDir, attempt: int) -> Endpoints:
+        return msgspec.json.decode(cls.path(run, attempt).read_bytes(), type=cls)
+
+
+class FailureRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What a role said about its own failure.
+
+    Attributes
+    ----------
+    secondary:
+        True where it failed because another role went away.
+    """
+
+    time_s: float
+    role: str
+    replica: int
+    rank: int
+    error: str
+    message: str
+    traceback: str
+    secondary: bool
+
+    @staticmethod
+    def read_all(run: RunDir, attempt: int) -> list[FailureRecord]:
+        """The failure records of an attempt in time order."""
+        records = []
+        for path in (run.attempt_dir(attempt) / "failures").glob("*.json"):
+            try:
+                records.append(msgspec.json.decode(path.read_bytes(), type=FailureRecord))
+            except msgspec.DecodeError:
+                _log.warning("%s is not a failure record", path)
+        return sorted(records, key=lambda record: record.time_s)
+
+
+class RoleContext:
+    """Identity and surroundings of this process."""
+
+    def __init__(self, run: RunDir, *, attempt: int, role: str, replica: int, rank: int) -> None:
+        self.run, self.attempt, self.role, self.replica, self.rank = run, attempt, role, replica, rank
+
+    @classmethod
+    def from_env(cls) -> RoleContext:
+        """Read the environment (KeyError where the supervisor did not start us)."""
+        env = os.environ
+        return cls(
+            RunDir(Path(env["HPCRL_RUN_DIR"])),
+            attempt=int(env["HPCRL_ATTEMPT"]),
+            role=env["HPCRL_ROLE"],
+            replica=int(env["HPCRL_REPLICA"]),
+            rank=int(env.get("RANK", "0")),
+        )
+
+    @property
+    def writer(self) -> str:
+        """Name in event files."""
+        return f"{self.role}-{self.replica}" + (f".{self.rank}" if self.rank else "")
+
+    def events(self) -> EventWriter:
+        """A writer for the events of this process."""
+        return EventWriter(self.run, attempt=self.attempt, writer=self.writer)
+
+    def endpoints(self) -> Endpoints:
+        """Addresses of this attempt."""
+        return Endpoints.read(self.run, self.attempt)
+
+    def ready(self) -> None:
+        """Tell the supervisor that this replica does its work now (for roles with a `FileProbe`)."""
+        write_json(ready_path(self.run, self.attempt, self.role, self.replica), {"time_s": time.time()})
+
+    def record_failure(self, error: BaseException) -> None:
+        """Write why this process fails, for ``hpcrl why``."""
+        record = FailureRecord(
+            time_s=time.time(),
+            role=self.role,
+            replica=self.replica,
+            rank=self.rank,
+            error=type(error).__name__,
+            message=str(error),
+            traceback="".join(traceback.format_exception(error)),
+            secondary=isinstance(error, PeerLostError),
+        )
+        write_json(self.run.attempt_dir(self.attempt) / "failures" / f"{self.writer}.json", record)
+
+    def redirect_output(self) -> None:
+        """Send the output of ranks above 0 to a log of their own; rank 0 shares its launcher's."""
+        if self.rank:
+            path = self.run.log_path(self.attempt, self.role, self.replica, self.rank)
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os.dup2(fd, 1)
+            os.dup2(fd, 2)
+            os.close(fd)
+
+
+def ready_path(run: RunDir, attempt: int, role: str, replica: int) -> Path:
+    """Where a replica says that it is ready."""
+    return run.attempt_dir(attempt) / "ready" / f"{role}-{replica}.json"
+
+
+def run_role(main: Callable[[RoleContext], None]) -> NoReturn:
+    """Run a role: logging, failure record, exit code. The last line of a role's ``__main__``."""
+    context = RoleContext.from_env()
+    context.redirect_output()
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s %(levelname)s {context.writer} %(name)s: %(message)s")
+    try:
+        main(context)
+    except BaseException as error:
+        if isinstance(error, SystemExit) and error.code in (0, None):
+            raise
+        context.record_failure(error)
+        if isinstance(error, HpcrlError):
+            _log.error("%s", error)
+        else:
+            _log.exception("%s failed", context.writer)
+        sys.exit(1)
+    sys.exit(0)

@@ -1,0 +1,144 @@
+"""The run directory: where everything of a run lies. The layout is a contract between all roles.
+
+::
+
+    <runs root>/<run>/
+      recipe.yaml  cluster.yaml  plan.json    as resolved at submit
+      run.json                                ids and provenance; written by submit and resume
+      status.json                             state of the run and its roles; written by the supervisor
+      metrics.jsonl                           one line an optimizer step; written by trainer rank 0
+      events/<attempt>-<writer>.jsonl         what happened; one file a writer, merged by readers
+      attempts/0001/endpoints.json            ports of this attempt
+      attempts/0001/ready/                    ready files of roles
+      attempts/0001/failures/                 what roles say about their own failure
+      attempts/0001/logs/<role>/<replica>-<rank>.log
+      attempts/latest                         symbolic link to the newest attempt
+      weights/v000012/                        hand-offs
+      checkpoints/step-000010/                joint checkpoints
+      rollouts/                               consumed rollouts, for people
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import yaml
+
+from hpcrl.config.cluster import ClusterProfile
+from hpcrl.config.plan import Plan
+from hpcrl.config.recipe import Recipe
+from hpcrl.errors import RunDirError
+from hpcrl.fs import atomic_write
+
+__all__ = ["RunDir"]
+
+
+class RunDir:
+    """Paths and resolved configuration of one run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def record_path(self) -> Path:
+        return self.path / "run.json"
+
+    @property
+    def status_path(self) -> Path:
+        return self.path / "status.json"
+
+    @property
+    def plan_path(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def recipe_path(self) -> Path:
+        return self.path / "recipe.yaml"
+
+    @property
+    def cluster_path(self) -> Path:
+        return self.path / "cluster.yaml"
+
+    @property
+    def metrics_path(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def events_dir(self) -> Path:
+        return self.path / "events"
+
+    @property
+    def attempts_dir(self) -> Path:
+        return self.path / "attempts"
+
+    @property
+    def weights_dir(self) -> Path:
+        return self.path / "weights"
+
+    @property
+    def checkpoints_dir(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def rollouts_dir(self) -> Path:
+        return self.path / "rollouts"
+
+    def attempt_dir(self, attempt: int) -> Path:
+        return self.attempts_dir / f"{attempt:04d}"
+
+    def attempts(self) -> list[int]:
+        """Numbers of the attempts so far, ascending."""
+        try:
+            names = os.listdir(self.attempts_dir)
+        except FileNotFoundError:
+            return []
+        return sorted(int(name) for name in names if name.isdecimal())
+
+    def log_path(self, attempt: int, role: str, replica: int, rank: int = 0) -> Path:
+        return self.attempt_dir(attempt) / "logs" / role / f"{replica}-{rank}.log"
+
+    def start_attempt(self) -> int:
+        """Make the directory of the next attempt, point ``latest`` to it, and return its number."""
+        number = (self.attempts() or [0])[-1] + 1
+        path = self.attempt_dir(number)
+        for part in ("ready", "failures", "logs"):
+            (path / part).mkdir(parents=True)
+        link = self.attempts_dir / f".latest-{number}"
+        link.unlink(missing_ok=True)
+        link.symlink_to(path.name)
+        os.replace(link, self.attempts_dir / "latest")
+        return number
+
+    def write_configuration(self, recipe: Recipe, cluster: ClusterProfile, plan: Plan) -> None:
+        """Write what was resolved at submit."""
+        for path, model in ((self.recipe_path, recipe), (self.cluster_path, cluster)):
+            text = yaml.safe_dump(model.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+            atomic_write(path, text.encode())
+        atomic_write(self.plan_path, plan.model_dump_json(indent=2).encode() + b"\n")
+
+    def recipe(self) -> Recipe:
+        """The resolved recipe (RunDirError where it cannot be read)."""
+        return Recipe.model_validate_json(json.dumps(self._yaml(self.recipe_path)))
+
+    def cluster(self) -> ClusterProfile:
+        """The resolved cluster profile (RunDirError where it cannot be read)."""
+        return ClusterProfile.model_validate_json(json.dumps(self._yaml(self.cluster_path)))
+
+    def plan(self) -> Plan:
+        """The plan (RunDirError where it cannot be read)."""
+        try:
+            return Plan.model_validate_json(self.plan_path.read_bytes())
+        except FileNotFoundError as error:
+            raise RunDirError(f"{self.path} is no run directory: it has no {self.plan_path.name}") from error
+
+    def _yaml(self, path: Path) -> object:
+        try:
+            return yaml.safe_load(path.read_bytes())
+        except FileNotFoundError as error:
+            raise RunDirError(f"{self.path} is no run directory: it has no {path.name}") from error
