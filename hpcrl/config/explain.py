@@ -1,0 +1,151 @@
+"""Pydantic's errors as findings: file and line, key, what is wrong, the way out."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterable, Iterator
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from hpcrl.config.yamltree import KeyPath, Origins
+from hpcrl.errors import Finding
+
+__all__ = ["explain_errors"]
+
+_WANTED = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "dict_type": "a mapping",
+    "model_type": "a mapping of keys to values",
+    "model_attributes_type": "a mapping of keys to values",
+    "tuple_type": "a list",
+    "list_type": "a list",
+    "finite_number": "a finite number",
+}
+
+
+def explain_errors(model: type[BaseModel], error: ValidationError, origins: Origins, source: Path) -> list[Finding]:
+    """One finding for each error of a validation."""
+    return [
+        _explain(model, details, origins, source) for details in error.errors(include_url=False) if _is_own(details)
+    ]
+
+
+def _is_own(details: ErrorDetails) -> bool:
+    """Pydantic calls a list too short when its items were refused; those have findings of their own."""
+    return not (details["type"] == "too_short" and len(details["input"]) >= details["ctx"]["min_length"])
+
+
+def _explain(model: type[BaseModel], details: ErrorDetails, origins: Origins, source: Path) -> Finding:
+    path, owner = _resolve(model, details["loc"])
+    kind, context, given = details["type"], details.get("ctx", {}), details["input"]
+    what, way_out = f"{details['msg'][:1].lower()}{details['msg'][1:]} (it is {_show(given)})", ""
+    if kind == "extra_forbidden":
+        known = list(owner.model_fields) if owner is not None else []
+        what = "unknown key"
+        way_out = _did_you_mean(str(path[-1]), known) or f"keys here: {', '.join(known)}"
+    elif kind == "missing":
+        what, way_out = "is required", f"add it: {_doc(owner, str(path[-1]))}"
+    elif kind in _WANTED:
+        what = f"must be {_WANTED[kind]}, is {_show(given)}"
+        way_out = f"{path[-1]}: {_doc(owner, str(path[-1]))}" if path else ""
+        if kind.startswith(("int", "float")) and isinstance(given, str) and given.strip():
+            way_out = "write the number without quotes" if _is_number(given) else way_out
+    elif kind == "literal_error":
+        what = f"must be one of {context['expected']}, is {_show(given)}"
+        way_out = _did_you_mean(str(given), str(context["expected"]).replace("'", "").replace(" or ", ", ").split(", "))
+    elif kind == "union_tag_invalid":
+        tags = str(context["expected_tags"]).replace("'", "").split(", ")
+        what = f"kind must be one of {', '.join(tags)}, is {_show(context['tag'])}"
+        way_out = _did_you_mean(str(context["tag"]), tags)
+    elif kind == "union_tag_not_found":
+        what, way_out = "has no 'kind'", "say which kind it is, for example `kind: words`"
+    elif kind == "string_pattern_mismatch":
+        what = f"{_show(given)} does not have the right form"
+        way_out = f"it must match {context['pattern']}"
+    where = next((origins[path[:n]] for n in range(len(path), 0, -1) if path[:n] in origins), str(source))
+    return Finding(where, ".".join(str(part) for part in path), what, way_out)
+
+
+def _show(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _did_you_mean(word: str, known: Iterable[str]) -> str:
+    close = get_close_matches(word, list(known), n=1, cutoff=0.55)
+    return f"did you mean {close[0]!r}?" if close else ""
+
+
+def _doc(owner: type[BaseModel] | None, name: str) -> str:
+    """The documentation of a field, as the way out."""
+    field = owner.model_fields.get(name) if owner is not None else None
+    description = field.description if field is not None else None
+    return " ".join(description.split()) if description else ""
+
+
+def _resolve(model: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[KeyPath, type[BaseModel] | None]:
+    """The key path that a person wrote, and the model that owns its last part.
+
+    Pydantic's locations also hold the tags of discriminated unions, which are no keys.
+    """
+    path: list[str | int] = []
+    current: Any = model
+    owner: type[BaseModel] | None = None
+    for part in loc:
+        tagged = _by_tag(current, part)
+        if tagged is not None:
+            current = tagged
+            continue
+        path.append(part)
+        owner, current = _step(current, part)
+    return tuple(path), owner
+
+
+def _step(current: Any, part: str | int) -> tuple[type[BaseModel] | None, Any]:
+    for candidate in _alternatives(current):
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            field = candidate.model_fields.get(str(part))
+            return candidate, field.annotation if field is not None else None
+        if get_origin(candidate) in (tuple, list):
+            return None, get_args(candidate)[0]
+    return None, None
+
+
+def _alternatives(annotation: Any) -> Iterator[Any]:
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        yield from _alternatives(get_args(annotation)[0])
+    elif origin in (Union, types.UnionType):
+        for argument in get_args(annotation):
+            yield from _alternatives(argument)
+    else:
+        yield annotation
+
+
+def _by_tag(annotation: Any, part: str | int) -> Any:
+    """The member of a union of models whose ``kind`` is ``part``."""
+    members = list(_alternatives(annotation))
+    if len(members) < 2:
+        return None
+    for member in members:
+        if isinstance(member, type) and issubclass(member, BaseModel) and "kind" in member.model_fields:
+            kind = member.model_fields["kind"].annotation
+            if get_origin(kind) is Literal and part in get_args(kind):
+                return member
+    return None

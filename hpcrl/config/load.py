@@ -1,0 +1,208 @@
+"""Loading recipes and cluster profiles: files, ``extends``, ``--set``, validation, provenance of each value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from hpcrl.config.cluster import ClusterProfile
+from hpcrl.config.explain import explain_errors
+from hpcrl.config.recipe import Recipe
+from hpcrl.config.resources import find_cluster, find_recipe
+from hpcrl.config.yamltree import KeyPath, Origins, parse_file, parse_value
+from hpcrl.errors import ConfigError, Finding
+
+__all__ = ["Loaded", "leaves", "load_cluster", "load_recipe"]
+
+M = TypeVar("M", bound=BaseModel)
+
+_MAX_EXTENDS = 8
+
+
+@dataclass(frozen=True)
+class Loaded(Generic[M]):
+    """A validated configuration and where its values came from.
+
+    Attributes
+    ----------
+    value:
+        The model.
+    source:
+        The file that was asked for.
+    origins:
+        ``file:line`` or ``--set`` by path; what is not in here is a default.
+    """
+
+    value: M
+    source: Path
+    origins: Origins
+
+    def where(self, key: str) -> str:
+        """Where a dotted key was set: the value itself, or the nearest container that was written."""
+        path: KeyPath = tuple(int(part) if part.isdecimal() else part for part in key.split("."))
+        while path and path not in self.origins:
+            path = path[:-1]
+        return self.origins.get(path, str(self.source)) if path else str(self.source)
+
+    def origin(self, path: KeyPath) -> str:
+        """Origin of one resolved value: ``file:line``, ``--set`` or ``default``."""
+        return self.origins.get(path, "default")
+
+
+def load_recipe(name: str, overrides: Sequence[str] = ()) -> Loaded[Recipe]:
+    """Load a recipe by path or packaged name.
+
+    Parameters
+    ----------
+    name:
+        File, or name of a packaged recipe.
+    overrides:
+        ``a.b=value`` each, applied after the file and what it extends.
+
+    Raises
+    ------
+    ConfigError
+        With every finding: YAML, unknown keys, types, values, unknown overrides.
+    """
+    source = find_recipe(name)
+    tree, origins = _with_bases(source)
+    return _validate(Recipe, source, tree, origins, overrides)
+
+
+def load_cluster(name: str, overrides: Sequence[str] = ()) -> Loaded[ClusterProfile]:
+    """Load a cluster profile by path or name; parameters and errors as `load_recipe`, without ``extends``."""
+    source = find_cluster(name)
+    tree, origins = parse_file(source)
+    loaded = _validate(ClusterProfile, source, tree, origins, overrides)
+    if loaded.value.name != source.stem:
+        raise ConfigError(
+            [
+                Finding(
+                    loaded.where("name"),
+                    "name",
+                    f"is {loaded.value.name!r}, but the file is called {source.name!r}",
+                    "give both the same name, so that --cluster finds what it says",
+                )
+            ]
+        )
+    return loaded
+
+
+def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """Every scalar of a resolved configuration with its path, in order."""
+    if isinstance(value, BaseModel):
+        for name in type(value).model_fields:
+            yield from leaves(getattr(value, name), (*path, name))
+    elif isinstance(value, dict) and value:
+        for name, item in value.items():
+            yield from leaves(item, (*path, name))
+    elif isinstance(value, (list, tuple)) and value:
+        for index, item in enumerate(value):
+            yield from leaves(item, (*path, index))
+    else:
+        yield path, value
+
+
+def _with_bases(source: Path) -> tuple[dict[str, Any], Origins]:
+    """The tree of a recipe on top of what it extends, nearest last."""
+    chain: list[tuple[dict[str, Any], Origins]] = []
+    seen: list[Path] = []
+    path = source
+    while True:
+        if path.resolve() in seen or len(seen) == _MAX_EXTENDS:
+            names = " -> ".join(p.name for p in (*seen, path))
+            raise ConfigError([Finding(str(source), "extends", f"goes round in a circle or too deep: {names}")])
+        seen.append(path.resolve())
+        tree, origins = parse_file(path)
+        base = tree.pop("extends", None)
+        chain.append((tree, origins))
+        if base is None:
+            break
+        where = origins[("extends",)]
+        if not isinstance(base, str):
+            raise ConfigError([Finding(where, "extends", "must be the path or name of one recipe")])
+        beside = path.parent / base
+        try:
+            path = beside if beside.is_file() else find_recipe(base)
+        except ConfigError as error:
+            finding = error.findings[0]
+            raise ConfigError([Finding(where, "extends", f"{base!r}: {finding.what}", finding.way_out)]) from error
+    merged: dict[str, Any] = {}
+    merged_origins: Origins = {}
+    for tree, origins in reversed(chain):
+        merged = _merge(merged, tree, (), merged_origins, origins)
+    return merged, merged_origins
+
+
+def _merge(base: Any, top: Any, path: KeyPath, base_origins: Origins, top_origins: Origins) -> Any:
+    """Mappings are merged key by key, everything else is replaced; ``base_origins`` is brought up to date."""
+    if isinstance(base, dict) and isinstance(top, dict):
+        base_origins[path] = top_origins[path]
+        result = dict(base)
+        for key, value in top.items():
+            result[key] = _merge(base.get(key), value, (*path, key), base_origins, top_origins)
+        return result
+    for stale in [p for p in base_origins if p[: len(path)] == path]:
+        del base_origins[stale]
+    base_origins.update({p: where for p, where in top_origins.items() if p[: len(path)] == path})
+    return top
+
+
+def _validate(
+    model: type[M], source: Path, tree: dict[str, Any], origins: Origins, overrides: Sequence[str]
+) -> Loaded[M]:
+    findings: list[Finding] = []
+    for override in overrides:
+        try:
+            _apply_override(tree, origins, override)
+        except ValueError as error:
+            findings.append(Finding("--set", override, str(error), "write it as key.path=value"))
+    try:
+        value = model.model_validate(tree)
+    except ValidationError as error:
+        findings.extend(explain_errors(model, error, origins, source))
+        raise ConfigError(findings) from None
+    if findings:
+        raise ConfigError(findings)
+    return Loaded(value, source, origins)
+
+
+def _apply_override(tree: dict[str, Any], origins: Origins, override: str) -> None:
+    key, separator, text = override.partition("=")
+    if not separator or not all(key.split(".")):
+        raise ValueError("has no key or no '='")
+    value = parse_value(text)
+    parts: list[str | int] = [int(part) if part.isdecimal() else part for part in key.split(".")]
+    node: Any = tree
+    for depth, part in enumerate(parts[:-1]):
+        if isinstance(node, dict):
+            if node.get(str(part)) is None:
+                node[str(part)] = {}
+                origins[tuple(parts[: depth + 1])] = "--set"
+            node = node[str(part)]
+        else:
+            node = _item(node, part)
+    last = parts[-1]
+    if isinstance(node, dict):
+        node[str(last)] = value
+    else:
+        _item(node, last)
+        node[last] = value
+    prefix = tuple(parts)
+    for stale in [p for p in origins if p[: len(prefix)] == prefix]:
+        del origins[stale]
+    for path, _ in leaves(value, prefix):
+        origins[path] = "--set"
+    origins[prefix] = "--set"
+
+
+def _item(node: Any, index: str | int) -> Any:
+    if not isinstance(node, list):
+        raise ValueError(f"goes into a value that has no parts ({node!r})")
+    if not isinstance(index, int) or index >= len(node):
+        raise ValueError(f"list has items 0 to {len(node) - 1}, not {index}")
+    return node[index]

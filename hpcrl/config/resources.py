@@ -1,0 +1,75 @@
+"""Where recipes, cluster profiles and templates are found: the user's files first, then those of the package."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from difflib import get_close_matches
+from pathlib import Path
+
+from hpcrl.errors import ConfigError, Finding
+
+__all__ = ["cluster_dirs", "find_cluster", "find_recipe", "list_clusters", "list_recipes", "package_data"]
+
+
+def package_data(kind: str) -> Path:
+    """The directory of packaged ``recipes``, ``clusters`` or ``templates``.
+
+    In a wheel they lie inside the package, in a checkout beside it.
+    """
+    package = Path(__file__).resolve().parent.parent
+    inside = package / "_data" / kind
+    return inside if inside.is_dir() else package.parent / kind
+
+
+def cluster_dirs() -> tuple[Path, ...]:
+    """Directories of cluster profiles; a name in an earlier one hides the same name in a later one."""
+    config_home = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
+    return (Path("clusters"), config_home / "hpcrl/clusters", Path("/etc/hpcrl/clusters"), package_data("clusters"))
+
+
+def list_clusters() -> dict[str, Path]:
+    """Profiles by name, each from the first directory that has it."""
+    found: dict[str, Path] = {}
+    for directory in cluster_dirs():
+        for path in _yaml_files(directory):
+            found.setdefault(path.stem, path)
+    return found
+
+
+def list_recipes() -> dict[str, Path]:
+    """Packaged recipes by name."""
+    return {path.stem: path for path in _yaml_files(package_data("recipes"))}
+
+
+def find_cluster(name: str) -> Path:
+    """The file of a profile, given by name or path (ConfigError where there is none)."""
+    return _find("cluster profile", name, list_clusters(), "hpcrl cluster list")
+
+
+def find_recipe(name: str) -> Path:
+    """The file of a recipe: a path, or the name of a packaged one (ConfigError where there is none).
+
+    ``recipes/quickstart.yaml`` means the packaged recipe where no such file exists, so that the commands of
+    the documentation work outside a checkout.
+    """
+    return _find("recipe", name, list_recipes(), "hpcrl recipe list")
+
+
+def _yaml_files(directory: Path) -> Iterator[Path]:
+    if directory.is_dir():
+        yield from sorted(directory.glob("*.yaml"))
+
+
+def _find(what: str, name: str, known: dict[str, Path], command: str) -> Path:
+    path = Path(name)
+    if path.is_file():
+        return path
+    is_path = path.suffix in (".yaml", ".yml") or len(path.parts) > 1
+    packaged_place = path.parent in (Path(), Path("recipes"), Path("clusters"))
+    if path.stem in known and packaged_place and path.suffix in ("", ".yaml"):
+        return known[path.stem]
+    close = get_close_matches(path.stem, known, n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    problem = "no such file" if is_path else f"no {what} of this name"
+    raise ConfigError([Finding(name, "", problem, f"{hint}`{command}` lists what there is")])
