@@ -1,0 +1,40 @@
+# The two commands of the README: `make quickstart` and `make test`. Both set up all they need.
+.PHONY: quickstart test lint format docs wheel clean
+.DELETE_ON_ERROR:
+
+BIN := .venv/bin
+
+quickstart:
+	@python3 tools/bootstrap.py all
+	@$(MAKE) --no-print-directory models/quickstart/config.json
+	@$(BIN)/hpcrl submit recipes/quickstart.yaml --follow
+
+# the start model is made again when the recipe changes
+models/quickstart/config.json: recipes/quickstart.yaml
+	$(BIN)/hpcrl warmup recipes/quickstart.yaml --replace
+
+test: lint
+	@$(BIN)/python -m pytest
+
+lint:
+	@python3 tools/bootstrap.py all dev
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+format:
+	@python3 tools/bootstrap.py all dev
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+# what is generated from code: docs/configuration.md, docs/cli.md
+docs:
+	@python3 tools/bootstrap.py all dev
+	@$(BIN)/python tools/generate_docs.py
+
+wheel:
+	@python3 tools/bootstrap.py all dev
+	@$(BIN)/python -m build --wheel --no-isolation
+
+clean:
+	rm -rf .venv dist build .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,137 @@
+"""``hpcrl recipe`` and ``hpcrl cluster``: list, check, show, schema."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hpcrl.cli.options import ClusterOption, JsonOption, RecipeArgument, SetOption
+
+if TYPE_CHECKING:
+    from hpcrl.config.load import Loaded
+
+__all__ = ["register"]
+
+recipe_app = typer.Typer(help="Recipes: what to train.", no_args_is_help=True)
+cluster_app = typer.Typer(help="Cluster profiles: where to train.", no_args_is_help=True)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command groups."""
+    app.add_typer(recipe_app, name="recipe")
+    app.add_typer(cluster_app, name="cluster")
+
+
+@recipe_app.command("list")
+def recipe_list(as_json: JsonOption = False) -> None:
+    """List the recipes that come with hpcrl."""
+    from hpcrl.config.load import load_recipe
+    from hpcrl.config.resources import list_recipes
+
+    _print_listing(
+        [
+            {"name": name, "description": load_recipe(str(path)).value.description, "path": str(path)}
+            for name, path in list_recipes().items()
+        ],
+        as_json,
+    )
+
+
+@recipe_app.command("check")
+def recipe_check(recipe: RecipeArgument, cluster: ClusterOption = "local", overrides: SetOption = None) -> None:
+    """Check a recipe: its values, and the rules across components on a cluster."""
+    from hpcrl.config.load import load_cluster, load_recipe
+    from hpcrl.config.rules import RULES, check_rules
+
+    loaded, site = load_recipe(recipe, overrides or ()), load_cluster(cluster)
+    check_rules(loaded, site)
+    typer.echo(f"{loaded.source}: good on {site.value.name} ({len(RULES)} rules checked)")
+
+
+@recipe_app.command("show")
+def recipe_show(recipe: RecipeArgument, overrides: SetOption = None, as_json: JsonOption = False) -> None:
+    """Show every value of a recipe and where it comes from."""
+    from hpcrl.config.load import load_recipe
+
+    _print_resolved(load_recipe(recipe, overrides or ()), as_json)
+
+
+@recipe_app.command("schema")
+def recipe_schema() -> None:
+    """Print the JSON schema of recipes, for editors."""
+    import json
+
+    from hpcrl.config.recipe import Recipe
+
+    schema = Recipe.model_json_schema()
+    # the loader takes this key before the model sees it
+    schema["properties"]["extends"] = {"type": "string", "description": "Path or name of a recipe to start from."}
+    typer.echo(json.dumps(schema, indent=2))
+
+
+@cluster_app.command("list")
+def cluster_list(as_json: JsonOption = False) -> None:
+    """List cluster profiles: of this directory, of the user, of the site, of the package."""
+    from hpcrl.config.load import load_cluster
+    from hpcrl.config.resources import list_clusters
+
+    _print_listing(
+        [
+            {"name": name, "description": load_cluster(str(path)).value.description, "path": str(path)}
+            for name, path in list_clusters().items()
+        ],
+        as_json,
+    )
+
+
+@cluster_app.command("show")
+def cluster_show(
+    cluster: Annotated[str, typer.Argument(metavar="NAME", help="Cluster profile: a name or a file.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Show every value of a cluster profile and where it comes from."""
+    from hpcrl.config.load import load_cluster
+
+    _print_resolved(load_cluster(cluster), as_json)
+
+
+def _print_listing(rows: list[dict[str, str]], as_json: bool) -> None:
+    import json
+
+    from rich.console import Console
+    from rich.table import Table
+
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in ("name", "description", "path"):
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(row["name"], row["description"], row["path"])
+    Console().print(table)
+
+
+def _print_resolved(loaded: Loaded[Any], as_json: bool) -> None:
+    import json
+
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from hpcrl.config.load import leaves
+
+    rows = [
+        (".".join(str(part) for part in path), value, loaded.origin(path)) for path, value in leaves(loaded.value)
+    ]
+    if as_json:
+        typer.echo(json.dumps([{"key": k, "value": v, "origin": o} for k, v, o in rows], indent=2))
+        return
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in ("key", "value", "origin"):
+        table.add_column(column, overflow="fold")
+    for key, value, origin in rows:
+        style = "dim" if origin == "default" else ""
+        table.add_row(key, Text(json.dumps(value), style=style), Text(origin, style=style))
+    Console().print(table)

@@ -1,0 +1,54 @@
+"""The Typer application and its entry point."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from hpcrl import __version__
+from hpcrl.cli import configuration, planning, runs, submit, warmup
+from hpcrl.errors import ExitCode, HpcrlError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="hpcrl",
+    help="Asynchronous reinforcement learning of large mixture-of-experts language models on Slurm clusters.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"hpcrl {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+for module in (submit, runs, planning, configuration, warmup):
+    module.register(app)
+
+
+def main() -> None:
+    """Run the command line; errors for people become one message and a documented exit code."""
+    try:
+        app()
+    except HpcrlError as error:
+        typer.echo(f"hpcrl: {error}", err=True)
+        sys.exit(error.exit_code)
+    except BrokenPipeError:
+        # the reader of our output went away (`hpcrl logs | head`): not our failure
+        sys.stderr.close()
+        sys.exit(ExitCode.OK)

@@ -1,0 +1,19 @@
+"""Arguments and options that several commands share."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+__all__ = ["ClusterOption", "JsonOption", "RecipeArgument", "SetOption"]
+
+RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="Recipe file, or the name of a packaged recipe.")]
+ClusterOption = Annotated[
+    str, typer.Option("--cluster", "-c", metavar="NAME", help="Cluster profile: a name or a file.")
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Change one value of the recipe, e.g. trainer.steps=10. Repeatable."),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]

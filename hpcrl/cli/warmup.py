@@ -1,0 +1,51 @@
+"""``hpcrl warmup``: make the small start model of a recipe."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from hpcrl.cli.options import RecipeArgument, SetOption
+
+__all__ = ["register"]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("warmup")(warmup)
+
+
+def warmup(
+    recipe: RecipeArgument,
+    output: Annotated[
+        str | None, typer.Option("--output", "-o", metavar="DIR", help="Where to put it; model.path by default.")
+    ] = None,
+    overrides: SetOption = None,
+    replace: Annotated[bool, typer.Option("--replace", help="Replace a model that is already there.")] = False,
+) -> None:
+    """Make the start model of a recipe by a short supervised training on its environments."""
+    import subprocess
+    import sys
+    from importlib.util import find_spec
+    from pathlib import Path
+
+    from hpcrl.config.load import load_recipe
+    from hpcrl.errors import MissingExtraError, UsageError
+    from hpcrl.planning import absolute_paths
+
+    loaded = load_recipe(recipe, overrides or ())
+    if loaded.value.model.warmup is None:
+        raise UsageError(f"{loaded.source} has no model.warmup: its model is given, not made")
+    resolved = absolute_paths(loaded.value, Path.cwd())
+    target = Path(output).resolve() if output is not None else Path(resolved.model.path)
+    if target.exists() and not replace:
+        raise UsageError(f"{target} exists already\n    way out: use it as it is, or give --replace or --output")
+    if find_spec("torch") is None:
+        raise MissingExtraError("trainer", "torch")
+    # a process of its own: the command line never imports torch
+    command = [sys.executable, "-m", "hpcrl.trainer.warmup", "--output", str(target)]
+    if replace:
+        command.append("--replace")
+    result = subprocess.run(command, input=resolved.model_dump_json(), text=True, check=False)
+    raise typer.Exit(result.returncode)
