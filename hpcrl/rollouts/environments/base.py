@@ -66,7 +66,17 @@ class Reply:
 
 
 class Policy(Protocol):
-    """The model as an environment sees it: one conversation, token ids kept out of sight."""
+    """The model as an environment sees it: one conversation, token ids kept out of sight.
+
+    Attributes
+    ----------
+    seed:
+        Number of this rollout in ``[0, 2**63)``, equal in every run of the same recipe, for environments that
+        draw something.
+    """
+
+    @property
+    def seed(self) -> int: ...
 
     async def reply(self, messages: Sequence[Message]) -> Reply:
         """Say the next turn.
@@ -80,9 +90,16 @@ class Policy(Protocol):
 
 
 class Environment(Protocol):
-    """A source of tasks. Instances are shared by all rollouts and hold no state of any of them."""
+    """A source of tasks. Instances are shared by all rollouts and hold no state of any of them.
 
-    name: str
+    Attributes
+    ----------
+    name:
+        Name in metrics.
+    """
+
+    @property
+    def name(self) -> str: ...
 
     def prompt(self, split: Split, index: int) -> Prompt:
         """Task ``index`` (0, 1, 2 … without end for ``train``). Held-out tasks never occur in training."""
