@@ -1,0 +1,142 @@
+"""Loading: extends, overrides, provenance, numbers, search order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpcrl.config.load import leaves, load_cluster, load_recipe
+from hpcrl.config.recipe import WordsEnv
+from hpcrl.config.resources import list_recipes
+from hpcrl.config.rules import LOSS_SETTINGS, RULES, check_rules
+from hpcrl.config.yamltree import parse_value
+from hpcrl.errors import ConfigError
+
+BASE = """\
+name: base
+model: {path: m}
+environments:
+  - {name: a, kind: words}
+trainer:
+  steps: 5
+  optimizer:
+    learning_rate: 1e-3
+"""
+
+
+def write(directory: Path, name: str, text: str) -> str:
+    path = directory / f"{name}.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_extends_merges_mappings_and_replaces_lists(tmp_path: Path) -> None:
+    write(tmp_path, "base", BASE)
+    top = write(
+        tmp_path,
+        "top",
+        "extends: base.yaml\nname: top\nenvironments:\n  - {name: b, kind: words, task: sort}\n"
+        "trainer: {optimizer: {weight_decay: 0.1}}\n",
+    )
+    loaded = load_recipe(top)
+    recipe = loaded.value
+    assert recipe.name == "top"
+    assert recipe.trainer.steps == 5
+    assert (recipe.trainer.optimizer.learning_rate, recipe.trainer.optimizer.weight_decay) == (1e-3, 0.1)
+    (environment,) = recipe.environments
+    assert isinstance(environment, WordsEnv)
+    assert environment.task == "sort"
+    assert loaded.where("trainer.steps") == f"{tmp_path / 'base.yaml'}:6"
+    assert loaded.where("trainer.optimizer.weight_decay") == f"{top}:5"
+    assert loaded.where("environments.0.task") == f"{top}:4"
+
+
+def test_extends_in_a_circle_is_an_error(tmp_path: Path) -> None:
+    write(tmp_path, "one", "extends: two.yaml\n")
+    two = write(tmp_path, "two", "extends: one.yaml\n")
+    with pytest.raises(ConfigError, match="circle"):
+        load_recipe(two)
+
+
+def test_provenance_of_every_value(tmp_path: Path) -> None:
+    path = write(tmp_path, "base", BASE)
+    loaded = load_recipe(path, ["trainer.ranks=2", "environments.0.weight=0.5"])
+    origins = {".".join(map(str, key)): loaded.origin(key) for key, _ in leaves(loaded.value)}
+    assert origins["trainer.steps"] == f"{path}:6"
+    assert origins["trainer.ranks"] == "--set"
+    assert origins["environments.0.weight"] == "--set"
+    assert origins["environments.0.name"] == f"{path}:4"
+    assert origins["trainer.threads"] == "default"
+    assert loaded.value.environments[0].weight == 0.5
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("trainer.steps", "no '='"),
+        ("=3", "no key"),
+        ("trainer..steps=3", "no key"),
+        ("trainer.steps.deep=3", "no parts"),
+        ("environments.7.weight=1", "items 0 to 0"),
+        ("trainer.steps=[1", "not a YAML value"),
+        ("trainer.stepz=3", "did you mean 'steps'"),
+    ],
+)
+def test_wrong_overrides(tmp_path: Path, override: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=r".") as error:
+        load_recipe(write(tmp_path, "base", BASE), [override])
+    assert says in str(error.value)
+    assert "--set" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-3", 1e-3),
+        ("1E5", 1e5),
+        ("2.5", 2.5),
+        (".5", 0.5),
+        ("-3", -3),
+        ("1_000", 1000),
+        ("v1e3", "v1e3"),
+        ("on", True),
+    ],
+)
+def test_numbers(text: str, value: object) -> None:
+    parsed = parse_value(text)
+    assert parsed == value
+    assert type(parsed) is type(value)
+
+
+def test_nearer_cluster_profile_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "name: local\nkind: local\npaths: {{runs_root: {}}}\n"
+    user = tmp_path / "config/hpcrl/clusters"
+    user.mkdir(parents=True)
+    write(user, "local", text.format("user"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.chdir(tmp_path)
+    assert load_cluster("local").value.paths.runs_root == "user"
+    (tmp_path / "clusters").mkdir()
+    write(tmp_path / "clusters", "local", text.format("here"))
+    assert load_cluster("local").value.paths.runs_root == "here"
+
+
+@pytest.mark.parametrize("name", list_recipes())
+def test_packaged_recipes_are_good(name: str) -> None:
+    check_rules(load_recipe(name), load_cluster("local"))
+
+
+def test_packaged_recipe_is_found_by_its_documented_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_recipe("recipes/quickstart.yaml").value.name == "quickstart"
+
+
+def test_rules_are_named_once_and_losses_are_covered() -> None:
+    assert len({rule.name for rule in RULES}) == len(RULES)
+    from typing import get_args
+
+    from hpcrl.config.recipe import LossConfig
+
+    assert set(LOSS_SETTINGS) == set(get_args(LossConfig.model_fields["kind"].annotation))
+    assert frozenset.union(*LOSS_SETTINGS.values()) == set(LossConfig.model_fields) - {"kind"}

@@ -1,0 +1,92 @@
+"""The import arrows of the design, and the rule that the control plane runs without torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import hpcrl
+
+PACKAGE = Path(hpcrl.__file__).parent
+#: modules beside the rooms; they import nothing but each other
+LEAVES = {path.stem for path in PACKAGE.glob("*.py")} - {"__init__"}
+#: which rooms each room may import, beside itself, `LEAVES` and `hpcrl` itself
+ARROWS: dict[str, set[str]] = {
+    "config": set(),
+    "models": set(),
+    "weights": set(),
+    "checkpoints": set(),
+    "dock": set(),
+    "runs": {"config", "checkpoints", "weights"},
+    "planning": {"config", "models"},
+    "slurm": {"config", "runs", "supervisor"},
+    "supervisor": {"config", "runs", "slurm", "checkpoints"},
+    "cli": {"config", "planning", "runs", "slurm", "checkpoints", "weights"},
+    "trainer": {"config", "models", "weights", "checkpoints", "dock", "runs"},
+    "inference": {"config", "models", "weights", "runs"},
+    "rollouts": {"config", "models", "weights", "checkpoints", "dock", "runs"},
+}
+#: single modules that a room may import from another, with the reason
+EXCEPTIONS = {
+    # the embedded engine runs the trainer's model: equal arithmetic gives equal log-probabilities
+    "inference": {"hpcrl.trainer.models"},
+    # the warm-up takes demonstrations from the environments of the recipe
+    "trainer": {"hpcrl.rollouts.environments"},
+}
+TORCH_FREE = sorted(set(ARROWS) - {"trainer", "inference"})
+HEAVY = ("torch", "transformers", "vllm", "safetensors", "numpy", "matplotlib")
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        relative = path.relative_to(PACKAGE).with_suffix("")
+        yield ".".join(("hpcrl", *relative.parts)).removesuffix(".__init__"), path
+
+
+def imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield node.module or ""
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_arrows() -> None:
+    wrong = []
+    for name, path in modules():
+        parts = name.split(".")
+        room = parts[1] if len(parts) > 1 else ""
+        allowed = ARROWS.get(room, set()) | LEAVES | {room, "__version__"}
+        exceptions = EXCEPTIONS.get(room, set())
+        for target in imports(path):
+            if not target.startswith("hpcrl.") or target.split(".")[1] in allowed:
+                continue
+            if not any(target == e or target.startswith(f"{e}.") for e in exceptions):
+                wrong.append(f"{name} imports {target}")
+    assert not wrong
+
+
+def test_every_room_has_arrows() -> None:
+    rooms = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name not in ("__pycache__", "_data")}
+    assert rooms == set(ARROWS)
+
+
+@pytest.mark.parametrize("room", TORCH_FREE)
+def test_torch_free_rooms_never_name_torch(room: str) -> None:
+    for name, path in modules():
+        if name.split(".")[1:2] == [room]:
+            assert not [t for t in imports(path) if t.split(".")[0] in ("torch", "vllm", "transformers")], name
+
+
+def test_command_line_is_light() -> None:
+    """Importing the command line loads none of the heavy packages, nor what only single commands need."""
+    code = "import sys, hpcrl.cli.main; print('\\n'.join(sys.modules))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert not set(out) & {*HEAVY, "pydantic", "submitit", "aiohttp", "yaml"}

@@ -1,0 +1,142 @@
+"""Write the parts of docs/ that are made from code: ``python tools/generate_docs.py``."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt, MinLen
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from hpcrl.config.cluster import ClusterProfile
+from hpcrl.config.recipe import Recipe
+from hpcrl.config.rules import RULES
+
+ROOT = Path(__file__).resolve().parent.parent
+
+CONFIGURATION_HEAD = """\
+# Configuration reference
+
+Made from the code by `make docs`; a test fails when it is out of date.
+
+A **recipe** says what to train, a **cluster profile** where. Both are YAML. Unknown keys are errors, units stand in
+the names, and every value can be traced: `hpcrl recipe show RECIPE` prints where each one comes from.
+
+- `extends: NAME_OR_PATH` starts a recipe from another one; mappings are merged, everything else is replaced.
+- `--set key.path=value` changes one value from the command line; list items by number (`environments.0.weight=2`).
+- Cluster profiles are looked up in `clusters/` of the current directory, `~/.config/hpcrl/clusters`,
+  `/etc/hpcrl/clusters`, then those that come with hpcrl; the first hit wins. A path works as well.
+- Relative paths start at the directory where `hpcrl` is called. `HPCRL_RUNS_ROOT` overrides `paths.runs_root`.
+- `hpcrl recipe schema` prints a JSON schema for editors.
+"""
+
+
+def configuration() -> str:
+    """docs/configuration.md."""
+    parts = [CONFIGURATION_HEAD, "## Recipe\n", *_section(Recipe, "")]
+    parts += ["## Cluster profile\n", *_section(ClusterProfile, "")]
+    parts += ["## Rules across components\n", "Checked before anything is started.\n"]
+    parts += ["| rule | what must hold | way out |\n| --- | --- | --- |"]
+    parts += [f"| `{rule.name}` | {rule.conflict} | {rule.way_out} |" for rule in RULES]
+    return "\n".join(parts) + "\n"
+
+
+def cli() -> str:
+    """docs/cli.md."""
+    command = [sys.executable, "-m", "typer", "hpcrl.cli.main", "utils", "docs", "--name", "hpcrl"]
+    body = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
+    exit_codes = (
+        "## Exit codes\n\n| code | meaning |\n| --- | --- |\n| 0 | done |\n| 1 | the run failed |\n"
+        "| 2 | what was asked cannot be done; nothing was changed |\n| 130 | cancelled |\n"
+    )
+    head = "# Command reference\n\nMade from the code by `make docs`; a test fails when it is out of date.\n\n"
+    # one level down: the page has a title of its own
+    body = "\n".join(f"#{line}" if line.startswith("#") else line.rstrip() for line in body.strip().splitlines())
+    return f"{head}{exit_codes}\n{body}\n"
+
+
+GENERATED = {"docs/configuration.md": configuration, "docs/cli.md": cli}
+
+
+def _section(model: type[BaseModel], prefix: str) -> Iterator[str]:
+    """A table of a model's own fields, then a section for each model below it."""
+    rows, below = [], []
+    for name, field in model.model_fields.items():
+        key = f"{prefix}{name}"
+        children = list(_models(field.annotation))
+        is_list = get_origin(_plain(field.annotation)) is tuple
+        if children:
+            below += [(child, f"{key}[]." if is_list else f"{key}.") for child in children]
+        rows.append(
+            f"| `{key}` | {_type(field.annotation, field)} | {_default(field, bool(children))} | {_text(field)} |"
+        )
+    yield "| key | type | default | meaning |\n| --- | --- | --- | --- |"
+    yield from rows
+    yield ""
+    for child, child_prefix in below:
+        yield f"### `{child_prefix.rstrip('.')}`{_kind(child)}\n"
+        yield " ".join((child.__doc__ or "").replace("``", "`").split()) + "\n"
+        yield from _section(child, child_prefix)
+
+
+def _text(field: FieldInfo) -> str:
+    return " ".join((field.description or "").replace("``", "`").split()).replace("|", "\\|")
+
+
+def _kind(model: type[BaseModel]) -> str:
+    field = model.model_fields.get("kind")
+    values = get_args(field.annotation) if field is not None else ()
+    return f" with `kind: {values[0]}`" if len(values) == 1 else ""
+
+
+def _plain(annotation: Any) -> Any:
+    while get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
+    return annotation
+
+
+def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+    annotation = _plain(annotation)
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    elif get_origin(annotation) in (Union, types.UnionType, tuple):
+        for argument in get_args(annotation):
+            yield from _models(argument)
+
+
+def _type(annotation: Any, field: FieldInfo) -> str:
+    annotation = _plain(annotation)
+    if get_origin(annotation) is Literal:
+        return " \\| ".join(f"`{value}`" for value in get_args(annotation))
+    if list(_models(annotation)):
+        return "list" if get_origin(annotation) is tuple else "section"
+    names = {int: "integer", float: "number", str: "text", bool: "true/false", dict: "mapping"}
+    name = names.get(get_origin(annotation) or annotation, str(annotation))
+    bounds = []
+    for limit in field.metadata:
+        for kind, sign in ((Ge, "≥"), (Gt, ">"), (Le, "≤"), (Lt, "<")):
+            if isinstance(limit, kind):
+                bounds.append(f"{sign} {getattr(limit, kind.__name__.lower()):g}")
+        if isinstance(limit, MinLen) and limit.min_length:
+            bounds.append(f"≥ {limit.min_length} items")
+    return f"{name} {', '.join(bounds)}".strip()
+
+
+def _default(field: FieldInfo, is_section: bool) -> str:
+    if field.default is PydanticUndefined:
+        return "required"
+    if is_section:
+        return "none" if field.default is None else ""
+    return f"`{field.default!r}`" if field.default not in ("", None) else ""
+
+
+if __name__ == "__main__":
+    for name, make in GENERATED.items():
+        (ROOT / name).write_text(make(), encoding="utf-8")
+        print(name)
