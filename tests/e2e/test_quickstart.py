@@ -1,0 +1,58 @@
+"""The promise of the README: one command, and the reward rises."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from conftest import Lab, events, processes, steps
+
+from hpcrl.checkpoints import CheckpointLedger
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.fixture
+def quickstart_lab(tmp_path: Path) -> Lab:
+    lab = Lab(tmp_path, tmp_path / "model")
+    lab.hpcrl("warmup", "quickstart", "--output", str(lab.model))
+    return lab
+
+
+def test_quickstart_learns_and_shows_it(quickstart_lab: Lab) -> None:
+    lab = quickstart_lab
+    run = lab.submit("first", follow=True)
+
+    evaluations = [event.data for event in events(run, "evaluation")]
+    before, after = evaluations[0]["reward"], evaluations[-1]["reward"]
+    assert after - before >= 0.2
+    assert after >= 2 * before
+    records = steps(run)
+    total = run.recipe().trainer.steps
+    assert list(records) == list(range(1, total + 1))
+    assert evaluations[0]["version"] == 0
+    assert evaluations[-1]["version"] == total
+    assert max(r.staleness_max for r in records.values()) <= run.recipe().rollouts.max_off_policy_steps
+
+    # tokens of the current version agree with the trainer; rollouts that crossed an update say so
+    fresh = [r.mismatch_kl_by_lag["0"] for r in records.values() if "0" in r.mismatch_kl_by_lag]
+    assert fresh
+    assert max(fresh) < 1e-5
+    assert events(run, "engine.weights_updated")
+
+    assert processes(run) == []
+    status = lab.json("status", run.name)
+    assert status["state"].upper() == "COMPLETED"
+    assert any(row["name"] == run.name for row in lab.json("ls")["runs"])
+    assert "completed" in lab.hpcrl("why", run.name).stdout.lower()
+    logs = lab.hpcrl("logs", run.name, "--role", "trainer").stdout
+    assert re.search(r"trainer", logs)
+    assert CheckpointLedger(run.checkpoints_dir).steps()[-1] == total
+    lab.hpcrl("report", run.name)
+    assert (run.path / "report.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+    # the name is taken now: refused, with the ways out
+    again = lab.hpcrl("submit", "quickstart", "--name", run.name, "--set", f"model.path={lab.model}", check=False)
+    assert again.returncode == 2
+    assert "resume" in again.stderr
