@@ -122,7 +122,6 @@ def to_params(
         logprobs=logprobs,
         prompt_logprobs=request.prompt_logprobs,
         routed_experts_prompt_start=request.routed_experts_prompt_start,
-        skip_reading_prefix_cache=request.prompt_logprobs is not None,
     )
 
 

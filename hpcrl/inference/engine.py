@@ -143,7 +143,8 @@ class Engine:
         def command() -> None:
             try:
                 future.set_result(function())
-            except Exception as error:  # noqa: BLE001 - it belongs to the caller
+            except Exception as error:  # noqa: BLE001 - it belongs to the caller, who may not be listening
+                _log.exception("a command failed")
                 future.set_exception(error)
 
         self._post(command)

@@ -41,8 +41,6 @@ class SamplingParams:
         The same for prompt tokens.
     routed_experts_prompt_start:
         First prompt token whose experts are returned.
-    skip_reading_prefix_cache:
-        Compute the whole prompt, which ``prompt_logprobs`` needs.
     """
 
     max_tokens: int
@@ -58,11 +56,15 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     routed_experts_prompt_start: int = 0
-    skip_reading_prefix_cache: bool = False
 
     @property
     def greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW
+
+    @property
+    def skip_reading_prefix_cache(self) -> bool:
+        """Whether the whole prompt is computed: log-probabilities of its tokens are cached nowhere."""
+        return self.prompt_logprobs is not None
 
     def nth(self, index: int) -> SamplingParams:
         """Parameters of choice ``index`` of a request for several: seeds follow each other."""

@@ -153,6 +153,8 @@ class EngineRequest:
 
     def version_spans(self, num_output: int) -> list[VersionSpan]:
         """Spans that cover ``num_output`` generated tokens; empty where there are none."""
+        if not num_output:
+            return []
         starts = [(version, start) for version, start in self.version_starts if start < num_output]
         ends = [start for _, start in starts[1:]] + [num_output]
         return [VersionSpan(version, start, end) for (version, start), end in zip(starts, ends, strict=True)]
