@@ -78,7 +78,7 @@ class GenerateApi:
         async with serving.generate(
             [Prompt(request_id=name, token_ids=request.token_ids)],
             params,
-            n=sampling.n or 1,
+            n=1 if sampling.n is None else sampling.n,
             stream=bool(request.stream),
             cache_salt=request.cache_salt,
             priority=request.priority,

@@ -64,7 +64,7 @@ class TextApi:
             raise bad_request(f"logprobs must be -1 or at least 0, not {request.logprobs}", "logprobs")
         wanted = 16 if request.max_tokens is None else request.max_tokens
         name = f"cmpl-{self._serving.request_id(http, request.request_id)}"
-        n = request.n or 1
+        n = max(1, request.n or 1)
 
         def head(kind: str) -> dict[str, Any]:
             return self._head(name, kind, "text_completion")
@@ -203,7 +203,7 @@ class TextApi:
         async with serving.generate(
             prompts,
             params,
-            n=request.n or 1,
+            n=1 if request.n is None else request.n,
             stream=bool(request.stream),
             cache_salt=request.cache_salt,
             priority=request.priority,
