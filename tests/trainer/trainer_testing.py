@@ -251,10 +251,8 @@ class ToyEnvironment:
         ]
 
 
-def _rank_main(rank: int, world_size: int, port: int, target: Callable[..., Any], args: tuple, results: Any) -> None:
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-    )
+def _rank_main(rank: int, environment: dict[str, str], target: Callable[..., Any], args: tuple, results: Any) -> None:
+    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
     try:
         results.put((rank, True, target(rank, *args)))
@@ -262,7 +260,9 @@ def _rank_main(rank: int, world_size: int, port: int, target: Callable[..., Any]
         results.put((rank, False, (type(error).__name__, str(error), traceback.format_exc())))
 
 
-def run_ranks(world_size: int, target: Callable[..., Any], *args: Any, fails: bool = False) -> list[Any]:
+def run_ranks(
+    world_size: int, target: Callable[..., Any], *args: Any, fails: bool = False, timeout_s: float = 60.0
+) -> list[Any]:
     """Call ``target(rank, *args)`` in processes that can form a group; results in rank order.
 
     With ``fails`` every rank must raise; the results are ``(type name, message)``. ``target`` lies at the top
@@ -273,15 +273,16 @@ def run_ranks(world_size: int, target: Callable[..., Any], *args: Any, fails: bo
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    environment = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     results = context.Queue()
     processes = [
-        context.Process(target=_rank_main, args=(rank, world_size, port, target, args, results))
+        context.Process(target=_rank_main, args=(rank, environment, target, args, results))
         for rank in range(world_size)
     ]
     for process in processes:
         process.start()
     try:
-        answers = sorted((results.get(timeout=60) for _ in processes), key=lambda answer: answer[0])
+        answers = sorted((results.get(timeout=timeout_s) for _ in processes), key=lambda answer: answer[0])
     finally:
         for process in processes:
             process.join(timeout=10)
