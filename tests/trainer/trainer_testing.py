@@ -18,6 +18,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
 import torch
+import yaml
 
 from hpcrl.config.recipe import Recipe
 from hpcrl.dock.wire import BatchShard, BatchStats, MicroBatch, encode_shard
@@ -217,9 +218,9 @@ def make_recipe(model_dir: Path, *, steps: int, **trainer: Any) -> Recipe:
 
 
 def write_recipe(run: RunDir, recipe: Recipe) -> None:
-    """JSON is YAML, and the trainer reads no more of the run's configuration than this."""
+    """The trainer reads no more of the run's configuration than this."""
     run.path.mkdir(parents=True, exist_ok=True)
-    run.recipe_path.write_text(recipe.model_dump_json())
+    run.recipe_path.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
 
 
 def start_attempt(run: RunDir, dock: StubDock, rank: int = 0) -> RoleContext:
