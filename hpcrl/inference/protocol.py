@@ -178,7 +178,7 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
 
 
 def refuse_unsupported(request: msgspec.Struct) -> None:
-    """Refuse a request that asks for something this engine does not do.
+    """Refuse a request that asks, at any depth, for something this engine does not do.
 
     Raises
     ------
@@ -186,8 +186,10 @@ def refuse_unsupported(request: msgspec.Struct) -> None:
         400, naming the field.
     """
     for name in request.__struct_fields__:
-        neutral = _UNSUPPORTED.get(name)
-        if neutral is not None and getattr(request, name) not in neutral:
+        value, neutral = getattr(request, name), _UNSUPPORTED.get(name)
+        if isinstance(value, msgspec.Struct):
+            refuse_unsupported(value)
+        elif neutral is not None and value not in neutral:
             raise bad_request(f"{name} is not supported by the embedded engine", name)
 
 
