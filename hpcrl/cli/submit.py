@@ -127,15 +127,23 @@ def _follow_or_tell(run: RunDir, follow: bool, root: str | None) -> None:
 
 def _follow(run: RunDir, console: Console) -> int:
     """Follow a run to its end and print the summary; returns the exit code."""
-    from hpcrl.errors import ExitCode
+    from hpcrl.errors import ExitCode, UsageError
     from hpcrl.runs.liveview import follow, summary
     from hpcrl.runs.metrics import read_metrics
     from hpcrl.runs.observe import read_progress
+    from hpcrl.runs.report import write_report
     from hpcrl.runs.status import RunState
     from hpcrl.slurm.submission import interrupt
 
     view = follow(run, console, on_interrupt=lambda count: interrupt(run, count))
-    Console().print(summary(view, read_progress(run), read_metrics(run)))
+    metrics = read_metrics(run)
+    picture = ""
+    if metrics:
+        try:
+            picture = str(write_report(run))
+        except UsageError as error:
+            picture = f"none: {error}"
+    Console().print(summary(view, read_progress(run), metrics, picture=picture))
     if view.state is RunState.COMPLETED:
         return ExitCode.OK
     typer.echo(f"  hpcrl why {run.name}\n  hpcrl resume {run.name}", err=True)

@@ -242,8 +242,8 @@ def components_table(view: RunView) -> Table:
     return table
 
 
-def summary(view: RunView, progress: Progress, metrics: list[StepRecord]) -> Table:
-    """What a person wants to know at the end."""
+def summary(view: RunView, progress: Progress, metrics: list[StepRecord], *, picture: str = "") -> Table:
+    """What a person wants to know at the end; ``picture`` is the path of the report, or why there is none."""
     table = Table.grid(padding=(0, 2))
     table.add_row("run", Text.assemble((view.run, "bold"), "  ", state_text(view.state)))
     if view.cause is not None:
@@ -261,4 +261,6 @@ def summary(view: RunView, progress: Progress, metrics: list[StepRecord]) -> Tab
         worst = max(record.staleness_max for record in metrics)
         table.add_row("staleness", f"{staleness:.2f} on average, at most {worst}")
         table.add_row("waiting", f"{waiting / seconds:.0%} of the trainer's time" if seconds else "-")
+    if picture:
+        table.add_row("picture", Text(picture, overflow="fold"))
     return table
