@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import Lab, events, processes, steps
+from lab import Lab, events, processes, steps
 
 from hpcrl.checkpoints import CheckpointLedger
 
