@@ -275,7 +275,8 @@ BAD = {
     "logprobs": ({}, {"logprobs": -2}),
     "empty stop string": ({}, {"stop": [""]}),
     "number as text": ({}, {"max_tokens": "many"}),
-    "priority without priorities": ({"priority": 3}, {}),
+    "more candidates than allowed": ({}, {"logprobs": 21}),
+    "all candidates": ({}, {"logprobs": -1}),
     "prompt_logprobs below -1": ({}, {"prompt_logprobs": -2}),
     "route start behind the prompt": ({}, {"routed_experts_prompt_start": 4}),
 }
@@ -437,10 +438,12 @@ def test_chat_limits(server: Server) -> None:
     assert short["usage"]["completion_tokens"] == 3
     whole = server.ok("/v1/chat/completions", body)
     assert whole["usage"]["total_tokens"] == MAX_MODEL_LEN
-    assert server.call("/v1/chat/completions", {**body, "max_tokens": MAX_MODEL_LEN})[0] == 400
-    assert (
-        server.call("/v1/completions", {"model": SERVED_NAME, "prompt": [1, 2], "max_tokens": MAX_MODEL_LEN})[0] == 400
-    )
+    # the context cuts what is asked for, a prompt that leaves no room is refused
+    cut = server.ok("/v1/chat/completions", {**body, "max_tokens": MAX_MODEL_LEN})
+    assert cut["usage"]["total_tokens"] == MAX_MODEL_LEN
+    completion = {"model": SERVED_NAME, "prompt": [8] * 500, "max_tokens": 50, "ignore_eos": True}
+    assert server.ok("/v1/completions", completion)["usage"]["completion_tokens"] == 12
+    assert server.call("/v1/completions", {**completion, "prompt": [8] * MAX_MODEL_LEN})[0] == 400
     assert server.call("/v1/completions", {"model": SERVED_NAME, "max_tokens": 2})[0] == 400
 
 
@@ -502,6 +505,7 @@ def follow(server: Server, pool: ThreadPoolExecutor, name: str, **sampling: Any)
 
 @pytest.mark.parametrize("clear_cache", ["false", "true"])
 def test_pause_keep_freezes_and_resume_goes_on(server: Server, pool: ThreadPoolExecutor, clear_cache: str) -> None:
+    before = server.metrics()["vllm:num_preemptions_total"]
     tokens, future = follow(server, pool, f"keep-{clear_cache}")
     assert server.get("/is_paused")[1] == {"is_paused": False}
     assert server.ok(f"/pause?mode=keep&clear_cache={clear_cache}") == {"status": "paused"}
@@ -516,6 +520,8 @@ def test_pause_keep_freezes_and_resume_goes_on(server: Server, pool: ThreadPoolE
     last = future.result()
     assert (len(tokens), last["finish_reason"]) == (400, "length")
     assert late.result()["choices"][0]["finish_reason"] in ("length", "stop")
+    # with clear_cache, which is the default, the frozen requests lose their KV and are computed again
+    assert server.metrics()["vllm:num_preemptions_total"] - before == (clear_cache == "true")
 
 
 def test_pause_abort_ends_requests(server: Server, pool: ThreadPoolExecutor) -> None:
@@ -550,8 +556,8 @@ def test_a_wrong_pause_mode_is_refused(server: Server) -> None:
 
 @pytest.mark.parametrize("path", ["/inference/v1/abort_requests", "/abort_requests"])
 def test_requests_are_aborted_by_name(server: Server, pool: ThreadPoolExecutor, path: str) -> None:
-    _, victim = follow(server, pool, "one")
     _, other = follow(server, pool, "two")
+    _, victim = follow(server, pool, "one")
     server.ok(path, {"request_ids": ["generate-tokens-one", "generate-tokens-unknown"]})
     assert victim.result(10)["finish_reason"] == "abort"
     assert other.result()["finish_reason"] == "length"

@@ -287,7 +287,7 @@ def test_pause_keep_freezes(start: StartEngine) -> None:
     client = start()
     request = client.submit([1, 2, 3], max_tokens=200, stream=True)
     client.wait(lambda: len(client.outputs.get(request, [])) >= 3)
-    client.engine.pause("keep", clear_cache=True).result()
+    client.engine.pause("keep", clear_cache=False).result()
     late = client.submit([4, 5, 6], max_tokens=3)
     frozen = len(client.outputs[request])
     time.sleep(0.05)
