@@ -55,7 +55,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
         Step of the checkpoint that a resume takes; None where there is none.
     """
 
-    run: str
+    name: str
     state: RunState
     attempt: int
     ended_at_s: float | None
@@ -80,7 +80,7 @@ def diagnose(run: RunDir) -> Diagnosis:
     if view.state.ended and view.state is not RunState.COMPLETED:
         resume_step = find_resume_point(run).step
     return Diagnosis(
-        run=view.run,
+        name=view.name,
         state=view.state,
         attempt=view.attempt,
         ended_at_s=view.ended_at_s,
@@ -101,7 +101,7 @@ def _sentence(view: RunView) -> str:
     if view.cause is not None:
         return view.cause.message
     if view.state is RunState.COMPLETED:
-        return "the run did all its steps"
+        return "the run completed: it did all its steps"
     return f"the run has not ended: it is {view.state}"
 
 
@@ -156,23 +156,22 @@ def _earlier(run: RunDir, attempt: int) -> dict[int, str]:
     """Last state and cause of the attempts before, from their events."""
     ends: dict[int, str] = {}
     for event in read_events(run):
-        if event.attempt >= attempt:
-            continue
-        if event.kind == "run.state":
-            cause = event.data.get("cause")
-            ends[event.attempt] = f"{event.data['state']}: {cause}" if cause else str(event.data["state"])
-        elif event.kind == "guard.supervisor_lost":
-            ends[event.attempt] = "LOST: the supervisor went away without a last word"
+        if event.attempt < attempt and event.kind == "run.state":
+            state, cause = RunState(event.data["state"]), event.data.get("cause")
+            if not state.ended:
+                ends[event.attempt] = "LOST: the supervisor went away without a last word"
+            else:
+                ends[event.attempt] = f"{state}: {cause}" if cause else state.value
     return ends
 
 
 def _ways_on(view: RunView, resume_step: int | None) -> list[str]:
     if view.state is RunState.COMPLETED:
-        return [f"hpcrl report {view.run}"]
+        return [f"hpcrl report {view.name}"]
     if not view.state.ended:
-        return [f"hpcrl status {view.run} --watch", f"hpcrl logs {view.run} -f"]
+        return [f"hpcrl status {view.name} --watch", f"hpcrl logs {view.name} -f"]
     where = "from the beginning: there is no checkpoint" if resume_step is None else f"from step {resume_step}"
-    return [f"hpcrl resume {view.run}    # {where}", f"hpcrl logs {view.run}"]
+    return [f"hpcrl resume {view.name}    # {where}", f"hpcrl logs {view.name}"]
 
 
 def diagnosis_document(diagnosis: Diagnosis) -> str:
@@ -187,7 +186,7 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
         console.print(Text.assemble(*parts), soft_wrap=True)
 
     attempt = f"  attempt {diagnosis.attempt}, {duration(diagnosis.wall_s)}" if diagnosis.attempt else ""
-    say((diagnosis.run, "bold"), "  ", state_text(diagnosis.state), attempt)
+    say((diagnosis.name, "bold"), "  ", state_text(diagnosis.state), attempt)
     cause = diagnosis.cause
     when = f"{_clock(cause.time_s)}  " if cause is not None else ""
     say("\n", when, (diagnosis.sentence, "bold"))

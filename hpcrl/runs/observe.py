@@ -52,7 +52,7 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True):
         All replicas.
     """
 
-    run: str
+    name: str
     run_id: str
     run_dir: str
     recipe: str
@@ -94,7 +94,7 @@ def observe(run: RunDir, *, now_s: float | None = None) -> RunView:
     submission = record.submissions[-1] if record.submissions else None
     attempts = run.attempts()
     view = RunView(
-        run=record.name,
+        name=record.name,
         run_id=record.run_id,
         run_dir=str(run.path),
         recipe=run.plan().recipe,
