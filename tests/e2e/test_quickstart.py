@@ -47,7 +47,7 @@ def test_quickstart_learns_and_shows_it(quickstart_lab: Lab) -> None:
     assert any(row["name"] == run.name for row in lab.json("ls")["runs"])
     assert "completed" in lab.hpcrl("why", run.name).stdout.lower()
     logs = lab.hpcrl("logs", run.name, "--role", "trainer").stdout
-    assert re.search(r"trainer", logs)
+    assert re.search(rf"step={total}\b", logs)
     assert CheckpointLedger(run.checkpoints_dir).steps()[-1] == total
     lab.hpcrl("report", run.name)
     assert (run.path / "report.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
