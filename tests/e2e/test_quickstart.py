@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -40,6 +41,9 @@ def test_quickstart_learns_and_shows_it(quickstart_lab: Lab) -> None:
     assert fresh
     assert max(fresh) < 1e-5
     assert events(run, "engine.weights_updated")
+    rollouts = [json.loads(line) for path in run.rollouts_dir.glob("*.jsonl") for line in path.read_text().splitlines()]
+    assert len(rollouts) == total * run.recipe().rollouts.rollouts_per_step
+    assert any(rollout["first_version"] < rollout["last_version"] for rollout in rollouts)
 
     assert processes(run) == []
     status = lab.json("status", run.name)
