@@ -15,7 +15,7 @@ from hpcrl.runs.logs import LogFilter, find_log_files, read_logs
 from hpcrl.runs.observe import RunView, find_resume_point, observe
 from hpcrl.runs.role import FailureRecord
 from hpcrl.runs.rundir import RunDir
-from hpcrl.runs.status import RunState
+from hpcrl.runs.status import ComponentState, RunState
 
 __all__ = ["WHY_SCHEMA", "Consequence", "Diagnosis", "diagnose", "diagnosis_document", "print_diagnosis"]
 
@@ -124,12 +124,14 @@ def _last_words(run: RunDir, view: RunView) -> tuple[list[str], str]:
         return [], ""
     if cause.traceback:
         return cause.traceback.rstrip().splitlines()[-_TRACEBACK_LINES:], ""
-    wanted = LogFilter(view.attempt, cause.role, cause.replica, cause.rank)
-    if not find_log_files(run, wanted):
-        wanted = wanted._replace(rank=0)  # a rank that had no time to open its own
-    files = find_log_files(run, wanted)
-    lines = [line.line for line in read_logs(run, wanted, lines=_LOG_LINES)]
-    return lines, str(files[0].path.relative_to(run.path)) if files else ""
+    # a rank that was killed may not have said anything yet; what started it has
+    for rank in dict.fromkeys((cause.rank, 0)):
+        wanted = LogFilter(view.attempt, cause.role, cause.replica, rank)
+        files = find_log_files(run, wanted)
+        lines = [line.line for line in read_logs(run, wanted, lines=_LOG_LINES)]
+        if lines:
+            return lines, str(files[0].path.relative_to(run.path)) if len(files) == 1 else ""
+    return [], ""
 
 
 def _consequences(run: RunDir, view: RunView) -> list[Consequence]:
@@ -145,8 +147,9 @@ def _consequences(run: RunDir, view: RunView) -> list[Consequence]:
     said = {(record.role, record.replica) for record in FailureRecord.read_all(run, view.attempt)}
     for component in view.components:
         key = (component.role, component.replica)
-        failed = component.exit_code not in (None, 0) or component.signal is not None
-        if component.ended_at_s is not None and failed and key != first and key not in said:
+        # those that were asked to stop are EXITED, whatever their exit code
+        by_itself = component.state is ComponentState.FAILED and key not in (first, *said)
+        if by_itself and component.ended_at_s is not None:
             end = describe_end(component.exit_code, component.signal)
             found.append(Consequence(time_s=component.ended_at_s, what=f"{component.role} {component.replica} {end}"))
     return sorted(found, key=lambda consequence: consequence.time_s)

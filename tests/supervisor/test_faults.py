@@ -91,7 +91,7 @@ def test_cancel_ends_the_run_in_order(root: Path) -> None:
     view, seconds = wait_ended(run, since=begin)
     assert seconds < LIMIT_S
     assert view.cause is not None
-    assert view.cause.kind is CauseKind.CANCELLED
+    assert (view.cause.kind, view.cause.message) == (CauseKind.CANCELLED, "cancelled by somebody")
     stopping = [e.data["role"] for e in read_events(run) if e.data.get("state") == "STOPPING" and "role" in e.data]
     assert stopping == ["trainer", "engine"]
     with pytest.raises(RunDirError, match="has ended already"):
