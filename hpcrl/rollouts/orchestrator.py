@@ -242,6 +242,7 @@ class Orchestrator:
         # what exists now stays: the collector need not look at it again and again
         gc.collect()
         gc.freeze()
+        self._lag.reset()  # loading a tokenizer blocks, and nobody waits yet
         self._tasks.create_task(self._scheduler.run())
 
     def _on_served(self, version: int) -> None:

@@ -14,6 +14,7 @@ from harness import CALCULATOR, WORDS, make_recipe
 
 from hpcrl.config.recipe import CalculatorEnv, LatencyConfig, WordsEnv
 from hpcrl.errors import ConfigError
+from hpcrl.rollouts.counters import Counters
 from hpcrl.rollouts.environments import Environment, Message, Reply, build_environments
 from hpcrl.rollouts.environments.calculator import CalculatorEnvironment
 from hpcrl.rollouts.environments.latency import DelayedEnvironment
@@ -280,3 +281,21 @@ def test_custom_environments_that_are_wrong(tmp_path: Path, factory: str, args: 
     with pytest.raises(ConfigError, match=message) as caught:
         build_environments(make_recipe(tmp_path, environments=[custom(factory, **args)]))
     assert caught.value.findings[0].key == "environments.mine.factory"
+
+
+async def test_the_example_of_the_documentation(tmp_path: Path, monkeypatch: Any) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
+    code = text.partition("```python\n")[2].partition("```")[0]
+    (tmp_path / "documented_counting.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    config = {**custom("documented_counting:Counting", limit=20), "name": "counting"}
+    (counting,) = build_environments(make_recipe(tmp_path, environments=[config]))
+    prompt = counting.prompt("train", 3)
+    assert (await counting.rollout(prompt, Script(str(prompt.data + 1)))).reward == 1.0
+    wrong = counting.demonstration(prompt, correct=False, rng=random.Random(0))
+    assert wrong[-1]["content"] != str(prompt.data + 1)
+
+
+def test_documented_counters_are_all_of_them() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
+    assert all(f"`{name}`" in text for name in Counters().as_dict())
