@@ -37,9 +37,7 @@ def plan(
     check_rules(loaded, site)
     cwd = Path.cwd()
     name = default_run_name(loaded.value, time.time())
-    resolved = make_plan(
-        absolute_paths(loaded.value, cwd), site.value, name, resolve_runs_root(site.value, cwd) / name
-    )
+    resolved = make_plan(absolute_paths(loaded.value, cwd), site.value, name, resolve_runs_root(site.value, cwd) / name)
     if as_json:
         typer.echo(resolved.model_dump_json(indent=2))
     else:
