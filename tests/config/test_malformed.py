@@ -75,7 +75,12 @@ RECIPES = {
     ),
     "extends nothing": Case("name: good", "extends: quickstrt\nname: good", 1, "extends", "no recipe", "'quickstart'"),
     "rule: batch of groups": Case(
-        "trainer:", "rollouts: {rollouts_per_step: 10}\ntrainer:", 8, "rollouts.rollouts_per_step", "multiple", "whole"
+        "trainer:",
+        "rollouts: {rollouts_per_step: 10}\ntrainer:",
+        8,
+        "rollouts.rollouts_per_step",
+        "multiple",
+        "multiple of group_size",
     ),
     "rule: group of one": Case(
         "trainer:", "rollouts: {group_size: 1}\ntrainer:", 8, "rollouts.group_size", "nothing to compare", "2 or more"

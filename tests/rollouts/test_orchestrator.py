@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,11 @@ async def test_steps_in_order_with_bounded_staleness(tmp_path: Path) -> None:
                 sampled = micro.loss_mask.astype(bool)
                 assert not sampled[micro.cu_seqlens[:-1]].any()
                 assert (micro.versions[sampled] >= 0).all()
-                assert (micro.versions[~sampled] == -1).all()
+                for start, end in pairwise(micro.cu_seqlens):
+                    versions, said = micro.versions[start:end], ~sampled[start:end]
+                    # the whole prompt is under one salt, and nothing older than it follows
+                    assert (versions[said] == versions[0]).all()
+                    assert (versions[~said] >= versions[0]).all()
                 assert (micro.logprobs[~sampled] == 0).all()
                 assert (micro.logprobs[sampled] == (-0.25 - micro.token_ids[sampled] / 1024).astype(np.float32)).all()
         assert {"words", "calculator"} <= set(shard.stats.reward_by_env)
