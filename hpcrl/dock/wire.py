@@ -14,7 +14,16 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["FORMAT_VERSION", "BatchShard", "BatchStats", "MicroBatch", "decode_shard", "encode_shard"]
+__all__ = [
+    "FORMAT_VERSION",
+    "BatchShard",
+    "BatchStats",
+    "MicroBatch",
+    "decode_array",
+    "decode_shard",
+    "encode_array",
+    "encode_shard",
+]
 
 FORMAT_VERSION = 1
 
@@ -85,13 +94,15 @@ class BatchShard(msgspec.Struct, frozen=True, kw_only=True):
     format_version: int = FORMAT_VERSION
 
 
-def _encode_array(value: Any) -> Any:
+def encode_array(value: Any) -> Any:
+    """`msgspec` hook: an array as dtype, shape and raw bytes."""
     if isinstance(value, np.ndarray):
         return {"dtype": value.dtype.str, "shape": value.shape, "data": np.ascontiguousarray(value).tobytes()}
     raise NotImplementedError(f"cannot encode {type(value)}")
 
 
-def _decode_array(kind: type, value: Any) -> Any:
+def decode_array(kind: type, value: Any) -> Any:
+    """`msgspec` hook: what `encode_array` made, as a read-only view."""
     # msgspec passes the generic alias of NDArray fields
     if getattr(kind, "__origin__", kind) is np.ndarray:
         return np.frombuffer(value["data"], dtype=value["dtype"]).reshape(value["shape"])
@@ -100,7 +111,7 @@ def _decode_array(kind: type, value: Any) -> Any:
 
 def encode_shard(shard: BatchShard) -> bytes:
     """Bytes of a shard."""
-    return msgspec.msgpack.encode(shard, enc_hook=_encode_array)
+    return msgspec.msgpack.encode(shard, enc_hook=encode_array)
 
 
 def decode_shard(data: bytes) -> BatchShard:
@@ -112,7 +123,7 @@ def decode_shard(data: bytes) -> BatchShard:
         It is not a shard of a format this code knows.
     """
     try:
-        shard = msgspec.msgpack.decode(data, type=BatchShard, dec_hook=_decode_array)
+        shard = msgspec.msgpack.decode(data, type=BatchShard, dec_hook=decode_array)
     except msgspec.DecodeError as error:
         raise ValueError(f"not a batch shard: {error}") from error
     if shard.format_version != FORMAT_VERSION:

@@ -13,6 +13,7 @@
       attempts/0001/failures/                 what roles say about their own failure
       attempts/0001/logs/<role>/<replica>-<rank>.log
       attempts/latest                         symbolic link to the newest attempt
+      submitit/                               pickles and logs of submitit and the supervisor
       weights/v000012/                        hand-offs
       checkpoints/step-000010/                joint checkpoints
       rollouts/                               consumed rollouts, for people

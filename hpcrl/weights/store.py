@@ -193,7 +193,7 @@ class HandoffStore:
         producer:
             For the manifest.
         metadata:
-            Further small files by name.
+            Further small files by name; they take the place of the start model's.
 
         Raises
         ------
@@ -210,7 +210,7 @@ class HandoffStore:
             write_json(stage.path / _INDEX, index)
             small = dict(metadata or {})
             for name in _COMPANION_FILES:
-                if (model_dir / name).is_file():
+                if name not in small and (model_dir / name).is_file():
                     small[name] = (model_dir / name).read_bytes()
             for name, data in small.items():
                 atomic_write(stage.path / name, data)

@@ -62,7 +62,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), (x.shape[-1],), None, self.eps).to(x.dtype) * self.weight
+        y: Tensor = F.rms_norm(x.float(), (x.shape[-1],), None, self.eps).to(x.dtype) * self.weight
+        return y
 
 
 def rotary_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
@@ -100,7 +101,8 @@ class SelfAttention(nn.Module):
         k = self.k_norm(self.k_proj(x).view(tokens, -1, self.head_dim))
         v = self.v_proj(x).view(tokens, -1, self.head_dim)
         y = attention(self.layer, apply_rotary(q, cos, sin), apply_rotary(k, cos, sin), v)
-        return self.o_proj(y.reshape(tokens, -1))
+        projected: Tensor = self.o_proj(y.reshape(tokens, -1))
+        return projected
 
 
 class Experts(nn.Module):
@@ -150,7 +152,8 @@ class SparseMLP(nn.Module):
         y = self.experts(x[order // self.top_k], counts)
         # back to token order and a sum over k in fixed order: index_add would sum in arrival order
         unsorted = torch.empty_like(y).index_copy(0, order, y).view(x.shape[0], self.top_k, -1)
-        return (unsorted * weights.to(x.dtype)[..., None]).sum(1)
+        mixed: Tensor = (unsorted * weights.to(x.dtype)[..., None]).sum(1)
+        return mixed
 
 
 class Block(nn.Module):
@@ -167,7 +170,8 @@ class Block(nn.Module):
         self, x: Tensor, cos: Tensor, sin: Tensor, attention: AttentionFn, record: RouteRecorder | None
     ) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, attention)
-        return x + self.mlp(self.post_attention_layernorm(x), record)
+        x = x + self.mlp(self.post_attention_layernorm(x), record)
+        return x  # noqa: RET504 - gives the sum its type
 
 
 class Qwen3Moe(nn.Module):
@@ -217,7 +221,8 @@ class Qwen3Moe(nn.Module):
         x = self.norm(x)
         if select is not None:
             x = x[select]
-        return self.lm_head(x).float()
+        logits: Tensor = self.lm_head(x)
+        return logits.float()
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator, std: float = 0.02) -> None:

@@ -1,0 +1,118 @@
+"""``hpcrl status``, ``ls``, ``logs``, ``why`` and ``report``: what reads runs."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from hpcrl.cli.options import JsonOption
+from hpcrl.cli.selection import OptionalRunArgument, RunArgument, RunsRootOption, find, runs_root
+
+__all__ = ["register"]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    app.command("status")(status)
+    app.command("ls")(list_runs)
+    app.command("logs")(logs)
+    app.command("why")(why)
+    app.command("report")(report)
+
+
+def status(
+    run: OptionalRunArgument = None,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Follow until the run has ended.")] = False,
+    as_json: JsonOption = False,
+    root: RunsRootOption = None,
+) -> None:
+    """Show where a run stands: state, roles, step, reward, version, staleness."""
+    from rich.console import Console
+
+    from hpcrl.runs.liveview import follow, render, summary
+    from hpcrl.runs.metrics import read_metrics
+    from hpcrl.runs.observe import observe, read_progress, status_document
+
+    found = find(run, root)
+    if as_json:
+        typer.echo(status_document(found))
+    elif watch:
+        try:
+            view = follow(found, Console())
+        except KeyboardInterrupt:
+            typer.echo(f"{found.name} goes on; hpcrl cancel {found.name} ends it", err=True)
+            raise typer.Exit from None
+        Console().print(summary(view, read_progress(found), read_metrics(found)))
+    else:
+        Console().print(render(observe(found), read_progress(found), read_metrics(found)))
+
+
+def list_runs(as_json: JsonOption = False, root: RunsRootOption = None) -> None:
+    """List runs, newest first."""
+    from rich.console import Console
+
+    from hpcrl.runs.listing import list_rows, listing_document, listing_table
+
+    directory = runs_root(root)
+    rows = list_rows(directory)
+    if as_json:
+        typer.echo(listing_document(rows))
+    elif rows:
+        Console().print(listing_table(rows))
+    else:
+        typer.echo(f"there is no run in {directory}; hpcrl submit RECIPE starts one", err=True)
+
+
+def logs(
+    run: OptionalRunArgument = None,
+    role: Annotated[str | None, typer.Option(help="Only this role; also `supervisor`.")] = None,
+    replica: Annotated[int | None, typer.Option(help="Only this replica.")] = None,
+    rank: Annotated[int | None, typer.Option(help="Only this rank.")] = None,
+    attempt: Annotated[int | None, typer.Option(help="Attempt; the newest by default.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run has ended.")] = False,
+    grep: Annotated[str | None, typer.Option(metavar="REGEX", help="Only lines that match.")] = None,
+    lines: Annotated[int, typer.Option("--lines", "-n", help="Newest lines to show first; 0 shows all.")] = 200,
+    as_json: JsonOption = False,
+    root: RunsRootOption = None,
+) -> None:
+    """Show the logs of a run's roles, merged in time order."""
+    from hpcrl.runs.logs import LogFilter, follow_logs, format_line, read_logs
+
+    found = find(run, root)
+    wanted = LogFilter.make(found, role=role, replica=replica, rank=rank, attempt=attempt, grep=grep)
+    source = follow_logs(found, wanted, lines=lines) if follow else iter(read_logs(found, wanted, lines=lines))
+    try:
+        for line in source:
+            typer.echo(format_line(line, as_json=as_json))
+    except KeyboardInterrupt:
+        raise typer.Exit from None
+
+
+def why(run: OptionalRunArgument = None, as_json: JsonOption = False, root: RunsRootOption = None) -> None:
+    """Say what ended a run: the first cause, its last words, what followed, and how to go on."""
+    from rich.console import Console
+
+    from hpcrl.runs.diagnosis import diagnose, diagnosis_document, print_diagnosis
+
+    diagnosis = diagnose(find(run, root))
+    if as_json:
+        typer.echo(diagnosis_document(diagnosis))
+    else:
+        print_diagnosis(diagnosis, Console())
+
+
+def report(
+    run: RunArgument,
+    output: Annotated[
+        str | None, typer.Option("--output", "-o", metavar="FILE", help="Default: report.png in the run.")
+    ] = None,
+    root: RunsRootOption = None,
+) -> None:
+    """Draw a picture of a run: reward, staleness and the phases of each step."""
+    from pathlib import Path
+
+    from hpcrl.runs.report import write_report
+
+    found = find(run, root)
+    typer.echo(str(write_report(found, None if output is None else Path(output))))

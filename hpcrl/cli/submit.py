@@ -1,0 +1,150 @@
+"""``hpcrl submit``, ``resume`` and ``cancel``: what starts and ends runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hpcrl.cli.options import ClusterOption, RecipeArgument, SetOption
+from hpcrl.cli.selection import RunArgument, RunsRootOption, find, runs_root
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from hpcrl.runs.rundir import RunDir
+
+__all__ = ["register"]
+
+FollowOption = Annotated[
+    bool, typer.Option("--follow", "-f", help="Show progress until the run has ended; Ctrl-C cancels the run.")
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    app.command("submit")(submit)
+    app.command("resume")(resume)
+    app.command("cancel")(cancel)
+
+
+def submit(
+    recipe: RecipeArgument,
+    cluster: ClusterOption = "local",
+    name: Annotated[str | None, typer.Option("--name", "-n", metavar="RUN", help="Name of the run.")] = None,
+    overrides: SetOption = None,
+    follow: FollowOption = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and the commands; change nothing.")] = False,
+    root: RunsRootOption = None,
+) -> None:
+    """Start a run of a recipe.
+
+    Exit code with --follow: 0 completed, 1 failed, 130 cancelled.
+    """
+    import time
+    from pathlib import Path
+
+    from hpcrl.cli.planning import print_plan
+    from hpcrl.config.load import load_cluster, load_recipe
+    from hpcrl.config.rules import check_rules
+    from hpcrl.planning import absolute_paths, check_model, default_run_name, make_plan
+    from hpcrl.runs.registry import check_name
+
+    loaded, site = load_recipe(recipe, overrides or ()), load_cluster(cluster)
+    check_rules(loaded, site)
+    run_name = check_name(name) if name is not None else default_run_name(loaded.value, time.time())
+    resolved = absolute_paths(loaded.value, Path.cwd())
+    plan = make_plan(resolved, site.value, run_name, runs_root(root, site.value) / run_name)
+    if dry_run:
+        print_plan(plan)
+    check_model(loaded, Path(resolved.model.path))
+    if dry_run:
+        typer.echo("\nnothing was started or written (--dry-run)", err=True)
+        return
+
+    from hpcrl.slurm.submission import create_run, submit_attempt
+
+    provenance = {".".join(map(str, path)): origin for path, origin in loaded.origins.items()}
+    run = create_run(resolved, site.value, plan, provenance=provenance)
+    submit_attempt(run)
+    typer.echo(f"submitted {run_name} in {run.path}", err=True)
+    _follow_or_tell(run, follow, root)
+
+
+def resume(run: RunArgument, follow: FollowOption = False, root: RunsRootOption = None) -> None:
+    """Go on with a run that has ended, from its newest joint checkpoint.
+
+    Exit code with --follow: 0 completed, 1 failed, 130 cancelled.
+    """
+    from hpcrl.slurm.submission import end_leftovers, prepare_resume, submit_attempt
+
+    found = find(run, root)
+    resumption = prepare_resume(found)
+    for step, reason in resumption.skipped:
+        typer.echo(f"checkpoint of step {step} is skipped: {reason}", err=True)
+    if swept := end_leftovers(found):
+        typer.echo(f"ended {swept} processes that an earlier attempt had left behind", err=True)
+    submit_attempt(found)
+    start = "the beginning: there is no checkpoint" if resumption.step is None else f"step {resumption.step}"
+    typer.echo(f"resumed {found.name} from {start}", err=True)
+    _follow_or_tell(found, follow, root)
+
+
+def cancel(
+    run: RunArgument,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    root: RunsRootOption = None,
+) -> None:
+    """Stop a run: its roles are asked in order, then killed. It can be resumed later."""
+    import getpass
+
+    from hpcrl.runs.observe import observe
+    from hpcrl.slurm.submission import cancel as cancel_run
+
+    found = find(run, root)
+    view = observe(found)
+    if not yes and not view.state.ended:
+        roles = ", ".join(f"{c.role} {c.replica} (pid {c.pid})" for c in view.components if c.pid) or "no role yet"
+        typer.echo(f"this stops {found.name} ({view.state}): {roles}", err=True)
+        typer.confirm("stop it?", abort=True, err=True)
+    view = cancel_run(found, user=getpass.getuser())
+    typer.echo(f"{found.name}: {view.state}")
+
+
+def _follow_or_tell(run: RunDir, follow: bool, root: str | None) -> None:
+    import shlex
+
+    from rich.console import Console
+
+    option = f" --runs-root {shlex.quote(root)}" if root else ""
+    if follow:
+        raise typer.Exit(_follow(run, Console(stderr=True)))
+    typer.echo(run.name)
+    for command in ("status", "logs", "cancel"):
+        extra = {"status": " --watch", "logs": " -f", "cancel": ""}[command]
+        typer.echo(f"  hpcrl {command} {run.name}{extra}{option}", err=True)
+
+
+def _follow(run: RunDir, console: Console) -> int:
+    """Follow a run to its end and print the summary; returns the exit code."""
+    from hpcrl.errors import ExitCode, UsageError
+    from hpcrl.runs.liveview import follow, summary
+    from hpcrl.runs.metrics import read_metrics
+    from hpcrl.runs.observe import read_progress
+    from hpcrl.runs.report import write_report
+    from hpcrl.runs.status import RunState
+    from hpcrl.slurm.submission import interrupt
+
+    view = follow(run, console, on_interrupt=lambda count: interrupt(run, count))
+    metrics = read_metrics(run)
+    picture = ""
+    if metrics:
+        try:
+            picture = str(write_report(run))
+        except UsageError as error:
+            picture = f"none: {error}"
+    Console().print(summary(view, read_progress(run), metrics, picture=picture))
+    if view.state is RunState.COMPLETED:
+        return ExitCode.OK
+    typer.echo(f"  hpcrl why {run.name}\n  hpcrl resume {run.name}", err=True)
+    return ExitCode.CANCELLED if view.state is RunState.CANCELLED else ExitCode.FAILED

@@ -1,0 +1,7 @@
+"""``python -m hpcrl.rollouts``: the orchestrator role."""
+
+from hpcrl.rollouts.orchestrator import main
+from hpcrl.runs.role import run_role
+
+if __name__ == "__main__":
+    run_role(main)

@@ -1,0 +1,53 @@
+"""What the orchestrator counts. Counters go into batches, snapshots and ``/metrics`` under these names."""
+
+from __future__ import annotations
+
+import msgspec
+
+__all__ = ["Counters"]
+
+
+class Counters(msgspec.Struct, kw_only=True):
+    """Counts since the start of the run (a resume goes on from its checkpoint). In rollouts, where not said.
+
+    Attributes
+    ----------
+    started, finished, consumed:
+        Rollouts started, finished with a reward, and handed to the trainer.
+    mixed_versions:
+        Finished rollouts with tokens of two or more policy versions.
+    dropped_engine:
+        Given up after the last retry of a request.
+    dropped_environment:
+        The environment raised an error, or the prompt left no room for an answer.
+    dropped_group:
+        Finished, but too few members of the group did.
+    dropped_stale:
+        Finished, but too old to be used.
+    dropped_zero_variance:
+        Finished in groups without variance, where the recipe drops these.
+    cancelled_stale:
+        Aborted in flight, because they could not have been used any more.
+    zero_variance_groups:
+        Groups whose rewards were all equal.
+    engine_requests, engine_retries:
+        Generation requests sent, and those of them that repeat a failed one.
+    """
+
+    started: int = 0
+    finished: int = 0
+    consumed: int = 0
+    mixed_versions: int = 0
+    dropped_engine: int = 0
+    dropped_environment: int = 0
+    dropped_group: int = 0
+    dropped_stale: int = 0
+    dropped_zero_variance: int = 0
+    cancelled_stale: int = 0
+    zero_variance_groups: int = 0
+    engine_requests: int = 0
+    engine_retries: int = 0
+
+    def as_dict(self) -> dict[str, int]:
+        """Names and counts."""
+        return {name: getattr(self, name) for name in self.__struct_fields__}

@@ -1,0 +1,333 @@
+"""The orchestrator: one asyncio process that puts the parts together.
+
+Start: serve the dock, restore, wait for engines, wait for the trainer's first version, load it everywhere,
+evaluate it where the recipe wants that, and roll out. End: SIGTERM, or an error of any part.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import resource
+import signal
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from hpcrl.checkpoints.ledger import CheckpointLedger
+from hpcrl.errors import CheckpointError
+from hpcrl.models.tokenizer import ChatTokenizer
+from hpcrl.rollouts.conversation import Sampler
+from hpcrl.rollouts.counters import Counters
+from hpcrl.rollouts.data_order import DataOrder
+from hpcrl.rollouts.dock_server import serve_dock
+from hpcrl.rollouts.engine_client import EngineClient
+from hpcrl.rollouts.engine_pool import EnginePool
+from hpcrl.rollouts.environments import build_environments
+from hpcrl.rollouts.evaluation import Evaluator, evaluated_versions
+from hpcrl.rollouts.lag import LagMonitor
+from hpcrl.rollouts.metrics_text import render_metrics
+from hpcrl.rollouts.scheduler import Scheduler
+from hpcrl.rollouts.staleness import StalenessAccount
+from hpcrl.rollouts.state import OrchestratorState
+from hpcrl.rollouts.trainer_desk import ConflictError, TrainerDesk
+from hpcrl.rollouts.transcript import Transcript
+from hpcrl.rollouts.weight_updates import WeightUpdater
+from hpcrl.runs.role import RoleContext
+from hpcrl.weights import HandoffStore
+
+__all__ = ["Orchestrator", "main"]
+
+_log = logging.getLogger(__name__)
+
+_KEEPALIVE_S = 4.0
+"""Shorter than a server's (uvicorn's is 5 s): else a request now and then meets a connection that just closed."""
+
+
+def main(context: RoleContext) -> None:
+    """Run until SIGTERM; raises the first error of any part."""
+    asyncio.run(_main(context))
+
+
+async def _main(context: RoleContext) -> None:
+    _raise_file_limit()
+    orchestrator = Orchestrator(context)
+    work = asyncio.current_task()
+    assert work is not None
+
+    def stop() -> None:
+        orchestrator.stopping = True
+        work.cancel()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    try:
+        await orchestrator.run()
+    except asyncio.CancelledError:
+        if not orchestrator.stopping:
+            raise
+        _log.info("stopped by a signal")
+    except BaseExceptionGroup as group:
+        raise _first_error(group) from None
+
+
+def _first_error(error: BaseException) -> BaseException:
+    """The error that a tree of task groups failed with."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _raise_file_limit() -> None:
+    """As many connections as the system allows: one a rollout in flight."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 1 << 16 if hard == resource.RLIM_INFINITY else min(hard, 1 << 16)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+class Orchestrator:
+    """All parts of one attempt; a `hpcrl.rollouts.dock_server.Dock`.
+
+    Attributes
+    ----------
+    stopping:
+        Set when the process is asked to end; the dock then answers 410.
+    """
+
+    def __init__(self, context: RoleContext) -> None:
+        """Read the recipe and build environments; nothing is served or sent.
+
+        Raises
+        ------
+        ConfigError
+            An environment cannot be built.
+        """
+        self.stopping = False
+        self._context, self._recipe = context, context.run.recipe()
+        self._environments = build_environments(self._recipe)
+        self._lag = LagMonitor()
+        self._restored = asyncio.Event()
+        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._first_version: int | None = None
+        self._finished: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        """Work until cancelled.
+
+        Raises
+        ------
+        BaseExceptionGroup
+            With the error of the part that failed.
+        """
+        endpoints = self._context.endpoints()
+        address = urlsplit(endpoints.one("orchestrator"))
+        assert address.hostname is not None
+        assert address.port is not None
+        async with contextlib.AsyncExitStack() as stack:
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S)
+            timeout = aiohttp.ClientTimeout(total=None)  # each call has its own
+            http = await stack.enter_async_context(aiohttp.ClientSession(connector=connector, timeout=timeout))
+            await stack.enter_async_context(serve_dock(self, host=address.hostname, port=address.port))
+            self._tasks = await stack.enter_async_context(asyncio.TaskGroup())
+            self._tasks.create_task(self._raise_failure())
+            self._tasks.create_task(self._lag.run())
+            await self._restore()
+            self._build(http, endpoints.urls["engine"])
+            await self._start()
+
+    # -- start
+
+    async def _restore(self) -> None:
+        """Take the state of the newest verified checkpoint, which is also the trainer's choice."""
+        recipe = self._recipe
+        choice = await asyncio.to_thread(CheckpointLedger(self._context.run.checkpoints_dir).newest_verified)
+        for step, reason in choice.skipped:
+            _log.warning("checkpoint of step %d skipped: %s", step, reason)
+        self._state = OrchestratorState(
+            step=0,
+            seed=recipe.seed,
+            group_size=recipe.rollouts.group_size,
+            next_index=0,
+            restart=[],
+            finished=[],
+            counters=Counters(),
+        )
+        if choice.entry is not None:
+            self._state = OrchestratorState.decode(choice.entry.orchestrator_state())
+            self._state.check(step=choice.entry.step, seed=recipe.seed, group_size=recipe.rollouts.group_size)
+            _log.info("restored step %d with %d finished groups", self._state.step, len(self._state.finished))
+
+    def _build(self, http: aiohttp.ClientSession, engine_urls: list[str]) -> None:
+        recipe, state, run = self._recipe, self._state, self._context.run
+        self._events = self._context.events()
+        self._counters = state.counters
+        clients = [EngineClient(http, name=f"engine-{i}", url=url) for i, url in enumerate(engine_urls)]
+        config = recipe.rollouts
+        self._pool = EnginePool(
+            clients,
+            counters=self._counters,
+            request_timeout_s=config.request_timeout_s,
+            max_retries=config.max_retries,
+        )
+        transcript = Transcript(ChatTokenizer(Path(recipe.model.path)))
+        self._updater = WeightUpdater(
+            pool=self._pool,
+            store=HandoffStore(run.weights_dir),
+            events=self._events,
+            pause=recipe.engine.pause == "keep",
+            keep_last=recipe.handoff.keep_last,
+            timeout_s=recipe.handoff.update_timeout_s,
+            on_served=self._on_served,
+        )
+        self._scheduler = Scheduler(
+            config=config,
+            order=DataOrder(recipe, self._environments),
+            sampler=self._sampler(transcript, temperature=config.sampling.temperature),
+            account=StalenessAccount(
+                groups_per_step=config.rollouts_per_step // config.group_size,
+                max_off_policy_steps=config.max_off_policy_steps,
+                step=state.step,
+                waiting=len(state.finished),
+            ),
+            counters=self._counters,
+            next_index=state.next_index,
+            restart=state.restart,
+            finished=state.finished,
+        )
+        self._evaluator = Evaluator(
+            recipe=recipe,
+            environments=self._environments,
+            sampler=self._sampler(transcript, temperature=0.0),
+            updater=self._updater,
+            events=self._events,
+            done=evaluated_versions(run, up_to=state.step),
+        )
+        self._desk = TrainerDesk(
+            recipe=recipe,
+            scheduler=self._scheduler,
+            counters=self._counters,
+            gauges=self._gauges,
+            decode=transcript.full_text,
+            rollouts_dir=run.rollouts_dir,
+        )
+        self._restored.set()
+
+    def _sampler(self, transcript: Transcript, *, temperature: float) -> Sampler:
+        return Sampler(
+            self._pool,
+            transcript,
+            temperature=temperature,
+            sampling=self._recipe.rollouts.sampling,
+            max_model_len=self._recipe.engine.max_model_len,
+        )
+
+    async def _start(self) -> None:
+        """From served dock to rolling out."""
+        timeout_s, step = self._recipe.orchestrator.wait_timeout_s, self._state.step
+        await self._pool.wait_healthy(timeout_s=timeout_s)
+        self._tasks.create_task(self._pool.watch())
+        if self._first_version is not None:
+            await self._announce(self._first_version)
+        version = await self._updater.wait_announced(timeout_s=timeout_s)
+        self._tasks.create_task(self._updater.run())
+        await self._updater.wait_served(version)
+        self._events.emit("orchestrator.started", step=step, finished_groups=len(self._state.finished))
+        if self._evaluator.due(step):
+            self._tasks.create_task(self._evaluator.evaluate(step, exactly=True))
+        # what exists now stays: the collector need not look at it again and again
+        gc.collect()
+        gc.freeze()
+        self._tasks.create_task(self._scheduler.run())
+
+    def _on_served(self, version: int) -> None:
+        self._scheduler.serve(version)
+        if version == self._state.step or self._finished is not None or not self._evaluator.due(version):
+            return
+        if self._evaluator.busy:
+            _log.warning("version %d is not evaluated: an evaluation is still running", version)
+            return
+        self._tasks.create_task(self._evaluator.evaluate(version, exactly=False))
+
+    async def _announce(self, version: int) -> None:
+        if self._updater.announced is None and version != self._state.step:
+            message = (
+                f"the trainer began with version {version}, the orchestrator restored step {self._state.step}: "
+                "both must resume from the same checkpoint"
+            )
+            self._fail(CheckpointError(message))
+            raise ConflictError(message)
+        await self._updater.announce(version)
+
+    def _fail(self, error: Exception) -> None:
+        if not self._failure.done():
+            self._failure.set_exception(error)
+
+    async def _raise_failure(self) -> None:
+        await self._failure
+
+    def _gauges(self) -> dict[str, float]:
+        account, lag = self._scheduler.account, self._lag.summary()
+        return {
+            "in_flight": self._scheduler.in_flight,
+            "groups_running": account.running,
+            "groups_waiting": account.waiting,
+            "version": account.version,
+            "loop_lag_p50_ms": 1e3 * lag.p50_s,
+            "loop_lag_p99_ms": 1e3 * lag.p99_s,
+            "loop_lag_max_ms": 1e3 * lag.max_s,
+        }
+
+    # -- the dock
+
+    async def batch(self, step: int, *, rank: int, world_size: int, wait_s: float) -> bytes | None:
+        """One shard (see `hpcrl.rollouts.trainer_desk.TrainerDesk.batch`)."""
+        if not await self._is_restored(wait_s):
+            return None
+        return await self._desk.batch(step, rank=rank, world_size=world_size, wait_s=wait_s)
+
+    async def published(self, version: int) -> None:
+        """The trainer has published ``version``; the first must be the restored step."""
+        if self._restored.is_set():
+            await self._announce(version)
+        elif self._first_version is None:
+            self._first_version = version
+
+    async def snapshot(self, step: int) -> bytes:
+        """The state after ``step``."""
+        if not self._restored.is_set():
+            raise ConflictError("a snapshot was asked for before the orchestrator was restored")
+        # taken here, between two events; encoded elsewhere, because it may be large
+        return await asyncio.to_thread(self._desk.snapshot(step).encode)
+
+    async def finish(self, version: int, *, wait_s: float) -> bool:
+        """End rolling out, bring all engines to ``version`` and evaluate it; whether that is done."""
+        if not await self._is_restored(wait_s):
+            return False
+        if self._finished is None:
+            self._finished = self._tasks.create_task(self._finish(version))
+        await asyncio.wait([self._finished], timeout=wait_s)
+        return self._finished.done()
+
+    def metrics(self) -> str:
+        """Prometheus text."""
+        if not self._restored.is_set():
+            return ""
+        return render_metrics(
+            self._counters.as_dict(), self._gauges(), {engine.name: engine for engine in self._pool.engines}
+        )
+
+    async def _is_restored(self, wait_s: float) -> bool:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._restored.wait(), wait_s)
+        return self._restored.is_set()
+
+    async def _finish(self, version: int) -> None:
+        await self._scheduler.drain()
+        await self._updater.announce(version)
+        await self._updater.wait_served(version)
+        await self._evaluator.evaluate(version, exactly=True)

@@ -1,0 +1,83 @@
+"""What a finished rollout and a finished group are. They outlive the process in snapshots."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Group", "Rollout"]
+
+
+class Rollout(msgspec.Struct, frozen=True, kw_only=True):
+    """One trajectory: one sequence of ``T`` tokens, exactly as the engine saw and sampled it.
+
+    Attributes
+    ----------
+    member:
+        Position in the group, from 0.
+    token_ids:
+        ``[T]`` int32.
+    sampled:
+        ``[T]`` uint8: 1 where the policy sampled the token.
+    logprobs:
+        ``[T]`` float32: the engine's log-probability of a sampled token, 0 elsewhere.
+    versions:
+        ``[T]`` int32: policy version that sampled the token, -1 elsewhere.
+    reward, parts:
+        From the environment.
+    seconds:
+        From its start to the reward.
+    """
+
+    member: int
+    token_ids: NDArray[np.int32]
+    sampled: NDArray[np.uint8]
+    logprobs: NDArray[np.float32]
+    versions: NDArray[np.int32]
+    reward: float
+    parts: dict[str, float]
+    seconds: float
+
+    @property
+    def first_version(self) -> int:
+        """Version of the first sampled token."""
+        return int(self.versions[int(self.sampled.argmax())])
+
+    @property
+    def last_version(self) -> int:
+        """Highest version of its tokens."""
+        return int(self.versions.max())
+
+    @property
+    def sampled_tokens(self) -> int:
+        return int(self.sampled.sum())
+
+
+class Group(msgspec.Struct, frozen=True, kw_only=True):
+    """The rollouts of one prompt that were finished, in member order.
+
+    Attributes
+    ----------
+    index:
+        Number of the group in the data order of the run.
+    environment:
+        Its name.
+    prompt_index:
+        Index of the training prompt.
+    """
+
+    index: int
+    environment: str
+    prompt_index: int
+    rollouts: list[Rollout]
+
+    @property
+    def version(self) -> int:
+        """Version of the oldest first token: what the staleness bound looks at."""
+        return min(rollout.first_version for rollout in self.rollouts)
+
+    @property
+    def has_variance(self) -> bool:
+        """Whether rewards differ; where they do not, all advantages are zero."""
+        return len({rollout.reward for rollout in self.rollouts}) > 1

@@ -1,0 +1,90 @@
+"""Who may start and who may still be used: the accounting of staleness. Pure, and counted in groups.
+
+With ``B`` groups a step, the bound ``η = max_off_policy_steps``, the version ``v`` that all engines serve, and
+``s`` steps consumed so far, a new group may start while
+
+    s·B + waiting + running  <  (η + v + 1)·B
+
+(the capacity rule of AReaL, arXiv 2505.24298; ``s·B + waiting`` is its count of accepted groups). Its
+reason: groups are consumed B at a time, so the last of the first ``(η + v + 1)·B`` is consumed at step
+``η + v + 1`` at the latest, by a trainer of version ``η + v``; its staleness is then at most η. A group that is
+overtaken may still become too old, so consumption checks again: the trainer's version when it consumes step
+``s + 1`` is ``s``, and groups with a version below ``s - η`` can never be used again.
+
+Nothing can get stuck: with no group running and fewer than B waiting, engines that serve the trainer's version
+(``v = s``) have ``(η + 1)·B - waiting > 0`` places.
+"""
+
+from __future__ import annotations
+
+__all__ = ["StalenessAccount"]
+
+
+class StalenessAccount:
+    """Counts groups that run and wait, and says how many more may start.
+
+    Attributes
+    ----------
+    version:
+        Policy version that all engines serve.
+    step:
+        Optimizer steps whose batch was handed out; the trainer's version when it consumes the next batch.
+    running, waiting:
+        Groups in flight, and groups that finished and were not consumed.
+    """
+
+    def __init__(self, *, groups_per_step: int, max_off_policy_steps: int, step: int = 0, waiting: int = 0) -> None:
+        """Start (or, after a restore, start again) at ``step``, which is also the version served."""
+        if groups_per_step < 1 or max_off_policy_steps < 0:
+            raise ValueError(f"groups_per_step={groups_per_step}, max_off_policy_steps={max_off_policy_steps}")
+        self._groups_per_step, self._bound = groups_per_step, max_off_policy_steps
+        self.version = self.step = step
+        self.running, self.waiting = 0, waiting
+
+    @property
+    def capacity(self) -> int:
+        """Groups that may start now; negative after a restore that brought more groups than fit."""
+        admitted = self.step * self._groups_per_step + self.waiting + self.running
+        return (self._bound + self.version + 1) * self._groups_per_step - admitted
+
+    @property
+    def oldest_usable(self) -> int:
+        """Lowest version of a group that the next step may consume."""
+        return self.step - self._bound
+
+    @property
+    def batch_ready(self) -> bool:
+        """Whether a step could be consumed now."""
+        return self.waiting >= self._groups_per_step
+
+    def serve(self, version: int) -> None:
+        """All engines serve ``version``."""
+        assert version >= self.version, (version, self.version)
+        self.version = version
+
+    def start(self) -> None:
+        """A group starts."""
+        assert self.capacity > 0
+        self.running += 1
+
+    def finish(self) -> None:
+        """A running group has finished and waits."""
+        assert self.running > 0
+        self.running -= 1
+        self.waiting += 1
+
+    def drop_running(self) -> None:
+        """A running group ends without use; its place is free again."""
+        assert self.running > 0
+        self.running -= 1
+
+    def drop_waiting(self) -> None:
+        """A waiting group ends without use; its place is free again."""
+        assert self.waiting > 0
+        self.waiting -= 1
+
+    def consume(self) -> None:
+        """The trainer takes the batch of the next step."""
+        assert self.batch_ready
+        self.waiting -= self._groups_per_step
+        self.step += 1

@@ -1,0 +1,161 @@
+"""What ended a run: candidates for the cause, and which of them was first."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterable, Sequence
+from enum import StrEnum
+
+import msgspec
+
+from hpcrl.runs.role import FailureRecord
+
+__all__ = ["Cause", "CauseKind", "choose_cause", "describe_end", "find_dead_worker", "from_record", "signal_name"]
+
+
+class CauseKind(StrEnum):
+    """What kind of end it was; part of the JSON of ``status`` and ``why``."""
+
+    ERROR = "error"
+    """A role said why it failed (`hpcrl.runs.role.FailureRecord`)."""
+    EXIT = "exit"
+    """A role ended with an exit code or by a signal, and left no word."""
+    EARLY_EXIT = "early_exit"
+    """A role ended cleanly that was to go on."""
+    SPAWN = "spawn"
+    """The command of a role could not be started."""
+    START_TIMEOUT = "start_timeout"
+    """A role was not ready by its deadline."""
+    GUARD_LOST = "guard_lost"
+    """The guard process of a role went away, and the role with it."""
+    SUPERVISOR_LOST = "supervisor_lost"
+    """The supervisor went away without a last word."""
+    SUPERVISOR_ERROR = "supervisor_error"
+    """The supervisor itself failed."""
+    LAUNCHER_LOST = "launcher_lost"
+    """The process that started the supervisor went away."""
+    TIME_LIMIT = "time_limit"
+    """The run took longer than the plan allows."""
+    CANCELLED = "cancelled"
+    """Somebody asked for it."""
+
+
+class Cause(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a run ended, or a candidate for it.
+
+    Attributes
+    ----------
+    kind:
+        What kind of end.
+    time_s:
+        When, in seconds since the epoch.
+    message:
+        One sentence for a person.
+    role, replica, rank:
+        Where, if it was a role.
+    exit_code, signal:
+        How the process ended, where known; one of the two.
+    error, traceback:
+        Type of the exception and its traceback, where the role left them.
+    secondary:
+        True where it followed from the end of another role.
+    """
+
+    kind: CauseKind
+    time_s: float
+    message: str
+    role: str | None = None
+    replica: int | None = None
+    rank: int | None = None
+    exit_code: int | None = None
+    signal: int | None = None
+    error: str = ""
+    traceback: str = ""
+    secondary: bool = False
+
+    @property
+    def where(self) -> str:
+        """``<role> <replica>`` (and the rank above 0), or ``run``."""
+        if self.role is None:
+            return "run"
+        return f"{self.role} {self.replica}" + (f" rank {self.rank}" if self.rank else "")
+
+
+def signal_name(number: int) -> str:
+    """``SIGKILL`` for 9; ``signal 77`` for what has no name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def describe_end(exit_code: int | None, signum: int | None) -> str:
+    """How a process ended, as the end of a sentence: ``was killed by SIGKILL``, ``exited with code 1``."""
+    if signum is not None:
+        return f"was killed by {signal_name(signum)}"
+    return "exited with code 0" if not exit_code else f"exited with code {exit_code}"
+
+
+def from_record(record: FailureRecord) -> Cause:
+    """What a role said about its own failure, as a candidate."""
+    rank = f" rank {record.rank}" if record.rank else ""
+    first_line = record.message.strip().split("\n", 1)[0]
+    return Cause(
+        kind=CauseKind.ERROR,
+        time_s=record.time_s,
+        message=f"{record.role} {record.replica}{rank} failed: {record.error}: {first_line}".rstrip(": "),
+        role=record.role,
+        replica=record.replica,
+        rank=record.rank,
+        error=record.error,
+        traceback=record.traceback,
+        secondary=record.secondary,
+    )
+
+
+def choose_cause(ends: Iterable[Cause], records: Sequence[FailureRecord]) -> Cause | None:
+    """The first primary candidate by time; a secondary one only where there is no other.
+
+    Parameters
+    ----------
+    ends:
+        What the supervisor saw: ends of roles nobody had asked to stop, deadlines, its own troubles.
+    records:
+        What the roles wrote before they were asked to stop.
+
+    Notes
+    -----
+    The exit of a role that said it lost a peer is a consequence as much as the record is. And where one worker
+    of a replica was killed by a signal, the complaints of its sister ranks are consequences, although they
+    are written earlier than the launcher of the ranks (torchrun) reports the death.
+    """
+    ends = list(ends)
+    killed = {(end.role, end.replica) for end in ends if end.rank is not None and end.signal is not None}
+    candidates = []
+    for record in records:
+        cause = from_record(record)
+        if (record.role, record.replica) in killed:
+            cause = msgspec.structs.replace(cause, secondary=True)
+        candidates.append(cause)
+    for end in ends:
+        said = [record for record in records if (record.role, record.replica) == (end.role, end.replica)]
+        follows = bool(said) and all(record.secondary for record in said) and end.signal is None
+        first_word = min((record.time_s for record in said), default=end.time_s)
+        # a worker died before its sisters complained; the launcher of the ranks only told us later
+        time_s = min(end.time_s, first_word) if end.rank is not None and end.signal is not None else end.time_s
+        candidates.append(msgspec.structs.replace(end, time_s=time_s, secondary=end.secondary or follows))
+    return min(candidates, key=lambda cause: (cause.secondary, cause.time_s), default=None)
+
+
+#: torchrun's words about the first worker that it saw dead, for example
+#: ``failed (exitcode: -9) local_rank: 1 (pid: 4242) of binary``
+_DEAD_WORKER = re.compile(rb"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: (\d+)\)")
+
+
+def find_dead_worker(log: bytes) -> tuple[int, int] | None:
+    """Rank and signal of the worker that torchrun names as killed in its log; None where it names none."""
+    match = _DEAD_WORKER.search(log)
+    if match is None or int(match[1]) >= 0:
+        return None
+    return int(match[2]), -int(match[1])

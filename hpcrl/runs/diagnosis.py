@@ -1,0 +1,217 @@
+"""What ended a run, for ``hpcrl why``: the first cause, its last words, what followed, the way on."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+from rich.console import Console
+from rich.text import Text
+
+from hpcrl.runs.cause import Cause, CauseKind, describe_end, from_record
+from hpcrl.runs.events import read_events
+from hpcrl.runs.liveview import duration, state_text
+from hpcrl.runs.logs import LogFilter, find_log_files, read_logs
+from hpcrl.runs.observe import RunView, find_resume_point, observe
+from hpcrl.runs.role import FailureRecord
+from hpcrl.runs.rundir import RunDir
+from hpcrl.runs.status import RunState
+
+__all__ = ["WHY_SCHEMA", "Consequence", "Diagnosis", "diagnose", "diagnosis_document", "print_diagnosis"]
+
+WHY_SCHEMA = "hpcrl.why/1"
+_LOG_LINES = 15
+_TRACEBACK_LINES = 25
+_OOM_HINT = "nobody in the run sent it: the kernel's out-of-memory killer does that (look in dmesg), or a person"
+
+
+class Consequence(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that followed from the cause."""
+
+    time_s: float
+    what: str
+
+
+class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
+    """What ended a run.
+
+    Attributes
+    ----------
+    sentence:
+        The cause, or the state, in one sentence.
+    hint:
+        What usually stands behind it; may be empty.
+    last_words:
+        End of the traceback that the role left, else of its log.
+    log:
+        File they are from, relative to the run directory; empty for a traceback.
+    consequences:
+        Ends and complaints of other roles, in time order.
+    earlier:
+        How earlier attempts ended, by attempt.
+    ways_on:
+        Commands.
+    resume_step:
+        Step of the checkpoint that a resume takes; None where there is none.
+    """
+
+    run: str
+    state: RunState
+    attempt: int
+    ended_at_s: float | None
+    wall_s: float | None
+    sentence: str
+    cause: Cause | None
+    hint: str
+    last_words: list[str]
+    log: str
+    consequences: list[Consequence]
+    earlier: dict[int, str]
+    ways_on: list[str]
+    resume_step: int | None
+    schema: str = WHY_SCHEMA
+
+
+def diagnose(run: RunDir) -> Diagnosis:
+    """Explain the end of the newest attempt of a run."""
+    view = observe(run)
+    last_words, log = _last_words(run, view)
+    resume_step = None
+    if view.state.ended and view.state is not RunState.COMPLETED:
+        resume_step = find_resume_point(run).step
+    return Diagnosis(
+        run=view.run,
+        state=view.state,
+        attempt=view.attempt,
+        ended_at_s=view.ended_at_s,
+        wall_s=view.wall_s,
+        sentence=_sentence(view),
+        cause=view.cause,
+        hint=_hint(view.cause),
+        last_words=last_words,
+        log=log,
+        consequences=_consequences(run, view),
+        earlier=_earlier(run, view.attempt),
+        ways_on=_ways_on(view, resume_step),
+        resume_step=resume_step,
+    )
+
+
+def _sentence(view: RunView) -> str:
+    if view.cause is not None:
+        return view.cause.message
+    if view.state is RunState.COMPLETED:
+        return "the run did all its steps"
+    return f"the run has not ended: it is {view.state}"
+
+
+def _hint(cause: Cause | None) -> str:
+    if cause is None:
+        return ""
+    if cause.kind is CauseKind.EXIT and cause.signal == 9:
+        return _OOM_HINT
+    if cause.kind is CauseKind.START_TIMEOUT:
+        return "if it was only slow, raise limits.start_timeout_s in the cluster profile"
+    if cause.kind is CauseKind.TIME_LIMIT:
+        return "the limit is limits.time_limit_h in the cluster profile"
+    return ""
+
+
+def _last_words(run: RunDir, view: RunView) -> tuple[list[str], str]:
+    """The end of the traceback or of the log of the role that was first."""
+    cause = view.cause
+    if cause is None or cause.role is None:
+        return [], ""
+    if cause.traceback:
+        return cause.traceback.rstrip().splitlines()[-_TRACEBACK_LINES:], ""
+    wanted = LogFilter(view.attempt, cause.role, cause.replica, cause.rank)
+    if not find_log_files(run, wanted):
+        wanted = wanted._replace(rank=0)  # a rank that had no time to open its own
+    files = find_log_files(run, wanted)
+    lines = [line.line for line in read_logs(run, wanted, lines=_LOG_LINES)]
+    return lines, str(files[0].path.relative_to(run.path)) if files else ""
+
+
+def _consequences(run: RunDir, view: RunView) -> list[Consequence]:
+    """What other roles said, and how they ended by themselves."""
+    cause = view.cause
+    if cause is None:
+        return []
+    first = (cause.role, cause.replica)
+    found = []
+    for record in FailureRecord.read_all(run, view.attempt):
+        if (record.role, record.replica) != first or record.rank != (cause.rank or 0):
+            found.append(Consequence(time_s=record.time_s, what=from_record(record).message))
+    said = {(record.role, record.replica) for record in FailureRecord.read_all(run, view.attempt)}
+    for component in view.components:
+        key = (component.role, component.replica)
+        failed = component.exit_code not in (None, 0) or component.signal is not None
+        if component.ended_at_s is not None and failed and key != first and key not in said:
+            end = describe_end(component.exit_code, component.signal)
+            found.append(Consequence(time_s=component.ended_at_s, what=f"{component.role} {component.replica} {end}"))
+    return sorted(found, key=lambda consequence: consequence.time_s)
+
+
+def _earlier(run: RunDir, attempt: int) -> dict[int, str]:
+    """Last state and cause of the attempts before, from their events."""
+    ends: dict[int, str] = {}
+    for event in read_events(run):
+        if event.attempt >= attempt:
+            continue
+        if event.kind == "run.state":
+            cause = event.data.get("cause")
+            ends[event.attempt] = f"{event.data['state']}: {cause}" if cause else str(event.data["state"])
+        elif event.kind == "guard.supervisor_lost":
+            ends[event.attempt] = "LOST: the supervisor went away without a last word"
+    return ends
+
+
+def _ways_on(view: RunView, resume_step: int | None) -> list[str]:
+    if view.state is RunState.COMPLETED:
+        return [f"hpcrl report {view.run}"]
+    if not view.state.ended:
+        return [f"hpcrl status {view.run} --watch", f"hpcrl logs {view.run} -f"]
+    where = "from the beginning: there is no checkpoint" if resume_step is None else f"from step {resume_step}"
+    return [f"hpcrl resume {view.run}    # {where}", f"hpcrl logs {view.run}"]
+
+
+def diagnosis_document(diagnosis: Diagnosis) -> str:
+    """The diagnosis as JSON (schema `WHY_SCHEMA`)."""
+    return msgspec.json.format(msgspec.json.encode(diagnosis), indent=2).decode()
+
+
+def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
+    """The diagnosis for a person."""
+
+    def say(*parts: str | Text | tuple[str, str]) -> None:
+        console.print(Text.assemble(*parts), soft_wrap=True)
+
+    attempt = f"  attempt {diagnosis.attempt}, {duration(diagnosis.wall_s)}" if diagnosis.attempt else ""
+    say((diagnosis.run, "bold"), "  ", state_text(diagnosis.state), attempt)
+    cause = diagnosis.cause
+    when = f"{_clock(cause.time_s)}  " if cause is not None else ""
+    say("\n", when, (diagnosis.sentence, "bold"))
+    if diagnosis.hint:
+        say((diagnosis.hint, "dim"))
+    if diagnosis.last_words:
+        say(
+            "\n",
+            (f"end of {diagnosis.log}" if diagnosis.log else f"traceback of {cause.where if cause else ''}", "dim"),
+        )
+        for line in diagnosis.last_words:
+            say("  ", line)
+    if diagnosis.consequences:
+        say("\n", ("then", "dim"))
+        for consequence in diagnosis.consequences:
+            say(f"  {_clock(consequence.time_s)}  {consequence.what}")
+    if diagnosis.earlier:
+        say("\n", ("earlier attempts", "dim"))
+        for number, end in sorted(diagnosis.earlier.items()):
+            say(f"  {number}  {end}")
+    say("\n", ("next", "dim"))
+    for way in diagnosis.ways_on:
+        say(f"  {way}")
+
+
+def _clock(time_s: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(time_s)) + f".{int(time_s % 1 * 1000):03d}"

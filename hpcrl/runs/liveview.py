@@ -1,0 +1,266 @@
+"""Following a run: a live table in a terminal, one line a step elsewhere, a summary at the end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from hpcrl.runs.metrics import StepRecord, read_metrics
+from hpcrl.runs.observe import Progress, RunView, observe, read_progress
+from hpcrl.runs.rundir import RunDir
+from hpcrl.runs.status import RunState
+
+__all__ = ["components_table", "duration", "follow", "render", "state_text", "summary"]
+
+_POLL_S = 0.5
+_STYLES = {
+    "RUNNING": "green",
+    "READY": "green",
+    "COMPLETED": "bold green",
+    "EXITED": "dim",
+    "STARTING": "yellow",
+    "SUBMITTED": "yellow",
+    "STOPPING": "yellow",
+    "PENDING": "dim",
+    "CANCELLED": "yellow",
+    "FAILED": "bold red",
+    "LOST": "bold red",
+}
+#: phases in the order of a step, with a colour each
+PHASES = {
+    "wait_batch": ("waiting", "red"),
+    "forward_backward": ("forward+backward", "blue"),
+    "optimizer": ("optimizer", "cyan"),
+    "publish": ("publish", "magenta"),
+    "checkpoint": ("checkpoint", "yellow"),
+    "other": ("other", "white"),
+}
+
+
+def duration(seconds: float | None) -> str:
+    """``75`` as ``1:15``, from an hour ``2:01:15``; ``-`` for None."""
+    if seconds is None:
+        return "-"
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def state_text(state: str) -> Text:
+    """A state in its colour."""
+    return Text(state, style=_STYLES.get(state, ""))
+
+
+def follow(
+    run: RunDir, console: Console, *, on_interrupt: Callable[[int], str] | None = None, poll_s: float = _POLL_S
+) -> RunView:
+    """Show a run until it has ended; returns its last state.
+
+    Parameters
+    ----------
+    run:
+        The run.
+    console:
+        Where to show it; a live table if it is a terminal, else lines.
+    on_interrupt:
+        Called at each Ctrl-C with its number (1, 2 …); returns what to tell. Without it Ctrl-C ends the
+        following only (KeyboardInterrupt).
+    poll_s:
+        Seconds between looks.
+    """
+    interrupts = 0
+    screen = _LiveScreen(console) if console.is_terminal else _LineScreen(console)
+    with screen:
+        while True:
+            try:
+                view = observe(run)
+                screen.show(view, read_progress(run), read_metrics(run))
+                if view.state.ended:
+                    return view
+                time.sleep(poll_s)
+            except KeyboardInterrupt:
+                if on_interrupt is None:
+                    raise
+                interrupts += 1
+                screen.say(on_interrupt(interrupts))
+
+
+class _LiveScreen:
+    def __init__(self, console: Console) -> None:
+        self._live = Live(console=console, auto_refresh=False, transient=False)
+        self._note = ""
+
+    def __enter__(self) -> _LiveScreen:
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    def say(self, note: str) -> None:
+        self._note = note
+
+    def show(self, view: RunView, progress: Progress, metrics: list[StepRecord]) -> None:
+        body = render(view, progress, metrics)
+        self._live.update(Group(body, Text(self._note, style="yellow")) if self._note else body, refresh=True)
+
+
+class _LineScreen:
+    """For pipes and log files: a line when something happened, nothing otherwise."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._state = ""
+        self._step = 0
+        self._version = -1
+
+    def __enter__(self) -> _LineScreen:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def say(self, note: str) -> None:
+        self._console.print(Text(note), soft_wrap=True)
+
+    def show(self, view: RunView, progress: Progress, metrics: list[StepRecord]) -> None:
+        if view.state != self._state:
+            self._state = view.state
+            reason = f": {view.cause.message}" if view.cause is not None else ""
+            self.say(f"{view.run} {view.state}{reason}")
+        for record in metrics:
+            if record.step > self._step:
+                self.say(_step_line(record, progress))
+                self._step = record.step
+        for evaluation in progress.evaluations:
+            if evaluation.version > self._version:
+                self.say(f"held-out reward {evaluation.reward:.3f} at version {evaluation.version}")
+                self._version = evaluation.version
+
+
+def _step_line(record: StepRecord, progress: Progress) -> str:
+    seconds = sum(record.phases_s.values())
+    waiting = record.phases_s.get("wait_batch", 0.0) / seconds if seconds else 0.0
+    left = f"  left {duration(progress.eta_s)}" if record is progress.last and progress.eta_s is not None else ""
+    return (
+        f"step {record.step}/{progress.total_steps}  reward {record.reward_mean:.3f}"
+        f"  staleness {record.staleness_mean:.1f} (max {record.staleness_max})  kl {record.mismatch_kl:.1e}"
+        f"  {record.tokens_per_s:,.0f} tokens/s  {seconds:.1f} s (waiting {waiting:.0%}){left}"
+    )
+
+
+def render(view: RunView, progress: Progress, metrics: list[StepRecord]) -> RenderableType:
+    """The live table: head, progress, measurements, phases, newest steps, roles."""
+    parts: list[RenderableType] = [_head(view, progress), _bar(progress)]
+    if progress.last is not None:
+        parts += [_measurements(progress, progress.last), _phases(progress.last), Text()]
+        parts += [_steps_table(metrics[-6:], progress), Text()]
+    elif progress.evaluations:
+        parts += [Text(f"held-out reward {progress.evaluations[0].reward:.3f} before the first step"), Text()]
+    if view.components:
+        parts.append(components_table(view))
+    if view.cause is not None:
+        parts.append(Text(view.cause.message, style="yellow" if view.state is RunState.CANCELLED else "red"))
+    return Group(*parts)
+
+
+def _head(view: RunView, progress: Progress) -> Text:
+    head = Text.assemble((view.run, "bold"), "  ", state_text(view.state), f"  attempt {max(view.attempt, 1)}")
+    head.append(f"  {duration(view.wall_s)} elapsed")
+    if progress.eta_s is not None and not view.state.ended:
+        head.append(f", about {duration(progress.eta_s)} left")
+    return head
+
+
+def _bar(progress: Progress) -> Table:
+    row = Table.grid(padding=(0, 1))
+    bar = ProgressBar(total=progress.total_steps, completed=progress.steps, width=40)
+    row.add_row(f"step {progress.steps}/{progress.total_steps}", bar)
+    return row
+
+
+def _measurements(progress: Progress, last: StepRecord) -> Text:
+    text = Text.assemble("reward ", (f"{last.reward_mean:.3f}", "bold"))
+    if progress.evaluations:
+        first, newest = progress.evaluations[0], progress.evaluations[-1]
+        text.append("   held-out ")
+        text.append(f"{newest.reward:.3f}", style="bold")
+        text.append(f" at version {newest.version} (start {first.reward:.3f})")
+    text.append(f"   version {last.step}   staleness {last.staleness_mean:.1f} (max {last.staleness_max})")
+    text.append(f"   {last.tokens_per_s:,.0f} tokens/s")
+    if progress.checkpoint_step is not None:
+        text.append(f"   checkpoint at step {progress.checkpoint_step}")
+    return text
+
+
+def _phases(record: StepRecord, width: int = 60) -> Text:
+    """The last step as a bar of its phases."""
+    seconds = sum(record.phases_s.values())
+    bar, legend = Text(), Text()
+    for phase, (label, colour) in PHASES.items():
+        share = record.phases_s.get(phase, 0.0) / seconds if seconds else 0.0
+        if share >= 0.005:
+            bar.append("█" * max(1, round(share * width)), style=colour)
+            legend.append(f"  {label} {share:.0%}", style=colour)
+    return Text.assemble(f"last step {seconds:.1f} s ", bar, legend)
+
+
+def _steps_table(records: list[StepRecord], progress: Progress) -> Table:
+    held_out = {evaluation.version: evaluation.reward for evaluation in progress.evaluations}
+    table = Table(box=None, header_style="dim", pad_edge=False)
+    for column in ("step", "reward", "held-out", "loss", "kl", "entropy", "staleness", "seconds"):
+        table.add_column(column, justify="right")
+    for record in records:
+        table.add_row(
+            str(record.step),
+            f"{record.reward_mean:.3f}",
+            f"{held_out[record.step]:.3f}" if record.step in held_out else "",
+            f"{record.loss:+.4f}",
+            f"{record.mismatch_kl:.1e}",
+            f"{record.entropy:.3f}",
+            f"{record.staleness_mean:.1f}",
+            f"{sum(record.phases_s.values()):.1f}",
+        )
+    return table
+
+
+def components_table(view: RunView) -> Table:
+    """Roles: state, pid, port, time since start."""
+    table = Table(box=None, header_style="dim", pad_edge=False)
+    for column in ("role", "state", "pid", "port", "up"):
+        table.add_column(column, justify="right" if column in ("pid", "port", "up") else "left")
+    now_s = time.time()
+    for c in view.components:
+        up = None if c.started_at_s is None else (c.ended_at_s or view.ended_at_s or now_s) - c.started_at_s
+        table.add_row(f"{c.role} {c.replica}", state_text(c.state), str(c.pid or "-"), str(c.port or "-"), duration(up))
+    return table
+
+
+def summary(view: RunView, progress: Progress, metrics: list[StepRecord], *, picture: str = "") -> Table:
+    """What a person wants to know at the end; ``picture`` is the path of the report, or why there is none."""
+    table = Table.grid(padding=(0, 2))
+    table.add_row("run", Text.assemble((view.run, "bold"), "  ", state_text(view.state)))
+    if view.cause is not None:
+        table.add_row("cause", Text(view.cause.message))
+    if len(progress.evaluations) > 1:
+        first, last = progress.evaluations[0], progress.evaluations[-1]
+        table.add_row(
+            "held-out reward", f"{first.reward:.3f} -> {last.reward:.3f} (version {first.version} -> {last.version})"
+        )
+    table.add_row("steps", f"{progress.steps} of {progress.total_steps} in {duration(view.wall_s)}")
+    if metrics:
+        seconds = sum(sum(record.phases_s.values()) for record in metrics)
+        waiting = sum(record.phases_s.get("wait_batch", 0.0) for record in metrics)
+        staleness = sum(record.staleness_mean for record in metrics) / len(metrics)
+        worst = max(record.staleness_max for record in metrics)
+        table.add_row("staleness", f"{staleness:.2f} on average, at most {worst}")
+        table.add_row("waiting", f"{waiting / seconds:.0%} of the trainer's time" if seconds else "-")
+    if picture:
+        table.add_row("picture", Text(picture, overflow="fold"))
+    return table

@@ -1,0 +1,286 @@
+"""Reading a run: its state, also when its supervisor can no longer say it, and how far it is."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, NamedTuple
+
+import msgspec
+
+from hpcrl.checkpoints.ledger import CheckpointLedger
+from hpcrl.runs.cause import Cause, CauseKind
+from hpcrl.runs.events import Event, read_events
+from hpcrl.runs.metrics import StepRecord, read_metrics
+from hpcrl.runs.record import RunRecord, Submission
+from hpcrl.runs.rundir import RunDir
+from hpcrl.runs.status import ComponentState, ComponentStatus, ProcessId, RunState, RunStatus
+
+__all__ = [
+    "STATUS_SCHEMA",
+    "Evaluation",
+    "Progress",
+    "ResumePoint",
+    "RunView",
+    "find_resume_point",
+    "observe",
+    "read_evaluations",
+    "read_progress",
+    "status_document",
+]
+
+STATUS_SCHEMA = "hpcrl.status/1"
+_SUBMIT_GRACE_S = 60.0
+"""A submission without a local controller counts as alive for this long before a supervisor must have written."""
+_RATE_STEPS = 20
+"""Steps that the estimate of the remaining time looks back on."""
+
+
+class RunView(msgspec.Struct, frozen=True, kw_only=True):
+    """State of a run as a reader sees it now.
+
+    Attributes
+    ----------
+    state, cause:
+        See `hpcrl.runs.status.RunState`.
+    attempt, attempts:
+        The attempt the state is about (0 before the first), and how many there were.
+    supervisor, host, pid:
+        The supervisor of that attempt.
+    created_at_s, started_at_s, heartbeat_s, ended_at_s:
+        Seconds since the epoch. ``ended_at_s`` of a lost run is when it was noticed.
+    components:
+        All replicas.
+    """
+
+    run: str
+    run_id: str
+    run_dir: str
+    recipe: str
+    state: RunState
+    attempt: int
+    attempts: int
+    created_at_s: float
+    started_at_s: float | None = None
+    heartbeat_s: float | None = None
+    ended_at_s: float | None = None
+    host: str | None = None
+    pid: int | None = None
+    supervisor: ProcessId | None = None
+    cause: Cause | None = None
+    components: list[ComponentStatus] = []
+
+    @property
+    def wall_s(self) -> float | None:
+        """Seconds of this attempt so far."""
+        if self.started_at_s is None:
+            return None
+        return (self.ended_at_s or time.time()) - self.started_at_s
+
+
+def observe(run: RunDir, *, now_s: float | None = None) -> RunView:
+    """The state of a run now.
+
+    A status without an end whose supervisor is gone is ``LOST``, or ``CANCELLED`` where somebody had asked for
+    it. A submission that no supervisor has answered yet is ``SUBMITTED`` as long as its controller lives.
+
+    Raises
+    ------
+    RunDirError
+        It is no run.
+    """
+    now_s = time.time() if now_s is None else now_s
+    record = RunRecord.read(run)
+    status = RunStatus.read(run)
+    submission = record.submissions[-1] if record.submissions else None
+    attempts = run.attempts()
+    view = RunView(
+        run=record.name,
+        run_id=record.run_id,
+        run_dir=str(run.path),
+        recipe=run.plan().recipe,
+        state=RunState.SUBMITTED,
+        attempt=attempts[-1] if attempts else 0,
+        attempts=len(attempts),
+        created_at_s=record.created_at_s,
+    )
+    if status is None or (submission is not None and status.attempt <= submission.after_attempt):
+        return _before_first_word(view, submission, now_s)
+    view = msgspec.structs.replace(
+        view,
+        state=status.state,
+        attempt=status.attempt,
+        started_at_s=status.started_at_s,
+        heartbeat_s=status.heartbeat_s,
+        ended_at_s=status.ended_at_s,
+        host=status.supervisor.host,
+        pid=status.supervisor.pid,
+        supervisor=status.supervisor,
+        cause=status.cause,
+        components=status.components,
+    )
+    if status.state.ended or status.supervisor_alive(now_s):
+        return view
+    latest = RunStatus.read(run)  # it may have written its end between our two looks
+    if latest is not None and latest.state.ended:
+        return observe(run, now_s=now_s)
+    return _lost(view, run, submission)
+
+
+def _before_first_word(view: RunView, submission: Submission | None, now_s: float) -> RunView:
+    """A run whose newest submission no supervisor has answered."""
+    if submission is None:
+        alive, ended_at_s = now_s - view.created_at_s < _SUBMIT_GRACE_S, view.created_at_s
+    else:
+        seen = None if submission.process is None else submission.process.alive()
+        alive = seen if seen is not None else now_s - submission.submitted_at_s < _SUBMIT_GRACE_S
+        ended_at_s = submission.submitted_at_s
+    if alive:
+        return view
+    if submission is not None and submission.cancel_requested_at_s is not None:
+        return msgspec.structs.replace(
+            view, state=RunState.CANCELLED, ended_at_s=ended_at_s, cause=_cancelled(submission)
+        )
+    cause = Cause(
+        kind=CauseKind.SUPERVISOR_LOST,
+        time_s=ended_at_s,
+        message="the supervisor went away before it wrote a word"
+        + (f"; submitit's log is in {submission.folder}" if submission is not None else ": it was never submitted"),
+    )
+    return msgspec.structs.replace(view, state=RunState.LOST, ended_at_s=ended_at_s, cause=cause)
+
+
+def _cancelled(submission: Submission) -> Cause:
+    assert submission.cancel_requested_at_s is not None
+    return Cause(
+        kind=CauseKind.CANCELLED,
+        time_s=submission.cancel_requested_at_s,
+        message=f"cancelled by {submission.cancelled_by}",
+    )
+
+
+def _lost(view: RunView, run: RunDir, submission: Submission | None) -> RunView:
+    """A run whose supervisor is gone without a last word. Its guards say when they noticed."""
+    noticed = [event.time_s for event in _guard_events(run, view.attempt)]
+    assert view.heartbeat_s is not None
+    ended_at_s = min(noticed, default=view.heartbeat_s)
+    components = [
+        component if component.state.ended else msgspec.structs.replace(component, state=ComponentState.LOST)
+        for component in view.components
+    ]
+    if submission is not None and submission.cancel_requested_at_s is not None:
+        state, cause = RunState.CANCELLED, _cancelled(submission)
+    elif view.cause is not None:  # it was stopping already, and knew why
+        state = RunState.CANCELLED if view.cause.kind is CauseKind.CANCELLED else RunState.FAILED
+        cause = view.cause
+    else:
+        state = RunState.LOST
+        cause = Cause(
+            kind=CauseKind.SUPERVISOR_LOST,
+            time_s=ended_at_s,
+            message=f"the supervisor (pid {view.pid} on {view.host}) went away without a last word: "
+            + (
+                "it was killed, and the guards ended the roles"
+                if noticed
+                else "it was killed, or the machine went down"
+            ),
+        )
+    return msgspec.structs.replace(view, state=state, cause=cause, ended_at_s=ended_at_s, components=components)
+
+
+def _guard_events(run: RunDir, attempt: int) -> list[Event]:
+    return [event for event in read_events(run, attempt=attempt) if event.kind == "guard.supervisor_lost"]
+
+
+def status_document(run: RunDir) -> str:
+    """State and progress as JSON (schema `STATUS_SCHEMA`)."""
+    view, progress = observe(run), read_progress(run)
+    document = {"schema": STATUS_SCHEMA, **msgspec.to_builtins(view), "progress": msgspec.to_builtins(progress)}
+    return msgspec.json.format(msgspec.json.encode(document), indent=2).decode()
+
+
+class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
+    """One held-out evaluation (event ``evaluation`` of the orchestrator)."""
+
+    version: int
+    reward: float
+    time_s: float = 0.0
+    by_env: dict[str, float] = {}
+    parts: dict[str, float] = {}
+    prompts: int = 0
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a run is.
+
+    Attributes
+    ----------
+    steps, total_steps:
+        Optimizer steps done, and of the whole run.
+    last:
+        The newest step record; None before the first step.
+    evaluations:
+        Held-out evaluations in version order.
+    checkpoint_step:
+        Step of the newest checkpoint; None where there is none.
+    eta_s:
+        Estimate of the remaining seconds from the newest steps; None before the second step.
+    """
+
+    steps: int
+    total_steps: int
+    last: StepRecord | None
+    evaluations: list[Evaluation]
+    checkpoint_step: int | None
+    eta_s: float | None
+
+
+def read_evaluations(run: RunDir) -> list[Evaluation]:
+    """Held-out evaluations in version order. A version that a resume evaluated again counts once."""
+    found: dict[int, Evaluation] = {}
+    for event in read_events(run):
+        if event.kind == "evaluation":
+            data: dict[str, Any] = {**event.data, "time_s": event.time_s}
+            evaluation = msgspec.convert(data, Evaluation)
+            found[evaluation.version] = evaluation
+    return [found[version] for version in sorted(found)]
+
+
+def read_progress(run: RunDir) -> Progress:
+    """How far a run is."""
+    metrics = read_metrics(run)
+    total = run.recipe().trainer.steps
+    recent = metrics[-_RATE_STEPS:]
+    eta_s = None
+    if len(recent) > 1 and recent[0].attempt == recent[-1].attempt:
+        per_step = (recent[-1].time_s - recent[0].time_s) / (len(recent) - 1)
+        eta_s = per_step * (total - recent[-1].step)
+    checkpoints = CheckpointLedger(run.checkpoints_dir).steps()
+    return Progress(
+        steps=metrics[-1].step if metrics else 0,
+        total_steps=total,
+        last=metrics[-1] if metrics else None,
+        evaluations=read_evaluations(run),
+        checkpoint_step=checkpoints[-1] if checkpoints else None,
+        eta_s=eta_s,
+    )
+
+
+class ResumePoint(NamedTuple):
+    """Where a resume goes on.
+
+    Attributes
+    ----------
+    step:
+        Step of the checkpoint; None where the run starts from the beginning.
+    skipped:
+        ``(step, reason)`` of newer entries that cannot be used.
+    """
+
+    step: int | None
+    skipped: list[tuple[int, str]]
+
+
+def find_resume_point(run: RunDir) -> ResumePoint:
+    """The newest good checkpoint. Reads every byte of it."""
+    choice = CheckpointLedger(run.checkpoints_dir).newest_verified()
+    return ResumePoint(choice.entry.manifest.step if choice.entry else None, choice.skipped)

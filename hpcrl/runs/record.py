@@ -1,0 +1,166 @@
+"""``run.json``: what a run is, who submitted it, from what, and to whom it was handed."""
+
+from __future__ import annotations
+
+import getpass
+import hashlib
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from hpcrl import __version__, procfs
+from hpcrl.errors import RunDirError
+from hpcrl.fs import write_json
+from hpcrl.runs.rundir import RunDir
+from hpcrl.runs.status import ProcessId
+
+__all__ = ["RunRecord", "Submission", "hash_text"]
+
+FORMAT_VERSION = 1
+
+
+class Submission(msgspec.Struct, frozen=True, kw_only=True):
+    """One hand-over of the run: the first, or a resume.
+
+    Attributes
+    ----------
+    submitted_at_s:
+        Seconds since the epoch.
+    executor:
+        ``local``; later ``slurm``.
+    job_id, folder:
+        Submitit's job id and folder.
+    process:
+        The job's controller on this machine (``local``).
+    after_attempt:
+        Newest attempt at that time; the submission begins the next one.
+    cancel_requested_at_s, cancelled_by:
+        Set by ``hpcrl cancel``.
+    """
+
+    submitted_at_s: float
+    executor: str
+    job_id: str
+    folder: str
+    after_attempt: int
+    process: ProcessId | None = None
+    cancel_requested_at_s: float | None = None
+    cancelled_by: str = ""
+
+
+class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Identity and origin of a run.
+
+    Attributes
+    ----------
+    run_id:
+        Random; every process of the run carries it in its environment as ``HPCRL_RUN_ID``.
+    name, created_at_s, user, host, cwd, argv:
+        Who called what, where and when.
+    hpcrl_version, git_commit:
+        Version of the package; commit of the directory hpcrl was called in (empty where it is no checkout).
+    recipe_sha256, cluster_sha256:
+        Hashes of ``recipe.yaml`` and ``cluster.yaml`` as resolved.
+    provenance:
+        Where values that are no defaults came from, by dotted key.
+    submissions:
+        In time order.
+    """
+
+    run_id: str
+    name: str
+    created_at_s: float
+    user: str
+    host: str
+    cwd: str
+    argv: list[str]
+    hpcrl_version: str
+    git_commit: str
+    recipe_sha256: str
+    cluster_sha256: str
+    provenance: dict[str, str] = {}
+    submissions: list[Submission] = []
+    format_version: int = FORMAT_VERSION
+
+    @classmethod
+    def new(cls, run: RunDir, *, name: str, provenance: Mapping[str, str]) -> RunRecord:
+        """The record of a run whose configuration was just written to ``run``."""
+        return cls(
+            run_id=uuid.uuid4().hex,
+            name=name,
+            created_at_s=time.time(),
+            user=_user(),
+            host=procfs.hostname(),
+            cwd=os.getcwd(),
+            argv=list(sys.argv),
+            hpcrl_version=__version__,
+            git_commit=_git_commit(Path.cwd()),
+            recipe_sha256=hash_text(run.recipe_path.read_bytes()),
+            cluster_sha256=hash_text(run.cluster_path.read_bytes()),
+            provenance=dict(provenance),
+        )
+
+    def write(self, run: RunDir) -> None:
+        """Replace ``run.json``."""
+        write_json(run.record_path, self)
+
+    @classmethod
+    def read(cls, run: RunDir) -> RunRecord:
+        """Read ``run.json``.
+
+        Raises
+        ------
+        RunDirError
+            It is missing, damaged, or of a format this code does not know.
+        """
+        try:
+            record = msgspec.json.decode(run.record_path.read_bytes(), type=cls)
+        except FileNotFoundError as error:
+            raise RunDirError(f"{run.path} is no run directory: it has no {run.record_path.name}") from error
+        except msgspec.DecodeError as error:
+            raise RunDirError(f"{run.record_path} cannot be read: {error}") from error
+        if record.format_version != FORMAT_VERSION:
+            raise RunDirError(
+                f"{run.record_path} has format {record.format_version}, this hpcrl reads {FORMAT_VERSION}\n"
+                "    way out: use the version of hpcrl that submitted the run"
+            )
+        return record
+
+    def with_submission(self, submission: Submission) -> RunRecord:
+        """A copy with one submission more."""
+        return msgspec.structs.replace(self, submissions=[*self.submissions, submission])
+
+    def with_cancel(self, user: str, now_s: float) -> RunRecord:
+        """A copy whose newest submission says that somebody asked it to stop."""
+        if not self.submissions:
+            return self
+        newest = msgspec.structs.replace(self.submissions[-1], cancel_requested_at_s=now_s, cancelled_by=user)
+        return msgspec.structs.replace(self, submissions=[*self.submissions[:-1], newest])
+
+
+def hash_text(data: bytes) -> str:
+    """SHA-256, hexadecimal."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a uid without a name, as in many containers
+        return str(os.getuid())
+
+
+def _git_commit(directory: Path) -> str:
+    try:
+        result = subprocess.run(
+            ["git", "-C", str(directory), "rev-parse", "HEAD"], capture_output=True, timeout=5, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return result.stdout.decode().strip() if result.returncode == 0 else ""

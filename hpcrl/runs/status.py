@@ -1,0 +1,181 @@
+"""``status.json``: the state of an attempt and its roles, as the supervisor last wrote it."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from hpcrl import procfs
+from hpcrl.fs import write_json
+from hpcrl.runs.cause import Cause
+from hpcrl.runs.rundir import RunDir
+
+__all__ = ["HEARTBEAT_S", "ComponentState", "ComponentStatus", "ProcessId", "RunState", "RunStatus"]
+
+FORMAT_VERSION = 1
+HEARTBEAT_S = 2.0
+"""The supervisor writes at least this often, in seconds."""
+_STALE_HEARTBEATS = 30
+"""Heartbeats missed by a supervisor on another host before it counts as dead (its clock and NFS may lag)."""
+
+
+class RunState(StrEnum):
+    """State of a run. The supervisor writes all but `SUBMITTED` and `LOST`, which readers infer."""
+
+    SUBMITTED = "SUBMITTED"
+    """Handed over; the supervisor has not written yet."""
+    STARTING = "STARTING"
+    """Roles are being started."""
+    RUNNING = "RUNNING"
+    """All roles are ready."""
+    STOPPING = "STOPPING"
+    """Roles are being stopped; the outcome is known, but not yet that nothing is left."""
+    COMPLETED = "COMPLETED"
+    FAILED = "FAILED"
+    CANCELLED = "CANCELLED"
+    LOST = "LOST"
+    """The supervisor is gone and left no last word."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more will happen in this attempt."""
+        return self in (RunState.COMPLETED, RunState.FAILED, RunState.CANCELLED, RunState.LOST)
+
+
+class ComponentState(StrEnum):
+    """State of one replica of a role."""
+
+    PENDING = "PENDING"
+    """Waits for the roles it comes after."""
+    STARTING = "STARTING"
+    """Its process runs, its probe has not succeeded yet."""
+    READY = "READY"
+    STOPPING = "STOPPING"
+    """It was asked to stop."""
+    EXITED = "EXITED"
+    """Ended as it should: cleanly, or after it was asked."""
+    FAILED = "FAILED"
+    """Ended by itself with an error, or was never ready."""
+    LOST = "LOST"
+    """Inferred by readers: its supervisor is gone."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has no process any more."""
+        return self in (ComponentState.EXITED, ComponentState.FAILED, ComponentState.LOST)
+
+
+class ProcessId(msgspec.Struct, frozen=True, kw_only=True):
+    """Names one process for good: a pid alone is given away again.
+
+    Attributes
+    ----------
+    host, boot_id:
+        Machine, and which of its boots.
+    pid, start_ticks:
+        See `hpcrl.procfs.Process`.
+    """
+
+    host: str
+    boot_id: str
+    pid: int
+    start_ticks: int
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessId | None:
+        """The process that has ``pid`` on this machine now; None where there is none."""
+        process = procfs.read_process(pid)
+        if process is None:
+            return None
+        return cls(host=procfs.hostname(), boot_id=procfs.boot_id(), pid=pid, start_ticks=process.start_ticks)
+
+    def alive(self) -> bool | None:
+        """Whether it still runs; None where that cannot be seen from this machine."""
+        if self.host != procfs.hostname():
+            return None
+        return self.boot_id == procfs.boot_id() and procfs.is_alive(self.pid, self.start_ticks)
+
+
+class ComponentStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One replica of a role.
+
+    Attributes
+    ----------
+    state:
+        Where it stands.
+    pid, guard_pid:
+        The role's process and the guard above it; None before the start.
+    host, port:
+        Its address.
+    started_at_s, ready_at_s, ended_at_s:
+        Seconds since the epoch; None where it has not come to that.
+    exit_code, signal:
+        How it ended; one of the two.
+    log:
+        Log file, relative to the run directory.
+    """
+
+    role: str
+    replica: int
+    state: ComponentState
+    pid: int | None = None
+    guard_pid: int | None = None
+    host: str | None = None
+    port: int | None = None
+    started_at_s: float | None = None
+    ready_at_s: float | None = None
+    ended_at_s: float | None = None
+    exit_code: int | None = None
+    signal: int | None = None
+    log: str = ""
+
+
+class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What the supervisor says.
+
+    Attributes
+    ----------
+    run_id:
+        Id of the run, from its record.
+    attempt:
+        Number of the attempt.
+    state, cause:
+        Where the run stands; why it ended or is ending (None while it runs, and after success).
+    supervisor:
+        The process that wrote this.
+    started_at_s, heartbeat_s, ended_at_s:
+        Seconds since the epoch.
+    components:
+        All replicas of all roles.
+    """
+
+    run_id: str
+    attempt: int
+    state: RunState
+    supervisor: ProcessId
+    started_at_s: float
+    heartbeat_s: float
+    ended_at_s: float | None = None
+    cause: Cause | None = None
+    components: list[ComponentStatus] = []
+    format_version: int = FORMAT_VERSION
+
+    def write(self, run: RunDir) -> None:
+        """Replace ``status.json``."""
+        write_json(run.status_path, self)
+
+    @classmethod
+    def read(cls, run: RunDir) -> RunStatus | None:
+        """The last status; None where no supervisor has written yet."""
+        try:
+            return msgspec.json.decode(run.status_path.read_bytes(), type=cls)
+        except FileNotFoundError:
+            return None
+
+    def supervisor_alive(self, now_s: float) -> bool:
+        """Whether the supervisor still runs; seen from another machine, whether its heartbeat is fresh."""
+        alive = self.supervisor.alive()
+        if alive is None:
+            return now_s - self.heartbeat_s < _STALE_HEARTBEATS * HEARTBEAT_S
+        return alive

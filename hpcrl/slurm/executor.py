@@ -1,0 +1,68 @@
+"""The submitit executor of the local machine, made fit for runs of days."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from submitit.local.local import LocalExecutor, LocalJob
+
+__all__ = ["DetachedLocalExecutor"]
+
+_MARGIN_S = 120
+"""The supervisor ends the run at its limit; submitit's controller, which kills hard, comes this much later."""
+
+
+class DetachedLocalExecutor(LocalExecutor):
+    """submitit's local executor, with a controller that outlives the terminal.
+
+    It differs from the stock executor in four things. The controller is in a session of its own, so that a
+    terminal's Ctrl-C or hang-up does not reach it (the stock one then kills the job after a second). Its output
+    goes to a file, not to a pipe that somebody waits on. Its time limit is the plan's. And
+    ``CUDA_VISIBLE_DEVICES`` stays what the caller has: the stock one hides all GPUs unless told otherwise.
+
+    Parameters
+    ----------
+    folder:
+        Where submitit keeps its files.
+    time_limit_s:
+        Limit of the run; submitit's is a little later.
+    environment:
+        Additional variables of the job.
+    """
+
+    def __init__(self, folder: Path, *, time_limit_s: float, environment: Mapping[str, str]) -> None:
+        super().__init__(folder)
+        self._time_limit_s = time_limit_s
+        self._environment = dict(environment)
+
+    def _submit_command(self, command: str) -> LocalJob[Any]:
+        env = {
+            **os.environ,
+            **self._environment,
+            # the interface of submitit.local.local.Controller
+            "SUBMITIT_LOCAL_NTASKS": "1",
+            "SUBMITIT_LOCAL_COMMAND": command,
+            "SUBMITIT_LOCAL_TIMEOUT_S": str(int(self._time_limit_s) + _MARGIN_S),
+            "SUBMITIT_LOCAL_SIGNAL_DELAY_S": "30",
+            "SUBMITIT_LOCAL_NODEID": "0",
+            "SUBMITIT_LOCAL_JOB_NUM_NODES": "1",
+            "SUBMITIT_STDERR_TO_STDOUT": "",
+            "SUBMITIT_EXECUTOR": "local",
+            "SUBMITIT_LOCAL_WITH_SHELL": "",
+        }
+        folder = Path(self.folder)
+        with (folder / "controller.log").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "submitit.local._local", str(folder)],
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        return LocalJob(folder=folder, job_id=str(process.pid), process=process, tasks=[0])

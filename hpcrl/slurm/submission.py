@@ -1,0 +1,224 @@
+"""Handing a run to its supervisor: submit, resume, cancel. The callers have loaded and checked everything."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from hpcrl import procfs
+from hpcrl.config.cluster import ClusterProfile
+from hpcrl.config.plan import Plan
+from hpcrl.config.recipe import Recipe
+from hpcrl.errors import RunDirError
+from hpcrl.fs import StagedDirectory
+from hpcrl.runs.observe import ResumePoint, RunView, find_resume_point, observe
+from hpcrl.runs.record import RunRecord, Submission
+from hpcrl.runs.rundir import RunDir
+from hpcrl.runs.status import ProcessId, RunState
+from hpcrl.slurm.executor import DetachedLocalExecutor
+from hpcrl.supervisor.guard import KIND_VARIABLE, RUN_ID_VARIABLE
+from hpcrl.supervisor.job import Supervise
+from hpcrl.supervisor.sweep import find_leftovers, sweep
+
+__all__ = [
+    "cancel",
+    "create_run",
+    "end_leftovers",
+    "interrupt",
+    "kill_launch",
+    "prepare_resume",
+    "request_stop",
+    "submit_attempt",
+]
+
+_JOB_FOLDER = "submitit"
+_CANCEL_POLL_S = 0.1
+
+
+def create_run(
+    recipe: Recipe, cluster: ClusterProfile, plan: Plan, *, provenance: Mapping[str, str] | None = None
+) -> RunDir:
+    """Make the directory of a new run: complete at once, or not at all. Starts nothing.
+
+    Raises
+    ------
+    RunDirError
+        The directory exists; the message has the ways out.
+    """
+    target = plan.run_dir
+    if os.path.lexists(target):
+        raise RunDirError(_occupied(target))
+    stage = StagedDirectory(target, token=f"{procfs.hostname()}-{os.getpid()}")
+    stage.create()
+    try:
+        run = RunDir(stage.path)
+        run.write_configuration(recipe, cluster, plan)
+        RunRecord.new(run, name=plan.run, provenance=provenance or {}).write(run)
+        stage.commit()
+    except FileExistsError:  # somebody else took the name meanwhile
+        raise RunDirError(_occupied(target)) from None
+    finally:
+        stage.discard()
+    return RunDir(target)
+
+
+def _occupied(target: Path) -> str:
+    run = RunDir(target)
+    if not run.record_path.is_file():
+        return f"{target} exists and is no run\n    way out: --name with another name"
+    view = observe(run)
+    ways = ["--name with another name"]
+    if view.state is RunState.COMPLETED:
+        ways.append(f"look at it: hpcrl report {run.name}")
+    elif view.state.ended:
+        ways.append(f"go on with it: hpcrl resume {run.name}")
+    else:
+        ways.append(f"watch it: hpcrl status {run.name} --watch")
+        ways.append(f"end it: hpcrl cancel {run.name}")
+    return f"the run {run.name} exists ({view.state}) in {target}\n" + "\n".join(f"    way out: {way}" for way in ways)
+
+
+def submit_attempt(run: RunDir) -> Submission:
+    """Hand the next attempt of a run to submitit, and write down whom it was handed to.
+
+    If we die between the two, the supervisor still runs and says so in ``status.json``; a second hand-over is
+    refused by `prepare_resume` and by the second supervisor itself.
+    """
+    plan, record = run.plan(), RunRecord.read(run)
+    executor = DetachedLocalExecutor(
+        run.path / _JOB_FOLDER,
+        time_limit_s=plan.time_limit_s,
+        environment={RUN_ID_VARIABLE: record.run_id, KIND_VARIABLE: "launch"},
+    )
+    after_attempt = (run.attempts() or [0])[-1]
+    job = executor.submit(Supervise(str(run.path)))
+    submission = Submission(
+        submitted_at_s=time.time(),
+        executor="local",
+        job_id=job.job_id,
+        folder=str(executor.folder),
+        after_attempt=after_attempt,
+        process=ProcessId.of(int(job.job_id)),
+    )
+    record.with_submission(submission).write(run)
+    return submission
+
+
+def prepare_resume(run: RunDir) -> ResumePoint:
+    """Check that a run may be resumed, and find its checkpoint. Changes nothing.
+
+    Raises
+    ------
+    RunDirError
+        It is alive, or completed.
+    """
+    view = observe(run)
+    if not view.state.ended:
+        raise RunDirError(
+            f"the run {run.name} is alive ({view.state}, supervisor pid {view.pid} on {view.host})\n"
+            f"    way out: watch it: hpcrl status {run.name} --watch\n"
+            f"    way out: end it first: hpcrl cancel {run.name}"
+        )
+    if view.state is RunState.COMPLETED:
+        raise RunDirError(
+            f"the run {run.name} is completed; there is nothing to resume\n"
+            f"    way out: look at it: hpcrl report {run.name}\n"
+            "    way out: submit its recipe under another name, with more steps: --set trainer.steps=..."
+        )
+    return find_resume_point(run)
+
+
+def end_leftovers(run: RunDir) -> int:
+    """End processes of a run that has no supervisor any more; returns how many there were on this machine."""
+    return len(sweep(RunRecord.read(run).run_id))
+
+
+def cancel(run: RunDir, *, user: str, deadline_s: float | None = None) -> RunView:
+    """Ask the supervisor to stop, and wait until the run has ended.
+
+    Parameters
+    ----------
+    run:
+        The run.
+    user:
+        Who asks.
+    deadline_s:
+        After this time the supervisor itself is killed (its guards then end the roles). By default derived
+        from the plan's stop timeouts.
+
+    Raises
+    ------
+    RunDirError
+        The run has ended already (left-over processes are ended all the same), or its supervisor is on another
+        machine.
+    """
+    view = observe(run)
+    if view.state.ended:
+        count = end_leftovers(run)
+        ended = f"; {count} processes that it had left behind were ended" if count else ""
+        raise RunDirError(f"the run {run.name} has ended already ({view.state}){ended}")
+    record = RunRecord.read(run)
+    record.with_cancel(user, time.time()).write(run)
+    process = _whom_to_ask(run, record, view)
+    if process.alive() is None:
+        raise RunDirError(
+            f"the supervisor of {run.name} runs on {process.host}, this is {procfs.hostname()}\n"
+            f"    way out: call hpcrl cancel {run.name} on {process.host}"
+        )
+    request_stop(process)
+    if deadline_s is None:
+        deadline_s = 2 * sum(group.policy.stop_timeout_s for group in run.plan().groups) + 10.0
+    deadline = time.monotonic() + deadline_s
+    while not (view := observe(run)).state.ended:
+        if time.monotonic() > deadline:
+            kill_launch(record.run_id)
+            break
+        time.sleep(_CANCEL_POLL_S)
+    end_leftovers(run)
+    return observe(run)
+
+
+def _whom_to_ask(run: RunDir, record: RunRecord, view: RunView) -> ProcessId:
+    """The supervisor; before it has written, submitit's controller, which passes signals on."""
+    if view.supervisor is not None and view.supervisor.alive() is not False:
+        return view.supervisor
+    if record.submissions and record.submissions[-1].process is not None:
+        return record.submissions[-1].process
+    raise RunDirError(f"nobody knows who supervises {run.name}")
+
+
+def request_stop(process: ProcessId) -> None:
+    """SIGTERM to a process of this machine, if it is still the one we mean."""
+    found = procfs.read_process(process.pid)
+    if found is not None and found.start_ticks == process.start_ticks:
+        procfs.send_signal([found], signal.SIGTERM)
+
+
+def kill_launch(run_id: str) -> None:
+    """SIGKILL supervisor and controller; the guards see their pipes close and end the roles."""
+    procfs.send_signal(find_leftovers(run_id, kinds=("launch",)), signal.SIGKILL)
+
+
+def interrupt(run: RunDir, count: int) -> str:
+    """Answer the ``count``-th Ctrl-C of somebody who follows the run; returns what to tell.
+
+    The first asks the supervisor to stop in order, the second to kill the roles at once, the third kills the
+    supervisor itself (the guards then end the roles).
+    """
+    view = observe(run)
+    if view.state.ended:
+        return f"{run.name} has ended already"
+    record = RunRecord.read(run)
+    if count == 1:
+        record.with_cancel("Ctrl-C", time.time()).write(run)
+    if count > 2:
+        kill_launch(record.run_id)
+        return "killing the supervisor"
+    process = _whom_to_ask(run, record, view)
+    if process.alive() is None:
+        return f"the supervisor runs on {process.host}: hpcrl cancel {run.name} there"
+    request_stop(process)
+    return "stopping; Ctrl-C again kills at once" if count == 1 else "killing the roles; Ctrl-C again kills all"

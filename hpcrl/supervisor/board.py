@@ -1,0 +1,84 @@
+"""What the supervisor tells the world: ``status.json`` and its events."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from hpcrl.runs.cause import Cause
+from hpcrl.runs.events import EventWriter
+from hpcrl.runs.rundir import RunDir
+from hpcrl.runs.status import HEARTBEAT_S, ProcessId, RunState, RunStatus
+from hpcrl.supervisor.component import Component
+
+__all__ = ["Board"]
+
+
+class Board:
+    """State of the run, written on change and as a heartbeat."""
+
+    def __init__(self, run: RunDir, *, run_id: str, attempt: int) -> None:
+        self.run, self.run_id, self.attempt = run, run_id, attempt
+        self.state = RunState.STARTING
+        self.cause: Cause | None = None
+        self.components: Sequence[Component] = ()
+        self._started_at_s = time.time()
+        self._ended_at_s: float | None = None
+        self._written_at = 0.0
+        self._dirty = True
+        myself = ProcessId.of(os.getpid())
+        assert myself is not None
+        self._myself = myself
+        self._events = EventWriter(run, attempt=attempt, writer="supervisor")
+
+    def emit(self, kind: str, **data: Any) -> None:
+        """Append an event."""
+        self._events.emit(kind, **data)
+
+    def component_changed(self, component: Component) -> None:
+        """A component entered another state."""
+        status = component.status()
+        details = {name: getattr(status, name) for name in ("pid", "port", "exit_code", "signal")}
+        self.emit(
+            "component.state",
+            role=status.role,
+            replica=status.replica,
+            state=status.state,
+            **{name: value for name, value in details.items() if value is not None},
+        )
+        self._dirty = True
+
+    def enter(self, state: RunState, cause: Cause | None = None) -> None:
+        """Change the state of the run, and write it at once."""
+        self.state, self.cause = state, cause
+        if state.ended:
+            self._ended_at_s = time.time()
+        details = {} if cause is None else {"cause": cause.message, "cause_kind": cause.kind}
+        self.emit("run.state", state=state, **details)
+        self.write()
+
+    def tick(self) -> None:
+        """Write if something changed, or if it is time for a heartbeat."""
+        if self._dirty or time.monotonic() - self._written_at >= HEARTBEAT_S:
+            self.write()
+
+    def write(self) -> None:
+        """Write ``status.json``."""
+        self._dirty, self._written_at = False, time.monotonic()
+        RunStatus(
+            run_id=self.run_id,
+            attempt=self.attempt,
+            state=self.state,
+            supervisor=self._myself,
+            started_at_s=self._started_at_s,
+            heartbeat_s=time.time(),
+            ended_at_s=self._ended_at_s,
+            cause=self.cause,
+            components=[component.status() for component in self.components],
+        ).write(self.run)
+
+    def close(self) -> None:
+        """Close the event file."""
+        self._events.close()

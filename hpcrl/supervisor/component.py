@@ -1,0 +1,122 @@
+"""One replica of a role, as a state machine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from hpcrl.config.plan import Role, RoleGroup
+from hpcrl.runs.status import ComponentState, ComponentStatus
+from hpcrl.supervisor.launcher import Address, End, RunningProcess
+
+__all__ = ["Component"]
+
+_S = ComponentState
+_NEXT: dict[ComponentState, frozenset[ComponentState]] = {
+    # a replica that never started leaves PENDING for EXITED when the run ends
+    _S.PENDING: frozenset({_S.STARTING, _S.EXITED}),
+    _S.STARTING: frozenset({_S.READY, _S.STOPPING, _S.EXITED, _S.FAILED}),
+    _S.READY: frozenset({_S.STOPPING, _S.EXITED, _S.FAILED}),
+    _S.STOPPING: frozenset({_S.EXITED}),
+    _S.EXITED: frozenset(),
+    # not ready by its deadline, but its process is still there
+    _S.FAILED: frozenset(),
+}
+
+
+class Component:
+    """State, process and times of one replica.
+
+    Parameters
+    ----------
+    group, replica:
+        Who it is.
+    address:
+        Where it listens.
+    log:
+        Its log file, relative to the run directory.
+    on_change:
+        Called after every change of state.
+    """
+
+    def __init__(
+        self, group: RoleGroup, replica: int, *, address: Address, log: str, on_change: Callable[[Component], None]
+    ) -> None:
+        self.group, self.replica, self.address, self.log = group, replica, address, log
+        self.state = ComponentState.PENDING
+        self.process: RunningProcess | None = None
+        self.pid: int | None = None
+        self.end: End | None = None
+        self.started_at_s: float | None = None
+        self.ready_at_s: float | None = None
+        self.stop_asked_at_s: float | None = None
+        self._on_change = on_change
+
+    @property
+    def role(self) -> Role:
+        return self.group.role
+
+    @property
+    def label(self) -> str:
+        """``<role> <replica>``, for messages."""
+        return f"{self.role} {self.replica}"
+
+    def enter(self, state: ComponentState) -> None:
+        """Change state; a transition that the table has not is a bug of the supervisor."""
+        assert state in _NEXT[self.state], f"{self.label}: {self.state} -> {state}"
+        self.state = state
+        self._on_change(self)
+
+    def starting(self, process: RunningProcess) -> None:
+        """Its guard runs."""
+        self.process, self.started_at_s = process, time.time()
+        self.enter(ComponentState.STARTING)
+
+    def give_up(self) -> None:
+        """It was not ready by its deadline; its process is still there and is stopped with the others."""
+        self.enter(ComponentState.FAILED)
+
+    def ready(self) -> None:
+        """Its probe succeeded."""
+        self.ready_at_s = time.time()
+        self.enter(ComponentState.READY)
+
+    def ask_to_stop(self, grace_s: float) -> None:
+        """SIGTERM now, SIGKILL after the grace; nothing where it has ended already."""
+        if self.process is None:
+            if self.state is ComponentState.PENDING:
+                self.enter(ComponentState.EXITED)
+            return
+        # also after its end: what it left behind gets no more than this grace
+        self.process.stop(grace_s)
+        if not self.state.ended and self.state is not ComponentState.STOPPING:
+            self.stop_asked_at_s = time.time()
+            self.enter(ComponentState.STOPPING)
+
+    def ended(self, end: End, *, as_it_should: bool) -> None:
+        """Its process is gone."""
+        self.end = end
+        if self.state is ComponentState.FAILED:  # by its deadline; it was stopped since
+            self._on_change(self)
+        elif self.state is ComponentState.STOPPING or as_it_should:
+            self.enter(ComponentState.EXITED)
+        else:
+            self.enter(ComponentState.FAILED)
+
+    def status(self) -> ComponentStatus:
+        """What ``status.json`` says about it."""
+        return ComponentStatus(
+            role=self.role.value,
+            replica=self.replica,
+            state=self.state,
+            pid=self.pid,
+            guard_pid=None if self.process is None else self.process.guard_pid,
+            host=self.address.host,
+            port=self.address.port,
+            started_at_s=self.started_at_s,
+            ready_at_s=self.ready_at_s,
+            ended_at_s=None if self.end is None else self.end.time_s,
+            exit_code=None if self.end is None else self.end.exit_code,
+            signal=None if self.end is None else self.end.signal,
+            log=self.log,
+        )

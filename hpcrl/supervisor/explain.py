@@ -1,0 +1,58 @@
+"""The end of a replica in words: a candidate for the cause of the run's end."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from hpcrl.runs.cause import Cause, CauseKind, describe_end, find_dead_worker
+from hpcrl.supervisor.component import Component
+from hpcrl.supervisor.launcher import End
+
+__all__ = ["explain_end"]
+
+_LOG_TAIL_BYTES = 1 << 18
+
+
+def explain_end(component: Component, end: End, log: Path) -> Cause:
+    """What the end of a replica that nobody had asked to stop means.
+
+    Parameters
+    ----------
+    component, end:
+        Who ended, and how.
+    log:
+        Its log; a launcher of ranks says there which of them was killed.
+    """
+    what, kind = describe_end(end.exit_code, end.signal), CauseKind.EXIT
+    rank, signum = None, end.signal
+    if end.spawn_error:
+        what, kind = f"could not be started: {end.spawn_error}", CauseKind.SPAWN
+    elif end.guard_lost:
+        guard = component.process.guard_pid if component.process else None
+        what, kind = f"was lost: its guard (pid {guard}) was killed, and the role with it", CauseKind.GUARD_LOST
+    elif end.clean:
+        what, kind = "exited with code 0, but the run was not over", CauseKind.EARLY_EXIT
+    elif worker := find_dead_worker(_tail(log)):
+        rank, signum = worker
+        what = f"lost its rank {rank}, which {describe_end(None, signum)}"
+    return Cause(
+        kind=kind,
+        time_s=end.time_s,
+        message=f"{component.label} {what}",
+        role=component.role.value,
+        replica=component.replica,
+        rank=rank,
+        exit_code=end.exit_code if signum is None else None,
+        signal=signum,
+    )
+
+
+def _tail(path: Path) -> bytes:
+    try:
+        with path.open("rb") as stream:
+            stream.seek(0, os.SEEK_END)
+            stream.seek(max(0, stream.tell() - _LOG_TAIL_BYTES))
+            return stream.read()
+    except FileNotFoundError:
+        return b""

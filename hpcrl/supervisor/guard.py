@@ -1,0 +1,257 @@
+"""The guard: a small process above each role that leaves nothing of it behind.
+
+::
+
+    supervisor ──pipe──> guard ──> role ──> whatever the role starts
+
+The guard is in a session of its own and adopts every orphan below it, so that nothing escapes by forking twice
+or by ``setsid``. It ends all of it when
+
+- the supervisor says so (``stop``: SIGTERM to the role, SIGKILL to the rest after the grace; ``kill``: at once),
+- the role ends, however that comes,
+- the pipe from the supervisor closes: the supervisor is gone, even by SIGKILL.
+
+If the guard itself is killed, the kernel kills the role (``PR_SET_PDEATHSIG``) and the supervisor adopts and ends
+the rest. If both are killed at once, the guards of the other roles find the orphans by the run's mark in their
+environment.
+
+The protocol is JSON lines: first a `hpcrl.supervisor.launcher.ProcessSpec` on stdin, then orders; reports on
+stdout. Standard library only, because this runs once for each replica of each role.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+from hpcrl import procfs
+
+__all__ = ["KIND_VARIABLE", "RUN_ID_VARIABLE", "Guard", "end_processes", "main"]
+
+RUN_ID_VARIABLE = "HPCRL_RUN_ID"
+"""Marks every process of a run; its value is `hpcrl.runs.record.RunRecord.run_id`."""
+KIND_VARIABLE = "HPCRL_PROCESS"
+"""``launch`` (submitit and the supervisor), ``guard`` or ``role``."""
+
+_POLL_S = 0.02
+_GIVE_UP_S = 5.0
+"""After this long under SIGKILL a process hangs in the kernel; we report it and go."""
+
+
+def main() -> None:
+    """Run the guard."""
+    # the supervisor decides when we go; a stray signal to us must not leave the role alone
+    wake_read, wake_write = os.pipe()
+    os.set_blocking(wake_write, False)
+    os.set_blocking(wake_read, False)
+    signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+    for signum in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(signum, lambda *_: None)
+    procfs.adopt_orphans()
+    Guard(wake_read).run()
+
+
+class Guard:
+    """State of one guard; see the module."""
+
+    def __init__(self, wake_fd: int) -> None:
+        self._wake_fd = wake_fd
+        self._orders = b""
+        self._supervised = True
+        self._role_pid = 0
+        self._role_ended = False
+        self._kill_at: float | None = None
+        self._spec: dict[str, Any] = {}
+
+    def run(self) -> None:
+        """Start the role, wait for its end or an order, end everything, report."""
+        while not self._spec:
+            self._wait(None)
+            if not self._supervised:
+                return
+        self._start_role()
+        while not self._role_ended:
+            timeout = None if self._kill_at is None else max(0.0, self._kill_at - time.monotonic())
+            self._wait(timeout)
+            if self._kill_at is not None and time.monotonic() >= self._kill_at:
+                break
+        self._end_all()
+
+    # -- orders and reports ------------------------------------------------------------------------------------
+
+    def _wait(self, timeout_s: float | None) -> None:
+        """Wait for an order, a signal, or the time; then act on all that is there."""
+        sources = [self._wake_fd, 0] if self._supervised else [self._wake_fd]
+        readable, _, _ = select.select(sources, [], [], timeout_s)
+        if self._wake_fd in readable:
+            with contextlib.suppress(BlockingIOError):
+                for signum in os.read(self._wake_fd, 4096):
+                    if signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                        self._stop(self._grace_s)
+        self._reap()
+        if 0 in readable:
+            data = os.read(0, 1 << 16)
+            if not data:
+                self._lost_supervisor()
+            self._orders += data
+            *lines, self._orders = self._orders.split(b"\n")
+            for line in lines:
+                self._obey(json.loads(line))
+
+    def _obey(self, order: dict[str, Any]) -> None:
+        if not self._spec:
+            self._spec = order
+        elif order["order"] == "stop":
+            self._stop(order["grace_s"])
+        else:
+            self._kill_at = time.monotonic()
+
+    @property
+    def _grace_s(self) -> float:
+        return float(self._spec.get("grace_s", 0.0))
+
+    def _stop(self, grace_s: float) -> None:
+        if self._kill_at is None and self._role_pid and not self._role_ended:
+            self._kill_at = time.monotonic() + grace_s
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._role_pid, signal.SIGTERM)  # our own unreaped child: the pid cannot be another's
+
+    def _lost_supervisor(self) -> None:
+        self._supervised = False
+        if self._role_pid:
+            self._record("guard.supervisor_lost", role=self._spec["role"], replica=self._spec["replica"])
+            self._stop(self._grace_s)
+
+    def _report(self, **report: Any) -> None:
+        with contextlib.suppress(OSError):  # nobody listens any more
+            os.write(1, json.dumps({"time_s": time.time(), **report}).encode() + b"\n")
+
+    def _record(self, kind: str, **data: Any) -> None:
+        """Append to the events of the run, in the format of `hpcrl.runs.events`."""
+        event = {
+            "time_s": time.time(),
+            "attempt": self._spec["attempt"],
+            "writer": self._spec["events_writer"],
+            "kind": kind,
+            "data": data,
+        }
+        with contextlib.suppress(OSError):
+            fd = os.open(self._spec["events_path"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            os.write(fd, json.dumps(event).encode() + b"\n")
+            os.close(fd)
+
+    # -- the role ----------------------------------------------------------------------------------------------
+
+    def _start_role(self) -> None:
+        guard = os.getpid()
+        error_read, error_write = os.pipe()  # closed by a successful exec
+        self._role_pid = os.fork()
+        if self._role_pid == 0:
+            try:
+                self._become_role(guard)
+            except OSError as error:
+                os.write(error_write, str(error).encode())
+            finally:
+                os._exit(127)
+        os.close(error_write)
+        with os.fdopen(error_read, "rb") as stream:
+            error_text = stream.read().decode()
+        process = procfs.read_process(self._role_pid)
+        if error_text:
+            self._report(report="spawn_failed", error=error_text)
+        else:
+            self._report(report="started", pid=self._role_pid, start_ticks=process.start_ticks if process else 0)
+
+    def _become_role(self, guard: int) -> None:
+        procfs.die_with_parent()
+        if os.getppid() != guard:  # it died before the line above
+            os._exit(127)
+        os.setsid()
+        signal.set_wakeup_fd(-1)
+        for signum in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE, signal.SIGXFSZ):
+            signal.signal(signum, signal.SIG_DFL)
+        spec = self._spec
+        log = os.open(spec["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        null = os.open(os.devnull, os.O_RDONLY)
+        for source, target in ((null, 0), (log, 1), (log, 2)):
+            os.dup2(source, target)
+        if spec["cwd"]:
+            os.chdir(spec["cwd"])
+        os.execvpe(spec["command"][0], spec["command"], spec["env"])
+
+    def _reap(self) -> None:
+        """Collect all dead children: the role, and orphans that we adopted."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid == self._role_pid:
+                self._role_ended = True
+                code = os.waitstatus_to_exitcode(status)
+                self._report(report="ended", exit_code=code if code >= 0 else None, signal=-code if code < 0 else None)
+
+    # -- the end -----------------------------------------------------------------------------------------------
+
+    def _end_all(self) -> None:
+        """End everything below us; the role first had its chance, what it left behind gets the rest of it."""
+        now = time.monotonic()
+        # a role that ended by itself may leave helpers that end by themselves, too; they get a moment
+        kill_at = self._kill_at if self._kill_at is not None else now + min(self._grace_s, 2.0)
+        remaining = end_processes(lambda: procfs.descendants(os.getpid()), kill_at=kill_at, between=self._reap)
+        if remaining:
+            self._record("guard.left_behind", pids=[process.pid for process in remaining])
+        self._reap()
+        if not self._supervised:
+            end_processes(self._unguarded, kill_at=time.monotonic(), between=self._reap)
+        self._report(report="gone", left=[process.pid for process in remaining])
+
+    def _unguarded(self) -> list[procfs.Process]:
+        """Role processes of this run on this machine that no living guard is above."""
+        run_id = self._spec["env"][RUN_ID_VARIABLE]
+        return [
+            process
+            for process in procfs.with_environ(RUN_ID_VARIABLE, run_id)
+            if procfs.read_environ(process.pid).get(KIND_VARIABLE) == "role"
+            and not any(procfs.read_environ(pid).get(KIND_VARIABLE) == "guard" for pid in procfs.ancestors(process.pid))
+        ]
+
+
+def end_processes(
+    find: Callable[[], list[procfs.Process]],
+    *,
+    kill_at: float,
+    between: Callable[[], None] = lambda: None,
+    give_up_s: float = _GIVE_UP_S,
+) -> list[procfs.Process]:
+    """SIGTERM what ``find`` returns, SIGKILL after ``kill_at`` (monotonic), until it returns nothing.
+
+    ``find`` is asked again and again, because processes that die may have started others meanwhile. Returns
+    what hung in the kernel ``give_up_s`` after SIGKILL.
+    """
+    asked: set[tuple[int, int]] = set()
+    while processes := find():
+        now = time.monotonic()
+        if now >= kill_at + give_up_s:
+            return processes
+        if now >= kill_at:
+            procfs.send_signal(processes, signal.SIGKILL)
+        else:
+            fresh = [process for process in processes if (process.pid, process.start_ticks) not in asked]
+            procfs.send_signal(fresh, signal.SIGTERM)
+            asked.update((process.pid, process.start_ticks) for process in fresh)
+        time.sleep(_POLL_S)
+        between()
+    return []
+
+
+if __name__ == "__main__":
+    main()

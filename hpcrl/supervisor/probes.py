@@ -1,0 +1,55 @@
+"""Readiness: asking a replica whether it does its work now."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import aiohttp
+
+from hpcrl.config.plan import FileProbe, HttpProbe
+from hpcrl.supervisor.launcher import Address
+
+__all__ = ["Prober"]
+
+_FIRST_PAUSE_S = 0.05
+_LONGEST_PAUSE_S = 0.5
+_REQUEST_TIMEOUT_S = 5.0
+
+
+class Prober:
+    """Waits until one replica is ready. `problem` says what the last probe found, for the message of a deadline."""
+
+    def __init__(self, probe: HttpProbe | FileProbe, *, address: Address, ready_file: Path) -> None:
+        self._probe, self._address, self._ready_file = probe, address, ready_file
+        self.problem = "not probed yet"
+
+    async def wait(self) -> None:
+        """Probe until ready. The caller sets the deadline."""
+        pause_s = _FIRST_PAUSE_S
+        timeout = aiohttp.ClientTimeout(total=_REQUEST_TIMEOUT_S)
+        # no proxy from the environment: roles of a run talk to each other directly
+        async with aiohttp.ClientSession(timeout=timeout, trust_env=False) as session:
+            while not await self._once(session):
+                await asyncio.sleep(pause_s)
+                pause_s = min(pause_s * 1.5, _LONGEST_PAUSE_S)
+
+    async def _once(self, session: aiohttp.ClientSession) -> bool:
+        if isinstance(self._probe, FileProbe):
+            return self._file_is_there()
+        url = self._address.url + self._probe.path
+        try:
+            async with session.get(url) as response:
+                self.problem = f"GET {url} answered {response.status}"
+                return response.status == 200
+        except TimeoutError:
+            self.problem = f"GET {url} had no answer for {_REQUEST_TIMEOUT_S:g} s"
+        except aiohttp.ClientError as error:
+            self.problem = f"GET {url}: {error}"
+        return False
+
+    def _file_is_there(self) -> bool:
+        # a listing, because an NFS client may remember for a minute that a name did not exist
+        self.problem = f"it has not written {self._ready_file.name}"
+        return self._ready_file.name in os.listdir(self._ready_file.parent)

@@ -1,0 +1,260 @@
+"""The training loop: restore or begin, publish, then a batch, an optimizer step and a version at a time."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.utils.deterministic
+
+from hpcrl.checkpoints.ledger import CheckpointEntry, CheckpointLedger
+from hpcrl.config.recipe import Recipe
+from hpcrl.dock.client import DockClient
+from hpcrl.dock.wire import BatchShard, BatchStats
+from hpcrl.errors import PeerLostError
+from hpcrl.models.arch import load_arch
+from hpcrl.runs.events import EventWriter
+from hpcrl.runs.metrics import MetricsWriter, StepRecord
+from hpcrl.runs.role import RoleContext
+from hpcrl.trainer.metrics import TokenMetrics
+from hpcrl.trainer.parallel import Parallel, distributed, is_lost_rank
+from hpcrl.trainer.phases import PhaseClock
+from hpcrl.trainer.policy import TrainerPolicy
+from hpcrl.trainer.publish import Publisher
+from hpcrl.weights.store import HandoffStore
+
+__all__ = ["train"]
+
+_log = logging.getLogger(__name__)
+
+_COLLECTIVE_MARGIN_S = 300.0
+"""How much longer than a wait at the dock the other ranks wait in a collective."""
+
+
+def train(context: RoleContext) -> None:
+    """Run the trainer role to the last step of the recipe. Every rank calls it.
+
+    Raises
+    ------
+    HpcrlError, OSError, ValueError
+        The run cannot go on; the last published version and the last checkpoint are whole.
+    """
+    recipe = context.run.recipe()
+    torch.set_num_threads(recipe.trainer.threads)
+    torch.manual_seed(recipe.seed)
+    with distributed(timeout_s=recipe.orchestrator.wait_timeout_s + _COLLECTIVE_MARGIN_S) as parallel:
+        if parallel.device.type == "cpu":
+            # costs nothing on CPU; accelerators would need slower kernels
+            torch.use_deterministic_algorithms(True)
+            # a check for bugs, at the price of writing every new tensor twice
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        try:
+            Trainer(context, recipe, parallel).run()
+        except RuntimeError as error:
+            if is_lost_rank(error):
+                raise PeerLostError(f"another rank of the trainer went away: {error}") from error
+            raise
+
+
+class Trainer:
+    """One attempt of the trainer, on one rank."""
+
+    def __init__(self, context: RoleContext, recipe: Recipe, parallel: Parallel) -> None:
+        self.context, self.recipe, self.parallel = context, recipe, parallel
+        self.leader = parallel.rank == 0
+        self.model_dir = Path(recipe.model.path)
+        self.arch = load_arch(self.model_dir)
+        self.ledger = CheckpointLedger(context.run.checkpoints_dir)
+        self.store = HandoffStore(context.run.weights_dir)
+        self.dock = DockClient(
+            context.endpoints().one("orchestrator"), wait_timeout_s=recipe.orchestrator.wait_timeout_s
+        )
+        self.publisher = Publisher(
+            self.store,
+            arch=self.arch,
+            model_dir=self.model_dir,
+            dtype=getattr(torch, recipe.trainer.dtype),
+            attempt=context.attempt,
+        )
+        self._events: EventWriter | None = None
+
+    def run(self) -> None:
+        """Restore, train, finish."""
+        with self._outputs() as metrics:
+            started = time.monotonic()
+            policy, step = self._restore()
+            self._publish_restored(policy, step)
+            if self.leader:
+                self.context.ready()
+            self._emit("trainer.ready", step=step, seconds=time.monotonic() - started)
+            while step < self.recipe.trainer.steps:
+                step += 1
+                self._step(policy, step, metrics)
+            if self.leader:
+                self.dock.finish(step)
+            self._emit("trainer.finished", version=step)
+
+    @contextmanager
+    def _outputs(self) -> Iterator[MetricsWriter | None]:
+        """Open what rank 0 writes."""
+        if not self.leader:
+            yield None
+            return
+        metrics, self._events = MetricsWriter(self.context.run), self.context.events()
+        try:
+            yield metrics
+        finally:
+            metrics.close()
+            self._events.close()
+
+    def _emit(self, kind: str, **data: Any) -> None:
+        if self._events is not None:
+            self._events.emit(kind, **data)
+
+    def _restore(self) -> tuple[TrainerPolicy, int]:
+        """The policy of the newest good checkpoint, or of the start model; and its step."""
+        step = self.parallel.on_leader(self._choose, "choosing a checkpoint")
+        if step is None:
+            policy = TrainerPolicy(self.recipe, self.arch, self.parallel, model_dir=self.model_dir)
+            self._emit("trainer.started", model=str(self.model_dir), parameters=self.arch.num_parameters())
+            return policy, 0
+        # torch's distributed checkpoint takes a while to import; a run without resume does it at its first save
+        from hpcrl.trainer.checkpoint import load_checkpoint  # noqa: PLC0415
+
+        policy = TrainerPolicy(self.recipe, self.arch, self.parallel, model_dir=None)
+        entry = CheckpointEntry.open(self.ledger.path_of(step))
+        load_checkpoint(entry, policy.model, policy.optimizer, self.parallel)
+        self._emit(
+            "trainer.restored",
+            step=step,
+            saved_by_ranks=entry.manifest.world_size,
+            ranks=self.parallel.world_size,
+            attempt=entry.manifest.attempt,
+        )
+        return policy, step
+
+    def _choose(self) -> int | None:
+        entry, skipped = self.ledger.newest_verified()
+        for step, reason in skipped:
+            _log.warning("checkpoint of step %d is skipped: %s", step, reason)
+            self._emit("trainer.checkpoint_skipped", step=step, reason=reason)
+        return None if entry is None else entry.step
+
+    def _publish_restored(self, policy: TrainerPolicy, step: int) -> None:
+        """Make ``step`` the newest published version. The orchestrator finds it by itself: it may not run yet."""
+
+        def prepare() -> bool:
+            withdrawn = self.store.withdraw_after(step)
+            if withdrawn:
+                self._emit("trainer.versions_withdrawn", versions=withdrawn)
+            if self.publisher.is_intact(step):
+                return True
+            self.store.remove(step)
+            return False
+
+        if not self.parallel.on_leader(prepare, f"looking for version {step}"):
+            self.publisher.publish(policy.model, step, self.parallel)
+            self._emit("trainer.version_published", version=step)
+
+    def _step(self, policy: TrainerPolicy, step: int, metrics: MetricsWriter | None) -> None:
+        clock, parallel = PhaseClock(), self.parallel
+        with clock.phase("wait_batch"):
+            shard = self.dock.batch(step, rank=parallel.rank, world_size=parallel.world_size)
+        with clock.phase("forward_backward"):
+            _check_shard(shard, step, parallel)
+            tokens = policy.forward_backward(shard).reduce(parallel)
+        with clock.phase("optimizer"):
+            norm, rate = policy.optimizer_step(step)
+        with clock.phase("publish"):
+            self.publisher.publish(policy.model, step, parallel)
+            if self.leader:
+                self.dock.published(step)
+        self._emit("trainer.version_published", version=step)
+
+        def record() -> StepRecord:
+            return _record(
+                shard.stats,
+                tokens,
+                attempt=self.context.attempt,
+                step=step,
+                grad_norm=norm,
+                learning_rate=rate,
+                phases_s=clock.seconds(),
+            )
+
+        if self._checkpoint_due(step):
+            if metrics is not None:
+                # a checkpoint's step is on record before it counts: whoever resumes from it has no gap
+                metrics.write(record())
+            with clock.phase("checkpoint"):
+                self._save(policy, step)
+        if metrics is not None:
+            final = record()
+            metrics.write(final)
+            self._emit("step", step=step, loss=final.loss, reward=final.reward_mean, phases_s=final.phases_s)
+
+    def _checkpoint_due(self, step: int) -> bool:
+        every = self.recipe.checkpoint.every_steps
+        return step == self.recipe.trainer.steps or (every > 0 and step % every == 0)
+
+    def _save(self, policy: TrainerPolicy, step: int) -> None:
+        from hpcrl.trainer.checkpoint import save_checkpoint  # noqa: PLC0415 - see _restore
+
+        started = time.monotonic()
+        save_checkpoint(
+            self.ledger,
+            policy.model,
+            policy.optimizer,
+            self.parallel,
+            step=step,
+            attempt=self.context.attempt,
+            keep_last=self.recipe.checkpoint.keep_last,
+            orchestrator_state=lambda: self.dock.snapshot(step),
+        )
+        self._emit("trainer.checkpoint_saved", step=step, seconds=time.monotonic() - started)
+
+
+def _check_shard(shard: BatchShard, step: int, parallel: Parallel) -> None:
+    got, wanted = (shard.step, shard.rank, shard.world_size), (step, parallel.rank, parallel.world_size)
+    if got != wanted:
+        raise ValueError(f"the dock sent (step, rank, world size) {got}, asked for was {wanted}")
+
+
+def _record(
+    stats: BatchStats,
+    tokens: TokenMetrics,
+    *,
+    attempt: int,
+    step: int,
+    grad_norm: float,
+    learning_rate: float,
+    phases_s: dict[str, float],
+) -> StepRecord:
+    measured = asdict(tokens)
+    measured.pop("tokens")
+    return StepRecord(
+        time_s=time.time(),
+        attempt=attempt,
+        step=step,
+        reward_mean=stats.reward_mean,
+        reward_std=stats.reward_std,
+        reward_by_env=stats.reward_by_env,
+        reward_parts=stats.reward_parts,
+        staleness_mean=stats.staleness_mean,
+        staleness_max=stats.staleness_max,
+        staleness_histogram=stats.staleness_histogram,
+        tokens=stats.total_tokens,
+        sampled_tokens=stats.total_sampled_tokens,
+        tokens_per_s=stats.total_tokens / max(sum(phases_s.values()), 1e-9),
+        grad_norm=grad_norm,
+        learning_rate=learning_rate,
+        phases_s=phases_s,
+        rollouts=stats.rollouts,
+        **measured,
+    )

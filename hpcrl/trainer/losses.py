@@ -1,0 +1,165 @@
+"""Token-level policy losses for batches that older versions of the policy sampled.
+
+Every loss takes flat tensors of the N trained tokens of a micro-batch and returns a sum; `policy_loss`
+divides it by the sampled tokens of the *whole* batch, over all ranks and micro-batches, so that how a batch
+is cut changes nothing. docs/algorithms.md has the formulas with their sources.
+
+There is one optimizer step a batch, so the policy that is optimised is, in the forward pass, also the
+"old policy" of PPO. ``ppo_clip``, ``cispo`` and ``gspo`` would then never clip; they take the engine's
+log-probabilities as the old policy's instead (the "bypass" of verl and others).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hpcrl.config.recipe import LossConfig
+
+__all__ = ["PolicyLoss", "TrainedTokens", "policy_loss"]
+
+
+class TrainedTokens(NamedTuple):
+    """What a loss is computed from, for the N trained tokens of a micro-batch.
+
+    Attributes
+    ----------
+    logprobs:
+        ``[N]`` float32 with gradient: the trainer's log-probabilities.
+    engine_logprobs:
+        ``[N]`` float32: those of the policy version that sampled the tokens.
+    advantages:
+        ``[N]`` float32.
+    sequences:
+        ``[N]`` int64, non-negative: which rollout each token belongs to. A rollout is never cut in two
+        micro-batches.
+    """
+
+    logprobs: Tensor
+    engine_logprobs: Tensor
+    advantages: Tensor
+    sequences: Tensor
+
+
+class PolicyLoss(NamedTuple):
+    """A loss with what the metrics need of each token.
+
+    Attributes
+    ----------
+    loss:
+        Scalar with gradient.
+    masked:
+        ``[N]`` bool, detached: the loss masked the token or cut its ratio.
+    log_ratio:
+        ``[N]`` float32, detached: trainer minus engine log-probability.
+    """
+
+    loss: Tensor
+    masked: Tensor
+    log_ratio: Tensor
+
+
+_Terms = tuple[Tensor, Tensor]
+"""Per-token loss ``[N]`` with gradient, and masked flags ``[N]``."""
+
+
+def _masked_ratio(tokens: TrainedTokens, log_ratio: Tensor, config: LossConfig) -> _Terms:
+    """DPPO with the binary total-variation mask, and a squared log-ratio that also holds masked tokens.
+
+    A token is masked where its probability has already moved too far in the direction in which its
+    advantage would move it on.
+    """
+    moved = tokens.logprobs.detach().exp() - tokens.engine_logprobs.exp()
+    too_high = (tokens.advantages > 0) & (moved > config.mask_high)
+    too_low = (tokens.advantages < 0) & (moved < -config.mask_low)
+    masked = too_high | too_low
+    gain = torch.where(masked, 0.0, tokens.advantages * log_ratio.exp())
+    return config.kl_tau * log_ratio.square() - gain, masked
+
+
+def _on_policy_gain(tokens: TrainedTokens) -> Tensor:
+    """``r A`` with ``r = 1`` in value and the gradient of the log-probability: PPO before its first step."""
+    return (tokens.logprobs - tokens.logprobs.detach()).exp() * tokens.advantages
+
+
+def _icepop(tokens: TrainedTokens, log_ratio: Tensor, config: LossConfig) -> _Terms:
+    """Importance weight between engine and trainer, set to zero outside a band."""
+    weight = log_ratio.detach().exp()
+    masked = (weight < config.ratio_low) | (weight > config.ratio_high)
+    return -torch.where(masked, 0.0, weight) * _on_policy_gain(tokens), masked
+
+
+def _tis(tokens: TrainedTokens, log_ratio: Tensor, config: LossConfig) -> _Terms:
+    """Importance weight between engine and trainer, truncated from above."""
+    weight = log_ratio.detach().exp()
+    return -weight.clamp(max=config.ratio_high) * _on_policy_gain(tokens), weight > config.ratio_high
+
+
+def _clipped(ratio: Tensor, advantages: Tensor, config: LossConfig) -> _Terms:
+    """``-min(r A, clip(r) A)``. Clipped tokens have no gradient; at the edge itself a token still has."""
+    low, high = 1.0 - config.clip_low, 1.0 + config.clip_high
+    masked = ((advantages > 0) & (ratio > high)) | ((advantages < 0) & (ratio < low))
+    kept = torch.where(masked, ratio.detach().clamp(low, high), ratio)
+    return -kept * advantages, masked
+
+
+def _ppo_clip(tokens: TrainedTokens, log_ratio: Tensor, config: LossConfig) -> _Terms:
+    """PPO's clipped objective with the engine as the old policy; ``clip_high > clip_low`` is DAPO's."""
+    return _clipped(log_ratio.exp(), tokens.advantages, config)
+
+
+def _cispo(tokens: TrainedTokens, log_ratio: Tensor, config: LossConfig) -> _Terms:
+    """Policy gradient weighted by a clipped ratio: no token loses its gradient."""
+    low, high = 1.0 - config.clip_low, 1.0 + config.clip_high
+    weight = log_ratio.detach().exp()
+    cut = (weight < low) | (weight > high)
+    return -weight.clamp(low, high) * tokens.advantages * tokens.logprobs, cut
+
+
+def _gspo(tokens: TrainedTokens, log_ratio: Tensor, config: LossConfig) -> _Terms:
+    """PPO's clipped objective on the geometric mean of a rollout's ratios, which all its tokens share."""
+    if not log_ratio.numel():
+        return _clipped(log_ratio.exp(), tokens.advantages, config)
+    count = torch.bincount(tokens.sequences)
+    sums = torch.zeros(len(count), dtype=log_ratio.dtype, device=log_ratio.device)
+    sums = sums.index_add(0, tokens.sequences, log_ratio)
+    mean = sums / count.clamp(min=1)
+    return _clipped(mean.exp()[tokens.sequences], tokens.advantages, config)
+
+
+_LOSSES: dict[str, Callable[[TrainedTokens, Tensor, LossConfig], _Terms]] = {
+    "masked_ratio": _masked_ratio,
+    "icepop": _icepop,
+    "tis": _tis,
+    "ppo_clip": _ppo_clip,
+    "cispo": _cispo,
+    "gspo": _gspo,
+}
+
+
+def policy_loss(tokens: TrainedTokens, config: LossConfig, *, total_tokens: int) -> PolicyLoss:
+    """The loss of one micro-batch, as its share of the batch's token mean.
+
+    Parameters
+    ----------
+    tokens:
+        The trained tokens; N may be 0, which gives 0 (still connected to ``logprobs`` for autograd).
+    config:
+        Which loss, and its limits.
+    total_tokens:
+        Trained tokens of the whole batch, over all ranks and micro-batches: the losses of all
+        micro-batches add up to the token mean.
+
+    Raises
+    ------
+    ValueError
+        ``total_tokens`` is not positive.
+    """
+    if total_tokens <= 0:
+        raise ValueError(f"total_tokens must be positive, it is {total_tokens}")
+    log_ratio = tokens.logprobs - tokens.engine_logprobs
+    terms, masked = _LOSSES[config.kind](tokens, log_ratio, config)
+    return PolicyLoss(terms.sum() / total_tokens, masked, log_ratio.detach())

@@ -1,0 +1,96 @@
+"""AdamW, the learning-rate schedule, and the global gradient norm over shards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hpcrl.config.recipe import OptimizerConfig
+
+__all__ = ["clip_gradients", "learning_rate", "make_optimizer", "set_learning_rate"]
+
+
+def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
+    """The learning rate of optimizer step ``step`` (from 1 to ``total_steps``).
+
+    Rises linearly over the first ``warmup_steps`` steps (step ``warmup_steps`` has the peak), then stays, or
+    falls to 0 one step after the last, along a line or half a cosine.
+
+    Raises
+    ------
+    ValueError
+        ``step`` is not between 1 and ``total_steps``.
+    """
+    if not 1 <= step <= total_steps:
+        raise ValueError(f"step must be between 1 and {total_steps}, it is {step}")
+    peak, warmup = config.learning_rate, config.warmup_steps
+    if step <= warmup:
+        return peak * step / warmup
+    first = max(warmup, 1)  # the step with the peak
+    progress = (step - first) / (total_steps + 1 - first)
+    if config.schedule == "linear":
+        return peak * (1.0 - progress)
+    if config.schedule == "cosine":
+        return peak * 0.5 * (1.0 + math.cos(math.pi * progress))
+    return peak
+
+
+def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
+    """AdamW with decoupled decay of matrices; norm weights (vectors) are not decayed."""
+    matrices: list[nn.Parameter] = []
+    vectors: list[nn.Parameter] = []
+    for parameter in parameters:
+        (vectors if parameter.dim() == 1 else matrices).append(parameter)
+    groups = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    # fused: one kernel call a group, which on sharded parameters saves most of the dispatch
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=True)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
+    """Use ``value`` for all parameters from the next step on."""
+    for group in optimizer.param_groups:
+        group["lr"] = value
+
+
+@torch.no_grad()
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, group: dist.ProcessGroup | None) -> float:
+    """Scale gradients down to the global norm ``max_norm``.
+
+    The norm is summed in float64: in float32 it would depend, by some 1e-5, on how parameters are sharded.
+
+    Parameters
+    ----------
+    parameters:
+        All parameters of the model, or this rank's shards of them; every one has a gradient.
+    max_norm:
+        Largest global norm.
+    group:
+        Ranks among which the parameters are sharded; None where they are whole.
+
+    Returns
+    -------
+    float
+        The global norm before clipping. It may be infinite or NaN; gradients are then left as they are.
+    """
+    local = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    total = torch.zeros((), dtype=torch.float64, device=local[0].device)
+    for gradient in local:
+        total += gradient.double().square().sum()
+    if group is not None:
+        dist.all_reduce(total, group=group)
+    norm = math.sqrt(total.item()) if total.isfinite() else total.item()
+    if math.isfinite(norm) and norm > max_norm:
+        torch._foreach_mul_(local, max_norm / norm)
+    return norm
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

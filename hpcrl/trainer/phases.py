@@ -1,0 +1,34 @@
+"""Where the time of a step goes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["PHASES", "PhaseClock"]
+
+PHASES = ("wait_batch", "forward_backward", "optimizer", "publish", "checkpoint")
+"""Phases that are measured; ``other`` is what is left of the step."""
+
+
+class PhaseClock:
+    """Measures the phases of one step; the step begins when the clock is made."""
+
+    def __init__(self) -> None:
+        self._start = time.monotonic()
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the time inside to phase ``name``."""
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self._seconds[name] += time.monotonic() - start
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds by phase until now; with ``other`` they add up to the step."""
+        other = time.monotonic() - self._start - sum(self._seconds.values())
+        return {**self._seconds, "other": max(other, 0.0)}

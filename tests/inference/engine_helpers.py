@@ -1,0 +1,276 @@
+"""What the tests of the engine share: a tiny model, its plain forward pass, hand-offs, a server process."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import io
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+
+from hpcrl.fs import write_json
+from hpcrl.models.arch import ModelArch
+from hpcrl.models.tokenizer import write_character_tokenizer
+from hpcrl.trainer.models.hf import to_hf_tensors
+from hpcrl.trainer.models.qwen3_moe import Qwen3Moe
+from hpcrl.weights import Handoff, HandoffStore, write_shard
+from hpcrl.weights.shard import TensorBytes
+from hpcrl.weights.store import ShardResult
+
+SERVED_NAME = "tiny"
+
+
+def tiny_arch(vocab_size: int = 103, eos_token_id: int = 2) -> ModelArch:
+    return ModelArch(
+        vocab_size=vocab_size,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,  # the smallest that vLLM's CPU attention takes
+        moe_intermediate_size=32,
+        num_experts=8,
+        num_experts_per_tok=2,
+        max_position_embeddings=1024,
+        eos_token_id=eos_token_id,
+    )
+
+
+def random_model(arch: ModelArch, seed: int) -> Qwen3Moe:
+    """Weights large enough that distributions are far from uniform and differ much between seeds."""
+    model = Qwen3Moe(arch).requires_grad_(False).eval()
+    model.init_weights(torch.Generator().manual_seed(seed), std=0.25)
+    return model
+
+
+def tensors_of(model: Qwen3Moe) -> dict[str, torch.Tensor]:
+    return {
+        name: tensor.contiguous()
+        for own, parameter in model.named_parameters()
+        for name, tensor in to_hf_tensors(own, parameter.detach(), model.arch)
+    }
+
+
+def shard_of(path: Path, tensors: dict[str, torch.Tensor]) -> ShardResult:
+    data = [
+        TensorBytes(name, str(t.dtype).removeprefix("torch."), tuple(t.shape), memoryview(t.numpy()).cast("B"))
+        for name, t in tensors.items()
+    ]
+    record, records = write_shard(path, data)
+    return ShardResult(path.name, record, records)
+
+
+def write_model(path: Path, seed: int) -> Qwen3Moe:
+    """A model directory with tokenizer; returns the model in it."""
+    vocab_size, eos = write_character_tokenizer(path)
+    model = random_model(tiny_arch(vocab_size, eos), seed)
+    write_json(path / "config.json", model.arch.to_hf_config())
+    shard_of(path / "model.safetensors", tensors_of(model))
+    return model
+
+
+def publish(
+    store: HandoffStore, version: int, model_dir: Path, tensors: dict[str, torch.Tensor], shards: int = 2
+) -> Handoff:
+    """A hand-off of ``tensors``."""
+    stage = store.stage(version, token="test")
+    stage.create()
+    names = list(tensors)
+    results = [
+        shard_of(
+            stage.path / f"model-{i + 1:05d}-of-{shards:05d}.safetensors", {n: tensors[n] for n in names[i::shards]}
+        )
+        for i in range(shards)
+    ]
+    return store.publish(stage, version=version, shards=results, model_dir=model_dir, producer="test")
+
+
+def forward(model: Qwen3Moe, token_ids: Sequence[int]) -> tuple[torch.Tensor, NDArray[np.int64]]:
+    """Plain forward pass of a sequence: log-probabilities ``[tokens, vocab]``, experts ``[tokens, layers, k]``."""
+    chosen: list[torch.Tensor] = []
+
+    def attention(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)[0].transpose(0, 1)
+
+    with torch.inference_mode():
+        ids = torch.tensor(list(token_ids))
+        logits = model(ids, torch.arange(len(ids)), attention, record=lambda _, experts: chosen.append(experts))
+        return logits.log_softmax(-1), torch.stack(chosen, dim=1).numpy()
+
+
+def logprob_error(model: Qwen3Moe, prompt: Sequence[int], output: Sequence[int], logprobs: Sequence[float]) -> float:
+    """The largest difference between reported log-probabilities and those of the plain forward pass."""
+    expected, _ = forward(model, [*prompt, *output])
+    rows = expected[len(prompt) - 1 : len(prompt) + len(output) - 1]
+    wanted = rows.gather(1, torch.tensor(list(output))[:, None])[:, 0]
+    return float((wanted - torch.tensor(list(logprobs))).abs().max())
+
+
+def decode_experts(text: str) -> NDArray[np.uint8]:
+    array: NDArray[np.uint8] = np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
+    return array
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@dataclass
+class Server:
+    """A server process and a small client of it."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    log: Path
+    model: Qwen3Moe
+    model_dir: Path
+    kind: str = "embedded"
+    timeout_s: float = 60.0
+    _opener: Any = field(default_factory=lambda: urllib.request.build_opener(urllib.request.ProxyHandler({})))
+
+    def request(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Any:
+        """Send a request; returns the open answer, an error answer too."""
+        data = None if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
+        http = urllib.request.Request(self.url + path, data=data, method=method)
+        for name, value in {"content-type": "application/json", **(headers or {})}.items():
+            http.add_header(name, value)
+        try:
+            return self._opener.open(http, timeout=self.timeout_s)
+        except urllib.error.HTTPError as error:
+            return error
+
+    def call(self, path: str, body: Any = None, method: str = "POST", **headers: str) -> tuple[int, Any]:
+        """Status and decoded answer."""
+        with self.request(method, path, body, {k.replace("_", "-"): v for k, v in headers.items()}) as answer:
+            text = answer.read()
+            try:
+                return answer.status, json.loads(text)
+            except ValueError:
+                return answer.status, text.decode()
+
+    def get(self, path: str) -> tuple[int, Any]:
+        return self.call(path, method="GET")
+
+    def ok(self, path: str, body: Any = None) -> Any:
+        """The answer of a call that has to succeed."""
+        status, answer = self.call(path, body)
+        assert status == 200, (path, status, answer)
+        return answer
+
+    def generate(self, token_ids: Sequence[int], *, request: dict[str, Any] | None = None, **sampling: Any) -> Any:
+        """The answer of ``/inference/v1/generate``."""
+        body = {"model": SERVED_NAME, "token_ids": list(token_ids), "sampling_params": sampling}
+        return self.ok("/inference/v1/generate", {**body, **(request or {})})
+
+    def stream(self, path: str, body: Any) -> Iterator[Any]:
+        """Decoded events of a stream; checks that it ends as it should."""
+        with self.request("POST", path, body) as answer:
+            assert answer.status == 200, answer.read()
+            assert answer.headers["content-type"].startswith("text/event-stream")
+            last = ""
+            for line in answer:
+                if line.startswith(b"data: "):
+                    last = line[6:].decode().strip()
+                    if last != "[DONE]":
+                        yield json.loads(last)
+            assert last == "[DONE]"
+
+    def metrics(self) -> dict[str, float]:
+        """Samples by name, summed over labels."""
+        _, text = self.get("/metrics")
+        values: dict[str, float] = {}
+        for line in text.splitlines():
+            if line and not line.startswith("#"):
+                name = line.split("{")[0].split(" ")[0]
+                values[name] = values.get(name, 0.0) + float(line.rsplit(" ", 1)[1])
+        return values
+
+    def wait_for(self, condition: Any, what: str, timeout_s: float = 10.0) -> None:
+        """Wait until a condition holds."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, f"{what} did not come about; log:\n{self.log.read_text()[-3000:]}"
+            time.sleep(0.01)
+
+    def wait_idle(self) -> None:
+        """Wait until no request is left in the engine."""
+
+        def idle() -> bool:
+            metrics = self.metrics()
+            return metrics["vllm:num_requests_running"] + metrics["vllm:num_requests_waiting"] == 0
+
+        self.wait_for(idle, "an idle engine")
+
+    def stop(self) -> int:
+        """SIGTERM, then the exit code. Only the group of this server is signalled."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(30)
+            except subprocess.TimeoutExpired:
+                os.killpg(self.process.pid, signal.SIGKILL)
+                self.process.wait()
+        if self.kind == "vllm":
+            # its workers outlive a server that ended badly
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+        return self.process.returncode
+
+
+def start_server(
+    command: list[str],
+    model_dir: Path,
+    model: Qwen3Moe,
+    log: Path,
+    *,
+    kind: str = "embedded",
+    ready_s: float = 60.0,
+    environment: dict[str, str] | None = None,
+) -> Server:
+    """Start a server on a free loopback port and wait until it is healthy."""
+    port = free_port()
+    with log.open("wb") as stream:
+        process = subprocess.Popen(
+            [*command, "--model", str(model_dir), "--host", "127.0.0.1", "--port", str(port)],
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, **(environment or {})},
+        )
+    server = Server(process, f"http://127.0.0.1:{port}", log, model, model_dir, kind)
+    deadline = time.monotonic() + ready_s
+    while True:
+        try:
+            if server.get("/health")[0] == 200:
+                return server
+        except OSError:
+            pass
+        if process.poll() is not None or time.monotonic() > deadline:
+            server.stop()
+            raise AssertionError(f"the server did not become healthy; log:\n{log.read_text()[-5000:]}")
+        time.sleep(0.05)
+
+
+def embedded_command(*flags: str) -> list[str]:
+    return [sys.executable, "-m", "hpcrl.inference.server", "--served-model-name", SERVED_NAME, *flags]

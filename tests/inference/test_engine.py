@@ -1,0 +1,363 @@
+"""The engine in this process: what it computes equals the plain model, whatever it had to do on the way."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from engine_helpers import forward, logprob_error, random_model
+
+from hpcrl.inference.engine import Delivery, Engine, EngineConfig
+from hpcrl.inference.metrics import EngineMetrics, Registry
+from hpcrl.inference.params import SamplingParams
+from hpcrl.inference.request import EngineRequest, Output
+from hpcrl.trainer.models.qwen3_moe import Qwen3Moe
+
+TOLERANCE = 1e-4
+
+
+class Client:
+    """Submits to an engine and collects."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.outputs: dict[EngineRequest, list[Output]] = {}
+        self._changed = threading.Condition()
+
+    def deliver(self, delivery: Delivery) -> None:
+        with self._changed:
+            for request, output in delivery:
+                self.outputs.setdefault(request, []).append(output)
+            self._changed.notify_all()
+
+    def submit(
+        self, prompt: list[int], *, salt: str | None = None, stream: bool = False, priority: int = 0, **params: Any
+    ) -> EngineRequest:
+        request = EngineRequest(
+            "r",
+            prompt,
+            SamplingParams(**{"max_tokens": 8, "logprobs": 0, **params}),
+            lambda _: None,
+            cache_salt=salt,
+            stream=stream,
+            priority=priority,
+        )
+        self.engine.submit(request)
+        return request
+
+    def wait(self, condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+        with self._changed:
+            assert self._changed.wait_for(condition, timeout_s), self.engine.failure
+
+    def result(self, request: EngineRequest) -> Output:
+        """The last output, with the tokens of all."""
+        self.wait(lambda: bool(self.outputs.get(request)) and self.outputs[request][-1].finish_reason is not None)
+        parts = self.outputs[request]
+        last = parts[-1]
+        last.token_ids = [token for part in parts for token in part.token_ids]
+        last.logprobs = [value for part in parts for value in part.logprobs]
+        self.outputs[request] = [last]
+        return last
+
+    def run(self, prompts: list[list[int]], **params: Any) -> list[Output]:
+        requests = [self.submit(prompt, **params) for prompt in prompts]
+        return [self.result(request) for request in requests]
+
+
+StartEngine = Callable[..., Client]
+
+
+@pytest.fixture
+def start(tiny: tuple[Path, Qwen3Moe]) -> Iterator[StartEngine]:
+    engines: list[Engine] = []
+
+    def make(model: Qwen3Moe | None = None, **changes: Any) -> Client:
+        sizes = {"max_num_seqs": 16, "max_model_len": 256, "max_num_batched_tokens": 128, "block_size": 4}
+        config = EngineConfig(**{**sizes, "num_blocks": 1024, "return_routed_experts": True, **changes})
+        engine = Engine(model or tiny[1], config, EngineMetrics(Registry({})))
+        client = Client(engine)
+        engine.start(client.deliver)
+        engines.append(engine)
+        return client
+
+    yield make
+    for engine in engines:
+        engine.stop()
+        assert engine.failure is None
+
+
+def prompts_of(count: int, low: int, high: int, seed: int = 0) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(103) for _ in range(rng.randint(low, high))] for _ in range(count)]
+
+
+def in_use(client: Client) -> float:
+    return client.engine.call(lambda: client.engine._pool.usage).result()
+
+
+def check_outputs(model: Qwen3Moe, prompts: list[list[int]], outputs: list[Output]) -> None:
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert logprob_error(model, prompt, output.token_ids, output.logprobs) < TOLERANCE
+        _, experts = forward(model, [*prompt, *output.token_ids])
+        assert output.routed_experts is not None
+        assert output.routed_experts.dtype == np.uint8
+        assert (output.routed_experts == experts[:-1]).all()
+
+
+def test_log_probabilities_and_routes_are_those_of_the_plain_forward_pass(
+    start: StartEngine, tiny: tuple[Path, Qwen3Moe]
+) -> None:
+    prompts = prompts_of(24, 1, 60)
+    check_outputs(tiny[1], prompts, start().run(prompts, max_tokens=12))
+
+
+@pytest.mark.parametrize("budget", [16, 17, 100])
+def test_chunked_prefill(start: StartEngine, tiny: tuple[Path, Qwen3Moe], budget: int) -> None:
+    client = start(max_num_batched_tokens=budget)
+    prompts = prompts_of(6, 90, 200)
+    check_outputs(tiny[1], prompts, client.run(prompts, max_tokens=6))
+
+
+def test_prefix_hits_keep_values_and_routes(start: StartEngine, tiny: tuple[Path, Qwen3Moe]) -> None:
+    client = start()
+    base = prompts_of(1, 50, 50)[0]
+    client.run([base])
+    prompts = [base + tail for tail in prompts_of(5, 0, 9)] + [base[:30], base]
+    outputs = client.run(prompts)
+    # whole blocks, and never the last token: its logits are needed
+    assert [output.num_cached_tokens for output in outputs][-2:] == [28, 48]
+    check_outputs(tiny[1], prompts, outputs)
+
+
+def test_routes_can_start_behind_a_known_prefix(start: StartEngine, tiny: tuple[Path, Qwen3Moe]) -> None:
+    prompt = prompts_of(1, 20, 20)[0]
+    (output,) = start().run([prompt], max_tokens=5, routed_experts_prompt_start=20)
+    assert output.routed_experts is not None
+    assert output.routed_experts.shape == (4, 2, 2)
+    _, experts = forward(tiny[1], [*prompt, *output.token_ids])
+    assert (output.routed_experts == experts[20:-1]).all()
+
+
+def test_preemption_loses_nothing(start: StartEngine, tiny: tuple[Path, Qwen3Moe]) -> None:
+    """Far more sequences than blocks: each is computed again now and then, and ends as if alone."""
+    plain, tight = start(), start(num_blocks=64, enable_prefix_caching=False)
+    prompts = prompts_of(16, 10, 60, seed=3)
+    expected = plain.run(prompts, max_tokens=50, seed=7)
+    outputs = tight.run(prompts, max_tokens=50, seed=7)
+    assert tight.engine._scheduler.num_preemptions > 5
+    assert [len(output.token_ids) for output in outputs] == [50] * 16
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in expected]
+    check_outputs(tiny[1], prompts, outputs)
+    assert in_use(tight) == 0
+
+
+def test_many_requests_of_all_kinds_end_and_leave_no_block(start: StartEngine) -> None:
+    client, rng = start(num_blocks=80, max_num_batched_tokens=40), random.Random(1)
+    requests = [
+        client.submit(
+            prompt,
+            max_tokens=rng.randint(1, 60),
+            temperature=rng.choice([0.0, 1.0]),
+            salt=rng.choice([None, "1"]),
+            stream=rng.random() < 0.3,
+            logprobs=rng.choice([None, 0, 3]),
+            prompt_logprobs=rng.choice([None, None, 1]),
+            eos_token_id=rng.choice([None, 2]),
+        )
+        for prompt in prompts_of(120, 1, 180, seed=9)
+    ]
+    for request in requests[::7]:
+        client.engine.abort([request])
+    outputs = [client.result(request) for request in requests]
+    for request, output in zip(requests, outputs, strict=True):
+        if output.finish_reason == "length":
+            assert len(output.token_ids) == request.params.max_tokens
+        elif output.finish_reason == "stop":
+            assert output.token_ids[-1] == 2
+        else:
+            assert request in requests[::7]
+        if request.params.logprobs is not None:
+            assert len(output.logprobs) == len(output.token_ids)
+        if output.prompt_logprobs is not None and output.finish_reason != "abort":
+            assert len(output.prompt_logprobs) == request.num_prompt - 1
+    assert in_use(client) == 0
+    assert not client.engine._scheduler.has_requests
+
+
+def test_seeded_sequences_do_not_depend_on_their_company(start: StartEngine) -> None:
+    client = start(enable_prefix_caching=False)
+    prompts = prompts_of(8, 5, 50, seed=4)
+    alone = [client.run([prompt], max_tokens=40, seed=i)[0].token_ids for i, prompt in enumerate(prompts)]
+    noise = [client.submit(prompt, max_tokens=60) for prompt in prompts_of(20, 5, 90, seed=5)]
+    together = [client.submit(prompt, max_tokens=40, seed=i) for i, prompt in enumerate(prompts)]
+    assert [client.result(request).token_ids for request in together] == alone
+    for request in noise:
+        client.result(request)
+
+
+def test_a_cut_sequence_goes_on_as_it_would_have(start: StartEngine) -> None:
+    client, prompt = start(), prompts_of(1, 10, 10)[0]
+    (whole,) = client.run([prompt], max_tokens=30, seed=5)
+    (head,) = client.run([prompt], max_tokens=11, seed=5)
+    (tail,) = client.run([[*prompt, *head.token_ids]], max_tokens=19, seed=5)
+    assert head.token_ids + tail.token_ids == whole.token_ids
+
+
+def test_unseeded_sequences_differ_and_repeat_with_the_engine_seed(start: StartEngine) -> None:
+    first, second = (start(seed=3).run([[5, 6, 7]] * 4, max_tokens=20) for _ in range(2))
+    assert len({tuple(output.token_ids) for output in first}) == 4
+    assert [o.token_ids for o in first] == [o.token_ids for o in second]
+    assert start(seed=4).run([[5, 6, 7]], max_tokens=20)[0].token_ids != first[0].token_ids
+
+
+def test_prompt_logprobs(start: StartEngine, tiny: tuple[Path, Qwen3Moe]) -> None:
+    client = start(max_num_batched_tokens=32)
+    prompts = prompts_of(5, 1, 100)
+    client.run(prompts)  # a cached prefix must not shorten them
+    for prompt, output in zip(prompts, client.run(prompts, prompt_logprobs=2), strict=True):
+        expected, _ = forward(tiny[1], prompt)
+        assert output.prompt_logprobs is not None
+        assert len(output.prompt_logprobs) == len(prompt) - 1
+        for i, score in enumerate(output.prompt_logprobs):
+            assert abs(score.logprob - float(expected[i, prompt[i + 1]])) < TOLERANCE
+            assert score.top.token_ids == expected[i].topk(2).indices.tolist()
+
+
+def test_new_weights_between_two_tokens(start: StartEngine, tiny: tuple[Path, Qwen3Moe]) -> None:
+    """Tokens before and after carry their versions; the KV of the prompt stays that of the old weights."""
+    new = random_model(tiny[1].arch, seed=2)
+    client = start(weight_version="1")
+    prompt = prompts_of(1, 30, 30)[0]
+    request = client.submit(prompt, max_tokens=60, stream=True)
+    client.wait(lambda: len(client.outputs.get(request, [])) >= 5)
+    assert client.engine.exchange_weights(new, "2").result() is tiny[1]
+    output = client.result(request)
+    first, second = output.weight_versions
+    assert (first.version, first.start, second.version, second.end) == ("1", 0, "2", 60)
+    cut = first.end
+    assert second.start == cut
+    assert 5 <= cut < 60
+    assert logprob_error(tiny[1], prompt, output.token_ids[:cut], output.logprobs[:cut]) < TOLERANCE
+    # on the old KV the new weights say something else than they would on their own
+    mixed = logprob_error(new, prompt, output.token_ids, output.logprobs)
+    assert mixed > 0.1
+    with pytest.raises(AssertionError):
+        check_outputs(tiny[1], [prompt], [output])
+    check_outputs(new, [prompt], client.run([prompt], salt="2"))
+
+
+def test_a_new_salt_never_sees_an_old_prefix(start: StartEngine, tiny: tuple[Path, Qwen3Moe]) -> None:
+    new = random_model(tiny[1].arch, seed=2)
+    client = start()
+    prompt = prompts_of(1, 60, 60)[0]
+    client.run([prompt], salt="1")
+    client.engine.exchange_weights(new, "2").result()
+    (fresh,) = client.run([prompt], salt="2")
+    assert fresh.num_cached_tokens == 0
+    check_outputs(new, [prompt], [fresh])
+    # without a new salt the old prefix is found, as in vLLM: that is why rollouts are salted
+    (stale,) = client.run([prompt], salt="1")
+    assert stale.num_cached_tokens == 56
+    assert logprob_error(new, prompt, stale.token_ids, stale.logprobs) > 0.1
+    assert client.engine.reset_prefix_cache(reset_running_requests=False).result()
+    check_outputs(new, [prompt], client.run([prompt], salt="1"))
+
+
+def test_preemption_across_new_weights_keeps_old_versions(start: StartEngine, tiny: tuple[Path, Qwen3Moe]) -> None:
+    client = start(weight_version="1")
+    request = client.submit(prompts_of(1, 30, 30)[0], max_tokens=40, stream=True)
+    client.wait(lambda: len(client.outputs.get(request, [])) >= 3)
+    client.engine.pause("keep", clear_cache=False).result()
+    done = len(client.outputs[request])
+    client.engine.exchange_weights(random_model(tiny[1].arch, seed=2), "2").result()
+    assert client.engine.reset_prefix_cache(reset_running_requests=True).result()
+    client.engine.resume().result()
+    output = client.result(request)
+    spans = [(span.version, span.start, span.end) for span in output.weight_versions]
+    assert spans == [("1", 0, done), ("2", done, 40)]
+
+
+def test_pause_keep_freezes(start: StartEngine) -> None:
+    client = start()
+    request = client.submit([1, 2, 3], max_tokens=200, stream=True)
+    client.wait(lambda: len(client.outputs.get(request, [])) >= 3)
+    client.engine.pause("keep", clear_cache=True).result()
+    late = client.submit([4, 5, 6], max_tokens=3)
+    frozen = len(client.outputs[request])
+    time.sleep(0.05)
+    assert len(client.outputs[request]) == frozen
+    assert late not in client.outputs
+    client.engine.resume().result()
+    assert len(client.result(request).token_ids) == 200
+    assert len(client.result(late).token_ids) == 3
+
+
+def test_pause_wait_lets_started_ones_finish(start: StartEngine) -> None:
+    client = start(num_blocks=66, max_model_len=256)
+    started = [client.submit(prompt, max_tokens=100, stream=True) for prompt in prompts_of(3, 30, 40)]
+    client.wait(lambda: all(client.outputs.get(request) for request in started))
+    paused = client.engine.pause("wait", clear_cache=True)
+    late = client.submit([1, 2, 3])
+    paused.result(20)
+    assert all(client.outputs[request][-1].finish_reason == "length" for request in started)
+    assert late not in client.outputs
+    assert client.engine.call(lambda: client.engine._pool.num_cached).result() == 0
+    client.engine.resume().result()
+    client.result(late)
+
+
+def test_pause_abort_ends_all(start: StartEngine) -> None:
+    client = start()
+    requests = [client.submit(prompt, max_tokens=200) for prompt in prompts_of(20, 20, 40)]
+    client.engine.pause("abort", clear_cache=True).result()
+    outputs = [client.result(request) for request in requests]
+    assert {output.finish_reason for output in outputs} == {"abort"}
+    assert in_use(client) == 0
+    client.engine.resume().result()
+    assert client.run([[1, 2]])[0].finish_reason == "length"
+
+
+def test_abort_frees_blocks_and_reports_what_there_is(start: StartEngine, tiny: tuple[Path, Qwen3Moe]) -> None:
+    client = start()
+    prompt = prompts_of(1, 20, 20)[0]
+    request = client.submit(prompt, max_tokens=200, stream=True)
+    client.wait(lambda: len(client.outputs.get(request, [])) >= 4)
+    client.engine.abort([request]).result()
+    output = client.result(request)
+    assert output.finish_reason == "abort"
+    check_outputs(tiny[1], [prompt], [output])
+    assert in_use(client) == 0
+    client.engine.abort([request]).result()  # again: nothing happens
+
+
+def test_priority_decides_who_waits(start: StartEngine) -> None:
+    client = start(max_num_seqs=1)
+    client.engine.pause("keep", clear_cache=False).result()
+    requests = [client.submit([1, 2], max_tokens=2, priority=p) for p in (5, 0, -1, 0)]
+    client.engine.resume().result()
+    for request in requests:
+        client.result(request)
+    assert list(client.outputs) == [requests[2], requests[1], requests[3], requests[0]]
+
+
+def test_stop_tokens_and_minimum(start: StartEngine) -> None:
+    client = start()
+    (free,) = client.run([[1, 2, 3]], max_tokens=30, temperature=0.0)
+    stop = free.token_ids[3]
+    at = free.token_ids.index(stop)
+    (stopped,) = client.run([[1, 2, 3]], max_tokens=30, temperature=0.0, stop_token_ids=frozenset({stop}))
+    assert (stopped.finish_reason, stopped.stop_reason) == ("stop", stop)
+    assert stopped.token_ids == free.token_ids[: at + 1]
+    (ended,) = client.run([[1, 2, 3]], max_tokens=30, temperature=0.0, eos_token_id=stop)
+    assert (ended.finish_reason, ended.stop_reason, ended.token_ids) == ("stop", None, stopped.token_ids)
+    (later,) = client.run(
+        [[1, 2, 3]], max_tokens=30, min_tokens=at + 3, temperature=0.0, eos_token_id=stop,
+        suppressed_token_ids=frozenset({stop}),
+    )  # fmt: skip
+    assert stop not in later.token_ids[: at + 3]

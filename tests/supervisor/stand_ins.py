@@ -1,0 +1,121 @@
+"""Stand-in roles: small programs that behave, misbehave, and start grandchildren that do not want to die.
+
+Run as ``python stand_ins.py BEHAVIOUR``; the environment says who it is, as for a real role.
+"""
+
+from __future__ import annotations
+
+import http.server
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+_STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+
+
+def start_escapees() -> None:
+    """Two grandchildren that ignore SIGTERM: one in a session of its own, one forked twice (parent gone)."""
+    subprocess.Popen([sys.executable, "-S", "-c", _STUBBORN], start_new_session=True)
+    twice = (
+        f"import subprocess, sys; subprocess.Popen([sys.executable, '-S', '-c', {_STUBBORN!r}], start_new_session=True)"
+    )
+    subprocess.run([sys.executable, "-S", "-c", twice], check=True)
+    # and one without the run's mark in its environment
+    subprocess.Popen([sys.executable, "-S", "-c", _STUBBORN], env={"ESCAPEE_OF": os.environ["HPCRL_RUN_ID"]})
+
+
+def say_ready() -> None:
+    directory = Path(os.environ["HPCRL_RUN_DIR"], "attempts", f"{int(os.environ['HPCRL_ATTEMPT']):04d}", "ready")
+    path = directory / f"{os.environ['HPCRL_ROLE']}-{os.environ['HPCRL_REPLICA']}.json"
+    path.write_text("{}")
+
+
+def serve(host: str, port: int) -> None:
+    class Health(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = http.server.HTTPServer((host, port), Health)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+
+
+def main() -> None:
+    behaviour, host, port = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    print(f"{os.environ['HPCRL_ROLE']} behaves: {behaviour}", flush=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    match behaviour:
+        case "hang":
+            time.sleep(600)
+        case "crash":
+            print("Traceback (most recent call last):\nZeroDivisionError: stand-in", file=sys.stderr, flush=True)
+            sys.exit(3)
+        case "serve":
+            start_escapees()
+            serve(host, port)
+            time.sleep(600)
+        case "serve-stubborn":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            serve(host, port)
+            while True:
+                time.sleep(600)
+        case "work":
+            start_escapees()
+            say_ready()
+            time.sleep(600)
+        case "finish":
+            say_ready()
+            time.sleep(0.3)
+        case "early":
+            say_ready()
+            sys.exit(0)
+        case "record":
+            say_ready()
+            _fail("ValueError", "the loss is not finite")
+        case "peer-lost":
+            say_ready()
+            _watch_peer(sys.argv[4])
+        case _:
+            raise ValueError(behaviour)
+
+
+def _watch_peer(url: str) -> None:
+    """Fail as a role does whose peer went away."""
+    import urllib.request
+
+    while True:
+        try:
+            with urllib.request.urlopen(url, timeout=1):
+                time.sleep(0.02)
+        except OSError as error:
+            _fail("PeerLostError", str(error), secondary=True)
+
+
+def _fail(error: str, message: str, *, secondary: bool = False) -> None:
+    import json
+
+    env = os.environ
+    record = {
+        "time_s": time.time(),
+        "role": env["HPCRL_ROLE"],
+        "replica": int(env["HPCRL_REPLICA"]),
+        "rank": 0,
+        "error": error,
+        "message": message,
+        "traceback": f"Traceback (most recent call last):\n  ...\n{error}: {message}\n",
+        "secondary": secondary,
+    }
+    directory = Path(env["HPCRL_RUN_DIR"], "attempts", f"{int(env['HPCRL_ATTEMPT']):04d}", "failures")
+    (directory / f"{env['HPCRL_ROLE']}-0.json").write_text(json.dumps(record))
+    sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""Runs of stand-in roles through submitit, and what is left of them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from hpcrl import procfs
+from hpcrl.config.cluster import ClusterProfile, PathsConfig
+from hpcrl.config.plan import FileProbe, HttpProbe, Plan, Role, RoleGroup, RolePolicy
+from hpcrl.config.recipe import ModelConfig, Recipe, TrainerConfig, WordsEnv
+from hpcrl.runs.observe import RunView, observe
+from hpcrl.runs.record import RunRecord
+from hpcrl.runs.rundir import RunDir
+from hpcrl.runs.status import RunState
+from hpcrl.slurm.submission import create_run, submit_attempt
+
+STAND_INS = str(Path(__file__).with_name("stand_ins.py"))
+#: what the issue allows from a fault to the end of the run
+LIMIT_S = 10.0
+
+
+def command(behaviour: str, *more: str) -> tuple[str, ...]:
+    return ("{python}", "-S", STAND_INS, behaviour, "{host}", "{port}", *more)
+
+
+def make_plan(
+    run_dir: Path,
+    *,
+    engine: str = "serve",
+    trainer: str = "work",
+    replicas: int = 1,
+    start_timeout_s: float = 20.0,
+    stop_timeout_s: float = 1.5,
+    time_limit_s: float = 120.0,
+) -> Plan:
+    """Engines that serve, and a trainer that starts after them and ends the run."""
+    policy = {"stop_timeout_s": stop_timeout_s}
+    return Plan(
+        run=run_dir.name,
+        recipe="stand-ins",
+        cluster="local",
+        run_dir=run_dir,
+        groups=(
+            RoleGroup(
+                role=Role.ENGINE,
+                replicas=replicas,
+                ranks=1,
+                command=command(engine),
+                ready=HttpProbe(path="/health"),
+                start_timeout_s=start_timeout_s,
+                policy=RolePolicy(drain_order=1, **policy),
+            ),
+            RoleGroup(
+                role=Role.TRAINER,
+                replicas=1,
+                ranks=1,
+                command=command(trainer),
+                after=(Role.ENGINE,),
+                ready=FileProbe(),
+                start_timeout_s=start_timeout_s,
+                policy=RolePolicy(ends_run=True, drain_order=0, **policy),
+            ),
+        ),
+        first_port=21000,
+        last_port=29999,
+        time_limit_s=time_limit_s,
+    )
+
+
+def make_recipe() -> Recipe:
+    return Recipe(
+        name="stand-ins",
+        model=ModelConfig(path="/nowhere"),
+        environments=(WordsEnv(name="words", kind="words"),),
+        trainer=TrainerConfig(steps=10),
+    )
+
+
+def make_cluster() -> ClusterProfile:
+    return ClusterProfile(name="local", kind="local", paths=PathsConfig(runs_root="runs"))
+
+
+def create(root: Path, name: str = "run-1", **changes: object) -> RunDir:
+    """A run directory, nothing started."""
+    root.mkdir(parents=True, exist_ok=True)
+    return create_run(make_recipe(), make_cluster(), make_plan(root / name, **changes))  # type: ignore[arg-type]
+
+
+def start(root: Path, name: str = "run-1", **changes: object) -> RunDir:
+    """A submitted run."""
+    run = create(root, name, **changes)
+    submit_attempt(run)
+    return run
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what}"
+        time.sleep(0.02)
+
+
+def wait_running(run: RunDir) -> RunView:
+    wait_for(lambda: observe(run).state not in (RunState.SUBMITTED, RunState.STARTING), 20, "the run to start")
+    view = observe(run)
+    assert view.state is RunState.RUNNING, view
+    return view
+
+
+def wait_ended(run: RunDir, *, since: float | None = None) -> tuple[RunView, float]:
+    """The last state, and seconds from ``since`` (monotonic) until nothing of the run was left."""
+    begin = time.monotonic() if since is None else since
+    wait_for(lambda: observe(run).state.ended, LIMIT_S + 20, "the run to end")
+    wait_for(lambda: not processes_of(run), LIMIT_S, f"processes to go: {processes_of(run)}")
+    return observe(run), time.monotonic() - begin
+
+
+def processes_of(run: RunDir) -> list[tuple[int, str]]:
+    """Every living process that carries the run's mark, or was started by one that did."""
+    run_id = RunRecord.read(run).run_id
+    found = [*procfs.with_environ("HPCRL_RUN_ID", run_id), *procfs.with_environ("ESCAPEE_OF", run_id)]
+    return [(p.pid, _command_line(p.pid)) for p in found if p.pid != os.getpid()]
+
+
+def _command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except OSError:
+        return ""

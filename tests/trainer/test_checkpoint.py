@@ -1,0 +1,129 @@
+"""Joint checkpoints: bit-equal on any number of ranks; no half entry."""
+
+import os
+
+import msgspec
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+from trainer_testing import Rollouts, make_recipe, run_ranks, tiny_arch, write_model_dir
+
+from hpcrl.checkpoints.ledger import CheckpointEntry, CheckpointLedger
+from hpcrl.errors import CheckpointError
+from hpcrl.models.arch import load_arch
+from hpcrl.trainer.checkpoint import load_checkpoint, save_checkpoint
+from hpcrl.trainer.parallel import distributed
+from hpcrl.trainer.policy import TrainerPolicy
+
+
+def whole(tensor):
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def state_of(policy):
+    """Everything a checkpoint must bring back, as lists of exact floats."""
+    state = {}
+    for name, parameter in policy.model.named_parameters():
+        state[name] = whole(parameter).tolist()
+        for key, value in policy.optimizer.state[parameter].items():
+            state[f"{name}/{key}"] = whole(value).tolist()
+    state["rng"] = torch.get_rng_state().tolist()
+    return state
+
+
+def one_step(policy, parallel, step):
+    shard = Rollouts(step).shard(parallel.rank, parallel.world_size)
+    metrics = policy.forward_backward(shard).reduce(parallel)
+    policy.optimizer_step(step)
+    return metrics.loss
+
+
+def save(rank, model_dir, root, *, steps=2, state=b"orchestrator", fail=False):
+    with distributed(timeout_s=30) as parallel:
+        torch.manual_seed(5)
+        policy = TrainerPolicy(make_recipe(model_dir, steps=9), load_arch(model_dir), parallel, model_dir=model_dir)
+        for step in range(1, steps + 1):
+            one_step(policy, parallel, step)
+        torch.rand(3)
+
+        def orchestrator_state():
+            assert rank == 0
+            if fail:
+                raise OSError(5, "no answer")
+            return state
+
+        save_checkpoint(
+            CheckpointLedger(root),
+            policy.model,
+            policy.optimizer,
+            parallel,
+            step=steps,
+            attempt=1,
+            keep_last=2,
+            orchestrator_state=orchestrator_state,
+        )
+        return state_of(policy), one_step(policy, parallel, steps + 1)
+
+
+def load(rank, model_dir, root):
+    entry = CheckpointLedger(root).newest_verified().entry
+    with distributed(timeout_s=30) as parallel:
+        torch.manual_seed(99)
+        policy = TrainerPolicy(make_recipe(model_dir, steps=9), load_arch(model_dir), parallel, model_dir=None)
+        load_checkpoint(entry, policy.model, policy.optimizer, parallel)
+        return state_of(policy), one_step(policy, parallel, entry.step + 1)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    return write_model_dir(tmp_path_factory.mktemp("checkpoint") / "model")
+
+
+def test_bit_equal_on_one_rank_and_on_two(model_dir, tmp_path):
+    saved, loss = save(0, model_dir, tmp_path)
+    assert CheckpointLedger(tmp_path).newest_verified().entry.orchestrator_state() == b"orchestrator"
+    assert load(0, model_dir, tmp_path) == (saved, loss)
+    for state, next_loss in run_ranks(2, load, model_dir, tmp_path):
+        assert state == saved
+        assert next_loss == pytest.approx(loss, rel=1e-4)
+
+
+def test_two_ranks_to_one(model_dir, tmp_path):
+    (saved, loss), _ = run_ranks(2, save, model_dir, tmp_path)
+    state, next_loss = load(0, model_dir, tmp_path)
+    assert state == saved
+    assert next_loss == pytest.approx(loss, rel=1e-4)
+    assert CheckpointLedger(tmp_path).newest_verified().entry.manifest.world_size == 2
+
+
+def test_an_orchestrator_that_fails_leaves_no_entry(model_dir, tmp_path):
+    save(0, model_dir, tmp_path, steps=1)
+    with pytest.raises(OSError, match="no answer"):
+        save(0, model_dir, tmp_path, steps=2, fail=True)
+    assert os.listdir(tmp_path) == ["step-000001"]
+
+
+def test_old_entries_go(model_dir, tmp_path):
+    for steps in (1, 2, 3):
+        save(0, model_dir, tmp_path, steps=steps)
+    assert CheckpointLedger(tmp_path).steps() == [2, 3]
+
+
+def test_another_model_is_refused(model_dir, tmp_path):
+    save(0, model_dir, tmp_path)
+    other = write_model_dir(tmp_path / "other", tiny_arch(hidden_size=16))
+    deeper = write_model_dir(tmp_path / "deeper", tiny_arch(num_hidden_layers=3))
+    for path in (other, deeper):
+        with pytest.raises(CheckpointError, match="does not fit the model"):
+            load(0, path, tmp_path)
+
+
+def test_a_step_that_contradicts_the_manifest_is_refused(model_dir, tmp_path):
+    save(0, model_dir, tmp_path)
+    path = tmp_path / "step-000002"
+    entry = CheckpointEntry.open(path)
+    wrong = CheckpointEntry(path, msgspec.structs.replace(entry.manifest, step=7))
+    with distributed(timeout_s=30) as parallel:
+        policy = TrainerPolicy(make_recipe(model_dir, steps=9), load_arch(model_dir), parallel, model_dir=None)
+        with pytest.raises(CheckpointError, match="holds step 2, its manifest says 7"):
+            load_checkpoint(wrong, policy.model, policy.optimizer, parallel)

@@ -1,0 +1,269 @@
+"""The whole trainer against a stub dock: versions, joint checkpoints, metrics, resume, signals."""
+
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from trainer_testing import StubDock, make_recipe, run_ranks, start_attempt, write_model_dir, write_recipe
+
+from hpcrl.checkpoints.ledger import CheckpointLedger
+from hpcrl.errors import DeadlineError, PeerLostError, RunFailedError
+from hpcrl.runs.events import read_events
+from hpcrl.runs.metrics import read_metrics
+from hpcrl.runs.role import FailureRecord, RoleContext
+from hpcrl.runs.rundir import RunDir
+from hpcrl.trainer.loop import train
+from hpcrl.weights.store import HandoffStore
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    return write_model_dir(tmp_path_factory.mktemp("loop") / "model")
+
+
+@pytest.fixture
+def dock():
+    with StubDock().serving() as dock:
+        yield dock
+
+
+def new_run(path, model_dir, steps, **trainer):
+    run = RunDir(path)
+    write_recipe(run, make_recipe(model_dir, steps=steps, **trainer))
+    return run
+
+
+def run_steps(run, model_dir, dock, steps):
+    """One attempt up to ``steps``."""
+    write_recipe(run, make_recipe(model_dir, steps=steps))
+    train(start_attempt(run, dock))
+    return read_metrics(run)
+
+
+def rank_train(rank, run_path, attempt):
+    run = RunDir(run_path)
+    train(RoleContext(run, attempt=attempt, role="trainer", replica=0, rank=rank))
+
+
+def train_ranks(run, dock, ranks, **options):
+    context = start_attempt(run, dock)
+    return run_ranks(ranks, rank_train, run.path, context.attempt, **options)
+
+
+def events(run, kind):
+    return [event.data for event in read_events(run) if event.kind == kind]
+
+
+def losses(run):
+    return [record.loss for record in read_metrics(run)]
+
+
+def test_a_whole_run(tmp_path, model_dir, dock):
+    run = new_run(tmp_path / "run", model_dir, 5)
+    context = start_attempt(run, dock)
+    train(context)
+    records = read_metrics(run)
+    assert [r.step for r in records] == [1, 2, 3, 4, 5]
+    for record in records:
+        for value in (record.loss, record.entropy, record.grad_norm, record.mismatch_kl, record.ess):
+            assert math.isfinite(value)
+        assert set(record.phases_s) == {
+            "wait_batch",
+            "forward_backward",
+            "optimizer",
+            "publish",
+            "checkpoint",
+            "other",
+        }
+        assert record.tokens_per_s == pytest.approx(record.tokens / sum(record.phases_s.values()))
+        assert record.learning_rate == 1e-3
+        assert record.sampled_tokens < record.tokens
+        assert record.rollouts == {"finished": 6.0}
+    assert set(records[4].mismatch_kl_by_lag) == {"0", "1", "2"}
+    assert records[1].phases_s["checkpoint"] > 0 == records[0].phases_s["checkpoint"]
+    assert HandoffStore(run.weights_dir).versions() == [0, 1, 2, 3, 4, 5]
+    for version in range(6):
+        HandoffStore(run.weights_dir).open(version).verify(content=True)
+    # every second step and the last
+    assert dock.snapshots == [2, 4, 5]
+    assert CheckpointLedger(run.checkpoints_dir).steps() == [4, 5]
+    entry = CheckpointLedger(run.checkpoints_dir).newest_verified().entry
+    assert entry.orchestrator_state() == b"orchestrator at 5"
+    assert dock.published == [1, 2, 3, 4, 5]
+    assert dock.finished == [5]
+    assert (run.attempt_dir(1) / "ready" / "trainer-0.json").is_file()
+    assert [e["step"] for e in events(run, "step")] == [1, 2, 3, 4, 5]
+    assert not [e for e in os.listdir(run.weights_dir) + os.listdir(run.checkpoints_dir) if e.startswith(".")]
+
+
+def test_resume_equals_an_uninterrupted_run(tmp_path, model_dir, dock):
+    whole, parted = RunDir(tmp_path / "whole"), RunDir(tmp_path / "parted")
+    run_steps(whole, model_dir, dock, 6)
+    run_steps(parted, model_dir, dock, 3)
+    run_steps(parted, model_dir, dock, 6)
+    assert losses(parted) == losses(whole)  # bit-equal
+    assert [r.attempt for r in read_metrics(parted)] == [1, 1, 1, 2, 2, 2]
+    (restored,) = events(parted, "trainer.restored")
+    assert restored["step"] == 3
+    a, b = (HandoffStore(run.weights_dir).open(6).manifest.tensors for run in (whole, parted))
+    assert {n: r.xxh3_128 for n, r in a.items()} == {n: r.xxh3_128 for n, r in b.items()}
+
+
+def test_resume_skips_a_damaged_checkpoint_and_withdraws_later_versions(tmp_path, model_dir, dock):
+    whole, run = RunDir(tmp_path / "whole"), RunDir(tmp_path / "run")
+    run_steps(whole, model_dir, dock, 6)
+    run_steps(run, model_dir, dock, 4)
+    damaged = next((run.checkpoints_dir / "step-000004" / "trainer").glob("*.distcp"))
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    (run.weights_dir / ".staging-v000005-attempt-0001").mkdir()
+    # the version that it resumes from was collected in the meantime
+    HandoffStore(run.weights_dir).remove(2)
+    run_steps(run, model_dir, dock, 6)
+    (skipped,) = events(run, "trainer.checkpoint_skipped")
+    assert skipped["step"] == 4
+    assert "damaged" in skipped["reason"]
+    assert events(run, "trainer.versions_withdrawn") == [{"versions": [3, 4]}]
+    assert losses(run) == losses(whole)
+    assert [r.attempt for r in read_metrics(run)] == [1, 1, 2, 2, 2, 2]
+    assert HandoffStore(run.weights_dir).versions() == [0, 1, 2, 3, 4, 5, 6]
+    HandoffStore(run.weights_dir).open(2).verify(content=True)
+    assert not [name for name in os.listdir(run.weights_dir) if name.startswith(".")]
+
+
+def test_a_finished_run_that_is_resumed_finishes_again(tmp_path, model_dir, dock):
+    run = RunDir(tmp_path / "run")
+    first = run_steps(run, model_dir, dock, 2)
+    again = run_steps(run, model_dir, dock, 2)
+    assert again == first
+    assert dock.finished == [2, 2]
+
+
+def test_an_intact_start_version_stays_and_a_damaged_one_is_made_again(tmp_path, model_dir, dock):
+    run = RunDir(tmp_path / "run")
+    run_steps(run, model_dir, dock, 1)
+    CheckpointLedger(run.checkpoints_dir).remove(1)
+    manifest = run.weights_dir / "v000000" / "manifest.json"
+    made = manifest.stat().st_ino
+    run_steps(run, model_dir, dock, 1)
+    assert manifest.stat().st_ino == made
+    CheckpointLedger(run.checkpoints_dir).remove(1)
+    (run.weights_dir / "v000000" / "config.json").write_text("{}")
+    run_steps(run, model_dir, dock, 1)
+    HandoffStore(run.weights_dir).open(0).verify(content=True)
+
+
+def test_two_ranks_equal_one_and_resume_from_each_other(tmp_path, model_dir, dock):
+    one, two = RunDir(tmp_path / "one"), new_run(tmp_path / "two", model_dir, 3)
+    run_steps(one, model_dir, dock, 5)
+    train_ranks(two, dock, 2)
+    assert {(rank, size) for _, rank, size in dock.asked} == {(0, 1), (0, 2), (1, 2)}
+    assert HandoffStore(two.weights_dir).versions() == [0, 1, 2, 3]
+    assert len(HandoffStore(two.weights_dir).open(3).shards) == 2
+    run_steps(two, model_dir, dock, 5)  # goes on with one rank
+    (restored,) = events(two, "trainer.restored")
+    assert (restored["saved_by_ranks"], restored["ranks"]) == (2, 1)
+    assert losses(two) == pytest.approx(losses(one), rel=1e-3, abs=1e-5)
+
+
+def test_a_batch_that_never_comes(tmp_path, model_dir):
+    run = RunDir(tmp_path / "run")
+    recipe = make_recipe(model_dir, steps=2)
+    orchestrator = recipe.orchestrator.model_copy(update={"wait_timeout_s": 0.3})
+    write_recipe(run, recipe.model_copy(update={"orchestrator": orchestrator}))
+    with StubDock(hold_step=2).serving() as dock, pytest.raises(DeadlineError, match="batch of step 2"):
+        train(start_attempt(run, dock))
+    assert HandoffStore(run.weights_dir).versions() == [0, 1]
+
+
+class WrongShard(StubDock):
+    """Serves the shard of another rank."""
+
+    def get(self, path):
+        return super().get(path.replace("rank=0", "rank=1"))
+
+
+def test_a_shard_for_another_rank_is_refused(tmp_path, model_dir):
+    run = new_run(tmp_path / "run", model_dir, 1)
+    with WrongShard().serving() as dock, pytest.raises(ValueError, match="asked for was"):
+        train(start_attempt(run, dock))
+
+
+class FailingDock(StubDock):
+    """Cannot say its state."""
+
+    def post(self, path):
+        return (500, b"broken") if "snapshot" in path else super().post(path)
+
+
+def test_a_checkpoint_that_fails_ends_all_ranks(tmp_path, model_dir):
+    run = new_run(tmp_path / "run", model_dir, 2)
+    with FailingDock().serving() as dock:
+        answers = train_ranks(run, dock, 2, fails=True)
+    assert answers[0][0] == answers[1][0] == PeerLostError.__name__
+    assert "500" in answers[0][1]
+    assert "completing checkpoint 2 failed on trainer rank 0" in answers[1][1]
+    assert os.listdir(run.checkpoints_dir) == []
+    # the step is on record although its checkpoint failed
+    assert [r.step for r in read_metrics(run)] == [1, 2]
+
+
+def test_a_learning_rate_that_explodes_stops_before_the_weights_are_lost(tmp_path, model_dir, dock):
+    run = new_run(tmp_path / "run", model_dir, 9, optimizer={"learning_rate": 1e30})
+    with pytest.raises(RunFailedError, match="gradient norm of step"):
+        train(start_attempt(run, dock))
+
+
+def torchrun(run, context, ranks):
+    environment = {
+        **os.environ,
+        "HPCRL_RUN_DIR": str(run.path),
+        "HPCRL_ATTEMPT": str(context.attempt),
+        "HPCRL_ROLE": "trainer",
+        "HPCRL_REPLICA": "0",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    (run.attempt_dir(context.attempt) / "logs" / "trainer").mkdir(exist_ok=True)
+    return subprocess.Popen([*command, "-m", "hpcrl.trainer"], env=environment)
+
+
+def wait_for(condition, timeout_s=60):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_torchrun_trains_and_obeys_sigterm(tmp_path, model_dir, ranks):
+    run = new_run(tmp_path / "run", model_dir, 6)
+    with StubDock(hold_step=4).serving() as dock:
+        process = torchrun(run, start_attempt(run, dock), ranks)
+        wait_for(lambda: sum(step == 4 for step, _, _ in dock.asked) >= ranks)
+        started = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) != 0
+        assert time.monotonic() - started < 2.0
+    assert CheckpointLedger(run.checkpoints_dir).steps() == [2]
+    with StubDock().serving() as dock:
+        assert torchrun(run, start_attempt(run, dock), ranks).wait(timeout=120) == 0
+        assert dock.finished == [6]
+    assert [r.step for r in read_metrics(run)] == [1, 2, 3, 4, 5, 6]
+    assert FailureRecord.read_all(run, 2) == []
+
+
+@pytest.mark.slow
+def test_a_missing_orchestrator_is_no_first_cause(tmp_path, model_dir):
+    run = new_run(tmp_path / "run", model_dir, 1)
+    with FailingDock().serving() as dock:
+        assert torchrun(run, start_attempt(run, dock), 2).wait(timeout=120) == 1
+    records = FailureRecord.read_all(run, 1)
+    assert records
+    assert all(record.secondary for record in records)
+    assert re.search("500|rank 0", records[0].message)

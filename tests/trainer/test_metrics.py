@@ -1,0 +1,102 @@
+"""Token metrics are means over tokens, however tokens are spread over micro-batches and ranks."""
+
+import math
+import random
+
+import pytest
+import torch
+from trainer_testing import run_ranks
+
+from hpcrl.trainer.losses import PolicyLoss
+from hpcrl.trainer.metrics import TokenSums
+from hpcrl.trainer.parallel import distributed
+
+VERSION = 7
+
+
+def make_tokens(count=40, seed=0):
+    rng = random.Random(seed)
+    return [
+        {
+            "log_ratio": rng.gauss(0, 0.5),
+            "entropy": rng.random(),
+            "masked": rng.random() < 0.3,
+            "version": VERSION - rng.choice([0, 0, 1, 3]),
+        }
+        for _ in range(count)
+    ]
+
+
+def add(sums, tokens, loss=0.25):
+    sums.add(
+        PolicyLoss(
+            torch.tensor(loss),
+            torch.tensor([t["masked"] for t in tokens], dtype=torch.bool),
+            torch.tensor([t["log_ratio"] for t in tokens]),
+        ),
+        torch.tensor([t["entropy"] for t in tokens]),
+        torch.tensor([t["version"] for t in tokens], dtype=torch.int64),
+    )
+
+
+def check(metrics, tokens, parts):
+    n = len(tokens)
+    ratios = [math.exp(t["log_ratio"]) for t in tokens]
+    k3 = [r - 1 - t["log_ratio"] for r, t in zip(ratios, tokens, strict=True)]
+    assert metrics.tokens == n
+    assert metrics.loss == pytest.approx(0.25 * parts)
+    assert metrics.entropy == pytest.approx(sum(t["entropy"] for t in tokens) / n, rel=1e-6)
+    assert metrics.masked_share == pytest.approx(sum(t["masked"] for t in tokens) / n)
+    assert metrics.mismatch_kl == pytest.approx(sum(k3) / n, rel=1e-5)
+    assert metrics.ess == pytest.approx(sum(ratios) ** 2 / (n * sum(r * r for r in ratios)), rel=1e-6)
+    assert set(metrics.mismatch_kl_by_lag) == {"0", "1", "3"}
+    for lag, value in metrics.mismatch_kl_by_lag.items():
+        of_lag = [k for k, t in zip(k3, tokens, strict=True) if VERSION - t["version"] == int(lag)]
+        assert value == pytest.approx(sum(of_lag) / len(of_lag), rel=1e-5)
+
+
+def test_micro_batches_add_up():
+    tokens = make_tokens()
+    with distributed(timeout_s=20) as parallel:
+        sums = TokenSums(VERSION)
+        for part in (tokens[:3], tokens[3:29], tokens[29:], []):
+            add(sums, part)
+        check(sums.reduce(parallel), tokens, 4)
+
+
+def rank_metrics(rank):
+    with distributed(timeout_s=20) as parallel:
+        sums, tokens = TokenSums(VERSION), make_tokens()
+        # uneven on purpose: a mean of means would differ; the second rank alone has the largest lag or none
+        for part in (tokens[:31],) if rank == 0 else (tokens[31:35], tokens[35:]):
+            add(sums, part)
+        nothing = TokenSums(VERSION)
+        if rank == 1:
+            add(nothing, tokens)
+        return sums.reduce(parallel), nothing.reduce(parallel)
+
+
+def test_ranks_add_up():
+    for uneven, one_sided in run_ranks(2, rank_metrics):
+        check(uneven, make_tokens(), 3)
+        check(one_sided, make_tokens(), 1)
+
+
+def test_nothing_trained():
+    with distributed(timeout_s=20) as parallel:
+        metrics = TokenSums(VERSION).reduce(parallel)
+    assert (metrics.tokens, metrics.loss, metrics.ess, metrics.mismatch_kl_by_lag) == (0, 0.0, 0.0, {})
+
+
+def test_equal_policies_have_no_mismatch():
+    with distributed(timeout_s=20) as parallel:
+        sums = TokenSums(VERSION)
+        add(sums, [{"log_ratio": 0.0, "entropy": 1.0, "masked": False, "version": VERSION}] * 5)
+        metrics = sums.reduce(parallel)
+    assert (metrics.ess, metrics.mismatch_kl) == (1.0, 0.0)
+
+
+def test_tokens_of_the_future_are_refused():
+    token = {"log_ratio": 0.0, "entropy": 1.0, "masked": False, "version": VERSION + 1}
+    with pytest.raises(ValueError, match=r"version 8, the trainer is at 7"):
+        add(TokenSums(VERSION), [token])

@@ -1,0 +1,124 @@
+"""Published versions: transformers loads them and agrees; a failing rank leaves the last good one."""
+
+import errno
+import json
+import os
+
+import pytest
+import torch
+from trainer_testing import Rollouts, make_recipe, run_ranks, tiny_arch, write_model_dir
+
+from hpcrl.errors import HandoffError
+from hpcrl.models.arch import load_arch
+from hpcrl.trainer import publish
+from hpcrl.trainer.attention import PackedAttention
+from hpcrl.trainer.parallel import distributed
+from hpcrl.trainer.policy import TrainerPolicy
+from hpcrl.trainer.publish import Publisher
+from hpcrl.weights.store import HandoffStore
+
+PROBE = torch.tensor([7, 30, 41, 99, 8, 50, 2, 3, 77])
+
+
+def publish_after_a_step(rank, model_dir, weights_dir, dtype="float32", version=1, fail_rank=None):  # noqa: PLR0917
+    """Train a step, publish, and return the trainer's own logits on `PROBE`."""
+    store = HandoffStore(weights_dir)
+    with distributed(timeout_s=30) as parallel:
+        arch = load_arch(model_dir)
+        recipe = make_recipe(model_dir, steps=2, dtype=dtype)
+        policy = TrainerPolicy(recipe, arch, parallel, model_dir=model_dir)
+        policy.forward_backward(Rollouts(1).shard(parallel.rank, parallel.world_size)).reduce(parallel)
+        policy.optimizer_step(1)
+        if fail_rank == rank:
+            publish.write_shard = no_space
+        publisher = Publisher(store, arch=arch, model_dir=model_dir, dtype=getattr(torch, dtype), attempt=1)
+        publisher.publish(policy.model, version, parallel)
+        assert publisher.is_intact(version)
+        with torch.no_grad():
+            attention = PackedAttention(torch.tensor([0, len(PROBE)]))
+            return policy.model(PROBE, attention.positions, attention).tolist()
+
+
+def no_space(path, tensors):
+    path.write_bytes(b"torn")
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    return write_model_dir(tmp_path_factory.mktemp("publish") / "model")
+
+
+def transformers_logits(path):
+    transformers = pytest.importorskip("transformers")
+    model = transformers.Qwen3MoeForCausalLM.from_pretrained(path, attn_implementation="eager")
+    with torch.no_grad():
+        return model(PROBE[None]).logits[0].float(), model
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_transformers_agrees_on_logits(model_dir, tmp_path, ranks):
+    if ranks == 1:
+        own = publish_after_a_step(0, model_dir, tmp_path)
+    else:
+        own, other = run_ranks(2, publish_after_a_step, model_dir, tmp_path)
+        assert own == other
+    logits, _ = transformers_logits(tmp_path / "v000001")
+    torch.testing.assert_close(torch.tensor(own), logits, rtol=1e-4, atol=1e-5)
+    before, _ = transformers_logits(model_dir)
+    assert not torch.allclose(before, logits, atol=1e-3)  # the step did something
+    handoff = HandoffStore(tmp_path).open(1)
+    assert len(handoff.shards) == ranks
+    handoff.verify(content=True)
+
+
+def test_bfloat16_is_published_as_such(model_dir, tmp_path):
+    own = publish_after_a_step(0, model_dir, tmp_path, "bfloat16")
+    logits, model = transformers_logits(tmp_path / "v000001")
+    assert model.dtype == torch.bfloat16
+    assert json.loads((tmp_path / "v000001" / "config.json").read_text())["dtype"] == "bfloat16"
+    torch.testing.assert_close(torch.tensor(own), logits, rtol=0.1, atol=0.1)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_names_and_shapes_are_those_of_the_architecture(tmp_path, tied):
+    arch = tiny_arch(tie_word_embeddings=tied)
+    model_dir = write_model_dir(tmp_path / "model", arch)
+    publish_after_a_step(0, model_dir, tmp_path / "weights")
+    manifest = HandoffStore(tmp_path / "weights").open(1).manifest
+    assert {n: r.shape for n, r in manifest.tensors.items()} == {t.name: t.shape for t in arch.tensors()}
+    assert {r.dtype for r in manifest.tensors.values()} == {"float32"}
+    assert "tokenizer.json" in manifest.files
+
+
+def test_one_rank_without_space_fails_all(model_dir, tmp_path):
+    publish_after_a_step(0, model_dir, tmp_path, version=1)
+    answers = run_ranks(2, publish_after_a_step, model_dir, tmp_path, "float32", 2, 1, fails=True)
+    assert answers[0][0] == "PeerLostError"
+    assert "writing version 2 failed on trainer rank 1: OSError: [Errno 28]" in answers[0][1]
+    assert answers[1][0] == "OSError"
+    assert os.listdir(tmp_path) == ["v000001"]
+    HandoffStore(tmp_path).open(1).verify(content=True)
+
+
+def test_a_version_is_never_overwritten(model_dir, tmp_path):
+    publish_after_a_step(0, model_dir, tmp_path)
+    before = HandoffStore(tmp_path).open(1).manifest
+    with pytest.raises(FileExistsError):
+        publish_after_a_step(0, model_dir, tmp_path)
+    assert HandoffStore(tmp_path).open(1).manifest == before
+    assert os.listdir(tmp_path) == ["v000001"]
+
+
+def test_damage_is_seen(model_dir, tmp_path):
+    publish_after_a_step(0, model_dir, tmp_path)
+    store = HandoffStore(tmp_path)
+    publisher = Publisher(store, arch=tiny_arch(), model_dir=model_dir, dtype=torch.float32, attempt=1)
+    (shard,) = store.open(1).shards
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    assert not publisher.is_intact(1)
+    assert not publisher.is_intact(2)
+    with pytest.raises(HandoffError, match="damaged"):
+        store.open(1).verify(content=True)

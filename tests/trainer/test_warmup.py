@@ -1,0 +1,181 @@
+"""The start model: tokens of demonstrations, training, and what is written."""
+
+import io
+import os
+
+import pytest
+import torch
+from trainer_testing import ToyEnvironment, make_recipe
+
+from hpcrl.config.recipe import WarmupConfig
+from hpcrl.errors import UsageError
+from hpcrl.models.tokenizer import ChatTokenizer, write_character_tokenizer
+from hpcrl.rollouts.transcript import Transcript
+from hpcrl.trainer import warmup
+from hpcrl.trainer.demonstrations import DemonstrationSource, render_demonstration
+from hpcrl.trainer.policy import read_model_tensors
+from hpcrl.trainer.warmup import make_start_model
+
+TALK = (
+    {"role": "system", "content": "be short"},
+    {"role": "user", "content": "say a"},
+    {"role": "assistant", "content": "a!"},
+    {"role": "tool", "content": "ok\n"},
+    {"role": "assistant", "content": "b"},
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tokenizer")
+    write_character_tokenizer(path)
+    return ChatTokenizer(path)
+
+
+def recipe_with(**warmup_settings):
+    settings = {"hidden_size": 32, "moe_intermediate_size": 32, "num_experts": 4, "steps": 40, "batch_size": 16}
+    recipe = make_recipe("unused", steps=1)
+    warmup_config = WarmupConfig(**{**settings, **warmup_settings})
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"warmup": warmup_config})})
+
+
+def test_demonstrations_are_the_tokens_of_a_rollout(tokenizer):
+    """The same ids that the orchestrator puts together piece by piece while a policy says the same words."""
+    ids, said = render_demonstration(tokenizer, TALK)
+    transcript, end = Transcript(tokenizer), [tokenizer.eos_token_id]
+    pieces = [
+        (transcript.opening(TALK[:2]), False),
+        (tokenizer.encode("a!") + end, True),
+        (transcript.continuation(TALK[3:4]), False),
+        (tokenizer.encode("b") + end, True),
+    ]
+    assert ids == [token for piece, _ in pieces for token in piece]
+    assert said == [flag for piece, flag in pieces for _ in piece]
+    assert ids == tokenizer.render_ids(TALK, add_generation_prompt=False)
+
+
+def test_what_follows_the_last_reply_is_cut(tokenizer):
+    ids, _ = render_demonstration(tokenizer, TALK[:4])
+    assert ids == render_demonstration(tokenizer, TALK[:3])[0]
+
+
+def test_a_line_break_behind_the_end_token_is_not_learned(tokenizer, tmp_path, monkeypatch):
+    plain, flags = render_demonstration(tokenizer, TALK[:3])
+    render = tokenizer.render
+    monkeypatch.setattr(tokenizer, "render", lambda *a, **k: render(*a, **k).replace("<|end|>", "<|end|>\n"))
+    ids, said = render_demonstration(tokenizer, TALK[:3])
+    assert [t for t, f in zip(ids, said, strict=True) if f] == [t for t, f in zip(plain, flags, strict=True) if f]
+
+
+def test_templates_that_rewrite_the_past_are_refused(tokenizer, monkeypatch):
+    render = tokenizer.render
+    monkeypatch.setattr(tokenizer, "render", lambda m, **k: f"{len(m)}" + render(m, **k))
+    with pytest.raises(ValueError, match="extension of its beginning"):
+        render_demonstration(tokenizer, TALK)
+
+
+def test_a_conversation_without_the_assistant_is_refused(tokenizer):
+    with pytest.raises(ValueError, match="needs a message of the assistant"):
+        render_demonstration(tokenizer, TALK[:2])
+
+
+def test_batches_are_mixed_by_weight_and_repeat_by_seed(tokenizer):
+    asked = []
+
+    class Watched(ToyEnvironment):
+        def __init__(self, name):
+            self.name = name
+
+        def demonstration(self, prompt, *, correct, rng):
+            asked.append((self.name, prompt.split, prompt.index, correct))
+            return super().demonstration(prompt, correct=correct, rng=rng)
+
+    def source():
+        return DemonstrationSource([Watched("x"), Watched("y")], [3.0, 1.0], tokenizer, correct_share=0.3, seed=4)
+
+    batch = source().batch(400)
+    first, asked = asked, []
+    again = source().batch(400)
+    assert asked == first
+    assert torch.equal(batch.input_ids, again.input_ids)
+    of_x = [a for a in first if a[0] == "x"]
+    assert len(of_x) == pytest.approx(300, abs=40)
+    assert [a[2] for a in of_x] == list(range(len(of_x)))
+    assert {a[1] for a in first} == {"train"}
+    assert sum(a[3] for a in first) == pytest.approx(120, abs=35)
+    # every demonstration has two replies: a letter, two letters, and their ends
+    assert len(batch.targets) == 400 * 5
+    assert torch.equal(batch.targets, batch.input_ids[batch.select + 1])
+
+
+def test_the_model_learns_and_transformers_loads_it(tmp_path):
+    losses = []
+    output = tmp_path / "models" / "toy"
+    final = make_start_model(
+        recipe_with(), output, seed=3, progress=lambda step, steps, loss: losses.append((step, steps, loss))
+    )
+    assert [(step, steps) for step, steps, _ in losses] == [(step, 40) for step in range(1, 41)]
+    assert losses[0][2] > 4.0
+    assert final == pytest.approx(sum(loss for *_, loss in losses[-4:]) / 4)
+    assert final < 2.5
+    assert os.listdir(output.parent) == ["toy"]
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(output)
+    assert type(model).__name__ == "Qwen3MoeForCausalLM"
+    assert model.config.eos_token_id == ChatTokenizer(output).eos_token_id
+    theirs = transformers.AutoTokenizer.from_pretrained(output)
+    ids = theirs.apply_chat_template(list(TALK), return_dict=False)
+    assert ids == ChatTokenizer(output).render_ids(TALK, add_generation_prompt=False)
+
+
+def test_equal_seeds_make_equal_models(tmp_path):
+    models = []
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        make_start_model(recipe_with(steps=2), tmp_path / name, seed=seed)
+        models.append(dict(read_model_tensors(tmp_path / name)))
+    same = [all(torch.equal(models[0][n], other[n]) for n in other) for other in models[1:]]
+    assert same == [True, False]
+
+
+def test_nothing_is_left_of_a_failure(tmp_path, monkeypatch):
+    monkeypatch.setattr(warmup, "_write_model", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
+    with pytest.raises(OSError, match="full"):
+        make_start_model(recipe_with(steps=1), tmp_path / "toy", seed=0)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_model_is_only_replaced_when_asked(tmp_path):
+    output = tmp_path / "toy"
+    output.mkdir()
+    (output / "mine").touch()
+    with pytest.raises(UsageError, match="exists already"):
+        make_start_model(recipe_with(steps=1), output, seed=0)
+    assert os.listdir(output) == ["mine"]
+    make_start_model(recipe_with(steps=1), output, seed=0, replace=True)
+    assert "mine" not in os.listdir(output)
+    assert os.listdir(tmp_path) == ["toy"]
+
+
+def test_environments_without_demonstrations_are_named(tmp_path, monkeypatch):
+    def none(*_, **__):
+        raise NotImplementedError("toy")
+
+    monkeypatch.setattr(ToyEnvironment, "demonstration", none)
+    with pytest.raises(UsageError, match="no demonstrations"):
+        make_start_model(recipe_with(), tmp_path / "toy", seed=0)
+    with pytest.raises(UsageError, match=r"no model\.warmup"):
+        make_start_model(make_recipe("unused", steps=1), tmp_path / "toy", seed=0)
+
+
+def test_command_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO(recipe_with(steps=2).model_dump_json()))
+    monkeypatch.setattr("sys.argv", ["warmup", "--output", str(tmp_path / "toy")])
+    assert warmup.main() == 0
+    captured = capsys.readouterr()
+    assert "supervised loss" in captured.out
+    assert "step 2/2" in captured.err
+    recipe_file = tmp_path / "recipe.json"
+    recipe_file.write_text(recipe_with(steps=2).model_dump_json())
+    monkeypatch.setattr("sys.argv", ["warmup", "--recipe", str(recipe_file), "--output", str(tmp_path / "toy")])
+    assert warmup.main() == 2
+    assert "exists already" in capsys.readouterr().err

@@ -1,0 +1,298 @@
+"""What the trainer's tests share: tiny models, hand-made batches, a dock that serves them, several ranks."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing as mp
+import os
+import random
+import socket
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import numpy as np
+import torch
+import yaml
+
+from hpcrl.config.recipe import Recipe
+from hpcrl.dock.wire import BatchShard, BatchStats, MicroBatch, encode_shard
+from hpcrl.fs import write_json
+from hpcrl.models.arch import ModelArch
+from hpcrl.models.tokenizer import write_character_tokenizer
+from hpcrl.rollouts.environments import Message, Outcome, Policy, Prompt, Split
+from hpcrl.runs.role import Endpoints, RoleContext
+from hpcrl.runs.rundir import RunDir
+from hpcrl.trainer.models.hf import to_hf_tensors
+from hpcrl.trainer.models.qwen3_moe import Qwen3Moe
+from hpcrl.trainer.publish import tensor_bytes
+from hpcrl.weights.shard import write_shard
+
+VOCAB = 103
+
+
+def tiny_arch(**changes: Any) -> ModelArch:
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "moe_intermediate_size": 24,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 128,
+        "eos_token_id": 2,
+    }
+    return ModelArch(**{**sizes, **changes})
+
+
+def tiny_model(arch: ModelArch, seed: int = 0, std: float = 0.2) -> Qwen3Moe:
+    model = Qwen3Moe(arch)
+    model.init_weights(torch.Generator().manual_seed(seed), std=std)
+    return model
+
+
+def write_model_dir(path: Path, arch: ModelArch | None = None, seed: int = 0) -> Path:
+    """A model directory with random weights and the character tokenizer."""
+    arch = arch or tiny_arch()
+    write_character_tokenizer(path)
+    tensors = [
+        tensor_bytes(hf_name, tensor, torch.float32)
+        for name, parameter in tiny_model(arch, seed).named_parameters()
+        for hf_name, tensor in to_hf_tensors(name, parameter.detach(), arch)
+    ]
+    write_shard(path / "model.safetensors", tensors)
+    write_json(path / "config.json", arch.to_hf_config())
+    return path
+
+
+class Rollouts:
+    """Hand-made rollouts of one batch, and the shards they are cut into."""
+
+    def __init__(self, step: int, *, count: int = 6, seed: int = 0, lags: int = 2) -> None:
+        rng = np.random.default_rng([seed, step])
+        self.step = step
+        self.rollouts: list[MicroBatch] = []
+        for _ in range(count):
+            length = int(rng.integers(4, 15))
+            mask = (rng.random(length) < 0.7).astype(np.uint8)
+            mask[0], mask[-1] = 0, 1
+            lag = rng.integers(0, min(lags, step - 1) + 1, length)
+            self.rollouts.append(
+                MicroBatch(
+                    token_ids=rng.integers(0, VOCAB, length).astype(np.int32),
+                    cu_seqlens=np.array([0, length], np.int32),
+                    loss_mask=mask,
+                    logprobs=(np.log(rng.uniform(0.005, 0.03, length)) * mask).astype(np.float32),
+                    versions=np.where(mask, step - 1 - lag, -1).astype(np.int32),
+                    advantages=(rng.normal() * mask).astype(np.float32),
+                )
+            )
+        self.sampled = int(sum(r.loss_mask.sum() for r in self.rollouts))
+        self.tokens = sum(len(r.token_ids) for r in self.rollouts)
+
+    def shard(self, rank: int = 0, world_size: int = 1, *, micro_batches: int = 2) -> BatchShard:
+        """Rollouts are dealt to ranks and micro-batches in turn; ranks may get empty ones."""
+        piles: list[list[MicroBatch]] = [[] for _ in range(micro_batches)]
+        for i, rollout in enumerate(self.rollouts[rank::world_size]):
+            piles[i % micro_batches].append(rollout)
+        return BatchShard(
+            step=self.step,
+            rank=rank,
+            world_size=world_size,
+            micro_batches=[pack(pile) for pile in piles],
+            stats=BatchStats(
+                reward_mean=0.5,
+                reward_std=0.1,
+                reward_by_env={"toy": 0.5},
+                reward_parts={"toy/exact": 0.5},
+                staleness_mean=0.0,
+                staleness_max=0,
+                staleness_histogram={"0": len(self.rollouts)},
+                total_tokens=self.tokens,
+                total_sampled_tokens=self.sampled,
+                rollouts={"finished": float(len(self.rollouts))},
+            ),
+        )
+
+
+def pack(rollouts: list[MicroBatch]) -> MicroBatch:
+    """Several rollouts behind each other; none gives the empty micro-batch."""
+    lengths = [len(r.token_ids) for r in rollouts]
+    dtypes = {
+        "token_ids": np.int32,
+        "loss_mask": np.uint8,
+        "logprobs": np.float32,
+        "versions": np.int32,
+        "advantages": np.float32,
+    }
+    return MicroBatch(
+        cu_seqlens=np.cumsum([0, *lengths]).astype(np.int32),
+        **{
+            name: np.concatenate([np.zeros(0, dtype), *(getattr(r, name) for r in rollouts)]).astype(dtype)
+            for name, dtype in dtypes.items()
+        },
+    )
+
+
+class StubDock:
+    """An orchestrator that hands out `Rollouts` and writes down what it is told."""
+
+    def __init__(self, *, rollouts_per_step: int = 6, hold_step: int | None = None) -> None:
+        self.rollouts_per_step, self.hold_step = rollouts_per_step, hold_step
+        self.published: list[int] = []
+        self.snapshots: list[int] = []
+        self.finished: list[int] = []
+        self.asked: list[tuple[int, int, int]] = []
+        dock = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def log_message(self, *args: object) -> None:
+                pass
+
+            def do_GET(self) -> None:
+                self.reply(*dock.get(self.path))
+
+            def do_POST(self) -> None:
+                self.reply(*dock.post(self.path))
+
+            def reply(self, status: int, body: bytes) -> None:
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+
+    def get(self, path: str) -> tuple[int, bytes]:
+        parts = urlsplit(path)
+        step, query = int(parts.path.rsplit("/", 1)[1]), parse_qs(parts.query)
+        rank, world_size = int(query["rank"][0]), int(query["world_size"][0])
+        self.asked.append((step, rank, world_size))
+        if step == self.hold_step:
+            threading.Event().wait(0.2)
+            return 204, b""
+        shard = Rollouts(step, count=self.rollouts_per_step).shard(rank, world_size)
+        return 200, encode_shard(shard)
+
+    def post(self, path: str) -> tuple[int, bytes]:
+        _, what, number = urlsplit(path).path.strip("/").split("/")
+        {"published": self.published, "snapshot": self.snapshots, "finish": self.finished}[what].append(int(number))
+        return 200, f"orchestrator at {number}".encode()
+
+    @contextmanager
+    def serving(self) -> Iterator[StubDock]:
+        thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        try:
+            yield self
+        finally:
+            self.server.shutdown()
+            thread.join()
+            self.server.server_close()
+
+
+def make_recipe(model_dir: Path, *, steps: int, **trainer: Any) -> Recipe:
+    return Recipe.model_validate_json(
+        json.dumps(
+            {
+                "name": "toy",
+                "model": {"path": str(model_dir)},
+                "environments": [
+                    {"name": "toy", "kind": "custom", "factory": "trainer_testing:ToyEnvironment", "weight": 2.0}
+                ],
+                "trainer": {"steps": steps, "optimizer": {"learning_rate": 1e-3}, **trainer},
+                "checkpoint": {"every_steps": 2, "keep_last": 2},
+                "orchestrator": {"wait_timeout_s": 20.0},
+            }
+        )
+    )
+
+
+def write_recipe(run: RunDir, recipe: Recipe) -> None:
+    """The trainer reads no more of the run's configuration than this."""
+    run.path.mkdir(parents=True, exist_ok=True)
+    run.recipe_path.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
+
+
+def start_attempt(run: RunDir, dock: StubDock, rank: int = 0) -> RoleContext:
+    attempt = run.start_attempt()
+    Endpoints(urls={"orchestrator": [dock.url]}).write(run, attempt)
+    return RoleContext(run, attempt=attempt, role="trainer", replica=0, rank=rank)
+
+
+class ToyEnvironment:
+    """Repeat a letter; a two-turn conversation."""
+
+    name = "toy"
+
+    def prompt(self, split: Split, index: int) -> Prompt:
+        letter = "abcd"[index % 4]
+        return Prompt(split, index, ({"role": "user", "content": f"say {letter}"},), letter)
+
+    async def rollout(self, prompt: Prompt, policy: Policy) -> Outcome:
+        reply = await policy.reply(prompt.messages)
+        return Outcome(float(reply.text == prompt.data))
+
+    def demonstration(self, prompt: Prompt, *, correct: bool, rng: random.Random) -> list[Message]:
+        answer = prompt.data if correct else rng.choice("xyz")
+        return [
+            *prompt.messages,
+            {"role": "assistant", "content": answer},
+            {"role": "tool", "content": "ok"},
+            {"role": "assistant", "content": answer * 2},
+        ]
+
+
+def _rank_main(rank: int, environment: dict[str, str], target: Callable[..., Any], args: tuple, results: Any) -> None:
+    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
+    torch.set_num_threads(1)
+    try:
+        results.put((rank, True, target(rank, *args)))
+    except BaseException as error:  # noqa: BLE001 - the parent raises it
+        results.put((rank, False, (type(error).__name__, str(error), traceback.format_exc())))
+
+
+def run_ranks(
+    world_size: int, target: Callable[..., Any], *args: Any, fails: bool = False, timeout_s: float = 60.0
+) -> list[Any]:
+    """Call ``target(rank, *args)`` in processes that can form a group; results in rank order.
+
+    With ``fails`` every rank must raise; the results are ``(type name, message)``. ``target`` lies at the top
+    of a module and returns what can be pickled. Processes are forked from a server that has torch loaded.
+    """
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["hpcrl.trainer.loop", "hpcrl.trainer.checkpoint", "torch._dynamo"])
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    results = context.Queue()
+    processes = [
+        context.Process(target=_rank_main, args=(rank, environment, target, args, results))
+        for rank in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        answers = sorted((results.get(timeout=timeout_s) for _ in processes), key=lambda answer: answer[0])
+    finally:
+        for process in processes:
+            process.join(timeout=10)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        results.close()
+        results.join_thread()
+    for rank, succeeded, value in answers:
+        if succeeded == fails:
+            raise AssertionError(f"rank {rank}: {value if succeeded else value[2]}")
+    return [value[:2] if fails else value for _, _, value in answers]
