@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -14,9 +14,10 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from hpcrl.config.cluster import ClusterProfile
+from hpcrl.config.cluster import CLUSTER_KINDS
 from hpcrl.config.recipe import Recipe
-from hpcrl.config.rules import RULES
+from hpcrl.config.rule import Rule, SiteRule
+from hpcrl.config.rules import RULES, SITE_RULES
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -40,11 +41,19 @@ the names, and every value can be traced: `hpcrl recipe show RECIPE` prints wher
 def configuration() -> str:
     """docs/configuration.md."""
     parts = [CONFIGURATION_HEAD, "## Recipe\n", *_section(Recipe, "")]
-    parts += ["## Cluster profile\n", *_section(ClusterProfile, "")]
+    for kind, model in CLUSTER_KINDS.items():
+        meaning = " ".join((model.__doc__ or "").split())
+        parts += [f"## Cluster profile with `kind: {kind}`\n", f"{meaning}\n", *_section(model, "")]
+    parts += ["## Rules within a cluster profile\n", "Checked before anything is started, and by `hpcrl cluster check`.\n"]
+    parts += _rules(SITE_RULES)
     parts += ["## Rules across components\n", "Checked before anything is started.\n"]
-    parts += ["| rule | what must hold | way out |\n| --- | --- | --- |"]
-    parts += [f"| `{rule.name}` | {rule.conflict} | {rule.way_out} |" for rule in RULES]
+    parts += _rules(RULES)
     return "\n".join(parts) + "\n"
+
+
+def _rules(rules: Iterable[Rule | SiteRule]) -> list[str]:
+    rows = [f"| `{rule.name}` | {rule.conflict} | {rule.way_out} |" for rule in rules]
+    return ["| rule | what must hold | way out |\n| --- | --- | --- |", *rows, ""]
 
 
 def cli() -> str:
@@ -70,9 +79,9 @@ def _section(model: type[BaseModel], prefix: str) -> Iterator[str]:
     for name, field in model.model_fields.items():
         key = f"{prefix}{name}"
         children = list(_models(field.annotation))
-        is_list = get_origin(_plain(field.annotation)) is tuple
+        suffix = {tuple: "[].", dict: ".NAME."}.get(get_origin(_plain(field.annotation)), ".")
         if children:
-            below += [(child, f"{key}[]." if is_list else f"{key}.") for child in children]
+            below += [(child, f"{key}{suffix}") for child in children]
         rows.append(
             f"| `{key}` | {_type(field.annotation, field)} | {_default(field, bool(children))} | {_text(field)} |"
         )
@@ -105,7 +114,7 @@ def _models(annotation: Any) -> Iterator[type[BaseModel]]:
     annotation = _plain(annotation)
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
-    elif get_origin(annotation) in (Union, types.UnionType, tuple):
+    elif get_origin(annotation) in (Union, types.UnionType, tuple, dict):
         for argument in get_args(annotation):
             yield from _models(argument)
 
@@ -115,7 +124,7 @@ def _type(annotation: Any, field: FieldInfo) -> str:
     if get_origin(annotation) is Literal:
         return " \\| ".join(f"`{value}`" for value in get_args(annotation))
     if list(_models(annotation)):
-        return "list" if get_origin(annotation) is tuple else "section"
+        return {tuple: "list", dict: "sections by name"}.get(get_origin(annotation), "section")
     names = {int: "integer", float: "number", str: "text", bool: "true/false", dict: "mapping"}
     name = names.get(get_origin(annotation) or annotation, str(annotation))
     bounds = []
