@@ -44,7 +44,10 @@ def configuration() -> str:
     for kind, model in CLUSTER_KINDS.items():
         meaning = " ".join((model.__doc__ or "").split())
         parts += [f"## Cluster profile with `kind: {kind}`\n", f"{meaning}\n", *_section(model, "")]
-    parts += ["## Rules within a cluster profile\n", "Checked before anything is started, and by `hpcrl cluster check`.\n"]
+    parts += [
+        "## Rules within a cluster profile\n",
+        "Checked before anything is started, and by `hpcrl cluster check`.\n",
+    ]
     parts += _rules(SITE_RULES)
     parts += ["## Rules across components\n", "Checked before anything is started.\n"]
     parts += _rules(RULES)

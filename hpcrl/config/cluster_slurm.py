@@ -34,7 +34,7 @@ NodeRole = Literal["trainer", "engine", "prefill", "decode"]
 
 
 class SlurmPathsConfig(PathsConfig):
-    """Directories of a Slurm site. ``~`` and ``$NAME`` are expanded where hpcrl is called; relative ones start there."""
+    """Directories. ``~`` and ``$NAME`` are expanded where hpcrl is called; relative ones start there."""
 
     cache: str | None = None
     """Shared directory for downloads (Hugging Face); visible from all nodes. None: what the tools choose."""
@@ -126,6 +126,8 @@ class LaunchConfig(StrictModel):
 
     inherit: Annotated[tuple[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], ...], Field(strict=False)] = ()
     """Variables of the submitter that jobs get as well, for example ``WANDB_API_KEY``."""
+    path: Annotated[tuple[Annotated[str, Field(pattern=r"^/[^:\n]*$")], ...], Field(strict=False)] = ()
+    """Directories before the system's own in ``PATH``, for example ``/opt/slurm/bin``: ``srun`` must be found."""
     module_init: str | None = None
     """File that defines the ``module`` command, for example ``/etc/profile.d/lmod.sh``."""
     modules: Annotated[tuple[Token, ...], Field(strict=False)] = ()

@@ -19,13 +19,14 @@ from hpcrl.errors import ConfigError, Finding
 
 __all__ = ["Loaded", "leaves", "load_cluster", "load_recipe"]
 
-M = TypeVar("M", bound=BaseModel, covariant=True)
+M = TypeVar("M", bound=BaseModel)
+M_co = TypeVar("M_co", bound=BaseModel, covariant=True)
 
 _MAX_EXTENDS = 8
 
 
 @dataclass(frozen=True)
-class Loaded(Generic[M]):
+class Loaded(Generic[M_co]):
     """A validated configuration and where its values came from.
 
     Attributes
@@ -38,7 +39,7 @@ class Loaded(Generic[M]):
         ``file:line`` or ``--set`` by path; what is not in here is a default.
     """
 
-    value: M
+    value: M_co
     source: Path
     origins: Origins
 

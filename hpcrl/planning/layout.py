@@ -76,9 +76,7 @@ def place_groups(groups: Sequence[RoleGroup], recipe: Recipe, cluster: SlurmClus
             nodes = demand.nodes if own_jobs else demand.replicas * demand.nodes
             jobs = demand.replicas if own_jobs else 1
             roles = (demand.role.value,)
-            components.append(
-                _component(cluster, demand.partition, roles, nodes=nodes, jobs=jobs, unit=demand.nodes)
-            )
+            components.append(_component(cluster, demand.partition, roles, nodes=nodes, jobs=jobs, unit=demand.nodes))
     placed = [
         group.model_copy(update=dict(zip(("component", "first_node"), places[group.role], strict=True)))
         if group.role in places
