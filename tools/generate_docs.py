@@ -108,9 +108,23 @@ def _kind(model: type[BaseModel]) -> str:
 
 
 def _plain(annotation: Any) -> Any:
-    while get_origin(annotation) is Annotated:
-        annotation = get_args(annotation)[0]
-    return annotation
+    """A type without what is annotated to it and without ``| None``, which the default tells."""
+    while True:
+        if get_origin(annotation) is Annotated:
+            annotation = get_args(annotation)[0]
+            continue
+        members = [member for member in get_args(annotation) if member is not type(None)]
+        if get_origin(annotation) not in (Union, types.UnionType) or len(members) > 1:
+            return annotation
+        annotation = members[0]
+
+
+def _limits(annotation: Any) -> Iterator[Any]:
+    """What is annotated to a type that may be ``| None``."""
+    for member in get_args(annotation):
+        if get_origin(member) is Annotated:
+            for note in get_args(member)[1:]:
+                yield from note.metadata if isinstance(note, FieldInfo) else (note,)
 
 
 def _models(annotation: Any) -> Iterator[type[BaseModel]]:
@@ -123,15 +137,16 @@ def _models(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def _type(annotation: Any, field: FieldInfo) -> str:
+    limits = [*field.metadata, *_limits(annotation)]
     annotation = _plain(annotation)
     if get_origin(annotation) is Literal:
         return " \\| ".join(f"`{value}`" for value in get_args(annotation))
     if list(_models(annotation)):
         return {tuple: "list", dict: "sections by name"}.get(get_origin(annotation), "section")
-    names = {int: "integer", float: "number", str: "text", bool: "true/false", dict: "mapping"}
+    names = {int: "integer", float: "number", str: "text", bool: "true/false", dict: "mapping", tuple: "list"}
     name = names.get(get_origin(annotation) or annotation, str(annotation))
     bounds = []
-    for limit in field.metadata:
+    for limit in limits:
         for kind, sign in ((Ge, "≥"), (Gt, ">"), (Le, "≤"), (Lt, "<")):
             if isinstance(limit, kind):
                 bounds.append(f"{sign} {getattr(limit, kind.__name__.lower()):g}")
@@ -145,7 +160,9 @@ def _default(field: FieldInfo, is_section: bool) -> str:
         return "required"
     if is_section:
         return "none" if field.default is None else ""
-    return f"`{field.default!r}`" if field.default not in ("", None) else ""
+    if field.default is None:
+        return "none"
+    return f"`{field.default!r}`" if field.default != "" else ""
 
 
 if __name__ == "__main__":

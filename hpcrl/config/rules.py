@@ -16,7 +16,7 @@ from hpcrl.config.rules_job import JOB_RULES
 from hpcrl.config.rules_site import SITE_RULES
 from hpcrl.errors import ConfigError, Finding
 
-__all__ = ["RULES", "SITE_RULES", "check_cluster", "check_rules"]
+__all__ = ["JOB_RULES", "RULES", "SITE_RULES", "check_cluster", "check_rules"]
 
 GIB = 1 << 30
 #: which settings of `LossConfig` each loss reads, beside ``kind``

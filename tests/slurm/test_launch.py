@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
+from plans import APPTAINER, CWD, PYXIS, allocations_for, plan_for
 
 from hpcrl.config.load import load_cluster, load_recipe
 from hpcrl.config.plan import Plan, Role
 from hpcrl.errors import HpcrlError
 from hpcrl.planning import make_plan
 from hpcrl.slurm.launch import Allocation, Launch, allocations_from_env, launch_replica, step_environment
-from plans import APPTAINER, CWD, PYXIS, allocations_for, plan_for
 
 TWO_BY_TWO = ("trainer.ranks=2", "trainer.nodes=2", "engine.replicas=2")
 
 
 def start(plan: Plan, role: Role, replica: int = 0, output: Path | None = None) -> Launch:
     return launch_replica(
-        plan, plan.group(role), replica, command=["run", "it's"], cwd=CWD, allocations=allocations_for(plan),
+        plan,
+        plan.group(role),
+        replica,
+        command=["run", "it's"],
+        cwd=CWD,
+        allocations=allocations_for(plan),
         output=output,
     )
 
@@ -61,7 +67,9 @@ def test_layouts_differ_in_which_job_only(
     launch = start(plan, role, replica)
     found = options(launch)
     assert {name: found.get(name) for name in ("--het-group", "--jobid")} == {
-        "--het-group": None, "--jobid": None, **(dict([which]) if which else {})
+        "--het-group": None,
+        "--jobid": None,
+        **(dict([which]) if which else {}),
     }
     assert found["--nodelist"] == hosts
     assert launch.hosts == tuple(hosts.split(","))
@@ -138,7 +146,7 @@ def test_apptainer() -> None:
     argv = start(plan, Role.ENGINE).argv
     inner = argv[argv.index("apptainer") :]
     assert inner[:3] == ("apptainer", "exec", "--nv")
-    assert ("--bind", "/data:/data:ro") in zip(inner, inner[1:], strict=False)
+    assert ("--bind", "/data:/data:ro") in itertools.pairwise(inner)
     assert "--no-home" not in inner
     assert inner[-5:] == ("--pwd", str(CWD), "/images/hpcrl.sif", "run", "it's")
     # no GPU for what runs beside

@@ -13,13 +13,13 @@ import warnings
 from pathlib import Path
 
 import pytest
+from plans import APPTAINER, CWD, PYXIS, allocations_for, plan_for
 
 from hpcrl.config.plan import Plan
 from hpcrl.errors import UsageError
 from hpcrl.slurm.directives import directive
 from hpcrl.slurm.launch import launch_replica
 from hpcrl.slurm.render import Script, render_jobs
-from plans import APPTAINER, CWD, PYXIS, allocations_for, plan_for
 
 GOLDEN = Path(__file__).parent / "golden"
 CONTAINERS = {"plain": {"kind": "none"}, "pyxis": PYXIS, "apptainer": APPTAINER}
@@ -37,9 +37,7 @@ def launches(plan: Plan) -> str:
     for group in plan.groups:
         for replica in range(group.replicas):
             command = [part.replace("{python}", plan.python or "/opt/hpcrl/bin/python") for part in group.command[:3]]
-            launch = launch_replica(
-                plan, group, replica, command=command, cwd=CWD, allocations=allocations_for(plan)
-            )
+            launch = launch_replica(plan, group, replica, command=command, cwd=CWD, allocations=allocations_for(plan))
             lines.append(shlex.join(launch.argv))
     return "\n".join(lines) + "\n"
 
@@ -134,7 +132,9 @@ def sbatch_words(line: str) -> str:
     return text
 
 
-@pytest.mark.parametrize("value", ["plain", "two words", "it's", 'a "b"', "c\\d", "$HOME", "`id`", "a#b", "ä ö", "a\tb"])
+@pytest.mark.parametrize(
+    "value", ["plain", "two words", "it's", 'a "b"', "c\\d", "$HOME", "`id`", "a#b", "ä ö", "a\tb"]
+)
 def test_directives_survive_sbatch(value: str) -> None:
     assert sbatch_words(directive(f"--output={value}")) == f"--output={value}"
 
@@ -144,7 +144,9 @@ def test_line_breaks_are_refused() -> None:
         directive("--output=a\n#SBATCH --nodes=1000")
 
 
-@pytest.mark.parametrize("name", ["it's", 'a "b" c', "$(touch pwned)", "`id`", "semi;colon", "ä ö", "100%j", "a&b|c", "-x"])
+@pytest.mark.parametrize(
+    "name", ["it's", 'a "b" c', "$(touch pwned)", "`id`", "semi;colon", "ä ö", "100%j", "a&b|c", "-x"]
+)
 def test_nasty_paths(name: str, tmp_path: Path) -> None:
     base = tmp_path / name
     base.mkdir()
