@@ -132,6 +132,8 @@ def _follow_or_tell(run: RunDir, follow: bool, root: str | None) -> None:
 
 def _follow(run: RunDir, console: Console) -> int:
     """Follow a run to its end and print the summary; returns the exit code."""
+    from rich.console import Console as StandardOutput
+
     from hpcrl.errors import ExitCode, UsageError
     from hpcrl.runs.liveview import follow, summary
     from hpcrl.runs.metrics import read_metrics
@@ -148,7 +150,7 @@ def _follow(run: RunDir, console: Console) -> int:
             picture = str(write_report(run))
         except UsageError as error:
             picture = f"none: {error}"
-    Console().print(summary(view, read_progress(run), metrics, picture=picture))
+    StandardOutput().print(summary(view, read_progress(run), metrics, picture=picture))
     if view.state is RunState.COMPLETED:
         return ExitCode.OK
     typer.echo(f"  hpcrl why {run.name}\n  hpcrl resume {run.name}", err=True)

@@ -58,7 +58,8 @@ def usage(facts: ModelFacts, prompt_tokens: int, outputs: list[Output]) -> dict[
     completion = sum(len(output.token_ids) for output in outputs)
     details = None
     if facts.prompt_tokens_details and outputs:
-        details = {"cached_tokens": outputs[0].num_cached_tokens}
+        cached = outputs[0].num_cached_tokens
+        details = {"cached_tokens": cached, "created_cache_tokens": None, "multimodal_tokens": None}
     return {
         "prompt_tokens": prompt_tokens,
         "total_tokens": prompt_tokens + completion,

@@ -51,9 +51,12 @@ class GenerateApi:
         serving.check_prompt(request.token_ids)
         sampling = request.sampling_params
         given = None if sampling.max_tokens is msgspec.UNSET else sampling.max_tokens
-        max_tokens = serving.max_tokens(given, len(request.token_ids), strict=False)
-        if sampling.logprobs is not None and sampling.logprobs < -1:
-            raise bad_request(f"logprobs must be -1 or at least 0, not {sampling.logprobs}", "logprobs")
+        max_tokens = serving.max_tokens(given, len(request.token_ids))
+        serving.check_logprobs("logprobs", sampling.logprobs)
+        serving.check_logprobs("prompt_logprobs", sampling.prompt_logprobs)
+        limit = serving.engine.config.max_num_seqs
+        if sampling.n > limit:
+            raise bad_request(f"n must be at most max_num_seqs ({limit}), not {sampling.n}", "n")
         # up to one entry is the sampled token itself, for which no candidates need be found
         wanted = 0 if sampling.logprobs in (0, 1) else sampling.logprobs
         params = to_params(serving.facts, sampling, max_tokens=max_tokens, logprobs=wanted)
@@ -78,7 +81,7 @@ class GenerateApi:
         async with serving.generate(
             [Prompt(request_id=name, token_ids=request.token_ids)],
             params,
-            n=1 if sampling.n is None else sampling.n,
+            n=sampling.n,
             stream=bool(request.stream),
             cache_salt=request.cache_salt,
             priority=request.priority,

@@ -60,11 +60,9 @@ class TextApi:
         request = await parse(http, CompletionRequest)
         self._check(request)
         prompts = self._prompts(request)
-        if request.logprobs is not None and request.logprobs < -1:
-            raise bad_request(f"logprobs must be -1 or at least 0, not {request.logprobs}", "logprobs")
         wanted = 16 if request.max_tokens is None else request.max_tokens
         name = f"cmpl-{self._serving.request_id(http, request.request_id)}"
-        n = max(1, request.n or 1)
+        n = max(1, request.n)
 
         def head(kind: str) -> dict[str, Any]:
             return self._head(name, kind, "text_completion")
@@ -108,7 +106,10 @@ class TextApi:
             return self._head(name, kind, "chat.completion.chunk" if kind == "chunk" else "chat.completion")
 
         def choice(index: int, output: Output) -> dict[str, Any]:
-            text = {"content": output.text} if request.stream else {"role": "assistant", "content": output.text}
+            text: dict[str, Any] = {"content": output.text}
+            if not request.stream:
+                absent = ("refusal", "annotations", "audio", "function_call", "reasoning")
+                text = {"role": "assistant", **text, **dict.fromkeys(absent)}
             entry: dict[str, Any] = {
                 "index": index,
                 "delta" if request.stream else "message": text,
@@ -138,7 +139,9 @@ class TextApi:
         self, request: OpenAIRequest, prompt: list[int], wanted: int | None, logprobs: int | None
     ) -> SamplingParams:
         self._serving.check_prompt(prompt)
-        max_tokens = self._serving.max_tokens(wanted, len(prompt), strict=True)
+        self._serving.check_logprobs("logprobs", logprobs)
+        self._serving.check_logprobs("prompt_logprobs", request.prompt_logprobs)
+        max_tokens = self._serving.max_tokens(wanted, len(prompt))
         return to_params(self._serving.facts, request, max_tokens=max_tokens, logprobs=logprobs)
 
     def _prompts(self, request: CompletionRequest) -> list[list[int]]:
@@ -166,8 +169,9 @@ class TextApi:
                 if any(not isinstance(part, dict) or part.get("type") != "text" for part in content):
                     raise bad_request("only text content is supported", "messages")
                 content = "".join(str(part.get("text", "")) for part in content)
+            content = "" if content is None else content
             if not isinstance(message.get("role"), str) or not isinstance(content, str):
-                raise bad_request("each message needs a role and text content", "messages")
+                raise bad_request("each message needs a role, and its content must be text", "messages")
             messages.append({"role": str(message["role"]), "content": content})
         if not messages:
             raise bad_request("messages must not be empty", "messages")
@@ -177,7 +181,8 @@ class TextApi:
         head: dict[str, Any] = {"id": name, "object": what, "created": int(time.time())}
         head["model"] = self._serving.facts.names[0]
         if kind == "whole":
-            head |= {"service_tier": None, "system_fingerprint": None, "kv_transfer_params": None}
+            absent = ("service_tier", "system_fingerprint", "kv_transfer_params", "ec_transfer_params", "metrics")
+            head |= dict.fromkeys(absent)
         return head
 
     async def _answer(
@@ -203,7 +208,7 @@ class TextApi:
         async with serving.generate(
             prompts,
             params,
-            n=1 if request.n is None else request.n,
+            n=request.n,
             stream=bool(request.stream),
             cache_salt=request.cache_salt,
             priority=request.priority,

@@ -167,7 +167,8 @@ class Engine:
         mode:
             ``abort`` ends all requests, ``wait`` lets those that have started finish, ``keep`` freezes them.
         clear_cache:
-            Also forget the prefix cache. Frozen requests keep their KV.
+            Also forget the prefix cache. As in vLLM this takes the KV of frozen requests too: they are computed
+            again after the pause, with the weights of then. To keep KV across new weights, say no.
         """
         assert mode in PAUSE_MODES
         future: Future[None] = Future()
@@ -177,6 +178,9 @@ class Engine:
             if mode == "abort":
                 self._abort(list(self._scheduler.requests()))
             if mode == "keep":
+                if clear_cache:
+                    self._scheduler.preempt_all()
+                    self._pool.reset()
                 future.set_result(None)
             else:
                 self._draining.append((future, clear_cache))

@@ -39,7 +39,7 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 class _Common(msgspec.Struct, kw_only=True):
     """Sampling fields that all three kinds of request have."""
 
-    n: int | None = 1
+    n: int = 1
     min_p: float | None = None
     seed: int | None = None
     stop: str | list[str] | None = None

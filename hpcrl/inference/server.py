@@ -106,6 +106,7 @@ def _facts(settings: ServerSettings, model: Qwen3Moe, tokenizer: ChatTokenizer |
         default_top_p=float(defaults.get("top_p") or 1.0),
         default_top_k=int(defaults.get("top_k") or 0),
         default_min_p=float(defaults.get("min_p") or 0.0),
+        max_logprobs=settings.max_logprobs,
         prompt_tokens_details=settings.enable_prompt_tokens_details,
         priority_scheduling=settings.scheduling_policy == "priority",
     )

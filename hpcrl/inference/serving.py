@@ -22,6 +22,10 @@ from hpcrl.models.tokenizer import ChatTokenizer
 __all__ = ["Generation", "ModelFacts", "Prompt", "Serving", "candidates"]
 
 
+#: sequences one prompt may ask for, as in vLLM
+MAX_CHOICES = 16384
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
     """What request handlers need to know of the served model.
@@ -36,6 +40,12 @@ class ModelFacts:
         The first ends a sequence without a ``stop_reason``, the others with one.
     default_temperature, default_top_p, default_top_k, default_min_p:
         For requests that say nothing (from ``generation_config.json``), text endpoints only.
+    max_logprobs:
+        Candidates a request may ask for; -1 for all.
+    prompt_tokens_details:
+        Whether usage says how much of the prompt was cached.
+    priority_scheduling:
+        Whether the priority of a request counts.
     """
 
     names: tuple[str, ...]
@@ -46,6 +56,7 @@ class ModelFacts:
     default_top_p: float = 1.0
     default_top_k: int = 0
     default_min_p: float = 0.0
+    max_logprobs: int = 20
     prompt_tokens_details: bool = False
     priority_scheduling: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
@@ -62,11 +73,17 @@ class Prompt:
 class Generation:
     """The sequences of one call, prompts times ``n``, in order."""
 
-    def __init__(self, requests: list[EngineRequest], texts: list[TextStream | None]) -> None:
-        self.requests, self._texts = requests, texts
+    def __init__(self) -> None:
+        self.requests: list[EngineRequest] = []
+        self._texts: list[TextStream | None] = []
         self._queue: asyncio.Queue[tuple[int, Output]] = asyncio.Queue()
         self._cut: dict[int, int] = {}
         self.abort: Callable[[list[EngineRequest]], object] = lambda _: None
+
+    def add(self, request: EngineRequest, text: TextStream | None) -> None:
+        """Add a sequence; ``text`` where its text is wanted."""
+        self.requests.append(request)
+        self._texts.append(text)
 
     def receiver(self, index: int) -> Callable[[Output], None]:
         """Where sequence ``index`` reports to."""
@@ -186,17 +203,8 @@ class Serving:
         if name and name not in self.facts.names:
             raise ApiError(404, f"The model `{name}` does not exist.", kind="NotFoundError", param="model")
 
-    def max_tokens(self, wanted: int | None, prompt_length: int, *, strict: bool) -> int:
-        """Tokens a sequence may get.
-
-        Parameters
-        ----------
-        wanted:
-            What the request says; None for as many as fit.
-        prompt_length:
-            Tokens of the prompt.
-        strict:
-            Refuse more than fits, as vLLM's text endpoints do.
+    def max_tokens(self, wanted: int | None, prompt_length: int) -> int:
+        """Tokens a sequence may get: what the request says, or as many as fit. The context cuts either.
 
         Raises
         ------
@@ -210,13 +218,20 @@ class Serving:
                 f"the maximum model length is {limit}",
                 "prompt",
             )
-        if wanted is not None and strict and prompt_length + wanted > limit:
-            raise bad_request(
-                f"prompt ({prompt_length} tokens) and max_tokens ({wanted}) are longer than "
-                f"the maximum context length of {limit}",
-                "max_tokens",
-            )
         return limit - prompt_length if wanted is None else wanted
+
+    def check_logprobs(self, name: str, count: int | None) -> None:
+        """Refuse more candidates than ``--max-logprobs`` allows.
+
+        Raises
+        ------
+        ApiError
+            400.
+        """
+        vocab_size = self.engine.arch.vocab_size
+        allowed = vocab_size if self.facts.max_logprobs == -1 else self.facts.max_logprobs
+        if count is not None and (count < -1 or (vocab_size if count == -1 else count) > allowed):
+            raise bad_request(f"{name} must be between 0 and {allowed}, or -1 for all where allowed, not {count}", name)
 
     def check_prompt(self, token_ids: list[int]) -> None:
         """Refuse prompts the model cannot read.
@@ -253,9 +268,12 @@ class Serving:
         ApiError
             400: parameters are out of bounds; 503: the engine has failed.
         """
-        self._check(n, priority)
+        if self.engine.failure is not None:
+            raise ApiError(503, f"the engine has failed: {self.engine.failure}", kind="ServiceUnavailableError")
+        if not 1 <= n <= MAX_CHOICES:
+            raise bad_request(f"n must be between 1 and {MAX_CHOICES}, not {n}", "n")
         per_prompt = params if isinstance(params, list) else [params] * len(prompts)
-        generation = Generation([], [])
+        generation = Generation()
         for prompt, one in zip(prompts, per_prompt, strict=True):
             self.check_prompt(prompt.token_ids)
             if n > 1 and one.greedy:
@@ -271,11 +289,10 @@ class Serving:
                     one.nth(i),
                     generation.receiver(len(generation.requests)),
                     cache_salt=cache_salt,
-                    priority=priority,
+                    priority=priority if self.facts.priority_scheduling else 0,
                     stream=stream or has_stop_strings,
                 )
-                generation.requests.append(request)
-                generation._texts.append(make_text())
+                generation.add(request, make_text())
         generation.abort = self.engine.abort
         for request in generation.requests:
             self._by_id[request.request_id].add(request)
@@ -287,14 +304,6 @@ class Serving:
             unfinished = [request for request in generation.requests if not request.ended]
             if unfinished:
                 self.engine.abort(unfinished)
-
-    def _check(self, n: int, priority: int) -> None:
-        if self.engine.failure is not None:
-            raise ApiError(503, f"the engine has failed: {self.engine.failure}", kind="ServiceUnavailableError")
-        if not 1 <= n <= self.engine.config.max_num_seqs:
-            raise bad_request(f"n must be between 1 and max_num_seqs ({self.engine.config.max_num_seqs}), not {n}", "n")
-        if priority and not self.facts.priority_scheduling:
-            raise bad_request("priority needs --scheduling-policy priority", "priority")
 
     def find(self, request_ids: list[str]) -> list[EngineRequest]:
         """Sequences in flight with these ids."""

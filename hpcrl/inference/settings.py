@@ -32,6 +32,7 @@ class ServerSettings:
     enable_return_routed_experts: bool
     enable_prompt_tokens_details: bool
     logprobs_mode: str
+    max_logprobs: int
     scheduling_policy: str
     generation_config: str
     skip_tokenizer_init: bool
@@ -85,6 +86,7 @@ def _parser() -> _Parser:
     add("--enable-return-routed-experts", action=argparse.BooleanOptionalAction, default=False)
     add("--enable-prompt-tokens-details", action=argparse.BooleanOptionalAction, default=False)
     add("--logprobs-mode", choices=("raw_logprobs", "processed_logprobs"), default="raw_logprobs")
+    add("--max-logprobs", type=int, default=20, help="candidates a request may ask for; -1 for all")
     add("--scheduling-policy", choices=("fcfs", "priority"), default="fcfs")
     add("--generation-config", choices=("auto", "vllm"), default="auto", help="vllm: ignore the model's defaults")
     add("--skip-tokenizer-init", action="store_true", help="serve token ids only")

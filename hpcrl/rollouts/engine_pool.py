@@ -22,6 +22,7 @@ CacheSalt = Callable[[], Awaitable[str]]
 _FIRST_BACKOFF_S = 0.25
 _LONGEST_BACKOFF_S = 5.0
 _WATCH_S = 2.0
+_HEALTH_S = 5.0
 _LOST_AFTER_S = 30.0
 """How long an engine that cannot be reached is given before the run ends over it."""
 
@@ -166,7 +167,7 @@ class EnginePool:
         deadline = time.monotonic() + timeout_s
         waiting = list(self.engines)
         while waiting:
-            healthy = await asyncio.gather(*(engine.client.healthy(timeout_s=5.0) for engine in waiting))
+            healthy = await asyncio.gather(*(engine.client.healthy(timeout_s=_HEALTH_S) for engine in waiting))
             waiting = [engine for engine, ok in zip(waiting, healthy, strict=True) if not ok]
             if waiting and time.monotonic() > deadline:
                 names = ", ".join(f"{engine.name} ({engine.client.url})" for engine in waiting)
@@ -175,21 +176,21 @@ class EnginePool:
                 await asyncio.sleep(0.1)
 
     async def watch(self) -> None:
-        """Ask engines that did not answer a request whether they live. Runs for ever.
+        """Ask engines again and again whether they live. Runs for ever.
 
         Raises
         ------
         PeerLostError
-            One has not answered anything for 30 s.
+            One has not answered for 30 s.
         """
         while True:
             await asyncio.sleep(_WATCH_S)
-            for engine in self.engines:
-                since = engine.unreachable_since
-                if since is None:
-                    continue
-                if await engine.client.healthy(timeout_s=_WATCH_S):
-                    # a request may time out on an engine that is merely slow
+            healthy = await asyncio.gather(*(engine.client.healthy(timeout_s=_HEALTH_S) for engine in self.engines))
+            now = time.monotonic()
+            for engine, ok in zip(self.engines, healthy, strict=True):
+                if ok:
                     engine.unreachable_since = None
-                elif time.monotonic() - since > _LOST_AFTER_S:
+                    continue
+                engine.unreachable_since = engine.unreachable_since or now
+                if now - engine.unreachable_since > _LOST_AFTER_S:
                     raise PeerLostError(f"{engine.name} ({engine.client.url}) has not answered for {_LOST_AFTER_S:g} s")

@@ -242,6 +242,7 @@ class Orchestrator:
         # what exists now stays: the collector need not look at it again and again
         gc.collect()
         gc.freeze()
+        self._lag.reset()  # loading a tokenizer blocks, and nobody waits yet
         self._tasks.create_task(self._scheduler.run())
 
     def _on_served(self, version: int) -> None:
@@ -288,6 +289,9 @@ class Orchestrator:
         """One shard (see `hpcrl.rollouts.trainer_desk.TrainerDesk.batch`)."""
         if not await self._is_restored(wait_s):
             return None
+        if self._updater.announced is None:
+            # who asks for step s has published version s - 1
+            await self._announce(step - 1)
         return await self._desk.batch(step, rank=rank, world_size=world_size, wait_s=wait_s)
 
     async def published(self, version: int) -> None:
@@ -309,6 +313,7 @@ class Orchestrator:
         if not await self._is_restored(wait_s):
             return False
         if self._finished is None:
+            await self._announce(version)
             self._finished = self._tasks.create_task(self._finish(version))
         await asyncio.wait([self._finished], timeout=wait_s)
         return self._finished.done()
@@ -328,6 +333,5 @@ class Orchestrator:
 
     async def _finish(self, version: int) -> None:
         await self._scheduler.drain()
-        await self._updater.announce(version)
         await self._updater.wait_served(version)
         await self._evaluator.evaluate(version, exactly=True)

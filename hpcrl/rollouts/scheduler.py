@@ -103,15 +103,23 @@ class Scheduler:
         HpcrlError
             Rollouts fail one after the other, or an engine's answers cannot be used.
         """
-        while True:
-            self._wake.clear()
-            while self._error is None and self._may_start():
-                self._start(heapq.heappop(self._restart) if self._restart else self._take_index())
-                # let the members of this group begin, and others be heard, before the next is admitted
-                await asyncio.sleep(0)
-            if self._error is not None:
-                raise self._error
-            await self._wake.wait()
+        try:
+            while True:
+                self._wake.clear()
+                await self._admit()
+                if self._error is not None:
+                    raise self._error
+                await self._wake.wait()
+        finally:
+            for running in list(self._running.values()):
+                self._cancel(running)
+
+    async def _admit(self) -> None:
+        """Start groups until there is no room."""
+        while self._error is None and self._may_start():
+            self._start(heapq.heappop(self._restart) if self._restart else self._take_index())
+            # let the members of this group begin, and others be heard, before the next is admitted
+            await asyncio.sleep(0)
 
     def serve(self, version: int) -> None:
         """All engines serve ``version``: new places may open."""
@@ -159,7 +167,10 @@ class Scheduler:
 
     def _may_start(self) -> bool:
         fits = self.in_flight + self._config.group_size <= self._config.max_in_flight
-        return fits and self.account.capacity > 0 and not self._draining
+        # With a whole batch waiting the trainer is the slower side: rollouts started now would gain no time and
+        # only be older when they are used.
+        ahead = self.account.batch_ready
+        return fits and not ahead and self.account.capacity > 0 and not self._draining
 
     def _take_index(self) -> int:
         self.next_index += 1

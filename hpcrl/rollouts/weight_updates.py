@@ -29,7 +29,7 @@ _RESUME_AT_EXIT_S = 1.0
 class WeightUpdater:
     """Watches the hand-off store and updates engines; the only collector of old versions.
 
-    The first version is not looked for but awaited: before the trainer has announced one, the store may hold
+    The first version is not looked for but awaited: before the trainer has named one, the store may hold
     versions of a past that a resume is about to withdraw.
     """
 

@@ -15,7 +15,7 @@ from hpcrl.runs.logs import LogFilter, find_log_files, read_logs
 from hpcrl.runs.observe import RunView, find_resume_point, observe
 from hpcrl.runs.role import FailureRecord
 from hpcrl.runs.rundir import RunDir
-from hpcrl.runs.status import RunState
+from hpcrl.runs.status import ComponentState, RunState
 
 __all__ = ["WHY_SCHEMA", "Consequence", "Diagnosis", "diagnose", "diagnosis_document", "print_diagnosis"]
 
@@ -55,7 +55,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
         Step of the checkpoint that a resume takes; None where there is none.
     """
 
-    run: str
+    name: str
     state: RunState
     attempt: int
     ended_at_s: float | None
@@ -80,7 +80,7 @@ def diagnose(run: RunDir) -> Diagnosis:
     if view.state.ended and view.state is not RunState.COMPLETED:
         resume_step = find_resume_point(run).step
     return Diagnosis(
-        run=view.run,
+        name=view.name,
         state=view.state,
         attempt=view.attempt,
         ended_at_s=view.ended_at_s,
@@ -101,7 +101,7 @@ def _sentence(view: RunView) -> str:
     if view.cause is not None:
         return view.cause.message
     if view.state is RunState.COMPLETED:
-        return "the run did all its steps"
+        return "the run completed: it did all its steps"
     return f"the run has not ended: it is {view.state}"
 
 
@@ -124,12 +124,14 @@ def _last_words(run: RunDir, view: RunView) -> tuple[list[str], str]:
         return [], ""
     if cause.traceback:
         return cause.traceback.rstrip().splitlines()[-_TRACEBACK_LINES:], ""
-    wanted = LogFilter(view.attempt, cause.role, cause.replica, cause.rank)
-    if not find_log_files(run, wanted):
-        wanted = wanted._replace(rank=0)  # a rank that had no time to open its own
-    files = find_log_files(run, wanted)
-    lines = [line.line for line in read_logs(run, wanted, lines=_LOG_LINES)]
-    return lines, str(files[0].path.relative_to(run.path)) if files else ""
+    # a rank that was killed may not have said anything yet; what started it has
+    for rank in dict.fromkeys((cause.rank, 0)):
+        wanted = LogFilter(view.attempt, cause.role, cause.replica, rank)
+        files = find_log_files(run, wanted)
+        lines = [line.line for line in read_logs(run, wanted, lines=_LOG_LINES)]
+        if lines:
+            return lines, str(files[0].path.relative_to(run.path)) if len(files) == 1 else ""
+    return [], ""
 
 
 def _consequences(run: RunDir, view: RunView) -> list[Consequence]:
@@ -145,8 +147,9 @@ def _consequences(run: RunDir, view: RunView) -> list[Consequence]:
     said = {(record.role, record.replica) for record in FailureRecord.read_all(run, view.attempt)}
     for component in view.components:
         key = (component.role, component.replica)
-        failed = component.exit_code not in (None, 0) or component.signal is not None
-        if component.ended_at_s is not None and failed and key != first and key not in said:
+        # those that were asked to stop are EXITED, whatever their exit code
+        by_itself = component.state is ComponentState.FAILED and key not in (first, *said)
+        if by_itself and component.ended_at_s is not None:
             end = describe_end(component.exit_code, component.signal)
             found.append(Consequence(time_s=component.ended_at_s, what=f"{component.role} {component.replica} {end}"))
     return sorted(found, key=lambda consequence: consequence.time_s)
@@ -155,24 +158,23 @@ def _consequences(run: RunDir, view: RunView) -> list[Consequence]:
 def _earlier(run: RunDir, attempt: int) -> dict[int, str]:
     """Last state and cause of the attempts before, from their events."""
     ends: dict[int, str] = {}
-    for event in read_events(run):
-        if event.attempt >= attempt:
-            continue
-        if event.kind == "run.state":
-            cause = event.data.get("cause")
-            ends[event.attempt] = f"{event.data['state']}: {cause}" if cause else str(event.data["state"])
-        elif event.kind == "guard.supervisor_lost":
-            ends[event.attempt] = "LOST: the supervisor went away without a last word"
+    for event in read_events(run, kind="run.state"):
+        if event.attempt < attempt:
+            state, cause = RunState(event.data["state"]), event.data.get("cause")
+            if not state.ended:
+                ends[event.attempt] = "LOST: the supervisor went away without a last word"
+            else:
+                ends[event.attempt] = f"{state}: {cause}" if cause else state.value
     return ends
 
 
 def _ways_on(view: RunView, resume_step: int | None) -> list[str]:
     if view.state is RunState.COMPLETED:
-        return [f"hpcrl report {view.run}"]
+        return [f"hpcrl report {view.name}"]
     if not view.state.ended:
-        return [f"hpcrl status {view.run} --watch", f"hpcrl logs {view.run} -f"]
+        return [f"hpcrl status {view.name} --watch", f"hpcrl logs {view.name} -f"]
     where = "from the beginning: there is no checkpoint" if resume_step is None else f"from step {resume_step}"
-    return [f"hpcrl resume {view.run}    # {where}", f"hpcrl logs {view.run}"]
+    return [f"hpcrl resume {view.name}    # {where}", f"hpcrl logs {view.name}"]
 
 
 def diagnosis_document(diagnosis: Diagnosis) -> str:
@@ -187,7 +189,7 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
         console.print(Text.assemble(*parts), soft_wrap=True)
 
     attempt = f"  attempt {diagnosis.attempt}, {duration(diagnosis.wall_s)}" if diagnosis.attempt else ""
-    say((diagnosis.run, "bold"), "  ", state_text(diagnosis.state), attempt)
+    say((diagnosis.name, "bold"), "  ", state_text(diagnosis.state), attempt)
     cause = diagnosis.cause
     when = f"{_clock(cause.time_s)}  " if cause is not None else ""
     say("\n", when, (diagnosis.sentence, "bold"))

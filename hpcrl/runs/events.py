@@ -6,6 +6,7 @@ other; a reader merges the files by time.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ import msgspec
 from hpcrl.runs.rundir import RunDir
 
 __all__ = ["Event", "EventWriter", "read_events"]
+
+_log = logging.getLogger(__name__)
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,9 +56,10 @@ class EventWriter:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
     def emit(self, kind: str, **data: Any) -> None:
-        """Record that ``kind`` happened now. ``data`` must be encodable as JSON."""
+        """Record that ``kind`` happened now, and say so in the log. ``data`` must be encodable as JSON."""
         event = Event(time_s=time.time(), attempt=self.attempt, writer=self.writer, kind=kind, data=data)
         os.write(self._fd, msgspec.json.encode(event) + b"\n")
+        _log.info("%s %s", kind, " ".join(f"{name}={_short(value)}" for name, value in data.items()))
 
     def close(self) -> None:
         """Close the file; later `emit` calls fail."""
@@ -64,18 +68,30 @@ class EventWriter:
             self._fd = -1
 
 
-def _read_file(path: Path) -> Iterator[Event]:
+def _short(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, dict):
+        return "{" + " ".join(f"{name}={_short(item)}" for name, item in value.items()) + "}"
+    return str(value)
+
+
+def _read_file(path: Path, kind: str) -> Iterator[Event]:
     for line in path.read_bytes().split(b"\n"):
+        if kind.encode() not in line:
+            continue  # before decoding: who follows a run asks for few of very many lines, again and again
         try:
-            yield msgspec.json.decode(line, type=Event)
+            event = msgspec.json.decode(line, type=Event)
         except msgspec.DecodeError:
             continue  # empty, or the torn last line of a writer that was killed
+        if kind in ("", event.kind):
+            yield event
 
 
-def read_events(run: RunDir, *, attempt: int | None = None) -> list[Event]:
-    """All events of a run (or one attempt) in time order."""
+def read_events(run: RunDir, *, attempt: int | None = None, kind: str = "") -> list[Event]:
+    """All events of a run (or of one attempt, or of one kind) in time order."""
     pattern = "*.jsonl" if attempt is None else f"{attempt:04d}-*.jsonl"
     if not run.events_dir.is_dir():
         return []
-    events = [event for path in sorted(run.events_dir.glob(pattern)) for event in _read_file(path)]
+    events = [event for path in sorted(run.events_dir.glob(pattern)) for event in _read_file(path, kind)]
     return sorted(events, key=lambda event: event.time_s)

@@ -33,7 +33,7 @@ class RunRow(msgspec.Struct, frozen=True, kw_only=True):
         Why it ended, if not by success.
     """
 
-    run: str
+    name: str
     state: RunState
     recipe: str
     attempts: int
@@ -55,7 +55,7 @@ def list_rows(root: Path) -> list[RunRow]:
         metrics = read_metrics(run)
         rows.append(
             RunRow(
-                run=view.run,
+                name=view.name,
                 state=view.state,
                 recipe=view.recipe,
                 attempts=view.attempts,
@@ -81,7 +81,7 @@ def listing_table(rows: list[RunRow]) -> Table:
         table.add_column(column, justify="right" if column in ("attempts", "time", "steps", "reward") else "left")
     for row in rows:
         table.add_row(
-            row.run,
+            row.name,
             state_text(row.state),
             time.strftime("%Y-%m-%d %H:%M", time.localtime(row.created_at_s)),
             str(row.attempts),

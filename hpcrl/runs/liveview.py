@@ -18,7 +18,9 @@ from hpcrl.runs.status import RunState
 
 __all__ = ["components_table", "duration", "follow", "render", "state_text", "summary"]
 
-_POLL_S = 0.5
+_POLL_S = 1.0
+_SILENCE_S = 20.0
+"""A supervisor that lives but has not written for so long hangs, or its filesystem does."""
 _STYLES = {
     "RUNNING": "green",
     "READY": "green",
@@ -80,7 +82,8 @@ def follow(
         while True:
             try:
                 view = observe(run)
-                screen.show(view, read_progress(run), read_metrics(run))
+                metrics = read_metrics(run)
+                screen.show(view, read_progress(run, metrics), metrics)
                 if view.state.ended:
                     return view
                 time.sleep(poll_s)
@@ -133,7 +136,7 @@ class _LineScreen:
         if view.state != self._state:
             self._state = view.state
             reason = f": {view.cause.message}" if view.cause is not None else ""
-            self.say(f"{view.run} {view.state}{reason}")
+            self.say(f"{view.name} {view.state}{reason}")
         for record in metrics:
             if record.step > self._step:
                 self.say(_step_line(record, progress))
@@ -171,10 +174,13 @@ def render(view: RunView, progress: Progress, metrics: list[StepRecord]) -> Rend
 
 
 def _head(view: RunView, progress: Progress) -> Text:
-    head = Text.assemble((view.run, "bold"), "  ", state_text(view.state), f"  attempt {max(view.attempt, 1)}")
+    head = Text.assemble((view.name, "bold"), "  ", state_text(view.state), f"  attempt {max(view.attempt, 1)}")
     head.append(f"  {duration(view.wall_s)} elapsed")
     if progress.eta_s is not None and not view.state.ended:
         head.append(f", about {duration(progress.eta_s)} left")
+    silent_s = 0.0 if view.heartbeat_s is None else time.time() - view.heartbeat_s
+    if silent_s > _SILENCE_S and not view.state.ended:
+        head.append(f"  no heartbeat for {duration(silent_s)}", style="bold red")
     return head
 
 
@@ -245,7 +251,7 @@ def components_table(view: RunView) -> Table:
 def summary(view: RunView, progress: Progress, metrics: list[StepRecord], *, picture: str = "") -> Table:
     """What a person wants to know at the end; ``picture`` is the path of the report, or why there is none."""
     table = Table.grid(padding=(0, 2))
-    table.add_row("run", Text.assemble((view.run, "bold"), "  ", state_text(view.state)))
+    table.add_row("run", Text.assemble((view.name, "bold"), "  ", state_text(view.state)))
     if view.cause is not None:
         table.add_row("cause", Text(view.cause.message))
     if len(progress.evaluations) > 1:

@@ -80,7 +80,7 @@ def _title(view: RunView, progress: Progress, metrics: list[StepRecord]) -> str:
     parts = [f"{view.state}", f"{progress.steps} of {progress.total_steps} steps", f"{duration(seconds)} of training"]
     if view.attempts > 1:
         parts.append(f"{view.attempts} attempts")
-    return f"{view.run}\n" + " · ".join(parts)
+    return f"{view.name}\n" + " · ".join(parts)
 
 
 def _draw_reward(axis: Any, metrics: list[StepRecord], progress: Progress) -> None:

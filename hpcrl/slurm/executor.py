@@ -13,6 +13,9 @@ from submitit.local.local import LocalExecutor, LocalJob
 
 __all__ = ["DetachedLocalExecutor"]
 
+#: keeps controllers that we started from being collected while they run; also collects them when they end
+_controllers: list[subprocess.Popen[bytes]] = []
+
 _MARGIN_S = 120
 """The supervisor ends the run at its limit; submitit's controller, which kills hard, comes this much later."""
 
@@ -65,4 +68,5 @@ class DetachedLocalExecutor(LocalExecutor):
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        _controllers[:] = [process, *(other for other in _controllers if other.poll() is None)]
         return LocalJob(folder=folder, job_id=str(process.pid), process=process, tasks=[0])

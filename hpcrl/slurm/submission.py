@@ -72,7 +72,7 @@ def _occupied(target: Path) -> str:
     view = observe(run)
     ways = ["--name with another name"]
     if view.state is RunState.COMPLETED:
-        ways.append(f"look at it: hpcrl report {run.name}")
+        ways.append(f"it did all its steps, there is nothing to resume; look at it: hpcrl report {run.name}")
     elif view.state.ended:
         ways.append(f"go on with it: hpcrl resume {run.name}")
     else:

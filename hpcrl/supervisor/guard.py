@@ -40,6 +40,8 @@ KIND_VARIABLE = "HPCRL_PROCESS"
 """``launch`` (submitit and the supervisor), ``guard`` or ``role``."""
 
 _POLL_S = 0.02
+_AFTERMATH_S = 2.0
+"""Longest time between SIGTERM and SIGKILL for what is left when the role itself has ended."""
 _GIVE_UP_S = 5.0
 """After this long under SIGKILL a process hangs in the kernel; we report it and go."""
 
@@ -203,9 +205,10 @@ class Guard:
 
     def _end_all(self) -> None:
         """End everything below us; the role first had its chance, what it left behind gets the rest of it."""
-        now = time.monotonic()
-        # a role that ended by itself may leave helpers that end by themselves, too; they get a moment
-        kill_at = self._kill_at if self._kill_at is not None else now + min(self._grace_s, 2.0)
+        # what a role leaves behind may be about to end by itself, and gets a moment; not all of the grace
+        kill_at = time.monotonic() + min(self._grace_s, _AFTERMATH_S)
+        if self._kill_at is not None:
+            kill_at = min(kill_at, self._kill_at)
         remaining = end_processes(lambda: procfs.descendants(os.getpid()), kill_at=kill_at, between=self._reap)
         if remaining:
             self._record("guard.left_behind", pids=[process.pid for process in remaining])

@@ -18,6 +18,7 @@ from hpcrl import procfs
 from hpcrl.config.plan import Plan, Role
 from hpcrl.errors import HpcrlError
 from hpcrl.runs.cause import Cause, CauseKind, choose_cause
+from hpcrl.runs.record import RunRecord
 from hpcrl.runs.role import Endpoints, FailureRecord, ready_path
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunState
@@ -255,7 +256,11 @@ class Supervisor:
         if self._decided.is_set():
             self._hurry.set()
         else:
-            self._fail(CauseKind.CANCELLED, f"cancelled ({signal.Signals(signum).name} to the supervisor)")
+            submissions = RunRecord.read(self._run).submissions
+            by = submissions[-1].cancelled_by if submissions else ""
+            # who asks through hpcrl says so in the record first; Slurm and kill do not
+            who = f"by {by}" if by else f"by {signal.Signals(signum).name} to the supervisor"
+            self._fail(CauseKind.CANCELLED, f"cancelled {who}")
 
     async def _watch(self) -> None:
         """Heartbeat, time limit, parent, words of roles that fail slowly."""

@@ -8,7 +8,7 @@ import time
 
 import psutil
 import pytest
-from conftest import SMALL_RUN, Lab, processes, steps, wait_for, wait_step
+from lab import SMALL_RUN, Lab, processes, steps, wait_for, wait_step
 
 from hpcrl.checkpoints import CheckpointLedger
 from hpcrl.runs.rundir import RunDir

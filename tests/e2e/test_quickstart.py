@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
-from conftest import Lab, events, processes, steps
+from lab import Lab, events, processes, steps
 
 from hpcrl.checkpoints import CheckpointLedger
 
@@ -40,6 +41,9 @@ def test_quickstart_learns_and_shows_it(quickstart_lab: Lab) -> None:
     assert fresh
     assert max(fresh) < 1e-5
     assert events(run, "engine.weights_updated")
+    rollouts = [json.loads(line) for path in run.rollouts_dir.glob("*.jsonl") for line in path.read_text().splitlines()]
+    assert len(rollouts) == total * run.recipe().rollouts.rollouts_per_step
+    assert any(rollout["first_version"] < rollout["last_version"] for rollout in rollouts)
 
     assert processes(run) == []
     status = lab.json("status", run.name)
@@ -47,7 +51,7 @@ def test_quickstart_learns_and_shows_it(quickstart_lab: Lab) -> None:
     assert any(row["name"] == run.name for row in lab.json("ls")["runs"])
     assert "completed" in lab.hpcrl("why", run.name).stdout.lower()
     logs = lab.hpcrl("logs", run.name, "--role", "trainer").stdout
-    assert re.search(r"trainer", logs)
+    assert re.search(rf"step={total}\b", logs)
     assert CheckpointLedger(run.checkpoints_dir).steps()[-1] == total
     lab.hpcrl("report", run.name)
     assert (run.path / "report.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"

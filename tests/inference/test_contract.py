@@ -32,7 +32,9 @@ from hpcrl.trainer.models.qwen3_moe import Qwen3Moe
 
 KIND = os.environ.get("HPCRL_TEST_ENGINE", "embedded")
 EMBEDDED = KIND == "embedded"
-MAX_MODEL_LEN = 512
+MAX_MODEL_LEN = 1024
+#: tokens of a request that is still running when something is done to it
+LONG = 1000
 MAX_NUM_SEQS = 16
 BLOCK = 32
 #: both compute in float32, but not in the same order
@@ -275,7 +277,8 @@ BAD = {
     "logprobs": ({}, {"logprobs": -2}),
     "empty stop string": ({}, {"stop": [""]}),
     "number as text": ({}, {"max_tokens": "many"}),
-    "priority without priorities": ({"priority": 3}, {}),
+    "more candidates than allowed": ({}, {"logprobs": 21}),
+    "all candidates": ({}, {"logprobs": -1}),
     "prompt_logprobs below -1": ({}, {"prompt_logprobs": -2}),
     "route start behind the prompt": ({}, {"routed_experts_prompt_start": 4}),
 }
@@ -437,10 +440,17 @@ def test_chat_limits(server: Server) -> None:
     assert short["usage"]["completion_tokens"] == 3
     whole = server.ok("/v1/chat/completions", body)
     assert whole["usage"]["total_tokens"] == MAX_MODEL_LEN
-    assert server.call("/v1/chat/completions", {**body, "max_tokens": MAX_MODEL_LEN})[0] == 400
-    assert (
-        server.call("/v1/completions", {"model": SERVED_NAME, "prompt": [1, 2], "max_tokens": MAX_MODEL_LEN})[0] == 400
-    )
+    # the context cuts what is asked for, a prompt that leaves no room is refused
+    cut = server.ok("/v1/chat/completions", {**body, "max_tokens": MAX_MODEL_LEN})
+    assert cut["usage"]["total_tokens"] == MAX_MODEL_LEN
+    completion = {
+        "model": SERVED_NAME,
+        "prompt": [8] * (MAX_MODEL_LEN - 12),
+        "max_tokens": 50,
+        "ignore_eos": True,
+    }
+    assert server.ok("/v1/completions", completion)["usage"]["completion_tokens"] == 12
+    assert server.call("/v1/completions", {**completion, "prompt": [8] * MAX_MODEL_LEN})[0] == 400
     assert server.call("/v1/completions", {"model": SERVED_NAME, "max_tokens": 2})[0] == 400
 
 
@@ -476,7 +486,7 @@ def test_metrics_have_the_agreed_names(server: Server) -> None:
     assert "vllm:num_preemptions_total" in after
 
 
-def follow(server: Server, pool: ThreadPoolExecutor, name: str, **sampling: Any) -> tuple[list[int], Any]:
+def follow(server: Server, pool: ThreadPoolExecutor, name: str) -> tuple[list[int], Any]:
     """Stream a long request in the background; returns the growing token list and the future of its last chunk."""
     tokens: list[int] = []
 
@@ -484,7 +494,7 @@ def follow(server: Server, pool: ThreadPoolExecutor, name: str, **sampling: Any)
         body = {
             "model": SERVED_NAME,
             "token_ids": prompt_of(10, seed=5),
-            "sampling_params": {"max_tokens": 400, "ignore_eos": True, **sampling},
+            "sampling_params": {"max_tokens": LONG, "ignore_eos": True},
             "stream": True,
             "request_id": name,
         }
@@ -502,20 +512,25 @@ def follow(server: Server, pool: ThreadPoolExecutor, name: str, **sampling: Any)
 
 @pytest.mark.parametrize("clear_cache", ["false", "true"])
 def test_pause_keep_freezes_and_resume_goes_on(server: Server, pool: ThreadPoolExecutor, clear_cache: str) -> None:
+    before = server.metrics()["vllm:num_preemptions_total"]
     tokens, future = follow(server, pool, f"keep-{clear_cache}")
-    assert server.get("/is_paused")[1] == {"is_paused": False}
     assert server.ok(f"/pause?mode=keep&clear_cache={clear_cache}") == {"status": "paused"}
-    assert server.get("/is_paused")[1] == {"is_paused": True}
-    time.sleep(0.1)
-    frozen = len(tokens)
-    late = pool.submit(server.generate, prompt_of(5), max_tokens=2)
-    time.sleep(0.2)
-    assert len(tokens) == frozen < 400
-    assert not late.done()
-    assert server.ok("/resume") == {"status": "resumed"}
+    try:
+        assert server.get("/is_paused")[1] == {"is_paused": True}
+        time.sleep(0.1)
+        frozen = len(tokens)
+        late = pool.submit(server.generate, prompt_of(5), max_tokens=2)
+        time.sleep(0.2)
+        assert len(tokens) == frozen < LONG
+        assert not late.done()
+    finally:
+        assert server.ok("/resume") == {"status": "resumed"}
+    assert server.get("/is_paused")[1] == {"is_paused": False}
     last = future.result()
-    assert (len(tokens), last["finish_reason"]) == (400, "length")
+    assert (len(tokens), last["finish_reason"]) == (LONG, "length")
     assert late.result()["choices"][0]["finish_reason"] in ("length", "stop")
+    # with clear_cache, which is the default, the frozen requests lose their KV and are computed again
+    assert server.metrics()["vllm:num_preemptions_total"] - before == (clear_cache == "true")
 
 
 def test_pause_abort_ends_requests(server: Server, pool: ThreadPoolExecutor) -> None:
@@ -523,7 +538,7 @@ def test_pause_abort_ends_requests(server: Server, pool: ThreadPoolExecutor) -> 
     server.ok("/pause?mode=abort")
     try:
         assert future.result(10)["finish_reason"] == "abort"
-        assert len(tokens) < 400
+        assert len(tokens) < LONG
     finally:
         server.ok("/resume")
     assert server.generate([5], max_tokens=1)["choices"][0]["token_ids"]
@@ -533,8 +548,8 @@ def test_pause_wait_drains(server: Server, pool: ThreadPoolExecutor) -> None:
     tokens, future = follow(server, pool, "drained")
     server.ok("/pause?mode=wait")
     try:
-        assert future.result(5)["finish_reason"] == "length"
-        assert len(tokens) == 400
+        assert future.result(30)["finish_reason"] == "length"
+        assert len(tokens) == LONG
         late = pool.submit(server.generate, prompt_of(5), max_tokens=2)
         time.sleep(0.2)
         assert not late.done()
@@ -550,8 +565,8 @@ def test_a_wrong_pause_mode_is_refused(server: Server) -> None:
 
 @pytest.mark.parametrize("path", ["/inference/v1/abort_requests", "/abort_requests"])
 def test_requests_are_aborted_by_name(server: Server, pool: ThreadPoolExecutor, path: str) -> None:
-    _, victim = follow(server, pool, "one")
     _, other = follow(server, pool, "two")
+    _, victim = follow(server, pool, "one")
     server.ok(path, {"request_ids": ["generate-tokens-one", "generate-tokens-unknown"]})
     assert victim.result(10)["finish_reason"] == "abort"
     assert other.result()["finish_reason"] == "length"
@@ -580,15 +595,17 @@ def test_each_token_knows_its_weights(server: Server, pool: ThreadPoolExecutor) 
     before = server.get("/weight_info")[1]["weight_version"]
     tokens, future = follow(server, pool, "versions")
     server.ok("/pause?mode=keep&clear_cache=false")
-    server.ok("/update_weight_version", {"new_version": "17"})
-    assert server.get("/weight_info")[1] == {"weight_version": "17"}
-    time.sleep(0.1)
-    frozen = len(tokens)
-    server.ok("/resume")
+    try:
+        server.ok("/update_weight_version", {"new_version": "17"})
+        assert server.get("/weight_info")[1] == {"weight_version": "17"}
+        time.sleep(0.1)
+        frozen = len(tokens)
+    finally:
+        server.ok("/resume")
     try:
         first, second = future.result()["weight_versions"]
         assert (first["version"], first["start"], first["end"]) == (before, 0, frozen)
-        assert (second["version"], second["start"], second["end"]) == ("17", frozen, 400)
+        assert (second["version"], second["start"], second["end"]) == ("17", frozen, LONG)
         after = server.generate([5], max_tokens=2, ignore_eos=True)["choices"][0]["weight_versions"]
         assert after == [{"version": "17", "start": 0, "end": 2}]
     finally:

@@ -57,9 +57,10 @@ class StubEngine:
     Attributes
     ----------
     request_s, token_s:
-        Waiting time of a request and of each of its tokens; ``request_s`` may be a function of the request's number.
+        Waiting time of a request (greedy ones excepted) and of each of its tokens; ``request_s`` may be a function
+        of the request's number, from 1, greedy ones not counted.
     fail:
-        Requests that are answered 500 before one works again.
+        Requests (greedy ones excepted) that are answered 500 before one works again.
     fail_updates:
         The same for ``/update_weights``.
     update_s:
@@ -91,16 +92,17 @@ class StubEngine:
         body = msgspec.json.decode(await request.read())
         if self.keep_requests:
             self.requests.append({**body, "session": request.headers.get("x-session-id"), "served": self.version})
-        self.started += 1
+        greedy = body["sampling_params"]["temperature"] == 0
+        self.started += not greedy
         number = self.started
-        if self.fail > 0:
+        if self.fail > 0 and not greedy:
             self.fail -= 1
             return web.Response(status=500, text="ordered to fail")
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
         try:
             seconds = self.request_s(number) if callable(self.request_s) else self.request_s
-            if seconds:
+            if seconds and not greedy:
                 await asyncio.sleep(seconds)
             return web.Response(body=await self._sample(body), content_type="application/json")
         except asyncio.CancelledError:

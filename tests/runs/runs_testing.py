@@ -125,6 +125,7 @@ def step_record(step: int, *, attempt: int = 1, seed: int = 0, total: int = 40) 
     """A step of a run that learns."""
     noise = random.Random(seed * 100_003 + step)
     reward = 0.15 + 0.65 / (1 + math.exp(-8 * (step / total - 0.45))) + noise.gauss(0, 0.03)
+    reward = round(reward, 4)  # golden files must not depend on the last bits of exp
     waiting = max(0.05, noise.gauss(0.5, 0.25))
     phases = {
         "wait_batch": waiting,
@@ -134,6 +135,7 @@ def step_record(step: int, *, attempt: int = 1, seed: int = 0, total: int = 40) 
         "checkpoint": 0.6 if step % 10 == 0 else 0.0,
         "other": 0.05,
     }
+    phases = {name: round(seconds, 4) for name, seconds in phases.items()}
     return StepRecord(
         time_s=START_S + 20 + 2.5 * step,
         attempt=attempt,
@@ -142,18 +144,18 @@ def step_record(step: int, *, attempt: int = 1, seed: int = 0, total: int = 40) 
         reward_std=0.3,
         reward_by_env={"words": reward},
         reward_parts={"words/exact": reward},
-        loss=0.01 * noise.gauss(0, 1),
+        loss=round(0.01 * noise.gauss(0, 1), 6),
         entropy=1.2 - step / total,
         mismatch_kl=1e-6,
         mismatch_kl_by_lag={"0": 1e-7, "1": 1e-5},
         masked_share=0.01,
         ess=0.97,
-        staleness_mean=1.0 + noise.random(),
+        staleness_mean=round(1.0 + noise.random(), 3),
         staleness_max=2 + (step % 3 == 0),
         staleness_histogram={"0": 20, "1": 30, "2": 14},
         tokens=2048,
         sampled_tokens=1024,
-        tokens_per_s=2048 / sum(phases.values()),
+        tokens_per_s=round(2048 / sum(phases.values()), 1),
         grad_norm=0.5,
         learning_rate=1e-3,
         phases_s=phases,
@@ -167,7 +169,7 @@ def write_steps(run: RunDir, steps: int, *, attempt: int = 1, total: int = 40) -
         writer.write(step_record(step, attempt=attempt, total=total))
     writer.close()
     for version in range(0, steps + 1, 10):
-        reward = 0.12 + 0.62 / (1 + math.exp(-8 * (version / total - 0.45)))
+        reward = round(0.12 + 0.62 / (1 + math.exp(-8 * (version / total - 0.45))), 4)
         write_event(
             run,
             "evaluation",

@@ -76,20 +76,28 @@ def main() -> None:
         case "early":
             say_ready()
             sys.exit(0)
+        case "early-serve":
+            serve(host, port)
+            time.sleep(0.5)
         case "record":
             say_ready()
             _fail("ValueError", "the loss is not finite")
+        case "record-and-hang":
+            say_ready()
+            _record_failure("ValueError", "the loss is not finite")
+            time.sleep(600)
         case "peer-lost":
             say_ready()
-            _watch_peer(sys.argv[4])
-        case _:
-            raise ValueError(behaviour)
+            _watch_peer()
 
 
-def _watch_peer(url: str) -> None:
-    """Fail as a role does whose peer went away."""
+def _watch_peer() -> None:
+    """Fail as a role does whose engine went away."""
+    import json
     import urllib.request
 
+    attempt = Path(os.environ["HPCRL_RUN_DIR"], "attempts", f"{int(os.environ['HPCRL_ATTEMPT']):04d}")
+    (url,) = json.loads((attempt / "endpoints.json").read_text())["urls"]["engine"]
     while True:
         try:
             with urllib.request.urlopen(url, timeout=1):
@@ -99,6 +107,11 @@ def _watch_peer(url: str) -> None:
 
 
 def _fail(error: str, message: str, *, secondary: bool = False) -> None:
+    _record_failure(error, message, secondary=secondary)
+    sys.exit(1)
+
+
+def _record_failure(error: str, message: str, *, secondary: bool = False) -> None:
     import json
 
     env = os.environ
@@ -114,7 +127,6 @@ def _fail(error: str, message: str, *, secondary: bool = False) -> None:
     }
     directory = Path(env["HPCRL_RUN_DIR"], "attempts", f"{int(env['HPCRL_ATTEMPT']):04d}", "failures")
     (directory / f"{env['HPCRL_ROLE']}-0.json").write_text(json.dumps(record))
-    sys.exit(1)
 
 
 if __name__ == "__main__":

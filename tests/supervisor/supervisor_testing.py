@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -33,7 +35,7 @@ def make_plan(
     trainer: str = "work",
     replicas: int = 1,
     start_timeout_s: float = 20.0,
-    stop_timeout_s: float = 1.5,
+    stop_timeout_s: float = 0.5,
     time_limit_s: float = 120.0,
 ) -> Plan:
     """Engines that serve, and a trainer that starts after them and ends the run."""
@@ -110,19 +112,28 @@ def wait_running(run: RunDir) -> RunView:
     return view
 
 
-def wait_ended(run: RunDir, *, since: float | None = None) -> tuple[RunView, float]:
+def wait_ended(run: RunDir, *, since: float | None = None, marked_only: bool = False) -> tuple[RunView, float]:
     """The last state, and seconds from ``since`` (monotonic) until nothing of the run was left."""
     begin = time.monotonic() if since is None else since
     wait_for(lambda: observe(run).state.ended, LIMIT_S + 20, "the run to end")
-    wait_for(lambda: not processes_of(run), LIMIT_S, f"processes to go: {processes_of(run)}")
+    wait_for(lambda: not processes_of(run, marked_only=marked_only), LIMIT_S, f"the end of {processes_of(run)}")
     return observe(run), time.monotonic() - begin
 
 
-def processes_of(run: RunDir) -> list[tuple[int, str]]:
+def processes_of(run: RunDir, *, marked_only: bool = False) -> list[tuple[int, str]]:
     """Every living process that carries the run's mark, or was started by one that did."""
     run_id = RunRecord.read(run).run_id
-    found = [*procfs.with_environ("HPCRL_RUN_ID", run_id), *procfs.with_environ("ESCAPEE_OF", run_id)]
-    return [(p.pid, _command_line(p.pid)) for p in found if p.pid != os.getpid()]
+    found = procfs.with_environ("HPCRL_RUN_ID", run_id)
+    if not marked_only:
+        found += procfs.with_environ("ESCAPEE_OF", run_id)
+    return [(process.pid, _command_line(process.pid)) for process in found if process.pid != os.getpid()]
+
+
+def end_everything(run: RunDir) -> None:
+    """What a test that failed, or that killed all cleaners, has left."""
+    for pid, _ in processes_of(run):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def _command_line(pid: int) -> str:

@@ -85,6 +85,17 @@ def test_bfloat16_keeps_float32_masters(model_dir, one_rank):
     assert norms == pytest.approx(one_rank[1], rel=0.1)
 
 
+def bfloat16_step(rank, model_dir):
+    return train_steps(rank, model_dir, 1, dtype="bfloat16")[2]
+
+
+def test_gradients_of_ranks_are_added_in_float32(model_dir):
+    """A sum of two bfloat16 gradients is, as a rule, not a bfloat16 number."""
+    gradients, _ = run_ranks(2, bfloat16_step, model_dir)
+    whole = torch.cat([torch.tensor(g).flatten() for g in gradients.values()])
+    assert (whole != whole.bfloat16().float()).float().mean() > 0.2
+
+
 def test_a_gradient_that_is_not_finite_changes_no_weight(model_dir):
     with distributed(timeout_s=30) as parallel:
         recipe = make_recipe(model_dir, steps=1)

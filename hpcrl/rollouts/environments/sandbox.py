@@ -16,7 +16,10 @@ import asyncio
 import contextlib
 import os
 import signal
+import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 __all__ = ["Sandbox", "SandboxError"]
 
@@ -82,6 +85,48 @@ class SandboxError(Exception):
     """The program gave no result: it is wrong, too big, or took too long. Not a failure of ours."""
 
 
+class _Call:
+    """One program in one child process. `run` blocks in a thread; `kill` may come from another at any time."""
+
+    def __init__(self, program: str, timeout_s: float) -> None:
+        self._program, self._timeout_s = program, timeout_s
+        self._lock = threading.Lock()
+        self._child: subprocess.Popen[bytes] | None = None
+        self._killed = False
+
+    def run(self) -> str:
+        with self._lock:
+            if self._killed:
+                raise SandboxError("cancelled")
+            self._child = child = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _CHILD],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env={},
+                cwd="/",
+                start_new_session=True,
+            )
+        with child:
+            try:
+                output, _ = child.communicate(self._program.encode(), timeout=self._timeout_s)
+            except subprocess.TimeoutExpired:
+                raise SandboxError(f"no result within {self._timeout_s:g} s") from None
+            finally:
+                self.kill()
+        if child.returncode != 0:
+            raise SandboxError(f"the program failed (exit code {child.returncode})")
+        return output.decode()[:_MAX_OUTPUT_CHARACTERS]
+
+    def kill(self) -> None:
+        """End the child and its session, if there is one; without effect on one that was reaped."""
+        with self._lock:
+            self._killed = True
+            if self._child is not None and self._child.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._child.pid, signal.SIGKILL)
+
+
 class Sandbox:
     """Runs programs, a few at a time."""
 
@@ -97,7 +142,10 @@ class Sandbox:
             Without it, the number of CPUs this process may use.
         """
         self._timeout_s = timeout_s
-        self._slots = asyncio.Semaphore(max_processes or len(os.sched_getaffinity(0)))
+        # Threads, not asyncio's subprocesses: creating one of these cannot be cancelled safely (the cancelled
+        # creation waits for ever for pipes that were never connected; seen with Python 3.11).
+        workers = max_processes or len(os.sched_getaffinity(0))
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="sandbox")
 
     async def run(self, program: str) -> str:
         """The value of the last statement of ``program`` as text, at most 64 characters.
@@ -109,30 +157,9 @@ class Sandbox:
         """
         if not program.isascii() or len(program) > _MAX_PROGRAM_CHARACTERS:
             raise SandboxError("not a program: too long or not ASCII")
-        async with self._slots:
-            return await self._run_child(program)
-
-    async def _run_child(self, program: str) -> str:
-        child = await asyncio.create_subprocess_exec(
-            sys.executable,
-            *("-I", "-S", "-c", _CHILD),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
-            env={},
-            cwd="/",
-            start_new_session=True,
-        )
+        call = _Call(program, self._timeout_s)
         try:
-            async with asyncio.timeout(self._timeout_s):
-                output, _ = await child.communicate(program.encode())
-        except TimeoutError:
-            raise SandboxError(f"no result within {self._timeout_s:g} s") from None
-        finally:
-            if child.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(child.pid, signal.SIGKILL)
-                await child.wait()
-        if child.returncode != 0:
-            raise SandboxError(f"the program failed (exit code {child.returncode})")
-        return output.decode()[:_MAX_OUTPUT_CHARACTERS]
+            return await asyncio.get_running_loop().run_in_executor(self._threads, call.run)
+        except asyncio.CancelledError:
+            call.kill()
+            raise

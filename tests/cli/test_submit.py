@@ -1,0 +1,89 @@
+"""``hpcrl submit`` up to the point where it would start something."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hpcrl.cli.main import main
+
+Hpcrl = Callable[..., tuple[int, str, str]]
+_CONFIG = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "vocab_size": 64,
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 4,
+    "intermediate_size": 8,
+    "moe_intermediate_size": 8,
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "attention_bias": False,
+    "hidden_act": "silu",
+}
+
+
+@pytest.fixture
+def hpcrl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Hpcrl:
+    """The command, in a directory with a model that has a configuration."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(_CONFIG))
+    monkeypatch.setenv("HPCRL_RUNS_ROOT", str(tmp_path / "runs"))
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["hpcrl", "submit", "quickstart", "--set", f"model.path={model}", *arguments])
+        code = 0
+        try:
+            main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return call
+
+
+def test_a_dry_run_shows_the_plan_and_changes_nothing(hpcrl: Hpcrl, tmp_path: Path) -> None:
+    code, out, err = hpcrl("--dry-run", "--name", "try")
+    assert code == 0, err
+    assert "hpcrl.inference.server" in out
+    assert str(tmp_path / "runs" / "try") in out
+    assert "nothing was started" in err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_name_that_is_taken_is_refused_with_the_ways_out(hpcrl: Hpcrl, tmp_path: Path) -> None:
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    code, _, err = hpcrl("--name", "mine")
+    assert code == 2
+    assert "--name with another name" in err
+    assert not list((tmp_path / "runs" / "mine").iterdir())
+
+
+def test_a_name_with_a_path_in_it_is_refused(hpcrl: Hpcrl) -> None:
+    code, _, err = hpcrl("--name", "../elsewhere")
+    assert code == 2
+    assert "cannot be the name of a run" in err
+
+
+def test_a_missing_model_is_found_before_anything_is_written(hpcrl: Hpcrl, tmp_path: Path) -> None:
+    (tmp_path / "model" / "config.json").unlink()
+    code, _, err = hpcrl("--name", "x")
+    assert code == 2
+    assert "hpcrl warmup" in err
+    assert not (tmp_path / "runs").exists()

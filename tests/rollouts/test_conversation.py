@@ -1,0 +1,188 @@
+"""Token ids of conversations, and what goes over the wire."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from harness import make_recipe
+from stub_engine import EOS, StubEngine, encode
+
+from hpcrl.models.tokenizer import ChatTokenizer, write_character_tokenizer
+from hpcrl.rollouts.conversation import Conversation, Sampler
+from hpcrl.rollouts.counters import Counters
+from hpcrl.rollouts.data_order import DataOrder, heldout_shares
+from hpcrl.rollouts.engine_client import EngineClient, EngineProtocolError
+from hpcrl.rollouts.engine_pool import EnginePool
+from hpcrl.rollouts.environments import Outcome, build_environments
+from hpcrl.rollouts.records import Group
+from hpcrl.rollouts.state import OrchestratorState
+from hpcrl.rollouts.transcript import Transcript
+
+USER = ({"role": "user", "content": "1+1"},)
+TOOL = ({"role": "tool", "content": "2"},)
+
+
+@pytest.fixture
+def transcript(tmp_path: Path) -> Transcript:
+    write_character_tokenizer(tmp_path)
+    return Transcript(ChatTokenizer(tmp_path))
+
+
+def test_pieces_are_those_of_the_whole(transcript: Transcript, tmp_path: Path) -> None:
+    said = [*encode("run 1+1"), EOS]
+    pieces = transcript.opening(USER) + said + transcript.continuation(TOOL)
+    whole = [*USER, {"role": "assistant", "content": "run 1+1"}, *TOOL]
+    assert pieces == ChatTokenizer(tmp_path).render_ids(whole, add_generation_prompt=True)
+
+
+def test_a_line_break_after_the_end_token_is_kept(tmp_path: Path) -> None:
+    write_character_tokenizer(tmp_path)
+    template = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{{ '\\n' }}{% endfor %}<|assistant|>"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    transcript = Transcript(ChatTokenizer(tmp_path))
+    assert transcript.full_text(transcript.continuation(TOOL)) == "\n<|tool|>2<|end|>\n<|assistant|>"
+
+
+def test_a_template_that_hides_replies_is_refused(tmp_path: Path) -> None:
+    write_character_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[-1].content }}")
+    with pytest.raises(ValueError, match="does not end replies"):
+        Transcript(ChatTokenizer(tmp_path)).continuation(TOOL)
+
+
+class Bench:
+    """A pool of one stub and what a conversation needs."""
+
+    def __init__(self, transcript: Transcript, stub: StubEngine, http: aiohttp.ClientSession) -> None:
+        client = EngineClient(http, name="engine-0", url=stub.url)
+        self.counters = Counters()
+        self.pool = EnginePool([client], counters=self.counters, request_timeout_s=5.0, max_retries=0)
+        self.pool.engines[0].version = 3
+        self.pool.engines[0].open_for_new.set()
+        stub.version = "3"
+        self.transcript = transcript
+
+    def conversation(self, *, max_new_tokens: int = 32, max_model_len: int = 256) -> Conversation:
+        recipe = make_recipe(Path(), rollouts={"sampling": {"max_new_tokens": max_new_tokens}})
+        sampler = Sampler(
+            self.pool,
+            self.transcript,
+            temperature=1.0,
+            sampling=recipe.rollouts.sampling,
+            max_model_len=max_model_len,
+        )
+        return Conversation(sampler, self.pool.session("group-0"), seed=11)
+
+
+@pytest.fixture
+async def stub() -> Any:
+    engine = StubEngine()
+    await engine.start()
+    yield engine
+    await engine.stop()
+
+
+@pytest.fixture
+async def bench(transcript: Transcript, stub: StubEngine) -> Any:
+    async with aiohttp.ClientSession() as http:
+        yield Bench(transcript, stub, http)
+
+
+async def test_one_sequence_with_exact_ids(bench: Bench, stub: StubEngine, tmp_path: Path) -> None:
+    # "run" as a text has another tokenization than these ids: they must stay as they are
+    turns = [[*encode("run 1+1"), EOS], [*encode("answer 2"), EOS]]
+    stub.answer = lambda token_ids, seed: turns[len(stub.requests) - 1]
+    conversation = bench.conversation()
+    assert (await conversation.reply(USER)).text == "run 1+1"
+    stub.version = "4"
+    assert (await conversation.reply(TOOL)).text == "answer 2"
+    rollout = conversation.rollout(2, Outcome(reward=1.0), seconds=0.5)
+    assert rollout is not None
+    whole = [*USER, {"role": "assistant", "content": "run 1+1"}, *TOOL, {"role": "assistant", "content": "answer 2"}]
+    assert rollout.token_ids.tolist() == ChatTokenizer(tmp_path).render_ids(whole, add_generation_prompt=False)
+    assert stub.requests[1]["token_ids"] == rollout.token_ids.tolist()[: -len(turns[1])]
+    sampled = rollout.sampled.astype(bool)
+    assert rollout.token_ids[sampled].tolist() == turns[0] + turns[1]
+    assert rollout.versions[sampled].tolist() == [3] * len(turns[0]) + [4] * len(turns[1])
+    assert (rollout.first_version, rollout.last_version) == (3, 4)
+    request = stub.requests[0]
+    assert (request["cache_salt"], request["session"]) == ("3", "group-0")
+    assert stub.requests[1]["cache_salt"] == "3"
+    params = [r["sampling_params"] for r in stub.requests]
+    assert params[0]["seed"] != params[1]["seed"]
+    assert {**params[0], "seed": 0} == {
+        "temperature": 1.0,
+        "max_tokens": 32,
+        "seed": 0,
+        "stop_token_ids": [EOS],
+        "top_p": 1.0,
+        "top_k": 0,
+        "logprobs": 1,
+    }
+
+
+async def test_what_is_said_after_the_last_reply_is_not_trained_on(bench: Bench, stub: StubEngine) -> None:
+    stub.answer = lambda token_ids, seed: [*encode("abc"), EOS]
+    conversation = bench.conversation(max_model_len=24)
+    await conversation.reply(USER)
+    reply = await conversation.reply(({"role": "tool", "content": "a long result of a tool"},))
+    assert not reply.finished
+    rollout = conversation.rollout(0, Outcome(reward=0.0), seconds=0.0)
+    assert rollout is not None
+    assert rollout.sampled[-1] == 1
+    with pytest.raises(ValueError, match="cannot be followed"):
+        await conversation.reply(TOOL)
+
+
+async def test_a_cut_reply_is_not_finished(bench: Bench, stub: StubEngine) -> None:
+    stub.answer = lambda token_ids, seed: [*encode("abcdef"), EOS]
+    reply = await bench.conversation(max_new_tokens=3).reply(USER)
+    assert (reply.text, reply.finished) == ("abc", False)
+
+
+async def test_no_room_at_all(bench: Bench) -> None:
+    conversation = bench.conversation(max_model_len=4)
+    assert not (await conversation.reply(USER)).finished
+    assert conversation.rollout(0, Outcome(reward=0.0), seconds=0.0) is None
+
+
+async def test_an_engine_without_versions_is_refused(bench: Bench, stub: StubEngine) -> None:
+    stub.version = "default"
+    with pytest.raises(EngineProtocolError, match="version spans"):
+        await bench.conversation().reply(USER)
+
+
+def test_data_order_is_stable_and_follows_weights(tmp_path: Path) -> None:
+    environments = [{"name": "a", "kind": "words", "weight": 3.0}, {"name": "b", "kind": "words"}]
+    recipe = make_recipe(tmp_path, environments=environments)
+    order = DataOrder(recipe, build_environments(recipe))
+    names = [order.task(index).environment.name for index in range(2000)]
+    assert names.count("a") / 2000 == pytest.approx(0.75, abs=0.04)
+    again = DataOrder(recipe, build_environments(recipe))
+    assert [order.task(i).prompt_index for i in range(50)] == [again.task(i).prompt_index for i in range(50)]
+    assert len({order.rollout_seed(index, member) for index in range(100) for member in range(8)}) == 800
+
+
+def test_heldout_shares() -> None:
+    assert heldout_shares([1.0, 1.0], 64) == [32, 32]
+    assert heldout_shares([3.0, 1.0], 10) == [8, 2]
+    assert heldout_shares([100.0, 1.0, 1.0], 4) == [3, 1, 1]
+
+
+async def test_states_survive_encoding(bench: Bench, stub: StubEngine) -> None:
+    conversation = bench.conversation()
+    await conversation.reply(({"role": "user", "content": "reverse stone"},))
+    rollout = conversation.rollout(0, Outcome(reward=0.5, parts={"exact": 0.0}), seconds=1.0)
+    assert rollout is not None
+    group = Group(index=4, environment="words", prompt_index=9, rollouts=[rollout])
+    state = OrchestratorState(
+        step=3, seed=1, group_size=4, next_index=9, restart=[5], finished=[group], counters=Counters(finished=2)
+    )
+    data = state.encode()
+    back = OrchestratorState.decode(data)
+    assert back.encode() == data
+    assert back.finished[0].rollouts[0].token_ids.tolist() == rollout.token_ids.tolist()
+    assert back.finished[0].version == 3

@@ -1,0 +1,61 @@
+"""Packing and advantages."""
+
+from __future__ import annotations
+
+import random
+import statistics
+
+import pytest
+
+from hpcrl.rollouts.advantages import group_advantages
+from hpcrl.rollouts.packing import pack
+
+
+@pytest.mark.parametrize("seed", range(80))
+def test_packing(seed: int) -> None:
+    rng = random.Random(seed)
+    world_size, budget = rng.randint(1, 5), rng.randint(20, 200)
+    lengths = [rng.randint(1, rng.choice([10, 100, 300])) for _ in range(rng.randint(1, 80))]
+    shards = pack(lengths, budget=budget, world_size=world_size)
+    assert shards == pack(list(lengths), budget=budget, world_size=world_size)
+    assert len(shards) == world_size
+    assert len({len(micro_batches) for micro_batches in shards}) == 1
+    everything = [i for micro_batches in shards for indices in micro_batches for i in indices]
+    assert sorted(everything) == list(range(len(lengths)))
+    for micro_batches in shards:
+        for indices in micro_batches:
+            assert indices == sorted(indices)
+            assert sum(lengths[i] for i in indices) <= budget or len(indices) == 1
+    loads = [sum(lengths[i] for indices in micro_batches for i in indices) for micro_batches in shards]
+    assert max(loads) - min(loads) <= max(lengths) * len(shards[0])
+
+
+def test_equal_rollouts_are_spread_evenly() -> None:
+    shards = pack([10] * 64, budget=100, world_size=2)
+    assert [[len(indices) for indices in micro_batches] for micro_batches in shards] == [[8] * 4] * 2
+
+
+def test_a_rank_without_data_has_empty_micro_batches() -> None:
+    assert pack([5], budget=10, world_size=3) == [[[0]], [[]], [[]]]
+
+
+def reference(rewards: list[float], *, divide: bool) -> list[float]:
+    mean = sum(rewards) / len(rewards)
+    std = statistics.pstdev(rewards)
+    if len(set(rewards)) == 1:
+        return [0.0] * len(rewards)
+    return [(reward - mean) / (std + 1e-6) if divide else reward - mean for reward in rewards]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_advantages_against_a_plain_reference(seed: int) -> None:
+    rng = random.Random(seed)
+    rewards = [rng.choice([0.0, 1.0, rng.random()]) for _ in range(rng.randint(1, 16))]
+    assert group_advantages(rewards, "grpo").tolist() == pytest.approx(reference(rewards, divide=True), abs=1e-12)
+    plain = reference(rewards, divide=False)
+    assert group_advantages(rewards, "mean_baseline").tolist() == pytest.approx(plain, abs=1e-12)
+
+
+@pytest.mark.parametrize("reward", [0.0, 0.1, 1 / 3])
+def test_equal_rewards_have_no_advantage_at_all(reward: float) -> None:
+    assert group_advantages([reward] * 7, "grpo").tolist() == [0.0] * 7

@@ -1,0 +1,143 @@
+"""The state of a run, also when nobody is left to say it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+from runs_testing import GONE, START_S, make_run, write_event, write_status, write_steps
+
+from hpcrl.errors import RunDirError
+from hpcrl.runs.cause import Cause, CauseKind
+from hpcrl.runs.observe import find_resume_point, observe, read_evaluations, read_progress
+from hpcrl.runs.record import RunRecord
+from hpcrl.runs.rundir import RunDir
+from hpcrl.runs.status import ComponentState, ProcessId, RunState
+
+
+def myself() -> ProcessId:
+    found = ProcessId.of(os.getpid())
+    assert found is not None
+    return found
+
+
+def resubmit(run: RunDir, **changes: object) -> None:
+    record = RunRecord.read(run)
+    submission = msgspec.structs.replace(record.submissions[-1], **changes)
+    msgspec.structs.replace(record, submissions=[submission]).write(run)
+
+
+def test_a_living_supervisor_is_believed(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    write_status(run, RunState.RUNNING, supervisor=myself())
+    view = observe(run)
+    assert (view.state, view.attempt, view.pid) == (RunState.RUNNING, 1, os.getpid())
+    assert {c.state for c in view.components} == {ComponentState.READY}
+
+
+def test_a_dead_supervisor_without_an_end_is_lost(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    write_status(run, RunState.RUNNING)
+    view = observe(run)
+    assert view.state is RunState.LOST
+    assert view.ended_at_s == START_S + 100, "its last heartbeat"
+    assert {c.state for c in view.components} == {ComponentState.LOST}
+    assert view.cause is not None
+    assert view.cause.kind is CauseKind.SUPERVISOR_LOST
+
+
+def test_the_guards_know_when_it_was_lost(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    write_status(run, RunState.RUNNING)
+    write_event(run, "guard.supervisor_lost", time_s=START_S + 77, writer="guard-engine-0")
+    view = observe(run)
+    assert view.ended_at_s == START_S + 77
+    assert view.cause is not None
+    assert "the guards ended the roles" in view.cause.message
+
+
+def test_a_pid_that_was_given_away_again_is_not_the_supervisor(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    write_status(run, RunState.RUNNING, supervisor=msgspec.structs.replace(myself(), start_ticks=1))
+    assert observe(run).state is RunState.LOST
+
+
+def test_a_reboot_loses_the_run_even_if_the_pid_matches(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    write_status(run, RunState.RUNNING, supervisor=msgspec.structs.replace(myself(), boot_id="another boot"))
+    assert observe(run).state is RunState.LOST
+
+
+@pytest.mark.parametrize(("silent_s", "state"), [(30.0, RunState.RUNNING), (120.0, RunState.LOST)])
+def test_on_another_machine_the_heartbeat_decides(tmp_path: Path, silent_s: float, state: RunState) -> None:
+    run = make_run(tmp_path)
+    write_status(run, RunState.RUNNING, supervisor=msgspec.structs.replace(GONE, host="elsewhere"))
+    assert observe(run, now_s=START_S + 100 + silent_s).state is state
+
+
+def test_a_supervisor_that_died_while_stopping_had_said_why(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    cause = Cause(kind=CauseKind.EXIT, time_s=START_S + 50, message="engine 0 was killed by SIGKILL", role="engine")
+    write_status(run, RunState.STOPPING, cause=cause)
+    view = observe(run)
+    assert (view.state, view.cause) == (RunState.FAILED, cause)
+
+
+def test_a_submission_is_alive_with_its_controller(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    resubmit(run, process=myself())
+    assert observe(run).state is RunState.SUBMITTED
+    resubmit(run, process=GONE)
+    assert observe(run).state is RunState.LOST
+    resubmit(run, process=GONE, cancel_requested_at_s=START_S + 2, cancelled_by="me")
+    view = observe(run)
+    assert view.state is RunState.CANCELLED
+    assert view.cause is not None
+    assert view.cause.message == "cancelled by me"
+
+
+def test_a_resume_that_nobody_answered_yet_hides_the_old_end(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    write_status(run, RunState.FAILED)
+    resubmit(run, process=myself(), after_attempt=1)
+    assert observe(run).state is RunState.SUBMITTED
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunDirError, match="no run directory"):
+        observe(RunDir(tmp_path))
+    run = make_run(tmp_path)
+    run.record_path.write_text('{"half": ')
+    with pytest.raises(RunDirError, match="cannot be read"):
+        observe(run)
+    run.record_path.write_text("{}")
+    with pytest.raises(RunDirError, match="cannot be read"):
+        observe(run)
+
+
+def test_progress_and_the_estimate(tmp_path: Path) -> None:
+    run = make_run(tmp_path, steps=40)
+    assert read_progress(run).eta_s is None
+    write_steps(run, 30)
+    progress = read_progress(run)
+    assert (progress.steps, progress.total_steps, progress.checkpoint_step) == (30, 40, None)
+    assert progress.eta_s == pytest.approx(25.0)
+    assert [e.version for e in progress.evaluations] == [0, 10, 20, 30]
+
+
+def test_a_version_that_was_evaluated_twice_counts_once(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    for attempt, reward in ((1, 0.1), (2, 0.2)):
+        data = {"version": 5, "reward": reward, "by_env": {}, "parts": {}, "prompts": 8}
+        write_event(run, "evaluation", time_s=START_S + attempt, attempt=attempt, **data)
+    assert [e.reward for e in read_evaluations(run)] == [0.2]
+
+
+def test_a_resume_without_a_checkpoint_starts_at_the_beginning(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    (run.checkpoints_dir / "step-000010").mkdir(parents=True)
+    point = find_resume_point(run)
+    assert point.step is None
+    assert point.skipped[0][0] == 10

@@ -1,0 +1,149 @@
+"""What people see: the live view, the summary, the diagnosis, the picture."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from runs_testing import START_S, make_run, write_log, write_status, write_steps
+
+from hpcrl.errors import MissingExtraError, UsageError
+from hpcrl.runs.cause import Cause, CauseKind
+from hpcrl.runs.diagnosis import diagnose, print_diagnosis
+from hpcrl.runs.liveview import duration, follow, render, summary
+from hpcrl.runs.metrics import read_metrics
+from hpcrl.runs.observe import observe, read_progress
+from hpcrl.runs.report import write_report
+from hpcrl.runs.rundir import RunDir
+from hpcrl.runs.status import ComponentState, ProcessId, RunState
+
+
+def shown(*what: object, width: int = 120) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(*what)
+    return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = make_run(tmp_path)
+    write_status(run, RunState.COMPLETED, component_state=ComponentState.EXITED)
+    write_steps(run, 40)
+    return run
+
+
+def test_durations() -> None:
+    assert [duration(s) for s in (None, 5, 75, 7265)] == ["-", "0:05", "1:15", "2:01:05"]
+
+
+@pytest.mark.parametrize("width", [60, 120])
+def test_the_live_view_shows_what_one_waits_for(run: RunDir, width: int) -> None:
+    text = shown(render(observe(run), read_progress(run), read_metrics(run)), width=width)
+    for part in (
+        "run-1",
+        "COMPLETED",
+        "step 40/40",
+        "held-out",
+        "staleness",
+        "tokens/s",
+        "waiting",
+        "engine 0",
+        "20001",
+    ):
+        assert part in text.replace("\n", " ")
+    assert max(map(len, text.splitlines())) <= width
+
+
+def test_a_run_without_a_step_has_a_view_too(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    assert "step 0/40" in shown(render(observe(run), read_progress(run), []))
+
+
+def test_the_summary(run: RunDir) -> None:
+    text = shown(summary(observe(run), read_progress(run), read_metrics(run), picture="/x/report.png"))
+    assert "0.137 -> 0.733 (version 0 -> 40)" in text
+    assert "at most 3" in text
+    assert "of the trainer's time" in text
+    assert "/x/report.png" in text
+
+
+def test_without_a_terminal_a_step_is_one_line_and_said_once(run: RunDir) -> None:
+    console = Console(file=io.StringIO(), width=80)
+    assert follow(run, console).state is RunState.COMPLETED
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert lines[0] == "run-1 COMPLETED"
+    assert len([line for line in lines if line.startswith("step ")]) == 40
+    assert len([line for line in lines if line.startswith("held-out")]) == 5
+
+
+def test_ctrl_c_is_answered(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    me = ProcessId.of(os.getpid())
+    assert me is not None
+    write_status(run, RunState.RUNNING, supervisor=me)
+    answers = iter([KeyboardInterrupt(), KeyboardInterrupt()])
+
+    def sleep(_: float) -> None:
+        raise next(answers)
+
+    def stop(count: int) -> str:
+        if count == 2:
+            write_status(run, RunState.CANCELLED)
+        return f"told {count}"
+
+    monkeypatch.setattr("hpcrl.runs.liveview.time.sleep", sleep)
+    console = Console(file=io.StringIO(), width=80)
+    assert follow(run, console, on_interrupt=stop).state is RunState.CANCELLED
+    assert "told 1\ntold 2" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_the_diagnosis_of_a_killed_engine(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    cause = Cause(
+        kind=CauseKind.EXIT,
+        time_s=START_S + 50,
+        message="engine 0 was killed by SIGKILL",
+        role="engine",
+        replica=0,
+        signal=9,
+    )
+    write_status(run, RunState.FAILED, cause=cause, component_state=ComponentState.FAILED)
+    write_log(run, "".join(f"line {i}\n" for i in range(40)))
+    diagnosis = diagnose(run)
+    assert "out-of-memory" in diagnosis.hint
+    assert diagnosis.last_words[-1] == "line 39"
+    console = Console(file=io.StringIO(), width=60)
+    print_diagnosis(diagnosis, console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "hpcrl resume run-1" in text
+    assert "from the beginning" in text
+
+
+def test_the_diagnosis_of_a_run_that_goes_on(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    me = ProcessId.of(os.getpid())
+    assert me is not None
+    write_status(run, RunState.RUNNING, supervisor=me)
+    diagnosis = diagnose(run)
+    assert diagnosis.sentence == "the run has not ended: it is RUNNING"
+    assert diagnosis.ways_on[0] == "hpcrl status run-1 --watch"
+
+
+def test_the_picture(run: RunDir, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert write_report(run).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert b"<svg" in write_report(run, tmp_path / "picture.svg").read_bytes()
+    with pytest.raises(UsageError, match="xyz"):
+        write_report(run, tmp_path / "picture.xyz")
+
+
+def test_no_picture_without_steps_or_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(tmp_path)
+    with pytest.raises(UsageError, match="no step yet"):
+        write_report(run)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(MissingExtraError, match="hpcrl\\[report\\]"):
+        write_report(run)
