@@ -30,7 +30,12 @@ class JobIdentity:
 
     def __init__(self, run: str, run_id: str, part: str = "main") -> None:
         self.name = f"hpcrl-{run}" if part == "main" else f"hpcrl-{run}-{part}"
-        self.comment = f"hpcrl:{run_id}:{part}"
+        self.token = f"{run_id}:{part}"
+
+    @property
+    def comment(self) -> str:
+        """What the job's comment says."""
+        return f"hpcrl:{self.token}"
 
 
 def directive(option: str) -> str:

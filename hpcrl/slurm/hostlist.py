@@ -1,4 +1,4 @@
-"""Slurm's short form of node names: ``h200-[001-003,007],login1``. In Python, as not every node has scontrol."""
+"""Slurm's node lists: ``h200-[001-003,007]`` and the names it stands for. Pure; no ``scontrol`` needed."""
 
 from __future__ import annotations
 
@@ -7,49 +7,54 @@ from collections.abc import Iterator
 
 __all__ = ["expand_hostlist"]
 
-_BRACKETS = re.compile(r"\[([^\[\]]*)\]")
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+_NOTHING = frozenset({"", "(null)", "None", "None assigned", "N/A"})
+_BRACKET = re.compile(r"\[([^\]]*)\]")
 
 
-def expand_hostlist(text: str) -> tuple[str, ...]:
-    """Expand a host list, in its order.
+def expand_hostlist(text: str) -> list[str]:
+    """Names of the nodes of a list, in its order; empty where Slurm says that there are none.
+
+    Several brackets in a name multiply: ``r[1-2]n[1-2]`` is four nodes.
 
     Raises
     ------
     ValueError
-        It is not in Slurm's form.
+        The list is malformed.
     """
-    hosts: list[str] = []
-    for part in _split(text.strip()):
-        hosts.extend(_expand(part))
-    return tuple(hosts)
+    if text.strip() in _NOTHING:
+        return []
+    return [name for part in _split(text.strip()) for name in _expand(part)]
 
 
 def _split(text: str) -> Iterator[str]:
-    """Split at commas outside of brackets."""
-    depth, begin = 0, 0
-    for i, sign in enumerate(text):
+    """Parts between commas that stand outside brackets."""
+    depth, start = 0, 0
+    for position, sign in enumerate(text):
         depth += (sign == "[") - (sign == "]")
-        if sign == "," and depth == 0:
-            yield text[begin:i]
-            begin = i + 1
-    if depth or not text[begin:]:
-        raise ValueError(f"not a host list: {text!r}")
-    yield text[begin:]
+        if depth not in (0, 1):
+            break
+        if sign == "," and not depth:
+            yield text[start:position]
+            start = position + 1
+    if depth:
+        raise ValueError(f"malformed node list {text!r}")
+    yield text[start:]
 
 
 def _expand(part: str) -> Iterator[str]:
-    match = _BRACKETS.search(part)
+    match = _BRACKET.search(part)
     if match is None:
-        if not part or "[" in part or "]" in part:
-            raise ValueError(f"not a host list: {part!r}")
         yield part
         return
-    for piece in match[1].split(","):
-        numbers = _RANGE.fullmatch(piece)
-        if numbers is None:
-            raise ValueError(f"not a range in a host list: {piece!r}")
-        first, last = numbers[1], numbers[2] or numbers[1]
-        for number in range(int(first), int(last) + 1):
-            # as many digits as the first number was written with
-            yield from _expand(f"{part[: match.start()]}{number:0{len(first)}d}{part[match.end() :]}")
+    for number in _numbers(match.group(1)):
+        for rest in _expand(part[match.end() :]):
+            yield f"{part[: match.start()]}{number}{rest}"
+
+
+def _numbers(ranges: str) -> Iterator[str]:
+    for item in ranges.split(","):
+        first, dash, last = item.partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise ValueError(f"malformed range {item!r} in a node list")
+        for number in range(int(first), int(last if dash else first) + 1):
+            yield f"{number:0{len(first)}d}"

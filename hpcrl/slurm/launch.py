@@ -135,7 +135,7 @@ def allocations_from_env(plan: Plan, environ: Mapping[str, str]) -> dict[tuple[i
     for i, variable in enumerate(variables):
         if variable not in environ:
             raise HpcrlError(f"{variable} is not set: this is no job with the layout {plan.layout.kind!r}")
-        hosts = expand_hostlist(environ[variable])
+        hosts = tuple(expand_hostlist(environ[variable]))
         if len(hosts) != components[i].nodes:
             raise HpcrlError(f"{variable} has {len(hosts)} nodes, the plan {components[i].nodes}")
         found[i, 0] = Allocation(hosts)
