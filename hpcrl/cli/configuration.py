@@ -125,9 +125,7 @@ def _print_resolved(loaded: Loaded[Any], as_json: bool) -> None:
 
     from hpcrl.config.load import leaves
 
-    rows = [
-        (".".join(str(part) for part in path), value, loaded.origin(path)) for path, value in leaves(loaded.value)
-    ]
+    rows = [(".".join(str(part) for part in path), value, loaded.origin(path)) for path, value in leaves(loaded.value)]
     if as_json:
         typer.echo(json.dumps([{"key": k, "value": v, "origin": o} for k, v, o in rows], indent=2))
         return

@@ -300,6 +300,7 @@ async def test_snapshot_and_restore_lose_and_repeat_nothing(tmp_path: Path) -> N
         await loop.train(4, 5)  # the abandoned future
     run.start_attempt()
     async with running(run, StubEngine(), publish=3) as loop:
+        await loop.until(loop.orchestrator._restored.is_set)
         restored = [group.index for group in loop.orchestrator._state.finished]
         second = await loop.train(4, 6)
         evaluated = [event.data["version"] for event in loop.events("evaluation")]
@@ -320,6 +321,7 @@ async def test_finished_rollouts_survive_in_asynchronous_runs(tmp_path: Path) ->
         await loop.checkpoint(2)
     run.start_attempt()
     async with running(run, StubEngine(), publish=2) as loop:
+        await loop.until(loop.orchestrator._restored.is_set)
         state = loop.orchestrator._state
         finished = [group.index for group in state.finished]
         assert set(taken) <= set(finished)
