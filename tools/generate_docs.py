@@ -34,6 +34,7 @@ the names, and every value can be traced: `hpcrl recipe show RECIPE` prints wher
 - Cluster profiles are looked up in `clusters/` of the current directory, `~/.config/hpcrl/clusters`,
   `/etc/hpcrl/clusters`, then those that come with hpcrl; the first hit wins. A path works as well.
 - Relative paths start at the directory where `hpcrl` is called. `HPCRL_RUNS_ROOT` overrides `paths.runs_root`.
+- [admins.md](admins.md) tells how to write a profile; sbatch templates are found in the same order of directories.
 - `hpcrl recipe schema` prints a JSON schema for editors.
 """
 
