@@ -11,7 +11,7 @@ from hpcrl.cli.options import ClusterOption, JsonOption, RecipeArgument, SetOpti
 if TYPE_CHECKING:
     from hpcrl.config.load import Loaded
 
-__all__ = ["register"]
+__all__ = ["cluster_app", "register"]
 
 recipe_app = typer.Typer(help="Recipes: what to train.", no_args_is_help=True)
 cluster_app = typer.Typer(help="Cluster profiles: where to train.", no_args_is_help=True)
@@ -75,14 +75,17 @@ def cluster_list(as_json: JsonOption = False) -> None:
     """List cluster profiles: of this directory, of the user, of the site, of the package."""
     from hpcrl.config.load import load_cluster
     from hpcrl.config.resources import list_clusters
+    from hpcrl.errors import ConfigError
 
-    _print_listing(
-        [
-            {"name": name, "description": load_cluster(str(path)).value.description, "path": str(path)}
-            for name, path in list_clusters().items()
-        ],
-        as_json,
-    )
+    rows = []
+    for name, path in list_clusters().items():
+        try:
+            description = load_cluster(str(path)).value.description
+        except ConfigError:
+            # one that is being written must not hide the others
+            description = f"(not valid: hpcrl cluster check {name})"
+        rows.append({"name": name, "description": description, "path": str(path)})
+    _print_listing(rows, as_json)
 
 
 @cluster_app.command("show")
