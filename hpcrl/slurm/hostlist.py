@@ -1,0 +1,60 @@
+"""Slurm's node lists: ``h200-[001-003,007]`` and the names it stands for. Pure; no ``scontrol`` needed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+__all__ = ["expand_hostlist"]
+
+_NOTHING = frozenset({"", "(null)", "None", "None assigned", "N/A"})
+_BRACKET = re.compile(r"\[([^\]]*)\]")
+
+
+def expand_hostlist(text: str) -> list[str]:
+    """Names of the nodes of a list, in its order; empty where Slurm says that there are none.
+
+    Several brackets in a name multiply: ``r[1-2]n[1-2]`` is four nodes.
+
+    Raises
+    ------
+    ValueError
+        The list is malformed.
+    """
+    if text.strip() in _NOTHING:
+        return []
+    return [name for part in _split(text.strip()) for name in _expand(part)]
+
+
+def _split(text: str) -> Iterator[str]:
+    """Parts between commas that stand outside brackets."""
+    depth, start = 0, 0
+    for position, sign in enumerate(text):
+        depth += (sign == "[") - (sign == "]")
+        if depth not in (0, 1):
+            break
+        if sign == "," and not depth:
+            yield text[start:position]
+            start = position + 1
+    if depth:
+        raise ValueError(f"malformed node list {text!r}")
+    yield text[start:]
+
+
+def _expand(part: str) -> Iterator[str]:
+    match = _BRACKET.search(part)
+    if match is None:
+        yield part
+        return
+    for number in _numbers(match.group(1)):
+        for rest in _expand(part[match.end() :]):
+            yield f"{part[: match.start()]}{number}{rest}"
+
+
+def _numbers(ranges: str) -> Iterator[str]:
+    for item in ranges.split(","):
+        first, dash, last = item.partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise ValueError(f"malformed range {item!r} in a node list")
+        for number in range(int(first), int(last if dash else first) + 1):
+            yield f"{number:0{len(first)}d}"
