@@ -11,7 +11,7 @@ import ctypes
 import os
 import signal
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 __all__ = [
@@ -91,9 +91,12 @@ def all_processes() -> dict[int, Process]:
     return {process.pid: process for process in found if process is not None}
 
 
-def descendants(root: int) -> list[Process]:
-    """Children of ``root``, their children and so on, dead ones left out."""
-    processes = all_processes()
+def descendants(root: int, processes: Mapping[int, Process] | None = None) -> list[Process]:
+    """Children of ``root``, their children and so on, dead ones left out.
+
+    ``processes`` is what `all_processes` returned; by default it is asked now.
+    """
+    processes = all_processes() if processes is None else processes
     children: dict[int, list[Process]] = {}
     for process in processes.values():
         children.setdefault(process.ppid, []).append(process)

@@ -1,0 +1,239 @@
+"""``hpcrl devcluster``: a real Slurm of many virtual nodes on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hpcrl.cli.options import JsonOption
+
+if TYPE_CHECKING:
+    from hpcrl.devcluster.cluster import ClusterStatus, DevCluster
+
+__all__ = ["register"]
+
+devcluster_app = typer.Typer(
+    help="A real Slurm of many virtual nodes on this machine, to try hpcrl without a cluster.", no_args_is_help=True
+)
+
+NameOption = Annotated[str, typer.Option("--name", metavar="NAME", help="Which virtual cluster.")]
+HomeOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--home",
+        metavar="DIR",
+        envvar="HPCRL_DEVCLUSTER_HOME",
+        help="Where virtual clusters lie; ~/.local/share/hpcrl/devcluster by default.",
+    ),
+]
+NodeArgument = Annotated[str, typer.Argument(metavar="NODE", help="Name of a node, for example dev-003.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command group."""
+    app.add_typer(devcluster_app, name="devcluster")
+
+
+@devcluster_app.command("up")
+def up(
+    name: NameOption = "dev",
+    nodes: Annotated[int, typer.Option(help="Number of nodes.")] = 28,
+    gpus: Annotated[int, typer.Option(help="GPUs of a node (fake: Slurm counts them).")] = 8,
+    gpu_type: Annotated[str, typer.Option(help="Type of the GPUs.")] = "h200",
+    cpus: Annotated[int, typer.Option(help="Cores of a node, as Slurm believes.")] = 96,
+    memory_gib: Annotated[int, typer.Option(help="Memory of a node in GiB, as Slurm believes.")] = 1950,
+    accounting: Annotated[
+        bool, typer.Option("--accounting", help="With slurmdbd and MariaDB, so that sacct works.")
+    ] = False,
+    stale_s: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS", help="Each node sees shared/ through caches of this age, as over NFS (root, bindfs)."
+        ),
+    ] = None,
+    home: HomeOption = None,
+) -> None:
+    """Start a virtual cluster and wait until all nodes are ready for jobs."""
+    import time
+
+    from hpcrl.devcluster.cluster import DevCluster, limits_of_user
+    from hpcrl.devcluster.settings import ClusterSettings
+
+    started = time.monotonic()
+    cluster = DevCluster.named(name, home)
+    settings = ClusterSettings(
+        name=name,
+        nodes=nodes,
+        gpus=gpus,
+        gpu_type=gpu_type,
+        cpus=cpus,
+        memory_mib=memory_gib << 10,
+        accounting=accounting,
+        stale_s=stale_s,
+    )
+    record = cluster.up(settings)
+    if limits := limits_of_user():
+        typer.echo(limits, err=True)
+    first, last = record.nodes[0].name, record.nodes[-1].name
+    typer.echo(f"{name}: {nodes} nodes ({first} to {last}) ready after {time.monotonic() - started:.1f} s")
+    typer.echo(
+        f'  use it:  hpcrl devcluster shell --name {name}      (or: eval "$(hpcrl devcluster env --name {name})")'
+    )
+    typer.echo(f"  end it:  hpcrl devcluster down --name {name}")
+    typer.echo(f"  files:   {cluster.paths.root}")
+
+
+@devcluster_app.command("down")
+def down(
+    name: NameOption = "dev",
+    home: HomeOption = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """End a virtual cluster: its daemons, its jobs, its directory."""
+    cluster = _cluster(name, home)
+    entries = cluster.shared_entries()
+    if entries and not yes:
+        some = ", ".join(entries[:5]) + (" …" if len(entries) > 5 else "")
+        typer.confirm(
+            f"{cluster.paths.shared} holds {len(entries)} entries ({some}). Delete them?", abort=True, err=True
+        )
+    cluster.down()
+    typer.echo(f"{name}: ended, {cluster.paths.root} removed")
+
+
+@devcluster_app.command("status")
+def status(name: NameOption = "dev", home: HomeOption = None, as_json: JsonOption = False) -> None:
+    """Show daemons and nodes of a virtual cluster."""
+    import json
+
+    import msgspec
+
+    found = _cluster(name, home).status()
+    if as_json:
+        typer.echo(json.dumps(msgspec.to_builtins(found), indent=2))
+    else:
+        _print_status(found)
+
+
+@devcluster_app.command("list")
+def list_(home: HomeOption = None, as_json: JsonOption = False) -> None:
+    """List the virtual clusters of this machine."""
+    import json
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from hpcrl.devcluster.cluster import list_clusters
+    from hpcrl.devcluster.daemons import find_members
+
+    rows = [
+        {
+            "name": cluster.paths.root.name,
+            "nodes": cluster.record().settings.nodes,
+            "processes": len(find_members(cluster.paths)),
+            "path": str(cluster.paths.root),
+        }
+        for cluster in list_clusters(home)
+    ]
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in ("name", "nodes", "processes", "path"):
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(str(value) for value in row.values()))
+    Console().print(table)
+
+
+@devcluster_app.command("kill-node")
+def kill_node(
+    node: NodeArgument,
+    name: NameOption = "dev",
+    home: HomeOption = None,
+    unnoticed: Annotated[
+        bool, typer.Option("--unnoticed", help="Let the controller find out by itself, after its time-out.")
+    ] = False,
+) -> None:
+    """Take a node away at once, with all that runs on it, as a power failure would."""
+    count = _cluster(name, home).kill_node(node, noticed=not unnoticed)
+    typer.echo(f"{node}: {count} processes killed" + ("" if unnoticed else ", the node is DOWN"))
+
+
+@devcluster_app.command("revive-node")
+def revive_node(node: NodeArgument, name: NameOption = "dev", home: HomeOption = None) -> None:
+    """Bring a node back and wait until jobs could run on it."""
+    _cluster(name, home).revive_node(node)
+    typer.echo(f"{node}: usable")
+
+
+@devcluster_app.command("pause-controller")
+def pause_controller(
+    name: NameOption = "dev",
+    home: HomeOption = None,
+    kill: Annotated[
+        bool,
+        typer.Option("--kill", help="Kill slurmctld (connections are refused) instead of freezing it (they hang)."),
+    ] = False,
+) -> None:
+    """Let slurmctld stop answering. Running jobs go on."""
+    _cluster(name, home).pause_controller(kill=kill)
+    typer.echo(
+        f"{name}: slurmctld is {'killed' if kill else 'frozen'}; hpcrl devcluster resume-controller brings it back"
+    )
+
+
+@devcluster_app.command("resume-controller")
+def resume_controller(name: NameOption = "dev", home: HomeOption = None) -> None:
+    """Let slurmctld answer again; one that was killed is started with what it knew."""
+    _cluster(name, home).resume_controller()
+    typer.echo(f"{name}: slurmctld answers")
+
+
+@devcluster_app.command("shell")
+def shell(name: NameOption = "dev", home: HomeOption = None) -> None:
+    """Start a shell in which sbatch, squeue and hpcrl use the virtual cluster."""
+    import os
+
+    environment = _cluster(name, home).environment()
+    program = os.environ.get("SHELL", "/bin/sh")
+    typer.echo(f"{name}: SLURM_CONF is set in this shell; `exit` leaves it", err=True)
+    os.execvpe(program, [program], {**os.environ, **environment})
+
+
+@devcluster_app.command("env")
+def env(name: NameOption = "dev", home: HomeOption = None) -> None:
+    """Print what sets a shell or script up for the virtual cluster, for eval."""
+    import shlex
+
+    for key, value in _cluster(name, home).environment().items():
+        typer.echo(f"export {key}={shlex.quote(value)}")
+
+
+def _cluster(name: str, home: Path | None) -> DevCluster:
+    from hpcrl.devcluster.cluster import DevCluster
+
+    return DevCluster.named(name, home)
+
+
+def _print_status(found: ClusterStatus) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    console.print(
+        f"[bold]{found.name}[/bold]: Slurm {found.slurm_version}, slurmctld {found.controller}, "
+        f"{'with' if found.accounting else 'without'} accounting, {found.processes} processes, "
+        f"{found.memory_bytes / (1 << 20):.0f} MiB",
+        highlight=False,
+    )
+    console.print(f"SLURM_CONF={found.conf}\n", highlight=False, soft_wrap=True)
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in ("node", "address", "slurmd", "state"):
+        table.add_column(column)
+    for node in found.nodes:
+        alive = "runs" if node.alive else "[red]dead[/red]"
+        table.add_row(node.name, node.address, alive, "+".join(node.states) or "?")
+    console.print(table)

@@ -1,0 +1,187 @@
+"""Processes of a virtual cluster: started, recorded, found again, ended. Never by name alone.
+
+A daemon is recorded by pid and start time and carries a mark in its environment, so that it is found even when the
+record could not be written. ``slurmd`` cleans the environment of the ``slurmstepd`` that it starts, except for
+``SLURM_CONF``; the step's working directory, inherited from its ``slurmd``, says which node it belongs to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from hpcrl import procfs
+from hpcrl.devcluster.place import ClusterPaths
+from hpcrl.errors import DeadlineError
+from hpcrl.fs import write_json
+
+__all__ = ["DaemonRecord", "Member", "end", "find_members", "inside_job", "log_tail", "read_daemons", "start_daemon"]
+
+_MARK = "HPCRL_DEVCLUSTER_DAEMON"
+"""Its value is the cluster's directory. Shells and jobs of people never have it."""
+_NODE_MARK = "HPCRL_DEVCLUSTER_NODE"
+_END_DEADLINE_S = 20.0
+_POLL_S = 0.05
+_RESTORED_SIGNALS = (signal.SIGPIPE, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGXFSZ)
+
+
+class DaemonRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One daemon as it was started. A pid means nothing after a reboot, hence ``boot_id``."""
+
+    name: str
+    pid: int
+    start_ticks: int
+    boot_id: str
+
+    def process(self) -> procfs.Process | None:
+        """The process, if it is still this one and lives."""
+        process = procfs.read_process(self.pid) if self.boot_id == procfs.boot_id() else None
+        if process is None or process.start_ticks != self.start_ticks or process.dead:
+            return None
+        return process
+
+
+class Member(NamedTuple):
+    """A living process of a cluster; ``node`` is empty for what belongs to no node."""
+
+    process: procfs.Process
+    kind: Literal["daemon", "step", "task"]
+    node: str
+
+
+def start_daemon(
+    paths: ClusterPaths,
+    name: str,
+    argv: Sequence[str],
+    *,
+    directory: Path,
+    node: str = "",
+    env: Mapping[str, str] | None = None,
+) -> DaemonRecord:
+    """Start a daemon in a session of its own, without a terminal, and record it.
+
+    What it says before it has its log file goes to ``log/<name>.start``.
+    """
+    environment = {
+        "PATH": os.environ.get("PATH", os.defpath),
+        "HOME": os.environ.get("HOME", "/"),
+        "LANG": "C.UTF-8",
+        "SLURM_CONF": str(paths.conf),
+        _MARK: str(paths.root),
+        _NODE_MARK: node,
+        **(env or {}),
+    }
+    start_log = paths.log / f"{name}.start"
+    pid = os.posix_spawn(
+        "/bin/sh",
+        ["/bin/sh", "-c", 'cd "$0" && exec "$@"', str(directory), *argv],
+        environment,
+        file_actions=[
+            (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
+            (os.POSIX_SPAWN_OPEN, 1, start_log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644),
+            (os.POSIX_SPAWN_DUP2, 1, 2),
+        ],
+        setsid=True,
+        setsigmask=(),
+        setsigdef=_RESTORED_SIGNALS,
+    )
+    process = procfs.read_process(pid)  # our own unreaped child: it is there, dead or alive
+    assert process is not None
+    record = DaemonRecord(name=name, pid=pid, start_ticks=process.start_ticks, boot_id=procfs.boot_id())
+    write_json(paths.processes / f"{name}.json", record)
+    return record
+
+
+def read_daemons(paths: ClusterPaths) -> dict[str, DaemonRecord]:
+    """Daemons that were started, by name, dead ones included."""
+    found = {}
+    for path in sorted(paths.processes.glob("*.json")):
+        with contextlib.suppress(FileNotFoundError, msgspec.DecodeError):
+            record = msgspec.json.decode(path.read_bytes(), type=DaemonRecord)
+            found[record.name] = record
+    return found
+
+
+def find_members(paths: ClusterPaths) -> list[Member]:
+    """All living processes of a cluster: daemons, step managers, and what jobs have started on its nodes."""
+    processes = procfs.all_processes()
+    members: dict[int, Member] = {}
+    for process in processes.values():
+        if not process.dead and (member := _identify(paths, process)) is not None:
+            members[process.pid] = member
+    for record in read_daemons(paths).values():
+        if (recorded := record.process()) is not None:
+            members.setdefault(recorded.pid, Member(recorded, "daemon", ""))
+    # what a task starts belongs to it, also with an environment of its own
+    for step in [member for member in members.values() if member.kind == "step"]:
+        for child in procfs.descendants(step.process.pid, processes):
+            members.setdefault(child.pid, Member(child, "task", step.node))
+    return list(members.values())
+
+
+def _identify(paths: ClusterPaths, process: procfs.Process) -> Member | None:
+    env = procfs.read_environ(process.pid)
+    if env.get(_MARK) == str(paths.root):
+        return Member(process, "daemon", env.get(_NODE_MARK, ""))
+    if env.get("SLURM_CONF") != str(paths.conf):
+        return None
+    if "SLURMD_NODENAME" in env:
+        return Member(process, "task", env["SLURMD_NODENAME"])
+    try:
+        cwd, program = Path(os.readlink(f"/proc/{process.pid}/cwd")), os.readlink(f"/proc/{process.pid}/exe")
+    except OSError:
+        return None  # ended meanwhile, or another user's
+    if Path(program).name == "slurmstepd":
+        return Member(process, "step", cwd.name if cwd.parent == paths.spool else "")
+    return None
+
+
+def inside_job(paths: ClusterPaths) -> bool:
+    """Whether we run in a job of this cluster."""
+    return "SLURMD_NODENAME" in os.environ and os.environ.get("SLURM_CONF") == str(paths.conf)
+
+
+def end(find: Callable[[], Iterable[Member]], *, signum: int = signal.SIGKILL, deadline_s: float | None = None) -> bool:
+    """Send a signal to all that ``find`` finds, again and again until it finds nothing.
+
+    Returns whether nothing is left at the deadline. Without a deadline, what is left then is an error.
+
+    Raises
+    ------
+    DeadlineError
+        Processes did not go.
+    """
+    stop_at = time.monotonic() + (_END_DEADLINE_S if deadline_s is None else deadline_s)
+    told: set[int] = set()
+    while left := list(find()):
+        if time.monotonic() >= stop_at:
+            if deadline_s is not None:
+                return False
+            pids = ", ".join(str(member.process.pid) for member in left)
+            raise DeadlineError(
+                f"processes {pids} did not end within {_END_DEADLINE_S:g} s of SIGKILL\n"
+                "    way out: they hang in the kernel (state D) or belong to another user; see `ps`, then try again"
+            )
+        news = [m.process for m in left if signum == signal.SIGKILL or m.process.pid not in told]
+        procfs.send_signal(news, signum)
+        told |= {process.pid for process in news}
+        time.sleep(_POLL_S)
+        for member in left:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(member.process.pid, os.WNOHANG)
+    return True
+
+
+def log_tail(paths: ClusterPaths, name: str, *, lines: int = 8) -> str:
+    """The last lines that a daemon wrote, indented, for an error message."""
+    for path in (paths.log / f"{name}.log", paths.log / f"{name}.start"):
+        if path.is_file() and (text := path.read_text(errors="replace").strip()):
+            return f"{path}:\n" + "\n".join(f"      {line}" for line in text.splitlines()[-lines:])
+    return f"{paths.log}: nothing of {name}"

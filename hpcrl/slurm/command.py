@@ -1,0 +1,101 @@
+"""Running one of Slurm's commands: argument list, environment, time-out. The seam where tests put a fake."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from hpcrl.slurm.errors import SlurmMissingError, SlurmUnavailableError
+
+__all__ = ["CommandResult", "Runner", "command_environment", "run_command"]
+
+_KEEP = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT"})
+"""How the cluster is found; everything else of Slurm's in our environment would change what we ask."""
+
+_DROPPED_PREFIXES = (
+    "SLURM_",  # of a job that we run in: breaks submits from inside a job
+    "SLURMD_",
+    "SBATCH_",  # would overrule the script, and the script is what the plan says
+    "SALLOC_",
+    "SRUN_",
+    "SQUEUE_",  # formats and filters of a user's interactive commands
+    "SACCT_",
+    "SCANCEL_",
+    "SCONTROL_",
+    "SINFO_",
+)
+
+
+class CommandResult(NamedTuple):
+    """What a command said."""
+
+    exit_code: int
+    stdout: str
+    stderr: str
+
+
+class Runner(Protocol):
+    """Runs a command and returns what it said, whatever its exit code.
+
+    Raises
+    ------
+    SlurmMissingError
+        The program does not exist.
+    SlurmUnavailableError
+        It did not end in time; it is gone when this is raised.
+    """
+
+    def __call__(self, argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float) -> CommandResult: ...
+
+
+def command_environment(*, conf: Path | None, reading: bool) -> dict[str, str]:
+    """The environment of a Slurm command.
+
+    Parameters
+    ----------
+    conf:
+        ``slurm.conf`` of the cluster; None leaves it to ``SLURM_CONF`` and Slurm's own search.
+    reading:
+        The answer will be parsed: English messages, and times as seconds since the epoch. A submission must not
+        have this, because ``sbatch`` hands its environment on to the job.
+    """
+    env = {k: v for k, v in os.environ.items() if k in _KEEP or not k.startswith(_DROPPED_PREFIXES)}
+    if conf is not None:
+        env["SLURM_CONF"] = str(conf)
+    if reading:
+        env |= {"LC_ALL": "C", "SLURM_TIME_FORMAT": "%s"}
+    return env
+
+
+def run_command(argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float) -> CommandResult:
+    """The real `Runner`. The command is in a process group of its own and killed whole at the time-out."""
+    try:
+        process = subprocess.Popen(
+            argv,
+            env=dict(env),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            # names and comments of other people's jobs may hold anything
+            encoding="utf-8",
+            errors="replace",
+            process_group=0,
+        )
+    except FileNotFoundError:
+        raise SlurmMissingError(argv[0]) from None
+    with process:
+        try:
+            stdout, stderr = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # our own unreaped child: the id cannot be another's
+            raise SlurmUnavailableError(f"{shlex.join(argv)} gave no answer in {timeout_s:g} s") from None
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return CommandResult(process.returncode, stdout, stderr)

@@ -1,0 +1,323 @@
+"""Reading what Slurm's commands say, from 22.05 to 25.11.
+
+What drifts between versions: in JSON a state is a word or (23.11) a list; a number is plain or
+``{"set", "infinite", "number"}``; an exit code is a wait status or a nest of those; nothing is ``null``, ``{}``,
+``""`` or absent. Columns are stable, which is why the client asks for columns first.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from hpcrl.slurm.errors import SlurmAnswerError
+from hpcrl.slurm.records import Component, ExitStatus, Node, StartEstimate
+from hpcrl.slurm.states import parse_state
+
+__all__ = [
+    "SACCT_FORMAT",
+    "SEPARATOR",
+    "SQUEUE_FORMAT",
+    "parse_config",
+    "parse_node",
+    "parse_oneliner",
+    "parse_sacct",
+    "parse_squeue",
+    "parse_squeue_json",
+    "parse_start_estimate",
+    "parse_version",
+]
+
+SEPARATOR = "\x1f"
+"""Between columns: nothing that stands in a name or a comment."""
+
+_SQUEUE_COLUMNS = {
+    # name for --Format: width. Longer values are cut, so widths are generous
+    "JobID": 20,
+    "HetJobID": 20,
+    "HetJobOffset": 12,
+    "State": 24,
+    "Reason": 128,
+    "NodeList": 4096,
+    "Name": 256,
+    "Comment": 512,
+    "Partition": 256,
+    "SubmitTime": 24,
+    "StartTime": 24,
+    "EndTime": 24,
+    "TimeLimit": 24,
+    "RestartCnt": 12,
+    "exit_code": 16,
+}
+SQUEUE_FORMAT = ",".join(f"{name}:{width}{SEPARATOR}" for name, width in _SQUEUE_COLUMNS.items())
+_SACCT_COLUMNS = (
+    "JobID",
+    "JobIDRaw",
+    "State",
+    "Reason",
+    "NodeList",
+    "JobName",
+    "Comment",
+    "Partition",
+    "Submit",
+    "Start",
+    "End",
+    "TimelimitRaw",
+    "ExitCode",
+)
+SACCT_FORMAT = ",".join(_SACCT_COLUMNS)
+
+_NOTHING = frozenset({"", "N/A", "NONE", "(NULL)", "UNKNOWN", "INVALID", "NOT_SET", "NONE ASSIGNED"})
+_NODE_MARKS = {
+    "*": "NOT_RESPONDING",
+    "~": "POWERED_DOWN",
+    "#": "POWERING_UP",
+    "!": "POWER_DOWN",
+    "%": "POWERING_DOWN",
+    "$": "MAINTENANCE",
+    "@": "REBOOT",
+    "^": "REBOOT_ISSUED",
+    "-": "PLANNED",
+}
+"""Signs after a node's state (sinfo(1), node state codes)."""
+
+
+# -- columns -----------------------------------------------------------------------------------------------------
+
+
+def parse_squeue(text: str) -> list[Component]:
+    """Rows of ``squeue --noheader --Format`` with `SQUEUE_FORMAT`; rows of job arrays are left out."""
+    return [c for row in _rows(text, tuple(_SQUEUE_COLUMNS)) if (c := _squeue_component(row)) is not None]
+
+
+def _squeue_component(row: Mapping[str, str]) -> Component | None:
+    job_id = _int(row["JobID"])
+    if job_id is None:
+        return None
+    leader = _int(row["HetJobID"])
+    return Component(
+        job_id=job_id,
+        leader_id=leader or job_id,
+        offset=_int(row["HetJobOffset"]) or 0 if leader else 0,
+        state=parse_state(row["State"]),
+        source="squeue",
+        name=row["Name"],
+        comment=_word(row["Comment"]),
+        partition=row["Partition"],
+        reason=_word(row["Reason"]),
+        nodes=_word(row["NodeList"]),
+        submit_time_s=_time(row["SubmitTime"]),
+        start_time_s=_time(row["StartTime"]),
+        end_time_s=_time(row["EndTime"]),
+        time_limit_s=_duration(row["TimeLimit"]),
+        restarts=_int(row["RestartCnt"]),
+        exit=_exit(row["exit_code"]),
+    )
+
+
+def parse_sacct(text: str) -> list[Component]:
+    """Rows of ``sacct --parsable2 --noheader --allocations`` with `SACCT_FORMAT`; steps and arrays are left out."""
+    return [c for row in _rows(text, _SACCT_COLUMNS) if (c := _sacct_component(row)) is not None]
+
+
+def _sacct_component(row: Mapping[str, str]) -> Component | None:
+    match = re.fullmatch(r"(\d+)(?:\+(\d+))?", row["JobID"])
+    if match is None:
+        return None
+    leader, offset = int(match.group(1)), int(match.group(2) or 0)
+    minutes = _int(row["TimelimitRaw"])
+    return Component(
+        job_id=_int(row["JobIDRaw"]) or leader + offset,
+        leader_id=leader,
+        offset=offset,
+        state=parse_state(row["State"]),
+        source="sacct",
+        name=row["JobName"],
+        comment=_word(row["Comment"]),
+        partition=row["Partition"],
+        reason=_word(row["Reason"]),
+        nodes=_word(row["NodeList"]),
+        submit_time_s=_time(row["Submit"]),
+        start_time_s=_time(row["Start"]),
+        end_time_s=_time(row["End"]),
+        time_limit_s=None if minutes is None else 60.0 * minutes,
+        exit=_exit(row["ExitCode"]),
+    )
+
+
+def _rows(text: str, columns: tuple[str, ...]) -> Iterable[dict[str, str]]:
+    for line in text.split("\n"):
+        cells = [cell.strip() for cell in line.split(SEPARATOR)]
+        # squeue ends each row with a separator, sacct does not. A row of another shape (somebody's name with a
+        # line break) is no row: its job stays unknown
+        if len(cells) - (cells[-1] == "") == len(columns) or len(cells) == len(columns):
+            yield dict(zip(columns, cells, strict=False))
+
+
+# -- JSON --------------------------------------------------------------------------------------------------------
+
+
+def parse_squeue_json(text: str) -> list[Component]:
+    """Jobs of ``squeue --json``, any data version.
+
+    Raises
+    ------
+    SlurmAnswerError
+        It is no JSON, or not of a shape that has jobs.
+    """
+    try:
+        jobs = msgspec.json.decode(text)["jobs"]
+        return [_json_component(job) for job in jobs or () if not _number(job.get("array_job_id"))]
+    except (msgspec.DecodeError, KeyError, TypeError, AttributeError) as error:
+        raise SlurmAnswerError(f"squeue --json: cannot read the answer ({error}): {text[:200]!r}") from error
+
+
+def _json_component(job: Mapping[str, Any]) -> Component:
+    job_id = _number(job["job_id"])
+    if job_id is None:
+        raise KeyError("job_id")
+    leader = _number(job.get("het_job_id"))
+    minutes = _number(job.get("time_limit"))
+    restarts = _number(job.get("restart_cnt"))
+    return Component(
+        job_id=int(job_id),
+        leader_id=int(leader or job_id),
+        offset=int(_number(job.get("het_job_offset")) or 0) if leader else 0,
+        state=parse_state(job.get("job_state")),
+        source="squeue",
+        name=_text(job.get("name")),
+        comment=_text(job.get("comment")),
+        partition=_text(job.get("partition")),
+        reason=_word(_text(job.get("state_reason"))),
+        nodes=_word(_text(job.get("nodes"))),
+        submit_time_s=_number(job.get("submit_time")) or None,
+        start_time_s=_number(job.get("start_time")) or None,
+        end_time_s=_number(job.get("end_time")) or None,
+        time_limit_s=None if minutes is None else 60.0 * minutes,
+        restarts=None if restarts is None else int(restarts),
+        exit=_json_exit(job.get("exit_code")),
+    )
+
+
+def _number(value: Any) -> float | None:
+    """A plain number or ``{"set", "infinite", "number"}``; None for unset, infinite and everything else."""
+    if isinstance(value, Mapping):
+        if value.get("infinite") or not value.get("set", True):
+            return None
+        return _number(value.get("number"))
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return value
+
+
+def _text(value: Any) -> str:
+    """A string; sacct and some versions nest comments as ``{"job": …}``."""
+    if isinstance(value, Mapping):
+        value = value.get("job")
+    return value if isinstance(value, str) else ""
+
+
+def _json_exit(value: Any) -> ExitStatus | None:
+    if isinstance(value, Mapping) and "return_code" in value:
+        signal = value.get("signal")
+        number = signal.get("id", signal.get("signal_id")) if isinstance(signal, Mapping) else signal
+        return ExitStatus(int(_number(value["return_code"]) or 0), int(_number(number) or 0))
+    status = _number(value)
+    return None if status is None else _wait_status(int(status))
+
+
+# -- scontrol ----------------------------------------------------------------------------------------------------
+
+
+def parse_oneliner(text: str) -> list[dict[str, str]]:
+    """Records of ``scontrol --oneliner show …``: one a line, ``Key=Value`` with spaces allowed in values."""
+    return [
+        dict(pair.split("=", 1) for pair in re.split(r" +(?=[A-Z][A-Za-z0-9_/:]*=)", line.strip()))
+        for line in text.splitlines()
+        if "=" in line
+    ]
+
+
+def parse_config(text: str) -> dict[str, str]:
+    """Settings of ``scontrol show config``; ``(null)`` becomes the empty string."""
+    pairs = (line.partition("=") for line in text.splitlines() if "=" in line)
+    return {key.strip(): "" if value.strip() == "(null)" else value.strip() for key, _, value in pairs}
+
+
+def parse_node(record: Mapping[str, str]) -> Node:
+    """A node from its record of ``scontrol --oneliner show node``."""
+    states: set[str] = set()
+    for part in record.get("State", "").split("+"):
+        word = part.rstrip("".join(_NODE_MARKS))
+        states |= {word, *(_NODE_MARKS[mark] for mark in part[len(word) :])}
+    return Node(
+        name=record["NodeName"],
+        address=record.get("NodeAddr", record["NodeName"]),
+        states=frozenset(states - {""}),
+        cpus=_int(record.get("CPUTot", "")) or 0,
+        memory_mib=_int(record.get("RealMemory", "")) or 0,
+        gres=_word(record.get("Gres", "")),
+        partitions=tuple(part for part in record.get("Partitions", "").split(",") if part),
+        reason=_word(record.get("Reason", "")),
+    )
+
+
+def parse_start_estimate(text: str) -> StartEstimate:
+    """The lines of ``sbatch --test-only``; the time is that of the last one (they may be one a component)."""
+    times = re.findall(r"to start at (\S+)", text)
+    words = "; ".join(line.removeprefix("sbatch: ") for line in text.strip().splitlines())
+    return StartEstimate(_time(times[-1]) if times else None, words)
+
+
+def parse_version(text: str) -> tuple[int, int]:
+    """Major version of ``sbatch -V``: ``slurm-wlm 22.05.8`` is (22, 5).
+
+    Raises
+    ------
+    SlurmAnswerError
+        There is no version in it.
+    """
+    match = re.search(r"(\d+)\.(\d+)", text)
+    if match is None:
+        raise SlurmAnswerError(f"no version in {text!r}")
+    return int(match.group(1)), int(match.group(2))
+
+
+# -- cells -------------------------------------------------------------------------------------------------------
+
+
+def _word(text: str) -> str:
+    return "" if text.upper() in _NOTHING else text
+
+
+def _int(text: str) -> int | None:
+    return int(text) if text.isdecimal() else None
+
+
+def _time(text: str) -> float | None:
+    """Seconds since the epoch (we ask for them by ``SLURM_TIME_FORMAT=%s``)."""
+    return float(text) if text.isdecimal() and int(text) > 0 else None
+
+
+def _duration(text: str) -> float | None:
+    """``[days-]hours:minutes:seconds`` or ``minutes:seconds`` in seconds; None for no limit."""
+    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
+    if match is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+
+def _exit(text: str) -> ExitStatus | None:
+    """``code:signal``, or a wait status."""
+    code, colon, signal = text.partition(":")
+    if not code.isdecimal():
+        return None
+    return ExitStatus(int(code), _int(signal) or 0) if colon else _wait_status(int(code))
+
+
+def _wait_status(status: int) -> ExitStatus:
+    return ExitStatus(status >> 8 & 0xFF, status & 0x7F)
