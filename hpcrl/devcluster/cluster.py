@@ -13,7 +13,7 @@ from typing import Literal
 import msgspec
 
 from hpcrl import procfs
-from hpcrl.devcluster.daemons import Member, end, find_members, inside_job, read_daemons
+from hpcrl.devcluster.daemons import Roster, end, find_members, inside_job, read_daemons
 from hpcrl.devcluster.packages import check_machine, require_program
 from hpcrl.devcluster.place import ClusterPaths, default_home
 from hpcrl.devcluster.ports import choose_ports
@@ -149,12 +149,11 @@ class DevCluster:
 
     def _end_processes(self) -> None:
         # the daemons first, so that nothing starts again; then the jobs with a moment to clean up; then the rest
-        end(lambda: self._members("daemon"))
-        end(lambda: self._members("task"), signum=signal.SIGTERM, deadline_s=_TASK_GRACE_S)
-        end(self._members)
-
-    def _members(self, kind: str | None = None) -> list[Member]:
-        return [member for member in find_members(self.paths) if kind in (None, member.kind)]
+        roster = Roster(self.paths)
+        roster.find()
+        end(lambda: roster.find("daemon"))
+        end(lambda: roster.find("task"), signum=signal.SIGTERM, deadline_s=_TASK_GRACE_S)
+        end(roster.find)
 
     def shared_entries(self) -> list[str]:
         """Names in ``shared/``, which `down` would delete."""
@@ -217,17 +216,11 @@ class DevCluster:
             Number of processes that were killed.
         """
         node = self.record().node(name)
-        killed: set[int] = set()
-
-        def of_node() -> list[Member]:
-            found = [member for member in find_members(self.paths) if member.node == node.name]
-            killed.update(member.process.pid for member in found)
-            return found
-
-        end(of_node)
+        roster = Roster(self.paths, node=node.name)
+        end(roster.find)
         if noticed:
             self.client().update_node(node.name, "DOWN", reason="hpcrl devcluster kill-node")
-        return len(killed)
+        return roster.seen
 
     def revive_node(self, name: str) -> None:
         """Bring a node back, and wait until Slurm could run jobs on it; one that lives is set usable again."""

@@ -1,8 +1,10 @@
 """Processes of a virtual cluster: started, recorded, found again, ended. Never by name alone.
 
 A daemon is recorded by pid and start time and carries a mark in its environment, so that it is found even when the
-record could not be written. ``slurmd`` cleans the environment of the ``slurmstepd`` that it starts, except for
-``SLURM_CONF``; the step's working directory, inherited from its ``slurmd``, says which node it belongs to.
+record could not be written. A ``slurmstepd`` writes its title over its environment; its working directory, inherited
+from the ``slurmd`` that we started in the node's spool directory, says whose it is. What jobs start is found by the
+environment that Slurm gives it, and as descendants of a step. One thing escapes: a process that clears its environment
+*and* leaves its parents (a daemon that a job started by ``env -i``) before we look.
 """
 
 from __future__ import annotations
@@ -22,7 +24,17 @@ from hpcrl.devcluster.place import ClusterPaths
 from hpcrl.errors import DeadlineError
 from hpcrl.fs import write_json
 
-__all__ = ["DaemonRecord", "Member", "end", "find_members", "inside_job", "log_tail", "read_daemons", "start_daemon"]
+__all__ = [
+    "DaemonRecord",
+    "Member",
+    "Roster",
+    "end",
+    "find_members",
+    "inside_job",
+    "log_tail",
+    "read_daemons",
+    "start_daemon",
+]
 
 _MARK = "HPCRL_DEVCLUSTER_DAEMON"
 """Its value is the cluster's directory. Shells and jobs of people never have it."""
@@ -127,20 +139,52 @@ def find_members(paths: ClusterPaths) -> list[Member]:
 
 
 def _identify(paths: ClusterPaths, process: procfs.Process) -> Member | None:
+    try:
+        cwd = Path(os.readlink(f"/proc/{process.pid}/cwd"))
+        command = Path(f"/proc/{process.pid}/comm").read_text().strip()
+    except OSError:
+        return None  # ended meanwhile, or another user's
+    if command == "slurmstepd":
+        return Member(process, "step", cwd.name) if cwd.parent == paths.spool else None
     env = procfs.read_environ(process.pid)
     if env.get(_MARK) == str(paths.root):
         return Member(process, "daemon", env.get(_NODE_MARK, ""))
-    if env.get("SLURM_CONF") != str(paths.conf):
-        return None
-    if "SLURMD_NODENAME" in env:
+    if env.get("SLURM_CONF") == str(paths.conf) and "SLURMD_NODENAME" in env:
         return Member(process, "task", env["SLURMD_NODENAME"])
-    try:
-        cwd, program = Path(os.readlink(f"/proc/{process.pid}/cwd")), os.readlink(f"/proc/{process.pid}/exe")
-    except OSError:
-        return None  # ended meanwhile, or another user's
-    if Path(program).name == "slurmstepd":
-        return Member(process, "step", cwd.name if cwd.parent == paths.spool else "")
     return None
+
+
+class Roster:
+    """Members of a cluster, with those that were seen once kept until they are dead.
+
+    When a parent dies, its children are init's, and what led to them is gone: hence the memory.
+
+    Parameters
+    ----------
+    node:
+        Only what belongs to this node.
+    """
+
+    def __init__(self, paths: ClusterPaths, *, node: str | None = None) -> None:
+        self._paths, self._node = paths, node
+        self._seen: dict[tuple[int, int], Member] = {}
+
+    @property
+    def seen(self) -> int:
+        """Number of processes found so far."""
+        return len(self._seen)
+
+    def find(self, *kinds: str) -> list[Member]:
+        """Those that live now, of some kinds or all."""
+        for member in find_members(self._paths):
+            if self._node in (None, member.node):
+                self._seen.setdefault(_identity(member.process), member)
+        alive = [member for member in self._seen.values() if procfs.is_alive(*_identity(member.process))]
+        return [member for member in alive if not kinds or member.kind in kinds]
+
+
+def _identity(process: procfs.Process) -> tuple[int, int]:
+    return process.pid, process.start_ticks
 
 
 def inside_job(paths: ClusterPaths) -> bool:

@@ -34,32 +34,41 @@ def start_all(paths: ClusterPaths, record: Record) -> None:
     _start_munged(paths)
     if record.settings.accounting:
         _start_accounting(paths, record)
-    start_controller(paths, record, fresh=True)
-    for node in record.nodes:
-        start_slurmd(paths, record, node)
-    wait_for_nodes(paths, [node.name for node in record.nodes])
+    controller = start_controller(paths, record, fresh=True)
+    daemons = [controller, *(start_slurmd(paths, record, node) for node in record.nodes)]
+    wait_for_nodes(paths, [node.name for node in record.nodes], daemons)
 
 
-def start_controller(paths: ClusterPaths, record: Record, *, fresh: bool) -> None:
+def start_controller(paths: ClusterPaths, record: Record, *, fresh: bool) -> DaemonRecord:
     """Start slurmctld and wait until it listens; ``fresh`` forgets what it knew."""
     argv = [require_program("slurmctld"), "-D", *(["-c"] if fresh else [])]
     daemon = start_daemon(paths, CONTROLLER, argv, directory=paths.state)
     wait_for(paths, [daemon], "slurmctld listens", lambda: is_listening(record.ports.controller))
+    return daemon
 
 
-def start_slurmd(paths: ClusterPaths, record: Record, node: VirtualNode) -> None:
+def start_slurmd(paths: ClusterPaths, record: Record, node: VirtualNode) -> DaemonRecord:
     """Start the daemon of a node; does not wait."""
     argv = [require_program("slurmd"), "-D", "-N", node.name]
     stale_s = record.settings.stale_s
     if stale_s is not None:
         # a mount namespace of the node's own: nobody else sees the mount, and it goes with the last process in it
         options = ",".join(f"{kind}_timeout={stale_s:g}" for kind in ("attr", "entry", "negative"))
-        mount = [require_program("unshare"), "--mount", "/bin/sh", "-c", _MOUNT_THEN_RUN, "mount", options, str(paths.shared)]
+        mount = [
+            require_program("unshare"),
+            "--mount",
+            "/bin/sh",
+            "-c",
+            _MOUNT_THEN_RUN,
+            "mount",
+            options,
+            str(paths.shared),
+        ]
         argv = [*mount, *argv]
-    start_daemon(paths, node.name, argv, directory=paths.node_spool(node.name), node=node.name)
+    return start_daemon(paths, node.name, argv, directory=paths.node_spool(node.name), node=node.name)
 
 
-def wait_for_nodes(paths: ClusterPaths, names: Sequence[str]) -> None:
+def wait_for_nodes(paths: ClusterPaths, names: Sequence[str], daemons: Sequence[DaemonRecord] = ()) -> None:
     """Wait until Slurm could run jobs on all of these nodes (DeadlineError names those where it cannot)."""
     client = SlurmClient(conf=paths.conf, timeout_s=10.0)
     missing = set(names)
@@ -76,7 +85,7 @@ def wait_for_nodes(paths: ClusterPaths, names: Sequence[str]) -> None:
         return f"{len(some)} nodes are not usable ({', '.join(some[:5])} …)\n    {log_tail(paths, some[0])}"
 
     deadline_s = _DAEMON_DEADLINE_S + _NODE_DEADLINE_S * len(names)
-    wait_for(paths, [], f"{len(names)} nodes are usable", all_usable, deadline_s=deadline_s, explain=explain)
+    wait_for(paths, daemons, f"{len(names)} nodes are usable", all_usable, deadline_s=deadline_s, explain=explain)
 
 
 def wait_for(
