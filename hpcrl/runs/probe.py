@@ -145,7 +145,8 @@ def misplaced(plan: Plan, reports: list[ProbeReport]) -> list[str]:
                 for r in mine
                 if wanted and len(r.gpus) != wanted
             ]
-    wrong += [f"{host} is shared by {', '.join(sorted(names))}" for host, names in owners.items() if len(names) > 1]
+    shared = sorted((host, sorted(names)) for host, names in owners.items() if len(names) > 1)
+    wrong += [f"{host} is shared by {', '.join(names)}" for host, names in shared]
     return wrong
 
 
