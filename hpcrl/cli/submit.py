@@ -64,8 +64,11 @@ def submit(
     if dry_run:
         typer.echo("\nnothing was started or written (--dry-run)", err=True)
         return
-    if plan.layout.kind != "local":
-        raise UsageError(f"this version cannot submit to {profile.name} yet; `hpcrl render` writes the scripts")
+    if plan.layout.kind == "elastic":
+        raise UsageError(
+            "this version cannot submit the layout elastic yet; `hpcrl render` writes its scripts\n"
+            "    way out: --set job.layout=hetjob, or single"
+        )
 
     from hpcrl.slurm.submission import create_run, submit_attempt
 

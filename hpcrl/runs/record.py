@@ -33,9 +33,11 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
     submitted_at_s:
         Seconds since the epoch.
     executor:
-        ``local``; later ``slurm``.
+        ``local`` or ``slurm``.
     job_id, folder:
-        Submitit's job id and folder.
+        Submitit's job id and folder; under Slurm the id of the job (of a heterogeneous one, of its first component).
+    slurm_conf:
+        ``SLURM_CONF`` of the submit (``slurm``); empty where Slurm finds its configuration by itself.
     process:
         The job's controller on this machine (``local``).
     after_attempt:
@@ -50,6 +52,7 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
     folder: str
     after_attempt: int
     process: ProcessId | None = None
+    slurm_conf: str = ""
     cancel_requested_at_s: float | None = None
     cancelled_by: str = ""
 

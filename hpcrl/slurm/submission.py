@@ -19,6 +19,7 @@ from hpcrl.runs.record import RunRecord, Submission
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ProcessId, RunState
 from hpcrl.slurm.executor import DetachedLocalExecutor
+from hpcrl.slurm.jobs import submit_jobs
 from hpcrl.supervisor.guard import KIND_VARIABLE, RUN_ID_VARIABLE
 from hpcrl.supervisor.job import Supervise
 from hpcrl.supervisor.sweep import find_leftovers, sweep
@@ -82,12 +83,14 @@ def _occupied(target: Path) -> str:
 
 
 def submit_attempt(run: RunDir) -> Submission:
-    """Hand the next attempt of a run to submitit, and write down whom it was handed to.
+    """Hand the next attempt of a run to submitit, and write down whom it was handed to (under Slurm: `submit_jobs`).
 
     If we die between the two, the supervisor still runs and says so in ``status.json``; a second hand-over is
     refused by `prepare_resume` and by the second supervisor itself.
     """
     plan, record = run.plan(), RunRecord.read(run)
+    if plan.layout.kind != "local":
+        return submit_jobs(run)
     executor = DetachedLocalExecutor(
         run.path / _JOB_FOLDER,
         time_limit_s=plan.time_limit_s,

@@ -17,6 +17,9 @@ environment.
 
 The protocol is JSON lines: first a `hpcrl.supervisor.launcher.ProcessSpec` on stdin, then orders; reports on
 stdout. Standard library only, because this runs once for each replica of each role.
+
+Under Slurm ``srun`` stands between supervisor and guards: it hands orders to the guards of all its tasks, and joins
+their reports. The guard is what a signal to the step reaches first, and what gives the role time to end in order.
 """
 
 from __future__ import annotations
@@ -39,6 +42,8 @@ RUN_ID_VARIABLE = "HPCRL_RUN_ID"
 KIND_VARIABLE = "HPCRL_PROCESS"
 """``launch`` (submitit and the supervisor), ``guard`` or ``role``."""
 
+_OURS = ("SUBMITIT_", "HPCRL_")
+"""What submitit and the guard itself have in the environment is not meant for roles."""
 _POLL_S = 0.02
 _AFTERMATH_S = 2.0
 """Longest time between SIGTERM and SIGKILL for what is left when the role itself has ended."""
@@ -70,6 +75,7 @@ class Guard:
         self._role_ended = False
         self._kill_at: float | None = None
         self._spec: dict[str, Any] = {}
+        self._task = 0
 
     def run(self) -> None:
         """Start the role, wait for its end or an order, end everything, report."""
@@ -109,6 +115,7 @@ class Guard:
     def _obey(self, order: dict[str, Any]) -> None:
         if not self._spec:
             self._spec = order
+            self._task = int(os.environ["SLURM_PROCID"]) if order["in_step"] else 0
         elif order["order"] == "stop":
             self._stop(order["grace_s"])
         else:
@@ -132,19 +139,22 @@ class Guard:
 
     def _report(self, **report: Any) -> None:
         with contextlib.suppress(OSError):  # nobody listens any more
-            os.write(1, json.dumps({"time_s": time.time(), **report}).encode() + b"\n")
+            os.write(1, json.dumps({"task": self._task, "time_s": time.time(), **report}).encode() + b"\n")
 
     def _record(self, kind: str, **data: Any) -> None:
         """Append to the events of the run, in the format of `hpcrl.runs.events`."""
         event = {
             "time_s": time.time(),
             "attempt": self._spec["attempt"],
-            "writer": self._spec["events_writer"],
+            "writer": self._spec["events_writer"] + (f"-{self._task}" if self._task else ""),
             "kind": kind,
             "data": data,
         }
         with contextlib.suppress(OSError):
-            fd = os.open(self._spec["events_path"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            path = self._spec["events_path"]
+            if self._task:
+                path = f"{path.removesuffix('.jsonl')}-{self._task}.jsonl"
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             os.write(fd, json.dumps(event).encode() + b"\n")
             os.close(fd)
 
@@ -179,13 +189,17 @@ class Guard:
         for signum in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(signum, signal.SIG_DFL)
         spec = self._spec
-        log = os.open(spec["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        log = os.open(spec["logs"][self._task], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         null = os.open(os.devnull, os.O_RDONLY)
         for source, target in ((null, 0), (log, 1), (log, 2)):
             os.dup2(source, target)
         if spec["cwd"]:
             os.chdir(spec["cwd"])
-        os.execvpe(spec["command"][0], spec["command"], spec["env"])
+        command, env = spec["command"], spec["env"]
+        if spec["in_step"]:
+            command = [part.replace("{node_rank}", os.environ["SLURM_NODEID"]) for part in command]
+            env = {**{name: value for name, value in os.environ.items() if not name.startswith(_OURS)}, **env}
+        os.execvpe(command[0], command, env)
 
     def _reap(self) -> None:
         """Collect all dead children: the role, and orphans that we adopted."""

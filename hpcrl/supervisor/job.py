@@ -8,11 +8,14 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from submitit.core.utils import DelayedSubmission
+
 from hpcrl.errors import RunDirError, RunFailedError
 from hpcrl.runs.record import RunRecord
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunState, RunStatus
 from hpcrl.supervisor.launcher import LocalLauncher
+from hpcrl.supervisor.step_launcher import StepLauncher
 from hpcrl.supervisor.supervisor import Supervisor
 
 __all__ = ["Supervise"]
@@ -45,7 +48,8 @@ class Supervise:
             raise RunDirError(f"{run.name} is supervised by pid {status.supervisor.pid} on {status.supervisor.host}")
 
         async def supervise() -> tuple[RunState, str]:
-            supervisor = Supervisor(run, run_id=record.run_id, plan=plan, launcher=LocalLauncher())
+            launcher = LocalLauncher() if plan.layout.kind == "local" else StepLauncher(run.cluster())
+            supervisor = Supervisor(run, run_id=record.run_id, plan=plan, launcher=launcher)
             state, cause = await supervisor.run()
             return state, "" if cause is None else cause.message
 
@@ -53,3 +57,7 @@ class Supervise:
         if state is not RunState.COMPLETED:
             raise RunFailedError(f"{run.name}: {state}: {message}")
         return state.value
+
+    def checkpoint(self) -> DelayedSubmission:
+        """What submitit hands to the next attempt where Slurm's warning comes before we listen to it ourselves."""
+        return DelayedSubmission(self)

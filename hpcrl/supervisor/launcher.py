@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -19,8 +19,19 @@ import msgspec
 from hpcrl.config.plan import Plan, Role
 from hpcrl.supervisor.guard import KIND_VARIABLE, RUN_ID_VARIABLE
 from hpcrl.supervisor.ports import choose_ports
+from hpcrl.supervisor.sweep import end_orphans, sweep
 
-__all__ = ["Address", "End", "Launcher", "LocalLauncher", "ProcessSpec", "RunningProcess"]
+__all__ = [
+    "Address",
+    "End",
+    "GuardedProcess",
+    "Launcher",
+    "LocalLauncher",
+    "ProcessSpec",
+    "RunningProcess",
+    "guard_command",
+    "start_guarded",
+]
 
 
 class Address(NamedTuple):
@@ -43,8 +54,11 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
         Who it is.
     command, env, cwd:
         What is executed. ``env`` is the whole environment, with the run's mark in it.
-    log:
-        File that takes stdout and stderr.
+    logs:
+        File that takes stdout and stderr, by task.
+    in_step:
+        Started as one of the tasks of a Slurm step: the guard says which, fills ``{node_rank}`` in ``command``, and
+        ``env`` comes on top of what the node has.
     grace_s:
         Time between SIGTERM and SIGKILL if the supervisor is gone.
     events_path, events_writer:
@@ -57,10 +71,11 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     command: Sequence[str]
     env: Mapping[str, str]
     cwd: str
-    log: str
+    logs: Sequence[str]
     grace_s: float
     events_path: str
     events_writer: str
+    in_step: bool = False
 
 
 class End(NamedTuple):
@@ -116,17 +131,28 @@ class RunningProcess(Protocol):
 class Launcher(Protocol):
     """Starts replicas."""
 
+    @property
+    def in_step(self) -> bool:
+        """Whether replicas are steps of a Slurm job."""
+
     def place(self, plan: Plan) -> dict[tuple[Role, int], Address]:
         """Choose host and port of every replica of every role (HpcrlError where that cannot be)."""
 
     async def start(self, spec: ProcessSpec) -> RunningProcess:
         """Start a replica; returns as soon as its guard runs."""
 
+    def sweep(self, run_id: str) -> list[int]:
+        """End what an earlier attempt left behind, before this one starts; returns the pids. Blocks for a moment."""
+
+    def end_orphans(self, run_id: str, guards: Collection[int]) -> list[int]:
+        """End what no living guard is above; returns the pids. ``guards`` are those that live."""
+
 
 class LocalLauncher:
     """Processes on this machine."""
 
     host = "127.0.0.1"
+    in_step = False
 
     def place(self, plan: Plan) -> dict[tuple[Role, int], Address]:
         """See `Launcher.place`."""
@@ -136,25 +162,49 @@ class LocalLauncher:
 
     async def start(self, spec: ProcessSpec) -> RunningProcess:
         """See `Launcher.start`."""
-        # not asyncio's own subprocesses: their transports SIGKILL the child when the loop closes on an error,
-        # where the guard must live to clean up
-        process = subprocess.Popen(
-            # -P: a file `json.py` in the directory we were called in must not be imported
-            [sys.executable, "-P", "-m", "hpcrl.supervisor.guard"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, KIND_VARIABLE: "guard", RUN_ID_VARIABLE: spec.env[RUN_ID_VARIABLE]},
-            start_new_session=True,  # a terminal's Ctrl-C is for the one who follows, not for the roles
-        )
-        loop = asyncio.get_running_loop()
-        reports = asyncio.StreamReader()
-        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reports), process.stdout)
-        orders, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, process.stdin)
-        return GuardedProcess(process, spec, orders, reports)
+        return await start_guarded(guard_command(sys.executable), spec, env=os.environ)
+
+    def sweep(self, run_id: str) -> list[int]:
+        """See `Launcher.sweep`."""
+        return [process.pid for process in sweep(run_id)]
+
+    def end_orphans(self, run_id: str, guards: Collection[int]) -> list[int]:
+        """See `Launcher.end_orphans`."""
+        return [process.pid for process in end_orphans(run_id, guards)]
+
+
+def guard_command(python: str) -> list[str]:
+    """The command line of a guard."""
+    # -P: a file `json.py` in the directory we were called in must not be imported
+    return [python, "-P", "-m", "hpcrl.supervisor.guard"]
+
+
+async def start_guarded(
+    argv: Sequence[str], spec: ProcessSpec, *, env: Mapping[str, str], tasks: int = 1
+) -> GuardedProcess:
+    """Start guards by a command line that joins their standard streams to ours, and tell them what to run."""
+    # not asyncio's own subprocesses: their transports SIGKILL the child when the loop closes on an error,
+    # where the guard must live to clean up
+    process = subprocess.Popen(
+        argv,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**env, KIND_VARIABLE: "guard", RUN_ID_VARIABLE: spec.env[RUN_ID_VARIABLE]},
+        start_new_session=True,  # a terminal's Ctrl-C is for the one who follows, not for the roles
+    )
+    loop = asyncio.get_running_loop()
+    reports = asyncio.StreamReader()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reports), process.stdout)
+    orders, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, process.stdin)
+    return GuardedProcess(process, spec, orders, reports, tasks=tasks)
 
 
 class GuardedProcess:
-    """A replica below a guard, seen through the guard's reports."""
+    """A replica below its guards, seen through their reports.
+
+    A replica of several tasks (under Slurm) has a guard for each. It has ended when all tasks have ended well, or the
+    first has not; the others are asked to stop then.
+    """
 
     def __init__(
         self,
@@ -162,8 +212,13 @@ class GuardedProcess:
         spec: ProcessSpec,
         orders: asyncio.WriteTransport,
         reports: asyncio.StreamReader,
+        *,
+        tasks: int = 1,
     ) -> None:
         self._process, self._orders, self._reports = process, orders, reports
+        self._grace_s, self._tasks, self._in_step = spec.grace_s, tasks, spec.in_step
+        self._running: dict[int, int] = {}
+        self._clean_ends = 0
         loop = asyncio.get_running_loop()
         self._started: asyncio.Future[int | None] = loop.create_future()
         self._ended: asyncio.Future[End] = loop.create_future()
@@ -204,21 +259,36 @@ class GuardedProcess:
     async def _read(self) -> None:
         while line := await self._reports.readline():
             report = msgspec.json.decode(line)
+            task = report.pop("task")
             match report.pop("report"):
                 case "started":
-                    self._started.set_result(report["pid"])
+                    self._running[task] = report["pid"]
+                    if len(self._running) == self._tasks and not self._started.done():
+                        self._started.set_result(self._running[0])
                 case "spawn_failed":
-                    self._started.set_result(None)
-                    self._ended.set_result(End(report["time_s"], spawn_error=report["error"]))
-                case "ended" if not self._ended.done():
-                    self._ended.set_result(End(**report))
+                    self._task_ended(End(report["time_s"], spawn_error=report["error"]))
+                case "ended":
+                    self._task_ended(End(**report))
                 case "gone":
-                    self._left = report["left"]
-        # the guard is gone; where it did not tell the end, the kernel has killed the role with it
+                    self._left += report["left"]
+        # the guards are gone; where they did not tell the end, the kernel has killed the role with them
         lost_at_s = time.time()
         self._orders.close()
-        await asyncio.to_thread(self._process.wait)
+        code = await asyncio.to_thread(self._process.wait)
+        if not self._ended.done():
+            # a step that never was: Slurm's words about it are in our own log
+            never = f"srun ended with {code} before all of its tasks ran" if self._in_step else ""
+            early = never if not self._started.done() else ""
+            self._ended.set_result(End(lost_at_s, guard_lost=not early, spawn_error=early))
         if not self._started.done():
             self._started.set_result(None)
-        if not self._ended.done():
-            self._ended.set_result(End(lost_at_s, guard_lost=True))
+
+    def _task_ended(self, end: End) -> None:
+        self._clean_ends += end.clean
+        if self._ended.done() or (end.clean and self._clean_ends < self._tasks):
+            return
+        self._ended.set_result(end)
+        if not self._started.done():
+            self._started.set_result(None)
+        if self._tasks > 1:
+            self.stop(self._grace_s)

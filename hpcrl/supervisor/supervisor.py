@@ -29,7 +29,6 @@ from hpcrl.supervisor.explain import explain_end
 from hpcrl.supervisor.graph import check_graph, drain_stages, startable
 from hpcrl.supervisor.launcher import End, Launcher, ProcessSpec
 from hpcrl.supervisor.probes import Prober
-from hpcrl.supervisor.sweep import end_orphans, sweep
 
 __all__ = ["Supervisor"]
 
@@ -101,11 +100,11 @@ class Supervisor:
 
     async def _prepare(self) -> None:
         """End what an earlier attempt left here, choose ports, write them down before anyone needs them."""
-        found = await asyncio.to_thread(sweep, self._run_id)
+        found = await asyncio.to_thread(self._launcher.sweep, self._run_id)
         if found:
-            self._board.emit("supervisor.swept", pids=[process.pid for process in found])
+            self._board.emit("supervisor.swept", pids=found)
         check_graph(self._plan)
-        addresses = self._launcher.place(self._plan)
+        addresses = await asyncio.to_thread(self._launcher.place, self._plan)
         urls: dict[str, list[str]] = {}
         for group in self._plan.groups:
             for replica in range(group.replicas):
@@ -154,23 +153,34 @@ class Supervisor:
     def _spec(self, component: Component) -> ProcessSpec:
         group, replica = component.group, component.replica
         values = {
-            "python": sys.executable,
+            "python": self._plan.python or sys.executable,
             "run_dir": str(self._run.path),
             "replica": str(replica),
             "host": component.address.host,
             "port": str(component.address.port),
         }
         writer = f"guard-{component.role}-{replica}"
+        ranks_per_task = group.ranks // (group.nodes * group.tasks_per_node)
         return ProcessSpec(
             role=component.role.value,
             replica=replica,
             attempt=self.attempt,
             command=fill_placeholders(group.command, values),
             env=role_environment(
-                group, replica, run=self._run, run_id=self._run_id, attempt=self.attempt, inherited=os.environ
+                group,
+                replica,
+                run=self._run,
+                run_id=self._run_id,
+                attempt=self.attempt,
+                # in a step the node's own environment is what a role inherits
+                inherited={} if self._launcher.in_step else os.environ,
             ),
             cwd=os.getcwd(),
-            log=str(self._run.path / component.log),
+            logs=[
+                str(self._run.log_path(self.attempt, component.role.value, replica, rank))
+                for rank in range(0, group.ranks, ranks_per_task)
+            ],
+            in_step=self._launcher.in_step,
             grace_s=group.policy.stop_timeout_s,
             events_path=str(self._run.events_dir / f"{self.attempt:04d}-{writer}.jsonl"),
             events_writer=writer,
@@ -331,6 +341,6 @@ class Supervisor:
     async def _end_orphans(self) -> None:
         lost = {c for c in self._components if c.end is not None and c.end.guard_lost}
         guards = {c.process.guard_pid for c in self._components if c.process is not None and c not in lost}
-        orphans = await asyncio.to_thread(end_orphans, self._run_id, guards)
+        orphans = await asyncio.to_thread(self._launcher.end_orphans, self._run_id, guards)
         if orphans:
-            self._board.emit("supervisor.orphans", pids=[process.pid for process in orphans])
+            self._board.emit("supervisor.orphans", pids=orphans)
