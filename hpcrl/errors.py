@@ -44,6 +44,8 @@ class ExitCode(IntEnum):
     OK = 0
     FAILED = 1
     USAGE = 2
+    NO_PROGRESS = 93
+    """The run was given up: attempts in a row made no progress. Who resumes runs by a script should not."""
     CANCELLED = 130
 
 

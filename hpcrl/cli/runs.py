@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from hpcrl.cli.options import JsonOption
-from hpcrl.cli.selection import OptionalRunArgument, RunArgument, RunsRootOption, find, runs_root
+from hpcrl.cli.selection import OptionalRunArgument, RunArgument, RunsRootOption, ask_slurm, find, runs_root
 
 __all__ = ["register"]
 
@@ -54,6 +54,7 @@ def list_runs(as_json: JsonOption = False, root: RunsRootOption = None) -> None:
 
     from hpcrl.runs.listing import list_rows, listing_document, listing_table
 
+    ask_slurm()
     directory = runs_root(root)
     rows = list_rows(directory)
     if as_json:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from hpcrl.config.cluster import ClusterProfile
     from hpcrl.runs.rundir import RunDir
 
-__all__ = ["OptionalRunArgument", "RunArgument", "RunsRootOption", "find", "runs_root"]
+__all__ = ["OptionalRunArgument", "RunArgument", "RunsRootOption", "ask_slurm", "find", "runs_root"]
 
 
 def _complete(ctx: typer.Context, incomplete: str) -> list[str]:
@@ -57,5 +57,14 @@ def find(run: str | None, option: str | None) -> RunDir:
     """The run that is meant; the newest one where none is named."""
     from hpcrl.runs.registry import find_run, newest_run
 
+    ask_slurm()
     root = runs_root(option)
     return newest_run(root) if run is None else find_run(run, root)
+
+
+def ask_slurm() -> None:
+    """Let readers of runs ask Slurm about jobs. A command that only sees local runs never does."""
+    from hpcrl.runs.jobs import use_source
+    from hpcrl.slurm.lookup import look_up
+
+    use_source(look_up)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hpcrl.cli.options import ClusterOption, RecipeArgument, SetOption
-from hpcrl.cli.selection import RunArgument, RunsRootOption, find, runs_root
+from hpcrl.cli.selection import RunArgument, RunsRootOption, ask_slurm, find, runs_root
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -39,7 +39,7 @@ def submit(
 ) -> None:
     """Start a run of a recipe.
 
-    Exit code with --follow: 0 completed, 1 failed, 130 cancelled.
+    Exit code with --follow: 0 completed, 1 failed, 93 given up without progress, 130 cancelled.
     """
     import time
     from pathlib import Path
@@ -72,6 +72,7 @@ def submit(
 
     from hpcrl.slurm.submission import create_run, submit_attempt
 
+    ask_slurm()
     provenance = {".".join(map(str, path)): origin for path, origin in loaded.origins.items()}
     run = create_run(resolved, profile, plan, provenance=provenance)
     submit_attempt(run)
@@ -82,7 +83,7 @@ def submit(
 def resume(run: RunArgument, follow: FollowOption = False, root: RunsRootOption = None) -> None:
     """Go on with a run that has ended, from its newest joint checkpoint.
 
-    Exit code with --follow: 0 completed, 1 failed, 130 cancelled.
+    Exit code with --follow: 0 completed, 1 failed, 93 given up without progress, 130 cancelled.
     """
     from hpcrl.slurm.submission import end_leftovers, prepare_resume, submit_attempt
 
@@ -138,6 +139,7 @@ def _follow(run: RunDir, console: Console) -> int:
     from rich.console import Console as StandardOutput
 
     from hpcrl.errors import ExitCode, UsageError
+    from hpcrl.runs.cause import CauseKind
     from hpcrl.runs.liveview import follow, summary
     from hpcrl.runs.metrics import read_metrics
     from hpcrl.runs.observe import read_progress
@@ -157,4 +159,6 @@ def _follow(run: RunDir, console: Console) -> int:
     if view.state is RunState.COMPLETED:
         return ExitCode.OK
     typer.echo(f"  hpcrl why {run.name}\n  hpcrl resume {run.name}", err=True)
+    if view.cause is not None and view.cause.kind is CauseKind.NO_PROGRESS:
+        return ExitCode.NO_PROGRESS
     return ExitCode.CANCELLED if view.state is RunState.CANCELLED else ExitCode.FAILED

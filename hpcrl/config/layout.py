@@ -85,3 +85,5 @@ class AttemptPolicy(StrictModel):
     """Attempts in a row without a new joint checkpoint; then the run is given up."""
     signal_lead_s: NonNegativeInt = 0
     """Slurm sends USR2 to the supervisor this long before the time limit; 0: no signal."""
+    saves: bool = True
+    """Whether the trainer can be asked for a checkpoint (the payload ``probe`` cannot)."""

@@ -99,6 +99,7 @@ def _attempts(recipe: Recipe, cluster: SlurmCluster) -> AttemptPolicy:
         max_attempts=job.max_attempts if requeue else 1,
         max_without_progress=job.max_attempts_without_progress if requeue else 1,
         signal_lead_s=math.ceil(cluster.limits.save_timeout_s) + _SIGNAL_SLACK_S,
+        saves=job.payload == "roles",
     )
 
 

@@ -37,6 +37,12 @@ class CauseKind(StrEnum):
     """The process that started the supervisor went away."""
     TIME_LIMIT = "time_limit"
     """The run took longer than the plan allows."""
+    NODE_FAIL = "node_fail"
+    """A node went down."""
+    PREEMPTED = "preempted"
+    """Slurm gave the nodes to another job."""
+    NO_PROGRESS = "no_progress"
+    """Attempts in a row ended without a new joint checkpoint, or there were too many attempts."""
     CANCELLED = "cancelled"
     """Somebody asked for it."""
 

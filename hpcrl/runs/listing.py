@@ -11,7 +11,7 @@ from rich.table import Table
 from hpcrl.errors import RunDirError
 from hpcrl.runs.liveview import duration, state_text
 from hpcrl.runs.metrics import read_metrics
-from hpcrl.runs.observe import observe
+from hpcrl.runs.observe import observe, prefetch
 from hpcrl.runs.registry import list_runs
 from hpcrl.runs.status import RunState
 
@@ -47,7 +47,9 @@ class RunRow(msgspec.Struct, frozen=True, kw_only=True):
 def list_rows(root: Path) -> list[RunRow]:
     """Rows of all runs below ``root``, newest first. What cannot be read is left out."""
     rows = []
-    for run in list_runs(root):
+    runs = list_runs(root)
+    prefetch(runs)
+    for run in runs:
         try:
             view = observe(run)
         except RunDirError:

@@ -29,6 +29,7 @@ _STYLES = {
     "STARTING": "yellow",
     "SUBMITTED": "yellow",
     "STOPPING": "yellow",
+    "REQUEUED": "yellow",
     "PENDING": "dim",
     "CANCELLED": "yellow",
     "FAILED": "bold red",
@@ -160,7 +161,7 @@ def _step_line(record: StepRecord, progress: Progress) -> str:
 
 def render(view: RunView, progress: Progress, metrics: list[StepRecord]) -> RenderableType:
     """The live table: head, progress, measurements, phases, newest steps, roles."""
-    parts: list[RenderableType] = [_head(view, progress), _bar(progress)]
+    parts: list[RenderableType] = [_head(view, progress), *_job_line(view), _bar(progress)]
     if progress.last is not None:
         parts += [_measurements(progress, progress.last), _phases(progress.last), Text()]
         parts += [_steps_table(metrics[-6:], progress), Text()]
@@ -182,6 +183,25 @@ def _head(view: RunView, progress: Progress) -> Text:
     if silent_s > _SILENCE_S and not view.state.ended:
         head.append(f"  no heartbeat for {duration(silent_s)}", style="bold red")
     return head
+
+
+def _job_line(view: RunView) -> list[Text]:
+    """What Slurm says about the job, where there is one."""
+    job = view.job
+    if job is None:
+        return []
+    text = Text.assemble(f"Slurm job {job.job_id} ", state_text(job.state))
+    if job.nodes:
+        text.append(f" on {len(job.nodes)} node{'s' if len(job.nodes) > 1 else ''}")
+    if job.restarts:
+        text.append(f", requeued {job.restarts} time{'s' if job.restarts > 1 else ''}")
+    if job.waiting:
+        text.append(f" ({job.reason})" if job.reason else "")
+        if job.start_s is not None and job.start_s > time.time():
+            text.append(f", starts in about {duration(job.start_s - time.time())}")
+    if job.warning:
+        text.append(f"  {job.warning.splitlines()[0]}", style="yellow")
+    return [text]
 
 
 def _bar(progress: Progress) -> Table:
@@ -237,15 +257,26 @@ def _steps_table(records: list[StepRecord], progress: Progress) -> Table:
 
 
 def components_table(view: RunView) -> Table:
-    """Roles: state, pid, port, time since start."""
+    """Roles: state, node, pid, port, time since start."""
     table = Table(box=None, header_style="dim", pad_edge=False)
-    for column in ("role", "state", "pid", "port", "up"):
+    for column in ("role", "state", *(["node"] if _has_nodes(view) else []), "pid", "port", "up"):
         table.add_column(column, justify="right" if column in ("pid", "port", "up") else "left")
     now_s = time.time()
     for c in view.components:
         up = None if c.started_at_s is None else (c.ended_at_s or view.ended_at_s or now_s) - c.started_at_s
-        table.add_row(f"{c.role} {c.replica}", state_text(c.state), str(c.pid or "-"), str(c.port or "-"), duration(up))
+        node = [_short_list(c.nodes)] if _has_nodes(view) else []
+        ends = [str(c.pid or "-"), str(c.port or "-"), duration(up)]
+        table.add_row(f"{c.role} {c.replica}", state_text(c.state), *node, *ends)
     return table
+
+
+def _has_nodes(view: RunView) -> bool:
+    return any(component.nodes for component in view.components)
+
+
+def _short_list(nodes: list[str]) -> str:
+    """First and last node of a replica: its nodes are neighbours."""
+    return nodes[0] if len(nodes) == 1 else f"{nodes[0]} .. {nodes[-1]}" if nodes else "-"
 
 
 def summary(view: RunView, progress: Progress, metrics: list[StepRecord], *, picture: str = "") -> Table:

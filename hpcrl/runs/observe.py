@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
 from hpcrl.checkpoints.ledger import CheckpointLedger
+from hpcrl.errors import RunDirError
 from hpcrl.runs.cause import Cause, CauseKind
 from hpcrl.runs.events import Event, read_events
+from hpcrl.runs.jobs import JobFact, ask
 from hpcrl.runs.metrics import StepRecord, read_metrics
 from hpcrl.runs.record import RunRecord, Submission
 from hpcrl.runs.rundir import RunDir
@@ -25,6 +29,7 @@ __all__ = [
     "RunView",
     "find_resume_point",
     "observe",
+    "prefetch",
     "read_evaluations",
     "read_progress",
     "status_document",
@@ -52,6 +57,8 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True):
         Seconds since the epoch. ``ended_at_s`` of a lost run is when it was noticed.
     components:
         All replicas.
+    job:
+        What Slurm says about the job; None for a local run, and where nobody asked.
     """
 
     name: str
@@ -70,6 +77,7 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True):
     supervisor: ProcessId | None = None
     cause: Cause | None = None
     components: list[ComponentStatus] = []
+    job: JobFact | None = None
 
     @property
     def wall_s(self) -> float | None:
@@ -83,7 +91,8 @@ def observe(run: RunDir, *, now_s: float | None = None) -> RunView:
     """The state of a run now.
 
     A status without an end whose supervisor is gone is ``LOST``, or ``CANCELLED`` where somebody had asked for
-    it. A submission that no supervisor has answered yet is ``SUBMITTED`` as long as its controller lives.
+    it. A submission that no supervisor has answered yet is ``SUBMITTED`` as long as its controller lives. Under
+    Slurm a run is over when its job is; a dead supervisor whose job waits again is ``REQUEUED``.
 
     Raises
     ------
@@ -104,6 +113,7 @@ def observe(run: RunDir, *, now_s: float | None = None) -> RunView:
         attempt=attempts[-1] if attempts else 0,
         attempts=len(attempts),
         created_at_s=record.created_at_s,
+        job=None if submission is None or _has_last_word(status, submission) else _ask(submission),
     )
     if status is None or (submission is not None and status.attempt <= submission.after_attempt):
         return _before_first_word(view, submission, now_s)
@@ -120,12 +130,44 @@ def observe(run: RunDir, *, now_s: float | None = None) -> RunView:
         cause=status.cause,
         components=status.components,
     )
-    if status.state.ended or status.supervisor_alive(now_s):
+    if status.state.ended or (view.job is not None and view.job.waiting):
+        return view if status.state.ended else msgspec.structs.replace(view, state=RunState.REQUEUED)
+    if status.state is not RunState.REQUEUED and status.supervisor_alive(now_s):
         return view
+    if view.job is not None and not (view.job.ended or view.job.gone):
+        return _between(view, run)
     latest = RunStatus.read(run)  # it may have written its end between our two looks
     if latest is not None and latest.state.ended:
         return observe(run, now_s=now_s)
     return _lost(view, run, submission)
+
+
+def prefetch(runs: Iterable[RunDir]) -> None:
+    """Ask Slurm about the jobs of all runs at once, so that `observe` of each needs no question of its own."""
+    open_ends = []
+    for run in runs:
+        with contextlib.suppress(RunDirError):
+            submissions = RunRecord.read(run).submissions
+            if submissions and not _has_last_word(RunStatus.read(run), submissions[-1]):
+                open_ends.append(submissions[-1])
+    ask(open_ends)
+
+
+def _has_last_word(status: RunStatus | None, submission: Submission) -> bool:
+    return status is not None and status.attempt > submission.after_attempt and status.state.ended
+
+
+def _ask(submission: Submission) -> JobFact | None:
+    return ask([submission]).get(submission.job_id)
+
+
+def _between(view: RunView, run: RunDir) -> RunView:
+    """The supervisor is gone, its job is not: Slurm ends it, or starts it again, or does not answer now."""
+    assert view.job is not None
+    restarts = run.plan().attempts.requeue and view.job.state != "COMPLETING"
+    if view.job.holding:
+        return msgspec.structs.replace(view, state=RunState.REQUEUED if restarts else RunState.STOPPING)
+    return view
 
 
 def _before_first_word(view: RunView, submission: Submission | None, now_s: float) -> RunView:
@@ -134,6 +176,9 @@ def _before_first_word(view: RunView, submission: Submission | None, now_s: floa
         alive, ended_at_s = now_s - view.created_at_s < _SUBMIT_GRACE_S, view.created_at_s
     else:
         seen = None if submission.process is None else submission.process.alive()
+        if submission.executor == "slurm":
+            # what nobody asked about, or Slurm does not answer about, may wait in the queue for days
+            seen = view.job is None or not (view.job.ended or view.job.gone)
         alive = seen if seen is not None else now_s - submission.submitted_at_s < _SUBMIT_GRACE_S
         ended_at_s = submission.submitted_at_s
     if alive:
@@ -146,6 +191,7 @@ def _before_first_word(view: RunView, submission: Submission | None, now_s: floa
         kind=CauseKind.SUPERVISOR_LOST,
         time_s=ended_at_s,
         message="the supervisor went away before it wrote a word"
+        + _slurm_words(view.job)
         + (f"; submitit's log is in {submission.folder}" if submission is not None else ": it was never submitted"),
     )
     return msgspec.structs.replace(view, state=RunState.LOST, ended_at_s=ended_at_s, cause=cause)
@@ -174,6 +220,9 @@ def _lost(view: RunView, run: RunDir, submission: Submission | None) -> RunView:
     elif view.cause is not None:  # it was stopping already, and knew why
         state = RunState.CANCELLED if view.cause.kind is CauseKind.CANCELLED else RunState.FAILED
         cause = view.cause
+    elif view.job is not None and (kind := _KINDS.get(view.job.state)) is not None:
+        state = RunState.CANCELLED if kind is CauseKind.CANCELLED else RunState.FAILED
+        cause = Cause(kind=kind, time_s=view.job.end_s or ended_at_s, message=_slurm_words(view.job).removeprefix(": "))
     else:
         state = RunState.LOST
         cause = Cause(
@@ -184,9 +233,31 @@ def _lost(view: RunView, run: RunDir, submission: Submission | None) -> RunView:
                 "it was killed, and the guards ended the roles"
                 if noticed
                 else "it was killed, or the machine went down"
-            ),
+            )
+            + _slurm_words(view.job),
         )
     return msgspec.structs.replace(view, state=state, cause=cause, ended_at_s=ended_at_s, components=components)
+
+
+#: ends that Slurm knows the reason of
+_KINDS = {
+    "TIMEOUT": CauseKind.TIME_LIMIT,
+    "DEADLINE": CauseKind.TIME_LIMIT,
+    "NODE_FAIL": CauseKind.NODE_FAIL,
+    "BOOT_FAIL": CauseKind.NODE_FAIL,
+    "PREEMPTED": CauseKind.PREEMPTED,
+    "CANCELLED": CauseKind.CANCELLED,
+}
+
+
+def _slurm_words(job: JobFact | None) -> str:
+    """How Slurm calls the end of the job, as the end of a sentence."""
+    if job is None:
+        return ""
+    if job.gone:
+        return f": Slurm does not know job {job.job_id} any more"
+    reason = f" ({job.reason})" if job.reason and job.reason != "None" else ""
+    return f": Slurm says that job {job.job_id} is {job.state}{reason}"
 
 
 def _guard_events(run: RunDir, attempt: int) -> list[Event]:

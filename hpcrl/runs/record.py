@@ -36,6 +36,8 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
         ``local`` or ``slurm``.
     job_id, folder:
         Submitit's job id and folder; under Slurm the id of the job (of a heterogeneous one, of its first component).
+    components:
+        Components of the job (``slurm``).
     slurm_conf:
         ``SLURM_CONF`` of the submit (``slurm``); empty where Slurm finds its configuration by itself.
     process:
@@ -52,6 +54,7 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
     folder: str
     after_attempt: int
     process: ProcessId | None = None
+    components: int = 1
     slurm_conf: str = ""
     cancel_requested_at_s: float | None = None
     cancelled_by: str = ""

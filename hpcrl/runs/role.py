@@ -22,7 +22,7 @@ from hpcrl.fs import write_json
 from hpcrl.runs.events import EventWriter
 from hpcrl.runs.rundir import RunDir
 
-__all__ = ["Endpoints", "FailureRecord", "RoleContext", "run_role"]
+__all__ = ["Endpoints", "FailureRecord", "RoleContext", "ready_path", "run_role", "save_request_path"]
 
 _log = logging.getLogger(__name__)
 
@@ -149,6 +149,11 @@ class RoleContext:
 def ready_path(run: RunDir, attempt: int, role: str, replica: int) -> Path:
     """Where a replica says that it is ready."""
     return run.attempt_dir(attempt) / "ready" / f"{role}-{replica}.json"
+
+
+def save_request_path(run: RunDir, attempt: int) -> Path:
+    """Where the supervisor asks the trainer for a checkpoint after its step: the attempt is about to end."""
+    return run.attempt_dir(attempt) / "save_requested.json"
 
 
 def run_role(main: Callable[[RoleContext], None]) -> NoReturn:

@@ -21,7 +21,7 @@ _STALE_HEARTBEATS = 30
 
 
 class RunState(StrEnum):
-    """State of a run. The supervisor writes all but `SUBMITTED` and `LOST`, which readers infer."""
+    """State of a run. The supervisor writes all but `SUBMITTED` and `LOST`, which readers infer; of `REQUEUED` both."""
 
     SUBMITTED = "SUBMITTED"
     """Handed over; the supervisor has not written yet."""
@@ -31,6 +31,8 @@ class RunState(StrEnum):
     """All roles are ready."""
     STOPPING = "STOPPING"
     """Roles are being stopped; the outcome is known, but not yet that nothing is left."""
+    REQUEUED = "REQUEUED"
+    """The attempt has ended, Slurm starts the next one."""
     COMPLETED = "COMPLETED"
     FAILED = "FAILED"
     CANCELLED = "CANCELLED"
@@ -108,6 +110,8 @@ class ComponentStatus(msgspec.Struct, frozen=True, kw_only=True):
         The role's process and the guard above it; None before the start.
     host, port:
         Its address.
+    nodes:
+        Slurm's names of its nodes, in order; empty on this machine.
     started_at_s, ready_at_s, ended_at_s:
         Seconds since the epoch; None where it has not come to that.
     exit_code, signal:
@@ -123,6 +127,7 @@ class ComponentStatus(msgspec.Struct, frozen=True, kw_only=True):
     guard_pid: int | None = None
     host: str | None = None
     port: int | None = None
+    nodes: list[str] = []
     started_at_s: float | None = None
     ready_at_s: float | None = None
     ended_at_s: float | None = None

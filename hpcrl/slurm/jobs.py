@@ -8,24 +8,24 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpcrl.config.cluster import SlurmCluster
+from hpcrl.errors import RunDirError
 from hpcrl.fs import atomic_write
+from hpcrl.runs.observe import RunView, observe
 from hpcrl.runs.record import RunRecord, Submission
 from hpcrl.runs.rundir import RunDir
 from hpcrl.slurm.client import SlurmClient
 from hpcrl.slurm.directives import JobIdentity
+from hpcrl.slurm.lookup import client_of
 from hpcrl.slurm.render import Script, render_jobs
 from hpcrl.slurm.slurm_executor import SlurmExecutor, batch_command
 from hpcrl.supervisor.guard import KIND_VARIABLE, RUN_ID_VARIABLE
 from hpcrl.supervisor.job import Supervise
 
-__all__ = ["client_of", "submit_jobs"]
+__all__ = ["cancel_jobs", "signal_job", "submit_jobs"]
 
 _JOB_FOLDER = "submitit"
-
-
-def client_of(submission: Submission) -> SlurmClient:
-    """A client of the Slurm that a run was submitted to, also from a shell that is set up for another one."""
-    return SlurmClient(conf=Path(submission.slurm_conf) if submission.slurm_conf else None)
+_CANCEL_POLL_S = 0.5
+_KILL_DEADLINE_S = 60.0
 
 
 def submit_jobs(run: RunDir) -> Submission:
@@ -60,6 +60,7 @@ def submit_jobs(run: RunDir) -> Submission:
         job_id=job.job_id,
         folder=str(folder),
         after_attempt=after_attempt,
+        components=len(plan.layout.components),
         slurm_conf=os.environ.get("SLURM_CONF", ""),
     )
     record.with_submission(submission).write(run)
@@ -77,3 +78,33 @@ def _submit_script(client: SlurmClient, run: RunDir, script: Script, submission_
     atomic_write(path, script.text.encode())
     identity = JobIdentity(run.name, submission_id, script.part)
     return client.submit(path, name=identity.name, token=identity.token).job_id
+
+
+def cancel_jobs(run: RunDir, *, deadline_s: float) -> RunView:
+    """Ask the supervisor to stop, and wait until the run has ended; then, or where it waits, cancel the job."""
+    signal_job(run, kill=False)
+    deadline = time.monotonic() + deadline_s
+    killed = False
+    while not (view := observe(run)).state.ended:
+        if time.monotonic() > deadline:
+            if killed:
+                raise RunDirError(f"{run.name} was cancelled, but Slurm has not ended job {_newest(run).job_id} yet")
+            signal_job(run, kill=True)
+            killed, deadline = True, time.monotonic() + _KILL_DEADLINE_S
+        time.sleep(_CANCEL_POLL_S)
+    return view
+
+
+def signal_job(run: RunDir, *, kill: bool) -> None:
+    """SIGTERM to the supervisor; or cancel the job, which is also what a job without a supervisor gets."""
+    submission = _newest(run)
+    client, job_id = client_of(submission), int(submission.job_id)
+    job = client.jobs([job_id]).get(job_id)
+    if kill or job is None or job.state.waiting:
+        client.cancel(job_id)
+    else:
+        client.cancel(job_id, signal="TERM", batch=True)
+
+
+def _newest(run: RunDir) -> Submission:
+    return RunRecord.read(run).submissions[-1]

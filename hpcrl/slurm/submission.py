@@ -19,7 +19,7 @@ from hpcrl.runs.record import RunRecord, Submission
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ProcessId, RunState
 from hpcrl.slurm.executor import DetachedLocalExecutor
-from hpcrl.slurm.jobs import submit_jobs
+from hpcrl.slurm.jobs import cancel_jobs, signal_job, submit_jobs
 from hpcrl.supervisor.guard import KIND_VARIABLE, RUN_ID_VARIABLE
 from hpcrl.supervisor.job import Supervise
 from hpcrl.supervisor.sweep import find_leftovers, sweep
@@ -165,6 +165,8 @@ def cancel(run: RunDir, *, user: str, deadline_s: float | None = None) -> RunVie
         raise RunDirError(f"the run {run.name} has ended already ({view.state}){ended}")
     record = RunRecord.read(run)
     record.with_cancel(user, time.time()).write(run)
+    if record.submissions and record.submissions[-1].executor == "slurm":
+        return cancel_jobs(run, deadline_s=_stop_deadline_s(run) if deadline_s is None else deadline_s)
     process = _whom_to_ask(run, record, view)
     if process.alive() is None:
         raise RunDirError(
@@ -173,7 +175,7 @@ def cancel(run: RunDir, *, user: str, deadline_s: float | None = None) -> RunVie
         )
     request_stop(process)
     if deadline_s is None:
-        deadline_s = 2 * sum(group.policy.stop_timeout_s for group in run.plan().groups) + 10.0
+        deadline_s = _stop_deadline_s(run)
     deadline = time.monotonic() + deadline_s
     while not (view := observe(run)).state.ended:
         if time.monotonic() > deadline:
@@ -182,6 +184,10 @@ def cancel(run: RunDir, *, user: str, deadline_s: float | None = None) -> RunVie
         time.sleep(_CANCEL_POLL_S)
     end_leftovers(run)
     return observe(run)
+
+
+def _stop_deadline_s(run: RunDir) -> float:
+    return 2 * sum(group.policy.stop_timeout_s for group in run.plan().groups) + 10.0
 
 
 def _whom_to_ask(run: RunDir, record: RunRecord, view: RunView) -> ProcessId:
@@ -217,6 +223,9 @@ def interrupt(run: RunDir, count: int) -> str:
     record = RunRecord.read(run)
     if count == 1:
         record.with_cancel("Ctrl-C", time.time()).write(run)
+    if record.submissions and record.submissions[-1].executor == "slurm":
+        signal_job(run, kill=count > 2)
+        return "stopping; Ctrl-C again kills at once" if count == 1 else "killing the roles; Ctrl-C again kills all"
     if count > 2:
         kill_launch(record.run_id)
         return "killing the supervisor"

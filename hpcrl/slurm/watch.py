@@ -32,12 +32,15 @@ class JobView(msgspec.Struct, frozen=True):
         Seconds since that was true.
     warning:
         Why ``state`` is unknown; empty where it is known.
+    answered:
+        Slurm answered the last time; where ``state`` is unknown all the same, it does not know the job.
     """
 
     state: JobState
     last: Job | None
     age_s: float
     warning: str
+    answered: bool = True
 
 
 class JobWatcher:
@@ -85,7 +88,9 @@ class JobWatcher:
             return JobView(last.state, last, now - known_at, "")  # an end that Slurm has said stays true
         if self._away:
             silent = "ever" if self._answered_at is None else f"for {now - self._answered_at:.0f} s"
-            return JobView(JobState.UNKNOWN, last, now - known_at, f"Slurm has not answered {silent}: {self._away}")
+            return JobView(
+                JobState.UNKNOWN, last, now - known_at, f"Slurm has not answered {silent}: {self._away}", False
+            )
         if last is None or known_at != self._answered_at:
             return JobView(JobState.UNKNOWN, last, now - known_at, f"Slurm does not know job {job_id}")
         warning = "" if last.state is not JobState.UNKNOWN else "Slurm did not say the state of every component"

@@ -113,6 +113,7 @@ class Component:
             guard_pid=None if self.process is None else self.process.guard_pid,
             host=self.address.host,
             port=self.address.port,
+            nodes=list(self.address.nodes),
             started_at_s=self.started_at_s,
             ready_at_s=self.ready_at_s,
             ended_at_s=None if self.end is None else self.end.time_s,

@@ -35,10 +35,12 @@ __all__ = [
 
 
 class Address(NamedTuple):
-    """Where a replica listens."""
+    """Where a replica listens, and what it runs on."""
 
     host: str
     port: int
+    nodes: tuple[str, ...] = ()
+    """Slurm's names of the replica's nodes; empty on this machine."""
 
     @property
     def url(self) -> str:

@@ -74,8 +74,8 @@ class StepLauncher:
         placed = {}
         for (group, replica), port in zip(replicas, ports, strict=True):
             job, places = plan.place(group, replica)
-            host = self._allocations[group.component, job].hosts[places.start]
-            placed[group.role, replica] = Address(addresses.get(host, host), port)
+            hosts = self._allocations[group.component, job].hosts[places.start : places.stop]
+            placed[group.role, replica] = Address(addresses.get(hosts[0], hosts[0]), port, hosts)
         return placed
 
     def _node_addresses(self) -> dict[str, str]:

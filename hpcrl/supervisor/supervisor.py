@@ -21,7 +21,8 @@ from hpcrl.runs.cause import Cause, CauseKind, choose_cause
 from hpcrl.runs.record import RunRecord
 from hpcrl.runs.role import Endpoints, FailureRecord, ready_path
 from hpcrl.runs.rundir import RunDir
-from hpcrl.runs.status import RunState
+from hpcrl.runs.status import ComponentState, RunState
+from hpcrl.supervisor.attempts import STARTED, exhausted, newest_checkpoint, save_now
 from hpcrl.supervisor.board import Board
 from hpcrl.supervisor.commands import fill_placeholders, role_environment
 from hpcrl.supervisor.component import Component
@@ -36,6 +37,9 @@ _TICK_S = 0.25
 _LAST_WORD_S = 2.0
 """A role that wrote a failure record has this long to end before the run is failed in its name: a launcher of
 ranks may wait half a minute for ranks that hang."""
+_LEAVE_S = 45.0
+"""Of the time between Slurm's warning and the end this much is kept for ending the roles and the requeue."""
+_LEAST_SAVE_S = 5.0
 _LEAST_GRACE_S = 1.0
 """What a role gets between SIGTERM and SIGKILL even if roles before it used the time up."""
 
@@ -62,12 +66,14 @@ class Supervisor:
         self._drives: dict[Component, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
         self._decided = asyncio.Event()
+        self._requeue = False
+        self._saving: asyncio.Task[None] | None = None
         self._hurry = asyncio.Event()
         self._parent = os.getppid()
         self._started = time.monotonic()
 
     async def run(self) -> tuple[RunState, Cause | None]:
-        """Run the attempt to its end; returns COMPLETED, FAILED or CANCELLED, and why."""
+        """Run the attempt to its end; returns COMPLETED, FAILED or CANCELLED, and why; or REQUEUED."""
         self.attempt = self._run.start_attempt()
         self._board = Board(self._run, run_id=self._run_id, attempt=self.attempt)
         procfs.adopt_orphans()
@@ -90,7 +96,9 @@ class Supervisor:
         watch.cancel()
         cause = self._first_cause(stopped_at_s)
         state = RunState.COMPLETED
-        if cause is not None:
+        if self._requeue and cause is None:
+            state = RunState.REQUEUED
+        elif cause is not None:
             state = RunState.CANCELLED if cause.kind is CauseKind.CANCELLED else RunState.FAILED
         self._board.enter(state, cause)
         self._board.close()
@@ -100,6 +108,10 @@ class Supervisor:
 
     async def _prepare(self) -> None:
         """End what an earlier attempt left here, choose ports, write them down before anyone needs them."""
+        if why := exhausted(self._run, self._plan, self.attempt):
+            self._fail(CauseKind.NO_PROGRESS, f"the run is given up: {why}")
+            return
+        self._board.emit(STARTED, checkpoint_step=newest_checkpoint(self._run))
         found = await asyncio.to_thread(self._launcher.sweep, self._run_id)
         if found:
             self._board.emit("supervisor.swept", pids=found)
@@ -258,8 +270,31 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, self._cancel, signum)
-        # Slurm's early warning: a later issue saves a checkpoint here and requeues
-        loop.add_signal_handler(signal.SIGUSR2, self._board.emit, "supervisor.warned")
+        loop.add_signal_handler(signal.SIGUSR2, self._warned)
+
+    def _warned(self) -> None:
+        """Slurm's early warning of the time limit or of a preemption: save, and go on in the next attempt."""
+        self._board.emit("supervisor.warned")
+        if self._saving is None and not self._decided.is_set():
+            self._saving = asyncio.create_task(self._save_and_leave(), name="save")
+            self._saving.add_done_callback(self._report_bug)
+
+    async def _save_and_leave(self) -> None:
+        trains = any(c.group.policy.ends_run and c.state is ComponentState.READY for c in self._components)
+        step = None
+        if trains and self._plan.attempts.saves:
+            started = time.monotonic()
+            timeout_s = max(self._plan.attempts.signal_lead_s - _LEAVE_S, _LEAST_SAVE_S)
+            step = await save_now(self._run, self.attempt, timeout_s=timeout_s)
+            self._board.emit("supervisor.saved", step=step, seconds=time.monotonic() - started)
+        if self._decided.is_set():
+            return
+        if self._plan.attempts.requeue:
+            self._requeue = True
+            self._decided.set()
+            return
+        saved = "nothing could be saved" if step is None else f"the state of step {step} was saved"
+        self._fail(CauseKind.TIME_LIMIT, f"Slurm warned that the job is about to end; {saved}")
 
     def _cancel(self, signum: int) -> None:
         """The first signal stops in order, the second at once."""

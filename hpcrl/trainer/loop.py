@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from hpcrl.errors import PeerLostError
 from hpcrl.models.arch import load_arch
 from hpcrl.runs.events import EventWriter
 from hpcrl.runs.metrics import MetricsWriter, StepRecord
-from hpcrl.runs.role import RoleContext
+from hpcrl.runs.role import RoleContext, save_request_path
 from hpcrl.trainer.metrics import TokenMetrics
 from hpcrl.trainer.parallel import Parallel, distributed, is_lost_rank
 from hpcrl.trainer.phases import PhaseClock
@@ -83,6 +84,7 @@ class Trainer:
             attempt=context.attempt,
         )
         self._events: EventWriter | None = None
+        self._saved_on_request = False
 
     def run(self) -> None:
         """Restore, train, finish."""
@@ -201,7 +203,17 @@ class Trainer:
 
     def _checkpoint_due(self, step: int) -> bool:
         every = self.recipe.checkpoint.every_steps
-        return step == self.recipe.trainer.steps or (every > 0 and step % every == 0)
+        wanted = self.parallel.on_leader(self._save_requested, "looking for a request to save")
+        return wanted or step == self.recipe.trainer.steps or (every > 0 and step % every == 0)
+
+    def _save_requested(self) -> bool:
+        """Whether the supervisor asked for a checkpoint since the last look: once."""
+        path = save_request_path(self.context.run, self.context.attempt)
+        # a listing, because an NFS client may remember for a minute that a name did not exist
+        if self._saved_on_request or path.name not in os.listdir(path.parent):
+            return False
+        self._saved_on_request = True
+        return True
 
     def _save(self, policy: TrainerPolicy, step: int) -> None:
         from hpcrl.trainer.checkpoint import save_checkpoint  # noqa: PLC0415 - see _restore
