@@ -161,7 +161,7 @@ def _earlier(run: RunDir, attempt: int) -> dict[int, str]:
     for event in read_events(run, kind="run.state"):
         if event.attempt < attempt:
             state, cause = RunState(event.data["state"]), event.data.get("cause")
-            if not state.ended:
+            if not state.ended and state is not RunState.REQUEUED:
                 ends[event.attempt] = "LOST: the supervisor went away without a last word"
             else:
                 ends[event.attempt] = f"{state}: {cause}" if cause else state.value

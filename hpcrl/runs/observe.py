@@ -130,9 +130,10 @@ def observe(run: RunDir, *, now_s: float | None = None) -> RunView:
         cause=status.cause,
         components=status.components,
     )
-    if status.state.ended or (view.job is not None and view.job.waiting):
-        return view if status.state.ended else msgspec.structs.replace(view, state=RunState.REQUEUED)
-    if status.state is not RunState.REQUEUED and status.supervisor_alive(now_s):
+    if view.job is not None and view.job.waiting:
+        return msgspec.structs.replace(view, state=RunState.REQUEUED, ended_at_s=None)
+    lives = status.state is not RunState.REQUEUED and status.supervisor_alive(now_s)
+    if status.state.ended or lives:
         return view
     if view.job is not None and not (view.job.ended or view.job.gone):
         return _between(view, run)
@@ -154,7 +155,10 @@ def prefetch(runs: Iterable[RunDir]) -> None:
 
 
 def _has_last_word(status: RunStatus | None, submission: Submission) -> bool:
-    return status is not None and status.attempt > submission.after_attempt and status.state.ended
+    """Whether the status says the end of the run, whatever its job is. Slurm requeues also what failed on the way."""
+    if status is None or status.attempt <= submission.after_attempt or not status.state.ended:
+        return False
+    return status.state is RunState.COMPLETED or not submission.requeues or submission.cancelled_by != ""
 
 
 def _ask(submission: Submission) -> JobFact | None:

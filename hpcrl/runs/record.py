@@ -38,6 +38,9 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
         Submitit's job id and folder; under Slurm the id of the job (of a heterogeneous one, of its first component).
     components:
         Components of the job (``slurm``).
+    requeues:
+        Slurm may start the job again by itself (``slurm``): a failed attempt is the end of the run only when its job
+        has ended, too.
     slurm_conf:
         ``SLURM_CONF`` of the submit (``slurm``); empty where Slurm finds its configuration by itself.
     process:
@@ -55,6 +58,7 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
     after_attempt: int
     process: ProcessId | None = None
     components: int = 1
+    requeues: bool = False
     slurm_conf: str = ""
     cancel_requested_at_s: float | None = None
     cancelled_by: str = ""

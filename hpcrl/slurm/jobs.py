@@ -61,6 +61,7 @@ def submit_jobs(run: RunDir) -> Submission:
         folder=str(folder),
         after_attempt=after_attempt,
         components=len(plan.layout.components),
+        requeues=plan.attempts.requeue,
         slurm_conf=os.environ.get("SLURM_CONF", ""),
     )
     record.with_submission(submission).write(run)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from hpcrl.runs.cause import Cause, CauseKind, describe_end, find_dead_worker
+from hpcrl.runs.cause import Cause, CauseKind, describe_end, find_dead_worker, signal_name
 from hpcrl.supervisor.component import Component
 from hpcrl.supervisor.launcher import End
 
@@ -31,6 +31,10 @@ def explain_end(component: Component, end: End, log: Path) -> Cause:
     elif end.guard_lost:
         guard = component.process.guard_pid if component.process else None
         what, kind = f"was lost: its guard (pid {guard}) was killed, and the role with it", CauseKind.GUARD_LOST
+        if component.address.nodes:
+            what = f"was lost: its step (srun, pid {guard}) ended without a word"
+    elif end.guard_signal is not None and component.address.nodes:
+        what, kind = f"was ended by Slurm ({signal_name(end.guard_signal)} to its step)", CauseKind.CANCELLED
     elif end.clean:
         what, kind = "exited with code 0, but the run was not over", CauseKind.EARLY_EXIT
     elif worker := find_dead_worker(_tail(log)):

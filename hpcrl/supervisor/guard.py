@@ -101,6 +101,8 @@ class Guard:
             with contextlib.suppress(BlockingIOError):
                 for signum in os.read(self._wake_fd, 4096):
                     if signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                        if self._role_pid and not self._role_ended and self._kill_at is None:
+                            self._report(report="signalled", signal=signum)
                         self._stop(self._grace_s)
         self._reap()
         if 0 in readable:

@@ -89,5 +89,8 @@ def _requeue() -> None:
             _log.warning("the requeue got no answer, asking again: %s", error)
             time.sleep(_ASK_AGAIN_S)
         except SlurmError as error:
+            job = client.jobs([job_id]).get(job_id)
+            if job is not None and job.state.waiting:  # Slurm itself was faster: a node went down
+                break
             raise RunFailedError(f"Slurm does not requeue job {job_id}: {error}") from error
     time.sleep(_KILLED_WITHIN_S)

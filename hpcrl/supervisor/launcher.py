@@ -93,6 +93,8 @@ class End(NamedTuple):
         The guard went away first, and the role with it.
     spawn_error:
         Why the command could not be started at all.
+    guard_signal:
+        Signal by which somebody else than the supervisor had told the guard to end it; under Slurm, that is Slurm.
     """
 
     time_s: float
@@ -100,11 +102,12 @@ class End(NamedTuple):
     signal: int | None = None
     guard_lost: bool = False
     spawn_error: str = ""
+    guard_signal: int | None = None
 
     @property
     def clean(self) -> bool:
-        """Exit code 0, said by the guard."""
-        return self.exit_code == 0
+        """Exit code 0 by itself, said by the guard."""
+        return self.exit_code == 0 and self.guard_signal is None
 
 
 class RunningProcess(Protocol):
@@ -149,6 +152,9 @@ class Launcher(Protocol):
     def end_orphans(self, run_id: str, guards: Collection[int]) -> list[int]:
         """End what no living guard is above; returns the pids. ``guards`` are those that live."""
 
+    def failed_nodes(self) -> list[str]:
+        """Nodes of the run that are down, as far as can be said at once. Blocks for a moment."""
+
 
 class LocalLauncher:
     """Processes on this machine."""
@@ -173,6 +179,10 @@ class LocalLauncher:
     def end_orphans(self, run_id: str, guards: Collection[int]) -> list[int]:
         """See `Launcher.end_orphans`."""
         return [process.pid for process in end_orphans(run_id, guards)]
+
+    def failed_nodes(self) -> list[str]:
+        """See `Launcher.failed_nodes`: we would not be here."""
+        return []
 
 
 def guard_command(python: str) -> list[str]:
@@ -221,6 +231,7 @@ class GuardedProcess:
         self._grace_s, self._tasks, self._in_step = spec.grace_s, tasks, spec.in_step
         self._running: dict[int, int] = {}
         self._clean_ends = 0
+        self._guard_signal: int | None = None
         loop = asyncio.get_running_loop()
         self._started: asyncio.Future[int | None] = loop.create_future()
         self._ended: asyncio.Future[End] = loop.create_future()
@@ -269,8 +280,10 @@ class GuardedProcess:
                         self._started.set_result(self._running[0])
                 case "spawn_failed":
                     self._task_ended(End(report["time_s"], spawn_error=report["error"]))
+                case "signalled":
+                    self._guard_signal = report["signal"]
                 case "ended":
-                    self._task_ended(End(**report))
+                    self._task_ended(End(**report, guard_signal=self._guard_signal))
                 case "gone":
                     self._left += report["left"]
         # the guards are gone; where they did not tell the end, the kernel has killed the role with them

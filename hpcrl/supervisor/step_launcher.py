@@ -10,6 +10,7 @@ killed, the guards see their stdin close and end their roles in order.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
@@ -20,6 +21,7 @@ from hpcrl import procfs
 from hpcrl.config.cluster import ClusterProfile, SlurmCluster
 from hpcrl.config.plan import Plan, Role
 from hpcrl.slurm.client import SlurmClient
+from hpcrl.slurm.errors import SlurmError
 from hpcrl.slurm.launch import Allocation, allocations_from_env, launch_replica, step_environment
 from hpcrl.supervisor.guard import end_processes
 from hpcrl.supervisor.launcher import Address, ProcessSpec, RunningProcess, guard_command, start_guarded
@@ -28,6 +30,8 @@ from hpcrl.supervisor.sweep import reap
 
 __all__ = ["StepLauncher"]
 
+_log = logging.getLogger(__name__)
+_DOWN = frozenset({"DOWN", "NOT_RESPONDING", "FAIL", "FAILING", "POWERED_DOWN"})
 _ANY_ADDRESS = "0.0.0.0"  # servers of torch listen on all addresses
 
 
@@ -101,6 +105,19 @@ class StepLauncher:
     def sweep(self, run_id: str) -> list[int]:
         """See `hpcrl.supervisor.launcher.Launcher.sweep`. Slurm ends what a job leaves behind."""
         return []
+
+    def failed_nodes(self) -> list[str]:
+        """See `hpcrl.supervisor.launcher.Launcher.failed_nodes`."""
+        if not self._cluster.capabilities.scontrol_on_nodes:
+            return []
+        mine = {host for allocation in self._allocations.values() for host in allocation.hosts}
+        try:
+            nodes = self._client.nodes()
+        except SlurmError as error:
+            _log.warning("Slurm does not say which nodes are down: %s", error)
+            return []
+        # what is drained goes on until its job ends
+        return [node.name for node in nodes if node.name in mine and node.states & _DOWN]
 
     def end_orphans(self, run_id: str, guards: Collection[int]) -> list[int]:
         """See `hpcrl.supervisor.launcher.Launcher.end_orphans`: what we adopted. Steps end with the job."""

@@ -95,14 +95,25 @@ class Supervisor:
         await self._drain()
         watch.cancel()
         cause = self._first_cause(stopped_at_s)
+        if cause is not None and cause.kind is not CauseKind.CANCELLED:
+            cause = await self._blame_nodes(cause)
         state = RunState.COMPLETED
-        if self._requeue and cause is None:
+        if self._requeue and (cause is None or cause.kind is CauseKind.NODE_FAIL):
             state = RunState.REQUEUED
         elif cause is not None:
             state = RunState.CANCELLED if cause.kind is CauseKind.CANCELLED else RunState.FAILED
         self._board.enter(state, cause)
         self._board.close()
         return state, cause
+
+    async def _blame_nodes(self, cause: Cause) -> Cause:
+        """A node that went down is the cause of what then happened to roles; Slurm requeues the job by itself."""
+        down = await asyncio.to_thread(self._launcher.failed_nodes)
+        if not down:
+            return cause
+        self._requeue = self._plan.attempts.requeue
+        what = f"{'node' if len(down) == 1 else 'nodes'} {', '.join(down)} went down"
+        return Cause(kind=CauseKind.NODE_FAIL, time_s=cause.time_s, message=f"{what}; {cause.message}")
 
     # -- start -------------------------------------------------------------------------------------------------
 
