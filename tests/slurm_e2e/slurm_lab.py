@@ -1,0 +1,117 @@
+"""Whole runs on a virtual cluster, by the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hpcrl import procfs
+from hpcrl.devcluster.cluster import DevCluster
+from hpcrl.runs.events import Event, read_events
+from hpcrl.runs.metrics import read_metrics
+from hpcrl.runs.record import RunRecord
+from hpcrl.runs.rundir import RunDir
+from hpcrl.slurm.client import SlurmClient
+
+ROOT = Path(__file__).resolve().parents[2]
+HPCRL = Path(sys.executable).with_name("hpcrl")
+SMALL_MODEL = ("model.warmup.steps=60", "model.warmup.num_experts=4")
+#: short steps, no evaluation on the way, two trainer nodes and two engine nodes
+SMALL_RUN = (
+    "rollouts.rollouts_per_step=16",
+    "rollouts.group_size=4",
+    "rollouts.max_in_flight=32",
+    "evaluation.every_steps=0",
+    "evaluation.prompts=8",
+    "trainer.nodes=2",
+    "trainer.ranks=2",
+    "engine.replicas=2",
+)
+
+
+class SlurmLab:
+    """A runs root of its own, a cluster, and commands in it."""
+
+    def __init__(self, directory: Path, model: Path, cluster: DevCluster) -> None:
+        self.runs_root = directory / "runs"
+        self.model, self.cluster = model, cluster
+        # jobs start clean: what this checkout is imported by is named in the profile
+        profile = yaml.safe_load((ROOT / "clusters" / "devcluster.yaml").read_text())
+        profile["launch"] = {"inherit": ["PYTHONPATH"]}
+        self.profile = directory / "devcluster.yaml"
+        self.profile.write_text(yaml.safe_dump(profile))
+        self.env = {
+            **os.environ,
+            **cluster.environment(),
+            "PYTHONPATH": str(ROOT),
+            "HPCRL_RUNS_ROOT": str(self.runs_root),
+        }
+
+    def hpcrl(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+        result = subprocess.run(
+            [HPCRL, *arguments], cwd=ROOT, env=self.env, capture_output=True, text=True, check=False, timeout=240
+        )
+        if check:
+            assert result.returncode == 0, f"{arguments}: {result.returncode}\n{result.stdout}\n{result.stderr}"
+        return result
+
+    def submit(self, name: str, *settings: str, recipe: str = "quickstart", small: bool = True) -> RunDir:
+        """Submit a recipe, by default the quickstart with this lab's model on four nodes."""
+        settings = (f"model.path={self.model}", *SMALL_RUN, *settings) if small else settings
+        sets = [part for setting in settings for part in ("--set", setting)]
+        self.hpcrl("submit", recipe, "--cluster", str(self.profile), "--name", name, *sets)
+        return RunDir(self.runs_root / name)
+
+    def json(self, *arguments: str) -> Any:
+        return json.loads(self.hpcrl(*arguments, "--json").stdout)
+
+    def wait_state(self, run: RunDir, states: Sequence[str], timeout_s: float = 120.0) -> Any:
+        """Wait until the run is in one of the states; returns its status."""
+        return wait_for(
+            lambda: status if (status := self.json("status", run.name))["state"] in states else None,
+            timeout_s,
+            f"{run.name} in {states}",
+        )
+
+    def wait_empty(self) -> None:
+        """Nothing of any run is left: no job, no process."""
+        wait_for(lambda: not self._alive_jobs(), 60.0, "empty queue")
+        for run in self.runs_root.iterdir():
+            run_id = RunRecord.read(RunDir(run)).run_id
+            wait_for(lambda run_id=run_id: not procfs.with_environ("HPCRL_RUN_ID", run_id), 20.0, "processes gone")
+
+    def _alive_jobs(self) -> list[str]:
+        result = subprocess.run(["squeue", "--noheader"], env=self.env, capture_output=True, text=True, check=True)
+        return result.stdout.split("\n")[:-1]
+
+    def client(self) -> SlurmClient:
+        return self.cluster.client()
+
+
+def job_id(run: RunDir) -> int:
+    return int(RunRecord.read(run).submissions[-1].job_id)
+
+
+def wait_for(probe: Callable[[], Any], timeout_s: float, what: str) -> Any:
+    """Poll until ``probe`` gives something."""
+    deadline = time.monotonic() + timeout_s
+    while not (value := probe()):
+        assert time.monotonic() < deadline, f"no {what} within {timeout_s} s"
+        time.sleep(0.2)
+    return value
+
+
+def wait_step(run: RunDir, step: int, timeout_s: float = 120.0) -> None:
+    wait_for(lambda: [r for r in read_metrics(run) if r.step >= step], timeout_s, f"step {step}")
+
+
+def events(run: RunDir, kind: str) -> list[Event]:
+    return read_events(run, kind=kind)

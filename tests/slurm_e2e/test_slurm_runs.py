@@ -1,0 +1,65 @@
+"""Runs on a real Slurm of virtual nodes: every layout, the shape of the reference run, cancel, resume, requeue."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from slurm_lab import SlurmLab, events, job_id, wait_step
+
+from hpcrl.runs.metrics import read_metrics
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+
+
+@pytest.mark.parametrize("layout", ["hetjob", "single"])
+def test_quickstart_runs_to_its_end_on_four_nodes(layout: str, slurm_lab: SlurmLab) -> None:
+    run = slurm_lab.submit(f"q-{layout}", "trainer.steps=6", f"job.layout={layout}")
+    status = slurm_lab.wait_state(run, ["COMPLETED", "FAILED", "LOST", "CANCELLED"])
+    assert status["state"] == "COMPLETED", slurm_lab.hpcrl("why", run.name).stdout
+    assert [record.step for record in read_metrics(run)][-1] == 6
+    nodes = {(c["role"], c["replica"]): c["nodes"] for c in status["components"]}
+    assert len(nodes["trainer", 0]) == 2
+    assert nodes["orchestrator", 0] == nodes["trainer", 0][:1]
+    assert len({*nodes["trainer", 0], *nodes["engine", 0], *nodes["engine", 1]}) == 4
+    slurm_lab.wait_empty()
+
+
+def test_reference_run_has_its_shape_on_28_nodes(slurm_lab: SlurmLab) -> None:
+    run = slurm_lab.submit("glm", "job.payload=probe", recipe="glm5_swe", small=False)
+    status = slurm_lab.wait_state(run, ["COMPLETED", "FAILED", "LOST", "CANCELLED"], timeout_s=200)
+    # the probe itself fails where a rank or a GPU is not where the plan says
+    assert status["state"] == "COMPLETED", slurm_lab.hpcrl("why", run.name).stdout
+    directory = run.attempt_dir(1) / "probe"
+    assert json.loads((directory / "done").read_bytes())["nodes"] == 28
+    reports = [json.loads(path.read_bytes()) for path in directory.glob("*.json")]
+    gpus = {(r["host"], gpu) for r in reports for gpu in r["gpus"] if r["role"] != "orchestrator"}
+    assert (len(reports), len(gpus)) == (225, 224)
+
+
+def test_cancel_and_resume(slurm_lab: SlurmLab) -> None:
+    run = slurm_lab.submit("again", "trainer.steps=2000", "checkpoint.every_steps=2")
+    wait_step(run, 6)
+    slurm_lab.hpcrl("cancel", run.name, "--yes")
+    status = slurm_lab.json("status", run.name)
+    assert (status["state"], status["cause"]["kind"]) == ("CANCELLED", "cancelled")
+    slurm_lab.wait_empty()
+    slurm_lab.hpcrl("resume", run.name)
+    slurm_lab.wait_state(run, ["RUNNING"])
+    restored = events(run, "trainer.restored")
+    assert restored
+    assert restored[-1].data["step"] >= 6
+    slurm_lab.hpcrl("cancel", run.name, "--yes")
+
+
+def test_warning_before_the_limit_saves_and_requeues(slurm_lab: SlurmLab) -> None:
+    run = slurm_lab.submit("limit", "trainer.steps=2000", "checkpoint.every_steps=0")
+    wait_step(run, 4)
+    slurm_lab.client().cancel(job_id(run), signal="USR2", batch=True)
+    slurm_lab.wait_state(run, ["REQUEUED"])
+    wait_state = slurm_lab.wait_state(run, ["RUNNING"])
+    assert wait_state["attempt"] == 2
+    assert wait_state["job"]["restarts"] == 1
+    saved, restored = events(run, "supervisor.saved"), events(run, "trainer.restored")
+    assert saved[0].data["step"] == restored[0].data["step"] >= 4
+    slurm_lab.hpcrl("cancel", run.name, "--yes")
