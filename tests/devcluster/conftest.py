@@ -59,7 +59,7 @@ def make_cluster(home: Path) -> Iterator[Callable[..., DevCluster]]:
 def cluster(home: Path) -> Iterator[DevCluster]:
     """Six nodes of eight GPUs for the tests of a module; each test leaves the queue empty and the nodes usable."""
     cluster = DevCluster.named("dev", home)
-    cluster.up(ClusterSettings(nodes=6, requeue_delay_s=2, grace_s=2))
+    cluster.up(ClusterSettings(nodes=6, grace_s=2))
     yield cluster
     _remove([cluster], home)
 

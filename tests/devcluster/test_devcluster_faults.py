@@ -42,8 +42,11 @@ def client(cluster: DevCluster) -> Iterator[SlurmClient]:
     client = cluster.client()
     yield client
     for record in client.show("job"):
-        if record.get("JobState") in ("PENDING", "RUNNING") and record["HetJobOffset"] in ("", "0"):
+        if record.get("JobState") in ("PENDING", "RUNNING") and record.get("HetJobOffset", "0") == "0":
             client.cancel(int(record["JobId"]))
+    for node in client.nodes():
+        if "DOWN" in node.states:
+            cluster.revive_node(node.name)
     wait_until("the queue is empty and all nodes are idle", lambda: all(n.states == {"IDLE"} for n in client.nodes()))
 
 
@@ -180,7 +183,8 @@ def test_node_failure_requeues(cluster: DevCluster, client: SlurmClient, tmp_pat
 def test_preemption_requeues(client: SlurmClient, tmp_path: Path) -> None:
     (tmp_path / "low").mkdir()
     (tmp_path / "high").mkdir()
-    low = Hetjob(client, tmp_path / "low")
+    # what ends by itself within the grace time has ended, and is not requeued: this one holds out
+    low = Hetjob(client, tmp_path / "low", body='trap "" TERM; sleep 1000')
     low.wait_running()
     high = Hetjob(client, tmp_path / "high", body="sleep 3", partition="urgent")
     high.wait_running()
@@ -237,6 +241,9 @@ def test_lost_answer_is_looked_up(cluster: DevCluster, client: SlurmClient, tmp_
 def test_killed_controller_comes_back_with_its_jobs(cluster: DevCluster, client: SlurmClient, tmp_path: Path) -> None:
     het = Hetjob(client, tmp_path)
     het.wait_running()
+    # a controller that is killed forgets what it had not written yet
+    saved, now = cluster.paths.state / "job_state", time.time()
+    wait_until("the controller has written its state", lambda: saved.stat().st_mtime > now)
     hasty = SlurmClient(conf=cluster.paths.conf, timeout_s=2.0)
     cluster.pause_controller(kill=True)
     assert cluster.status().controller == "dead"
