@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,7 @@ from devcluster_testing import wait_until
 
 from hpcrl.devcluster.cluster import DevCluster
 from hpcrl.slurm.client import SlurmClient
+from hpcrl.slurm.command import CommandResult, run_command
 from hpcrl.slurm.errors import (
     NoSuchJobError,
     SlurmRejectedError,
@@ -220,9 +221,7 @@ def test_lost_answer_is_looked_up(cluster: DevCluster, client: SlurmClient, tmp_
     script.write_text(f"#!/bin/bash\n#SBATCH --nodes=1 --output={tmp_path}/out\nsleep 1000\n")
     pauses = []
 
-    def lose(argv, *, env, timeout_s):  # type: ignore[no-untyped-def]
-        from hpcrl.slurm.command import run_command
-
+    def lose(argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float) -> CommandResult:
         if argv[0] == "sbatch":
             run_command(argv, env=env, timeout_s=timeout_s)
             raise SlurmUnavailableError("the answer got lost")
@@ -254,3 +253,14 @@ def test_killed_controller_comes_back_with_its_jobs(cluster: DevCluster, client:
     assert not isinstance(caught.value, SubmitUnclearError), "nothing was sent: the look before already failed"
     cluster.resume_controller()
     het.wait_for(JobState.RUNNING)
+
+
+def test_json_says_what_columns_say(cluster: DevCluster, client: SlurmClient, tmp_path: Path) -> None:
+    def no_columns(argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float) -> CommandResult:
+        if any(word.startswith("--Format=") for word in argv):
+            return CommandResult(1, "", "squeue: error: Invalid job format specification: Gone")
+        return run_command(argv, env=env, timeout_s=timeout_s)
+
+    het = Hetjob(client, tmp_path, body="false")
+    het.wait_for(JobState.COMPLETED)
+    assert SlurmClient(conf=cluster.paths.conf, run=no_columns).jobs([het.id]) == client.jobs([het.id])
