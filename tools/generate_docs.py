@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -14,9 +14,10 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from hpcrl.config.cluster import ClusterProfile
+from hpcrl.config.cluster import CLUSTER_KINDS
 from hpcrl.config.recipe import Recipe
-from hpcrl.config.rules import RULES
+from hpcrl.config.rule import Rule, SiteRule
+from hpcrl.config.rules import RULES, SITE_RULES
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -33,6 +34,7 @@ the names, and every value can be traced: `hpcrl recipe show RECIPE` prints wher
 - Cluster profiles are looked up in `clusters/` of the current directory, `~/.config/hpcrl/clusters`,
   `/etc/hpcrl/clusters`, then those that come with hpcrl; the first hit wins. A path works as well.
 - Relative paths start at the directory where `hpcrl` is called. `HPCRL_RUNS_ROOT` overrides `paths.runs_root`.
+- [admins.md](admins.md) tells how to write a profile; sbatch templates are found in the same order of directories.
 - `hpcrl recipe schema` prints a JSON schema for editors.
 """
 
@@ -40,11 +42,22 @@ the names, and every value can be traced: `hpcrl recipe show RECIPE` prints wher
 def configuration() -> str:
     """docs/configuration.md."""
     parts = [CONFIGURATION_HEAD, "## Recipe\n", *_section(Recipe, "")]
-    parts += ["## Cluster profile\n", *_section(ClusterProfile, "")]
+    for kind, model in CLUSTER_KINDS.items():
+        meaning = " ".join((model.__doc__ or "").split())
+        parts += [f"## Cluster profile with `kind: {kind}`\n", f"{meaning}\n", *_section(model, "")]
+    parts += [
+        "## Rules within a cluster profile\n",
+        "Checked before anything is started, and by `hpcrl cluster check`.\n",
+    ]
+    parts += _rules(SITE_RULES)
     parts += ["## Rules across components\n", "Checked before anything is started.\n"]
-    parts += ["| rule | what must hold | way out |\n| --- | --- | --- |"]
-    parts += [f"| `{rule.name}` | {rule.conflict} | {rule.way_out} |" for rule in RULES]
+    parts += _rules(RULES)
     return "\n".join(parts) + "\n"
+
+
+def _rules(rules: Iterable[Rule | SiteRule]) -> list[str]:
+    rows = [f"| `{rule.name}` | {rule.conflict} | {rule.way_out} |" for rule in rules]
+    return ["| rule | what must hold | way out |\n| --- | --- | --- |", *rows, ""]
 
 
 def cli() -> str:
@@ -70,9 +83,9 @@ def _section(model: type[BaseModel], prefix: str) -> Iterator[str]:
     for name, field in model.model_fields.items():
         key = f"{prefix}{name}"
         children = list(_models(field.annotation))
-        is_list = get_origin(_plain(field.annotation)) is tuple
+        suffix = {tuple: "[].", dict: ".NAME."}.get(get_origin(_plain(field.annotation)), ".")
         if children:
-            below += [(child, f"{key}[]." if is_list else f"{key}.") for child in children]
+            below += [(child, f"{key}{suffix}") for child in children]
         rows.append(
             f"| `{key}` | {_type(field.annotation, field)} | {_default(field, bool(children))} | {_text(field)} |"
         )
@@ -96,30 +109,45 @@ def _kind(model: type[BaseModel]) -> str:
 
 
 def _plain(annotation: Any) -> Any:
-    while get_origin(annotation) is Annotated:
-        annotation = get_args(annotation)[0]
-    return annotation
+    """A type without what is annotated to it and without ``| None``, which the default tells."""
+    while True:
+        if get_origin(annotation) is Annotated:
+            annotation = get_args(annotation)[0]
+            continue
+        members = [member for member in get_args(annotation) if member is not type(None)]
+        if get_origin(annotation) not in (Union, types.UnionType) or len(members) > 1:
+            return annotation
+        annotation = members[0]
+
+
+def _limits(annotation: Any) -> Iterator[Any]:
+    """What is annotated to a type that may be ``| None``."""
+    for member in get_args(annotation):
+        if get_origin(member) is Annotated:
+            for note in get_args(member)[1:]:
+                yield from note.metadata if isinstance(note, FieldInfo) else (note,)
 
 
 def _models(annotation: Any) -> Iterator[type[BaseModel]]:
     annotation = _plain(annotation)
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
-    elif get_origin(annotation) in (Union, types.UnionType, tuple):
+    elif get_origin(annotation) in (Union, types.UnionType, tuple, dict):
         for argument in get_args(annotation):
             yield from _models(argument)
 
 
 def _type(annotation: Any, field: FieldInfo) -> str:
+    limits = [*field.metadata, *_limits(annotation)]
     annotation = _plain(annotation)
     if get_origin(annotation) is Literal:
         return " \\| ".join(f"`{value}`" for value in get_args(annotation))
     if list(_models(annotation)):
-        return "list" if get_origin(annotation) is tuple else "section"
-    names = {int: "integer", float: "number", str: "text", bool: "true/false", dict: "mapping"}
+        return {tuple: "list", dict: "sections by name"}.get(get_origin(annotation), "section")
+    names = {int: "integer", float: "number", str: "text", bool: "true/false", dict: "mapping", tuple: "list"}
     name = names.get(get_origin(annotation) or annotation, str(annotation))
     bounds = []
-    for limit in field.metadata:
+    for limit in limits:
         for kind, sign in ((Ge, "≥"), (Gt, ">"), (Le, "≤"), (Lt, "<")):
             if isinstance(limit, kind):
                 bounds.append(f"{sign} {getattr(limit, kind.__name__.lower()):g}")
@@ -133,7 +161,9 @@ def _default(field: FieldInfo, is_section: bool) -> str:
         return "required"
     if is_section:
         return "none" if field.default is None else ""
-    return f"`{field.default!r}`" if field.default not in ("", None) else ""
+    if field.default is None:
+        return "none"
+    return f"`{field.default!r}`" if field.default != "" else ""
 
 
 if __name__ == "__main__":

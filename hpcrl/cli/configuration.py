@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hpcrl.cli.options import ClusterOption, JsonOption, RecipeArgument, SetOption
+from hpcrl.cli.output import table_console
 
 if TYPE_CHECKING:
     from hpcrl.config.load import Loaded
 
-__all__ = ["register"]
+__all__ = ["cluster_app", "register"]
 
 recipe_app = typer.Typer(help="Recipes: what to train.", no_args_is_help=True)
 cluster_app = typer.Typer(help="Cluster profiles: where to train.", no_args_is_help=True)
@@ -75,14 +76,17 @@ def cluster_list(as_json: JsonOption = False) -> None:
     """List cluster profiles: of this directory, of the user, of the site, of the package."""
     from hpcrl.config.load import load_cluster
     from hpcrl.config.resources import list_clusters
+    from hpcrl.errors import ConfigError
 
-    _print_listing(
-        [
-            {"name": name, "description": load_cluster(str(path)).value.description, "path": str(path)}
-            for name, path in list_clusters().items()
-        ],
-        as_json,
-    )
+    rows = []
+    for name, path in list_clusters().items():
+        try:
+            description = load_cluster(str(path)).value.description
+        except ConfigError:
+            # one that is being written must not hide the others
+            description = f"(not valid: hpcrl cluster check {name})"
+        rows.append({"name": name, "description": description, "path": str(path)})
+    _print_listing(rows, as_json)
 
 
 @cluster_app.command("show")
@@ -99,7 +103,6 @@ def cluster_show(
 def _print_listing(rows: list[dict[str, str]], as_json: bool) -> None:
     import json
 
-    from rich.console import Console
     from rich.table import Table
 
     if as_json:
@@ -110,21 +113,18 @@ def _print_listing(rows: list[dict[str, str]], as_json: bool) -> None:
         table.add_column(column, overflow="fold")
     for row in rows:
         table.add_row(row["name"], row["description"], row["path"])
-    Console().print(table)
+    table_console().print(table)
 
 
 def _print_resolved(loaded: Loaded[Any], as_json: bool) -> None:
     import json
 
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     from hpcrl.config.load import leaves
 
-    rows = [
-        (".".join(str(part) for part in path), value, loaded.origin(path)) for path, value in leaves(loaded.value)
-    ]
+    rows = [(".".join(str(part) for part in path), value, loaded.origin(path)) for path, value in leaves(loaded.value)]
     if as_json:
         typer.echo(json.dumps([{"key": k, "value": v, "origin": o} for k, v, o in rows], indent=2))
         return
@@ -134,4 +134,4 @@ def _print_resolved(loaded: Loaded[Any], as_json: bool) -> None:
     for key, value, origin in rows:
         style = "dim" if origin == "default" else ""
         table.add_row(key, Text(json.dumps(value), style=style), Text(origin, style=style))
-    Console().print(table)
+    table_console().print(table)

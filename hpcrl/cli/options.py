@@ -14,6 +14,6 @@ ClusterOption = Annotated[
 ]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Change one value of the recipe, e.g. trainer.steps=10. Repeatable."),
+    typer.Option("--set", metavar="KEY=VALUE", help="Change a value of the recipe: trainer.steps=10. Repeatable."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]

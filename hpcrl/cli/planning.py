@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from hpcrl.cli.options import ClusterOption, JsonOption, RecipeArgument, SetOption
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
+    from hpcrl.config.cluster import ClusterProfile
     from hpcrl.config.plan import Plan
+    from hpcrl.config.recipe import Recipe
 
 __all__ = ["print_plan", "register"]
 
@@ -23,27 +27,37 @@ def plan(
     recipe: RecipeArgument,
     cluster: ClusterOption = "local",
     overrides: SetOption = None,
+    environment: Annotated[
+        bool, typer.Option("--env", help="Show the environment of each role and where each variable comes from.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the resolved plan: roles, processes, order, directories. Changes nothing."""
+    """Show the resolved plan: roles, nodes, processes, order, directories. Changes nothing."""
     import time
     from pathlib import Path
 
     from hpcrl.config.load import load_cluster, load_recipe
     from hpcrl.config.rules import check_rules
-    from hpcrl.planning import absolute_paths, default_run_name, make_plan, resolve_runs_root
+    from hpcrl.planning import (
+        absolute_paths,
+        absolute_site_paths,
+        default_run_name,
+        make_plan,
+        resolve_runs_root,
+    )
 
     loaded, site = load_recipe(recipe, overrides or ()), load_cluster(cluster)
     check_rules(loaded, site)
     cwd = Path.cwd()
     name = default_run_name(loaded.value, time.time())
-    resolved = make_plan(
-        absolute_paths(loaded.value, cwd), site.value, name, resolve_runs_root(site.value, cwd) / name
-    )
+    profile = absolute_site_paths(site.value, cwd)
+    resolved = make_plan(absolute_paths(loaded.value, cwd), profile, name, resolve_runs_root(profile, cwd) / name)
     if as_json:
         typer.echo(resolved.model_dump_json(indent=2))
-    else:
-        print_plan(resolved)
+        return
+    print_plan(resolved)
+    if environment:
+        _print_environment(loaded.value, profile, resolved)
 
 
 def print_plan(resolved: Plan) -> None:
@@ -61,6 +75,7 @@ def print_plan(resolved: Plan) -> None:
         f"ports     {resolved.first_port}-{resolved.last_port}, chosen at start and recorded in endpoints.json\n",
         highlight=False,
     )
+    _print_layout(console, resolved)
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in ("role", "replicas", "ranks", "starts after", "ready when", "deadline", "its clean end"):
         table.add_column(column)
@@ -78,4 +93,61 @@ def print_plan(resolved: Plan) -> None:
     console.print(f"\n{resolved.processes} role processes. Commands:")
     for group in resolved.groups:
         env = "".join(f"{key}={shlex.quote(value)} " for key, value in group.env.items())
-        console.print(Text(f"  {group.role}: {env}{' '.join(group.command)}"), soft_wrap=True)
+        # where Slurm is, the environment is long: `hpcrl plan --env` shows it
+        shown = env if resolved.layout.kind == "local" else ""
+        console.print(Text(f"  {group.role}: {shown}{' '.join(group.command)}"), soft_wrap=True)
+
+
+def _print_layout(console: Console, resolved: Plan) -> None:
+    """Print the jobs of a plan and the nodes of each role."""
+    from rich.table import Table
+
+    layout, attempts = resolved.layout, resolved.attempts
+    if layout.kind == "local":
+        return
+    console.print(f"layout    {layout.kind} ({layout.reason}): {layout.nodes} nodes, {layout.gpus} GPUs")
+    console.print(
+        f"time      {resolved.time_limit_s / 3600:g} h a job, signal {attempts.signal_lead_s} s before its end, "
+        + (
+            f"requeued up to {attempts.max_attempts - 1} times" if attempts.requeue else "not requeued (resume by hand)"
+        ),
+        highlight=False,
+    )
+    if resolved.container is not None:
+        console.print(f"container {resolved.container.kind}, {resolved.container.image}", highlight=False)
+    console.print()
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in ("role", "component", "partition", "nodes", "of them", "ranks a node", "GPUs"):
+        table.add_column(column)
+    for group in resolved.groups:
+        component = resolved.component(group)
+        nodes = group.replicas * group.nodes
+        if group.beside:
+            row = (f"beside {component.roles[0]}", "first", str(group.ranks_per_node), "-")
+        else:
+            own = component.jobs > 1
+            first = group.first_node
+            where = "each job its own" if own else f"{first}-{first + nodes - 1}" if nodes > 1 else str(first)
+            gpus = str(nodes * component.gpus_per_node)
+            row = (f"{group.replicas} x {group.nodes}", where, str(group.ranks_per_node), gpus)
+        table.add_row(group.role, str(group.component), component.partition, *row)
+    console.print(table)
+    console.print()
+
+
+def _print_environment(recipe: Recipe, cluster: ClusterProfile, resolved: Plan) -> None:
+    """Print the environment of each role, by source."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from hpcrl.planning import role_variables
+
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in ("role", "variable", "value", "source"):
+        table.add_column(column, overflow="fold")
+    for group in resolved.groups:
+        for name, (value, source) in role_variables(recipe, cluster, group.role, resolved.run).items():
+            table.add_row(group.role, name, value, source)
+    console = Console()
+    console.print()
+    console.print(table)

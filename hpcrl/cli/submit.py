@@ -47,25 +47,30 @@ def submit(
     from hpcrl.cli.planning import print_plan
     from hpcrl.config.load import load_cluster, load_recipe
     from hpcrl.config.rules import check_rules
-    from hpcrl.planning import absolute_paths, check_model, default_run_name, make_plan
+    from hpcrl.errors import UsageError
+    from hpcrl.planning import absolute_paths, absolute_site_paths, check_model, default_run_name, make_plan
     from hpcrl.runs.registry import check_name
 
     loaded, site = load_recipe(recipe, overrides or ()), load_cluster(cluster)
     check_rules(loaded, site)
     run_name = check_name(name) if name is not None else default_run_name(loaded.value, time.time())
     resolved = absolute_paths(loaded.value, Path.cwd())
-    plan = make_plan(resolved, site.value, run_name, runs_root(root, site.value) / run_name)
+    profile = absolute_site_paths(site.value, Path.cwd())
+    plan = make_plan(resolved, profile, run_name, runs_root(root, profile) / run_name)
     if dry_run:
         print_plan(plan)
-    check_model(loaded, Path(resolved.model.path))
+    if loaded.value.job.payload == "roles":
+        check_model(loaded, Path(resolved.model.path))
     if dry_run:
         typer.echo("\nnothing was started or written (--dry-run)", err=True)
         return
+    if plan.layout.kind != "local":
+        raise UsageError(f"this version cannot submit to {profile.name} yet; `hpcrl render` writes the scripts")
 
     from hpcrl.slurm.submission import create_run, submit_attempt
 
     provenance = {".".join(map(str, path)): origin for path, origin in loaded.origins.items()}
-    run = create_run(resolved, site.value, plan, provenance=provenance)
+    run = create_run(resolved, profile, plan, provenance=provenance)
     submit_attempt(run)
     typer.echo(f"submitted {run_name} in {run.path}", err=True)
     _follow_or_tell(run, follow, root)

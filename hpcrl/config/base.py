@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-__all__ = ["Fraction", "Name", "NonNegativeFloat", "NonNegativeInt", "PositiveFloat", "PositiveInt", "StrictModel"]
+__all__ = [
+    "Fraction",
+    "Name",
+    "NonNegativeFloat",
+    "NonNegativeInt",
+    "PositiveFloat",
+    "PositiveInt",
+    "RoleName",
+    "StrictModel",
+]
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
 """Letters, digits, ``.``, ``_`` and ``-``: safe as a directory, a job name and a label."""
+
+RoleName = Literal["trainer", "engine", "prefill", "decode", "orchestrator"]
+"""What a process is for, as people write it; `hpcrl.config.plan.Role` in code."""
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]

@@ -4,56 +4,46 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, TypeAdapter
 
-from hpcrl.config.base import Name, PositiveFloat, PositiveInt, StrictModel
+from hpcrl.config.base import PositiveInt
+from hpcrl.config.cluster_base import ClusterBase, LimitsConfig, PathsConfig, PortsConfig
+from hpcrl.config.cluster_slurm import SlurmCluster
 
-__all__ = ["ClusterProfile", "LimitsConfig", "PathsConfig", "PortsConfig"]
-
-
-class PathsConfig(StrictModel):
-    """Directories of a site. ``~`` and ``$NAME`` are expanded; relative ones start where hpcrl is called."""
-
-    runs_root: str
-    """Holds a directory for each run; visible under the same name from all nodes."""
-
-
-class PortsConfig(StrictModel):
-    """Where the supervisor looks for free TCP ports."""
-
-    first: Annotated[int, Field(ge=1024, le=65535)] = 20000
-    """Lowest port. Stay below the kernel's ephemeral range (32768 by default), or a connection may take it."""
-    last: Annotated[int, Field(ge=1024, le=65535)] = 29999
-    """Highest port."""
+__all__ = [
+    "CLUSTER_KINDS",
+    "ClusterProfile",
+    "LimitsConfig",
+    "LocalCluster",
+    "PathsConfig",
+    "PortsConfig",
+    "SlurmCluster",
+    "cluster_from_json",
+]
 
 
-class LimitsConfig(StrictModel):
-    """Deadlines that depend on the site."""
+class LocalCluster(ClusterBase):
+    """This machine, without Slurm: every role is a process on loopback."""
 
-    start_timeout_s: PositiveFloat = 300.0
-    """Longest start of one role, from process start to ready, in seconds."""
-    stop_timeout_s: PositiveFloat = 5.0
-    """Time between asking a role to stop and killing it, in seconds."""
-    time_limit_h: PositiveFloat = 168.0
-    """Longest run in hours."""
-
-
-class ClusterProfile(StrictModel):
-    """A site."""
-
-    name: Name
-    """Name of the profile; equals its file name without ``.yaml``."""
-    description: str = ""
-    """One sentence for ``hpcrl cluster list``."""
     kind: Literal["local"]
     """``local``: everything runs on this machine, without Slurm."""
     paths: PathsConfig
     """Directories."""
-    ports: PortsConfig = PortsConfig()
-    """Free ports."""
     limits: LimitsConfig = LimitsConfig()
     """Deadlines."""
     max_processes: PositiveInt = 64
     """Refuse plans with more processes than this."""
-    env: dict[str, str] = {}
-    """Environment variables for all roles."""
+
+
+ClusterProfile = LocalCluster | SlurmCluster
+"""A site; `isinstance` tells which."""
+
+CLUSTER_KINDS: dict[str, type[LocalCluster] | type[SlurmCluster]] = {"local": LocalCluster, "slurm": SlurmCluster}
+"""The model of each ``kind``."""
+
+_ADAPTER: TypeAdapter[ClusterProfile] = TypeAdapter(Annotated[ClusterProfile, Field(discriminator="kind")])
+
+
+def cluster_from_json(text: str | bytes) -> ClusterProfile:
+    """Read a resolved profile that hpcrl wrote itself (pydantic's ValidationError where it is none)."""
+    return _ADAPTER.validate_json(text)

@@ -124,6 +124,8 @@ def _step(current: Any, part: str | int) -> tuple[type[BaseModel] | None, Any]:
             return candidate, field.annotation if field is not None else None
         if get_origin(candidate) in (tuple, list):
             return None, get_args(candidate)[0]
+        if get_origin(candidate) is dict:
+            return None, get_args(candidate)[1]
     return None, None
 
 

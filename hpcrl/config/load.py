@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from hpcrl.config.cluster import ClusterProfile
+from hpcrl.config.cluster import CLUSTER_KINDS, ClusterProfile
 from hpcrl.config.explain import explain_errors
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.resources import find_cluster, find_recipe
@@ -19,12 +20,13 @@ from hpcrl.errors import ConfigError, Finding
 __all__ = ["Loaded", "leaves", "load_cluster", "load_recipe"]
 
 M = TypeVar("M", bound=BaseModel)
+M_co = TypeVar("M_co", bound=BaseModel, covariant=True)
 
 _MAX_EXTENDS = 8
 
 
 @dataclass(frozen=True)
-class Loaded(Generic[M]):
+class Loaded(Generic[M_co]):
     """A validated configuration and where its values came from.
 
     Attributes
@@ -37,7 +39,7 @@ class Loaded(Generic[M]):
         ``file:line`` or ``--set`` by path; what is not in here is a default.
     """
 
-    value: M
+    value: M_co
     source: Path
     origins: Origins
 
@@ -70,14 +72,23 @@ def load_recipe(name: str, overrides: Sequence[str] = ()) -> Loaded[Recipe]:
     """
     source = find_recipe(name)
     tree, origins = _with_bases(source)
-    return _validate(Recipe, source, tree, origins, overrides)
+    return _validate(Recipe, source, tree, origins, _apply_overrides(tree, origins, overrides))
 
 
 def load_cluster(name: str, overrides: Sequence[str] = ()) -> Loaded[ClusterProfile]:
     """Load a cluster profile by path or name; parameters and errors as `load_recipe`, without ``extends``."""
     source = find_cluster(name)
     tree, origins = parse_file(source)
-    loaded = _validate(ClusterProfile, source, tree, origins, overrides)
+    findings = _apply_overrides(tree, origins, overrides)
+    kind = tree.get("kind")
+    if not isinstance(kind, str) or kind not in CLUSTER_KINDS:
+        # which keys are right depends on it: nothing else can be said about the file
+        close = get_close_matches(str(kind), CLUSTER_KINDS, n=1)
+        what = f"must be one of {', '.join(CLUSTER_KINDS)}, is {kind!r}" if "kind" in tree else "is required"
+        way_out = f"did you mean {close[0]!r}?" if close else "`local` is this machine, `slurm` a site with Slurm"
+        findings.append(Finding(origins.get(("kind",), str(source)), "kind", what, way_out))
+        raise ConfigError(findings)
+    loaded: Loaded[ClusterProfile] = _validate(CLUSTER_KINDS[kind], source, tree, origins, findings)
     if loaded.value.name != source.stem:
         raise ConfigError(
             [
@@ -152,15 +163,19 @@ def _merge(base: Any, top: Any, path: KeyPath, base_origins: Origins, top_origin
     return top
 
 
-def _validate(
-    model: type[M], source: Path, tree: dict[str, Any], origins: Origins, overrides: Sequence[str]
-) -> Loaded[M]:
+def _apply_overrides(tree: dict[str, Any], origins: Origins, overrides: Sequence[str]) -> list[Finding]:
     findings: list[Finding] = []
     for override in overrides:
         try:
             _apply_override(tree, origins, override)
         except ValueError as error:
             findings.append(Finding("--set", override, str(error), "write it as key.path=value"))
+    return findings
+
+
+def _validate(
+    model: type[M], source: Path, tree: dict[str, Any], origins: Origins, findings: list[Finding]
+) -> Loaded[M]:
     try:
         value = model.model_validate(tree)
     except ValidationError as error:

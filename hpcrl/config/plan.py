@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from hpcrl.config.base import NonNegativeInt, PositiveFloat, PositiveInt, StrictModel
+from hpcrl.config.layout import AttemptPolicy, Component, Container, Layout
 
 __all__ = ["FileProbe", "HttpProbe", "Plan", "Role", "RoleGroup", "RolePolicy"]
 
@@ -18,6 +19,8 @@ class Role(StrEnum):
 
     TRAINER = "trainer"
     ENGINE = "engine"
+    PREFILL = "prefill"
+    DECODE = "decode"
     ORCHESTRATOR = "orchestrator"
 
 
@@ -49,13 +52,25 @@ class RoleGroup(StrictModel):
     """The replicas of one role.
 
     ``command`` holds placeholders that the supervisor fills for each replica: ``{python}``, ``{run_dir}``,
-    ``{replica}``, ``{host}``, ``{port}`` (the replica's own).
+    ``{replica}``, ``{host}``, ``{port}`` (the replica's own; ``{host}`` is the first of its nodes). The command of a
+    replica of several nodes may also hold ``{node_rank}``, the index of the node in the replica: it is known only
+    on the node, from ``SLURM_NODEID`` of the step.
     """
 
     role: Role
     replicas: PositiveInt
     ranks: PositiveInt
-    """Processes of one replica (torchrun workers of a trainer)."""
+    """Processes of one replica (torchrun workers of a trainer), over all of its nodes."""
+    nodes: PositiveInt = 1
+    """Nodes of one replica."""
+    tasks_per_node: PositiveInt = 1
+    """Processes that the launcher starts on each node; torchrun, for one, starts its ranks itself."""
+    component: NonNegativeInt = 0
+    """Index of the layout's component with the nodes."""
+    first_node: NonNegativeInt = 0
+    """Where this group's nodes begin in the node list of its component."""
+    beside: bool = False
+    """Runs on nodes of another group, without GPUs: its steps overlap with that group's."""
     command: tuple[str, ...]
     env: dict[str, str] = {}
     after: tuple[Role, ...] = ()
@@ -63,6 +78,11 @@ class RoleGroup(StrictModel):
     ready: Annotated[HttpProbe | FileProbe, Field(discriminator="kind")]
     start_timeout_s: PositiveFloat
     policy: RolePolicy
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Processes of one replica on each of its nodes."""
+        return self.ranks // self.nodes
 
 
 class Plan(StrictModel):
@@ -78,6 +98,23 @@ class Plan(StrictModel):
     first_port: PositiveInt
     last_port: PositiveInt
     time_limit_s: PositiveFloat
+    layout: Layout = Layout()
+    container: Container | None = None
+    """What roles run in; None: the nodes as they are."""
+    python: str | None = None
+    """Interpreter of the roles; None: that of the supervisor."""
+    attempts: AttemptPolicy = AttemptPolicy()
+
+    def component(self, group: RoleGroup) -> Component:
+        """The component with a group's nodes (IndexError on this machine, which has none)."""
+        return self.layout.components[group.component]
+
+    def place(self, group: RoleGroup, replica: int) -> tuple[int, range]:
+        """Which job of the group's component a replica is in, and which nodes of that job's node list it has."""
+        if self.layout.kind == "elastic" and not group.beside and self.component(group).jobs > 1:
+            return replica, range(group.nodes)
+        begin = group.first_node + replica * group.nodes
+        return 0, range(begin, begin + group.nodes)
 
     def group(self, role: Role) -> RoleGroup:
         """The group of a role (KeyError where the plan has none)."""

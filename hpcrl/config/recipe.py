@@ -14,9 +14,11 @@ __all__ = [
     "CheckpointConfig",
     "CustomEnv",
     "EngineConfig",
+    "EngineGroupConfig",
     "EnvironmentConfig",
     "EvaluationConfig",
     "HandoffConfig",
+    "JobConfig",
     "LatencyConfig",
     "LossConfig",
     "ModelConfig",
@@ -218,6 +220,8 @@ class TrainerConfig(StrictModel):
     """Optimizer steps of the whole run."""
     ranks: PositiveInt = 1
     """Processes of the trainer; parameters are sharded over all of them (FSDP2)."""
+    nodes: PositiveInt = 1
+    """Nodes that the ranks are spread over, the same number on each. A local run has one."""
     micro_batch_tokens: PositiveInt = 2048
     """Token budget of one forward and backward pass of a rank; rollouts are packed into it."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -228,13 +232,29 @@ class TrainerConfig(StrictModel):
     """CPU threads of each rank."""
 
 
+class EngineGroupConfig(StrictModel):
+    """One side of disaggregated serving."""
+
+    replicas: PositiveInt
+    """Independent engines of this side; each holds the whole model."""
+    nodes: PositiveInt
+    """Nodes of one replica."""
+
+
 class EngineConfig(StrictModel):
     """The inference role."""
 
-    backend: Literal["embedded"] = "embedded"
-    """Which server: ``embedded`` runs the project's own torch model behind vLLM's API."""
+    backend: Literal["embedded", "vllm"] = "embedded"
+    """Which server: ``embedded`` runs the project's own torch model behind vLLM's API; ``vllm`` has a rank on each GPU
+    of its nodes (so far for the payload ``probe`` only)."""
     replicas: PositiveInt = 1
     """Independent engines; each serves the whole model."""
+    nodes: PositiveInt = 1
+    """Nodes of one replica."""
+    prefill: EngineGroupConfig | None = None
+    """Engines that compute prompts only; together with ``decode``, in place of ``replicas`` and ``nodes``."""
+    decode: EngineGroupConfig | None = None
+    """Engines that go on from prompts that ``prefill`` computed."""
     max_model_len: PositiveInt = 256
     """Longest sequence in tokens, prompt and answer together."""
     max_num_seqs: PositiveInt = 64
@@ -288,6 +308,26 @@ class OrchestratorConfig(StrictModel):
     """Longest wait for engines, for the first weights, and of the trainer for a batch, in seconds."""
 
 
+class JobConfig(StrictModel):
+    """How the run becomes jobs of a Slurm site. A local run reads ``payload`` only."""
+
+    layout: Literal["auto", "hetjob", "single", "elastic"] = "auto"
+    """``hetjob``: a heterogeneous job, one component a role; ``single``: one allocation, cut by node; ``elastic``:
+    each engine is a job of its own, so that one can be lost or added. ``auto``: ``hetjob`` where roles differ in
+    partition or number of nodes and the site can, else ``single``."""
+    payload: Literal["roles", "probe"] = "roles"
+    """``probe`` starts a small program in place of every rank: it reports where it is and what it sees."""
+    time_limit_h: PositiveFloat | None = None
+    """Longest job in hours; with ``requeue`` the run goes on in the next. None: the site's ``limits.time_limit_h``."""
+    requeue: Literal["auto", "always", "never"] = "auto"
+    """Whether Slurm starts the job again after a node failure, a preemption or the time limit. ``auto``: where the
+    site can."""
+    max_attempts: PositiveInt = 20
+    """Attempts of the run, the first included."""
+    max_attempts_without_progress: PositiveInt = 3
+    """Attempts in a row that end without a new joint checkpoint; then the run is given up."""
+
+
 class Recipe(StrictModel):
     """A whole run. `extends` is resolved by the loader and never reaches this model."""
 
@@ -317,3 +357,5 @@ class Recipe(StrictModel):
     """Joint checkpoints."""
     handoff: HandoffConfig = HandoffConfig()
     """Weight hand-offs."""
+    job: JobConfig = JobConfig()
+    """How the run becomes jobs."""

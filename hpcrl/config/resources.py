@@ -9,7 +9,15 @@ from pathlib import Path
 
 from hpcrl.errors import ConfigError, Finding
 
-__all__ = ["cluster_dirs", "find_cluster", "find_recipe", "list_clusters", "list_recipes", "package_data"]
+__all__ = [
+    "cluster_dirs",
+    "find_cluster",
+    "find_recipe",
+    "list_clusters",
+    "list_recipes",
+    "package_data",
+    "template_dirs",
+]
 
 
 def package_data(kind: str) -> Path:
@@ -24,8 +32,19 @@ def package_data(kind: str) -> Path:
 
 def cluster_dirs() -> tuple[Path, ...]:
     """Directories of cluster profiles; a name in an earlier one hides the same name in a later one."""
+    return (*(base / "clusters" for base in _own_dirs()), package_data("clusters"))
+
+
+def template_dirs() -> tuple[Path, ...]:
+    """Directories of sbatch templates; each template is taken from the first directory that has it."""
+    bases = (*(base / "templates" for base in _own_dirs()), package_data("templates"))
+    return tuple(base / "sbatch" for base in bases)
+
+
+def _own_dirs() -> tuple[Path, ...]:
+    """Of this directory, of the user, of the site."""
     config_home = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
-    return (Path("clusters"), config_home / "hpcrl/clusters", Path("/etc/hpcrl/clusters"), package_data("clusters"))
+    return (Path(), config_home / "hpcrl", Path("/etc/hpcrl"))
 
 
 def list_clusters() -> dict[str, Path]:

@@ -1,22 +1,22 @@
 """Rules across components: what each part allows alone but the whole does not.
 
-One table, checked before anything is submitted. docs/configuration.md is made from it.
+One table, checked before anything is submitted; docs/configuration.md is made from it. Here are the rules of the
+recipe; `hpcrl.config.rules_job` has those about nodes and jobs, `hpcrl.config.rules_site` those within a profile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
 
-from hpcrl.config.cluster import ClusterProfile
+from hpcrl.config.cluster import ClusterProfile, LocalCluster
 from hpcrl.config.load import Loaded
 from hpcrl.config.recipe import LossConfig, Recipe, WarmupConfig, WordsEnv
+from hpcrl.config.rule import Conflicts, Rule
+from hpcrl.config.rules_job import JOB_RULES
+from hpcrl.config.rules_site import SITE_RULES
 from hpcrl.errors import ConfigError, Finding
 
-__all__ = ["RULES", "Rule", "check_rules"]
-
-Conflicts = Iterator[tuple[str, str]]
-"""Pairs of a dotted key and what is wrong with it."""
+__all__ = ["JOB_RULES", "RULES", "SITE_RULES", "check_cluster", "check_rules"]
 
 GIB = 1 << 30
 #: which settings of `LossConfig` each loss reads, beside ``kind``
@@ -31,38 +31,33 @@ LOSS_SETTINGS: dict[str, frozenset[str]] = {
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
-@dataclass(frozen=True)
-class Rule:
-    """One rule.
-
-    Attributes
-    ----------
-    name:
-        Stable name, shown with each conflict.
-    conflict:
-        What must hold, in one sentence.
-    way_out:
-        What to change.
-    check:
-        Yields conflicts of a recipe on a cluster.
-    """
-
-    name: str
-    conflict: str
-    way_out: str
-    check: Callable[[Recipe, ClusterProfile], Conflicts]
-
-
 def check_rules(recipe: Loaded[Recipe], cluster: Loaded[ClusterProfile]) -> None:
     """Check all rules (ConfigError with every conflict)."""
-    findings = []
-    for rule in RULES:
-        for key, what in rule.check(recipe.value, cluster.value):
-            in_cluster = key.startswith("cluster.")
-            where = cluster.where(key.removeprefix("cluster.")) if in_cluster else recipe.where(key)
-            findings.append(Finding(where, key, f"{what} [{rule.name}]", rule.way_out))
-    if findings:
-        raise ConfigError(findings)
+    # rules of recipe and site build on a profile that is right in itself
+    check_cluster(cluster)
+    conflicts = ((rule, key, what) for rule in RULES for key, what in rule.check(recipe.value, cluster.value))
+    _refuse(
+        Finding(_where(recipe, cluster, key), key, f"{what} [{rule.name}]", rule.way_out)
+        for rule, key, what in conflicts
+    )
+
+
+def check_cluster(cluster: Loaded[ClusterProfile]) -> None:
+    """Check the rules within a profile (ConfigError with every conflict)."""
+    conflicts = ((rule, key, what) for rule in SITE_RULES for key, what in rule.check(cluster.value))
+    _refuse(
+        Finding(cluster.where(key.removeprefix("cluster.")), key, f"{what} [{rule.name}]", rule.way_out)
+        for rule, key, what in conflicts
+    )
+
+
+def _where(recipe: Loaded[Recipe], cluster: Loaded[ClusterProfile], key: str) -> str:
+    return cluster.where(key.removeprefix("cluster.")) if key.startswith("cluster.") else recipe.where(key)
+
+
+def _refuse(findings: Iterable[Finding]) -> None:
+    if found := list(findings):
+        raise ConfigError(found)
 
 
 def _batch_of_groups(recipe: Recipe, _: ClusterProfile) -> Conflicts:
@@ -192,6 +187,8 @@ def _port_range(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
 
 
 def _process_limit(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
+    if not isinstance(cluster, LocalCluster):
+        return
     processes = recipe.trainer.ranks + recipe.engine.replicas + 1
     if processes > cluster.max_processes:
         yield "cluster.max_processes", f"the run has {processes} processes, the cluster allows {cluster.max_processes}"
@@ -287,4 +284,5 @@ RULES: tuple[Rule, ...] = (
         "lower trainer.ranks or engine.replicas, or raise max_processes in the cluster profile",
         _process_limit,
     ),
+    *JOB_RULES,
 )

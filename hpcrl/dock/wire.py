@@ -43,7 +43,8 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     logprobs:
         ``[T]`` float32: the engine's log-probability of each sampled token, 0 elsewhere.
     versions:
-        ``[T]`` int32: policy version that sampled the token, -1 elsewhere.
+        ``[T]`` int32: policy version that sampled the token; for the others the version of the rollout's cache
+        salt, the oldest that its context may have been computed with.
     advantages:
         ``[T]`` float32: advantage of each sampled token, 0 elsewhere.
     """

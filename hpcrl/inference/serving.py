@@ -73,11 +73,17 @@ class Prompt:
 class Generation:
     """The sequences of one call, prompts times ``n``, in order."""
 
-    def __init__(self, requests: list[EngineRequest], texts: list[TextStream | None]) -> None:
-        self.requests, self._texts = requests, texts
+    def __init__(self) -> None:
+        self.requests: list[EngineRequest] = []
+        self._texts: list[TextStream | None] = []
         self._queue: asyncio.Queue[tuple[int, Output]] = asyncio.Queue()
         self._cut: dict[int, int] = {}
         self.abort: Callable[[list[EngineRequest]], object] = lambda _: None
+
+    def add(self, request: EngineRequest, text: TextStream | None) -> None:
+        """Add a sequence; ``text`` where its text is wanted."""
+        self.requests.append(request)
+        self._texts.append(text)
 
     def receiver(self, index: int) -> Callable[[Output], None]:
         """Where sequence ``index`` reports to."""
@@ -267,7 +273,7 @@ class Serving:
         if not 1 <= n <= MAX_CHOICES:
             raise bad_request(f"n must be between 1 and {MAX_CHOICES}, not {n}", "n")
         per_prompt = params if isinstance(params, list) else [params] * len(prompts)
-        generation = Generation([], [])
+        generation = Generation()
         for prompt, one in zip(prompts, per_prompt, strict=True):
             self.check_prompt(prompt.token_ids)
             if n > 1 and one.greedy:
@@ -286,8 +292,7 @@ class Serving:
                     priority=priority if self.facts.priority_scheduling else 0,
                     stream=stream or has_stop_strings,
                 )
-                generation.requests.append(request)
-                generation._texts.append(make_text())
+                generation.add(request, make_text())
         generation.abort = self.engine.abort
         for request in generation.requests:
             self._by_id[request.request_id].add(request)

@@ -1,16 +1,24 @@
-"""The plan of a run on a local cluster: role groups, commands, order, deadlines."""
+"""The plan of a run: role groups, their places, limits."""
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from pathlib import Path
 
-from hpcrl.config.cluster import ClusterProfile
-from hpcrl.config.plan import FileProbe, HttpProbe, Plan, Role, RoleGroup, RolePolicy
+from hpcrl.config.cluster import ClusterProfile, SlurmCluster
+from hpcrl.config.cluster_slurm import NoContainer
+from hpcrl.config.layout import AttemptPolicy, Container
+from hpcrl.config.plan import Plan
 from hpcrl.config.recipe import Recipe
+from hpcrl.planning.groups import make_groups
+from hpcrl.planning.layout import place_groups
 
-__all__ = ["absolute_paths", "default_run_name", "make_plan", "resolve_runs_root"]
+__all__ = ["absolute_paths", "absolute_site_paths", "default_run_name", "make_plan", "resolve_runs_root"]
+
+_SIGNAL_SLACK_S = 60
+"""Slurm may send the signal before the time limit up to this much early."""
 
 
 def resolve_runs_root(cluster: ClusterProfile, cwd: Path) -> Path:
@@ -22,6 +30,15 @@ def absolute_paths(recipe: Recipe, cwd: Path) -> Recipe:
     """The recipe with its paths made absolute, so that roles may run in any directory."""
     model = recipe.model.model_copy(update={"path": str(_resolve(recipe.model.path, cwd))})
     return recipe.model_copy(update={"model": model})
+
+
+def absolute_site_paths(cluster: ClusterProfile, cwd: Path) -> ClusterProfile:
+    """The profile with the directories that roles get to see made absolute."""
+    if not isinstance(cluster, SlurmCluster):
+        return cluster
+    given = {"cache": cluster.paths.cache, "scratch": cluster.paths.scratch}
+    absolute = {name: str(_resolve(path, cwd)) for name, path in given.items() if path is not None}
+    return cluster.model_copy(update={"paths": cluster.paths.model_copy(update=absolute)})
 
 
 def default_run_name(recipe: Recipe, now_s: float) -> str:
@@ -41,15 +58,32 @@ def make_plan(recipe: Recipe, cluster: ClusterProfile, run_name: str, run_dir: P
     run_name, run_dir:
         Name and directory of the run.
     """
+    groups = make_groups(recipe, cluster, run_name)
+    if not isinstance(cluster, SlurmCluster):
+        return Plan(
+            run=run_name,
+            recipe=recipe.name,
+            cluster=cluster.name,
+            run_dir=run_dir,
+            groups=tuple(groups),
+            first_port=cluster.ports.first,
+            last_port=cluster.ports.last,
+            time_limit_s=cluster.limits.time_limit_h * 3600.0,
+        )
+    layout, groups = place_groups(groups, recipe, cluster)
     return Plan(
         run=run_name,
         recipe=recipe.name,
         cluster=cluster.name,
         run_dir=run_dir,
-        groups=(_engine(recipe, cluster), _orchestrator(recipe, cluster), _trainer(recipe, cluster)),
+        groups=tuple(groups),
         first_port=cluster.ports.first,
         last_port=cluster.ports.last,
-        time_limit_s=cluster.limits.time_limit_h * 3600.0,
+        time_limit_s=(recipe.job.time_limit_h or cluster.limits.time_limit_h) * 3600.0,
+        layout=layout,
+        container=_container(recipe, cluster, run_dir),
+        python=None if isinstance(cluster.container, NoContainer) else cluster.container.python,
+        attempts=_attempts(recipe, cluster),
     )
 
 
@@ -57,78 +91,27 @@ def _resolve(path: str, cwd: Path) -> Path:
     return (cwd / Path(os.path.expandvars(path)).expanduser()).resolve()
 
 
-def _threads(cluster: ClusterProfile, threads: int) -> dict[str, str]:
-    return {"OMP_NUM_THREADS": str(threads), **cluster.env}
-
-
-def _engine(recipe: Recipe, cluster: ClusterProfile) -> RoleGroup:
-    engine = recipe.engine
-    command = ["{python}", "-m", "hpcrl.inference.server"]
-    flags = {
-        "--model": recipe.model.path,
-        "--host": "{host}",
-        "--port": "{port}",
-        "--served-model-name": recipe.name,
-        "--max-model-len": str(engine.max_model_len),
-        "--max-num-seqs": str(engine.max_num_seqs),
-        "--max-num-batched-tokens": str(engine.max_num_batched_tokens),
-        "--block-size": str(engine.block_size),
-        "--kv-cache-memory-bytes": str(int(engine.kv_cache_gib * (1 << 30))),
-        "--dtype": engine.dtype,
-        # log-probabilities of the distribution that tokens were drawn from: what the trainer compares with
-        "--logprobs-mode": "processed_logprobs",
-        "--seed": str(recipe.seed),
-        "--torch-threads": str(engine.threads),
-    }
-    for flag, value in flags.items():
-        command += [flag, value]
-    return RoleGroup(
-        role=Role.ENGINE,
-        replicas=engine.replicas,
-        ranks=1,
-        command=tuple(command),
-        env=_threads(cluster, engine.threads),
-        ready=HttpProbe(path="/health"),
-        start_timeout_s=cluster.limits.start_timeout_s,
-        policy=RolePolicy(drain_order=2, stop_timeout_s=cluster.limits.stop_timeout_s),
+def _attempts(recipe: Recipe, cluster: SlurmCluster) -> AttemptPolicy:
+    job, can = recipe.job, cluster.capabilities
+    requeue = job.requeue == "always" or (job.requeue == "auto" and can.requeue and can.scontrol_on_nodes)
+    return AttemptPolicy(
+        requeue=requeue,
+        max_attempts=job.max_attempts if requeue else 1,
+        max_without_progress=job.max_attempts_without_progress if requeue else 1,
+        signal_lead_s=math.ceil(cluster.limits.save_timeout_s) + _SIGNAL_SLACK_S,
     )
 
 
-def _orchestrator(recipe: Recipe, cluster: ClusterProfile) -> RoleGroup:
-    return RoleGroup(
-        role=Role.ORCHESTRATOR,
-        replicas=1,
-        ranks=1,
-        command=("{python}", "-m", "hpcrl.rollouts"),
-        env=_threads(cluster, 1),
-        after=(Role.ENGINE,),
-        ready=HttpProbe(path="/health"),
-        start_timeout_s=cluster.limits.start_timeout_s,
-        policy=RolePolicy(drain_order=1, stop_timeout_s=cluster.limits.stop_timeout_s),
-    )
-
-
-def _trainer(recipe: Recipe, cluster: ClusterProfile) -> RoleGroup:
-    # starts beside the engines, not after them: both spend their start loading weights
-    return RoleGroup(
-        role=Role.TRAINER,
-        replicas=1,
-        ranks=recipe.trainer.ranks,
-        command=(
-            "{python}",
-            "-m",
-            "torch.distributed.run",
-            "--nproc-per-node",
-            str(recipe.trainer.ranks),
-            "--master-addr",
-            "{host}",
-            "--master-port",
-            "{port}",
-            "-m",
-            "hpcrl.trainer",
-        ),
-        env=_threads(cluster, recipe.trainer.threads),
-        ready=FileProbe(),
-        start_timeout_s=cluster.limits.start_timeout_s,
-        policy=RolePolicy(ends_run=True, drain_order=0, stop_timeout_s=cluster.limits.stop_timeout_s),
+def _container(recipe: Recipe, cluster: SlurmCluster, run_dir: Path) -> Container | None:
+    """The container with the run's own directories mounted under their own names."""
+    settings = cluster.container
+    if isinstance(settings, NoContainer):
+        return None
+    own = [str(run_dir.parent), cluster.paths.cache, cluster.paths.scratch, recipe.model.path]
+    mounts = [f"{path}:{path}" for path in dict.fromkeys(own) if path is not None]
+    return Container(
+        kind=settings.kind,
+        image=settings.image,
+        mounts=(*mounts, *(mount for mount in settings.mounts if mount not in mounts)),
+        mount_home=settings.mount_home,
     )

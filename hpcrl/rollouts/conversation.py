@@ -129,12 +129,14 @@ class Conversation:
             return None
         # what was said after the last sampled token has no part in training
         end = len(self._sampled) - self._sampled[::-1].index(1)
+        sampled = np.asarray(self._sampled[:end], dtype=np.uint8)
         return Rollout(
             member=member,
             token_ids=np.asarray(self._token_ids[:end], dtype=np.int32),
-            sampled=np.asarray(self._sampled[:end], dtype=np.uint8),
+            sampled=sampled,
             logprobs=np.asarray(self._logprobs[:end], dtype=np.float32),
-            versions=np.asarray(self._versions[:end], dtype=np.int32),
+            # what was said to the policy is in its context, and that is cached under the salt's version
+            versions=np.where(sampled, self._versions[:end], -1 if self._salt is None else self._salt).astype(np.int32),
             reward=float(outcome.reward),
             parts={name: float(value) for name, value in outcome.parts.items()},
             seconds=seconds,
@@ -151,7 +153,7 @@ class Conversation:
         self._token_ids += token_ids
         self._sampled += [0] * len(token_ids)
         self._logprobs += [0.0] * len(token_ids)
-        self._versions += [-1] * len(token_ids)
+        self._versions += [0] * len(token_ids)
 
     async def _cache_salt(self) -> str:
         """The engine's version when the first request is sent: cached prefixes of other versions are not used.

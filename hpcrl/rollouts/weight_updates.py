@@ -187,7 +187,8 @@ class WeightUpdater:
         resume_limit = limit
         try:
             if self._pause:
-                await control("/pause?mode=keep", timeout_s=limit)
+                # by default vLLM clears its cache here, which recomputes the KV of requests in flight
+                await control("/pause?mode=keep&clear_cache=false", timeout_s=limit)
             await control("/start_weight_update", timeout_s=limit)
             update = {"update_info": {"path": str(self._store.path_of(version))}}
             await control("/update_weights", update, timeout_s=limit)

@@ -158,8 +158,8 @@ def _consequences(run: RunDir, view: RunView) -> list[Consequence]:
 def _earlier(run: RunDir, attempt: int) -> dict[int, str]:
     """Last state and cause of the attempts before, from their events."""
     ends: dict[int, str] = {}
-    for event in read_events(run):
-        if event.attempt < attempt and event.kind == "run.state":
+    for event in read_events(run, kind="run.state"):
+        if event.attempt < attempt:
             state, cause = RunState(event.data["state"]), event.data.get("cause")
             if not state.ended:
                 ends[event.attempt] = "LOST: the supervisor went away without a last word"

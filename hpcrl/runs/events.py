@@ -76,18 +76,22 @@ def _short(value: Any) -> str:
     return str(value)
 
 
-def _read_file(path: Path) -> Iterator[Event]:
+def _read_file(path: Path, kind: str) -> Iterator[Event]:
     for line in path.read_bytes().split(b"\n"):
+        if kind.encode() not in line:
+            continue  # before decoding: who follows a run asks for few of very many lines, again and again
         try:
-            yield msgspec.json.decode(line, type=Event)
+            event = msgspec.json.decode(line, type=Event)
         except msgspec.DecodeError:
             continue  # empty, or the torn last line of a writer that was killed
+        if kind in ("", event.kind):
+            yield event
 
 
-def read_events(run: RunDir, *, attempt: int | None = None) -> list[Event]:
-    """All events of a run (or one attempt) in time order."""
+def read_events(run: RunDir, *, attempt: int | None = None, kind: str = "") -> list[Event]:
+    """All events of a run (or of one attempt, or of one kind) in time order."""
     pattern = "*.jsonl" if attempt is None else f"{attempt:04d}-*.jsonl"
     if not run.events_dir.is_dir():
         return []
-    events = [event for path in sorted(run.events_dir.glob(pattern)) for event in _read_file(path)]
+    events = [event for path in sorted(run.events_dir.glob(pattern)) for event in _read_file(path, kind)]
     return sorted(events, key=lambda event: event.time_s)

@@ -18,7 +18,9 @@ from hpcrl.runs.status import RunState
 
 __all__ = ["components_table", "duration", "follow", "render", "state_text", "summary"]
 
-_POLL_S = 0.5
+_POLL_S = 1.0
+_SILENCE_S = 20.0
+"""A supervisor that lives but has not written for so long hangs, or its filesystem does."""
 _STYLES = {
     "RUNNING": "green",
     "READY": "green",
@@ -80,7 +82,8 @@ def follow(
         while True:
             try:
                 view = observe(run)
-                screen.show(view, read_progress(run), read_metrics(run))
+                metrics = read_metrics(run)
+                screen.show(view, read_progress(run, metrics), metrics)
                 if view.state.ended:
                     return view
                 time.sleep(poll_s)
@@ -175,6 +178,9 @@ def _head(view: RunView, progress: Progress) -> Text:
     head.append(f"  {duration(view.wall_s)} elapsed")
     if progress.eta_s is not None and not view.state.ended:
         head.append(f", about {duration(progress.eta_s)} left")
+    silent_s = 0.0 if view.heartbeat_s is None else time.time() - view.heartbeat_s
+    if silent_s > _SILENCE_S and not view.state.ended:
+        head.append(f"  no heartbeat for {duration(silent_s)}", style="bold red")
     return head
 
 

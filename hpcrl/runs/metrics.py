@@ -32,7 +32,9 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
         k3 estimate of KL(engine || trainer) over trained tokens: ``r - 1 - log r`` with ``r`` the
         probability ratio trainer / engine.
     mismatch_kl_by_lag:
-        The same by version lag of the token (string keys).
+        The same by version lag of the token (string keys): trainer version minus token version. ``mixed`` holds
+        tokens whose rollout crossed a weight update before them: they were sampled by new weights on a context
+        that older ones had computed, which no single version explains.
     masked_share:
         Share of trained tokens that the loss masked or cut.
     ess:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import time
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -188,7 +190,7 @@ def _lost(view: RunView, run: RunDir, submission: Submission | None) -> RunView:
 
 
 def _guard_events(run: RunDir, attempt: int) -> list[Event]:
-    return [event for event in read_events(run, attempt=attempt) if event.kind == "guard.supervisor_lost"]
+    return read_events(run, attempt=attempt, kind="guard.supervisor_lost")
 
 
 def status_document(run: RunDir) -> str:
@@ -237,18 +239,23 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 def read_evaluations(run: RunDir) -> list[Evaluation]:
     """Held-out evaluations in version order. A version that a resume evaluated again counts once."""
     found: dict[int, Evaluation] = {}
-    for event in read_events(run):
-        if event.kind == "evaluation":
-            data: dict[str, Any] = {**event.data, "time_s": event.time_s}
-            evaluation = msgspec.convert(data, Evaluation)
-            found[evaluation.version] = evaluation
+    for event in read_events(run, kind="evaluation"):
+        data: dict[str, Any] = {**event.data, "time_s": event.time_s}
+        evaluation = msgspec.convert(data, Evaluation)
+        found[evaluation.version] = evaluation
     return [found[version] for version in sorted(found)]
 
 
-def read_progress(run: RunDir) -> Progress:
-    """How far a run is."""
-    metrics = read_metrics(run)
-    total = run.recipe().trainer.steps
+@functools.lru_cache
+def _total_steps(run_path: Path) -> int:
+    # written once, at submit; parsing YAML at each look would cost more than all the rest
+    return RunDir(run_path).recipe().trainer.steps
+
+
+def read_progress(run: RunDir, metrics: list[StepRecord] | None = None) -> Progress:
+    """How far a run is. ``metrics`` saves reading them where the caller has them already."""
+    metrics = read_metrics(run) if metrics is None else metrics
+    total = _total_steps(run.path)
     recent = metrics[-_RATE_STEPS:]
     eta_s = None
     if len(recent) > 1 and recent[0].attempt == recent[-1].attempt:

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import yaml
 
-from hpcrl.config.cluster import ClusterProfile
+from hpcrl.config.cluster import ClusterProfile, cluster_from_json
 from hpcrl.config.plan import Plan
 from hpcrl.config.recipe import Recipe
 from hpcrl.errors import RunDirError
@@ -129,7 +129,7 @@ class RunDir:
 
     def cluster(self) -> ClusterProfile:
         """The resolved cluster profile (RunDirError where it cannot be read)."""
-        return ClusterProfile.model_validate_json(json.dumps(self._yaml(self.cluster_path)))
+        return cluster_from_json(json.dumps(self._yaml(self.cluster_path)))
 
     def plan(self) -> Plan:
         """The plan (RunDirError where it cannot be read)."""

@@ -32,6 +32,8 @@ class TokenBatch(NamedTuple):
         ``[N]`` float32.
     versions:
         ``[N]`` int64: policy version that sampled each token.
+    context_versions:
+        ``[N]`` int64: oldest version that the engine's context of each token was computed with.
     sequences:
         ``[N]`` int64: rollout of each token.
     """
@@ -44,6 +46,7 @@ class TokenBatch(NamedTuple):
     engine_logprobs: Tensor
     advantages: Tensor
     versions: Tensor
+    context_versions: Tensor
     sequences: Tensor
 
     @property
@@ -62,11 +65,13 @@ class TokenBatch(NamedTuple):
         total = len(batch.token_ids)
         if total == 0:
             ids, starts = np.zeros(1, np.int64), np.array([0, 1], np.int64)
-            trained = np.zeros(0, np.int64)
+            trained, contexts = np.zeros(0, np.int64), np.zeros(0, np.int32)
         else:
             _check(batch)
             ids, starts = batch.token_ids.astype(np.int64), batch.cu_seqlens.astype(np.int64)
             trained = np.flatnonzero(batch.loss_mask)
+            # a rollout begins with what was said to the policy; its version is that of the whole context
+            contexts = np.repeat(batch.versions[starts[:-1]], np.diff(starts))[trained]
         attention = PackedAttention(torch.from_numpy(starts).to(device))
         where = torch.from_numpy(trained).to(device)
         input_ids = torch.from_numpy(ids).to(device)
@@ -79,6 +84,7 @@ class TokenBatch(NamedTuple):
             engine_logprobs=torch.from_numpy(batch.logprobs[trained].astype(np.float32)).to(device),
             advantages=torch.from_numpy(batch.advantages[trained].astype(np.float32)).to(device),
             versions=torch.from_numpy(batch.versions[trained].astype(np.int64)).to(device),
+            context_versions=torch.from_numpy(contexts.astype(np.int64)).to(device),
             sequences=attention.sequences[where],
         )
 

@@ -34,7 +34,7 @@ class TokenMetrics:
 
 
 class _Lags(NamedTuple):
-    """Tokens and k3 sums of one micro-batch by version lag, both ``[largest lag + 1]``."""
+    """Tokens and k3 sums of one micro-batch, both ``[largest lag + 2]``: first mixed tokens, then by version lag."""
 
     tokens: Tensor
     mismatch_kl: Tensor
@@ -49,7 +49,7 @@ class TokenSums:
         self._scalars = torch.zeros(len(_SCALARS), dtype=torch.float64)
         self._lags: list[_Lags] = []
 
-    def add(self, loss: PolicyLoss, entropies: Tensor, versions: Tensor) -> None:
+    def add(self, loss: PolicyLoss, entropies: Tensor, versions: Tensor, context_versions: Tensor) -> None:
         """Add the N trained tokens of a micro-batch.
 
         Parameters
@@ -60,6 +60,8 @@ class TokenSums:
             ``[N]`` in nats.
         versions:
             ``[N]`` int64 policy version that sampled each token.
+        context_versions:
+            ``[N]`` int64 oldest version that its context was computed with.
 
         Raises
         ------
@@ -84,7 +86,8 @@ class TokenSums:
             return
         if int(lag.min()) < 0:
             raise ValueError(f"a token was sampled by version {int(versions.max())}, the trainer is at {self._version}")
-        self._lags.append(_Lags(torch.bincount(lag).double().cpu(), torch.bincount(lag, weights=k3).cpu()))
+        bucket = torch.where(versions == context_versions, lag + 1, 0)
+        self._lags.append(_Lags(torch.bincount(bucket).double().cpu(), torch.bincount(bucket, weights=k3).cpu()))
 
     def reduce(self, parallel: Parallel) -> TokenMetrics:
         """Means over all ranks (a collective). Where nothing was trained all values are 0."""
@@ -107,7 +110,11 @@ def _means(scalars: Tensor, by_lag: Tensor) -> TokenMetrics:
         loss=sums["loss"],
         entropy=sums["entropy"] * share,
         mismatch_kl=sums["mismatch_kl"] * share,
-        mismatch_kl_by_lag={str(lag): kl / count for lag, (count, kl) in enumerate(by_lag.T.tolist()) if count},
+        mismatch_kl_by_lag={
+            str(bucket - 1) if bucket else "mixed": kl / count
+            for bucket, (count, kl) in enumerate(by_lag.T.tolist())
+            if count
+        },
         masked_share=sums["masked"] * share,
         ess=sums["ratio"] ** 2 * share / sums["squared_ratio"] if tokens else 0.0,
     )

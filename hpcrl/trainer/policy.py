@@ -97,7 +97,7 @@ class TrainerPolicy:
             tokens = TrainedTokens(logprobs, batch.engine_logprobs, batch.advantages, batch.sequences)
             loss = policy_loss(tokens, self.recipe.algorithm.loss, total_tokens=shard.stats.total_sampled_tokens)
             loss.loss.backward()  # type: ignore[no-untyped-call]
-            sums.add(loss, entropies, batch.versions)
+            sums.add(loss, entropies, batch.versions, batch.context_versions)
         return sums
 
     def optimizer_step(self, step: int) -> tuple[float, float]:

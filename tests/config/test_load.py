@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from hpcrl.config.cluster import cluster_from_json
 from hpcrl.config.load import leaves, load_cluster, load_recipe
 from hpcrl.config.recipe import WordsEnv
-from hpcrl.config.resources import list_recipes
-from hpcrl.config.rules import LOSS_SETTINGS, RULES, check_rules
+from hpcrl.config.resources import list_clusters, list_recipes
+from hpcrl.config.rules import LOSS_SETTINGS, RULES, SITE_RULES, check_rules
 from hpcrl.config.yamltree import parse_value
 from hpcrl.errors import ConfigError
 
@@ -122,9 +123,27 @@ def test_nearer_cluster_profile_wins(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert load_cluster("local").value.paths.runs_root == "here"
 
 
+#: recipes that are larger than this machine, and the packaged site they are for
+SITES = {"glm5_swe": "h200-28", "qwen3_30b_a3b": "pyxis-site", "qwen3_30b_a3b_lowmem": "roce-h100"}
+
+
 @pytest.mark.parametrize("name", list_recipes())
 def test_packaged_recipes_are_good(name: str) -> None:
-    check_rules(load_recipe(name), load_cluster("local"))
+    overrides = ["job.payload=probe"] if name in SITES else []
+    check_rules(load_recipe(name, overrides), load_cluster(SITES.get(name, "local")))
+
+
+@pytest.mark.parametrize("name", SITES)
+def test_recipes_without_their_parts_are_refused_by_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"vLLM engines yet.*\[payload-exists\]"):
+        check_rules(load_recipe(name), load_cluster(SITES[name]))
+
+
+@pytest.mark.parametrize("name", list_clusters())
+def test_packaged_clusters_are_good(name: str) -> None:
+    cluster = load_cluster(name)
+    check_rules(load_recipe("quickstart"), cluster)
+    assert cluster_from_json(cluster.value.model_dump_json()) == cluster.value
 
 
 def test_packaged_recipe_is_found_by_its_documented_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +152,8 @@ def test_packaged_recipe_is_found_by_its_documented_path(tmp_path: Path, monkeyp
 
 
 def test_rules_are_named_once_and_losses_are_covered() -> None:
-    assert len({rule.name for rule in RULES}) == len(RULES)
+    rules = (*RULES, *SITE_RULES)
+    assert len({rule.name for rule in rules}) == len(rules)
     from typing import get_args
 
     from hpcrl.config.recipe import LossConfig

@@ -61,7 +61,7 @@ class Lab:
 
     def wait_end(self, run: RunDir, timeout_s: float) -> str:
         """Wait until the run is no longer alive; returns its state."""
-        alive = ("PENDING", "STARTING", "RUNNING", "STOPPING", "DRAINING")
+        alive = ("SUBMITTED", "PENDING", "STARTING", "RUNNING", "STOPPING", "DRAINING")
         return wait_for(lambda: s if (s := self.state(run)).upper() not in alive else None, timeout_s, "end of run")
 
 

@@ -157,6 +157,38 @@ def test_preemption_loses_nothing(start: StartEngine, tiny: tuple[Path, Qwen3Moe
     assert in_use(tight) == 0
 
 
+def test_distributions_are_the_models(start: StartEngine, tiny: tuple[Path, Qwen3Moe]) -> None:
+    """Whole distributions, with chunked prefill, prefix hits and preemption at once: KL below 1e-5."""
+    client = start(num_blocks=64, max_num_batched_tokens=24)
+    base = prompts_of(1, 40, 40)[0]
+    prompts = [base + tail for tail in prompts_of(12, 1, 40, seed=6)]
+    outputs = client.run(prompts, max_tokens=40, logprobs=-1)
+    assert client.engine._scheduler.num_preemptions
+    assert client.engine._scheduler.prefix_hits
+    for prompt, output in zip(prompts, outputs, strict=True):
+        expected = forward(tiny[1], [*prompt, *output.token_ids])[0][len(prompt) - 1 : -1].double().numpy()
+        served = np.empty_like(expected)
+        for i, top in enumerate(output.top):
+            served[i, top.token_ids] = top.logprobs
+        kl = (np.exp(expected) * (expected - served)).sum(-1)
+        assert np.abs(kl).max() < 1e-5
+
+
+def test_a_failed_step_is_heard_of(tiny: tuple[Path, Qwen3Moe], monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"max_num_seqs": 1, "max_model_len": 16, "max_num_batched_tokens": 16, "block_size": 4, "num_blocks": 4}
+    engine = Engine(tiny[1], EngineConfig(**sizes), EngineMetrics(Registry({})))
+    heard = threading.Event()
+    engine.start(lambda _: heard.set())
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("out of order")
+
+    monkeypatch.setattr(engine._runner, "run", fail)
+    Client(engine).submit([1])
+    assert heard.wait(10)
+    assert str(engine.failure) == "out of order"
+
+
 def test_many_requests_of_all_kinds_end_and_leave_no_block(start: StartEngine) -> None:
     client, rng = start(num_blocks=80, max_num_batched_tokens=40), random.Random(1)
     requests = [

@@ -135,6 +135,8 @@ class StubEngine:
 
     async def pause(self, request: web.Request) -> web.Response:
         assert request.query["mode"] == "keep"
+        # anything else would take the KV from requests in flight
+        assert dict(request.query) == {"mode": "keep", "clear_cache": "false"}
         self.unpaused.clear()
         return web.json_response({"status": "paused"})
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from harness import CALCULATOR, WORDS, make_recipe
 
@@ -202,33 +203,35 @@ async def test_a_program_that_hangs_is_killed(monkeypatch: Any) -> None:
     assert time.monotonic() - started < 3.0
 
 
-async def test_a_cancelled_call_leaves_no_process(monkeypatch: Any) -> None:
-    import psutil
+def children() -> set[int]:
+    """Processes of this one now; other tests may have left helpers of their own."""
+    return {process.pid for process in psutil.Process().children()}
 
+
+async def test_a_cancelled_call_leaves_no_process(monkeypatch: Any) -> None:
     from hpcrl.rollouts.environments import sandbox
 
     monkeypatch.setattr(sandbox, "_CHILD", "import time; time.sleep(60)")
+    before = children()
     call = asyncio.create_task(Sandbox(timeout_s=30.0).run("1"))
     await asyncio.sleep(0.2)
-    assert psutil.Process().children()
+    assert children() - before
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
     async with asyncio.timeout(2.0):
-        while psutil.Process().children():
+        while children() - before:
             await asyncio.sleep(0.01)
 
 
 async def test_few_programs_run_at_once() -> None:
-    import psutil
-
     box = Sandbox(timeout_s=30.0, max_processes=2)
-    most = 0
+    before, most = children(), 0
 
     async def count() -> None:
         nonlocal most
         while True:
-            most = max(most, len(psutil.Process().children()))
+            most = max(most, len(children() - before))
             await asyncio.sleep(0.001)
 
     counter = asyncio.create_task(count())

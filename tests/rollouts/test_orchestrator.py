@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,11 @@ async def test_steps_in_order_with_bounded_staleness(tmp_path: Path) -> None:
                 sampled = micro.loss_mask.astype(bool)
                 assert not sampled[micro.cu_seqlens[:-1]].any()
                 assert (micro.versions[sampled] >= 0).all()
-                assert (micro.versions[~sampled] == -1).all()
+                for start, end in pairwise(micro.cu_seqlens):
+                    versions, said = micro.versions[start:end], ~sampled[start:end]
+                    # the whole prompt is under one salt, and nothing older than it follows
+                    assert (versions[said] == versions[0]).all()
+                    assert (versions[~said] >= versions[0]).all()
                 assert (micro.logprobs[~sampled] == 0).all()
                 assert (micro.logprobs[sampled] == (-0.25 - micro.token_ids[sampled] / 1024).astype(np.float32)).all()
         assert {"words", "calculator"} <= set(shard.stats.reward_by_env)
@@ -300,6 +305,7 @@ async def test_snapshot_and_restore_lose_and_repeat_nothing(tmp_path: Path) -> N
         await loop.train(4, 5)  # the abandoned future
     run.start_attempt()
     async with running(run, StubEngine(), publish=3) as loop:
+        await loop.until(loop.orchestrator._restored.is_set)
         restored = [group.index for group in loop.orchestrator._state.finished]
         second = await loop.train(4, 6)
         evaluated = [event.data["version"] for event in loop.events("evaluation")]
@@ -320,6 +326,7 @@ async def test_finished_rollouts_survive_in_asynchronous_runs(tmp_path: Path) ->
         await loop.checkpoint(2)
     run.start_attempt()
     async with running(run, StubEngine(), publish=2) as loop:
+        await loop.until(loop.orchestrator._restored.is_set)
         state = loop.orchestrator._state
         finished = [group.index for group in state.finished]
         assert set(taken) <= set(finished)

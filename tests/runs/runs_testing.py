@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from hpcrl import procfs
-from hpcrl.config.cluster import ClusterProfile, PathsConfig
+from hpcrl.config.cluster import LocalCluster, PathsConfig
 from hpcrl.config.plan import FileProbe, HttpProbe, Plan, Role, RoleGroup, RolePolicy
 from hpcrl.config.recipe import ModelConfig, Recipe, TrainerConfig, WordsEnv
 from hpcrl.runs.cause import Cause
@@ -49,7 +49,7 @@ def make_run(root: Path, name: str = "run-1", *, steps: int = 40, submitted: boo
         environments=(WordsEnv(name="words", kind="words"),),
         trainer=TrainerConfig(steps=steps),
     )
-    cluster = ClusterProfile(name="local", kind="local", paths=PathsConfig(runs_root=str(root)))
+    cluster = LocalCluster(name="local", kind="local", paths=PathsConfig(runs_root=str(root)))
     run.write_configuration(recipe, cluster, plan)
     record = msgspec.structs.replace(
         RunRecord.new(run, name=name, provenance={"trainer.steps": "--set"}), run_id="f" * 32, created_at_s=START_S

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hpcrl import procfs
-from hpcrl.config.cluster import ClusterProfile, PathsConfig
+from hpcrl.config.cluster import LocalCluster, PathsConfig
 from hpcrl.config.plan import FileProbe, HttpProbe, Plan, Role, RoleGroup, RolePolicy
 from hpcrl.config.recipe import ModelConfig, Recipe, TrainerConfig, WordsEnv
 from hpcrl.runs.observe import RunView, observe
@@ -81,8 +81,8 @@ def make_recipe() -> Recipe:
     )
 
 
-def make_cluster() -> ClusterProfile:
-    return ClusterProfile(name="local", kind="local", paths=PathsConfig(runs_root="runs"))
+def make_cluster() -> LocalCluster:
+    return LocalCluster(name="local", kind="local", paths=PathsConfig(runs_root="runs"))
 
 
 def create(root: Path, name: str = "run-1", **changes: object) -> RunDir:

@@ -75,6 +75,8 @@ def test_tensors_of_trained_tokens():
     assert batch.select.tolist() == (trained - 1).tolist()
     assert batch.targets.tolist() == wire.token_ids[trained].tolist()
     assert batch.versions.tolist() == wire.versions[trained].tolist()
+    first = [int(wire.versions[start]) for start in wire.cu_seqlens[:-1]]
+    assert batch.context_versions.tolist() == [first[i] for i in batch.sequences.tolist()]
     assert batch.engine_logprobs.tolist() == wire.logprobs[trained].tolist()
     assert batch.advantages.tolist() == wire.advantages[trained].tolist()
     owners = np.searchsorted(wire.cu_seqlens, trained, side="right") - 1

@@ -22,6 +22,7 @@ def make_tokens(count=40, seed=0):
             "entropy": rng.random(),
             "masked": rng.random() < 0.3,
             "version": VERSION - rng.choice([0, 0, 1, 3]),
+            "crossed": rng.random() < 0.2,
         }
         for _ in range(count)
     ]
@@ -36,6 +37,7 @@ def add(sums, tokens, loss=0.25):
         ),
         torch.tensor([t["entropy"] for t in tokens]),
         torch.tensor([t["version"] for t in tokens], dtype=torch.int64),
+        torch.tensor([t["version"] - t.get("crossed", False) for t in tokens], dtype=torch.int64),
     )
 
 
@@ -49,9 +51,13 @@ def check(metrics, tokens, parts):
     assert metrics.masked_share == pytest.approx(sum(t["masked"] for t in tokens) / n)
     assert metrics.mismatch_kl == pytest.approx(sum(k3) / n, rel=1e-5)
     assert metrics.ess == pytest.approx(sum(ratios) ** 2 / (n * sum(r * r for r in ratios)), rel=1e-6)
-    assert set(metrics.mismatch_kl_by_lag) == {"0", "1", "3"}
+    assert set(metrics.mismatch_kl_by_lag) == {"0", "1", "3", "mixed"}
     for lag, value in metrics.mismatch_kl_by_lag.items():
-        of_lag = [k for k, t in zip(k3, tokens, strict=True) if VERSION - t["version"] == int(lag)]
+        of_lag = [
+            k
+            for k, t in zip(k3, tokens, strict=True)
+            if lag == ("mixed" if t["crossed"] else str(VERSION - t["version"]))
+        ]
         assert value == pytest.approx(sum(of_lag) / len(of_lag), rel=1e-5)
 
 

@@ -84,14 +84,15 @@ class Rollouts:
             length = int(rng.integers(4, 15))
             mask = (rng.random(length) < 0.7).astype(np.uint8)
             mask[0], mask[-1] = 0, 1
-            lag = rng.integers(0, min(lags, step - 1) + 1, length)
+            # versions only rise in a rollout; its prompt has the version of its cache salt
+            lag = np.sort(rng.integers(0, min(lags, step - 1) + 1, length))[::-1]
             self.rollouts.append(
                 MicroBatch(
                     token_ids=rng.integers(0, VOCAB, length).astype(np.int32),
                     cu_seqlens=np.array([0, length], np.int32),
                     loss_mask=mask,
                     logprobs=(np.log(rng.uniform(0.005, 0.03, length)) * mask).astype(np.float32),
-                    versions=np.where(mask, step - 1 - lag, -1).astype(np.int32),
+                    versions=(step - 1 - lag).astype(np.int32),
                     advantages=(rng.normal() * mask).astype(np.float32),
                 )
             )

@@ -1,0 +1,106 @@
+"""``hpcrl cluster init`` and ``check``: profiles and the Slurm that they describe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hpcrl.cli.configuration import cluster_app
+from hpcrl.cli.options import JsonOption
+
+if TYPE_CHECKING:
+    from hpcrl.slurm.probe import SlurmFacts
+
+__all__ = ["register"]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to ``hpcrl cluster``."""
+    cluster_app.command("init")(init)
+    cluster_app.command("check")(check)
+
+
+def init(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the new profile.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Default: clusters/NAME.yaml.")
+    ] = None,
+    runs_root: Annotated[
+        str | None, typer.Option("--runs-root", metavar="DIR", help="A directory that all nodes see.")
+    ] = None,
+    fabric: Annotated[
+        str | None, typer.Option("--fabric", metavar="KIND", help="infiniband, roce or ethernet.")
+    ] = None,
+) -> None:
+    """Draft a cluster profile from the Slurm of this machine. Overwrites nothing."""
+    from hpcrl.errors import UsageError
+    from hpcrl.fs import atomic_write
+    from hpcrl.slurm.probe import read_facts
+    from hpcrl.slurm.profile_draft import draft_profile
+
+    path = output or Path("clusters") / f"{name}.yaml"
+    if path.exists():
+        raise UsageError(f"{path} exists already\n    way out: choose another name, or move it away")
+    text = draft_profile(read_facts(_slurm()), name, runs_root=runs_root, fabric=fabric)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write(path, text.encode())
+    typer.echo(path)
+    typer.echo(f"look at it, then: hpcrl cluster check {name}", err=True)
+
+
+def check(
+    cluster: Annotated[str, typer.Argument(metavar="NAME", help="Cluster profile: a name or a file.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Check a profile: its values and rules, and what the living Slurm says about it.
+
+    Exit code: 0 good, 1 differs from Slurm in what would make jobs fail, 2 the profile itself is wrong.
+    """
+    import json
+
+    from rich.console import Console
+    from rich.text import Text
+
+    from hpcrl.config.cluster import SlurmCluster
+    from hpcrl.config.load import load_cluster
+    from hpcrl.config.rules import SITE_RULES, check_cluster
+    from hpcrl.errors import ExitCode
+    from hpcrl.slurm.probe import read_facts
+    from hpcrl.slurm.profile_check import Severity, check_profile
+
+    loaded = load_cluster(cluster)
+    check_cluster(loaded)
+    found = check_profile(loaded.value, read_facts(_slurm())) if isinstance(loaded.value, SlurmCluster) else []
+    rows = [
+        {
+            "code": f.code,
+            "severity": f.severity.value,
+            "where": loaded.where(f.key),
+            "key": f.key,
+            "what": f.what,
+            "way_out": f.way_out,
+        }
+        for f in found
+    ]
+    failed = any(finding.severity is Severity.ERROR for finding in found)
+    if as_json:
+        typer.echo(json.dumps({"format_version": 1, "profile": str(loaded.source), "findings": rows}, indent=2))
+        raise typer.Exit(ExitCode.FAILED if failed else ExitCode.OK)
+    console = Console()
+    colors = {"error": "red", "warning": "yellow", "note": "dim"}
+    for row in rows:
+        head = Text(f"{row['severity']:8}", style=colors[row["severity"]])
+        console.print(head + Text(f"{row['where']}: {row['key']}: {row['what']} [{row['code']}]"), soft_wrap=True)
+        console.print(Text(f"        way out: {row['way_out']}"), soft_wrap=True)
+    counts = ", ".join(f"{sum(f.severity is s for f in found)} {s.value}s" for s in Severity)
+    console.print(f"{loaded.source}: {len(SITE_RULES)} rules checked; against Slurm: {counts}", highlight=False)
+    raise typer.Exit(ExitCode.FAILED if failed else ExitCode.OK)
+
+
+def _slurm() -> SlurmFacts:
+    """The Slurm of this machine."""
+    from hpcrl.errors import UsageError
+
+    raise UsageError("this version cannot ask a living Slurm yet")

@@ -1,0 +1,51 @@
+"""What profiles of every kind have: name, directories, ports, deadlines, environment."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from hpcrl.config.base import Name, PositiveFloat, StrictModel
+
+__all__ = ["ClusterBase", "LimitsConfig", "PathsConfig", "PortsConfig"]
+
+
+class PathsConfig(StrictModel):
+    """Directories of a site. ``~`` and ``$NAME`` are expanded; relative ones start where hpcrl is called."""
+
+    runs_root: str
+    """Holds a directory for each run; visible under the same name from all nodes."""
+
+
+class PortsConfig(StrictModel):
+    """Where the supervisor looks for free TCP ports."""
+
+    first: Annotated[int, Field(ge=1024, le=65535)] = 20000
+    """Lowest port. Stay below the kernel's ephemeral range (32768 by default), or a connection may take it."""
+    last: Annotated[int, Field(ge=1024, le=65535)] = 29999
+    """Highest port."""
+
+
+class LimitsConfig(StrictModel):
+    """Deadlines that depend on the site."""
+
+    start_timeout_s: PositiveFloat = 300.0
+    """Longest start of one role, from process start to ready, in seconds."""
+    stop_timeout_s: PositiveFloat = 5.0
+    """Time between asking a role to stop and killing it, in seconds."""
+    time_limit_h: PositiveFloat = 168.0
+    """Longest run in hours."""
+
+
+class ClusterBase(StrictModel):
+    """A site of any kind."""
+
+    name: Name
+    """Name of the profile; equals its file name without ``.yaml``."""
+    description: str = ""
+    """One sentence for ``hpcrl cluster list``."""
+    ports: PortsConfig = PortsConfig()
+    """Free ports."""
+    env: dict[str, str] = {}
+    """Environment variables for all roles. Names that hpcrl sets itself are refused."""

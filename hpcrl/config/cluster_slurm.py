@@ -1,0 +1,221 @@
+"""The profile of a Slurm site. Every field is documented here; docs/configuration.md is made from it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from hpcrl.config.base import Name, NonNegativeInt, PositiveFloat, PositiveInt, RoleName, StrictModel
+from hpcrl.config.cluster_base import ClusterBase, LimitsConfig, PathsConfig
+
+__all__ = [
+    "ApptainerContainer",
+    "CapabilitiesConfig",
+    "ContainerConfig",
+    "FabricConfig",
+    "LaunchConfig",
+    "NicConfig",
+    "NoContainer",
+    "NodeConfig",
+    "PartitionConfig",
+    "PlacementConfig",
+    "PyxisContainer",
+    "SlurmCluster",
+    "SlurmLimitsConfig",
+    "SlurmPathsConfig",
+]
+
+Token = Annotated[str, Field(pattern=r"^[A-Za-z0-9_@%+=:.,&|*\[\]()/-]+$")]
+"""A word that Slurm takes as an account, a constraint, a device: no blanks, no quotes."""
+
+NodeRole = Literal["trainer", "engine", "prefill", "decode"]
+"""Roles that have nodes of their own; the others run beside the trainer."""
+
+
+class SlurmPathsConfig(PathsConfig):
+    """Directories. ``~`` and ``$NAME`` are expanded where hpcrl is called; relative ones start there."""
+
+    cache: str | None = None
+    """Shared directory for downloads (Hugging Face); visible from all nodes. None: what the tools choose."""
+    scratch: str | None = None
+    """Directory on a disk of each node, for compile caches of single runs. None: what the tools choose."""
+
+
+class SlurmLimitsConfig(LimitsConfig):
+    """Deadlines that depend on the site."""
+
+    save_timeout_s: PositiveFloat = 600.0
+    """Longest save of a checkpoint in seconds. Slurm's signal before the time limit comes this long, and a minute,
+    before it."""
+
+
+class NicConfig(StrictModel):
+    """One network adapter that GPUs talk through; leave out those of storage and management."""
+
+    name: Token
+    """Name as ``ibv_devices`` shows it, for example ``mlx5_0``."""
+    port: PositiveInt = 1
+    """Port of the adapter."""
+    gpus: Annotated[tuple[NonNegativeInt, ...], Field(strict=False)] = ()
+    """GPUs that are nearest to it (``nvidia-smi topo -m``), counted from 0. Empty: libraries find it out."""
+
+
+class FabricConfig(StrictModel):
+    """The network between GPUs of different nodes."""
+
+    kind: Literal["infiniband", "roce", "ethernet"]
+    """``ethernet``: no RDMA; libraries are told not to look for it."""
+    gid_index: NonNegativeInt | None = None
+    """``roce``: entry of the GID table with the RoCE v2 address (``show_gids``)."""
+    traffic_class: NonNegativeInt | None = None
+    """``roce``: traffic class that the switches treat as lossless."""
+
+
+class NodeConfig(StrictModel):
+    """Shape of a node. Nothing here has a default: hpcrl does not guess hardware."""
+
+    gpus: NonNegativeInt
+    """GPUs; 0 for a partition without."""
+    gpu_type: Token | None = None
+    """Type in Slurm's ``Gres=gpu:TYPE:N``, lower or upper case as there. None: the site has no types."""
+    cpus: PositiveInt
+    """CPUs as Slurm counts them (``CPUTot`` of ``scontrol show node``)."""
+    memory_gib: PositiveFloat
+    """Memory in GiB (``RealMemory`` / 1024)."""
+    nics: Annotated[tuple[NicConfig, ...], Field(strict=False)] = ()
+    """Adapters that GPUs talk through."""
+    fabric: FabricConfig
+    """The network between GPUs of different nodes."""
+    interface: Token | None = None
+    """Network interface for TCP between nodes (``ip -br address``). None: what the libraries choose."""
+
+
+class PartitionConfig(StrictModel):
+    """A partition and how jobs are sent to it."""
+
+    nodes: PositiveInt
+    """Nodes that a run may take."""
+    node: NodeConfig
+    """Shape of each of them."""
+    max_time_h: PositiveFloat | None = None
+    """Longest job in hours. None: the partition has no limit."""
+    account: Token | None = None
+    """Account to charge."""
+    qos: Token | None = None
+    """Quality of service."""
+    reservation: Token | None = None
+    """Reservation to run in."""
+    constraint: Token | None = None
+    """Features that nodes must have."""
+    block_nodes: PositiveInt | None = None
+    """Nodes of a block in Slurm's block topology. Where set, jobs ask for whole segments (``--segment``)."""
+
+
+class PlacementConfig(StrictModel):
+    """Which partition takes which role."""
+
+    default: str
+    """Partition of all roles that ``by_role`` does not name."""
+    by_role: dict[NodeRole, str] = {}
+    """Partition by role; ``engine`` is also for ``prefill`` and ``decode`` where these are not named."""
+
+
+class LaunchConfig(StrictModel):
+    """The environment of a job. It starts clean: of the submitter's variables only login and locale are kept."""
+
+    inherit: Annotated[tuple[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], ...], Field(strict=False)] = ()
+    """Variables of the submitter that jobs get as well, for example ``WANDB_API_KEY``."""
+    path: Annotated[tuple[Annotated[str, Field(pattern=r"^/[^:\n]*$")], ...], Field(strict=False)] = ()
+    """Directories before the system's own in ``PATH``, for example ``/opt/slurm/bin``: ``srun`` must be found."""
+    module_init: str | None = None
+    """File that defines the ``module`` command, for example ``/etc/profile.d/lmod.sh``."""
+    modules: Annotated[tuple[Token, ...], Field(strict=False)] = ()
+    """Modules to load before the supervisor starts."""
+
+
+class NoContainer(StrictModel):
+    """Roles run on the nodes as they are."""
+
+    kind: Literal["none"] = "none"
+    """No container."""
+
+
+class _Container(StrictModel):
+    image: str
+    """Image: a path that all nodes see, or a reference that the runtime can fetch."""
+    python: str = "python3"
+    """Interpreter in the image; hpcrl must be installed for it."""
+    mounts: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """``SOURCE:TARGET`` or ``SOURCE:TARGET:ro``. Runs root, caches, scratch and the start model are always mounted."""
+    mount_home: bool = False
+    """Mount the home directory. Without, ``~`` on the node and in the container differ."""
+
+
+class PyxisContainer(_Container):
+    """Roles run in containers of pyxis and enroot (``srun --container-image``)."""
+
+    kind: Literal["pyxis"]
+    """Containers by the pyxis plugin."""
+
+
+class ApptainerContainer(_Container):
+    """Roles run in containers of Apptainer."""
+
+    kind: Literal["apptainer"]
+    """Containers by ``apptainer exec``."""
+
+
+ContainerConfig = Annotated[NoContainer | PyxisContainer | ApptainerContainer, Field(discriminator="kind")]
+
+
+class CapabilitiesConfig(StrictModel):
+    """What this Slurm can do. ``hpcrl cluster init`` finds it out, ``hpcrl cluster check`` compares."""
+
+    hetjob: bool
+    """Heterogeneous jobs are accepted (``SchedulerType=sched/backfill``)."""
+    exclusive: bool
+    """Jobs may ask for whole nodes (``--exclusive``). Without, CPUs and memory of a node are asked for by number."""
+    requeue: bool
+    """Jobs may be requeued (``JobRequeue``, not forbidden by the partition)."""
+    scontrol_on_nodes: bool
+    """Compute nodes can run ``scontrol``: a run can requeue itself."""
+    accounting: bool
+    """There is a Slurm database (``sacct`` answers)."""
+    preempt_signal: bool = False
+    """Preempted jobs get our signal first (``PreemptParameters=send_user_signal``)."""
+    segment: bool = False
+    """``sbatch`` knows ``--segment`` (Slurm 24.05 and later with ``topology/block``)."""
+
+
+class SlurmCluster(ClusterBase):
+    """A site with Slurm."""
+
+    kind: Literal["slurm"]
+    """``slurm``: runs are jobs of the site's Slurm."""
+    paths: SlurmPathsConfig
+    """Directories."""
+    limits: SlurmLimitsConfig = SlurmLimitsConfig()
+    """Deadlines."""
+    partitions: Annotated[dict[Name, PartitionConfig], Field(min_length=1)]
+    """Partitions by name."""
+    placement: PlacementConfig
+    """Which partition takes which role."""
+    gres: Literal["gres", "gpus_per_node", "none"]
+    """How jobs ask for GPUs: ``--gres=gpu:TYPE:N``, ``--gpus-per-node=TYPE:N``, or not at all (Slurm does not know
+    of them; needs ``capabilities.exclusive``)."""
+    capabilities: CapabilitiesConfig
+    """What this Slurm can do."""
+    launch: LaunchConfig = LaunchConfig()
+    """The environment of a job."""
+    env_by_role: dict[RoleName, dict[str, str]] = {}
+    """Environment variables by role, on top of ``env``; those of ``engine`` are also for ``prefill`` and ``decode``."""
+    container: ContainerConfig = NoContainer()
+    """Containers for roles. The supervisor itself always runs on the node."""
+
+    def partition_name(self, role: str) -> str:
+        """The partition of a role that has nodes of its own."""
+        by_role = {str(key): name for key, name in self.placement.by_role.items()}
+        if role in ("prefill", "decode"):
+            return by_role.get(role) or by_role.get("engine") or self.placement.default
+        return by_role.get(role) or self.placement.default

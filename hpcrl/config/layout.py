@@ -1,0 +1,87 @@
+"""How the role groups of a plan become jobs: components, containers, attempts. Pure data, part of the plan."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from hpcrl.config.base import NonNegativeInt, PositiveFloat, PositiveInt, StrictModel
+
+__all__ = ["AttemptPolicy", "Component", "Container", "Layout", "LayoutKind"]
+
+LayoutKind = Literal["local", "hetjob", "single", "elastic"]
+
+
+class Component(StrictModel):
+    """Equal nodes that are asked for together.
+
+    ``hetjob``: one component of the heterogeneous job, its index is the het group. ``single``: the one allocation.
+    ``elastic``: the job of the trainer (index 0), or ``jobs`` equal jobs, one a replica.
+    """
+
+    roles: tuple[str, ...]
+    """Roles that have their nodes here."""
+    nodes: PositiveInt
+    """Nodes of one job."""
+    jobs: PositiveInt = 1
+    """Jobs of this shape (more than one only in the layout ``elastic``)."""
+    partition: str
+    account: str | None = None
+    qos: str | None = None
+    reservation: str | None = None
+    constraint: str | None = None
+    gpus_per_node: NonNegativeInt
+    """GPUs to ask for on each node; 0 asks for none."""
+    gpu_type: str | None = None
+    gres: Literal["gres", "gpus_per_node", "none"]
+    """How GPUs are asked for."""
+    exclusive: bool
+    """Ask for whole nodes; else for ``cpus`` and ``memory_gib`` by number."""
+    cpus: PositiveInt
+    """CPUs of a node."""
+    memory_gib: PositiveFloat
+    """Memory of a node in GiB."""
+    segment: PositiveInt | None = None
+    """Nodes that must lie in one block of the topology."""
+
+
+class Layout(StrictModel):
+    """The jobs of a run."""
+
+    kind: LayoutKind = "local"
+    reason: str = ""
+    """Why this one, in a sentence."""
+    components: tuple[Component, ...] = ()
+    """Empty on this machine."""
+
+    @property
+    def nodes(self) -> int:
+        """All nodes of the run."""
+        return sum(component.nodes * component.jobs for component in self.components)
+
+    @property
+    def gpus(self) -> int:
+        """All GPUs of the run."""
+        return sum(c.nodes * c.jobs * c.gpus_per_node for c in self.components)
+
+
+class Container(StrictModel):
+    """What roles run in."""
+
+    kind: Literal["pyxis", "apptainer"]
+    image: str
+    mounts: tuple[str, ...] = ()
+    """``SOURCE:TARGET`` or ``SOURCE:TARGET:ro``, the run's own directories included."""
+    mount_home: bool = False
+
+
+class AttemptPolicy(StrictModel):
+    """What follows the end of an attempt that is not the end of the run."""
+
+    requeue: bool = False
+    """Slurm may start the next attempt: after a node failure, a preemption, the time limit."""
+    max_attempts: PositiveInt = 1
+    """Attempts of the run, the first included."""
+    max_without_progress: PositiveInt = 1
+    """Attempts in a row without a new joint checkpoint; then the run is given up."""
+    signal_lead_s: NonNegativeInt = 0
+    """Slurm sends USR2 to the supervisor this long before the time limit; 0: no signal."""

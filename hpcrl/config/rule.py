@@ -1,0 +1,46 @@
+"""What a rule across components is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from hpcrl.config.cluster import ClusterProfile
+from hpcrl.config.recipe import Recipe
+
+__all__ = ["Conflicts", "Rule", "SiteRule"]
+
+Conflicts = Iterator[tuple[str, str]]
+"""Pairs of a dotted key and what is wrong with it; keys of the profile begin with ``cluster.``."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One rule.
+
+    Attributes
+    ----------
+    name:
+        Stable name, shown with each conflict.
+    conflict:
+        What must hold, in one sentence.
+    way_out:
+        What to change.
+    check:
+        Yields conflicts of a recipe on a cluster.
+    """
+
+    name: str
+    conflict: str
+    way_out: str
+    check: Callable[[Recipe, ClusterProfile], Conflicts]
+
+
+@dataclass(frozen=True)
+class SiteRule:
+    """A rule within a cluster profile; attributes as those of `Rule`."""
+
+    name: str
+    conflict: str
+    way_out: str
+    check: Callable[[ClusterProfile], Conflicts]

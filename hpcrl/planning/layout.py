@@ -1,0 +1,116 @@
+"""How role groups share nodes out among jobs: hetjob, single or elastic. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import gcd
+from typing import NamedTuple
+
+from hpcrl.config.cluster import SlurmCluster
+from hpcrl.config.layout import Component, Layout, LayoutKind
+from hpcrl.config.plan import Role, RoleGroup
+from hpcrl.config.recipe import Recipe
+
+__all__ = ["Demand", "choose_layout", "demands", "place_groups"]
+
+
+class Demand(NamedTuple):
+    """What one role asks for."""
+
+    role: Role
+    replicas: int
+    nodes: int
+    """Nodes of one replica."""
+    partition: str
+
+
+def demands(recipe: Recipe, cluster: SlurmCluster) -> list[Demand]:
+    """Nodes by role, the trainer first: its first node is the one that the supervisor runs on."""
+    engine = recipe.engine
+    wanted = [(Role.TRAINER, 1, recipe.trainer.nodes)]
+    if engine.prefill is None and engine.decode is None:
+        wanted.append((Role.ENGINE, engine.replicas, engine.nodes))
+    for role, group in ((Role.PREFILL, engine.prefill), (Role.DECODE, engine.decode)):
+        if group is not None:
+            wanted.append((role, group.replicas, group.nodes))
+    return [Demand(role, replicas, nodes, cluster.partition_name(role)) for role, replicas, nodes in wanted]
+
+
+def choose_layout(recipe: Recipe, cluster: SlurmCluster) -> tuple[LayoutKind, str]:
+    """The layout and why."""
+    if recipe.job.layout != "auto":
+        return recipe.job.layout, "the recipe says so"
+    wanted = demands(recipe, cluster)
+    if len({demand.partition for demand in wanted}) > 1:
+        return "hetjob", "roles have different partitions"
+    if len({demand.replicas * demand.nodes for demand in wanted}) == 1:
+        return "single", "all roles have as many nodes, of one partition"
+    if not cluster.capabilities.hetjob:
+        return "single", "the site has no heterogeneous jobs"
+    return "hetjob", "roles differ in the number of nodes"
+
+
+def place_groups(groups: Sequence[RoleGroup], recipe: Recipe, cluster: SlurmCluster) -> tuple[Layout, list[RoleGroup]]:
+    """The jobs of a run, and its groups with the place of their nodes.
+
+    Groups without nodes of their own (the orchestrator) stay where their default is: on the first node of the
+    first component, beside the trainer.
+    """
+    kind, reason = choose_layout(recipe, cluster)
+    wanted = demands(recipe, cluster)
+    components: list[Component] = []
+    places: dict[Role, tuple[int, int]] = {}
+    if kind == "single":
+        total = 0
+        for demand in wanted:
+            places[demand.role] = (0, total)
+            total += demand.replicas * demand.nodes
+        roles = tuple(demand.role.value for demand in wanted)
+        # nodes of a replica stay together: the segment must divide every replica's share
+        unit = gcd(*(demand.nodes for demand in wanted))
+        components.append(_component(cluster, wanted[0].partition, roles, nodes=total, jobs=1, unit=unit))
+    else:
+        for index, demand in enumerate(wanted):
+            places[demand.role] = (index, 0)
+            own_jobs = kind == "elastic" and demand.role is not Role.TRAINER
+            nodes = demand.nodes if own_jobs else demand.replicas * demand.nodes
+            jobs = demand.replicas if own_jobs else 1
+            roles = (demand.role.value,)
+            components.append(_component(cluster, demand.partition, roles, nodes=nodes, jobs=jobs, unit=demand.nodes))
+    placed = [
+        group.model_copy(update=dict(zip(("component", "first_node"), places[group.role], strict=True)))
+        if group.role in places
+        else group
+        for group in groups
+    ]
+    return Layout(kind=kind, reason=reason, components=tuple(components)), placed
+
+
+def _component(
+    cluster: SlurmCluster, partition_name: str, roles: tuple[str, ...], *, nodes: int, jobs: int, unit: int
+) -> Component:
+    partition = cluster.partitions[partition_name]
+    node = partition.node
+    return Component(
+        roles=roles,
+        nodes=nodes,
+        jobs=jobs,
+        partition=partition_name,
+        account=partition.account,
+        qos=partition.qos,
+        reservation=partition.reservation,
+        constraint=partition.constraint,
+        # whole nodes: roles of different runs on one node would share its network and its page cache
+        gpus_per_node=node.gpus,
+        gpu_type=node.gpu_type,
+        gres=cluster.gres,
+        exclusive=cluster.capabilities.exclusive,
+        cpus=node.cpus,
+        memory_gib=node.memory_gib,
+        segment=None if partition.block_nodes is None else _segment(unit, partition.block_nodes),
+    )
+
+
+def _segment(unit: int, block_nodes: int) -> int:
+    """The largest divisor of ``unit`` that fits into a block: Slurm wants segments of equal size."""
+    return next(size for size in range(min(unit, block_nodes), 0, -1) if unit % size == 0)

@@ -1,0 +1,195 @@
+"""The payload ``probe``: a small program in place of a rank. It reports where it is and what it sees.
+
+Every rank writes ``attempts/NNNN/probe/<role>-<replica>-<rank>.json``. The trainer's first rank waits until all ranks
+of the plan have reported, checks that each is where the plan says, and ends the run; the others wait to be stopped.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import msgspec
+
+from hpcrl.config.plan import Plan, Role
+from hpcrl.errors import DeadlineError, HpcrlError
+from hpcrl.fs import write_json
+from hpcrl.runs.role import RoleContext, run_role
+
+__all__ = ["ProbeReport", "collect", "misplaced", "report"]
+
+_TICK_S = 0.2
+_NETWORK_PREFIXES = ("NCCL_", "GLOO_", "UCX_", "NVSHMEM_", "VLLM_")
+
+
+class ProbeReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank sees.
+
+    Attributes
+    ----------
+    time_s:
+        When the report was written, by the clock of the node.
+    host:
+        Slurm's name of the node, or the machine's where there is no Slurm.
+    gpus:
+        ``CUDA_VISIBLE_DEVICES`` as a list; empty where it is not set.
+    cpus:
+        CPUs that the process may run on.
+    memlock_bytes:
+        Limit of locked memory, which RDMA needs; -1 without a limit.
+    open_files:
+        Limit of open files.
+    shm_free_bytes:
+        Free space in ``/dev/shm``.
+    free_port:
+        A port that could be opened.
+    has_scontrol:
+        Whether ``scontrol`` is there and answers.
+    environment:
+        Variables of the network libraries.
+    """
+
+    time_s: float
+    role: str
+    replica: int
+    rank: int
+    node_rank: int
+    host: str
+    job_id: str
+    gpus: tuple[str, ...]
+    cpus: int
+    memlock_bytes: int
+    open_files: int
+    shm_free_bytes: int
+    free_port: int
+    has_scontrol: bool
+    environment: dict[str, str]
+
+
+def report(context: RoleContext) -> ProbeReport:
+    """Look around."""
+    env = os.environ
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = probe.getsockname()[1]
+    return ProbeReport(
+        time_s=time.time(),
+        role=context.role,
+        replica=context.replica,
+        rank=context.rank,
+        node_rank=int(env.get("SLURM_NODEID", "0")),
+        host=env.get("SLURMD_NODENAME") or socket.gethostname(),
+        job_id=env.get("SLURM_JOB_ID", ""),
+        gpus=tuple(part for part in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if part),
+        cpus=len(os.sched_getaffinity(0)),
+        memlock_bytes=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        shm_free_bytes=shutil.disk_usage("/dev/shm").free,
+        free_port=port,
+        has_scontrol=_answers("scontrol", "version"),
+        environment={name: value for name, value in env.items() if name.startswith(_NETWORK_PREFIXES)},
+    )
+
+
+def collect(directory: Path, count: int, *, timeout_s: float) -> tuple[list[ProbeReport], float]:
+    """Wait for all reports; returns them and the largest lag in seconds between writing one and seeing it here.
+
+    Raises
+    ------
+    DeadlineError
+        Some did not come; says how many.
+    """
+    deadline = time.monotonic() + timeout_s
+    seen: dict[str, ProbeReport] = {}
+    lag_s = 0.0
+    while len(seen) < count:
+        # the list of the directory: asking for a name that is not there yet would be remembered by NFS
+        for path in sorted(directory.iterdir()):
+            if path.suffix == ".json" and not path.name.startswith(".") and path.name not in seen:
+                found = msgspec.json.decode(path.read_bytes(), type=ProbeReport)
+                seen[path.name] = found
+                lag_s = max(lag_s, time.time() - found.time_s)
+        if time.monotonic() > deadline:
+            raise DeadlineError(f"{len(seen)} of {count} ranks reported within {timeout_s:g} s")
+        time.sleep(_TICK_S)
+    return list(seen.values()), lag_s
+
+
+def misplaced(plan: Plan, reports: list[ProbeReport]) -> list[str]:
+    """What is not where the plan says, one sentence each."""
+    wrong = []
+    owners: dict[str, set[str]] = {}
+    for group in plan.groups:
+        for replica in range(group.replicas):
+            label = f"{group.role.value} {replica}"
+            mine = [r for r in reports if (r.role, r.replica) == (group.role.value, replica)]
+            ranks = sorted(r.rank for r in mine)
+            if ranks != list(range(group.nodes * group.tasks_per_node)):
+                wrong.append(f"{label} has ranks {ranks}, the plan {group.nodes * group.tasks_per_node}")
+            hosts = {r.node_rank: r.host for r in mine}
+            if len(set(hosts.values())) != group.nodes:
+                wrong.append(f"{label} is on {len(set(hosts.values()))} nodes, the plan says {group.nodes}")
+            if group.beside or plan.layout.kind == "local":
+                continue
+            for host in set(hosts.values()):
+                owners.setdefault(host, set()).add(label)
+            wanted = plan.component(group).gpus_per_node if plan.component(group).gres != "none" else 0
+            wrong += [
+                f"{label} rank {r.rank} on {r.host} sees {len(r.gpus)} GPUs, the plan says {wanted}"
+                for r in mine
+                if wanted and len(r.gpus) != wanted
+            ]
+    shared = sorted((host, sorted(names)) for host, names in owners.items() if len(names) > 1)
+    wrong += [f"{host} is shared by {', '.join(names)}" for host, names in shared]
+    return wrong
+
+
+def main(context: RoleContext) -> None:
+    """Report, and be a role: ready, and there until told otherwise."""
+    stopped: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: stopped.append(number))
+    directory = context.run.attempt_dir(context.attempt) / "probe"
+    directory.mkdir(exist_ok=True)
+    mine = report(context)
+    write_json(directory / f"{mine.role}-{mine.replica}-{mine.rank}.json", mine)
+    if mine.rank == 0:
+        context.ready()
+    leads = mine.role == Role.TRAINER.value and mine.rank == 0
+    if leads:
+        _lead(context, directory)
+        return
+    # other trainer ranks leave when the first has seen all; everybody else is stopped by the supervisor
+    done = directory / "done"
+    while not stopped and not (mine.role == Role.TRAINER.value and done.name in os.listdir(directory)):
+        time.sleep(_TICK_S)
+
+
+def _lead(context: RoleContext, directory: Path) -> None:
+    plan = context.run.plan()
+    count = sum(group.replicas * group.nodes * group.tasks_per_node for group in plan.groups)
+    reports, lag_s = collect(directory, count, timeout_s=max(group.start_timeout_s for group in plan.groups))
+    hosts = {r.host for r in reports}
+    print(f"{count} ranks on {len(hosts)} nodes; a report was seen {lag_s:.1f} s after it was written, at most")
+    write_json(directory / "done", {"ranks": count, "nodes": len(hosts), "lag_s": lag_s})
+    if wrong := misplaced(plan, reports):
+        raise HpcrlError("\n".join(["not as planned:", *wrong]))
+
+
+def _answers(*command: str) -> bool:
+    try:
+        result = subprocess.run(command, capture_output=True, check=False, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return result.returncode == 0
+
+
+if __name__ == "__main__":
+    # torchrun is not there to number ranks: Slurm has
+    os.environ.setdefault("RANK", os.environ.get("SLURM_PROCID", "0"))
+    run_role(main)

@@ -1,0 +1,117 @@
+"""The ``#SBATCH`` options of a job, decided in Python; templates only write them down."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from hpcrl.config.layout import Component
+from hpcrl.config.plan import Plan
+from hpcrl.errors import UsageError
+from hpcrl.slurm.launch import gpu_options
+
+__all__ = ["JobIdentity", "component_options", "directive", "job_options", "repeated_options"]
+
+_MAX_SIGNAL_S = 65535
+
+
+class JobIdentity:
+    """How a job is found again: by name for people, by comment for us. Both are the same after a requeue.
+
+    Parameters
+    ----------
+    run:
+        Name of the run.
+    run_id:
+        Its id.
+    part:
+        ``main``, or ``<role>-<replica>`` for a job of one replica.
+    """
+
+    def __init__(self, run: str, run_id: str, part: str = "main") -> None:
+        self.name = f"hpcrl-{run}" if part == "main" else f"hpcrl-{run}-{part}"
+        self.token = f"{run_id}:{part}"
+
+    @property
+    def comment(self) -> str:
+        """What the job's comment says."""
+        return f"hpcrl:{self.token}"
+
+
+def directive(option: str) -> str:
+    """An option as sbatch reads it from a script.
+
+    sbatch groups by quotes as a shell does, but takes a backslash as an escape between single quotes, too.
+
+    Raises
+    ------
+    UsageError
+        It holds a line break.
+    """
+    if "\n" in option:
+        raise UsageError(f"a line break cannot be passed to Slurm: {option!r}")
+    name, separator, value = option.partition("=")
+    return name + separator + (shlex.quote(value).replace("\\", "\\\\") if separator else "")
+
+
+def job_options(
+    plan: Plan, identity: JobIdentity, *, output: Path, cwd: Path, exclude: tuple[str, ...] = ()
+) -> list[str]:
+    """Options of the whole job; Slurm takes them from the first component."""
+    options = [
+        f"--output={_output_pattern(output)}",
+        # a requeued job writes into the same file: nothing of an earlier attempt may be lost
+        "--open-mode=append",
+        f"--chdir={cwd}",
+        # the script itself clears the environment: NONE would make Slurm run a login shell on the node and wait for
+        # it, and hide the environment from steps
+        "--export=ALL",
+        *repeated_options(plan, identity),
+    ]
+    if plan.attempts.signal_lead_s:
+        # B: only to the batch script, which is the supervisor; without it, every role would get it as well
+        options.append(f"--signal=B:USR2@{min(plan.attempts.signal_lead_s, _MAX_SIGNAL_S)}")
+    if exclude:
+        options.append(f"--exclude={','.join(exclude)}")
+    return options
+
+
+def component_options(component: Component) -> list[str]:
+    """Options of one component. Slurm does not propagate them: each component says all of them."""
+    options = [f"--partition={component.partition}"]
+    for name in ("account", "qos", "reservation", "constraint"):
+        value = getattr(component, name)
+        if value is not None:
+            options.append(f"--{name}={value}")
+    options += [f"--nodes={component.nodes}", "--ntasks-per-node=1", *gpu_options(component)]
+    if component.exclusive:
+        options += ["--exclusive", "--mem=0"]
+    else:
+        options += [f"--cpus-per-task={component.cpus}", f"--mem={int(component.memory_gib * 1024)}M"]
+    if component.segment is not None:
+        options.append(f"--segment={component.segment}")
+    return options
+
+
+def repeated_options(plan: Plan, identity: JobIdentity) -> list[str]:
+    """Options that each component of a heterogeneous job says, although Slurm propagates some of them."""
+    return [
+        f"--job-name={identity.name}",
+        f"--comment={identity.comment}",
+        f"--time={_time(plan.time_limit_s)}",
+        "--requeue" if plan.attempts.requeue else "--no-requeue",
+    ]
+
+
+def _time(seconds: float) -> str:
+    """``D-HH:MM:SS``, rounded down to a minute as Slurm does."""
+    minutes = max(1, int(seconds // 60))
+    return f"{minutes // 1440}-{minutes // 60 % 24:02d}:{minutes % 60:02d}:00"
+
+
+def _output_pattern(path: Path) -> str:
+    """A file name in which Slurm finds nothing to replace but ``%j`` in its last part."""
+    if "\\" in str(path):
+        raise UsageError(f"Slurm cannot write to {str(path)!r}: it takes a backslash as a sign of its own")
+    name = path.name.replace("%", "%%").replace("%%j", "%j")
+    return str(path.parent).replace("%", "%%") + f"/{name}"

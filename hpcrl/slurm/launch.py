@@ -1,0 +1,273 @@
+"""One function turns a replica into launch arguments: the only place that knows the layout's form of ``srun``.
+
+Above it nothing differs between a het group, a slice of one allocation, a job of its own and a local process.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpcrl.config.layout import Component, Container
+from hpcrl.config.plan import Plan, RoleGroup
+from hpcrl.errors import HpcrlError
+from hpcrl.slurm.hostlist import expand_hostlist
+
+__all__ = [
+    "Allocation",
+    "Allocations",
+    "Launch",
+    "allocations_from_env",
+    "gpu_options",
+    "launch_replica",
+    "step_environment",
+]
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """The nodes of one job of a component.
+
+    Attributes
+    ----------
+    hosts:
+        Node names in Slurm's order. Slurm numbers the tasks of a step in this order whatever ``--nodelist`` says;
+        replicas take neighbouring nodes, so that theirs is the same.
+    job_id:
+        Set where it is another job than the one that launches.
+    """
+
+    hosts: tuple[str, ...]
+    job_id: str | None = None
+
+
+Allocations = Mapping[tuple[int, int], Allocation]
+"""By component and by job of the component."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a replica is started.
+
+    Attributes
+    ----------
+    argv:
+        The whole command line.
+    hosts:
+        Its nodes; the first is where it listens. Empty for a local process.
+    tasks:
+        Processes that the command line starts.
+    """
+
+    argv: tuple[str, ...]
+    hosts: tuple[str, ...]
+    tasks: int
+
+
+#: srun reads these as options of every step, and sbatch leaves them behind for the whole allocation
+_STEP_VARIABLES = frozenset(
+    {
+        "SLURM_CPUS_PER_TASK",
+        "SLURM_CPU_BIND",
+        "SLURM_DISTRIBUTION",
+        "SLURM_EXACT",
+        "SLURM_EXCLUSIVE",
+        "SLURM_EXPORT_ENV",
+        "SLURM_GPUS",
+        "SLURM_GPUS_ON_NODE",
+        "SLURM_GPUS_PER_NODE",
+        "SLURM_GPUS_PER_TASK",
+        "SLURM_GRES",
+        "SLURM_HET_SIZE_STEP",
+        "SLURM_HINT",
+        "SLURM_MEM_BIND",
+        "SLURM_MEM_PER_CPU",
+        "SLURM_MEM_PER_GPU",
+        "SLURM_MEM_PER_NODE",
+        "SLURM_NNODES",
+        "SLURM_NPROCS",
+        "SLURM_NTASKS",
+        "SLURM_NTASKS_PER_CORE",
+        "SLURM_NTASKS_PER_GPU",
+        "SLURM_NTASKS_PER_NODE",
+        "SLURM_NTASKS_PER_SOCKET",
+        "SLURM_OPEN_MODE",
+        "SLURM_OVERCOMMIT",
+        "SLURM_OVERLAP",
+        "SLURM_STDERRMODE",
+        "SLURM_STDINMODE",
+        "SLURM_STDOUTMODE",
+        "SLURM_THREADS_PER_CORE",
+        "SLURM_TRES_PER_TASK",
+        "SLURM_WAIT",
+        "SLURM_WHOLE",
+    }
+)
+
+
+def step_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment for ``srun``, without what would change a step behind our back."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if name not in _STEP_VARIABLES and not name.startswith(("SRUN_", "PMIX_", "PMI_"))
+    }
+
+
+def allocations_from_env(plan: Plan, environ: Mapping[str, str]) -> dict[tuple[int, int], Allocation]:
+    """The allocations that the batch script's environment names.
+
+    For the layout ``elastic`` that is the job we are in, as component 0; engines' jobs are found by their ids.
+
+    Raises
+    ------
+    HpcrlError
+        The environment is not that of a job with this plan's layout; names the variable.
+    """
+    components = plan.layout.components
+    if plan.layout.kind == "hetjob" and len(components) > 1:
+        variables = [f"SLURM_JOB_NODELIST_HET_GROUP_{i}" for i in range(len(components))]
+    else:
+        variables = ["SLURM_JOB_NODELIST"]
+    found = {}
+    for i, variable in enumerate(variables):
+        if variable not in environ:
+            raise HpcrlError(f"{variable} is not set: this is no job with the layout {plan.layout.kind!r}")
+        hosts = tuple(expand_hostlist(environ[variable]))
+        if len(hosts) != components[i].nodes:
+            raise HpcrlError(f"{variable} has {len(hosts)} nodes, the plan {components[i].nodes}")
+        found[i, 0] = Allocation(hosts)
+    return found
+
+
+def launch_replica(
+    plan: Plan,
+    group: RoleGroup,
+    replica: int,
+    *,
+    command: Sequence[str],
+    cwd: Path,
+    allocations: Allocations | None = None,
+    output: Path | None = None,
+) -> Launch:
+    """How to start one replica of a group.
+
+    Parameters
+    ----------
+    plan, group, replica:
+        What is started.
+    command:
+        What each task executes, placeholders filled.
+    cwd:
+        Working directory, the same on all nodes.
+    allocations:
+        Nodes at run time; not needed for a local plan.
+    output:
+        Takes stdout and stderr of all tasks, on a shared filesystem; ``{task}`` in it becomes the task's number.
+        None: they come back through ``srun``.
+
+    Raises
+    ------
+    HpcrlError
+        The nodes of the replica are not there.
+    """
+    if plan.layout.kind == "local":
+        return Launch(tuple(command), (), 1)
+    assert allocations is not None, "a Slurm layout needs its allocations"
+    component = plan.component(group)
+    allocation, hosts = _hosts(plan, group, replica, allocations)
+    tasks = group.nodes * group.tasks_per_node
+    argv = ["srun", *_which_job(plan, group, allocation)]
+    argv += [
+        f"--job-name={group.role.value}-{replica}",
+        f"--nodes={group.nodes}",
+        f"--nodelist={','.join(hosts)}",
+        f"--ntasks={tasks}",
+        f"--ntasks-per-node={group.tasks_per_node}",
+        *_share(component, beside=group.beside),
+        # a task may use all CPUs of its step: threads are set by the plan
+        "--cpu-bind=none",
+        # torchrun and vLLM do their own rendezvous
+        "--mpi=none",
+        # a rank that fails takes its replica with it, one that ends well waits for the others
+        "--kill-on-bad-exit=1",
+        "--wait=0",
+        "--export=ALL",
+        f"--chdir={cwd}",
+    ]
+    if output is not None:
+        argv += [f"--output={_file_pattern(output)}", "--open-mode=append"]
+    return Launch((*argv, *_contained(plan.container, group, component, command, cwd)), hosts, tasks)
+
+
+def _hosts(plan: Plan, group: RoleGroup, replica: int, allocations: Allocations) -> tuple[Allocation, tuple[str, ...]]:
+    job, places = plan.place(group, replica)
+    allocation = allocations.get((group.component, job))
+    label = f"{group.role.value} {replica}"
+    if allocation is None:
+        raise HpcrlError(f"{label} has no nodes: job {job} of component {group.component} is not running")
+    if places.stop > len(allocation.hosts):
+        raise HpcrlError(
+            f"{label} needs nodes {places.start} to {places.stop - 1} of component {group.component}, "
+            f"which has {len(allocation.hosts)}"
+        )
+    return allocation, allocation.hosts[places.start : places.stop]
+
+
+def _which_job(plan: Plan, group: RoleGroup, allocation: Allocation) -> list[str]:
+    if allocation.job_id is not None:
+        return [f"--jobid={allocation.job_id}"]
+    # srun refuses the option in a job that is not heterogeneous, and takes group 0 without it in one that is
+    heterogeneous = plan.layout.kind == "hetjob" and len(plan.layout.components) > 1
+    return [f"--het-group={group.component}"] if heterogeneous else []
+
+
+def _share(component: Component, *, beside: bool) -> list[str]:
+    """GPUs of the step, and whether it may run where another step is."""
+    if beside:
+        return ["--overlap", *(["--gres=none"] if component.gres != "none" else [])]
+    # not --exact: without it a step has all CPUs and memory of its nodes, and a second one waits until it is gone,
+    # so that a restarted engine never meets the GPU memory of the one before
+    return gpu_options(component)
+
+
+def gpu_options(component: Component) -> list[str]:
+    """How GPUs are asked for, the same for jobs and steps."""
+    if component.gres == "none" or component.gpus_per_node == 0:
+        return []
+    kind = "" if component.gpu_type is None else f"{component.gpu_type}:"
+    if component.gres == "gres":
+        return [f"--gres=gpu:{kind}{component.gpus_per_node}"]
+    return [f"--gpus-per-node={kind}{component.gpus_per_node}"]
+
+
+def _file_pattern(path: Path) -> str:
+    """A file name for Slurm, which replaces ``%`` signs and takes a backslash as "replace nothing"."""
+    text = str(path)
+    if "\\" in text or "\n" in text:
+        raise HpcrlError(f"Slurm cannot write to {text!r}: a file name with a backslash or a line break")
+    return text.replace("%", "%%").replace("{task}", "%t")
+
+
+def _contained(
+    container: Container | None, group: RoleGroup, component: Component, command: Sequence[str], cwd: Path
+) -> list[str]:
+    """Container options and command."""
+    if container is None:
+        return list(command)
+    mounts = [*container.mounts, f"{cwd}:{cwd}"]
+    mounts = list(dict.fromkeys(mounts))
+    if container.kind == "pyxis":
+        options = [f"--container-image={container.image}", f"--container-mounts={','.join(mounts)}"]
+        options += [f"--container-workdir={cwd}"]
+        options += ["--container-mount-home" if container.mount_home else "--no-container-mount-home"]
+        # an image's own variables win over those of the step, unless they are named
+        names = ["HPCRL_RUN_DIR", *sorted(group.env)]
+        return [*options, f"--container-env={','.join(names)}", *command]
+    options = ["apptainer", "exec", *(["--nv"] if component.gpus_per_node and not group.beside else [])]
+    options += [] if container.mount_home else ["--no-home"]
+    for mount in mounts:
+        options += ["--bind", mount]
+    return [*options, "--pwd", os.fspath(cwd), container.image, *command]

@@ -1,0 +1,156 @@
+"""What a living Slurm says about itself, as far as a cluster profile wants to know."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+__all__ = ["PartitionFacts", "Shape", "SiteFacts", "SlurmFacts", "read_facts"]
+
+_DEAD = ("DOWN", "DRAIN", "FAIL", "NOT_RESPONDING", "INVALID", "POWERED_DOWN", "MAINT")
+
+
+class SlurmFacts(Protocol):
+    """Who can be asked; `hpcrl.slurm.client.SlurmClient` is one."""
+
+    def config(self) -> dict[str, str]:
+        """Settings of ``scontrol show config``."""
+
+    def show(self, kind: str, name: str | None = None) -> list[dict[str, str]]:
+        """Records of ``scontrol --oneliner show KIND``."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Shape of a node as Slurm is configured for it."""
+
+    gpus: int
+    gpu_type: str | None
+    cpus: int
+    memory_mib: int
+
+
+@dataclass(frozen=True)
+class PartitionFacts:
+    """A partition.
+
+    Attributes
+    ----------
+    nodes:
+        Nodes by shape, the most frequent shape first.
+    usable:
+        Nodes that could run a job now or later: not down, not drained.
+    max_time_h:
+        None without a limit.
+    accounts, qos:
+        What is allowed; empty for all.
+    shares_always:
+        Jobs share nodes whatever they ask for (``OverSubscribe=FORCE``).
+    """
+
+    name: str
+    up: bool
+    is_default: bool
+    nodes: tuple[tuple[Shape, int], ...]
+    usable: int
+    max_time_h: float | None
+    accounts: tuple[str, ...]
+    qos: tuple[str, ...]
+    shares_always: bool
+
+    @property
+    def total(self) -> int:
+        """All nodes."""
+        return sum(count for _, count in self.nodes)
+
+
+@dataclass(frozen=True)
+class SiteFacts:
+    """All that was found out."""
+
+    cluster: str
+    version: tuple[int, int]
+    partitions: tuple[PartitionFacts, ...]
+    has_gpus: bool
+    hetjob: bool
+    requeue: bool
+    accounting: bool
+    preempt_signal: bool
+    segment: bool
+
+    def partition(self, name: str) -> PartitionFacts | None:
+        """The partition of this name, if there is one."""
+        return next((partition for partition in self.partitions if partition.name == name), None)
+
+
+def read_facts(slurm: SlurmFacts) -> SiteFacts:
+    """Ask a Slurm. Three commands, none of which costs the controller much."""
+    config = slurm.config()
+    nodes = [record for record in slurm.show("node") if "NodeName" in record]
+    partitions = [record for record in slurm.show("partition") if "PartitionName" in record]
+    version = _version(config.get("SLURM_VERSION", ""))
+    # the older name of the parameter is still accepted
+    preempt = f"{config.get('PreemptParameters', '')},{config.get('SlurmctldParameters', '')}"
+    return SiteFacts(
+        cluster=config.get("ClusterName", ""),
+        version=version,
+        partitions=tuple(_partition(record, nodes) for record in partitions),
+        has_gpus="gpu" in config.get("GresTypes", "").split(","),
+        hetjob=config.get("SchedulerType", "") == "sched/backfill",
+        requeue=config.get("JobRequeue", "1") == "1",
+        accounting=config.get("AccountingStorageType", "").endswith("slurmdbd"),
+        preempt_signal="send_user_signal" in preempt,
+        segment=version >= (24, 5) and "block" in config.get("TopologyPlugin", ""),
+    )
+
+
+def _partition(record: Mapping[str, str], nodes: list[dict[str, str]]) -> PartitionFacts:
+    name = record["PartitionName"]
+    mine = [node for node in nodes if name in node.get("Partitions", "").split(",")]
+    shapes = Counter(_shape(node) for node in mine)
+    return PartitionFacts(
+        name=name,
+        up=record.get("State", "UP") == "UP",
+        is_default=record.get("Default", "NO") == "YES",
+        nodes=tuple(shapes.most_common()),
+        usable=sum(not any(word in node.get("State", "").upper() for word in _DEAD) for node in mine),
+        max_time_h=_hours(record.get("MaxTime", "UNLIMITED")),
+        accounts=_list(record.get("AllowAccounts", "ALL")),
+        qos=_list(record.get("AllowQos", "ALL")),
+        shares_always=record.get("OverSubscribe", "NO").startswith("FORCE"),
+    )
+
+
+def _shape(node: Mapping[str, str]) -> Shape:
+    gpus, gpu_type = 0, None
+    # gpu:h200:8(S:0-1),nvme:1 or gpu:8; "(null)" without any
+    for match in re.finditer(r"\bgpu:(?:([A-Za-z][\w.-]*):)?(\d+)", node.get("Gres", "")):
+        gpus += int(match[2])
+        gpu_type = match[1] or gpu_type
+    return Shape(gpus, gpu_type, _number(node.get("CPUTot", "0")), _number(node.get("RealMemory", "0")))
+
+
+def _number(text: str) -> int:
+    match = re.match(r"\d+", text)
+    return int(match[0]) if match else 0
+
+
+def _list(text: str) -> tuple[str, ...]:
+    return () if text in ("ALL", "", "(null)", "N/A") else tuple(text.split(","))
+
+
+def _version(text: str) -> tuple[int, int]:
+    match = re.match(r"(\d+)\.(\d+)", text)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
+
+
+def _hours(text: str) -> float | None:
+    """``D-HH:MM:SS``, ``HH:MM:SS``, ``MM:SS`` or ``UNLIMITED``."""
+    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
+    if match is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return days * 24 + hours + minutes / 60 + seconds / 3600

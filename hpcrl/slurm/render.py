@@ -1,0 +1,176 @@
+"""From a plan to sbatch scripts. Pure: same plan, same bytes.
+
+Templates hold layout, not logic. What they get is decided here and in `hpcrl.slurm.directives`; what goes into the
+shell passes ``sh_quote``; a name that is missing is an error.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jinja2
+
+from hpcrl.config.cluster import SlurmCluster
+from hpcrl.config.plan import Plan
+from hpcrl.config.resources import template_dirs
+from hpcrl.errors import UsageError
+from hpcrl.slurm.directives import JobIdentity, component_options, directive, job_options, repeated_options
+
+__all__ = ["Script", "render_jobs"]
+
+#: what of the submitter's environment a job keeps; patterns of the shell's `case`
+_KEPT = ("HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "LC_*", "TZ", "SLURM_*", "SLURMD_*")
+_SYSTEM_PATH = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
+
+Command = Callable[[str], Sequence[str]]
+"""The command line of the batch process, by part of the run."""
+
+
+@dataclass(frozen=True)
+class Script:
+    """One job of a run.
+
+    Attributes
+    ----------
+    part:
+        ``main``, or ``<role>-<replica>`` for the job of one replica (layout ``elastic``).
+    component, job:
+        Which nodes it brings.
+    text:
+        The script.
+    """
+
+    part: str
+    component: int
+    job: int
+    text: str
+
+    @property
+    def file_name(self) -> str:
+        """``job.sbatch`` for the main job."""
+        return "job.sbatch" if self.part == "main" else f"{self.part}.sbatch"
+
+
+def render_jobs(
+    plan: Plan,
+    cluster: SlurmCluster,
+    *,
+    run_id: str,
+    command: Command,
+    cwd: Path,
+    output: Callable[[str], Path] | None = None,
+    exclude: Sequence[str] = (),
+    templates: Path | None = None,
+) -> list[Script]:
+    """Render all jobs of a run, the main one first.
+
+    Parameters
+    ----------
+    plan, cluster:
+        What the jobs are and where.
+    run_id:
+        Goes into the comment of each job, so that it can be found when the answer of a submit was lost.
+    command:
+        Gives the batch process of a part; the script's last line is ``exec`` of it.
+    cwd:
+        Working directory of supervisor and roles.
+    output:
+        Gives the file for what a part's batch process prints; ``<part>.log`` in the run directory by default.
+    exclude:
+        Nodes to stay away from.
+    templates:
+        A directory that is searched before all others.
+
+    Raises
+    ------
+    UsageError
+        A template is missing or wrong, or a value cannot be passed to Slurm.
+    """
+    assert plan.layout.kind != "local", "a local run has no script"
+    template = _environment(templates).get_template(f"{plan.layout.kind}.sbatch.j2")
+    scripts = []
+    for part, components, job in _parts(plan):
+        identity = JobIdentity(plan.run, run_id, part)
+        log = output(part) if output is not None else plan.run_dir / f"{part}.log"
+        options = [
+            [
+                *(
+                    job_options(plan, identity, output=log, cwd=cwd, exclude=tuple(exclude))
+                    if position == 0
+                    else repeated_options(plan, identity)
+                ),
+                *component_options(plan.layout.components[index]),
+            ]
+            for position, index in enumerate(components)
+        ]
+        context = {
+            "run": plan.run,
+            "recipe": plan.recipe,
+            "cluster": plan.cluster,
+            "part": part,
+            "shares": _shares(plan),
+            "components": [[directive(option) for option in component] for component in options],
+            "kept": [*_KEPT, *cluster.launch.inherit],
+            "path": ":".join([*cluster.launch.path, *_SYSTEM_PATH]),
+            "module_init": cluster.launch.module_init,
+            "modules": cluster.launch.modules,
+            "command": list(command(part)),
+        }
+        try:
+            text = template.render(context)
+        except jinja2.TemplateError as error:
+            raise UsageError(f"{template.filename}: {error}\n    way out: correct the template") from error
+        scripts.append(Script(part, components[0], job, text))
+    return scripts
+
+
+def _parts(plan: Plan) -> list[tuple[str, list[int], int]]:
+    """Name, components and job number of each script."""
+    indices = list(range(len(plan.layout.components)))
+    if plan.layout.kind != "elastic":
+        return [("main", indices, 0)]
+    parts: list[tuple[str, list[int], int]] = [("main", indices[:1], 0)]
+    for index in indices[1:]:
+        component = plan.layout.components[index]
+        parts += [(f"{component.roles[0]}-{job}", [index], job) for job in range(component.jobs)]
+    return parts
+
+
+def _shares(plan: Plan) -> list[str]:
+    """What each role has, for the head of the script."""
+    shares = []
+    for group in sorted(plan.groups, key=lambda group: (group.component, group.first_node, group.beside)):
+        if group.beside:
+            shares.append(f"{group.role.value} beside {plan.component(group).roles[0]}")
+        else:
+            shares.append(f"{group.role.value} {group.replicas} x {_count(group.nodes, 'node')}")
+    return shares
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def _environment(templates: Path | None) -> jinja2.Environment:
+    if templates is not None and not templates.is_dir():
+        raise UsageError(f"{templates} is no directory of templates")
+    directories = [*([templates] if templates is not None else []), *template_dirs()]
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader([str(directory) for directory in directories]),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+    environment.filters["sh_quote"] = _sh_quote
+    return environment
+
+
+def _sh_quote(value: object) -> str:
+    if not isinstance(value, str):
+        raise jinja2.TemplateError(f"sh_quote takes text, not {value!r}")
+    return shlex.quote(value)

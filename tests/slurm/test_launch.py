@@ -1,0 +1,195 @@
+"""One function for every layout: what a replica is started with."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+from plans import APPTAINER, CWD, PYXIS, allocations_for, plan_for
+
+from hpcrl.config.load import load_cluster, load_recipe
+from hpcrl.config.plan import Plan, Role
+from hpcrl.errors import HpcrlError
+from hpcrl.planning import make_plan
+from hpcrl.slurm.launch import Allocation, Launch, allocations_from_env, launch_replica, step_environment
+
+TWO_BY_TWO = ("trainer.ranks=2", "trainer.nodes=2", "engine.replicas=2")
+
+
+def start(plan: Plan, role: Role, replica: int = 0, output: Path | None = None) -> Launch:
+    return launch_replica(
+        plan,
+        plan.group(role),
+        replica,
+        command=["run", "it's"],
+        cwd=CWD,
+        allocations=allocations_for(plan),
+        output=output,
+    )
+
+
+def options(launch: Launch) -> dict[str, str]:
+    """Options of srun by name, up to the command."""
+    assert launch.argv[0] == "srun"
+    pairs = [word.partition("=") for word in launch.argv[1:] if word.startswith("--")]
+    assert len({name for name, _, _ in pairs}) == len(pairs), "an option stands twice"
+    return {name: value for name, _, value in pairs}
+
+
+def test_local_is_the_command_itself() -> None:
+    plan = make_plan(load_recipe("quickstart").value, load_cluster("local").value, "r", Path("/r"))
+    launch = launch_replica(plan, plan.group(Role.ENGINE), 0, command=["a", "b c"], cwd=CWD)
+    assert launch == Launch(("a", "b c"), (), 1)
+
+
+@pytest.mark.parametrize(
+    ("layout", "role", "replica", "which", "hosts"),
+    [
+        ("hetjob", Role.TRAINER, 0, ("--het-group", "0"), "n001,n002"),
+        ("hetjob", Role.ENGINE, 0, ("--het-group", "1"), "n003"),
+        ("hetjob", Role.ENGINE, 1, ("--het-group", "1"), "n004"),
+        ("hetjob", Role.ORCHESTRATOR, 0, ("--het-group", "0"), "n001"),
+        ("single", Role.TRAINER, 0, None, "n001,n002"),
+        ("single", Role.ENGINE, 0, None, "n003"),
+        ("single", Role.ENGINE, 1, None, "n004"),
+        ("single", Role.ORCHESTRATOR, 0, None, "n001"),
+        ("elastic", Role.TRAINER, 0, None, "n001,n002"),
+        ("elastic", Role.ENGINE, 0, ("--jobid", "7010"), "n003"),
+        ("elastic", Role.ENGINE, 1, ("--jobid", "7011"), "n004"),
+        ("elastic", Role.ORCHESTRATOR, 0, None, "n001"),
+    ],
+)
+def test_layouts_differ_in_which_job_only(
+    layout: str, role: Role, replica: int, which: tuple[str, str] | None, hosts: str
+) -> None:
+    plan, _ = plan_for("quickstart", "devcluster", *TWO_BY_TWO, f"job.layout={layout}")
+    launch = start(plan, role, replica)
+    found = options(launch)
+    assert {name: found.get(name) for name in ("--het-group", "--jobid")} == {
+        "--het-group": None,
+        "--jobid": None,
+        **(dict([which]) if which else {}),
+    }
+    assert found["--nodelist"] == hosts
+    assert launch.hosts == tuple(hosts.split(","))
+    assert launch.tasks == int(found["--ntasks"]) == int(found["--nodes"]) == len(launch.hosts)
+    assert found["--job-name"] == f"{role.value}-{replica}"
+    # always: one failed rank ends its replica, the environment reaches the tasks, nobody waits for PMI
+    assert (found["--kill-on-bad-exit"], found["--export"], found["--mpi"]) == ("1", "ALL", "none")
+    assert launch.argv[-2:] == ("run", "it's")
+
+
+@pytest.mark.parametrize(
+    ("gres", "gpu_type", "own", "beside"),
+    [
+        ("gres", "h200", "--gres=gpu:h200:8", "--gres=none"),
+        ("gres", None, "--gres=gpu:8", "--gres=none"),
+        ("gpus_per_node", "h200", "--gpus-per-node=h200:8", "--gres=none"),
+        ("gpus_per_node", None, "--gpus-per-node=8", "--gres=none"),
+        ("none", "h200", None, None),
+    ],
+)
+def test_gpus(gres: str, gpu_type: str | None, own: str | None, beside: str | None) -> None:
+    _, site = plan_for("quickstart", "devcluster")
+    partitions = site.model_dump()["partitions"]
+    partitions["gpu"]["node"]["gpu_type"] = gpu_type
+    plan, _ = plan_for("quickstart", "devcluster", gres=gres, partitions=partitions)
+
+    def gpu_options(role: Role) -> list[str]:
+        return [word for word in start(plan, role).argv if word.startswith(("--gres", "--gpus"))]
+
+    assert gpu_options(Role.TRAINER) == gpu_options(Role.ENGINE) == ([own] if own else [])
+    assert gpu_options(Role.ORCHESTRATOR) == ([beside] if beside else [])
+
+
+def test_only_what_runs_beside_overlaps() -> None:
+    plan, _ = plan_for("quickstart", "devcluster")
+    assert "--overlap" in start(plan, Role.ORCHESTRATOR).argv
+    # a restarted engine waits until the memory of the one before is free
+    assert "--overlap" not in start(plan, Role.ENGINE).argv
+    assert "--overlap" not in start(plan, Role.TRAINER).argv
+
+
+def test_reference_run_takes_every_node_once() -> None:
+    plan, _ = plan_for("glm5_swe", "h200-28", "job.payload=probe")
+    launches = [start(plan, g.role, r) for g in plan.groups if not g.beside for r in range(g.replicas)]
+    hosts = [host for launch in launches for host in launch.hosts]
+    assert sorted(hosts) == [f"n{i:03d}" for i in range(1, 29)]
+    assert sum(launch.tasks for launch in launches) == plan.layout.gpus == 224
+    assert {options(launch)["--ntasks-per-node"] for launch in launches} == {"8"}
+
+
+def test_torchrun_is_one_task_a_node() -> None:
+    plan, _ = plan_for("quickstart", "devcluster", "trainer.ranks=4", "trainer.nodes=2")
+    command = plan.group(Role.TRAINER).command
+    assert command[command.index("--nnodes") + 1] == "2"
+    assert command[command.index("--node-rank") + 1] == "{node_rank}"
+    assert command[command.index("--nproc-per-node") + 1] == "2"
+    assert options(start(plan, Role.TRAINER))["--ntasks-per-node"] == "1"
+
+
+def test_pyxis() -> None:
+    plan, _ = plan_for("quickstart", "devcluster", container=PYXIS)
+    found = options(start(plan, Role.ENGINE))
+    assert found["--container-image"] == "/images/hpcrl.sqsh"
+    mounts = found["--container-mounts"].split(",")
+    assert {"/runs:/runs", "/data:/data:ro", f"{CWD}:{CWD}"} < set(mounts)
+    assert found["--container-workdir"] == str(CWD)
+    assert "--no-container-mount-home" in found
+    assert "OMP_NUM_THREADS" in found["--container-env"].split(",")
+    assert start(plan, Role.ENGINE).argv[-2:] == ("run", "it's")
+
+
+def test_apptainer() -> None:
+    plan, _ = plan_for("quickstart", "devcluster", container=APPTAINER)
+    argv = start(plan, Role.ENGINE).argv
+    inner = argv[argv.index("apptainer") :]
+    assert inner[:3] == ("apptainer", "exec", "--nv")
+    assert ("--bind", "/data:/data:ro") in itertools.pairwise(inner)
+    assert "--no-home" not in inner
+    assert inner[-5:] == ("--pwd", str(CWD), "/images/hpcrl.sif", "run", "it's")
+    # no GPU for what runs beside
+    assert "--nv" not in start(plan, Role.ORCHESTRATOR).argv
+    assert plan.python == "python3"
+
+
+def test_output_of_tasks() -> None:
+    plan, _ = plan_for("quickstart", "devcluster")
+    argv = start(plan, Role.ENGINE, output=Path("/runs/100%j it's/logs/0-{task}.log")).argv
+    assert "--output=/runs/100%%j it's/logs/0-%t.log" in argv
+    assert "--open-mode=append" in argv
+    with pytest.raises(HpcrlError, match="backslash"):
+        start(plan, Role.ENGINE, output=Path("/runs/a\\b"))
+
+
+def test_nodes_that_are_not_there() -> None:
+    plan, _ = plan_for("quickstart", "devcluster", "engine.replicas=2", "job.layout=elastic")
+    group, nodes = plan.group(Role.ENGINE), allocations_for(plan)
+    del nodes[1, 1]
+    with pytest.raises(HpcrlError, match="engine 1 has no nodes: job 1 of component 1 is not running"):
+        launch_replica(plan, group, 1, command=["x"], cwd=CWD, allocations=nodes)
+    plan, _ = plan_for("quickstart", "devcluster", "engine.replicas=2", "job.layout=single")
+    short = {(0, 0): Allocation(("n1", "n2"))}
+    with pytest.raises(HpcrlError, match="needs nodes 2 to 2 of component 0, which has 2"):
+        launch_replica(plan, plan.group(Role.ENGINE), 1, command=["x"], cwd=CWD, allocations=short)
+
+
+def test_allocations_from_the_batch_environment() -> None:
+    plan, _ = plan_for("quickstart", "devcluster", *TWO_BY_TWO, "job.layout=hetjob")
+    environ = {"SLURM_JOB_NODELIST_HET_GROUP_0": "n[001-002]", "SLURM_JOB_NODELIST_HET_GROUP_1": "n[003-004]"}
+    assert allocations_from_env(plan, environ) == allocations_for(plan)
+    with pytest.raises(HpcrlError, match="HET_GROUP_1 is not set"):
+        allocations_from_env(plan, {"SLURM_JOB_NODELIST_HET_GROUP_0": "n[001-002]"})
+    with pytest.raises(HpcrlError, match="has 1 nodes, the plan 2"):
+        allocations_from_env(plan, {**environ, "SLURM_JOB_NODELIST_HET_GROUP_1": "n3"})
+    for layout, nodes in (("single", "n[001-004]"), ("elastic", "n[001-002]")):
+        plan, _ = plan_for("quickstart", "devcluster", *TWO_BY_TWO, f"job.layout={layout}")
+        assert allocations_from_env(plan, {"SLURM_JOB_NODELIST": nodes})[0, 0] == allocations_for(plan)[0, 0]
+
+
+def test_options_of_the_job_do_not_leak_into_steps() -> None:
+    environ = {"SLURM_JOB_ID": "7", "SLURM_GPUS_PER_NODE": "8", "SLURM_EXPORT_ENV": "NONE", "SRUN_CPUS_PER_TASK": "4"}
+    environ |= {"SLURM_CONF": "/etc/slurm.conf", "HOME": "/h", "SLURM_JOB_NODELIST_HET_GROUP_0": "a"}
+    kept = {"SLURM_JOB_ID", "SLURM_CONF", "HOME", "SLURM_JOB_NODELIST_HET_GROUP_0"}
+    assert set(step_environment(environ)) == kept

@@ -1,0 +1,94 @@
+"""``hpcrl render`` and ``hpcrl plan`` for Slurm sites."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpcrl.cli.main import main
+from hpcrl.config.plan import Plan
+
+
+@pytest.fixture(autouse=True)
+def in_a_directory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.delenv("HPCRL_RUNS_ROOT", raising=False)
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["hpcrl", *arguments])
+    with pytest.raises(SystemExit) as exit_info:
+        main()
+    return int(exit_info.value.code or 0)
+
+
+@pytest.mark.parametrize(
+    ("layout", "scripts"),
+    [
+        ("hetjob", ["job.sbatch"]),
+        ("single", ["job.sbatch"]),
+        ("elastic", ["job.sbatch", "engine-0.sbatch", "engine-1.sbatch"]),
+    ],
+)
+def test_render(
+    layout: str, scripts: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    settings = ["--set", f"job.layout={layout}", "--set", "engine.replicas=2"]
+    assert run(monkeypatch, "render", "quickstart", "-c", "devcluster", "-o", "out", "--name", "mine", *settings) == 0
+    assert capsys.readouterr().out.split() == [f"out/{name}" for name in ("plan.json", *scripts)]
+    plan = Plan.model_validate_json((tmp_path / "out/plan.json").read_bytes())
+    assert (plan.run, plan.run_dir, plan.layout.kind) == ("mine", tmp_path / "runs/mine", layout)
+    assert f"#SBATCH --output={tmp_path}/runs/mine/main.log" in (tmp_path / "out/job.sbatch").read_text()
+    # nothing but the scripts: no run directory
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_render_needs_a_site(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, "render", "quickstart", "-o", "out") == 2
+    assert "local is no Slurm site" in capsys.readouterr().err
+
+
+def test_plan_shows_nodes_and_sources(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, "plan", "glm5_swe", "-c", "h200-28", "--set", "job.payload=probe", "--env") == 0
+    out = capsys.readouterr().out
+    assert "hetjob (the recipe says so): 28 nodes, 224 GPUs" in out
+    rows = [line.split() for line in out.splitlines()]
+    assert ["prefill", "1", "gpu", "4", "x", "2", "0-7", "8", "64"] in rows
+    assert ["trainer", "UCX_NET_DEVICES"] not in [row[:2] for row in rows]
+    assert ["decode", "NCCL_SOCKET_IFNAME", "=bond0", "cluster.partitions.gpu.node"] in rows
+    assert ["decode", "UCX_RCACHE_MAX_UNRELEASED", "1024", "cluster.env_by_role.engine"] in rows
+
+
+def test_plan_of_the_quickstart_is_the_same_loop(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plans = []
+    for cluster in ("local", "devcluster"):
+        assert run(monkeypatch, "plan", "quickstart", "-c", cluster, "--json") == 0
+        plans.append(json.loads(capsys.readouterr().out))
+    local, site = plans
+    assert [group["command"] for group in local["groups"]] == [group["command"] for group in site["groups"]]
+    assert local["layout"]["components"] == []
+    assert [component["nodes"] for component in site["layout"]["components"]] == [2]
+
+
+def test_real_roles_of_the_reference_run_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "submit", "glm5_swe", "-c", "h200-28") == 2
+    err = capsys.readouterr().err
+    assert "cannot start vLLM engines yet, nor the router and the KV store" in err
+    assert "--set job.payload=probe" in err
+
+
+def test_dry_run_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    settings = ("--set", "job.payload=probe", "--dry-run")
+    assert run(monkeypatch, "submit", "glm5_swe", "-c", "devcluster", *settings) == 0
+    assert "28 nodes, 224 GPUs" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
