@@ -22,6 +22,8 @@ _LEAST_CRED_EXPIRE_S = 5
 class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Shape of a virtual cluster. Sizes are what Slurm believes; the machine may be much smaller.
 
+    The defaults are those of the packaged cluster profile ``devcluster``.
+
     Attributes
     ----------
     name:
@@ -53,9 +55,9 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True):
     nodes: int = 28
     gpus: int = 8
     gpu_type: str = "h200"
-    cpus: int = 96
+    cpus: int = 8
     sockets: int = 2
-    memory_mib: int = 2_000_000
+    memory_mib: int = 2000
     partition: str = "gpu"
     urgent_partition: str = "urgent"
     accounting: bool = False
