@@ -14,6 +14,7 @@ models/quickstart/config.json: recipes/quickstart.yaml
 	$(BIN)/hpcrl warmup recipes/quickstart.yaml --replace
 
 test: lint
+	@python3 tools/bootstrap.py all dev --slurm
 	@$(BIN)/python -m pytest
 
 lint:

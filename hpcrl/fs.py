@@ -7,6 +7,7 @@ Everything here works on NFS: one temporary name in the same directory, ``fsync`
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
@@ -18,16 +19,17 @@ import xxhash
 
 __all__ = [
     "FileRecord",
+    "NumberedDirectories",
     "StagedDirectory",
     "atomic_write",
     "check_files",
     "fsync_dir",
     "hash_file",
-    "is_staging_name",
     "write_json",
 ]
 
 _STAGING_PREFIX = ".staging-"
+_REMOVED_PREFIX = ".removed-"
 _READ_BLOCK_BYTES = 8 << 20
 
 
@@ -104,11 +106,6 @@ def check_files(directory: Path, files: Mapping[str, FileRecord], *, content: bo
             yield f"{name} does not have the content that the manifest says"
 
 
-def is_staging_name(name: str) -> bool:
-    """Whether a directory entry is an unfinished `StagedDirectory`."""
-    return name.startswith(_STAGING_PREFIX)
-
-
 class StagedDirectory:
     """A directory that is built under a hidden name and appears under its own name at once.
 
@@ -151,3 +148,48 @@ class StagedDirectory:
     def discard(self) -> None:
         """Remove what was staged."""
         shutil.rmtree(self.path, ignore_errors=True)
+
+
+class NumberedDirectories:
+    """Directories ``<prefix>000012`` below a root, each of them whole or absent."""
+
+    def __init__(self, root: Path, prefix: str) -> None:
+        self.root, self._prefix = root, prefix
+        self._name = re.compile(rf"{re.escape(prefix)}(\d{{6,}})")
+
+    def path_of(self, number: int) -> Path:
+        return self.root / f"{self._prefix}{number:06d}"
+
+    def numbers(self) -> list[int]:
+        """Numbers that exist, ascending.
+
+        Lists the directory rather than asking for a name: an NFS client may remember for a minute that a
+        name did not exist, but a listing is revalidated.
+        """
+        try:
+            names = os.listdir(self.root)
+        except FileNotFoundError:
+            return []
+        return sorted(int(match[1]) for name in names if (match := self._name.fullmatch(name)))
+
+    def stage(self, number: int, *, token: str) -> StagedDirectory:
+        """A staging directory for ``number``; ``token`` names the writer and is equal on all its ranks."""
+        return StagedDirectory(self.path_of(number), token=token)
+
+    def remove(self, number: int) -> None:
+        """Remove a directory: hidden at once, then deleted, so that no reader opens a half-deleted one."""
+        path = self.path_of(number)
+        hidden = path.with_name(f"{_REMOVED_PREFIX}{path.name}")
+        shutil.rmtree(hidden, ignore_errors=True)
+        try:
+            os.rename(path, hidden)
+        except FileNotFoundError:
+            return
+        shutil.rmtree(hidden, ignore_errors=True)
+
+    def sweep(self) -> None:
+        """Remove what writers and removers that died have left. Only for the one writer of the root."""
+        if self.root.is_dir():
+            for name in os.listdir(self.root):
+                if name.startswith((_STAGING_PREFIX, _REMOVED_PREFIX)):
+                    shutil.rmtree(self.root / name, ignore_errors=True)

@@ -18,6 +18,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 MINIMUM = (3, 11)
+#: programs that tests with a real Slurm use, and the Debian packages that have them
+SLURM_PACKAGES = {
+    "munged": "munge",
+    "slurmctld": "slurm-wlm",
+    "slurmd": "slurm-wlm",
+    "slurmdbd": "slurmdbd",
+    "mariadbd": "mariadb-server",
+    "bindfs": "bindfs",
+    "fusermount3": "fuse3",
+}
 #: what the stamp depends on
 INPUTS = ("pyproject.toml", "constraints.txt", "tools/bootstrap.py")
 
@@ -25,7 +35,11 @@ INPUTS = ("pyproject.toml", "constraints.txt", "tools/bootstrap.py")
 def main() -> int:
     parser = argparse.ArgumentParser(description="Set up .venv with the given extras of hpcrl.")
     parser.add_argument("extras", nargs="+", help="extras of pyproject.toml, for example: dev")
-    extras = parser.parse_args().extras
+    parser.add_argument("--slurm", action="store_true", help="install the packages of tests with a real Slurm, too")
+    arguments = parser.parse_args()
+    if arguments.slurm:
+        _install_slurm()
+    extras = arguments.extras
     if sys.version_info < MINIMUM:
         found = ".".join(map(str, sys.version_info[:3]))
         return _fail(f"hpcrl needs Python {MINIMUM[0]}.{MINIMUM[1]} or newer, {sys.executable} is {found}")
@@ -62,13 +76,26 @@ def _make_venv() -> bool:
     return True
 
 
-def _apt_install(package: str) -> bool:
+def _install_slurm() -> None:
+    """Install what is missing of Slurm where we may; else say what will not be tested. Never fails."""
+    path = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"  # daemons are not on a user's path
+    missing = dict.fromkeys(p for program, p in SLURM_PACKAGES.items() if shutil.which(program, path=path) is None)
+    if missing and not _apt_install(*missing):
+        _fail(
+            "tests with a real Slurm will be SKIPPED: packages are missing, and could not be installed\n"
+            f"    way out: sudo apt-get install {' '.join(missing)}"
+        )
+
+
+def _apt_install(*packages: str) -> bool:
     apt = shutil.which("apt-get")
     if apt is None or os.geteuid() != 0:
         return False
-    print(f"installing {package} with apt-get", flush=True)
+    print(f"installing {' '.join(packages)} with apt-get", flush=True)
     env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    for command in ([apt, "update", "-q"], [apt, "install", "-y", "-q", package]):
+    wait = "DPkg::Lock::Timeout=120"
+    install = [apt, "-o", wait, "install", "-y", "-q", "--no-install-recommends", *packages]
+    for command in ([apt, "update", "-q"], install):
         if subprocess.run(command, env=env, check=False).returncode:
             return False
     return True

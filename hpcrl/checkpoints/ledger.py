@@ -11,8 +11,6 @@
 from __future__ import annotations
 
 import os
-import re
-import shutil
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -20,12 +18,11 @@ from typing import NamedTuple
 import msgspec
 
 from hpcrl.errors import CheckpointError
-from hpcrl.fs import FileRecord, StagedDirectory, check_files, hash_file, is_staging_name, write_json
+from hpcrl.fs import FileRecord, NumberedDirectories, StagedDirectory, check_files, hash_file, write_json
 
 __all__ = ["CheckpointEntry", "CheckpointLedger", "CheckpointManifest", "Choice"]
 
 FORMAT_VERSION = 1
-_NAME = re.compile(r"step-(\d{6,})")
 _MANIFEST = "manifest.json"
 TRAINER_DIR = "trainer"
 ORCHESTRATOR_FILE = "orchestrator.msgpack"
@@ -118,21 +115,18 @@ class CheckpointLedger:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self._directories = NumberedDirectories(root, "step-")
 
     def path_of(self, step: int) -> Path:
-        return self.root / f"step-{step:06d}"
+        return self._directories.path_of(step)
 
     def steps(self) -> list[int]:
         """Steps with an entry, ascending."""
-        try:
-            names = os.listdir(self.root)
-        except FileNotFoundError:
-            return []
-        return sorted(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
+        return self._directories.numbers()
 
     def stage(self, step: int, *, token: str) -> StagedDirectory:
         """A staging directory for the entry of ``step``; all ranks write below its ``path / "trainer"``."""
-        return StagedDirectory(self.path_of(step), token=token)
+        return self._directories.stage(step, token=token)
 
     def commit(
         self,
@@ -196,14 +190,7 @@ class CheckpointLedger:
 
     def remove(self, step: int) -> None:
         """Remove an entry: hidden at once, then deleted."""
-        path = self.path_of(step)
-        hidden = path.with_name(f".removed-{path.name}")
-        shutil.rmtree(hidden, ignore_errors=True)
-        try:
-            os.rename(path, hidden)
-        except FileNotFoundError:
-            return
-        shutil.rmtree(hidden, ignore_errors=True)
+        self._directories.remove(step)
 
     def retain(self, *, keep_last: int) -> list[int]:
         """Remove all but the newest ``keep_last`` entries and unfinished ones; returns removed steps."""
@@ -211,8 +198,5 @@ class CheckpointLedger:
         doomed = steps[: max(0, len(steps) - keep_last)]
         for step in doomed:
             self.remove(step)
-        if self.root.is_dir():
-            for name in os.listdir(self.root):
-                if is_staging_name(name) or name.startswith(".removed-"):
-                    shutil.rmtree(self.root / name, ignore_errors=True)
+        self._directories.sweep()
         return doomed

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hpcrl.cli.options import ClusterOption, JsonOption, RecipeArgument, SetOption
+from hpcrl.cli.output import table_console
 
 if TYPE_CHECKING:
     from hpcrl.config.load import Loaded
@@ -102,7 +103,6 @@ def cluster_show(
 def _print_listing(rows: list[dict[str, str]], as_json: bool) -> None:
     import json
 
-    from rich.console import Console
     from rich.table import Table
 
     if as_json:
@@ -113,13 +113,12 @@ def _print_listing(rows: list[dict[str, str]], as_json: bool) -> None:
         table.add_column(column, overflow="fold")
     for row in rows:
         table.add_row(row["name"], row["description"], row["path"])
-    Console().print(table)
+    table_console().print(table)
 
 
 def _print_resolved(loaded: Loaded[Any], as_json: bool) -> None:
     import json
 
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -135,4 +134,4 @@ def _print_resolved(loaded: Loaded[Any], as_json: bool) -> None:
     for key, value, origin in rows:
         style = "dim" if origin == "default" else ""
         table.add_row(key, Text(json.dumps(value), style=style), Text(origin, style=style))
-    Console().print(table)
+    table_console().print(table)

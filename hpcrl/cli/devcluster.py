@@ -42,8 +42,8 @@ def up(
     nodes: Annotated[int, typer.Option(help="Number of nodes.")] = 28,
     gpus: Annotated[int, typer.Option(help="GPUs of a node (fake: Slurm counts them).")] = 8,
     gpu_type: Annotated[str, typer.Option(help="Type of the GPUs.")] = "h200",
-    cpus: Annotated[int, typer.Option(help="Cores of a node, as Slurm believes.")] = 96,
-    memory_gib: Annotated[int, typer.Option(help="Memory of a node in GiB, as Slurm believes.")] = 1950,
+    cpus: Annotated[int, typer.Option(help="Cores of a node, as Slurm believes.")] = 8,
+    memory_mib: Annotated[int, typer.Option(help="Memory of a node in MiB, as Slurm believes.")] = 2000,
     accounting: Annotated[
         bool, typer.Option("--accounting", help="With slurmdbd and MariaDB, so that sacct works.")
     ] = False,
@@ -69,7 +69,7 @@ def up(
         gpus=gpus,
         gpu_type=gpu_type,
         cpus=cpus,
-        memory_mib=memory_gib << 10,
+        memory_mib=memory_mib,
         accounting=accounting,
         stale_s=stale_s,
     )

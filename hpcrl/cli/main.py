@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from hpcrl import __version__
-from hpcrl.cli import configuration, devcluster, planning, render, runs, sites, submit, warmup
+from hpcrl.cli import configuration, devcluster, planning, render, runs, sites, stores, submit, warmup
 from hpcrl.errors import ExitCode, HpcrlError
 
 __all__ = ["app", "main"]
@@ -37,7 +37,7 @@ def _options(
     pass
 
 
-for module in (submit, runs, planning, render, configuration, sites, warmup, devcluster):
+for module in (submit, runs, stores, planning, render, configuration, sites, warmup, devcluster):
     module.register(app)
 
 

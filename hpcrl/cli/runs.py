@@ -50,8 +50,7 @@ def status(
 
 def list_runs(as_json: JsonOption = False, root: RunsRootOption = None) -> None:
     """List runs, newest first."""
-    from rich.console import Console
-
+    from hpcrl.cli.output import table_console
     from hpcrl.runs.listing import list_rows, listing_document, listing_table
 
     ask_slurm()
@@ -60,7 +59,7 @@ def list_runs(as_json: JsonOption = False, root: RunsRootOption = None) -> None:
     if as_json:
         typer.echo(listing_document(rows))
     elif rows:
-        Console().print(listing_table(rows))
+        table_console().print(listing_table(rows))
     else:
         typer.echo(f"there is no run in {directory}; hpcrl submit RECIPE starts one", err=True)
 

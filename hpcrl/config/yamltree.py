@@ -73,6 +73,11 @@ def _problem(error: yaml.YAMLError) -> str:
     return getattr(error, "problem", None) or str(error).splitlines()[0]
 
 
+def _shown(path: Path) -> Path:
+    """As a person would write it: relative to here where it lies below."""
+    return path.relative_to(Path.cwd()) if path.is_absolute() and path.is_relative_to(Path.cwd()) else path
+
+
 class _Builder:
     """Turns YAML nodes into values and remembers where each stood."""
 
@@ -110,4 +115,4 @@ class _Builder:
         return result
 
     def _where(self, node: yaml.Node) -> str:
-        return f"{self._path}:{node.start_mark.line + 1}"
+        return f"{_shown(self._path)}:{node.start_mark.line + 1}"

@@ -16,9 +16,13 @@ _NAME = re.compile(r"[a-z][a-z0-9]{0,30}")
 _ADDRESSES_A_PORT = 250
 """Loopback addresses that one port number stands for; see `Record.nodes`."""
 
+_LEAST_CRED_EXPIRE_S = 5
+
 
 class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Shape of a virtual cluster. Sizes are what Slurm believes; the machine may be much smaller.
+
+    The defaults are those of the packaged cluster profile ``devcluster``.
 
     Attributes
     ----------
@@ -36,7 +40,7 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True):
         Each node sees ``shared/`` with attributes and names cached for this many seconds, as over NFS; None: as it
         is.
     requeue_delay_s:
-        A requeued job waits this long at least.
+        A requeued job waits this long at least; 5 or more (Slurm takes its default of 2 minutes for less).
     grace_s:
         Between the signal of a preemption and its kill.
     kill_wait_s:
@@ -51,9 +55,9 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True):
     nodes: int = 28
     gpus: int = 8
     gpu_type: str = "h200"
-    cpus: int = 96
+    cpus: int = 8
     sockets: int = 2
-    memory_mib: int = 2_000_000
+    memory_mib: int = 2000
     partition: str = "gpu"
     urgent_partition: str = "urgent"
     accounting: bool = False
@@ -78,6 +82,10 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True):
             raise UsageError(f"{self.gpus} GPUs: a node has 0 to 64")
         if self.cpus < 1 or self.cpus % self.sockets:
             raise UsageError(f"{self.cpus} cores do not fill {self.sockets} sockets")
+        if self.requeue_delay_s < _LEAST_CRED_EXPIRE_S:
+            raise UsageError(
+                f"a requeue delay of {self.requeue_delay_s} s: Slurm takes {_LEAST_CRED_EXPIRE_S} s or more"
+            )
         if self.stale_s is not None and self.stale_s < 0:
             raise UsageError(f"--stale-s {self.stale_s:g} is negative")
 

@@ -83,7 +83,8 @@ class SlurmClient:
         job_ids:
             Ids of jobs; of heterogeneous ones the leader's.
         expected:
-            Number of components by job id, where known: fewer ended ones do not make an ended job.
+            Number of components by job id, where known: fewer ended ones do not make an ended job. Give it: right
+            after the end, ``sacct`` shows a heterogeneous job as a plain one for a second or two (seen on 22.05).
 
         Returns
         -------

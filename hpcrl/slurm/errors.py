@@ -102,6 +102,7 @@ _AWAY = (
     "communication connection failure",
     "unexpected message received",
     "slurm temporarily unable to accept job",
+    "munge encode failed",  # munged is away on this machine
 )
 """Parts of messages (lower case) that mean: nobody answered. From slurm_errno.c and src/api, 22.05 to 25.11."""
 

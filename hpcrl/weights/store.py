@@ -12,9 +12,6 @@ complete or does not exist, and is a Hugging Face model directory that transform
 
 from __future__ import annotations
 
-import os
-import re
-import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,13 +19,12 @@ from pathlib import Path
 import msgspec
 
 from hpcrl.errors import HandoffError
-from hpcrl.fs import FileRecord, StagedDirectory, atomic_write, check_files, hash_file, is_staging_name, write_json
+from hpcrl.fs import FileRecord, NumberedDirectories, StagedDirectory, atomic_write, check_files, hash_file, write_json
 from hpcrl.weights.shard import TensorRecord
 
 __all__ = ["FORMAT_VERSION", "Handoff", "HandoffStore", "Manifest", "ShardResult"]
 
 FORMAT_VERSION = 1
-_NAME = re.compile(r"v(\d{6,})")
 _MANIFEST = "manifest.json"
 _INDEX = "model.safetensors.index.json"
 #: what a model directory needs beside weights; copied from the start model where present
@@ -139,21 +135,14 @@ class HandoffStore:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self._directories = NumberedDirectories(root, "v")
 
     def path_of(self, version: int) -> Path:
-        return self.root / f"v{version:06d}"
+        return self._directories.path_of(version)
 
     def versions(self) -> list[int]:
-        """Published versions, ascending.
-
-        Lists the directory rather than asking for a name: an NFS client may remember for a minute that a
-        name did not exist, but a listing is revalidated.
-        """
-        try:
-            names = os.listdir(self.root)
-        except FileNotFoundError:
-            return []
-        return sorted(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
+        """Published versions, ascending. Sees new ones at once, also through a stale NFS cache."""
+        return self._directories.numbers()
 
     def newest(self) -> int | None:
         """The highest published version; None where there is none."""
@@ -166,7 +155,7 @@ class HandoffStore:
 
     def stage(self, version: int, *, token: str) -> StagedDirectory:
         """A staging directory for ``version``; ``token`` names the writer and is equal on all its ranks."""
-        return StagedDirectory(self.path_of(version), token=token)
+        return self._directories.stage(version, token=token)
 
     def publish(
         self,
@@ -234,14 +223,7 @@ class HandoffStore:
 
     def remove(self, version: int) -> None:
         """Remove a version: hidden at once, then deleted, so that no reader opens a half-deleted one."""
-        path = self.path_of(version)
-        hidden = path.with_name(f".removed-{path.name}")
-        shutil.rmtree(hidden, ignore_errors=True)
-        try:
-            os.rename(path, hidden)
-        except FileNotFoundError:
-            return
-        shutil.rmtree(hidden, ignore_errors=True)
+        self._directories.remove(version)
 
     def withdraw_after(self, version: int) -> list[int]:
         """Remove versions above ``version`` and unfinished ones; returns what was withdrawn.
@@ -252,10 +234,7 @@ class HandoffStore:
         withdrawn = [v for v in self.versions() if v > version]
         for v in withdrawn:
             self.remove(v)
-        if self.root.is_dir():
-            for name in os.listdir(self.root):
-                if is_staging_name(name) or name.startswith(".removed-"):
-                    shutil.rmtree(self.root / name, ignore_errors=True)
+        self._directories.sweep()
         return withdrawn
 
     def collect(self, *, keep_last: int, in_use: set[int]) -> list[int]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.devcluster.cluster import DevCluster
+from hpcrl.devcluster.cluster import DevCluster, list_clusters
 from hpcrl.devcluster.packages import missing_programs
 from hpcrl.devcluster.settings import ClusterSettings
 
@@ -35,9 +35,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.fixture(scope="session")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where the clusters of a session lie; what a failed test left is removed at its end."""
     # sockets need short paths, and pytest's are long
-    return Path(f"/tmp/hpcrl-{tmp_path_factory.getbasetemp().name}-{time.time_ns() % 10**6}")
+    home = Path(f"/tmp/hpcrl-{tmp_path_factory.getbasetemp().name}-{time.time_ns() % 10**6}")
+    yield home
+    _remove(list_clusters(home), home)
 
 
 @pytest.fixture
@@ -59,7 +62,7 @@ def make_cluster(home: Path) -> Iterator[Callable[..., DevCluster]]:
 def cluster(home: Path) -> Iterator[DevCluster]:
     """Six nodes of eight GPUs for the tests of a module; each test leaves the queue empty and the nodes usable."""
     cluster = DevCluster.named("dev", home)
-    cluster.up(ClusterSettings(nodes=6, requeue_delay_s=2, grace_s=2))
+    cluster.up(ClusterSettings(nodes=6, grace_s=2))
     yield cluster
     _remove([cluster], home)
 

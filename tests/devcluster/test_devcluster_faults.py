@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,7 @@ from devcluster_testing import wait_until
 
 from hpcrl.devcluster.cluster import DevCluster
 from hpcrl.slurm.client import SlurmClient
+from hpcrl.slurm.command import CommandResult, run_command
 from hpcrl.slurm.errors import (
     NoSuchJobError,
     SlurmRejectedError,
@@ -42,8 +43,11 @@ def client(cluster: DevCluster) -> Iterator[SlurmClient]:
     client = cluster.client()
     yield client
     for record in client.show("job"):
-        if record.get("JobState") in ("PENDING", "RUNNING") and record["HetJobOffset"] in ("", "0"):
+        if record.get("JobState") in ("PENDING", "RUNNING") and record.get("HetJobOffset", "0") == "0":
             client.cancel(int(record["JobId"]))
+    for node in client.nodes():
+        if "DOWN" in node.states:
+            cluster.revive_node(node.name)
     wait_until("the queue is empty and all nodes are idle", lambda: all(n.states == {"IDLE"} for n in client.nodes()))
 
 
@@ -180,7 +184,8 @@ def test_node_failure_requeues(cluster: DevCluster, client: SlurmClient, tmp_pat
 def test_preemption_requeues(client: SlurmClient, tmp_path: Path) -> None:
     (tmp_path / "low").mkdir()
     (tmp_path / "high").mkdir()
-    low = Hetjob(client, tmp_path / "low")
+    # what ends by itself within the grace time has ended, and is not requeued: this one holds out
+    low = Hetjob(client, tmp_path / "low", body='trap "" TERM; sleep 1000')
     low.wait_running()
     high = Hetjob(client, tmp_path / "high", body="sleep 3", partition="urgent")
     high.wait_running()
@@ -216,9 +221,7 @@ def test_lost_answer_is_looked_up(cluster: DevCluster, client: SlurmClient, tmp_
     script.write_text(f"#!/bin/bash\n#SBATCH --nodes=1 --output={tmp_path}/out\nsleep 1000\n")
     pauses = []
 
-    def lose(argv, *, env, timeout_s):  # type: ignore[no-untyped-def]
-        from hpcrl.slurm.command import run_command
-
+    def lose(argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float) -> CommandResult:
         if argv[0] == "sbatch":
             run_command(argv, env=env, timeout_s=timeout_s)
             raise SlurmUnavailableError("the answer got lost")
@@ -237,6 +240,9 @@ def test_lost_answer_is_looked_up(cluster: DevCluster, client: SlurmClient, tmp_
 def test_killed_controller_comes_back_with_its_jobs(cluster: DevCluster, client: SlurmClient, tmp_path: Path) -> None:
     het = Hetjob(client, tmp_path)
     het.wait_running()
+    # a controller that is killed forgets what it had not written yet
+    saved, now = cluster.paths.state / "job_state", time.time()
+    wait_until("the controller has written its state", lambda: saved.stat().st_mtime > now)
     hasty = SlurmClient(conf=cluster.paths.conf, timeout_s=2.0)
     cluster.pause_controller(kill=True)
     assert cluster.status().controller == "dead"
@@ -247,3 +253,14 @@ def test_killed_controller_comes_back_with_its_jobs(cluster: DevCluster, client:
     assert not isinstance(caught.value, SubmitUnclearError), "nothing was sent: the look before already failed"
     cluster.resume_controller()
     het.wait_for(JobState.RUNNING)
+
+
+def test_json_says_what_columns_say(cluster: DevCluster, client: SlurmClient, tmp_path: Path) -> None:
+    def no_columns(argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float) -> CommandResult:
+        if any(word.startswith("--Format=") for word in argv):
+            return CommandResult(1, "", "squeue: error: Invalid job format specification: Gone")
+        return run_command(argv, env=env, timeout_s=timeout_s)
+
+    het = Hetjob(client, tmp_path, body="false")
+    het.wait_for(JobState.COMPLETED)
+    assert SlurmClient(conf=cluster.paths.conf, run=no_columns).jobs([het.id]) == client.jobs([het.id])

@@ -1,0 +1,94 @@
+"""``hpcrl weights`` and ``hpcrl checkpoint`` on real hand-offs and entries, whole and damaged."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hpcrl.checkpoints import CheckpointLedger
+from hpcrl.cli.main import main
+from hpcrl.runs.rundir import RunDir
+from hpcrl.weights import HandoffStore, write_shard
+from hpcrl.weights.shard import TensorBytes
+from hpcrl.weights.store import ShardResult
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """A run with versions 1 and 2, which differ in one tensor, and a checkpoint at step 2."""
+    run = RunDir(tmp_path / "runs" / "mine")
+    run.path.mkdir(parents=True)
+    run.record_path.write_text("{}")
+    store = HandoffStore(run.weights_dir)
+    for version in (1, 2):
+        stage = store.stage(version, token="t")
+        stage.create()
+        arrays = {"same": np.zeros(3, np.float32), "changed": np.full(5, version, np.float32)}
+        file, tensors = write_shard(
+            stage.path / "model.safetensors",
+            [TensorBytes(name, "float32", array.shape, memoryview(array).cast("B")) for name, array in arrays.items()],
+        )
+        shards = [ShardResult("model.safetensors", file, tensors)]
+        store.publish(stage, version=version, shards=shards, model_dir=tmp_path, producer="test")
+    ledger = CheckpointLedger(run.checkpoints_dir)
+    stage = ledger.stage(2, token="t")
+    stage.create()
+    ledger.commit(stage, step=2, attempt=1, world_size=4, orchestrator_state=b"state", started_at_s=time.time())
+    return run
+
+
+class Result:
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+
+def hpcrl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], run: RunDir, *arguments: str) -> Result:
+    monkeypatch.setattr(sys, "argv", ["hpcrl", *arguments, "--runs-root", str(run.path.parent)])
+    with pytest.raises(SystemExit) as exit_info:
+        main()
+    return Result(int(exit_info.value.code or 0), *capsys.readouterr())
+
+
+def test_lists(run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    document = json.loads(hpcrl(monkeypatch, capsys, run, "weights", "ls", "mine", "--json").out)
+    assert (document["schema"], document["kind"]) == ("hpcrl.stored/1", "version")
+    assert [(item["number"], item["by"], item["problem"]) for item in document["items"]] == [
+        (1, "test", ""),
+        (2, "test", ""),
+    ]
+    table = hpcrl(monkeypatch, capsys, run, "checkpoint", "ls", "mine").out
+    assert "attempt 1, 4 ranks" in table
+
+
+def test_verify_finds_what_ls_cannot(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert hpcrl(monkeypatch, capsys, run, "weights", "verify", "mine").code == 0
+    shard = run.weights_dir / "v000002/model.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"\xff")
+    assert hpcrl(monkeypatch, capsys, run, "weights", "ls", "mine").code == 0
+    result = hpcrl(monkeypatch, capsys, run, "weights", "verify", "mine", "2")
+    assert result.code == 1
+    assert "model.safetensors" in result.out
+    assert hpcrl(monkeypatch, capsys, run, "weights", "verify", "mine", "1").code == 0
+    state = run.checkpoints_dir / "step-000002/orchestrator.msgpack"
+    state.unlink()
+    assert hpcrl(monkeypatch, capsys, run, "checkpoint", "verify", "mine").code == 1
+
+
+def test_diff(run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    result = hpcrl(monkeypatch, capsys, run, "weights", "diff", "mine", "1", "2")
+    assert result.out.splitlines() == ["~ changed", "1 of 2 tensors changed: 20 of 32 bytes"]
+
+
+def test_unknown_version_names_those_there_are(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = hpcrl(monkeypatch, capsys, run, "weights", "diff", "mine", "1", "7")
+    assert result.code == 1
+    assert "there are 1, 2" in result.err

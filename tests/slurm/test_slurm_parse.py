@@ -1,0 +1,268 @@
+"""What Slurm says, in the shapes of several versions."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from hpcrl.slurm import parse
+from hpcrl.slurm.errors import SlurmAnswerError
+from hpcrl.slurm.hostlist import expand_hostlist
+from hpcrl.slurm.records import Component, ExitStatus, Job
+from hpcrl.slurm.states import JobState
+
+#: a heterogeneous job as `squeue --json` of 22.05 says it (captured, shortened)
+JSON_2205: dict[str, Any] = {
+    "job_id": 2,
+    "het_job_id": 1,
+    "het_job_id_set": "1-2",
+    "het_job_offset": 1,
+    "array_job_id": 0,
+    "job_state": "FAILED",
+    "state_reason": "NonZeroExitCode",
+    "name": "foo",
+    "comment": "hpcrl:x1",
+    "partition": "gpu",
+    "nodes": "dev-[003-005]",
+    "submit_time": 1795265370,
+    "start_time": 1795265371,
+    "end_time": 1795265671,
+    "time_limit": 5,
+    "restart_cnt": 1,
+    "exit_code": 768,
+}
+
+
+def number(value: int) -> dict[str, Any]:
+    return {"set": True, "infinite": False, "number": value}
+
+
+#: the same by the shapes of 23.11 and later: lists of states, numbers that say whether they are set
+JSON_2311: dict[str, Any] = JSON_2205 | {
+    "het_job_id": number(1),
+    "het_job_offset": number(1),
+    "array_job_id": number(0),
+    "job_state": ["FAILED"],
+    "submit_time": number(1795265370),
+    "start_time": number(1795265371),
+    "end_time": number(1795265671),
+    "time_limit": number(5),
+    "exit_code": {
+        "status": ["ERROR"],
+        "return_code": number(3),
+        "signal": {"id": {"set": False, "infinite": False, "number": 0}, "name": ""},
+    },
+}
+
+EXPECTED = Component(
+    job_id=2,
+    leader_id=1,
+    offset=1,
+    state=JobState.FAILED,
+    source="squeue",
+    name="foo",
+    comment="hpcrl:x1",
+    partition="gpu",
+    reason="NonZeroExitCode",
+    nodes="dev-[003-005]",
+    submit_time_s=1795265370,
+    start_time_s=1795265371,
+    end_time_s=1795265671,
+    time_limit_s=300,
+    restarts=1,
+    exit=ExitStatus(3, 0),
+)
+
+
+def row(*cells: str) -> str:
+    """A line of `squeue --Format`: padded cells, a separator after each."""
+    return "".join(f"{cell:<24}{parse.SEPARATOR}" for cell in cells)
+
+
+SQUEUE = row(
+    *("2", "1", "1", "FAILED", "NonZeroExitCode", "dev-[003-005]", "foo", "hpcrl:x1", "gpu"),
+    *("1795265370", "1795265371", "1795265671", "5:00", "1", "768"),
+)
+
+
+@pytest.mark.parametrize("job", [JSON_2205, JSON_2311], ids=["22.05", "23.11"])
+def test_json_shapes(job: dict[str, Any]) -> None:
+    assert parse.parse_squeue_json(json.dumps({"jobs": [job]})) == [EXPECTED]
+
+
+def test_columns() -> None:
+    assert parse.parse_squeue(f"{SQUEUE}\n") == [EXPECTED]
+
+
+@pytest.mark.parametrize(
+    "nothing", [None, {}, "", 0, {"set": False, "infinite": False, "number": 0}, {"infinite": True}]
+)
+def test_nothing_in_json(nothing: Any) -> None:
+    keys = ("het_job_id", "het_job_offset", "array_job_id", "comment", "submit_time", "start_time", "end_time", "nodes")
+    job = JSON_2311 | dict.fromkeys(keys, nothing)
+    (found,) = parse.parse_squeue_json(json.dumps({"jobs": [job]}))
+    assert (found.job_id, found.leader_id, found.offset) == (2, 2, 0)
+    assert (found.comment, found.nodes, found.start_time_s) == ("", "", None)
+
+
+@pytest.mark.parametrize("missing", sorted(set(JSON_2205) - {"job_id"}))
+def test_absent_keys_in_json(missing: str) -> None:
+    job = {key: value for key, value in JSON_2205.items() if key != missing}
+    (found,) = parse.parse_squeue_json(json.dumps({"jobs": [job]}))
+    assert found.job_id == 2
+    assert (found.state is JobState.UNKNOWN) == (missing == "job_state")
+
+
+def test_unlimited_time_in_json() -> None:
+    job = JSON_2311 | {"time_limit": {"set": True, "infinite": True, "number": 0}}
+    (found,) = parse.parse_squeue_json(json.dumps({"jobs": [job]}))
+    assert found.time_limit_s is None
+
+
+def test_killed_by_a_signal() -> None:
+    code = {"status": ["SIGNALED"], "return_code": number(0), "signal": {"id": number(9), "name": "KILL"}}
+    for exit_code, expected in ((code, ExitStatus(0, 9)), (9, ExitStatus(0, 9)), (number(256), ExitStatus(1, 0))):
+        (found,) = parse.parse_squeue_json(json.dumps({"jobs": [JSON_2205 | {"exit_code": exit_code}]}))
+        assert found.exit == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "slurm_load_jobs error", '{"jobs": [{}]}', '{"jobs": [3]}', '{"x": 1}', "\x00"]
+)
+def test_unreadable_json(text: str) -> None:
+    with pytest.raises(SlurmAnswerError):
+        parse.parse_squeue_json(text)
+
+
+def test_no_jobs_in_json() -> None:
+    assert parse.parse_squeue_json('{"jobs": null}') == []
+    assert parse.parse_squeue_json('{"jobs": []}') == []
+
+
+def test_plain_job_and_others_rows() -> None:
+    plain = row(
+        "7",
+        "N/A",
+        "N/A",
+        "PENDING",
+        "Resources",
+        "",
+        "a | b",
+        "(null)",
+        "gpu",
+        "1",
+        "N/A",
+        "N/A",
+        "UNLIMITED",
+        "0",
+        "0",
+    )
+    array = row("9_[1-4]", *["N/A"] * 14)
+    (found,) = parse.parse_squeue(f"{plain}\nsomebody's name\nwith breaks\n{array}\n")
+    assert (found.job_id, found.leader_id, found.offset, found.name) == (7, 7, 0, "a | b")
+    assert (found.nodes, found.comment, found.start_time_s, found.time_limit_s) == ("", "", None, None)
+
+
+def test_sacct() -> None:
+    def line(*cells: str) -> str:
+        return parse.SEPARATOR.join(cells)
+
+    text = "\n".join(
+        [
+            line("700+0", "700", "CANCELLED by 0", "None", "n1", "j", "hpcrl:t", "p", "10", "20", "30", "90", "0:15"),
+            line("700+1", "701", "NODE_FAIL", "", "n[2-3]", "j", "", "p", "10", "Unknown", "None", "UNLIMITED", "1:0"),
+            line("700+0.batch", "700.batch", "CANCELLED", *[""] * 10),
+            line("8_1", "9", "COMPLETED", *[""] * 10),
+            "",
+        ]
+    )
+    job = Job.of(parse.parse_sacct(text))
+    assert (job.job_id, job.state) == (700, JobState.NODE_FAIL)
+    first, second = job.components
+    assert (first.state, first.exit, first.time_limit_s, first.comment) == (
+        JobState.CANCELLED,
+        ExitStatus(0, 15),
+        5400,
+        "hpcrl:t",
+    )
+    assert (second.job_id, second.start_time_s, second.end_time_s, second.time_limit_s) == (701, None, None, None)
+    assert job.nodes == ["n1", "n2", "n3"]
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("5:00", 300), ("1:00:00", 3600), ("1-00:00:00", 86400), ("UNLIMITED", None), ("INVALID", None), ("", None)],
+)
+def test_durations(text: str, seconds: float | None) -> None:
+    cells = [cell.strip() for cell in SQUEUE.split(parse.SEPARATOR)][:-1]
+    cells[12] = text
+    assert parse.parse_squeue(row(*cells))[0].time_limit_s == seconds
+
+
+def test_nodes_of_scontrol() -> None:
+    text = (
+        "NodeName=dev-001 Arch=x86_64 CPUTot=96 Gres=gpu:h200:8 NodeAddr=127.20.0.1 NodeHostName=localhost "
+        "OS=Linux 6.1 #1 SMP @0  RealMemory=2000000 State=DOWN*+DRAIN Partitions=gpu,urgent  "
+        "Reason=not responding, see ticket [root@2026-11-21T12:49:29]\n"
+        "NodeName=dev-002 State=IDLE Gres=(null)\n"
+    )
+    first, second = map(parse.parse_node, parse.parse_oneliner(text))
+    assert first.states == {"DOWN", "NOT_RESPONDING", "DRAIN"}
+    assert not first.usable
+    assert (first.address, first.cpus, first.memory_mib, first.gres) == ("127.20.0.1", 96, 2_000_000, "gpu:h200:8")
+    assert first.partitions == ("gpu", "urgent")
+    assert first.reason == "not responding, see ticket [root@2026-11-21T12:49:29]"
+    assert second.usable
+    assert (second.address, second.gres) == ("dev-002", "")
+
+
+@pytest.mark.parametrize(
+    "state", ["IDLE*", "IDLE+DRAIN", "MIXED+PLANNED+NOT_RESPONDING", "UNKNOWN", "IDLE+CLOUD~", "ALLOCATED@", ""]
+)
+def test_unusable_nodes(state: str) -> None:
+    assert not parse.parse_node({"NodeName": "n", "State": state}).usable
+
+
+@pytest.mark.parametrize("state", ["IDLE", "MIXED", "ALLOCATED", "IDLE+PLANNED", "MIXED-", "IDLE+CLOUD"])
+def test_usable_nodes(state: str) -> None:
+    assert parse.parse_node({"NodeName": "n", "State": state}).usable
+
+
+def test_other_answers() -> None:
+    assert parse.parse_version("slurm-wlm 22.05.8\n") == (22, 5)
+    assert parse.parse_version("slurm 25.11.0-0rc1") == (25, 11)
+    with pytest.raises(SlurmAnswerError):
+        parse.parse_version("sbatch: command line tool")
+    config = parse.parse_config(
+        "Configuration data as of 2026\nAccountingStorageType   = (null)\nA = b = c\n\nSlurmctld(primary) at vm is UP\n"
+    )
+    assert config == {"AccountingStorageType": "", "A": "b = c"}
+    estimate = parse.parse_start_estimate(
+        "sbatch: Job 3 to start at 1795265375 using 480 processors on nodes dev-[006-008] in partition gpu\n"
+    )
+    assert estimate.start_time_s == 1795265375
+    assert estimate.text.startswith("Job 3")
+    assert parse.parse_start_estimate("nothing").start_time_s is None
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("h200-[001-003,007]", ["h200-001", "h200-002", "h200-003", "h200-007"]),
+        ("a1,b[2-3],c", ["a1", "b2", "b3", "c"]),
+        ("r[1-2]n[9-10]", ["r1n9", "r1n10", "r2n9", "r2n10"]),
+        ("n[08-11]x", ["n08x", "n09x", "n10x", "n11x"]),
+        ("(null)", []),
+        ("", []),
+    ],
+)
+def test_hostlists(text: str, names: list[str]) -> None:
+    assert expand_hostlist(text) == names
+
+
+@pytest.mark.parametrize("text", ["n[1-2", "n1-2]", "n[a-b]", "n[[1]]", "n[1-]"])
+def test_malformed_hostlists(text: str) -> None:
+    with pytest.raises(ValueError, match="malformed"):
+        expand_hostlist(text)
