@@ -15,10 +15,8 @@ from hpcrl.runs.record import RunRecord
 from hpcrl.runs.role import save_request_path
 from hpcrl.runs.rundir import RunDir
 
-__all__ = ["STARTED", "exhausted", "newest_checkpoint", "save_now"]
+__all__ = ["exhausted", "newest_checkpoint", "save_now"]
 
-STARTED = "attempt.started"
-"""Event at the start of an attempt; its data is the newest checkpoint of that time."""
 _POLL_S = 0.2
 
 
@@ -39,7 +37,7 @@ def exhausted(run: RunDir, plan: Plan, attempt: int) -> str:
         return ""
     if attempt - first >= policy.max_attempts:
         return f"the run had {attempt - first} attempts, job.max_attempts are {policy.max_attempts}"
-    starts = {event.attempt: event.data["checkpoint_step"] for event in read_events(run, kind=STARTED)}
+    starts = {event.attempt: event.data["checkpoint_step"] for event in read_events(run, kind="attempt.started")}
     begun = [starts[number] for number in range(first, attempt) if number in starts]
     recent = begun[-policy.max_without_progress :]
     newest = newest_checkpoint(run)

@@ -22,7 +22,7 @@ from hpcrl.runs.record import RunRecord
 from hpcrl.runs.role import Endpoints, FailureRecord, ready_path
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ComponentState, RunState
-from hpcrl.supervisor.attempts import STARTED, exhausted, newest_checkpoint, save_now
+from hpcrl.supervisor.attempts import exhausted, newest_checkpoint, save_now
 from hpcrl.supervisor.board import Board
 from hpcrl.supervisor.commands import fill_placeholders, role_environment
 from hpcrl.supervisor.component import Component
@@ -67,6 +67,7 @@ class Supervisor:
         self._changed = asyncio.Event()
         self._decided = asyncio.Event()
         self._requeue = False
+        self._cancelled_by_person = False
         self._saving: asyncio.Task[None] | None = None
         self._hurry = asyncio.Event()
         self._parent = os.getppid()
@@ -95,7 +96,7 @@ class Supervisor:
         await self._drain()
         watch.cancel()
         cause = self._first_cause(stopped_at_s)
-        if cause is not None and cause.kind is not CauseKind.CANCELLED:
+        if cause is not None and not self._cancelled_by_person:
             cause = await self._blame_nodes(cause)
         state = RunState.COMPLETED
         if self._requeue and (cause is None or cause.kind is CauseKind.NODE_FAIL):
@@ -113,7 +114,9 @@ class Supervisor:
             return cause
         self._requeue = self._plan.attempts.requeue
         what = f"{'node' if len(down) == 1 else 'nodes'} {', '.join(down)} went down"
-        return Cause(kind=CauseKind.NODE_FAIL, time_s=cause.time_s, message=f"{what}; {cause.message}")
+        # Slurm's SIGTERM to us is its way to requeue, and no event of its own
+        then = "" if cause.kind is CauseKind.CANCELLED else f"; {cause.message}"
+        return Cause(kind=CauseKind.NODE_FAIL, time_s=cause.time_s, message=what + then)
 
     # -- start -------------------------------------------------------------------------------------------------
 
@@ -122,7 +125,7 @@ class Supervisor:
         if why := exhausted(self._run, self._plan, self.attempt):
             self._fail(CauseKind.NO_PROGRESS, f"the run is given up: {why}")
             return
-        self._board.emit(STARTED, checkpoint_step=newest_checkpoint(self._run))
+        self._board.emit("attempt.started", checkpoint_step=newest_checkpoint(self._run))
         found = await asyncio.to_thread(self._launcher.sweep, self._run_id)
         if found:
             self._board.emit("supervisor.swept", pids=found)
@@ -314,6 +317,7 @@ class Supervisor:
         else:
             submissions = RunRecord.read(self._run).submissions
             by = submissions[-1].cancelled_by if submissions else ""
+            self._cancelled_by_person = by != ""
             # who asks through hpcrl says so in the record first; Slurm and kill do not
             who = f"by {by}" if by else f"by {signal.Signals(signum).name} to the supervisor"
             self._fail(CauseKind.CANCELLED, f"cancelled {who}")
