@@ -59,19 +59,7 @@ def make_plan(recipe: Recipe, cluster: ClusterProfile, run_name: str, run_dir: P
         Name and directory of the run.
     """
     groups = make_groups(recipe, cluster, run_name)
-    if not isinstance(cluster, SlurmCluster):
-        return Plan(
-            run=run_name,
-            recipe=recipe.name,
-            cluster=cluster.name,
-            run_dir=run_dir,
-            groups=tuple(groups),
-            first_port=cluster.ports.first,
-            last_port=cluster.ports.last,
-            time_limit_s=cluster.limits.time_limit_h * 3600.0,
-        )
-    layout, groups = place_groups(groups, recipe, cluster)
-    return Plan(
+    plan = Plan(
         run=run_name,
         recipe=recipe.name,
         cluster=cluster.name,
@@ -80,11 +68,18 @@ def make_plan(recipe: Recipe, cluster: ClusterProfile, run_name: str, run_dir: P
         first_port=cluster.ports.first,
         last_port=cluster.ports.last,
         time_limit_s=(recipe.job.time_limit_h or cluster.limits.time_limit_h) * 3600.0,
-        layout=layout,
-        container=_container(recipe, cluster, run_dir),
-        python=None if isinstance(cluster.container, NoContainer) else cluster.container.python,
-        attempts=_attempts(recipe, cluster),
     )
+    if not isinstance(cluster, SlurmCluster):
+        return plan
+    layout, groups = place_groups(groups, recipe, cluster)
+    placed = {
+        "groups": tuple(groups),
+        "layout": layout,
+        "container": _container(recipe, cluster, run_dir),
+        "python": None if isinstance(cluster.container, NoContainer) else cluster.container.python,
+        "attempts": _attempts(recipe, cluster),
+    }
+    return plan.model_copy(update=placed)
 
 
 def _resolve(path: str, cwd: Path) -> Path:
