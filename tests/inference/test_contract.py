@@ -617,7 +617,7 @@ def test_each_token_knows_its_weights(server: Server, pool: ThreadPoolExecutor) 
 
 @embedded_only
 def test_routed_experts_are_the_models(server: Server) -> None:
-    """vLLM's CPU model runner has no router replay; the plugin that gives it one is a later issue."""
+    """vLLM's CPU model runner has no router replay; the plugin that gives it one comes with the vLLM backend."""
     prompt = prompt_of(70, seed=61)
     for start in (0, 0, 70):  # the second time the prompt comes from the cache
         choice = server.generate(prompt, max_tokens=9, ignore_eos=True, routed_experts_prompt_start=start)["choices"][0]
