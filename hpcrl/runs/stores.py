@@ -8,9 +8,10 @@ from typing import Any
 import msgspec
 
 from hpcrl.checkpoints import CheckpointEntry, CheckpointLedger
+from hpcrl.checkpoints.ledger import CheckpointManifest
 from hpcrl.errors import CheckpointError, HandoffError
 from hpcrl.runs.rundir import RunDir
-from hpcrl.weights import Handoff, HandoffStore
+from hpcrl.weights import Handoff, HandoffStore, Manifest
 
 __all__ = [
     "StoredItem",
@@ -58,41 +59,27 @@ class StoredItem(msgspec.Struct, frozen=True, kw_only=True):
 def weights_items(run: RunDir) -> list[StoredItem]:
     """All published versions, ascending; manifests are read, data is not."""
     store = HandoffStore(run.weights_dir)
-    return [_handoff_item(store, version) for version in store.versions()]
+    return [_handoff_item(store, version, verify=False) for version in store.versions()]
 
 
 def checkpoint_items(run: RunDir) -> list[StoredItem]:
     """All checkpoints, ascending; manifests are read, data is not."""
     ledger = CheckpointLedger(run.checkpoints_dir)
-    return [_checkpoint_item(ledger, step) for step in ledger.steps()]
+    return [_checkpoint_item(ledger, step, verify=False) for step in ledger.steps()]
 
 
 def verify_handoffs(run: RunDir, version: int | None) -> list[StoredItem]:
     """Read every byte of one version, or of all, and compare with the manifest."""
     store = HandoffStore(run.weights_dir)
-    items = []
-    for number in _chosen(store.versions(), version, f"version of {run.name}", HandoffError):
-        item = _handoff_item(store, number)
-        try:
-            store.open(number).verify(content=True)
-        except HandoffError as error:
-            item = msgspec.structs.replace(item, problem=str(error))
-        items.append(item)
-    return items
+    numbers = _chosen(store.versions(), version, f"version of {run.name}", HandoffError)
+    return [_handoff_item(store, number, verify=True) for number in numbers]
 
 
 def verify_checkpoints(run: RunDir, step: int | None) -> list[StoredItem]:
     """Read every byte of one checkpoint, or of all, and compare with the manifest."""
     ledger = CheckpointLedger(run.checkpoints_dir)
-    items = []
-    for number in _chosen(ledger.steps(), step, f"checkpoint of {run.name}", CheckpointError):
-        item = _checkpoint_item(ledger, number)
-        try:
-            CheckpointEntry.open(ledger.path_of(number)).verify()
-        except CheckpointError as error:
-            item = msgspec.structs.replace(item, problem=str(error))
-        items.append(item)
-    return items
+    numbers = _chosen(ledger.steps(), step, f"checkpoint of {run.name}", CheckpointError)
+    return [_checkpoint_item(ledger, number, verify=True) for number in numbers]
 
 
 def weights_difference(run: RunDir, old: int, new: int) -> dict[str, Any]:
@@ -141,33 +128,35 @@ def _chosen(
     return [wanted]
 
 
-def _handoff_item(store: HandoffStore, version: int) -> StoredItem:
-    path = store.path_of(version)
+def _handoff_item(store: HandoffStore, version: int, *, verify: bool) -> StoredItem:
+    item = StoredItem(number=version, path=str(store.path_of(version)))
     try:
-        manifest = store.open(version).manifest
+        handoff = store.open(version)
+        item = _described(item, handoff.manifest, by=handoff.manifest.producer)
+        if verify:
+            handoff.verify(content=True)
     except HandoffError as error:
-        return StoredItem(number=version, path=str(path), problem=str(error))
-    return StoredItem(
-        number=version,
-        path=str(path),
-        created_at_s=manifest.created_at_s,
-        bytes=manifest.total_bytes,
-        files=len(manifest.files),
-        by=manifest.producer,
-    )
+        item = msgspec.structs.replace(item, problem=str(error))
+    return item
 
 
-def _checkpoint_item(ledger: CheckpointLedger, step: int) -> StoredItem:
+def _checkpoint_item(ledger: CheckpointLedger, step: int, *, verify: bool) -> StoredItem:
     path = ledger.path_of(step)
+    item = StoredItem(number=step, path=str(path))
     try:
-        manifest = CheckpointEntry.open(path).manifest
+        entry = CheckpointEntry.open(path)
+        saved = entry.manifest
+        by = f"attempt {saved.attempt}, {saved.world_size} ranks, {saved.save_s:.2f} s"
+        item = _described(item, saved, by=by)
+        if verify:
+            entry.verify()
     except CheckpointError as error:
-        return StoredItem(number=step, path=str(path), problem=str(error))
-    return StoredItem(
-        number=step,
-        path=str(path),
-        created_at_s=manifest.created_at_s,
-        bytes=sum(record.bytes for record in manifest.files.values()),
-        files=len(manifest.files),
-        by=f"attempt {manifest.attempt}, {manifest.world_size} ranks, {manifest.save_s:.2f} s",
+        item = msgspec.structs.replace(item, problem=str(error))
+    return item
+
+
+def _described(item: StoredItem, manifest: Manifest | CheckpointManifest, *, by: str) -> StoredItem:
+    total = sum(record.bytes for record in manifest.files.values())
+    return msgspec.structs.replace(
+        item, created_at_s=manifest.created_at_s, bytes=total, files=len(manifest.files), by=by
     )
