@@ -10,6 +10,7 @@
     ├── RunFailedError              the run itself failed (exit code 1)
     ├── HandoffError                a weight hand-off is missing, torn or wrong
     ├── CheckpointError             a checkpoint entry is missing, torn or wrong
+    ├── FencedError                 a newer attempt writes here now; this process must end
     ├── DeadlineError               a wait ended without what it waited for
     └── PeerLostError               another role of the run went away; a consequence, not a cause
 
@@ -27,6 +28,7 @@ __all__ = [
     "ConfigError",
     "DeadlineError",
     "ExitCode",
+    "FencedError",
     "Finding",
     "HandoffError",
     "HpcrlError",
@@ -121,6 +123,10 @@ class HandoffError(HpcrlError):
 
 class CheckpointError(HpcrlError):
     """A checkpoint entry is missing, torn or does not fit."""
+
+
+class FencedError(HpcrlError):
+    """A newer attempt of the run writes to a store now; this process may not."""
 
 
 class DeadlineError(HpcrlError):

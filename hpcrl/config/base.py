@@ -20,7 +20,7 @@ __all__ = [
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
 """Letters, digits, ``.``, ``_`` and ``-``: safe as a directory, a job name and a label."""
 
-RoleName = Literal["trainer", "engine", "prefill", "decode", "orchestrator"]
+RoleName = Literal["trainer", "engine", "prefill", "decode", "orchestrator", "store", "router"]
 """What a process is for, as people write it; `hpcrl.config.plan.Role` in code."""
 
 PositiveInt = Annotated[int, Field(gt=0)]

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
-from hpcrl.config.base import PositiveInt
+from hpcrl.config.base import PositiveFloat, PositiveInt
 from hpcrl.config.cluster_base import ClusterBase, LimitsConfig, PathsConfig, PortsConfig
 from hpcrl.config.cluster_slurm import SlurmCluster
 
@@ -33,6 +33,8 @@ class LocalCluster(ClusterBase):
     """Deadlines."""
     max_processes: PositiveInt = 64
     """Refuse plans with more processes than this."""
+    memory_gib: PositiveFloat | None = None
+    """Memory for a run in GiB, read by the planner only. None: what it needs is shown, not compared."""
 
 
 ClusterProfile = LocalCluster | SlurmCluster

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from hpcrl.config.base import Name, PositiveFloat, StrictModel
+from hpcrl.config.base import Name, PositiveFloat, RoleName, StrictModel
 
 __all__ = ["ClusterBase", "LimitsConfig", "PathsConfig", "PortsConfig"]
 
@@ -49,3 +49,17 @@ class ClusterBase(StrictModel):
     """Free ports."""
     env: dict[str, str] = {}
     """Environment variables for all roles. Names that hpcrl sets itself are refused."""
+    python_by_role: dict[RoleName, str] = {}
+    """Interpreter by role, with hpcrl installed for it; that of ``engine`` is also for the roles beside it.
+    ``~`` and ``$NAME`` are expanded, and relative ones start where hpcrl is called, unless roles run in containers.
+    Others have the interpreter of hpcrl, or the container's."""
+    vllm_python: str | None = None
+    """Interpreter of engines with the backend ``vllm``, and of their router and store, where ``python_by_role`` does
+    not name theirs. vLLM pins torch and much else: it has an environment of its own."""
+
+    def python_of(self, role: str, *, backend: str) -> str | None:
+        """The interpreter of a role; None where the profile names none."""
+        by_role = {str(key): python for key, python in self.python_by_role.items()}
+        if role not in ("engine", "prefill", "decode", "router", "store"):
+            return by_role.get(role)
+        return by_role.get(role) or by_role.get("engine") or (self.vllm_python if backend == "vllm" else None)

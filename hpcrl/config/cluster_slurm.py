@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -10,10 +11,13 @@ from hpcrl.config.base import Name, NonNegativeInt, PositiveFloat, PositiveInt, 
 from hpcrl.config.cluster_base import ClusterBase, LimitsConfig, PathsConfig
 
 __all__ = [
+    "SIGNAL_EARLY_S",
     "ApptainerContainer",
     "CapabilitiesConfig",
     "ContainerConfig",
     "FabricConfig",
+    "FilesystemConfig",
+    "GpuConfig",
     "LaunchConfig",
     "NicConfig",
     "NoContainer",
@@ -42,12 +46,21 @@ class SlurmPathsConfig(PathsConfig):
     """Directory on a disk of each node, for compile caches of single runs. None: what the tools choose."""
 
 
+SIGNAL_EARLY_S = 60
+"""Slurm looks for jobs to signal once a minute: a warning may come so much before it was asked for, in seconds."""
+
+
 class SlurmLimitsConfig(LimitsConfig):
     """Deadlines that depend on the site."""
 
     save_timeout_s: PositiveFloat = 600.0
     """Longest save of a checkpoint in seconds. Slurm's signal before the time limit comes this long, and a minute,
     before it."""
+
+    @property
+    def signal_lead_s(self) -> int:
+        """How long before the time limit Slurm's signal is asked for: a save, and a minute for the rest."""
+        return math.ceil(self.save_timeout_s) + 60
 
 
 class NicConfig(StrictModel):
@@ -59,6 +72,37 @@ class NicConfig(StrictModel):
     """Port of the adapter."""
     gpus: Annotated[tuple[NonNegativeInt, ...], Field(strict=False)] = ()
     """GPUs that are nearest to it (``nvidia-smi topo -m``), counted from 0. Empty: libraries find it out."""
+    gb_s: PositiveFloat | None = None
+    """Rate in GB/s (10^9 bytes) each way: 50 for a 400 Gb/s adapter. Read by the planner only."""
+
+
+class GpuConfig(StrictModel):
+    """What the planner must know of a GPU. Without a number, a plan that needs it says which one is missing."""
+
+    memory_gib: PositiveFloat | None = None
+    """Memory in GiB, as ``nvidia-smi`` shows it in MiB / 1024."""
+    memory_gb_s: PositiveFloat | None = None
+    """Bandwidth of that memory in GB/s."""
+    tflops: dict[Literal["float32", "bfloat16", "fp8"], PositiveFloat] = {}
+    """Peak 10^12 operations a second by dtype, dense (data sheets often print the number with sparsity, which is
+    twice as much)."""
+    nvlink_gb_s: PositiveFloat | None = None
+    """Rate to the other GPUs of the node in GB/s each way (half of what data sheets print). None: no NVLink."""
+    pcie_gb_s: PositiveFloat | None = None
+    """Rate between host memory and one GPU in GB/s each way."""
+
+
+class FilesystemConfig(StrictModel):
+    """The shared filesystem that holds ``paths.runs_root``, as measured (``fio``, IOR). Read by the planner only."""
+
+    read_gb_s: PositiveFloat | None = None
+    """All nodes together reading, in GB/s."""
+    write_gb_s: PositiveFloat | None = None
+    """All nodes together writing, in GB/s."""
+    node_read_gb_s: PositiveFloat | None = None
+    """One node reading, in GB/s."""
+    node_write_gb_s: PositiveFloat | None = None
+    """One node writing, in GB/s."""
 
 
 class FabricConfig(StrictModel):
@@ -89,6 +133,12 @@ class NodeConfig(StrictModel):
     """The network between GPUs of different nodes."""
     interface: Token | None = None
     """Network interface for TCP between nodes (``ip -br address``). None: what the libraries choose."""
+    gpu: GpuConfig = GpuConfig()
+    """Memory and rates of a GPU."""
+    memory_gb_s: PositiveFloat | None = None
+    """Bandwidth of the host memory of a node in GB/s."""
+    scratch_gb_s: PositiveFloat | None = None
+    """Rate of the node's own disk (``paths.scratch``) in GB/s, the slower of reading and writing."""
 
 
 class PartitionConfig(StrictModel):
@@ -197,6 +247,8 @@ class SlurmCluster(ClusterBase):
     """Directories."""
     limits: SlurmLimitsConfig = SlurmLimitsConfig()
     """Deadlines."""
+    filesystem: FilesystemConfig = FilesystemConfig()
+    """Rates of the shared filesystem."""
     partitions: Annotated[dict[Name, PartitionConfig], Field(min_length=1)]
     """Partitions by name."""
     placement: PlacementConfig

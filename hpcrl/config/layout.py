@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from hpcrl.config.base import NonNegativeInt, PositiveFloat, PositiveInt, StrictModel
+from hpcrl.config.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, StrictModel
 
-__all__ = ["AttemptPolicy", "Component", "Container", "Layout", "LayoutKind"]
+__all__ = ["AttemptPolicy", "Component", "Container", "ElasticPolicy", "Layout", "LayoutKind"]
 
 LayoutKind = Literal["local", "hetjob", "single", "elastic"]
 
@@ -74,6 +74,20 @@ class Container(StrictModel):
     mount_home: bool = False
 
 
+class ElasticPolicy(StrictModel):
+    """How replicas come and go in the layout ``elastic``, where each has a job of its own."""
+
+    min_replicas: PositiveInt = 1
+    """The run starts when so many replicas of each inference role are ready."""
+    wait_s: PositiveFloat = 7200.0
+    """Longest time with fewer than that before the start, or with none later; then the run ends."""
+    hold_s: PositiveFloat = 900.0
+    """A replica's job keeps its nodes for so long while the trainer's job waits in the queue; then it gives them
+    back."""
+    max_resubmits: NonNegativeInt = 20
+    """Jobs of one replica that may end and be replaced in one attempt of the run."""
+
+
 class AttemptPolicy(StrictModel):
     """What follows the end of an attempt that is not the end of the run."""
 
@@ -85,5 +99,9 @@ class AttemptPolicy(StrictModel):
     """Attempts in a row without a new joint checkpoint; then the run is given up."""
     signal_lead_s: NonNegativeInt = 0
     """Slurm sends USR2 to the supervisor this long before the time limit; 0: no signal."""
+    retries: NonNegativeInt = 0
+    """New attempts that may follow the failure of a role, where the attempt made a joint checkpoint."""
+    exclude_s: NonNegativeFloat = 0.0
+    """How long a failed node is avoided; 0: not at all."""
     saves: bool = True
     """Whether the trainer can be asked for a checkpoint (the payload ``probe`` cannot)."""

@@ -8,10 +8,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from hpcrl.config.base import NonNegativeInt, PositiveFloat, PositiveInt, StrictModel
-from hpcrl.config.layout import AttemptPolicy, Component, Container, Layout
+from hpcrl.config.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, StrictModel
+from hpcrl.config.layout import AttemptPolicy, Component, Container, ElasticPolicy, Layout
 
-__all__ = ["FileProbe", "HttpProbe", "Plan", "Role", "RoleGroup", "RolePolicy"]
+__all__ = ["FileProbe", "HttpProbe", "Plan", "Role", "RoleGroup", "RolePolicy", "WatchPolicy"]
 
 
 class Role(StrEnum):
@@ -22,6 +22,8 @@ class Role(StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
     ORCHESTRATOR = "orchestrator"
+    STORE = "store"
+    ROUTER = "router"
 
 
 class HttpProbe(StrictModel):
@@ -46,15 +48,35 @@ class RolePolicy(StrictModel):
     """Roles are asked to stop in rising order; a role is asked when all before it are gone."""
     stop_timeout_s: PositiveFloat
     """Time between SIGTERM and SIGKILL in seconds."""
+    critical: bool = True
+    """The run ends when a replica is lost for good; else when the last one is."""
+    restart: Literal["never", "on-failure"] = "never"
+    """Whether a replica that failed is started again in its place."""
+    max_restarts: NonNegativeInt = 0
+    """Restarts of a replica within the window."""
+    restart_window_s: PositiveFloat = 3600.0
+    """How long a restart counts, in seconds."""
+
+
+class WatchPolicy(StrictModel):
+    """When a replica that lives but makes no progress counts as hung."""
+
+    floor_s: PositiveFloat = 60.0
+    """Never earlier than after so many seconds without progress; what does not answer, just after these."""
+    ceiling_s: PositiveFloat = 1800.0
+    """Never later; also the limit of what was not measured yet."""
+    update_timeout_s: NonNegativeFloat = 0.0
+    """Longest weight update: tokens may stand still in an engine that long."""
 
 
 class RoleGroup(StrictModel):
     """The replicas of one role.
 
     ``command`` holds placeholders that the supervisor fills for each replica: ``{python}``, ``{run_dir}``,
-    ``{replica}``, ``{host}``, ``{port}`` (the replica's own; ``{host}`` is the first of its nodes). The command of a
-    replica of several nodes may also hold ``{node_rank}``, the index of the node in the replica: it is known only
-    on the node, from ``SLURM_NODEID`` of the step.
+    ``{replica}``, ``{host}``, ``{port}`` (the replica's own; ``{host}`` is the first of its nodes), and ``{port+N}``,
+    the port that lies ``N`` above. The command of a replica of several nodes may also hold ``{node_rank}``, the index
+    of the node in the replica, ``{node_rank*N}``, and ``{node_host}``, the address of the node: they are known only on
+    the node, from ``SLURM_NODEID`` of the step.
     """
 
     role: Role
@@ -72,6 +94,13 @@ class RoleGroup(StrictModel):
     beside: bool = False
     """Runs on nodes of another group, without GPUs: its steps overlap with that group's."""
     command: tuple[str, ...]
+    python: str | None = None
+    """What ``{python}`` stands for here; None: the plan's."""
+    servers_per_node: NonNegativeInt = 0
+    """HTTP servers of a replica on each of its nodes, one a rank, on neighbouring ports from ``{port}``. 0: the replica
+    has one, on its first node, or none."""
+    ports: PositiveInt = 1
+    """Neighbouring ports that each node of a replica listens on; ``{port}`` is the first."""
     env: dict[str, str] = {}
     after: tuple[Role, ...] = ()
     """Roles that must be ready before this one is started."""
@@ -104,6 +133,11 @@ class Plan(StrictModel):
     python: str | None = None
     """Interpreter of the roles; None: that of the supervisor."""
     attempts: AttemptPolicy = AttemptPolicy()
+    elastic: ElasticPolicy = ElasticPolicy()
+    """Read in the layout ``elastic`` only."""
+    watch: WatchPolicy = WatchPolicy()
+    scratch: str | None = None
+    """Directory on each node for what roles leave between calls; None: ``$TMPDIR`` of the node."""
 
     def component(self, group: RoleGroup) -> Component:
         """The component with a group's nodes (IndexError on this machine, which has none)."""
@@ -111,10 +145,14 @@ class Plan(StrictModel):
 
     def place(self, group: RoleGroup, replica: int) -> tuple[int, range]:
         """Which job of the group's component a replica is in, and which nodes of that job's node list it has."""
-        if self.layout.kind == "elastic" and not group.beside and self.component(group).jobs > 1:
+        if self.own_jobs(group):
             return replica, range(group.nodes)
         begin = group.first_node + replica * group.nodes
         return 0, range(begin, begin + group.nodes)
+
+    def own_jobs(self, group: RoleGroup) -> bool:
+        """Whether each replica of a group has a job of its own, which may be lost, or added while the run goes on."""
+        return self.layout.kind == "elastic" and not group.beside and group.component > 0
 
     def group(self, role: Role) -> RoleGroup:
         """The group of a role (KeyError where the plan has none)."""

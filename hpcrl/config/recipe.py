@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from hpcrl.config.base import Fraction, Name, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, StrictModel
+from hpcrl.config.engine import EngineConfig, EngineGroupConfig, EngineMemoryConfig
+from hpcrl.config.environments import CalculatorEnv, CustomEnv, EnvironmentConfig, LatencyConfig, WordsEnv
+from hpcrl.config.rollouts import AdaptiveConcurrencyConfig, RolloutConfig, SamplingConfig
+from hpcrl.config.supervision import (
+    EnginePolicyConfig,
+    OrchestratorPolicyConfig,
+    RolePolicyConfig,
+    SupervisionConfig,
+)
 
 __all__ = [
+    "AdaptiveConcurrencyConfig",
     "AlgorithmConfig",
     "CalculatorEnv",
     "CheckpointConfig",
     "CustomEnv",
     "EngineConfig",
     "EngineGroupConfig",
+    "EngineMemoryConfig",
+    "EnginePolicyConfig",
     "EnvironmentConfig",
     "EvaluationConfig",
     "HandoffConfig",
@@ -24,10 +36,15 @@ __all__ = [
     "ModelConfig",
     "OptimizerConfig",
     "OrchestratorConfig",
+    "OrchestratorPolicyConfig",
     "Recipe",
+    "RolePolicyConfig",
     "RolloutConfig",
     "SamplingConfig",
+    "SupervisionConfig",
     "TrainerConfig",
+    "TrainerMemoryConfig",
+    "TrainerParallelismConfig",
     "WarmupConfig",
     "WordsEnv",
 ]
@@ -72,95 +89,6 @@ class ModelConfig(StrictModel):
     """Hugging Face model directory that the run starts from; relative to where hpcrl is called."""
     warmup: WarmupConfig | None = None
     """Settings of ``hpcrl warmup`` for recipes whose start model is made rather than given."""
-
-
-class LatencyConfig(StrictModel):
-    """Extra waiting time of a rollout, as a slow tool or test suite would cause; for measurements."""
-
-    median_s: NonNegativeFloat = 0.0
-    """Waiting time of an ordinary rollout in seconds."""
-    tail_share: Fraction = 0.0
-    """Share of rollouts that take longer."""
-    tail_factor: PositiveFloat = 10.0
-    """How many times longer these take."""
-
-
-class _Environment(StrictModel):
-    name: Name
-    """Name in metrics; unique in the recipe."""
-    weight: PositiveFloat = 1.0
-    """Share of this environment in the prompts, relative to the others."""
-    latency: LatencyConfig = LatencyConfig()
-    """Extra waiting time, for measurements."""
-
-
-class WordsEnv(_Environment):
-    """Single turn: transform an English word letter by letter."""
-
-    kind: Literal["words"]
-    task: Literal["reverse", "sort", "shift"] = "reverse"
-    """``reverse`` the letters, ``sort`` them, or ``shift`` each by one in the alphabet."""
-    min_letters: PositiveInt = 3
-    """Shortest word."""
-    max_letters: PositiveInt = 6
-    """Longest word."""
-
-
-class CalculatorEnv(_Environment):
-    """Several turns: answer an arithmetic question with a tool that runs a program in a sandboxed process."""
-
-    kind: Literal["calculator"]
-    max_operand: PositiveInt = 99
-    """Largest number in a question."""
-    max_turns: PositiveInt = 3
-    """Model turns before the rollout is ended."""
-    tool_timeout_s: PositiveFloat = 10.0
-    """Wall-clock limit of one tool call in seconds."""
-
-
-class CustomEnv(_Environment):
-    """An environment of your own."""
-
-    kind: Literal["custom"]
-    factory: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
-    """``package.module:Name`` of a callable that returns an `hpcrl.rollouts.environments.Environment`."""
-    args: dict[str, Any] = {}
-    """Keyword arguments for it."""
-
-
-EnvironmentConfig = Annotated[WordsEnv | CalculatorEnv | CustomEnv, Field(discriminator="kind")]
-
-
-class SamplingConfig(StrictModel):
-    """How tokens are drawn in training rollouts."""
-
-    temperature: PositiveFloat = 1.0
-    """Divides logits; log-probabilities are taken after it on both sides."""
-    max_new_tokens: PositiveInt = 32
-    """Tokens that the model may say in one turn."""
-
-
-class RolloutConfig(StrictModel):
-    """What is rolled out and how fresh it must be."""
-
-    rollouts_per_step: PositiveInt = 64
-    """Rollouts that one optimizer step consumes; a multiple of ``group_size``."""
-    group_size: PositiveInt = 8
-    """Rollouts of one prompt; their rewards are compared with each other."""
-    max_in_flight: PositiveInt = 128
-    """Rollouts that may be running at once; at least ``group_size``."""
-    max_off_policy_steps: NonNegativeInt = 4
-    """Largest staleness of a consumed rollout: trainer version minus the version of its first sampled token.
-    0 is synchronous: the trainer waits for rollouts of its own version."""
-    zero_variance: Literal["keep", "drop"] = "keep"
-    """Groups whose rewards are all equal carry no gradient: ``keep`` them in the batch, or ``drop`` and replace
-    them by others. Both are counted."""
-    sampling: SamplingConfig = SamplingConfig()
-    """How tokens are drawn."""
-    request_timeout_s: PositiveFloat = 600.0
-    """Longest time without an answer to one generation request, in seconds."""
-    max_retries: NonNegativeInt = 3
-    """Attempts after the first for a request that failed; then the rollout is dropped and counted."""
 
 
 class LossConfig(StrictModel):
@@ -213,6 +141,33 @@ class OptimizerConfig(StrictModel):
     """Steps of linear rise from 0."""
 
 
+class TrainerParallelismConfig(StrictModel):
+    """How the ranks share the work. The planner computes with it; the trainer of this version knows sharding only."""
+
+    ep: PositiveInt = 1
+    """Expert parallelism: ranks among which the experts of a layer are dealt out; divides ``ranks`` and the experts."""
+    cp: PositiveInt = 1
+    """Context parallelism: ranks among which a sequence is cut; divides ``ranks``."""
+
+
+class TrainerMemoryConfig(StrictModel):
+    """What saves memory in exchange for time. The planner computes with it; the trainer of this version has none."""
+
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """``full``: of a layer only its input is kept, the rest is computed again in the backward pass; ``selective``: the
+    outputs of attention are kept as well."""
+    activation_offload: bool = False
+    """Kept inputs of layers wait in host memory (with ``activation_checkpointing: full``)."""
+    optimizer_offload: bool = False
+    """Optimizer state lives in host memory."""
+    lm_head_chunk_tokens: PositiveInt | None = None
+    """Tokens whose logits exist at once. None: all of a micro-batch."""
+    fp8: bool = False
+    """Matrices are multiplied in FP8 with scales of 128 x 128 blocks; master weights stay float32."""
+    lora_rank: PositiveInt | None = None
+    """Rank of low-rank adapters; then only these are trained. None: all parameters are."""
+
+
 class TrainerConfig(StrictModel):
     """The trainer role."""
 
@@ -230,48 +185,12 @@ class TrainerConfig(StrictModel):
     """The optimizer."""
     threads: PositiveInt = 1
     """CPU threads of each rank."""
-
-
-class EngineGroupConfig(StrictModel):
-    """One side of disaggregated serving."""
-
-    replicas: PositiveInt
-    """Independent engines of this side; each holds the whole model."""
-    nodes: PositiveInt
-    """Nodes of one replica."""
-
-
-class EngineConfig(StrictModel):
-    """The inference role."""
-
-    backend: Literal["embedded", "vllm"] = "embedded"
-    """Which server: ``embedded`` runs the project's own torch model behind vLLM's API; ``vllm`` has a rank on each GPU
-    of its nodes (so far for the payload ``probe`` only)."""
-    replicas: PositiveInt = 1
-    """Independent engines; each serves the whole model."""
-    nodes: PositiveInt = 1
-    """Nodes of one replica."""
-    prefill: EngineGroupConfig | None = None
-    """Engines that compute prompts only; together with ``decode``, in place of ``replicas`` and ``nodes``."""
-    decode: EngineGroupConfig | None = None
-    """Engines that go on from prompts that ``prefill`` computed."""
-    max_model_len: PositiveInt = 256
-    """Longest sequence in tokens, prompt and answer together."""
-    max_num_seqs: PositiveInt = 64
-    """Sequences that are decoded at once."""
-    max_num_batched_tokens: PositiveInt = 2048
-    """Tokens of one engine step (prefill is cut to fit)."""
-    block_size: PositiveInt = 16
-    """Tokens of a KV cache block; prefixes are reused in whole blocks."""
-    kv_cache_gib: PositiveFloat = 0.25
-    """Memory of the KV cache in GiB."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of weights and KV cache."""
-    pause: Literal["keep", "none"] = "keep"
-    """During a weight update: ``keep`` freezes requests until the new weights are in, ``none`` goes on
-    generating with the old ones. Requests and their KV survive in both."""
-    threads: PositiveInt = 1
-    """CPU threads of each engine."""
+    parallelism: TrainerParallelismConfig = TrainerParallelismConfig()
+    """How the ranks share the work (planned)."""
+    memory: TrainerMemoryConfig = TrainerMemoryConfig()
+    """What saves memory (planned)."""
+    router_replay: bool = False
+    """Train with the experts that the engines chose (planned)."""
 
 
 class EvaluationConfig(StrictModel):
@@ -289,16 +208,73 @@ class CheckpointConfig(StrictModel):
     every_steps: NonNegativeInt = 10
     """Steps between checkpoints; 0 saves only at the end."""
     keep_last: PositiveInt = 2
-    """Entries that are kept."""
+    """Newest entries that are kept; there is room needed for one more, because a new one is complete before an old
+    one goes."""
+    keep_every_steps: NonNegativeInt = 0
+    """Entries of steps that are a multiple of this are kept for ever; 0 keeps none for that reason."""
+    mode: Literal["async", "sync"] = "async"
+    """``async`` copies the trainer's state to host memory and writes it beside the training; ``sync`` lets the
+    training wait, and needs no memory for the copy."""
+    verify: Literal["content", "sizes"] = "content"
+    """What a resume compares with the manifest before it trusts an entry: every byte (all trainer ranks read, each
+    its share), or the sizes of files only."""
+    verify_timeout_s: PositiveFloat = 1800.0
+    """Longest time for that, in seconds."""
+    save_timeout_s: PositiveFloat = 1800.0
+    """Longest time of one save in seconds; a save that hangs for longer ends the run."""
+
+
+def _on_or_off(value: object) -> object:
+    """YAML reads ``on`` and ``off`` as true and false."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
 class HandoffConfig(StrictModel):
     """Weight hand-offs from trainer to engines."""
 
+    kind: Literal["full", "fp8"] = "full"
+    """``full`` publishes weights in ``dtype``; ``fp8`` quantises matrices in blocks of 128 x 128 (e4m3 with
+    ``weight_scale_inv``), as vLLM reads them."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Dtype of published weights that are not quantised. None: ``trainer.dtype``."""
+    overlap: bool = True
+    """Write a version while the next step runs, from a copy of this rank's share in host memory."""
+    staging_gib: PositiveFloat = 1.0
+    """Without ``overlap``: memory of a rank for copying, in GiB (at least its share of one shard file)."""
+    max_shard_gib: PositiveFloat = 4.0
+    """Largest safetensors file in GiB. All ranks write into all files."""
+    direct_io: bool = False
+    """Write past the page cache (``O_DIRECT``) where the filesystem can."""
+    delta_chain: NonNegativeInt = 0
+    """Publish changes against an earlier version, which every engine has acknowledged, at most so many deltas in a
+    row; then a full version. 0: full versions only. Doubles the memory of the copy."""
+    delta_max_share: Fraction = 0.5
+    """A delta larger than this share of the full version is not worth its trouble: the full version is written."""
+    publish_timeout_s: PositiveFloat = 1800.0
+    """Longest time that writing one version may take, in seconds."""
     keep_last: PositiveInt = 3
     """Published versions that are kept beside those an engine is serving."""
     update_timeout_s: PositiveFloat = 120.0
-    """Longest time for one engine to load one version, in seconds."""
+    """Least time that an engine is given to load a version, in seconds; what a version's bytes take at
+    ``min_bandwidth_mib_s`` comes on top."""
+    min_bandwidth_mib_s: PositiveFloat = 50.0
+    """Slowest rate, in MiB/s, at which reading weights still counts as working."""
+    lease_timeout_s: PositiveFloat = 60.0
+    """A reader whose registration has not changed for so long, by the clock of who looks, counts as dead: what it
+    leased may go. Readers renew four times as often."""
+    read_streams: PositiveInt = 4
+    """Segments of 64 MiB that a reader reads ahead, each by a thread of its own."""
+    node_cache: str | None = "/dev/shm"
+    """Directory of the node through which its engines share what they read, so that each byte is read once a node.
+    null: every engine reads for itself."""
+    node_cache_gib: PositiveFloat = 16.0
+    """Most memory of a node's cache, in GiB. With less than a version, engines share a window that moves through it;
+    other nodes are served from it, too."""
+    fanout: Annotated[Literal["auto", "on", "off"], BeforeValidator(_on_or_off)] = "auto"
+    """Whether nodes give versions to each other, so that the share is read once and not once a node. ``auto``: where
+    engines have more than one node, and there is a ``node_cache``."""
+    fanout_degree: PositiveInt = 2
+    """Nodes that one node gives a segment to; 1 is a chain."""
 
 
 class OrchestratorConfig(StrictModel):
@@ -309,7 +285,7 @@ class OrchestratorConfig(StrictModel):
 
 
 class JobConfig(StrictModel):
-    """How the run becomes jobs of a Slurm site. A local run reads ``payload`` only."""
+    """How the run becomes jobs of a Slurm site. A local run reads ``payload`` and the limits of attempts."""
 
     layout: Literal["auto", "hetjob", "single", "elastic"] = "auto"
     """``hetjob``: a heterogeneous job, one component a role; ``single``: one allocation, cut by node; ``elastic``:
@@ -326,6 +302,24 @@ class JobConfig(StrictModel):
     """Attempts of the run, the first included."""
     max_attempts_without_progress: PositiveInt = 3
     """Attempts in a row that end without a new joint checkpoint; then the run is given up."""
+    min_replicas: PositiveInt = 1
+    """Layout ``elastic``: the run starts when so many replicas of each inference role are ready; the others join when
+    Slurm gives them nodes."""
+    replica_wait_h: PositiveFloat = 2.0
+    """Layout ``elastic``: longest time with fewer replicas than that before the start, or with none at all later, in
+    hours; then the run ends."""
+    replica_hold_h: PositiveFloat = 0.25
+    """Layout ``elastic``: a replica's job keeps its nodes for so many hours while the trainer's job waits in the
+    queue; then it gives them back, and is submitted again when the trainer runs."""
+    max_replica_resubmits: NonNegativeInt = 20
+    """Layout ``elastic``: jobs of one replica that may end and be replaced in one attempt of the run."""
+    retry_failures: NonNegativeInt | None = None
+    """How often a new attempt follows the failure of a role that is not restarted in place (a trainer rank that was
+    killed). It begins at once, in the same nodes, at the last joint checkpoint, and only if the attempt that failed
+    has made one: an error that comes again at the same step ends the run. None: 3 under Slurm, 0 on this machine."""
+    exclude_failed_nodes_h: NonNegativeFloat = 24.0
+    """Hours that later attempts stay away from a node that went down, or on which a role failed as it does where
+    hardware is broken. Nodes are not excluded where too few others are left. 0: never."""
 
 
 class Recipe(StrictModel):
@@ -359,3 +353,24 @@ class Recipe(StrictModel):
     """Weight hand-offs."""
     job: JobConfig = JobConfig()
     """How the run becomes jobs."""
+    supervision: SupervisionConfig = SupervisionConfig()
+    """What happens when a replica fails or hangs."""
+
+    @property
+    def engine_nodes(self) -> int:
+        """Nodes of all engines on a cluster; a local run has one, whatever this says."""
+        sides = [side for side in (self.engine.prefill, self.engine.decode) if side is not None]
+        return sum(side.replicas * side.nodes for side in sides) or self.engine.replicas * self.engine.nodes
+
+    @property
+    def fans_out(self) -> bool:
+        """Whether nodes of engines give versions to each other."""
+        handoff = self.handoff
+        wanted = handoff.fanout == "on" or (handoff.fanout == "auto" and self.engine_nodes > 1)
+        return wanted and handoff.node_cache is not None
+
+    @property
+    def wait_for_batch_s(self) -> float:
+        """Longest wait of the trainer for a batch: where engines come and go, there may be none for a while."""
+        elastic_s = self.job.replica_wait_h * 3600.0 if self.job.layout == "elastic" else 0.0
+        return max(self.orchestrator.wait_timeout_s, elastic_s)

@@ -28,12 +28,15 @@ class Rule:
         What to change.
     check:
         Yields conflicts of a recipe on a cluster.
+    submit_only:
+        About what this version can start; a plan may ask for more.
     """
 
     name: str
     conflict: str
     way_out: str
     check: Callable[[Recipe, ClusterProfile], Conflicts]
+    submit_only: bool = False
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,22 @@ from hpcrl.config.cluster import ClusterProfile, LocalCluster
 from hpcrl.config.load import Loaded
 from hpcrl.config.recipe import LossConfig, Recipe, WarmupConfig, WordsEnv
 from hpcrl.config.rule import Conflicts, Rule
+from hpcrl.config.rules_engine import ENGINE_RULES
 from hpcrl.config.rules_job import JOB_RULES
+from hpcrl.config.rules_parallel import PARALLEL_RULES
 from hpcrl.config.rules_site import SITE_RULES
+from hpcrl.config.rules_store import STORE_RULES
 from hpcrl.errors import ConfigError, Finding
 
-__all__ = ["JOB_RULES", "RULES", "SITE_RULES", "check_cluster", "check_rules"]
+__all__ = [
+    "JOB_RULES",
+    "PARALLEL_RULES",
+    "RULES",
+    "SITE_RULES",
+    "check_cluster",
+    "check_rules",
+    "unstartable",
+]
 
 GIB = 1 << 30
 #: which settings of `LossConfig` each loss reads, beside ``kind``
@@ -31,15 +42,30 @@ LOSS_SETTINGS: dict[str, frozenset[str]] = {
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
-def check_rules(recipe: Loaded[Recipe], cluster: Loaded[ClusterProfile]) -> None:
-    """Check all rules (ConfigError with every conflict)."""
+def check_rules(recipe: Loaded[Recipe], cluster: Loaded[ClusterProfile], *, planning: bool = False) -> None:
+    """Check all rules (ConfigError with every conflict).
+
+    Parameters
+    ----------
+    recipe, cluster:
+        As loaded.
+    planning:
+        Nothing will be started: leave out the rules about what this version can start.
+    """
     # rules of recipe and site build on a profile that is right in itself
     check_cluster(cluster)
-    conflicts = ((rule, key, what) for rule in RULES for key, what in rule.check(recipe.value, cluster.value))
+    rules = [rule for rule in RULES if not (planning and rule.submit_only)]
+    conflicts = ((rule, key, what) for rule in rules for key, what in rule.check(recipe.value, cluster.value))
     _refuse(
         Finding(_where(recipe, cluster, key), key, f"{what} [{rule.name}]", rule.way_out)
         for rule, key, what in conflicts
     )
+
+
+def unstartable(recipe: Recipe, cluster: ClusterProfile) -> list[str]:
+    """Keys of what a plan may ask for and this version cannot start."""
+    found = (key for rule in RULES if rule.submit_only for key, _ in rule.check(recipe, cluster))
+    return list(dict.fromkeys(found))
 
 
 def check_cluster(cluster: Loaded[ClusterProfile]) -> None:
@@ -75,6 +101,14 @@ def _flight_holds_group(recipe: Recipe, _: ClusterProfile) -> Conflicts:
     r = recipe.rollouts
     if r.max_in_flight < r.group_size:
         yield "rollouts.max_in_flight", f"{r.max_in_flight} is less than one group ({r.group_size})"
+
+
+def _adaptive(recipe: Recipe, _: ClusterProfile) -> Conflicts:
+    c = recipe.rollouts.adaptive_concurrency
+    if c.kv_low >= c.kv_high:
+        yield "rollouts.adaptive_concurrency.kv_low", f"{c.kv_low:g} is not below kv_high ({c.kv_high:g})"
+    if not 0 < c.decrease < 1:
+        yield "rollouts.adaptive_concurrency.decrease", f"{c.decrease:g} takes nothing away, or all"
 
 
 def _answer_fits_context(recipe: Recipe, _: ClusterProfile) -> Conflicts:
@@ -180,7 +214,9 @@ def _schedule_fits(recipe: Recipe, _: ClusterProfile) -> Conflicts:
 
 
 def _port_range(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
-    needed = recipe.engine.replicas + 2
+    engine = recipe.engine
+    sides = [side.replicas for side in (engine.prefill, engine.decode) if side is not None]
+    needed = (sum(sides) or engine.replicas) + 2
     available = cluster.ports.last - cluster.ports.first + 1
     if available < needed:
         yield "cluster.ports.last", f"the range holds {max(0, available)} ports, the run needs {needed}"
@@ -207,6 +243,12 @@ RULES: tuple[Rule, ...] = (
         "At least one group can be in flight.",
         "raise max_in_flight or lower group_size",
         _flight_holds_group,
+    ),
+    Rule(
+        "adaptive-concurrency",
+        "The limit of rollouts in flight can rise and fall.",
+        "choose kv_low below kv_high, and decrease between 0 and 1",
+        _adaptive,
     ),
     Rule(
         "answer-fits-context",
@@ -285,4 +327,7 @@ RULES: tuple[Rule, ...] = (
         _process_limit,
     ),
     *JOB_RULES,
+    *PARALLEL_RULES,
+    *STORE_RULES,
+    *ENGINE_RULES,
 )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from hpcrl.config.cluster import ClusterProfile, LocalCluster, SlurmCluster
+from hpcrl.config.cluster_slurm import SIGNAL_EARLY_S
 from hpcrl.config.recipe import EngineConfig, Recipe
 from hpcrl.config.rule import Conflicts, Rule
+from hpcrl.config.rules_engine import PAYLOAD_RULE
 
 __all__ = ["JOB_RULES"]
 
@@ -17,15 +19,6 @@ def _engine_groups(recipe: Recipe) -> list[tuple[str, str, int, int]]:
     return groups or [("engine", "engine", engine.replicas, engine.nodes)]
 
 
-def _payload_exists(recipe: Recipe, _: ClusterProfile) -> Conflicts:
-    if recipe.job.payload == "probe":
-        return
-    if recipe.engine.backend == "vllm":
-        yield "engine.backend", "this version cannot start vLLM engines yet, nor the router and the KV store they need"
-    if recipe.engine.prefill is not None or recipe.engine.decode is not None:
-        yield "engine.prefill", "this version has no router that could lead requests from prefill to decode"
-
-
 def _sides_together(recipe: Recipe, _: ClusterProfile) -> Conflicts:
     engine = recipe.engine
     if (engine.prefill is None) != (engine.decode is None):
@@ -35,6 +28,22 @@ def _sides_together(recipe: Recipe, _: ClusterProfile) -> Conflicts:
         for name in ("replicas", "nodes"):
             if getattr(engine, name) != EngineConfig.model_fields[name].default:
                 yield f"engine.{name}", "has no effect beside prefill and decode, which have their own"
+
+
+def _only_engines_restart(recipe: Recipe, _: ClusterProfile) -> Conflicts:
+    for name in ("trainer", "orchestrator"):
+        policy = getattr(recipe.supervision, name)
+        if policy.restart != "never":
+            yield f"supervision.{name}.restart", f"the {name} cannot begin again beside roles that are at another step"
+        if not policy.critical:
+            yield f"supervision.{name}.critical", f"the run cannot go on without the {name}"
+
+
+def _hang_limits(recipe: Recipe, _: ClusterProfile) -> Conflicts:
+    supervision = recipe.supervision
+    if supervision.hang_floor_s > supervision.hang_ceiling_s:
+        what = f"{supervision.hang_floor_s:g} is more than hang_ceiling_s ({supervision.hang_ceiling_s:g})"
+        yield "supervision.hang_floor_s", what
 
 
 def _embedded_on_one_node(recipe: Recipe, _: ClusterProfile) -> Conflicts:
@@ -110,8 +119,11 @@ def _time_fits(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
         if most is not None and hours > most:
             yield f"{key}.time_limit_h", f"{hours:g} h, but partition {partition!r} ({role}) ends jobs after {most:g} h"
             return
-    if hours * 3600 <= cluster.limits.save_timeout_s:
-        yield f"{key}.time_limit_h", f"{hours:g} h leave no time beside a save of {cluster.limits.save_timeout_s:g} s"
+    warned_s = cluster.limits.signal_lead_s + SIGNAL_EARLY_S
+    if hours * 3600 <= warned_s:
+        early = f"the warning to save comes up to {warned_s:g} s before the end"
+        what = f"{hours * 60:.3g} min leave no time to train: {early}"
+        yield f"{key}.time_limit_h", what
 
 
 def _attempts(recipe: Recipe, _: ClusterProfile) -> Conflicts:
@@ -123,20 +135,34 @@ def _attempts(recipe: Recipe, _: ClusterProfile) -> Conflicts:
         )
 
 
+def _enough_replicas(recipe: Recipe, _: ClusterProfile) -> Conflicts:
+    least = recipe.job.min_replicas
+    if recipe.job.layout != "elastic":
+        if least != 1:
+            yield "job.min_replicas", f"has no effect in the layout {recipe.job.layout}: all replicas start together"
+        return
+    for key, _role, replicas, _nodes in _engine_groups(recipe):
+        if replicas < least:
+            yield "job.min_replicas", f"{least} is more than {key}.replicas, which is {replicas}"
+    if recipe.job.payload == "probe":
+        yield "job.layout", "the payload probe counts ranks that start together; elastic replicas come as they can"
+
+
 JOB_RULES: tuple[Rule, ...] = (
-    Rule(
-        "payload-exists",
-        "Everything that a run starts is part of this version.",
-        "choose engine.backend: embedded without prefill and decode, or try the shape of the job: "
-        "--set job.payload=probe",
-        _payload_exists,
-    ),
+    PAYLOAD_RULE,
     Rule(
         "two-sides",
         "Disaggregated serving has both sides, each with its own size.",
         "give both engine.prefill and engine.decode, or neither",
         _sides_together,
     ),
+    Rule(
+        "only-engines-restart",
+        "Only engines are restarted in place, and only an engine can be spared.",
+        "leave restart and critical as they are; job.retry_failures says how often a new attempt follows",
+        _only_engines_restart,
+    ),
+    Rule("hang-limits", "The floor of the hang limit is below its ceiling.", "lower the floor", _hang_limits),
     Rule("embedded-on-one-node", "An embedded engine is on one node.", "set nodes to 1", _embedded_on_one_node),
     Rule(
         "ranks-per-node",
@@ -171,7 +197,7 @@ JOB_RULES: tuple[Rule, ...] = (
     Rule(
         "time-limit-fits",
         "The time limit is one that the partitions take, and longer than a save.",
-        "set job.time_limit_h between the time of a save and the limit of the partition",
+        "set job.time_limit_h between the warning before a save and the limit of the partition",
         _time_fits,
     ),
     Rule(
@@ -179,5 +205,11 @@ JOB_RULES: tuple[Rule, ...] = (
         "Giving up without progress comes before the last attempt.",
         "raise job.max_attempts or lower max_attempts_without_progress",
         _attempts,
+    ),
+    Rule(
+        "enough-replicas",
+        "An elastic run waits for no more replicas than it has.",
+        "lower job.min_replicas, or choose the layout that fits",
+        _enough_replicas,
     ),
 )

@@ -1,0 +1,109 @@
+"""The inference role of a recipe."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from hpcrl.config.base import (
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    StrictModel,
+)
+from hpcrl.config.kvstore import KvStoreConfig
+from hpcrl.config.router import RouterConfig
+
+__all__ = [
+    "EngineConfig",
+    "EngineGroupConfig",
+    "EngineMemoryConfig",
+]
+
+
+class EngineGroupConfig(StrictModel):
+    """One side of disaggregated serving."""
+
+    replicas: PositiveInt
+    """Independent engines of this side; each holds the whole model."""
+    nodes: PositiveInt
+    """Nodes of one replica."""
+    max_num_seqs: PositiveInt | None = None
+    """Sequences that one rank of this side runs at once. None: ``engine.max_num_seqs``."""
+    max_num_batched_tokens: PositiveInt | None = None
+    """Tokens of one engine step of a rank. None: ``engine.max_num_batched_tokens``."""
+    vllm_args: dict[str, Any] = {}
+    """As ``engine.vllm_args``, for this side alone."""
+
+
+class EngineMemoryConfig(StrictModel):
+    """Memory of vLLM engines. The planner computes with it; the embedded engine reads ``kv_cache_gib`` instead."""
+
+    weights: Literal["as_dtype", "fp8"] = "as_dtype"
+    """``fp8``: matrices of layers in FP8 with scales of 128 x 128 blocks."""
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    """Dtype of the KV cache. ``auto``: that of ``dtype``."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """Share of a GPU's memory that an engine may use."""
+    kv_offload_gib: NonNegativeFloat = 0.0
+    """Host memory of each node for KV blocks that left the GPU, in GiB, shared evenly by its ranks; ``kv_store`` is the
+    pool of all nodes."""
+    kv_offload_disk_gib: NonNegativeFloat = 0.0
+    """Room on each node's scratch disk for KV blocks that left this host memory, in GiB; 0 for none. The oldest go
+    first. Needs ``paths.scratch`` of the site."""
+
+
+class EngineConfig(StrictModel):
+    """The inference role."""
+
+    backend: Literal["embedded", "vllm"] = "embedded"
+    """Which server: ``embedded`` runs the project's own torch model behind vLLM's API, ``vllm`` is vLLM."""
+    device: Literal["auto", "cpu"] = "auto"
+    """``vllm``: where it runs. ``auto``: a rank on each GPU of its nodes, on CPUs where they have none; ``cpu``: one
+    rank a node, whatever the nodes have. ``embedded`` is always on CPUs."""
+    replicas: PositiveInt = 1
+    """Independent engines; each serves the whole model."""
+    nodes: PositiveInt = 1
+    """Nodes of one replica."""
+    prefill: EngineGroupConfig | None = None
+    """Engines that compute prompts only; together with ``decode``, in place of ``replicas`` and ``nodes``."""
+    decode: EngineGroupConfig | None = None
+    """Engines that go on from prompts that ``prefill`` computed."""
+    kv_transfer: Literal["auto", "nixl", "mooncake"] = "auto"
+    """``prefill`` and ``decode`` with ``vllm``: what carries KV between them. ``auto``: NIXL between GPUs, Mooncake's
+    transfer engine over TCP between CPUs."""
+    max_model_len: PositiveInt = 256
+    """Longest sequence in tokens, prompt and answer together."""
+    max_num_seqs: PositiveInt = 64
+    """Sequences that are decoded at once."""
+    max_num_batched_tokens: PositiveInt = 2048
+    """Tokens of one engine step (prefill is cut to fit)."""
+    block_size: PositiveInt = 16
+    """Tokens of a KV cache block; prefixes are reused in whole blocks."""
+    kv_cache_gib: PositiveFloat = 0.25
+    """Memory of the KV cache in GiB. vLLM on CPUs takes whole GiB (rounded up); on GPUs it takes a share of their
+    memory (``vllm_args: gpu-memory-utilization``) instead."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of weights and KV cache."""
+    pause: Literal["keep", "none"] = "keep"
+    """During a weight update: ``keep`` freezes requests until the new weights are in, ``none`` goes on
+    generating with the old ones. Requests and their KV survive in both."""
+    threads: PositiveInt = 1
+    """CPU threads of each engine."""
+    return_routed_experts: bool = False
+    """Engines return the experts of every token (layers x experts a token, one byte each up to 256 experts), and the
+    trainer says where it chooses others: ``routing_mismatch``. Mixtures of experts only."""
+    tp: PositiveInt = 1
+    """Tensor parallelism of a replica; its other ranks are data parallel, and experts are dealt out over all of them
+    (planned, for vLLM engines)."""
+    memory: EngineMemoryConfig = EngineMemoryConfig()
+    """Memory of a vLLM engine (planned)."""
+    kv_store: KvStoreConfig | None = None
+    """Pool of KV blocks that all engines share (Mooncake Store); ``backend: vllm`` only. None: each keeps its own."""
+    router: RouterConfig = RouterConfig()
+    """Who chooses the engine of a request."""
+    vllm_args: dict[str, Any] = {}
+    """Further flags of vLLM by long name without dashes, for example ``gpu-memory-utilization: 0.8``. ``true`` is the
+    flag alone, ``false`` its ``--no-`` form; lists and mappings are passed as JSON. Flags that hpcrl sets are refused,
+    and all are checked by the installed vLLM's own parser before a run starts."""

@@ -1,0 +1,81 @@
+"""Environments of a recipe: where rollouts come from."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from hpcrl.config.base import (
+    Fraction,
+    Name,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    StrictModel,
+)
+
+__all__ = [
+    "CalculatorEnv",
+    "CustomEnv",
+    "EnvironmentConfig",
+    "LatencyConfig",
+    "WordsEnv",
+]
+
+
+class LatencyConfig(StrictModel):
+    """Extra waiting time of a rollout, as a slow tool or test suite would cause; for measurements."""
+
+    median_s: NonNegativeFloat = 0.0
+    """Waiting time of an ordinary rollout in seconds."""
+    tail_share: Fraction = 0.0
+    """Share of rollouts that take longer."""
+    tail_factor: PositiveFloat = 10.0
+    """How many times longer these take."""
+
+
+class _Environment(StrictModel):
+    name: Name
+    """Name in metrics; unique in the recipe."""
+    weight: PositiveFloat = 1.0
+    """Share of this environment in the prompts, relative to the others."""
+    latency: LatencyConfig = LatencyConfig()
+    """Extra waiting time, for measurements."""
+
+
+class WordsEnv(_Environment):
+    """Single turn: transform an English word letter by letter."""
+
+    kind: Literal["words"]
+    task: Literal["reverse", "sort", "shift"] = "reverse"
+    """``reverse`` the letters, ``sort`` them, or ``shift`` each by one in the alphabet."""
+    min_letters: PositiveInt = 3
+    """Shortest word."""
+    max_letters: PositiveInt = 6
+    """Longest word."""
+
+
+class CalculatorEnv(_Environment):
+    """Several turns: answer an arithmetic question with a tool that runs a program in a sandboxed process."""
+
+    kind: Literal["calculator"]
+    max_operand: PositiveInt = 99
+    """Largest number in a question."""
+    max_turns: PositiveInt = 3
+    """Model turns before the rollout is ended."""
+    tool_timeout_s: PositiveFloat = 10.0
+    """Wall-clock limit of one tool call in seconds."""
+
+
+class CustomEnv(_Environment):
+    """An environment of your own."""
+
+    kind: Literal["custom"]
+    factory: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+    """``package.module:Name`` of a callable that returns an `hpcrl.rollouts.environments.Environment`."""
+    args: dict[str, Any] = {}
+    """Keyword arguments for it."""
+
+
+EnvironmentConfig = Annotated[WordsEnv | CalculatorEnv | CustomEnv, Field(discriminator="kind")]

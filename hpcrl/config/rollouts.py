@@ -1,0 +1,64 @@
+"""What a recipe says about rollouts."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from hpcrl.config.base import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, StrictModel
+
+__all__ = ["AdaptiveConcurrencyConfig", "RolloutConfig", "SamplingConfig"]
+
+
+class SamplingConfig(StrictModel):
+    """How tokens are drawn in training rollouts."""
+
+    temperature: PositiveFloat = 1.0
+    """Divides logits; log-probabilities are taken after it on both sides."""
+    max_new_tokens: PositiveInt = 32
+    """Tokens that the model may say in one turn."""
+
+
+class AdaptiveConcurrencyConfig(StrictModel):
+    """How many rollouts may be in flight, found from the load of engines while the run goes on: more by addition, fewer
+    by multiplication. ``rollouts.max_in_flight`` and staleness stay upper bounds."""
+
+    enabled: bool = False
+    """Else ``rollouts.max_in_flight`` alone is the limit."""
+    kv_low: Fraction = 0.8
+    """Below this share of KV in use an engine gets more, where the limit is what holds rollouts back."""
+    kv_high: Fraction = 0.95
+    """From this share on it gets fewer; also where requests give their KV back, or queue."""
+    decrease: Fraction = 0.8
+    """It then gets this share of what it had."""
+
+
+class RolloutConfig(StrictModel):
+    """What is rolled out and how fresh it must be."""
+
+    rollouts_per_step: PositiveInt = 64
+    """Rollouts that one optimizer step consumes; a multiple of ``group_size``."""
+    group_size: PositiveInt = 8
+    """Rollouts of one prompt; their rewards are compared with each other."""
+    max_in_flight: PositiveInt = 128
+    """Rollouts that may be running at once; at least ``group_size``."""
+    adaptive_concurrency: AdaptiveConcurrencyConfig = AdaptiveConcurrencyConfig()
+    """A lower limit where engines cannot take so many."""
+    max_off_policy_steps: NonNegativeInt = 4
+    """Largest staleness of a consumed rollout: trainer version minus the version of its first sampled token.
+    0 is synchronous: the trainer waits for rollouts of its own version."""
+    ready_batches: PositiveInt = 1
+    """While so many whole batches wait for the trainer, no rollout starts. 1 keeps staleness low, and is right where
+    rollouts take no longer than a step. Where they take several, 1 makes waves (batches pile up, then the trainer
+    waits): more of them smooth these, at the price of staleness within its bound."""
+    zero_variance: Literal["keep", "drop"] = "keep"
+    """Groups whose rewards are all equal carry no gradient: ``keep`` them in the batch, or ``drop`` and replace
+    them by others. Both are counted."""
+    sampling: SamplingConfig = SamplingConfig()
+    """How tokens are drawn."""
+    request_timeout_s: PositiveFloat = 600.0
+    """Longest time without an answer to one generation request, in seconds."""
+    max_retries: NonNegativeInt = 3
+    """Attempts after the first for a request that failed; then the rollout is dropped and counted."""
+    stream_interval: NonNegativeInt = 64
+    """Engines send what they have sampled every so many tokens. Where one is lost, its requests go on elsewhere from
+    what has arrived. 0: answers come whole, and a request that is cut begins anew."""

@@ -1,0 +1,139 @@
+"""Rules about engines: what of a recipe this version can run, and which flags of vLLM are its own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from hpcrl.config.cluster import ClusterProfile, SlurmCluster
+from hpcrl.config.recipe import Recipe
+from hpcrl.config.rule import Conflicts, Rule
+from hpcrl.config.vllm import owner_of
+
+__all__ = ["ENGINE_RULES", "PAYLOAD_RULE"]
+
+_FLAG = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*(\.[\w.]+)?")
+
+
+def _payload_exists(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
+    if recipe.job.payload == "probe":
+        return
+    engine = recipe.engine
+    if engine.router.kind == "dynamo":
+        yield (
+            "engine.router.kind",
+            "Dynamo's answers do not say which version of the weights sampled each token, and training needs that",
+        )
+    if engine.backend != "vllm":
+        if engine.prefill is not None or engine.decode is not None:
+            yield "engine.prefill", f"engines of the backend {engine.backend!r} have no sides"
+        return
+    if engine.prefill is not None and recipe.job.layout == "elastic":
+        yield "engine.prefill", "the router between the sides cannot be told of replicas that come and go"
+    if (ranks := _largest_replica(recipe, cluster)) > 1:
+        yield from _wide_runs(recipe, cluster, ranks)
+
+
+def _wide_runs(recipe: Recipe, cluster: ClusterProfile, ranks: int) -> Conflicts:
+    """What replicas of several ranks cannot have."""
+    engine = recipe.engine
+    gpus = engine.device == "auto" and isinstance(cluster, SlurmCluster)
+    if engine.pause != "keep":
+        yield "engine.pause", f"the {ranks} ranks of a replica would compute one step with weights of two versions"
+    if engine.prefill is not None and (engine.kv_transfer == "mooncake" or not (gpus or engine.kv_transfer == "nixl")):
+        yield (
+            "engine.kv_transfer",
+            "Mooncake's connector between sides of several ranks was not worked out, and NIXL needs GPUs",
+        )
+
+
+def _dynamo_can(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
+    engine = recipe.engine
+    if engine.router.etcd is not None and engine.router.kind != "dynamo":
+        yield "engine.router.etcd", f"has no effect on the router {engine.router.kind!r}"
+    if engine.router.kind != "dynamo":
+        return
+    if engine.backend != "vllm":
+        yield "engine.router.kind", f"Dynamo has no workers around engines of the backend {engine.backend!r}"
+    elif (ranks := _largest_replica(recipe, cluster)) > 1:
+        yield "engine.router.kind", f"hpcrl renders Dynamo's workers for replicas of one rank, this one has {ranks}"
+
+
+def _largest_replica(recipe: Recipe, cluster: ClusterProfile) -> int:
+    """Ranks of the widest replica."""
+    engine = recipe.engine
+    sides = [("prefill", engine.prefill), ("decode", engine.decode)]
+    nodes = {role: side.nodes for role, side in sides if side is not None} or {"engine": engine.nodes}
+    widest = 0
+    for role, count in nodes.items():
+        gpus = 0
+        if isinstance(cluster, SlurmCluster) and engine.device == "auto":
+            gpus = cluster.partitions[cluster.partition_name(role)].node.gpus
+        widest = max(widest, count * max(1, gpus))
+    return widest
+
+
+def _sides_have_a_router(recipe: Recipe, _: ClusterProfile) -> Conflicts:
+    engine = recipe.engine
+    if engine.prefill is not None and engine.backend == "vllm" and engine.router.kind == "direct":
+        yield "engine.router.kind", "without a router nothing leads a request from prefill to decode"
+    if engine.prefill is None and engine.kv_transfer != "auto":
+        yield "engine.kv_transfer", "has no effect without prefill and decode"
+
+
+def _args(recipe: Recipe) -> Iterator[tuple[str, str, Any]]:
+    """Key of the recipe, flag and value."""
+    engine = recipe.engine
+    sides = [("engine", engine), ("engine.prefill", engine.prefill), ("engine.decode", engine.decode)]
+    for key, side in sides:
+        if side is not None:
+            yield from ((f"{key}.vllm_args.{flag}", flag, value) for flag, value in side.vllm_args.items())
+
+
+def _own_flags(recipe: Recipe, _: ClusterProfile) -> Conflicts:
+    for key, flag, _value in _args(recipe):
+        if reason := owner_of(flag):
+            yield key, f"hpcrl sets --{flag} itself: {reason}"
+
+
+def _flag_names(recipe: Recipe, _: ClusterProfile) -> Conflicts:
+    for key, flag, value in _args(recipe):
+        if not _FLAG.fullmatch(flag):
+            yield key, f"{flag!r} is no long name of a flag: write it without leading dashes, with dashes inside"
+        elif value is None:
+            yield key, "has no value"
+
+
+def _args_for_vllm(recipe: Recipe, _: ClusterProfile) -> Conflicts:
+    if recipe.engine.backend != "vllm":
+        for key, _flag, _value in _args(recipe):
+            yield key, f"has no effect on engines of the backend {recipe.engine.backend!r}"
+
+
+PAYLOAD_RULE = Rule(
+    "payload-exists",
+    "Everything that a run starts is part of this version.",
+    "choose vLLM's router, another layout than elastic for sides, and for replicas of several ranks engine.pause: keep "
+    "and kv_transfer: nixl; or try the shape of the job: --set job.payload=probe",
+    _payload_exists,
+    submit_only=True,
+)
+
+ENGINE_RULES: tuple[Rule, ...] = (
+    Rule("own-vllm-flags", "A recipe gives vLLM no flag that hpcrl sets.", "remove it from vllm_args", _own_flags),
+    Rule("vllm-flag-names", "Flags of vLLM are long names with values.", "correct the name", _flag_names),
+    Rule(
+        "dynamo-workers",
+        "Dynamo's router has workers that it can have.",
+        "set engine.router.kind: auto",
+        _dynamo_can,
+    ),
+    Rule(
+        "sides-router",
+        "Prefill and decode have a router between them.",
+        "set engine.router.kind: auto, and kv_transfer only beside prefill and decode",
+        _sides_have_a_router,
+    ),
+    Rule("vllm-args-apply", "Flags of vLLM are for vLLM.", "set engine.backend: vllm, or remove them", _args_for_vllm),
+)
