@@ -8,15 +8,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ModelArch", "TensorSpec", "load_arch"]
+from hpcrl.models.facts import ModelFacts
+from hpcrl.models.families import facts_from_config
+from hpcrl.models.tensors import TensorSpec
 
-
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """Name and shape of one tensor of a published model."""
-
-    name: str
-    shape: tuple[int, ...]
+__all__ = ["ModelArch", "load_arch"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,39 +54,18 @@ class ModelArch:
         if self.head_dim % 2:
             raise ValueError(f"head_dim ({self.head_dim}) must be even for rotary embeddings")
 
+    @property
+    def facts(self) -> ModelFacts:
+        """Everything else that can be known of this model."""
+        return facts_from_config(self.to_hf_config(), name="qwen3_moe")
+
     def tensors(self) -> Iterator[TensorSpec]:
-        """Every tensor of a published checkpoint, by its Hugging Face name, in layer order."""
-        d, f, hd = self.hidden_size, self.moe_intermediate_size, self.head_dim
-        q, kv = self.num_attention_heads * hd, self.num_key_value_heads * hd
-        yield TensorSpec("model.embed_tokens.weight", (self.vocab_size, d))
-        for i in range(self.num_hidden_layers):
-            p = f"model.layers.{i}"
-            yield TensorSpec(f"{p}.input_layernorm.weight", (d,))
-            yield TensorSpec(f"{p}.self_attn.q_proj.weight", (q, d))
-            yield TensorSpec(f"{p}.self_attn.k_proj.weight", (kv, d))
-            yield TensorSpec(f"{p}.self_attn.v_proj.weight", (kv, d))
-            yield TensorSpec(f"{p}.self_attn.o_proj.weight", (d, q))
-            yield TensorSpec(f"{p}.self_attn.q_norm.weight", (hd,))
-            yield TensorSpec(f"{p}.self_attn.k_norm.weight", (hd,))
-            yield TensorSpec(f"{p}.post_attention_layernorm.weight", (d,))
-            yield TensorSpec(f"{p}.mlp.gate.weight", (self.num_experts, d))
-            for e in range(self.num_experts):
-                yield TensorSpec(f"{p}.mlp.experts.{e}.gate_proj.weight", (f, d))
-                yield TensorSpec(f"{p}.mlp.experts.{e}.up_proj.weight", (f, d))
-                yield TensorSpec(f"{p}.mlp.experts.{e}.down_proj.weight", (d, f))
-        yield TensorSpec("model.norm.weight", (d,))
-        if not self.tie_word_embeddings:
-            yield TensorSpec("lm_head.weight", (self.vocab_size, d))
+        """Every tensor of a published checkpoint, by its Hugging Face name."""
+        return self.facts.tensors()
 
     def num_parameters(self) -> int:
         """Parameters of the published checkpoint (tied embeddings counted once)."""
-        total = 0
-        for spec in self.tensors():
-            n = 1
-            for dim in spec.shape:
-                n *= dim
-            total += n
-        return total
+        return self.facts.num_parameters()
 
     def to_hf_config(self, dtype: str = "float32") -> dict[str, Any]:
         """The ``config.json`` that transformers and vLLM read."""

@@ -1,5 +1,6 @@
 """From recipe and cluster profile to a plan: pure functions."""
 
+from hpcrl.planning.change import change_recipe
 from hpcrl.planning.environment import role_variables
 from hpcrl.planning.plan import (
     absolute_paths,
@@ -8,12 +9,17 @@ from hpcrl.planning.plan import (
     make_plan,
     resolve_runs_root,
 )
-from hpcrl.planning.preflight import check_model
+from hpcrl.planning.preflight import check_engine_flags, check_model, check_pythons, check_router, check_sizes
 
 __all__ = [
     "absolute_paths",
     "absolute_site_paths",
+    "change_recipe",
+    "check_engine_flags",
     "check_model",
+    "check_pythons",
+    "check_router",
+    "check_sizes",
     "default_run_name",
     "make_plan",
     "resolve_runs_root",

@@ -9,10 +9,14 @@ from hpcrl.config.cluster import ClusterProfile, SlurmCluster
 from hpcrl.config.cluster_slurm import NicConfig, NodeConfig
 from hpcrl.config.plan import Role
 from hpcrl.config.recipe import Recipe
+from hpcrl.planning.router_command import ROUTER_VARIABLES
+from hpcrl.planning.vllm_command import vllm_variables
 
-__all__ = ["EnvValue", "plain", "role_variables"]
+__all__ = ["EnvValue", "engine_gpus", "engine_ranks_per_node", "plain", "role_variables"]
 
 _ENGINES = (Role.ENGINE, Role.PREFILL, Role.DECODE)
+_BESIDE = (Role.ORCHESTRATOR, Role.STORE, Role.ROUTER)
+"""Roles without nodes of their own: they run where the trainer does."""
 
 
 class EnvValue(NamedTuple):
@@ -24,11 +28,18 @@ class EnvValue(NamedTuple):
 
 def role_variables(recipe: Recipe, cluster: ClusterProfile, role: Role, run_name: str) -> dict[str, EnvValue]:
     """What the plan sets for a role, in order of rising precedence."""
-    threads = {Role.TRAINER: recipe.trainer.threads, Role.ORCHESTRATOR: 1}.get(role, recipe.engine.threads)
-    key = {Role.TRAINER: "trainer.threads", Role.ORCHESTRATOR: "hpcrl"}.get(role, "engine.threads")
+    threads, key = recipe.engine.threads, "engine.threads"
+    if role is Role.TRAINER:
+        threads, key = recipe.trainer.threads, "trainer.threads"
+    elif role in _BESIDE:
+        threads, key = 1, "hpcrl"
     variables = {"OMP_NUM_THREADS": EnvValue(str(threads), key)}
+    if role in _ENGINES and recipe.engine.backend == "vllm" and recipe.job.payload == "roles":
+        variables |= _sourced(vllm_variables(recipe, gpus=engine_gpus(recipe, cluster, role) > 0), "hpcrl")
+    if role is Role.ROUTER:
+        variables |= _sourced(ROUTER_VARIABLES, "hpcrl")
     if isinstance(cluster, SlurmCluster):
-        partition = cluster.partition_name(Role.TRAINER if role is Role.ORCHESTRATOR else role)
+        partition = cluster.partition_name(Role.TRAINER if role in _BESIDE else role)
         source = f"cluster.partitions.{partition}.node"
         node = cluster.partitions[partition].node
         variables |= _sourced(_network(node, role), source)
@@ -40,6 +51,18 @@ def role_variables(recipe: Recipe, cluster: ClusterProfile, role: Role, run_name
         for name in names:
             variables |= _sourced(by_role.get(name, {}), f"cluster.env_by_role.{name}")
     return variables
+
+
+def engine_ranks_per_node(recipe: Recipe, cluster: ClusterProfile, role: Role) -> int:
+    """Ranks of an engine on each of its nodes: its GPUs; 1 without."""
+    return max(1, engine_gpus(recipe, cluster, role))
+
+
+def engine_gpus(recipe: Recipe, cluster: ClusterProfile, role: Role) -> int:
+    """GPUs that an engine uses on each node; a local run's are not known, and not needed."""
+    if recipe.engine.backend == "embedded" or recipe.engine.device == "cpu" or not isinstance(cluster, SlurmCluster):
+        return 0
+    return cluster.partitions[cluster.partition_name(role)].node.gpus
 
 
 def plain(variables: Mapping[str, EnvValue]) -> dict[str, str]:
@@ -71,7 +94,7 @@ def _network(node: NodeConfig, role: Role) -> dict[str, str]:
         variables["GLOO_SOCKET_IFNAME"] = node.interface
         # "=": exactly this one, not every interface whose name begins like it
         variables["NCCL_SOCKET_IFNAME"] = f"={node.interface}"
-    if role is Role.ORCHESTRATOR or not node.gpus:
+    if role in _BESIDE or not node.gpus:
         return variables
     if node.fabric.kind == "ethernet":
         return {**variables, "NCCL_IB_DISABLE": "1"}

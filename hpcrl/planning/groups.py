@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from hpcrl.config.cluster import ClusterProfile, SlurmCluster
 from hpcrl.config.plan import FileProbe, HttpProbe, Role, RoleGroup, RolePolicy
-from hpcrl.config.recipe import Recipe
-from hpcrl.planning.environment import plain, role_variables
+from hpcrl.config.recipe import Recipe, RolePolicyConfig
+from hpcrl.planning.dynamo_command import WORKER_PORTS, worker_command
+from hpcrl.planning.environment import engine_gpus, engine_ranks_per_node, plain, role_variables
+from hpcrl.planning.kv_transfer import disk_command, front_command, has_rdma, side_command, side_ports
+from hpcrl.planning.router_command import ROUTER_PORTS, has_router, router_command
+from hpcrl.planning.store_command import STORE_PORTS, join_command, master_command
+from hpcrl.planning.vllm_command import vllm_command, vllm_ports
 
 __all__ = ["make_groups"]
 
@@ -14,7 +19,15 @@ def make_groups(recipe: Recipe, cluster: ClusterProfile, run_name: str) -> list[
     """All groups of a run, with default places."""
     engines = _engines(recipe, cluster, run_name)
     inference = tuple(group.role for group in engines)
-    groups = [*engines, _orchestrator(recipe, cluster, run_name, inference), _trainer(recipe, cluster, run_name)]
+    groups = [
+        *_store(recipe, cluster, run_name),
+        *engines,
+        *_router(recipe, cluster, run_name),
+        _orchestrator(recipe, cluster, run_name, inference),
+        _trainer(recipe, cluster, run_name),
+    ]
+    backend = recipe.engine.backend
+    groups = [group.model_copy(update={"python": cluster.python_of(group.role, backend=backend)}) for group in groups]
     if recipe.job.payload == "probe":
         groups = [_as_probe(group, local=not isinstance(cluster, SlurmCluster)) for group in groups]
     return groups
@@ -24,30 +37,119 @@ def _engines(recipe: Recipe, cluster: ClusterProfile, run_name: str) -> list[Rol
     engine = recipe.engine
     sides = [(Role.PREFILL, engine.prefill), (Role.DECODE, engine.decode)]
     shapes = [(role, side.replicas, side.nodes) for role, side in sides if side is not None]
+    shapes = shapes or [(Role.ENGINE, engine.replicas, engine.nodes)]
     return [
         RoleGroup(
             role=role,
             replicas=replicas,
-            ranks=nodes * _engine_ranks_per_node(recipe, cluster, role),
+            ranks=nodes * engine_ranks_per_node(recipe, cluster, role),
             nodes=nodes,
-            command=_engine_command(recipe),
+            command=_engine_command(recipe, role)
+            if engine.backend == "embedded"
+            else _vllm_command(recipe, cluster, role, nodes=nodes),
+            servers_per_node=_engine_servers(recipe, cluster, role),
+            ports=_engine_ports(recipe, cluster, role, nodes=nodes),
             env=plain(role_variables(recipe, cluster, role, run_name)),
+            after=(Role.STORE,) if engine.kv_store is not None else (),
             ready=HttpProbe(path="/health"),
             start_timeout_s=cluster.limits.start_timeout_s,
-            policy=RolePolicy(drain_order=2, stop_timeout_s=cluster.limits.stop_timeout_s),
+            policy=_policy(recipe.supervision.engine, cluster),
         )
-        for role, replicas, nodes in shapes or [(Role.ENGINE, engine.replicas, engine.nodes)]
+        for role, replicas, nodes in shapes
     ]
 
 
-def _engine_ranks_per_node(recipe: Recipe, cluster: ClusterProfile, role: Role) -> int:
-    if recipe.engine.backend == "embedded" or not isinstance(cluster, SlurmCluster):
-        return 1
-    return max(1, cluster.partitions[cluster.partition_name(role)].node.gpus)
+def _vllm_command(recipe: Recipe, cluster: ClusterProfile, role: Role, *, nodes: int) -> tuple[str, ...]:
+    """vLLM behind the programs that prepare a node for it."""
+    ranks, gpus = engine_ranks_per_node(recipe, cluster, role), engine_gpus(recipe, cluster, role) > 0
+    rdma = has_rdma(cluster, role) and gpus
+    if recipe.engine.router.kind == "dynamo":
+        return join_command(
+            recipe,
+            cluster,
+            role,
+            disk_command(recipe, worker_command(recipe, role, gpus=gpus, rdma=rdma)),
+            nodes=nodes,
+            ranks_per_node=ranks,
+        )
+    command = vllm_command(recipe, role, nodes=nodes, ranks_per_node=ranks, gpus=gpus, rdma=rdma)
+    command = disk_command(recipe, command)
+    command = side_command(
+        recipe, command, gpus=gpus, offset=vllm_ports(ranks, nodes=nodes), ranks_per_node=ranks, nodes=nodes
+    )
+    return join_command(recipe, cluster, role, command, nodes=nodes, ranks_per_node=ranks)
 
 
-def _engine_command(recipe: Recipe) -> tuple[str, ...]:
+def _engine_servers(recipe: Recipe, cluster: ClusterProfile, role: Role) -> int:
+    """vLLM's own servers are one a rank; workers of Dynamo are led by its frontend."""
     engine = recipe.engine
+    own = engine.backend == "vllm" and engine.router.kind != "dynamo"
+    return engine_ranks_per_node(recipe, cluster, role) if own else 0
+
+
+def _engine_ports(recipe: Recipe, cluster: ClusterProfile, role: Role, *, nodes: int) -> int:
+    """Of each node: servers, then what leads KV between engines."""
+    if recipe.engine.router.kind == "dynamo":
+        return WORKER_PORTS
+    ranks, gpus = engine_ranks_per_node(recipe, cluster, role), engine_gpus(recipe, cluster, role) > 0
+    return vllm_ports(ranks, nodes=nodes) + side_ports(recipe, gpus=gpus, ranks_per_node=ranks)
+
+
+def _store(recipe: Recipe, cluster: ClusterProfile, run_name: str) -> list[RoleGroup]:
+    """The master of the KV pool; the pool itself is in the engines."""
+    store = recipe.engine.kv_store
+    if store is None:
+        return []
+    return [
+        RoleGroup(
+            role=Role.STORE,
+            replicas=1,
+            ranks=1,
+            beside=isinstance(cluster, SlurmCluster),
+            command=master_command(store),
+            ports=STORE_PORTS,
+            env=plain(role_variables(recipe, cluster, Role.STORE, run_name)),
+            ready=FileProbe(),
+            start_timeout_s=cluster.limits.start_timeout_s,
+            policy=_policy(recipe.supervision.store, cluster),
+        )
+    ]
+
+
+def _router(recipe: Recipe, cluster: ClusterProfile, run_name: str) -> list[RoleGroup]:
+    """What the orchestrator sends requests to; it starts beside the engines, and is told of them later.
+
+    One that leads from prefill to decode must know them at its start.
+    """
+    if not has_router(recipe):
+        return []
+    dynamo = recipe.engine.router.kind == "dynamo"
+    sides = (Role.PREFILL, Role.DECODE) if recipe.engine.prefill is not None and not dynamo else ()
+    gpus = bool(sides) and engine_gpus(recipe, cluster, Role.PREFILL) > 0
+    ranks = engine_ranks_per_node(recipe, cluster, Role.PREFILL) if sides else 1
+    nodes = recipe.engine.prefill.nodes if recipe.engine.prefill is not None else 1
+    return [
+        RoleGroup(
+            role=Role.ROUTER,
+            replicas=1,
+            ranks=1,
+            beside=isinstance(cluster, SlurmCluster),
+            command=router_command(recipe)
+            if dynamo
+            else front_command(recipe, router_command(recipe), gpus=gpus, offset=vllm_ports(ranks, nodes=nodes)),
+            ports=ROUTER_PORTS,
+            env=plain(role_variables(recipe, cluster, Role.ROUTER, run_name)),
+            after=sides,
+            # its /health says yes without any engine
+            ready=HttpProbe(path="/live" if dynamo else "/liveness"),
+            start_timeout_s=cluster.limits.start_timeout_s,
+            policy=_policy(recipe.supervision.router, cluster),
+        )
+    ]
+
+
+def _engine_command(recipe: Recipe, role: Role) -> tuple[str, ...]:
+    engine, handoff = recipe.engine, recipe.handoff
     flags = {
         "--model": recipe.model.path,
         "--host": "{host}",
@@ -63,10 +165,24 @@ def _engine_command(recipe: Recipe) -> tuple[str, ...]:
         "--logprobs-mode": "processed_logprobs",
         "--seed": str(recipe.seed),
         "--torch-threads": str(engine.threads),
+        "--weight-transfer-root": "{run_dir}/weights",
+        "--weight-reader": f"{role.value}-{{replica}}",
+        "--weight-lease-timeout-s": f"{handoff.lease_timeout_s:g}",
+        "--weight-timeout-floor-s": f"{handoff.update_timeout_s:g}",
+        "--weight-min-bandwidth-mib-s": f"{handoff.min_bandwidth_mib_s:g}",
+        "--weight-read-streams": str(handoff.read_streams),
     }
+    if handoff.node_cache is not None:
+        flags["--weight-node-cache"] = handoff.node_cache
+        flags["--weight-node-cache-bytes"] = str(int(handoff.node_cache_gib * (1 << 30)))
+    if recipe.fans_out:
+        flags["--weight-fanout-host"] = "{host}"
+        flags["--weight-fanout-degree"] = str(handoff.fanout_degree)
     command = ["{python}", "-m", "hpcrl.inference.server"]
     for flag, value in flags.items():
         command += [flag, value]
+    if engine.return_routed_experts:
+        command.append("--enable-return-routed-experts")
     return tuple(command)
 
 
@@ -78,10 +194,10 @@ def _orchestrator(recipe: Recipe, cluster: ClusterProfile, run_name: str, infere
         beside=isinstance(cluster, SlurmCluster),
         command=("{python}", "-m", "hpcrl.rollouts"),
         env=plain(role_variables(recipe, cluster, Role.ORCHESTRATOR, run_name)),
-        after=inference,
+        after=(*inference, Role.ROUTER) if has_router(recipe) else inference,
         ready=HttpProbe(path="/health"),
         start_timeout_s=cluster.limits.start_timeout_s,
-        policy=RolePolicy(drain_order=1, stop_timeout_s=cluster.limits.stop_timeout_s),
+        policy=_policy(recipe.supervision.orchestrator, cluster),
     )
 
 
@@ -112,7 +228,19 @@ def _trainer(recipe: Recipe, cluster: ClusterProfile, run_name: str) -> RoleGrou
         env=plain(role_variables(recipe, cluster, Role.TRAINER, run_name)),
         ready=FileProbe(),
         start_timeout_s=cluster.limits.start_timeout_s,
-        policy=RolePolicy(ends_run=True, drain_order=0, stop_timeout_s=cluster.limits.stop_timeout_s),
+        policy=_policy(recipe.supervision.trainer, cluster, ends_run=True),
+    )
+
+
+def _policy(config: RolePolicyConfig, cluster: ClusterProfile, *, ends_run: bool = False) -> RolePolicy:
+    return RolePolicy(
+        ends_run=ends_run,
+        drain_order=config.drain_order,
+        stop_timeout_s=config.grace_s or cluster.limits.stop_timeout_s,
+        critical=config.critical,
+        restart=config.restart,
+        max_restarts=config.max_restarts,
+        restart_window_s=config.restart_window_s,
     )
 
 
@@ -123,6 +251,10 @@ def _as_probe(group: RoleGroup, *, local: bool) -> RoleGroup:
     return group.model_copy(
         update={
             "command": ("{python}", "-m", "hpcrl.runs.probe"),
+            # hpcrl's own: the shape of a job can be tried before the environment of the engines is there
+            "python": None,
+            "servers_per_node": 0,
+            "ports": 1,
             "ranks": ranks,
             "tasks_per_node": 1 if local else group.ranks_per_node,
             "ready": FileProbe(),

@@ -83,7 +83,14 @@ def place_groups(groups: Sequence[RoleGroup], recipe: Recipe, cluster: SlurmClus
         else group
         for group in groups
     ]
+    if kind == "elastic":
+        placed = [_after_replicas(group, tuple(demand.role for demand in wanted[1:])) for group in placed]
     return Layout(kind=kind, reason=reason, components=tuple(components)), placed
+
+
+def _after_replicas(group: RoleGroup, inference: tuple[Role, ...]) -> RoleGroup:
+    """Jobs of replicas may wait in the queue for hours: the trainer does not start into a run that has none."""
+    return group.model_copy(update={"after": inference}) if group.role is Role.TRAINER else group
 
 
 def _component(

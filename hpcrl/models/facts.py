@@ -1,0 +1,369 @@
+"""Architecture facts of a model: tensors, parameters, cache bytes and operations, from its ``config.json`` alone.
+
+No torch, no network: usable on a login node. `load_facts` takes a model directory, a ``config.json`` or the name of
+a known model. Nothing here says how a model is run; `hpcrl.planning` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property, lru_cache
+from math import prod
+from types import MappingProxyType
+from typing import Literal
+
+from hpcrl.models.layers import Gqa, Layer, Mamba2, Mla, Moe
+from hpcrl.models.tensors import DTYPE_BYTES, Part, TensorSpec, Weight, scale_shape
+
+__all__ = ["AttentionKind", "Flops", "MlpKind", "ModelFacts", "Naming"]
+
+AttentionKind = Literal["gqa", "mla", "mla+dsa", "mamba2", "none"]
+"""What mixes tokens in a layer."""
+
+MlpKind = Literal["dense", "moe", "none"]
+"""What follows it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Naming:
+    """Names of the tensors outside of layers, and the prefix of layers."""
+
+    embedding: str = "model.embed_tokens.weight"
+    final_norm: str = "model.norm.weight"
+    layers: str = "model.layers"
+    mtp_layers: str | None = None
+    """Prefix of the modules of multi-token prediction; None: they count on after the last layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flops:
+    """Floating-point operations by part; a multiply-add is two."""
+
+    attention_projections: float = 0.0
+    attention_scores: float = 0.0
+    indexer: float = 0.0
+    mamba: float = 0.0
+    router: float = 0.0
+    experts: float = 0.0
+    shared_experts: float = 0.0
+    dense_mlp: float = 0.0
+    lm_head: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All parts."""
+        return float(sum(getattr(self, field.name) for field in fields(self)))
+
+    def __add__(self, other: Flops) -> Flops:
+        return Flops(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    def scaled(self, factor: float) -> Flops:
+        """Every part times ``factor``."""
+        return Flops(*(getattr(self, f.name) * factor for f in fields(self)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """A model's sizes, and what follows from them.
+
+    Attributes
+    ----------
+    name:
+        For people: the known name, or the directory.
+    model_type:
+        Of the ``config.json``.
+    dtype:
+        Of the published weights.
+    layers:
+        The decoder layers.
+    mtp_layers:
+        Modules of multi-token prediction. Published totals often leave them out, and so does every method here
+        unless ``mtp=True``.
+    """
+
+    name: str
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    layers: tuple[Layer, ...]
+    mtp_layers: tuple[Layer, ...] = ()
+    dtype: str = "bfloat16"
+    naming: Naming = Naming()
+
+    def __hash__(self) -> int:
+        # facts are keys of caches, and hashing hundreds of layers anew each time would cost more than the caches save
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.name, self.model_type, self.layers, self.mtp_layers, self.vocab_size, self.dtype))
+
+    # -- tensors ------------------------------------------------------------------------------------------------
+
+    def tensors(self, *, mtp: bool = False, dtype: str | None = None, fp8: bool = False) -> Iterator[TensorSpec]:
+        """Every tensor of a published checkpoint by its Hugging Face name.
+
+        Parameters
+        ----------
+        mtp:
+            With the modules of multi-token prediction.
+        dtype:
+            In place of the model's; what the architecture keeps in float32 stays so.
+        fp8:
+            DeepSeek's block format: matrices of layers in ``float8_e4m3fn``, each with a float32 ``*_scale_inv``.
+        """
+        base = dtype or self.dtype
+        for weight, prefix, layer in self._placed(mtp=mtp):
+            for expert in range(weight.copies):
+                name = prefix + (
+                    weight.name.format(expert) if weight.copies > 1 or "{}" in weight.name else weight.name
+                )
+                quantized = fp8 and weight.quantized
+                spec_dtype = "float8_e4m3fn" if quantized else weight.dtype or base
+                number = expert if weight.part is Part.EXPERT else None
+                yield TensorSpec(name, weight.shape, spec_dtype, weight.part, layer, number, weight.tp_dim)
+                if quantized:
+                    scale = name.removesuffix(".weight") + ".weight_scale_inv"
+                    shape = scale_shape(weight.shape)
+                    yield TensorSpec(scale, shape, "float32", weight.part, layer, number, weight.tp_dim, is_scale=True)
+
+    def _placed(self, *, mtp: bool) -> Iterator[tuple[Weight, str, int | None]]:
+        """Weights with the prefix of their name and their layer."""
+        shape = (self.vocab_size, self.hidden_size)
+        yield Weight(self.naming.embedding, shape, Part.EMBEDDING, tp_dim=0), "", None
+        for index, layer in enumerate(self.layers):
+            for weight in layer.weights:
+                yield weight, f"{self.naming.layers}.{index}.", index
+        yield Weight(self.naming.final_norm, (self.hidden_size,), Part.NORM), "", None
+        if not self.tie_word_embeddings:
+            yield Weight("lm_head.weight", shape, Part.LM_HEAD, tp_dim=0), "", None
+        if mtp:
+            for i, layer in enumerate(self.mtp_layers):
+                own = self.naming.mtp_layers
+                number = len(self.layers) + i
+                prefix = f"{own}.{i}." if own is not None else f"{self.naming.layers}.{number}."
+                for weight in layer.weights:
+                    yield weight, prefix, number
+
+    # -- parameters ---------------------------------------------------------------------------------------------
+
+    def num_parameters(self, *, mtp: bool = False) -> int:
+        """Parameters of the published checkpoint (tied embeddings once, router biases included)."""
+        return sum(self.parameters_by_part(mtp=mtp).values())
+
+    def active_parameters(self) -> int:
+        """Parameters that one token's forward pass reads: all but the experts it does not visit.
+
+        Embeddings are counted whole, as model cards do.
+        """
+        skipped = sum((moe.num_experts - moe.num_experts_per_tok) * moe.expert_parameters for _, moe in self.moe_layers)
+        return self.num_parameters() - skipped
+
+    def parameters_by_part(self, *, mtp: bool = False) -> Mapping[Part, int]:
+        """Parameters of each part; what multi-token prediction adds is all in `Part.MTP`."""
+        return _parameters_by_part(self, mtp)
+
+    def layer_parameters(self, index: int) -> Mapping[Part, int]:
+        """Parameters of one decoder layer by part."""
+        return _layer_parameters(self, index)
+
+    def layer_bytes(self, index: int, dtype: str | None = None, *, fp8: bool = False) -> Mapping[Part, int]:
+        """Stored bytes of one decoder layer by part, FP8 scales included."""
+        base = dtype or self.dtype
+        total: dict[Part, int] = {}
+        for weight in self.layers[index].weights:
+            total[weight.part] = total.get(weight.part, 0) + weight_bytes(weight, base, fp8=fp8)
+        return MappingProxyType(total)
+
+    def weight_bytes(self, dtype: str | None = None, *, fp8: bool = False, mtp: bool = False) -> Mapping[Part, int]:
+        """Stored bytes of the whole model by part, FP8 scales included."""
+        return _weight_bytes(self, dtype or self.dtype, fp8, mtp)
+
+    def expert_bytes(self, dtype: str | None = None, *, fp8: bool = False) -> int:
+        """Bytes of one routed expert of one layer (ValueError where the model has none)."""
+        if not self.moe_layers:
+            raise ValueError(f"{self.name} has no experts")
+        moe = self.moe_layers[0][1]
+        base = dtype or self.dtype
+        return sum(weight_bytes(w, base, fp8=fp8) for w in moe.expert_weights) // moe.num_experts
+
+    # -- kinds of layers ----------------------------------------------------------------------------------------
+
+    @cached_property
+    def attention_kinds(self) -> tuple[AttentionKind, ...]:
+        """Kind of the mixer of each layer."""
+        return tuple(_attention_kind(layer) for layer in self.layers)
+
+    @cached_property
+    def mlp_kinds(self) -> tuple[MlpKind, ...]:
+        """Kind of the feed-forward block of each layer."""
+        return tuple(
+            "none" if layer.mlp is None else "moe" if isinstance(layer.mlp, Moe) else "dense" for layer in self.layers
+        )
+
+    @cached_property
+    def moe_layers(self) -> tuple[tuple[int, Moe], ...]:
+        """Number and experts of each sparse layer."""
+        return tuple((i, layer.mlp) for i, layer in enumerate(self.layers) if isinstance(layer.mlp, Moe))
+
+    @property
+    def num_experts(self) -> int:
+        """Routed experts of a sparse layer; 0 where there is none."""
+        return self.moe_layers[0][1].num_experts if self.moe_layers else 0
+
+    @property
+    def num_experts_per_tok(self) -> int:
+        """Experts that a token visits in a sparse layer; 0 where there is none."""
+        return self.moe_layers[0][1].num_experts_per_tok if self.moe_layers else 0
+
+    # -- cache --------------------------------------------------------------------------------------------------
+
+    def kv_bytes_per_token(self, dtype: str = "bfloat16") -> int:
+        """Bytes of KV cache of a token over all layers (float32, bfloat16, float16 or fp8; ValueError else)."""
+        return sum(layer.mixer.kv_bytes_per_token(dtype) for layer in self.layers if layer.mixer is not None)
+
+    def state_bytes_per_sequence(self, dtype: str = "bfloat16") -> int:
+        """Bytes of recurrent state of a sequence, whatever its length."""
+        return sum(layer.mixer.state_bytes_per_sequence(dtype) for layer in self.layers if layer.mixer is not None)
+
+    # -- operations ---------------------------------------------------------------------------------------------
+
+    def flops_per_token(self, context: float, *, backward: bool = False, absorbed: bool = False) -> Flops:
+        """Operations for one token that sees ``context`` tokens, itself included.
+
+        Parameters
+        ----------
+        context:
+            Tokens in sight; the mean over a sequence of length ``S`` is ``(S + 1) / 2`` (see `sequence_flops` for
+            attention with a limit).
+        backward:
+            The backward pass instead: twice the forward one. The indexer has no gradient.
+        absorbed:
+            Latent attention as decode and sparse kernels compute it.
+        """
+        flops = _flops(self, float(context), absorbed)
+        return _backward(flops) if backward else flops
+
+    def sequence_flops(self, length: int, *, backward: bool = False, absorbed: bool = False) -> Flops:
+        """Operations for all tokens of a causal sequence of ``length`` tokens, exactly summed over positions."""
+        flops = _sequence_flops(self, length, absorbed)
+        return _backward(flops) if backward else flops
+
+
+def weight_bytes(weight: Weight, dtype: str, *, fp8: bool) -> int:
+    """Stored bytes of a weight and its copies."""
+    if fp8 and weight.quantized:
+        return weight.elements + 4 * prod(scale_shape(weight.shape)) * weight.copies
+    return weight.elements * DTYPE_BYTES[weight.dtype or dtype]
+
+
+def _attention_kind(layer: Layer) -> AttentionKind:
+    match layer.mixer:
+        case None:
+            return "none"
+        case Mla(topk=topk):
+            return "mla" if topk is None else "mla+dsa"
+        case Mamba2():
+            return "mamba2"
+        case Gqa():
+            return "gqa"
+
+
+@lru_cache(maxsize=64)
+def _parameters_by_part(facts: ModelFacts, mtp: bool) -> Mapping[Part, int]:
+    total: dict[Part, int] = {}
+    for weight, _, layer in facts._placed(mtp=mtp):
+        part = Part.MTP if layer is not None and layer >= len(facts.layers) else weight.part
+        total[part] = total.get(part, 0) + weight.elements
+    return MappingProxyType(total)
+
+
+@lru_cache(maxsize=64)
+def _weight_bytes(facts: ModelFacts, dtype: str, fp8: bool, mtp: bool) -> Mapping[Part, int]:
+    total: dict[Part, int] = {}
+    for weight, _, layer in facts._placed(mtp=mtp):
+        part = Part.MTP if layer is not None and layer >= len(facts.layers) else weight.part
+        total[part] = total.get(part, 0) + weight_bytes(weight, dtype, fp8=fp8)
+    return MappingProxyType(total)
+
+
+@lru_cache(maxsize=4096)
+def _layer_parameters(facts: ModelFacts, index: int) -> Mapping[Part, int]:
+    total: dict[Part, int] = {}
+    for weight in facts.layers[index].weights:
+        total[weight.part] = total.get(weight.part, 0) + weight.elements
+    return MappingProxyType(total)
+
+
+def _backward(flops: Flops) -> Flops:
+    doubled = flops.scaled(2.0)
+    return Flops(**{f.name: 0.0 if f.name == "indexer" else getattr(doubled, f.name) for f in fields(Flops)})
+
+
+@lru_cache(maxsize=4096)
+def _flops(facts: ModelFacts, context: float, absorbed: bool) -> Flops:
+    return _sum_flops(facts, lambda layer: _layer_scores(layer, context, absorbed), tokens=1)
+
+
+@lru_cache(maxsize=4096)
+def _sequence_flops(facts: ModelFacts, length: int, absorbed: bool) -> Flops:
+    return _sum_flops(facts, lambda layer: _sequence_scores(layer, length, absorbed), tokens=length)
+
+
+def _sum_flops(facts: ModelFacts, scores: Callable[[Layer], Flops], *, tokens: int) -> Flops:
+    """Parts that do not depend on the context times ``tokens``, and ``scores`` of each layer."""
+    fixed = Flops(lm_head=2.0 * facts.vocab_size * facts.hidden_size)
+    total = Flops()
+    seen: dict[Layer, tuple[int, Flops]] = {}
+    for layer in facts.layers:
+        count, value = seen.get(layer, (0, Flops()))
+        seen[layer] = (count + 1, value if count else _layer_fixed(layer).scaled(tokens) + scores(layer))
+    for count, value in seen.values():
+        total += value.scaled(count)
+    return total + fixed.scaled(tokens)
+
+
+def _layer_fixed(layer: Layer) -> Flops:
+    mixer, mlp = layer.mixer, layer.mlp
+    projections = 0.0 if mixer is None else float(mixer.projection_flops)
+    is_mamba = isinstance(mixer, Mamba2)
+    indexer = mixer.indexer if isinstance(mixer, Mla) else None
+    return Flops(
+        attention_projections=0.0 if is_mamba else projections,
+        mamba=projections if is_mamba else 0.0,
+        indexer=0.0 if indexer is None else float(indexer.projection_flops),
+        router=float(mlp.router_flops) if isinstance(mlp, Moe) else 0.0,
+        experts=float(mlp.expert_flops) if isinstance(mlp, Moe) else 0.0,
+        shared_experts=float(mlp.shared_flops) if isinstance(mlp, Moe) else 0.0,
+        dense_mlp=0.0 if mlp is None or isinstance(mlp, Moe) else float(mlp.flops),
+    )
+
+
+def _layer_scores(layer: Layer, context: float, absorbed: bool) -> Flops:
+    mixer = layer.mixer
+    if mixer is None:
+        return Flops()
+    scores = mixer.score_flops(context, absorbed=absorbed)
+    if isinstance(mixer, Mamba2):
+        return Flops(mamba=scores)
+    indexer = mixer.indexer if isinstance(mixer, Mla) else None
+    return Flops(attention_scores=scores, indexer=0.0 if indexer is None else indexer.score_flops(context))
+
+
+def _sequence_scores(layer: Layer, length: int, absorbed: bool) -> Flops:
+    """Sum over positions 1 … length. All formulas are linear in the context up to a limit."""
+    mixer = layer.mixer
+    limit = length
+    if isinstance(mixer, Mla) and mixer.topk is not None:
+        limit = min(length, mixer.topk)
+    elif isinstance(mixer, Mamba2):
+        limit = min(length, mixer.chunk_size)
+    below = _layer_scores(layer, (limit + 1) / 2, absorbed).scaled(limit)
+    if limit == length:
+        return below
+    # beyond the limit only the indexer still grows
+    above = _layer_scores(layer, (limit + 1 + length) / 2, absorbed).scaled(length - limit)
+    return below + above

@@ -1,0 +1,62 @@
+"""Models whose ``config.json`` is shipped, and the way to facts: by path or by known name."""
+
+from __future__ import annotations
+
+import json
+from difflib import get_close_matches
+from functools import lru_cache
+from pathlib import Path
+
+from hpcrl.models.facts import ModelFacts
+from hpcrl.models.families import facts_from_config
+
+__all__ = ["known_models", "load_facts"]
+
+_CONFIGS = Path(__file__).parent / "configs"
+
+
+def known_models() -> tuple[str, ...]:
+    """Names that `load_facts` takes without a path."""
+    return tuple(sorted(path.stem for path in _CONFIGS.glob("*.json")))
+
+
+def load_facts(model: str | Path) -> ModelFacts:
+    """Facts of a model.
+
+    Parameters
+    ----------
+    model:
+        A model directory or a ``config.json``; or a known name, with or without an owner
+        (``GLM-5``, ``zai-org/GLM-5``, ``models/GLM-5``), in any case. A path that exists wins.
+
+    Raises
+    ------
+    FileNotFoundError
+        There is neither such a path nor such a name (the message lists close names).
+    ValueError
+        The config is of an architecture that is not known, or lacks a size (the message names the file).
+    """
+    path = Path(model)
+    if path.is_dir() and (path / "config.json").is_file():
+        path /= "config.json"
+    if path.is_file():
+        stat = path.stat()
+        return _read(path, path.parent.name or str(path), stat.st_mtime_ns)
+    names = {name.lower(): name for name in known_models()}
+    wanted = Path(model).name.lower()
+    # the FP8 upload of a model has the same sizes
+    name = names.get(wanted) or names.get(wanted.removesuffix("-fp8"))
+    if name is None:
+        close = [names[match] for match in get_close_matches(wanted, names, n=3)]
+        hint = f"did you mean {' or '.join(close)}?" if close else f"known names: {', '.join(known_models())}"
+        raise FileNotFoundError(f"{model}: no config.json there, and no known model of this name; {hint}")
+    return _read(_CONFIGS / f"{name}.json", name, 0)
+
+
+@lru_cache(maxsize=64)
+def _read(path: Path, name: str, _mtime_ns: int) -> ModelFacts:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        return facts_from_config(config, name=name)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}: {error}") from error

@@ -1,0 +1,126 @@
+"""The words for one tensor of a model: what it is part of, what type it has, along which dimension it is cut."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from math import prod
+
+__all__ = ["DTYPE_BYTES", "FP8_BLOCK", "DType", "Part", "TensorSpec", "Weight", "scale_shape"]
+
+
+class DType(StrEnum):
+    """Types of stored tensors, by torch's names."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+    FLOAT8_E4M3 = "float8_e4m3fn"
+
+
+DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+"""Bytes of an element."""
+
+FP8_BLOCK = 128
+"""Side of the square blocks that share one scale in DeepSeek's FP8 format."""
+
+
+class Part(StrEnum):
+    """What a tensor belongs to; totals and memory are told apart by it."""
+
+    EMBEDDING = "embedding"
+    LM_HEAD = "lm_head"
+    NORM = "norm"
+    ATTENTION = "attention"
+    INDEXER = "indexer"
+    MAMBA = "mamba"
+    ROUTER = "router"
+    EXPERT = "expert"
+    SHARED_EXPERT = "shared_expert"
+    DENSE_MLP = "dense_mlp"
+    MTP = "mtp"
+    """What a multi-token-prediction module has beside its decoder layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A parameter of a module, by its name in the module.
+
+    Attributes
+    ----------
+    name:
+        For experts with ``{}`` in place of the number of the expert.
+    shape:
+        As published.
+    part:
+        What it belongs to.
+    tp_dim:
+        Dimension that tensor parallelism cuts; None: every rank has a copy.
+    dtype:
+        Where it differs from the model's.
+    quantized:
+        FP8 checkpoints store it in FP8 with a ``*_scale_inv`` beside it.
+    copies:
+        Equal tensors, one an expert.
+    trained:
+        False for what no gradient reaches (router biases that a rule outside of the loss moves).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    part: Part
+    tp_dim: int | None = None
+    dtype: str | None = None
+    quantized: bool = False
+    copies: int = 1
+    trained: bool = True
+
+    @property
+    def elements(self) -> int:
+        """Elements of all copies."""
+        return prod(self.shape) * self.copies
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor of a published model.
+
+    Attributes
+    ----------
+    name, shape, dtype:
+        As in the safetensors files.
+    part:
+        What it belongs to.
+    layer:
+        Decoder layer; None outside of layers. Modules of multi-token prediction count on after the last layer.
+    expert:
+        Number of the expert: what expert parallelism cuts by.
+    tp_dim:
+        Dimension that tensor parallelism cuts; None: every rank has a copy.
+    is_scale:
+        A scale of FP8 blocks: no parameter of the model.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "bfloat16"
+    part: Part = Part.NORM
+    layer: int | None = None
+    expert: int | None = None
+    tp_dim: int | None = None
+    is_scale: bool = False
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Stored bytes."""
+        return self.elements * DTYPE_BYTES[self.dtype]
+
+
+def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape of the FP8 scales of a matrix: one a block of 128 × 128, the last blocks may be smaller."""
+    return tuple(-(-size // FP8_BLOCK) for size in shape)

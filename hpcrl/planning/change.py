@@ -1,0 +1,47 @@
+"""Changing the recipe of a run between two attempts: what its checkpoints allow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+from hpcrl.config.load import Loaded, leaves, load_recipe
+from hpcrl.config.recipe import Recipe
+from hpcrl.errors import ConfigError, Finding
+
+__all__ = ["change_recipe"]
+
+#: what the numbers in a checkpoint mean: with another value they would mean something else
+_FIXED = ("name", "seed", "model", "environments", "rollouts.group_size")
+
+
+def change_recipe(recipe_path: Path, overrides: Sequence[str]) -> tuple[Loaded[Recipe], list[str]]:
+    """The recipe of a run with ``overrides``, and a line for each value that differs.
+
+    The number of trainer ranks, engines, staleness, learning rate, hand-offs, checkpoints and so on may change.
+
+    Raises
+    ------
+    ConfigError
+        An override is wrong, or changes what the checkpoints of the run depend on.
+    """
+    old, new = load_recipe(str(recipe_path)), load_recipe(str(recipe_path), overrides)
+    wrong = [key for key in _FIXED if _value(old.value, key) != _value(new.value, key)]
+    if wrong:
+        way_out = "submit a new run; hpcrl checkpoint export gives it the weights of this one"
+        raise ConfigError(
+            [Finding("--set", key, "cannot change in a run that has checkpoints", way_out) for key in wrong]
+        )
+    before, after = (dict(leaves(loaded.value)) for loaded in (old, new))
+    changes = [
+        f"{'.'.join(map(str, path))}: {before.get(path)} -> {after.get(path)}"
+        for path in dict.fromkeys([*before, *after])
+        if before.get(path) != after.get(path)
+    ]
+    return new, changes
+
+
+def _value(recipe: Recipe, key: str) -> Any:
+    return reduce(getattr, key.split("."), recipe)

@@ -1,0 +1,112 @@
+"""How the KV of a prompt goes from the engine that computed it to others: connectors of vLLM, their ports and programs.
+
+Two ways, which may be used together: straight from prefill to decode (`EngineConfig.kv_transfer`), and by the pool
+(`EngineConfig.kv_store`). And where KV goes that no longer has room on the GPU, and stays with the engine
+(`EngineMemoryConfig.kv_offload_gib`). Names are those of vLLM 0.32.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from hpcrl.config.cluster import ClusterProfile, SlurmCluster
+from hpcrl.config.plan import Role
+from hpcrl.config.recipe import Recipe
+
+__all__ = ["connector", "disk_command", "front_command", "has_rdma", "side_command", "side_ports", "transfer_config"]
+
+_POOL = {"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both"}
+_DISK = "@kv-disk@"
+"""Stands for a directory that is made on the node."""
+_MOONCAKE_ROLES = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer"}
+
+
+def has_rdma(cluster: ClusterProfile, role: Role) -> bool:
+    """Whether nodes of a role have adapters that can."""
+    if not isinstance(cluster, SlurmCluster):
+        return False
+    return cluster.partitions[cluster.partition_name(role)].node.fabric.kind != "ethernet"
+
+
+def connector(recipe: Recipe, *, gpus: bool) -> Literal["mooncake", "nixl"] | None:
+    """What leads KV from prefill to decode; None without the two sides."""
+    engine = recipe.engine
+    if engine.prefill is None or engine.decode is None or engine.backend != "vllm":
+        return None
+    if engine.kv_transfer != "auto":
+        return engine.kv_transfer
+    return "nixl" if gpus else "mooncake"
+
+
+def transfer_config(
+    recipe: Recipe, role: Role, *, gpus: bool, rdma: bool, ranks_per_node: int
+) -> dict[str, Any] | None:
+    """``--kv-transfer-config`` of an engine; None where its KV stays on its GPU."""
+    connectors: list[dict[str, Any]] = []
+    match connector(recipe, gpus=gpus):
+        case "nixl":
+            buffer = {} if gpus else {"kv_buffer_device": "cpu"}
+            connectors.append({"kv_connector": "NixlConnector", "kv_role": "kv_both", **buffer})
+        case "mooncake":
+            extra = {"kv_connector_extra_config": {"mooncake_protocol": "rdma" if rdma else "tcp"}}
+            connectors.append({"kv_connector": "MooncakeConnector", "kv_role": _MOONCAKE_ROLES[role], **extra})
+    if recipe.engine.kv_store is not None:
+        connectors.append(dict(_POOL))
+    if offload := round(recipe.engine.memory.kv_offload_gib * (1 << 30)) // ranks_per_node:
+        tiers: dict[str, Any] = {"cpu_bytes_to_use": offload}
+        if recipe.engine.memory.kv_offload_disk_gib:
+            disk = {"type": "fs", "root_dir": _DISK}
+            tiers |= {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [disk]}
+        extra = {"kv_connector_extra_config": tiers}
+        connectors.append({"kv_connector": "OffloadingConnector", "kv_role": "kv_both", **extra})
+    if len(connectors) < 2:
+        return connectors[0] if connectors else None
+    children = {"kv_connector_extra_config": {"connectors": connectors}}
+    return {"kv_connector": "MultiConnector", "kv_role": "kv_both", **children}
+
+
+def disk_command(recipe: Recipe, command: tuple[str, ...]) -> tuple[str, ...]:
+    """An engine's command that makes the directory of its tier on disk first; as it is without one."""
+    size = round(recipe.engine.memory.kv_offload_disk_gib * (1 << 30))
+    if not size:
+        return command
+    flags = ("--limit-bytes", str(size), "--place", _DISK)
+    return ("{python}", "-m", "hpcrl.inference.vllm.disk_tier", *flags, "--", *command)
+
+
+def side_ports(recipe: Recipe, *, gpus: bool, ranks_per_node: int) -> int:
+    """Ports that each node of a side needs for this, above those of its servers."""
+    return {None: 0, "mooncake": 1, "nixl": ranks_per_node}[connector(recipe, gpus=gpus)]
+
+
+def side_command(
+    recipe: Recipe, command: tuple[str, ...], *, gpus: bool, offset: int, ranks_per_node: int, nodes: int
+) -> tuple[str, ...]:
+    """An engine's command that says first where this node's KV can be had; as it is without the two sides.
+
+    Parameters
+    ----------
+    command:
+        Of the engine.
+    offset:
+        The first of its `side_ports` is so far above ``{port}``.
+    ranks_per_node, nodes:
+        Shape of a replica.
+    """
+    kind = connector(recipe, gpus=gpus)
+    if kind is None:
+        return command
+    before = f"{{node_rank*{ranks_per_node}}}" if nodes > 1 else "0"
+    flags = ("--connector", kind, "--towards", "{host}", "--port", f"{{port+{offset}}}", "--ranks-before", before)
+    return ("{python}", "-m", "hpcrl.inference.vllm.side", *flags, "--", *command)
+
+
+def front_command(recipe: Recipe, command: tuple[str, ...], *, gpus: bool, offset: int) -> tuple[str, ...]:
+    """The router's command that leads from prefill to decode; as it is without the two sides."""
+    kind = connector(recipe, gpus=gpus)
+    if kind is None:
+        return command
+    flags = ["--connector", kind]
+    if kind == "mooncake":
+        flags += ["--bootstrap-offset", str(offset)]
+    return ("{python}", "-m", "hpcrl.inference.vllm.front", *flags, "--", *command)

@@ -1,0 +1,158 @@
+"""Memory of one GPU of an inference engine, and how many tokens of KV cache it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil
+
+from hpcrl.models.facts import ModelFacts, weight_bytes
+from hpcrl.models.layers import Gqa, Layer
+from hpcrl.models.tensors import DTYPE_BYTES, Part
+from hpcrl.planning.ledger import GIB, Ledger, Term
+
+__all__ = ["EngineMemory", "KvCapacity", "engine_ledger", "kv_bytes_per_token_and_rank", "kv_capacity"]
+
+RUNTIME_BYTES = int(2.0 * GIB)
+"""CUDA context, NCCL, and what vLLM's own process holds beside tensors on a GPU."""
+GRAPH_BYTES = int(1.5 * GIB)
+"""CUDA graphs of decode, captured for a ladder of batch sizes."""
+DEEPEP_PREFILL_BYTES = int(1.0 * GIB)
+"""NVLink and RDMA buffers of DeepEP's high-throughput kernels."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineMemory:
+    """What memory depends on.
+
+    Attributes
+    ----------
+    ranks:
+        GPUs of a replica: ``tp`` of them share a data-parallel rank, and all of them share the experts.
+    gpu_memory_utilization:
+        Share of a GPU that the engine may use.
+    prompts_only:
+        A prefill engine: no CUDA graphs, DeepEP's high-throughput kernels.
+    """
+
+    ranks: int
+    tp: int = 1
+    dtype: str = "bfloat16"
+    fp8_weights: bool = False
+    kv_dtype: str = "bfloat16"
+    max_model_len: int = 32768
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 8192
+    gpu_memory_utilization: float = 0.9
+    prompts_only: bool = False
+
+    @property
+    def data_parallel(self) -> int:
+        """Ranks with sequences of their own."""
+        return self.ranks // self.tp
+
+
+@dataclass(frozen=True, slots=True)
+class KvCapacity:
+    """What the KV cache of one data-parallel rank holds.
+
+    Attributes
+    ----------
+    cache_bytes:
+        On each GPU.
+    tokens:
+        That fit.
+    sequences:
+        Of full length that fit (a fraction below one: not even a single one).
+    """
+
+    cache_bytes: int
+    tokens: int
+    sequences: float
+
+
+@lru_cache(maxsize=4096)
+def engine_ledger(facts: ModelFacts, memory: EngineMemory) -> Ledger:
+    """What a GPU holds beside the KV cache."""
+    return Ledger.of("serving", _terms(facts, memory))
+
+
+@lru_cache(maxsize=4096)
+def kv_bytes_per_token_and_rank(facts: ModelFacts, memory: EngineMemory) -> int:
+    """Bytes of KV cache of a token on one GPU: latents are whole on each, heads are dealt out (one at least)."""
+    return sum(_layer_kv(layer, memory) for layer in facts.layers)
+
+
+def _layer_kv(layer: Layer, memory: EngineMemory) -> int:
+    mixer = layer.mixer
+    if mixer is None:
+        return 0
+    whole = mixer.kv_bytes_per_token(memory.kv_dtype)
+    if not isinstance(mixer, Gqa):
+        return whole
+    heads = mixer.num_key_value_heads
+    return whole * ceil(heads / memory.tp) // heads
+
+
+def kv_capacity(facts: ModelFacts, memory: EngineMemory, gpu_bytes: int) -> KvCapacity:
+    """What is left of a GPU for the KV cache, in tokens and sequences of ``max_model_len``."""
+    left = max(0, round(gpu_bytes * memory.gpu_memory_utilization) - engine_ledger(facts, memory).total)
+    state = facts.state_bytes_per_sequence(memory.kv_dtype) // memory.tp
+    per_token = kv_bytes_per_token_and_rank(facts, memory)
+    per_sequence = per_token * memory.max_model_len + state
+    tokens = left // per_token if per_token else 0
+    return KvCapacity(left, tokens, left / per_sequence if per_sequence else 0.0)
+
+
+def _terms(facts: ModelFacts, m: EngineMemory) -> Iterator[Term | None]:
+    by_part = facts.weight_bytes(m.dtype, fp8=m.fp8_weights)
+    experts = by_part.get(Part.EXPERT, 0)
+    dtype = "fp8" if m.fp8_weights else m.dtype
+    inputs: dict[str, float | str] = {"W": experts, "ranks": m.ranks, "dtype": dtype}
+    yield Term("expert weights", experts // m.ranks, "W_experts / ranks", inputs)
+    cut, whole = _dense_weights(facts, m.dtype, m.fp8_weights)
+    value = cut // m.tp + whole
+    yield Term("other weights", value, "W_cut / TP + W_whole", {"W_cut": cut, "W_whole": whole, "TP": m.tp})
+    d, v, b, t = facts.hidden_size, facts.vocab_size, 2 if m.dtype != "float32" else 4, m.max_num_batched_tokens
+    k = max(facts.num_experts_per_tok, 1)
+    width = facts.moe_layers[0][1].moe_intermediate_size if facts.moe_layers else 0
+    workspace = t * b * (6 * d + k * (d + 3 * width))
+    formula = "T b (6 D + k (D + 3 F))"
+    yield Term("activations of a step", workspace, formula, {"T": t, "b": b, "D": d, "k": k, "F": width})
+    # float32 logits, and the copy that sampling sorts
+    logits = 2 * 4 * m.max_num_seqs * v
+    yield Term("logits", logits, "2 · 4 · sequences · V", {"sequences": m.max_num_seqs, "V": v})
+    if m.ranks > 1 and facts.moe_layers:
+        yield _dispatch(facts, m)
+    yield Term("runtime", RUNTIME_BYTES, "constant", {}, "assumed")
+    if not m.prompts_only:
+        yield Term("CUDA graphs", GRAPH_BYTES, "constant", {}, "assumed")
+
+
+def _dispatch(facts: ModelFacts, m: EngineMemory) -> Term:
+    """DeepEP's buffers; low-latency kernels keep a place for every token of every rank at every expert, twice."""
+    if m.prompts_only:
+        return Term("expert dispatch", DEEPEP_PREFILL_BYTES, "constant", {}, "assumed")
+    d, e = facts.moe_layers[0][1].expert_width, facts.num_experts
+    value = 2 * e * m.max_num_seqs * (2 * d + 16) * 2
+    inputs = {"E": e, "sequences": m.max_num_seqs, "D": d}
+    return Term("expert dispatch", value, "2 · 2 · E · sequences · (2 D + 16)", inputs, "DeepEP low latency")
+
+
+@lru_cache(maxsize=64)
+def _dense_weights(facts: ModelFacts, dtype: str, fp8: bool) -> tuple[int, int]:
+    """Bytes of all but experts: what tensor parallelism cuts, and what each rank has whole."""
+    by_part = facts.weight_bytes(dtype)
+    cut = by_part.get(Part.EMBEDDING, 0) + by_part.get(Part.LM_HEAD, 0)
+    whole = facts.hidden_size * DTYPE_BYTES[dtype]
+    for layer in facts.layers:
+        for weight in layer.weights:
+            if weight.part is Part.EXPERT:
+                continue
+            size = weight_bytes(weight, dtype, fp8=fp8)
+            if weight.tp_dim is None:
+                whole += size
+            else:
+                cut += size
+    return cut, whole

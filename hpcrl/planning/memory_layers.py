@@ -1,0 +1,153 @@
+"""Bytes that a layer's forward pass keeps for its backward pass, by module. Pure arithmetic on shapes.
+
+Two implementations are counted. ``eager`` is the trainer of this project as it is: padded attention, norms in
+float32, each operation's inputs kept as autograd keeps them. Without it, kernels are meant that read packed
+sequences in place. docs/planning.md explains each sum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hpcrl.models.layers import DenseMlp, Gqa, Layer, Mamba2, Mla, Moe
+
+__all__ = ["ActivationShape", "attention_output_bytes", "gradient_bytes", "saved_bytes"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationShape:
+    """What flows through a layer on one rank.
+
+    Attributes
+    ----------
+    tokens:
+        Tokens of the micro-batch on this rank (after context parallelism).
+    padded_tokens:
+        Sequences times the longest of them; equals ``tokens`` where attention reads packed sequences.
+    element_bytes:
+        Of activations.
+    eager:
+        See the module.
+    imbalance:
+        Tokens that the busiest rank of expert parallelism receives, relative to the mean.
+    """
+
+    tokens: int
+    padded_tokens: int
+    element_bytes: int
+    eager: bool = False
+    imbalance: float = 1.0
+
+
+def saved_bytes(layer: Layer, shape: ActivationShape) -> int:
+    """All that is kept of a layer without activation checkpointing."""
+    total = 0.0
+    hidden = _hidden(layer)
+    if layer.mixer is not None:
+        total += _norm(hidden, shape) + _mixer(layer.mixer, shape)
+    if layer.mlp is not None:
+        total += _norm(hidden, shape) + _mlp(layer.mlp, shape)
+    return round(total)
+
+
+def attention_output_bytes(layer: Layer, shape: ActivationShape) -> int:
+    """Output of the attention: what selective checkpointing keeps beside a layer's input."""
+    mixer = layer.mixer
+    if mixer is None:
+        return 0
+    width = {
+        Gqa: lambda m: m.num_attention_heads * m.head_dim,
+        Mla: lambda m: m.num_attention_heads * m.v_head_dim,
+        Mamba2: lambda m: m.inner_size,
+    }[type(mixer)](mixer)
+    return int(shape.tokens * width * shape.element_bytes)
+
+
+def gradient_bytes(layer: Layer, shape: ActivationShape) -> int:
+    """The largest gradients of activations that exist together: those around the experts, and the residual's."""
+    b, t, d = shape.element_bytes, shape.tokens, _hidden(layer)
+    mlp = layer.mlp
+    if isinstance(mlp, Moe):
+        routed = t * mlp.num_experts_per_tok * shape.imbalance
+        return round(b * (routed * (3 * mlp.moe_intermediate_size + mlp.expert_width) + 2 * t * d))
+    width = mlp.intermediate_size if mlp is not None else 2 * d
+    return round(b * t * (3 * width + 2 * d))
+
+
+def _hidden(layer: Layer) -> int:
+    module = layer.mixer if layer.mixer is not None else layer.mlp
+    assert module is not None
+    return module.hidden_size
+
+
+def _norm(width: int, shape: ActivationShape) -> float:
+    """A float32 copy of the input, the normalised value before the weight, and the output."""
+    return shape.tokens * width * (4 + 2 * shape.element_bytes)
+
+
+def _mixer(mixer: Gqa | Mla | Mamba2, shape: ActivationShape) -> float:
+    match mixer:
+        case Gqa():
+            return _gqa(mixer, shape)
+        case Mla():
+            return _mla(mixer, shape)
+        case Mamba2():
+            return _mamba(mixer, shape)
+
+
+def _gqa(mixer: Gqa, shape: ActivationShape) -> float:
+    b, t = shape.element_bytes, shape.tokens
+    padded = shape.padded_tokens if shape.eager else 0
+    q, kv = mixer.num_attention_heads * mixer.head_dim, mixer.num_key_value_heads * mixer.head_dim
+    # per head norm: float32 copy and normalised value; then the rotated one, and its padded copy
+    normed = (4 + b) * t if mixer.qk_norm else 0
+    queries_and_keys = (q + kv) * (normed + b * t + b * padded)
+    values = kv * b * (t + padded)
+    output = q * b * (padded if shape.eager else t) + 4 * (padded or t) * mixer.num_attention_heads
+    projection_input = q * b * t if shape.eager else 0
+    return queries_and_keys + values + output + projection_input
+
+
+def _mla(mixer: Mla, shape: ActivationShape) -> float:
+    b, t, heads = shape.element_bytes, shape.tokens, mixer.num_attention_heads
+    qk = mixer.qk_nope_head_dim + mixer.qk_rope_head_dim
+    latents = (mixer.q_lora_rank or 0) + mixer.kv_lora_rank
+    low_rank = t * (latents * (4 + 2 * b) + mixer.qk_rope_head_dim * b)
+    queries = t * heads * qk * b
+    statistics = 4 * t * heads
+    output = t * heads * mixer.v_head_dim * b
+    if mixer.topk is None:
+        keys_and_values = t * heads * (qk + mixer.qk_nope_head_dim + mixer.v_head_dim) * b
+        return low_rank + 2 * queries + keys_and_values + output + statistics
+    # sparse kernels work on latents: queries folded into them, outputs in them, and the chosen tokens
+    folded = t * heads * (mixer.kv_lora_rank + mixer.qk_rope_head_dim) * b
+    latent_output = t * heads * mixer.kv_lora_rank * b
+    return low_rank + queries + folded + latent_output + output + statistics + 4 * t * mixer.topk
+
+
+def _mamba(mixer: Mamba2, shape: ActivationShape) -> float:
+    b, t, inner = shape.element_bytes, shape.tokens, mixer.inner_size
+    projected = t * b * (inner + mixer.conv_dim + mixer.num_heads)
+    # convolution in and out, states at the edges of chunks in float32, gated norm, output
+    convolved = t * b * mixer.conv_dim
+    states = 4 * (t / mixer.chunk_size) * mixer.num_heads * mixer.head_dim * mixer.state_size
+    return projected + convolved + states + t * inner * (4 + 3 * b)
+
+
+def _mlp(mlp: DenseMlp | Moe, shape: ActivationShape) -> float:
+    if isinstance(mlp, DenseMlp):
+        return _dense(mlp, shape.tokens, shape)
+    b, t, k = shape.element_bytes, shape.tokens, mlp.num_experts_per_tok
+    routed = t * k * shape.imbalance
+    # probabilities, chosen experts and weights, order of the assignments
+    router = 4 * t * mlp.num_experts + 40 * t * k
+    # sorted inputs, gate and up, activation, product, outputs, outputs in token order
+    widths = 3 * mlp.expert_width + (4 if mlp.gated else 3) * mlp.moe_intermediate_size
+    shared = 0.0 if mlp.shared is None else _dense(mlp.shared, t, shape)
+    latent = 0 if mlp.latent_size is None else 2 * b * t * mlp.latent_size
+    return router + b * routed * widths + shared + latent
+
+
+def _dense(mlp: DenseMlp, tokens: float, shape: ActivationShape) -> float:
+    """Gate, up, activation and product (without a gate: input, activation)."""
+    return shape.element_bytes * tokens * (4 if mlp.gated else 3) * mlp.intermediate_size

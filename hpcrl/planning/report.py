@@ -1,0 +1,264 @@
+"""What a plan will need and do, put together for people and for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpcrl.config.cluster import ClusterProfile, SlurmCluster
+from hpcrl.config.plan import Role
+from hpcrl.config.recipe import Recipe
+from hpcrl.errors import ConfigError
+from hpcrl.models.facts import ModelFacts
+from hpcrl.models.known import load_facts
+from hpcrl.planning.calibration import Calibration
+from hpcrl.planning.ledger import Ledger
+from hpcrl.planning.memory import MemoryReport, Place, memory_report
+from hpcrl.planning.memory_knobs import Shortage, why_not
+from hpcrl.planning.times import Forecast, forecast, site_rates
+from hpcrl.planning.times_layouts import PlannedLayout, planned_layout
+from hpcrl.planning.times_loop import LoopEstimate
+from hpcrl.planning.times_measured import measured_loop, measured_trainer
+from hpcrl.planning.times_terms import TimeTable
+from hpcrl.planning.times_workload import Workload, resolve_workload
+
+__all__ = ["Outlook", "find_facts", "loop_document", "make_outlook", "outlook_document"]
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What is known about a recipe on a cluster before it runs.
+
+    Attributes
+    ----------
+    recipe, cluster:
+        What was asked about.
+    forecast:
+        From hardware; None on a machine whose profile describes none.
+    loop, tables, workload:
+        Of the forecast, or of a measured run; ``loop`` is None where neither says enough.
+    memory:
+        Of every role; None where the model or a number is not known.
+    shortages:
+        What does not fit, and what would help.
+    because:
+        Why there is no loop; empty where there is one.
+    """
+
+    recipe: Recipe
+    cluster: ClusterProfile
+    forecast: Forecast | None
+    loop: LoopEstimate | None
+    tables: Mapping[str, TimeTable]
+    workload: Workload
+    memory: MemoryReport | None = None
+    shortages: tuple[Shortage, ...] = ()
+    because: str = ""
+
+    @property
+    def tightest(self) -> Place | None:
+        """The memory with the smallest share free."""
+        places = [] if self.memory is None else [p for p in self.memory.places if p.capacity and p.headroom is not None]
+        return min(places, key=lambda place: (place.headroom or 0) / (place.capacity or 1), default=None)
+
+    @property
+    def layout(self) -> PlannedLayout | None:
+        """Shapes, where there are GPUs."""
+        return None if self.forecast is None else self.forecast.layout
+
+
+def find_facts(recipe: Recipe) -> ModelFacts | str:
+    """Facts of a recipe's model, or in a sentence why there are none."""
+    try:
+        return load_facts(recipe.model.path)
+    except FileNotFoundError as error:
+        known = Path(recipe.model.path).name
+        if recipe.model.warmup is not None:
+            return f"{known} is not made yet (hpcrl warmup)"
+        return str(error)
+    except ValueError as error:
+        return str(error)
+
+
+def make_outlook(
+    recipe: Recipe,
+    cluster: ClusterProfile,
+    calibration: Calibration,
+    facts: ModelFacts | str,
+) -> Outlook:
+    """Memory and times of a recipe.
+
+    Where the calibration file has a measured run of this recipe on this cluster, that decides; otherwise the profile's
+    hardware does.
+    """
+    workload = resolve_workload(recipe, calibration)
+    memory, lacking = _memory(recipe, cluster, facts)
+    short: tuple[Shortage, ...] = ()
+    if memory is not None and not memory.ok and not isinstance(facts, str):
+        short = why_not(recipe, cluster, facts)
+    whole: Forecast | None = None
+    because = ""
+    if not isinstance(cluster, SlurmCluster):
+        because = (
+            f"cluster profile {cluster.name} describes no hardware; measure a run: "
+            "hpcrl plan calibrate RUN -o FILE, then --calibration FILE"
+        )
+    elif isinstance(facts, str):
+        because = facts
+    else:
+        layout = planned_layout(recipe, cluster, facts)
+        slots = _slots(recipe, memory, workload)
+        whole = forecast(recipe, facts, layout, site_rates(cluster, calibration), workload=workload, slots=slots)
+        missing = tuple(dict.fromkeys((*whole.missing, *lacking)))
+        because = f"the cluster profile lacks {', '.join(missing)}" if whole.missing else ""
+    measured = calibration.measured_for(recipe.name, cluster.name)
+    if measured is not None:
+        tables = {} if whole is None else dict(whole.tables)
+        tables["trainer"] = measured_trainer(recipe, measured, workload)
+        loop = measured_loop(recipe, measured, workload)
+        return Outlook(recipe, cluster, whole, loop, tables, workload, memory, short)
+    if whole is None:
+        return Outlook(recipe, cluster, None, None, {}, workload, memory, short, because)
+    return Outlook(recipe, cluster, whole, whole.loop, whole.tables, workload, memory, short, because)
+
+
+def _memory(
+    recipe: Recipe, cluster: ClusterProfile, facts: ModelFacts | str
+) -> tuple[MemoryReport | None, tuple[str, ...]]:
+    """Memory, or the numbers that the profile lacks for it."""
+    if isinstance(facts, str):
+        return None, ()
+    try:
+        return memory_report(recipe, cluster, facts), ()
+    except ConfigError as error:
+        return None, tuple(finding.key for finding in error.findings)
+
+
+def _slots(recipe: Recipe, memory: MemoryReport | None, workload: Workload) -> float | None:
+    """Sequences that a data-parallel rank holds: ``max_num_seqs``, or what its KV cache has room for."""
+    decoding = (Role.DECODE, Role.ENGINE)
+    places = [] if memory is None else [p for p in memory.places if p.role in decoding and p.kv is not None]
+    if not places or places[0].kv is None:
+        return None
+    return max(1.0, min(float(recipe.engine.max_num_seqs), places[0].kv.tokens / workload.mean("tokens")))
+
+
+def loop_document(loop: LoopEstimate) -> dict[str, Any]:
+    """A steady state as JSON."""
+    return {
+        "step_s": loop.step_s,
+        "trainer_s": loop.trainer_s,
+        "rollout_s": loop.rollout_s,
+        "bound": loop.bound,
+        "in_flight": loop.in_flight,
+        "in_flight_limit": loop.in_flight_limit,
+        "trainer_waits_share": loop.trainer_waits,
+        "engines_wait_share": loop.engines_wait,
+        "staleness_mean": loop.staleness,
+        "dropped_share": loop.dropped,
+        "decode_batch": loop.served.batch,
+        "sampled_token_s": loop.served.token_s,
+        "rollout_duration_s": {
+            "mean": loop.served.durations.mean,
+            "median": loop.served.durations.quantile(0.5),
+            "p99": loop.served.durations.quantile(0.99),
+        },
+    }
+
+
+def outlook_document(outlook: Outlook) -> dict[str, Any]:
+    """An outlook as JSON (docs/planning.md describes it)."""
+    whole = outlook.forecast
+    return {
+        "schema_version": 1,
+        "because": outlook.because or None,
+        "loop": None if outlook.loop is None else loop_document(outlook.loop),
+        "memory": None if outlook.memory is None else _memory_document(outlook.memory),
+        "why_not": [
+            {
+                "role": shortage.place.role.value,
+                "kind": shortage.place.kind,
+                "missing_bytes": shortage.missing,
+                "knobs": [
+                    {"set": dict(knob.changes), "price": knob.price, "headroom_bytes": knob.headroom}
+                    for knob in shortage.knobs
+                ],
+            }
+            for shortage in outlook.shortages
+        ],
+        "layout": None if whole is None else _layout_document(whole.layout),
+        "gpu_hours_per_step": None if whole is None else whole.gpu_hours_per_step,
+        "gpu_hours_per_day": None if whole is None else whole.gpu_hours_per_day,
+        "shared_filesystem_bytes_per_step": {} if whole is None else dict(whole.share_bytes),
+        "assumptions": [] if whole is None else list(whole.assumptions),
+        "warnings": [] if whole is None else list(whole.warnings),
+        "missing": [] if whole is None else list(whole.missing),
+        "times": {name: _table_document(table) for name, table in outlook.tables.items()},
+    }
+
+
+def _memory_document(memory: MemoryReport) -> dict[str, Any]:
+    def ledger(value: Ledger) -> dict[str, Any]:
+        terms = [
+            {
+                "name": term.name,
+                "bytes": term.value,
+                "formula": term.formula,
+                "inputs": dict(term.inputs),
+                "source": term.source,
+                "reclaimable": term.reclaimable,
+            }
+            for term in value.terms
+        ]
+        return {"moment": value.moment, "bytes": value.total, "terms": terms}
+
+    return {
+        "fits": memory.ok,
+        "places": [
+            {
+                "role": place.role.value,
+                "kind": place.kind,
+                "needed_bytes": place.needed,
+                "capacity_bytes": place.capacity,
+                "headroom_bytes": place.headroom,
+                "kv_tokens": None if place.kv is None else place.kv.tokens,
+                "peak": ledger(place.ledger),
+            }
+            for place in memory.places
+        ],
+    }
+
+
+def _layout_document(layout: PlannedLayout) -> dict[str, Any]:
+    def shape(value: Any) -> dict[str, Any]:
+        return {name: getattr(value, name) for name in value.__dataclass_fields__}
+
+    return {
+        "nodes": layout.nodes,
+        "gpus": layout.gpus,
+        "trainer": shape(layout.trainer),
+        "decode": shape(layout.decode),
+        "prefill": None if layout.prefill is None else shape(layout.prefill),
+        "handoff_path": layout.handoff_path,
+        "handoff_dtype": layout.handoff_dtype,
+        "delta_chain": layout.delta_chain,
+    }
+
+
+def _table_document(table: TimeTable) -> dict[str, Any]:
+    return {
+        "seconds": table.seconds,
+        "terms": [
+            {
+                "name": term.name,
+                "seconds": term.seconds,
+                "counts": term.counts,
+                "formula": term.formula,
+                "inputs": dict(term.inputs),
+                "missing": term.missing or None,
+            }
+            for term in table
+        ],
+    }

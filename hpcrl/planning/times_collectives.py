@@ -1,0 +1,113 @@
+"""Seconds of collectives over the links of a node and between nodes. Pure arithmetic.
+
+A collective is bound by the link that has to carry most for its rate: what a GPU gets over NVLink, or what a node
+gets through its adapters. All groups of a layer run at the same time, so a node's adapters are shared by the groups
+that its GPUs belong to.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+__all__ = ["Group", "Links", "all_gather", "all_reduce", "all_to_all", "broadcast"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Links:
+    """Rates that a collective reaches, in bytes a second and each way: already times their efficiency.
+
+    Attributes
+    ----------
+    gpu:
+        A GPU to the others of its node.
+    node:
+        A node to others: all of its adapters together.
+    gpus_per_node:
+        GPUs of a node.
+    hop_s:
+        Latency of a step between nodes.
+    local_hop_s:
+        Latency of a step within a node.
+    """
+
+    gpu: float
+    node: float
+    gpus_per_node: int
+    hop_s: float
+    local_hop_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Ranks of a collective and how they lie on nodes.
+
+    Attributes
+    ----------
+    size:
+        Ranks.
+    per_node:
+        Ranks of the group on one node.
+    """
+
+    size: int
+    per_node: int
+
+    @property
+    def nodes(self) -> int:
+        """Nodes that the group spans."""
+        return -(-self.size // self.per_node)
+
+    @classmethod
+    def inner(cls, size: int, gpus_per_node: int) -> Group:
+        """Neighbouring ranks: the innermost dimension of a mesh."""
+        return cls(size, min(size, gpus_per_node))
+
+    @classmethod
+    def outer(cls, size: int, inner: int, gpus_per_node: int) -> Group:
+        """Every ``inner``-th rank: a dimension outside of one with ``inner`` ranks."""
+        return cls(size, max(1, min(size, gpus_per_node // inner)))
+
+
+def all_gather(total_bytes: float, group: Group, links: Links) -> float:
+    """Every rank has a part of ``total_bytes`` and gets the others. A reduce-scatter takes as long.
+
+    A rank receives ``total (n - 1) / n`` over NVLink; a node receives what its ranks of the group lack,
+    ``total (nodes - 1) / nodes``, once for each of the groups on it (``gpus / per_node``).
+    """
+    if group.size <= 1:
+        return 0.0
+    local = total_bytes * (group.size - 1) / group.size / links.gpu if group.per_node > 1 else 0.0
+    groups_on_node = links.gpus_per_node / group.per_node
+    far = total_bytes * (group.nodes - 1) / group.nodes * groups_on_node / links.node
+    return max(local, far) + _latency(group, links)
+
+
+def all_reduce(total_bytes: float, group: Group, links: Links) -> float:
+    """A reduce-scatter and an all-gather."""
+    return 2.0 * all_gather(total_bytes, group, links)
+
+
+def all_to_all(sent_bytes: float, group: Group, links: Links) -> float:
+    """Every rank sends ``sent_bytes``, spread evenly over the group, itself included."""
+    if group.size <= 1:
+        return 0.0
+    local = sent_bytes * (group.per_node - 1) / group.size / links.gpu
+    far = sent_bytes * (group.size - group.per_node) / group.size * links.gpus_per_node / links.node
+    # messages go out side by side: one hop, not one a rank
+    hop = links.hop_s if group.nodes > 1 else links.local_hop_s
+    return max(local, far) + hop
+
+
+def broadcast(total_bytes: float, group: Group, links: Links) -> float:
+    """One rank sends to all, pipelined in chunks: bound by the slowest link on the way."""
+    if group.size <= 1:
+        return 0.0
+    rate = links.gpu if group.nodes == 1 else min(links.gpu, links.node)
+    return total_bytes / rate + _latency(group, links)
+
+
+def _latency(group: Group, links: Links) -> float:
+    """Rings within a node, trees between nodes."""
+    far = math.ceil(math.log2(group.nodes)) * links.hop_s if group.nodes > 1 else 0.0
+    return far + (group.per_node - 1) * links.local_hop_s

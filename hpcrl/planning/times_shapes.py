@@ -1,0 +1,121 @@
+"""How roles are laid out on GPUs: what memory and times are computed for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["ComputeDtype", "EngineShape", "Recompute", "TrainerShape"]
+
+ComputeDtype = Literal["float32", "bfloat16", "fp8"]
+Recompute = Literal["none", "selective", "full"]
+"""What of the forward pass is done again: nothing, all but attention, everything."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerShape:
+    """Parallelism and memory features of a trainer.
+
+    Ranks form a mesh of FSDP × context parallelism; expert parallelism takes the innermost ranks, and experts are
+    sharded again over the others.
+
+    Attributes
+    ----------
+    nodes, gpus_per_node:
+        Where the ranks are, one a GPU.
+    context_parallel, expert_parallel:
+        Degrees; both divide the number of ranks.
+    compute_dtype:
+        Of matrix products.
+    gather_dtype_bytes, grad_dtype_bytes:
+        Bytes of a parameter in FSDP's all-gather, and of a gradient in its reduce-scatter.
+    recompute:
+        What of the forward pass is done again in the backward pass.
+    reshard:
+        Parameters are freed after the forward pass and gathered again.
+    offload_optimizer, offload_activations:
+        To host memory.
+    micro_batch_tokens:
+        Token budget of a micro-batch of one context-parallel group.
+    """
+
+    nodes: int
+    gpus_per_node: int
+    context_parallel: int = 1
+    expert_parallel: int = 1
+    compute_dtype: ComputeDtype = "bfloat16"
+    gather_dtype_bytes: int = 2
+    grad_dtype_bytes: int = 4
+    recompute: Recompute = "full"
+    reshard: bool = True
+    offload_optimizer: bool = False
+    offload_activations: bool = False
+    micro_batch_tokens: int = 32768
+
+    def __post_init__(self) -> None:
+        for name in ("context_parallel", "expert_parallel"):
+            if self.ranks % getattr(self, name):
+                raise ValueError(f"{name} {getattr(self, name)} does not divide {self.ranks} ranks")
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the trainer."""
+        return self.nodes * self.gpus_per_node
+
+    @property
+    def groups(self) -> int:
+        """Context-parallel groups: each works on micro-batches of its own."""
+        return self.ranks // self.context_parallel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineShape:
+    """One side of serving: ``replicas`` of ``nodes`` nodes each.
+
+    Attributes
+    ----------
+    replicas, nodes, gpus_per_node:
+        Size.
+    tensor_parallel:
+        Ranks that share the layers of one data-parallel rank.
+    expert_parallel:
+        Ranks that share the experts; all of the replica where it is wide.
+    weight_dtype, kv_dtype:
+        ``fp8`` is block-scaled.
+    max_num_seqs:
+        Sequences that a data-parallel rank decodes at once.
+    """
+
+    replicas: int
+    nodes: int
+    gpus_per_node: int
+    tensor_parallel: int = 1
+    expert_parallel: int = 1
+    weight_dtype: ComputeDtype = "bfloat16"
+    kv_dtype: ComputeDtype = "bfloat16"
+    max_num_seqs: int = 64
+
+    @property
+    def ranks(self) -> int:
+        """GPUs of a replica."""
+        return self.nodes * self.gpus_per_node
+
+    @property
+    def data_parallel(self) -> int:
+        """Data-parallel ranks of a replica: each has sequences of its own."""
+        return max(1, self.ranks // self.tensor_parallel)
+
+    @property
+    def all_nodes(self) -> int:
+        """Nodes of all replicas."""
+        return self.replicas * self.nodes
+
+    @property
+    def all_ranks(self) -> int:
+        """GPUs of all replicas."""
+        return self.replicas * self.ranks
+
+    @property
+    def sequences(self) -> int:
+        """Sequences that all replicas decode at once."""
+        return self.replicas * self.data_parallel * self.max_num_seqs
