@@ -12,7 +12,7 @@ import shutil
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import xxhash
@@ -21,13 +21,16 @@ __all__ = [
     "FileRecord",
     "NumberedDirectories",
     "StagedDirectory",
+    "atomic_create",
     "atomic_write",
     "check_files",
+    "decode_versioned",
     "fsync_dir",
     "hash_file",
     "write_json",
 ]
 
+_T = TypeVar("_T")
 _STAGING_PREFIX = ".staging-"
 _REMOVED_PREFIX = ".removed-"
 _READ_BLOCK_BYTES = 8 << 20
@@ -58,24 +61,69 @@ def fsync_dir(path: Path) -> None:
         os.close(fd)
 
 
-def atomic_write(path: Path, data: bytes) -> None:
-    """Replace ``path`` by ``data``: a reader sees the old content or the new one, never a part."""
+def atomic_write(path: Path, data: bytes, *, durable: bool = True) -> None:
+    """Replace ``path`` by ``data``: a reader sees the old content or the new one, never a part.
+
+    Parameters
+    ----------
+    durable:
+        On return it survives a power failure. What ends with its writer's life need not.
+    """
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         with temporary.open("xb") as stream:
             stream.write(data)
             stream.flush()
-            os.fsync(stream.fileno())
+            if durable:
+                os.fsync(stream.fileno())
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+    if durable:
+        fsync_dir(path.parent)
+
+
+def atomic_create(path: Path, data: bytes, *, mode: int = 0o644) -> None:
+    """Make ``path`` with this content, where it does not exist (FileExistsError): of several, one succeeds."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        with os.fdopen(fd, "wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.link(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
     fsync_dir(path.parent)
 
 
 def write_json(path: Path, value: Any) -> None:
     """`atomic_write` of indented JSON (anything msgspec can encode)."""
     atomic_write(path, msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
+
+
+class _FormatOnly(msgspec.Struct):
+    format_version: int
+
+
+def decode_versioned(text: bytes, kind: type[_T], format_version: int) -> _T:
+    """Decode JSON that says of which format it is.
+
+    Raises
+    ------
+    ValueError
+        It is of another format, torn, or lacks something.
+    """
+    try:
+        # the format is looked at first: another one may lack or rename fields
+        found = msgspec.json.decode(text, type=_FormatOnly).format_version
+        if found != format_version:
+            raise ValueError(f"it has format {found}, this hpcrl reads {format_version}")
+        return msgspec.json.decode(text, type=kind)
+    except msgspec.DecodeError as error:
+        raise ValueError(str(error)) from error
 
 
 def hash_file(path: Path) -> FileRecord:
@@ -160,6 +208,13 @@ class NumberedDirectories:
     def path_of(self, number: int) -> Path:
         return self.root / f"{self._prefix}{number:06d}"
 
+    def number_of(self, path: Path) -> int:
+        """The number of such a directory, by its name (ValueError where it has none)."""
+        match = self._name.fullmatch(path.name)
+        if match is None:
+            raise ValueError(f"{path} is no numbered directory: its name is not like {self.path_of(12).name}")
+        return int(match[1])
+
     def numbers(self) -> list[int]:
         """Numbers that exist, ascending.
 
@@ -172,10 +227,6 @@ class NumberedDirectories:
             return []
         return sorted(int(match[1]) for name in names if (match := self._name.fullmatch(name)))
 
-    def stage(self, number: int, *, token: str) -> StagedDirectory:
-        """A staging directory for ``number``; ``token`` names the writer and is equal on all its ranks."""
-        return StagedDirectory(self.path_of(number), token=token)
-
     def remove(self, number: int) -> None:
         """Remove a directory: hidden at once, then deleted, so that no reader opens a half-deleted one."""
         path = self.path_of(number)
@@ -186,10 +237,3 @@ class NumberedDirectories:
         except FileNotFoundError:
             return
         shutil.rmtree(hidden, ignore_errors=True)
-
-    def sweep(self) -> None:
-        """Remove what writers and removers that died have left. Only for the one writer of the root."""
-        if self.root.is_dir():
-            for name in os.listdir(self.root):
-                if name.startswith((_STAGING_PREFIX, _REMOVED_PREFIX)):
-                    shutil.rmtree(self.root / name, ignore_errors=True)

@@ -6,26 +6,43 @@
       manifest.json          step, policy version, attempt, files with sizes and hashes
       trainer/               torch distributed checkpoint, written by all ranks
       orchestrator.msgpack   data position, accounting, finished rollouts not yet consumed
+    checkpoints/step-000010.pin.json     kept until it is unpinned, and why
+
+docs/checkpoints.md is the specification. Here is what anyone may do: list, open, verify, choose, pin, remove. Only
+the trainer saves: `hpcrl.checkpoints.writer`.
 """
 
 from __future__ import annotations
 
-import os
-import time
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
+from hpcrl.checkpoints.verify import damaged_files
 from hpcrl.errors import CheckpointError
-from hpcrl.fs import FileRecord, NumberedDirectories, StagedDirectory, check_files, hash_file, write_json
+from hpcrl.fs import FileRecord, NumberedDirectories, decode_versioned
 
-__all__ = ["CheckpointEntry", "CheckpointLedger", "CheckpointManifest", "Choice"]
+__all__ = [
+    "FORMAT_VERSION",
+    "MANIFEST",
+    "ORCHESTRATOR_FILE",
+    "TRAINER_DIR",
+    "CheckpointEntry",
+    "CheckpointLedger",
+    "CheckpointManifest",
+    "Choice",
+    "expected_save_s",
+]
 
-FORMAT_VERSION = 1
-_MANIFEST = "manifest.json"
+FORMAT_VERSION = 2
+MANIFEST = "manifest.json"
 TRAINER_DIR = "trainer"
 ORCHESTRATOR_FILE = "orchestrator.msgpack"
+
+_MEASURED_ENTRIES = 3
+_MAX_LOOKS = 10
 
 
 class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,26 +51,37 @@ class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
     Attributes
     ----------
     step:
-        Optimizer steps done; equals the policy version.
+        Optimizer steps done.
+    policy_version:
+        Version of the weights in it; equals ``step``.
     attempt:
         Attempt that wrote it.
     world_size:
         Trainer ranks that wrote it.
     created_at_s:
-        Seconds since the epoch by the writer's clock.
+        Seconds since the epoch by the writer's clock; for people, never for decisions.
     save_s:
         Seconds from the start of the save to the manifest.
+    blocked_s:
+        Part of it in which the trainer could not train.
     files:
         Records by path relative to the entry.
     """
 
     step: int
+    policy_version: int
     attempt: int
     world_size: int
     created_at_s: float
     save_s: float
+    blocked_s: float
     files: dict[str, FileRecord]
     format_version: int = FORMAT_VERSION
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all files, the manifest itself excepted."""
+        return sum(record.bytes for record in self.files.values())
 
 
 class CheckpointEntry:
@@ -71,7 +99,14 @@ class CheckpointEntry:
         return self.path / TRAINER_DIR
 
     def orchestrator_state(self) -> bytes:
-        """The orchestrator's bytes, as `hpcrl.dock.client.DockClient.snapshot` gave them."""
+        """The orchestrator's bytes, as `hpcrl.dock.client.DockClient.snapshot` gave them; verified.
+
+        Raises
+        ------
+        CheckpointError
+            They are not what was saved.
+        """
+        self._refuse(damaged_files(self.path, {ORCHESTRATOR_FILE: self.manifest.files[ORCHESTRATOR_FILE]}))
         return (self.path / ORCHESTRATOR_FILE).read_bytes()
 
     @classmethod
@@ -84,18 +119,39 @@ class CheckpointEntry:
             It is not a complete entry of a format this code knows.
         """
         try:
-            manifest = msgspec.json.decode((path / _MANIFEST).read_bytes(), type=CheckpointManifest)
+            manifest = decode_versioned((path / MANIFEST).read_bytes(), CheckpointManifest, FORMAT_VERSION)
         except FileNotFoundError as error:
-            raise CheckpointError(f"{path} has no {_MANIFEST}") from error
-        except msgspec.DecodeError as error:
-            raise CheckpointError(f"{path / _MANIFEST} cannot be read: {error}") from error
-        if manifest.format_version != FORMAT_VERSION:
-            raise CheckpointError(f"{path} has checkpoint format {manifest.format_version}, not {FORMAT_VERSION}")
+            raise CheckpointError(f"{path} has no {MANIFEST}") from error
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path / MANIFEST} cannot be read: {error}") from error
+        if ORCHESTRATOR_FILE not in manifest.files:
+            raise CheckpointError(f"{path} has no orchestrator state: it is not joint")
+        if manifest.policy_version != manifest.step or path.name != f"step-{manifest.step:06d}":
+            raise CheckpointError(
+                f"{path} says step {manifest.step} and policy version {manifest.policy_version}: it is not joint"
+            )
         return cls(path, manifest)
 
-    def verify(self) -> None:
-        """Compare every byte with the manifest (CheckpointError names each file that differs)."""
-        problems = list(check_files(self.path, self.manifest.files, content=True))
+    def verify(self, *, content: bool = True, deadline_s: float | None = None) -> None:
+        """Compare the files with the manifest: every byte, or sizes only.
+
+        Parameters
+        ----------
+        content:
+            Whether to read the files.
+        deadline_s:
+            Longest time in seconds.
+
+        Raises
+        ------
+        CheckpointError
+            Naming each file that differs.
+        DeadlineError
+            It took too long; nothing is known.
+        """
+        self._refuse(damaged_files(self.path, self.manifest.files, content=content, deadline_s=deadline_s))
+
+    def _refuse(self, problems: list[str]) -> None:
         if problems:
             raise CheckpointError(f"checkpoint {self.path} is damaged: " + "; ".join(problems))
 
@@ -124,79 +180,61 @@ class CheckpointLedger:
         """Steps with an entry, ascending."""
         return self._directories.numbers()
 
-    def stage(self, step: int, *, token: str) -> StagedDirectory:
-        """A staging directory for the entry of ``step``; all ranks write below its ``path / "trainer"``."""
-        return self._directories.stage(step, token=token)
+    def open(self, step: int) -> CheckpointEntry:
+        """Open the entry of ``step`` (see `CheckpointEntry.open`)."""
+        return CheckpointEntry.open(self.path_of(step))
 
-    def commit(
-        self,
-        stage: StagedDirectory,
-        *,
-        step: int,
-        attempt: int,
-        world_size: int,
-        orchestrator_state: bytes,
-        started_at_s: float,
-    ) -> CheckpointEntry:
-        """Complete a staged entry; called by one rank after all ranks have written.
+    def newest_verified(self, *, content: bool = True) -> Choice:
+        """The newest entry whose every byte (or every size) is right, and why newer ones were skipped."""
+        for _ in range(_MAX_LOOKS):
+            choice, vanished = self._look(content=content)
+            # a list may be so old that all in it were replaced by newer ones meanwhile
+            if choice.entry is not None or not vanished:
+                break
+        return choice
 
-        Files are hashed and fsynced here (writers need not). An entry of the same step, left by an earlier
-        attempt that is being written again, is replaced.
-
-        Raises
-        ------
-        OSError
-            The filesystem refused; what was staged is removed, earlier entries are untouched.
-        """
-        try:
-            (stage.path / ORCHESTRATOR_FILE).write_bytes(orchestrator_state)
-            files: dict[str, FileRecord] = {}
-            for path in sorted(p for p in stage.path.rglob("*") if p.is_file()):
-                fd = os.open(path, os.O_RDONLY)
-                try:
-                    os.fsync(fd)
-                finally:
-                    os.close(fd)
-                files[str(path.relative_to(stage.path))] = hash_file(path)
-            now = time.time()
-            manifest = CheckpointManifest(
-                step=step,
-                attempt=attempt,
-                world_size=world_size,
-                created_at_s=now,
-                save_s=now - started_at_s,
-                files=files,
-            )
-            write_json(stage.path / _MANIFEST, manifest)
-            self.remove(step)
-            stage.commit()
-        except BaseException:
-            stage.discard()
-            raise
-        return CheckpointEntry(self.path_of(step), manifest)
-
-    def newest_verified(self) -> Choice:
-        """The newest entry whose every byte is right, and why newer ones were skipped."""
+    def _look(self, *, content: bool) -> tuple[Choice, bool]:
+        """`newest_verified` of one listing; and whether an entry went away while it was looked at."""
         skipped: list[tuple[int, str]] = []
+        vanished = False
         for step in reversed(self.steps()):
             try:
-                entry = CheckpointEntry.open(self.path_of(step))
-                entry.verify()
+                entry = self.open(step)
+                entry.verify(content=content)
             except CheckpointError as error:
-                skipped.append((step, str(error)))
+                if step in self.steps():
+                    skipped.append((step, str(error)))
+                else:  # nothing is wrong with it
+                    vanished = True
                 continue
-            return Choice(entry, skipped)
-        return Choice(None, skipped)
+            return Choice(entry, skipped), vanished
+        return Choice(None, skipped), vanished
+
+    def whole_steps(self, newest: int) -> list[int]:
+        """The ``newest`` steps whose entry has all of its files in their sizes, ascending; data is not read."""
+        return sorted(islice((step for step in reversed(self.steps()) if self._is_whole(step)), newest))
+
+    def _is_whole(self, step: int) -> bool:
+        try:
+            self.open(step).verify(content=False)
+        except CheckpointError:
+            return False
+        return True
 
     def remove(self, step: int) -> None:
-        """Remove an entry: hidden at once, then deleted."""
+        """Remove an entry: hidden at once, then deleted. For people; the trainer removes through its fence."""
         self._directories.remove(step)
 
-    def retain(self, *, keep_last: int) -> list[int]:
-        """Remove all but the newest ``keep_last`` entries and unfinished ones; returns removed steps."""
-        steps = self.steps()
-        doomed = steps[: max(0, len(steps) - keep_last)]
-        for step in doomed:
-            self.remove(step)
-        self._directories.sweep()
-        return doomed
+
+def expected_save_s(ledger: CheckpointLedger) -> float | None:
+    """How long a save that is asked for now may take, in seconds, by the measured times of the last entries.
+
+    Twice the slowest, because a save waits for one that is under way. None where nothing was measured.
+    """
+    measured: list[float] = []
+    for step in ledger.steps()[-_MEASURED_ENTRIES:]:
+        try:
+            measured.append(ledger.open(step).manifest.save_s)
+        except CheckpointError:
+            continue
+    return 2.0 * max(measured) if measured else None

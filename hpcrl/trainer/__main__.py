@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import sys
 from importlib.util import find_spec
 
 from hpcrl.errors import MissingExtraError
@@ -18,4 +21,12 @@ def main(context: RoleContext) -> None:
 
 
 if __name__ == "__main__":
-    run_role(main)
+    try:
+        run_role(main)
+    except SystemExit as end:
+        # Not through the end of the interpreter: threads of groups of ranks may still let go of a tensor there, and
+        # the process would abort after a good end ("terminate called without an active exception")
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(end.code if isinstance(end.code, int) else int(end.code is not None))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hpcrl.dock.wire import MicroBatch
 from hpcrl.trainer.attention import PackedAttention
+from hpcrl.trainer.routing import EngineRoutes
 
 __all__ = ["TokenBatch", "token_logprobs"]
 
@@ -36,6 +37,8 @@ class TokenBatch(NamedTuple):
         ``[N]`` int64: oldest version that the engine's context of each token was computed with.
     sequences:
         ``[N]`` int64: rollout of each token.
+    routes:
+        Experts that engines chose for all ``T`` tokens; None where they did not say.
     """
 
     input_ids: Tensor
@@ -48,6 +51,7 @@ class TokenBatch(NamedTuple):
     versions: Tensor
     context_versions: Tensor
     sequences: Tensor
+    routes: EngineRoutes | None = None
 
     @property
     def num_trained(self) -> int:
@@ -86,7 +90,14 @@ class TokenBatch(NamedTuple):
             versions=torch.from_numpy(batch.versions[trained].astype(np.int64)).to(device),
             context_versions=torch.from_numpy(contexts.astype(np.int64)).to(device),
             sequences=attention.sequences[where],
+            routes=_routes(batch, device) if total else None,
         )
+
+
+def _routes(batch: MicroBatch, device: torch.device) -> EngineRoutes | None:
+    if batch.routed_experts is None:
+        return None
+    return EngineRoutes.from_wire(batch.routed_experts, len(batch.token_ids), device)
 
 
 def _check(batch: MicroBatch) -> None:

@@ -8,26 +8,33 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.utils.deterministic
 
-from hpcrl.checkpoints.ledger import CheckpointEntry, CheckpointLedger
+from hpcrl.checkpoints.writer import CheckpointWriter
 from hpcrl.config.recipe import Recipe
 from hpcrl.dock.client import DockClient
 from hpcrl.dock.wire import BatchShard, BatchStats
-from hpcrl.errors import PeerLostError
+from hpcrl.errors import HandoffError, PeerLostError
+from hpcrl.fs import write_json
 from hpcrl.models.arch import load_arch
 from hpcrl.runs.events import EventWriter
 from hpcrl.runs.metrics import MetricsWriter, StepRecord
-from hpcrl.runs.role import RoleContext, save_request_path
+from hpcrl.runs.progress import ProgressReporter
+from hpcrl.runs.role import RoleContext, restore_path, save_answer_path, save_request_path
+from hpcrl.trainer.checkpoint import load_checkpoint
 from hpcrl.trainer.metrics import TokenMetrics
 from hpcrl.trainer.parallel import Parallel, distributed, is_lost_rank
 from hpcrl.trainer.phases import PhaseClock
 from hpcrl.trainer.policy import TrainerPolicy
-from hpcrl.trainer.publish import Publisher
+from hpcrl.trainer.publish import Published, Publisher
+from hpcrl.trainer.restore import choose_checkpoint
+from hpcrl.trainer.saver import CheckpointSaver
+from hpcrl.weights.leases import ReaderWatch
 from hpcrl.weights.store import HandoffStore
 
 __all__ = ["train"]
@@ -36,6 +43,8 @@ _log = logging.getLogger(__name__)
 
 _COLLECTIVE_MARGIN_S = 300.0
 """How much longer than a wait at the dock the other ranks wait in a collective."""
+_LEAVE_S = 60.0
+"""How long a trainer that fails lets a save end that began before."""
 
 
 def train(context: RoleContext) -> None:
@@ -49,7 +58,7 @@ def train(context: RoleContext) -> None:
     recipe = context.run.recipe()
     torch.set_num_threads(recipe.trainer.threads)
     torch.manual_seed(recipe.seed)
-    with distributed(timeout_s=recipe.orchestrator.wait_timeout_s + _COLLECTIVE_MARGIN_S) as parallel:
+    with distributed(timeout_s=recipe.wait_for_batch_s + _COLLECTIVE_MARGIN_S) as parallel:
         if parallel.device.type == "cpu":
             # costs nothing on CPU; accelerators would need slower kernels
             torch.use_deterministic_algorithms(True)
@@ -71,36 +80,60 @@ class Trainer:
         self.leader = parallel.rank == 0
         self.model_dir = Path(recipe.model.path)
         self.arch = load_arch(self.model_dir)
-        self.ledger = CheckpointLedger(context.run.checkpoints_dir)
         self.store = HandoffStore(context.run.weights_dir)
         self.dock = DockClient(
-            context.endpoints().one("orchestrator"), wait_timeout_s=recipe.orchestrator.wait_timeout_s
+            context.endpoints().one("orchestrator"),
+            wait_timeout_s=recipe.wait_for_batch_s,
+            on_wait=self._still_waiting,
         )
+        self._readers = ReaderWatch(self.store.root, expiry_s=recipe.handoff.lease_timeout_s)
         self.publisher = Publisher(
             self.store,
+            parallel,
             arch=self.arch,
             model_dir=self.model_dir,
-            dtype=getattr(torch, recipe.trainer.dtype),
+            dtype=getattr(torch, recipe.handoff.dtype or recipe.trainer.dtype),
             attempt=context.attempt,
+            settings=recipe.handoff,
+            acknowledged=self._acknowledged,
         )
         self._events: EventWriter | None = None
+        self._progress: ProgressReporter | None = None
         self._saved_on_request = False
+        claim = partial(CheckpointWriter.claim, context.run.checkpoints_dir, context.attempt)
+        self.checkpoints = parallel.on_leader(claim, "claiming the ledger of checkpoints")
+        self.saver = CheckpointSaver(self.checkpoints, parallel, recipe.checkpoint, self._emit)
 
     def run(self) -> None:
         """Restore, train, finish."""
         with self._outputs() as metrics:
-            started = time.monotonic()
-            policy, step = self._restore()
-            self._publish_restored(policy, step)
-            if self.leader:
-                self.context.ready()
-            self._emit("trainer.ready", step=step, seconds=time.monotonic() - started)
+            try:
+                self._run(metrics)
+            finally:
+                self.publisher.close()
+
+    def _run(self, metrics: MetricsWriter | None) -> None:
+        started = time.monotonic()
+        policy, step = self._restore()
+        self._publish_restored(policy, step)
+        if self.leader:
+            self.context.ready()
+        self._emit("trainer.ready", step=step, seconds=time.monotonic() - started)
+        try:
             while step < self.recipe.trainer.steps:
                 step += 1
                 self._step(policy, step, metrics)
+            self.publisher.wait()
             if self.leader:
-                self.dock.finish(step)
-            self._emit("trainer.finished", version=step)
+                assert self._progress is not None
+                with self._progress.phase("finish", waits=True):
+                    self.dock.finish(step)
+            self._finish_saving()
+        except BaseException:
+            # what was copied before this failure is good: let it get on disk
+            self.saver.leave(_LEAVE_S)
+            raise
+        self._emit("trainer.finished", version=step)
 
     @contextmanager
     def _outputs(self) -> Iterator[MetricsWriter | None]:
@@ -109,11 +142,16 @@ class Trainer:
             yield None
             return
         metrics, self._events = MetricsWriter(self.context.run), self.context.events()
+        self._progress = self.context.progress()
         try:
             yield metrics
         finally:
             metrics.close()
             self._events.close()
+
+    def _still_waiting(self) -> None:
+        if self._progress is not None:
+            self._progress.again()
 
     def _emit(self, kind: str, **data: Any) -> None:
         if self._events is not None:
@@ -121,16 +159,13 @@ class Trainer:
 
     def _restore(self) -> tuple[TrainerPolicy, int]:
         """The policy of the newest good checkpoint, or of the start model; and its step."""
-        step = self.parallel.on_leader(self._choose, "choosing a checkpoint")
+        step = self._choose()
         if step is None:
             policy = TrainerPolicy(self.recipe, self.arch, self.parallel, model_dir=self.model_dir)
             self._emit("trainer.started", model=str(self.model_dir), parameters=self.arch.num_parameters())
             return policy, 0
-        # torch's distributed checkpoint takes a while to import; a run without resume does it at its first save
-        from hpcrl.trainer.checkpoint import load_checkpoint  # noqa: PLC0415
-
         policy = TrainerPolicy(self.recipe, self.arch, self.parallel, model_dir=None)
-        entry = CheckpointEntry.open(self.ledger.path_of(step))
+        entry = self.checkpoints.ledger.open(step)
         load_checkpoint(entry, policy.model, policy.optimizer, self.parallel)
         self._emit(
             "trainer.restored",
@@ -142,30 +177,43 @@ class Trainer:
         return policy, step
 
     def _choose(self) -> int | None:
-        entry, skipped = self.ledger.newest_verified()
-        for step, reason in skipped:
-            _log.warning("checkpoint of step %d is skipped: %s", step, reason)
-            self._emit("trainer.checkpoint_skipped", step=step, reason=reason)
-        return None if entry is None else entry.step
+        """Which checkpoint to restore; on record for the orchestrator on return."""
+        config = self.recipe.checkpoint
+        decision = choose_checkpoint(
+            self.checkpoints.ledger,
+            self.parallel,
+            content=config.verify == "content",
+            timeout_s=config.verify_timeout_s,
+        )
+        for skipped in decision.skipped:
+            _log.warning("checkpoint of step %d is skipped: %s", skipped.step, skipped.reason)
+            self._emit("trainer.checkpoint_skipped", step=skipped.step, reason=skipped.reason)
+        path = restore_path(self.context.run, self.context.attempt)
+        self.parallel.on_leader(lambda: decision.write(path), "recording which checkpoint is restored")
+        return decision.step
 
     def _publish_restored(self, policy: TrainerPolicy, step: int) -> None:
         """Make ``step`` the newest published version. The orchestrator finds it by itself: it may not run yet."""
 
         def prepare() -> bool:
-            withdrawn = self.store.withdraw_after(step)
+            output = self.publisher.output
+            withdrawn = output.withdraw_after(step)
             if withdrawn:
                 self._emit("trainer.versions_withdrawn", versions=withdrawn)
             if self.publisher.is_intact(step):
                 return True
-            self.store.remove(step)
+            output.remove(step)
             return False
 
         if not self.parallel.on_leader(prepare, f"looking for version {step}"):
-            self.publisher.publish(policy.model, step, self.parallel)
-            self._emit("trainer.version_published", version=step)
+            self.publisher.publish(policy.model, step, self._say_published)
+            # engines cannot begin before it is there
+            self.publisher.wait()
 
     def _step(self, policy: TrainerPolicy, step: int, metrics: MetricsWriter | None) -> None:
-        clock, parallel = PhaseClock(), self.parallel
+        clock, parallel = PhaseClock(self._progress), self.parallel
+        if self._progress is not None:
+            self._progress.count(step=step)
         with clock.phase("wait_batch"):
             shard = self.dock.batch(step, rank=parallel.rank, world_size=parallel.world_size)
         with clock.phase("forward_backward"):
@@ -174,10 +222,7 @@ class Trainer:
         with clock.phase("optimizer"):
             norm, rate = policy.optimizer_step(step)
         with clock.phase("publish"):
-            self.publisher.publish(policy.model, step, parallel)
-            if self.leader:
-                self.dock.published(step)
-        self._emit("trainer.version_published", version=step)
+            self.publisher.publish(policy.model, step, self._announce)
 
         def record() -> StepRecord:
             return _record(
@@ -190,21 +235,56 @@ class Trainer:
                 phases_s=clock.seconds(),
             )
 
-        if self._checkpoint_due(step):
+        due, urgent = self._checkpoint_due(step)
+        if due:
             if metrics is not None:
                 # a checkpoint's step is on record before it counts: whoever resumes from it has no gap
                 metrics.write(record())
             with clock.phase("checkpoint"):
-                self._save(policy, step)
+                self.saver.start(policy, step, orchestrator_state=lambda: self.dock.snapshot(step))
+                if urgent:
+                    self._answer(step, self.saver.wait(self.recipe.checkpoint.save_timeout_s))
         if metrics is not None:
             final = record()
             metrics.write(final)
             self._emit("step", step=step, loss=final.loss, reward=final.reward_mean, phases_s=final.phases_s)
 
-    def _checkpoint_due(self, step: int) -> bool:
+    def _acknowledged(self) -> int | None:
+        """What all engines have loaded; None where that is not known."""
+        try:
+            return self._readers.acknowledged_version()
+        except HandoffError as error:
+            _log.warning("acknowledgements are not known, so a full version is published: %s", error)
+            return None
+
+    def _announce(self, published: Published) -> None:
+        """Say that a version is in the store. Runs beside the next step where publishing overlaps with it."""
+        self.dock.published(published.version)
+        self._say_published(published)
+
+    def _say_published(self, published: Published) -> None:
+        version, form, reason = published
+        if reason:
+            _log.info("version %d is whole: %s", version, reason)
+        self._emit("trainer.version_published", version=version, form=form, instead_of_delta=reason)
+
+    def _checkpoint_due(self, step: int) -> tuple[bool, bool]:
+        """Whether to save after this step, and whether the attempt is about to end, so that nothing else matters."""
         every = self.recipe.checkpoint.every_steps
         wanted = self.parallel.on_leader(self._save_requested, "looking for a request to save")
-        return wanted or step == self.recipe.trainer.steps or (every > 0 and step % every == 0)
+        return wanted or step == self.recipe.trainer.steps or (every > 0 and step % every == 0), wanted
+
+    def _answer(self, step: int, error: Exception | None) -> None:
+        """Tell the supervisor that what it asked for is done: entries may also come from saves begun before."""
+        if self.leader:
+            answer = {"step": None, "reason": str(error)} if error is not None else {"step": step, "reason": ""}
+            write_json(save_answer_path(self.context.run, self.context.attempt), answer)
+
+    def _finish_saving(self) -> None:
+        """Wait for the last save. A run whose end is not on disk has not ended well."""
+        error = self.saver.wait(self.recipe.checkpoint.save_timeout_s)
+        if error is not None:
+            raise error
 
     def _save_requested(self) -> bool:
         """Whether the supervisor asked for a checkpoint since the last look: once."""
@@ -214,22 +294,6 @@ class Trainer:
             return False
         self._saved_on_request = True
         return True
-
-    def _save(self, policy: TrainerPolicy, step: int) -> None:
-        from hpcrl.trainer.checkpoint import save_checkpoint  # noqa: PLC0415 - see _restore
-
-        started = time.monotonic()
-        save_checkpoint(
-            self.ledger,
-            policy.model,
-            policy.optimizer,
-            self.parallel,
-            step=step,
-            attempt=self.context.attempt,
-            keep_last=self.recipe.checkpoint.keep_last,
-            orchestrator_state=lambda: self.dock.snapshot(step),
-        )
-        self._emit("trainer.checkpoint_saved", step=step, seconds=time.monotonic() - started)
 
 
 def _check_shard(shard: BatchShard, step: int, parallel: Parallel) -> None:

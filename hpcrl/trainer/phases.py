@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+
+from hpcrl.runs.progress import ProgressReporter
 
 __all__ = ["PHASES", "PhaseClock"]
 
@@ -12,10 +14,18 @@ PHASES = ("wait_batch", "forward_backward", "optimizer", "publish", "checkpoint"
 """Phases that are measured; ``other`` is what is left of the step."""
 
 
-class PhaseClock:
-    """Measures the phases of one step; the step begins when the clock is made."""
+_WAITING = "wait_batch"
+"""The phase in which the trainer is not the one that must do something."""
 
-    def __init__(self) -> None:
+
+class PhaseClock:
+    """Measures the phases of one step; the step begins when the clock is made.
+
+    ``progress`` is told of each phase as it begins.
+    """
+
+    def __init__(self, progress: ProgressReporter | None = None) -> None:
+        self._progress = progress
         self._start = time.monotonic()
         self._seconds = dict.fromkeys(PHASES, 0.0)
 
@@ -23,8 +33,10 @@ class PhaseClock:
     def phase(self, name: str) -> Iterator[None]:
         """Add the time inside to phase ``name``."""
         start = time.monotonic()
+        told = nullcontext() if self._progress is None else self._progress.phase(name, waits=name == _WAITING)
         try:
-            yield
+            with told:
+                yield
         finally:
             self._seconds[name] += time.monotonic() - start
 

@@ -20,6 +20,7 @@ from hpcrl.trainer.models.hf import load_hf_tensors
 from hpcrl.trainer.models.qwen3_moe import Qwen3Moe
 from hpcrl.trainer.optim import clip_gradients, learning_rate, make_optimizer, set_learning_rate
 from hpcrl.trainer.parallel import Parallel, shard_model
+from hpcrl.trainer.routing import RouteComparison
 
 __all__ = ["TrainerPolicy", "load_start_model", "read_model_tensors"]
 
@@ -88,7 +89,13 @@ class TrainerPolicy:
         sums = TokenSums(shard.step - 1)
         for micro_batch in shard.micro_batches:
             batch = TokenBatch.from_wire(micro_batch, self.parallel.device)
-            logits = self.model(batch.input_ids, batch.positions, batch.attention, select=batch.select)
+            comparison = None if batch.routes is None else RouteComparison(batch.routes)
+            logits = self.model(
+                batch.input_ids, batch.positions, batch.attention, select=batch.select, record=comparison
+            )
+            if comparison is not None:
+                comparison.finish()
+                sums.add_routes(comparison, batch)
             if not batch.num_trained:
                 # other ranks may have data: join their collectives with a gradient of zero
                 (logits.sum() * 0.0).backward()

@@ -1,6 +1,8 @@
 """Weight hand-offs: published policy versions on a shared filesystem. No torch in here."""
 
-from hpcrl.weights.shard import TensorRecord, write_shard
-from hpcrl.weights.store import Handoff, HandoffStore, Manifest
+from hpcrl.weights.handoff_writer import HandoffWriter
+from hpcrl.weights.manifest import Handoff, Manifest, TensorRecord
+from hpcrl.weights.shard import write_shard
+from hpcrl.weights.store import HandoffStore
 
-__all__ = ["Handoff", "HandoffStore", "Manifest", "TensorRecord", "write_shard"]
+__all__ = ["Handoff", "HandoffStore", "HandoffWriter", "Manifest", "TensorRecord", "write_shard"]

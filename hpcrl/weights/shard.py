@@ -7,17 +7,18 @@ no fsync and no streaming.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-import xxhash
 
 from hpcrl.fs import FileRecord
+from hpcrl.weights.manifest import CHUNK_BYTES, TensorRecord, chunk_digests
 
-__all__ = ["SAFETENSORS_DTYPES", "TensorBytes", "TensorRecord", "write_shard"]
+__all__ = ["SAFETENSORS_DTYPES", "TensorBytes", "safetensors_header", "tensor_size", "write_shard"]
 
 #: torch's dtype names (without ``torch.``) and the names safetensors gives them, with bytes per element
 SAFETENSORS_DTYPES: dict[str, tuple[str, int]] = {
@@ -40,40 +41,50 @@ class TensorBytes(NamedTuple):
     data: memoryview
 
 
-class TensorRecord(msgspec.Struct, frozen=True):
-    """Where a tensor lies in a hand-off.
+def safetensors_header(tensors: Sequence[tuple[str, str, tuple[int, ...]]], *, align: int) -> bytes:
+    """The head of a shard: length and JSON, padded with spaces so that the data begins at a multiple of ``align``.
 
-    Attributes
+    Parameters
     ----------
-    dtype:
-        torch's name, for example ``bfloat16``.
-    shape:
-        Dimensions.
-    file:
-        Shard file.
-    offset:
-        First byte of the data from the start of the file.
-    bytes:
-        Length of the data.
-    xxh3_128:
-        Hash of the data.
-    """
+    tensors:
+        Name, dtype and shape of each tensor, in the order of their data.
+    align:
+        A multiple of 8, in bytes.
 
-    dtype: str
-    shape: tuple[int, ...]
-    file: str
-    offset: int
-    bytes: int
-    xxh3_128: str
+    Raises
+    ------
+    ValueError
+        A dtype is unknown.
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for name, dtype, shape in tensors:
+        size = tensor_size(name, dtype, shape)
+        header[name] = {
+            "dtype": SAFETENSORS_DTYPES[dtype][0],
+            "shape": list(shape),
+            "data_offsets": [position, position + size],
+        }
+        position += size
+    text = msgspec.json.encode(header)
+    text += b" " * (-(8 + len(text)) % align)
+    return len(text).to_bytes(8, "little") + text
+
+
+def tensor_size(name: str, dtype: str, shape: tuple[int, ...]) -> int:
+    """Bytes of a tensor (ValueError where a shard cannot hold the dtype)."""
+    if dtype not in SAFETENSORS_DTYPES:
+        raise ValueError(f"tensor {name!r} has dtype {dtype}, which a shard cannot hold")
+    return SAFETENSORS_DTYPES[dtype][1] * math.prod(shape)
 
 
 def write_shard(path: Path, tensors: Sequence[TensorBytes]) -> tuple[FileRecord, dict[str, TensorRecord]]:
-    """Write one shard and fsync it.
+    """Write one shard by one writer, and fsync it.
 
     Returns
     -------
     tuple
-        The record of the file and of each tensor in it, both computed while writing.
+        The record of the file and of each tensor in it (`hpcrl.weights.manifest`), hashed while writing.
 
     Raises
     ------
@@ -82,43 +93,28 @@ def write_shard(path: Path, tensors: Sequence[TensorBytes]) -> tuple[FileRecord,
     OSError
         The filesystem refused (ENOSPC, EDQUOT, EIO …); a partial file may remain in the staging directory.
     """
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    position = 0
     for tensor in tensors:
-        if tensor.dtype not in SAFETENSORS_DTYPES:
-            raise ValueError(f"tensor {tensor.name!r} has dtype {tensor.dtype}, which a shard cannot hold")
-        code, width = SAFETENSORS_DTYPES[tensor.dtype]
-        expected = width
-        for dim in tensor.shape:
-            expected *= dim
+        expected = tensor_size(tensor.name, tensor.dtype, tensor.shape)
         if tensor.data.nbytes != expected:
             raise ValueError(f"tensor {tensor.name!r} has {tensor.data.nbytes} bytes, its shape {expected}")
-        header[tensor.name] = {
-            "dtype": code,
-            "shape": list(tensor.shape),
-            "data_offsets": [position, position + expected],
-        }
-        position += expected
-    text = msgspec.json.encode(header)
-    text += b" " * (-len(text) % 8)  # readers map the data; keep it aligned
-    prefix = len(text).to_bytes(8, "little") + text
-
-    digest, offset = xxhash.xxh3_128(prefix), len(prefix)
+    # readers map the data; keep it aligned
+    head = safetensors_header([(t.name, t.dtype, t.shape) for t in tensors], align=8)
+    offset = len(head)
     records: dict[str, TensorRecord] = {}
     with path.open("xb") as stream:
-        stream.write(prefix)
+        stream.write(head)
         for tensor in tensors:
             stream.write(tensor.data)
-            digest.update(tensor.data)
             records[tensor.name] = TensorRecord(
                 dtype=tensor.dtype,
                 shape=tensor.shape,
                 file=path.name,
                 offset=offset,
                 bytes=tensor.data.nbytes,
-                xxh3_128=xxhash.xxh3_128_hexdigest(tensor.data),
+                xxh3_128=chunk_digests(tensor.data, CHUNK_BYTES),
             )
             offset += tensor.data.nbytes
         stream.flush()
         os.fsync(stream.fileno())
-    return FileRecord(bytes=offset, xxh3_128=digest.hexdigest()), records
+    # a file's hash covers its head; the tensors have their own (a file without tensors is all head)
+    return FileRecord(bytes=offset, xxh3_128=chunk_digests(head, CHUNK_BYTES)), records

@@ -1,0 +1,168 @@
+"""The writing side of the ledger: stage, commit, retain, behind a fence."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from hpcrl.checkpoints.ledger import (
+    MANIFEST,
+    ORCHESTRATOR_FILE,
+    TRAINER_DIR,
+    CheckpointEntry,
+    CheckpointLedger,
+    CheckpointManifest,
+)
+from hpcrl.checkpoints.pins import pins_of
+from hpcrl.checkpoints.retention import doomed_steps
+from hpcrl.errors import CheckpointError
+from hpcrl.fence import Fence
+from hpcrl.fs import FileRecord, atomic_write, write_json
+
+__all__ = ["CheckpointWriter"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class CheckpointWriter:
+    """The one writer of a ledger. Picklable, so that one rank claims for all.
+
+    A save: one rank calls `stage`; all ranks write files below its directory, fsync them and keep their records;
+    one rank calls `commit` with all records, then `retain`. What fails before `commit` returns is no entry.
+    """
+
+    root: Path
+    fence: Fence
+
+    @classmethod
+    def claim(cls, root: Path, attempt: int) -> CheckpointWriter:
+        """Become the one writer; see `hpcrl.fence.Fence.claim` (FencedError where a newer attempt was here)."""
+        return cls(root, Fence.claim(root, attempt))
+
+    @property
+    def attempt(self) -> int:
+        return self.fence.token
+
+    @property
+    def ledger(self) -> CheckpointLedger:
+        return CheckpointLedger(self.root)
+
+    def staged(self, step: int) -> Path:
+        """Where the entry of ``step`` is built."""
+        return self.fence.path / _name(step)
+
+    def stage(self, step: int) -> Path:
+        """Make the empty directory in which the entry of ``step`` is built, with ``trainer/`` in it."""
+        path = self.fence.create(_name(step))
+        (path / TRAINER_DIR).mkdir()
+        return path
+
+    def discard(self, step: int) -> None:
+        """Remove what was staged."""
+        self.fence.discard(_name(step))
+
+    def commit(
+        self,
+        *,
+        step: int,
+        world_size: int,
+        files: Mapping[str, FileRecord],
+        orchestrator_state: bytes,
+        started_at_s: float,
+        blocked_s: float = 0.0,
+    ) -> CheckpointEntry:
+        """Complete the staged entry; called by one rank after all ranks have written.
+
+        Parameters
+        ----------
+        files:
+            Of the trainer, relative to the entry, as their writers hashed them while writing; already durable. Only
+            sizes are looked at here, so that one rank does not read what all have written.
+        orchestrator_state:
+            Taken at the same step boundary.
+        started_at_s, blocked_s:
+            When the save began (epoch seconds), and how long training stood still for it.
+
+        Raises
+        ------
+        FencedError
+            A newer attempt has claimed the ledger.
+        CheckpointError
+            A file is not there as its writer said.
+        OSError
+            The filesystem refused. In all cases what was staged is removed and the ledger is as before.
+        """
+        path = self.staged(step)
+        try:
+            self.fence.check()
+            for name, record in files.items():
+                size = (path / name).stat().st_size
+                if size != record.bytes:
+                    raise CheckpointError(f"{path / name} has {size} bytes, its writer wrote {record.bytes}")
+            atomic_write(path / ORCHESTRATOR_FILE, orchestrator_state)
+            own = FileRecord(len(orchestrator_state), xxhash.xxh3_128_hexdigest(orchestrator_state))
+            now = time.time()
+            manifest = CheckpointManifest(
+                step=step,
+                policy_version=step,
+                attempt=self.attempt,
+                world_size=world_size,
+                created_at_s=now,
+                save_s=now - started_at_s,
+                blocked_s=blocked_s,
+                files={**files, ORCHESTRATOR_FILE: own},
+            )
+            write_json(path / MANIFEST, manifest)
+            self.fence.commit(_name(step))
+        except BaseException as error:
+            self.discard(step)
+            if isinstance(error, FileNotFoundError):
+                self.fence.check()  # the likely reason
+            raise
+        return CheckpointEntry(self.root / _name(step), manifest)
+
+    def retain(self, *, keep_last: int, keep_every: int = 0) -> list[int]:
+        """Remove entries that are not to be kept (`hpcrl.checkpoints.retention`); returns removed steps.
+
+        An entry that cannot be removed stays, with a warning: room is lost, nothing else.
+
+        Raises
+        ------
+        FencedError
+            A newer attempt has claimed the ledger.
+        """
+        ledger = self.ledger
+        doomed = doomed_steps(
+            ledger.steps(),
+            whole=ledger.whole_steps(keep_last),
+            pinned=pins_of(self.root).numbers(),
+            keep_last=keep_last,
+            keep_every=keep_every,
+        )
+        removed = []
+        for step in doomed:
+            try:
+                if self._remove(step):
+                    removed.append(step)
+            except OSError as error:
+                _log.warning("checkpoint of step %d cannot be removed: %s", step, error)
+        return removed
+
+    def _remove(self, step: int) -> bool:
+        if not self.fence.hide(_name(step)):
+            return False
+        if step in pins_of(self.root).numbers():  # pinned while we were at it
+            self.fence.restore(_name(step))
+            return False
+        self.fence.delete(_name(step))
+        return True
+
+
+def _name(step: int) -> str:
+    return f"step-{step:06d}"

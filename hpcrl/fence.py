@@ -1,0 +1,244 @@
+"""One writer at a time, also where an old one is still alive: a fence that the filesystem itself enforces.
+
+A store is a directory whose entries appear by ``rename``. Every writer builds its entries in a hidden directory of
+its own below the store::
+
+    .writer-000002-5f0c1d9a/         the writer with token 2
+      step-000020/                   being built; its rename to ../step-000020 is the commit
+      aside-step-000010/             taken out of the store by a rename; a claim puts it back
+      deleting-2c8e4b07/             what was taken out for good
+
+The token is the number of the run's attempt. Who begins with a newer token *claims* the store: it makes its own
+directory, moves everything out of the directories of older writers, and removes these. From then on each change an
+older process still tries (a commit, a removal) is a rename from or into a directory that does not exist, which the
+file server refuses. Nothing has to be asked of the older process: it may be stopped, cut off, or on a node that is
+thought dead. There is no lock and no lease time, clocks do not matter, and every step is an operation that NFS does
+atomically. A writer directory is made by a claim and never again, so an older writer cannot bring its own back.
+
+The directory of the newest writer stays when it ends: an older one that wakes up later still finds it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpcrl.errors import FencedError
+from hpcrl.fs import fsync_dir
+
+__all__ = ["Fence"]
+
+_WRITER = re.compile(r"\.writer-(\d{6,})-[0-9a-f]{8}")
+_ASIDE = "aside-"
+_MAX_ROUNDS = 100
+"""Of emptying a directory in which somebody else still makes files."""
+
+
+@dataclass(frozen=True)
+class Fence:
+    """The right to change a store. Picklable: one process claims, all ranks of the writer may use it.
+
+    Attributes
+    ----------
+    root:
+        The store.
+    token:
+        Orders writers: the attempt of the run.
+    nonce:
+        Tells writers with the same token apart; of two, the later claim wins.
+    """
+
+    root: Path
+    token: int
+    nonce: str
+
+    @property
+    def path(self) -> Path:
+        """This writer's hidden directory."""
+        return self.root / f".writer-{self.token:06d}-{self.nonce}"
+
+    @classmethod
+    def claim(cls, root: Path, token: int) -> Fence:
+        """Become the one writer of ``root``; older writers can change nothing in it from the moment this returns.
+
+        What older writers had half built is removed. An entry that one had put aside and had not yet replaced or
+        begun to delete is put back.
+
+        Raises
+        ------
+        FencedError
+            A writer with a newer token was here; nothing was changed.
+        """
+        root.mkdir(parents=True, exist_ok=True)
+        fence = cls(root, token, uuid.uuid4().hex[:8])
+        # first make ours, then look: of two that come at the same time at least one sees the other; and a
+        # directory that this machine has just changed is not listed from a stale NFS cache
+        fence.path.mkdir()
+        fsync_dir(root)
+        try:
+            others = [(number, path) for number, path in _writers(root) if path != fence.path]
+            if newer := [number for number, _ in others if number > token]:
+                raise FencedError(_message(root, token, max(newer)))
+            for _, path in others:
+                fence._evict(path)
+            fence.check()
+            fence._clean()
+        except BaseException as error:
+            shutil.rmtree(fence.path, ignore_errors=True)
+            if isinstance(error, FileNotFoundError):  # our directory went: a newer claim came while we were at ours
+                raise FencedError(_message(root, token, _newest(root))) from error
+            raise
+        return fence
+
+    def check(self) -> None:
+        """Raise `FencedError` where a newer writer has claimed the store.
+
+        An early word only: what protects the store is that renames fail.
+        """
+        if self.path.name not in os.listdir(self.root):
+            raise FencedError(_message(self.root, self.token, _newest(self.root)))
+
+    def create(self, name: str) -> Path:
+        """An empty directory in which the entry ``name`` is built; what a failure of ours had left there goes."""
+        path = self.path / name
+        shutil.rmtree(path, ignore_errors=True)
+        try:
+            path.mkdir()  # without its parent: see the module
+        except FileNotFoundError:
+            self.check()
+            raise
+        return path
+
+    def discard(self, name: str) -> None:
+        """Remove what was being built."""
+        shutil.rmtree(self.path / name, ignore_errors=True)
+
+    def commit(self, name: str, *, replace: bool = True) -> None:
+        """Give the directory built by `create` its name in the store. Its files must be durable already.
+
+        An entry of that name is replaced: it is put aside first and put back where the new one fails. Between the
+        two renames there is neither; who dies there leaves it to the next claim to put the old one back.
+
+        Parameters
+        ----------
+        replace:
+            Whether there may be an entry of that name.
+
+        Raises
+        ------
+        FencedError
+            A newer writer has claimed the store.
+        FileExistsError
+            There is one, and it may not be replaced; nothing was changed.
+        OSError
+            The filesystem refused; the store is as before.
+        """
+        built, target, aside = self.path / name, self.root / name, self.path / f"{_ASIDE}{name}"
+        for directory, _, _ in os.walk(built):
+            fsync_dir(Path(directory))
+        try:
+            replaces = replace and _rename(target, aside)
+            if not replace and name in os.listdir(self.root):
+                raise FileExistsError(f"{target} exists already")
+            try:
+                os.rename(built, target)
+            except OSError:
+                if replaces:
+                    os.rename(aside, target)
+                raise
+        except FileNotFoundError:
+            self.check()
+            raise
+        fsync_dir(self.root)
+        if replaces:
+            self.delete(name)
+
+    def hide(self, name: str) -> bool:
+        """Put an entry aside with one rename; whether there was one. `restore` or `delete` follows.
+
+        Raises
+        ------
+        FencedError
+            A newer writer has claimed the store.
+        """
+        try:
+            return _rename(self.root / name, self.path / f"{_ASIDE}{name}")
+        finally:
+            self.check()
+
+    def restore(self, name: str) -> None:
+        """Put back what `hide` took out."""
+        os.rename(self.path / f"{_ASIDE}{name}", self.root / name)
+
+    def delete(self, name: str) -> None:
+        """Delete what `hide` took out; what cannot be deleted now goes with the next claim."""
+        doomed = self.path / f"deleting-{uuid.uuid4().hex[:8]}"
+        if _rename(self.path / f"{_ASIDE}{name}", doomed):
+            fsync_dir(self.root)
+            shutil.rmtree(doomed, ignore_errors=True)
+
+    def _evict(self, other: Path) -> None:
+        """Empty and remove the directory of another writer, so that nothing can be renamed from or into it."""
+        for round_number in range(_MAX_ROUNDS):
+            try:
+                names = os.listdir(other)
+            except FileNotFoundError:
+                return  # another claim was faster
+            for i, name in enumerate(names):
+                entry = name.removeprefix(_ASIDE)
+                # a listing: an NFS client may remember for a while that a name did not exist
+                if entry != name and entry not in os.listdir(self.root) and _rename(other / name, self.root / entry):
+                    continue
+                _rename(other / name, self.path / f"evicted-{other.name[1:]}-{round_number}-{i}")
+            try:
+                other.rmdir()
+            except FileNotFoundError:
+                return
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+            else:
+                fsync_dir(self.root)
+                return
+        raise FencedError(f"{other} does not get empty: another process still writes in it\n    way out: end that one")
+
+    def _clean(self) -> None:
+        """Delete what was taken from others, and what removers that died have left."""
+        for path in self.path.iterdir():
+            shutil.rmtree(path, ignore_errors=True)
+        for name in os.listdir(self.root):
+            if name.startswith((".removed-", ".staging-")):
+                shutil.rmtree(self.root / name, ignore_errors=True)
+
+
+def _writers(root: Path) -> Iterator[tuple[int, Path]]:
+    for name in os.listdir(root):
+        if match := _WRITER.fullmatch(name):
+            yield int(match[1]), root / name
+
+
+def _newest(root: Path) -> int | None:
+    return max((token for token, _ in _writers(root)), default=None)
+
+
+def _rename(source: Path, target: Path) -> bool:
+    """Rename; False where the source does not exist (or the target's directory: ask `Fence.check`)."""
+    try:
+        os.rename(source, target)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _message(root: Path, token: int, newest: int | None) -> str:
+    who = "somebody removed its directory" if newest is None else f"attempt {newest} writes there"
+    return (
+        f"attempt {token} may not write to {root} any more: {who}\n"
+        "    way out: none is needed where the newer attempt works; this process is a leftover and must end"
+    )
