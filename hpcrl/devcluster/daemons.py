@@ -99,6 +99,8 @@ def start_daemon(
             (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
             (os.POSIX_SPAWN_OPEN, 1, start_log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644),
             (os.POSIX_SPAWN_DUP2, 1, 2),
+            # a daemon outlives its starter, and must not hold on to what that one had inherited: locks, pipes
+            *((os.POSIX_SPAWN_CLOSE, fd) for fd in _open_files()),
         ],
         setsid=True,
         setsigmask=(),
@@ -109,6 +111,16 @@ def start_daemon(
     record = DaemonRecord(name=name, pid=pid, start_ticks=process.start_ticks, boot_id=procfs.boot_id())
     write_json(paths.processes / f"{name}.json", record)
     return record
+
+
+def _open_files() -> list[int]:
+    """File descriptors that a child would get, the standard ones excepted."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the one that lists is gone already
+            if int(name) > 2 and os.get_inheritable(int(name)):
+                found.append(int(name))
+    return found
 
 
 def read_daemons(paths: ClusterPaths) -> dict[str, DaemonRecord]:

@@ -39,6 +39,7 @@ def render(record: Record, paths: ClusterPaths, *, user: str) -> dict[str, str]:
         autoescape=False,
     )
     values = {"settings": record.settings, "ports": record.ports, "nodes": record.nodes, "paths": paths, "user": user}
+    values["slurm_version"] = record.slurm_version
     return {name: environment.get_template(f"{name}.j2").render(values) for name in names}
 
 

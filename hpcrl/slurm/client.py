@@ -7,8 +7,9 @@ being away is `hpcrl.slurm.errors.SlurmUnavailableError`; whoever watches a job 
 
 from __future__ import annotations
 
+import signal
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from hpcrl.slurm import parse
@@ -106,6 +107,12 @@ class SlurmClient:
         leaders = {c.leader_id for c in found if c.offset == 0 and c.comment == job_comment(token)}
         return list(_by_job(found, sorted(leaders), {}).values())
 
+    def of_run(self, run_id: str) -> dict[int, tuple[str, Job]]:
+        """All jobs of a run that the controller knows, with their tokens: one ``squeue`` of our own jobs."""
+        found = [c for c in self._squeue(["--me"]) if c.comment.startswith(job_comment(run_id))]
+        tokens = {c.leader_id: c.comment.removeprefix(COMMENT_PREFIX) for c in found}
+        return {job_id: (tokens[job_id], job) for job_id, job in _by_job(found, sorted(tokens), {}).items()}
+
     def details(self, job_id: int) -> list[dict[str, str]]:
         """All that ``scontrol show job`` says, one record a component; times are seconds since the epoch.
 
@@ -145,7 +152,9 @@ class SlurmClient:
 
     # -- acting --------------------------------------------------------------------------------------------------
 
-    def submit(self, script: Path, *, name: str, token: str, options: Sequence[str] = ()) -> Submitted:
+    def submit(
+        self, script: Path, *, name: str, token: str, options: Sequence[str] = (), again: bool = False
+    ) -> Submitted:
         """Submit a script once, however often this is called with the same token.
 
         The token goes into the job's comment. A job that has it is returned, not submitted again; and where
@@ -159,6 +168,8 @@ class SlurmClient:
             Names this submission: the run id, and a number where the run is submitted again later.
         options:
             Further options of ``sbatch``.
+        again:
+            A job with this token that has ended is to be replaced: only one that has not is returned.
 
         Raises
         ------
@@ -167,25 +178,27 @@ class SlurmClient:
         SubmitUnclearError
             No answer, and no job was found; calling again with the same token is safe.
         """
-        if jobs := self.find(name=name, token=token):
-            return Submitted(jobs[-1].job_id, recovered=True)
+        jobs = self.find(name=name, token=token)
+        ended = frozenset(job.job_id for job in jobs if again and job.state.ended)
+        if alive := [job for job in jobs if job.job_id not in ended]:
+            return Submitted(alive[-1].job_id, recovered=True)
         argv = ["sbatch", "--parsable", f"--job-name={name}", f"--comment={job_comment(token)}", *options, str(script)]
         try:
             result = self._run(argv, reading=False, timeout_s=max(self._timeout_s, _SUBMIT_TIMEOUT_S))
         except SlurmUnavailableError as error:
-            return self._look_up(name, token, error)
+            return self._look_up(name, token, error, ended)
         job_id = result.stdout.strip().partition(";")[0]
         if not job_id.isdecimal():
             raise SlurmAnswerError(f"sbatch --parsable: no job id in {result.stdout!r}")
         return Submitted(int(job_id), recovered=False)
 
-    def _look_up(self, name: str, token: str, lost: SlurmUnavailableError) -> Submitted:
-        """Find the job of a submission without an answer."""
+    def _look_up(self, name: str, token: str, lost: SlurmUnavailableError, before: Collection[int]) -> Submitted:
+        """Find the job of a submission without an answer, which is none of those ``before``."""
         deadline = self._clock() + self._timeout_s + _SETTLE_S
         absent_since: float | None = None
         while True:
             try:
-                if jobs := self.find(name=name, token=token):
+                if jobs := [job for job in self.find(name=name, token=token) if job.job_id not in before]:
                     return Submitted(jobs[-1].job_id, recovered=True)
                 absent_since = self._clock() if absent_since is None else absent_since
             except SlurmUnavailableError:
@@ -245,6 +258,18 @@ class SlurmClient:
         """Put a running job, all components of it, back into the queue under its id."""
         self._run(["scontrol", "requeue", str(job_id)])
 
+    def exclude_nodes(self, job_id: int, nodes: Sequence[str], *, components: int = 1) -> None:
+        """Let a waiting job, all components of it, stay away from nodes; replaces an earlier list.
+
+        Raises
+        ------
+        SlurmRejectedError
+            The job does not wait: Slurm changes only those.
+        """
+        names = [str(job_id)] if components == 1 else [f"{job_id}+{offset}" for offset in range(components)]
+        for name in names:
+            self._run(["scontrol", "update", f"JobId={name}", f"ExcNodeList={','.join(nodes)}"])
+
     def update_node(self, name: str, state: str, *, reason: str = "") -> None:
         """Set the state of a node (for administrators)."""
         reasons = [f"Reason={reason}"] if reason else []
@@ -292,7 +317,11 @@ class SlurmClient:
 
     def _run(self, argv: Sequence[str], *, reading: bool = True, timeout_s: float | None = None) -> CommandResult:
         env = command_environment(conf=self.conf, reading=reading)
-        result = self._run_command(argv, env=env, timeout_s=self._timeout_s if timeout_s is None else timeout_s)
+        wait_s = self._timeout_s if timeout_s is None else timeout_s
+        result = self._run_command(argv, env=env, timeout_s=wait_s)
+        if reading and result.exit_code == -signal.SIGTERM:
+            # Slurm ends a job by SIGTERM to all of its processes, also to the command by which we ask about that
+            result = self._run_command(argv, env=env, timeout_s=wait_s)
         if result.exit_code:
             raise classify(argv, result.exit_code, f"{result.stderr}\n{result.stdout}")
         return result

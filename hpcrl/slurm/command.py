@@ -12,9 +12,9 @@ from typing import NamedTuple, Protocol
 
 from hpcrl.slurm.errors import SlurmMissingError, SlurmUnavailableError
 
-__all__ = ["CommandResult", "Runner", "command_environment", "run_command"]
+__all__ = ["CLUSTER_VARIABLES", "CommandResult", "Runner", "command_environment", "run_command"]
 
-_KEEP = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT"})
+CLUSTER_VARIABLES = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT"})
 """How the cluster is found; everything else of Slurm's in our environment would change what we ask."""
 
 _DROPPED_PREFIXES = (
@@ -64,7 +64,7 @@ def command_environment(*, conf: Path | None, reading: bool) -> dict[str, str]:
         The answer will be parsed: English messages, and times as seconds since the epoch. A submission must not
         have this, because ``sbatch`` hands its environment on to the job.
     """
-    env = {k: v for k, v in os.environ.items() if k in _KEEP or not k.startswith(_DROPPED_PREFIXES)}
+    env = {k: v for k, v in os.environ.items() if k in CLUSTER_VARIABLES or not k.startswith(_DROPPED_PREFIXES)}
     if conf is not None:
         env["SLURM_CONF"] = str(conf)
     if reading:

@@ -29,6 +29,7 @@ class JobIdentity:
     """
 
     def __init__(self, run: str, run_id: str, part: str = "main") -> None:
+        self.part = part
         self.name = f"hpcrl-{run}" if part == "main" else f"hpcrl-{run}-{part}"
         self.token = f"{run_id}:{part}"
 
@@ -68,8 +69,9 @@ def job_options(
         "--export=ALL",
         *repeated_options(plan, identity),
     ]
-    if plan.attempts.signal_lead_s:
-        # B: only to the batch script, which is the supervisor; without it, every role would get it as well
+    if plan.attempts.signal_lead_s and identity.part == "main":
+        # B: only to the batch script, which is the supervisor; without it, every role would get it as well.
+        # A job of one replica has nothing to save: it is replaced
         options.append(f"--signal=B:USR2@{min(plan.attempts.signal_lead_s, _MAX_SIGNAL_S)}")
     if exclude:
         options.append(f"--exclude={','.join(exclude)}")

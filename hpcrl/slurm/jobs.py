@@ -8,22 +8,26 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpcrl.config.cluster import SlurmCluster
+from hpcrl.config.plan import Plan
 from hpcrl.errors import RunDirError
 from hpcrl.fs import atomic_write
 from hpcrl.runs.observe import RunView, observe
 from hpcrl.runs.record import RunRecord, Submission
+from hpcrl.runs.replicas import wanted_replicas
 from hpcrl.runs.rundir import RunDir
 from hpcrl.slurm.client import SlurmClient
 from hpcrl.slurm.directives import JobIdentity
 from hpcrl.slurm.lookup import client_of
 from hpcrl.slurm.render import Script, render_jobs
+from hpcrl.slurm.replicas import JOB_FOLDER, ReplicaJobs, cancel_all, submission_id
 from hpcrl.slurm.slurm_executor import SlurmExecutor, batch_command
+from hpcrl.supervisor.attempts import with_measured_lead
 from hpcrl.supervisor.guard import KIND_VARIABLE, RUN_ID_VARIABLE
 from hpcrl.supervisor.job import Supervise
+from hpcrl.supervisor.nodes import nodes_to_exclude
 
-__all__ = ["cancel_jobs", "signal_job", "submit_jobs"]
+__all__ = ["cancel_jobs", "cancel_replica_jobs", "find_unrecorded", "signal_job", "submit_jobs"]
 
-_JOB_FOLDER = "submitit"
 _CANCEL_POLL_S = 0.5
 _KILL_DEADLINE_S = 60.0
 
@@ -31,47 +35,75 @@ _KILL_DEADLINE_S = 60.0
 def submit_jobs(run: RunDir) -> Submission:
     """Hand the next attempt of a run to Slurm, and write down which jobs it got.
 
-    If we die between the two, the jobs are there, and calling again finds them: a job is named by the run id and by
-    the number of the submission.
+    The main job comes first, then the record, then jobs of replicas (layout ``elastic``). If we die after the first,
+    calling again finds it: a job is named by the run id and by the number of the submission. If we die later, the
+    supervisor submits what is missing when it runs, and a cancel finds all of them.
     """
-    plan, cluster, record = run.plan(), run.cluster(), RunRecord.read(run)
-    assert isinstance(cluster, SlurmCluster)
     client = SlurmClient()
-    submission_id = _submission_id(record)
-
-    def submit(command: Sequence[str]) -> int:
-        variables = {"SUBMITIT_EXECUTOR": "slurm", RUN_ID_VARIABLE: record.run_id, KIND_VARIABLE: "launch"}
-        (script,) = render_jobs(
-            plan,
-            cluster,
-            run_id=submission_id,
-            command=lambda part: batch_command(command, variables),
-            cwd=Path.cwd(),
-            output=lambda part: run.path / _JOB_FOLDER / "%j_0_log.out",
-        )
-        return _submit_script(client, run, script, submission_id)
-
-    after_attempt = (run.attempts() or [0])[-1]
-    folder = run.path / _JOB_FOLDER
-    job = SlurmExecutor(folder, submit=submit, time_limit_s=plan.time_limit_s).submit(Supervise(str(run.path)))
-    submission = Submission(
-        submitted_at_s=time.time(),
-        executor="slurm",
-        job_id=job.job_id,
-        folder=str(folder),
-        after_attempt=after_attempt,
-        components=len(plan.layout.components),
-        requeues=plan.attempts.requeue,
-        slurm_conf=os.environ.get("SLURM_CONF", ""),
-    )
-    record.with_submission(submission).write(run)
+    plan = with_measured_lead(run, run.plan())
+    submission = _submit_main(run, plan, client)
+    record = RunRecord.read(run).with_submission(submission)
+    record.write(run)
+    if plan.layout.kind == "elastic":
+        replicas = ReplicaJobs(run, plan=plan, client=client, number=len(record.submissions))
+        wanted = wanted_replicas(run, plan)
+        for group in plan.groups:
+            for replica in range(wanted.get(group.role.value, 0)):
+                replicas.submit(group, replica)
     return submission
 
 
-def _submission_id(record: RunRecord) -> str:
-    """The run id, with a number from the second submission on: an ended job of the first must not be found."""
+def _submit_main(run: RunDir, plan: Plan, client: SlurmClient) -> Submission:
+    cluster, record = run.cluster(), RunRecord.read(run)
+    assert isinstance(cluster, SlurmCluster)
     number = len(record.submissions) + 1
-    return record.run_id if number == 1 else f"{record.run_id}-{number}"
+    token = submission_id(record.run_id, number)
+    excluded = nodes_to_exclude(run, plan, client)
+
+    def submit(command: Sequence[str]) -> int:
+        variables = {"SUBMITIT_EXECUTOR": "slurm", RUN_ID_VARIABLE: record.run_id, KIND_VARIABLE: "launch"}
+        script = render_jobs(
+            plan,
+            cluster,
+            run_id=token,
+            command=lambda part: batch_command(command, variables),
+            cwd=Path.cwd(),
+            output=lambda part: run.path / JOB_FOLDER / "%j_0_log.out",
+            exclude=excluded,
+        )[0]
+        return _submit_script(client, run, script, token)
+
+    after_attempt = (run.attempts() or [0])[-1]
+    folder = run.path / JOB_FOLDER
+    job = SlurmExecutor(folder, submit=submit, time_limit_s=plan.time_limit_s).submit(Supervise(str(run.path), number))
+    return _submission(run, plan, int(job.job_id), after_attempt)
+
+
+def _submission(run: RunDir, plan: Plan, job_id: int, after_attempt: int) -> Submission:
+    return Submission(
+        submitted_at_s=time.time(),
+        executor="slurm",
+        job_id=str(job_id),
+        folder=str(run.path / JOB_FOLDER),
+        after_attempt=after_attempt,
+        components=1 if plan.layout.kind == "elastic" else len(plan.layout.components),
+        requeues=plan.attempts.requeue,
+        slurm_conf=os.environ.get("SLURM_CONF", ""),
+    )
+
+
+def find_unrecorded(run: RunDir) -> RunRecord:
+    """The record of a run, with its first submission where the submitter died before it wrote it down."""
+    record = RunRecord.read(run)
+    plan = run.plan()
+    if plan.layout.kind == "local" or record.submissions:
+        return record
+    identity = JobIdentity(run.name, submission_id(record.run_id, 1))
+    jobs = [job for job in SlurmClient().find(name=identity.name, token=identity.token) if not job.state.ended]
+    if jobs:
+        record = record.with_submission(_submission(run, plan, jobs[-1].job_id, 0))
+        record.write(run)
+    return record
 
 
 def _submit_script(client: SlurmClient, run: RunDir, script: Script, submission_id: str) -> int:
@@ -82,7 +114,7 @@ def _submit_script(client: SlurmClient, run: RunDir, script: Script, submission_
 
 
 def cancel_jobs(run: RunDir, *, deadline_s: float) -> RunView:
-    """Ask the supervisor to stop, and wait until the run has ended; then, or where it waits, cancel the job."""
+    """Ask the supervisor to stop, and wait until the run has ended; then, or where it waits, cancel all its jobs."""
     signal_job(run, kill=False)
     deadline = time.monotonic() + deadline_s
     killed = False
@@ -93,7 +125,18 @@ def cancel_jobs(run: RunDir, *, deadline_s: float) -> RunView:
             signal_job(run, kill=True)
             killed, deadline = True, time.monotonic() + _KILL_DEADLINE_S
         time.sleep(_CANCEL_POLL_S)
+    # the main job is about to end by itself, with the last word in its log
+    cancel_replica_jobs(run)
     return view
+
+
+def cancel_replica_jobs(run: RunDir) -> list[int]:
+    """Cancel what is left of the jobs of replicas; returns their ids."""
+    if run.plan().layout.kind != "elastic":
+        return []
+    record = RunRecord.read(run)
+    client = client_of(record.submissions[-1]) if record.submissions else SlurmClient()
+    return cancel_all(client, record.run_id, keep_main=True)
 
 
 def signal_job(run: RunDir, *, kill: bool) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from hpcrl.config.layout import Component, Container
 from hpcrl.config.plan import Plan, RoleGroup
 from hpcrl.errors import HpcrlError
+from hpcrl.slurm.command import CLUSTER_VARIABLES
 from hpcrl.slurm.hostlist import expand_hostlist
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "allocations_from_env",
     "gpu_options",
     "launch_replica",
+    "outside_environment",
     "step_environment",
 ]
 
@@ -113,6 +115,18 @@ def step_environment(environ: Mapping[str, str]) -> dict[str, str]:
         name: value
         for name, value in environ.items()
         if name not in _STEP_VARIABLES and not name.startswith(("SRUN_", "PMIX_", "PMI_"))
+    }
+
+
+def outside_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment for ``srun --jobid`` into another job: nothing of Slurm's that is about the job we are in.
+
+    Without this the step gets that job's node list and counts where its own should be (seen on 22.05).
+    """
+    return {
+        name: value
+        for name, value in step_environment(environ).items()
+        if name in CLUSTER_VARIABLES or not name.startswith(("SLURM_", "SLURMD_"))
     }
 
 

@@ -262,6 +262,7 @@ def parse_node(record: Mapping[str, str]) -> Node:
         gres=_word(record.get("Gres", "")),
         partitions=tuple(part for part in record.get("Partitions", "").split(",") if part),
         reason=_word(record.get("Reason", "")),
+        daemon_since_s=_time(record.get("SlurmdStartTime", "")),
     )
 
 

@@ -102,6 +102,8 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
         Configured memory.
     gres:
         As configured, for example ``gpu:h200:8``.
+    daemon_since_s:
+        Start of its slurmd, in seconds since the epoch; None where Slurm does not say.
     """
 
     name: str
@@ -112,6 +114,12 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     gres: str
     partitions: tuple[str, ...]
     reason: str
+    daemon_since_s: float | None = None
+
+    @property
+    def down(self) -> bool:
+        """Whether jobs on it are lost."""
+        return bool(self.states & _DOWN)
 
     @property
     def usable(self) -> bool:
@@ -119,6 +127,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self.states & {"IDLE", "MIXED", "ALLOCATED"}) and not self.states & _UNUSABLE
 
 
+_DOWN = frozenset({"DOWN", "NOT_RESPONDING", "FAIL", "FAILING", "POWERED_DOWN"})
 _UNUSABLE = frozenset(
     {"DOWN", "DRAIN", "DRAINING", "DRAINED", "FAIL", "FAILING", "NOT_RESPONDING", "INVALID", "INVALID_REG"}
     | {"POWERED_DOWN", "POWERING_DOWN", "POWER_DOWN", "REBOOT", "REBOOT_ISSUED", "UNKNOWN", "FUTURE"}

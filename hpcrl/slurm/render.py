@@ -10,16 +10,17 @@ import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import jinja2
 
 from hpcrl.config.cluster import SlurmCluster
-from hpcrl.config.plan import Plan
+from hpcrl.config.plan import Plan, RoleGroup
 from hpcrl.config.resources import template_dirs
 from hpcrl.errors import UsageError
 from hpcrl.slurm.directives import JobIdentity, component_options, directive, job_options, repeated_options
 
-__all__ = ["Script", "render_jobs"]
+__all__ = ["Part", "Script", "render_jobs", "render_script", "replica_part"]
 
 #: what of the submitter's environment a job keeps; patterns of the shell's `case`
 _KEPT = ("HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "LC_*", "TZ", "SLURM_*", "SLURMD_*")
@@ -27,6 +28,14 @@ _SYSTEM_PATH = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/
 
 Command = Callable[[str], Sequence[str]]
 """The command line of the batch process, by part of the run."""
+
+
+class Part(NamedTuple):
+    """What one script is for: its name, the components whose nodes it brings, and which job of the last it is."""
+
+    name: str
+    components: tuple[int, ...]
+    job: int
 
 
 @dataclass(frozen=True)
@@ -64,8 +73,9 @@ def render_jobs(
     output: Callable[[str], Path] | None = None,
     exclude: Sequence[str] = (),
     templates: Path | None = None,
+    parts: Sequence[Part] | None = None,
 ) -> list[Script]:
-    """Render all jobs of a run, the main one first.
+    """Render the jobs of a run, the main one first.
 
     Parameters
     ----------
@@ -83,6 +93,8 @@ def render_jobs(
         Nodes to stay away from.
     templates:
         A directory that is searched before all others.
+    parts:
+        Which of the jobs; by default those that the plan has at its start.
 
     Raises
     ------
@@ -90,9 +102,8 @@ def render_jobs(
         A template is missing or wrong, or a value cannot be passed to Slurm.
     """
     assert plan.layout.kind != "local", "a local run has no script"
-    template = _environment(templates).get_template(f"{plan.layout.kind}.sbatch.j2")
     scripts = []
-    for part, components, job in _parts(plan):
+    for part, components, job in _parts(plan) if parts is None else parts:
         identity = JobIdentity(plan.run, run_id, part)
         log = output(part) if output is not None else plan.run_dir / f"{part}.log"
         options = [
@@ -106,37 +117,80 @@ def render_jobs(
             ]
             for position, index in enumerate(components)
         ]
-        context = {
-            "run": plan.run,
-            "recipe": plan.recipe,
-            "cluster": plan.cluster,
-            "part": part,
-            "shares": _shares(plan),
-            "components": [[directive(option) for option in component] for component in options],
-            "kept": [*_KEPT, *cluster.launch.inherit],
-            "path": ":".join([*cluster.launch.path, *_SYSTEM_PATH]),
-            "module_init": cluster.launch.module_init,
-            "modules": cluster.launch.modules,
-            "command": list(command(part)),
-        }
-        try:
-            text = template.render(context)
-        except jinja2.TemplateError as error:
-            raise UsageError(f"{template.filename}: {error}\n    way out: correct the template") from error
+        text = render_script(
+            plan.layout.kind,
+            cluster,
+            options=options,
+            command=command(part),
+            templates=templates,
+            run=plan.run,
+            recipe=plan.recipe,
+            cluster=plan.cluster,
+            part=part,
+            shares=_shares(plan),
+        )
         scripts.append(Script(part, components[0], job, text))
     return scripts
 
 
-def _parts(plan: Plan) -> list[tuple[str, list[int], int]]:
-    """Name, components and job number of each script."""
-    indices = list(range(len(plan.layout.components)))
+def render_script(
+    kind: str,
+    site: SlurmCluster,
+    *,
+    options: Sequence[Sequence[str]],
+    command: Sequence[str],
+    templates: Path | None = None,
+    **context: object,
+) -> str:
+    """Render ``<kind>.sbatch.j2``.
+
+    Parameters
+    ----------
+    kind:
+        Name of the template.
+    site:
+        For the environment of the job.
+    options:
+        sbatch's options, by component.
+    command:
+        The batch process.
+    templates:
+        A directory that is searched before all others.
+    context:
+        What the template shows beside.
+
+    Raises
+    ------
+    UsageError
+        The template is missing or wrong, or a value cannot be passed to Slurm.
+    """
+    template = _environment(templates).get_template(f"{kind}.sbatch.j2")
+    context |= {
+        "components": [[directive(option) for option in component] for component in options],
+        "kept": [*_KEPT, *site.launch.inherit],
+        "path": ":".join([*site.launch.path, *_SYSTEM_PATH]),
+        "module_init": site.launch.module_init,
+        "modules": site.launch.modules,
+        "command": list(command),
+    }
+    try:
+        return template.render(context)
+    except jinja2.TemplateError as error:
+        raise UsageError(f"{template.filename}: {error}\n    way out: correct the template") from error
+
+
+def _parts(plan: Plan) -> list[Part]:
+    indices = tuple(range(len(plan.layout.components)))
     if plan.layout.kind != "elastic":
-        return [("main", indices, 0)]
-    parts: list[tuple[str, list[int], int]] = [("main", indices[:1], 0)]
-    for index in indices[1:]:
-        component = plan.layout.components[index]
-        parts += [(f"{component.roles[0]}-{job}", [index], job) for job in range(component.jobs)]
-    return parts
+        return [Part("main", indices, 0)]
+    groups = sorted((group for group in plan.groups if plan.own_jobs(group)), key=lambda group: group.component)
+    replicas = [replica_part(group, replica) for group in groups for replica in range(group.replicas)]
+    return [Part("main", indices[:1], 0), *replicas]
+
+
+def replica_part(group: RoleGroup, replica: int) -> Part:
+    """The job of one replica in the layout ``elastic``; there may be more of them than the plan began with."""
+    return Part(f"{group.role.value}-{replica}", (group.component,), replica)
 
 
 def _shares(plan: Plan) -> list[str]:

@@ -19,7 +19,7 @@ from hpcrl.runs.record import RunRecord, Submission
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ProcessId, RunState
 from hpcrl.slurm.executor import DetachedLocalExecutor
-from hpcrl.slurm.jobs import cancel_jobs, signal_job, submit_jobs
+from hpcrl.slurm.jobs import cancel_jobs, cancel_replica_jobs, find_unrecorded, signal_job, submit_jobs
 from hpcrl.supervisor.guard import KIND_VARIABLE, RUN_ID_VARIABLE
 from hpcrl.supervisor.job import Supervise
 from hpcrl.supervisor.sweep import find_leftovers, sweep
@@ -111,13 +111,14 @@ def submit_attempt(run: RunDir) -> Submission:
 
 
 def prepare_resume(run: RunDir) -> ResumePoint:
-    """Check that a run may be resumed, and find its checkpoint. Changes nothing.
+    """Check that a run may be resumed, and find its checkpoint. Starts and ends nothing.
 
     Raises
     ------
     RunDirError
         It is alive, or completed.
     """
+    find_unrecorded(run)
     view = observe(run)
     if not view.state.ended:
         raise RunDirError(
@@ -158,12 +159,13 @@ def cancel(run: RunDir, *, user: str, deadline_s: float | None = None) -> RunVie
         The run has ended already (left-over processes are ended all the same), or its supervisor is on another
         machine.
     """
+    record = find_unrecorded(run)
     view = observe(run)
     if view.state.ended:
-        count = end_leftovers(run)
+        count, jobs = end_leftovers(run), cancel_replica_jobs(run)
         ended = f"; {count} processes that it had left behind were ended" if count else ""
+        ended += f"; jobs that it had left behind were cancelled: {', '.join(map(str, jobs))}" if jobs else ""
         raise RunDirError(f"the run {run.name} has ended already ({view.state}){ended}")
-    record = RunRecord.read(run)
     record.with_cancel(user, time.time()).write(run)
     if record.submissions and record.submissions[-1].executor == "slurm":
         return cancel_jobs(run, deadline_s=_stop_deadline_s(run) if deadline_s is None else deadline_s)

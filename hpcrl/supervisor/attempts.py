@@ -3,21 +3,45 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import time
-from pathlib import Path
+
+import msgspec
 
 from hpcrl.checkpoints.ledger import CheckpointLedger
+from hpcrl.config.cluster_slurm import SIGNAL_EARLY_S
 from hpcrl.config.plan import Plan
-from hpcrl.fs import write_json
+from hpcrl.fs import atomic_write, write_json
+from hpcrl.runs.cause import Cause, CauseKind
 from hpcrl.runs.events import read_events
+from hpcrl.runs.metrics import read_metrics
 from hpcrl.runs.record import RunRecord
-from hpcrl.runs.role import save_request_path
+from hpcrl.runs.role import save_answer_path, save_request_path
 from hpcrl.runs.rundir import RunDir
 
-__all__ = ["exhausted", "newest_checkpoint", "save_now"]
+__all__ = [
+    "LEAVE_S",
+    "exhausted",
+    "lead_s",
+    "longest_save_s",
+    "may_retry",
+    "newest_checkpoint",
+    "retries",
+    "save_now",
+    "with_measured_lead",
+]
 
+LEAVE_S = 45.0
+"""Of the time between Slurm's warning and the end this much is kept for ending the roles and the requeue."""
+_SAVE_MARGIN = 2.0
+_RECENT_STEPS = 50
 _POLL_S = 0.2
+_RETRIED = frozenset(
+    {CauseKind.ERROR, CauseKind.EXIT, CauseKind.EARLY_EXIT, CauseKind.GUARD_LOST, CauseKind.HUNG, CauseKind.STALE}
+    | {CauseKind.START_TIMEOUT}
+)
+"""Failures that a new attempt may follow."""
 
 
 def newest_checkpoint(run: RunDir) -> int | None:
@@ -33,7 +57,7 @@ def exhausted(run: RunDir, plan: Plan, attempt: int) -> str:
     submissions = RunRecord.read(run).submissions
     first = (submissions[-1].after_attempt if submissions else 0) + 1
     policy = plan.attempts
-    if not policy.requeue:
+    if not policy.requeue and not policy.retries:
         return ""
     if attempt - first >= policy.max_attempts:
         return f"the run had {attempt - first} attempts, job.max_attempts are {policy.max_attempts}"
@@ -47,15 +71,67 @@ def exhausted(run: RunDir, plan: Plan, attempt: int) -> str:
     return ""
 
 
+def may_retry(run: RunDir, plan: Plan, *, began_at: int | None) -> bool:
+    """Whether a new attempt may follow the failure of a role: this one made a joint checkpoint, and there were not
+    too many such attempts since the last submit or resume.
+
+    Parameters
+    ----------
+    began_at:
+        Step of the checkpoint that the attempt began at; None where there was none.
+    """
+    newest = newest_checkpoint(run)
+    if newest is None or (began_at is not None and newest <= began_at):
+        return False
+    submissions = RunRecord.read(run).submissions
+    after = submissions[-1].after_attempt if submissions else 0
+    used = sum(event.attempt > after for event in read_events(run, kind="attempt.retried"))
+    return used < plan.attempts.retries
+
+
+def retries(run: RunDir, plan: Plan, cause: Cause | None, *, began_at: int | None) -> bool:
+    """Whether a new attempt may follow an end: it is a failure of a kind that may pass, see also `may_retry`."""
+    return cause is not None and cause.kind in _RETRIED and may_retry(run, plan, began_at=began_at)
+
+
+def longest_save_s(run: RunDir) -> float | None:
+    """Longest save of a joint checkpoint that this run has seen, in seconds; None before the first."""
+    measured = [float(event.data["seconds"]) for event in read_events(run, kind="trainer.checkpoint_saved")]
+    return max(measured, default=None)
+
+
+def lead_s(run: RunDir, plan: Plan) -> int:
+    """How long before the end of the job the supervisor must be warned.
+
+    From what was measured: the step that is being trained, and twice the longest save; before the first save, what
+    the site says (``limits.save_timeout_s``).
+    """
+    save_s = longest_save_s(run)
+    if save_s is None or not plan.attempts.signal_lead_s:
+        return plan.attempts.signal_lead_s
+    step_s = max((sum(record.phases_s.values()) for record in read_metrics(run)[-_RECENT_STEPS:]), default=0.0)
+    return math.ceil(step_s + _SAVE_MARGIN * save_s + LEAVE_S + SIGNAL_EARLY_S)
+
+
+def with_measured_lead(run: RunDir, plan: Plan) -> Plan:
+    """The plan with `lead_s`, also written to the run directory: before a job is submitted again."""
+    lead = lead_s(run, plan)
+    if lead == plan.attempts.signal_lead_s:
+        return plan
+    plan = plan.model_copy(update={"attempts": plan.attempts.model_copy(update={"signal_lead_s": lead})})
+    atomic_write(run.plan_path, plan.model_dump_json(indent=2).encode() + b"\n")
+    return plan
+
+
 async def save_now(run: RunDir, attempt: int, *, timeout_s: float) -> int | None:
     """Ask the trainer for a joint checkpoint after its step, and wait for it; its step, or None where none came."""
-    before = set(CheckpointLedger(run.checkpoints_dir).steps())
-    path: Path = save_request_path(run, attempt)
+    path, answer = save_request_path(run, attempt), save_answer_path(run, attempt)
     await asyncio.to_thread(write_json, path, {"time_s": time.time(), "pid": os.getpid()})
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        fresh = set(CheckpointLedger(run.checkpoints_dir).steps()) - before
-        if fresh:
-            return max(fresh)
+        # a listing, because an NFS client may remember for a minute that a name did not exist
+        if answer.name in await asyncio.to_thread(os.listdir, answer.parent):
+            step: int | None = msgspec.json.decode(await asyncio.to_thread(answer.read_bytes))["step"]
+            return step
         await asyncio.sleep(_POLL_S)
     return None

@@ -50,6 +50,10 @@ class Board:
         )
         self._dirty = True
 
+    def changed(self) -> None:
+        """Something that the status shows has changed: write it with the next tick."""
+        self._dirty = True
+
     def enter(self, state: RunState, cause: Cause | None = None) -> None:
         """Change the state of the run, and write it at once."""
         self.state, self.cause = state, cause
@@ -58,6 +62,12 @@ class Board:
         details = {} if cause is None else {"cause": cause.message, "cause_kind": cause.kind}
         self.emit("run.state", state=state, **details)
         self.write()
+
+    def explain(self, cause: Cause) -> None:
+        """More is known of why the run is ending."""
+        if self.state is RunState.STOPPING:
+            self.cause = cause
+            self.write()
 
     def tick(self) -> None:
         """Write if something changed, or if it is time for a heartbeat."""

@@ -11,17 +11,24 @@ from hpcrl.supervisor.guard import KIND_VARIABLE, RUN_ID_VARIABLE
 
 __all__ = ["fill_placeholders", "role_environment"]
 
-_PLACEHOLDER = re.compile(r"\{(python|run_dir|replica|host|port)\}")
+_PLACEHOLDER = re.compile(r"\{(python|run_dir|replica|host|port)(?:\+(\d+))?\}")
 #: what submitit and an outer run leave in the environment is not meant for roles
 _DROPPED_PREFIXES = ("SUBMITIT_", "HPCRL_")
 
 
 def fill_placeholders(command: Sequence[str], values: Mapping[str, str]) -> list[str]:
-    """Replace ``{python}``, ``{run_dir}``, ``{replica}``, ``{host}`` and ``{port}``.
+    """Replace ``{python}``, ``{run_dir}``, ``{replica}``, ``{host}``, ``{port}`` and ``{port+N}``.
 
     Other braces stay (JSON in an argument is no placeholder), and what was filled in is not searched again.
     """
-    return [_PLACEHOLDER.sub(lambda match: values[match[1]], part) for part in command]
+    return [_PLACEHOLDER.sub(lambda match: _filled(match, values), part) for part in command]
+
+
+def _filled(match: re.Match[str], values: Mapping[str, str]) -> str:
+    name, above = match.groups()
+    if above is None:
+        return values[name]
+    return str(int(values[name]) + int(above)) if name == "port" else match[0]
 
 
 def role_environment(

@@ -6,8 +6,11 @@ import time
 from collections.abc import Callable
 
 from hpcrl.config.plan import Role, RoleGroup
-from hpcrl.runs.status import ComponentState, ComponentStatus
-from hpcrl.supervisor.launcher import Address, End, RunningProcess
+from hpcrl.runs.cause import Cause
+from hpcrl.runs.status import ComponentState, ComponentStatus, ReplicaJob
+from hpcrl.supervisor.guarded import End, RunningProcess
+from hpcrl.supervisor.launcher import Address
+from hpcrl.supervisor.restarts import Restarts
 
 __all__ = ["Component"]
 
@@ -15,11 +18,11 @@ _S = ComponentState
 _NEXT: dict[ComponentState, frozenset[ComponentState]] = {
     # a replica that never started leaves PENDING for EXITED when the run ends
     _S.PENDING: frozenset({_S.STARTING, _S.EXITED}),
-    _S.STARTING: frozenset({_S.READY, _S.STOPPING, _S.EXITED, _S.FAILED}),
-    _S.READY: frozenset({_S.STOPPING, _S.EXITED, _S.FAILED}),
+    _S.STARTING: frozenset({_S.READY, _S.STOPPING, _S.EXITED, _S.FAILED, _S.RESTARTING}),
+    _S.READY: frozenset({_S.STOPPING, _S.EXITED, _S.FAILED, _S.RESTARTING}),
+    _S.RESTARTING: frozenset({_S.STARTING, _S.EXITED, _S.FAILED}),
     _S.STOPPING: frozenset({_S.EXITED}),
     _S.EXITED: frozenset(),
-    # not ready by its deadline, but its process is still there
     _S.FAILED: frozenset(),
 }
 
@@ -50,6 +53,13 @@ class Component:
         self.started_at_s: float | None = None
         self.ready_at_s: float | None = None
         self.stop_asked_at_s: float | None = None
+        self.job: ReplicaJob | None = None
+        self.restarts = Restarts(group.policy)
+        self.verdict: Cause | None = None
+        """Why the supervisor itself ends this life: it hangs, or takes no weights."""
+        self.given_up = False
+        self.progress = ""
+        self.progress_at_s: float | None = None
         self._on_change = on_change
 
     @property
@@ -70,11 +80,24 @@ class Component:
     def starting(self, process: RunningProcess) -> None:
         """Its guard runs."""
         self.process, self.started_at_s = process, time.time()
+        self.end, self.pid, self.verdict = None, None, None
         self.enter(ComponentState.STARTING)
 
-    def give_up(self) -> None:
-        """It was not ready by its deadline; its process is still there and is stopped with the others."""
-        self.enter(ComponentState.FAILED)
+    def restarting(self) -> None:
+        """Its process is gone, and it is started again after a pause."""
+        self.ready_at_s, self.progress, self.progress_at_s = None, "", None
+        self.enter(ComponentState.RESTARTING)
+
+    def lost(self) -> None:
+        """It is not started again; the run goes on without it, or ends."""
+        self.given_up = True
+        if self.state is not ComponentState.FAILED:
+            self.enter(ComponentState.FAILED)
+
+    @property
+    def lives_since_s(self) -> float:
+        """What was said before is of an earlier life."""
+        return self.started_at_s or 0.0
 
     def ready(self) -> None:
         """Its probe succeeded."""
@@ -83,8 +106,8 @@ class Component:
 
     def ask_to_stop(self, grace_s: float) -> None:
         """SIGTERM now, SIGKILL after the grace; nothing where it has ended already."""
-        if self.process is None:
-            if self.state is ComponentState.PENDING:
+        if self.process is None or self.state is ComponentState.RESTARTING:
+            if self.state in (ComponentState.PENDING, ComponentState.RESTARTING):
                 self.enter(ComponentState.EXITED)
             return
         # also after its end: what it left behind gets no more than this grace
@@ -96,9 +119,7 @@ class Component:
     def ended(self, end: End, *, as_it_should: bool) -> None:
         """Its process is gone."""
         self.end = end
-        if self.state is ComponentState.FAILED:  # by its deadline; it was stopped since
-            self._on_change(self)
-        elif self.state is ComponentState.STOPPING or as_it_should:
+        if self.state is ComponentState.STOPPING or as_it_should:
             self.enter(ComponentState.EXITED)
         else:
             self.enter(ComponentState.FAILED)
@@ -120,4 +141,9 @@ class Component:
             exit_code=None if self.end is None else self.end.exit_code,
             signal=None if self.end is None else self.end.signal,
             log=self.log,
+            job=self.job,
+            restarts=self.restarts.count,
+            last_failure=self.restarts.last_failure,
+            progress=self.progress,
+            progress_at_s=self.progress_at_s,
         )

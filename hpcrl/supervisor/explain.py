@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
+
+import msgspec
 
 from hpcrl.runs.cause import Cause, CauseKind, describe_end, find_dead_worker, signal_name
 from hpcrl.supervisor.component import Component
-from hpcrl.supervisor.launcher import End
+from hpcrl.supervisor.guarded import End
 
-__all__ = ["explain_end"]
+__all__ = ["explain_end", "name_lost_rank"]
 
 _LOG_TAIL_BYTES = 1 << 18
 
@@ -39,7 +42,7 @@ def explain_end(component: Component, end: End, log: Path) -> Cause:
         what, kind = "exited with code 0, but the run was not over", CauseKind.EARLY_EXIT
     elif worker := find_dead_worker(_tail(log)):
         rank, signum = worker
-        what = f"lost its rank {rank}, which {describe_end(None, signum)}"
+        what = _lost_rank(rank, signum)
     return Cause(
         kind=kind,
         time_s=end.time_s,
@@ -50,6 +53,39 @@ def explain_end(component: Component, end: End, log: Path) -> Cause:
         exit_code=end.exit_code if signum is None else None,
         signal=signum,
     )
+
+
+def name_lost_rank(cause: Cause, component: Component, logs: Sequence[Path]) -> Cause:
+    """Which rank the others of a replica have lost; the cause itself where nobody knows.
+
+    The launcher of the ranks tells it in the log of its node, and later than ranks of other nodes complain.
+
+    Parameters
+    ----------
+    cause:
+        What one of the others said (``secondary``).
+    component:
+        The replica, of which nothing runs any more.
+    logs:
+        Of its tasks.
+    """
+    primary = msgspec.structs.replace(cause, error="", traceback="", secondary=False)
+    for log in logs:
+        if worker := find_dead_worker(_tail(log)):
+            rank, signum = worker
+            message = f"{component.label} {_lost_rank(rank, signum)}"
+            return msgspec.structs.replace(primary, message=message, rank=rank, signal=signum)
+    silent = component.process.silent if component.process is not None else []
+    nodes = component.address.nodes
+    if silent and nodes:
+        names = ", ".join(sorted({nodes[task * len(nodes) // len(logs)] for task in silent}))
+        message = f"{component.label} was lost on {names}: the guard there was killed, and its ranks with it"
+        return msgspec.structs.replace(primary, kind=CauseKind.GUARD_LOST, message=message)
+    return cause
+
+
+def _lost_rank(rank: int, signum: int) -> str:
+    return f"lost its rank {rank}, which {describe_end(None, signum)}"
 
 
 def _tail(path: Path) -> bytes:

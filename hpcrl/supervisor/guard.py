@@ -11,11 +11,14 @@ or by ``setsid``. It ends all of it when
 - the role ends, however that comes,
 - the pipe from the supervisor closes: the supervisor is gone, even by SIGKILL.
 
+It also does what can only be done on the role's node: it takes stacks of a role that hangs (``dump``), gives the role a
+temporary directory of its own, and removes what the role leaves there and in shared memory.
+
 If the guard itself is killed, the kernel kills the role (``PR_SET_PDEATHSIG``) and the supervisor adopts and ends
 the rest. If both are killed at once, the guards of the other roles find the orphans by the run's mark in their
 environment.
 
-The protocol is JSON lines: first a `hpcrl.supervisor.launcher.ProcessSpec` on stdin, then orders; reports on
+The protocol is JSON lines: first a `hpcrl.supervisor.guarded.ProcessSpec` on stdin, then orders; reports on
 stdout. Standard library only, because this runs once for each replica of each role.
 
 Under Slurm ``srun`` stands between supervisor and guards: it hands orders to the guards of all its tasks, and joins
@@ -27,15 +30,18 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import select
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hpcrl import procfs
+from hpcrl.supervisor.leftovers import Scratch
+from hpcrl.supervisor.stacks import dump_stacks
 
-__all__ = ["KIND_VARIABLE", "RUN_ID_VARIABLE", "Guard", "end_processes", "main"]
+__all__ = ["KIND_VARIABLE", "RUN_ID_VARIABLE", "Guard", "end_processes", "fill_node_rank", "main"]
 
 RUN_ID_VARIABLE = "HPCRL_RUN_ID"
 """Marks every process of a run; its value is `hpcrl.runs.record.RunRecord.run_id`."""
@@ -44,7 +50,10 @@ KIND_VARIABLE = "HPCRL_PROCESS"
 
 _OURS = ("SUBMITIT_", "HPCRL_")
 """What submitit and the guard itself have in the environment is not meant for roles."""
+_NODE_RANK = re.compile(r"\{node_rank(?:\*(\d+))?\}")
 _POLL_S = 0.02
+_LOOK_S = (2.0, 8.0, 20.0, 60.0)
+"""Pauses between looks at the role's shared memory; the last one again and again."""
 _AFTERMATH_S = 2.0
 """Longest time between SIGTERM and SIGKILL for what is left when the role itself has ended."""
 _GIVE_UP_S = 5.0
@@ -64,6 +73,13 @@ def main() -> None:
     Guard(wake_read).run()
 
 
+def fill_node_rank(part: str, node_rank: int, hosts: Sequence[str] = ()) -> str:
+    """Replace ``{node_rank}`` and ``{node_rank*N}`` in one word of a command, and ``{node_host}`` by this node's."""
+    if hosts:
+        part = part.replace("{node_host}", hosts[node_rank])
+    return _NODE_RANK.sub(lambda match: str(node_rank * int(match[1] or 1)), part)
+
+
 class Guard:
     """State of one guard; see the module."""
 
@@ -73,22 +89,38 @@ class Guard:
         self._supervised = True
         self._role_pid = 0
         self._role_ended = False
+        self._called_off = False
         self._kill_at: float | None = None
         self._spec: dict[str, Any] = {}
         self._task = 0
+        self._scratch: Scratch | None = None
+        self._looks = 0
+        self._look_at = time.monotonic()
 
     def run(self) -> None:
-        """Start the role, wait for its end or an order, end everything, report."""
+        """Start the role, wait for its end or an order, end everything, report.
+
+        A role whose stop comes before its start is not started: both may wait in the pipe of a guard that is slow
+        to begin.
+        """
         while not self._spec:
             self._wait(None)
             if not self._supervised:
                 return
+        if self._called_off:
+            self._report(report="ended", exit_code=None, signal=signal.SIGTERM)
+            self._report(report="gone", left=[])
+            return
+        self._make_scratch()
         self._start_role()
+        self._plan_look()
         while not self._role_ended:
-            timeout = None if self._kill_at is None else max(0.0, self._kill_at - time.monotonic())
-            self._wait(timeout)
+            until = self._look_at if self._kill_at is None else min(self._kill_at, self._look_at)
+            self._wait(max(0.0, until - time.monotonic()))
             if self._kill_at is not None and time.monotonic() >= self._kill_at:
                 break
+            if time.monotonic() >= self._look_at:
+                self._look()
         self._end_all()
 
     # -- orders and reports ------------------------------------------------------------------------------------
@@ -120,6 +152,10 @@ class Guard:
             self._task = int(os.environ["SLURM_PROCID"]) if order["in_step"] else 0
         elif order["order"] == "stop":
             self._stop(order["grace_s"])
+        elif order["order"] == "dump":
+            self._dump(order["path"])
+        elif not self._role_pid:
+            self._called_off = True
         else:
             self._kill_at = time.monotonic()
 
@@ -128,7 +164,10 @@ class Guard:
         return float(self._spec.get("grace_s", 0.0))
 
     def _stop(self, grace_s: float) -> None:
-        if self._kill_at is None and self._role_pid and not self._role_ended:
+        if not self._role_pid:
+            self._called_off = True
+        elif self._kill_at is None and not self._role_ended:
+            self._look()  # while there is somebody to ask
             self._kill_at = time.monotonic() + grace_s
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._role_pid, signal.SIGTERM)  # our own unreaped child: the pid cannot be another's
@@ -159,6 +198,41 @@ class Guard:
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             os.write(fd, json.dumps(event).encode() + b"\n")
             os.close(fd)
+
+    # -- what only this node knows -----------------------------------------------------------------------------
+
+    def _dump(self, path: str) -> None:
+        path = f"{path}-{self._task}.txt" if self._task else f"{path}.txt"
+        try:
+            report = dump_stacks(self._role_pid, path)
+        except OSError as error:
+            report = {"path": path, "frames": [], "stopped": [], "problem": f"the stacks could not be written: {error}"}
+        self._report(report="dumped", **report)
+
+    def _make_scratch(self) -> None:
+        spec = self._spec
+        who = {name: spec[name] for name in ("attempt", "role", "replica")}
+        base = spec["scratch"] or spec["env"].get("TMPDIR", "")
+        scratch = Scratch(base, run_id=spec["env"][RUN_ID_VARIABLE], task=self._task, **who)
+        try:
+            removed = scratch.prepare()
+        except OSError as error:
+            # the role can do without: it gets the node's own TMPDIR
+            self._record("guard.no_scratch", path=str(scratch.path), problem=str(error))
+            return
+        self._scratch = scratch
+        if removed:
+            self._record("guard.cleaned", role=spec["role"], replica=spec["replica"], removed=removed[:20])
+
+    def _plan_look(self) -> None:
+        self._look_at = time.monotonic() + _LOOK_S[min(self._looks, len(_LOOK_S) - 1)]
+        self._looks += 1
+
+    def _look(self) -> None:
+        """Note which shared memory the role has: when it was killed, nobody can say any more."""
+        if self._scratch is not None:
+            self._scratch.note(procfs.descendants(os.getpid()))
+        self._plan_look()
 
     # -- the role ----------------------------------------------------------------------------------------------
 
@@ -195,11 +269,17 @@ class Guard:
         null = os.open(os.devnull, os.O_RDONLY)
         for source, target in ((null, 0), (log, 1), (log, 2)):
             os.dup2(source, target)
+        if spec["restart"]:
+            clock = time.strftime("%Y-%m-%d %H:%M:%S")
+            os.write(2, f"==== restart {spec['restart']} of {spec['role']} {spec['replica']}, {clock} ====\n".encode())
         if spec["cwd"]:
             os.chdir(spec["cwd"])
         command, env = spec["command"], spec["env"]
+        if self._scratch is not None:
+            env = {**env, "TMPDIR": str(self._scratch.path)}
         if spec["in_step"]:
-            command = [part.replace("{node_rank}", os.environ["SLURM_NODEID"]) for part in command]
+            node_rank = int(os.environ["SLURM_NODEID"])
+            command = [fill_node_rank(part, node_rank, spec["hosts"]) for part in command]
             env = {**{name: value for name, value in os.environ.items() if not name.startswith(_OURS)}, **env}
         os.execvpe(command[0], command, env)
 
@@ -221,6 +301,7 @@ class Guard:
 
     def _end_all(self) -> None:
         """End everything below us; the role first had its chance, what it left behind gets the rest of it."""
+        self._look()
         # what a role leaves behind may be about to end by itself, and gets a moment; not all of the grace
         kill_at = time.monotonic() + min(self._grace_s, _AFTERMATH_S)
         if self._kill_at is not None:
@@ -231,6 +312,8 @@ class Guard:
         self._reap()
         if not self._supervised:
             end_processes(self._unguarded, kill_at=time.monotonic(), between=self._reap)
+        if self._scratch is not None and not remaining:
+            self._scratch.remove()
         self._report(report="gone", left=[process.pid for process in remaining])
 
     def _unguarded(self) -> list[procfs.Process]:

@@ -5,20 +5,29 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from submitit.core.utils import DelayedSubmission
 
+from hpcrl.config.cluster import SlurmCluster
+from hpcrl.config.plan import Plan
 from hpcrl.errors import ExitCode, RunDirError, RunFailedError
 from hpcrl.runs.cause import Cause, CauseKind
+from hpcrl.runs.events import EventWriter, read_events
+from hpcrl.runs.exclusions import exclude, read_exclusions
 from hpcrl.runs.record import RunRecord
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunState, RunStatus
 from hpcrl.slurm.client import SlurmClient
 from hpcrl.slurm.errors import SlurmError, SlurmUnavailableError
+from hpcrl.slurm.launch import allocations_from_env
+from hpcrl.slurm.replicas import ReplicaJobs, cancel_replicas
+from hpcrl.supervisor.elastic import ElasticReplicas
 from hpcrl.supervisor.launcher import LocalLauncher
+from hpcrl.supervisor.nodes import find_lost_nodes, nodes_to_exclude, stay_away
 from hpcrl.supervisor.step_launcher import StepLauncher
 from hpcrl.supervisor.supervisor import Supervisor
 
@@ -38,6 +47,8 @@ class Supervise:
     """
 
     run_dir: str
+    submission: int = 1
+    """Number of the submission of the run, which the record may not have yet when we begin."""
 
     def __call__(self) -> str:
         """Run the attempt. Returns ``COMPLETED``; any other end is an exception, so that the job fails, too.
@@ -59,13 +70,23 @@ class Supervise:
             raise RunDirError(f"{run.name} is supervised by pid {status.supervisor.pid} on {status.supervisor.host}")
 
         async def supervise() -> tuple[RunState, Cause | None]:
-            launcher = LocalLauncher() if plan.layout.kind == "local" else StepLauncher(run.cluster())
-            supervisor = Supervisor(run, run_id=record.run_id, plan=plan, launcher=launcher)
-            return await supervisor.run()
+            started = time.monotonic()
+            while True:
+                supervisor = self._supervisor(run, plan, record.run_id, started)
+                end = await supervisor.run()
+                if not supervisor.again:  # no await until the next one listens to signals: none is lost
+                    return end
 
+        if requeued:
+            _record_lost_nodes(run, plan, status)
+        if requeued and _begins_on_excluded_node(run, plan):
+            _requeue(run, plan)
+            return RunState.REQUEUED.value
         state, cause = asyncio.run(supervise())
+        if plan.layout.kind == "elastic" and state is not RunState.REQUEUED:
+            cancel_replicas(SlurmClient(), record.run_id)
         if state is RunState.REQUEUED:
-            _requeue()
+            _requeue(run, plan)
         if cause is not None and cause.kind is CauseKind.NO_PROGRESS:
             raise SystemExit(ExitCode.NO_PROGRESS)
         message = "" if cause is None else cause.message
@@ -73,14 +94,71 @@ class Supervise:
             raise RunFailedError(f"{run.name}: {state}: {message}")
         return state.value
 
+    def _supervisor(self, run: RunDir, plan: Plan, run_id: str, started: float) -> Supervisor:
+        if plan.layout.kind == "local":
+            return Supervisor(run, run_id=run_id, plan=plan, launcher=LocalLauncher(), started=started)
+        steps = StepLauncher(run.cluster())
+        elastic = None
+        if plan.layout.kind == "elastic":
+            jobs = ReplicaJobs(run, plan=plan, client=SlurmClient(), number=self.submission)
+
+            def elastic(crew: Supervisor) -> ElasticReplicas:
+                return ElasticReplicas(run, plan, jobs=jobs, launcher=steps, crew=crew)
+
+        return Supervisor(run, run_id=run_id, plan=plan, launcher=steps, started=started, elastic=elastic)
+
     def checkpoint(self) -> DelayedSubmission:
         """What submitit hands to the next attempt where Slurm's warning comes before we listen to it ourselves."""
         return DelayedSubmission(self)
 
 
-def _requeue() -> None:
+def _record_lost_nodes(run: RunDir, plan: Plan, status: RunStatus | None) -> None:
+    """What the attempt before could not write down any more: nodes that it has lost."""
+    seconds = plan.attempts.exclude_s
+    if status is None or not seconds or not _may_ask(run):
+        return
+    lost = find_lost_nodes(status, SlurmClient(), int(os.environ["SLURM_JOB_ID"]))
+    known = {entry.node for entry in read_exclusions(run, now_s=time.time()) if entry.attempt == status.attempt}
+    fresh = {node: why for node, why in lost.items() if node not in known}
+    if fresh:
+        exclude(run, fresh, attempt=status.attempt, now_s=time.time(), seconds=seconds)
+        events = EventWriter(run, attempt=status.attempt, writer="supervisor")
+        events.emit("nodes.excluded", nodes=fresh)
+        events.close()
+
+
+def _may_ask(run: RunDir) -> bool:
+    """Whether Slurm can be asked on nodes."""
+    cluster = run.cluster()
+    return isinstance(cluster, SlurmCluster) and cluster.capabilities.scontrol_on_nodes
+
+
+def _begins_on_excluded_node(run: RunDir, plan: Plan) -> bool:
+    """Whether Slurm gave us a node to avoid, where it could have been told: once a node and attempt.
+
+    That happens where the supervisor before died with its node, before it could tell Slurm.
+    """
+    if not plan.attempts.requeue or not read_exclusions(run, now_s=time.time()):
+        return False
+    mine = {host for allocation in allocations_from_env(plan, os.environ).values() for host in allocation.hosts}
+    avoided = sorted(mine & set(nodes_to_exclude(run, plan, SlurmClient())))
+    tried = {name for event in read_events(run, kind="nodes.avoided") for name in event.data["nodes"]}
+    if not avoided or tried & set(avoided):
+        return False
+    events = EventWriter(run, attempt=(run.attempts() or [0])[-1], writer="supervisor")
+    events.emit("nodes.avoided", nodes=avoided)
+    events.close()
+    return True
+
+
+def _requeue(run: RunDir, plan: Plan) -> None:
     """Put our job back into the queue, however long Slurm takes to answer: the time limit ends us otherwise."""
     client, job_id = SlurmClient(), int(os.environ["SLURM_JOB_ID"])
+    # Slurm's SIGTERM follows the requeue at once, to us and to the commands that we run (they inherit the mask). What
+    # is left to do fits into the time until its SIGKILL, the more surely the less must be asked first
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    nodes = nodes_to_exclude(run, plan, client)
     while True:
         try:
             client.requeue(job_id)
@@ -89,8 +167,13 @@ def _requeue() -> None:
             _log.warning("the requeue got no answer, asking again: %s", error)
             time.sleep(_ASK_AGAIN_S)
         except SlurmError as error:
+            # Slurm itself was faster: a node went down. While its processes end, squeue calls the job COMPLETING
             job = client.jobs([job_id]).get(job_id)
-            if job is not None and job.state.waiting:  # Slurm itself was faster: a node went down
+            if "job is pending" in str(error).lower() or (job is not None and job.state.waiting):
                 break
             raise RunFailedError(f"Slurm does not requeue job {job_id}: {error}") from error
+    # the job waits now, also while we still end: the moment in which Slurm takes the list
+    stay_away(plan, client, job_id, nodes, within_s=_KILLED_WITHIN_S / 4)
+    # die of the SIGTERM now, if it came: while we live the job is COMPLETING, and the next attempt does not begin
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     time.sleep(_KILLED_WITHIN_S)

@@ -1,4 +1,4 @@
-"""Readiness: asking a replica whether it does its work now."""
+"""Readiness: asking a replica whether it does its work now. One of several servers is ready when all of them are."""
 
 from __future__ import annotations
 
@@ -38,18 +38,27 @@ class Prober:
     async def _once(self, session: aiohttp.ClientSession) -> bool:
         if isinstance(self._probe, FileProbe):
             return self._file_is_there()
-        url = self._address.url + self._probe.path
-        try:
-            async with session.get(url) as response:
-                self.problem = f"GET {url} answered {response.status}"
-                return response.status == 200
-        except TimeoutError:
-            self.problem = f"GET {url} had no answer for {_REQUEST_TIMEOUT_S:g} s"
-        except aiohttp.ClientError as error:
-            self.problem = f"GET {url}: {error}"
-        return False
+        path = self._probe.path
+        problems = await asyncio.gather(*(_problem(session, url + path) for url in self._address.urls))
+        found = [problem for problem in problems if problem]
+        if found:
+            others = len(found) - 1
+            more = f" (and {others} other{'s' if others > 1 else ''} of {len(problems)} servers)" if others else ""
+            self.problem = found[0] + more
+        return not found
 
     def _file_is_there(self) -> bool:
         # a listing, because an NFS client may remember for a minute that a name did not exist
         self.problem = f"it has not written {self._ready_file.name}"
         return self._ready_file.name in os.listdir(self._ready_file.parent)
+
+
+async def _problem(session: aiohttp.ClientSession, url: str) -> str:
+    """Why ``GET url`` did not answer 200; empty where it did."""
+    try:
+        async with session.get(url) as response:
+            return "" if response.status == 200 else f"GET {url} answered {response.status}"
+    except TimeoutError:
+        return f"GET {url} had no answer for {_REQUEST_TIMEOUT_S:g} s"
+    except aiohttp.ClientError as error:
+        return f"GET {url}: {error}"

@@ -19,19 +19,25 @@ from pathlib import Path
 
 from hpcrl import procfs
 from hpcrl.config.cluster import ClusterProfile, SlurmCluster
-from hpcrl.config.plan import Plan, Role
+from hpcrl.config.plan import Plan, Role, RoleGroup
+from hpcrl.errors import HpcrlError
+from hpcrl.ports import choose_blocks
+from hpcrl.runs.cause import CauseKind
+from hpcrl.runs.rundir import RunDir
 from hpcrl.slurm.client import SlurmClient
 from hpcrl.slurm.errors import SlurmError
-from hpcrl.slurm.launch import Allocation, allocations_from_env, launch_replica, step_environment
+from hpcrl.slurm.launch import Allocation, allocations_from_env, launch_replica, outside_environment, step_environment
+from hpcrl.slurm.states import JobState, parse_state
 from hpcrl.supervisor.guard import end_processes
-from hpcrl.supervisor.launcher import Address, ProcessSpec, RunningProcess, guard_command, start_guarded
-from hpcrl.supervisor.ports import choose_ports
+from hpcrl.supervisor.guarded import ProcessSpec, RunningProcess, guard_command, start_guarded
+from hpcrl.supervisor.launcher import Address
+from hpcrl.supervisor.nodes import nodes_to_exclude, stay_away
 from hpcrl.supervisor.sweep import reap
 
 __all__ = ["StepLauncher"]
 
 _log = logging.getLogger(__name__)
-_DOWN = frozenset({"DOWN", "NOT_RESPONDING", "FAIL", "FAILING", "POWERED_DOWN"})
+_TELL_S = 5.0
 _ANY_ADDRESS = "0.0.0.0"  # servers of torch listen on all addresses
 
 
@@ -63,6 +69,7 @@ class StepLauncher:
         self._client = SlurmClient() if client is None else client
         self._plan: Plan | None = None
         self._allocations: dict[tuple[int, int], Allocation] = {}
+        self._ports: set[int] = set()
 
     def place(self, plan: Plan) -> dict[tuple[Role, int], Address]:
         """See `hpcrl.supervisor.launcher.Launcher.place`.
@@ -73,14 +80,41 @@ class StepLauncher:
         self._plan = plan
         self._allocations = allocations_from_env(plan, self._environ)
         addresses = self._node_addresses()
-        replicas = [(group, replica) for group in plan.groups for replica in range(group.replicas)]
-        ports = choose_ports(len(replicas), first=plan.first_port, last=plan.last_port, host=_ANY_ADDRESS)
+        here = [group for group in plan.groups if not plan.own_jobs(group)]
+        replicas = [(group, replica) for group in here for replica in range(group.replicas)]
+        sizes = [group.ports for group, _ in replicas]
+        ports = choose_blocks(sizes, first=plan.first_port, last=plan.last_port, host=_ANY_ADDRESS)
         placed = {}
         for (group, replica), port in zip(replicas, ports, strict=True):
             job, places = plan.place(group, replica)
             hosts = self._allocations[group.component, job].hosts[places.start : places.stop]
-            placed[group.role, replica] = Address(addresses.get(hosts[0], hosts[0]), port, hosts)
+            reached = [addresses.get(host, host) for host in hosts]
+            placed[group.role, replica] = Address.of(group, reached, port, nodes=hosts)
+        self._ports = {port + i for port, size in zip(ports, sizes, strict=True) for i in range(size)}
         return placed
+
+    def enter_job(self, group: RoleGroup, replica: int, allocation: Allocation) -> Address:
+        """See `hpcrl.supervisor.elastic.PlacesReplicas`. Blocks for a moment."""
+        assert self._plan is not None, "place comes first"
+        job, _ = self._plan.place(group, replica)
+        self._allocations[group.component, job] = allocation
+        first, last = self._plan.first_port, self._plan.last_port
+        try:
+            (port,) = choose_blocks([group.ports], first=first, last=last, host=_ANY_ADDRESS, taken=self._ports)
+        except HpcrlError:  # replicas that left keep theirs: on other nodes the same ports do no harm
+            (port,) = choose_blocks([group.ports], first=first, last=last, host=_ANY_ADDRESS)
+        self._ports.update(range(port, port + group.ports))
+        addresses = self._node_addresses()
+        reached = [addresses.get(host, host) for host in allocation.hosts]
+        return Address.of(group, reached, port, nodes=allocation.hosts)
+
+    def clear_job(self, allocation: Allocation) -> None:
+        """See `hpcrl.supervisor.elastic.PlacesReplicas`: guards end their roles at SIGTERM, the holder stays."""
+        assert allocation.job_id is not None
+        try:
+            self._client.cancel(int(allocation.job_id), signal="TERM")
+        except SlurmError as error:
+            _log.warning("steps of job %s could not be ended: %s", allocation.job_id, error)
 
     def _node_addresses(self) -> dict[str, str]:
         """What to connect to, by node name; nothing where Slurm cannot be asked on nodes: names resolve there."""
@@ -100,24 +134,57 @@ class StepLauncher:
             cwd=Path(spec.cwd),
             allocations=self._allocations,
         )
-        return await start_guarded(launch.argv, spec, env=step_environment(self._environ), tasks=launch.tasks)
+        outside = self._plan.own_jobs(group)
+        env = outside_environment(self._environ) if outside else step_environment(self._environ)
+        return await start_guarded(launch.argv, spec, env=env, tasks=launch.tasks)
 
     def sweep(self, run_id: str) -> list[int]:
         """See `hpcrl.supervisor.launcher.Launcher.sweep`. Slurm ends what a job leaves behind."""
         return []
 
-    def failed_nodes(self) -> list[str]:
+    def failed_nodes(self, among: Collection[str] | None = None) -> list[str]:
         """See `hpcrl.supervisor.launcher.Launcher.failed_nodes`."""
         if not self._cluster.capabilities.scontrol_on_nodes:
             return []
-        mine = {host for allocation in self._allocations.values() for host in allocation.hosts}
+        # a node of another job takes its replica with it, not the run
+        ours = (allocation for allocation in self._allocations.values() if allocation.job_id is None)
+        mine = {host for allocation in ours for host in allocation.hosts} if among is None else set(among)
         try:
             nodes = self._client.nodes()
         except SlurmError as error:
             _log.warning("Slurm does not say which nodes are down: %s", error)
             return []
         # what is drained goes on until its job ends
-        return [node.name for node in nodes if node.name in mine and node.states & _DOWN]
+        return [node.name for node in nodes if node.name in mine and node.down]
+
+    def stay_away(self, run: RunDir) -> None:
+        """See `hpcrl.supervisor.launcher.Launcher.stay_away`."""
+        job_id = self._environ.get("SLURM_JOB_ID", "")
+        if self._plan is not None and self._cluster.capabilities.scontrol_on_nodes and job_id.isdecimal():
+            nodes = nodes_to_exclude(run, self._plan, self._client)
+            stay_away(self._plan, self._client, int(job_id), nodes, within_s=_TELL_S)
+
+    def taken(self) -> tuple[CauseKind, str] | None:
+        """See `hpcrl.supervisor.launcher.Launcher.taken`.
+
+        Where the site does not send our signal first, SIGTERM to the steps is all that a preempted job gets: seen
+        from here, the same as a cancel.
+        """
+        job_id = self._environ.get("SLURM_JOB_ID", "")
+        if not self._cluster.capabilities.scontrol_on_nodes or not job_id.isdecimal():
+            return None
+        try:
+            records = self._client.details(int(job_id))
+        except SlurmError as error:
+            _log.warning("Slurm does not say what becomes of job %s: %s", job_id, error)
+            return None
+        if any(_since_start(record, "PreemptTime") for record in records):
+            return CauseKind.PREEMPTED, "Slurm gives the nodes to another job (preemption)"
+        # the component that we are in is COMPLETING as long as we end
+        states = [parse_state(record.get("JobState", "")) for record in records]
+        if any(state in (JobState.CANCELLED, JobState.COMPLETING) for state in states):
+            return CauseKind.CANCELLED, f"job {job_id} was ended by Slurm (scancel, or a requeue)"
+        return None
 
     def end_orphans(self, run_id: str, guards: Collection[int]) -> list[int]:
         """See `hpcrl.supervisor.launcher.Launcher.end_orphans`: what we adopted. Steps end with the job."""
@@ -133,3 +200,9 @@ class StepLauncher:
         end_processes(find, kill_at=time.monotonic(), between=lambda: reap(orphans))
         reap(orphans)
         return [process.pid for process in orphans]
+
+
+def _since_start(record: Mapping[str, str], name: str) -> bool:
+    """Whether a time of a job lies in its present start; one of an earlier start stays where it was."""
+    moment, start = record.get(name, ""), record.get("StartTime", "")
+    return moment.isdecimal() and start.isdecimal() and int(moment) >= int(start)

@@ -8,28 +8,32 @@ rest is drained in order, and the cause is chosen among all that was seen until 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import signal
-import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 from hpcrl import procfs
-from hpcrl.config.plan import Plan, Role
+from hpcrl.config.plan import Plan, Role, RoleGroup
 from hpcrl.errors import HpcrlError
-from hpcrl.runs.cause import Cause, CauseKind, choose_cause
-from hpcrl.runs.record import RunRecord
-from hpcrl.runs.role import Endpoints, FailureRecord, ready_path
+from hpcrl.runs.cause import Cause, CauseKind
+from hpcrl.runs.role import Complaint, Endpoints, FailureRecord
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ComponentState, RunState
-from hpcrl.supervisor.attempts import exhausted, newest_checkpoint, save_now
+from hpcrl.supervisor.attempts import exhausted, longest_save_s, newest_checkpoint, retries
+from hpcrl.supervisor.blame import NodeBlame
 from hpcrl.supervisor.board import Board
-from hpcrl.supervisor.commands import fill_placeholders, role_environment
 from hpcrl.supervisor.component import Component
-from hpcrl.supervisor.explain import explain_end
-from hpcrl.supervisor.graph import check_graph, drain_stages, startable
-from hpcrl.supervisor.launcher import End, Launcher, ProcessSpec
-from hpcrl.supervisor.probes import Prober
+from hpcrl.supervisor.drain import Drain
+from hpcrl.supervisor.elastic import ElasticReplicas
+from hpcrl.supervisor.explain import name_lost_rank
+from hpcrl.supervisor.graph import check_graph, startable
+from hpcrl.supervisor.guarded import End
+from hpcrl.supervisor.launcher import Address, Launcher
+from hpcrl.supervisor.lives import Life, Lives
+from hpcrl.supervisor.notices import Notices
+from hpcrl.supervisor.verdict import broken_nodes, current_records, first_cause, slow_failures
+from hpcrl.supervisor.watchdog import Watchdog
 
 __all__ = ["Supervisor"]
 
@@ -37,11 +41,15 @@ _TICK_S = 0.25
 _LAST_WORD_S = 2.0
 """A role that wrote a failure record has this long to end before the run is failed in its name: a launcher of
 ranks may wait half a minute for ranks that hang."""
-_LEAVE_S = 45.0
-"""Of the time between Slurm's warning and the end this much is kept for ending the roles and the requeue."""
-_LEAST_SAVE_S = 5.0
-_LEAST_GRACE_S = 1.0
-"""What a role gets between SIGTERM and SIGKILL even if roles before it used the time up."""
+_LOOK_S = 2.0
+_SAVE_PATIENCE_S = 60.0
+"""How long the end of an attempt waits for a checkpoint that is being written, before one was measured."""
+_KILL_WAIT_S = 15.0
+"""The same where Slurm ends us: its ``KillWait`` is 30 s by default."""
+_NODE_SIGNS = frozenset({CauseKind.CANCELLED, CauseKind.GUARD_LOST, CauseKind.NODE_FAIL})
+"""Ends of a step that the loss of a node may have brought."""
+_MOVES = frozenset({CauseKind.NODE_FAIL, CauseKind.PREEMPTED})
+"""What took nodes from us: the run goes on with others, when Slurm has some."""
 
 
 class Supervisor:
@@ -57,9 +65,27 @@ class Supervisor:
         What to start.
     launcher:
         How.
+    started:
+        When the time limit began to run (monotonic); now by default.
+    elastic:
+        Makes the keeper of replicas with jobs of their own, where the plan has such.
+
+    Attributes
+    ----------
+    again:
+        After `run`: the attempt failed, and the next one is to begin at once.
     """
 
-    def __init__(self, run: RunDir, *, run_id: str, plan: Plan, launcher: Launcher) -> None:
+    def __init__(
+        self,
+        run: RunDir,
+        *,
+        run_id: str,
+        plan: Plan,
+        launcher: Launcher,
+        started: float | None = None,
+        elastic: Callable[[Supervisor], ElasticReplicas] | None = None,
+    ) -> None:
         self._run, self._run_id, self._plan, self._launcher = run, run_id, plan, launcher
         self._components: list[Component] = []
         self._ends: list[Cause] = []
@@ -67,56 +93,117 @@ class Supervisor:
         self._changed = asyncio.Event()
         self._decided = asyncio.Event()
         self._requeue = False
-        self._cancelled_by_person = False
-        self._saving: asyncio.Task[None] | None = None
-        self._hurry = asyncio.Event()
+        self._dumping: set[asyncio.Task[None]] = set()
+        self._broken: dict[str, str] = {}
+        self._began_at: int | None = None
         self._parent = os.getppid()
-        self._started = time.monotonic()
+        self._started = time.monotonic() if started is None else started
+        self.again = False
+        self._elastic = None if elastic is None else elastic(self)
+        self._urls: dict[str, list[str]] = {}
+        self._servers: dict[str, list[tuple[str, ...]]] = {}
 
     async def run(self) -> tuple[RunState, Cause | None]:
         """Run the attempt to its end; returns COMPLETED, FAILED or CANCELLED, and why; or REQUEUED."""
         self.attempt = self._run.start_attempt()
         self._board = Board(self._run, run_id=self._run_id, attempt=self.attempt)
+        self._assemble()
         procfs.adopt_orphans()
-        self._listen()
+        self._notices.listen()
         self._board.enter(RunState.STARTING)
         watch = asyncio.create_task(self._watch(), name="watch")
         watch.add_done_callback(self._report_bug)
+        watchdog = asyncio.create_task(self._watchdog.run(), name="watchdog")
+        watchdog.add_done_callback(self._report_bug)
+        keeper: asyncio.Task[None] | None = None
         try:
             await self._prepare()
             for component in self._components:
-                task = asyncio.create_task(self._drive(component), name=component.label)
-                task.add_done_callback(self._report_bug)
-                self._drives[component] = task
+                self.drive(component)
+            if self._elastic is not None:
+                keeper = asyncio.create_task(self._elastic.run(), name="replicas")
+                keeper.add_done_callback(self._report_bug)
             await self._decided.wait()
         except (HpcrlError, ValueError, OSError) as error:
             self._fail(CauseKind.SUPERVISOR_ERROR, f"the supervisor could not start the roles: {error}")
+        if keeper is not None:
+            keeper.cancel()
         stopped_at_s = time.time()
-        self._board.enter(RunState.STOPPING, self._first_cause(stopped_at_s))
-        await self._drain()
+        cause = self._first_cause(stopped_at_s)
+        self._board.enter(RunState.STOPPING, cause)
+        if self._launcher.in_step and cause is not None and not self._notices.cancelled_by_person:
+            self._blame.investigate(cause)  # before the roles end: Slurm may not give us the time for both
+        watchdog.cancel()
+        await self._drain.all(save_s=self._save_patience_s())
         watch.cancel()
         cause = self._first_cause(stopped_at_s)
-        if cause is not None and not self._cancelled_by_person:
-            cause = await self._blame_nodes(cause)
+        if cause is not None and cause.secondary:
+            cause = self._name_lost_rank(cause)
+        if cause is not None and not self._notices.cancelled_by_person:
+            cause, moves = await self._blame.judge(cause, self._broken, began_at=self._began_at)
+            self._requeue |= moves
+        return self._conclude(cause)
+
+    def _conclude(self, cause: Cause | None) -> tuple[RunState, Cause | None]:
         state = RunState.COMPLETED
-        if self._requeue and (cause is None or cause.kind is CauseKind.NODE_FAIL):
+        if (self._requeue or self._notices.requeue) and (cause is None or cause.kind in _MOVES or self._broken):
             state = RunState.REQUEUED
         elif cause is not None:
             state = RunState.CANCELLED if cause.kind is CauseKind.CANCELLED else RunState.FAILED
-        self._board.enter(state, cause)
+        over = self._notices.hurry.is_set() or self._notices.saving
+        if state is RunState.FAILED and not over and retries(self._run, self._plan, cause, began_at=self._began_at):
+            self.again = True
+            self._board.emit("attempt.retried", cause=cause.message if cause else "")
+            # not written as an end: whoever follows the run sees the next attempt
+            self._board.emit("run.state", state=state, cause=cause.message if cause else "")
+        else:
+            self._board.enter(state, cause)
         self._board.close()
         return state, cause
 
-    async def _blame_nodes(self, cause: Cause) -> Cause:
-        """A node that went down is the cause of what then happened to roles; Slurm requeues the job by itself."""
-        down = await asyncio.to_thread(self._launcher.failed_nodes)
-        if not down:
-            return cause
-        self._requeue = self._plan.attempts.requeue
-        what = f"{'node' if len(down) == 1 else 'nodes'} {', '.join(down)} went down"
-        # Slurm's SIGTERM to us is its way to requeue, and no event of its own
-        then = "" if cause.kind is CauseKind.CANCELLED else f"; {cause.message}"
-        return Cause(kind=CauseKind.NODE_FAIL, time_s=cause.time_s, message=what + then)
+    def _save_patience_s(self) -> float:
+        """How long the end waits for a checkpoint that is being written."""
+        save_s = longest_save_s(self._run)
+        if self._notices.asked_by_slurm:
+            return _KILL_WAIT_S
+        return _SAVE_PATIENCE_S if save_s is None else max(_SAVE_PATIENCE_S, 2 * save_s)
+
+    def _assemble(self) -> None:
+        run, plan, launcher = self._run, self._plan, self._launcher
+        self._blame = NodeBlame(run, attempt=self.attempt, plan=plan, launcher=launcher, board=self._board)
+        self._lives = Lives(
+            run,
+            run_id=self._run_id,
+            attempt=self.attempt,
+            plan=plan,
+            launcher=launcher,
+            board=self._board,
+            on_node_down=lambda component, nodes: self._blame.saw(nodes, ours=not plan.own_jobs(component.group)),
+        )
+        self._watchdog = Watchdog(
+            run, attempt=self.attempt, policy=plan.watch, components=self._components, on_hung=self._on_hung
+        )
+        self._notices = Notices(
+            run,
+            attempt=self.attempt,
+            plan=plan,
+            board=self._board,
+            components=self._components,
+            decided=self._decided,
+            fail=self._fail,
+            on_bug=self._report_bug,
+            in_step=launcher.in_step,
+        )
+        self._drain = Drain(
+            run,
+            run_id=self._run_id,
+            plan=plan,
+            launcher=launcher,
+            board=self._board,
+            components=self._components,
+            drives=self._drives,
+            hurry=self._notices.hurry,
+        )
 
     # -- start -------------------------------------------------------------------------------------------------
 
@@ -125,136 +212,143 @@ class Supervisor:
         if why := exhausted(self._run, self._plan, self.attempt):
             self._fail(CauseKind.NO_PROGRESS, f"the run is given up: {why}")
             return
-        self._board.emit("attempt.started", checkpoint_step=newest_checkpoint(self._run))
+        self._began_at = newest_checkpoint(self._run)
+        self._board.emit("attempt.started", checkpoint_step=self._began_at)
         found = await asyncio.to_thread(self._launcher.sweep, self._run_id)
         if found:
             self._board.emit("supervisor.swept", pids=found)
         check_graph(self._plan)
         addresses = await asyncio.to_thread(self._launcher.place, self._plan)
-        urls: dict[str, list[str]] = {}
         for group in self._plan.groups:
-            for replica in range(group.replicas):
+            for replica in range(0 if self._plan.own_jobs(group) else group.replicas):
                 address = addresses[group.role, replica]
-                urls.setdefault(group.role.value, []).append(address.url)
-                log = self._run.log_path(self.attempt, group.role.value, replica)
-                log.parent.mkdir(parents=True, exist_ok=True)
-                component = Component(
-                    group,
-                    replica,
-                    address=address,
-                    log=str(log.relative_to(self._run.path)),
-                    on_change=self._component_changed,
-                )
-                self._components.append(component)
-        Endpoints(urls=urls).write(self._run, self.attempt)
+                self._urls.setdefault(group.role.value, []).append(address.url)
+                if address.servers:
+                    self._servers.setdefault(group.role.value, []).append(address.urls)
+                self.enlist(group, replica, address)
+        self.publish()
         self._board.components = self._components
         self._board.write()
+
+    # -- what the keeper of elastic replicas needs (`hpcrl.supervisor.elastic.Crew`) ---------------------------------
+
+    def enlist(self, group: RoleGroup, replica: int, address: Address) -> Component:
+        """A new component in the state PENDING, shown in the status."""
+        log = self._run.log_path(self.attempt, group.role.value, replica)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        relative = str(log.relative_to(self._run.path))
+        component = Component(group, replica, address=address, log=relative, on_change=self._component_changed)
+        self._components.append(component)
+        return component
+
+    def drive(self, component: Component) -> None:
+        """Start a component when its time has come, and lead it to its end."""
+        task = asyncio.create_task(self._drive(component), name=component.label)
+        task.add_done_callback(self._report_bug)
+        self._drives[component] = task
+
+    def dismiss(self, component: Component) -> None:
+        """A component is no part of the run any more."""
+        self._components.remove(component)
+        self._drives.pop(component, None)
+        self._board.changed()
+
+    def publish(self) -> None:
+        """Write the endpoints."""
+        members = {} if self._elastic is None else self._elastic.members
+        Endpoints(urls=self._urls, servers=self._servers, members=members).write(self._run, self.attempt)
+
+    def changed(self) -> None:
+        """Write the status soon."""
+        self._board.changed()
+
+    def fail(self, kind: CauseKind, message: str, component: Component | None = None) -> None:
+        """End the run."""
+        self._fail(kind, message, component)
+
+    def emit(self, kind: str, **data: object) -> None:
+        """Append an event."""
+        self._board.emit(kind, **data)
 
     def _component_changed(self, component: Component) -> None:
         self._board.component_changed(component)
         self._changed.set()
         self._changed = asyncio.Event()  # one event a change: every waiter sees each of them
-        if self._board.state is RunState.STARTING and all(c.ready_at_s is not None for c in self._components):
+        if self._elastic is not None and self._elastic.has(component):
+            self._elastic.on_change()
+        if self._board.state is RunState.STARTING and self._ready_roles() >= {g.role for g in self._plan.groups}:
             self._board.enter(RunState.RUNNING)
 
     async def _drive(self, component: Component) -> None:
-        """Take one replica from PENDING to its end."""
+        """Take one replica from PENDING to its end, through as many lives as its policy allows."""
         while not startable(component.group, self._ready_roles()):
             await self._changed.wait()
-        process = await self._launcher.start(self._spec(component))
-        component.starting(process)
-        component.pid = await process.started()
-        ended = asyncio.create_task(process.ended())
-        if component.pid is not None and not await self._became_ready(component, ended):
-            return
-        self._on_end(component, await ended)
+        while True:
+            life = await self._lives.live(component)
+            if life.cause is None:
+                self._on_good_end(component, life.end)
+                return
+            if self._elastic is not None and self._elastic.replaces(component, life.cause):
+                component.ended(life.end, as_it_should=False)
+                self._blame.suspect(component.address.nodes)
+                self._elastic.on_end(component, life.cause.message)
+                return
+            if life.cause.kind in _NODE_SIGNS and self._launcher.in_step:
+                self._blame.suspect()
+            pause_s = component.restarts.pause_s(life.cause)
+            if pause_s is None or self._decided.is_set():
+                self._lose(component, life)
+                return
+            component.restarting()
+            self._board.emit(
+                "component.restarting",
+                role=component.role,
+                replica=component.replica,
+                restart=component.restarts.count,
+                pause_s=pause_s,
+                cause=life.cause.message,
+                cause_kind=life.cause.kind,
+            )
+            await self._lives.leave_nothing(component)
+            if life.end.guard_lost:
+                await self._drain.orphans()
+            await asyncio.sleep(pause_s)
+            if self._decided.is_set():
+                return
 
     def _ready_roles(self) -> set[Role]:
-        return {
-            group.role
-            for group in self._plan.groups
-            if all(c.ready_at_s is not None for c in self._components if c.group is group)
-        }
+        """Roles that whoever starts after them need not wait for: none of those that are left is missing."""
+        return {group.role for group in self._plan.groups if self._is_ready(group)}
 
-    def _spec(self, component: Component) -> ProcessSpec:
-        group, replica = component.group, component.replica
-        values = {
-            "python": self._plan.python or sys.executable,
-            "run_dir": str(self._run.path),
-            "replica": str(replica),
-            "host": component.address.host,
-            "port": str(component.address.port),
-        }
-        writer = f"guard-{component.role}-{replica}"
-        ranks_per_task = group.ranks // (group.nodes * group.tasks_per_node)
-        return ProcessSpec(
-            role=component.role.value,
-            replica=replica,
-            attempt=self.attempt,
-            command=fill_placeholders(group.command, values),
-            env=role_environment(
-                group,
-                replica,
-                run=self._run,
-                run_id=self._run_id,
-                attempt=self.attempt,
-                # in a step the node's own environment is what a role inherits
-                inherited={} if self._launcher.in_step else os.environ,
-            ),
-            cwd=os.getcwd(),
-            logs=[
-                str(self._run.log_path(self.attempt, component.role.value, replica, rank))
-                for rank in range(0, group.ranks, ranks_per_task)
-            ],
-            in_step=self._launcher.in_step,
-            grace_s=group.policy.stop_timeout_s,
-            events_path=str(self._run.events_dir / f"{self.attempt:04d}-{writer}.jsonl"),
-            events_writer=writer,
-        )
-
-    async def _became_ready(self, component: Component, ended: asyncio.Task[End]) -> bool:
-        """Probe until ready, the end, or the deadline. False where the deadline came."""
-        prober = Prober(
-            component.group.ready,
-            address=component.address,
-            ready_file=ready_path(self._run, self.attempt, component.role.value, component.replica),
-        )
-        probing = asyncio.create_task(prober.wait())
-        deadline_s = component.group.start_timeout_s
-        await asyncio.wait({probing, ended}, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
-        if not ended.done() and probing.done():
-            probing.result()
-            if component.stop_asked_at_s is None:
-                component.ready()
-            return True
-        probing.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await probing
-        if ended.done() or component.stop_asked_at_s is not None:
-            return True
-        component.give_up()
-        self._fail(
-            CauseKind.START_TIMEOUT,
-            f"{component.label} was not ready after {deadline_s:g} s: {prober.problem}; its log is {component.log}",
-            component,
-        )
-        component.ended(await ended, as_it_should=False)
-        return False
+    def _is_ready(self, group: RoleGroup) -> bool:
+        if self._elastic is not None and self._plan.own_jobs(group):
+            return self._elastic.enough(group)
+        members = [c for c in self._components if c.group is group and not c.given_up]
+        return bool(members) and all(c.ready_at_s is not None for c in members)
 
     # -- verdict -----------------------------------------------------------------------------------------------
 
-    def _on_end(self, component: Component, end: End) -> None:
-        asked = component.stop_asked_at_s is not None
-        component.ended(end, as_it_should=end.clean and component.group.policy.ends_run)
-        if asked:
+    def _on_good_end(self, component: Component, end: End) -> None:
+        if self._elastic is not None and self._elastic.has(component):
+            self._elastic.on_end(component, "")
             return
-        if end.clean and component.group.policy.ends_run:
+        if component.stop_asked_at_s is None and end.clean and component.group.policy.ends_run:
             sisters = [c for c in self._components if c.group is component.group]
             if all(c.end is not None and c.end.clean for c in sisters):
                 self._decided.set()
-        else:
-            self._ends.append(explain_end(component, end, self._run.path / component.log))
+
+    def _lose(self, component: Component, life: Life) -> None:
+        """A replica is not started again: the run ends, or goes on without it."""
+        assert life.cause is not None
+        component.given_up = True
+        component.ended(life.end, as_it_should=False)
+        others = [c for c in self._components if c.group is component.group and not c.given_up]
+        self._broken |= broken_nodes(component, life.cause, self._lives.spec(component).logs)
+        if component.group.policy.critical or not others:
+            self._ends.append(component.restarts.first_error())
             self._decided.set()
+        else:
+            self._board.emit("component.lost", role=component.role, replica=component.replica, cause=life.cause.message)
 
     def _fail(self, kind: CauseKind, message: str, component: Component | None = None) -> None:
         """Add a candidate that is no end of a role, and decide the run."""
@@ -267,63 +361,23 @@ class Supervisor:
             self._fail(CauseKind.SUPERVISOR_ERROR, f"the supervisor failed ({task.get_name()}): {error!r}")
 
     def _first_cause(self, stopped_at_s: float) -> Cause | None:
-        if not self._ends:
-            return None
-        limits = {(c.role.value, c.replica): c.stop_asked_at_s or stopped_at_s for c in self._components}
-        records = [
-            record
-            for record in FailureRecord.read_all(self._run, self.attempt)
-            # what a role says after it was asked to stop is no cause
-            if record.time_s <= limits.get((record.role, record.replica), stopped_at_s)
-        ]
-        return choose_cause(self._ends, records)
+        return first_cause(self._ends, self._records(), self._components, stopped_at_s=stopped_at_s)
+
+    def _name_lost_rank(self, cause: Cause) -> Cause:
+        for component in self._components:
+            if (component.role.value, component.replica) == (cause.role, cause.replica) and component.group.ranks > 1:
+                logs = [Path(log) for log in self._lives.spec(component).logs]
+                return name_lost_rank(cause, component, logs)
+        return cause
+
+    def _records(self) -> list[FailureRecord]:
+        return current_records(self._run, self.attempt, self._components)
 
     # -- watch -------------------------------------------------------------------------------------------------
 
-    def _listen(self) -> None:
-        loop = asyncio.get_running_loop()
-        for signum in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(signum, self._cancel, signum)
-        loop.add_signal_handler(signal.SIGUSR2, self._warned)
-
-    def _warned(self) -> None:
-        """Slurm's early warning of the time limit or of a preemption: save, and go on in the next attempt."""
-        self._board.emit("supervisor.warned")
-        if self._saving is None and not self._decided.is_set():
-            self._saving = asyncio.create_task(self._save_and_leave(), name="save")
-            self._saving.add_done_callback(self._report_bug)
-
-    async def _save_and_leave(self) -> None:
-        trains = any(c.group.policy.ends_run and c.state is ComponentState.READY for c in self._components)
-        step = None
-        if trains and self._plan.attempts.saves:
-            started = time.monotonic()
-            timeout_s = max(self._plan.attempts.signal_lead_s - _LEAVE_S, _LEAST_SAVE_S)
-            step = await save_now(self._run, self.attempt, timeout_s=timeout_s)
-            self._board.emit("supervisor.saved", step=step, seconds=time.monotonic() - started)
-        if self._decided.is_set():
-            return
-        if self._plan.attempts.requeue:
-            self._requeue = True
-            self._decided.set()
-            return
-        saved = "nothing could be saved" if step is None else f"the state of step {step} was saved"
-        self._fail(CauseKind.TIME_LIMIT, f"Slurm warned that the job is about to end; {saved}")
-
-    def _cancel(self, signum: int) -> None:
-        """The first signal stops in order, the second at once."""
-        if self._decided.is_set():
-            self._hurry.set()
-        else:
-            submissions = RunRecord.read(self._run).submissions
-            by = submissions[-1].cancelled_by if submissions else ""
-            self._cancelled_by_person = by != ""
-            # who asks through hpcrl says so in the record first; Slurm and kill do not
-            who = f"by {by}" if by else f"by {signal.Signals(signum).name} to the supervisor"
-            self._fail(CauseKind.CANCELLED, f"cancelled {who}")
-
     async def _watch(self) -> None:
         """Heartbeat, time limit, parent, words of roles that fail slowly."""
+        looked = time.monotonic()
         while True:
             await asyncio.sleep(_TICK_S)
             self._board.tick()
@@ -334,63 +388,36 @@ class Supervisor:
                 self._fail(CauseKind.TIME_LIMIT, f"the run took longer than its limit of {hours:.3g} h")
             if os.getppid() != self._parent:
                 self._fail(CauseKind.LAUNCHER_LOST, f"the submitit controller (pid {self._parent}) went away")
-            now_s = time.time()
-            if any(now_s - record.time_s > _LAST_WORD_S for record in FailureRecord.read_all(self._run, self.attempt)):
-                self._decided.set()
-                self._ends.extend(self._slow_failures())
+            self._end_slow_failures()
+            if time.monotonic() - looked > _LOOK_S:
+                looked = time.monotonic()
+                await self._look_around()
 
-    def _slow_failures(self) -> list[Cause]:
-        """Roles that said they failed, and have not ended since."""
-        said = {(record.role, record.replica) for record in FailureRecord.read_all(self._run, self.attempt)}
-        return [
-            Cause(
-                kind=CauseKind.EXIT,
-                time_s=time.time(),
-                message=f"{component.label} failed and did not end",
-                role=component.role.value,
-                replica=component.replica,
-                secondary=True,
-            )
-            for component in self._components
-            if (component.role.value, component.replica) in said and component.end is None
-        ]
+    async def _look_around(self) -> None:
+        """What need not be known at once: complaints of roles, and whether it is time to save."""
+        for complaint in await asyncio.to_thread(Complaint.read_all, self._run, self.attempt):
+            for component in self._components:
+                about = (component.role.value, component.replica) == (complaint.role, complaint.replica)
+                ready = component.state is ComponentState.READY and component.verdict is None
+                if about and ready and complaint.time_s > (component.ready_at_s or 0.0):
+                    self._lives.end_stale(component, complaint.message)
+        await self._notices.look_at_clock(time.monotonic() - self._started)
 
-    # -- end ---------------------------------------------------------------------------------------------------
+    def _on_hung(self, component: Component, problem: str) -> None:
+        ending = self._lives.end_hung(component, problem, self._watchdog.still_hangs)
+        task = asyncio.create_task(ending, name=f"stacks of {component.label}")
+        task.add_done_callback(self._report_bug)
+        self._dumping.add(task)
+        task.add_done_callback(self._dumping.discard)
 
-    async def _drain(self) -> None:
-        """Stop all roles in order; nothing is left when this returns."""
-        impatience = asyncio.create_task(self._kill_on_hurry())
-        if any(c.end is not None and c.end.guard_lost for c in self._components):
-            await self._end_orphans()
-        deadline = time.monotonic() + max((g.policy.stop_timeout_s for g in self._plan.groups), default=0.0)
-        for stage in drain_stages(self._plan):
-            members = [c for c in self._components if c.group in stage]
-            grace_s = min(max(deadline - time.monotonic(), _LEAST_GRACE_S), max(g.policy.stop_timeout_s for g in stage))
-            await asyncio.gather(*(self._stop(component, grace_s) for component in members))
-        impatience.cancel()
-        await self._end_orphans()
-
-    async def _stop(self, component: Component, grace_s: float) -> None:
-        drive = self._drives.get(component)
-        if component.process is None and drive is not None:
-            drive.cancel()  # a guard that was just being started sees its pipe close and goes
-        component.ask_to_stop(min(grace_s, component.group.policy.stop_timeout_s))
-        if component.process is not None:
-            left = await component.process.gone()
-            if left:
-                self._board.emit("supervisor.left_behind", pids=left)
-            if drive is not None:
-                await asyncio.wait({drive})
-
-    async def _kill_on_hurry(self) -> None:
-        await self._hurry.wait()
-        for component in self._components:
-            if component.process is not None:
+    def _end_slow_failures(self) -> None:
+        """Roles that said they failed, and have not ended since: a launcher of ranks may wait for ranks that hang."""
+        now_s = time.time()
+        said = {(r.role, r.replica) for r in self._records() if now_s - r.time_s > _LAST_WORD_S}
+        slow = [c for c in self._components if (c.role.value, c.replica) in said]
+        for component in slow:
+            if component.group.policy.restart != "never" and component.end is None and component.process is not None:
                 component.process.kill()
-
-    async def _end_orphans(self) -> None:
-        lost = {c for c in self._components if c.end is not None and c.end.guard_lost}
-        guards = {c.process.guard_pid for c in self._components if c.process is not None and c not in lost}
-        orphans = await asyncio.to_thread(self._launcher.end_orphans, self._run_id, guards)
-        if orphans:
-            self._board.emit("supervisor.orphans", pids=orphans)
+        if any(component.group.policy.restart == "never" for component in slow):
+            self._decided.set()
+            self._ends.extend(slow_failures(self._records(), self._components))

@@ -1,0 +1,127 @@
+"""The jobs of single replicas (layout ``elastic``): submit one, see all, cancel.
+
+Which of them exist is Slurm's to say: each carries the run id, the number of the submission and its replica in its
+comment, so that no file can be wrong about it. Submitting a replica that has a living job changes nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from hpcrl.config.cluster import SlurmCluster
+from hpcrl.config.plan import Plan, RoleGroup
+from hpcrl.fs import atomic_write
+from hpcrl.runs.record import RunRecord
+from hpcrl.runs.rundir import RunDir
+from hpcrl.slurm.client import SlurmClient
+from hpcrl.slurm.directives import JobIdentity
+from hpcrl.slurm.errors import SlurmError
+from hpcrl.slurm.records import Job
+from hpcrl.slurm.render import render_jobs, replica_part
+from hpcrl.slurm.slurm_executor import batch_command
+from hpcrl.supervisor.guard import KIND_VARIABLE, RUN_ID_VARIABLE
+from hpcrl.supervisor.nodes import nodes_to_exclude
+
+__all__ = ["JOB_FOLDER", "LivingJob", "ReplicaJobs", "cancel_all", "cancel_replicas", "submission_id"]
+
+_log = logging.getLogger(__name__)
+JOB_FOLDER = "submitit"
+"""Logs of batch processes, and submitit's pickles."""
+
+
+def submission_id(run_id: str, number: int) -> str:
+    """The run id, with a number from the second submission on: an ended job of the first must not be found."""
+    return run_id if number == 1 else f"{run_id}-{number}"
+
+
+class LivingJob(NamedTuple):
+    """A job of the run that has not ended; ``part`` is ``main`` or ``<role>-<replica>``."""
+
+    submission: str
+    part: str
+    job: Job
+
+
+class ReplicaJobs:
+    """Jobs of the replicas of one submission of a run.
+
+    Parameters
+    ----------
+    number:
+        Of the submission, from 1.
+    """
+
+    def __init__(self, run: RunDir, *, plan: Plan, client: SlurmClient, number: int) -> None:
+        cluster = run.cluster()
+        assert isinstance(cluster, SlurmCluster)
+        self._run, self._plan, self._cluster, self._client = run, plan, cluster, client
+        self._run_id = RunRecord.read(run).run_id
+        self.number = number
+
+    def submit(self, group: RoleGroup, replica: int) -> int:
+        """Submit the job of a replica, or find the living one; returns its id (`hpcrl.slurm.errors.SlurmError`)."""
+        token = submission_id(self._run_id, self.number)
+        role = group.role.value
+        holder = ["-P", "-m", "hpcrl.supervisor.holder", str(self._run.path), role, str(replica), str(self.number)]
+        variables = {RUN_ID_VARIABLE: self._run_id, KIND_VARIABLE: "launch"}
+        (script,) = render_jobs(
+            self._plan,
+            self._cluster,
+            run_id=token,
+            command=lambda part: batch_command([sys.executable, *holder], variables),
+            cwd=Path.cwd(),
+            output=lambda part: self._run.path / JOB_FOLDER / f"{part}.log",
+            exclude=nodes_to_exclude(self._run, self._plan, self._client),
+            parts=[replica_part(group, replica)],
+        )
+        path = self._run.path / script.file_name
+        atomic_write(path, script.text.encode())
+        identity = JobIdentity(self._run.name, token, script.part)
+        return self._client.submit(path, name=identity.name, token=identity.token, again=True).job_id
+
+    def living(self) -> list[LivingJob]:
+        """All jobs of the run that have not ended, of all submissions, oldest first."""
+        return _living(self._client, self._run_id)
+
+    def cancel(self, living: LivingJob) -> None:
+        """Cancel one."""
+        self._client.cancel(living.job.job_id)
+
+    def last_word(self, job_id: int) -> str:
+        """How Slurm calls the end of a job; empty where it does not say (any more)."""
+        job = self._client.jobs([job_id]).get(job_id)
+        return f"Slurm says that job {job_id} is {job.state}" if job is not None and job.state.ended else ""
+
+    def ours(self, living: LivingJob) -> bool:
+        """Whether a job is of this submission."""
+        return living.submission == submission_id(self._run_id, self.number)
+
+
+def cancel_all(client: SlurmClient, run_id: str, *, keep_main: bool = False) -> list[int]:
+    """Cancel all living jobs of a run; returns their ids (`SlurmError` where one could not be)."""
+    found = [living for living in _living(client, run_id) if not (keep_main and living.part == "main")]
+    for living in found:
+        client.cancel(living.job.job_id)
+    return [living.job.job_id for living in found]
+
+
+def cancel_replicas(client: SlurmClient, run_id: str) -> None:
+    """At the end of a run: free the nodes of its replicas at once. Where Slurm is away, their holders end by
+    themselves."""
+    try:
+        cancel_all(client, run_id, keep_main=True)
+    except SlurmError as error:
+        _log.warning("jobs of replicas were not cancelled; they end when they see the end of the run: %s", error)
+
+
+def _living(client: SlurmClient, run_id: str) -> list[LivingJob]:
+    found = []
+    for _, (token, job) in sorted(client.of_run(run_id).items()):
+        submission, _, part = token.partition(":")
+        # a run id is hexadecimal: what follows it is the number of the submission
+        if not job.state.ended and submission.partition("-")[0] == run_id:
+            found.append(LivingJob(submission, part, job))
+    return found

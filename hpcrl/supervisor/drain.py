@@ -1,0 +1,118 @@
+"""The end of an attempt: all roles are asked to stop in order, and nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+
+from hpcrl.config.plan import Plan, Role
+from hpcrl.runs.progress import Progress, progress_path
+from hpcrl.runs.rundir import RunDir
+from hpcrl.runs.status import ComponentState
+from hpcrl.supervisor.board import Board
+from hpcrl.supervisor.component import Component
+from hpcrl.supervisor.graph import drain_stages
+from hpcrl.supervisor.launcher import Launcher
+
+__all__ = ["Drain"]
+
+_LEAST_GRACE_S = 1.0
+"""What a role gets between SIGTERM and SIGKILL even if roles before it used the time up."""
+_LOOK_S = 0.2
+_SAVING = "checkpoint"
+"""The trainer's phase in which a SIGTERM would cost a checkpoint."""
+
+
+class Drain:
+    """Stops replicas.
+
+    Parameters
+    ----------
+    drives:
+        The task of each replica that was started or waits for its start.
+    hurry:
+        Set when somebody does not want to wait.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        *,
+        run_id: str,
+        plan: Plan,
+        launcher: Launcher,
+        board: Board,
+        components: Sequence[Component],
+        drives: Mapping[Component, asyncio.Task[None]],
+        hurry: asyncio.Event,
+    ) -> None:
+        self._run, self._run_id, self._plan, self._launcher, self._board = run, run_id, plan, launcher, board
+        self._components, self._drives, self._hurry = components, drives, hurry
+
+    async def all(self, *, save_s: float) -> None:
+        """Stop all roles in order; nothing is left when this returns.
+
+        Parameters
+        ----------
+        save_s:
+            Longest wait for a checkpoint that the trainer is writing; every other role gets its short grace only.
+        """
+        impatience = asyncio.create_task(self._kill_on_hurry())
+        if any(c.end is not None and c.end.guard_lost for c in self._components):
+            await self.orphans()
+        await self._wait_for_save(save_s)
+        deadline = time.monotonic() + max((g.policy.stop_timeout_s for g in self._plan.groups), default=0.0)
+        for stage in drain_stages(self._plan):
+            members = [c for c in self._components if c.group in stage]
+            grace_s = min(max(deadline - time.monotonic(), _LEAST_GRACE_S), max(g.policy.stop_timeout_s for g in stage))
+            await asyncio.gather(*(self._stop(component, grace_s) for component in members))
+        impatience.cancel()
+        await self.orphans()
+
+    async def _wait_for_save(self, limit_s: float) -> None:
+        """A checkpoint that is being written is worth more than the seconds it takes, if it can still be completed."""
+        trainers = [c for c in self._components if c.role is Role.TRAINER and c.state is ComponentState.READY]
+        partners = [c for c in self._components if c.role is Role.ORCHESTRATOR]
+        began = time.monotonic()
+        while trainers and not self._hurry.is_set() and time.monotonic() - began < limit_s:
+            # without the orchestrator's half there is no joint checkpoint; and what hangs saves nothing
+            lost = any(c.state is not ComponentState.READY or c.verdict for c in partners)
+            trainers = [c for c in trainers if c.state is ComponentState.READY and c.verdict is None]
+            if lost or not any(self._saves(c) for c in trainers):
+                break
+            await asyncio.sleep(_LOOK_S)
+        waited = time.monotonic() - began
+        if waited > _LOOK_S:
+            self._board.emit("supervisor.waited_for_save", seconds=waited)
+
+    def _saves(self, component: Component) -> bool:
+        path = progress_path(self._run, self._board.attempt, component.role.value, component.replica)
+        progress = Progress.read(path)
+        return progress is not None and progress.time_s >= component.lives_since_s and progress.phase == _SAVING
+
+    async def _stop(self, component: Component, grace_s: float) -> None:
+        drive = self._drives.get(component)
+        if drive is not None and (component.process is None or component.state is ComponentState.RESTARTING):
+            drive.cancel()  # a guard that was just being started sees its pipe close and goes
+        component.ask_to_stop(min(grace_s, component.group.policy.stop_timeout_s))
+        if component.process is not None:
+            left = await component.process.gone()
+            if left:
+                self._board.emit("supervisor.left_behind", pids=left)
+            if drive is not None:
+                await asyncio.wait({drive})
+
+    async def _kill_on_hurry(self) -> None:
+        await self._hurry.wait()
+        for component in self._components:
+            if component.process is not None:
+                component.process.kill()
+
+    async def orphans(self) -> None:
+        """End what lost its guard."""
+        lost = {c for c in self._components if c.end is not None and c.end.guard_lost}
+        guards = {c.process.guard_pid for c in self._components if c.process is not None and c not in lost}
+        orphans = await asyncio.to_thread(self._launcher.end_orphans, self._run_id, guards)
+        if orphans:
+            self._board.emit("supervisor.orphans", pids=orphans)

@@ -1,0 +1,138 @@
+"""The batch process of a replica's own job (layout ``elastic``): holds its nodes for the run, as long as there is one.
+
+::
+
+    sbatch ──> holder: writes down job and nodes, waits
+    supervisor, in the trainer's job ──srun --jobid──> guard ──> engine, on these nodes
+
+It starts nothing itself. Slurm ends the steps of a job with its batch process, so that nothing outlives the holder.
+It ends when the run has ended, and gives its nodes back when the trainer's job waits in the queue for too long. A
+supervisor that is silent is not an ended run: then Slurm is asked about the trainer's job, and only its word counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from hpcrl.config.plan import Role
+from hpcrl.errors import HpcrlError
+from hpcrl.runs.jobs import use_source
+from hpcrl.runs.observe import observe
+from hpcrl.runs.record import RunRecord
+from hpcrl.runs.replicas import Held, wanted_replicas
+from hpcrl.runs.rundir import RunDir
+from hpcrl.runs.status import HEARTBEAT_S, RunState, RunStatus
+from hpcrl.slurm.hostlist import expand_hostlist
+from hpcrl.slurm.lookup import look_up
+
+__all__ = ["Holder", "main"]
+
+_log = logging.getLogger(__name__)
+_LOOK_S = 2.0
+_SILENCE_S = 10 * HEARTBEAT_S
+"""A supervisor whose heartbeat has stood still for so long may be gone: ask Slurm."""
+_ASK_S = 15.0
+"""Between two questions to Slurm."""
+
+
+class Holder:
+    """Decides when the nodes are given back.
+
+    Parameters
+    ----------
+    held:
+        What this job holds.
+    clock:
+        Monotonic seconds.
+    """
+
+    def __init__(self, run: RunDir, held: Held, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._run, self._held, self._clock = run, held, clock
+        self._hold_s = run.plan().elastic.hold_s
+        self._heartbeat: tuple[int, float] | None = None
+        self._moved_at = self._asked_at = clock() - _SILENCE_S
+        self._waiting_since: float | None = None
+
+    def why_end(self) -> str:
+        """Why the nodes are of no use any more; empty as long as they are."""
+        record = RunRecord.read(self._run)
+        if len(record.submissions) > self._held.submission:
+            return "the run was submitted again"
+        if self._held.replica >= wanted_replicas(self._run, self._run.plan()).get(self._held.role, 0):
+            return "the run was scaled down" if self._supervisor_is_silent() else ""
+        return self._why_run_ended() if self._supervisor_is_silent() else ""
+
+    def _supervisor_is_silent(self) -> bool:
+        """Whether nobody works in the run, as far as its directory says. Clocks of nodes differ: only changes count."""
+        status = RunStatus.read(self._run)
+        now = self._clock()
+        if status is not None and (status.attempt, status.heartbeat_s) != self._heartbeat:
+            self._heartbeat, self._moved_at = (status.attempt, status.heartbeat_s), now
+        alive = status is not None and status.state in (RunState.STARTING, RunState.RUNNING, RunState.STOPPING)
+        if alive and now - self._moved_at < _SILENCE_S:
+            self._waiting_since = None
+            return False
+        return True
+
+    def _why_run_ended(self) -> str:
+        now = self._clock()
+        if now - self._asked_at < _ASK_S:
+            return ""
+        self._asked_at = now
+        view = observe(self._run)
+        if view.state.ended:
+            return f"the run has ended: {view.state}"
+        if view.job is not None and view.job.waiting:
+            self._waiting_since = now if self._waiting_since is None else self._waiting_since
+            if now - self._waiting_since > self._hold_s:
+                return f"the trainer's job has waited for {now - self._waiting_since:.0f} s"
+        return ""
+
+
+def held_from_env(arguments: Sequence[str], environ: Mapping[str, str]) -> tuple[RunDir, Held]:
+    """What the batch script's arguments and environment say."""
+    run_dir, role, replica, submission = arguments
+    held = Held(
+        role=Role(role).value,
+        replica=int(replica),
+        submission=int(submission),
+        job_id=int(environ["SLURM_JOB_ID"]),
+        restart=int(environ.get("SLURM_RESTART_COUNT", "0")),
+        nodes=expand_hostlist(environ["SLURM_JOB_NODELIST"]),
+        since_s=time.time(),
+    )
+    return RunDir(Path(run_dir)), held
+
+
+def main() -> None:
+    """Hold until there is no use for it, or Slurm wants the nodes back."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s holder: %(message)s")
+    run, held = held_from_env(sys.argv[1:], os.environ)
+    use_source(look_up)
+    told = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: told.set())
+    held.write(run)
+    _log.info("job %d holds %s for %s %d", held.job_id, ", ".join(held.nodes), held.role, held.replica)
+    holder, why = Holder(run, held), ""
+    while not told.is_set() and not why:
+        told.wait(_LOOK_S)
+        # a filesystem that hangs up for a moment, or a file that is being replaced on NFS, is no end of a run
+        with contextlib.suppress(OSError, HpcrlError, msgspec.DecodeError):
+            why = holder.why_end()
+    _log.info("giving the nodes back: %s", why or "Slurm says so")
+    with contextlib.suppress(OSError):
+        held.remove(run)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""What roles leave on a node, marked as ours, and its removal. Standard library only, as the guard is.
+
+Two things stay behind when a process is killed: files in its temporary directory (sockets of vLLM, compile caches),
+and shared memory (``/dev/shm/psm_*``, ``torch_*``, ``sem.*``), whose names carry no mark.
+
+Each replica therefore gets a temporary directory of its own, ``<scratch>/hpcrl-<id>/<attempt>-<role>-<replica>``, and
+its guard notes there which files in ``/dev/shm`` the role's processes have open, by name and inode. At the end of the
+role, and at the start of the next attempt on that node, these are removed: a file that has another inode by now, or
+that any process still has open, is somebody else's and stays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+
+from hpcrl import procfs
+
+__all__ = ["Scratch"]
+
+_SHM = "/dev/shm/"
+_LIST = "shared-memory.json"
+_ID_LENGTH = 12
+"""Enough of a run id to be unique on a node; sockets below must have names of less than 108 bytes."""
+
+
+class Scratch:
+    """The temporary directory of one replica on this node.
+
+    Parameters
+    ----------
+    base:
+        Node-local directory; ``$TMPDIR`` or ``/tmp`` where empty.
+    run_id, attempt, role, replica, task:
+        Whose it is.
+    """
+
+    def __init__(self, base: str, *, run_id: str, attempt: int, role: str, replica: int, task: int = 0) -> None:
+        root = Path(base or os.environ.get("TMPDIR") or "/tmp")
+        self._run_dir, self._attempt = root / f"hpcrl-{run_id[:_ID_LENGTH]}", attempt
+        self.path = self._run_dir / (f"{attempt}-{role}-{replica}" + (f"-{task}" if task else ""))
+        self._noted: dict[str, int] = {}
+
+    def prepare(self) -> list[str]:
+        """Remove what earlier attempts of this run, and an earlier life of this replica, left here; make the
+        directory. Returns what was removed.
+
+        Raises
+        ------
+        OSError
+            The directory cannot be made, or its name belongs to somebody else.
+        """
+        removed: list[str] = []
+        self._run_dir.parent.mkdir(parents=True, exist_ok=True)
+        self._run_dir.mkdir(mode=0o700, exist_ok=True)
+        _check_ours(self._run_dir)
+        for path in sorted(self._run_dir.iterdir()):
+            attempt = re.match(r"(\d+)-", path.name)
+            if path == self.path or (attempt is not None and int(attempt[1]) < self._attempt):
+                removed += _remove(path)
+        self.path.mkdir(mode=0o700)
+        return removed
+
+    def note(self, processes: Iterable[procfs.Process]) -> None:
+        """Write down which files in ``/dev/shm`` the processes have open now."""
+        found: dict[str, int] = {}
+        for process in processes:
+            found |= _shared_memory(process.pid)
+        if found.items() <= self._noted.items():
+            return
+        self._noted |= found
+        with contextlib.suppress(OSError):
+            temporary = self.path / f".{_LIST}"
+            temporary.write_text(json.dumps(self._noted))
+            os.replace(temporary, self.path / _LIST)
+
+    def remove(self) -> list[str]:
+        """Remove the directory and the noted shared memory that nobody has open; returns what was left behind."""
+        if not self.path.is_dir():
+            return []
+        removed = _remove(self.path)
+        with contextlib.suppress(OSError):  # other replicas are still here
+            self._run_dir.rmdir()
+        return removed
+
+
+def _check_ours(path: Path) -> None:
+    """In ``/tmp`` anybody may take a name."""
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+        raise PermissionError(f"{path} is not a directory of ours")
+
+
+def _remove(path: Path) -> list[str]:
+    """Remove the directory of one replica; returns names of sockets, files and shared memory in it."""
+    removed: list[str] = []
+    try:
+        noted = json.loads((path / _LIST).read_text())
+    except (OSError, ValueError):
+        noted = {}
+    if noted:
+        in_use = {name for process in procfs.all_processes().values() for name in _shared_memory(process.pid)}
+        for name, inode in noted.items():
+            with contextlib.suppress(OSError):
+                if name not in in_use and os.lstat(name).st_ino == inode:
+                    os.unlink(name)
+                    removed.append(name)
+    removed += [str(entry) for entry in path.rglob("*") if entry.name != _LIST and not entry.is_dir()]
+    shutil.rmtree(path, ignore_errors=True)
+    return removed
+
+
+def _shared_memory(pid: int) -> dict[str, int]:
+    """Files in ``/dev/shm`` that a process has mapped or open, with their inodes. Empty where we may not look."""
+    found: dict[str, int] = {}
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", errors="surrogateescape") as stream:
+        for line in stream:
+            if _SHM in line:
+                fields = line.rstrip("\n").split(maxsplit=5)
+                found[fields[5]] = int(fields[4])
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                name = os.readlink(entry.path)
+                if name.startswith(_SHM):
+                    found[name] = entry.stat().st_ino
+    return {name: inode for name, inode in found.items() if not name.endswith(" (deleted)")}
