@@ -27,6 +27,10 @@ class CauseKind(StrEnum):
     """The command of a role could not be started."""
     START_TIMEOUT = "start_timeout"
     """A role was not ready by its deadline."""
+    HUNG = "hung"
+    """A role lived and made no progress."""
+    STALE = "stale"
+    """An engine did not take a policy version."""
     GUARD_LOST = "guard_lost"
     """The guard process of a role went away, and the role with it."""
     SUPERVISOR_LOST = "supervisor_lost"
@@ -66,6 +70,8 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
         Type of the exception and its traceback, where the role left them.
     secondary:
         True where it followed from the end of another role.
+    dump, frames:
+        Stacks of a role that hung: the file, relative to the run directory, and the top frames.
     """
 
     kind: CauseKind
@@ -79,6 +85,8 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
     traceback: str = ""
     secondary: bool = False
+    dump: str = ""
+    frames: list[str] = []
 
     @property
     def where(self) -> str:
@@ -157,11 +165,19 @@ def choose_cause(ends: Iterable[Cause], records: Sequence[FailureRecord]) -> Cau
 #: torchrun's words about the first worker that it saw dead, for example
 #: ``failed (exitcode: -9) local_rank: 1 (pid: 4242) of binary``
 _DEAD_WORKER = re.compile(rb"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: (\d+)\)")
+#: and the same in its summary, where it also knows the rank among all nodes
+_ROOT_CAUSE = re.compile(rb"rank +: (\d+) \(local_rank: \d+\)\s+exitcode +: (-?\d+) ")
 
 
 def find_dead_worker(log: bytes) -> tuple[int, int] | None:
-    """Rank and signal of the worker that torchrun names as killed in its log; None where it names none."""
-    match = _DEAD_WORKER.search(log)
-    if match is None or int(match[1]) >= 0:
+    """Rank and signal of the worker that torchrun names as killed in its log; None where it names none.
+
+    The rank is the one on its node where the log ends before torchrun's summary.
+    """
+    if match := _ROOT_CAUSE.search(log, log.rfind(b"Root Cause")) if b"Root Cause" in log else None:
+        rank, code = int(match[1]), int(match[2])
+    elif match := _DEAD_WORKER.search(log):
+        rank, code = int(match[2]), int(match[1])
+    else:
         return None
-    return int(match[2]), -int(match[1])
+    return (rank, -code) if code < 0 else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import msgspec
@@ -46,7 +47,9 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     log:
         File they are from, relative to the run directory; empty for a traceback.
     consequences:
-        Ends and complaints of other roles, in time order.
+        Restarts, ends and complaints of roles, in time order.
+    lost_replicas:
+        Replicas with jobs of their own that were lost in this attempt, in time order: the run goes on without them.
     earlier:
         How earlier attempts ended, by attempt.
     ways_on:
@@ -66,6 +69,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     last_words: list[str]
     log: str
     consequences: list[Consequence]
+    lost_replicas: list[Consequence]
     earlier: dict[int, str]
     ways_on: list[str]
     resume_step: int | None
@@ -91,6 +95,15 @@ def diagnose(run: RunDir) -> Diagnosis:
         last_words=last_words,
         log=log,
         consequences=_consequences(run, view),
+        lost_replicas=[
+            Consequence(time_s=event.time_s, what=event.data["why"])
+            for event in read_events(run, attempt=view.attempt, kind="replica.lost")
+        ]
+        + [
+            Consequence(time_s=event.time_s, what=f"job {event.data['job_id']} replaces it: {event.data['lost']}")
+            for event in read_events(run, attempt=view.attempt, kind="replica.submitted")
+            if event.data["lost"]
+        ],
         earlier=_earlier(run, view.attempt),
         ways_on=_ways_on(view, resume_step),
         resume_step=resume_step,
@@ -112,6 +125,8 @@ def _hint(cause: Cause | None) -> str:
         return _OOM_HINT
     if cause.kind is CauseKind.START_TIMEOUT:
         return "if it was only slow, raise limits.start_timeout_s in the cluster profile"
+    if cause.kind is CauseKind.HUNG:
+        return "if it was only slow, raise supervision.hang_floor_s (or hang_ceiling_s) in the recipe"
     if cause.kind is CauseKind.TIME_LIMIT:
         return "the limit is limits.time_limit_h in the cluster profile"
     return ""
@@ -122,6 +137,8 @@ def _last_words(run: RunDir, view: RunView) -> tuple[list[str], str]:
     cause = view.cause
     if cause is None or cause.role is None:
         return [], ""
+    if cause.dump:
+        return cause.frames, cause.dump
     if cause.traceback:
         return cause.traceback.rstrip().splitlines()[-_TRACEBACK_LINES:], ""
     # a rank that was killed may not have said anything yet; what started it has
@@ -134,13 +151,57 @@ def _last_words(run: RunDir, view: RunView) -> tuple[list[str], str]:
     return [], ""
 
 
-def _consequences(run: RunDir, view: RunView) -> list[Consequence]:
-    """What other roles said, and how they ended by themselves."""
-    cause = view.cause
-    if cause is None:
-        return []
-    first = (cause.role, cause.replica)
+def _restarts(run: RunDir, view: RunView) -> list[Consequence]:
+    """Replicas that were started again in this attempt, and where the stacks are of those that hung."""
     found = []
+    for event in read_events(run, attempt=view.attempt, kind="component.restarting"):
+        who = f"{event.data['role']} {event.data['replica']}"
+        what = f"{event.data['cause']}; {who} is restarted (restart {event.data['restart']})"
+        found.append(Consequence(time_s=event.time_s, what=what))
+    for event in read_events(run, attempt=view.attempt, kind="component.lost"):
+        found.append(Consequence(time_s=event.time_s, what=f"{event.data['cause']}; the run goes on without it"))
+    for event in read_events(run, attempt=view.attempt, kind="component.hung"):
+        if event.data["dumps"]:
+            frames = " < ".join(frame.partition(" (")[0] for frame in event.data["frames"][1:4])
+            what = f"stacks of {event.data['role']} {event.data['replica']} are in {event.data['dumps'][0]}"
+            found.append(Consequence(time_s=event.time_s, what=what + (f": {frames}" if frames else "")))
+    for event in read_events(run, attempt=view.attempt, kind="component.went_on"):
+        what = f"{event.data['role']} {event.data['replica']} seemed to hang ({event.data['problem']}) and went on"
+        found.append(Consequence(time_s=event.time_s, what=what))
+    return found + _lost_segments(run, view)
+
+
+def _lost_segments(run: RunDir, view: RunView) -> list[Consequence]:
+    """Memory that left the KV pool before the run was stopped: its blocks are computed anew."""
+    states = read_events(run, attempt=view.attempt, kind="run.state")
+    stopped_s = min((e.time_s for e in states if e.data["state"] == RunState.STOPPING), default=math.inf)
+    # whose node it was on; engines that share one are not told apart
+    owners: dict[str, set[str]] = {}
+    for event in read_events(run, attempt=view.attempt, kind="store.canary"):
+        owners.setdefault(event.data["host"], set()).add(event.writer.replace("-", " "))
+
+    def segment(name: str) -> str:
+        found = owners.get(name.rpartition(":")[0], set())
+        return f"{name} of {next(iter(found))}" if len(found) == 1 else name
+
+    return [
+        Consequence(
+            time_s=event.time_s,
+            what=f"the segment {segment(event.data['segment'])} left the KV pool with its blocks "
+            f"(segments left: {event.data['segments']}); engines compute these blocks anew",
+        )
+        for event in read_events(run, attempt=view.attempt, kind="store.segment_lost")
+        if event.time_s < stopped_s
+    ]
+
+
+def _consequences(run: RunDir, view: RunView) -> list[Consequence]:
+    """What was restarted, what other roles said, and how they ended by themselves."""
+    cause = view.cause
+    found = _restarts(run, view)
+    if cause is None:
+        return sorted(found, key=lambda consequence: consequence.time_s)
+    first = (cause.role, cause.replica)
     for record in FailureRecord.read_all(run, view.attempt):
         if (record.role, record.replica) != first or record.rank != (cause.rank or 0):
             found.append(Consequence(time_s=record.time_s, what=from_record(record).message))
@@ -158,11 +219,14 @@ def _consequences(run: RunDir, view: RunView) -> list[Consequence]:
 def _earlier(run: RunDir, attempt: int) -> dict[int, str]:
     """Last state and cause of the attempts before, from their events."""
     ends: dict[int, str] = {}
+    gone = {event.attempt: sorted(event.data["nodes"]) for event in read_events(run, kind="nodes.excluded")}
     for event in read_events(run, kind="run.state"):
         if event.attempt < attempt:
             state, cause = RunState(event.data["state"]), event.data.get("cause")
             if not state.ended and state is not RunState.REQUEUED:
-                ends[event.attempt] = "LOST: the supervisor went away without a last word"
+                names = gone.get(event.attempt, [])
+                down = f"; {'node' if len(names) == 1 else 'nodes'} {', '.join(names)} went down" if names else ""
+                ends[event.attempt] = f"LOST: the supervisor went away without a last word{down}"
             else:
                 ends[event.attempt] = f"{state}: {cause}" if cause else state.value
     return ends
@@ -203,9 +267,13 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
         for line in diagnosis.last_words:
             say("  ", line)
     if diagnosis.consequences:
-        say("\n", ("then", "dim"))
+        say("\n", ("then" if diagnosis.cause is not None else "until now", "dim"))
         for consequence in diagnosis.consequences:
             say(f"  {_clock(consequence.time_s)}  {consequence.what}")
+    if diagnosis.lost_replicas:
+        say("\n", ("replicas that were lost and are replaced", "dim"))
+        for lost in diagnosis.lost_replicas:
+            say(f"  {_clock(lost.time_s)}  {lost.what}")
     if diagnosis.earlier:
         say("\n", ("earlier attempts", "dim"))
         for number, end in sorted(diagnosis.earlier.items()):

@@ -11,10 +11,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from hpcrl.runs.fleet import Fleet, read_fleet
+from hpcrl.runs.fleet_table import fleet_table
 from hpcrl.runs.metrics import StepRecord, read_metrics
 from hpcrl.runs.observe import Progress, RunView, observe, read_progress
 from hpcrl.runs.rundir import RunDir
-from hpcrl.runs.status import RunState
+from hpcrl.runs.status import ReplicaJob, RunState
+from hpcrl.runs.usage import Usage, read_usage
 
 __all__ = ["components_table", "duration", "follow", "render", "state_text", "summary"]
 
@@ -84,7 +87,8 @@ def follow(
             try:
                 view = observe(run)
                 metrics = read_metrics(run)
-                screen.show(view, read_progress(run, metrics), metrics)
+                fleet = read_fleet(run, view.attempt, view.components)
+                screen.show(view, read_progress(run, metrics), metrics, read_usage(run, view), fleet)
                 if view.state.ended:
                     return view
                 time.sleep(poll_s)
@@ -110,8 +114,8 @@ class _LiveScreen:
     def say(self, note: str) -> None:
         self._note = note
 
-    def show(self, view: RunView, progress: Progress, metrics: list[StepRecord]) -> None:
-        body = render(view, progress, metrics)
+    def show(self, view: RunView, progress: Progress, metrics: list[StepRecord], usage: Usage, fleet: Fleet) -> None:
+        body = render(view, progress, metrics, usage, fleet)
         self._live.update(Group(body, Text(self._note, style="yellow")) if self._note else body, refresh=True)
 
 
@@ -133,7 +137,7 @@ class _LineScreen:
     def say(self, note: str) -> None:
         self._console.print(Text(note), soft_wrap=True)
 
-    def show(self, view: RunView, progress: Progress, metrics: list[StepRecord]) -> None:
+    def show(self, view: RunView, progress: Progress, metrics: list[StepRecord], usage: Usage, fleet: Fleet) -> None:
         if view.state != self._state:
             self._state = view.state
             reason = f": {view.cause.message}" if view.cause is not None else ""
@@ -152,16 +156,23 @@ def _step_line(record: StepRecord, progress: Progress) -> str:
     seconds = sum(record.phases_s.values())
     waiting = record.phases_s.get("wait_batch", 0.0) / seconds if seconds else 0.0
     left = f"  left {duration(progress.eta_s)}" if record is progress.last and progress.eta_s is not None else ""
+    routes = "" if record.routing_mismatch is None else f"  routes {record.routing_mismatch:.1e}"
     return (
         f"step {record.step}/{progress.total_steps}  reward {record.reward_mean:.3f}"
-        f"  staleness {record.staleness_mean:.1f} (max {record.staleness_max})  kl {record.mismatch_kl:.1e}"
+        f"  staleness {record.staleness_mean:.1f} (max {record.staleness_max})  kl {record.mismatch_kl:.1e}{routes}"
         f"  {record.tokens_per_s:,.0f} tokens/s  {seconds:.1f} s (waiting {waiting:.0%}){left}"
     )
 
 
-def render(view: RunView, progress: Progress, metrics: list[StepRecord]) -> RenderableType:
-    """The live table: head, progress, measurements, phases, newest steps, roles."""
-    parts: list[RenderableType] = [_head(view, progress), *_job_line(view), _bar(progress)]
+def render(
+    view: RunView,
+    progress: Progress,
+    metrics: list[StepRecord],
+    usage: Usage | None = None,
+    fleet: Fleet | None = None,
+) -> RenderableType:
+    """The live table: head, progress, measurements, phases, newest steps, roles, engines."""
+    parts: list[RenderableType] = [_head(view, progress, usage), *_job_line(view), _bar(progress)]
     if progress.last is not None:
         parts += [_measurements(progress, progress.last), _phases(progress.last), Text()]
         parts += [_steps_table(metrics[-6:], progress), Text()]
@@ -169,16 +180,20 @@ def render(view: RunView, progress: Progress, metrics: list[StepRecord]) -> Rend
         parts += [Text(f"held-out reward {progress.evaluations[0].reward:.3f} before the first step"), Text()]
     if view.components:
         parts.append(components_table(view))
+    if fleet is not None and fleet.replicas and not view.state.ended:
+        parts += [Text(), fleet_table(fleet)]
     if view.cause is not None:
         parts.append(Text(view.cause.message, style="yellow" if view.state is RunState.CANCELLED else "red"))
     return Group(*parts)
 
 
-def _head(view: RunView, progress: Progress) -> Text:
+def _head(view: RunView, progress: Progress, usage: Usage | None) -> Text:
     head = Text.assemble((view.name, "bold"), "  ", state_text(view.state), f"  attempt {max(view.attempt, 1)}")
     head.append(f"  {duration(view.wall_s)} elapsed")
     if progress.eta_s is not None and not view.state.ended:
         head.append(f", about {duration(progress.eta_s)} left")
+    if usage is not None and usage.gpu_hours:
+        head.append(f"  {usage.gpu_hours:,.1f} GPU-hours")
     silent_s = 0.0 if view.heartbeat_s is None else time.time() - view.heartbeat_s
     if silent_s > _SILENCE_S and not view.state.ended:
         head.append(f"  no heartbeat for {duration(silent_s)}", style="bold red")
@@ -222,6 +237,8 @@ def _measurements(progress: Progress, last: StepRecord) -> Text:
     text.append(f"   {last.tokens_per_s:,.0f} tokens/s")
     if progress.checkpoint_step is not None:
         text.append(f"   checkpoint at step {progress.checkpoint_step}")
+        if progress.checkpoint_age_s is not None:
+            text.append(f", {duration(progress.checkpoint_age_s)} ago")
     return text
 
 
@@ -240,7 +257,9 @@ def _phases(record: StepRecord, width: int = 60) -> Text:
 def _steps_table(records: list[StepRecord], progress: Progress) -> Table:
     held_out = {evaluation.version: evaluation.reward for evaluation in progress.evaluations}
     table = Table(box=None, header_style="dim", pad_edge=False)
-    for column in ("step", "reward", "held-out", "loss", "kl", "entropy", "staleness", "seconds"):
+    # the share of routes that differ, where engines say theirs
+    routes = ["routes"] if any(record.routing_mismatch is not None for record in records) else []
+    for column in ("step", "reward", "held-out", "loss", "kl", *routes, "entropy", "staleness", "seconds"):
         table.add_column(column, justify="right")
     for record in records:
         table.add_row(
@@ -249,6 +268,7 @@ def _steps_table(records: list[StepRecord], progress: Progress) -> Table:
             f"{held_out[record.step]:.3f}" if record.step in held_out else "",
             f"{record.loss:+.4f}",
             f"{record.mismatch_kl:.1e}",
+            *(["" if record.routing_mismatch is None else f"{record.routing_mismatch:.1e}"] if routes else []),
             f"{record.entropy:.3f}",
             f"{record.staleness_mean:.1f}",
             f"{sum(record.phases_s.values()):.1f}",
@@ -259,15 +279,29 @@ def _steps_table(records: list[StepRecord], progress: Progress) -> Table:
 def components_table(view: RunView) -> Table:
     """Roles: state, node, pid, port, time since start."""
     table = Table(box=None, header_style="dim", pad_edge=False)
-    for column in ("role", "state", *(["node"] if _has_nodes(view) else []), "pid", "port", "up"):
+    jobs = any(component.job is not None for component in view.components)
+    for column in ("role", "state", *(["node"] if _has_nodes(view) else []), "pid", "port", "up", *["job"] * jobs):
         table.add_column(column, justify="right" if column in ("pid", "port", "up") else "left")
     now_s = time.time()
     for c in view.components:
         up = None if c.started_at_s is None else (c.ended_at_s or view.ended_at_s or now_s) - c.started_at_s
         node = [_short_list(c.nodes)] if _has_nodes(view) else []
         ends = [str(c.pid or "-"), str(c.port or "-"), duration(up)]
-        table.add_row(f"{c.role} {c.replica}", state_text(c.state), *node, *ends)
+        own = [_own_job(c.job)] if jobs else []
+        table.add_row(f"{c.role} {c.replica}", state_text(c.state), *node, *ends, *own)
     return table
+
+
+def _own_job(job: ReplicaJob | None) -> Text:
+    """The job of one replica, and what is wrong with it."""
+    if job is None:
+        return Text("-")
+    text = Text.assemble("none yet" if job.job_id is None else f"{job.job_id} ", state_text(job.state))
+    if job.reason not in ("", "None"):
+        text.append(f" ({job.reason})")
+    if job.replaced:
+        text.append(f", replaced {job.replaced} time{'s' if job.replaced > 1 else ''}", style="yellow")
+    return text
 
 
 def _has_nodes(view: RunView) -> bool:

@@ -31,6 +31,8 @@ _NAME = re.compile(r"(\d+)-(\d+)\.log")
 _ISO_TIME = re.compile(r"\[?(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)[.,](\d{1,6})")
 #: ``W0131 12:00:00.123456`` of torch and glog
 _GLOG_TIME = re.compile(r"\[?[IWEFD](\d\d)(\d\d) (\d\d:\d\d:\d\d)\.(\d{1,6})")
+_AGE = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
+_UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _TAIL_BYTES_A_LINE = 400
 _LEAST_TAIL_BYTES = 1 << 20
 
@@ -76,6 +78,7 @@ class LogFilter(NamedTuple):
     replica: int | None = None
     rank: int | None = None
     grep: re.Pattern[str] | None = None
+    since_s: float | None = None
 
     @classmethod
     def make(
@@ -87,13 +90,14 @@ class LogFilter(NamedTuple):
         rank: int | None = None,
         attempt: int | None = None,
         grep: str | None = None,
+        since: str | None = None,
     ) -> LogFilter:
-        """A filter from what a person says.
+        """A filter from what a person says; ``since`` is an age (``10m``) or a time (``2026-01-31 12:00``).
 
         Raises
         ------
         UsageError
-            There is no such attempt or role, or ``grep`` is no regular expression.
+            There is no such attempt or role, ``grep`` is no regular expression, or ``since`` no time.
         """
         attempts = run.attempts()
         if attempt is None:
@@ -108,12 +112,30 @@ class LogFilter(NamedTuple):
             pattern = None if grep is None else re.compile(grep)
         except re.error as error:
             raise UsageError(f"--grep {grep!r} is no regular expression: {error}") from error
-        return cls(attempt, role, replica, rank, pattern)
+        return cls(attempt, role, replica, rank, pattern, None if since is None else _since_s(since))
+
+    def shows(self, line: str, time_s: float) -> bool:
+        """Whether this line of a file is wanted; one whose time nobody knows (0) is never too old."""
+        if self.since_s is not None and 0.0 < time_s < self.since_s:
+            return False
+        return self.grep is None or self.grep.search(line) is not None
 
     def takes(self, file: LogFile) -> bool:
         """Whether lines of this file are wanted."""
         wanted = ((self.role, file.role), (self.replica, file.replica), (self.rank, file.rank))
         return all(want is None or want == have for want, have in wanted)
+
+
+def _since_s(text: str) -> float:
+    """An age (``90s``, ``10m``, ``2h``, ``1d``) or a local time, as seconds since the epoch."""
+    if match := _AGE.fullmatch(text):
+        return time.time() - float(match[1]) * _UNITS_S[match[2]]
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError as error:
+        raise UsageError(
+            f"--since {text!r} is no time\n    way out: an age as 90s, 10m, 2h, 1d; or 2026-01-31T12:00"
+        ) from error
 
 
 def find_log_files(run: RunDir, wanted: LogFilter) -> list[LogFile]:
@@ -139,7 +161,8 @@ def _supervisor_files(run: RunDir, attempt: int) -> list[LogFile]:
 def read_logs(run: RunDir, wanted: LogFilter, *, lines: int = 0) -> list[LogLine]:
     """Lines that match, merged by time; the newest ``lines`` of them (0: all)."""
     # a search reads everything; else the end of each file is enough
-    limit = 0 if wanted.grep is not None or lines == 0 else max(_LEAST_TAIL_BYTES, lines * _TAIL_BYTES_A_LINE)
+    searches = wanted.grep is not None or wanted.since_s is not None
+    limit = 0 if searches or lines == 0 else max(_LEAST_TAIL_BYTES, lines * _TAIL_BYTES_A_LINE)
     merged = heapq.merge(
         *(_read_file(file, wanted, limit) for file in find_log_files(run, wanted)), key=lambda line: line.time_s
     )
@@ -158,7 +181,7 @@ def _read_file(file: LogFile, wanted: LogFilter, limit: int) -> Iterator[LogLine
 def _lines(data: bytes, file: LogFile, wanted: LogFilter, clock: _Clock) -> Iterator[LogLine]:
     for line in data.decode(errors="replace").splitlines():
         time_s = clock.time_of(line)
-        if wanted.grep is None or wanted.grep.search(line):
+        if wanted.shows(line, time_s):
             yield LogLine(
                 role=file.role, replica=file.replica, rank=file.rank, attempt=wanted.attempt, time_s=time_s, line=line
             )

@@ -39,6 +39,13 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
         Share of trained tokens that the loss masked or cut.
     ess:
         Effective sample size of the importance ratios, as a share of tokens: ``(Σr)² / (n Σr²)``.
+    routing_mismatch:
+        Share of pairs of token and layer whose set of experts is another one in the trainer than in the engine; over
+        all tokens whose experts engines returned. None where they returned none.
+    routing_mismatch_by_lag:
+        The same by version lag as for ``mismatch_kl_by_lag``, over the forward passes that sampled trained tokens.
+    routed_tokens:
+        Tokens of the batch whose experts engines returned.
     staleness_mean, staleness_max:
         Trainer version minus version of the first sampled token, over rollouts.
     staleness_histogram:
@@ -81,6 +88,9 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     learning_rate: float
     phases_s: dict[str, float]
     rollouts: dict[str, float]
+    routing_mismatch: float | None = None
+    routing_mismatch_by_lag: dict[str, float] = {}
+    routed_tokens: int = 0
 
 
 class MetricsWriter:

@@ -22,7 +22,6 @@ from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ComponentState, ComponentStatus, ProcessId, RunState, RunStatus
 
 __all__ = [
-    "STATUS_SCHEMA",
     "Evaluation",
     "Progress",
     "ResumePoint",
@@ -32,10 +31,8 @@ __all__ = [
     "prefetch",
     "read_evaluations",
     "read_progress",
-    "status_document",
 ]
 
-STATUS_SCHEMA = "hpcrl.status/1"
 _SUBMIT_GRACE_S = 60.0
 """A submission without a local controller counts as alive for this long before a supervisor must have written."""
 _RATE_STEPS = 20
@@ -92,7 +89,8 @@ def observe(run: RunDir, *, now_s: float | None = None) -> RunView:
 
     A status without an end whose supervisor is gone is ``LOST``, or ``CANCELLED`` where somebody had asked for
     it. A submission that no supervisor has answered yet is ``SUBMITTED`` as long as its controller lives. Under
-    Slurm a run is over when its job is; a dead supervisor whose job waits again is ``REQUEUED``.
+    Slurm a run is over when its job is; a dead supervisor whose job waits again is ``REQUEUED``. Where Slurm was not
+    asked, or does not answer, the state is the last one that was written.
 
     Raises
     ------
@@ -135,7 +133,7 @@ def observe(run: RunDir, *, now_s: float | None = None) -> RunView:
     lives = status.state is not RunState.REQUEUED and status.supervisor_alive(now_s)
     if status.state.ended or lives:
         return view
-    if view.job is not None and not (view.job.ended or view.job.gone):
+    if not _job_is_over(view.job, submission):
         return _between(view, run)
     latest = RunStatus.read(run)  # it may have written its end between our two looks
     if latest is not None and latest.state.ended:
@@ -165,11 +163,17 @@ def _ask(submission: Submission) -> JobFact | None:
     return ask([submission]).get(submission.job_id)
 
 
+def _job_is_over(job: JobFact | None, submission: Submission | None) -> bool:
+    """Whether no job can begin another attempt. Under Slurm only its answer counts: silence is no end."""
+    if job is not None:
+        return job.ended or job.gone
+    return submission is None or submission.executor != "slurm"
+
+
 def _between(view: RunView, run: RunDir) -> RunView:
-    """The supervisor is gone, its job is not: Slurm ends it, or starts it again, or does not answer now."""
-    assert view.job is not None
-    restarts = run.plan().attempts.requeue and view.job.state != "COMPLETING"
-    if view.job.holding:
+    """The supervisor is gone, its job is not: Slurm ends it, or starts it again, or was not asked, or is silent."""
+    if view.job is not None and view.job.holding:
+        restarts = run.plan().attempts.requeue and view.job.state != "COMPLETING"
         return msgspec.structs.replace(view, state=RunState.REQUEUED if restarts else RunState.STOPPING)
     return view
 
@@ -268,13 +272,6 @@ def _guard_events(run: RunDir, attempt: int) -> list[Event]:
     return read_events(run, attempt=attempt, kind="guard.supervisor_lost")
 
 
-def status_document(run: RunDir) -> str:
-    """State and progress as JSON (schema `STATUS_SCHEMA`)."""
-    view, progress = observe(run), read_progress(run)
-    document = {"schema": STATUS_SCHEMA, **msgspec.to_builtins(view), "progress": msgspec.to_builtins(progress)}
-    return msgspec.json.format(msgspec.json.encode(document), indent=2).decode()
-
-
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     """One held-out evaluation (event ``evaluation`` of the orchestrator)."""
 
@@ -297,8 +294,8 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
         The newest step record; None before the first step.
     evaluations:
         Held-out evaluations in version order.
-    checkpoint_step:
-        Step of the newest checkpoint; None where there is none.
+    checkpoint_step, checkpoint_age_s:
+        Step of the newest checkpoint, and seconds since it was written; None where there is none.
     eta_s:
         Estimate of the remaining seconds from the newest steps; None before the second step.
     """
@@ -309,6 +306,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     evaluations: list[Evaluation]
     checkpoint_step: int | None
     eta_s: float | None
+    checkpoint_age_s: float | None = None
 
 
 def read_evaluations(run: RunDir) -> list[Evaluation]:
@@ -336,15 +334,26 @@ def read_progress(run: RunDir, metrics: list[StepRecord] | None = None) -> Progr
     if len(recent) > 1 and recent[0].attempt == recent[-1].attempt:
         per_step = (recent[-1].time_s - recent[0].time_s) / (len(recent) - 1)
         eta_s = per_step * (total - recent[-1].step)
-    checkpoints = CheckpointLedger(run.checkpoints_dir).steps()
+    ledger = CheckpointLedger(run.checkpoints_dir)
+    checkpoints = ledger.steps()
     return Progress(
         steps=metrics[-1].step if metrics else 0,
         total_steps=total,
         last=metrics[-1] if metrics else None,
         evaluations=read_evaluations(run),
         checkpoint_step=checkpoints[-1] if checkpoints else None,
+        checkpoint_age_s=_age_s(ledger.path_of(checkpoints[-1])) if checkpoints else None,
         eta_s=eta_s,
     )
+
+
+def _age_s(path: Path) -> float | None:
+    """Seconds since a checkpoint got its name; None where it was removed meanwhile."""
+    try:
+        # the directory changed last when its manifest was written
+        return max(0.0, time.time() - path.stat().st_mtime)
+    except FileNotFoundError:
+        return None
 
 
 class ResumePoint(NamedTuple):
@@ -363,6 +372,6 @@ class ResumePoint(NamedTuple):
 
 
 def find_resume_point(run: RunDir) -> ResumePoint:
-    """The newest good checkpoint. Reads every byte of it."""
-    choice = CheckpointLedger(run.checkpoints_dir).newest_verified()
+    """The newest checkpoint whose files are all there; the trainer, with all of its ranks, compares their content."""
+    choice = CheckpointLedger(run.checkpoints_dir).newest_verified(content=False)
     return ResumePoint(choice.entry.manifest.step if choice.entry else None, choice.skipped)

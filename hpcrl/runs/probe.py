@@ -2,6 +2,7 @@
 
 Every rank writes ``attempts/NNNN/probe/<role>-<replica>-<rank>.json``. The trainer's first rank waits until all ranks
 of the plan have reported, checks that each is where the plan says, and ends the run; the others wait to be stopped.
+``PROBE_HOLD_S`` in the profile's ``env`` keeps all of them there for so long, for a look at the nodes.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from hpcrl.runs.role import RoleContext, run_role
 __all__ = ["ProbeReport", "collect", "misplaced", "report"]
 
 _TICK_S = 0.2
+_HOLD = "PROBE_HOLD_S"
 _NETWORK_PREFIXES = ("NCCL_", "GLOO_", "UCX_", "NVSHMEM_", "VLLM_")
 
 
@@ -176,6 +178,10 @@ def _lead(context: RoleContext, directory: Path) -> None:
     reports, lag_s = collect(directory, count, timeout_s=max(group.start_timeout_s for group in plan.groups))
     hosts = {r.host for r in reports}
     print(f"{count} ranks on {len(hosts)} nodes; a report was seen {lag_s:.1f} s after it was written, at most")
+    hold_s = float(os.environ.get(_HOLD, "0"))
+    if hold_s:
+        print(f"all have reported; held for {hold_s:g} s ({_HOLD})", flush=True)
+        time.sleep(hold_s)
     write_json(directory / "done", {"ranks": count, "nodes": len(hosts), "lag_s": lag_s})
     if wrong := misplaced(plan, reports):
         raise HpcrlError("\n".join(["not as planned:", *wrong]))

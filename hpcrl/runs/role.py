@@ -20,28 +20,74 @@ import msgspec
 from hpcrl.errors import HpcrlError, PeerLostError
 from hpcrl.fs import write_json
 from hpcrl.runs.events import EventWriter
+from hpcrl.runs.progress import ProgressReporter, progress_path
 from hpcrl.runs.rundir import RunDir
 
-__all__ = ["Endpoints", "FailureRecord", "RoleContext", "ready_path", "run_role", "save_request_path"]
+__all__ = [
+    "Complaint",
+    "Endpoints",
+    "FailureRecord",
+    "Member",
+    "RoleContext",
+    "ready_path",
+    "restore_path",
+    "run_role",
+    "save_answer_path",
+    "save_request_path",
+]
 
 _log = logging.getLogger(__name__)
 
 
+class Member(msgspec.Struct, frozen=True):
+    """A replica of a role whose replicas come and go.
+
+    Attributes
+    ----------
+    start:
+        Which start of the replica this is: one that came back knows nothing of what it was told before, also where it
+        has the same address.
+    url:
+        Of its first server.
+    servers:
+        URLs of all of its servers, in the order of ranks; empty where it has one.
+    """
+
+    replica: int
+    start: int
+    url: str
+    servers: tuple[str, ...] = ()
+
+
 class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
-    """Addresses of an attempt, chosen at its start.
+    """Addresses of an attempt.
 
     Attributes
     ----------
     urls:
-        ``http://host:port`` of each replica, by role.
+        ``http://host:port`` of each replica (of its first server), by role; chosen at the start of the attempt.
+    servers:
+        URLs of all servers of each replica, in the order of ranks, for the roles whose replicas have several; empty for
+        a replica that has one.
+    members:
+        Ready replicas of the roles that come and go (layout ``elastic``), by role. The supervisor replaces the file
+        whenever one comes or goes: who works with them reads it again and again.
     """
 
     urls: dict[str, list[str]]
+    servers: dict[str, list[tuple[str, ...]]] = {}
+    members: dict[str, list[Member]] = {}
 
     def one(self, role: str) -> str:
         """The URL of a role that has one replica."""
         (url,) = self.urls[role]
         return url
+
+    def fixed(self, role: str) -> list[Member]:
+        """The replicas of a role that do not come and go; none where the attempt has none."""
+        urls = self.urls.get(role, [])
+        servers: list[tuple[str, ...]] = self.servers.get(role) or [()] * len(urls)
+        return [Member(i, 1, url, own) for i, (url, own) in enumerate(zip(urls, servers, strict=True))]
 
     @staticmethod
     def path(run: RunDir, attempt: int) -> Path:
@@ -112,6 +158,10 @@ class RoleContext:
         """A writer for the events of this process."""
         return EventWriter(self.run, attempt=self.attempt, writer=self.writer)
 
+    def progress(self) -> ProgressReporter:
+        """Tells the watchdog of the supervisor what this replica does (rank 0 only)."""
+        return ProgressReporter(progress_path(self.run, self.attempt, self.role, self.replica))
+
     def endpoints(self) -> Endpoints:
         """Addresses of this attempt."""
         return Endpoints.read(self.run, self.attempt)
@@ -146,9 +196,57 @@ class RoleContext:
             os.close(fd)
 
 
+class Complaint(msgspec.Struct, frozen=True, kw_only=True):
+    """What one role says about another that only the supervisor can help with: an engine that takes no weights.
+
+    Attributes
+    ----------
+    role, replica:
+        Whom it is about.
+    message:
+        What is wrong, as the end of a sentence that begins with the replica.
+    """
+
+    time_s: float
+    role: str
+    replica: int
+    message: str
+
+    @staticmethod
+    def _directory(run: RunDir, attempt: int) -> Path:
+        return run.attempt_dir(attempt) / "complaints"
+
+    def write(self, run: RunDir, attempt: int) -> None:
+        """Replace an earlier complaint about the same replica."""
+        directory = self._directory(run, attempt)
+        directory.mkdir(exist_ok=True)
+        write_json(directory / f"{self.role}-{self.replica}.json", self)
+
+    @classmethod
+    def read_all(cls, run: RunDir, attempt: int) -> list[Complaint]:
+        """The newest complaint about each replica."""
+        complaints = []
+        for path in cls._directory(run, attempt).glob("[!.]*.json"):
+            try:
+                complaints.append(msgspec.json.decode(path.read_bytes(), type=cls))
+            except (OSError, msgspec.DecodeError):
+                continue  # being replaced
+        return complaints
+
+
 def ready_path(run: RunDir, attempt: int, role: str, replica: int) -> Path:
     """Where a replica says that it is ready."""
     return run.attempt_dir(attempt) / "ready" / f"{role}-{replica}.json"
+
+
+def restore_path(run: RunDir, attempt: int) -> Path:
+    """Where the trainer says which checkpoint the attempt restores (`hpcrl.checkpoints.restore`)."""
+    return run.attempt_dir(attempt) / "restore.json"
+
+
+def save_answer_path(run: RunDir, attempt: int) -> Path:
+    """Where the trainer answers that request: ``step`` of the checkpoint, or null and the ``reason``."""
+    return run.attempt_dir(attempt) / "save_answered.json"
 
 
 def save_request_path(run: RunDir, attempt: int) -> Path:

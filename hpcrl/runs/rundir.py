@@ -9,9 +9,15 @@
       metrics.jsonl                           one line an optimizer step; written by trainer rank 0
       events/<attempt>-<writer>.jsonl         what happened; one file a writer, merged by readers
       attempts/0001/endpoints.json            ports of this attempt
+      attempts/0001/restore.json              the checkpoint it begins with; written by the trainer
+      attempts/0001/save_requested.json       the supervisor wants a checkpoint; save_answered.json: it is there
       attempts/0001/ready/                    ready files of roles
       attempts/0001/failures/                 what roles say about their own failure
+      attempts/0001/progress/                 what roles say about their progress
+      attempts/0001/complaints/               engines that the orchestrator cannot use
+      attempts/0001/dumps/                    stacks of roles that hung
       attempts/0001/logs/<role>/<replica>-<rank>.log
+      excluded_nodes.json                     nodes that later attempts avoid; written by the supervisor
       attempts/latest                         symbolic link to the newest attempt
       submitit/                               pickles and logs of submitit and the supervisor
       weights/v000012/                        hand-offs

@@ -11,7 +11,7 @@ from hpcrl.fs import write_json
 from hpcrl.runs.cause import Cause
 from hpcrl.runs.rundir import RunDir
 
-__all__ = ["HEARTBEAT_S", "ComponentState", "ComponentStatus", "ProcessId", "RunState", "RunStatus"]
+__all__ = ["HEARTBEAT_S", "ComponentState", "ComponentStatus", "ProcessId", "ReplicaJob", "RunState", "RunStatus"]
 
 FORMAT_VERSION = 1
 HEARTBEAT_S = 2.0
@@ -53,6 +53,8 @@ class ComponentState(StrEnum):
     STARTING = "STARTING"
     """Its process runs, its probe has not succeeded yet."""
     READY = "READY"
+    RESTARTING = "RESTARTING"
+    """It failed or hung, and is started again after a pause."""
     STOPPING = "STOPPING"
     """It was asked to stop."""
     EXITED = "EXITED"
@@ -99,6 +101,28 @@ class ProcessId(msgspec.Struct, frozen=True, kw_only=True):
         return self.boot_id == procfs.boot_id() and procfs.is_alive(self.pid, self.start_ticks)
 
 
+class ReplicaJob(msgspec.Struct, frozen=True, kw_only=True):
+    """The Slurm job of one replica (layout ``elastic``), as the supervisor last heard of it.
+
+    Attributes
+    ----------
+    job_id:
+        None while it has none.
+    state, reason:
+        In Slurm's words; empty where it has no job.
+    replaced:
+        Jobs of this replica that ended in this attempt and were replaced.
+    lost:
+        How the replica was lost the last time, in a sentence; empty where it never was.
+    """
+
+    job_id: int | None = None
+    state: str = ""
+    reason: str = ""
+    replaced: int = 0
+    lost: str = ""
+
+
 class ComponentStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One replica of a role.
 
@@ -118,6 +142,16 @@ class ComponentStatus(msgspec.Struct, frozen=True, kw_only=True):
         How it ended; one of the two.
     log:
         Log file, relative to the run directory.
+    job:
+        Its own job, where it has one.
+    restarts:
+        How often it was started again in this attempt.
+    last_failure:
+        How its life before this one ended; empty without a restart.
+    progress:
+        What it said or showed last of its work, in words; empty where it says nothing.
+    progress_at_s:
+        When that last changed, in seconds since the epoch.
     """
 
     role: str
@@ -134,6 +168,11 @@ class ComponentStatus(msgspec.Struct, frozen=True, kw_only=True):
     exit_code: int | None = None
     signal: int | None = None
     log: str = ""
+    job: ReplicaJob | None = None
+    restarts: int = 0
+    last_failure: str = ""
+    progress: str = ""
+    progress_at_s: float | None = None
 
 
 class RunStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""What a run has on disk: its hand-offs and its checkpoints, as rows and documents."""
+"""What a run has on disk: its hand-offs, as rows and documents."""
 
 from __future__ import annotations
 
@@ -7,17 +7,13 @@ from typing import Any
 
 import msgspec
 
-from hpcrl.checkpoints import CheckpointEntry, CheckpointLedger
-from hpcrl.checkpoints.ledger import CheckpointManifest
-from hpcrl.errors import CheckpointError, HandoffError
+from hpcrl.errors import HandoffError
 from hpcrl.runs.rundir import RunDir
-from hpcrl.weights import Handoff, HandoffStore, Manifest
+from hpcrl.weights import Handoff, HandoffStore
 
 __all__ = [
     "StoredItem",
-    "checkpoint_items",
     "items_document",
-    "verify_checkpoints",
     "verify_handoffs",
     "weights_difference",
     "weights_items",
@@ -27,12 +23,12 @@ SCHEMA = "hpcrl.stored/1"
 
 
 class StoredItem(msgspec.Struct, frozen=True, kw_only=True):
-    """A version or a checkpoint.
+    """A version.
 
     Attributes
     ----------
     number:
-        Policy version, or step.
+        Policy version.
     created_at_s:
         Seconds since the epoch by its writer's clock; None where the manifest cannot be read.
     bytes, files:
@@ -62,24 +58,11 @@ def weights_items(run: RunDir) -> list[StoredItem]:
     return [_handoff_item(store, version, verify=False) for version in store.versions()]
 
 
-def checkpoint_items(run: RunDir) -> list[StoredItem]:
-    """All checkpoints, ascending; manifests are read, data is not."""
-    ledger = CheckpointLedger(run.checkpoints_dir)
-    return [_checkpoint_item(ledger, step, verify=False) for step in ledger.steps()]
-
-
 def verify_handoffs(run: RunDir, version: int | None) -> list[StoredItem]:
     """Read every byte of one version, or of all, and compare with the manifest."""
     store = HandoffStore(run.weights_dir)
-    numbers = _chosen(store.versions(), version, f"version of {run.name}", HandoffError)
+    numbers = _chosen(store.versions(), version, f"version of {run.name}")
     return [_handoff_item(store, number, verify=True) for number in numbers]
-
-
-def verify_checkpoints(run: RunDir, step: int | None) -> list[StoredItem]:
-    """Read every byte of one checkpoint, or of all, and compare with the manifest."""
-    ledger = CheckpointLedger(run.checkpoints_dir)
-    numbers = _chosen(ledger.steps(), step, f"checkpoint of {run.name}", CheckpointError)
-    return [_checkpoint_item(ledger, number, verify=True) for number in numbers]
 
 
 def weights_difference(run: RunDir, old: int, new: int) -> dict[str, Any]:
@@ -113,18 +96,16 @@ def items_document(run: RunDir, kind: str, items: list[StoredItem]) -> str:
 
 
 def _open(store: HandoffStore, run: RunDir, version: int) -> Handoff:
-    _chosen(store.versions(), version, f"version of {run.name}", HandoffError)
+    _chosen(store.versions(), version, f"version of {run.name}")
     return store.open(version)
 
 
-def _chosen(
-    numbers: list[int], wanted: int | None, what: str, error: type[HandoffError] | type[CheckpointError]
-) -> list[int]:
+def _chosen(numbers: list[int], wanted: int | None, what: str) -> list[int]:
     if wanted is None:
         return numbers
     if wanted not in numbers:
         there = f"there are {', '.join(map(str, numbers))}" if numbers else "there are none"
-        raise error(f"{wanted} is no {what}\n    way out: {there}")
+        raise HandoffError(f"{wanted} is no {what}\n    way out: {there}")
     return [wanted]
 
 
@@ -132,31 +113,16 @@ def _handoff_item(store: HandoffStore, version: int, *, verify: bool) -> StoredI
     item = StoredItem(number=version, path=str(store.path_of(version)))
     try:
         handoff = store.open(version)
-        item = _described(item, handoff.manifest, by=handoff.manifest.producer)
+        manifest = handoff.manifest
+        item = msgspec.structs.replace(
+            item,
+            created_at_s=manifest.created_at_s,
+            bytes=manifest.total_bytes,
+            files=len(manifest.files),
+            by=manifest.producer,
+        )
         if verify:
             handoff.verify(content=True)
     except HandoffError as error:
         item = msgspec.structs.replace(item, problem=str(error))
     return item
-
-
-def _checkpoint_item(ledger: CheckpointLedger, step: int, *, verify: bool) -> StoredItem:
-    path = ledger.path_of(step)
-    item = StoredItem(number=step, path=str(path))
-    try:
-        entry = CheckpointEntry.open(path)
-        saved = entry.manifest
-        by = f"attempt {saved.attempt}, {saved.world_size} ranks, {saved.save_s:.2f} s"
-        item = _described(item, saved, by=by)
-        if verify:
-            entry.verify()
-    except CheckpointError as error:
-        item = msgspec.structs.replace(item, problem=str(error))
-    return item
-
-
-def _described(item: StoredItem, manifest: Manifest | CheckpointManifest, *, by: str) -> StoredItem:
-    total = sum(record.bytes for record in manifest.files.values())
-    return msgspec.structs.replace(
-        item, created_at_s=manifest.created_at_s, bytes=total, files=len(manifest.files), by=by
-    )

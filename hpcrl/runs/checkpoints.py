@@ -1,0 +1,204 @@
+"""The checkpoints of a run as rows and documents, and removing some of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from hpcrl.checkpoints import CheckpointEntry, CheckpointLedger
+from hpcrl.checkpoints.pins import pins_of
+from hpcrl.checkpoints.retention import doomed_steps
+from hpcrl.errors import CheckpointError
+from hpcrl.runs.rundir import RunDir
+
+__all__ = [
+    "CheckpointItem",
+    "checkpoint_details",
+    "checkpoint_items",
+    "items_document",
+    "plan_prune",
+    "verify_checkpoints",
+]
+
+SCHEMA = "hpcrl.checkpoints/1"
+
+
+class CheckpointItem(msgspec.Struct, frozen=True, kw_only=True):
+    """A ledger entry. What cannot be read is None or 0, and `problem` says why.
+
+    Attributes
+    ----------
+    created_at_s:
+        Seconds since the epoch by its writer's clock.
+    bytes, files:
+        Size of all files, and how many.
+    save_s, blocked_s:
+        Seconds that the save took, and those of them in which the training stood still.
+    pin:
+        Why it is pinned; None where it is not.
+    problem:
+        Why it cannot be used; empty where nothing is known against it.
+    """
+
+    step: int
+    path: str
+    created_at_s: float | None = None
+    bytes: int = 0
+    files: int = 0
+    attempt: int | None = None
+    world_size: int | None = None
+    save_s: float | None = None
+    blocked_s: float | None = None
+    pin: str | None = None
+    problem: str = ""
+
+    @property
+    def age_s(self) -> float | None:
+        return None if self.created_at_s is None else max(0.0, time.time() - self.created_at_s)
+
+
+def checkpoint_items(run: RunDir) -> list[CheckpointItem]:
+    """All entries, ascending; sizes of files are compared, data is not read."""
+    return _items(run, None, content=False)
+
+
+def verify_checkpoints(run: RunDir, step: int | None, *, content: bool = True) -> list[CheckpointItem]:
+    """Compare one entry, or all, with their manifests: every byte, or sizes only (CheckpointError: no such step)."""
+    return _items(run, step, content=content)
+
+
+def checkpoint_details(run: RunDir, step: int | None) -> dict[str, Any]:
+    """One entry with everything that is known about it; the newest by default.
+
+    Raises
+    ------
+    CheckpointError
+        There is none.
+    """
+    ledger = CheckpointLedger(run.checkpoints_dir)
+    steps = ledger.steps()
+    chosen = _chosen(ledger, run, steps[-1] if step is None and steps else step)[-1:]
+    if not chosen:
+        raise CheckpointError(f"{run.name} has no checkpoint")
+    item = _item(ledger, chosen[0], content=False)
+    details: dict[str, Any] = {"schema": SCHEMA, "run": run.name, **msgspec.to_builtins(item)}
+    if not item.problem:
+        entry = ledger.open(item.step)
+        details["policy_version"] = entry.manifest.policy_version
+        details["records"] = msgspec.to_builtins(entry.manifest.files)
+        details["orchestrator"] = _orchestrator(entry)
+    pin = pins_of(ledger.root).all().get(item.step)
+    details["pin"] = None if pin is None else msgspec.to_builtins(pin)
+    return details
+
+
+def plan_prune(
+    run: RunDir, *, keep_last: int, keep_every: int, steps: Sequence[int] = (), content: bool = True
+) -> list[CheckpointItem]:
+    """What `hpcrl checkpoint prune` would remove: by the rule of retention, or the ``steps`` that are named.
+
+    Of what stays, the newest entry that is compared with its manifest must be good.
+
+    Parameters
+    ----------
+    content:
+        Whether every byte of it is compared, or sizes only.
+
+    Raises
+    ------
+    CheckpointError
+        A named step does not exist or is pinned; or nothing good would stay.
+    """
+    ledger = CheckpointLedger(run.checkpoints_dir)
+    there, pinned = ledger.steps(), pins_of(ledger.root).numbers()
+    if steps:
+        for step in steps:
+            _chosen(ledger, run, step)
+            if step in pinned:
+                raise CheckpointError(
+                    f"the checkpoint of step {step} is pinned\n    way out: hpcrl checkpoint unpin {run.name} {step}"
+                )
+        doomed = sorted(set(steps))
+    else:
+        doomed = doomed_steps(
+            there, whole=ledger.whole_steps(keep_last), pinned=pinned, keep_last=keep_last, keep_every=keep_every
+        )
+    if doomed:
+        _refuse_loss(ledger, run, [step for step in there if step not in doomed], content=content)
+    return [_item(ledger, step, content=False) for step in doomed]
+
+
+def items_document(run: RunDir, items: Sequence[CheckpointItem]) -> str:
+    """Items as JSON (schema `SCHEMA`)."""
+    document = {"schema": SCHEMA, "run": run.name, "items": list(items)}
+    return msgspec.json.format(msgspec.json.encode(document), indent=2).decode()
+
+
+def _refuse_loss(ledger: CheckpointLedger, run: RunDir, staying: list[int], *, content: bool) -> None:
+    reasons = []
+    for step in reversed(staying):
+        try:
+            ledger.open(step).verify(content=content)
+        except CheckpointError as error:
+            reasons.append(str(error))
+        else:
+            return
+    why = "; ".join(reasons) or "they are all that there are"
+    raise CheckpointError(
+        f"no good checkpoint of {run.name} would be left: {why}\n    way out: hpcrl checkpoint verify {run.name}"
+    )
+
+
+def _items(run: RunDir, step: int | None, *, content: bool) -> list[CheckpointItem]:
+    ledger = CheckpointLedger(run.checkpoints_dir)
+    return [_item(ledger, number, content=content) for number in _chosen(ledger, run, step)]
+
+
+def _chosen(ledger: CheckpointLedger, run: RunDir, wanted: int | None) -> list[int]:
+    steps = ledger.steps()
+    if wanted is None:
+        return steps
+    if wanted not in steps:
+        there = f"there are {', '.join(map(str, steps))}" if steps else "there are none"
+        raise CheckpointError(f"{wanted} is no checkpoint of {run.name}\n    way out: {there}")
+    return [wanted]
+
+
+def _item(ledger: CheckpointLedger, step: int, *, content: bool) -> CheckpointItem:
+    pin = pins_of(ledger.root).all().get(step)
+    item = CheckpointItem(step=step, path=str(ledger.path_of(step)), pin=None if pin is None else pin.reason)
+    try:
+        entry = ledger.open(step)
+        saved = entry.manifest
+        item = msgspec.structs.replace(
+            item,
+            created_at_s=saved.created_at_s,
+            bytes=saved.total_bytes,
+            files=len(saved.files),
+            attempt=saved.attempt,
+            world_size=saved.world_size,
+            save_s=saved.save_s,
+            blocked_s=saved.blocked_s,
+        )
+        entry.verify(content=content)
+    except CheckpointError as error:
+        item = msgspec.structs.replace(item, problem=str(error))
+    return item
+
+
+def _orchestrator(entry: CheckpointEntry) -> dict[str, Any]:
+    """What the orchestrator goes on with. Its bytes belong to `hpcrl.rollouts.state`; here they are only counted."""
+    try:
+        state = msgspec.msgpack.decode(entry.orchestrator_state())
+        finished = state["finished"]
+        return {
+            "next_group": state["next_index"],
+            "groups_to_restart": len(state["restart"]),
+            "finished_groups": len(finished),
+            "finished_rollouts": sum(len(group["rollouts"]) for group in finished),
+        }
+    except (msgspec.DecodeError, CheckpointError, KeyError, TypeError) as error:
+        return {"problem": f"{type(error).__name__}: {error}"}

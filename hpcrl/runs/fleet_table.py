@@ -1,0 +1,106 @@
+"""The engines of a run as a table, for ``hpcrl status``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from hpcrl.runs.fleet import EngineView, Fleet, FleetView, Replica, ReplicaState
+
+__all__ = ["fleet_document", "fleet_table"]
+
+_STYLES = {
+    ReplicaState.HEALTHY: "green",
+    ReplicaState.STARTING: "yellow",
+    ReplicaState.RESTARTING: "yellow",
+    ReplicaState.STALE: "yellow",
+    ReplicaState.SUSPECT: "bold red",
+    ReplicaState.DEAD: "bold red",
+    ReplicaState.UNKNOWN: "dim",
+}
+_COLUMNS = ("engine", "health", "version", "in flight", "running", "waiting", "KV", "prefix hits", "tokens/s", "")
+
+
+def fleet_table(fleet: Fleet) -> RenderableType:
+    """A line for the fleet, and one for each engine; ``?`` is what nobody knows now."""
+    table = Table(box=None, header_style="dim", pad_edge=False)
+    for i, column in enumerate(_COLUMNS):
+        table.add_column(column, justify="left" if i < 2 or not column else "right")
+    for replica in fleet.replicas:
+        table.add_row(*_row(replica))
+    return Group(_head(fleet.view), table)
+
+
+def _head(view: FleetView | None) -> Text:
+    if view is None:
+        return Text("engines: the orchestrator says nothing about them now", style="dim")
+    text = Text(f"engines: {view.in_flight} rollouts in flight, at most {view.limit}")
+    if view.newest is not None:
+        text.append(f"; newest version {view.newest}")
+    if view.router is not None:
+        text.append("; the router answers" if view.router else "; the router does not answer")
+    return text
+
+
+def _row(replica: Replica) -> list[str | Text]:
+    view = replica.view
+    state = Text(replica.state.value, style=_STYLES[replica.state])
+    name = f"{replica.role} {replica.replica}"
+    if view is None:
+        return [name, state, *["?"] * 7, Text(replica.why, overflow="fold")]
+    return [
+        name,
+        state,
+        _version(view),
+        f"{view.in_flight}{'' if view.window is None else f' of {view.window:.0f}'}",
+        _number(view.running),
+        _number(view.waiting),
+        _share(view.kv_usage),
+        _share(view.prefix_hit_rate),
+        "?" if view.tokens_per_s is None else f"{view.tokens_per_s:,.0f}",
+        Text(replica.why or ("not in the router" if view.routed is False else ""), overflow="fold"),
+    ]
+
+
+def _version(view: EngineView) -> str:
+    now = "none" if view.version < 0 else str(view.version)
+    return now if view.loading is None else f"{now} > {view.loading}"
+
+
+def _number(value: int | None) -> str:
+    return "?" if value is None else str(value)
+
+
+def _share(value: float | None) -> str:
+    return "?" if value is None else f"{value:.0%}"
+
+
+def fleet_document(fleet: Fleet) -> dict[str, Any]:
+    """The same as JSON: null is what nobody knows now."""
+    view = fleet.view
+    return {
+        "time_s": None if view is None else view.time_s,
+        "newest": None if view is None else view.newest,
+        "in_flight": None if view is None else view.in_flight,
+        "limit": None if view is None else view.limit,
+        "router_answers": None if view is None else view.router,
+        "replicas": [
+            {
+                "role": replica.role,
+                "replica": replica.replica,
+                "state": replica.state.value,
+                "why": replica.why,
+                **_facts(replica.view),
+            }
+            for replica in fleet.replicas
+        ],
+    }
+
+
+def _facts(view: EngineView | None) -> dict[str, Any]:
+    names = [name for name in EngineView.__struct_fields__ if name not in ("role", "replica", "why")]
+    return dict.fromkeys(names) if view is None else {n: msgspec.to_builtins(getattr(view, n)) for n in names}
