@@ -31,7 +31,14 @@ _POLL_S = 5.0
 class DockClient:
     """Talks to the orchestrator."""
 
-    def __init__(self, url: str, *, wait_timeout_s: float, connect_timeout_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        wait_timeout_s: float,
+        connect_timeout_s: float = 60.0,
+        on_wait: Callable[[], None] = lambda: None,
+    ) -> None:
         """Remember where the dock is; nothing is sent.
 
         Parameters
@@ -41,8 +48,11 @@ class DockClient:
         wait_timeout_s:
             Longest wait for one answer that takes its time (a batch, the final evaluation), in seconds.
         connect_timeout_s:
-            How long a dock that cannot be reached is tried again, in seconds. The orchestrator may start
-            after the trainer.
+            How long a dock that was reached before and no longer can be is tried again, in seconds. Before the
+            first answer ``wait_timeout_s`` holds: the orchestrator starts when all engines are ready, which may take
+            much longer than the start of a trainer.
+        on_wait:
+            Called every few seconds while an answer is waited for.
         """
         parts = urlsplit(url)
         if parts.hostname is None or parts.port is None:
@@ -50,6 +60,8 @@ class DockClient:
         self.url = url
         self._host, self._port = parts.hostname, parts.port
         self._wait_timeout_s, self._connect_timeout_s = wait_timeout_s, connect_timeout_s
+        self._on_wait = on_wait
+        self._reached = False
 
     def batch(self, step: int, *, rank: int, world_size: int) -> BatchShard:
         """Wait for the batch of ``step`` and return this rank's shard.
@@ -83,6 +95,7 @@ class DockClient:
             status, body = self._request(method, path)
             if status == http.client.OK:
                 return body
+            self._on_wait()
             if time.monotonic() > deadline:
                 raise DeadlineError(f"{what} did not come within {self._wait_timeout_s:g} s from {self.url}")
 
@@ -103,11 +116,16 @@ class DockClient:
             connection.close()
 
     def _retry_connect(self, call: Callable[[], tuple[int, bytes]]) -> tuple[int, bytes]:
-        deadline = time.monotonic() + self._connect_timeout_s
+        limit = self._connect_timeout_s if self._reached else max(self._wait_timeout_s, self._connect_timeout_s)
+        deadline = time.monotonic() + limit
         while True:
             try:
-                return call()
+                answer = call()
+                self._reached = True
+                return answer
             except (OSError, http.client.HTTPException) as error:
                 if time.monotonic() > deadline:
                     raise PeerLostError(f"orchestrator at {self.url} cannot be reached: {error}") from error
+                # engines that start slowly keep the orchestrator from starting: that is waiting, not hanging
+                self._on_wait()
                 time.sleep(0.1)

@@ -14,6 +14,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from hpcrl.dock.routes import RoutedExperts
+
 __all__ = [
     "FORMAT_VERSION",
     "BatchShard",
@@ -47,6 +49,8 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
         salt, the oldest that its context may have been computed with.
     advantages:
         ``[T]`` float32: advantage of each sampled token, 0 elsewhere.
+    routed_experts:
+        Experts that engines chose for each token; None where no engine said anything.
     """
 
     token_ids: NDArray[np.int32]
@@ -55,6 +59,7 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: NDArray[np.float32]
     versions: NDArray[np.int32]
     advantages: NDArray[np.float32]
+    routed_experts: RoutedExperts | None = None
 
 
 class BatchStats(msgspec.Struct, frozen=True, kw_only=True):

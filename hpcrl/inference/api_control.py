@@ -116,7 +116,7 @@ class ControlApi:
         with self._timed("init"):
             if not isinstance((await _body(http)).get("init_info"), dict):
                 raise bad_request("init_info must be an object", "init_info")
-            self._updater.init()
+            await asyncio.to_thread(self._updater.init)
         return json_response({"message": "Weight transfer initialized"})
 
     async def shutdown_weights(self, _: web.Request) -> web.Response:
@@ -130,14 +130,20 @@ class ControlApi:
         return json_response({"message": "Weight update started"})
 
     async def update_weights(self, http: web.Request) -> web.Response:
-        """``{"update_info": {"path": <version directory>}}``: read it while generation goes on."""
+        """``{"update_info": {"path": <version directory>}}``: read it while generation goes on.
+
+        The answer says which version was read: with ``"fallback": true`` it may be an older one.
+        """
         with self._timed("update"):
             info = (await _body(http)).get("update_info")
             if not isinstance(info, dict):
                 raise bad_request("update_info must be an object", "update_info")
-            handoff = await asyncio.to_thread(self._updater.update, info)
-            self._metrics.update_bytes.inc(handoff.manifest.total_bytes)
-        return json_response({"message": "Weights updated"})
+            update = await asyncio.to_thread(self._updater.update, info)
+            self._metrics.update_bytes.inc(update.bytes)
+        skipped = [{"version": version, "reason": reason} for version, reason in update.skipped]
+        return json_response(
+            {"message": "Weights updated", "version": update.version, "kind": update.kind, "skipped": skipped}
+        )
 
     async def finish_update(self, http: web.Request) -> web.Response:
         """``{"weight_version": "12"}``: serve what was read from the next step on, under this label."""

@@ -63,6 +63,8 @@ class GenerateApi:
         stops = stop_strings(sampling.stop)
         if stops and not sampling.detokenize:
             raise bad_request("stop strings need detokenize", "stop")
+        if sampling.stream_interval is not None and sampling.stream_interval < 1:
+            raise bad_request(f"stream_interval must be at least 1, not {sampling.stream_interval}", "stream_interval")
         if request.stream and sampling.prompt_logprobs is not None:
             raise bad_request("prompt_logprobs are not available when stream is true", "prompt_logprobs")
 
@@ -87,6 +89,8 @@ class GenerateApi:
             priority=request.priority,
             make_text=make_text,
             has_stop_strings=bool(stops),
+            stream_interval=sampling.stream_interval or 1,
+            experts_in_parts=bool(request.stream),
         ) as generation:
             if request.stream:
                 return await send_events(http, self._chunks(request, name, generation))

@@ -323,10 +323,15 @@ class Engine:
             metrics.inter_token.observe(now - self._last_step_s, count=later)
         self._last_step_s = now
         ended = {i for i, _, _ in result.finished}
-        for i in np.flatnonzero(rows.streams[result.rows]).tolist():
+        interval = rows.stream_interval[result.rows]
+        earlier = rows.num_tokens[result.rows] - rows.num_prompt[result.rows] - 1
+        for i in np.flatnonzero((interval > 0) & (earlier % np.maximum(interval, 1) == 0)).tolist():
             if i not in ended:
                 request = rows.request(int(result.rows[i]))
-                self._pending.append((request, self._output(request)))
+                output = self._output(request)
+                if request.experts_in_parts:
+                    output.routed_experts = self._runner.experts_of(request)
+                self._pending.append((request, output))
         for i, finish_reason, stop_reason in result.finished:
             self._finish(rows.request(int(result.rows[i])), finish_reason, stop_reason)
 

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
-import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hpcrl.errors import HandoffError, UsageError
+from hpcrl.inference.adapters import Adapter, as_tensor
 from hpcrl.models.arch import ModelArch, load_arch
-from hpcrl.trainer.models.hf import load_hf_tensors
+from hpcrl.trainer.fp8 import dequantise
+from hpcrl.trainer.models.hf import load_hf_tensors, to_hf_tensors
 from hpcrl.trainer.models.qwen3_moe import Qwen3Moe
 from hpcrl.weights import Handoff, TensorRecord
+from hpcrl.weights.adapters import Contents
+from hpcrl.weights.assemble import Served
+from hpcrl.weights.layout import PublishedTensor
+from hpcrl.weights.quantize import FP8_DTYPE, scale_tensor
+from hpcrl.weights.subscriber import Reading
 
-__all__ = ["DTYPES", "check_fits", "load_model", "read_tensors"]
+__all__ = ["DTYPES", "adapted_tensors", "check_fits", "load_model", "model_bytes", "read_tensors"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -67,17 +73,17 @@ def _stored_tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
 
 
 def check_fits(handoff: Handoff, arch: ModelArch) -> None:
-    """Compare a hand-off's manifest with a model, before any weight is read.
+    """Compare the manifest of a hand-off (for an adapter: of its base) with a model, before any weight is read.
 
     Raises
     ------
     HandoffError
-        It is no full publication, or tensors are missing, unknown or of another shape.
+        Tensors are missing, unknown or of another shape.
     """
-    if handoff.manifest.kind != "full":
-        raise HandoffError(f"{handoff.path} is a {handoff.manifest.kind!r} publication; this engine loads full ones")
     records = handoff.manifest.tensors
     expected = {spec.name: spec.shape for spec in arch.tensors()}
+    scales = {scale.name: scale.shape for name in records if (scale := _scale_of(name, records)) is not None}
+    expected |= scales
     problems = [f"{name} is missing" for name in expected if name not in records]
     problems += [f"{name} is unknown" for name in records if name not in expected]
     problems += [
@@ -90,38 +96,83 @@ def check_fits(handoff: Handoff, arch: ModelArch) -> None:
         raise HandoffError(f"{handoff.path} does not fit the model: {shown}")
 
 
-def read_tensors(handoff: Handoff, *, content: bool) -> Iterator[tuple[str, Tensor]]:
-    """Read the tensors of a hand-off.
+def _scale_of(name: str, records: Mapping[str, TensorRecord]) -> PublishedTensor | None:
+    """The scales that a tensor needs; None where it is not quantised."""
+    if records[name].dtype != FP8_DTYPE:
+        return None
+    return scale_tensor(name, records[name].shape)
 
-    Files are read, not mapped: a mapped file that is truncated or withdrawn on a shared filesystem kills the
-    process with SIGBUS, a read gives an error.
+
+def read_tensors(reading: Reading, served: Served | None = None) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a hand-off that `check_fits`, one at a time; what is quantised is brought back to float32.
 
     Parameters
     ----------
-    handoff:
-        Opened and checked.
-    content:
-        Compare each tensor's bytes with the hash in the manifest.
+    served:
+        Weights that this engine has already; deltas against them are all that is read then.
 
     Raises
     ------
     HandoffError
-        A file is missing or short, or bytes differ.
+        See `hpcrl.weights.subscriber.Reading.read`.
     """
-    by_file: dict[str, list[tuple[str, TensorRecord]]] = {}
-    for name, record in handoff.manifest.tensors.items():
-        by_file.setdefault(record.file, []).append((name, record))
-    for file, records in by_file.items():
-        path = handoff.path / file
-        try:
-            with path.open("rb") as stream:
-                for name, record in sorted(records, key=lambda item: item[1].offset):
-                    stream.seek(record.offset)
-                    data = bytearray(record.bytes)
-                    if stream.readinto(data) != record.bytes:
-                        raise HandoffError(f"{path} ends inside tensor {name}")
-                    if content and xxhash.xxh3_128_hexdigest(data) != record.xxh3_128:
-                        raise HandoffError(f"{path}: tensor {name} does not have the content that the manifest says")
-                    yield name, torch.frombuffer(data, dtype=getattr(torch, record.dtype)).view(record.shape)
-        except OSError as error:
-            raise HandoffError(f"{path} cannot be read: {error}") from error
+    records = reading.handoff.manifest.tensors
+    waiting: dict[str, Tensor] = {}
+    for stored in reading.tensors(served):
+        name, tensor = stored.name, as_tensor(stored)
+        weight = name.removesuffix("_scale_inv")
+        scale = _scale_of(weight, records) if weight in records else None
+        if scale is None:
+            yield name, tensor
+        elif weight in waiting or scale.name in waiting:
+            quantised, scales = (waiting.pop(weight), tensor) if name != weight else (tensor, waiting.pop(scale.name))
+            yield weight, dequantise(quantised, scales)
+        else:
+            waiting[name] = tensor
+
+
+def adapted_tensors(
+    reading: Reading, adapter: Adapter, contents: Contents | None = None, model: Qwen3Moe | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """All tensors of a base whose manifest `check_fits`, with an adapter merged into them.
+
+    Parameters
+    ----------
+    reading:
+        Of the adapter.
+    contents, model:
+        What this engine has already; only tensors that may differ from it are read.
+
+    Raises
+    ------
+    HandoffError
+        See `hpcrl.weights.subscriber.Reading.read` and `Adapter.merged`.
+    """
+    different = adapter.contents.different_from(contents)
+    if different is None or model is None:
+        different = frozenset(reading.chain[-2].manifest.tensors)
+    else:
+        yield from ((name, tensor) for name, tensor in _published(model).items() if name not in different)
+    yield from adapter.merged(reading.base_tensors(different))
+
+
+def model_bytes(model: Qwen3Moe) -> Callable[[str, TensorRecord], bytearray | None]:
+    """Gives copies of the bytes of published tensors of ``model``; None where its dtype is another."""
+    tensors = _published(model)
+
+    def copy(name: str, record: TensorRecord) -> bytearray | None:
+        tensor = tensors.get(name)
+        if tensor is None or tensor.dtype != getattr(torch, record.dtype) or tuple(tensor.shape) != record.shape:
+            return None
+        return bytearray(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+
+    return copy
+
+
+def _published(model: Qwen3Moe) -> dict[str, Tensor]:
+    """The tensors of ``model`` by their published names, as views."""
+    return {
+        name: tensor
+        for own, parameter in model.named_parameters()
+        for name, tensor in to_hf_tensors(own, parameter.detach(), model.arch)
+    }

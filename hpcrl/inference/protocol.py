@@ -72,6 +72,7 @@ class WireSampling(_Common, kw_only=True):
     max_tokens: int | msgspec.UnsetType | None = msgspec.UNSET
     logprobs: int | None = None
     detokenize: bool = True
+    stream_interval: int | None = None
     trace_decode_token_ids: list[int] | None = None
     prompt_logprob_token_ids: list[list[int]] | None = None
 

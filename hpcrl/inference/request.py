@@ -55,8 +55,11 @@ class Output:
         The stop token or stop string that ended it; None for end of sequence.
     text:
         Text of the tokens, where the HTTP side made it.
-    weight_versions, routed_experts, prompt_logprobs:
-        With the last output only. ``routed_experts`` is ``[tokens - 1 - start, layers, experts_per_token]``.
+    weight_versions, prompt_logprobs:
+        With the last output only.
+    routed_experts:
+        ``[rows, layers, experts_per_token]``: rows that were not reported yet, of tokens that are computed. All
+        outputs together have ``tokens - 1 - routed_experts_prompt_start`` of them.
     num_cached_tokens:
         Prompt tokens whose KV was found in the prefix cache.
     """
@@ -91,6 +94,8 @@ class EngineRequest:
         cache_salt: str | None = None,
         priority: int = 0,
         stream: bool = False,
+        stream_interval: int = 1,
+        experts_in_parts: bool = False,
     ) -> None:
         """Describe a sequence.
 
@@ -109,10 +114,14 @@ class EngineRequest:
         priority:
             Lower runs earlier.
         stream:
-            Whether to report each token or the whole sequence at its end.
+            Whether to report tokens as they come or the whole sequence at its end.
+        stream_interval:
+            Tokens from one report to the next, from the first token on.
+        experts_in_parts:
+            Whether reports on the way have the experts of their tokens; else all are in the last one.
         """
         self.request_id, self.params, self.on_output = request_id, params, on_output
-        self.priority, self.stream = priority, stream
+        self.priority, self.stream_interval = priority, stream_interval if stream else 0
         self.num_prompt = len(prompt)
         self.tokens: NDArray[np.int32] = np.asarray(prompt, dtype=np.int32)
         self.logprobs: NDArray[np.float32] = np.zeros(0, np.float32)
@@ -125,6 +134,8 @@ class EngineRequest:
         self.drawn_seed: int | None = None
         self.row: int | None = None
         self.num_reported = 0
+        self.experts_in_parts = experts_in_parts
+        self.experts_reported = params.routed_experts_prompt_start
         self.ended = False
         self.num_cached_tokens = 0
         self.num_preemptions = 0

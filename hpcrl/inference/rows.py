@@ -44,7 +44,7 @@ class Rows:
         self.wants_logprobs = np.zeros(r, np.bool_)
         self.wants_prompt_logprobs = np.zeros(r, np.bool_)
         self.has_stop_tokens = np.zeros(r, np.bool_)
-        self.streams = np.zeros(r, np.bool_)
+        self.stream_interval = np.zeros(r, np.int64)
         self.requests: list[EngineRequest | None] = [None] * r
         self._free = list(range(r - 1, -1, -1))
         self._max_model_len = max_model_len
@@ -106,7 +106,7 @@ class Rows:
         self.wants_logprobs[row] = wanted is not None
         self.wants_prompt_logprobs[row] = params.prompt_logprobs is not None
         self.has_stop_tokens[row] = bool(params.stop_token_ids)
-        self.streams[row] = request.stream
+        self.stream_interval[row] = request.stream_interval
         return row
 
     def append_blocks(self, row: int, blocks: list[int]) -> None:

@@ -169,20 +169,21 @@ class ModelRunner:
                 request.prompt_logprobs.append(PromptLogprobs(float(values[j]), int(ranks[j]), top))
 
     def experts_of(self, request: EngineRequest) -> NDArray[np.generic] | None:
-        """Experts of a running request's computed tokens, the last known one excluded.
+        """Experts of a running request's computed tokens that were not reported yet; now they are.
 
         Returns
         -------
         ndarray
-            ``[tokens - 1 - routed_experts_prompt_start, layers, experts_per_token]``; None where experts are not
-            recorded or the request holds no KV.
+            ``[rows, layers, experts_per_token]``, up to the last known token, which is not computed; None where experts
+            are not recorded or the request holds no KV.
         """
         rows, row = self._rows, request.row
         if not self._record_experts or row is None:
             return None
-        start = request.params.routed_experts_prompt_start
+        start = request.experts_reported
         end = min(int(rows.num_computed[row]), int(rows.num_tokens[row]) - 1)
         positions = np.arange(start, max(start, end))
+        request.experts_reported = max(start, end)
         size = self._cache.block_size
         experts: NDArray[np.generic] = self._cache.experts[
             rows.block_table[row, positions // size] * size + positions % size

@@ -139,7 +139,7 @@ async def _serve(settings: ServerSettings, model: Qwen3Moe, listener: socket.soc
     engine = Engine(model, engine_config(settings, model), metrics)
     tokenizer = _tokenizer(settings)
     serving = Serving(engine, tokenizer, _facts(settings, model, tokenizer))
-    updater = WeightUpdater(model, root=settings.weight_transfer_root, verify_content=settings.verify_content)
+    updater = WeightUpdater(model, settings.reader)
 
     def hand_over(delivery: Delivery) -> None:
         # the loop may be closing while the last step ends
@@ -173,6 +173,7 @@ async def _serve(settings: ServerSettings, model: Qwen3Moe, listener: socket.soc
     engine.abort(serving.in_flight())
     await runner.cleanup()
     await asyncio.to_thread(engine.stop, _SHUTDOWN_GRACE_S)
+    await asyncio.to_thread(updater.shutdown)
     return ExitCode.OK if engine.failure is None else ExitCode.FAILED
 
 

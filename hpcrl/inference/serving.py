@@ -260,6 +260,8 @@ class Serving:
         priority: int,
         make_text: Callable[[], TextStream | None],
         has_stop_strings: bool = False,
+        stream_interval: int = 1,
+        experts_in_parts: bool = False,
     ) -> AsyncIterator[Generation]:
         """Run sequences; those that have not ended when the context is left (a client went away) are aborted.
 
@@ -291,6 +293,10 @@ class Serving:
                     cache_salt=cache_salt,
                     priority=priority if self.facts.priority_scheduling else 0,
                     stream=stream or has_stop_strings,
+                    # stop strings are looked for after each token
+                    stream_interval=1 if has_stop_strings else stream_interval,
+                    # stop strings cut tokens that were reported
+                    experts_in_parts=experts_in_parts and not has_stop_strings,
                 )
                 generation.add(request, make_text())
         generation.abort = self.engine.abort

@@ -6,9 +6,12 @@ import argparse
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from hpcrl.errors import UsageError
+from hpcrl.inference.updates import ReaderConfig
+from hpcrl.weights.share import Pace
+from hpcrl.weights.subscriber import ReaderSettings
 
 __all__ = ["ServerSettings", "parse_settings"]
 
@@ -39,8 +42,7 @@ class ServerSettings:
     seed: int
     torch_threads: int
     weight_version: str
-    weight_transfer_root: Path | None
-    verify_content: bool
+    reader: ReaderConfig
 
 
 class _Parser(argparse.ArgumentParser):
@@ -65,6 +67,16 @@ def _positive(text: str) -> int:
         raise argparse.ArgumentTypeError(f"must be a whole number, not {text!r}") from error
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
+    return value
+
+
+def _positive_float(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be a number, not {text!r}") from error
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be above 0, not {text}")
     return value
 
 
@@ -96,7 +108,16 @@ def _parser() -> _Parser:
     add("--torch-threads", type=_positive, default=1, help="threads of a step")
     add("--weight-version", default="default", help="label of the weights at the start")
     add("--weight-transfer-root", type=Path, help="refuse hand-offs that lie elsewhere")
+    add("--weight-reader", metavar="NAME", help="register as this reader of the root, and take leases")
     add("--verify-content", action=argparse.BooleanOptionalAction, default=True, help="hash hand-offs while reading")
+    add("--weight-lease-timeout-s", type=_positive_float, default=60.0, help="when a silent reader counts as dead")
+    add("--weight-timeout-floor-s", type=_positive_float, default=30.0, help="least time that a read is given")
+    add("--weight-min-bandwidth-mib-s", type=_positive_float, default=50.0, help="slowest rate that counts as working")
+    add("--weight-read-streams", type=_positive, default=4, help="segments that are read ahead")
+    add("--weight-node-cache", type=Path, help="directory of this node, to read each byte once a node")
+    add("--weight-node-cache-bytes", type=_positive, default=16 << 30, help="most bytes in it")
+    add("--weight-fanout-host", help="address to serve versions at to other nodes, and take them from these")
+    add("--weight-fanout-degree", type=_positive, default=2, help="nodes that one node serves")
     # taken for the sake of one command line for both servers; they are always so here
     for flag in ("--enable-scale-out", "--enforce-eager", "--enable-chunked-prefill"):
         add(flag, action="store_true", help=argparse.SUPPRESS)
@@ -119,4 +140,26 @@ def parse_settings(argv: list[str] | None) -> ServerSettings:
     if not 0 <= values["port"] < 1 << 16:
         raise UsageError(f"--port must be between 0 and 65535, not {values['port']}")
     values["served_model_name"] = tuple(values["served_model_name"] or [str(values["model"])])
+    values["reader"] = _reader(values)
     return ServerSettings(**values)
+
+
+def _reader(values: dict[str, Any]) -> ReaderConfig:
+    """Take what belongs to the reader of hand-offs out of ``values``."""
+    root, name = values.pop("weight_transfer_root"), values.pop("weight_reader")
+    if name is not None and root is None:
+        raise UsageError("--weight-reader needs --weight-transfer-root")
+    bandwidth = values.pop("weight_min_bandwidth_mib_s") * (1 << 20)
+    settings = ReaderSettings(
+        expiry_s=values.pop("weight_lease_timeout_s"),
+        pace=Pace(values.pop("weight_timeout_floor_s"), bandwidth),
+        streams=values.pop("weight_read_streams"),
+        cache_dir=values.pop("weight_node_cache"),
+        cache_bytes=values.pop("weight_node_cache_bytes"),
+        fanout_host=values.pop("weight_fanout_host"),
+        fanout_degree=values.pop("weight_fanout_degree"),
+        verify=values.pop("verify_content"),
+    )
+    if settings.fanout_host is not None and (settings.cache_dir is None or name is None):
+        raise UsageError("--weight-fanout-host needs --weight-node-cache and --weight-reader")
+    return ReaderConfig(root, name, settings)

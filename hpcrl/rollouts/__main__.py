@@ -1,6 +1,6 @@
 """``python -m hpcrl.rollouts``: the orchestrator role."""
 
-from hpcrl.rollouts.orchestrator import main
+from hpcrl.rollouts.process import main
 from hpcrl.runs.role import run_role
 
 if __name__ == "__main__":

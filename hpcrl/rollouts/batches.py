@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpcrl.config.recipe import Recipe
+from hpcrl.dock.routes import joined as joined_routes
 from hpcrl.dock.wire import BatchShard, BatchStats, MicroBatch, encode_shard
 from hpcrl.rollouts.advantages import group_advantages
 from hpcrl.rollouts.packing import pack
@@ -107,16 +108,17 @@ def _micro_batch(samples: Sequence[_Sample]) -> MicroBatch:
         return np.concatenate(parts) if parts else np.zeros(0, dtype=dtype)
 
     rollouts = [sample.rollout for sample in samples]
-    ends = np.cumsum([0, *(len(rollout.token_ids) for rollout in rollouts)])
+    lengths = [len(rollout.token_ids) for rollout in rollouts]
     return MicroBatch(
         token_ids=joined([rollout.token_ids for rollout in rollouts], np.int32),
-        cu_seqlens=ends.astype(np.int32),
+        cu_seqlens=np.cumsum([0, *lengths]).astype(np.int32),
         loss_mask=joined([rollout.sampled for rollout in rollouts], np.uint8),
         logprobs=joined([rollout.logprobs for rollout in rollouts], np.float32),
         versions=joined([rollout.versions for rollout in rollouts], np.int32),
         advantages=joined(
             [sample.rollout.sampled.astype(np.float32) * np.float32(sample.advantage) for sample in samples], np.float32
         ),
+        routed_experts=joined_routes([rollout.routed_experts for rollout in rollouts], lengths),
     )
 
 
@@ -165,5 +167,7 @@ def _line(sample: _Sample, decode: Callable[[Sequence[int]], str]) -> dict[str, 
         "tokens": len(rollout.token_ids),
         "sampled_tokens": rollout.sampled_tokens,
         "seconds": round(rollout.seconds, 3),
+        "ended_s": round(rollout.ended_s, 3),
+        "turns": rollout.turns,
         "text": text,
     }

@@ -32,6 +32,8 @@ class Counters(msgspec.Struct, kw_only=True):
         Groups whose rewards were all equal.
     engine_requests, engine_retries:
         Generation requests sent, and those of them that repeat a failed one.
+    tokens_kept:
+        Tokens that had arrived from engines that were lost; their requests went on from there.
     """
 
     started: int = 0
@@ -47,6 +49,7 @@ class Counters(msgspec.Struct, kw_only=True):
     zero_variance_groups: int = 0
     engine_requests: int = 0
     engine_retries: int = 0
+    tokens_kept: int = 0
 
     def as_dict(self) -> dict[str, int]:
         """Names and counts."""

@@ -46,6 +46,10 @@ class Dock(Protocol):
         """Prometheus text."""
         ...
 
+    async def run_metrics(self) -> str:
+        """The same of all parts of the run."""
+        ...
+
 
 @contextlib.asynccontextmanager
 async def serve_dock(dock: Dock, *, host: str, port: int) -> AsyncIterator[None]:
@@ -98,6 +102,9 @@ def _routes(dock: Dock) -> list[web.RouteDef]:
     async def metrics(_: web.Request) -> web.Response:
         return web.Response(text=dock.metrics(), content_type="text/plain")
 
+    async def run_metrics(_: web.Request) -> web.Response:
+        return web.Response(text=await dock.run_metrics(), content_type="text/plain")
+
     async def batch(request: web.Request) -> web.Response:
         rank, world_size = int(request.query["rank"]), int(request.query["world_size"])
         shard = await dock.batch(_number(request, "step"), rank=rank, world_size=world_size, wait_s=_wait_s(request))
@@ -122,6 +129,7 @@ def _routes(dock: Dock) -> list[web.RouteDef]:
     return [
         web.get("/health", health),
         web.get("/metrics", metrics),
+        web.get("/metrics/run", run_metrics),
         web.get(r"/dock/batch/{step:\d+}", batch),
         web.post(r"/dock/published/{version:\d+}", published),
         web.post(r"/dock/snapshot/{step:\d+}", snapshot),

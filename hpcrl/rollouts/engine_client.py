@@ -6,106 +6,39 @@ RL router. Field names are vLLM's. Only what we read is decoded.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
 import msgspec
 
-from hpcrl.errors import HpcrlError
+from hpcrl.rollouts.answers import AnswerReader, EngineError, EngineProtocolError, Generation, OnPart, SamplingParams
 
 __all__ = ["EngineClient", "EngineError", "EngineProtocolError", "Generation", "SamplingParams"]
 
-
-class EngineError(Exception):
-    """A request failed.
-
-    Attributes
-    ----------
-    retryable:
-        Whether it may work elsewhere or later. A request that the engine understood and refused will not.
-    unreachable:
-        Whether there was no answer at all.
-    """
-
-    def __init__(self, message: str, *, retryable: bool = True, unreachable: bool = False) -> None:
-        super().__init__(message)
-        self.retryable, self.unreachable = retryable, unreachable
-
-
-class EngineProtocolError(HpcrlError):
-    """An engine answers in a way that training cannot use: no version, no log-probabilities, wrong counts."""
-
-
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How to sample. All that shapes the distribution is said, so that no server-side default comes in.
-
-    Attributes
-    ----------
-    temperature:
-        0 is greedy.
-    seed:
-        In ``[0, 2**63)``.
-    logprobs:
-        1: the log-probability of the sampled token.
-    """
-
-    temperature: float
-    max_tokens: int
-    seed: int
-    stop_token_ids: list[int]
-    top_p: float = 1.0
-    top_k: int = 0
-    logprobs: int = 1
+_FREEZE_S = 2.0
+"""How long a pause may take to be answered before the engine is asked whether it stands."""
 
 
 class _Request(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int]
     sampling_params: SamplingParams
     cache_salt: str
+    stream: bool | msgspec.UnsetType = msgspec.UNSET
 
 
-class _TokenLogprob(msgspec.Struct, frozen=True):
-    logprob: float
+class _Paused(msgspec.Struct, frozen=True):
+    is_paused: bool = False
 
 
-class _Logprobs(msgspec.Struct, frozen=True):
-    content: list[_TokenLogprob] | None = None
+class _WeightInfo(msgspec.Struct, frozen=True):
+    weight_version: str | None = None
 
 
-class _Span(msgspec.Struct, frozen=True):
-    version: str
-    start: int
-    end: int
-
-
-class _Choice(msgspec.Struct, frozen=True):
-    finish_reason: str | None = None
-    token_ids: list[int] | None = None
-    logprobs: _Logprobs | None = None
-    weight_versions: list[_Span] | None = None
-
-
-class _Response(msgspec.Struct, frozen=True):
-    choices: list[_Choice]
-
-
-class Generation(msgspec.Struct, frozen=True):
-    """Sampled tokens; all three lists have the same length.
-
-    Attributes
-    ----------
-    finish_reason:
-        ``stop`` (the last token is a stop token) or ``length``.
-    """
-
-    token_ids: list[int]
-    logprobs: list[float]
-    versions: list[int]
-    finish_reason: str
-
-
+_UPDATE = "/update_weights"
 _encoder = msgspec.json.Encoder()
-_decoder = msgspec.json.Decoder(_Response)
 
 
 class EngineClient:
@@ -126,10 +59,29 @@ class EngineClient:
         self.name, self.url = name, url.rstrip("/")
         self._session = session
 
+    @property
+    def servers(self) -> tuple[EngineClient, ...]:
+        """Those that requests may be sent to, in the order of ranks; an engine of one rank is its own."""
+        return (self,)
+
     async def generate(
-        self, token_ids: list[int], params: SamplingParams, *, cache_salt: str, session_id: str, timeout_s: float
+        self,
+        token_ids: list[int],
+        params: SamplingParams,
+        *,
+        cache_salt: str,
+        session_id: str,
+        timeout_s: float,
+        on_part: OnPart = lambda tokens, logprobs, experts: None,
     ) -> Generation:
         """Continue ``token_ids``. Cancelling the call closes the connection, and the engine aborts the request.
+
+        Parameters
+        ----------
+        timeout_s:
+            Longest time without an answer, or without the next part of it.
+        on_part:
+            Called with what arrives before the end, where ``params`` ask for parts.
 
         Raises
         ------
@@ -138,24 +90,101 @@ class EngineClient:
         EngineProtocolError
             An answer that training cannot use.
         """
-        body = _encoder.encode(_Request(token_ids=token_ids, sampling_params=params, cache_salt=cache_salt))
+        streams = params.stream_interval is not msgspec.UNSET
+        request = _Request(
+            token_ids=token_ids,
+            sampling_params=params,
+            cache_salt=cache_salt,
+            stream=True if streams else msgspec.UNSET,
+        )
         headers = {"content-type": "application/json", "x-session-id": session_id}
-        data = await self._request("POST", "/inference/v1/generate", body=body, headers=headers, timeout_s=timeout_s)
-        return self._read_generation(data)
+        path, body = "/inference/v1/generate", _encoder.encode(request)
+        answer = AnswerReader(self.name, len(token_ids), params, on_part)
+        if not streams:
+            return answer.whole(await self._request("POST", path, body=body, headers=headers, timeout_s=timeout_s))
+        return await self._stream(path, body, headers, timeout_s, answer)
+
+    async def _stream(
+        self, path: str, body: bytes, headers: dict[str, str], timeout_s: float, reader: AnswerReader
+    ) -> Generation:
+        """An answer in parts."""
+        async with self._answer("POST", path, body, headers, aiohttp.ClientTimeout(sock_read=timeout_s)) as answer:
+            if answer.status != 200:
+                raise self._refusal(path, answer.status, await answer.read())
+            # to the end, so that the connection can be used again
+            async for event in _events(answer.content):
+                reader.event(event)
+        generation = reader.streamed()
+        if generation is None:
+            raise EngineError(f"{self.name}: {path} ended before the answer did", unreachable=True)
+        return generation
 
     async def healthy(self, *, timeout_s: float) -> bool:
         """Whether ``GET /health`` answers 200."""
+        return await self.problem(timeout_s=timeout_s) is None
+
+    async def problem(self, *, timeout_s: float) -> EngineError | None:
+        """What ``GET /health`` failed with; None where it answered 200."""
         try:
             await self._request("GET", "/health", timeout_s=timeout_s)
-        except EngineError:
-            return False
-        return True
+        except EngineError as error:
+            return error
+        return None
 
-    async def control(self, path: str, value: dict[str, Any] | None = None, *, timeout_s: float) -> None:
-        """``POST`` a control call (`EngineError` where it does not answer 200)."""
+    async def weight_version(self, *, timeout_s: float) -> str | None:
+        """The label of the weights that it serves now; None where it does not say."""
+        try:
+            data = await self._request("GET", "/weight_info", timeout_s=timeout_s)
+            return msgspec.json.decode(data, type=_WeightInfo).weight_version
+        except (EngineError, msgspec.DecodeError):
+            return None
+
+    async def weight_labels(self, *, timeout_s: float) -> list[str | None]:
+        """The labels of the weights that each of its servers has now; None for one that does not say."""
+        return [await self.weight_version(timeout_s=timeout_s)]
+
+    async def is_paused(self, *, timeout_s: float) -> bool:
+        """Whether it says that requests are frozen; False where it does not say."""
+        try:
+            data = await self._request("GET", "/is_paused", timeout_s=timeout_s)
+            return msgspec.json.decode(data, type=_Paused).is_paused
+        except (EngineError, msgspec.DecodeError):
+            return False
+
+    async def freeze(self, *, timeout_s: float) -> asyncio.Task[Any] | None:
+        """Freeze requests, keeping them and their KV; the call that does it, where it has not been answered yet.
+
+        vLLM stops at once, but does not say so before KV of ended requests has been fetched by others. A prefill engine
+        may wait for minutes for a decode engine whose request was cancelled meanwhile. Whether it stands is asked then.
+        """
+        # by default vLLM clears its cache here, which recomputes the KV of requests in flight
+        call = asyncio.create_task(self.control("/pause?mode=keep&clear_cache=false", timeout_s=timeout_s))
+        try:
+            while not (await asyncio.wait([call], timeout=_FREEZE_S))[0]:
+                if await self.is_paused(timeout_s=_FREEZE_S):
+                    return call
+            await call
+        except BaseException:
+            call.cancel()
+            raise
+        return None
+
+    async def control(self, path: str, value: dict[str, Any] | None = None, *, timeout_s: float) -> dict[str, Any]:
+        """``POST`` a control call; returns the answer where it is an object (`EngineError` where it is not 200).
+
+        Updates have a connection of their own: vLLM's server hangs up after it has answered 500, as it does where one
+        fails, and the next call on that connection would fail as if the engine were gone.
+        """
         body = _encoder.encode(value or {})
         headers = {"content-type": "application/json"}
-        await self._request("POST", path, body=body, headers=headers, timeout_s=timeout_s)
+        if path == _UPDATE:
+            headers["connection"] = "close"
+        data = await self._request("POST", path, body=body, headers=headers, timeout_s=timeout_s)
+        try:
+            answer = msgspec.json.decode(data)
+        except msgspec.DecodeError:
+            return {}
+        return answer if isinstance(answer, dict) else {}
 
     async def _request(
         self,
@@ -166,49 +195,43 @@ class EngineClient:
         body: bytes | None = None,
         headers: dict[str, str] | None = None,
     ) -> bytes:
-        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        async with self._answer(method, path, body, headers, aiohttp.ClientTimeout(total=timeout_s)) as answer:
+            data = await answer.read()
+        if answer.status != 200:
+            raise self._refusal(path, answer.status, data)
+        return data
+
+    @contextlib.asynccontextmanager
+    async def _answer(
+        self, method: str, path: str, body: bytes | None, headers: dict[str, str] | None, timeout: aiohttp.ClientTimeout
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """An answer while it arrives; whatever goes wrong on the way is an `EngineError`."""
         try:
             async with self._session.request(
                 method, self.url + path, data=body, headers=headers, timeout=timeout
             ) as answer:
-                data = await answer.read()
+                yield answer
         except TimeoutError as error:
-            raise EngineError(f"{self.name}: no answer to {path} within {timeout_s:g} s", unreachable=True) from error
+            limit_s = timeout.total or timeout.sock_read
+            what = f"no answer to {path} within {limit_s:g} s"
+            raise EngineError(f"{self.name}: {what}", unreachable=True, timed_out=True) from error
         except (aiohttp.ClientError, OSError) as error:
             what = str(error) or type(error).__name__
-            raise EngineError(f"{self.name}: {path} failed: {what}", unreachable=True) from error
-        if answer.status != 200:
-            text = data[:500].decode(errors="replace").strip()
-            # 429 and 5xx may pass; other refusals are about the request itself
-            retryable = answer.status == 429 or answer.status >= 500
-            raise EngineError(f"{self.name}: {path} answered {answer.status}: {text}", retryable=retryable)
-        return data
+            refused = isinstance(error, aiohttp.ClientConnectorError)
+            raise EngineError(f"{self.name}: {path} failed: {what}", unreachable=True, refused=refused) from error
 
-    def _read_generation(self, data: bytes) -> Generation:
-        try:
-            (choice,) = _decoder.decode(data).choices
-        except (msgspec.DecodeError, ValueError) as error:
-            raise EngineProtocolError(f"{self.name}: an answer cannot be read: {error}") from error
-        if choice.finish_reason not in ("stop", "length"):
-            raise EngineError(f"{self.name}: the engine ended a request with {choice.finish_reason!r}")
-        token_ids = choice.token_ids or []
-        content = (choice.logprobs.content if choice.logprobs else None) or []
-        if not token_ids or len(content) != len(token_ids):
-            what = f"{len(token_ids)} tokens with {len(content)} log-probabilities"
-            raise EngineProtocolError(f"{self.name}: an answer has {what}")
-        return Generation(
-            token_ids=token_ids,
-            logprobs=[token.logprob for token in content],
-            versions=self._read_versions(choice.weight_versions or [], len(token_ids)),
-            finish_reason=choice.finish_reason,
-        )
+    def _refusal(self, path: str, status: int, data: bytes) -> EngineError:
+        text = data[:500].decode(errors="replace").strip()
+        # 429 and 5xx may pass; other refusals are about the request itself
+        retryable = status == 429 or status >= 500
+        return EngineError(f"{self.name}: {path} answered {status}: {text}", retryable=retryable, status=status)
 
-    def _read_versions(self, spans: list[_Span], count: int) -> list[int]:
-        versions: list[int] = []
-        for span in spans:
-            if span.start != len(versions) or not span.version.isdecimal():
-                break
-            versions += [int(span.version)] * (span.end - span.start)
-        if len(versions) != count:
-            raise EngineProtocolError(f"{self.name}: version spans {spans} do not cover {count} tokens")
-        return versions
+
+async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """Data of server-sent events, up to the last one."""
+    rest = b""
+    async for data in content.iter_any():
+        *events, rest = (rest + data).split(b"\n\n")
+        for event in events:
+            if event.startswith(b"data: ") and event != b"data: [DONE]":
+                yield event[6:]

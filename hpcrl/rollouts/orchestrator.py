@@ -10,85 +10,58 @@ import asyncio
 import contextlib
 import gc
 import logging
-import resource
-import signal
+import os
+import time
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import aiohttp
 
 from hpcrl.checkpoints.ledger import CheckpointLedger
-from hpcrl.errors import CheckpointError
+from hpcrl.checkpoints.restore import RestoreDecision
+from hpcrl.errors import CheckpointError, DeadlineError
 from hpcrl.models.tokenizer import ChatTokenizer
 from hpcrl.rollouts.conversation import Sampler
 from hpcrl.rollouts.counters import Counters
 from hpcrl.rollouts.data_order import DataOrder
 from hpcrl.rollouts.dock_server import serve_dock
+from hpcrl.rollouts.engine import Engine
 from hpcrl.rollouts.engine_client import EngineClient
-from hpcrl.rollouts.engine_pool import EnginePool
 from hpcrl.rollouts.environments import build_environments
 from hpcrl.rollouts.evaluation import Evaluator, evaluated_versions
+from hpcrl.rollouts.invite import Inviter
 from hpcrl.rollouts.lag import LagMonitor
+from hpcrl.rollouts.membership import Membership
 from hpcrl.rollouts.metrics_text import render_metrics
+from hpcrl.rollouts.patience import engines_lost_after_s, make_fleet_watch
+from hpcrl.rollouts.replica_client import client_of
+from hpcrl.rollouts.routed_pool import make_pool
+from hpcrl.rollouts.router_client import RouterClient
+from hpcrl.rollouts.routes import RouteSettings
+from hpcrl.rollouts.run_metrics import read_run
 from hpcrl.rollouts.scheduler import Scheduler
+from hpcrl.rollouts.sided_pool import SidedPool
 from hpcrl.rollouts.staleness import StalenessAccount
 from hpcrl.rollouts.state import OrchestratorState
 from hpcrl.rollouts.trainer_desk import ConflictError, TrainerDesk
 from hpcrl.rollouts.transcript import Transcript
 from hpcrl.rollouts.weight_updates import WeightUpdater
-from hpcrl.runs.role import RoleContext
+from hpcrl.runs.role import Complaint, Endpoints, Member, RoleContext, restore_path
 from hpcrl.weights import HandoffStore
+from hpcrl.weights.collector import Collector
+from hpcrl.weights.leases import ReaderWatch
+from hpcrl.weights.share import Pace
 
-__all__ = ["Orchestrator", "main"]
+__all__ = ["Orchestrator"]
 
 _log = logging.getLogger(__name__)
 
 _KEEPALIVE_S = 4.0
 """Shorter than a server's (uvicorn's is 5 s): else a request now and then meets a connection that just closed."""
+_BEAT_S = 2.0
 _GC_THRESHOLD = 100_000
-
-
-def main(context: RoleContext) -> None:
-    """Run until SIGTERM; raises the first error of any part."""
-    asyncio.run(_main(context))
-
-
-async def _main(context: RoleContext) -> None:
-    _raise_file_limit()
-    orchestrator = Orchestrator(context)
-    work = asyncio.current_task()
-    assert work is not None
-
-    def stop() -> None:
-        orchestrator.stopping = True
-        work.cancel()
-
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop)
-    try:
-        await orchestrator.run()
-    except asyncio.CancelledError:
-        if not orchestrator.stopping:
-            raise
-        _log.info("stopped by a signal")
-    except BaseExceptionGroup as group:
-        raise _first_error(group) from None
-
-
-def _first_error(error: BaseException) -> BaseException:
-    """The error that a tree of task groups failed with."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
-
-
-def _raise_file_limit() -> None:
-    """As many connections as the system allows: one a rollout in flight."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 1 << 16 if hard == resource.RLIM_INFINITY else min(hard, 1 << 16)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+_DECISION_POLL_S = 0.1
 
 
 class Orchestrator:
@@ -134,21 +107,40 @@ class Orchestrator:
             timeout = aiohttp.ClientTimeout(total=None)  # each call has its own
             http = await stack.enter_async_context(aiohttp.ClientSession(connector=connector, timeout=timeout))
             await stack.enter_async_context(serve_dock(self, host=address.hostname, port=address.port))
+            self._http = http
             self._tasks = await stack.enter_async_context(asyncio.TaskGroup())
             self._tasks.create_task(self._raise_failure())
             self._tasks.create_task(self._lag.run())
+            self._tasks.create_task(self._report_progress())
             await self._restore()
-            self._build(http, endpoints.urls["engine"])
+            self._build(http, endpoints)
             await self._start()
+
+    async def _report_progress(self) -> None:
+        """Tell the supervisor that the event loop turns, and what it has done."""
+        reporter = self._context.progress()
+        while True:
+            if self._restored.is_set():
+                served = self._pool.version
+                reporter.beat("running", rollouts=self._counters.finished, step=self._desk.step, version=served)
+            await asyncio.sleep(_BEAT_S)
+
+    def _complain(self, engine: Engine, why: str) -> None:
+        """Only the supervisor can start an engine anew."""
+        role, _, replica = engine.name.rpartition("-")
+        complaint = Complaint(time_s=time.time(), role=role, replica=int(replica), message=why)
+        complaint.write(self._context.run, self._context.attempt)
+
+    def _renew_router(self, why: str) -> None:
+        complaint = Complaint(time_s=time.time(), role="router", replica=0, message=why)
+        complaint.write(self._context.run, self._context.attempt)
 
     # -- start
 
     async def _restore(self) -> None:
-        """Take the state of the newest verified checkpoint, which is also the trainer's choice."""
-        recipe = self._recipe
-        choice = await asyncio.to_thread(CheckpointLedger(self._context.run.checkpoints_dir).newest_verified)
-        for step, reason in choice.skipped:
-            _log.warning("checkpoint of step %d skipped: %s", step, reason)
+        """Take the orchestrator's part of the checkpoint that the trainer restores."""
+        recipe, run = self._recipe, self._context.run
+        decision = await self._decision()
         self._state = OrchestratorState(
             step=0,
             seed=recipe.seed,
@@ -158,40 +150,85 @@ class Orchestrator:
             finished=[],
             counters=Counters(),
         )
-        if choice.entry is not None:
-            self._state = OrchestratorState.decode(choice.entry.orchestrator_state())
-            self._state.check(step=choice.entry.step, seed=recipe.seed, group_size=recipe.rollouts.group_size)
+        if decision.step is not None:
+            entry = CheckpointLedger(run.checkpoints_dir).open(decision.step)
+            self._state = OrchestratorState.decode(await asyncio.to_thread(entry.orchestrator_state))
+            self._state.check(step=entry.step, seed=recipe.seed, group_size=recipe.rollouts.group_size)
             _log.info("restored step %d with %d finished groups", self._state.step, len(self._state.finished))
 
-    def _build(self, http: aiohttp.ClientSession, engine_urls: list[str]) -> None:
+    async def _decision(self) -> RestoreDecision:
+        """What the trainer restores: two that choose for themselves could choose differently."""
+        timeout_s = self._recipe.checkpoint.verify_timeout_s + self._recipe.orchestrator.wait_timeout_s
+        path = restore_path(self._context.run, self._context.attempt)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while (decision := RestoreDecision.find(path)) is None:
+                    await asyncio.sleep(_DECISION_POLL_S)
+                return decision
+        raise DeadlineError(
+            f"the trainer did not say within {timeout_s:g} s which checkpoint it restores ({path})\n"
+            "    way out: the trainer's log says what it does; checkpoint.verify: sizes reads less"
+        )
+
+    def _build(self, http: aiohttp.ClientSession, endpoints: Endpoints) -> None:
         recipe, state, run = self._recipe, self._state, self._context.run
         self._events = self._context.events()
         self._counters = state.counters
-        clients = [EngineClient(http, name=f"engine-{i}", url=url) for i, url in enumerate(engine_urls)]
+
+        def make_client(member: Member, role: str = "engine") -> EngineClient:
+            return client_of(http, name=f"{role}-{member.replica}", url=member.url, servers=member.servers)
+
+        elastic = "engine" in endpoints.members
+        members = endpoints.members["engine"] if elastic else endpoints.fixed("engine")
+        sides = [make_client(member, role) for role in ("prefill", "decode") for member in endpoints.fixed(role)]
         config = recipe.rollouts
-        self._pool = EnginePool(
-            clients,
+        # whether a router hands parts on from one side to the other was not tried
+        self._stream_interval = 0 if sides else config.stream_interval
+        router = None
+        if "router" in endpoints.urls:
+            router = RouterClient(http, name="router", url=endpoints.one("router"))
+        self._pool = make_pool(
+            [make_client(member) for member in members] + sides,
+            router,
+            routed=partial(SidedPool, restart_router=self._renew_router) if sides else None,
+            events=self._events,
             counters=self._counters,
             request_timeout_s=config.request_timeout_s,
             max_retries=config.max_retries,
+            lost_after_s=engines_lost_after_s(run),
         )
-        transcript = Transcript(ChatTokenizer(Path(recipe.model.path)))
+        transcript, routes = Transcript(ChatTokenizer(Path(recipe.model.path))), RouteSettings.of(recipe)
+        store = HandoffStore(run.weights_dir)
+        watch = ReaderWatch(store.root, expiry_s=recipe.handoff.lease_timeout_s)
         self._updater = WeightUpdater(
             pool=self._pool,
-            store=HandoffStore(run.weights_dir),
+            store=store,
             events=self._events,
             pause=recipe.engine.pause == "keep",
-            keep_last=recipe.handoff.keep_last,
-            timeout_s=recipe.handoff.update_timeout_s,
+            inviter=Inviter.of(recipe, store.root),
+            collector=Collector(store, watch, keep_last=recipe.handoff.keep_last),
+            pace=Pace(recipe.handoff.update_timeout_s, recipe.handoff.min_bandwidth_mib_s * (1 << 20)),
             on_served=self._on_served,
+            on_stale=self._complain,
         )
+        if elastic:
+            membership = Membership(
+                self._context,
+                pool=self._pool,
+                updater=self._updater,
+                events=self._events,
+                members=members,
+                make_client=make_client,
+            )
+            self._tasks.create_task(membership.run())
         self._scheduler = Scheduler(
             config=config,
             order=DataOrder(recipe, self._environments),
-            sampler=self._sampler(transcript, temperature=config.sampling.temperature),
+            sampler=self._sampler(transcript, temperature=config.sampling.temperature, routes=routes),
             account=StalenessAccount(
                 groups_per_step=config.rollouts_per_step // config.group_size,
                 max_off_policy_steps=config.max_off_policy_steps,
+                ready_batches=config.ready_batches,
                 step=state.step,
                 waiting=len(state.finished),
             ),
@@ -203,7 +240,7 @@ class Orchestrator:
         self._evaluator = Evaluator(
             recipe=recipe,
             environments=self._environments,
-            sampler=self._sampler(transcript, temperature=0.0),
+            sampler=self._sampler(transcript, temperature=0.0, routes=routes and routes.unkept()),
             updater=self._updater,
             events=self._events,
             done=evaluated_versions(run, up_to=state.step),
@@ -218,13 +255,15 @@ class Orchestrator:
         )
         self._restored.set()
 
-    def _sampler(self, transcript: Transcript, *, temperature: float) -> Sampler:
+    def _sampler(self, transcript: Transcript, *, temperature: float, routes: RouteSettings | None) -> Sampler:
         return Sampler(
             self._pool,
             transcript,
             temperature=temperature,
             sampling=self._recipe.rollouts.sampling,
             max_model_len=self._recipe.engine.max_model_len,
+            stream_interval=self._stream_interval,
+            routes=routes,
         )
 
     async def _start(self) -> None:
@@ -232,6 +271,16 @@ class Orchestrator:
         timeout_s, step = self._recipe.orchestrator.wait_timeout_s, self._state.step
         await self._pool.wait_healthy(timeout_s=timeout_s)
         self._tasks.create_task(self._pool.watch())
+        watch = make_fleet_watch(
+            self._context,
+            self._recipe.rollouts,
+            http=self._http,
+            pool=self._pool,
+            updater=self._updater,
+            scheduler=self._scheduler,
+            events=self._events,
+        )
+        self._tasks.create_task(watch.run())
         if self._first_version is not None:
             await self._announce(self._first_version)
         version = await self._updater.wait_announced(timeout_s=timeout_s)
@@ -275,15 +324,18 @@ class Orchestrator:
         await self._failure
 
     def _gauges(self) -> dict[str, float]:
-        account, lag = self._scheduler.account, self._lag.summary()
+        account, lag, cpu = self._scheduler.account, self._lag.summary(), os.times()
         return {
             "in_flight": self._scheduler.in_flight,
+            "in_flight_limit": self._scheduler.limit,
             "groups_running": account.running,
             "groups_waiting": account.waiting,
             "version": account.version,
             "loop_lag_p50_ms": 1e3 * lag.p50_s,
             "loop_lag_p99_ms": 1e3 * lag.p99_s,
             "loop_lag_max_ms": 1e3 * lag.max_s,
+            "cpu_s": cpu.user + cpu.system,
+            "children_cpu_s": cpu.children_user + cpu.children_system,
         }
 
     # -- the dock
@@ -328,6 +380,13 @@ class Orchestrator:
         return render_metrics(
             self._counters.as_dict(), self._gauges(), {engine.name: engine for engine in self._pool.engines}
         )
+
+    async def run_metrics(self) -> str:
+        """Prometheus text of all parts that have one."""
+        if not self._restored.is_set():
+            return ""
+        engines = {engine.name: [server.url for server in engine.client.servers] for engine in self._pool.engines}
+        return await read_run(self._http, self._context.endpoints().urls, engines, own=self.metrics())
 
     async def _is_restored(self, wait_s: float) -> bool:
         with contextlib.suppress(TimeoutError):

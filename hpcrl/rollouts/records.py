@@ -6,7 +6,30 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Group", "Rollout"]
+from hpcrl.dock.routes import RoutedExperts
+
+__all__ = ["Group", "Rollout", "Turn"]
+
+
+class Turn(msgspec.Struct, frozen=True, array_like=True):
+    """One request of a rollout, as the simulator can replay it (`hpcrl.planning.simulation`).
+
+    Attributes
+    ----------
+    said:
+        Tokens that were appended before it: the prompt, or what a tool said.
+    sampled:
+        Tokens that came back.
+    wait_s:
+        Seconds since the reply before (since the start, for the first): the environment's own time.
+    reply_s:
+        Seconds until the reply was there, retries and queues included.
+    """
+
+    said: int
+    sampled: int
+    wait_s: float
+    reply_s: float
 
 
 class Rollout(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,6 +52,13 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
         From the environment.
     seconds:
         From its start to the reward.
+    ended_s:
+        Seconds since the epoch at its end.
+    turns:
+        Its requests, in order.
+    routed_experts:
+        Of all ``T`` tokens, as far as engines said: the row of the last one is always missing. None where engines do
+        not return them.
     """
 
     member: int
@@ -39,6 +69,9 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     reward: float
     parts: dict[str, float]
     seconds: float
+    ended_s: float = 0.0
+    turns: list[Turn] = []
+    routed_experts: RoutedExperts | None = None
 
     @property
     def first_version(self) -> int:

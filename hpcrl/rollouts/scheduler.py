@@ -54,6 +54,8 @@ class Scheduler:
         Places, in groups.
     in_flight:
         Rollouts that run.
+    limit:
+        How many may; what runs when it is lowered goes on.
     next_index:
         Group that has not been started yet, with all above it.
     """
@@ -82,6 +84,7 @@ class Scheduler:
             Groups that wait to be consumed.
         """
         self.account, self.next_index, self.in_flight = account, next_index, 0
+        self.limit = config.max_in_flight
         self._config, self._order, self._sampler, self._counters = config, order, sampler, counters
         self._restart = sorted(restart)
         self._running: dict[int, _Running] = {}
@@ -127,6 +130,12 @@ class Scheduler:
             self.account.serve(version)
             self._wake.set()
 
+    def set_limit(self, limit: int) -> None:
+        """So many rollouts may be in flight from now on."""
+        if limit != self.limit:
+            self.limit = limit
+            self._wake.set()
+
     async def wait_batch(self, timeout_s: float) -> bool:
         """Wait until a batch could be taken; False after ``timeout_s``."""
         try:
@@ -166,11 +175,7 @@ class Scheduler:
     # -- groups
 
     def _may_start(self) -> bool:
-        fits = self.in_flight + self._config.group_size <= self._config.max_in_flight
-        # With a whole batch waiting the trainer is the slower side: rollouts started now would gain no time and
-        # only be older when they are used.
-        ahead = self.account.batch_ready
-        return fits and not ahead and self.account.capacity > 0 and not self._draining
+        return self.in_flight + self._config.group_size <= self.limit and self.account.may_start and not self._draining
 
     def _take_index(self) -> int:
         self.next_index += 1

@@ -33,11 +33,26 @@ class StalenessAccount:
         Groups in flight, and groups that finished and were not consumed.
     """
 
-    def __init__(self, *, groups_per_step: int, max_off_policy_steps: int, step: int = 0, waiting: int = 0) -> None:
-        """Start (or, after a restore, start again) at ``step``, which is also the version served."""
+    def __init__(
+        self,
+        *,
+        groups_per_step: int,
+        max_off_policy_steps: int,
+        ready_batches: int = 1,
+        step: int = 0,
+        waiting: int = 0,
+    ) -> None:
+        """Start (or, after a restore, start again) at ``step``, which is also the version served.
+
+        Parameters
+        ----------
+        ready_batches:
+            Whole batches that may wait before nothing more starts.
+        """
         if groups_per_step < 1 or max_off_policy_steps < 0:
             raise ValueError(f"groups_per_step={groups_per_step}, max_off_policy_steps={max_off_policy_steps}")
         self._groups_per_step, self._bound = groups_per_step, max_off_policy_steps
+        self._ready_batches = ready_batches
         self.version = self.step = step
         self.running, self.waiting = 0, waiting
 
@@ -46,6 +61,11 @@ class StalenessAccount:
         """Groups that may start now; negative after a restore that brought more groups than fit."""
         admitted = self.step * self._groups_per_step + self.waiting + self.running
         return (self._bound + self.version + 1) * self._groups_per_step - admitted
+
+    @property
+    def may_start(self) -> bool:
+        """Whether a group should start now: there is a place, and the trainer is not the slower side by far."""
+        return self.capacity > 0 and self.waiting < self._ready_batches * self._groups_per_step
 
     @property
     def oldest_usable(self) -> int:

@@ -1,0 +1,79 @@
+"""Merging an adapter into the version that it was trained on: for both engines, in float32, tensor by tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from hpcrl.errors import HandoffError
+from hpcrl.weights import Handoff
+from hpcrl.weights.adapters import Contents, Part, contents_of, plan_merge
+from hpcrl.weights.assemble import StoredTensor
+
+__all__ = ["Adapter", "as_tensor"]
+
+
+def as_tensor(stored: StoredTensor) -> Tensor:
+    """A tensor that shares the bytes of what was read."""
+    return torch.frombuffer(stored.data, dtype=getattr(torch, stored.record.dtype)).view(stored.record.shape)
+
+
+class Adapter:
+    """An adapter that fits its base, in memory.
+
+    It is always merged into the base's own tensors, never into what another adapter has left: an engine that goes from
+    one adapter to the next has exactly the weights of one that was started on the second.
+
+    Attributes
+    ----------
+    contents:
+        What an engine has that has merged it.
+    """
+
+    def __init__(self, chain: Sequence[Handoff], tensors: Iterable[StoredTensor]) -> None:
+        """Check it, then read it.
+
+        Parameters
+        ----------
+        chain:
+            Versions that it needs, oldest first, itself last.
+        tensors:
+            Its own, verified.
+
+        Raises
+        ------
+        HandoffError
+            It does not belong to the base or does not fit it (`hpcrl.weights.adapters.plan_merge`), or what
+            ``tensors`` raises.
+        """
+        base, own = chain[-2:]
+        self._merge = plan_merge(own, base)
+        self.contents: Contents = contents_of(own, self._merge.parts)
+        # copies: what was read may be shared with others, and go
+        self._factors = {stored.name: as_tensor(stored).clone() for stored in tensors}
+
+    def merged(self, stored: Iterable[StoredTensor]) -> Iterator[tuple[str, Tensor]]:
+        """Tensors of the base with the adapter's change, in the base's dtype; others are handed on as they are.
+
+        Raises
+        ------
+        HandoffError
+            A result is not finite: the adapter is broken, or overflows the dtype. Or what ``stored`` raises.
+        """
+        for tensor in stored:
+            parts = self._merge.parts.get(tensor.name)
+            yield tensor.name, as_tensor(tensor) if parts is None else self._changed(as_tensor(tensor), tensor, parts)
+
+    def _changed(self, base: Tensor, stored: StoredTensor, parts: Collection[Part]) -> Tensor:
+        total = base.to(torch.float32, copy=True)
+        for part in parts:
+            a = self._factors[part.a][part.a_rows].float()
+            b = self._factors[part.b][part.b_rows, part.b_columns].float()
+            into = total if part.expert is None else total[part.expert]
+            into[part.rows].addmm_(b, a, alpha=self._merge.scale)
+        result = total.to(base.dtype)
+        if not torch.isfinite(result).all() and torch.isfinite(base).all():
+            raise HandoffError(f"the adapter makes {stored.name} infinite or not a number in {stored.record.dtype}")
+        return result

@@ -1,0 +1,40 @@
+"""The entry point ``vllm.general_plugins``: vLLM calls `register` in each of its processes.
+
+Nothing of vLLM is changed on accelerators: the weight transfer engine is vLLM's own extension point. The corrections
+of `hpcrl.inference.vllm.cpu` are applied to the CPU build alone. Servers that no run of ours started are left as they
+are.
+"""
+
+from __future__ import annotations
+
+import os
+
+__all__ = ["ENABLE_VARIABLE", "TRANSFER_BACKEND", "register"]
+
+ENABLE_VARIABLE = "HPCRL_VLLM_PLUGIN"
+"""Set to 1 by the plan for engines; without it the plugin does nothing."""
+TRANSFER_BACKEND = "hpcrl"
+"""``--weight-transfer-config '{"backend": "hpcrl"}'``."""
+
+
+def register() -> None:
+    """Add our weight transfer engine, and on CPU what its build lacks. May be called more than once.
+
+    Raises
+    ------
+    RuntimeError
+        The CPU build is of a version that nobody has checked.
+    """
+    if os.environ.get(ENABLE_VARIABLE) != "1":
+        return
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory  # noqa: PLC0415
+    from vllm.platforms import current_platform  # noqa: PLC0415
+
+    if TRANSFER_BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(
+            TRANSFER_BACKEND, "hpcrl.inference.vllm.weights", "HandoffTransferEngine"
+        )
+    if current_platform.is_cpu():
+        from hpcrl.inference.vllm.cpu import apply_corrections  # noqa: PLC0415
+
+        apply_corrections()

@@ -1,0 +1,141 @@
+"""A version on its way into a worker's host memory, read by a thread while the engine generates.
+
+Only what the worker will load is read: of the experts those that its rank holds, of a version with a merged adapter the
+blocks that differ from what is served. It comes by way of the node's cache and of other nodes where the run says so
+(`hpcrl.weights.subscriber`), and is copied out of the cache, which is a window that moves on.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+
+import torch
+
+from hpcrl.errors import HandoffError
+from hpcrl.inference.adapters import Adapter, as_tensor
+from hpcrl.weights import HandoffStore
+from hpcrl.weights.adapters import Contents, blocks_of, contents_of
+from hpcrl.weights.assemble import StoredTensor
+from hpcrl.weights.subscriber import Reading, Subscriber
+
+__all__ = ["Staged"]
+
+
+class Staged:
+    """A version that a thread reads into memory.
+
+    Attributes
+    ----------
+    path, version:
+        The version directory, and its number.
+    served:
+        What the worker serves, and what is not read again therefore.
+    contents:
+        What it will serve; None until it was read.
+    kept:
+        Tensors of the model that stay as they are, and are not read.
+    elsewhere:
+        Tensors that this worker does not hold, and does not read.
+    """
+
+    def __init__(
+        self, path: Path, served: Contents | None, subscriber: Subscriber, loads: Callable[[str], bool]
+    ) -> None:
+        """Begin to read.
+
+        Parameters
+        ----------
+        path:
+            Below the subscriber's root.
+        served:
+            See above; None where nobody knows what that is.
+        loads:
+            Whether the worker loads the tensor of that name.
+
+        Raises
+        ------
+        ValueError
+            ``path`` is no directory of a version.
+        """
+        self.path, self.version, self.served = path, HandoffStore(path.parent).version_of(path), served
+        self.contents: Contents | None = None
+        self.kept = self.elsewhere = 0
+        self.seconds = 0.0
+        self._subscriber, self._loads = subscriber, loads
+        self._tensors: list[tuple[str, torch.Tensor]] = []
+        self._failure: Exception | None = None
+        self._unwanted = threading.Event()
+        # a daemon: a worker must be able to end while a filesystem hangs
+        self._thread = threading.Thread(target=self._read, name=f"stage-{path.name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        """Whether it has come to its end, good or bad."""
+        return not self._thread.is_alive()
+
+    @property
+    def problem(self) -> str:
+        """Why it cannot be loaded; empty where it can, or where that is not known yet."""
+        return "" if self._failure is None else str(self._failure) or type(self._failure).__name__
+
+    def take(self) -> list[tuple[str, torch.Tensor]]:
+        """Wait for the end and hand the tensors out, once (HandoffError where they cannot be had)."""
+        self._thread.join()
+        if self._failure is not None:
+            raise self._failure
+        tensors, self._tensors = self._tensors, []
+        return tensors
+
+    def drop(self) -> None:
+        """Nobody wants it any more: reading ends with the next tensor, and the memory is given back."""
+        self._unwanted.set()
+        self._tensors = []
+
+    def _read(self) -> None:
+        started = time.monotonic()
+        try:
+            with self._subscriber.reading(self.version) as reading:
+                adapted = reading.handoff.manifest.kind == "lora"
+                tensors = []
+                for tensor in self._adapted(reading) if adapted else self._stored(reading):
+                    if self._unwanted.is_set():
+                        return
+                    tensors.append(tensor)
+                if not tensors:
+                    raise HandoffError(f"{self.path} holds no tensor")
+                # what is served next stays until a newer version is: a delta may be made against it
+                reading.keep()
+            self._tensors = tensors
+        except Exception as error:  # noqa: BLE001 - raised by `take`, in the worker's own thread
+            self._failure = error
+        self.seconds = time.monotonic() - started
+
+    def _stored(self, reading: Reading) -> Iterator[tuple[str, torch.Tensor]]:
+        self.contents = contents_of(reading.handoff)
+        for stored in reading.tensors(only=self._held(reading.handoff.manifest.tensors)):
+            yield stored.name, as_tensor(_own(stored))
+
+    def _adapted(self, reading: Reading) -> Iterator[tuple[str, torch.Tensor]]:
+        """Tensors of the base with the adapter merged, as far as they may differ from what is served."""
+        adapter = Adapter(reading.chain, reading.tensors())
+        names = reading.chain[-2].manifest.tensors
+        different = adapter.contents.different_from(self.served)
+        changed = names if different is None else blocks_of(different, names)
+        self.kept = len(names) - len(changed)
+        self.contents = adapter.contents
+        yield from adapter.merged(_own(stored) for stored in reading.base_tensors(self._held(changed)))
+
+    def _held(self, names: Collection[str]) -> Collection[str]:
+        """Those of ``names`` that the worker loads."""
+        held = {name for name in names if self._loads(name)}
+        self.elsewhere = len(names) - len(held)
+        return held
+
+
+def _own(stored: StoredTensor) -> StoredTensor:
+    """The same in memory of this process: a view of the node's cache would keep all of its segment there."""
+    return stored._replace(data=memoryview(bytearray(stored.data)))

@@ -1,0 +1,290 @@
+"""vLLM's weight transfer engine for hand-offs: read, verify, then load in place, requests in flight included.
+
+The order of calls is vLLM's: init, start, update, finish. An update with ``stage`` only begins to read, into the host's
+memory, while the engine generates; `StagingWorker` says when all is there and verified. The update after that loads in
+place, for which requests are frozen. Until all bytes of a hand-off were read and verified nothing is changed, so that a
+torn or missing one leaves the served weights as they are. A failure after that leaves a model of two versions, which
+must not serve: the worker ends, and its engine is started again on the newest version.
+
+An adapter is merged while it is staged. Where the base is that of the served weights, only blocks of layers that it
+changes, or that the one before had changed, are read and loaded: vLLM loads what it has fused as a whole.
+
+Memory of the host: what each worker loads, from the first byte read to the end of the update. That is a version; of an
+adapter the changed blocks; where experts are dealt out, a rank's own and what is no expert.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from hpcrl.inference.vllm.staging import Staged
+from hpcrl.weights.adapters import Contents
+from hpcrl.weights.invitation import Invitation
+from hpcrl.weights.subscriber import ReaderSettings, Subscriber
+
+__all__ = ["HandoffInit", "HandoffTransferEngine", "HandoffUpdate", "StagingWorker"]
+
+_log = logging.getLogger("vllm.hpcrl")
+_BROKEN_EXIT = 86
+"""Exit code of a worker whose model is no longer of one version."""
+_NOT_LOADED = "{}: Failed to load weights"
+"""vLLM's words about a layer."""
+
+
+@dataclass
+class HandoffInit(WeightTransferInitInfo):
+    """Who reads.
+
+    Attributes
+    ----------
+    root:
+        The only directory that hand-offs are taken from; None for any.
+    reader:
+        How to read them and under which name, see `hpcrl.weights.invitation`. None: without a registration, so that
+        what is read may be collected meanwhile; and neither shared on the node nor taken from another one.
+    """
+
+    root: str | None = None
+    reader: dict[str, Any] | None = None
+
+
+@dataclass
+class HandoffUpdate(WeightTransferUpdateInfo):
+    """What to load.
+
+    Attributes
+    ----------
+    path:
+        The version directory.
+    fallback:
+        For engines that can choose an older one; this one cannot.
+    stage:
+        Only begin to read it.
+    """
+
+    path: str
+    fallback: bool = False
+    stage: bool = False
+
+
+class HandoffTransferEngine(WeightTransferEngine[HandoffInit, HandoffUpdate]):
+    """Loads hand-offs into one worker's part of the model."""
+
+    init_info_cls = HandoffInit
+    update_info_cls = HandoffUpdate
+
+    _root: Path | None = None
+    _invitation: Invitation | None = None
+    _subscriber: Subscriber | None = None
+    _changed = False
+    _staged: Staged | None = None
+    _served: Contents | None = None
+    """None: weights that no hand-off of this engine has put there."""
+    _loaded: Staged | None = None
+
+    def init_transfer_engine(self, init_info: HandoffInit) -> None:
+        """Learn where hand-offs may lie, and register as their reader. May be called again.
+
+        Raises
+        ------
+        HandoffError, ValueError
+            The readers directory cannot be written, or it is not said where it is.
+        """
+        root = None if init_info.root is None else Path(init_info.root).resolve()
+        invitation = None if init_info.reader is None else msgspec.convert(init_info.reader, Invitation)
+        if (root, invitation) == (self._root, self._invitation):
+            return
+        if invitation is not None and root is None:
+            raise ValueError("a reader needs the root of what it reads")
+        self.shutdown()
+        self._root = root
+        if invitation is not None and root is not None:
+            self._subscriber = Subscriber(root, self._name_of(invitation), invitation.settings).open()
+        self._invitation = invitation
+
+    def _name_of(self, invitation: Invitation) -> str:
+        """Of this worker: a server may have several, each with its part of the model."""
+        rank = self.parallel_config.rank
+        return f"{invitation.name}-w{rank}" if self.parallel_config.world_size > 1 else invitation.name
+
+    def start_weight_update(self) -> None:
+        """Begin a session; the model is not touched before the first bytes are verified."""
+        self._changed = False
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Stage or load a hand-off. vLLM's own version ends with a synchronisation that the CPU build does not have."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: HandoffUpdate) -> None:
+        """Begin to read the hand-off, or load it; what was not staged before is read now.
+
+        Raises
+        ------
+        HandoffError, ValueError
+            It is torn, missing, or lies elsewhere; the model is as it was.
+        """
+        path = Path(update_info.path).resolve()
+        if self._root is not None and not path.is_relative_to(self._root):
+            raise ValueError(f"{path} is outside of {self._root}")
+        known = self._staged is not None and self._staged.path == path and self._staged.served == self._served
+        if not known or update_info.stage:
+            self._drop()  # its memory goes before other takes its place
+            subscriber = self._subscriber or Subscriber(path.parent, None, ReaderSettings())
+            # experts that move from rank to rank may be anywhere when they are loaded
+            held = None if self.parallel_config.enable_eplb else _held_experts(self.model)
+            self._staged = Staged(path, self._served, subscriber, partial(_is_held, held))
+        if update_info.stage:
+            return
+        staged, self._staged = self._staged, None
+        assert staged is not None
+        waited = time.monotonic()
+        tensors = staged.take()
+        started = time.monotonic()
+        try:
+            self._changed, self._served, self._loaded = True, None, staged
+            initialize_layerwise_reload(self.model)
+            loaded = self.model.load_weights(iter(tensors))
+            if loaded is not None and not loaded:
+                raise ValueError("the model knows none of the tensors")
+        except BaseException:  # noqa: BLE001  whatever it was, the model is half old and half new
+            self._die(f"loading {path} failed half-way")
+        _log.info(
+            "%s: read and verified in %.3f s, waited for %.3f s, loaded %d tensors in %.3f s, kept %d, other ranks' %d",
+            path.name,
+            staged.seconds,
+            started - waited,
+            len(tensors),
+            time.monotonic() - started,
+            staged.kept,
+            staged.elsewhere,
+        )
+
+    def has_staged(self, path: str) -> bool:
+        """Whether nothing has to be waited for before ``path`` can be loaded, or be refused."""
+        return self._staged is not None and self._staged.path == Path(path).resolve() and self._staged.done
+
+    def staged_problem(self, path: str) -> str:
+        """Why ``path``, which was read, cannot be loaded; empty where it can."""
+        if not self.has_staged(path):
+            return "it was not read"
+        assert self._staged is not None
+        return self._staged.problem
+
+    def finish_weight_update(self) -> None:
+        """Bring the loaded weights into the form that the kernels use."""
+        if not self._changed:
+            return
+        try:
+            with _without_false_alarms(self.model, is_whole=self._loaded is None or not self._loaded.kept):
+                finalize_layerwise_reload(self.model, self.vllm_config.model_config)
+        except BaseException:  # noqa: BLE001  the same
+            self._die("finishing a weight update failed")
+        self._changed = False
+        loaded, self._loaded = self._loaded, None
+        assert loaded is not None
+        self._served = loaded.contents
+        if self._subscriber is not None:
+            self._subscriber.acknowledge(loaded.version)
+
+    def shutdown(self) -> None:
+        """Drop what was staged, and unregister."""
+        self._drop()
+        if self._subscriber is not None:
+            self._subscriber.close()
+        self._subscriber = self._invitation = None
+
+    def _drop(self) -> None:
+        if self._staged is not None:
+            self._staged.drop()
+        self._staged = None
+
+    def _die(self, what: str) -> None:
+        """End this worker at once: vLLM ends the engine with it, and nobody is served by a mixed model."""
+        _log.critical("%s; the model is no longer of one version, so this engine ends", what, exc_info=True)
+        os._exit(_BROKEN_EXIT)
+
+
+class StagingWorker:
+    """What workers can be asked beside vLLM's own calls (``--worker-extension-cls``)."""
+
+    weight_transfer_engine: Any
+    finish_weight_update: Any
+
+    def abandon_weight_update(self) -> None:
+        """End a session that an earlier attempt has left, so that the next can begin: vLLM has one at a time.
+
+        Weights that were loaded in it are brought into their final form; they are the next attempt's to replace.
+        """
+        # vLLM's own word for "there was none"; where finishing itself fails, the worker ends
+        with contextlib.suppress(RuntimeError):
+            self.finish_weight_update()
+
+    def staged_handoff(self, path: str) -> bool:
+        """See `HandoffTransferEngine.has_staged`."""
+        return bool(self.weight_transfer_engine.has_staged(path))
+
+    def staged_problem(self, path: str) -> str:
+        """See `HandoffTransferEngine.staged_problem`; asked of wide replicas, whose ranks must all have it."""
+        return str(self.weight_transfer_engine.staged_problem(path))
+
+
+def _held_experts(model: torch.nn.Module) -> set[int] | None:
+    """The experts that this rank holds, equal in all layers; None where the model has none."""
+    held: set[int] = set()
+    for layer in model.modules():
+        if isinstance(layer, RoutedExperts):
+            held |= set(layer.expert_map_manager.get_local_expert_ids())
+    return held or None
+
+
+def _is_held(experts: set[int] | None, name: str) -> bool:
+    """Whether a rank with these experts loads the tensor ``name``, by vLLM's own rule for model files."""
+    return not should_skip_weight(name, experts)
+
+
+@contextlib.contextmanager
+def _without_false_alarms(model: torch.nn.Module, *, is_whole: bool) -> Iterator[None]:
+    """Drop vLLM's warning "Failed to load weights" of layers that have none, or were to stay as they are.
+
+    vLLM counts all tensors of a layer as something to load, also what it computes itself when it is built: the tables
+    of rotary embeddings, which no model file holds. It puts these back as they were, which is right. A layer with a
+    parameter, or with a buffer that belongs to the model, is still warned about, if the whole model was loaded.
+    """
+    computed: set[str] = set()
+    others: set[str] = set()
+    for layer in model.modules():
+        stored = set(layer._buffers) - layer._non_persistent_buffers_set
+        (others if layer._parameters or stored else computed).add(type(layer).__name__)
+    kept = computed - others if is_whole else computed | others
+    false_alarms = {_NOT_LOADED.format(name) for name in kept}
+
+    def wanted(entry: logging.LogRecord) -> bool:
+        return entry.getMessage() not in false_alarms
+
+    logger = logging.getLogger(finalize_layerwise_reload.__module__)
+    logger.addFilter(wanted)
+    try:
+        yield
+    finally:
+        logger.removeFilter(wanted)

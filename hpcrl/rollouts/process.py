@@ -1,0 +1,58 @@
+"""The orchestrator as a process: its signals, its limits, its first error."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import signal
+
+from hpcrl.rollouts.orchestrator import Orchestrator
+from hpcrl.runs.role import RoleContext
+
+__all__ = ["first_error", "main"]
+
+_log = logging.getLogger(__name__)
+
+
+def main(context: RoleContext) -> None:
+    """Run until SIGTERM; raises the first error of any part."""
+    asyncio.run(_main(context))
+
+
+async def _main(context: RoleContext) -> None:
+    _raise_file_limit()
+    orchestrator = Orchestrator(context)
+    work = asyncio.current_task()
+    assert work is not None
+
+    def stop() -> None:
+        orchestrator.stopping = True
+        work.cancel()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    try:
+        await orchestrator.run()
+    except asyncio.CancelledError:
+        if not orchestrator.stopping:
+            raise
+        _log.info("stopped by a signal")
+    except BaseExceptionGroup as group:
+        raise first_error(group) from None
+
+
+def first_error(error: BaseException) -> BaseException:
+    """The error that a tree of task groups failed with."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _raise_file_limit() -> None:
+    """As many connections as the system allows: one a rollout in flight."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 1 << 16 if hard == resource.RLIM_INFINITY else min(hard, 1 << 16)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

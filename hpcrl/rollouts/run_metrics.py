@@ -1,0 +1,105 @@
+"""``/metrics/run`` of the orchestrator: the Prometheus text of all parts of a run that have one, as one text.
+
+Each sample gets the labels ``role`` and ``replica``, and ``rank`` where a replica has several servers. A part that does
+not answer is missing, and says so by ``hpcrl_part_up`` 0; so does each server of a replica for itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+import aiohttp
+
+__all__ = ["Part", "merge", "read_run", "read_text"]
+
+_TIMEOUT_S = 3.0
+_METRICS_PORTS = {"router": 1, "store": 2}
+"""How far above its first port a role serves its metrics (`hpcrl.planning`)."""
+_SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?(\s+\S.*)$")
+_SUFFIX = re.compile(r"_(?:total|bucket|sum|count|created|info)$")
+
+
+class Part(NamedTuple):
+    """A part of the run.
+
+    Attributes
+    ----------
+    url:
+        Of its text.
+    rank:
+        Which server of its replica; None where that has one.
+    """
+
+    role: str
+    replica: int
+    url: str
+    rank: int | None = None
+
+
+async def read_run(
+    http: aiohttp.ClientSession, urls: Mapping[str, Sequence[str]], engines: Mapping[str, Sequence[str]], *, own: str
+) -> str:
+    """Ask all parts at once, and merge what they say within a few seconds.
+
+    Parameters
+    ----------
+    urls:
+        Endpoints of the attempt, by role.
+    engines:
+        URLs of the servers of each, by name (``<role>-<replica>``); they come and go.
+    own:
+        Text of the orchestrator.
+    """
+    parts = [part for name, servers in engines.items() for part in _parts(name, servers)]
+    parts += [Part(role, 0, _above(urls[role][0], _METRICS_PORTS[role])) for role in _METRICS_PORTS if role in urls]
+    texts = await asyncio.gather(*(read_text(http, part.url) for part in parts))
+    return merge([(Part("orchestrator", 0, ""), own), *zip(parts, texts, strict=True)])
+
+
+def _parts(name: str, servers: Sequence[str]) -> list[Part]:
+    role, _, replica = name.rpartition("-")
+    several = len(servers) > 1
+    return [Part(role, int(replica), f"{url}/metrics", rank if several else None) for rank, url in enumerate(servers)]
+
+
+def _above(url: str, ports: int) -> str:
+    address = urlsplit(url)
+    return f"http://{address.hostname}:{(address.port or 0) + ports}/metrics"
+
+
+async def read_text(http: aiohttp.ClientSession, url: str) -> str | None:
+    """A Prometheus text; None where there is none within three seconds."""
+    try:
+        async with http.get(url, timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S)) as answer:
+            return await answer.text() if answer.status == 200 else None
+    except (TimeoutError, aiohttp.ClientError, OSError, UnicodeDecodeError):
+        return None
+
+
+def merge(texts: Sequence[tuple[Part, str | None]]) -> str:
+    """One text of many: samples of a metric stand together, as the format wants it."""
+    heads: dict[str, list[str]] = {"hpcrl_part_up": ["# TYPE hpcrl_part_up gauge"]}
+    samples: dict[str, list[str]] = {"hpcrl_part_up": []}
+    for part, text in texts:
+        own = f'role="{part.role}",replica="{part.replica}"'
+        own += "" if part.rank is None else f',rank="{part.rank}"'
+        samples["hpcrl_part_up"].append(f"hpcrl_part_up{{{own}}} {int(text is not None)}")
+        family = ""
+        said: set[str] = set()
+        for line in (text or "").splitlines():
+            if line.startswith(("# TYPE ", "# HELP ")):
+                family = line.split(" ", 3)[2]
+                if family not in heads or family in said:
+                    heads.setdefault(family, []).append(line)
+                    said.add(family)
+            elif match := _SAMPLE.match(line):
+                name, labels, value = match.groups()
+                # a family's samples have its name, or its name and a suffix
+                mine = family if family and _SUFFIX.sub("", name) == _SUFFIX.sub("", family) else name
+                all_labels = ",".join(filter(None, (own, labels)))
+                samples.setdefault(mine, []).append(f"{name}{{{all_labels}}}{value}")
+    return "\n".join(line for name, lines in samples.items() for line in (*heads.get(name, ()), *lines)) + "\n"

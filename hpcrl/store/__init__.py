@@ -1,0 +1,1 @@
+"""Mooncake Store, the pool of KV blocks that engines share: its master, its health, what engines must know."""

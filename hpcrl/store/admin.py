@@ -1,0 +1,126 @@
+"""Asking a Mooncake master over HTTP: health, segments, metrics."""
+
+from __future__ import annotations
+
+import re
+import urllib.error
+import urllib.request
+
+import msgspec
+
+from hpcrl.errors import HpcrlError
+
+__all__ = ["PoolStatus", "Segment", "StoreAdmin"]
+
+_SAMPLE = re.compile(r'^(\w+)(?:\{segment="([^"]+)"\})? ([0-9.eE+-]+)$', re.MULTILINE)
+
+
+class Segment(msgspec.Struct, frozen=True, kw_only=True):
+    """The memory that one engine rank gives to the pool.
+
+    Attributes
+    ----------
+    name:
+        ``host:port`` of the rank.
+    capacity_bytes, used_bytes:
+        Its size, and what blocks take of it.
+    """
+
+    name: str
+    capacity_bytes: int
+    used_bytes: int
+
+    @property
+    def host(self) -> str:
+        return self.name.rsplit(":", 1)[0]
+
+
+class PoolStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A pool now.
+
+    Attributes
+    ----------
+    segments:
+        In order of their names.
+    keys:
+        Blocks in the pool.
+    clients:
+        Ranks that the master heard of lately.
+    metrics:
+        All samples without labels, by Mooncake's names (``master_put_start_requests_total`` …).
+    """
+
+    segments: list[Segment]
+    keys: int
+    clients: int
+    metrics: dict[str, float]
+
+    @property
+    def capacity_bytes(self) -> int:
+        return sum(segment.capacity_bytes for segment in self.segments)
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(segment.used_bytes for segment in self.segments)
+
+
+class StoreAdmin:
+    """The admin server of one master.
+
+    Parameters
+    ----------
+    url:
+        ``http://host:port``.
+    timeout_s:
+        For one answer.
+    """
+
+    def __init__(self, url: str, *, timeout_s: float = 5.0) -> None:
+        self.url, self._timeout_s = url, timeout_s
+        # proxies are for the world outside
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+    def healthy(self) -> bool:
+        """Whether the master serves. A client's own health check says yes for ever: it is of no use."""
+        try:
+            return bool(msgspec.json.decode(self._get("/health")).get("service_ready"))
+        except (HpcrlError, msgspec.DecodeError, AttributeError):
+            return False
+
+    def status(self) -> PoolStatus:
+        """Segments, keys and metrics.
+
+        Raises
+        ------
+        HpcrlError
+            The master does not answer; names it.
+        """
+        names = self._get("/get_all_segments").decode().split()
+        plain: dict[str, float] = {}
+        by_segment: dict[str, dict[str, float]] = {}
+        for name, segment, value in _SAMPLE.findall(self._get("/metrics").decode()):
+            if segment:
+                by_segment.setdefault(segment, {})[name] = float(value)
+            else:
+                plain[name] = float(value)
+        return PoolStatus(
+            segments=[
+                Segment(
+                    name=name,
+                    capacity_bytes=int(by_segment.get(name, {}).get("segment_total_capacity_bytes", 0)),
+                    used_bytes=int(by_segment.get(name, {}).get("segment_allocated_bytes", 0)),
+                )
+                for name in sorted(names)
+            ],
+            keys=int(plain.get("master_key_count", 0)),
+            clients=int(plain.get("master_active_clients", 0)),
+            metrics=plain,
+        )
+
+    def _get(self, path: str) -> bytes:
+        try:
+            with self._opener.open(self.url + path, timeout=self._timeout_s) as answer:
+                data: bytes = answer.read()
+                return data
+        except (urllib.error.URLError, OSError) as error:
+            raise HpcrlError(f"the KV store's master at {self.url} does not answer: {error}") from error

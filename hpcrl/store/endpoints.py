@@ -1,0 +1,108 @@
+"""Where the master of a run's pool is, and what engines are told about it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from hpcrl.errors import HpcrlError
+from hpcrl.fs import write_json
+from hpcrl.runs.rundir import RunDir
+
+__all__ = ["StoreEndpoints", "engine_settings"]
+
+
+class StoreEndpoints(msgspec.Struct, frozen=True, kw_only=True):
+    """Addresses of a master; they stay the same when it is restarted, because engines know them.
+
+    Attributes
+    ----------
+    host:
+        Where all three listen.
+    rpc_port, metadata_port, admin_port:
+        For clients; for the metadata of transfers; health, metrics and lists over HTTP.
+    """
+
+    host: str
+    rpc_port: int
+    metadata_port: int
+    admin_port: int
+
+    @property
+    def master(self) -> str:
+        """``host:port`` for clients."""
+        return f"{self.host}:{self.rpc_port}"
+
+    @property
+    def metadata(self) -> str:
+        """URL of the metadata server."""
+        return f"http://{self.host}:{self.metadata_port}/metadata"
+
+    @property
+    def admin(self) -> str:
+        """Base URL of health, metrics and lists."""
+        return f"http://{self.host}:{self.admin_port}"
+
+    @staticmethod
+    def path(run: RunDir, attempt: int) -> Path:
+        """Where the endpoints of an attempt stand."""
+        return run.attempt_dir(attempt) / "store.json"
+
+    def write(self, run: RunDir, attempt: int) -> None:
+        """Say where this master is."""
+        write_json(self.path(run, attempt), self)
+
+    @classmethod
+    def read(cls, run: RunDir, attempt: int) -> StoreEndpoints:
+        """Endpoints of an attempt.
+
+        Raises
+        ------
+        HpcrlError
+            The attempt has no store, or it has not started yet.
+        """
+        path = cls.path(run, attempt)
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=cls)
+        except FileNotFoundError as error:
+            raise HpcrlError(
+                f"attempt {attempt} of {run.name} has no KV store that was started\n"
+                "    way out: engine.kv_store in the recipe turns it on"
+            ) from error
+
+
+def engine_settings(
+    endpoints: StoreEndpoints,
+    *,
+    run_id: str,
+    protocol: str,
+    devices: tuple[str, ...],
+    segment_bytes: int,
+    local_buffer_bytes: int,
+    disk: bool,
+) -> dict[str, object]:
+    """What ``MOONCAKE_CONFIG_PATH`` of an engine names: one rank's share of the pool.
+
+    Parameters
+    ----------
+    run_id:
+        Keys are kept apart by it (``tenant_id``), also where two runs should ever meet one master.
+    protocol, devices:
+        ``rdma`` with adapters by name, or ``tcp``.
+    segment_bytes, local_buffer_bytes:
+        Of this rank.
+    disk:
+        Whether blocks move on to disk when memory is full.
+    """
+    return {
+        "metadata_server": endpoints.metadata,
+        "master_server_address": endpoints.master,
+        "protocol": protocol,
+        "device_name": ",".join(devices),
+        "mode": "embedded",
+        "global_segment_size": segment_bytes,
+        "local_buffer_size": local_buffer_bytes,
+        "enable_offload": disk,
+        "tenant_id": run_id,
+    }

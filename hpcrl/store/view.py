@@ -1,0 +1,44 @@
+"""A pool as people and programs see it."""
+
+from __future__ import annotations
+
+import socket
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from hpcrl.store.admin import PoolStatus
+from hpcrl.store.endpoints import StoreEndpoints
+
+__all__ = ["CANARY_SCHEMA", "STORE_SCHEMA", "address_towards", "pool_view"]
+
+STORE_SCHEMA = "hpcrl.store/1"
+CANARY_SCHEMA = "hpcrl.store.canary/1"
+_GIB = 1 << 30
+
+
+def pool_view(endpoints: StoreEndpoints, pool: PoolStatus) -> RenderableType:
+    """Head and a line a segment."""
+    used, capacity = pool.used_bytes / _GIB, pool.capacity_bytes / _GIB
+    share = f" ({pool.used_bytes / pool.capacity_bytes:.0%})" if pool.capacity_bytes else ""
+    head = Text.assemble(
+        ("master ", "dim"), endpoints.master, f"  {used:.2f} of {capacity:.2f} GiB{share}  {pool.keys} blocks"
+    )
+    if not pool.segments:
+        return Group(head, Text("no engine has joined the pool", style="yellow"))
+    table = Table(box=None, header_style="dim", pad_edge=False)
+    for column in ("segment", "GiB", "used"):
+        table.add_column(column, justify="left" if column == "segment" else "right")
+    for segment in pool.segments:
+        share = f"{segment.used_bytes / segment.capacity_bytes:.0%}" if segment.capacity_bytes else "-"
+        table.add_row(segment.name, f"{segment.capacity_bytes / _GIB:.2f}", share)
+    return Group(head, table)
+
+
+def address_towards(host: str) -> str:
+    """The address of this machine that ``host`` would see; sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))
+        address: str = probe.getsockname()[0]
+        return address
