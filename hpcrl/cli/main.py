@@ -8,7 +8,22 @@ from typing import Annotated
 import typer
 
 from hpcrl import __version__
-from hpcrl.cli import configuration, devcluster, planning, render, runs, sites, stores, submit, warmup
+from hpcrl.cli import (
+    checkpoints,
+    configuration,
+    devcluster,
+    planning,
+    render,
+    requeue,
+    runs,
+    scale,
+    simulate,
+    sites,
+    store,
+    submit,
+    warmup,
+    weights,
+)
 from hpcrl.errors import ExitCode, HpcrlError
 
 __all__ = ["app", "main"]
@@ -37,7 +52,22 @@ def _options(
     pass
 
 
-for module in (submit, runs, stores, planning, render, configuration, sites, warmup, devcluster):
+for module in (
+    submit,
+    scale,
+    requeue,
+    runs,
+    weights,
+    checkpoints,
+    store,
+    planning,
+    simulate,
+    render,
+    configuration,
+    sites,
+    warmup,
+    devcluster,
+):
     module.register(app)
 
 

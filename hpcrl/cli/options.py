@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["ClusterOption", "JsonOption", "RecipeArgument", "SetOption"]
+__all__ = ["CalibrationOption", "ClusterOption", "JsonOption", "RecipeArgument", "SetOption"]
 
 RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="Recipe file, or the name of a packaged recipe.")]
 ClusterOption = Annotated[
@@ -17,3 +17,9 @@ SetOption = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="Change a value of the recipe: trainer.steps=10. Repeatable."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+CalibrationOption = Annotated[
+    str | None,
+    typer.Option(
+        "--calibration", metavar="FILE", help="Efficiencies and workloads (of `hpcrl plan calibrate`) in place of ours."
+    ),
+]

@@ -1,43 +1,101 @@
-"""``hpcrl plan``: what a submit would start."""
+"""``hpcrl plan``: what a submit would start, whether it fits, how fast it will be, and what would be better."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from hpcrl.cli.options import ClusterOption, JsonOption, RecipeArgument, SetOption
+from hpcrl.cli.options import CalibrationOption, ClusterOption, JsonOption, RecipeArgument, SetOption
+from hpcrl.cli.planning_layout import print_environment, print_plan
+from hpcrl.cli.selection import RunArgument, RunsRootOption
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from hpcrl.config.cluster import ClusterProfile
-    from hpcrl.config.plan import Plan
+    from hpcrl.config.load import Loaded
     from hpcrl.config.recipe import Recipe
+    from hpcrl.planning.calibration import Calibration
 
-__all__ = ["print_plan", "register"]
+__all__ = ["load_for_planning", "print_plan", "register"]
 
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("plan")(plan)
+_DEFAULT = "show"
 
 
-def plan(
+class _DefaultGroup(TyperGroup):
+    """``hpcrl plan RECIPE`` means ``hpcrl plan show RECIPE``.
+
+    What is not the name of a command is a recipe; a recipe file called like one is given as ``./diff``.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in (*self.commands, "--help", "-h"):
+            args = [_DEFAULT, *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(
+    cls=_DefaultGroup,
+    no_args_is_help=True,
+    help="Plan a run: whether it fits, how long a step takes, what binds, what would be better. Changes nothing.",
+)
+
+
+def register(parent: typer.Typer) -> None:
+    """Add the command group."""
+    parent.add_typer(app, name="plan")
+
+
+def _calibration(path: str | None) -> Calibration:
+    from pathlib import Path
+
+    from hpcrl.planning.calibration import load_calibration
+
+    return load_calibration(None if path is None else Path(path))
+
+
+def load_for_planning(
+    recipe: str, cluster: str, overrides: list[str] | None
+) -> tuple[Loaded[Recipe], Loaded[ClusterProfile]]:
+    """Load both and check all rules but those about what this version can start."""
+    from hpcrl.config.load import load_cluster, load_recipe
+    from hpcrl.config.rules import check_rules
+    from hpcrl.planning.report import find_facts
+    from hpcrl.planning.rules_model import check_model_rules
+
+    loaded, site = load_recipe(recipe, overrides or ()), load_cluster(cluster)
+    check_rules(loaded, site, planning=True)
+    facts = find_facts(loaded.value)
+    if not isinstance(facts, str):
+        check_model_rules(loaded, site, facts)
+    return loaded, site
+
+
+@app.command(_DEFAULT)
+def show(
     recipe: RecipeArgument,
     cluster: ClusterOption = "local",
     overrides: SetOption = None,
+    nodes: Annotated[
+        int | None, typer.Option("--nodes", min=2, help="Take the best split of so many nodes, not the recipe's.")
+    ] = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Show each number with its formula, its inputs and its source.")
+    ] = False,
     environment: Annotated[
         bool, typer.Option("--env", help="Show the environment of each role and where each variable comes from.")
     ] = False,
+    calibration: CalibrationOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the resolved plan: roles, nodes, processes, order, directories. Changes nothing."""
+    """Show the resolved plan and its forecast (`hpcrl plan RECIPE` does the same). Changes nothing."""
+    import json
     import time
     from pathlib import Path
 
-    from hpcrl.config.load import load_cluster, load_recipe
-    from hpcrl.config.rules import check_rules
+    from hpcrl.cli.output import table_console
+    from hpcrl.cli.planning_tables import print_explanation, print_outlook, print_unstartable
+    from hpcrl.config.rules import unstartable
     from hpcrl.planning import (
         absolute_paths,
         absolute_site_paths,
@@ -45,109 +103,136 @@ def plan(
         make_plan,
         resolve_runs_root,
     )
+    from hpcrl.planning.report import find_facts, make_outlook, outlook_document
 
-    loaded, site = load_recipe(recipe, overrides or ()), load_cluster(cluster)
-    check_rules(loaded, site)
+    loaded, site = load_for_planning(recipe, cluster, overrides)
     cwd = Path.cwd()
-    name = default_run_name(loaded.value, time.time())
+    measured = _calibration(calibration)
+    wanted = loaded.value
+    if nodes is not None:
+        wanted = _best_split(wanted, site.value, measured, nodes)
+    name = default_run_name(wanted, time.time())
     profile = absolute_site_paths(site.value, cwd)
-    resolved = make_plan(absolute_paths(loaded.value, cwd), profile, name, resolve_runs_root(profile, cwd) / name)
+    resolved = make_plan(absolute_paths(wanted, cwd), profile, name, resolve_runs_root(profile, cwd) / name)
+    outlook = make_outlook(wanted, site.value, measured, find_facts(wanted))
     if as_json:
-        typer.echo(resolved.model_dump_json(indent=2))
+        forecast = {**outlook_document(outlook), "unstartable": unstartable(wanted, site.value)}
+        document = {**json.loads(resolved.model_dump_json()), "forecast": forecast}
+        typer.echo(json.dumps(document, indent=2))
         return
     print_plan(resolved)
+    console = table_console()
+    print_outlook(console, outlook)
+    print_unstartable(console, unstartable(wanted, site.value))
+    if explain:
+        print_explanation(console, outlook, measured)
     if environment:
-        _print_environment(loaded.value, profile, resolved)
+        print_environment(wanted, profile, resolved)
 
 
-def print_plan(resolved: Plan) -> None:
-    """Print a plan as a table and the commands of each role."""
-    import shlex
+def _best_split(recipe: Recipe, cluster: ClusterProfile, calibration: Calibration, nodes: int) -> Recipe:
+    """The recipe with the best split of so many nodes."""
+    from hpcrl.errors import UsageError
+    from hpcrl.planning.search_recipe import run_search
+    from hpcrl.planning.times_layouts import with_layout
 
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console()
-    console.print(f"[bold]{resolved.run}[/bold]: recipe {resolved.recipe} on cluster {resolved.cluster}")
-    console.print(f"directory {resolved.run_dir}", highlight=False, soft_wrap=True)
-    console.print(
-        f"ports     {resolved.first_port}-{resolved.last_port}, chosen at start and recorded in endpoints.json\n",
-        highlight=False,
-    )
-    _print_layout(console, resolved)
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in ("role", "replicas", "ranks", "starts after", "ready when", "deadline", "its clean end"):
-        table.add_column(column)
-    for group in resolved.groups:
-        table.add_row(
-            group.role,
-            str(group.replicas),
-            str(group.ranks),
-            ", ".join(group.after) or "-",
-            f"GET {group.ready.path}" if group.ready.kind == "http" else "ready file",
-            f"{group.start_timeout_s:g} s",
-            "ends the run" if group.policy.ends_run else "is a failure",
-        )
-    console.print(table)
-    console.print(f"\n{resolved.processes} role processes. Commands:")
-    for group in resolved.groups:
-        env = "".join(f"{key}={shlex.quote(value)} " for key, value in group.env.items())
-        # where Slurm is, the environment is long: `hpcrl plan --env` shows it
-        shown = env if resolved.layout.kind == "local" else ""
-        console.print(Text(f"  {group.role}: {shown}{' '.join(group.command)}"), soft_wrap=True)
+    found = run_search(recipe, cluster, calibration, [nodes])
+    if not found.candidates:
+        raise UsageError(f"no split of {nodes} nodes fits\n    {found.why_not}")
+    return with_layout(recipe, found.candidates[0].layout)
 
 
-def _print_layout(console: Console, resolved: Plan) -> None:
-    """Print the jobs of a plan and the nodes of each role."""
-    from rich.table import Table
+@app.command()
+def search(
+    recipe: RecipeArgument,
+    nodes: Annotated[
+        str, typer.Option("--nodes", metavar="N or A..B", help="Numbers of nodes to look at, for example 20..40.")
+    ],
+    cluster: ClusterOption = "local",
+    overrides: SetOption = None,
+    picture: Annotated[str | None, typer.Option("--picture", metavar="FILE", help="Write an SVG.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Not only layouts that no other one beats.")] = False,
+    calibration: CalibrationOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Find the best splits of nodes among trainer and engines, and the best layouts for each. Changes nothing."""
+    import json
+    from pathlib import Path
 
-    layout, attempts = resolved.layout, resolved.attempts
-    if layout.kind == "local":
-        return
-    console.print(f"layout    {layout.kind} ({layout.reason}): {layout.nodes} nodes, {layout.gpus} GPUs")
-    console.print(
-        f"time      {resolved.time_limit_s / 3600:g} h a job, signal {attempts.signal_lead_s} s before its end, "
-        + (
-            f"requeued up to {attempts.max_attempts - 1} times" if attempts.requeue else "not requeued (resume by hand)"
-        ),
-        highlight=False,
-    )
-    if resolved.container is not None:
-        console.print(f"container {resolved.container.kind}, {resolved.container.image}", highlight=False)
-    console.print()
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in ("role", "component", "partition", "nodes", "of them", "ranks a node", "GPUs"):
-        table.add_column(column)
-    for group in resolved.groups:
-        component = resolved.component(group)
-        nodes = group.replicas * group.nodes
-        if group.beside:
-            row = (f"beside {component.roles[0]}", "first", str(group.ranks_per_node), "-")
-        else:
-            own = component.jobs > 1
-            first = group.first_node
-            where = "each job its own" if own else f"{first}-{first + nodes - 1}" if nodes > 1 else str(first)
-            gpus = str(nodes * component.gpus_per_node)
-            row = (f"{group.replicas} x {group.nodes}", where, str(group.ranks_per_node), gpus)
-        table.add_row(group.role, str(group.component), component.partition, *row)
-    console.print(table)
-    console.print()
+    from hpcrl.cli.output import table_console
+    from hpcrl.cli.planning_tables import print_candidates
+    from hpcrl.errors import UsageError
+    from hpcrl.fs import atomic_write
+    from hpcrl.planning.search import pareto
+    from hpcrl.planning.search_picture import search_svg
+    from hpcrl.planning.search_recipe import node_range, run_search, search_document
+
+    loaded, site = load_for_planning(recipe, cluster, overrides)
+    found = run_search(loaded.value, site.value, _calibration(calibration), node_range(nodes))
+    if as_json:
+        typer.echo(json.dumps(search_document(found), indent=2))
+    else:
+        console = table_console()
+        best = pareto(found.candidates)
+        rows = [("best" if c in best else "", c) for c in (found.candidates if everything else best)]
+        if found.own is not None:
+            rows.append(("recipe", found.own))
+        if rows:
+            print_candidates(console, rows)
+        for note in found.notes:
+            console.print(note, highlight=False, soft_wrap=True)
+    if not found.candidates:
+        raise UsageError(f"nothing fits\n    {found.why_not}")
+    if picture is not None:
+        title = f"{loaded.value.name} on {site.value.name}"
+        atomic_write(Path(picture), search_svg(found.candidates, title, found.own).encode())
+        typer.echo(f"wrote {picture}", err=True)
 
 
-def _print_environment(recipe: Recipe, cluster: ClusterProfile, resolved: Plan) -> None:
-    """Print the environment of each role, by source."""
-    from rich.console import Console
-    from rich.table import Table
+@app.command()
+def diff(
+    first: Annotated[str, typer.Argument(metavar="A", help="Recipe, or a run.")],
+    second: Annotated[str, typer.Argument(metavar="B", help="Recipe, or a run.")],
+    cluster: ClusterOption = "local",
+    calibration: CalibrationOption = None,
+    root: RunsRootOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what differs between two recipes or runs, field by field, and what that does to times. Changes nothing."""
+    import json
 
-    from hpcrl.planning import role_variables
+    from hpcrl.cli.output import table_console
+    from hpcrl.cli.planning_diff import compare, print_difference
 
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in ("role", "variable", "value", "source"):
-        table.add_column(column, overflow="fold")
-    for group in resolved.groups:
-        for name, (value, source) in role_variables(recipe, cluster, group.role, resolved.run).items():
-            table.add_row(group.role, name, value, source)
-    console = Console()
-    console.print()
-    console.print(table)
+    found = compare(first, second, cluster, root, _calibration(calibration))
+    if as_json:
+        typer.echo(json.dumps(found.document(), indent=2))
+    else:
+        print_difference(table_console(), found)
+
+
+@app.command()
+def calibrate(
+    run: RunArgument,
+    output: Annotated[
+        str | None, typer.Option("--output", "-o", metavar="FILE", help="Where to write; standard output by default.")
+    ] = None,
+    root: RunsRootOption = None,
+) -> None:
+    """Make a calibration file from what a run measured: step seconds, tokens, engine rates, lengths of rollouts."""
+    from pathlib import Path
+
+    from hpcrl.cli.selection import find
+    from hpcrl.fs import atomic_write
+    from hpcrl.planning.calibration_fit import calibrate as fit
+    from hpcrl.planning.calibration_fit import calibration_yaml
+    from hpcrl.planning.report import find_facts
+
+    found = find(run, root)
+    facts = find_facts(found.recipe())
+    text = calibration_yaml(fit(found, None if isinstance(facts, str) else facts))
+    if output is None:
+        typer.echo(text, nl=False)
+    else:
+        atomic_write(Path(output), text.encode())
+        typer.echo(f"wrote {output}", err=True)

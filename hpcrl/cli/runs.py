@@ -11,6 +11,8 @@ from hpcrl.cli.selection import OptionalRunArgument, RunArgument, RunsRootOption
 
 __all__ = ["register"]
 
+_REFRESH_S = 5.0
+
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
@@ -24,16 +26,25 @@ def register(app: typer.Typer) -> None:
 def status(
     run: OptionalRunArgument = None,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Follow until the run has ended.")] = False,
+    everything: Annotated[bool, typer.Option("--all", "-a", help="All runs, a line each.")] = False,
     as_json: JsonOption = False,
     root: RunsRootOption = None,
 ) -> None:
-    """Show where a run stands: state, roles, step, reward, version, staleness."""
+    """Show where a run stands: state, roles, step, reward, version, staleness, last checkpoint, GPU-hours,
+    and how each engine is."""
     from rich.console import Console
 
+    from hpcrl.runs.fleet import read_fleet
     from hpcrl.runs.liveview import follow, render, summary
     from hpcrl.runs.metrics import read_metrics
-    from hpcrl.runs.observe import observe, read_progress, status_document
+    from hpcrl.runs.observe import observe, read_progress
+    from hpcrl.runs.usage import read_usage, status_document
 
+    if everything:
+        if run is not None:
+            raise typer.BadParameter("RUN and --all exclude each other")
+        _status_of_all(watch, as_json, root)
+        return
     found = find(run, root)
     if as_json:
         typer.echo(status_document(found))
@@ -45,7 +56,31 @@ def status(
             raise typer.Exit from None
         Console().print(summary(view, read_progress(found), read_metrics(found)))
     else:
-        Console().print(render(observe(found), read_progress(found), read_metrics(found)))
+        view = observe(found)
+        fleet = read_fleet(found, view.attempt, view.components)
+        Console().print(render(view, read_progress(found), read_metrics(found), read_usage(found, view), fleet))
+
+
+def _status_of_all(watch: bool, as_json: bool, root: str | None) -> None:
+    import time
+
+    from rich.live import Live
+
+    from hpcrl.cli.output import table_console
+    from hpcrl.runs.listing import list_rows, listing_table
+
+    if as_json or not watch:
+        list_runs(as_json, root)
+        return
+    ask_slurm()
+    directory = runs_root(root)
+    with Live(console=table_console(), auto_refresh=False) as live:
+        try:
+            while True:
+                live.update(listing_table(list_rows(directory)), refresh=True)
+                time.sleep(_REFRESH_S)
+        except KeyboardInterrupt:
+            raise typer.Exit from None
 
 
 def list_runs(as_json: JsonOption = False, root: RunsRootOption = None) -> None:
@@ -72,6 +107,10 @@ def logs(
     attempt: Annotated[int | None, typer.Option(help="Attempt; the newest by default.")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run has ended.")] = False,
     grep: Annotated[str | None, typer.Option(metavar="REGEX", help="Only lines that match.")] = None,
+    since: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="Only lines from then on: an age as `90s`, `10m`, `2h`, `1d`, or a time."),
+    ] = None,
     lines: Annotated[int, typer.Option("--lines", "-n", help="Newest lines to show first; 0 shows all.")] = 200,
     as_json: JsonOption = False,
     root: RunsRootOption = None,
@@ -80,7 +119,7 @@ def logs(
     from hpcrl.runs.logs import LogFilter, follow_logs, format_line, read_logs
 
     found = find(run, root)
-    wanted = LogFilter.make(found, role=role, replica=replica, rank=rank, attempt=attempt, grep=grep)
+    wanted = LogFilter.make(found, role=role, replica=replica, rank=rank, attempt=attempt, grep=grep, since=since)
     source = follow_logs(found, wanted, lines=lines) if follow else iter(read_logs(found, wanted, lines=lines))
     try:
         for line in source:

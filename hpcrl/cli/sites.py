@@ -11,7 +11,9 @@ from hpcrl.cli.configuration import cluster_app
 from hpcrl.cli.options import JsonOption
 
 if TYPE_CHECKING:
+    from hpcrl.config.cluster import SlurmCluster
     from hpcrl.slurm.probe import SlurmFacts
+    from hpcrl.slurm.profile_check import CheckFinding
 
 __all__ = ["register"]
 
@@ -52,9 +54,14 @@ def init(
 
 def check(
     cluster: Annotated[str, typer.Argument(metavar="NAME", help="Cluster profile: a name or a file.")],
+    job: Annotated[
+        bool, typer.Option("--job", help="Also submit a small job to each partition: what only a node can tell.")
+    ] = False,
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes of that job; two tell the lag of the filesystem.")] = 2,
+    wait_s: Annotated[float, typer.Option("--wait", metavar="SECONDS", help="Longest wait for that job.")] = 900.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Check a profile: its values and rules, and what the living Slurm says about it.
+    """Check a profile: its values and rules, and what the living Slurm (and with --job, its nodes) say about it.
 
     Exit code: 0 good, 1 differs from Slurm in what would make jobs fail, 2 the profile itself is wrong.
     """
@@ -72,7 +79,11 @@ def check(
 
     loaded = load_cluster(cluster)
     check_cluster(loaded)
-    found = check_profile(loaded.value, read_facts(_slurm())) if isinstance(loaded.value, SlurmCluster) else []
+    found = []
+    if isinstance(loaded.value, SlurmCluster):
+        found = check_profile(loaded.value, read_facts(_slurm()))
+        if job:
+            found += _ask_nodes(loaded.value, nodes, wait_s)
     rows = [
         {
             "code": f.code,
@@ -97,6 +108,28 @@ def check(
     counts = ", ".join(f"{sum(f.severity is s for f in found)} {s.value}s" for s in Severity)
     console.print(f"{loaded.source}: {len(SITE_RULES)} rules checked; against Slurm: {counts}", highlight=False)
     raise typer.Exit(ExitCode.FAILED if failed else ExitCode.OK)
+
+
+def _ask_nodes(cluster: SlurmCluster, nodes: int, wait_s: float) -> list[CheckFinding]:
+    from hpcrl.cli.selection import runs_root
+    from hpcrl.slurm.check_job import check_nodes, node_findings
+    from hpcrl.slurm.client import SlurmClient
+
+    found: list[CheckFinding] = []
+    names = dict.fromkeys([cluster.placement.default, *cluster.placement.by_role.values()])
+    for partition in names:
+        reports = check_nodes(
+            cluster,
+            partition,
+            client=SlurmClient(),
+            directory=runs_root(None, cluster),
+            nodes=min(nodes, cluster.partitions[partition].nodes),
+            wait_s=wait_s,
+            say=lambda text: typer.echo(text, err=True),
+        )
+        typer.echo(f"asked: {', '.join(report.host for report in reports)}", err=True)
+        found += node_findings(cluster, partition, reports)
+    return found
 
 
 def _slurm() -> SlurmFacts:

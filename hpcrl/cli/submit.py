@@ -47,12 +47,22 @@ def submit(
     from hpcrl.cli.planning import print_plan
     from hpcrl.config.load import load_cluster, load_recipe
     from hpcrl.config.rules import check_rules
-    from hpcrl.errors import UsageError
-    from hpcrl.planning import absolute_paths, absolute_site_paths, check_model, default_run_name, make_plan
+    from hpcrl.planning import (
+        absolute_paths,
+        absolute_site_paths,
+        check_engine_flags,
+        check_model,
+        check_pythons,
+        check_router,
+        check_sizes,
+        default_run_name,
+        make_plan,
+    )
     from hpcrl.runs.registry import check_name
 
     loaded, site = load_recipe(recipe, overrides or ()), load_cluster(cluster)
     check_rules(loaded, site)
+    check_sizes(loaded, site)
     run_name = check_name(name) if name is not None else default_run_name(loaded.value, time.time())
     resolved = absolute_paths(loaded.value, Path.cwd())
     profile = absolute_site_paths(site.value, Path.cwd())
@@ -61,14 +71,12 @@ def submit(
         print_plan(plan)
     if loaded.value.job.payload == "roles":
         check_model(loaded, Path(resolved.model.path))
+        check_pythons(plan, site)
+        for note in [*check_router(loaded, plan), *check_engine_flags(loaded, plan)]:
+            typer.echo(f"note: {note}", err=True)
     if dry_run:
         typer.echo("\nnothing was started or written (--dry-run)", err=True)
         return
-    if plan.layout.kind == "elastic":
-        raise UsageError(
-            "this version cannot submit the layout elastic yet; `hpcrl render` writes its scripts\n"
-            "    way out: --set job.layout=hetjob, or single"
-        )
 
     from hpcrl.slurm.submission import create_run, submit_attempt
 
@@ -80,8 +88,12 @@ def submit(
     _follow_or_tell(run, follow, root)
 
 
-def resume(run: RunArgument, follow: FollowOption = False, root: RunsRootOption = None) -> None:
+def resume(
+    run: RunArgument, overrides: SetOption = None, follow: FollowOption = False, root: RunsRootOption = None
+) -> None:
     """Go on with a run that has ended, from its newest joint checkpoint.
+
+    With --set its recipe changes first, for example to another number of trainer.ranks. Model, data and seed stay.
 
     Exit code with --follow: 0 completed, 1 failed, 93 given up without progress, 130 cancelled.
     """
@@ -91,12 +103,28 @@ def resume(run: RunArgument, follow: FollowOption = False, root: RunsRootOption 
     resumption = prepare_resume(found)
     for step, reason in resumption.skipped:
         typer.echo(f"checkpoint of step {step} is skipped: {reason}", err=True)
+    if overrides:
+        _change(found, overrides)
     if swept := end_leftovers(found):
         typer.echo(f"ended {swept} processes that an earlier attempt had left behind", err=True)
     submit_attempt(found)
     start = "the beginning: there is no checkpoint" if resumption.step is None else f"step {resumption.step}"
     typer.echo(f"resumed {found.name} from {start}", err=True)
     _follow_or_tell(found, follow, root)
+
+
+def _change(run: RunDir, overrides: list[str]) -> None:
+    """Write the configuration of a run anew, with changes of its recipe."""
+    from hpcrl.config.load import Loaded
+    from hpcrl.config.rules import check_rules
+    from hpcrl.planning import change_recipe, make_plan
+
+    loaded, changes = change_recipe(run.recipe_path, overrides)
+    cluster = run.cluster()
+    check_rules(loaded, Loaded(cluster, run.cluster_path, {}))
+    run.write_configuration(loaded.value, cluster, make_plan(loaded.value, cluster, run.name, run.path))
+    for change in changes:
+        typer.echo(f"changed {change}", err=True)
 
 
 def cancel(

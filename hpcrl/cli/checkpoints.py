@@ -1,0 +1,239 @@
+"""``hpcrl checkpoint``: the joint checkpoints of a run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hpcrl.cli.options import JsonOption
+from hpcrl.cli.selection import RunArgument, RunsRootOption, find
+
+if TYPE_CHECKING:
+    from hpcrl.runs.checkpoints import CheckpointItem
+
+__all__ = ["register"]
+
+checkpoint_app = typer.Typer(help="Joint checkpoints of a run.", no_args_is_help=True)
+
+AllStepsArgument = Annotated[int | None, typer.Argument(metavar="[STEP]", help="Step; all by default.")]
+NewestStepArgument = Annotated[int | None, typer.Argument(metavar="[STEP]", help="Step; the newest by default.")]
+StepArgument = Annotated[int, typer.Argument(metavar="STEP", help="Step.")]
+SizesOption = Annotated[bool, typer.Option("--sizes", help="Compare sizes of files only; read no data.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command group."""
+    app.add_typer(checkpoint_app, name="checkpoint")
+
+
+@checkpoint_app.command("ls")
+def checkpoint_ls(run: RunArgument, as_json: JsonOption = False, root: RunsRootOption = None) -> None:
+    """List checkpoints. Exit code 1 where one is not whole (sizes are compared, data is not read)."""
+    from hpcrl.runs.checkpoints import checkpoint_items, items_document
+
+    found = find(run, root)
+    items = checkpoint_items(found)
+    _print(found.name, items, items_document(found, items) if as_json else None, state="whole")
+
+
+@checkpoint_app.command("verify")
+def checkpoint_verify(
+    run: RunArgument,
+    step: AllStepsArgument = None,
+    sizes: SizesOption = False,
+    as_json: JsonOption = False,
+    root: RunsRootOption = None,
+) -> None:
+    """Read every byte and compare with the manifest. Exit code 1 where something is damaged."""
+    from hpcrl.runs.checkpoints import items_document, verify_checkpoints
+
+    found = find(run, root)
+    items = verify_checkpoints(found, step, content=not sizes)
+    document = items_document(found, items) if as_json else None
+    _print(found.name, items, document, state="whole" if sizes else "verified")
+
+
+@checkpoint_app.command("show")
+def checkpoint_show(
+    run: RunArgument, step: NewestStepArgument = None, as_json: JsonOption = False, root: RunsRootOption = None
+) -> None:
+    """Show one checkpoint: who saved it, how long that took, and what a resume from it goes on with."""
+    import json
+
+    from rich.filesize import decimal
+    from rich.table import Table
+
+    from hpcrl.cli.output import table_console
+    from hpcrl.errors import ExitCode
+    from hpcrl.runs.checkpoints import checkpoint_details
+
+    details = checkpoint_details(find(run, root), step)
+    if as_json:
+        typer.echo(json.dumps(details, indent=2))
+    else:
+        table = Table(box=None, show_header=False, pad_edge=False)
+        for key in ("step", "policy_version", "path", "attempt", "world_size", "save_s", "blocked_s", "problem"):
+            if (value := details.get(key)) not in (None, ""):
+                table.add_row(key, f"{value:.3f}" if isinstance(value, float) else str(value))
+        if details["pin"] is not None:
+            table.add_row("pin", "{reason} ({by})".format(**details["pin"]))
+        for key, value in details.get("orchestrator", {}).items():
+            table.add_row(key, str(value))
+        table.add_row("size", f"{decimal(details['bytes'])} in {details['files']} files")
+        for name, record in details.get("records", {}).items():
+            table.add_row(f"  {name}", f"{decimal(record['bytes'])}  {record['xxh3_128']}")
+        table_console().print(table)
+    if details["problem"]:
+        raise typer.Exit(ExitCode.FAILED)
+
+
+@checkpoint_app.command("pin")
+def checkpoint_pin(
+    run: RunArgument,
+    step: StepArgument,
+    reason: Annotated[str, typer.Option("--reason", "-m", metavar="TEXT", help="Why it is kept.")],
+    root: RunsRootOption = None,
+) -> None:
+    """Keep a checkpoint: neither the run nor `prune` removes it."""
+    import getpass
+
+    from hpcrl.checkpoints import CheckpointLedger
+    from hpcrl.checkpoints.pins import pin
+
+    pin(CheckpointLedger(find(run, root).checkpoints_dir), step, reason=reason, by=getpass.getuser())
+    typer.echo(f"the checkpoint of step {step} is pinned", err=True)
+
+
+@checkpoint_app.command("unpin")
+def checkpoint_unpin(run: RunArgument, step: StepArgument, root: RunsRootOption = None) -> None:
+    """Let a pinned checkpoint be removed again."""
+    from hpcrl.checkpoints.pins import pins_of
+
+    was = pins_of(find(run, root).checkpoints_dir).remove(step)
+    typer.echo(f"the checkpoint of step {step} is {'no longer' if was else 'not'} pinned", err=True)
+
+
+@checkpoint_app.command("prune")
+def checkpoint_prune(
+    run: RunArgument,
+    keep_last: Annotated[
+        int | None, typer.Option("--keep-last", min=1, metavar="N", help="Newest ones to keep. Default: the recipe's.")
+    ] = None,
+    keep_every: Annotated[
+        int | None,
+        typer.Option("--keep-every", min=0, metavar="N", help="Keep multiples of N steps. Default: the recipe's."),
+    ] = None,
+    steps: Annotated[
+        list[int] | None, typer.Option("--step", metavar="STEP", help="Remove this one instead. Repeatable.")
+    ] = None,
+    sizes: SizesOption = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be removed; remove nothing.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    root: RunsRootOption = None,
+) -> None:
+    """Remove checkpoints that need not be kept. Pinned ones stay, and at least one that was verified.
+
+    May be called while the run is alive: an entry goes with one rename, and a save never needs an older entry.
+    """
+    from rich.filesize import decimal
+
+    from hpcrl.checkpoints import CheckpointLedger
+    from hpcrl.runs.checkpoints import plan_prune
+
+    found = find(run, root)
+    config = found.recipe().checkpoint
+    doomed = plan_prune(
+        found,
+        keep_last=config.keep_last if keep_last is None else keep_last,
+        keep_every=config.keep_every_steps if keep_every is None else keep_every,
+        steps=steps or (),
+        content=not sizes,
+    )
+    for item in doomed:
+        typer.echo(f"step {item.step}: {decimal(item.bytes)} in {item.path}", err=True)
+    if not doomed or dry_run:
+        typer.echo("nothing was removed" + (" (--dry-run)" if doomed else ": there is nothing to remove"), err=True)
+        return
+    if not yes:
+        typer.confirm(f"remove {len(doomed)} of {found.name}?", abort=True, err=True)
+    ledger = CheckpointLedger(found.checkpoints_dir)
+    for item in doomed:
+        ledger.remove(item.step)
+        typer.echo(item.step)
+
+
+@checkpoint_app.command("export")
+def checkpoint_export(
+    run: RunArgument,
+    output: Annotated[str, typer.Option("--output", "-o", metavar="DIR", help="Where the model goes; must not exist.")],
+    step: Annotated[int | None, typer.Option("--step", metavar="STEP", help="The newest good one by default.")] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option("--dtype", metavar="DTYPE", help="float32, bfloat16 or float16. Default: the recipe's."),
+    ] = None,
+    model_dir: Annotated[
+        str | None,
+        typer.Option(
+            "--model-dir", metavar="DIR", help="Configuration and tokenizer. Default: the model the run began with."
+        ),
+    ] = None,
+    root: RunsRootOption = None,
+) -> None:
+    """Write the weights of a checkpoint as a Hugging Face model directory.
+
+    transformers and vLLM load it, and a new run may begin with it: hpcrl submit ... --set model.path=DIR
+    """
+    import subprocess
+    import sys
+    from importlib.util import find_spec
+    from pathlib import Path
+
+    from hpcrl.errors import MissingExtraError, UsageError
+
+    found = find(run, root)
+    target = Path(output).resolve()
+    if target.exists():
+        raise UsageError(f"{target} exists already\n    way out: another --output")
+    for module in ("torch", "safetensors"):
+        if find_spec(module) is None:
+            raise MissingExtraError("trainer", module)
+    # a process of its own: the command line never imports torch
+    command = [sys.executable, "-m", "hpcrl.trainer.export", str(found.path), str(target)]
+    for option, value in (("--step", step), ("--dtype", dtype), ("--model-dir", model_dir)):
+        if value is not None:
+            command += [option, str(value)]
+    raise typer.Exit(subprocess.run(command, check=False).returncode)
+
+
+def _print(run: str, items: list[CheckpointItem], document: str | None, *, state: str) -> None:
+    from rich.filesize import decimal
+    from rich.markup import escape
+    from rich.table import Table
+
+    from hpcrl.cli.output import table_console
+    from hpcrl.errors import ExitCode
+
+    if document is not None:
+        typer.echo(document)
+    elif not items:
+        typer.echo(f"{run} has none", err=True)
+    else:
+        table = Table(box=None, header_style="bold", pad_edge=False)
+        for column in ("step", "age", "size", "files", "attempt", "ranks", "saved in", "pin", "state"):
+            table.add_column(column, overflow="fold")
+        for item in items:
+            table.add_row(
+                str(item.step),
+                "?" if item.age_s is None else f"{item.age_s:,.0f} s",
+                decimal(item.bytes),
+                str(item.files),
+                "?" if item.attempt is None else str(item.attempt),
+                "?" if item.world_size is None else str(item.world_size),
+                "?" if item.save_s is None else f"{item.save_s:.2f} s",
+                escape(item.pin or ""),
+                f"[red]{escape(item.problem)}[/red]" if item.problem else state,
+            )
+        table_console().print(table)
+    if any(item.problem for item in items):
+        raise typer.Exit(ExitCode.FAILED)

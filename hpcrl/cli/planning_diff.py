@@ -1,0 +1,144 @@
+"""``hpcrl plan diff``: what differs between two recipes or runs, and what that does to a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from hpcrl.planning.calibration import Calibration
+    from hpcrl.planning.report import Outlook
+
+__all__ = ["Difference", "compare", "print_difference"]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One side: a recipe on a cluster, or a run with what it measured."""
+
+    name: str
+    values: dict[str, Any]
+    outlook: Outlook
+    measured_step_s: float | None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Two sides."""
+
+    first: Subject
+    second: Subject
+
+    @property
+    def fields(self) -> list[tuple[str, Any, Any]]:
+        """Fields that differ: key, value in A, value in B (None where one side has no such field)."""
+        keys = dict.fromkeys([*self.first.values, *self.second.values])
+        pairs = ((key, self.first.values.get(key), self.second.values.get(key)) for key in keys)
+        return [(key, a, b) for key, a, b in pairs if a != b]
+
+    @property
+    def figures(self) -> list[tuple[str, float | None, float | None]]:
+        """What the plans need and do: name and unit, A, B."""
+        a, b = _figures(self.first), _figures(self.second)
+        return [(name, a[name], b[name]) for name in a if a[name] is not None or b[name] is not None]
+
+    def document(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "schema_version": 1,
+            "a": self.first.name,
+            "b": self.second.name,
+            "fields": [{"key": key, "a": a, "b": b} for key, a, b in self.fields],
+            "figures": [{"name": name, "a": a, "b": b} for name, a, b in self.figures],
+        }
+
+
+def compare(first: str, second: str, cluster: str, root: str | None, calibration: Calibration) -> Difference:
+    """Load both sides. A run is compared on the cluster that it ran on, a recipe on ``cluster``."""
+    return Difference(_subject(first, cluster, root, calibration), _subject(second, cluster, root, calibration))
+
+
+def _subject(name: str, cluster: str, root: str | None, calibration: Calibration) -> Subject:
+    from statistics import median
+
+    from hpcrl.cli.selection import runs_root
+    from hpcrl.config.load import leaves, load_cluster, load_recipe
+    from hpcrl.planning.report import find_facts, make_outlook
+    from hpcrl.runs.metrics import read_metrics
+    from hpcrl.runs.rundir import RunDir
+
+    step_s = None
+    # a directory with a plan is a run, wherever it is; then names of runs, then recipes
+    places = [Path(name), runs_root(root) / name]
+    run = next((RunDir(path) for path in places if (path / "plan.json").is_file()), None)
+    if run is not None:
+        recipe, site = run.recipe(), run.cluster()
+        steps = read_metrics(run)
+        step_s = median(sum(step.phases_s.values()) for step in steps) if steps else None
+        name = f"run {run.name}"
+    else:
+        recipe, site = load_recipe(name).value, load_cluster(cluster).value
+    values = {f"recipe.{_key(path)}": value for path, value in leaves(recipe)}
+    values |= {f"cluster.{_key(path)}": value for path, value in leaves(site)}
+    return Subject(name, values, make_outlook(recipe, site, calibration, find_facts(recipe)), step_s)
+
+
+def _key(path: tuple[str | int, ...]) -> str:
+    return ".".join(str(part) for part in path)
+
+
+def _figures(subject: Subject) -> dict[str, float | None]:
+    outlook, loop = subject.outlook, subject.outlook.loop
+    whole = outlook.forecast
+    share = None if whole is None else sum(whole.share_bytes.values()) / 1e9
+    return {
+        "measured step (s)": subject.measured_step_s,
+        "step (s)": None if loop is None else loop.step_s,
+        "trainer (s)": None if loop is None else loop.trainer_s,
+        "rollouts (s)": None if loop is None else loop.rollout_s,
+        "staleness": None if loop is None else loop.staleness,
+        "rollouts in flight": None if loop is None else loop.in_flight,
+        "hand-off (s)": None if whole is None else whole.tables["handoff"].seconds,
+        "nodes": None if whole is None else float(whole.layout.nodes),
+        "GPU-hours a step": None if whole is None else whole.gpu_hours_per_step,
+        "shared filesystem (GB a step)": share,
+    }
+
+
+def print_difference(console: Console, found: Difference) -> None:
+    """Print both tables."""
+    from rich.table import Table
+
+    if not found.fields:
+        console.print(f"{found.first.name} and {found.second.name} are the same")
+        return
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in ("field", found.first.name, found.second.name):
+        table.add_column(column, overflow="fold")
+    for key, a, b in found.fields:
+        table.add_row(key, _text(a), _text(b))
+    console.print(table)
+    console.print()
+    for side in (found.first, found.second):
+        if side.outlook.because:
+            console.print(f"no forecast of {side.name}: {side.outlook.because}", highlight=False, soft_wrap=True)
+    if not found.figures:
+        return
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in ("forecast", found.first.name, found.second.name, "change"):
+        table.add_column(column, justify="left" if column == "forecast" else "right")
+    for name, before, after in found.figures:
+        change = "" if before is None or after is None or not before else f"{after / before - 1:+.0%}"
+        table.add_row(name, _number(before), _number(after), change)
+    console.print(table)
+
+
+def _text(value: Any) -> str:
+    return "-" if value is None else str(value)
+
+
+def _number(value: float | None) -> str:
+    return "?" if value is None else f"{value:,.1f}"

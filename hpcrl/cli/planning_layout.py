@@ -1,0 +1,107 @@
+"""How ``hpcrl plan`` and ``hpcrl submit --dry-run`` print a resolved plan."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from hpcrl.config.cluster import ClusterProfile
+    from hpcrl.config.plan import Plan
+    from hpcrl.config.recipe import Recipe
+
+__all__ = ["print_environment", "print_plan"]
+
+
+def print_plan(resolved: Plan) -> None:
+    """Print a plan as a table and the commands of each role."""
+    import shlex
+
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    console.print(f"[bold]{resolved.run}[/bold]: recipe {resolved.recipe} on cluster {resolved.cluster}")
+    console.print(f"directory {resolved.run_dir}", highlight=False, soft_wrap=True)
+    console.print(
+        f"ports     {resolved.first_port}-{resolved.last_port}, chosen at start and recorded in endpoints.json\n",
+        highlight=False,
+    )
+    _print_layout(console, resolved)
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in ("role", "replicas", "ranks", "starts after", "ready when", "deadline", "its clean end"):
+        table.add_column(column)
+    for group in resolved.groups:
+        table.add_row(
+            group.role,
+            str(group.replicas),
+            str(group.ranks),
+            ", ".join(group.after) or "-",
+            f"GET {group.ready.path}" if group.ready.kind == "http" else "ready file",
+            f"{group.start_timeout_s:g} s",
+            "ends the run" if group.policy.ends_run else "is a failure",
+        )
+    console.print(table)
+    console.print(f"\n{resolved.processes} role processes. Commands:")
+    for group in resolved.groups:
+        env = "".join(f"{key}={shlex.quote(value)} " for key, value in group.env.items())
+        # where Slurm is, the environment is long: `hpcrl plan --env` shows it
+        shown = env if resolved.layout.kind == "local" else ""
+        console.print(Text(f"  {group.role}: {shown}{' '.join(group.command)}"), soft_wrap=True)
+
+
+def _print_layout(console: Console, resolved: Plan) -> None:
+    """Print the jobs of a plan and the nodes of each role."""
+    from rich.table import Table
+
+    layout, attempts = resolved.layout, resolved.attempts
+    if layout.kind == "local":
+        return
+    console.print(f"layout    {layout.kind} ({layout.reason}): {layout.nodes} nodes, {layout.gpus} GPUs")
+    console.print(
+        f"time      {resolved.time_limit_s / 3600:g} h a job, signal {attempts.signal_lead_s} s before its end, "
+        + (
+            f"requeued up to {attempts.max_attempts - 1} times" if attempts.requeue else "not requeued (resume by hand)"
+        ),
+        highlight=False,
+    )
+    if resolved.container is not None:
+        console.print(f"container {resolved.container.kind}, {resolved.container.image}", highlight=False)
+    console.print()
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in ("role", "component", "partition", "nodes", "of them", "ranks a node", "GPUs"):
+        table.add_column(column)
+    for group in resolved.groups:
+        component = resolved.component(group)
+        nodes = group.replicas * group.nodes
+        if group.beside:
+            row = (f"beside {component.roles[0]}", "first", str(group.ranks_per_node), "-")
+        else:
+            own = component.jobs > 1
+            first = group.first_node
+            where = "each job its own" if own else f"{first}-{first + nodes - 1}" if nodes > 1 else str(first)
+            gpus = str(nodes * component.gpus_per_node)
+            row = (f"{group.replicas} x {group.nodes}", where, str(group.ranks_per_node), gpus)
+        table.add_row(group.role, str(group.component), component.partition, *row)
+    console.print(table)
+    console.print()
+
+
+def print_environment(recipe: Recipe, cluster: ClusterProfile, resolved: Plan) -> None:
+    """Print the environment of each role, by source."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from hpcrl.planning import role_variables
+
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in ("role", "variable", "value", "source"):
+        table.add_column(column, overflow="fold")
+    for group in resolved.groups:
+        for name, (value, source) in role_variables(recipe, cluster, group.role, resolved.run).items():
+            table.add_row(group.role, name, value, source)
+    console = Console()
+    console.print()
+    console.print(table)

@@ -1,0 +1,304 @@
+"""How ``hpcrl plan`` prints forecasts, explanations, searches and differences."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from rich.console import Console
+
+    from hpcrl.planning.calibration import Calibration
+    from hpcrl.planning.report import Outlook
+    from hpcrl.planning.search import Candidate
+    from hpcrl.planning.times_terms import TimeTable, TimeTerm
+
+__all__ = ["duration_text", "print_candidates", "print_explanation", "print_outlook", "print_unstartable"]
+
+_BAR = 12
+_KNOBS = 4
+
+
+def duration_text(seconds: float | None) -> str:
+    """Seconds, minutes or hours with a sensible number of digits; ``?`` where unknown."""
+    if seconds is None:
+        return "?"
+    if seconds >= 5400:
+        return f"{seconds / 3600:.1f} h"
+    if seconds >= 90:
+        return f"{seconds / 60:.1f} min"
+    if seconds >= 0.1 or seconds == 0:
+        return f"{seconds:.1f} s"
+    return f"{seconds * 1e3:.3g} ms"
+
+
+def _bar(share: float) -> str:
+    full = round(min(max(share, 0.0), 1.0) * _BAR)
+    return f"[{'red' if share > 1 else 'green'}]{'█' * full}[/]{'░' * (_BAR - full)}"
+
+
+def print_outlook(console: Console, outlook: Outlook) -> None:
+    """Print times, what binds, cost and warnings."""
+    console.print()
+    _print_memory(console, outlook)
+    if outlook.loop is None:
+        console.print(f"no step time: {outlook.because}", highlight=False)
+        _print_warnings(console, outlook)
+        return
+    _print_roles(console, outlook)
+    _print_loop(console, outlook)
+    _print_warnings(console, outlook)
+
+
+def _gib(value: float) -> str:
+    return f"{value / (1 << 30):,.1f}" if value >= 1 << 30 else f"{value / (1 << 30):.2g}"
+
+
+def _print_memory(console: Console, outlook: Outlook) -> None:
+    """What each kind of memory of each role holds at its fullest moment."""
+    from rich.table import Table
+
+    if outlook.memory is None:
+        return
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in ("memory", "", "GiB of", "GiB", "free", "at", "largest"):
+        table.add_column(column, justify="right" if column in ("GiB of", "GiB", "free") else "left")
+    for place in outlook.memory.places:
+        largest = place.ledger.largest
+        bar = "" if not place.capacity else _bar(place.needed / place.capacity)
+        free = "?" if place.headroom is None else _gib(place.headroom) if place.ok else f"-{_gib(-place.headroom)}"
+        table.add_row(
+            f"{place.role.value} {place.kind}",
+            bar,
+            _gib(place.needed),
+            "?" if place.capacity is None else _gib(place.capacity),
+            free if place.ok else f"[red]{free}[/]",
+            place.ledger.moment,
+            f"{largest.name} {_gib(largest.value)}",
+        )
+    console.print(table)
+    console.print()
+
+
+def _print_roles(console: Console, outlook: Outlook) -> None:
+    from rich.table import Table
+
+    loop = outlook.loop
+    assert loop is not None
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in ("role", "nodes", "GPUs", "layout", "its time a step", "of the step"):
+        table.add_column(column, overflow="fold")
+    for name, nodes, gpus, text, seconds in _role_rows(outlook):
+        share = seconds / loop.step_s
+        table.add_row(name, nodes, gpus, text, duration_text(seconds), f"{_bar(share)} {share:.0%}")
+    console.print(table)
+
+
+def _role_rows(outlook: Outlook) -> list[tuple[str, str, str, str, float]]:
+    loop, layout = outlook.loop, outlook.layout
+    assert loop is not None
+    if layout is None:
+        ranks = f"{outlook.recipe.trainer.ranks} ranks"
+        engines = f"{outlook.recipe.engine.replicas} replicas"
+        return [("trainer", "-", "-", ranks, loop.trainer_s), ("engine", "-", "-", engines, loop.rollout_s)]
+    trainer = layout.trainer
+    text = f"FSDP {trainer.ranks}, CP {trainer.context_parallel}, EP {trainer.expert_parallel}, {trainer.compute_dtype}"
+    rows = [("trainer", str(trainer.nodes), str(trainer.ranks), text, loop.trainer_s)]
+    for name, side in (("prefill", layout.prefill), ("engine" if layout.prefill is None else "decode", layout.decode)):
+        if side is None:
+            continue
+        text = (
+            f"{side.replicas} x EP {side.expert_parallel}" if side.expert_parallel > 1 else f"{side.replicas} replicas"
+        )
+        text += f", TP {side.tensor_parallel}, DP {side.data_parallel}, {side.weight_dtype}"
+        seconds = loop.rollout_s
+        if name == "prefill" and outlook.forecast is not None:
+            seconds = outlook.forecast.prompt_busy_s
+        rows.append((name, str(side.all_nodes), str(side.all_ranks), text, seconds))
+    return rows
+
+
+def _print_loop(console: Console, outlook: Outlook) -> None:
+    loop = outlook.loop
+    assert loop is not None
+    durations = loop.served.durations
+    lines = [
+        ("step", f"{duration_text(loop.step_s)}"),
+        ("binds", _binding(outlook)),
+        ("waiting", f"trainer {loop.trainer_waits:.0%}, engines {loop.engines_wait:.0%} of a step"),
+        (
+            "rollouts",
+            f"median {duration_text(durations.quantile(0.5))}, 99 % within {duration_text(durations.quantile(0.99))}; "
+            f"{loop.in_flight:.0f} in flight, held by {loop.in_flight_limit}",
+        ),
+        ("staleness", f"{loop.staleness:.1f} on average, {loop.dropped:.1%} of rollouts too old"),
+    ]
+    whole = outlook.forecast
+    if whole is not None:
+        lines.append(
+            ("decode", f"{loop.served.batch:.0f} sequences a rank, {duration_text(loop.served.token_s)} a token")
+        )
+        for name, what in (("handoff", "hand-off"), ("checkpoint", "checkpoint"), ("startup", "start-up")):
+            table = whole.tables[name]
+            beside = sum(term.seconds or 0.0 for term in table if not term.counts)
+            text = duration_text(table.seconds) + (
+                f", {duration_text(beside)} more beside the next steps" if beside else ""
+            )
+            if name == "handoff":
+                text += _other_ways(whole.tables)
+            lines.append((what, text))
+        share = whole.share_bytes
+        total = ", ".join(f"{value / 1e9:,.0f} GB {key}" for key, value in share.items() if value)
+        lines.append(("shared fs", f"{total} a step"))
+        hours = whole.layout.gpus * loop.step_s / 3600
+        lines.append(("cost", f"{hours:,.1f} GPU-hours a step, {whole.gpu_hours_per_day:,.0f} a day"))
+    console.print()
+    for name, text in lines:
+        console.print(f"{name:<11}{text}", highlight=False)
+
+
+_WAYS = {
+    "handoff_filesystem": "where every node reads the share",
+    "handoff_fan_out": "by fan-out",
+    "handoff_delta": "as a delta",
+}
+
+
+def _other_ways(tables: Mapping[str, TimeTable]) -> str:
+    """What the hand-off would take by other ways."""
+    found = [f"{duration_text(tables[name].seconds)} {way}" for name, way in _WAYS.items() if name in tables]
+    own = tables["handoff"].name.removeprefix("hand-off ")
+    return f" {own}; it would be {', '.join(found)}" if found else f" {own}"
+
+
+def _binding(outlook: Outlook) -> str:
+    """What holds the plan back, in time and in memory."""
+    assert outlook.loop is not None
+    text = f"time: the {outlook.loop.bound}" if outlook.loop.bound == "trainer" else "time: rollouts"
+    if outlook.loop.bound == "rollouts":
+        served = outlook.loop.served.limit
+        text += f" ({outlook.loop.in_flight_limit if served == 'in flight' else served})"
+    place = outlook.tightest
+    if place is not None and place.headroom is not None and place.capacity:
+        word = "free" if place.ok else "short"
+        text += f"; memory: {place.role.value} {place.kind}, {abs(place.headroom) / place.capacity:.0%} {word}"
+    return text
+
+
+def _print_warnings(console: Console, outlook: Outlook) -> None:
+    for shortage in outlook.shortages:
+        console.print(f"[red]does not fit[/] {shortage.place.summary()}", highlight=False, soft_wrap=True)
+        for knob in shortage.knobs[:_KNOBS]:
+            console.print(f"    way out: {knob}", highlight=False, soft_wrap=True, markup=False)
+        if not shortage.knobs:
+            console.print("    no single setting that hpcrl knows of makes it fit", highlight=False)
+    if outlook.forecast is not None:
+        for warning in outlook.forecast.warnings:
+            console.print(f"[yellow]warning[/]   {warning}", highlight=False, soft_wrap=True)
+        if outlook.loop is not None:
+            console.print("Estimates; `--explain` shows each with its formula and what it rests on.", highlight=False)
+
+
+def print_unstartable(console: Console, keys: Sequence[str]) -> None:
+    """Say which settings are planned here and refused by a submit."""
+    if keys:
+        sections = dict.fromkeys(".".join(key.split(".")[:2]) for key in keys)
+        text = f"planned here, but no part of what this version can start: {', '.join(sections)}"
+        console.print(f"[yellow]warning[/]   {text}", highlight=False, soft_wrap=True)
+        console.print("    way out: `--set job.payload=probe` submits the shape of the job", highlight=False)
+
+
+def print_explanation(console: Console, outlook: Outlook, calibration: Calibration) -> None:
+    """Print every term with its formula and inputs, all assumptions, and all efficiencies with their sources."""
+    from rich.table import Table
+
+    for place in () if outlook.memory is None else outlook.memory.places:
+        console.print(f"\n[bold]{place.role.value} {place.kind}[/bold] at {place.ledger.moment}", highlight=False)
+        for amount in place.ledger.terms:
+            console.print(f"  {amount.explain()}", highlight=False, soft_wrap=True, markup=False)
+    for table in outlook.tables.values():
+        console.print(f"\n[bold]{table.name}[/bold]: {duration_text(table.seconds)}", highlight=False)
+        grid = Table(box=None, header_style="bold", pad_edge=False)
+        for column in ("term", "time", "formula", "inputs"):
+            grid.add_column(column, overflow="fold")
+        for term in table:
+            grid.add_row(term.name, _term_time(term), term.formula, _inputs(term))
+        console.print(grid)
+    if outlook.forecast is not None and outlook.forecast.assumptions:
+        console.print("\n[bold]What it rests on[/bold]")
+        for assumption in outlook.forecast.assumptions:
+            console.print(f"  - {assumption}", highlight=False, soft_wrap=True)
+    console.print("\n[bold]Efficiencies and constants[/bold] (--calibration changes them)")
+    grid = Table(box=None, header_style="bold", pad_edge=False)
+    for column in ("name", "value", "source"):
+        grid.add_column(column, overflow="fold")
+    for name, entry in [*calibration.efficiencies.items(), *calibration.constants.items()]:
+        grid.add_row(name, f"{entry.value:.4g}", entry.source)
+    console.print(grid)
+
+
+def _term_time(term: TimeTerm) -> str:
+    if term.seconds is None:
+        return f"[red]unknown[/] ({term.missing})"
+    text = duration_text(term.seconds)
+    return text if term.counts else f"({text})"
+
+
+def _inputs(term: TimeTerm) -> str:
+    def value(item: float | str) -> str:
+        if isinstance(item, str):
+            return item
+        return f"{item:,.0f}" if abs(item) >= 1000 else f"{item:.4g}"
+
+    return ", ".join(f"{name} {value(item)}" for name, item in term.inputs.items())
+
+
+def print_candidates(console: Console, rows: Sequence[tuple[str, Candidate]]) -> None:
+    """Print layouts of a search, each with a mark."""
+    from rich.table import Table
+
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in (
+        "",
+        "nodes",
+        "trainer",
+        "prefill",
+        "decode",
+        "step",
+        "GPU-hours",
+        "slower",
+        "trainer waits",
+        "engines wait",
+    ):
+        table.add_column(column, justify="right" if column in ("nodes", "step", "GPU-hours") else "left")
+    for mark, candidate in rows:
+        table.add_row(mark, *_candidate_row(candidate))
+    console.print(table)
+
+
+def _candidate_row(candidate: Candidate) -> tuple[Any, ...]:
+    layout, loop = candidate.layout, candidate.forecast.loop
+    assert loop is not None
+    trainer = layout.trainer
+    features = [
+        name
+        for on, name in ((trainer.offload_optimizer, "opt. on host"), (trainer.offload_activations, "act. on host"))
+        if on
+    ]
+    mesh = ", ".join([f"CP {trainer.context_parallel}", f"EP {trainer.expert_parallel}", *features])
+
+    def side(shape: Any) -> str:
+        return "-" if shape is None else f"{shape.all_nodes} ({shape.replicas} x EP {shape.expert_parallel})"
+
+    return (
+        str(candidate.nodes),
+        f"{trainer.nodes} ({mesh})",
+        side(layout.prefill),
+        side(layout.decode),
+        duration_text(candidate.step_s),
+        f"{candidate.gpu_hours:.1f}",
+        loop.bound,
+        f"{loop.trainer_waits:.0%}",
+        f"{loop.engines_wait:.0%}",
+    )

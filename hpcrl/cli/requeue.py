@@ -1,0 +1,41 @@
+"""``hpcrl requeue``: save, and go on in the next attempt."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from hpcrl.cli.selection import RunArgument, RunsRootOption, find
+
+__all__ = ["register"]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("requeue")(requeue)
+
+
+def requeue(
+    run: RunArgument,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    root: RunsRootOption = None,
+) -> None:
+    """Save a checkpoint, give the nodes back, and let Slurm start the next attempt.
+
+    For maintenance of nodes, or to make room. The run keeps its job id and goes on by itself.
+    """
+    from hpcrl.errors import ExitCode
+    from hpcrl.slurm.requeue import check_requeue
+    from hpcrl.slurm.requeue import requeue as requeue_run
+
+    found = find(run, root)
+    view = check_requeue(found)
+    if not yes:
+        nodes = "" if view.job is None else f" on {len(view.job.nodes)} nodes"
+        typer.echo(f"this ends attempt {view.attempt} of {found.name}{nodes} after a save", err=True)
+        typer.confirm("requeue it?", abort=True, err=True)
+    view = requeue_run(found)
+    typer.echo(f"{found.name}: {view.state}")
+    if view.state.ended:  # it came to its end before it heard of us
+        raise typer.Exit(ExitCode.OK if view.state == "COMPLETED" else ExitCode.FAILED)

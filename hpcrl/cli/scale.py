@@ -1,0 +1,80 @@
+"""``hpcrl scale``: more or fewer replicas of a run that goes on."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hpcrl.cli.selection import RunArgument, RunsRootOption, find
+
+if TYPE_CHECKING:
+    from hpcrl.runs.rundir import RunDir
+
+__all__ = ["register"]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("scale")(scale)
+
+
+def scale(
+    run: RunArgument,
+    counts: Annotated[
+        list[str], typer.Argument(metavar="ROLE=NUMBER...", help="Replicas to have, for example engine=4.")
+    ],
+    root: RunsRootOption = None,
+) -> None:
+    """Have more or fewer replicas of a role. The layout must be elastic, where each replica has a job of its own.
+
+    The supervisor submits jobs that are missing, and lets those leave that are too many, the highest numbers first.
+    The number stays for later attempts and resumes.
+    """
+    import getpass
+
+    from hpcrl.errors import RunDirError
+    from hpcrl.runs.observe import observe
+    from hpcrl.runs.replicas import Wanted, wanted_replicas
+    from hpcrl.runs.status import RunState
+
+    found = find(run, root)
+    wanted = _parse(counts, found)
+    view = observe(found)
+    if view.state is RunState.COMPLETED:
+        raise RunDirError(f"the run {found.name} is completed; there is nothing to scale")
+    before = wanted_replicas(found, found.plan())
+    Wanted.ask(found, wanted, user=getpass.getuser())
+    for role, count in wanted.items():
+        typer.echo(f"{found.name}: {role} {before[role]} -> {count}")
+    if view.state.ended:
+        typer.echo(f"the run has ended ({view.state}); it has so many when it goes on: hpcrl resume {run}", err=True)
+    elif view.supervisor is None or view.state is RunState.REQUEUED:
+        typer.echo("the supervisor does it when its job has started", err=True)
+    else:
+        typer.echo(f"  hpcrl status {run} --watch", err=True)
+
+
+def _parse(counts: list[str], run: RunDir) -> dict[str, int]:
+    """Numbers by role (UsageError where one cannot be)."""
+    from hpcrl.errors import UsageError
+
+    plan = run.plan()
+    groups = {group.role.value: group for group in plan.groups if plan.own_jobs(group)}
+    if not groups:
+        raise UsageError(
+            f"the replicas of {run.name} have no jobs of their own: its layout is {plan.layout.kind}\n"
+            "    way out: submit it under another name with --set job.layout=elastic"
+        )
+    wanted = {}
+    for text in counts:
+        role, _, number = text.partition("=")
+        if role not in groups or not number.isdecimal():
+            raise UsageError(f"{text!r} is not ROLE=NUMBER with a role of {', '.join(sorted(groups))}")
+        if int(number) < plan.elastic.min_replicas:
+            raise UsageError(
+                f"{text}: the run needs at least {plan.elastic.min_replicas} (job.min_replicas)\n"
+                f"    way out: stop it for a while: hpcrl cancel {run.name}, and later hpcrl resume {run.name}"
+            )
+        wanted[role] = int(number)
+    return wanted

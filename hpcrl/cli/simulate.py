@@ -1,0 +1,195 @@
+"""``hpcrl simulate``: a run of a recipe in any size, before it is submitted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hpcrl.cli.options import CalibrationOption, ClusterOption, JsonOption, RecipeArgument, SetOption
+from hpcrl.cli.selection import RunsRootOption
+
+if TYPE_CHECKING:
+    from hpcrl.config.cluster import ClusterProfile
+    from hpcrl.config.recipe import Recipe
+    from hpcrl.planning.simulation import Durations, SimulationResult
+
+__all__ = ["register"]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("simulate")(simulate)
+
+
+def simulate(
+    recipe: RecipeArgument,
+    cluster: ClusterOption = "local",
+    overrides: SetOption = None,
+    durations: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--durations",
+            metavar="FILE|RUN",
+            help="How long things take: a file (docs/simulation.md), or a run to measure (repeat it for several). "
+            "Default: what the planner predicts.",
+        ),
+    ] = None,
+    calibration: CalibrationOption = None,
+    nodes: Annotated[
+        str | None,
+        typer.Option(
+            "--nodes", metavar="N,N,…", help="Sizes; roles and batch grow in proportion. Default: the recipe's."
+        ),
+    ] = None,
+    days: Annotated[float, typer.Option("--days", help="Simulated time.")] = 1.0,
+    seed: Annotated[int, typer.Option("--seed", help="Equal seeds give equal results.")] = 0,
+    mtbf_h: Annotated[
+        float | None,
+        typer.Option("--mtbf-h", metavar="HOURS", help="Mean time between failures of one node. Default: no failures."),
+    ] = None,
+    requeue_s: Annotated[
+        float, typer.Option("--requeue-s", metavar="SECONDS", help="From a node failure until the next attempt starts.")
+    ] = 60.0,
+    sample: Annotated[
+        int | None,
+        typer.Option(
+            "--sample",
+            metavar="ENGINES",
+            min=0,
+            help="Engines to simulate, 0 for all. Default: as many as take about a minute; they stand for all, with a "
+            "batch that is smaller in proportion.",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="DIR", help="Write JSON and a picture of each size there.")
+    ] = None,
+    save: Annotated[
+        Path | None, typer.Option("--save-durations", metavar="FILE", help="Write the durations that were used.")
+    ] = None,
+    as_json: JsonOption = False,
+    root: RunsRootOption = None,
+) -> None:
+    """Simulate the asynchronous loop: step times, who waits for whom, staleness, KV, failures, goodput."""
+    import json
+    import sys
+
+    from pydantic import ValidationError
+
+    from hpcrl.cli.planning import load_for_planning
+    from hpcrl.errors import UsageError
+    from hpcrl.planning.simulation import Failures, make_scenario, save_durations
+    from hpcrl.planning.simulation import simulate as simulate_scenario
+
+    checked, where = load_for_planning(recipe, cluster, overrides)
+    loaded, site = checked.value, where.value
+    found = _durations(loaded, site, durations or [], calibration, root)
+    try:
+        failures = Failures(mtbf_h=mtbf_h, requeue_s=requeue_s)
+    except ValidationError:
+        raise UsageError(f"--mtbf-h {mtbf_h} and --requeue-s {requeue_s}: both are positive numbers") from None
+    if save is not None:
+        save_durations(found, save)
+    results = []
+    for size in _sizes(nodes):
+        scenario = make_scenario(
+            loaded, site, found, nodes=size, days=days, seed=seed, failures=failures, sample=sample
+        )
+        if sys.stderr.isatty():
+            # a minute a size without a word would look like a hang
+            typer.echo(f"simulating {scenario.size.nodes:,} nodes ...", err=True)
+        result = simulate_scenario(scenario)
+        results.append(result)
+        if output is not None:
+            _write(result, output, quiet=as_json)
+    if as_json:
+        typer.echo(json.dumps({"version": 1, "results": [result.model_dump(mode="json") for result in results]}))
+    else:
+        _print(results)
+
+
+def _sizes(text: str | None) -> list[int | None]:
+    from hpcrl.errors import UsageError
+
+    if text is None:
+        return [None]
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise UsageError(f"--nodes {text}: must be whole numbers with commas between, like 28,280") from None
+
+
+def _durations(
+    recipe: Recipe, cluster: ClusterProfile, sources: list[str], calibration: str | None, root: str | None
+) -> Durations:
+    """From one file, from runs, or from the planner."""
+    from hpcrl.errors import UsageError
+    from hpcrl.planning.calibration import load_calibration
+    from hpcrl.planning.simulation import durations_from_plan, load_durations
+
+    if not sources:
+        return durations_from_plan(
+            recipe, cluster, load_calibration(None if calibration is None else Path(calibration))
+        )
+    if calibration is not None:
+        raise UsageError("--calibration is for what the planner predicts: leave it out beside --durations")
+    files = [source for source in sources if Path(source).is_file() or Path(source).suffix in (".yaml", ".yml")]
+    if not files:
+        from hpcrl.cli.selection import find
+        from hpcrl.planning.simulation.measure import measure
+
+        return measure(*(find(source, root) for source in sources))
+    if len(sources) > 1:
+        raise UsageError(f"--durations: one file or several runs, not {', '.join(sources)}")
+    return load_durations(Path(files[0]))
+
+
+def _write(result: SimulationResult, directory: Path, *, quiet: bool) -> None:
+    from hpcrl.errors import MissingExtraError
+    from hpcrl.fs import atomic_write
+    from hpcrl.planning.simulation.picture import draw
+
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"simulation-{result.nodes}.json"
+    atomic_write(path, result.model_dump_json(indent=2).encode() + b"\n")
+    typer.echo(path, err=quiet)
+    try:
+        typer.echo(draw(result, path.with_suffix(".png")), err=quiet)
+    except MissingExtraError as error:
+        # the figures are there: a picture less is no failure
+        typer.echo(f"no picture: {error}", err=True)
+
+
+def _print(results: list[SimulationResult]) -> None:
+    from rich.table import Table
+
+    from hpcrl.cli.output import table_console
+    from hpcrl.planning.simulation.tables import rows
+
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("nodes")
+    for result in results:
+        table.add_column(f"{result.nodes:,}", justify="right")
+    for name, values in rows(results):
+        table.add_row(name, *values)
+    console = table_console()
+    first = results[0]
+    console.print(f"[bold]{first.recipe}[/bold]: {first.simulated_s / 3600:.1f} simulated hours, seed {first.seed}")
+    console.print(f"durations: {first.durations or 'from a file'}\n", highlight=False, soft_wrap=True)
+    console.print(table)
+    for result in results:
+        if result.thinning > 1:
+            note = (
+                f"{result.nodes:,} nodes: {result.engines_simulated} of {result.engines} engines, with their share of "
+                "the rollouts, stand for all; counts are of the sample, shares and rates are those of the whole "
+                "(--sample 0 simulates all)"
+            )
+            console.print(note, highlight=False, soft_wrap=True)
+        if result.merged_turns > 1:
+            note = (
+                f"{result.nodes:,} nodes: {result.merged_turns} turns of a rollout as one (--sample 0: each by itself)"
+            )
+            console.print(note, highlight=False, soft_wrap=True)
+        for warning in result.warnings:
+            typer.echo(f"{result.nodes} nodes: {warning}", err=True)

@@ -1,0 +1,199 @@
+"""``hpcrl weights``: the hand-offs of a run: what there is, whether it is whole, what stays and why."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hpcrl.cli.options import JsonOption
+from hpcrl.cli.selection import RunArgument, RunsRootOption, find
+
+if TYPE_CHECKING:
+    from hpcrl.runs.rundir import RunDir
+    from hpcrl.runs.stores import StoredItem
+
+__all__ = ["register"]
+
+weights_app = typer.Typer(help="Weight hand-offs of a run.", no_args_is_help=True)
+
+AllVersionsArgument = Annotated[int | None, typer.Argument(metavar="[VERSION]", help="Policy version; all by default.")]
+NewestArgument = Annotated[
+    int | None, typer.Argument(metavar="[VERSION]", help="Policy version; the newest by default.")
+]
+VersionArgument = Annotated[int, typer.Argument(metavar="VERSION", help="Policy version.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command group."""
+    app.add_typer(weights_app, name="weights")
+
+
+@weights_app.command("ls")
+def weights_ls(run: RunArgument, as_json: JsonOption = False, root: RunsRootOption = None) -> None:
+    """List published versions."""
+    from hpcrl.runs.stores import weights_items
+
+    found = find(run, root)
+    _print(found, weights_items(found), as_json)
+
+
+@weights_app.command("show")
+def weights_show(
+    run: RunArgument, version: NewestArgument = None, as_json: JsonOption = False, root: RunsRootOption = None
+) -> None:
+    """Show what a version holds, what it is made from, and who holds it."""
+    import json
+
+    from rich.filesize import decimal
+
+    from hpcrl.runs.handoffs import handoff_document
+
+    shown = handoff_document(find(run, root), version)
+    if as_json:
+        typer.echo(json.dumps(shown, indent=2))
+        return
+    typer.echo(f"version {shown['version']}  {shown['kind']}  by {shown['producer']}\n{shown['path']}")
+    sizes = ", ".join(f"{dtype} {decimal(size)}" for dtype, size in shown["dtypes"].items())
+    typer.echo(f"{decimal(shown['bytes'])} in {len(shown['files'])} files; {shown['tensors']} tensors: {sizes}")
+    if shown["needs"]:
+        needs = ", ".join(map(str, shown["needs"]))
+        what = "adapts" if shown["kind"] == "lora" else f"changes {shown['changed_tensors']} tensors of"
+        typer.echo(f"{what} version {shown['parent']}; made from {needs}")
+    for label, key in (("needed by", "needed_by"), ("served by", "served_by"), ("leased by", "leased_by")):
+        if shown[key]:
+            typer.echo(f"{label} {', '.join(map(str, shown[key]))}")
+    if shown["pin"]:
+        typer.echo(f"pinned by {shown['pin']['by']}: {shown['pin']['reason']}")
+
+
+@weights_app.command("verify")
+def weights_verify(
+    run: RunArgument, version: AllVersionsArgument = None, as_json: JsonOption = False, root: RunsRootOption = None
+) -> None:
+    """Read every byte and compare with the manifest. Exit code 1 where something is damaged."""
+    from hpcrl.runs.stores import verify_handoffs
+
+    found = find(run, root)
+    _print(found, verify_handoffs(found, version), as_json, verified=True)
+
+
+@weights_app.command("diff")
+def weights_diff(
+    run: RunArgument,
+    old: Annotated[int, typer.Argument(metavar="OLD", help="Policy version.")],
+    new: Annotated[int, typer.Argument(metavar="NEW", help="Policy version.")],
+    as_json: JsonOption = False,
+    root: RunsRootOption = None,
+) -> None:
+    """Show which tensors changed between two versions."""
+    import json
+
+    from hpcrl.runs.stores import weights_difference
+
+    difference = weights_difference(find(run, root), old, new)
+    if as_json:
+        typer.echo(json.dumps(difference, indent=2))
+        return
+    for sign, key in (("~", "changed"), ("+", "added"), ("-", "removed")):
+        for name in difference[key]:
+            typer.echo(f"{sign} {name}")
+    typer.echo(
+        f"{len(difference['changed'])} of {difference['tensors']} tensors changed: "
+        f"{difference['changed_bytes']:,} of {difference['total_bytes']:,} bytes"
+    )
+
+
+@weights_app.command("pin")
+def weights_pin(
+    run: RunArgument,
+    version: VersionArgument,
+    reason: Annotated[str, typer.Option("--reason", "-m", help="Why it is kept; for people.")],
+    root: RunsRootOption = None,
+) -> None:
+    """Keep a version, and what it is made from, until it is unpinned."""
+    from hpcrl.runs.handoffs import pin
+
+    found = find(run, root)
+    pin(found, version, reason)
+    typer.echo(f"version {version} of {found.name} is pinned", err=True)
+
+
+@weights_app.command("unpin")
+def weights_unpin(run: RunArgument, version: VersionArgument, root: RunsRootOption = None) -> None:
+    """Let a pinned version go where nothing else keeps it."""
+    from hpcrl.runs.handoffs import unpin
+
+    found = find(run, root)
+    was = unpin(found, version)
+    typer.echo(f"version {version} of {found.name} {'is no longer' if was else 'was not'} pinned", err=True)
+
+
+@weights_app.command("gc")
+def weights_gc(
+    run: RunArgument,
+    keep: Annotated[
+        int | None, typer.Option("--keep", min=1, help="Newest versions to keep; the recipe's keep_last by default.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be removed, and remove nothing.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    as_json: JsonOption = False,
+    root: RunsRootOption = None,
+) -> None:
+    """Remove versions that nobody needs. Shows which, why the others stay, and asks before."""
+    import json
+
+    from rich.filesize import decimal
+
+    from hpcrl.errors import UsageError
+    from hpcrl.runs.handoffs import collector_of, removal_plan, version_bytes
+
+    if as_json and not (dry_run or yes):
+        raise UsageError("--json cannot ask\n    way out: add --dry-run or --yes")
+    found = find(run, root)
+    collector = collector_of(found, keep)
+    doomed, kept = removal_plan(collector)
+    if not as_json:
+        for version, reason in kept.items():
+            typer.echo(f"keep    {version:6d}  {reason}")
+        for version in doomed:
+            typer.echo(f"remove  {version:6d}")
+        if not doomed:
+            typer.echo("nothing to remove", err=True)
+    removed: list[int] = []
+    if doomed and not dry_run:
+        if not yes:
+            size = decimal(version_bytes(found, doomed))
+            typer.confirm(f"remove {len(doomed)} versions of {found.name} ({size})?", abort=True, err=True)
+        report = collector.collect()
+        removed, kept = report.removed, report.kept
+        if not as_json:
+            typer.echo(f"removed {', '.join(map(str, removed)) or 'nothing'}", err=True)
+    if as_json:
+        document = {"run": found.name, "dry_run": dry_run, "removable": doomed, "removed": removed, "kept": kept}
+        typer.echo(json.dumps(document, indent=2))
+
+
+def _print(run: RunDir, items: list[StoredItem], as_json: bool, *, verified: bool = False) -> None:
+    from rich.filesize import decimal
+    from rich.table import Table
+
+    from hpcrl.cli.output import table_console
+    from hpcrl.errors import ExitCode
+    from hpcrl.runs.stores import items_document
+
+    if as_json:
+        typer.echo(items_document(run, "version", items))
+    elif not items:
+        typer.echo(f"{run.name} has none", err=True)
+    else:
+        table = Table(box=None, header_style="bold", pad_edge=False)
+        for column in ("version", "age", "size", "files", "by", "state"):
+            table.add_column(column, overflow="fold")
+        for item in items:
+            age = "?" if item.age_s is None else f"{item.age_s:,.0f} s"
+            state = f"[red]{item.problem}[/red]" if item.problem else "whole" if verified else "complete"
+            table.add_row(str(item.number), age, decimal(item.bytes), str(item.files), item.by, state)
+        table_console().print(table)
+    if any(item.problem for item in items):
+        raise typer.Exit(ExitCode.FAILED)
