@@ -2,8 +2,33 @@
 
 from __future__ import annotations
 
+import os
 import signal
+from pathlib import Path
+
+import pytest
+from start_models import start_model
+from vllm_environment import SKIPPED, skip_without_vllm
 
 # A shell starts background commands with SIGINT ignored, and children inherit that: then no Ctrl-C test could
 # work. A handler, unlike "ignore", is set back to the default in every child.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    skip_without_vllm(items)
+
+
+@pytest.fixture(scope="session")
+def vllm_start_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The start model of the recipe quickstart_vllm; ``HPCRL_TEST_VLLM_MODEL`` names one that is there already."""
+    if given := os.environ.get("HPCRL_TEST_VLLM_MODEL"):
+        return Path(given)
+    return start_model(tmp_path_factory, "vllm", recipe="quickstart_vllm")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    skipped = [r for r in terminalreporter.stats.get("skipped", []) if SKIPPED in str(r.longrepr)]
+    if skipped:
+        way_out = "python3 tools/bootstrap.py --vllm"
+        terminalreporter.write_sep("!", f"{len(skipped)} tests with a real vLLM did NOT run: {way_out}", red=True)

@@ -23,19 +23,22 @@ ARROWS: dict[str, set[str]] = {
     "checkpoints": set(),
     "dock": set(),
     "runs": {"config", "checkpoints", "weights"},
-    "planning": {"config", "models"},
+    "planning": {"config", "models", "runs"},
     "slurm": {"config", "runs", "supervisor"},
     "devcluster": {"config", "slurm"},
     "supervisor": {"config", "runs", "slurm", "checkpoints"},
-    "cli": {"config", "planning", "runs", "slurm", "checkpoints", "weights", "devcluster"},
+    "cli": {"config", "planning", "runs", "slurm", "checkpoints", "weights", "devcluster", "store"},
     "trainer": {"config", "models", "weights", "checkpoints", "dock", "runs"},
     "inference": {"config", "models", "weights", "runs"},
+    "store": {"config", "runs"},
     "rollouts": {"config", "models", "weights", "checkpoints", "dock", "runs"},
 }
 #: single modules that a room may import from another, with the reason
 EXCEPTIONS = {
+    # the simulator admits rollouts by the orchestrator's own account, which imports nothing
+    "planning": {"hpcrl.rollouts.staleness"},
     # the embedded engine runs the trainer's model: equal arithmetic gives equal log-probabilities
-    "inference": {"hpcrl.trainer.models"},
+    "inference": {"hpcrl.trainer.models", "hpcrl.trainer.fp8"},
     # the warm-up takes demonstrations from the environments of the recipe
     "trainer": {"hpcrl.rollouts.environments"},
 }

@@ -4,41 +4,34 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from hpcrl.checkpoints import CheckpointLedger
 from hpcrl.cli.main import main
 from hpcrl.runs.rundir import RunDir
-from hpcrl.weights import HandoffStore, write_shard
+from hpcrl.weights import HandoffWriter, write_shard
+from hpcrl.weights.handoff_writer import ShardResult
 from hpcrl.weights.shard import TensorBytes
-from hpcrl.weights.store import ShardResult
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    """A run with versions 1 and 2, which differ in one tensor, and a checkpoint at step 2."""
+    """A run with versions 1 and 2, which differ in one tensor."""
     run = RunDir(tmp_path / "runs" / "mine")
     run.path.mkdir(parents=True)
     run.record_path.write_text("{}")
-    store = HandoffStore(run.weights_dir)
+    writer = HandoffWriter.claim(run.weights_dir, 1)
     for version in (1, 2):
-        stage = store.stage(version, token="t")
-        stage.create()
+        stage = writer.stage(version)
         arrays = {"same": np.zeros(3, np.float32), "changed": np.full(5, version, np.float32)}
         file, tensors = write_shard(
-            stage.path / "model.safetensors",
+            stage / "model.safetensors",
             [TensorBytes(name, "float32", array.shape, memoryview(array).cast("B")) for name, array in arrays.items()],
         )
         shards = [ShardResult("model.safetensors", file, tensors)]
-        store.publish(stage, version=version, shards=shards, model_dir=tmp_path, producer="test")
-    ledger = CheckpointLedger(run.checkpoints_dir)
-    stage = ledger.stage(2, token="t")
-    stage.create()
-    ledger.commit(stage, step=2, attempt=1, world_size=4, orchestrator_state=b"state", started_at_s=time.time())
+        writer.publish(version=version, shards=shards, model_dir=tmp_path, producer="test")
     return run
 
 
@@ -61,8 +54,6 @@ def test_lists(run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         (1, "test", ""),
         (2, "test", ""),
     ]
-    table = hpcrl(monkeypatch, capsys, run, "checkpoint", "ls", "mine").out
-    assert "attempt 1, 4 ranks" in table
 
 
 def test_verify_finds_what_ls_cannot(
@@ -76,9 +67,6 @@ def test_verify_finds_what_ls_cannot(
     assert result.code == 1
     assert "model.safetensors" in result.out
     assert hpcrl(monkeypatch, capsys, run, "weights", "verify", "mine", "1").code == 0
-    state = run.checkpoints_dir / "step-000002/orchestrator.msgpack"
-    state.unlink()
-    assert hpcrl(monkeypatch, capsys, run, "checkpoint", "verify", "mine").code == 1
 
 
 def test_diff(run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

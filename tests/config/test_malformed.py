@@ -148,7 +148,7 @@ _CAN = "hetjob: true, exclusive: true"
 _NODE = "cluster.partitions.gpu.node"
 SITES = {
     "unknown key": Case("gres: gres", "gres: gres\ngress: none", 18, "gress", "unknown key", "'gres'"),
-    "unknown key below a name": Case("gpus: 8", "gpu: 8", 9, "partitions.gpu.node.gpu", "unknown key", "'gpus'"),
+    "unknown key below a name": Case("gpus: 8", "gpuss: 8", 9, "partitions.gpu.node.gpuss", "unknown key", "'gpus'"),
     "no guess of hardware": Case("      cpus: 64\n", "", 8, "partitions.gpu.node.cpus", "is required", "CPUTot"),
     "wrong fabric": Case(
         "fabric: {kind: infiniband}", "fabric: {kind: ib}", 12, "partitions.gpu.node.fabric.kind", "one of", ""
@@ -252,7 +252,30 @@ SITES = {
     ),
 }
 JOBS = {
-    "rule: payload": Case("trainer:", "engine: {backend: vllm}\ntrainer:", 8, "engine.backend", "vLLM", "probe"),
+    "rule: trainer restarts": Case(
+        "trainer:",
+        "supervision: {trainer: {restart: on-failure}}\ntrainer:",
+        8,
+        "supervision.trainer.restart",
+        "another step",
+        "retry_failures",
+    ),
+    "rule: hang limits": Case(
+        "trainer:",
+        "supervision: {hang_floor_s: 90.0, hang_ceiling_s: 60.0}\ntrainer:",
+        8,
+        "supervision.hang_floor_s",
+        "more than",
+        "lower",
+    ),
+    "rule: payload": Case(
+        "trainer:",
+        "engine: {backend: vllm, pause: none}\ntrainer:",
+        8,
+        "engine.pause",
+        "weights of two versions",
+        "probe",
+    ),
     "rule: one side": Case(
         "trainer:", "engine: {prefill: {replicas: 1, nodes: 1}}\ntrainer:", 8, "engine: ", "decode is missing", "both"
     ),
@@ -277,6 +300,17 @@ JOBS = {
     ),
     "rule: attempts": Case(
         "trainer:", "job: {max_attempts: 2}\ntrainer:", 8, "job.max_attempts_without_progress", "3", "raise"
+    ),
+    "rule: replicas to wait for": Case(
+        "trainer:",
+        "job: {layout: elastic, min_replicas: 2}\ntrainer:",
+        8,
+        "job.min_replicas",
+        "more than engine.replicas",
+        "lower",
+    ),
+    "rule: replicas that start together": Case(
+        "trainer:", "job: {min_replicas: 2}\ntrainer:", 8, "job.min_replicas", "no effect", "layout"
     ),
 }
 

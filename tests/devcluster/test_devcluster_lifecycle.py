@@ -55,7 +55,7 @@ def marked_processes(root: Path) -> list[int]:
     return found
 
 
-def outside() -> list[object]:
+def outside(home: Path) -> list[object]:
     """Places that a careless Slurm would write to."""
     places = (
         "/run",
@@ -65,14 +65,16 @@ def outside() -> list[object]:
         "/var/lib/slurm",
         "/var/log/slurm",
         "/var/spool",
-        "/dev/shm",
     )
     listings = [sorted(os.listdir(place)) if os.path.isdir(place) else None for place in places]
-    return [listings, Path("/proc/mounts").read_text().count(" fuse")]
+    # other programs have memory and mounts of their own
+    memory = [name for name in os.listdir("/dev/shm") if "slurm" in name or "munge" in name]
+    mounts = [line for line in Path("/proc/mounts").read_text().splitlines() if str(home) in line]
+    return [listings, memory, mounts]
 
 
-def test_down_leaves_nothing(make_cluster: Make, tmp_path: Path) -> None:
-    before = outside()
+def test_down_leaves_nothing(make_cluster: Make, home: Path, tmp_path: Path) -> None:
+    before = outside(home)
     cluster = make_cluster("trace")
     submit_stray(cluster, tmp_path)
     assert {m.node for m in find_members(cluster.paths) if m.kind != "daemon"} == {"trace-001", "trace-002"}
@@ -81,7 +83,7 @@ def test_down_leaves_nothing(make_cluster: Make, tmp_path: Path) -> None:
     assert not cluster.paths.root.exists()
     assert marked_processes(cluster.paths.root) == []
     assert [p for p in sleepers if procfs.is_alive(p.pid, p.start_ticks)] == []
-    assert outside() == before
+    assert outside(home) == before
 
 
 def test_down_after_crashes(make_cluster: Make, tmp_path: Path) -> None:
@@ -172,3 +174,18 @@ def test_stale_view_of_the_shared_directory(make_cluster: Make, tmp_path: Path) 
     assert str(shared) not in Path("/proc/mounts").read_text()
     cluster.down()
     assert marked_processes(cluster.paths.root) == []
+
+
+def test_daemons_do_not_keep_files_that_their_starter_had_inherited(make_cluster: Make, tmp_path: Path) -> None:
+    """Else a cluster that outlives a script keeps the script's lock."""
+    lock = os.open(tmp_path / "lock", os.O_CREAT | os.O_RDWR)
+    os.set_inheritable(lock, True)
+    cluster = make_cluster("inherit")
+    os.close(lock)
+    held = [
+        record.name
+        for record in read_daemons(cluster.paths).values()
+        for fd in Path(f"/proc/{record.pid}/fd").iterdir()
+        if fd.exists() and os.readlink(fd) == str(tmp_path / "lock")
+    ]
+    assert held == []

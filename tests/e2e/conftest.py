@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import signal
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from lab import HPCRL, ROOT, SMALL_MODEL, Lab, processes
+import start_models
+from lab import Lab, processes
 
 from hpcrl.runs.rundir import RunDir
 
 
 @pytest.fixture(scope="session")
 def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A start model that was warmed up for seconds."""
-    path = tmp_path_factory.mktemp("model") / "small"
-    sets = [part for s in SMALL_MODEL for part in ("--set", s)]
-    subprocess.run([HPCRL, "warmup", "quickstart", "--output", path, *sets], cwd=ROOT, check=True, capture_output=True)
-    return path
+    """A start model that was warmed up for seconds; ``HPCRL_TEST_MODEL`` names one that is there already."""
+    if given := os.environ.get("HPCRL_TEST_MODEL"):
+        return Path(given)
+    return start_models.small_model(tmp_path_factory)
 
 
 @pytest.fixture

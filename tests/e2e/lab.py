@@ -6,21 +6,21 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
+from patience import patience, wait_for
 
 from hpcrl.runs.events import Event, read_events
 from hpcrl.runs.metrics import StepRecord, read_metrics
+from hpcrl.runs.observe import observe
 from hpcrl.runs.rundir import RunDir
+from hpcrl.runs.status import ComponentStatus, RunStatus
 
 ROOT = Path(__file__).resolve().parents[2]
 HPCRL = Path(sys.executable).with_name("hpcrl")
 #: a model that knows something, made in seconds
-SMALL_MODEL = ("model.warmup.steps=60", "model.warmup.num_experts=4")
 #: short steps, no evaluation on the way
 SMALL_RUN = (
     "rollouts.rollouts_per_step=16",
@@ -40,8 +40,9 @@ class Lab:
         self.env = {**os.environ, "HPCRL_RUNS_ROOT": str(self.runs_root)}
 
     def hpcrl(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+        command, limit_s = [HPCRL, *arguments], 240.0 * patience()
         result = subprocess.run(
-            [HPCRL, *arguments], cwd=ROOT, env=self.env, capture_output=True, text=True, check=False, timeout=240
+            command, cwd=ROOT, env=self.env, capture_output=True, text=True, check=False, timeout=limit_s
         )
         if check:
             assert result.returncode == 0, f"{arguments}: {result.returncode}\n{result.stdout}\n{result.stderr}"
@@ -57,21 +58,12 @@ class Lab:
         return json.loads(self.hpcrl(*arguments, "--json").stdout)
 
     def state(self, run: RunDir) -> str:
-        return str(self.json("status", run.name)["state"])
+        return str(observe(run).state)
 
     def wait_end(self, run: RunDir, timeout_s: float) -> str:
         """Wait until the run is no longer alive; returns its state."""
         alive = ("SUBMITTED", "PENDING", "STARTING", "RUNNING", "STOPPING", "DRAINING")
         return wait_for(lambda: s if (s := self.state(run)).upper() not in alive else None, timeout_s, "end of run")
-
-
-def wait_for(probe: Callable[[], Any], timeout_s: float, what: str) -> Any:
-    """Poll until ``probe`` gives something."""
-    deadline = time.monotonic() + timeout_s
-    while not (value := probe()):
-        assert time.monotonic() < deadline, f"no {what} within {timeout_s} s"
-        time.sleep(0.1)
-    return value
 
 
 def wait_step(run: RunDir, step: int, timeout_s: float = 120.0) -> None:
@@ -97,3 +89,27 @@ def events(run: RunDir, kind: str) -> list[Event]:
 
 def steps(run: RunDir) -> dict[int, StepRecord]:
     return {record.step: record for record in read_metrics(run)}
+
+
+def component(run: RunDir, role: str, replica: int = 0) -> ComponentStatus:
+    """A replica, as the supervisor sees it."""
+    status = RunStatus.read(run)
+    assert status is not None
+    return next(c for c in status.components if (c.role, c.replica) == (role, replica))
+
+
+def last_step(run: RunDir) -> int:
+    """The newest that was recorded; 0 where none was."""
+    return max(steps(run), default=0)
+
+
+def after(run: RunDir, fault_s: float, kind: str, **wanted: Any) -> list[float]:
+    """Times of events since the fault."""
+    found = [e for e in events(run, kind) if e.time_s > fault_s]
+    return [e.time_s for e in found if all(e.data.get(name) == value for name, value in wanted.items())]
+
+
+def lost(run: RunDir) -> dict[str, float]:
+    """Rollouts that came to nothing, by what they came to nothing for."""
+    counters = steps(run)[last_step(run)].rollouts
+    return {name: counters[name] for name in ("dropped_engine", "dropped_environment", "dropped_group")}

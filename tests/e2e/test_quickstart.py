@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import start_models
 from lab import Lab, events, processes, steps
 
 from hpcrl.checkpoints import CheckpointLedger
@@ -15,10 +16,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture
-def quickstart_lab(tmp_path: Path) -> Lab:
-    lab = Lab(tmp_path, tmp_path / "model")
-    lab.hpcrl("warmup", "quickstart", "--output", str(lab.model))
-    return lab
+def quickstart_lab(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    return Lab(tmp_path, start_models.taught_model(tmp_path_factory))
 
 
 def test_quickstart_learns_and_shows_it(quickstart_lab: Lab) -> None:

@@ -8,12 +8,13 @@ import time
 
 import psutil
 import pytest
-from lab import SMALL_RUN, Lab, processes, steps, wait_for, wait_step
+from lab import SMALL_RUN, Lab, processes, steps, wait_step
+from patience import wait_for
 
 from hpcrl.checkpoints import CheckpointLedger
 from hpcrl.runs.rundir import RunDir
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def victim(run: RunDir, role: str) -> psutil.Process:
@@ -44,7 +45,7 @@ def processes_of_tree(run: RunDir) -> list[psutil.Process]:
     return list(found.values())
 
 
-@pytest.mark.parametrize("role", ["engine", "orchestrator", "trainer", "trainer worker", "supervisor"])
+@pytest.mark.parametrize("role", ["orchestrator", "trainer", "trainer worker", "supervisor"])
 def test_killed_role_ends_the_run_and_resume_goes_on(lab: Lab, role: str) -> None:
     run = lab.submit("victim", "trainer.steps=14", "checkpoint.every_steps=2", *SMALL_RUN)
     wait_step(run, 4)
@@ -74,27 +75,3 @@ def test_cancel_leaves_nothing(lab: Lab) -> None:
     lab.hpcrl("cancel", run.name, "-y")
     assert lab.wait_end(run, 10.0).upper() == "CANCELLED"
     assert processes(run) == []
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_interrupted_synchronous_run_has_the_losses_of_an_uninterrupted_one(lab: Lab, ranks: int) -> None:
-    settings = (
-        "trainer.steps=8",
-        f"trainer.ranks={ranks}",
-        "rollouts.max_off_policy_steps=0",
-        "checkpoint.every_steps=3",
-        *SMALL_RUN,
-    )
-    whole = lab.submit("whole", *settings, follow=True)
-    broken = lab.submit("broken", *settings)
-    wait_step(broken, 5)
-    os.kill(victim(broken, "orchestrator").pid, signal.SIGKILL)
-    lab.wait_end(broken, 10.0)
-    lab.hpcrl("resume", broken.name, "--follow")
-    one, two = steps(whole), steps(broken)
-    assert list(one) == list(two) == list(range(1, 9))
-    assert {record.attempt for record in two.values()} == {1, 2}
-    for step, record in one.items():
-        assert two[step].loss == pytest.approx(record.loss, rel=1e-5, abs=1e-7), step
-        assert two[step].reward_mean == pytest.approx(record.reward_mean, abs=1e-9), step
-        assert record.staleness_max == 0

@@ -29,9 +29,9 @@ from hpcrl.models.arch import ModelArch
 from hpcrl.models.tokenizer import write_character_tokenizer
 from hpcrl.trainer.models.hf import to_hf_tensors
 from hpcrl.trainer.models.qwen3_moe import Qwen3Moe
-from hpcrl.weights import Handoff, HandoffStore, write_shard
+from hpcrl.weights import Handoff, HandoffStore, HandoffWriter, write_shard
+from hpcrl.weights.handoff_writer import ShardResult
 from hpcrl.weights.shard import TensorBytes
-from hpcrl.weights.store import ShardResult
 
 SERVED_NAME = "tiny"
 
@@ -89,16 +89,14 @@ def publish(
     store: HandoffStore, version: int, model_dir: Path, tensors: dict[str, torch.Tensor], shards: int = 2
 ) -> Handoff:
     """A hand-off of ``tensors``."""
-    stage = store.stage(version, token="test")
-    stage.create()
+    writer = HandoffWriter.claim(store.root, 1)
+    stage = writer.stage(version)
     names = list(tensors)
     results = [
-        shard_of(
-            stage.path / f"model-{i + 1:05d}-of-{shards:05d}.safetensors", {n: tensors[n] for n in names[i::shards]}
-        )
+        shard_of(stage / f"model-{i + 1:05d}-of-{shards:05d}.safetensors", {n: tensors[n] for n in names[i::shards]})
         for i in range(shards)
     ]
-    return store.publish(stage, version=version, shards=results, model_dir=model_dir, producer="test")
+    return writer.publish(version=version, shards=results, model_dir=model_dir, producer="test")
 
 
 def forward(model: Qwen3Moe, token_ids: Sequence[int]) -> tuple[torch.Tensor, NDArray[np.int64]]:

@@ -1,7 +1,7 @@
 """The HTTP contract between orchestrator and engine, run against the embedded engine or a real vLLM.
 
-By default the embedded engine is started. With ``HPCRL_TEST_ENGINE=vllm`` and ``HPCRL_VLLM_PYTHON`` (an
-interpreter with vLLM) the same tests run against vLLM: what holds here, an orchestrator may rely on.
+By default the embedded engine is started. With ``HPCRL_TEST_ENGINE=vllm`` the same tests run against vLLM (of
+``HPCRL_VLLM_PYTHON``, else of ``.venv-vllm``): what holds here, an orchestrator may rely on.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from engine_helpers import (
@@ -27,6 +28,7 @@ from engine_helpers import (
     random_model,
     start_server,
 )
+from vllm_environment import SKIPPED, VLLM_PYTHON
 
 from hpcrl.trainer.models.qwen3_moe import Qwen3Moe
 
@@ -46,8 +48,6 @@ FLAGS = (
 )
 GENERATE = "/inference/v1/generate"
 
-embedded_only = pytest.mark.skipif(not EMBEDDED, reason="vLLM's CPU build cannot do this as shipped")
-
 
 @pytest.fixture(scope="module")
 def server(tiny: tuple[Path, Qwen3Moe], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
@@ -57,17 +57,20 @@ def server(tiny: tuple[Path, Qwen3Moe], tmp_path_factory: pytest.TempPathFactory
         command = embedded_command(*FLAGS, "--enable-return-routed-experts")
         running = start_server(command, path, model, log)
     else:
-        python = os.environ.get("HPCRL_VLLM_PYTHON")
-        if not python:
-            pytest.skip("HPCRL_VLLM_PYTHON does not name an interpreter with vLLM")
+        if VLLM_PYTHON is None:
+            pytest.skip(f"{SKIPPED}: python3 tools/bootstrap.py --vllm, or HPCRL_VLLM_PYTHON")
+        python = str(VLLM_PYTHON)
         running = start_server(
-            [python, "-m", "vllm.entrypoints.openai.api_server", "--served-model-name", SERVED_NAME, *FLAGS],
+            [
+                *(python, "-m", "vllm.entrypoints.openai.api_server", "--served-model-name", SERVED_NAME, *FLAGS),
+                *("--enable-return-routed-experts", "--weight-transfer-config", '{"backend": "hpcrl"}'),
+            ],
             path,
             model,
             log,
             kind="vllm",
-            ready_s=240,
-            environment={"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": "WARNING"},
+            ready_s=1500,
+            environment={"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_SERVER_DEV_MODE": "1", "HPCRL_VLLM_PLUGIN": "1"},
         )
     running.call("/v1/completions", {"prompt": [1], "max_tokens": 1, "model": SERVED_NAME})  # warm up
     yield running
@@ -236,6 +239,18 @@ def test_generate_streams_what_it_answers_whole(server: Server) -> None:
     assert chunks[-1]["weight_versions"] == whole["weight_versions"]
     assert events[-1]["choices"] == []
     assert events[-1]["usage"]["completion_tokens"] == 12
+
+
+def test_a_stream_has_parts_of_the_size_that_was_asked_for(server: Server) -> None:
+    """The first has one token; log-probabilities are in each, versions in the last alone."""
+    sampling = {"max_tokens": 12, "seed": 4, "logprobs": 1, "ignore_eos": True}
+    whole = server.generate(prompt_of(7), **sampling)["choices"][0]
+    body = {"token_ids": prompt_of(7), "sampling_params": {**sampling, "stream_interval": 5}, "model": SERVED_NAME}
+    chunks = [event["choices"][0] for event in server.stream(GENERATE, {**body, "stream": True})]
+    assert [token for chunk in chunks for token in chunk["token_ids"]] == whole["token_ids"]
+    assert [len(chunk["token_ids"]) for chunk in chunks] == [1, 5, 5, 1]
+    assert [len(chunk["logprobs"]["content"]) for chunk in chunks] == [1, 5, 5, 1]
+    assert [chunk["weight_versions"] is not None for chunk in chunks] == [False, False, False, True]
 
 
 def test_stop_strings_end_a_token_request(server: Server) -> None:
@@ -615,9 +630,8 @@ def test_each_token_knows_its_weights(server: Server, pool: ThreadPoolExecutor) 
 # -- routed experts ------------------------------------------------------------------------------------------------
 
 
-@embedded_only
 def test_routed_experts_are_the_models(server: Server) -> None:
-    """vLLM's CPU model runner has no router replay; the plugin that gives it one comes with the vLLM backend."""
+    """vLLM's CPU model runner has none of this; a correction of our plugin gives it."""
     prompt = prompt_of(70, seed=61)
     for start in (0, 0, 70):  # the second time the prompt comes from the cache
         choice = server.generate(prompt, max_tokens=9, ignore_eos=True, routed_experts_prompt_start=start)["choices"][0]
@@ -626,6 +640,25 @@ def test_routed_experts_are_the_models(server: Server) -> None:
         assert experts.shape == (70 + 9 - 1 - start, 2, 2)
         assert experts.dtype == "uint8"
         assert (experts == expected[start:-1]).all()
+
+
+def test_routed_experts_of_parts_are_those_of_the_whole(server: Server) -> None:
+    """Joined, wherever they come: each part may have the rows of its tokens, or the last one all of them."""
+    prompt = prompt_of(37, seed=62)
+    for start in (0, 20, 36):
+        sampling = {"max_tokens": 12, "seed": 4, "ignore_eos": True, "routed_experts_prompt_start": start}
+        body = {"token_ids": prompt, "sampling_params": {**sampling, "stream_interval": 5}, "model": SERVED_NAME}
+        chunks = [event["choices"][0] for event in server.stream(GENERATE, {**body, "stream": True})]
+        tokens = [token for chunk in chunks for token in chunk["token_ids"]]
+        rows = [decode_experts(chunk["routed_experts"]) for chunk in chunks if chunk["routed_experts"] is not None]
+        _, expected = forward(server.model, [*prompt, *tokens])
+        assert (np.concatenate(rows) == expected[start:-1]).all()
+        known = 0
+        for chunk in chunks:
+            known += 0 if chunk["routed_experts"] is None else len(decode_experts(chunk["routed_experts"]))
+            # never more than what was computed for the tokens so far
+            sent = sum(len(other["token_ids"]) for other in chunks[: chunks.index(chunk) + 1])
+            assert known <= len(prompt) + sent - 1 - start
 
 
 # -- load ----------------------------------------------------------------------------------------------------------

@@ -5,26 +5,41 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
+from handoff_lab import model_directory, publish
+from patience import patience
 from stub_engine import StubEngine
 
-from hpcrl.checkpoints.ledger import CheckpointLedger
+from hpcrl.checkpoints import CheckpointLedger, CheckpointWriter
+from hpcrl.checkpoints.restore import RestoreDecision
 from hpcrl.config.recipe import Recipe
 from hpcrl.dock.client import DockClient
 from hpcrl.dock.wire import BatchShard
 from hpcrl.models.tokenizer import write_character_tokenizer
-from hpcrl.rollouts.orchestrator import Orchestrator, _first_error
+from hpcrl.rollouts import engine_pool, orchestrator, weight_updates
+from hpcrl.rollouts.orchestrator import Orchestrator
+from hpcrl.rollouts.process import first_error
 from hpcrl.runs.events import Event, read_events
-from hpcrl.runs.role import Endpoints, RoleContext
+from hpcrl.runs.role import Endpoints, Member, RoleContext, restore_path
 from hpcrl.runs.rundir import RunDir
-from hpcrl.weights import HandoffStore
+from hpcrl.weights import HandoffStore, HandoffWriter
 
 WORDS = {"name": "words", "kind": "words"}
 CALCULATOR = {"name": "calculator", "kind": "calculator"}
+
+
+def impatient(monkeypatch: pytest.MonkeyPatch, *, lost_after_s: float) -> None:
+    """The orchestrator looks at engines and retries in tenths of a second, and waits so long without any engine."""
+    monkeypatch.setattr(engine_pool, "WATCH_S", 0.1)
+    monkeypatch.setattr(engine_pool, "_HEALTH_S", 0.3)
+    monkeypatch.setattr(weight_updates, "_RETRY_S", 0.02)
+    monkeypatch.setattr(orchestrator, "engines_lost_after_s", lambda run: lost_after_s)
 
 
 def make_recipe(model_dir: Path, **changes: Any) -> Recipe:
@@ -68,21 +83,64 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+Replica = StubEngine | Sequence[StubEngine]
+"""An engine, or the ranks of a wide one."""
+
+
+def servers_of(replicas: Sequence[Replica]) -> list[StubEngine]:
+    """All servers of some replicas."""
+    return [each for replica in replicas for each in ([replica] if isinstance(replica, StubEngine) else replica)]
+
+
+def urls_of(replica: Replica) -> tuple[str, ...]:
+    """URLs of all servers of a replica."""
+    return tuple(server.url for server in servers_of([replica]))
+
+
 class Loop:
     """One attempt under test."""
 
-    def __init__(self, run: RunDir, engines: list[StubEngine]) -> None:
-        self.run, self.engines = run, engines
+    def __init__(
+        self,
+        run: RunDir,
+        engines: Sequence[Replica],
+        *,
+        elastic: bool = False,
+        router: str | None = None,
+        roles: Sequence[str] = (),
+    ) -> None:
+        self.run, self.engines = run, servers_of(engines)
         self.recipe = run.recipe()
         self.store = HandoffStore(run.weights_dir)
         self.attempt = run.attempts()[-1]
         url = f"http://127.0.0.1:{free_port()}"
-        urls = {"engine": [engine.url for engine in engines], "orchestrator": [url]}
-        Endpoints(urls=urls).write(run, self.attempt)
+        self.dock_url = url
+        if elastic:
+            self.tell_members(*engines)
+        else:
+            urls: dict[str, list[str]] = {"orchestrator": [url]}
+            servers: dict[str, list[tuple[str, ...]]] = {}
+            for role, engine in zip(roles or ["engine"] * len(engines), engines, strict=True):
+                own = urls_of(engine)
+                urls.setdefault(role, []).append(own[0])
+                servers.setdefault(role, []).append(own if len(own) > 1 else ())
+            urls |= {} if router is None else {"router": [router]}
+            Endpoints(urls=urls, servers=servers).write(run, self.attempt)
+        entry = CheckpointLedger(run.checkpoints_dir).newest_verified().entry
+        step = None if entry is None else entry.step
+        RestoreDecision(step=step, verified="content", seconds=0.0, skipped=[]).write(restore_path(run, self.attempt))
         context = RoleContext(run, attempt=self.attempt, role="orchestrator", replica=0, rank=0)
         self.orchestrator = Orchestrator(context)
-        self.client = DockClient(url, wait_timeout_s=10.0, connect_timeout_s=5.0)
+        # a machine that is busy for a while is not what these tests are about
+        self.client = DockClient(url, wait_timeout_s=60.0, connect_timeout_s=5.0)
         self.work: asyncio.Task[None] | None = None
+        self._writer: HandoffWriter | None = None
+
+    def tell_members(self, *engines: Replica | None, start: int = 1) -> None:
+        """Replace the endpoints: engines that come and go, by replica; None for one that is not there."""
+        there = [(i, urls_of(engine)) for i, engine in enumerate(engines) if engine is not None]
+        found = [Member(i, start, urls[0], urls if len(urls) > 1 else ()) for i, urls in there]
+        Endpoints(urls={"orchestrator": [self.dock_url]}, members={"engine": found}).write(self.run, self.attempt)
 
     async def ask(self, method: str, *arguments: Any, **keywords: Any) -> Any:
         """Call the trainer's client in a thread, failing at once where the orchestrator fails."""
@@ -95,8 +153,12 @@ class Loop:
         return await call
 
     async def publish(self, version: int) -> None:
-        """A version directory (empty: the stub reads its name only), and the word that it is there."""
-        self.store.path_of(version).mkdir(parents=True, exist_ok=True)
+        """A version (the stub reads its name only), and the word that it is there."""
+        if version not in self.store.versions():
+            model = model_directory(self.store.root.parent / "model")
+            if self._writer is None:
+                self._writer = await asyncio.to_thread(HandoffWriter.claim, self.store.root, self.attempt)
+            await asyncio.to_thread(publish, self._writer, version, model, tensors=1, shards=1, words=1)
         await self.ask("published", version)
 
     async def batch(self, step: int) -> BatchShard:
@@ -114,28 +176,42 @@ class Loop:
     async def checkpoint(self, step: int) -> None:
         """A joint checkpoint with an empty trainer part."""
         state = await self.ask("snapshot", step)
-        ledger = CheckpointLedger(self.run.checkpoints_dir)
-        stage = ledger.stage(step, token="test")
-        stage.create()
-        ledger.commit(stage, step=step, attempt=self.attempt, world_size=1, orchestrator_state=state, started_at_s=0.0)
+        writer = CheckpointWriter.claim(self.run.checkpoints_dir, self.attempt)
+        writer.stage(step)
+        writer.commit(step=step, world_size=1, files={}, orchestrator_state=state, started_at_s=0.0)
 
     def events(self, kind: str) -> list[Event]:
         return [event for event in read_events(self.run) if event.kind == kind]
 
     async def until(self, condition: Any, timeout_s: float = 10.0) -> None:
-        """Wait for ``condition()``."""
-        async with asyncio.timeout(timeout_s):
-            while not condition():
-                await asyncio.sleep(0.005)
+        """Wait for ``condition()``; for longer while the machine is busy."""
+        began_s, most = time.monotonic(), patience()
+        while not condition():
+            most = max(most, patience())
+            if time.monotonic() - began_s > timeout_s * most:
+                raise TimeoutError
+            await asyncio.sleep(0.005)
 
 
 @contextlib.asynccontextmanager
-async def running(run: RunDir, *engines: StubEngine, publish: int | None = 0) -> AsyncIterator[Loop]:
-    """Start engines and the orchestrator; ``publish`` is the first version."""
-    for engine in engines:
-        if not engine.port:
-            await engine.start()
-    loop = Loop(run, list(engines))
+async def running(
+    run: RunDir,
+    *engines: Replica,
+    publish: int | None = 0,
+    elastic: bool = False,
+    later: Sequence[Replica] = (),
+    router: str | None = None,
+    roles: Sequence[str] = (),
+) -> AsyncIterator[Loop]:
+    """Start engines and the orchestrator.
+
+    ``publish`` is the first version. With ``elastic`` engines come and go, and those of ``later`` serve, but are no
+    members yet. ``router`` is the URL of one, ``roles`` are those of engines where they have sides.
+    """
+    for server in servers_of((*engines, *later)):
+        if not server.port:
+            await server.start()
+    loop = Loop(run, engines, elastic=elastic, router=router, roles=roles)
     loop.work = asyncio.create_task(_unwrapped(loop.orchestrator))
     try:
         if publish is not None:
@@ -145,12 +221,12 @@ async def running(run: RunDir, *engines: StubEngine, publish: int | None = 0) ->
         loop.work.cancel()
         with contextlib.suppress(BaseException):
             await loop.work
-        for engine in engines:
-            await engine.stop()
+        for server in servers_of((*engines, *later)):
+            await server.stop()
 
 
 async def _unwrapped(orchestrator: Orchestrator) -> None:
     try:
         await orchestrator.run()
     except BaseExceptionGroup as group:
-        raise _first_error(group) from None
+        raise first_error(group) from None

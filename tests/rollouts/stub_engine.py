@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import base64
 import contextlib
 import hashlib
+import io
 import random
 import re
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import msgspec
+import numpy as np
 from aiohttp import web
+from numpy.typing import NDArray
 
 EOS = 2
 FIRST_CHARACTER = 7
@@ -37,9 +42,18 @@ def coin(*parts: object) -> random.Random:
     return random.Random(hashlib.sha256(repr(parts).encode()).digest())
 
 
+def npy(array: NDArray[Any]) -> str:
+    """An array as engines send it."""
+    stream = io.BytesIO()
+    np.save(stream, array, allow_pickle=False)
+    return base64.b64encode(stream.getvalue()).decode()
+
+
 def default_answer(token_ids: list[int], seed: int) -> list[int]:
     """Plays the built-in environments: right about half the time, by the seed."""
     turns = [turn for turn in decode(token_ids).split("|") if turn]
+    if not turns:
+        return [EOS]  # a probe says nothing
     rng = coin("answer", seed)
     if re.fullmatch(r"[\d*+-]+", turns[0]):
         if len(turns) == 1 and rng.random() < 0.6:
@@ -63,8 +77,27 @@ class StubEngine:
         Requests (greedy ones excepted) that are answered 500 before one works again.
     fail_updates:
         The same for ``/update_weights``.
-    update_s:
-        Duration of ``/update_weights``.
+    skip:
+        A version that cannot be loaded: it goes on with the one that it has, and says so.
+    torn:
+        The same for every version from now on.
+    update_s, exchange_s:
+        How long reading a version takes, and exchanging it, for which requests are frozen.
+    in_place:
+        Whether weights are loaded in place, as by vLLM: what was read is asked for, and loaded while requests are
+        frozen.
+    slots:
+        Requests that it says it can run at once, with KV for just as many; those above wait, by its metrics alone.
+    hung:
+        Requests are taken and nothing is sampled; all else is answered.
+    slow_pause:
+        Whether a pause is answered only when it is over, as by a vLLM whose KV nobody fetches.
+    experts:
+        Gives a row of experts for each token of a sequence; None where it says nothing about them.
+    experts_in_parts:
+        Whether rows come with the tokens of parts, or all with the end.
+    awake:
+        Cleared, the engine answers nothing at all, as a process that a signal has stopped.
     """
 
     def __init__(self, *, answer: Callable[[list[int], int], list[int]] = default_answer) -> None:
@@ -72,15 +105,26 @@ class StubEngine:
         self.request_s: float | Callable[[int], float] = 0.0
         self.token_s = 0.0
         self.fail = self.fail_updates = 0
-        self.update_s = 0.0
+        self.skip: int | None = None
+        self.torn = False
+        self.update_s = self.exchange_s = 0.0
+        self.in_place = False
+        self.slots = 1 << 20
+        self.hung = False
+        self.slow_pause = False
+        self.experts: Callable[[list[int]], NDArray[Any]] | None = None
+        self.experts_in_parts = True
         self.version = "initial"
+        self.awake = asyncio.Event()
+        self.awake.set()
         self.unpaused = asyncio.Event()
         self.unpaused.set()
         self.calls: list[str] = []
         self.requests: list[dict[str, Any]] = []
-        self.started = self.aborted = self.in_flight = self.most_in_flight = 0
+        self.sampled = self.started = self.aborted = self.in_flight = self.most_in_flight = 0
         self.keep_requests = True
         self._staged: str | None = None
+        self._staged_s = 0.0
         self._runner: web.AppRunner | None = None
         self.port = 0
 
@@ -88,7 +132,7 @@ class StubEngine:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    async def generate(self, request: web.Request) -> web.Response:
+    async def generate(self, request: web.Request) -> web.StreamResponse:
         body = msgspec.json.decode(await request.read())
         if self.keep_requests:
             self.requests.append({**body, "session": request.headers.get("x-session-id"), "served": self.version})
@@ -104,6 +148,8 @@ class StubEngine:
             seconds = self.request_s(number) if callable(self.request_s) else self.request_s
             if seconds and not greedy:
                 await asyncio.sleep(seconds)
+            if body.get("stream"):
+                return await self._stream(request, body)
             return web.Response(body=await self._sample(body), content_type="application/json")
         except asyncio.CancelledError:
             self.aborted += 1
@@ -112,47 +158,121 @@ class StubEngine:
             self.in_flight -= 1
 
     async def _sample(self, body: dict[str, Any]) -> bytes:
+        async for choice in self._parts(body, interval=1 << 30):
+            last = choice
+        return msgspec.json.encode({"request_id": "r", "choices": [last]})
+
+    async def _stream(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        """Server-sent events: the first token, and then every ``stream_interval``."""
+        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        await answer.prepare(request)
+        async for choice in self._parts(body, body["sampling_params"].get("stream_interval", 1)):
+            event = msgspec.json.encode({"request_id": "r", "usage": None, "choices": [choice]})
+            await answer.write(b"data: " + event + b"\n\n")
+        await answer.write(b"data: [DONE]\n\n")
+        await answer.write_eof()
+        return answer
+
+    async def _parts(self, body: dict[str, Any], interval: int) -> AsyncIterator[dict[str, Any]]:
+        """Choices with new tokens; the last one has the end."""
         params = body["sampling_params"]
         seed = 0 if params["temperature"] == 0 else params["seed"]
         token_ids = self.answer(body["token_ids"], seed)[: params["max_tokens"]]
         spans: list[dict[str, Any]] = []
+        sent, reported = 0, params.get("routed_experts_prompt_start", 0)
         for position in range(len(token_ids)):
             if self.token_s:
                 await asyncio.sleep(self.token_s)
-            if not self.unpaused.is_set():
-                await self.unpaused.wait()
+            await self.step()
             if not spans or spans[-1]["version"] != self.version:
                 spans.append({"version": self.version, "start": position, "end": position})
             spans[-1]["end"] = position + 1
-        choice = {
-            "index": 0,
-            "token_ids": token_ids,
-            "logprobs": {"content": [{"token_id": t, "logprob": -0.25 - t / 1024} for t in token_ids]},
-            "finish_reason": "stop" if token_ids[-1] == EOS else "length",
-            "weight_versions": spans,
-        }
-        return msgspec.json.encode({"request_id": "r", "choices": [choice]})
+            self.sampled += 1
+            last = position + 1 == len(token_ids)
+            if last or (interval < 1 << 30 and position % interval == 0):
+                new = token_ids[sent : position + 1]
+                sent = position + 1
+                rows = None
+                if self.experts is not None and (last or self.experts_in_parts):
+                    computed = [*body["token_ids"], *token_ids[:position]]
+                    rows, reported = npy(self.experts(computed)[reported:]), len(computed)
+                yield {
+                    "index": 0,
+                    "token_ids": new,
+                    "logprobs": {"content": [{"token_id": t, "logprob": -0.25 - t / 1024} for t in new]},
+                    "finish_reason": ("stop" if token_ids[-1] == EOS else "length") if last else None,
+                    "weight_versions": spans if last else None,
+                    "routed_experts": rows,
+                }
+
+    async def step(self) -> None:
+        """Before each token of each request."""
+        if not self.unpaused.is_set():
+            await self.unpaused.wait()
+        while self.hung:
+            await asyncio.sleep(0.01)
 
     async def pause(self, request: web.Request) -> web.Response:
         assert request.query["mode"] == "keep"
         # anything else would take the KV from requests in flight
         assert dict(request.query) == {"mode": "keep", "clear_cache": "false"}
         self.unpaused.clear()
+        if self.slow_pause:
+            await self.unpaused.wait()
         return web.json_response({"status": "paused"})
+
+    async def is_paused(self, _: web.Request) -> web.Response:
+        return web.json_response({"is_paused": not self.unpaused.is_set()})
 
     async def resume(self, _: web.Request) -> web.Response:
         self.unpaused.set()
         return web.json_response({"status": "resumed"})
 
+    async def start_update(self, _: web.Request) -> web.Response:
+        return web.json_response({})
+
     async def update(self, request: web.Request) -> web.Response:
         if self.fail_updates > 0:
             self.fail_updates -= 1
             return web.Response(status=500, text="ordered to fail")
+        info = (await request.json())["update_info"]
+        if self.in_place and not info.get("stage"):
+            assert not self.unpaused.is_set()
+            assert self._staged_s <= time.monotonic()
+            self._staged = info["path"]
+            return web.json_response({"message": "Weights updated"})
+        if self.in_place:
+            self._staged_s = time.monotonic() + self.update_s
+            return web.json_response({"message": "Weights updated"})
+        assert self.unpaused.is_set()
         await asyncio.sleep(self.update_s)
-        self._staged = (await request.json())["update_info"]["path"]
-        return web.json_response({})
+        wanted = int(info["path"].rpartition("v")[2])
+        if (self.torn or wanted == self.skip) and self.version.isdecimal():
+            self._staged = info["path"].replace(f"v{wanted:06d}", f"v{int(self.version):06d}")
+            skipped = [{"version": wanted, "reason": "ordered to"}]
+            return web.json_response({"version": int(self.version), "skipped": skipped})
+        self._staged = info["path"]
+        return web.json_response({"version": int(self._staged.rpartition("v")[2])})
+
+    async def metrics(self, _: web.Request) -> web.Response:
+        running = min(self.in_flight, self.slots)
+        values = {
+            "num_requests_running": running,
+            "num_requests_waiting": self.in_flight - running,
+            "kv_cache_usage_perc": running / self.slots,
+            "num_preemptions_total": 0,
+            "generation_tokens_total": self.sampled,
+            "prefix_cache_queries_total": 4 * self.started,
+            "prefix_cache_hits_total": self.started,
+        }
+        return web.Response(text="".join(f'vllm:{name}{{engine="0"}} {value}\n' for name, value in values.items()))
+
+    async def collective_rpc(self, request: web.Request) -> web.Response:
+        assert (await request.json())["method"] == "staged_handoff"
+        return web.json_response({"results": ["True", str(time.monotonic() >= self._staged_s)]})
 
     async def finish_update(self, request: web.Request) -> web.Response:
+        await asyncio.sleep(self.exchange_s)
         self.version = (await request.json())["weight_version"]
         assert self._staged is not None
         assert self._staged.endswith(f"v{int(self.version):06d}")
@@ -171,17 +291,31 @@ class StubEngine:
         async def ok(_: web.Request) -> web.Response:
             return web.Response(text="{}", content_type="application/json")
 
-        app = web.Application(client_max_size=1 << 26)
+        async def info(_: web.Request) -> web.Response:
+            return web.json_response({"weight_version": self.version})
+
+        @web.middleware
+        async def stopped(request: web.Request, handler: Any) -> web.StreamResponse:
+            await self.awake.wait()
+            answer: web.StreamResponse = await handler(request)
+            await self.awake.wait()
+            return answer
+
+        app = web.Application(client_max_size=1 << 26, middlewares=[stopped])
         app.add_routes(
             [
                 web.get("/health", ok),
+                web.get("/weight_info", info),
+                web.get("/metrics", self.metrics),
+                web.get("/is_paused", self.is_paused),
                 web.post("/inference/v1/generate", self.generate),
                 recorded("pause", self.pause),
                 recorded("resume", self.resume),
                 recorded("init_weight_transfer_engine", ok),
-                recorded("start_weight_update", ok),
+                recorded("start_weight_update", self.start_update),
                 recorded("update_weights", self.update),
                 recorded("finish_weight_update", self.finish_update),
+                web.post("/collective_rpc", self.collective_rpc),
             ]
         )
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1, access_log=None)
@@ -191,15 +325,33 @@ class StubEngine:
         assert site._server is not None
         self.port = site._server.sockets[0].getsockname()[1]
 
+    async def restart(self) -> None:
+        """Come back on the same port as a new process does: with the start model, and told nothing."""
+        await self.stop()
+        self.version, self._staged = "initial", None
+        self.awake.set()
+        self.unpaused.set()
+        self.calls.clear()
+        self.requests.clear()
+        await self.start()
+
     async def stop(self) -> None:
         """Go away; connections are cut."""
-        if self._runner is not None:
-            await self._runner.cleanup()
-            self._runner = None
+        if self._runner is None:
+            return
+        runner, self._runner = self._runner, None
+        server = runner.server
+        await runner.cleanup()
+        # accepted meanwhile; the end of a process cuts these, too
+        for _ in range(3):
+            await asyncio.sleep(0)
+        for connection in [] if server is None else server.connections:
+            if connection.transport is not None:
+                connection.transport.abort()
 
 
-async def _serve(port: int, request_s: float, spread: float) -> None:
-    stub = StubEngine()
+async def _serve(port: int, request_s: float, spread: float, tokens: int) -> None:
+    stub = StubEngine(answer=(lambda token_ids, seed: [60] * tokens) if tokens else default_answer)
     stub.keep_requests = False
     stub.request_s = lambda number: request_s * (1.0 + spread * (coin(number).random() - 0.5))
     await stub.start(port)
@@ -211,6 +363,7 @@ if __name__ == "__main__":
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--request-s", type=float, default=1.0)
     parser.add_argument("--spread", type=float, default=1.0)
+    parser.add_argument("--tokens", type=int, default=0, help="answers of so many tokens; 0: of the environments")
     arguments = parser.parse_args()
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_serve(arguments.port, arguments.request_s, arguments.spread))
+        asyncio.run(_serve(arguments.port, arguments.request_s, arguments.spread, arguments.tokens))

@@ -14,7 +14,7 @@ from hpcrl.models.tokenizer import ChatTokenizer, write_character_tokenizer
 from hpcrl.rollouts.conversation import Conversation, Sampler
 from hpcrl.rollouts.counters import Counters
 from hpcrl.rollouts.data_order import DataOrder, heldout_shares
-from hpcrl.rollouts.engine_client import EngineClient, EngineProtocolError
+from hpcrl.rollouts.engine_client import EngineClient, EngineError
 from hpcrl.rollouts.engine_pool import EnginePool
 from hpcrl.rollouts.environments import Outcome, build_environments
 from hpcrl.rollouts.records import Group
@@ -108,6 +108,10 @@ async def test_one_sequence_with_exact_ids(bench: Bench, stub: StubEngine, tmp_p
     assert rollout.token_ids[sampled].tolist() == turns[0] + turns[1]
     assert rollout.versions[sampled].tolist() == [3] * len(turns[0]) + [4] * len(turns[1])
     assert (rollout.first_version, rollout.last_version) == (3, 4)
+    # what a simulation replays: tokens before each request and in its answer, and who waited for whom
+    assert [turn.sampled for turn in rollout.turns] == [len(turn) for turn in turns]
+    assert sum(turn.said + turn.sampled for turn in rollout.turns) == len(rollout.token_ids)
+    assert all(turn.wait_s >= 0 and turn.reply_s > 0 for turn in rollout.turns)
     request = stub.requests[0]
     assert (request["cache_salt"], request["session"]) == ("3", "group-0")
     assert stub.requests[1]["cache_salt"] == "3"
@@ -151,7 +155,7 @@ async def test_no_room_at_all(bench: Bench) -> None:
 
 async def test_an_engine_without_versions_is_refused(bench: Bench, stub: StubEngine) -> None:
     stub.version = "default"
-    with pytest.raises(EngineProtocolError, match="version spans"):
+    with pytest.raises(EngineError, match="weights 'default', which it was not given"):
         await bench.conversation().reply(USER)
 
 

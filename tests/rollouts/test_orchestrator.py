@@ -15,11 +15,15 @@ from typing import Any
 import numpy as np
 import pytest
 from harness import CALCULATOR, WORDS, Loop, make_run, running
+from patience import patience
 from stub_engine import StubEngine, coin, decode
 
+from hpcrl.checkpoints.restore import RestoreDecision
+from hpcrl.dock.client import DockClient
 from hpcrl.dock.wire import BatchShard
-from hpcrl.errors import CheckpointError, HpcrlError, PeerLostError
-from hpcrl.rollouts import engine_pool, weight_updates
+from hpcrl.errors import CheckpointError, DeadlineError, HpcrlError, PeerLostError
+from hpcrl.rollouts import engine_pool, orchestrator, weight_updates
+from hpcrl.runs.role import restore_path
 
 SYNC = {"max_off_policy_steps": 0}
 
@@ -46,8 +50,10 @@ def same(a: BatchShard, b: BatchShard) -> bool:
 async def test_steps_in_order_with_bounded_staleness(tmp_path: Path) -> None:
     run = make_run(tmp_path, environments=[WORDS, CALCULATOR])
     async with running(run, StubEngine(), StubEngine()) as loop:
+        seen: set[str] = set()
         for shard in await loop.train(1, 6):
             assert len(rollouts_of(shard)) == 16
+            seen |= set(shard.stats.reward_by_env)
             assert 0 <= shard.stats.staleness_max <= 2
             for micro in shard.micro_batches:
                 sampled = micro.loss_mask.astype(bool)
@@ -60,7 +66,8 @@ async def test_steps_in_order_with_bounded_staleness(tmp_path: Path) -> None:
                     assert (versions[~said] >= versions[0]).all()
                 assert (micro.logprobs[~sampled] == 0).all()
                 assert (micro.logprobs[sampled] == (-0.25 - micro.token_ids[sampled] / 1024).astype(np.float32)).all()
-        assert {"words", "calculator"} <= set(shard.stats.reward_by_env)
+        # which of them a single batch holds is decided by who finishes first
+        assert seen == {"words", "calculator"}
         assert (run.rollouts_dir / "step-000006.jsonl").read_bytes().count(b"\n") == 16
         assert await asyncio.to_thread(lambda: loop.client._request("GET", "/metrics")[1])
 
@@ -129,7 +136,12 @@ async def test_an_update_in_flight_gives_rollouts_of_two_versions_that_say_so(tm
     async with running(make_run(tmp_path), stub) as loop:
         await loop.batch(1)
         await loop.until(lambda: stub.in_flight > 0)
+        stub.token_s = 0.5  # what is in flight does not end before a slow machine has published
         await loop.publish(1)
+        await loop.until(lambda: stub.version == "1")
+        stub.token_s = 0.0
+        # what is still in flight when the trainer goes on may get too old
+        await loop.until(lambda: stub.in_flight == 0)
         shards = [await loop.batch(2), await loop.batch(3)]
         mixed = 0
         for shard in shards:
@@ -147,9 +159,25 @@ async def test_an_update_in_flight_gives_rollouts_of_two_versions_that_say_so(tm
         assert event.data["engine"] == "engine-0"
         assert 0 <= event.data["pause_s"] <= event.data["seconds"]
         order = [call for call in stub.calls if call != "init_weight_transfer_engine"]
-        update = ["pause", "start_weight_update", "update_weights", "finish_weight_update", "resume"]
+        update = ["start_weight_update", "update_weights", "pause", "finish_weight_update", "resume"]
         assert order == update * (len(order) // 5)
         assert stub.calls.count("init_weight_transfer_engine") == 1
+
+
+async def test_requests_are_frozen_for_the_exchange_alone(tmp_path: Path) -> None:
+    """An engine that loads in place, as vLLM: it reads while it generates, and says when it has read."""
+    stub = StubEngine()
+    stub.in_place, stub.update_s = True, 0.5
+    async with running(make_run(tmp_path), stub) as loop:
+        await loop.batch(1)
+        await loop.publish(1)
+        await loop.until(lambda: stub.version == "1")
+        await loop.until(lambda: len(loop.events("engine.weights_updated")) == 2)
+        for event in loop.events("engine.weights_updated"):
+            assert event.data["seconds"] >= 0.5 > event.data["pause_s"]
+        order = [call for call in stub.calls if call != "init_weight_transfer_engine"]
+        once = ["start_weight_update", "update_weights", "pause", "update_weights", "finish_weight_update", "resume"]
+        assert order == once * 2
 
 
 async def test_new_rollouts_are_salted_with_the_version_they_start_with(tmp_path: Path) -> None:
@@ -208,8 +236,8 @@ async def test_a_group_with_one_member_left_is_replaced(tmp_path: Path) -> None:
 
 
 async def test_an_engine_that_goes_away_is_named(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(engine_pool, "_WATCH_S", 0.1)
-    monkeypatch.setattr(engine_pool, "_LOST_AFTER_S", 0.3)
+    monkeypatch.setattr(engine_pool, "WATCH_S", 0.1)
+    monkeypatch.setattr(orchestrator, "engines_lost_after_s", lambda run: 0.3)
     stub = StubEngine()
     async with running(make_run(tmp_path), stub) as loop:
         await loop.batch(1)
@@ -351,6 +379,31 @@ async def test_trainer_and_orchestrator_must_resume_from_the_same_step(tmp_path:
             await loop.work
 
 
+async def test_a_trainer_that_never_says_what_it_restores_is_named(tmp_path: Path) -> None:
+    run = make_run(tmp_path, orchestrator={"wait_timeout_s": 0.2}, checkpoint={"verify_timeout_s": 0.1})
+    loop = Loop(run, [StubEngine()])
+    restore_path(run, loop.attempt).unlink()
+    with pytest.raises(ExceptionGroup) as caught:
+        await loop.orchestrator.run()
+    (error,) = caught.value.exceptions
+    assert isinstance(error, DeadlineError)
+    assert "which checkpoint it restores" in str(error)
+
+
+async def test_the_orchestrator_restores_what_the_trainer_says(tmp_path: Path) -> None:
+    """Not the newest: the trainer may have found that one damaged."""
+    run, engine = make_run(tmp_path), StubEngine()
+    async with running(run, engine) as loop:
+        for step in (1, 2):
+            await loop.train(step, step)
+            await loop.checkpoint(step)
+    run.start_attempt()
+    loop = Loop(run, [engine])
+    RestoreDecision(step=1, verified="content", seconds=0.0, skipped=[]).write(restore_path(run, loop.attempt))
+    await loop.orchestrator._restore()
+    assert loop.orchestrator._state.step == 1
+
+
 async def test_engines_that_never_get_healthy_are_named(tmp_path: Path) -> None:
     run = make_run(tmp_path, orchestrator={"wait_timeout_s": 0.3})
     stub = StubEngine()
@@ -376,14 +429,17 @@ async def test_the_process_ends_promptly_on_a_signal(tmp_path: Path, number: int
         "HPCRL_REPLICA": "0",
     }
     child = await asyncio.create_subprocess_exec(sys.executable, "-m", "hpcrl.rollouts", env=environment)
+    # an interpreter that starts, not a loop that runs already
+    client = DockClient(loop.client.url, wait_timeout_s=60.0, connect_timeout_s=60.0 * patience())
     try:
         loop.store.path_of(0).mkdir(parents=True)
-        await asyncio.to_thread(loop.client.published, 0)
+        await asyncio.to_thread(client.published, 0)
         await loop.until(lambda: stub.in_flight > 0)
         started = time.monotonic()
         child.send_signal(number)
-        assert await asyncio.wait_for(child.wait(), 10.0) == 0
-        assert time.monotonic() - started < 2.0
+        assert await asyncio.wait_for(child.wait(), 20.0) == 0
+        # the request in flight would have taken 30 s
+        assert time.monotonic() - started < 20.0
     finally:
         if child.returncode is None:
             child.kill()

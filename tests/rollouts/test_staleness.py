@@ -61,18 +61,20 @@ class Model:
         last_step = account.version + self.bound + 1
         assert len(self.waiting) + len(self.running) <= (last_step - account.step) * self.groups_per_step
         if not self.running and not account.batch_ready and account.version == account.step:
-            assert account.capacity > 0, "deadlock"
+            assert account.may_start, "deadlock"
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_random_walks_keep_the_bound_and_never_get_stuck(seed: int) -> None:
     rng = random.Random(seed)
     groups_per_step, bound = rng.randint(1, 4), rng.randint(0, 4)
-    account = StalenessAccount(groups_per_step=groups_per_step, max_off_policy_steps=bound)
+    account = StalenessAccount(
+        groups_per_step=groups_per_step, max_off_policy_steps=bound, ready_batches=rng.randint(1, 3)
+    )
     model = Model(groups_per_step, bound, account)
     for _ in range(600):
         moves = []
-        if account.capacity > 0:
+        if account.may_start:
             moves.append(model.start)
         if model.running:
             moves.append(lambda: model.end(rng))
@@ -99,6 +101,19 @@ def test_synchronous_admission_is_exactly_one_step() -> None:
         account.consume()
         assert account.capacity == 0
         account.serve(step + 1)
+
+
+@pytest.mark.parametrize("ready_batches", [1, 2])
+def test_nothing_starts_while_enough_batches_wait(ready_batches: int) -> None:
+    account = StalenessAccount(groups_per_step=2, max_off_policy_steps=4, ready_batches=ready_batches)
+    for _ in range(2 * ready_batches):
+        assert account.may_start
+        account.start()
+        account.finish()
+    assert account.capacity > 0
+    assert not account.may_start
+    account.consume()
+    assert account.may_start
 
 
 def test_a_dropped_group_makes_room_for_another() -> None:

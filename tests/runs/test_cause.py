@@ -78,6 +78,13 @@ def test_torchrun_names_the_worker_that_was_killed() -> None:
     assert find_dead_worker(b"all is well") is None
 
 
+def test_torchrun_knows_the_rank_among_all_nodes_in_its_summary() -> None:
+    first = b"E1121 api.py:984] failed (exitcode: -9) local_rank: 0 (pid: 21219) of binary: python3\n"
+    summary = b"Root Cause (first observed failure):\n[0]:\n  host      : localhost\n  rank      : 5 (local_rank: 0)\n"
+    assert find_dead_worker(first + summary + b"  exitcode  : -9 (pid: 21219)  (SIGKILL)\n") == (5, 9)
+    assert find_dead_worker(first + summary + b"  exitcode  : 1 (pid: 21219)\n") is None
+
+
 def test_ends_in_words() -> None:
     assert describe_end(None, 9) == "was killed by SIGKILL"
     assert describe_end(None, 200) == "was killed by signal 200"

@@ -11,6 +11,7 @@ import pytest
 from runs_testing import make_run, write_log, write_status
 
 from hpcrl.errors import UsageError
+from hpcrl.fs import atomic_write
 from hpcrl.runs.logs import LogFilter, follow_logs, format_line, read_logs
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ProcessId, RunState
@@ -43,9 +44,22 @@ def test_filters(run: RunDir) -> None:
     assert texts(run, replica=7) == []
 
 
+def test_lines_from_a_time_on(run: RunDir) -> None:
+    recent = texts(run, since="2026-01-31T12:00:01")
+    # whose time nobody knows is never too old
+    assert [t.split()[-1] for t in recent] == ["time", "two", "three", "four"]
+    assert [t.split()[-1] for t in texts(run, since="1m")] == ["time"]
+    assert len(texts(run, since="36500d")) == 7
+
+
 @pytest.mark.parametrize(
     ("wanted", "message"),
-    [({"role": "nobody"}, "roles: engine, trainer"), ({"attempt": 9}, "attempts: 1"), ({"grep": "("}, "no regular")],
+    [
+        ({"since": "yesterday"}, "90s, 10m"),
+        ({"role": "nobody"}, "roles: engine, trainer"),
+        ({"attempt": 9}, "attempts: 1"),
+        ({"grep": "("}, "no regular"),
+    ],
 )
 def test_wrong_filters_are_refused(run: RunDir, wanted: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
@@ -79,22 +93,29 @@ def test_following_sees_appended_lines_new_files_and_replaced_files(tmp_path: Pa
     def read() -> None:
         seen.extend(line.line for line in follow_logs(run, LogFilter.make(run), lines=10, poll_s=0.02))
 
+    def wait_for(line: str) -> None:
+        deadline = time.monotonic() + 10
+        while line not in seen:
+            assert time.monotonic() < deadline, f"{line!r} is not among {seen}"
+            time.sleep(0.01)
+
     thread = threading.Thread(target=read)
     thread.start()
-    time.sleep(0.1)
+    wait_for("old")
     with path.open("a") as stream:
         stream.write("appended\nhal")
         stream.flush()
-        time.sleep(0.1)
+        wait_for("appended")
         stream.write("ves\n")
+    wait_for("halves")
     write_log(run, "new file\n", role="trainer")
-    time.sleep(0.1)
+    wait_for("new file")
     path.write_text("again\n")
-    time.sleep(0.1)
+    wait_for("again")
     with path.open("a") as stream:
         stream.write("last words, no line break")
     status = run.status_path.read_text().replace('"RUNNING"', '"COMPLETED"')
-    run.status_path.write_text(status)
-    thread.join(timeout=5)
+    atomic_write(run.status_path, status.encode())  # as the supervisor writes it: a reader may look at any moment
+    thread.join(timeout=10)
     assert not thread.is_alive()
     assert seen == ["old", "appended", "halves", "new file", "again", "last words, no line break"]

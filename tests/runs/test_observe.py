@@ -10,7 +10,9 @@ import pytest
 from runs_testing import GONE, START_S, make_run, write_event, write_status, write_steps
 
 from hpcrl.errors import RunDirError
+from hpcrl.runs import jobs
 from hpcrl.runs.cause import Cause, CauseKind
+from hpcrl.runs.jobs import JobFact
 from hpcrl.runs.observe import find_resume_point, observe, read_evaluations, read_progress
 from hpcrl.runs.record import RunRecord
 from hpcrl.runs.rundir import RunDir
@@ -83,6 +85,27 @@ def test_a_supervisor_that_died_while_stopping_had_said_why(tmp_path: Path) -> N
     write_status(run, RunState.STOPPING, cause=cause)
     view = observe(run)
     assert (view.state, view.cause) == (RunState.FAILED, cause)
+
+
+@pytest.mark.parametrize(
+    ("fact", "state"),
+    [
+        (None, RunState.RUNNING),
+        (JobFact(job_id="7", state="UNKNOWN", warning="Slurm has not answered"), RunState.RUNNING),
+        (JobFact(job_id="7", state="COMPLETING", holding=True), RunState.STOPPING),
+        (JobFact(job_id="7", state="PENDING", waiting=True), RunState.REQUEUED),
+        (JobFact(job_id="7", state="PREEMPTED", ended=True), RunState.FAILED),
+        (JobFact(job_id="7", state="UNKNOWN", gone=True), RunState.LOST),
+    ],
+)
+def test_under_slurm_a_silent_supervisor_is_lost_only_when_its_job_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fact: JobFact | None, state: RunState
+) -> None:
+    run = make_run(tmp_path)
+    write_status(run, RunState.RUNNING)
+    resubmit(run, executor="slurm", job_id="7", requeues=True)
+    monkeypatch.setattr(jobs, "_sources", [] if fact is None else [lambda _: {"7": fact}])
+    assert observe(run).state is state
 
 
 def test_a_submission_is_alive_with_its_controller(tmp_path: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.console import Console
 from runs_testing import START_S, make_run, write_log, write_status, write_steps
@@ -14,6 +16,7 @@ from runs_testing import START_S, make_run, write_log, write_status, write_steps
 from hpcrl.errors import MissingExtraError, UsageError
 from hpcrl.runs.cause import Cause, CauseKind
 from hpcrl.runs.diagnosis import diagnose, print_diagnosis
+from hpcrl.runs.events import EventWriter
 from hpcrl.runs.liveview import duration, follow, render, summary
 from hpcrl.runs.metrics import read_metrics
 from hpcrl.runs.observe import observe, read_progress
@@ -56,6 +59,15 @@ def test_the_live_view_shows_what_one_waits_for(run: RunDir, width: int) -> None
     ):
         assert part in text.replace("\n", " ")
     assert max(map(len, text.splitlines())) <= width
+
+
+def test_the_share_of_other_experts_is_shown_where_engines_say_theirs(run: RunDir) -> None:
+    records = read_metrics(run)
+    assert "routes" not in shown(render(observe(run), read_progress(run), records))
+    said = [msgspec.structs.replace(record, routing_mismatch=3.4e-5) for record in records[-2:]]
+    text = shown(render(observe(run), read_progress(run), [*records[:-2], *said]))
+    assert "routes" in text
+    assert text.count("3.4e-05") == 2
 
 
 def test_a_run_without_a_step_has_a_view_too(tmp_path: Path) -> None:
@@ -130,6 +142,20 @@ def test_the_diagnosis_of_a_run_that_goes_on(tmp_path: Path) -> None:
     diagnosis = diagnose(run)
     assert diagnosis.sentence == "the run has not ended: it is RUNNING"
     assert diagnosis.ways_on[0] == "hpcrl status run-1 --watch"
+
+
+def test_a_lost_segment_of_the_pool_is_that_of_its_engine(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    write_status(run, RunState.RUNNING)
+    for engine, host in ((0, "10.0.0.2"), (1, "10.0.0.3"), (2, "10.0.0.3")):
+        with contextlib.closing(EventWriter(run, attempt=1, writer=f"engine-{engine}")) as events:
+            events.emit("store.canary", host=host, put_s=0.1, get_s=0.1)
+    with contextlib.closing(EventWriter(run, attempt=1, writer="store-0")) as events:
+        events.emit("store.segment_lost", segment="10.0.0.2:15007", segments=2)
+        events.emit("store.segment_lost", segment="10.0.0.3:15008", segments=1)
+    one, shared = (consequence.what for consequence in diagnose(run).consequences)
+    assert "the segment 10.0.0.2:15007 of engine 0 left the KV pool with its blocks (segments left: 2)" in one
+    assert "the segment 10.0.0.3:15008 left the KV pool" in shared
 
 
 def test_the_picture(run: RunDir, tmp_path: Path) -> None:

@@ -12,7 +12,14 @@ from hpcrl.config.load import load_cluster, load_recipe
 from hpcrl.config.plan import Plan, Role
 from hpcrl.errors import HpcrlError
 from hpcrl.planning import make_plan
-from hpcrl.slurm.launch import Allocation, Launch, allocations_from_env, launch_replica, step_environment
+from hpcrl.slurm.launch import (
+    Allocation,
+    Launch,
+    allocations_from_env,
+    launch_replica,
+    outside_environment,
+    step_environment,
+)
 
 TWO_BY_TWO = ("trainer.ranks=2", "trainer.nodes=2", "engine.replicas=2")
 
@@ -193,3 +200,9 @@ def test_options_of_the_job_do_not_leak_into_steps() -> None:
     environ |= {"SLURM_CONF": "/etc/slurm.conf", "HOME": "/h", "SLURM_JOB_NODELIST_HET_GROUP_0": "a"}
     kept = {"SLURM_JOB_ID", "SLURM_CONF", "HOME", "SLURM_JOB_NODELIST_HET_GROUP_0"}
     assert set(step_environment(environ)) == kept
+
+
+def test_nothing_of_our_job_goes_into_another() -> None:
+    environ = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a", "SLURMD_NODENAME": "a", "SLURM_NTASKS": "4"}
+    kept = {"SLURM_CONF": "/etc/slurm.conf", "HOME": "/h"}
+    assert outside_environment({**environ, **kept}) == kept

@@ -58,6 +58,7 @@ def profile(**changes: Any) -> SlurmCluster:
     """The packaged profile of the virtual cluster, cut to the four recorded nodes."""
     data = load_cluster("devcluster").value.model_dump()
     data["partitions"]["gpu"]["nodes"] = 4
+    data["capabilities"]["preempt_signal"] = False  # as the captured cluster
     for key, value in changes.items():
         node = data
         *parents, last = key.split("__")

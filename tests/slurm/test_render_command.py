@@ -81,7 +81,8 @@ def test_real_roles_of_the_reference_run_are_refused(
 ) -> None:
     assert run(monkeypatch, "submit", "glm5_swe", "-c", "h200-28") == 2
     err = capsys.readouterr().err
-    assert "cannot start vLLM engines yet, nor the router and the KV store" in err
+    assert "trainer.parallelism.ep: the planner reads it, but the trainer of this version cannot do it yet" in err
+    assert "engine" not in err
     assert "--set job.payload=probe" in err
 
 

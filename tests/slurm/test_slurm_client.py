@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
+from patience import patience, wait_for
 
 from hpcrl import procfs
 from hpcrl.slurm import parse
@@ -77,7 +78,9 @@ class FakeSlurm:
         if "Format" in options and not self.columns:
             return self.error("squeue: error: Invalid job format specification: RestartCnt")
         rows = list(self.queue.values())
-        if "name" in options:
+        if "me" in options:
+            pass
+        elif "name" in options:
             rows = [row for row in rows if row["Name"] == options["name"]]
         else:
             wanted = options["jobs"].split(",")
@@ -185,6 +188,28 @@ def test_submit_once(slurm: FakeSlurm) -> None:
     submits = [call for call in slurm.calls if call[0] == "sbatch"]
     assert len(submits) == 2
     assert submits[0][-1] == str(script)
+
+
+@pytest.mark.parametrize("lose_answers", [False, True])
+def test_a_job_that_ended_is_replaced_where_that_is_meant(slurm: FakeSlurm, lose_answers: bool) -> None:
+    client = slurm.client()
+    first = client.submit(Path("s"), name="run-engine-0", token="t:engine-0").job_id
+    assert client.submit(Path("s"), name="run-engine-0", token="t:engine-0", again=True).job_id == first
+    slurm.queue[first]["State"] = "CANCELLED"
+    assert client.submit(Path("s"), name="run-engine-0", token="t:engine-0").job_id == first
+    slurm.lose_answers = lose_answers
+    second = client.submit(Path("s"), name="run-engine-0", token="t:engine-0", again=True)
+    assert (second.job_id != first, second.recovered) == (True, lose_answers)
+
+
+def test_all_jobs_of_a_run(slurm: FakeSlurm) -> None:
+    client = slurm.client()
+    mine = [client.submit(Path("s"), name=f"j{i}", token=f"abc{i}:engine-{i}").job_id for i in ("", "-2")]
+    client.submit(Path("s"), name="other", token="abd:main")
+    assert {job_id: token for job_id, (token, _) in client.of_run("abc").items()} == {
+        mine[0]: "abc:engine-",
+        mine[1]: "abc-2:engine--2",
+    }
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 5.0])
@@ -305,9 +330,10 @@ def test_runner_kills_at_the_time_out(tmp_path: Path) -> None:
     """The command's own children, too: they hold the pipes."""
     pidfile = tmp_path / "pid"
     with pytest.raises(SlurmUnavailableError, match="no answer"):
-        run_command(["sh", "-c", f"sleep 1000 & echo $! > {pidfile}; wait"], env=os.environ, timeout_s=1.0)
-    child = procfs.read_process(int(pidfile.read_text()))
-    assert child is None or child.dead  # nobody may have reaped it
+        run_command(["sh", "-c", f"sleep 1000 & echo $! > {pidfile}; wait"], env=os.environ, timeout_s=patience())
+    pid = int(pidfile.read_text())
+    # nobody may have reaped it
+    wait_for(lambda: (child := procfs.read_process(pid)) is None or child.dead, 5.0, "end of the child")
 
 
 # -- watching --------------------------------------------------------------------------------------------------------

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from slurm_lab import HPCRL, ROOT, SMALL_MODEL, SlurmLab
+import start_models
+from slurm_lab import SlurmLab
 
 from hpcrl.devcluster.cluster import DevCluster
 from hpcrl.devcluster.packages import missing_programs
@@ -20,10 +20,13 @@ NODES = 28
 @pytest.fixture(scope="session")
 def start_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A start model that was warmed up for seconds."""
-    path = tmp_path_factory.mktemp("model") / "small"
-    sets = [part for s in SMALL_MODEL for part in ("--set", s)]
-    subprocess.run([HPCRL, "warmup", "quickstart", "--output", path, *sets], cwd=ROOT, check=True, capture_output=True)
-    return path
+    return start_models.small_model(tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def taught_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The quickstart's own start model, from which it learns in a few steps."""
+    return start_models.taught_model(tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
@@ -33,7 +36,7 @@ def site() -> Iterator[DevCluster]:
         pytest.skip(f"no Slurm on this machine: apt-get install {' '.join(dict.fromkeys(missing.values()))}")
     # sockets need short paths, and pytest's are long
     cluster = DevCluster.named("runs", Path(f"/tmp/hpcrl-runs-{time.time_ns() % 10**8}"))
-    cluster.up(ClusterSettings(name="runs", nodes=NODES))
+    cluster.up(ClusterSettings(name="runs", nodes=NODES, grace_s=30))
     yield cluster
     cluster.down()
     cluster.paths.root.parent.rmdir()
@@ -44,5 +47,4 @@ def slurm_lab(tmp_path: Path, start_model: Path, site: DevCluster) -> Iterator[S
     """A lab whose jobs are ended with the test."""
     lab = SlurmLab(tmp_path, start_model, site)
     yield lab
-    subprocess.run(["scancel", "--me"], env=lab.env, check=False, capture_output=True)
-    lab.wait_empty()
+    lab.end_all()

@@ -6,14 +6,16 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
+from observed import status_of
+from patience import patience, wait_for
 
 from hpcrl import procfs
+from hpcrl.checkpoints.ledger import CheckpointLedger
 from hpcrl.devcluster.cluster import DevCluster
 from hpcrl.runs.events import Event, read_events
 from hpcrl.runs.metrics import read_metrics
@@ -23,7 +25,6 @@ from hpcrl.slurm.client import SlurmClient
 
 ROOT = Path(__file__).resolve().parents[2]
 HPCRL = Path(sys.executable).with_name("hpcrl")
-SMALL_MODEL = ("model.warmup.steps=60", "model.warmup.num_experts=4")
 #: short steps, no evaluation on the way, two trainer nodes and two engine nodes
 SMALL_RUN = (
     "rollouts.rollouts_per_step=16",
@@ -40,12 +41,12 @@ SMALL_RUN = (
 class SlurmLab:
     """A runs root of its own, a cluster, and commands in it."""
 
-    def __init__(self, directory: Path, model: Path, cluster: DevCluster) -> None:
+    def __init__(self, directory: Path, model: Path, cluster: DevCluster, **profile_changes: Any) -> None:
         self.runs_root = directory / "runs"
         self.model, self.cluster = model, cluster
         # jobs start clean: what this checkout is imported by is named in the profile
         profile = yaml.safe_load((ROOT / "clusters" / "devcluster.yaml").read_text())
-        profile["launch"] = {"inherit": ["PYTHONPATH"]}
+        profile |= {"launch": {"inherit": ["PYTHONPATH"]}, **profile_changes}
         self.profile = directory / "devcluster.yaml"
         self.profile.write_text(yaml.safe_dump(profile))
         self.env = {
@@ -56,8 +57,9 @@ class SlurmLab:
         }
 
     def hpcrl(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+        command, limit_s = [HPCRL, *arguments], 240.0 * patience()
         result = subprocess.run(
-            [HPCRL, *arguments], cwd=ROOT, env=self.env, capture_output=True, text=True, check=False, timeout=240
+            command, cwd=ROOT, env=self.env, capture_output=True, text=True, check=False, timeout=limit_s
         )
         if check:
             assert result.returncode == 0, f"{arguments}: {result.returncode}\n{result.stdout}\n{result.stderr}"
@@ -65,10 +67,14 @@ class SlurmLab:
 
     def submit(self, name: str, *settings: str, recipe: str = "quickstart", small: bool = True) -> RunDir:
         """Submit a recipe, by default the quickstart with this lab's model on four nodes."""
-        settings = (f"model.path={self.model}", *SMALL_RUN, *settings) if small else settings
+        settings = self.settings(*settings) if small else settings
         sets = [part for setting in settings for part in ("--set", setting)]
         self.hpcrl("submit", recipe, "--cluster", str(self.profile), "--name", name, *sets)
         return RunDir(self.runs_root / name)
+
+    def settings(self, *more: str) -> tuple[str, ...]:
+        """What makes the quickstart small."""
+        return (f"model.path={self.model}", *SMALL_RUN, *more)
 
     def json(self, *arguments: str) -> Any:
         return json.loads(self.hpcrl(*arguments, "--json").stdout)
@@ -76,19 +82,38 @@ class SlurmLab:
     def wait_state(self, run: RunDir, states: Sequence[str], timeout_s: float = 120.0) -> Any:
         """Wait until the run is in one of the states; returns its status."""
         return wait_for(
-            lambda: status if (status := self.json("status", run.name))["state"] in states else None,
+            lambda: status if (status := status_of(run))["state"] in states else None,
             timeout_s,
             f"{run.name} in {states}",
         )
 
-    def wait_empty(self) -> None:
+    def preempt(self) -> None:
+        """An urgent job that needs every node, for a few seconds."""
+        nodes = self.cluster.record().settings.nodes
+        command = [
+            "sbatch",
+            "--partition=urgent",
+            f"--nodes={nodes}",
+            "--exclusive",
+            "--output=/dev/null",
+            "--wrap=sleep 5",
+        ]
+        subprocess.run(command, env=self.env, check=True, capture_output=True)
+
+    def end_all(self) -> None:
+        """Cancel what is left of the test."""
+        subprocess.run(["scancel", "--me"], env=self.env, check=False, capture_output=True)
+        self.wait_empty()
+
+    def wait_empty(self, timeout_s: float = 60.0) -> None:
         """Nothing of any run is left: no job, no process."""
-        wait_for(lambda: not self._alive_jobs(), 60.0, "empty queue")
+        wait_for(lambda: not self.alive_jobs(), timeout_s, "empty queue")
         for run in self.runs_root.iterdir():
             run_id = RunRecord.read(RunDir(run)).run_id
             wait_for(lambda run_id=run_id: not procfs.with_environ("HPCRL_RUN_ID", run_id), 20.0, "processes gone")
 
-    def _alive_jobs(self) -> list[str]:
+    def alive_jobs(self) -> list[str]:
+        """One line a job in the queue."""
         result = subprocess.run(["squeue", "--noheader"], env=self.env, capture_output=True, text=True, check=True)
         return result.stdout.split("\n")[:-1]
 
@@ -100,17 +125,14 @@ def job_id(run: RunDir) -> int:
     return int(RunRecord.read(run).submissions[-1].job_id)
 
 
-def wait_for(probe: Callable[[], Any], timeout_s: float, what: str) -> Any:
-    """Poll until ``probe`` gives something."""
-    deadline = time.monotonic() + timeout_s
-    while not (value := probe()):
-        assert time.monotonic() < deadline, f"no {what} within {timeout_s} s"
-        time.sleep(0.2)
-    return value
-
-
 def wait_step(run: RunDir, step: int, timeout_s: float = 120.0) -> None:
     wait_for(lambda: [r for r in read_metrics(run) if r.step >= step], timeout_s, f"step {step}")
+
+
+def wait_saved(run: RunDir, step: int, timeout_s: float = 120.0) -> None:
+    """Wait for a whole checkpoint of a step, or of a later one: saves run beside the training."""
+    ledger = CheckpointLedger(run.checkpoints_dir)
+    wait_for(lambda: [saved for saved in ledger.steps() if saved >= step], timeout_s, f"checkpoint of step {step}")
 
 
 def events(run: RunDir, kind: str) -> list[Event]:

@@ -34,6 +34,36 @@ def say_ready() -> None:
     path.write_text("{}")
 
 
+def say_progress(phase: str) -> None:
+    directory = Path(os.environ["HPCRL_RUN_DIR"], "attempts", f"{int(os.environ['HPCRL_ATTEMPT']):04d}", "progress")
+    directory.mkdir(exist_ok=True)
+    path = directory / f"{os.environ['HPCRL_ROLE']}-{os.environ['HPCRL_REPLICA']}.json"
+    path.write_text(f'{{"time_s": {time.time()}, "phase": "{phase}", "longest_s": {{"forward_backward": 0.1}}}}')
+
+
+def leave_things() -> None:
+    """What vLLM and torch leave: a socket in TMPDIR, and shared memory with a name that says nothing."""
+    import mmap
+    import socket
+    import tempfile
+
+    socket.socket(socket.AF_UNIX).bind(f"{tempfile.gettempdir()}/ipc")
+    path = f"/dev/shm/psm_{os.environ['HPCRL_RUN_ID'][:8]}"
+    with open(path, "w+b") as stream:
+        stream.truncate(4096)
+        globals()["kept"] = mmap.mmap(stream.fileno(), 4096)
+
+
+def save() -> None:
+    """A checkpoint that takes a second, then a failure; a second life begins where it ended."""
+    time.sleep(0.5)
+    step = int(os.environ["HPCRL_ATTEMPT"])
+    directory = Path(os.environ["HPCRL_RUN_DIR"], "checkpoints", f"step-{step:06d}")
+    if step < 3:
+        directory.mkdir(parents=True)
+    _fail("ValueError", f"attempt {step} failed")
+
+
 def serve(host: str, port: int) -> None:
     class Health(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -66,6 +96,11 @@ def main() -> None:
             serve(host, port)
             while True:
                 time.sleep(600)
+        case "serve-ranks":
+            serve(host, port)
+            time.sleep(1.5)
+            serve(host, port + 1)
+            time.sleep(600)
         case "work":
             start_escapees()
             say_ready()
@@ -76,6 +111,29 @@ def main() -> None:
         case "early":
             say_ready()
             sys.exit(0)
+        case _:
+            misbehave(behaviour, host, port)
+
+
+def misbehave(behaviour: str, host: str, port: int) -> None:
+    match behaviour:
+        case "crash-soon":
+            serve(host, port)
+            time.sleep(1.0)
+            print("Traceback (most recent call last):\nZeroDivisionError: stand-in", file=sys.stderr, flush=True)
+            sys.exit(3)
+        case "leave":
+            leave_things()
+            serve(host, port)
+            time.sleep(600)
+        case "spin":
+            say_ready()
+            say_progress("forward_backward")
+            while True:
+                pass
+        case "checkpoint":
+            say_ready()
+            save()
         case "early-serve":
             serve(host, port)
             time.sleep(0.5)

@@ -6,12 +6,16 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
+
+from patience import patience
 
 from hpcrl import procfs
 from hpcrl.config.cluster import LocalCluster, PathsConfig
-from hpcrl.config.plan import FileProbe, HttpProbe, Plan, Role, RoleGroup, RolePolicy
+from hpcrl.config.layout import AttemptPolicy
+from hpcrl.config.plan import FileProbe, HttpProbe, Plan, Role, RoleGroup, RolePolicy, WatchPolicy
 from hpcrl.config.recipe import ModelConfig, Recipe, TrainerConfig, WordsEnv
 from hpcrl.runs.observe import RunView, observe
 from hpcrl.runs.record import RunRecord
@@ -20,7 +24,7 @@ from hpcrl.runs.status import RunState
 from hpcrl.slurm.submission import create_run, submit_attempt
 
 STAND_INS = str(Path(__file__).with_name("stand_ins.py"))
-#: what the issue allows from a fault to the end of the run
+#: from a fault to the end of the run, on a machine that is not busy
 LIMIT_S = 10.0
 
 
@@ -32,13 +36,20 @@ def make_plan(
     run_dir: Path,
     *,
     engine: str = "serve",
+    servers: int = 0,
     trainer: str = "work",
     replicas: int = 1,
     start_timeout_s: float = 20.0,
     stop_timeout_s: float = 0.5,
     time_limit_s: float = 120.0,
+    engine_policy: Mapping[str, Any] | None = None,
+    watch: WatchPolicy | None = None,
+    attempts: AttemptPolicy | None = None,
 ) -> Plan:
-    """Engines that serve, and a trainer that starts after them and ends the run."""
+    """Engines that serve, and a trainer that starts after them and ends the run.
+
+    ``servers`` is how many each engine has; 0 where it is a single process.
+    """
     policy = {"stop_timeout_s": stop_timeout_s}
     return Plan(
         run=run_dir.name,
@@ -49,11 +60,13 @@ def make_plan(
             RoleGroup(
                 role=Role.ENGINE,
                 replicas=replicas,
-                ranks=1,
+                ranks=max(1, servers),
+                servers_per_node=servers,
+                ports=max(1, servers),
                 command=command(engine),
                 ready=HttpProbe(path="/health"),
                 start_timeout_s=start_timeout_s,
-                policy=RolePolicy(drain_order=1, **policy),
+                policy=RolePolicy(drain_order=1, **policy, **(engine_policy or {})),
             ),
             RoleGroup(
                 role=Role.TRAINER,
@@ -69,6 +82,8 @@ def make_plan(
         first_port=21000,
         last_port=29999,
         time_limit_s=time_limit_s,
+        watch=watch or WatchPolicy(),
+        attempts=attempts or AttemptPolicy(),
     )
 
 
@@ -99,6 +114,7 @@ def start(root: Path, name: str = "run-1", **changes: object) -> RunDir:
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+    timeout_s *= patience()
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what}"

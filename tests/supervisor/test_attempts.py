@@ -10,9 +10,10 @@ import pytest
 from supervisor_testing import create
 
 from hpcrl.config.plan import Plan
+from hpcrl.fs import write_json
 from hpcrl.runs.events import EventWriter
 from hpcrl.runs.record import RunRecord, Submission
-from hpcrl.runs.role import save_request_path
+from hpcrl.runs.role import save_answer_path, save_request_path
 from hpcrl.runs.rundir import RunDir
 from hpcrl.supervisor.attempts import exhausted, save_now
 
@@ -87,16 +88,19 @@ def test_without_requeue_every_attempt_is_a_persons(run: RunDir) -> None:
     assert exhausted(run, plan(run, requeue=False, max_attempts=1), 20) == ""
 
 
-async def test_saving_waits_for_a_new_checkpoint(run: RunDir) -> None:
+@pytest.mark.parametrize("step", [13, None])
+async def test_saving_waits_for_the_answer(run: RunDir, step: int | None) -> None:
     checkpoint(run, 10)
     run.start_attempt()
     saving = asyncio.create_task(save_now(run, 1, timeout_s=20.0))
     async with asyncio.timeout(10.0):
         while not save_request_path(run, 1).exists():
             await asyncio.sleep(0.01)
-    assert not saving.done()
-    checkpoint(run, 13)
-    assert await saving == 13
+        checkpoint(run, 12)  # of a save that was under way: not what was asked for
+        await asyncio.sleep(0.5)
+        assert not saving.done()
+        write_json(save_answer_path(run, 1), {"step": step, "reason": ""})
+        assert await saving == step
 
 
 async def test_saving_gives_up_in_time(run: RunDir) -> None:

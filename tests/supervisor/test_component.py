@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from supervisor_testing import make_plan
 
 from hpcrl.config.plan import Role
+from hpcrl.runs.cause import Cause, CauseKind
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ComponentState
 from hpcrl.supervisor.commands import fill_placeholders, role_environment
 from hpcrl.supervisor.component import Component
-from hpcrl.supervisor.launcher import Address, End
+from hpcrl.supervisor.explain import name_lost_rank
+from hpcrl.supervisor.guarded import Dump, End
+from hpcrl.supervisor.launcher import Address
 
 
 class FakeProcess:
     guard_pid = 7
 
-    def __init__(self) -> None:
+    def __init__(self, silent: Sequence[int] = ()) -> None:
         self.orders: list[object] = []
+        self.silent = list(silent)
 
     async def started(self) -> int | None:
         return 8
@@ -29,6 +34,9 @@ class FakeProcess:
 
     async def gone(self) -> list[int]:
         return []
+
+    async def dump(self, path: str, *, timeout_s: float) -> Dump:
+        return Dump([], [], [], "no stacks")
 
     def stop(self, grace_s: float) -> None:
         self.orders.append(grace_s)
@@ -80,13 +88,24 @@ def test_what_never_started_needs_no_process_to_end(component: Component) -> Non
     assert component.state is ComponentState.EXITED
 
 
-def test_a_missed_deadline_stays_a_failure_after_the_process_is_stopped(component: Component) -> None:
+def test_a_second_life_forgets_the_first(component: Component, seen: list[ComponentState]) -> None:
     component.starting(FakeProcess())
-    component.give_up()
+    component.ready()
+    component.end = End(5.0, signal=9)
+    component.restarting()
+    assert component.status().ready_at_s is None
+    component.starting(FakeProcess())
+    assert component.status().signal is None
+    assert seen[-2:] == [ComponentState.RESTARTING, ComponentState.STARTING]
+
+
+def test_what_waits_for_its_restart_has_no_process_to_stop(component: Component) -> None:
+    process = FakeProcess()
+    component.starting(process)
+    component.restarting()
     component.ask_to_stop(2.0)
-    component.ended(End(5.0, signal=15), as_it_should=False)
-    assert component.state is ComponentState.FAILED
-    assert component.status().signal == 15
+    assert component.state is ComponentState.EXITED
+    assert process.orders == []
 
 
 def test_a_transition_that_is_not_in_the_table_is_a_bug(component: Component) -> None:
@@ -115,3 +134,28 @@ def test_the_environment_says_who_it_is_and_drops_what_is_not_meant_for_roles() 
         "HPCRL_ROLE": "engine",
         "HPCRL_REPLICA": "3",
     }
+
+
+def test_what_a_replica_has_lost_is_found_in_the_logs_of_its_nodes(component: Component, tmp_path: Path) -> None:
+    component.address = Address("h", 1, ("n1", "n2"))
+    component.starting(FakeProcess())
+    said = Cause(
+        kind=CauseKind.ERROR, time_s=1.0, message="a peer went away", role="trainer", replica=0, secondary=True
+    )
+    logs = [tmp_path / "0-0.log", tmp_path / "0-1.log"]
+    assert name_lost_rank(said, component, logs) is said
+    logs[1].write_text("failed (exitcode: -9) local_rank: 3 (pid: 4242) of binary: python3")
+    named = name_lost_rank(said, component, logs)
+    assert (named.rank, named.signal, named.secondary) == (3, 9, False)
+    assert named.message == "trainer 0 lost its rank 3, which was killed by SIGKILL"
+
+
+def test_a_guard_without_a_last_word_is_named_with_its_node(component: Component, tmp_path: Path) -> None:
+    component.address = Address("h", 1, ("n1", "n2"))
+    component.starting(FakeProcess(silent=[1]))
+    said = Cause(
+        kind=CauseKind.ERROR, time_s=1.0, message="a peer went away", role="trainer", replica=0, secondary=True
+    )
+    named = name_lost_rank(said, component, [tmp_path / "0-0.log", tmp_path / "0-1.log"])
+    assert named.kind is CauseKind.GUARD_LOST
+    assert named.message == "trainer 0 was lost on n2: the guard there was killed, and its ranks with it"

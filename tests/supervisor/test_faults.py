@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from patience import patience
 from supervisor_testing import (
     LIMIT_S,
     create,
@@ -37,7 +38,7 @@ from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ComponentState, RunState
 from hpcrl.slurm.submission import cancel, end_leftovers, prepare_resume, submit_attempt
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 
 @pytest.fixture
@@ -89,7 +90,7 @@ def test_cancel_ends_the_run_in_order(root: Path) -> None:
     begin = time.monotonic()
     assert cancel(run, user="somebody").state is RunState.CANCELLED
     view, seconds = wait_ended(run, since=begin)
-    assert seconds < LIMIT_S
+    assert seconds < LIMIT_S * patience()
     assert view.cause is not None
     assert (view.cause.kind, view.cause.message) == (CauseKind.CANCELLED, "cancelled by somebody")
     stopping = [e.data["role"] for e in read_events(run) if e.data.get("state") == "STOPPING" and "role" in e.data]
@@ -110,7 +111,7 @@ def test_a_role_that_ignores_sigterm_is_killed(root: Path) -> None:
     view, seconds = wait_ended(run)
     assert view.state is RunState.COMPLETED
     assert view.components[0].signal == signal.SIGKILL
-    assert seconds < LIMIT_S
+    assert seconds < LIMIT_S * patience()
 
 
 # -- kill -9 -------------------------------------------------------------------------------------------------------
@@ -133,7 +134,7 @@ def test_kill_9(root: Path, who: str, state: RunState, sentence: str) -> None:
     begin = time.monotonic()
     os.kill(pid, signal.SIGKILL)
     view, seconds = wait_ended(run, since=begin)
-    assert seconds < LIMIT_S
+    assert seconds < LIMIT_S * patience()
     diagnosis = diagnose(run)
     assert diagnosis.state is state
     assert diagnosis.sentence.startswith(sentence.format(pid=pid))
@@ -149,7 +150,7 @@ def test_kill_9_of_the_submitit_controller(root: Path) -> None:
     begin = time.monotonic()
     os.kill(int(RunRecord.read(run).submissions[-1].job_id), signal.SIGKILL)
     _, seconds = wait_ended(run, since=begin)
-    assert seconds < LIMIT_S
+    assert seconds < LIMIT_S * patience()
     diagnosis = diagnose(run)
     assert diagnosis.state is RunState.FAILED
     assert "the submitit controller" in diagnosis.sentence
@@ -165,7 +166,7 @@ def test_kill_9_of_supervisor_and_one_guard_at_once(root: Path) -> None:
     for who in ("supervisor", "engine guard"):
         os.kill(pid_of(view, who), signal.SIGKILL)
     wait_for(lambda: not processes_of(run, marked_only=True), LIMIT_S, "marked processes to go")
-    assert time.monotonic() - begin < LIMIT_S
+    assert time.monotonic() - begin < LIMIT_S * patience()
     assert diagnose(run).state is RunState.LOST
     end_everything(run)
 
@@ -187,7 +188,7 @@ def test_kill_9_of_supervisor_and_one_guard_at_once(root: Path) -> None:
 def test_a_failure_names_its_cause(root: Path, changes: dict[str, object], kind: CauseKind, sentence: str) -> None:
     run = start(root, **changes)
     view, seconds = wait_ended(run)
-    assert seconds < LIMIT_S
+    assert seconds < LIMIT_S * patience()
     assert view.state is RunState.FAILED
     assert view.cause is not None
     assert view.cause.kind is kind
@@ -309,7 +310,7 @@ def test_ctrl_c_cancels(root: Path, times: int) -> None:
     assert process.returncode == 130, talk
     view, seconds = wait_ended(run, since=begin)
     assert view.state is RunState.CANCELLED
-    assert seconds < LIMIT_S
+    assert seconds < LIMIT_S * patience()
 
 
 def test_nothing_is_left_when_a_follower_dies(root: Path) -> None:

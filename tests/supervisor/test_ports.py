@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from hpcrl.errors import HpcrlError
-from hpcrl.supervisor.ports import choose_ports, is_free
+from hpcrl.ports import choose_blocks, choose_ports, is_free
 
 HOST = "127.0.0.1"
 
@@ -48,4 +48,27 @@ def test_a_full_range_is_a_clear_error(listener: socket.socket) -> None:
     port = listener.getsockname()[1]
     with pytest.raises(HpcrlError, match="0 of 1 ports are free") as caught:
         choose_ports(1, first=port, last=port, host=HOST)
+    assert "way out" in str(caught.value)
+
+
+def test_blocks_are_neighbouring_free_and_do_not_meet(listener: socket.socket) -> None:
+    taken = listener.getsockname()[1]
+    sizes = [1, 10, 2, 10, 1]
+    reserved = range(taken + 5, taken + 8)
+    # begins right before what is taken, so that the first blocks have to step over it
+    blocks = choose_blocks(sizes, first=taken - 100, last=taken + 100, host=HOST, start=taken - 3, taken=reserved)
+    used = [port + i for port, size in zip(blocks, sizes, strict=True) for i in range(size)]
+    assert len(set(used)) == sum(sizes)
+    assert not {taken, *reserved} & set(used)
+    assert taken - 100 <= min(used) <= max(used) <= taken + 100
+
+
+def test_no_block_wraps_at_the_end_of_the_range() -> None:
+    (port,) = choose_blocks([8], first=23000, last=23020, host=HOST, start=23016)
+    assert port + 7 <= 23016
+
+
+def test_a_range_without_neighbours_is_a_clear_error() -> None:
+    with pytest.raises(HpcrlError, match="no 3 neighbouring free ports") as caught:
+        choose_blocks([3], first=23000, last=23006, host=HOST, taken=[23002, 23005])
     assert "way out" in str(caught.value)

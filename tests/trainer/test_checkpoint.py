@@ -1,19 +1,21 @@
 """Joint checkpoints: bit-equal on any number of ranks; no half entry."""
 
-import os
-
 import msgspec
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
 from trainer_testing import Rollouts, make_recipe, run_ranks, tiny_arch, write_model_dir
 
-from hpcrl.checkpoints.ledger import CheckpointEntry, CheckpointLedger
+from hpcrl.checkpoints import CheckpointEntry, CheckpointLedger, CheckpointWriter
+from hpcrl.config.recipe import CheckpointConfig
 from hpcrl.errors import CheckpointError
+from hpcrl.fs import hash_file
 from hpcrl.models.arch import load_arch
-from hpcrl.trainer.checkpoint import load_checkpoint, save_checkpoint
+from hpcrl.trainer.checkpoint import load_checkpoint
 from hpcrl.trainer.parallel import distributed
 from hpcrl.trainer.policy import TrainerPolicy
+from hpcrl.trainer.restore import choose_checkpoint
+from hpcrl.trainer.saver import CheckpointSaver
 
 
 def whole(tensor):
@@ -38,7 +40,7 @@ def one_step(policy, parallel, step):
     return metrics.loss
 
 
-def save(rank, model_dir, root, *, steps=2, state=b"orchestrator", fail=False):
+def save(rank, model_dir, root, *, steps=2, state=b"orchestrator", fail=False, mode="async", keep_last=2):
     with distributed(timeout_s=30) as parallel:
         torch.manual_seed(5)
         policy = TrainerPolicy(make_recipe(model_dir, steps=9), load_arch(model_dir), parallel, model_dir=model_dir)
@@ -52,17 +54,16 @@ def save(rank, model_dir, root, *, steps=2, state=b"orchestrator", fail=False):
                 raise OSError(5, "no answer")
             return state
 
-        save_checkpoint(
-            CheckpointLedger(root),
-            policy.model,
-            policy.optimizer,
-            parallel,
-            step=steps,
-            attempt=1,
-            keep_last=2,
-            orchestrator_state=orchestrator_state,
-        )
-        return state_of(policy), one_step(policy, parallel, steps + 1)
+        writer = parallel.on_leader(lambda: CheckpointWriter.claim(root, 1), "claiming")
+        config = CheckpointConfig(mode=mode, keep_last=keep_last)
+        saver = CheckpointSaver(writer, parallel, config, lambda kind, **data: None)
+        saver.start(policy, steps, orchestrator_state=orchestrator_state)
+        saved = state_of(policy)
+        # while it is being written
+        loss = one_step(policy, parallel, steps + 1)
+        if (error := saver.wait(30.0)) is not None:
+            raise error
+        return saved, loss
 
 
 def load(rank, model_dir, root):
@@ -79,13 +80,26 @@ def model_dir(tmp_path_factory):
     return write_model_dir(tmp_path_factory.mktemp("checkpoint") / "model")
 
 
-def test_bit_equal_on_one_rank_and_on_two(model_dir, tmp_path):
-    saved, loss = save(0, model_dir, tmp_path)
-    assert CheckpointLedger(tmp_path).newest_verified().entry.orchestrator_state() == b"orchestrator"
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_bit_equal_on_one_rank_and_on_two(model_dir, tmp_path, mode):
+    saved, loss = save(0, model_dir, tmp_path, mode=mode)
+    entry = CheckpointLedger(tmp_path).newest_verified().entry
+    assert entry.orchestrator_state() == b"orchestrator"
+    assert (0 < entry.manifest.blocked_s <= entry.manifest.save_s) is True
     assert load(0, model_dir, tmp_path) == (saved, loss)
     for state, next_loss in run_ranks(2, load, model_dir, tmp_path):
         assert state == saved
         assert next_loss == pytest.approx(loss, rel=1e-4)
+
+
+def test_every_rank_hashes_what_it_writes(model_dir, tmp_path):
+    run_ranks(2, save, model_dir, tmp_path)
+    entry = CheckpointLedger(tmp_path).newest_verified().entry
+    names = {str(path.relative_to(entry.path)) for path in entry.path.rglob("*") if path.is_file()}
+    assert set(entry.manifest.files) == names - {"manifest.json"}
+    assert {"trainer/__0_0.distcp", "trainer/__1_0.distcp", "trainer/.metadata"} <= names
+    for name in entry.manifest.files:
+        assert hash_file(entry.path / name) == entry.manifest.files[name]
 
 
 def test_two_ranks_to_one(model_dir, tmp_path):
@@ -96,11 +110,33 @@ def test_two_ranks_to_one(model_dir, tmp_path):
     assert CheckpointLedger(tmp_path).newest_verified().entry.manifest.world_size == 2
 
 
+def choose(rank, root, content):
+    with distributed(timeout_s=30) as parallel:
+        decision = choose_checkpoint(CheckpointLedger(root), parallel, content=content, timeout_s=30.0)
+        return decision.step, [(skipped.step, skipped.reason) for skipped in decision.skipped]
+
+
+def test_ranks_share_the_reading_and_agree(model_dir, tmp_path):
+    for steps in (1, 2):
+        run_ranks(2, save, model_dir, tmp_path, steps=steps)
+    for name in ("__0_0.distcp", "__1_0.distcp"):  # each is in the share of one rank
+        path = tmp_path / "step-000002" / "trainer" / name
+        data = path.read_bytes()
+        path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        for step, ((skipped, reason),) in run_ranks(2, choose, tmp_path, True):
+            assert (step, skipped) == (1, 2)
+            assert f"{name} does not have the content" in reason
+        path.write_bytes(data)
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    assert run_ranks(2, choose, tmp_path, False) == [(2, [])] * 2  # that is not what was asked
+
+
 def test_an_orchestrator_that_fails_leaves_no_entry(model_dir, tmp_path):
     save(0, model_dir, tmp_path, steps=1)
     with pytest.raises(OSError, match="no answer"):
         save(0, model_dir, tmp_path, steps=2, fail=True)
-    assert os.listdir(tmp_path) == ["step-000001"]
+    assert CheckpointLedger(tmp_path).steps() == [1]
+    assert list(tmp_path.glob(".*/*")) == []
 
 
 def test_old_entries_go(model_dir, tmp_path):

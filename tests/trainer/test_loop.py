@@ -3,19 +3,22 @@
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 
 import pytest
+from patience import wait_for
 from trainer_testing import StubDock, make_recipe, run_ranks, start_attempt, write_model_dir, write_recipe
 
 from hpcrl.checkpoints.ledger import CheckpointLedger
+from hpcrl.checkpoints.restore import RestoreDecision
 from hpcrl.errors import DeadlineError, PeerLostError, RunFailedError
 from hpcrl.runs.events import read_events
 from hpcrl.runs.metrics import read_metrics
-from hpcrl.runs.role import FailureRecord, RoleContext
+from hpcrl.runs.role import FailureRecord, RoleContext, restore_path
 from hpcrl.runs.rundir import RunDir
 from hpcrl.trainer.loop import train
 from hpcrl.weights.store import HandoffStore
@@ -98,7 +101,8 @@ def test_a_whole_run(tmp_path, model_dir, dock):
     assert dock.finished == [5]
     assert (run.attempt_dir(1) / "ready" / "trainer-0.json").is_file()
     assert [e["step"] for e in events(run, "step")] == [1, 2, 3, 4, 5]
-    assert not [e for e in os.listdir(run.weights_dir) + os.listdir(run.checkpoints_dir) if e.startswith(".")]
+    assert list(run.weights_dir.glob(".*/*")) == []
+    assert list(run.checkpoints_dir.glob(".*/*")) == []
 
 
 def test_resume_equals_an_uninterrupted_run(tmp_path, model_dir, dock):
@@ -120,19 +124,24 @@ def test_resume_skips_a_damaged_checkpoint_and_withdraws_later_versions(tmp_path
     run_steps(run, model_dir, dock, 4)
     damaged = next((run.checkpoints_dir / "step-000004" / "trainer").glob("*.distcp"))
     damaged.write_bytes(damaged.read_bytes()[:-1])
-    (run.weights_dir / ".staging-v000005-attempt-0001").mkdir()
+    (writer,) = run.weights_dir.glob(".writer-000001-*")
+    (writer / "v000005").mkdir()
     # the version that it resumes from was collected in the meantime
-    HandoffStore(run.weights_dir).remove(2)
+    shutil.rmtree(HandoffStore(run.weights_dir).path_of(2))
     run_steps(run, model_dir, dock, 6)
     (skipped,) = events(run, "trainer.checkpoint_skipped")
     assert skipped["step"] == 4
     assert "damaged" in skipped["reason"]
+    decision = RestoreDecision.find(restore_path(run, 2))
+    assert (decision.step, decision.verified, [s.step for s in decision.skipped]) == (2, "content", [4])
+    assert RestoreDecision.find(restore_path(run, 1)).step is None
     assert events(run, "trainer.versions_withdrawn") == [{"versions": [3, 4]}]
     assert losses(run) == losses(whole)
     assert [r.attempt for r in read_metrics(run)] == [1, 1, 2, 2, 2, 2]
     assert HandoffStore(run.weights_dir).versions() == [0, 1, 2, 3, 4, 5, 6]
     HandoffStore(run.weights_dir).open(2).verify(content=True)
-    assert not [name for name in os.listdir(run.weights_dir) if name.startswith(".")]
+    (writer,) = run.weights_dir.glob(".*")
+    assert (writer.name[:14], os.listdir(writer)) == (".writer-000002", [])
 
 
 def test_a_finished_run_that_is_resumed_finishes_again(tmp_path, model_dir, dock):
@@ -163,7 +172,7 @@ def test_two_ranks_equal_one_and_resume_from_each_other(tmp_path, model_dir, doc
     train_ranks(two, dock, 2)
     assert {(rank, size) for _, rank, size in dock.asked} == {(0, 1), (0, 2), (1, 2)}
     assert HandoffStore(two.weights_dir).versions() == [0, 1, 2, 3]
-    assert len(HandoffStore(two.weights_dir).open(3).shards) == 2
+    HandoffStore(two.weights_dir).open(3).verify(content=True)
     run_steps(two, model_dir, dock, 5)  # goes on with one rank
     (restored,) = events(two, "trainer.restored")
     assert (restored["saved_by_ranks"], restored["ranks"]) == (2, 1)
@@ -206,8 +215,8 @@ def test_a_checkpoint_that_fails_ends_all_ranks(tmp_path, model_dir):
         answers = train_ranks(run, dock, 2, fails=True)
     assert answers[0][0] == answers[1][0] == PeerLostError.__name__
     assert "500" in answers[0][1]
-    assert "completing checkpoint 2 failed on trainer rank 0" in answers[1][1]
-    assert os.listdir(run.checkpoints_dir) == []
+    assert "state after step 2 failed on trainer rank 0" in answers[1][1]
+    assert CheckpointLedger(run.checkpoints_dir).steps() == []
     # the step is on record although its checkpoint failed
     assert [r.step for r in read_metrics(run)] == [1, 2]
 
@@ -232,24 +241,20 @@ def torchrun(run, context, ranks):
     return subprocess.Popen([*command, "-m", "hpcrl.trainer"], env=environment)
 
 
-def wait_for(condition, timeout_s=60):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_torchrun_trains_and_obeys_sigterm(tmp_path, model_dir, ranks):
     run = new_run(tmp_path / "run", model_dir, 6)
     with StubDock(hold_step=4).serving() as dock:
         process = torchrun(run, start_attempt(run, dock), ranks)
-        wait_for(lambda: sum(step == 4 for step, _, _ in dock.asked) >= ranks)
+        wait_for(lambda: sum(step == 4 for step, _, _ in dock.asked) >= ranks, 60, "request for batch 4 of each rank")
+        # it is written beside the next step
+        wait_for(lambda: CheckpointLedger(run.checkpoints_dir).steps() == [2], 60, "checkpoint of step 2")
         started = time.monotonic()
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=30) != 0
-        assert time.monotonic() - started < 2.0
+        # a launcher that waited for its ranks would take its 30 s
+        assert time.monotonic() - started < 10.0
     assert CheckpointLedger(run.checkpoints_dir).steps() == [2]
     with StubDock().serving() as dock:
         assert torchrun(run, start_attempt(run, dock), ranks).wait(timeout=120) == 0

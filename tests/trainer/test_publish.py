@@ -8,9 +8,10 @@ import pytest
 import torch
 from trainer_testing import Rollouts, make_recipe, run_ranks, tiny_arch, write_model_dir
 
+from hpcrl.config.recipe import HandoffConfig
 from hpcrl.errors import HandoffError
 from hpcrl.models.arch import load_arch
-from hpcrl.trainer import publish
+from hpcrl.trainer import version_writer
 from hpcrl.trainer.attention import PackedAttention
 from hpcrl.trainer.parallel import distributed
 from hpcrl.trainer.policy import TrainerPolicy
@@ -30,17 +31,30 @@ def publish_after_a_step(rank, model_dir, weights_dir, dtype="float32", version=
         policy.forward_backward(Rollouts(1).shard(parallel.rank, parallel.world_size)).reduce(parallel)
         policy.optimizer_step(1)
         if fail_rank == rank:
-            publish.write_shard = no_space
-        publisher = Publisher(store, arch=arch, model_dir=model_dir, dtype=getattr(torch, dtype), attempt=1)
-        publisher.publish(policy.model, version, parallel)
+            version_writer.write_units = no_space
+        publisher = make_publisher(store, parallel, model_dir, dtype=getattr(torch, dtype))
+        publisher.publish(policy.model, version)
+        publisher.wait()
         assert publisher.is_intact(version)
         with torch.no_grad():
             attention = PackedAttention(torch.tensor([0, len(PROBE)]))
             return policy.model(PROBE, attention.positions, attention).tolist()
 
 
-def no_space(path, tensors):
-    path.write_bytes(b"torn")
+def make_publisher(store, parallel, model_dir, *, dtype=torch.float32, chunk_bytes=4096, **settings):
+    return Publisher(
+        store,
+        parallel,
+        arch=load_arch(model_dir),
+        model_dir=model_dir,
+        dtype=dtype,
+        attempt=1,
+        settings=HandoffConfig(**settings),
+        chunk_bytes=chunk_bytes,
+    )
+
+
+def no_space(*args):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -68,7 +82,7 @@ def test_transformers_agrees_on_logits(model_dir, tmp_path, ranks):
     before, _ = transformers_logits(model_dir)
     assert not torch.allclose(before, logits, atol=1e-3)  # the step did something
     handoff = HandoffStore(tmp_path).open(1)
-    assert len(handoff.shards) == ranks
+    assert len(handoff.shards) == 1
     handoff.verify(content=True)
 
 
@@ -97,7 +111,8 @@ def test_one_rank_without_space_fails_all(model_dir, tmp_path):
     assert answers[0][0] == "PeerLostError"
     assert "writing version 2 failed on trainer rank 1: OSError: [Errno 28]" in answers[0][1]
     assert answers[1][0] == "OSError"
-    assert os.listdir(tmp_path) == ["v000001"]
+    assert [name for name in os.listdir(tmp_path) if not name.startswith(".writer-")] == ["v000001"]
+    assert list(tmp_path.glob(".writer-*/*")) == []
     HandoffStore(tmp_path).open(1).verify(content=True)
 
 
@@ -107,13 +122,15 @@ def test_a_version_is_never_overwritten(model_dir, tmp_path):
     with pytest.raises(FileExistsError):
         publish_after_a_step(0, model_dir, tmp_path)
     assert HandoffStore(tmp_path).open(1).manifest == before
-    assert os.listdir(tmp_path) == ["v000001"]
+    assert [name for name in os.listdir(tmp_path) if not name.startswith(".writer-")] == ["v000001"]
+    assert list(tmp_path.glob(".writer-*/*")) == []
 
 
 def test_damage_is_seen(model_dir, tmp_path):
     publish_after_a_step(0, model_dir, tmp_path)
     store = HandoffStore(tmp_path)
-    publisher = Publisher(store, arch=tiny_arch(), model_dir=model_dir, dtype=torch.float32, attempt=1)
+    with distributed(timeout_s=30) as parallel:
+        publisher = make_publisher(store, parallel, model_dir)
     (shard,) = store.open(1).shards
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1

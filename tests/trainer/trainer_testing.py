@@ -11,6 +11,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -263,9 +264,14 @@ def _rank_main(rank: int, environment: dict[str, str], target: Callable[..., Any
 
 
 def run_ranks(
-    world_size: int, target: Callable[..., Any], *args: Any, fails: bool = False, timeout_s: float = 60.0
+    world_size: int,
+    target: Callable[..., Any],
+    *args: Any,
+    fails: bool = False,
+    timeout_s: float = 60.0,
+    **keywords: Any,
 ) -> list[Any]:
-    """Call ``target(rank, *args)`` in processes that can form a group; results in rank order.
+    """Call ``target(rank, *args, **keywords)`` in processes that can form a group; results in rank order.
 
     With ``fails`` every rank must raise; the results are ``(type name, message)``. ``target`` lies at the top
     of a module and returns what can be pickled. Processes are forked from a server that has torch loaded.
@@ -278,7 +284,7 @@ def run_ranks(
     environment = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     results = context.Queue()
     processes = [
-        context.Process(target=_rank_main, args=(rank, environment, target, args, results))
+        context.Process(target=_rank_main, args=(rank, environment, partial(target, **keywords), args, results))
         for rank in range(world_size)
     ]
     for process in processes:

@@ -15,11 +15,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from hpcrl.errors import HandoffError
-from hpcrl.fs import StagedDirectory
-from hpcrl.weights import HandoffStore, write_shard
+from hpcrl.errors import FencedError, HandoffError
+from hpcrl.weights import HandoffStore, HandoffWriter, write_shard
+from hpcrl.weights.handoff_writer import ShardResult
 from hpcrl.weights.shard import TensorBytes
-from hpcrl.weights.store import ShardResult
 
 
 def tensor(name: str, array: np.ndarray) -> TensorBytes:
@@ -39,21 +38,28 @@ def model_dir(tmp_path: Path) -> Path:
     return path
 
 
-def write_version(store: HandoffStore, version: int, model_dir: Path) -> StagedDirectory:
-    stage = store.stage(version, token="t")
-    stage.create()
+@pytest.fixture
+def writer(tmp_path: Path) -> HandoffWriter:
+    return HandoffWriter.claim(tmp_path / "weights", 1)
+
+
+@pytest.fixture
+def store(writer: HandoffWriter) -> HandoffStore:
+    return writer.store
+
+
+def write_version(writer: HandoffWriter, version: int, model_dir: Path) -> None:
+    stage = writer.stage(version)
     results = []
     for i, (name, array) in enumerate(arrays(version).items(), start=1):
         shard = f"model-{i:05d}-of-00002.safetensors"
-        file, tensors = write_shard(stage.path / shard, [tensor(name, array)])
+        file, tensors = write_shard(stage / shard, [tensor(name, array)])
         results.append(ShardResult(shard, file, tensors))
-    store.publish(stage, version=version, shards=results, model_dir=model_dir, producer="test")
-    return stage
+    writer.publish(version=version, shards=results, model_dir=model_dir, producer="test")
 
 
-def test_published_version_is_a_model_directory(tmp_path: Path, model_dir: Path) -> None:
-    store = HandoffStore(tmp_path / "weights")
-    write_version(store, 3, model_dir)
+def test_published_version_is_a_model_directory(writer: HandoffWriter, store: HandoffStore, model_dir: Path) -> None:
+    write_version(writer, 3, model_dir)
     handoff = store.open(3)
     handoff.verify(content=True)
     assert (handoff.version, handoff.manifest.kind, handoff.manifest.parent) == (3, "full", None)
@@ -69,31 +75,32 @@ def test_published_version_is_a_model_directory(tmp_path: Path, model_dir: Path)
     assert (handoff.path / "config.json").read_text() == (model_dir / "config.json").read_text()
 
 
-def test_versions_are_listed_and_unfinished_ones_are_not(tmp_path: Path, model_dir: Path) -> None:
-    store = HandoffStore(tmp_path / "weights")
+def test_versions_are_listed_and_unfinished_ones_are_not(
+    writer: HandoffWriter, store: HandoffStore, model_dir: Path
+) -> None:
     assert store.newest() is None
     for version in (0, 2, 1_000_000):
-        write_version(store, version, model_dir)
-    unfinished = store.stage(5, token="t")
-    unfinished.create()
+        write_version(writer, version, model_dir)
+    writer.stage(5)
     assert store.versions() == [0, 2, 1_000_000]
     assert store.newest() == 1_000_000
 
 
-def test_publishing_twice_is_refused_and_changes_nothing(tmp_path: Path, model_dir: Path) -> None:
-    store = HandoffStore(tmp_path / "weights")
-    write_version(store, 1, model_dir)
+def test_publishing_twice_is_refused_and_changes_nothing(
+    writer: HandoffWriter, store: HandoffStore, model_dir: Path
+) -> None:
+    write_version(writer, 1, model_dir)
     before = store.open(1).manifest
     with pytest.raises(FileExistsError):
-        write_version(store, 1, model_dir)
+        write_version(writer, 1, model_dir)
     assert store.open(1).manifest == before
-    assert os.listdir(store.root) == ["v000001"]
+    assert sorted(os.listdir(store.root)) == [writer.fence.path.name, "v000001"]
+    assert os.listdir(writer.fence.path) == []
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "remove", "manifest", "format"])
-def test_damage_is_found_and_named(tmp_path: Path, model_dir: Path, damage: str) -> None:
-    store = HandoffStore(tmp_path / "weights")
-    write_version(store, 1, model_dir)
+def test_damage_is_found_and_named(writer: HandoffWriter, store: HandoffStore, model_dir: Path, damage: str) -> None:
+    write_version(writer, 1, model_dir)
     shard = store.open(1).shards[1]
     manifest = store.path_of(1) / "manifest.json"
     data = bytearray(shard.read_bytes())
@@ -107,17 +114,16 @@ def test_damage_is_found_and_named(tmp_path: Path, model_dir: Path, damage: str)
     elif damage == "manifest":
         manifest.write_bytes(manifest.read_bytes()[:-20])
     else:
-        manifest.write_text(manifest.read_text().replace('"format_version": 1', '"format_version": 99'))
+        manifest.write_text(manifest.read_text().replace('"format_version": 2', '"format_version": 99'))
     with pytest.raises(HandoffError) as error:
         store.open(1).verify(content=True)
     assert (shard.name if damage in ("truncate", "flip", "remove") else "v000001") in str(error.value)
 
 
 def test_full_disk_leaves_last_version_and_the_next_publish_works(
-    tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+    writer: HandoffWriter, store: HandoffStore, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = HandoffStore(tmp_path / "weights")
-    write_version(store, 1, model_dir)
+    write_version(writer, 1, model_dir)
 
     def no_space(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -125,29 +131,22 @@ def test_full_disk_leaves_last_version_and_the_next_publish_works(
     with monkeypatch.context() as patch:
         patch.setattr("hpcrl.fs.os.fsync", no_space)
         with pytest.raises(OSError, match="No space"):
-            write_version(store, 2, model_dir)
+            write_version(writer, 2, model_dir)
     assert store.versions() == [1]
     store.open(1).verify(content=True)
-    write_version(store, 2, model_dir)
+    write_version(writer, 2, model_dir)
     assert store.versions() == [1, 2]
 
 
-def test_collect_keeps_the_newest_and_what_is_in_use(tmp_path: Path, model_dir: Path) -> None:
-    store = HandoffStore(tmp_path / "weights")
-    for version in range(6):
-        write_version(store, version, model_dir)
-    assert store.collect(keep_last=2, in_use={1}) == [0, 2, 3]
-    assert store.versions() == [1, 4, 5]
-    assert store.collect(keep_last=9, in_use=set()) == []
-
-
-def test_withdraw_removes_the_future_and_leftovers(tmp_path: Path, model_dir: Path) -> None:
-    store = HandoffStore(tmp_path / "weights")
+def test_withdraw_removes_the_future_and_leftovers(writer: HandoffWriter, store: HandoffStore, model_dir: Path) -> None:
     for version in range(4):
-        write_version(store, version, model_dir)
-    store.stage(9, token="dead").create()
-    assert store.withdraw_after(1) == [2, 3]
-    assert sorted(os.listdir(store.root)) == ["v000000", "v000001"]
+        write_version(writer, version, model_dir)
+    writer.stage(9)
+    os.rename(store.path_of(3), store.root / ".hidden-v000003")  # a collector that died
+    new = HandoffWriter.claim(store.root, 2)
+    assert new.withdraw_after(1) == [2]
+    assert sorted(os.listdir(store.root)) == [new.fence.path.name, "v000000", "v000001"]
+    assert os.listdir(new.fence.path) == []
 
 
 def test_wrong_tensor_bytes_are_refused(tmp_path: Path) -> None:
@@ -163,12 +162,13 @@ import sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 from test_store import write_version
-from hpcrl.weights import HandoffStore
-store, version = HandoffStore(Path({root!r})), int(sys.argv[1])
-store.withdraw_after(version - 1)
+from hpcrl.weights import HandoffWriter
+version, attempt = map(int, sys.argv[1:])
+writer = HandoffWriter.claim(Path({root!r}), attempt)
+writer.withdraw_after(version - 1)
 print("ready", flush=True)
 while True:
-    write_version(store, version, Path({model!r}))
+    write_version(writer, version, Path({model!r}))
     version += 1
 """
 
@@ -179,11 +179,12 @@ def test_killed_writer_never_leaves_a_torn_version(tmp_path: Path, model_dir: Pa
     script = WRITER.format(tests=str(Path(__file__).parent), root=str(store.root), model=str(model_dir))
     rng = np.random.default_rng(0)
     newest = 0
-    for _ in range(8):
-        writer = subprocess.Popen([sys.executable, "-c", script, str(newest)], stdout=subprocess.PIPE)
+    for attempt in range(100):
+        writer = subprocess.Popen([sys.executable, "-c", script, str(newest), str(attempt + 1)], stdout=subprocess.PIPE)
         assert writer.stdout is not None
         assert writer.stdout.readline() == b"ready\n"
-        time.sleep(float(rng.uniform(0.0, 0.1)))
+        # longer and longer: a slow disk gets somewhere, too
+        time.sleep(float(rng.uniform(0.0, 0.1 + 0.05 * attempt)))
         writer.send_signal(signal.SIGKILL)
         writer.wait()
         writer.stdout.close()
@@ -192,4 +193,85 @@ def test_killed_writer_never_leaves_a_torn_version(tmp_path: Path, model_dir: Pa
         for version in versions[newest:]:
             store.open(version).verify(content=True)
         newest = len(versions)
-    assert newest > 8
+        if newest > 8:
+            return
+    pytest.fail("the writers got nowhere")
+
+
+WRITE_ON = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from test_store import write_version
+from hpcrl.errors import FencedError
+from hpcrl.weights import HandoffWriter
+writer, version = HandoffWriter.claim(Path({root!r}), int(sys.argv[1])), int(sys.argv[2])
+try:
+    while True:
+        try:
+            write_version(writer, version, Path({model!r}))
+        except FileNotFoundError:  # its directory went under its hands
+            writer.fence.check()
+            raise
+        print(version, flush=True)
+        version += 1
+except FencedError as error:
+    sys.exit(f"fenced: {{error}}")
+"""
+
+
+def test_of_two_processes_that_write_only_the_newer_one_can(tmp_path: Path, model_dir: Path) -> None:
+    """A trainer that was stopped, and thought dead, wakes up while the next attempt publishes the same versions."""
+    root = tmp_path / "weights"
+    script = WRITE_ON.format(tests=str(Path(__file__).parent), root=str(root), model=str(model_dir))
+
+    def start(attempt: int, version: int) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", script, str(attempt), str(version)]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    with start(1, 0) as old:
+        try:
+            assert old.stdout is not None
+            assert [old.stdout.readline() for _ in range(3)] == ["0\n", "1\n", "2\n"]
+            old.send_signal(signal.SIGSTOP)
+            os.waitpid(old.pid, os.WUNTRACED)
+            first = len(HandoffStore(root).versions())
+            with start(2, first) as new:
+                try:
+                    assert new.stdout is not None
+                    new.stdout.readline()
+                    old.send_signal(signal.SIGCONT)
+                    said, error = old.communicate(timeout=60)
+                    before = len(HandoffStore(root).versions())
+                    while len(HandoffStore(root).versions()) < before + 3:
+                        assert new.stdout.readline(), "the newer one ended"
+                finally:
+                    new.kill()
+        finally:
+            old.kill()
+    assert "fenced: attempt 1 may not write" in error
+    # it may have said less than it did: it was stopped between the rename and its word
+    assert len(said.splitlines()) <= first - 3
+    for version in HandoffStore(root).versions():
+        handoff = HandoffStore(root).open(version)
+        handoff.verify(content=True)
+
+
+@pytest.mark.parametrize("what", ["stage", "publish", "remove", "withdraw"])
+def test_an_overtaken_writer_can_change_nothing(
+    writer: HandoffWriter, store: HandoffStore, model_dir: Path, what: str
+) -> None:
+    write_version(writer, 1, model_dir)
+    write_version(writer, 2, model_dir)
+    writer.stage(3)
+    HandoffWriter.claim(store.root, 2)
+    before = sorted(str(path) for path in store.root.rglob("*"))
+    actions = {
+        "stage": lambda: writer.stage(4),
+        "publish": lambda: writer.publish(version=3, shards=[], model_dir=model_dir, producer="test"),
+        "remove": lambda: writer.remove(1),
+        "withdraw": lambda: writer.withdraw_after(1),
+    }
+    with pytest.raises(FencedError, match="attempt 2 writes there"):
+        actions[what]()
+    assert sorted(str(path) for path in store.root.rglob("*")) == before

@@ -1,0 +1,112 @@
+"""What is kept, why, and what a person can do about it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from ledger_testing import save_as
+
+from hpcrl.checkpoints import CheckpointLedger, CheckpointWriter
+from hpcrl.checkpoints.pins import pin, pins_of
+from hpcrl.checkpoints.retention import doomed_steps
+from hpcrl.checkpoints.verify import share_of
+from hpcrl.errors import CheckpointError
+from hpcrl.fs import FileRecord
+from hpcrl.pins import Pin
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> CheckpointWriter:
+    writer = CheckpointWriter.claim(tmp_path, 1)
+    for step in (1, 2, 3, 4, 5, 6):
+        save_as(writer, step)
+    return writer
+
+
+def test_rule() -> None:
+    steps = [5, 10, 15, 20, 25]
+    assert doomed_steps(steps, whole=steps, pinned=(), keep_last=2) == [5, 10, 15]
+    assert doomed_steps(steps, whole=steps, pinned=(), keep_last=2, keep_every=10) == [5, 15]
+    assert doomed_steps(steps, whole=steps, pinned=(5,), keep_last=1, keep_every=10) == [15]
+    # damaged ones do not push good ones out, and go when they are older than all that is kept
+    assert doomed_steps(steps, whole=[5, 10, 15], pinned=(), keep_last=2) == [5]
+    assert doomed_steps(steps, whole=[20, 25], pinned=(), keep_last=2) == [5, 10, 15]
+    assert doomed_steps(steps, whole=[], pinned=(), keep_last=2) == []
+
+
+def test_retain(writer: CheckpointWriter) -> None:
+    pin(writer.ledger, 1, reason="paper", by="ann")
+    assert writer.retain(keep_last=2, keep_every=3) == [2, 4]
+    assert writer.ledger.steps() == [1, 3, 5, 6]
+    (writer.ledger.path_of(6) / "trainer" / "0.distcp").unlink()
+    assert writer.retain(keep_last=1) == [3]
+    assert writer.ledger.steps() == [1, 5, 6]
+    assert os.listdir(writer.fence.path) == []
+
+
+def test_pins(writer: CheckpointWriter) -> None:
+    ledger = writer.ledger
+    pin(ledger, 2, reason="best so far", by="ann")
+    assert [(p.number, p.reason, p.by) for p in pins_of(ledger.root).all().values()] == [(2, "best so far", "ann")]
+    assert pins_of(ledger.root).remove(2)
+    assert not pins_of(ledger.root).remove(2)
+    assert pins_of(ledger.root).all() == {}
+    with pytest.raises(CheckpointError, match="step-000009"):
+        pin(ledger, 9, reason="", by="ann")
+    # a pin that cannot be read protects all the same
+    pin(ledger, 3, reason="", by="ann")
+    (ledger.root / "step-000003.pin.json").write_text("torn")
+    assert writer.retain(keep_last=1) == [1, 2, 4, 5]
+    assert "cannot be read" in pins_of(ledger.root).all()[3].reason
+
+
+def test_a_pin_that_comes_while_an_entry_is_being_removed_saves_it(
+    writer: CheckpointWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hide = type(writer.fence).hide
+
+    def and_somebody_pins(fence: object, name: str) -> bool:
+        (writer.root / f"{name}.pin.json").write_bytes(b"{}")
+        return hide(writer.fence, name)
+
+    monkeypatch.setattr("hpcrl.fence.Fence.hide", and_somebody_pins)
+    assert writer.retain(keep_last=1) == []
+    assert writer.ledger.steps() == [1, 2, 3, 4, 5, 6]
+
+
+def test_pinning_what_goes_at_the_same_moment_says_so(
+    writer: CheckpointWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = CheckpointLedger(writer.root)
+    monkeypatch.setattr("hpcrl.checkpoints.pins._LOOK_S", 0.0)
+
+    def and_it_goes(path: Path, value: Pin) -> None:
+        path.write_bytes(b"{}")
+        ledger.remove(value.number)
+
+    monkeypatch.setattr("hpcrl.pins.write_json", and_it_goes)
+    with pytest.raises(CheckpointError, match="removed while it was being pinned"):
+        pin(ledger, 2, reason="", by="ann")
+    assert pins_of(ledger.root).all() == {}
+
+
+def test_an_entry_that_cannot_be_removed_is_a_warning(
+    writer: CheckpointWriter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> bool:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("hpcrl.fence.Fence.hide", refuse)
+    assert writer.retain(keep_last=5) == []
+    assert "step 1 cannot be removed" in caplog.text
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+def test_ranks_share_the_reading(world_size: int) -> None:
+    files = {f"{i}.distcp": FileRecord(100 + i, "") for i in range(7)} | {"small": FileRecord(1, "")}
+    shares = [share_of(files, rank, world_size) for rank in range(world_size)]
+    assert sorted(name for share in shares for name in share) == sorted(files)
+    loads = [sum(record.bytes for record in share.values()) for share in shares]
+    assert max(loads) <= sum(loads) / world_size + 106

@@ -1,0 +1,104 @@
+"""``hpcrl weights show|pin|unpin|gc`` on real hand-offs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from handoff_lab import model_directory, publish, publish_delta
+
+from hpcrl.cli.main import main
+from hpcrl.config.load import load_recipe
+from hpcrl.runs.rundir import RunDir
+from hpcrl.weights import HandoffStore
+from hpcrl.weights.readers import Registration
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """A run with versions 1 to 6; 5 is made from 3, and the recipe keeps 2."""
+    run = RunDir(tmp_path / "runs" / "mine")
+    run.path.mkdir(parents=True)
+    run.record_path.write_text("{}")
+    recipe = load_recipe("quickstart", ["handoff.keep_last=2"]).value
+    run.recipe_path.write_text(json.dumps(recipe.model_dump(mode="json")))
+    store, model = HandoffStore(run.weights_dir), model_directory(tmp_path / "model")
+    for version in (1, 2, 3, 4):
+        publish(store, version, model)
+    publish_delta(store, 5, (3,), model)
+    publish(store, 6, model)
+    return run
+
+
+class Cli:
+    def __init__(self, run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self._run, self._monkeypatch, self._capsys = run, monkeypatch, capsys
+
+    def __call__(self, *arguments: str) -> tuple[int, str, str]:
+        root = str(self._run.path.parent)
+        self._monkeypatch.setattr(sys, "argv", ["hpcrl", "weights", *arguments, "--runs-root", root])
+        with pytest.raises(SystemExit) as exit_info:
+            main()
+        return int(exit_info.value.code or 0), *self._capsys.readouterr()
+
+
+@pytest.fixture
+def cli(run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
+    return Cli(run, monkeypatch, capsys)
+
+
+def test_show(cli: Cli, run: RunDir) -> None:
+    with Registration(run.weights_dir, "engine-0", expiry_s=60.0) as reader:
+        reader.acknowledge(3)
+        reader.lease([5, 3])
+        shown = json.loads(cli("show", "mine", "3", "--json")[1])
+        assert (shown["kind"], shown["needed_by"]) == ("full", [5])
+        assert (shown["served_by"], shown["leased_by"], shown["pin"]) == (["engine-0"], ["engine-0"], None)
+        code, out, _ = cli("show", "mine", "5")
+    assert code == 0
+    assert "changes 4 tensors of version 3; made from 3" in out
+    assert "leased by engine-0" in out
+    assert json.loads(cli("show", "mine", "--json")[1])["version"] == 6
+    code, _, error = cli("show", "mine", "9")
+    assert code == 1
+    assert "there are 1, 2, 3, 4, 5, 6" in error
+
+
+def test_gc_names_what_goes_and_why_the_rest_stays(cli: Cli, run: RunDir) -> None:
+    store = HandoffStore(run.weights_dir)
+    assert cli("pin", "mine", "1", "--reason", "figure 3")[0] == 0
+    assert cli("pin", "mine", "9", "--reason", "x")[0] == 1
+    plan = json.loads(cli("gc", "mine", "--dry-run", "--json")[1])
+    assert (plan["removable"], plan["removed"]) == ([2, 4], [])
+    assert plan["kept"]["3"] == "needed to reconstruct version 5"
+    assert plan["kept"]["1"].endswith("figure 3")
+    assert store.versions() == [1, 2, 3, 4, 5, 6]
+    code, out, _ = cli("gc", "mine", "--dry-run")
+    assert code == 0
+    assert "remove       2" in out
+    assert cli("gc", "mine", "--json")[0] == 2
+    with Registration(run.weights_dir, "engine-0", expiry_s=60.0) as reader:
+        reader.lease([2])
+        code, out, error = cli("gc", "mine", "--yes")
+    assert code == 0
+    assert "leased by engine-0" in out
+    assert "removed 4" in error
+    assert store.versions() == [1, 2, 3, 5, 6]
+    assert cli("unpin", "mine", "1")[0] == 0
+    assert json.loads(cli("gc", "mine", "--yes", "--keep", "1", "--json")[1])["removed"] == [1, 2, 3, 5]
+    assert "nothing to remove" in cli("gc", "mine")[2]
+
+
+def test_gc_asks(cli: Cli, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def confirm(text: str, **_: object) -> None:
+        asked.append(text)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("typer.confirm", confirm)
+    cli("gc", "mine")
+    assert asked[0].startswith("remove 3 versions of mine (")
+    assert HandoffStore(run.weights_dir).versions() == [1, 2, 3, 4, 5, 6]

@@ -1,0 +1,134 @@
+"""Rules about parallelism and memory settings: each broken by one change, each says a way out."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpcrl.config.load import load_cluster, load_recipe
+from hpcrl.config.rules import PARALLEL_RULES, check_rules
+from hpcrl.errors import ConfigError
+
+GLM5 = ("job.payload=probe",)
+
+#: without the flag that makes FP8 of hand-offs
+NO_FLAG = ("engine.vllm_args={gpu-memory-utilization: 0.75}",)
+UNQUANTIZED = ("engine.memory.weights=as_dtype", *NO_FLAG)
+
+#: rule, settings that break it, key of the finding
+BROKEN = {
+    "planned-settings": (("job.payload=roles",), "trainer.parallelism.ep"),
+    "world-size": (("trainer.parallelism.cp=5",), "trainer.parallelism.cp"),
+    "replica-size": (("engine.tp=3",), "engine.tp"),
+    "replay-sees-prefixes": (("trainer.router_replay=true", "engine.kv_store.segment_gib=100.0"), "engine.kv_store"),
+    "adapters-load": (("trainer.memory.lora_rank=1024",), "trainer.memory.lora_rank"),
+    "replay-sees-all-routes": (
+        ("trainer.router_replay=true", "engine.decode.vllm_args.async-scheduling=true"),
+        "engine.decode.vllm_args.async-scheduling",
+    ),
+    "quantized-once": (("handoff.kind=fp8",), "engine.vllm_args.quantization"),
+    "planned-utilization": (
+        ("engine.memory.gpu_memory_utilization=0.8",),
+        "engine.vllm_args.gpu-memory-utilization",
+    ),
+    "activation-offload-applies": (
+        ("trainer.memory.activation_checkpointing=selective",),
+        "trainer.memory.activation_offload",
+    ),
+    "head-chunk-applies": (
+        ("trainer.memory.lm_head_chunk_tokens=40000",),
+        "trainer.memory.lm_head_chunk_tokens",
+    ),
+    "engine-memory-applies": (("engine.backend=embedded",), "engine.memory.weights"),
+    "one-kv-tier": (
+        ("engine.memory.kv_offload_gib=10.0", "engine.kv_store.segment_gib=100.0"),
+        "engine.memory.kv_offload_gib",
+    ),
+    "offload-leaves-gpu": (
+        ("engine.memory.kv_offload_gib=10.0", "engine.device=cpu"),
+        "engine.memory.kv_offload_gib",
+    ),
+    "disk-below-host": (("engine.memory.kv_offload_disk_gib=10.0",), "engine.memory.kv_offload_gib"),
+    "host-holds-offload": (("engine.memory.kv_offload_gib=3000.0",), "engine.memory.kv_offload_gib"),
+}
+
+
+def _check(*settings: str, planning: bool = False) -> None:
+    check_rules(load_recipe("glm5_swe", (*GLM5, *settings)), load_cluster("h200-28"), planning=planning)
+
+
+def test_the_reference_recipe_keeps_all_rules() -> None:
+    _check()
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_rule(name: str) -> None:
+    settings, key = BROKEN[name]
+    rule = next(rule for rule in PARALLEL_RULES if rule.name == name)
+    with pytest.raises(ConfigError) as caught:
+        _check(*settings)
+    mine = [finding for finding in caught.value.findings if finding.what.endswith(f"[{name}]")]
+    assert key in [finding.key for finding in mine]
+    assert all(finding.way_out == rule.way_out for finding in mine)
+
+
+def test_every_rule_is_tested() -> None:
+    assert {rule.name for rule in PARALLEL_RULES} == set(BROKEN)
+
+
+def test_a_plan_may_ask_for_what_this_version_cannot_start() -> None:
+    _check("job.payload=roles", planning=True)
+    with pytest.raises(ConfigError, match="world-size"):
+        _check("job.payload=roles", "trainer.parallelism.cp=5", planning=True)
+
+
+def test_ways_out_lead_out() -> None:
+    """What the way out says keeps the rules again."""
+    _check("trainer.router_replay=true", "engine.prefill=null",
+           "engine.decode=null", "engine.nodes=8", "engine.replicas=2")  # fmt: skip
+    _check("trainer.memory.lora_rank=16", *UNQUANTIZED)
+    _check("handoff.kind=fp8", *NO_FLAG)
+    _check("engine.memory.kv_offload_gib=500.0")
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ((*NO_FLAG,), "engine.memory.weights"),
+        (("engine.memory.weights=as_dtype",), "engine.memory.weights"),
+        (("handoff.kind=fp8", "engine.memory.weights=as_dtype", *NO_FLAG), "engine.memory.weights"),
+    ],
+)
+def test_weights_that_are_planned_as_others_than_served(settings: tuple[str, ...], key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        _check(*settings)
+    assert [finding.key for finding in caught.value.findings if "quantized-once" in finding.what] == [key]
+
+
+def test_an_adapter_is_not_rounded_to_fp8() -> None:
+    with pytest.raises(ConfigError) as caught:
+        _check("trainer.memory.lora_rank=16", "handoff.kind=fp8", *NO_FLAG)
+    mine = {finding.key for finding in caught.value.findings if "adapters-load" in finding.what}
+    assert mine == {"engine.memory.weights", "handoff.kind"}
+
+
+def test_balanced_experts_are_not_replayed() -> None:
+    with pytest.raises(ConfigError, match=r"balancing moves experts.*\[replay-sees-all-routes\]"):
+        _check("trainer.router_replay=true", "engine.vllm_args.enable-eplb=true")
+
+
+@pytest.mark.parametrize(
+    ("setting", "key"),
+    [
+        ("engine.decode.vllm_args.async-scheduling=true", "engine.decode.vllm_args.async-scheduling"),
+        ("engine.memory.kv_offload_gib=10.0", "engine.memory.kv_offload_gib"),
+        ("job.payload=probe", "engine.prefill"),
+    ],
+)
+def test_experts_are_returned_where_all_are_known(setting: str, key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        _check("engine.return_routed_experts=true", setting)
+    assert key in [finding.key for finding in caught.value.findings if "[replay-sees" in finding.what]
+
+
+def test_the_quickstart_is_not_touched() -> None:
+    check_rules(load_recipe("quickstart"), load_cluster("local"))

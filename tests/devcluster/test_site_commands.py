@@ -1,0 +1,118 @@
+"""``hpcrl cluster init`` and ``check --job`` on a real Slurm: what an admin does with a new site."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcrl.devcluster.cluster import DevCluster
+
+pytestmark = pytest.mark.slurm
+
+ROOT = Path(__file__).resolve().parents[2]
+Hpcrl = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def runner(cluster: DevCluster, cwd: Path) -> Hpcrl:
+    env = {**os.environ, **cluster.environment(), "PYTHONPATH": str(ROOT)}
+    env.pop("HPCRL_RUNS_ROOT", None)
+
+    def hpcrl(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [Path(sys.executable).with_name("hpcrl"), *arguments]
+        return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False, timeout=120)
+
+    return hpcrl
+
+
+def drafted(cluster: DevCluster, tmp_path: Path, runs_root: Path) -> Hpcrl:
+    """A profile from ``init``, with what only a person knows filled in."""
+    hpcrl = runner(cluster, tmp_path)
+    done = hpcrl("cluster", "init", "mine", "--runs-root", str(runs_root), "--fabric", "ethernet")
+    assert done.returncode == 0, done.stderr
+    with (tmp_path / "clusters/mine.yaml").open("a") as profile:
+        profile.write("launch: {inherit: [PYTHONPATH]}\n")
+    return hpcrl
+
+
+def findings(hpcrl: Hpcrl, *options: str) -> dict[str, Any]:
+    done = hpcrl("cluster", "check", "mine", "--json", *options)
+    assert done.returncode in (0, 1), done.stderr
+    return {finding["code"]: finding for finding in json.loads(done.stdout)["findings"]}
+
+
+def test_a_drafted_profile_fits_the_slurm_it_came_from(make_cluster: Callable[..., DevCluster], tmp_path: Path) -> None:
+    hpcrl = drafted(make_cluster("siteone", gpus=4), tmp_path, tmp_path / "runs")
+    text = (tmp_path / "clusters/mine.yaml").read_text()
+    assert "gpus: 4" in text
+    assert ": CHANGE_ME" not in text
+    assert not [f for f in findings(hpcrl).values() if f["severity"] != "note"]
+    again = hpcrl("cluster", "init", "mine")
+    assert again.returncode == 2
+    assert "exists already" in again.stderr
+
+
+def test_a_draft_is_no_profile_before_a_person_has_looked(
+    make_cluster: Callable[..., DevCluster], tmp_path: Path
+) -> None:
+    hpcrl = runner(make_cluster("sitetwo"), tmp_path)
+    assert hpcrl("cluster", "init", "mine").returncode == 0
+    refused = hpcrl("cluster", "check", "mine")
+    assert refused.returncode == 2
+    assert "fabric.kind" in refused.stderr
+
+
+def test_the_small_job_tells_what_only_nodes_know(make_cluster: Callable[..., DevCluster], tmp_path: Path) -> None:
+    cluster = make_cluster("sitethree", nodes=3)
+    hpcrl = drafted(cluster, tmp_path, tmp_path / "runs")
+    profile = tmp_path / "clusters/mine.yaml"
+    profile.write_text(profile.read_text().replace("# interface: bond0", "interface: bond7"))
+    found = findings(hpcrl, "--job")
+    assert found["no-interface"]["severity"] == "error"
+    assert "bond7" in found["no-interface"]["what"]
+    assert "no-scontrol" not in found
+    assert "not-shared" not in found
+    assert "name-lag" not in found  # one disk: nothing is cached
+    assert os.listdir(tmp_path / "runs") == []  # nothing is left
+
+
+@pytest.mark.slurm("stale")
+@pytest.mark.slow
+def test_the_small_job_measures_the_lag_of_names(make_cluster: Callable[..., DevCluster], tmp_path: Path) -> None:
+    cluster = make_cluster("sitefour", stale_s=8.0)
+    hpcrl = drafted(cluster, tmp_path, cluster.paths.shared / "runs")
+    found = findings(hpcrl, "--job")
+    assert found["name-lag"]["severity"] == "note"
+    assert "missing for" in found["name-lag"]["what"]
+
+
+def test_nodes_without_our_python_are_an_error_with_the_last_words(
+    make_cluster: Callable[..., DevCluster], tmp_path: Path
+) -> None:
+    hpcrl = drafted(make_cluster("sitefive"), tmp_path, tmp_path / "runs")
+    profile = tmp_path / "clusters/mine.yaml"
+    profile.write_text(profile.read_text().replace("launch: {inherit: [PYTHONPATH]}\n", "launch: {module_init: /no}\n"))
+    done = hpcrl("cluster", "check", "mine", "--job")
+    assert done.returncode == 1
+    assert "/no" in done.stderr
+    assert os.listdir(tmp_path / "runs") == []
+
+
+def test_a_job_that_waits_too_long_is_cancelled(make_cluster: Callable[..., DevCluster], tmp_path: Path) -> None:
+    cluster = make_cluster("sitesix")
+    hpcrl = drafted(cluster, tmp_path, tmp_path / "runs")
+    for node in ("sitesix-001", "sitesix-002"):
+        cluster.client().update_node(node, "drain", reason="test")
+    done = hpcrl("cluster", "check", "mine", "--job", "--wait", "3")
+    assert done.returncode != 0
+    assert "was cancelled" in done.stderr
+    queue = subprocess.run(
+        ["squeue", "-h"], check=True, env={**os.environ, **cluster.environment()}, capture_output=True, text=True
+    )
+    assert queue.stdout == ""

@@ -1,0 +1,138 @@
+"""What a worker of vLLM reads before requests are frozen: what it will load, verified, once a node."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from adapter_helpers import EXPERTS, QUERY, factors, flip_last_byte, merged, publish_factors
+from delta_helpers import model, nudged, publish_bf16, publish_delta
+from engine_helpers import publish, random_model, tensors_of, tiny_arch, write_model
+from patience import wait_for
+
+from hpcrl.errors import HandoffError
+from hpcrl.inference.vllm.staging import Staged
+from hpcrl.weights import Handoff, HandoffStore
+from hpcrl.weights.leases import ReaderWatch
+from hpcrl.weights.subscriber import ReaderSettings, Subscriber
+
+#: a segment for each tensor of the tiny model, and none ahead: what is read can be counted
+SETTINGS = ReaderSettings(segment_bytes=1 << 10, streams=1)
+HELD = ("experts.0.", "experts.1.")
+
+
+def everything(_: str) -> bool:
+    return True
+
+
+def of_two_experts(name: str) -> bool:
+    return ".experts." not in name or any(part in name for part in HELD)
+
+
+@pytest.fixture
+def version(tmp_path: Path) -> Handoff:
+    write_model(tmp_path / "model", 1)
+    return publish(HandoffStore(tmp_path / "weights"), 3, tmp_path / "model", tensors_of(random_model(tiny_arch(), 3)))
+
+
+def test_a_worker_reads_what_it_loads_and_nothing_else(version: Handoff) -> None:
+    expected = tensors_of(random_model(tiny_arch(), 3))
+    held = {name for name in expected if of_two_experts(name)}
+    with Subscriber(version.path.parent, "engine-0", SETTINGS) as subscriber:
+        staged = Staged(version.path, None, subscriber, of_two_experts)
+        tensors = dict(staged.take())
+        assert (staged.done, staged.problem, staged.kept) == (True, "", 0)
+        assert tensors.keys() == held
+        assert staged.elsewhere == len(expected) - len(held) > 0
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors.items())
+        sizes = {name: tensor.nbytes for name, tensor in expected.items()}
+        assert subscriber.share.bytes_read == sum(sizes[name] for name in held) < sum(sizes.values())
+
+
+def test_what_was_read_stays_until_a_version_is_acknowledged(version: Handoff) -> None:
+    watch = ReaderWatch(version.path.parent, expiry_s=60.0)
+    with Subscriber(version.path.parent, "engine-0", SETTINGS) as subscriber:
+        staged = Staged(version.path, None, subscriber, everything)
+        staged.take()
+        (record,) = watch.observe()
+        assert (record.leases, record.acknowledged) == ((3,), None)
+        subscriber.acknowledge(staged.version)
+        (record,) = watch.observe()
+        assert (record.leases, record.acknowledged) == ((), 3)
+
+
+def test_workers_of_a_node_read_a_version_once(version: Handoff, tmp_path: Path) -> None:
+    settings = ReaderSettings(segment_bytes=1 << 10, cache_dir=tmp_path / "node")
+    root = version.path.parent
+    with Subscriber(root, "engine-0-0", settings) as one, Subscriber(root, "engine-0-1", settings) as two:
+        staged = [Staged(version.path, None, one, everything), Staged(version.path, None, two, everything)]
+        first, second = (dict(each.take()) for each in staged)
+        assert one.share.bytes_read + two.share.bytes_read == sum(tensor.nbytes for tensor in first.values())
+        assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+
+
+def test_a_delta_is_applied_to_what_is_held(tmp_path: Path) -> None:
+    """Of the version that it was made against, too, nothing else is read."""
+    write_model(tmp_path / "model", 1)
+    store = HandoffStore(tmp_path / "weights")
+    old = model(5)
+    new = nudged(old, 6)
+    publish_bf16(store, 1, old, tmp_path / "model")
+    delta = publish_delta(store, 2, (1,), old, new)
+    expected = tensors_of(new)
+    held = {name for name in expected if of_two_experts(name)}
+    with Subscriber(store.root, "engine-0", SETTINGS) as subscriber:
+        staged = Staged(delta.path, None, subscriber, of_two_experts)
+        tensors = dict(staged.take())
+        assert tensors.keys() == held
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors.items())
+        whole = sum(tensor.nbytes for tensor in expected.values())
+        assert subscriber.share.bytes_read < whole
+        # both stay until it is acknowledged
+        (record,) = ReaderWatch(store.root, expiry_s=60.0).observe()
+        assert 2 in record.leases
+
+
+def test_a_torn_version_is_refused_with_a_reason(version: Handoff) -> None:
+    flip_last_byte(next(version.path.glob("*.safetensors")))
+    with Subscriber(version.path.parent, None, SETTINGS) as subscriber:
+        staged = Staged(version.path, None, subscriber, everything)
+        with pytest.raises(HandoffError, match="safetensors"):
+            staged.take()
+        assert "safetensors" in staged.problem
+
+
+def test_what_is_no_version_is_refused_at_once(version: Handoff) -> None:
+    with (
+        Subscriber(version.path.parent, None, SETTINGS) as subscriber,
+        pytest.raises(ValueError, match=r"not like v000012"),
+    ):
+        Staged(version.path.parent / "newest", None, subscriber, everything)
+
+
+def test_an_adapter_is_merged_into_the_experts_that_are_held(version: Handoff) -> None:
+    store = HandoffStore(version.path.parent)
+    start = random_model(tiny_arch(), 3)
+    given = factors(tensors_of(start), 1, QUERY, EXPERTS)
+    adapter = publish_factors(store, 4, version, given)
+    expected = tensors_of(merged(start, given))
+    with Subscriber(store.root, "engine-0", SETTINGS) as subscriber:
+        base = Staged(version.path, None, subscriber, of_two_experts)
+        base.take()
+        staged = Staged(adapter.path, base.contents, subscriber, of_two_experts)
+        tensors = dict(staged.take())
+        assert staged.kept > 0
+        assert staged.elsewhere > 0
+        assert len(tensors) + staged.kept + staged.elsewhere == len(expected)
+        assert all(of_two_experts(name) for name in tensors)
+        for name, tensor in tensors.items():
+            torch.testing.assert_close(tensor, expected[name])
+
+
+def test_who_is_dropped_gives_its_memory_back(version: Handoff) -> None:
+    with Subscriber(version.path.parent, None, SETTINGS) as subscriber:
+        staged = Staged(version.path, None, subscriber, everything)
+        staged.drop()
+        wait_for(lambda: staged.done, 20, "the end of reading")
+        assert staged.take() == []

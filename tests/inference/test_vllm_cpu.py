@@ -1,0 +1,305 @@
+"""A real vLLM on CPUs with our plugin: capability is proved by log-probabilities, never by a 200."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import aiohttp
+import msgspec
+import numpy as np
+import pytest
+import torch
+from adapter_helpers import EXPERTS, OUTPUT, QUERY, factors, flip_last_byte, merged, publish_factors
+from engine_helpers import (
+    SERVED_NAME,
+    Server,
+    decode_experts,
+    forward,
+    logprob_error,
+    publish,
+    random_model,
+    start_server,
+    tensors_of,
+)
+from vllm_environment import VLLM_PYTHON
+
+from hpcrl.config.recipe import HandoffConfig
+from hpcrl.models.arch import load_arch
+from hpcrl.rollouts.engine_client import EngineClient, SamplingParams
+from hpcrl.rollouts.routes import RouteRows, RouteSettings
+from hpcrl.trainer.models.qwen3_moe import Qwen3Moe
+from hpcrl.trainer.parallel import distributed, shard_model
+from hpcrl.trainer.policy import load_start_model
+from hpcrl.trainer.publish import Publisher
+from hpcrl.weights import Handoff, HandoffStore
+from hpcrl.weights.manifest import FORMAT_VERSION
+
+ROOT = Path(__file__).resolve().parents[2]
+#: both compute in float32, but not in the same order
+TOLERANCE = 2e-3
+FLAGS = (
+    *("--max-model-len", "1024", "--max-num-seqs", "16", "--block-size", "32", "--dtype", "float32", "--seed", "0"),
+    *("--enable-scale-out", "--enforce-eager", "--enable-prompt-tokens-details", "--enable-return-routed-experts"),
+    *("--weight-transfer-config", '{"backend": "hpcrl"}', "--served-model-name", SERVED_NAME),
+    *("--worker-extension-cls", "hpcrl.inference.vllm.weights.StagingWorker"),
+)
+#: requests around an update, three times as many as run at once: whenever it comes, some are in flight
+FLYING = 48
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HPCRL_VLLM_PLUGIN": "1",
+    # compiling takes longer than these tests
+    "TORCH_COMPILE_DISABLE": "1",
+}
+
+
+@pytest.fixture(scope="module")
+def server(tiny: tuple[Path, Qwen3Moe], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    path, model = tiny
+    path = publish_as_trainer(path, tmp_path_factory.mktemp("published") / "weights")
+    log = tmp_path_factory.mktemp("log") / "server.log"
+    command = [str(VLLM_PYTHON), "-m", "vllm.entrypoints.openai.api_server", *FLAGS]
+    running = start_server(command, path, model, log, kind="vllm", ready_s=1500, environment=ENVIRONMENT)
+    running.timeout_s = 300.0
+    yield running
+    running.stop()
+
+
+def publish_as_trainer(model_dir: Path, root: Path) -> Path:
+    """Publish a start model as version 0, as the trainer does; its directory."""
+    with distributed(timeout_s=60) as parallel:
+        model = Qwen3Moe(load_arch(model_dir))
+        load_start_model(model, model_dir)
+        shard_model(model, parallel.mesh, dtype=torch.float32)
+        publisher = Publisher(
+            HandoffStore(root),
+            parallel,
+            arch=model.arch,
+            model_dir=model_dir,
+            dtype=torch.float32,
+            attempt=1,
+            settings=HandoffConfig(),
+        )
+        publisher.publish(model, 0)
+        publisher.wait()
+    return HandoffStore(root).path_of(0)
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(7, 103) for _ in range(length)]
+
+
+def error_against(server: Server, model: Qwen3Moe, seed: int, length: int = 40) -> float:
+    prompt = prompt_of(length, seed)
+    choice = server.generate(prompt, max_tokens=20, logprobs=0, seed=1, ignore_eos=True)["choices"][0]
+    logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+    return logprob_error(model, prompt, choice["token_ids"], logprobs)
+
+
+def update(server: Server, path: Path, version: int, *, expect: int = 200) -> None:
+    server.ok("/start_weight_update", {})
+    server.ok("/update_weights", {"update_info": {"path": str(path), "stage": True}})
+    staged = {"method": "staged_handoff", "args": [str(path)]}
+    server.wait_for(lambda: server.call("/collective_rpc", staged)[1] == {"results": ["True"]}, "the staged version")
+    server.ok("/pause?mode=keep&clear_cache=false")
+    try:
+        status, answer = server.call("/update_weights", {"update_info": {"path": str(path)}})
+        assert status == expect, answer
+        if status == 200:
+            server.ok("/finish_weight_update", {"weight_version": str(version)})
+    finally:
+        server.ok("/resume")
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_published_version_is_a_model_that_vllm_loads(server: Server) -> None:
+    """The server was started on the version directory; its log-probabilities are those of the trainer's model."""
+    assert server.model_dir.name == "v000000"
+    handoff = Handoff.open(server.model_dir)
+    assert (handoff.manifest.format_version, handoff.manifest.kind) == (FORMAT_VERSION, "full")
+    for seed in (11, 12, 13):
+        assert error_against(server, server.model, seed=seed) < TOLERANCE
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_an_update_in_place_gives_the_log_probabilities_of_the_new_model(server: Server, tmp_path: Path) -> None:
+    """Experts included: their packed form is made anew. A request in flight goes on, and knows its versions."""
+    server.ok("/init_weight_transfer_engine", {"init_info": {}})
+    assert error_against(server, server.model, seed=1) < TOLERANCE
+    store = HandoffStore(tmp_path / "weights")
+    for version in (1, 2):  # the second finds what the first has left
+        new = random_model(server.model.arch, seed=10 + version)
+        handoff = publish(store, version, server.model_dir, tensors_of(new))
+        # the test can tell the models apart
+        assert error_against(server, new, seed=2) > 50 * TOLERANCE
+        with ThreadPoolExecutor(FLYING) as pool:
+            server.wait_idle()
+            before = server.metrics()["vllm:generation_tokens_total"]
+            flying = [
+                pool.submit(server.generate, prompt_of(20, 90 + i), max_tokens=900, ignore_eos=True)
+                for i in range(FLYING)
+            ]
+            server.wait_for(
+                # a sum does not fall again: a busy machine cannot miss it
+                lambda before=before: server.metrics()["vllm:generation_tokens_total"] > before,
+                "a token of a running request",
+                timeout_s=120.0,
+            )
+            # all that follows may take longer than what is in flight lasts
+            server.ok("/pause?mode=keep&clear_cache=false")
+            update(server, handoff.path, version)
+            answers = [each.result()["choices"][0]["weight_versions"] for each in flying]
+        # those before had ended, those behind had not begun
+        through = [spans for spans in answers if len(spans) > 1]
+        assert through
+        for spans in through:
+            assert [span["version"] for span in spans][1:] == [str(version)]
+            assert spans[-1]["end"] == 900
+        for seed in (3, 4):
+            prompt_seed = 100 * version + seed  # nothing of it is in the prefix cache
+            assert error_against(server, new, seed=prompt_seed) < TOLERANCE
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_adapters_are_merged_into_their_base(server: Server, tmp_path: Path) -> None:
+    """One after the other, in both layouts: what a module of the first changed is back at the base in the second.
+
+    From the second on, only blocks of layers that adapters change are loaded; the others must be what they were.
+    """
+    server.ok("/init_weight_transfer_engine", {"init_info": {}})
+    store = HandoffStore(tmp_path / "weights")
+    start = random_model(server.model.arch, seed=40)
+    base = publish(store, 40, server.model_dir, tensors_of(start))
+    tensors = tensors_of(start)
+    adapters = {
+        41: factors(tensors, 1, QUERY, OUTPUT, EXPERTS),  # onto weights of which nothing is known: all are loaded
+        42: factors(tensors, 2, QUERY),
+        43: factors(tensors, 3, EXPERTS, "model.layers.0.mlp.experts"),
+    }
+    for version, given in adapters.items():
+        update(
+            server,
+            publish_factors(store, version, base, given, "fused" if version == 43 else "per_expert").path,
+            version,
+        )
+        kept = [int(number) for number in re.findall(rf"v{version:06d}: .* kept (\d+)", server.log.read_text())]
+        assert kept == [0] if version == 41 else 0 < min(kept) < len(tensors)
+        new = merged(start, given)
+        for seed in (1, 2):
+            assert error_against(server, new, seed=100 * version + seed) < TOLERANCE
+        assert error_against(server, start, seed=100 * version + 3) > 50 * TOLERANCE
+    wrong = factors(tensors, 4, QUERY)._replace(linear={"model.layers.7.self_attn.q_proj": adapters[42].linear[QUERY]})
+    update(server, publish_factors(store, 44, base, wrong).path, 44, expect=500)
+    torn = publish_factors(store, 45, base, adapters[42])
+    flip_last_byte(torn.path / "adapter_model.safetensors")
+    update(server, torn.path, 45, expect=500)
+    assert server.get("/weight_info")[1] == {"weight_version": "43"}
+    assert error_against(server, new, seed=4500) < TOLERANCE
+    # the base again, whole, and an adapter onto it: nothing but its blocks is loaded
+    update(server, base.path, 40)
+    assert error_against(server, start, seed=4600) < TOLERANCE
+    update(server, publish_factors(store, 46, base, adapters[42]).path, 46)
+    assert error_against(server, merged(start, adapters[42]), seed=4700) < TOLERANCE
+    assert "Failed to load weights" not in server.log.read_text()
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_torn_hand_off_changes_nothing(server: Server, tmp_path: Path) -> None:
+    server.ok("/init_weight_transfer_engine", {"init_info": {}})
+    info = server.get("/weight_info")[1]
+    store = HandoffStore(tmp_path / "weights")
+    good = random_model(server.model.arch, seed=20)
+    update(server, publish(store, 7, server.model_dir, tensors_of(good)).path, 7)
+    assert server.get("/weight_info")[1] == {"weight_version": "7"} != info
+    torn = publish(store, 8, server.model_dir, tensors_of(random_model(server.model.arch, seed=21)))
+    flip_last_byte(next(torn.path.glob("*.safetensors")))
+    update(server, torn.path, 8, expect=500)
+    assert server.get("/weight_info")[1] == {"weight_version": "7"}
+    assert error_against(server, good, seed=700) < TOLERANCE
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_routed_experts_are_those_of_the_served_weights(server: Server, tmp_path: Path) -> None:
+    server.ok("/init_weight_transfer_engine", {"init_info": {}})
+    new = random_model(server.model.arch, seed=30)
+    update(server, publish(HandoffStore(tmp_path / "weights"), 9, server.model_dir, tensors_of(new)).path, 9)
+    prompt = prompt_of(70, seed=61)
+    for start in (0, 0, 70):  # the second time the prompt comes from the cache
+        choice = server.generate(prompt, max_tokens=9, ignore_eos=True, routed_experts_prompt_start=start)["choices"][0]
+        experts = decode_experts(choice["routed_experts"])
+        _, expected = forward(new, [*prompt, *choice["token_ids"]])
+        assert experts.shape == (70 + 9 - 1 - start, 2, 2)
+        assert experts.dtype == "uint8"
+        assert (experts == expected[start:-1]).all()
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_rows_of_two_turns_join(server: Server, tmp_path: Path) -> None:
+    """Through our own client: the second turn asks for what the first one could not have, whole or in parts."""
+    server.ok("/init_weight_transfer_engine", {"init_info": {}})
+    new = random_model(server.model.arch, seed=40)
+    update(server, publish(HandoffStore(tmp_path / "weights"), 10, server.model_dir, tensors_of(new)).path, 10)
+
+    async def converse(seed: int, stream_interval: int) -> tuple[list[int], RouteRows]:
+        rows, sequence = RouteRows(RouteSettings(np.dtype(np.uint8))), prompt_of(45, seed)
+        async with aiohttp.ClientSession() as http:
+            client = EngineClient(http, name="engine-0", url=server.url)
+            for turn in range(2):
+                before = len(sequence)
+                sequence += prompt_of(7 * turn, seed + 1)
+                start = rows.start(len(sequence))
+                assert start == turn * (before - 1)
+                params = SamplingParams(
+                    temperature=1.0,
+                    max_tokens=9,
+                    seed=turn,
+                    stop_token_ids=[],
+                    stream_interval=stream_interval or msgspec.UNSET,
+                    routed_experts_prompt_start=start,
+                )
+                answer = await client.generate(
+                    sequence, params, cache_salt="10", session_id=f"s-{seed}", timeout_s=300.0
+                )
+                sequence += answer.token_ids
+                assert answer.experts is not None
+                assert answer.experts.shape[1:] == (2, 2)
+                rows.add(len(sequence) - 1, answer.experts)
+        return sequence, rows
+
+    for seed, stream_interval in ((70, 0), (80, 4)):
+        sequence, rows = asyncio.run(converse(seed, stream_interval))
+        routes = rows.aligned(len(sequence))
+        assert routes is not None
+        assert routes.experts.dtype == np.uint8
+        assert routes.known.tolist() == [True] * (len(sequence) - 1) + [False]
+        assert (routes.experts[:-1] == forward(new, sequence)[1][:-1]).all()
+
+
+def test_corrections_name_tests_that_exist() -> None:
+    """Read as text: the module itself needs vLLM's environment."""
+    text = (ROOT / "hpcrl/inference/vllm/cpu.py").read_text()
+    named = re.findall(r'^        f?"(?:\{_TESTS\}|(tests/\S+?))::(test_\w+)"', text, re.MULTILINE)
+    assert len(named) == 4
+    for file, test in named:
+        source = (ROOT / (file or "tests/inference/test_vllm_cpu.py")).read_text()
+        assert f"def {test}(" in source

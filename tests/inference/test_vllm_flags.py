@@ -1,0 +1,43 @@
+"""The installed vLLM's own parser, asked as a submit asks it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from vllm_environment import VLLM_PYTHON
+
+from hpcrl.config.load import load_cluster, load_recipe
+from hpcrl.config.plan import Plan
+from hpcrl.errors import ConfigError
+from hpcrl.planning import check_engine_flags, make_plan
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1800)]
+
+
+def plan_with_vllm(recipe: str, cluster: str, *overrides: str) -> Plan:
+    loaded, site = load_recipe(recipe, overrides).value, load_cluster(cluster).value
+    own = site.model_copy(update={"vllm_python": str(VLLM_PYTHON)})
+    return make_plan(loaded, own, "night-1", Path("/runs/night-1"))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "cluster", "overrides"),
+    [
+        ("quickstart_vllm", "local", ()),
+        ("glm5_swe", "h200-28", ("engine.memory.kv_offload_gib=400", "engine.memory.kv_offload_disk_gib=2000")),
+        # KV goes from prefill to decode by Mooncake, and through the pool
+        ("glm5_swe", "h200-28", ("engine.kv_transfer=mooncake", "engine.kv_store={segment_gib: 931}")),
+    ],
+)
+def test_vllm_takes_what_we_render(recipe: str, cluster: str, overrides: tuple[str, ...]) -> None:
+    """Wide replicas too: vLLM checks the flags of its data-parallel ranks against each other."""
+    assert check_engine_flags(load_recipe(recipe, overrides), plan_with_vllm(recipe, cluster, *overrides)) == []
+
+
+def test_a_flag_that_vllm_does_not_know_is_refused_before_a_job_is_queued() -> None:
+    override = "engine.vllm_args.enforce-eagerly=true"
+    with pytest.raises(ConfigError, match=r"vLLM refuses.*enforce-eagerly"):
+        check_engine_flags(
+            load_recipe("quickstart_vllm", [override]), plan_with_vllm("quickstart_vllm", "local", override)
+        )

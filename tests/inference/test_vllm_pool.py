@@ -1,0 +1,148 @@
+"""Two real vLLM engines on one real Mooncake Store, started by the commands of a plan."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from engine_helpers import Server, decode_experts, forward, logprob_error, publish, random_model, tensors_of
+from vllm_fleet import Fleet, generate
+
+from hpcrl.config.plan import Role
+from hpcrl.rollouts.routes import RouteRows, RouteSettings
+from hpcrl.trainer.models.qwen3_moe import Qwen3Moe
+from hpcrl.weights import HandoffStore
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(2400)]
+
+NAME = "quickstart_vllm"
+TOLERANCE = 2e-3
+BLOCK = 32
+SETTINGS = (
+    "engine.replicas=2",
+    "engine.kv_store={segment_gib: 0.125, local_buffer_gib: 0.0625}",
+    "engine.return_routed_experts=true",
+)
+
+
+@pytest.fixture(scope="module")
+def engines(tiny: tuple[Path, Qwen3Moe], tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
+    fleet = Fleet(tmp_path_factory.mktemp("pool") / "run", tiny, *SETTINGS)
+    try:
+        fleet.start(Role.STORE, timeout_s=120.0)
+        yield fleet.start(Role.ENGINE)
+    finally:
+        fleet.stop()
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(7, 103) for _ in range(length)]
+
+
+class Ask:
+    """A request, and how many of its prompt's tokens came from where.
+
+    Attributes
+    ----------
+    own, pool:
+        Tokens that the engine found in its own cache, and in the pool.
+    """
+
+    def __init__(self, engine: Server, prompt: list[int], *, salt: str) -> None:
+        before = engine.metrics()
+        # as the orchestrator does beside a pool: an engine asked for rows of a prefix from there ends
+        rows = RouteRows(RouteSettings(np.dtype(np.uint8), prompts=False)).start(len(prompt))
+        sampling = {"routed_experts_prompt_start": rows}
+        self.prompt, self.choice = prompt, generate(engine, NAME, prompt, cache_salt=salt, sampling=sampling)
+        after = engine.metrics()
+
+        def risen(name: str) -> float:
+            return after.get(name, 0.0) - before.get(name, 0.0)
+
+        self.own, self.pool = (
+            risen("vllm:prefix_cache_hits_total"),
+            risen("vllm:external_prefix_cache_hits_total"),
+        )
+
+    def error(self, model: Qwen3Moe) -> float:
+        logprobs = [entry["logprob"] for entry in self.choice["logprobs"]["content"]]
+        return logprob_error(model, self.prompt, self.choice["token_ids"], logprobs)
+
+    def check_experts(self, model: Qwen3Moe) -> None:
+        """A row for the last token of the prompt, and for each that was sampled but the last: those of the model."""
+        experts = decode_experts(self.choice["routed_experts"])
+        sequence = [*self.prompt, *self.choice["token_ids"]]
+        assert len(experts) == len(self.choice["token_ids"])
+        assert (experts == forward(model, sequence)[1][len(self.prompt) - 1 : -1]).all()
+
+
+def test_a_prefix_of_one_engine_is_read_by_the_other(engines: list[Server], tiny: tuple[Path, Qwen3Moe]) -> None:
+    """From the pool, by the other's own counters, and it is the right one: log-probabilities are the model's."""
+    one, two = engines
+    prompt = prompt_of(300, 1)
+    first = Ask(one, prompt, salt="1")
+    assert (first.own, first.pool) == (0, 0)
+    assert first.error(tiny[1]) < TOLERANCE
+    # blocks are put behind the answer
+    asked: list[Ask] = []
+
+    def found() -> bool:
+        asked.append(Ask(two, [*prompt, *prompt_of(len(asked), 2)], salt="1"))
+        return asked[-1].pool > 0
+
+    two.wait_for(found, "a prefix from the pool", timeout_s=60.0)
+    read = asked[-1]
+    assert read.pool >= 300 // BLOCK * BLOCK - BLOCK
+    assert read.error(tiny[1]) < TOLERANCE
+    # experts are returned beside a pool, too: from the last token of the prompt on, which an engine always computes
+    for asked_one in (first, read):
+        asked_one.check_experts(tiny[1])
+    assert read.choice["token_ids"][:8] == first.choice["token_ids"][:8] or len(asked) > 1
+
+
+def test_a_prefix_of_another_salt_is_not(engines: list[Server], tiny: tuple[Path, Qwen3Moe]) -> None:
+    """What another version computed is in neither cache."""
+    one, two = engines
+    prompt = prompt_of(300, 11)
+    Ask(one, prompt, salt="1")
+    for engine in (one, two):
+        asked = Ask(engine, prompt, salt="other")
+        assert asked.own == 0
+        assert asked.error(tiny[1]) < TOLERANCE
+    assert Ask(one, prompt, salt="third").pool == 0
+
+
+def test_after_an_update_no_new_request_meets_old_kv(
+    engines: list[Server], tiny: tuple[Path, Qwen3Moe], tmp_path: Path
+) -> None:
+    """The pool holds the prompt's old KV, and so does each engine; under the new salt both compute it anew.
+
+    The control: under the old salt the old KV is found, and the log-probabilities are of neither version.
+    """
+    prompt = prompt_of(300, 21)
+    for engine in engines:
+        Ask(engine, prompt, salt="1")
+    new = random_model(tiny[1].arch, seed=31)
+    path = publish(HandoffStore(tmp_path / "weights"), 2, tiny[0], tensors_of(new)).path
+    for engine in engines:
+        engine.ok("/init_weight_transfer_engine", {"init_info": {}})
+        engine.ok("/start_weight_update", {})
+        engine.ok("/pause?mode=keep&clear_cache=false")
+        engine.ok("/update_weights", {"update_info": {"path": str(path)}})
+        engine.ok("/finish_weight_update", {"weight_version": "2"})
+        engine.ok("/resume")
+        # a module that computes its tensors itself was not "not loaded"
+        assert "Failed to load weights" not in engine.log.read_text()
+    fresh = [Ask(engine, prompt, salt="2") for engine in engines]
+    assert fresh[0].own == fresh[0].pool == 0
+    for asked in fresh:
+        assert asked.error(new) < TOLERANCE
+        assert {span["version"] for span in asked.choice["weight_versions"]} == {"2"}
+    mixed = Ask(engines[0], prompt, salt="1")
+    assert mixed.own > 0
+    assert mixed.error(new) > 10 * TOLERANCE
+    assert mixed.error(tiny[1]) > 10 * TOLERANCE

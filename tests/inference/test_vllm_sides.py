@@ -1,0 +1,104 @@
+"""Prefill, decode and the router between them as real programs, started by the commands of a plan."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from engine_helpers import forward, logprob_error, publish, random_model, tensors_of
+from vllm_fleet import Fleet, generate
+
+from hpcrl.config.plan import Role
+from hpcrl.trainer.models.qwen3_moe import Qwen3Moe
+from hpcrl.weights import HandoffStore
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(2400)]
+
+NAME = "quickstart_vllm"
+TOLERANCE = 2e-3
+SETTINGS = (
+    "engine.replicas=1",
+    "engine.kv_store=null",
+    "engine.prefill={replicas: 1, nodes: 1}",
+    "engine.decode={replicas: 1, nodes: 1}",
+)
+
+
+@pytest.fixture(scope="module")
+def fleet(tiny: tuple[Path, Qwen3Moe], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    fleet = Fleet(tmp_path_factory.mktemp("sides") / "run", tiny, *SETTINGS)
+    try:
+        fleet.start(Role.PREFILL, Role.DECODE)
+        fleet.start(Role.ROUTER, timeout_s=120.0)
+        yield fleet
+    finally:
+        fleet.stop()
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(7, 103) for _ in range(length)]
+
+
+def test_answers_are_those_of_one_model_and_prompts_come_from_prefill(
+    fleet: Fleet, tiny: tuple[Path, Qwen3Moe]
+) -> None:
+    """Greedy tokens and log-probabilities are those of a plain forward pass; decode has read the prompts' KV."""
+    router, decode = fleet.servers[Role.ROUTER, 0], fleet.servers[Role.DECODE, 0]
+    prefill, model = fleet.servers[Role.PREFILL, 0], tiny[1]
+    before = decode.metrics()
+
+    def one(seed: int) -> None:
+        prompt = prompt_of(100 + 37 * seed, seed)
+        choice = generate(router, NAME, prompt, session=f"s-{seed}", cache_salt="1")
+        expected, _ = forward(model, [*prompt, *choice["token_ids"]])
+        assert expected[len(prompt) - 1 : -1].argmax(-1).tolist() == choice["token_ids"]
+        logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+        assert logprob_error(model, prompt, choice["token_ids"], logprobs) < TOLERANCE
+        assert [span["end"] for span in choice["weight_versions"]] == [24]
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(one, range(8)))
+    after = decode.metrics()
+    lengths = sum(100 + 37 * seed for seed in range(8))
+    hits = after["vllm:external_prefix_cache_hits_total"] - before.get("vllm:external_prefix_cache_hits_total", 0.0)
+    assert hits >= lengths - 8 * 32, "decode has computed prompts itself"
+    assert prefill.metrics()["vllm:prompt_tokens_total"] >= lengths
+    # one token a request is how a prompt is asked for
+    assert prefill.metrics()["vllm:generation_tokens_total"] == 8
+
+
+def test_turns_of_a_rollout_go_on_where_they_were(fleet: Fleet, tiny: tuple[Path, Qwen3Moe]) -> None:
+    router, model = fleet.servers[Role.ROUTER, 0], tiny[1]
+    text = prompt_of(150, 77)
+    for turn in range(3):
+        choice = generate(router, NAME, text, session="turns", cache_salt="1")
+        logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+        assert logprob_error(model, text, choice["token_ids"], logprobs) < TOLERANCE
+        text = [*text, *choice["token_ids"], *prompt_of(40, 100 + turn)]
+
+
+def test_both_sides_take_weights_and_a_new_salt_finds_no_old_prompt(
+    fleet: Fleet, tiny: tuple[Path, Qwen3Moe], tmp_path: Path
+) -> None:
+    """Weights are updated at each engine; a prompt that both sides know of the old version is computed anew."""
+    router = fleet.servers[Role.ROUTER, 0]
+    prompt = prompt_of(200, 55)
+    generate(router, NAME, prompt, cache_salt="1")
+    new = random_model(tiny[1].arch, seed=41)
+    path = publish(HandoffStore(tmp_path / "weights"), 2, tiny[0], tensors_of(new)).path
+    for side in (Role.PREFILL, Role.DECODE):
+        engine = fleet.servers[side, 0]
+        engine.ok("/init_weight_transfer_engine", {"init_info": {}})
+        engine.ok("/start_weight_update", {})
+        engine.ok("/pause?mode=keep&clear_cache=false")
+        engine.ok("/update_weights", {"update_info": {"path": str(path)}})
+        engine.ok("/finish_weight_update", {"weight_version": "2"})
+        engine.ok("/resume")
+    choice = generate(router, NAME, prompt, cache_salt="2")
+    logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+    assert logprob_error(new, prompt, choice["token_ids"], logprobs) < TOLERANCE
+    assert {span["version"] for span in choice["weight_versions"]} == {"2"}

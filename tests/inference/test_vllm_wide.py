@@ -1,0 +1,238 @@
+"""One replica of two real vLLM ranks with an API server each, experts dealt out to both, led as the orchestrator does.
+
+The ranks are started by the command that a plan has for nodes of one rank; here both nodes are this machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import re
+import subprocess
+import time
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from engine_helpers import Server, logprob_error, publish, random_model, tensors_of
+from vllm_environment import VLLM_PYTHON
+from vllm_fleet import HOST, generate
+
+from hpcrl.config.load import load_recipe
+from hpcrl.config.plan import Role
+from hpcrl.planning.vllm_command import vllm_command, vllm_ports, vllm_variables
+from hpcrl.ports import choose_blocks
+from hpcrl.rollouts.engine_client import EngineError
+from hpcrl.rollouts.exchange import begin, exchange, wait_staged
+from hpcrl.rollouts.invite import Inviter
+from hpcrl.rollouts.replica_client import ReplicaClient
+from hpcrl.supervisor.commands import fill_placeholders
+from hpcrl.supervisor.guard import fill_node_rank
+from hpcrl.trainer.models.qwen3_moe import Qwen3Moe
+from hpcrl.weights import HandoffStore
+from hpcrl.weights.leases import ReaderWatch
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(2400)]
+
+NAME = "quickstart_vllm"
+RANKS = 2
+#: both compute in float32, but not in the same order
+TOLERANCE = 2e-3
+LIMIT_S = 300.0
+#: how long a request lasts that is to be in flight during an update, and its least and most tokens
+LONG_S = 12.0
+LONG_TOKENS = (60, 900)
+
+
+@pytest.fixture(scope="module")
+def servers(tiny: tuple[Path, Qwen3Moe], tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
+    path, model = tiny
+    settings = [f"model.path={path}", "engine.max_model_len=1024", "engine.kv_store=null"]
+    recipe = load_recipe(NAME, settings).value
+    command = vllm_command(recipe, Role.ENGINE, nodes=RANKS, ranks_per_node=1)
+    ports = choose_blocks([vllm_ports(1, nodes=RANKS)] * RANKS, first=21000, last=29999, host=HOST)
+    logs = tmp_path_factory.mktemp("wide")
+    env = {**os.environ, **vllm_variables(recipe, gpus=False), "OMP_NUM_THREADS": "1"}
+    started = []
+    for rank, port in enumerate(ports):
+        words = [fill_node_rank(word, rank, [HOST] * RANKS) for word in command]
+        words = fill_placeholders(words, {"python": str(VLLM_PYTHON), "host": HOST, "port": str(ports[0])})
+        # on a node of its own it would have the same port
+        words[words.index("--port") + 1] = str(port)
+        log = logs / f"rank-{rank}.log"
+        with log.open("wb") as stream:
+            process = subprocess.Popen(words, stdout=stream, stderr=stream, start_new_session=True, env=env)
+        started.append(Server(process, f"http://{HOST}:{port}", log, model, path, kind="vllm", timeout_s=LIMIT_S))
+    try:
+        deadline = time.monotonic() + 1500.0
+        for server in started:
+            while not _healthy(server):
+                dead = [each.log.read_text()[-5000:] for each in started if each.process.poll() is not None]
+                assert not dead, dead[0]
+                assert time.monotonic() < deadline, server.log.read_text()[-5000:]
+                time.sleep(0.5)
+        yield started
+    finally:
+        for server in started:
+            server.stop()
+
+
+def _healthy(server: Server) -> bool:
+    try:
+        return bool(server.get("/health")[0] == 200)
+    except OSError:
+        return False
+
+
+@pytest.fixture
+async def replica(servers: list[Server], tmp_path: Path) -> AsyncIterator[ReplicaClient]:
+    """Its ranks are readers of the versions below ``tmp_path``, as in a run."""
+    # servers close what was idle for five seconds
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(keepalive_timeout=4.0)) as http:
+        client = ReplicaClient(http, name="engine-0", urls=[server.url for server in servers])
+        inviter = Inviter(load_recipe(NAME).value.handoff, tmp_path / "weights", fans_out=False)
+        await inviter.invite(client, limit_s=LIMIT_S)
+        yield client
+
+
+async def update(replica: ReplicaClient, path: Path, version: int) -> None:
+    """As `hpcrl.rollouts.weight_updates` does it."""
+    info = {"path": str(path), "fallback": False}
+    await begin(replica, limit_s=LIMIT_S)
+    answer = await replica.control("/update_weights", {"update_info": {**info, "stage": True}}, timeout_s=LIMIT_S)
+    assert "version" not in answer
+    await wait_staged(replica, str(path), limit_s=LIMIT_S, call_s=LIMIT_S)
+    await exchange(replica, info, version, pause=True, in_place=True, limit_s=LIMIT_S)
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(7, 103) for _ in range(length)]
+
+
+def ask(server: Server, seed: int, *, max_tokens: int = 20) -> tuple[list[int], Any]:
+    prompt = prompt_of(40, seed)
+    return prompt, generate(server, NAME, prompt, sampling={"max_tokens": max_tokens}, cache_salt=str(seed))
+
+
+def long_answer(servers: list[Server]) -> int:
+    """Tokens of a request that lasts long enough: both ranks and what else there is share the machine's cores."""
+    began = time.monotonic()
+    ask(servers[0], 1, max_tokens=20)
+    least, most = LONG_TOKENS
+    return min(most, max(least, int(20 * LONG_S / (time.monotonic() - began))))
+
+
+def errors(servers: list[Server], model: Qwen3Moe, seed: int) -> list[float]:
+    """Of each rank, all asked at once: the largest difference from the model's own log-probabilities."""
+    with ThreadPoolExecutor(len(servers)) as pool:
+        asked = [pool.submit(ask, server, seed + i) for i, server in enumerate(servers)]
+        answers = [each.result() for each in asked]
+    found = []
+    for prompt, choice in answers:
+        logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+        found.append(logprob_error(model, prompt, choice["token_ids"], logprobs))
+    return found
+
+
+def test_each_rank_answers_as_the_one_model_does(servers: list[Server], tiny: tuple[Path, Qwen3Moe]) -> None:
+    """Each has half of the experts, and gets the rest of a layer from the other."""
+    for seed in (10, 20):
+        assert max(errors(servers, tiny[1], seed)) < TOLERANCE
+    # one alone: the other takes part without a request of its own
+    for server in servers:
+        assert max(errors([server], tiny[1], 30)) < TOLERANCE
+
+
+@pytest.mark.parametrize("busy", [(0, 1), (1,), ()], ids=["both", "one", "idle"])
+async def test_an_update_in_place_reaches_all_ranks_with_requests_in_flight(
+    replica: ReplicaClient, servers: list[Server], tmp_path: Path, busy: tuple[int, ...]
+) -> None:
+    version = 10 + len(busy)
+    new = random_model(servers[0].model.arch, seed=version)
+    handoff = publish(HandoffStore(tmp_path / "weights"), version, servers[0].model_dir, tensors_of(new))
+    before = await replica.weight_labels(timeout_s=LIMIT_S)
+    assert len({*before}) == 1
+    tokens = await asyncio.to_thread(long_answer, servers)
+    with ThreadPoolExecutor(max(1, len(busy))) as pool:
+        flying = [pool.submit(ask, servers[rank], 900 + rank, max_tokens=tokens) for rank in busy]
+        for rank in busy:
+            while servers[rank].metrics()["vllm:num_requests_running"] < 1:  # bounded by the test's own limit
+                await asyncio.sleep(0.05)
+        await update(replica, handoff.path, version)
+        for each in flying:
+            spans = (await asyncio.wrap_future(each))[1]["weight_versions"]
+            assert [span["version"] for span in spans] == [before[0], str(version)]
+            assert spans[-1]["end"] == tokens
+    assert await replica.weight_labels(timeout_s=LIMIT_S) == [str(version)] * RANKS
+    found = await asyncio.to_thread(errors, servers, new, 100 * version)
+    assert max(found) < TOLERANCE
+    readers = ReaderWatch(tmp_path / "weights", expiry_s=60.0).observe()
+    assert {(reader.reader, reader.acknowledged) for reader in readers} == {
+        ("engine-0-0", version),
+        ("engine-0-1", version),
+    }
+    # a rank reads the experts that it holds: of eight, with three matrices in each layer, the other has four
+    others = 4 * 3 * new.arch.num_hidden_layers
+    for server in servers:
+        assert re.findall(rf"v{version:06d}: .* other ranks' (\d+)", server.log.read_text()) == [str(others)]
+
+
+async def test_no_rank_is_stopped_for_a_torn_version(
+    replica: ReplicaClient, servers: list[Server], tmp_path: Path
+) -> None:
+    before = await replica.weight_labels(timeout_s=LIMIT_S)
+    torn = publish(HandoffStore(tmp_path / "weights"), 50, servers[0].model_dir, tensors_of(servers[0].model))
+    # of a tensor that both ranks hold
+    record = torn.manifest.tensors["model.norm.weight"]
+    with (torn.path / record.file).open("r+b") as stream:
+        stream.seek(record.offset)
+        byte = stream.read(1)[0]
+        stream.seek(record.offset)
+        stream.write(bytes([byte ^ 1]))
+    with pytest.raises(EngineError, match=r"rank 0: .* \(and 1 other ranks\)"):
+        await update(replica, torn.path, 50)
+    assert not await replica.is_paused(timeout_s=LIMIT_S)
+    assert await replica.weight_labels(timeout_s=LIMIT_S) == before
+    # what that attempt has left on the ranks does not stop the next
+    new = random_model(servers[0].model.arch, seed=51)
+    handoff = publish(HandoffStore(tmp_path / "weights"), 51, servers[0].model_dir, tensors_of(new))
+    await update(replica, handoff.path, 51)
+    found = await asyncio.to_thread(errors, servers, new, 5100)
+    assert max(found) < TOLERANCE
+
+
+async def test_what_only_one_rank_has_loaded_is_made_good_by_the_next_attempt(
+    replica: ReplicaClient, servers: list[Server], tmp_path: Path
+) -> None:
+    new = random_model(servers[0].model.arch, seed=60)
+    handoff = publish(HandoffStore(tmp_path / "weights"), 60, servers[0].model_dir, tensors_of(new))
+    info = {"path": str(handoff.path), "fallback": False}
+    await begin(replica, limit_s=LIMIT_S)
+    await replica.control("/update_weights", {"update_info": {**info, "stage": True}}, timeout_s=LIMIT_S)
+    await wait_staged(replica, info["path"], limit_s=LIMIT_S, call_s=LIMIT_S)
+    await replica.freeze(timeout_s=LIMIT_S)
+    await replica.servers[0].control("/update_weights", {"update_info": info}, timeout_s=LIMIT_S)
+    await update(replica, handoff.path, 60)
+    assert await replica.weight_labels(timeout_s=LIMIT_S) == ["60"] * RANKS
+    found = await asyncio.to_thread(errors, servers, new, 6000)
+    assert max(found) < TOLERANCE
+
+
+async def test_frozen_ranks_compute_nothing(replica: ReplicaClient, servers: list[Server]) -> None:
+    tokens = await asyncio.to_thread(long_answer, servers)
+    with ThreadPoolExecutor(1) as pool:
+        flying = pool.submit(ask, servers[0], 950, max_tokens=tokens)
+        while servers[0].metrics()["vllm:num_requests_running"] < 1:
+            await asyncio.sleep(0.05)
+        await replica.freeze(timeout_s=LIMIT_S)
+        counts = [server.metrics()["vllm:generation_tokens_total"] for server in servers]
+        await asyncio.sleep(2.0)
+        assert [server.metrics()["vllm:generation_tokens_total"] for server in servers] == counts
+        assert not flying.done()
+        await replica.control("/resume", timeout_s=LIMIT_S)
+        assert len((await asyncio.wrap_future(flying))[1]["token_ids"]) == tokens

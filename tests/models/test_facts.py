@@ -1,0 +1,186 @@
+"""Facts of known models against published numbers, and what follows from them against arithmetic by hand."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from hpcrl.models import Part, known_models, load_arch, load_facts
+
+#: parameters of the published checkpoints as Hugging Face counts them (``safetensors.total`` of its API), with the
+#: modules of multi-token prediction or without, and what that count leaves out of ours
+PUBLISHED = {
+    "DeepSeek-V3": (684_531_386_000, "fp8", 0),
+    "DeepSeek-V3.2": (685_396_921_376, "fp8", 0),
+    "GLM-5": (753_864_139_008, "mtp", 0),
+    "GLM-5.1": (753_864_139_008, "mtp", 0),
+    "GLM-5.2": (753_329_940_480, "mtp", 0),
+    "GLM-4.5": (358_337_791_296, "mtp", 0),
+    "GLM-4.5-Air": (110_468_824_832, "mtp", 0),
+    "GLM-4.6": (356_785_898_816, "mtp", 0),
+    # the checkpoint has a stray buffer `rotary_emb.inv_freq` of 56 elements in each of 61 layers
+    "Kimi-K2-Instruct": (1_026_408_235_864, "plain", -61 * 56),
+    "Qwen3-235B-A22B": (235_093_634_560, "plain", 0),
+    "Qwen3-30B-A3B": (30_532_122_624, "plain", 0),
+    "Qwen3-8B": (8_190_735_360, "plain", 0),
+    "Qwen3-32B": (32_762_123_264, "plain", 0),
+    # the count leaves out the router biases, the only float32 tensors: 23 layers of 128, 40 + 1 of 512
+    "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": (31_577_937_344, "plain", 23 * 128),
+    "NVIDIA-Nemotron-3-Super-120B-A12B-BF16": (123_611_012_096, "mtp", 41 * 512),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_totals_are_the_published_ones(name: str) -> None:
+    total, kind, left_out = PUBLISHED[name]
+    facts = load_facts(name)
+    specs = list(facts.tensors(mtp=kind != "plain", fp8=kind == "fp8"))
+    assert sum(spec.elements for spec in specs) == total + left_out
+    parameters = sum(spec.elements for spec in specs if not spec.is_scale)
+    assert facts.num_parameters(mtp=kind != "plain") == parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "active"),
+    [
+        # model cards, in 10^9
+        ("DeepSeek-V3", 671, 37),
+        ("GLM-5", 744, 40),
+        ("GLM-4.5", 355, 32),
+        ("GLM-4.5-Air", 106, 12),
+        ("Kimi-K2-Instruct", 1000, 32),
+        ("Qwen3-30B-A3B", 30.5, 3.3),
+        ("Qwen3-235B-A22B", 235, 22),
+        ("GLM-4.7-Flash", 30, 3),
+        ("NVIDIA-Nemotron-3-Super-120B-A12B-BF16", 120, 12),
+    ],
+)
+def test_totals_without_mtp_are_those_of_model_cards(name: str, total: float, active: float) -> None:
+    facts = load_facts(name)
+    assert facts.num_parameters() / 1e9 == pytest.approx(total, rel=0.03)
+    # cards differ in whether they count embeddings
+    embeddings = facts.parameters_by_part()[Part.EMBEDDING]
+    low, high = facts.active_parameters() - 2 * embeddings, facts.active_parameters()
+    assert low / 1e9 - 0.6 <= active <= high / 1e9 + 0.6
+
+
+def test_fp8_checkpoint_of_deepseek_by_dtype() -> None:
+    """Hugging Face lists elements by dtype for this checkpoint."""
+    count = Counter[str]()
+    for spec in load_facts("DeepSeek-V3").tensors(mtp=True, fp8=True):
+        count[spec.dtype] += spec.elements
+    assert count == {"bfloat16": 3_918_786_560, "float8_e4m3fn": 680_571_043_840, "float32": 41_555_600}
+
+
+def test_fp8_scales_of_glm5() -> None:
+    """GLM-5-FP8 is published with 753,910,024,032 elements: what GLM-5 has, and a scale for each block."""
+    specs = load_facts("GLM-5-FP8").tensors(mtp=True, fp8=True)
+    assert sum(spec.elements for spec in specs) == 753_910_024_032
+
+
+def test_byte_tables_agree_with_tensors() -> None:
+    for name in ("GLM-5.2", "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "Qwen3-0.6B"):
+        facts = load_facts(name)
+        for fp8 in (False, True):
+            by_part, by_layer = Counter[Part](), Counter[tuple[int, Part]]()
+            for spec in facts.tensors(fp8=fp8):
+                by_part[spec.part] += spec.nbytes
+                if spec.layer is not None:
+                    by_layer[spec.layer, spec.part] += spec.nbytes
+            assert facts.weight_bytes(fp8=fp8) == by_part
+            for index in (0, 5, len(facts.layers) - 1):
+                table = {part: n for (layer, part), n in by_layer.items() if layer == index}
+                assert facts.layer_bytes(index, fp8=fp8) == table
+    expert = [s for s in load_facts("GLM-5").tensors(fp8=True) if s.layer == 7 and s.expert == 3]
+    assert sum(s.nbytes for s in expert) == load_facts("GLM-5").expert_bytes(fp8=True)
+
+
+def test_kv_bytes_per_token() -> None:
+    # 61 layers of 512 latents and 64 rotary: 70.272 kB, the figure of the DeepSeek-V3 paper's successor (2505.09343)
+    assert load_facts("DeepSeek-V3").kv_bytes_per_token() == 61 * (512 + 64) * 2 == 70_272
+    # 656 bytes a layer in vLLM's fp8_ds_mla layout, and 132 of the indexer
+    assert load_facts("GLM-5").kv_bytes_per_token("fp8") == 78 * (656 + 132)
+    assert load_facts("GLM-5.2").kv_bytes_per_token("fp8") == 78 * 656 + 21 * 132
+    # 2 (K and V) x 48 layers x 4 heads x 128 x 2 bytes
+    assert load_facts("Qwen3-30B-A3B").kv_bytes_per_token() == 98_304
+    with pytest.raises(ValueError, match="must be one of"):
+        load_facts("GLM-5").kv_bytes_per_token("int4")
+
+
+def test_hybrid_has_state_and_little_cache() -> None:
+    facts = load_facts("NVIDIA-Nemotron-3-Nano-30B-A3B-BF16")
+    assert Counter(facts.attention_kinds) == {"mamba2": 23, "gqa": 6, "none": 23}
+    assert facts.kv_bytes_per_token() == 6 * 2 * 2 * 128 * 2
+    # per mamba layer: 6144 channels x 3 inputs x 2 bytes, and 64 heads x 64 x 128 in float32
+    assert facts.state_bytes_per_sequence() == 23 * (6144 * 3 * 2 + 64 * 64 * 128 * 4)
+
+
+def test_kinds() -> None:
+    facts = load_facts("GLM-5.2")
+    assert set(facts.attention_kinds) == {"mla+dsa"}
+    assert Counter(facts.mlp_kinds) == {"dense": 3, "moe": 75}
+    assert (facts.num_experts, facts.num_experts_per_tok) == (256, 8)
+    assert sum(bool(getattr(layer.mixer, "indexer", None)) for layer in facts.layers) == 21
+
+
+def test_flops_of_matrices_are_two_an_active_parameter() -> None:
+    facts = load_facts("Qwen3-8B")
+    flops = facts.flops_per_token(0)
+    parts = facts.parameters_by_part()
+    norms = parts[Part.NORM] + sum(2 * 128 for _ in facts.layers)
+    assert flops.total == 2 * (facts.num_parameters() - parts[Part.EMBEDDING] - norms)
+    assert facts.flops_per_token(0, backward=True).total == 2 * flops.total
+
+
+@pytest.mark.parametrize("name", ["GLM-5.2", "Qwen3-30B-A3B", "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"])
+def test_sequence_flops_are_the_sum_over_positions(name: str) -> None:
+    facts, length = load_facts(name), 2500
+    summed = sum(facts.flops_per_token(position).total for position in range(1, length + 1))
+    assert facts.sequence_flops(length).total == pytest.approx(summed, rel=1e-9)
+
+
+def test_sparse_attention_stops_growing_but_its_indexer_does_not() -> None:
+    facts = load_facts("GLM-5")
+    near, far = facts.flops_per_token(2048), facts.flops_per_token(131072)
+    assert far.attention_scores == near.attention_scores
+    assert far.indexer > 10 * near.indexer
+    # 64 heads x (192 + 64 + 256) a key, or 64 x (512 + 64 + 512) absorbed
+    assert near.attention_scores == 78 * 2 * 64 * 512 * 2048
+    assert facts.flops_per_token(2048, absorbed=True).attention_scores == 78 * 2 * 64 * 1088 * 2048
+    assert facts.flops_per_token(4096, backward=True).indexer == 0
+
+
+def test_names_and_paths(tmp_path: Path) -> None:
+    assert load_facts("zai-org/glm-5") is load_facts("models/GLM-5")
+    with pytest.raises(FileNotFoundError, match=r"did you mean GLM-5"):
+        load_facts("GLM5")
+    config = {**json.loads(_shipped("Qwen3-0.6B")), "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for path in (tmp_path, tmp_path / "config.json"):
+        assert len(load_facts(path).layers) == 2
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "mamba"}))
+    with pytest.raises(ValueError, match=r"config\.json: model_type is 'mamba'; known are"):
+        load_facts(tmp_path)
+    del config["num_attention_heads"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"config\.json lacks num_attention_heads"):
+        load_facts(tmp_path)
+
+
+def test_every_known_model_says_where_it_is_from() -> None:
+    for name in known_models():
+        assert json.loads(_shipped(name))["_source"]
+
+
+def test_arch_is_built_on_facts(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(_shipped("Qwen3-30B-A3B"))
+    assert load_arch(tmp_path).num_parameters() == load_facts("Qwen3-30B-A3B").num_parameters()
+
+
+def _shipped(name: str) -> str:
+    from hpcrl.models import known
+
+    return (Path(known.__file__).parent / "configs" / f"{name}.json").read_text()

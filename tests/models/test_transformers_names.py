@@ -1,0 +1,185 @@
+"""Tensor by tensor against transformers: what its models of small random shapes write with ``save_pretrained``."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcrl.models import load_facts
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers", minversion="5.0")
+
+SEEDS = (0, 1, 2)
+DTYPES = {"F32": "float32", "BF16": "bfloat16"}
+
+
+def _moe(rng: random.Random) -> dict[str, Any]:
+    return {
+        "num_experts_per_tok": rng.choice((1, 2)),
+        "moe_intermediate_size": rng.choice((8, 12)),
+        "intermediate_size": rng.choice((20, 36)),
+    }
+
+
+def _gqa(rng: random.Random) -> dict[str, Any]:
+    return {
+        "num_attention_heads": 4,
+        "num_key_value_heads": rng.choice((1, 2, 4)),
+        "head_dim": rng.choice((8, 16)),
+        "attention_bias": rng.random() < 0.5,
+    }
+
+
+def _mla(rng: random.Random) -> dict[str, Any]:
+    return {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "q_lora_rank": rng.choice((12, 20)),
+        "kv_lora_rank": rng.choice((8, 16)),
+        "qk_rope_head_dim": rng.choice((4, 8)),
+        "qk_nope_head_dim": rng.choice((6, 10)),
+        "v_head_dim": rng.choice((5, 12)),
+        "attention_bias": rng.random() < 0.5,
+        "n_routed_experts": rng.choice((3, 4)),
+        "n_shared_experts": rng.choice((1, 2)),
+        "n_group": 1,
+        "topk_group": 1,
+    }
+
+
+def _indexer(rng: random.Random) -> dict[str, Any]:
+    return {"index_topk": 4, "index_head_dim": rng.choice((8, 16)), "index_n_heads": rng.choice((2, 3))}
+
+
+def _deepseek(rng: random.Random) -> dict[str, Any]:
+    return {**_mla(rng), **_moe(rng), "first_k_dense_replace": rng.choice((0, 1, 2))}
+
+
+def _nemotron(rng: random.Random) -> dict[str, Any]:
+    kinds = ["mamba", "attention", "moe", "mlp", *rng.choices(("mamba", "attention", "moe", "mlp"), k=3)]
+    rng.shuffle(kinds)
+    gqa = {**_gqa(rng), "attention_bias": False}
+    return {
+        **gqa,
+        **_moe(rng),
+        "layers_block_type": kinds,
+        "n_routed_experts": 4,
+        "n_shared_experts": rng.choice((1, 2)),
+        "moe_shared_expert_intermediate_size": 14,
+        "moe_latent_size": rng.choice((None, 10)),
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 8,
+        "ssm_state_size": rng.choice((4, 8)),
+        "n_groups": rng.choice((1, 2)),
+        "conv_kernel": rng.choice((2, 4)),
+        "use_conv_bias": rng.random() < 0.5,
+        "use_bias": rng.random() < 0.5,
+        "mlp_bias": False,
+    }
+
+
+FAMILIES = {
+    "qwen3": ("Qwen3", lambda rng: {**_gqa(rng), "intermediate_size": 24}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        lambda rng: {
+            **_gqa(rng),
+            **_moe(rng),
+            "num_experts": 4,
+            "decoder_sparse_step": rng.choice((1, 2)),
+            "mlp_only_layers": rng.choice(([], [1])),
+        },
+    ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        lambda rng: {**_deepseek(rng), **({"q_lora_rank": None} if rng.random() < 0.4 else {})},
+    ),
+    "deepseek_v32": ("DeepseekV32", lambda rng: {**_deepseek(rng), **_indexer(rng)}),
+    "glm_moe_dsa": (
+        "GlmMoeDsa",
+        lambda rng: {
+            **_deepseek(rng),
+            **_indexer(rng),
+            "indexer_types": ["full", *rng.choices(("full", "shared"), k=3)],
+        },
+    ),
+    "glm4_moe": (
+        "Glm4Moe",
+        lambda rng: {
+            **_gqa(rng),
+            **_moe(rng),
+            "n_routed_experts": 4,
+            "n_shared_experts": rng.choice((1, 2)),
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": rng.choice((0, 1, 2)),
+            "use_qk_norm": rng.random() < 0.5,
+        },
+    ),
+    "glm4_moe_lite": ("Glm4MoeLite", lambda rng: {**_mla(rng), **_moe(rng)}),
+    "nemotron_h": ("NemotronH", _nemotron),
+}
+
+
+def _small_model(model_type: str, seed: int) -> Any:
+    prefix, sizes = FAMILIES[model_type]
+    rng = random.Random(f"{model_type}{seed}")
+    common = {
+        "vocab_size": 40,
+        "hidden_size": rng.choice((16, 24)),
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": rng.random() < 0.3,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    if model_type == "nemotron_h":
+        # its tied heads are written out twice by transformers; no published model ties them
+        common["tie_word_embeddings"] = False
+    else:
+        common["num_hidden_layers"] = 4
+    config = getattr(transformers, f"{prefix}Config")(**common, **sizes(rng))
+    torch.manual_seed(seed)
+    return getattr(transformers, f"{prefix}ForCausalLM")._from_config(config, dtype=torch.bfloat16)
+
+
+def _saved(directory: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+    from safetensors import safe_open
+
+    found = {}
+    for path in directory.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as shard:
+            for name in shard.keys():  # noqa: SIM118 - not a dict
+                part = shard.get_slice(name)
+                found[name] = (tuple(part.get_shape()), DTYPES[part.get_dtype()])
+    return found
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_tensors_are_those_that_transformers_saves(model_type: str, seed: int, tmp_path: Path) -> None:
+    model = _small_model(model_type, seed)
+    model.save_pretrained(tmp_path / "made")
+    # only loading applies what the architecture keeps in float32
+    type(model).from_pretrained(tmp_path / "made", dtype=torch.bfloat16).save_pretrained(tmp_path / "loaded")
+    ours = {spec.name: (spec.shape, spec.dtype) for spec in load_facts(tmp_path / "loaded").tensors()}
+    assert ours == _saved(tmp_path / "loaded")
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_whole_model_counts_what_transformers_counts(model_type: str) -> None:
+    """Parameters and persistent buffers of the model in memory, where experts are fused."""
+    model = _small_model(model_type, 7)
+    held = {id(t): t.numel() for t in (*model.parameters(), *model.state_dict(keep_vars=True).values())}
+    facts = load_facts_of(model.config)
+    assert facts.num_parameters() == sum(held.values())
+
+
+def load_facts_of(config: Any) -> Any:
+    from hpcrl.models.families import facts_from_config
+
+    return facts_from_config(config.to_dict(), name="small")

@@ -1,0 +1,191 @@
+"""Memory of GPUs and hosts: the reference run fits, smaller ones do not and are told why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hpcrl.config.cluster import ClusterProfile
+from hpcrl.config.load import load_cluster, load_recipe
+from hpcrl.config.plan import Role
+from hpcrl.config.recipe import Recipe
+from hpcrl.errors import ConfigError
+from hpcrl.models import load_facts
+from hpcrl.planning.ledger import GIB, Ledger, Term
+from hpcrl.planning.memory import MemoryReport, memory_report
+from hpcrl.planning.memory_engine import EngineMemory, engine_ledger, kv_bytes_per_token_and_rank, kv_capacity
+from hpcrl.planning.memory_knobs import change, why_not
+from hpcrl.planning.memory_settings import TrainerMemory
+from hpcrl.planning.memory_trainer import layer_gather_bytes, trainer_moments, trainer_peak
+
+GLM5 = load_facts("GLM-5")
+
+
+def _glm5(*settings: str) -> tuple[Recipe, ClusterProfile]:
+    return load_recipe("glm5_swe", settings).value, load_cluster("h200-28").value
+
+
+def _report(*settings: str) -> MemoryReport:
+    return memory_report(*_glm5(*settings), GLM5)
+
+
+def test_the_reference_split_fits_with_named_headroom() -> None:
+    report = _report()
+    assert report.ok
+    assert [(place.role.value, place.kind) for place in report.places] == [
+        ("trainer", "gpu"),
+        ("trainer", "host"),
+        ("prefill", "gpu"),
+        ("prefill", "host"),
+        ("decode", "gpu"),
+        ("decode", "host"),
+    ]
+    for place in report.places:
+        assert place.headroom is not None
+        assert place.headroom > 0
+        assert place.ledger.largest.name in place.summary()
+
+
+def test_known_sizes_of_the_reference_run() -> None:
+    report = _report()
+    gpu = report.place(Role.TRAINER, "gpu").ledger
+    # 744B parameters in float32 over 96 GPUs
+    assert gpu["master weights"].value == 4 * 743_911_218_432 // 96
+    # two float32 moments on the hosts, 8 GPUs a node
+    assert report.place(Role.TRAINER, "host").ledger["optimizer state"].value == 8 * 743_911_218_432 // 96 * 8
+    decode = report.place(Role.DECODE, "gpu")
+    assert decode.ledger["expert weights"].gib == pytest.approx(10.5, abs=0.1)
+    assert decode.kv is not None
+    assert decode.kv.sequences > 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "role", "kind"),
+    [
+        (("trainer.nodes=8", "trainer.ranks=64"), Role.TRAINER, "gpu"),
+        (("trainer.memory.activation_checkpointing=none",), Role.TRAINER, "gpu"),
+        (("trainer.memory.optimizer_offload=false",), Role.TRAINER, "gpu"),
+        (("engine.prefill.nodes=1",), Role.PREFILL, "gpu"),
+        (("engine.kv_store.segment_gib=1900.0",), Role.DECODE, "host"),
+    ],
+)
+def test_what_does_not_fit_is_told_what_would_help(settings: tuple[str, ...], role: Role, kind: str) -> None:
+    recipe, cluster = _glm5(*settings)
+    shortages = {(s.place.role, s.place.kind): s for s in why_not(recipe, cluster, GLM5)}
+    shortage = shortages[role, kind]
+    assert shortage.missing > 0
+    assert "GiB short" in shortage.place.summary()
+    assert shortage.knobs
+    for knob in shortage.knobs:
+        # the knob is true: planned again, the place fits, with the head-room that was promised
+        again = memory_report(change(recipe, knob.changes), cluster, GLM5).place(role, kind)
+        assert again.ok
+        assert again.headroom == knob.headroom
+        assert "--set" in str(knob)
+
+
+def test_a_missing_number_is_named() -> None:
+    recipe, _ = _glm5()
+    with pytest.raises(ConfigError, match=r"cluster\.partitions\.train\.node\.gpu\.memory_gib"):
+        memory_report(recipe, load_cluster("roce-h100").value, GLM5)
+
+
+def test_layer_gather_of_the_announcement() -> None:
+    """(800B x 4) / 78 is about 40 GB: the largest layer in float32 without expert parallelism, here exactly."""
+    assert layer_gather_bytes(GLM5, dtype="float32") / 1e9 == pytest.approx(39.5, abs=0.5)
+    assert layer_gather_bytes(GLM5, dtype="bfloat16", ep=8) / 1e9 == pytest.approx(2.84, abs=0.05)
+
+
+def _trainer(**changes: Any) -> TrainerMemory:
+    settings: dict[str, Any] = {"ranks": 96, "micro_batch_tokens": 131072, "cp": 4, "ep": 8}
+    return TrainerMemory(**{**settings, **changes})
+
+
+def _peak(**changes: Any) -> int:
+    return trainer_peak(GLM5, _trainer(**changes)).total
+
+
+def test_each_memory_saver_saves() -> None:
+    none = _peak()
+    selective = _peak(activation_checkpointing="selective")
+    full = _peak(activation_checkpointing="full")
+    offloaded = _peak(activation_checkpointing="full", activation_offload=True)
+    assert none > selective > full > offloaded
+    assert _peak(optimizer_offload=True) < none
+    assert _peak(cp=8) < none
+    small_head = {"activation_checkpointing": "full", "lm_head_chunk_tokens": 1024}
+    assert _peak(ep=16, **small_head) < _peak(**small_head) < full
+    assert _peak(ranks=192) < none
+    assert _peak(fp8=True, **small_head) > _peak(**small_head)
+    assert _peak(lora_rank=16, **small_head) < _peak(**small_head)
+    head = {m.moment: m for m in trainer_moments(GLM5, _trainer(lm_head_chunk_tokens=1024))}["logits"]
+    assert head["logits"].value == 5 * 4 * 1024 * 154_880
+
+
+def test_the_host_holds_versions_and_checkpoints_that_are_written_aside() -> None:
+    recipe, cluster = _glm5()
+
+    def host(*settings: str) -> dict[str, int]:
+        changed = load_recipe("glm5_swe", ("job.payload=probe", *settings)).value
+        return {t.name: t.value for t in memory_report(changed, cluster, GLM5).place(Role.TRAINER, "host").ledger.terms}
+
+    plain, parameters = host(), GLM5.num_parameters()
+    # bfloat16, and float32 weights with two moments, of 12 nodes
+    assert plain["images of a version"] == pytest.approx(2 * parameters / 12, rel=1e-3)
+    assert plain["copy for a checkpoint"] == pytest.approx(12 * parameters / 12, rel=1e-3)
+    assert "copy for a checkpoint" not in host("checkpoint.mode=sync")
+    deltas = host("handoff.delta_chain=4")
+    assert deltas["images of a version"] == 2 * plain["images of a version"]
+    assert deltas["changes of a delta"] == pytest.approx(0.5 * plain["images of a version"])
+    assert host("handoff.overlap=false")["images of a version"] == 8 * (1 << 30)
+    quantised = host("handoff.kind=fp8", "engine.vllm_args={}")
+    assert quantised["images of a version"] < 0.52 * plain["images of a version"]
+    assert recipe.checkpoint.mode == "async"
+
+
+def test_router_replay_payload_of_a_sample() -> None:
+    """131,072 tokens x 75 layers x 8 experts in a byte each: 79 MB."""
+    ledger = trainer_peak(GLM5, _trainer(cp=1, router_replay=True))
+    assert ledger["router replay"].value == 78_643_200
+
+
+def test_tensor_parallelism_cuts_heads_but_not_latents() -> None:
+    qwen = load_facts("Qwen3-235B-A22B")
+    one, eight = (EngineMemory(ranks=8, tp=tp) for tp in (1, 8))
+    assert kv_bytes_per_token_and_rank(qwen, one) == qwen.kv_bytes_per_token()
+    # 4 heads over 8 ranks: one each, every head twice
+    assert kv_bytes_per_token_and_rank(qwen, eight) == qwen.kv_bytes_per_token() // 4
+    assert kv_bytes_per_token_and_rank(GLM5, eight) == GLM5.kv_bytes_per_token()
+    assert engine_ledger(qwen, eight)["other weights"].value < engine_ledger(qwen, one)["other weights"].value
+    assert engine_ledger(qwen, eight)["expert weights"] == engine_ledger(qwen, one)["expert weights"]
+
+
+def test_kv_capacity_by_hand() -> None:
+    memory = EngineMemory(ranks=1, max_model_len=1000, gpu_memory_utilization=0.5)
+    qwen = load_facts("Qwen3-8B")
+    held = engine_ledger(qwen, memory).total
+    kv = kv_capacity(qwen, memory, 2 * (held + 147_456 * 5000))
+    assert kv.tokens == 5000
+    assert kv.sequences == 5.0
+    assert kv_capacity(qwen, memory, held).tokens == 0
+
+
+def test_ledger_sums_what_cannot_be_given_back() -> None:
+    terms = (Term("a", 3 * GIB, "3"), Term("cache", 5 * GIB, "5", reclaimable=True), Term("nothing", 0, "0"), None)
+    ledger = Ledger.of("now", terms)
+    assert ledger.total == 3 * GIB
+    assert [term.name for term in ledger.terms] == ["a", "cache"]
+    assert ledger.largest.name == "a"
+    assert Term("b", GIB, "x / y", {"x": 2.0, "y": 0.5}, "assumed").explain() == (
+        "b: 1.00 GiB = x / y with x = 2, y = 0.5 [assumed]"
+    )
+
+
+def test_local_run() -> None:
+    recipe = load_recipe("quickstart").value
+    place = memory_report(recipe, load_cluster("local").value, load_facts("Qwen3-0.6B")).places[0]
+    assert place.capacity is None
+    assert place.headroom is None
+    assert place.ok
+    assert {"trainer ranks", "engines"} <= {term.name for term in place.ledger.terms}

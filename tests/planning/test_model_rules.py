@@ -1,0 +1,97 @@
+"""Rules between a recipe and its model's sizes."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpcrl.cli.main import main
+from hpcrl.config.load import load_cluster, load_recipe
+from hpcrl.errors import ConfigError
+from hpcrl.models import load_facts
+from hpcrl.planning import check_sizes
+from hpcrl.planning.rules_model import MODEL_RULES, check_model_rules
+
+#: rule, settings that break it, model, key of the finding
+BROKEN = {
+    "experts-divide": (("trainer.parallelism.ep=24",), "GLM-5", "trainer.parallelism.ep"),
+    "heads-divide": (("engine.tp=3",), "GLM-5", "engine.tp"),
+    "sequence-divides": (("trainer.micro_batch_tokens=131076",), "GLM-5", "trainer.micro_batch_tokens"),
+    "fp8-blocks": (("engine.tp=8",), "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "engine.memory.weights"),
+    "replay-has-routers": (("trainer.router_replay=true",), "Qwen3-8B", "trainer.router_replay"),
+    "context-in-model": (("engine.max_model_len=300000",), "GLM-5", "engine.max_model_len"),
+    "time-to-move": (("handoff.update_timeout_s=60.0",), "GLM-5", "handoff.update_timeout_s"),
+}
+
+
+def _check(model: str, *settings: str) -> None:
+    check_model_rules(load_recipe("glm5_swe", settings), load_cluster("h200-28"), load_facts(model))
+
+
+@pytest.mark.parametrize("model", ["GLM-5", "GLM-5.2"])
+def test_the_reference_recipe_keeps_all_rules(model: str) -> None:
+    _check(model)
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_rule(name: str) -> None:
+    settings, model, key = BROKEN[name]
+    rule = next(rule for rule in MODEL_RULES if rule.name == name)
+    with pytest.raises(ConfigError) as caught:
+        _check(model, *settings)
+    mine = [finding for finding in caught.value.findings if finding.what.endswith(f"[{name}]")]
+    assert key in [finding.key for finding in mine]
+    assert all(finding.way_out == rule.way_out for finding in mine)
+
+
+def test_every_rule_is_tested() -> None:
+    assert {rule.name for rule in MODEL_RULES} == set(BROKEN)
+
+
+def test_a_dense_model_has_no_experts_to_return() -> None:
+    with pytest.raises(ConfigError) as caught:
+        _check("Qwen3-8B", "engine.return_routed_experts=true")
+    assert "engine.return_routed_experts" in [finding.key for finding in caught.value.findings]
+
+
+def test_experts_of_a_replica() -> None:
+    """384 experts of Kimi K2 cannot be dealt out over 5 x 8 GPUs, but over 8 x 8."""
+    with pytest.raises(ConfigError, match="384 experts cannot be dealt out evenly over the 40 GPUs"):
+        _check("Kimi-K2-Instruct", "engine.decode.nodes=5")
+    _check("Kimi-K2-Instruct")
+
+
+def test_deadlines_follow_from_bytes_and_rates() -> None:
+    """Five replicas read 1,488 GB each at 100 GB/s together: 74 s."""
+    with pytest.raises(ConfigError, match=r"engines need 74 s to read a version of 1,488 GB"):
+        _check("GLM-5", "handoff.update_timeout_s=60.0")
+    _check("GLM-5", "handoff.update_timeout_s=80.0")
+    # block FP8 has half the bytes
+    _check("GLM-5", "handoff.update_timeout_s=60.0", "handoff.kind=fp8")
+
+
+@pytest.mark.parametrize(
+    ("setting", "what"),
+    [
+        ("handoff.publish_timeout_s=25.0", "a version of 1,488 GB takes 30 s"),
+        ("checkpoint.save_timeout_s=150.0", "a checkpoint of 8,9.. GB takes 17. s"),
+        ("checkpoint.verify_timeout_s=80.0", "a checkpoint of 8,9.. GB takes 8. s"),
+    ],
+)
+def test_each_deadline_has_its_bytes(setting: str, what: str) -> None:
+    with pytest.raises(ConfigError, match=what) as caught:
+        _check("GLM-5", setting)
+    assert [finding.key for finding in caught.value.findings] == [setting.partition("=")[0]]
+
+
+def test_a_submit_checks_sizes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = ["--set", "job.payload=probe", "--set", "trainer.parallelism.ep=24"]
+    monkeypatch.setattr("sys.argv", ["hpcrl", "submit", "glm5_swe", "--cluster", "h200-28", "--dry-run", *settings])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert "24 does not divide the 256 experts of GLM-5 [experts-divide]" in capsys.readouterr().err
+
+
+def test_an_unknown_model_is_not_checked() -> None:
+    """A start model that is made later, as the quickstart's, has no sizes yet."""
+    check_sizes(load_recipe("quickstart", ("model.path=models/made-later",)), load_cluster("local"))

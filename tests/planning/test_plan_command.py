@@ -1,0 +1,158 @@
+"""``hpcrl plan`` and its commands."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hpcrl.cli.main import main
+
+Hpcrl = Callable[..., tuple[int, str, str]]
+GLM5 = ("glm5_swe", "-c", "h200-28")
+
+
+@pytest.fixture
+def hpcrl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Hpcrl:
+    """The command, in an empty directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HPCRL_RUNS_ROOT", str(tmp_path / "runs"))
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["hpcrl", "plan", *arguments])
+        code = 0
+        try:
+            main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return call
+
+
+def test_the_reference_run_fits_and_is_forecast(hpcrl: Hpcrl, tmp_path: Path) -> None:
+    code, out, err = hpcrl(*GLM5)
+    assert code == 0, err
+    for word in ("trainer gpu", "decode host", "binds", "GPU-hours a step", "GB weights written", "of the step"):
+        assert word in out
+    assert "does not fit" not in out
+    # what is planned is more than this version can start
+    assert "trainer.parallelism" in out
+    assert "--set job.payload=probe" in out
+    assert "planned here" not in hpcrl(*GLM5, "--set", "job.payload=probe")[1]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_json_is_the_plan_with_its_forecast(hpcrl: Hpcrl) -> None:
+    code, out, _ = hpcrl("show", *GLM5, "--json")
+    document = json.loads(out)
+    assert code == 0
+    assert document["layout"]["components"]
+    forecast = document["forecast"]
+    assert forecast["memory"]["fits"]
+    assert forecast["why_not"] == []
+    assert "trainer.parallelism.ep" in forecast["unstartable"]
+    assert not [key for key in forecast["unstartable"] if key.startswith("engine")]
+    loop = forecast["loop"]
+    assert loop["step_s"] >= max(loop["trainer_s"], loop["rollout_s"]) * 0.999
+    assert forecast["gpu_hours_per_step"] == pytest.approx(224 * loop["step_s"] / 3600)
+    terms = [term for table in forecast["times"].values() for term in table["terms"]]
+    assert all(term["formula"] for term in terms)
+    trainer = forecast["times"]["trainer"]
+    counted = sum(term["seconds"] for term in trainer["terms"] if term["counts"])
+    assert counted == pytest.approx(trainer["seconds"])
+
+
+def test_explain_names_formula_input_and_source(hpcrl: Hpcrl) -> None:
+    _, out, _ = hpcrl(*GLM5, "--explain")
+    for word in ("compute.experts", "fsdp.gather", "ep.all_to_all", "handoff.read", "decode.attention"):
+        assert word in out
+    assert "master weights" in out
+    assert "DeepEP on H800" in out
+    assert "rollouts of swe" in out
+
+
+def test_a_smaller_trainer_fails_with_reason_and_way_out(hpcrl: Hpcrl) -> None:
+    code, out, _ = hpcrl(*GLM5, "--set", "trainer.nodes=6", "--set", "trainer.ranks=48")
+    assert code == 0
+    assert "does not fit trainer gpu" in out
+    assert "GiB short" in out
+    assert "way out: --set trainer.nodes=" in out
+
+
+def test_nodes_takes_the_best_split(hpcrl: Hpcrl) -> None:
+    code, out, err = hpcrl(*GLM5, "--nodes", "28", "--json")
+    assert code == 0, err
+    document = json.loads(out)
+    assert document["forecast"]["layout"]["nodes"] == 28
+    assert sum(component["nodes"] for component in document["layout"]["components"]) == 28
+    assert document["forecast"]["memory"]["fits"]
+    own = json.loads(hpcrl(*GLM5, "--json")[1])
+    assert document["forecast"]["loop"]["step_s"] <= own["forecast"]["loop"]["step_s"]
+
+
+def test_sizes_that_do_not_fit_the_model_are_refused(hpcrl: Hpcrl) -> None:
+    code, _, err = hpcrl(*GLM5, "--set", "trainer.parallelism.ep=24")
+    assert code == 2
+    assert "24 does not divide the 256 experts of GLM-5 [experts-divide]" in err
+
+
+def test_a_split_keeps_what_its_sides_say_of_themselves(hpcrl: Hpcrl) -> None:
+    _, out, _ = hpcrl(*GLM5, "--nodes", "24", "--json")
+    commands = {group["role"]: " ".join(group["command"]) for group in json.loads(out)["groups"]}
+    assert "--max-num-batched-tokens 8192" in commands["prefill"]
+    assert "--enable-dbo" in commands["prefill"]
+    assert "--max-num-batched-tokens 96" in commands["decode"]
+
+
+def test_a_profile_without_numbers_is_told_which(hpcrl: Hpcrl) -> None:
+    code, out, _ = hpcrl("quickstart", "-c", "roce-h100", "--set", "model.path=GLM-5", "--json")
+    forecast = json.loads(out)["forecast"]
+    assert code == 0
+    assert forecast["loop"] is None
+    assert any(key.endswith(("gpu.nvlink_gb_s", "filesystem.write_gb_s")) for key in forecast["missing"])
+    assert "lacks" in forecast["because"]
+
+
+def test_the_quickstart_says_how_to_get_times(hpcrl: Hpcrl) -> None:
+    code, out, _ = hpcrl("quickstart")
+    assert code == 0
+    assert "hpcrl plan calibrate RUN" in out
+
+
+def test_search_prints_a_table_and_draws(hpcrl: Hpcrl, tmp_path: Path) -> None:
+    code, out, err = hpcrl("search", *GLM5, "--nodes", "27..28", "--picture", "p.svg")
+    assert code == 0, err
+    assert "best" in out
+    assert "recipe" in out
+    assert (tmp_path / "p.svg").read_text().startswith("<svg")
+    code, out, _ = hpcrl("search", *GLM5, "--nodes", "27..28", "--json")
+    document = json.loads(out)
+    assert {candidate["nodes"] for candidate in document["candidates"]} == {27, 28}
+    code, _, err = hpcrl("search", "quickstart", "--nodes", "2..4")
+    assert code == 2
+    assert "no Slurm site" in err
+
+
+def test_diff_shows_fields_and_what_they_change(hpcrl: Hpcrl, tmp_path: Path) -> None:
+    (tmp_path / "half.yaml").write_text("extends: glm5_swe\nname: half\nrollouts: {rollouts_per_step: 128}\n")
+    code, out, err = hpcrl("diff", "glm5_swe", "half.yaml", "-c", "h200-28")
+    assert code == 0, err
+    assert "recipe.rollouts.rollouts_per_step" in out
+    document = json.loads(hpcrl("diff", "glm5_swe", "half.yaml", "-c", "h200-28", "--json")[1])
+    assert {field["key"] for field in document["fields"]} == {"recipe.name", "recipe.rollouts.rollouts_per_step"}
+    figures = {figure["name"]: figure for figure in document["figures"]}
+    assert figures["trainer (s)"]["b"] == pytest.approx(figures["trainer (s)"]["a"] / 2, rel=0.1)
+    assert "are the same" in hpcrl("diff", "quickstart", "quickstart")[1]
+
+
+def test_a_recipe_called_like_a_command_is_given_as_a_path(hpcrl: Hpcrl, tmp_path: Path) -> None:
+    (tmp_path / "search").write_text("extends: quickstart\nname: mine\n")
+    code, out, err = hpcrl("./search", "--json")
+    assert code == 0, err
+    assert json.loads(out)["recipe"] == "mine"
+    assert hpcrl("-c", "h200-28", "nothing-of-this-name")[0] == 2

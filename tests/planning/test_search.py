@@ -1,0 +1,111 @@
+"""The search: splits add up, memory is obeyed, and nothing that another beats is called best."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from xml.etree import ElementTree
+
+import pytest
+
+from hpcrl.config.cluster import SlurmCluster
+from hpcrl.config.load import load_cluster, load_recipe
+from hpcrl.config.recipe import Recipe
+from hpcrl.errors import UsageError
+from hpcrl.models import load_facts
+from hpcrl.planning.calibration import load_calibration
+from hpcrl.planning.memory import memory_report
+from hpcrl.planning.search import Fit, Fits, Problem, pareto, search
+from hpcrl.planning.search_picture import search_svg
+from hpcrl.planning.search_recipe import node_range, run_search
+from hpcrl.planning.times import forecast, site_rates
+from hpcrl.planning.times_layouts import planned_layout, with_layout
+
+GLM5 = load_facts("GLM-5")
+
+
+def site() -> SlurmCluster:
+    cluster = load_cluster("h200-28").value
+    assert isinstance(cluster, SlurmCluster)
+    return cluster
+
+
+def recipe() -> Recipe:
+    return load_recipe("glm5_swe").value
+
+
+def problem(fits: Fits) -> Problem:
+    base = planned_layout(recipe(), site(), GLM5)
+    return Problem(recipe(), GLM5, base, site_rates(site(), load_calibration()), fits)
+
+
+def test_a_better_split_of_28_nodes_is_found_and_fits() -> None:
+    found = run_search(recipe(), site(), load_calibration(), [28])
+    assert found.own is not None
+    assert not found.own_short
+    best = found.candidates[0]
+    assert best.nodes == 28
+    assert best.step_s <= found.own.step_s
+    report = memory_report(with_layout(recipe(), best.layout), site(), GLM5)
+    assert report.ok, [place.summary() for place in report.short]
+
+
+def test_memory_is_obeyed_and_splits_add_up() -> None:
+    fits = Fits(
+        trainer=lambda shape: Fit(shape.nodes >= 9 and shape.context_parallel == 4),
+        engine=lambda shape, prompts: Fit(shape.nodes == (2 if prompts else 4)),
+    )
+    for candidate in search(problem(fits), [20, 24]):
+        layout = candidate.layout
+        assert layout.prefill is not None
+        assert layout.trainer.nodes >= 9
+        assert layout.trainer.context_parallel == 4
+        assert (layout.prefill.nodes, layout.decode.nodes) == (2, 4)
+        assert layout.trainer.nodes + layout.prefill.all_nodes + layout.decode.all_nodes == candidate.nodes
+        assert candidate.nodes in (20, 24)
+
+
+def test_nothing_fits_where_memory_says_so() -> None:
+    none = Fits(trainer=lambda shape: Fit(False, "no"), engine=lambda shape, prompts: Fit(True))
+    assert search(problem(none), [20]) == []
+    found = run_search(recipe(), site(), load_calibration(), [8])
+    assert found.candidates == []
+    assert "trainer gpu" in found.why_not
+    assert "way out: --set" in found.why_not
+
+
+def test_the_kv_cache_bounds_the_batch() -> None:
+    base = planned_layout(recipe(), site(), GLM5)
+    rates = site_rates(site(), load_calibration())
+    free = forecast(recipe(), GLM5, base, rates).loop
+    tight = forecast(recipe(), GLM5, base, rates, slots=2.0).loop
+    assert free is not None
+    assert tight is not None
+    assert tight.served.batch == pytest.approx(2.0, rel=0.01)
+    assert tight.rollout_s > free.rollout_s
+
+
+def test_pareto_keeps_what_no_other_beats_and_the_picture_shows_all() -> None:
+    fits = Fits(trainer=lambda shape: Fit(shape.nodes >= 9), engine=lambda shape, prompts: Fit(shape.nodes >= 2))
+    found = search(problem(fits), [20, 22, 24])
+    best = pareto(found)
+    for one in best:
+        assert not any(other.nodes <= one.nodes and other.step_s < one.step_s * 0.999 for other in found)
+    svg = ElementTree.fromstring(search_svg(found, "a < b & c", found[-1]))
+    circles = svg.findall("{http://www.w3.org/2000/svg}circle")
+    assert len(circles) == len(found) + 1
+    with pytest.raises(ValueError, match="nothing"):
+        search_svg([], "empty")
+
+
+def test_a_layout_written_into_a_recipe_reads_back() -> None:
+    base = planned_layout(recipe(), site(), GLM5)
+    changed = replace(base, trainer=replace(base.trainer, nodes=10, context_parallel=8, offload_activations=False))
+    assert planned_layout(with_layout(recipe(), changed), site(), GLM5) == changed
+
+
+@pytest.mark.parametrize("text", ["", "x", "1", "9..8", "2..9999", "20-40"])
+def test_ranges_of_nodes(text: str) -> None:
+    assert list(node_range("3..5")) == [3, 4, 5]
+    assert list(node_range("28")) == [28]
+    with pytest.raises(UsageError, match="--nodes"):
+        node_range(text)

@@ -1,0 +1,100 @@
+"""Times of a training step: what they must add up to, and how they must move."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hpcrl.config.cluster import SlurmCluster
+from hpcrl.config.load import load_cluster
+from hpcrl.config.plan import Role
+from hpcrl.models import load_facts
+from hpcrl.planning.calibration import load_calibration
+from hpcrl.planning.hardware import NodeHardware, node_hardware
+from hpcrl.planning.times_lengths import Quantiles, lognormal
+from hpcrl.planning.times_rates import Rates
+from hpcrl.planning.times_shapes import TrainerShape
+from hpcrl.planning.times_trainer import TrainerBatch, trainer_step
+from hpcrl.planning.times_work import pack_rows, sequence_work
+
+GLM5 = load_facts("GLM-5")
+SHAPE = TrainerShape(
+    nodes=12, gpus_per_node=8, context_parallel=4, expert_parallel=8, compute_dtype="fp8", micro_batch_tokens=131072
+)
+BATCH = TrainerBatch(256, lognormal(48000, 0.45, 131072))
+
+
+def rates() -> Rates:
+    cluster = load_cluster("h200-28").value
+    assert isinstance(cluster, SlurmCluster)
+    return Rates(node_hardware(cluster, Role.TRAINER), load_calibration())
+
+
+def seconds(shape: TrainerShape = SHAPE, batch: TrainerBatch = BATCH) -> float:
+    total = trainer_step(GLM5, shape, batch, rates()).seconds
+    assert total is not None
+    return total
+
+
+def test_kernels_take_their_operations_over_the_rate() -> None:
+    dense = load_facts("Qwen3-8B")
+    lengths = Quantiles((2048.0,))
+    shape = TrainerShape(nodes=1, gpus_per_node=8, recompute="none", micro_batch_tokens=2048)
+    own = rates()
+    table = trainer_step(dense, shape, TrainerBatch(64, lengths), own)
+    linear = table.term("compute.linear").seconds
+    # 6 operations a parameter and token, the embedding looked up and not multiplied
+    multiplied = dense.num_parameters() - dense.vocab_size * dense.hidden_size
+    expected = 6 * multiplied * 64 * 2048 / 8 / (989e12 * 0.80) / own.calibration.share("trainer_busy")
+    assert linear == pytest.approx(expected, rel=0.01)
+
+
+def test_features_move_the_step_the_right_way() -> None:
+    assert seconds(replace(SHAPE, recompute="none")) < seconds(replace(SHAPE, recompute="selective")) < seconds()
+    assert seconds(replace(SHAPE, compute_dtype="bfloat16")) > seconds()
+    assert seconds(replace(SHAPE, offload_optimizer=True)) > seconds()
+    assert seconds(replace(SHAPE, nodes=24)) < seconds() < seconds(replace(SHAPE, nodes=6))
+    assert seconds(batch=replace(BATCH, router_replay=True)) > seconds()
+    # experts on other nodes: dispatch goes through the adapters
+    assert seconds(replace(SHAPE, expert_parallel=32)) > seconds()
+
+
+def test_short_steps_cannot_hide_the_collectives() -> None:
+    few = TrainerBatch(32, Quantiles((2048.0,)))
+    shape = replace(SHAPE, context_parallel=1, micro_batch_tokens=4096)
+    exposed = trainer_step(GLM5, shape, few, rates()).term("fsdp.exposed").seconds
+    assert exposed is not None
+    assert exposed > 1.0
+    assert trainer_step(GLM5, SHAPE, BATCH, rates()).term("fsdp.exposed").seconds == 0.0
+
+
+def test_a_missing_number_is_named_and_the_rest_is_known() -> None:
+    own = rates()
+    node = own.hardware.node
+    bare = node.model_copy(update={"gpu": node.gpu.model_copy(update={"nvlink_gb_s": None})})
+    cut = Rates(NodeHardware(own.hardware.cluster, "gpu", bare), own.calibration)
+    table = trainer_step(GLM5, SHAPE, BATCH, cut)
+    assert table.seconds is None
+    assert table.missing == ("cluster.partitions.gpu.node.gpu.nvlink_gb_s",)
+    assert (table.term("compute.linear").seconds or 0) > 0
+
+
+def test_packing_fills_micro_batches_as_the_orchestrator_does() -> None:
+    from hpcrl.rollouts.packing import pack
+
+    lengths = lognormal(3000, 0.8, 8192)
+    sizes = [round(size) for size in reversed(lengths.sample(64))]
+    own = pack_rows(lengths, 64, 4, 8192)
+    shards = pack(sizes, budget=8192, world_size=4)
+    assert own.micro_batches == len(shards[0])
+    slowest = sum(max(sum(sizes[i] for i in shard[row]) for shard in shards) for row in range(len(shards[0])))
+    assert own.critical_tokens == pytest.approx(slowest, rel=0.02)
+
+
+def test_work_of_long_sequences_is_more_than_of_short_ones() -> None:
+    short, long = sequence_work(GLM5, Quantiles((1000.0,))), sequence_work(GLM5, Quantiles((100_000.0,)))
+    assert short.linear == pytest.approx(long.linear)
+    assert long.indexer > 10 * short.indexer
+    # sparse attention looks at no more than its top-k
+    assert long.scores < 10 * short.scores

@@ -1,0 +1,48 @@
+"""A real vllm-router, started by the command that a plan has."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import time
+import urllib.request
+from pathlib import Path
+
+from vllm_environment import VLLM_PYTHON
+
+from hpcrl.config.load import load_recipe
+from hpcrl.planning.router_command import ROUTER_PORTS, router_command
+from hpcrl.ports import choose_blocks
+from hpcrl.supervisor.commands import fill_placeholders
+
+HOST = "127.0.0.1"
+
+
+class Router:
+    """The program; `start` starts it, and starts it again on its port."""
+
+    def __init__(self, log: Path) -> None:
+        (self.port,) = choose_blocks([ROUTER_PORTS], first=21000, last=29999, host=HOST)
+        self.url, self._log = f"http://{HOST}:{self.port}", log
+        recipe = load_recipe("quickstart_vllm", ["engine.router.health_interval_s=1"]).value
+        values = {"python": str(VLLM_PYTHON), "host": HOST, "port": str(self.port)}
+        self._command = fill_placeholders(router_command(recipe), values)
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self, *flags: str) -> None:
+        """Start it; ``flags`` are added to its command from now on."""
+        self._command = [*self._command, *flags]
+        with self._log.open("ab") as log:
+            self.process = subprocess.Popen(self._command, stdout=log, stderr=log)
+        deadline = time.monotonic() + 60.0
+        while True:
+            with contextlib.suppress(OSError):
+                return urllib.request.urlopen(f"{self.url}/liveness", timeout=1.0).close()
+            assert self.process.poll() is None, self._log.read_text()[-2000:]
+            assert time.monotonic() < deadline, "the router did not start"
+            time.sleep(0.05)
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()

@@ -1,0 +1,72 @@
+"""What engines are told of the versions that they will read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+
+from hpcrl.config.load import load_recipe
+from hpcrl.config.recipe import Recipe
+from hpcrl.rollouts.engine_client import EngineClient
+from hpcrl.rollouts.invite import Inviter
+from hpcrl.rollouts.replica_client import ReplicaClient
+from hpcrl.weights.invitation import Invitation
+
+ROOT = Path("/runs/one/weights")
+
+
+class Told(EngineClient):
+    """A server that writes down what it is told."""
+
+    def __init__(self, session: aiohttp.ClientSession, *, name: str, url: str) -> None:
+        super().__init__(session, name=name, url=url)
+        self.infos: list[dict[str, Any]] = []
+
+    async def control(self, path: str, value: dict[str, Any] | None = None, *, timeout_s: float) -> dict[str, Any]:
+        assert (path, timeout_s) == ("/init_weight_transfer_engine", 5.0)
+        assert value is not None
+        # as it goes over the wire
+        self.infos.append(msgspec.json.decode(msgspec.json.encode(value))["init_info"])
+        return {}
+
+
+def recipe(*settings: str) -> Recipe:
+    return load_recipe("quickstart_vllm", list(settings)).value
+
+
+async def invitation(recipe: Recipe) -> Invitation:
+    async with aiohttp.ClientSession() as session:
+        told = Told(session, name="engine-1", url="http://node7:8000")
+        await Inviter.of(recipe, ROOT).invite(told, limit_s=5.0)
+    (info,) = told.infos
+    assert info["root"] == str(ROOT)
+    return msgspec.convert(info["reader"], Invitation)
+
+
+async def test_an_engine_reads_as_the_recipe_says() -> None:
+    settings = ("handoff.node_cache=/fast", "handoff.node_cache_gib=2", "handoff.update_timeout_s=33")
+    told = await invitation(recipe(*settings, "engine.replicas=2", "handoff.lease_timeout_s=7"))
+    assert (told.name, told.expiry_s, told.floor_s) == ("engine-1", 7.0, 33.0)
+    assert (told.cache_dir, told.cache_bytes) == ("/fast", 2 << 30)
+    # other nodes reach it where requests do
+    assert told.fanout_host == "node7"
+    assert told.settings.cache_dir == Path("/fast")
+    assert told.settings.pace.limit_s(0) == 33.0
+
+
+@pytest.mark.parametrize("settings", [("handoff.fanout=off",), ("handoff.node_cache=null",), ("engine.replicas=1",)])
+async def test_without_a_cache_or_another_node_nobody_is_served(settings: tuple[str, ...]) -> None:
+    assert (await invitation(recipe("engine.replicas=2", *settings))).fanout_host is None
+
+
+async def test_ranks_of_a_wide_replica_have_names_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hpcrl.rollouts.replica_client.EngineClient", Told)
+    async with aiohttp.ClientSession() as session:
+        replica = ReplicaClient(session, name="decode-0", urls=["http://a:1", "http://b:1"])
+        await Inviter.of(recipe("engine.replicas=2"), ROOT).invite(replica, limit_s=5.0)
+    readers = [info["reader"] for server in replica.servers for info in server.infos]  # type: ignore[attr-defined]
+    assert [(reader["name"], reader["fanout_host"]) for reader in readers] == [("decode-0-0", "a"), ("decode-0-1", "b")]

@@ -1,0 +1,445 @@
+"""Experts of tokens from engines to the dock: one row a token, over turns, lost engines and missing rows."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import numpy as np
+import pytest
+from harness import make_recipe, make_run, running
+from numpy.typing import NDArray
+from stub_engine import EOS, StubEngine, encode, npy
+
+from hpcrl.dock.routes import RoutedExperts, exact_dtype, joined
+from hpcrl.dock.wire import BatchShard, BatchStats, MicroBatch, decode_shard, encode_shard
+from hpcrl.fs import write_json
+from hpcrl.models.arch import ModelArch
+from hpcrl.models.tokenizer import ChatTokenizer, write_character_tokenizer
+from hpcrl.rollouts import engine_pool, orchestrator
+from hpcrl.rollouts.conversation import Conversation, Sampler
+from hpcrl.rollouts.counters import Counters
+from hpcrl.rollouts.draft import Draft
+from hpcrl.rollouts.engine_client import EngineClient, EngineProtocolError, Generation, SamplingParams
+from hpcrl.rollouts.engine_pool import EnginePool
+from hpcrl.rollouts.environments import Outcome
+from hpcrl.rollouts.records import Group, Rollout
+from hpcrl.rollouts.routes import RouteRows, RouteSettings, read_rows
+from hpcrl.rollouts.state import OrchestratorState
+from hpcrl.rollouts.transcript import Transcript
+
+LAYERS, WIDTH, EXPERTS = 3, 2, 8
+USER = ({"role": "user", "content": "1+1"},)
+TOOL = ({"role": "tool", "content": "2"},)
+SETTINGS = RouteSettings(np.dtype(np.uint8))
+ARCH = ModelArch(
+    vocab_size=103,
+    hidden_size=32,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    moe_intermediate_size=24,
+    num_experts=EXPERTS,
+    num_experts_per_tok=WIDTH,
+    max_position_embeddings=256,
+)
+
+
+def experts_of(token_ids: list[int], *, shift: int = 0) -> NDArray[np.uint8]:
+    """Experts of a token that depend on the token and its place: a row that slips to a neighbour is seen."""
+    tokens, places = np.asarray(token_ids)[:, None, None], np.arange(len(token_ids))[:, None, None]
+    layers, picks = np.arange(LAYERS)[None, :, None], np.arange(WIDTH)[None, None, :]
+    return ((tokens * 5 + places * 3 + layers + picks + shift) % EXPERTS).astype(np.uint8)
+
+
+# -- the dock ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("experts", "dtype"), [(1, "uint8"), (256, "uint8"), (257, "uint16"), (65536, "uint16"), (65537, "uint32")]
+)
+def test_the_dtype_is_the_smallest_that_is_exact(experts: int, dtype: str) -> None:
+    assert exact_dtype(experts) == np.dtype(dtype)
+    assert np.array(experts - 1).astype(dtype) == experts - 1
+
+
+def shard_of(routes: RoutedExperts | None, tokens: int) -> BatchShard:
+    flat = {name: np.zeros(tokens, np.float32) for name in ("logprobs", "advantages")}
+    micro_batch = MicroBatch(
+        token_ids=np.zeros(tokens, np.int32),
+        cu_seqlens=np.array([0, tokens], np.int32),
+        loss_mask=np.zeros(tokens, np.uint8),
+        versions=np.zeros(tokens, np.int32),
+        routed_experts=routes,
+        **flat,
+    )
+    numbers: dict[str, Any] = dict.fromkeys(("reward_mean", "reward_std", "staleness_mean"), 0.0)
+    counts: dict[str, Any] = dict.fromkeys(("staleness_max", "total_tokens", "total_sampled_tokens"), 0)
+    maps: dict[str, Any] = {name: {} for name in ("reward_by_env", "reward_parts", "staleness_histogram", "rollouts")}
+    stats = BatchStats(**numbers, **counts, **maps)
+    return BatchShard(step=1, rank=0, world_size=1, micro_batches=[micro_batch], stats=stats)
+
+
+def test_a_decoded_shard_has_views_into_the_message() -> None:
+    experts = np.random.default_rng(0).integers(0, 256, (4096, LAYERS, WIDTH)).astype(np.uint8)
+    present = np.ones(4096, np.uint8)
+    present[7] = 0
+    data, plain = encode_shard(shard_of(RoutedExperts.of(experts, present), 4096)), encode_shard(shard_of(None, 4096))
+    # as they are: no text, no wider numbers
+    assert len(data) - len(plain) < experts.nbytes + present.nbytes + 100
+    routes = decode_shard(data).micro_batches[0].routed_experts
+    assert routes is not None
+    assert (routes.experts == experts).all()
+    assert routes.experts.dtype == np.uint8
+    assert np.flatnonzero(~routes.known).tolist() == [7]
+    message = np.frombuffer(data, np.uint8)
+    assert np.shares_memory(routes.experts, message)
+    assert np.shares_memory(routes.known, message)
+    assert not routes.experts.flags.writeable
+    assert decode_shard(plain).micro_batches[0].routed_experts is None
+
+
+def test_wide_experts_stay_exact() -> None:
+    experts = np.array([[[300, 5]], [[0, 383]]], np.uint16)
+    data = encode_shard(shard_of(RoutedExperts.of(experts, np.ones(2, np.uint8)), 2))
+    routes = decode_shard(data).micro_batches[0].routed_experts
+    assert routes is not None
+    assert routes.experts.dtype == np.uint16
+    assert routes.experts.tolist() == experts.tolist()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"shape": (3, LAYERS, WIDTH)}, "are not"),
+        ({"dtype": "<i8"}, "unsigned"),
+        ({"present": memoryview(b"\1")}, "1 flags for 2 rows"),
+    ],
+)
+def test_what_does_not_fit_is_no_shard(change: dict[str, Any], message: str) -> None:
+    good = RoutedExperts.of(experts_of([4, 5]), np.ones(2, np.uint8))
+    with pytest.raises(ValueError, match=message):
+        RoutedExperts(**{**msgspec.structs.asdict(good), **change})
+    shard = shard_of(good, 2)
+    wire = msgspec.msgpack.decode(encode_shard(shard))
+    bad = {name: bytes(value) if isinstance(value, memoryview) else value for name, value in change.items()}
+    wire["micro_batches"][0]["routed_experts"].update(bad)
+    with pytest.raises(ValueError, match=message):
+        decode_shard(msgspec.msgpack.encode(wire))
+
+
+def test_packed_sequences_keep_their_rows() -> None:
+    one, two = experts_of([1, 2, 3]), experts_of([9, 8])
+    here, there = np.array([1, 1, 0], np.uint8), np.array([0, 1], np.uint8)
+    routes = joined([RoutedExperts.of(one, here), None, RoutedExperts.of(two, there)], [3, 2, 2])
+    assert routes is not None
+    assert routes.known.tolist() == [True, True, False, False, False, False, True]
+    assert (routes.experts[:2] == one[:2]).all()
+    assert (routes.experts[6] == two[1]).all()
+    assert joined([None, None], [3, 2]) is None
+    assert joined([], []) is None
+    with pytest.raises(ValueError, match="do not fit"):
+        joined([RoutedExperts.of(one, here), RoutedExperts.of(two[:, :1], there)], [3, 2])
+    with pytest.raises(ValueError, match="do not fit"):
+        joined([RoutedExperts.of(one, here)], [4])
+
+
+# -- rows of a conversation ----------------------------------------------------------------------------------------
+
+
+def test_rows_are_read_without_a_copy() -> None:
+    rows = experts_of([3, 1, 4])
+    payload = base64.b64decode(npy(rows))
+    read = read_rows(payload)
+    assert (read == rows).all()
+    assert np.shares_memory(read, np.frombuffer(payload, np.uint8))
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"no file of numpy",
+        base64.b64decode(npy(np.zeros((2, 3), np.uint8))),
+        base64.b64decode(npy(np.zeros((2, 3, 4), np.float32))),
+        base64.b64decode(npy(np.asfortranarray(np.zeros((2, 3, 4), np.uint8)))),
+        base64.b64decode(npy(np.zeros((2, 3, 4), np.uint8)))[:-1],
+    ],
+)
+def test_other_payloads_are_refused(payload: bytes) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        read_rows(payload)
+
+
+def test_rows_become_as_narrow_as_the_model_allows() -> None:
+    rows = RouteRows(SETTINGS)
+    rows.add(2, np.array([[[7, 1]], [[2, 255]]], np.int32))
+    routes = rows.aligned(3)
+    assert routes is not None
+    assert routes.experts.dtype == np.uint8
+    assert routes.experts[:2].tolist() == [[[7, 1]], [[2, 255]]]
+    assert routes.known.tolist() == [True, True, False]
+    with pytest.raises(ValueError, match="expert 256 does not fit uint8"):
+        rows.add(3, np.array([[[256, 0]]], np.int32))
+    with pytest.raises(ValueError, match="after rows of"):
+        rows.add(3, np.zeros((1, 2, 2), np.uint8))
+
+
+class Bench:
+    """A pool of one stub, and conversations with it."""
+
+    def __init__(self, transcript: Transcript, stub: StubEngine, http: aiohttp.ClientSession) -> None:
+        client = EngineClient(http, name="engine-0", url=stub.url)
+        self.pool = EnginePool([client], counters=Counters(), request_timeout_s=5.0, max_retries=0)
+        self.pool.engines[0].version = 3
+        self.pool.engines[0].open_for_new.set()
+        stub.version = "3"
+        self.stub, self.transcript = stub, transcript
+
+    def conversation(self, routes: RouteSettings | None, stream_interval: int = 0) -> Conversation:
+        sampler = Sampler(
+            self.pool,
+            self.transcript,
+            temperature=1.0,
+            sampling=make_recipe(Path()).rollouts.sampling,
+            max_model_len=256,
+            stream_interval=stream_interval,
+            routes=routes,
+        )
+        return Conversation(sampler, self.pool.session("group-0"), seed=11)
+
+    async def two_turns(self, routes: RouteSettings | None, stream_interval: int = 0) -> Rollout:
+        turns = [[*encode("run 1+1"), EOS], [*encode("answer 2"), EOS]]
+        self.stub.answer = lambda token_ids, seed: turns[len(self.stub.requests) - 1]
+        conversation = self.conversation(routes, stream_interval)
+        await conversation.reply(USER)
+        await conversation.reply(TOOL)
+        rollout = conversation.rollout(0, Outcome(reward=1.0), seconds=0.5)
+        assert rollout is not None
+        return rollout
+
+    @property
+    def starts(self) -> list[int | None]:
+        return [request["sampling_params"].get("routed_experts_prompt_start") for request in self.stub.requests]
+
+
+@pytest.fixture
+async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
+    write_character_tokenizer(tmp_path)
+    stub = StubEngine()
+    stub.experts = experts_of
+    await stub.start()
+    async with aiohttp.ClientSession() as http:
+        yield Bench(Transcript(ChatTokenizer(tmp_path)), stub, http)
+    await stub.stop()
+
+
+@pytest.mark.parametrize("stream_interval", [0, 3])
+async def test_each_turn_asks_for_rows_that_are_not_there_yet(bench: Bench, stream_interval: int) -> None:
+    """The row of a turn's last token comes with the next turn; that of the rollout's last token never."""
+    rollout = await bench.two_turns(SETTINGS, stream_interval)
+    routes, tokens = rollout.routed_experts, rollout.token_ids.tolist()
+    assert routes is not None
+    assert routes.shape == (len(tokens), LAYERS, WIDTH)
+    assert routes.known.tolist() == [True] * (len(tokens) - 1) + [False]
+    assert (routes.experts[:-1] == experts_of(tokens)[:-1]).all()
+    first = rollout.turns[0]
+    assert bench.starts == [0, first.said + first.sampled - 1]
+
+
+async def test_beside_a_pool_prompts_are_not_asked_for(bench: Bench) -> None:
+    """Each turn asks from the last token of its prompt on: every engine computes that one itself."""
+    rollout = await bench.two_turns(RouteSettings(np.dtype(np.uint8), prompts=False))
+    routes, tokens = rollout.routed_experts, rollout.token_ids.tolist()
+    assert routes is not None
+    assert bench.starts == [len(request["token_ids"]) - 1 for request in bench.stub.requests]
+    # what samples a token is the row before it
+    decides = np.flatnonzero(rollout.sampled) - 1
+    assert np.flatnonzero(routes.known).tolist() == decides.tolist()
+    assert (routes.experts[decides] == experts_of(tokens)[decides]).all()
+
+
+async def test_who_does_not_keep_rows_asks_for_as_few_as_possible(bench: Bench) -> None:
+    rollout = await bench.two_turns(SETTINGS.unkept())
+    assert rollout.routed_experts is None
+    assert bench.starts == [len(request["token_ids"]) - 1 for request in bench.stub.requests]
+
+
+async def test_without_the_setting_nothing_is_asked_for(bench: Bench) -> None:
+    rollout = await bench.two_turns(None)
+    assert rollout.routed_experts is None
+    assert bench.starts == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("experts", "message"),
+    [
+        (None, "0 rows of experts for 13 tokens, from token 0 of 6"),
+        (lambda tokens: experts_of([*tokens, 5]), "14 rows of experts for 13 tokens"),
+        (lambda tokens: experts_of(tokens).astype(np.float32), "cannot be read"),
+        (lambda tokens: experts_of(tokens).astype(np.int64) + 256, "does not fit uint8"),
+    ],
+)
+async def test_rows_that_cannot_be_placed_are_refused(
+    bench: Bench, experts: Callable[[list[int]], NDArray[Any]] | None, message: str
+) -> None:
+    bench.stub.experts = experts
+    with pytest.raises(EngineProtocolError, match=message):
+        await bench.two_turns(SETTINGS)
+
+
+async def test_rows_survive_a_checkpoint(bench: Bench) -> None:
+    rollout = await bench.two_turns(SETTINGS)
+    group = Group(index=0, environment="words", prompt_index=1, rollouts=[rollout])
+    state = OrchestratorState(
+        step=3, seed=1, group_size=4, next_index=9, restart=[], finished=[group], counters=Counters()
+    )
+    back = OrchestratorState.decode(state.encode()).finished[0].rollouts[0]
+    assert rollout.routed_experts is not None
+    assert back.routed_experts is not None
+    assert (back.routed_experts.experts == rollout.routed_experts.experts).all()
+    assert (back.routed_experts.known == rollout.routed_experts.known).all()
+
+
+# -- an answer of several engines ----------------------------------------------------------------------------------
+
+
+def draft_of(prompt: list[int], start: int) -> Draft:
+    params = SamplingParams(
+        temperature=1.0, max_tokens=10, seed=5, stop_token_ids=[EOS], routed_experts_prompt_start=start
+    )
+    return Draft(prompt, params)
+
+
+def start_of(request: tuple[list[int], SamplingParams]) -> int:
+    start = request[1].routed_experts_prompt_start
+    assert isinstance(start, int)
+    return start
+
+
+PROMPT, ANSWER = [1, 2, 3, 4], [10, 11, 12, 13, EOS]
+LOST, NEXT = experts_of([*PROMPT, *ANSWER]), experts_of([*PROMPT, *ANSWER], shift=1)
+
+
+def rest_of(first: int, rows: NDArray[Any]) -> Generation:
+    """The answer from its token ``first`` on."""
+    count = len(ANSWER) - first
+    return Generation(ANSWER[first:], [0.0] * count, [4] * count, "stop", rows)
+
+
+def test_rows_of_kept_tokens_are_those_of_the_engine_that_sampled_them() -> None:
+    draft = draft_of(PROMPT, 2)
+    assert start_of(draft.request(lambda: 3)) == 2
+    draft.receive([10], [0.0], LOST[2:4])
+    draft.receive([11, 12], [0.0, 0.0], LOST[4:6])
+    assert draft.keep() == 3
+    assert draft.keep() == 0
+    # the last kept token has not gone into the lost engine's model
+    assert start_of(draft.request(lambda: 3)) == 6
+    whole = draft.whole(rest_of(3, NEXT[6:8]))
+    assert whole.experts is not None
+    assert (whole.experts == np.concatenate([LOST[2:6], NEXT[6:8]])).all()
+
+
+def test_rows_that_a_lost_engine_did_not_send_are_those_of_the_next_one() -> None:
+    draft = draft_of(PROMPT, 2)
+    draft.request(lambda: 3)
+    draft.receive([10], [0.0])
+    draft.keep()
+    assert start_of(draft.request(lambda: 3)) == 2
+    draft.receive([11], [0.0], NEXT[2:5])
+    draft.keep()
+    assert start_of(draft.request(lambda: 3)) == 5
+    whole = draft.whole(rest_of(2, LOST[5:8]))
+    assert whole.experts is not None
+    assert (whole.experts == np.concatenate([NEXT[2:5], LOST[5:8]])).all()
+
+
+def test_rows_of_an_attempt_that_is_not_kept_are_forgotten() -> None:
+    draft = draft_of(PROMPT, 0)
+    draft.request(lambda: 3)
+    draft.receive([10], [0.0], LOST[:4])
+    assert start_of(draft.request(lambda: 3)) == 0
+    assert draft.whole(rest_of(0, NEXT[:8])).experts is not None
+    assert draft.experts is None
+
+
+def test_rows_are_cut_with_their_tokens() -> None:
+    """One token is always asked for: of ten that arrived nine are kept."""
+    draft = draft_of([1], 0)
+    draft.request(lambda: 0)
+    rows = experts_of([1, *range(10, 20)])
+    draft.receive(list(range(10, 20)), [0.0] * 10, rows[:10])
+    assert draft.keep() == 9
+    assert draft.experts is not None
+    assert len(draft.experts) == 9
+    assert start_of(draft.request(lambda: 0)) == 9
+
+
+def test_beside_a_pool_the_next_engine_is_asked_from_its_last_token_on() -> None:
+    """It may read the KV of all others in the pool. Where that leaves a gap, the rows behind it are the answer's."""
+    draft = draft_of(PROMPT, 3)
+    draft.request(lambda: 3)
+    draft.receive([10], [0.0], LOST[3:4])
+    draft.receive([11], [0.0])
+    draft.keep()
+    assert start_of(draft.request(lambda: 3)) == 5
+    whole = draft.whole(rest_of(2, NEXT[5:8]))
+    assert whole.experts is not None
+    assert (whole.experts == NEXT[5:8]).all()
+    complete = draft_of(PROMPT, 3)
+    complete.request(lambda: 3)
+    complete.receive([10], [0.0], LOST[3:4])
+    complete.keep()
+    assert start_of(complete.request(lambda: 3)) == 4
+    rows = complete.whole(rest_of(1, NEXT[4:8])).experts
+    assert rows is not None
+    assert (rows == np.concatenate([LOST[3:4], NEXT[4:8]])).all()
+
+
+@pytest.mark.parametrize("in_parts", [True, False])
+async def test_no_row_is_lost_or_doubled_with_an_engine(tmp_path: Path, monkeypatch: Any, in_parts: bool) -> None:
+    """The whole orchestrator: batches have one row a token, of either engine, and none for a rollout's last one."""
+    monkeypatch.setattr(engine_pool, "WATCH_S", 0.1)
+    monkeypatch.setattr(engine_pool, "_HEALTH_S", 0.3)
+    monkeypatch.setattr(orchestrator, "engines_lost_after_s", lambda run: 20.0)
+    text = encode("abcdefghijklmnopqrstuvwxyz0123456789")
+
+    def going_on(token_ids: list[int], seed: int) -> list[int]:
+        said = next((n for n in range(len(text), 0, -1) if token_ids[-n:] == text[:n]), 0)
+        return [*text[said:], EOS]
+
+    one, two = StubEngine(answer=going_on), StubEngine(answer=going_on)
+    one.experts, two.experts = experts_of, lambda tokens: experts_of(tokens, shift=1)
+    for stub in (one, two):
+        stub.token_s, stub.experts_in_parts = 0.03, in_parts
+    rollouts = {"rollouts_per_step": 8, "max_in_flight": 8, "max_off_policy_steps": 1, "stream_interval": 4}
+    rollouts["sampling"] = {"max_new_tokens": 64}
+    run = make_run(tmp_path, rollouts=rollouts, engine={"return_routed_experts": True})
+    write_json(tmp_path / "model" / "config.json", ARCH.to_hf_config())
+    async with running(run, one, two) as loop:
+        await loop.until(lambda: one.in_flight >= 4 and one.sampled >= 4 * 20)
+        await one.stop()
+        batch = await loop.batch(1)
+        assert loop.orchestrator._counters.tokens_kept > 0
+    shares = set()
+    for micro in batch.micro_batches:
+        if not len(micro.token_ids):
+            assert micro.routed_experts is None
+            continue
+        assert micro.routed_experts is not None
+        for start, end in zip(micro.cu_seqlens[:-1], micro.cu_seqlens[1:], strict=True):
+            tokens = micro.token_ids[start:end].tolist()
+            rows, known = micro.routed_experts.experts[start:end], micro.routed_experts.known[start:end]
+            assert known.tolist() == [True] * (len(tokens) - 1) + [False]
+            of_one = (rows == experts_of(tokens)).all((1, 2))[:-1]
+            of_two = (rows == experts_of(tokens, shift=1)).all((1, 2))[:-1]
+            assert (of_one ^ of_two).all()
+            # the lost engine's rows come first, without a gap
+            assert of_one.tolist() == sorted(of_one.tolist(), reverse=True)
+            shares.add(round(float(of_one.mean()), 6))
+    assert any(0.0 < share < 1.0 for share in shares) if in_parts else shares == {0.0}

@@ -1,0 +1,153 @@
+"""Both sides of disaggregated serving behind a real vllm-router, with stub engines: no prompt of old weights."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import Loop, impatient, make_run, running
+from real_router import Router
+from stub_engine import StubEngine
+
+from hpcrl.inference.vllm.front import engine_flags
+from hpcrl.rollouts import engine_client, engine_pool, routed_pool
+from hpcrl.runs.role import Complaint
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: Any) -> None:
+    """Looks and retries in tenths of a second."""
+    impatient(monkeypatch, lost_after_s=60.0)
+    monkeypatch.setattr(engine_pool, "_SILENT_S", 0.5)
+    monkeypatch.setattr(routed_pool, "_BEHIND_S", 0.5)
+
+
+@contextlib.asynccontextmanager
+async def sided(
+    path: Path, prefill: StubEngine, decode: StubEngine, **changes: Any
+) -> AsyncIterator[tuple[Loop, Router]]:
+    router = Router(path / "router.log")
+    for engine in (prefill, decode):
+        engine.in_place = True
+        await engine.start()
+    # stubs have no KV to lead: NIXL asks them nothing
+    flags = engine_flags("nixl", [prefill.url], [decode.url], bootstrap_offset=None)
+    await asyncio.to_thread(router.start, *flags)
+    try:
+        run = make_run(path, **changes)
+        async with running(run, prefill, decode, router=router.url, roles=("prefill", "decode")) as loop:
+            yield loop, router
+    finally:
+        router.kill()
+
+
+def kinds(loop: Loop, kind: str) -> list[str]:
+    return [event.data.get("engine", "router") for event in loop.events(kind)]
+
+
+def dropped(loop: Loop) -> int:
+    counters = loop.orchestrator._counters
+    return counters.dropped_engine + counters.dropped_environment + counters.dropped_group
+
+
+async def test_prompts_go_to_prefill_and_answers_come_from_decode(tmp_path: Path) -> None:
+    prefill, decode = StubEngine(), StubEngine()
+    async with sided(tmp_path, prefill, decode) as (loop, _):
+        await loop.train(1, 5)
+        await loop.until(lambda: loop.orchestrator._pool.version == 5)
+        assert dropped(loop) == 0
+        updated = {event.data["engine"] for event in loop.events("engine.weights_updated")}
+        assert updated == {"prefill-0", "decode-0"}
+        text = await loop.orchestrator.run_metrics()
+        assert 'hpcrl_part_up{role="prefill",replica="0"}' in text
+    assert {request["sampling_params"]["max_tokens"] for request in prefill.requests} == {1}
+    assert len(prefill.requests) == len(decode.requests) > 30
+    # a prompt is computed by the version of its salt, or a newer one that came while it was on its way
+    for request in (*prefill.requests, *decode.requests):
+        assert int(request["cache_salt"].partition("-")[0]) <= int(request["served"])
+
+
+async def test_new_rollouts_wait_until_both_sides_serve_one_version(tmp_path: Path) -> None:
+    """Else decode would go on from a prompt that an older version has computed."""
+    prefill, decode = StubEngine(), StubEngine()
+    async with sided(tmp_path, prefill, decode) as (loop, _):
+        await loop.train(1, 2)
+        await loop.until(lambda: loop.orchestrator._pool.version == 2)
+        prefill.update_s = 1.5
+        decode.requests.clear()
+        await loop.publish(3)
+        await loop.until(lambda: decode.version == "3")
+        assert prefill.version == "2"
+        await asyncio.sleep(0.4)
+        assert not [request for request in decode.requests if request["cache_salt"] == "3"]
+        await loop.until(lambda: prefill.version == "3")
+        await loop.batch(3)
+        prefill.update_s = 0.0
+        await loop.train(4, 5)
+        await loop.until(lambda: [request for request in decode.requests if request["cache_salt"] >= "3"])
+        assert dropped(loop) == 0
+
+
+async def test_after_a_prefill_engine_was_started_anew_so_is_the_router(tmp_path: Path) -> None:
+    """It comes back with the start model, at the same address: nothing of ours may reach it before it is right."""
+    prefill, decode = StubEngine(), StubEngine()
+    async with sided(tmp_path, prefill, decode) as (loop, router):
+        await loop.train(1, 2)
+        decode.request_s = 0.5  # some are on their way
+        await asyncio.sleep(0.2)
+        await prefill.stop()
+        batch = asyncio.create_task(loop.train(3, 9))  # more than may have been rolled out before
+        await loop.until(lambda: "prefill-0" in kinds(loop, "engine.away"))
+        await loop.until(lambda: decode.in_flight == 0)
+        await prefill.restart()
+        decode.request_s = 0.0
+
+        def complaints() -> list[Complaint]:
+            return list(Complaint.read_all(loop.run, loop.attempt))
+
+        await loop.until(lambda: [c for c in complaints() if c.role == "router"], 20.0)
+        assert not batch.done()
+        assert not prefill.requests
+        router.kill()
+        await loop.until(lambda: kinds(loop, "router.away"))
+        await asyncio.to_thread(router.start)
+        await asyncio.wait_for(batch, 30.0)
+        assert "initial" not in {request["served"] for request in (*prefill.requests, *decode.requests)}
+        assert dropped(loop) == 0
+
+
+async def test_a_decode_engine_that_dies_is_waited_for(tmp_path: Path) -> None:
+    prefill, decode = StubEngine(), StubEngine()
+    async with sided(tmp_path, prefill, decode) as (loop, _):
+        await loop.train(1, 2)
+        await decode.stop()
+        batch = asyncio.create_task(loop.train(3, 9))  # more than may have been rolled out before
+        await loop.until(lambda: "decode-0" in kinds(loop, "engine.away"))
+        await asyncio.sleep(0.5)
+        assert not batch.done()
+        await decode.restart()
+        await asyncio.wait_for(batch, 30.0)
+        assert "initial" not in {request["served"] for request in decode.requests}
+        assert dropped(loop) == 0
+
+
+async def test_a_prefill_engine_that_waits_for_its_kv_to_be_fetched_takes_weights(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Its pause is not answered before; it stands nevertheless, and says so."""
+    monkeypatch.setattr(engine_client, "_FREEZE_S", 0.1)
+    prefill, decode = StubEngine(), StubEngine()
+    async with sided(tmp_path, prefill, decode) as (loop, _):
+        await loop.train(1, 2)
+        prefill.slow_pause = True
+        await loop.train(3, 5)
+        await loop.until(lambda: loop.orchestrator._pool.version == 5)
+        assert prefill.unpaused.is_set()
+        assert kinds(loop, "engine.away") == []
+        assert dropped(loop) == 0

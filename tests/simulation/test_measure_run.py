@@ -1,0 +1,113 @@
+"""Durations measured from a run directory whose times are known."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from scenes import local, recipe
+
+from hpcrl.errors import UsageError
+from hpcrl.planning import make_plan
+from hpcrl.planning.simulation import make_scenario, simulate
+from hpcrl.planning.simulation.measure import measure
+from hpcrl.runs.events import EventWriter
+from hpcrl.runs.metrics import MetricsWriter, StepRecord
+from hpcrl.runs.rundir import RunDir
+
+OVERHEAD, PER_TOKEN, TOOL = 0.02, 0.003, 0.25
+STEP_S, FORWARD, OPTIMIZER, PUBLISH, OTHER = 2.0, 0.4, 0.1, 0.05, 0.01
+
+
+def write_run(path: Path, *, steps: int = 20, turns: bool = True) -> RunDir:
+    """Rollouts one after the other, each of two requests with a tool between them; the trainer works between them."""
+    run, config = RunDir(path), recipe()
+    path.mkdir()
+    run.write_configuration(config, local(), make_plan(config, local(), path.name, path))
+    run.rollouts_dir.mkdir()
+    metrics, events = MetricsWriter(run), EventWriter(run, attempt=1, writer="orchestrator-0")
+    for step in range(1, steps + 1):
+        begin_s = 1000.0 + step * STEP_S
+        tokens, lines, now = 100 + 10 * step, [], begin_s
+        for member in range(2):
+            asked = [(0.0, 12, 5 + step), (TOOL, 4, 10 + member)]
+            recorded = [(said, sampled, wait, OVERHEAD + PER_TOKEN * sampled) for wait, said, sampled in asked]
+            seconds = sum(wait + reply for _, _, wait, reply in recorded)
+            now += seconds
+            line = {"environment": ("reverse", "calculator")[member], "seconds": seconds, "ended_s": now}
+            lines.append(json.dumps({**line, **({"turns": recorded} if turns else {})}))
+        (run.rollouts_dir / f"step-{step:06d}.jsonl").write_text("\n".join(lines) + "\n")
+        phases = {
+            "wait_batch": 1.0,
+            "forward_backward": FORWARD * tokens / 100,
+            "optimizer": OPTIMIZER,
+            "publish": PUBLISH,
+            "checkpoint": 0.0,
+            "other": OTHER,
+        }
+        metrics.write(_record(step, tokens, begin_s + STEP_S, phases))
+    events.close()
+    metrics.close()
+    return run
+
+
+def _record(step: int, tokens: int, time_s: float, phases_s: dict[str, float]) -> StepRecord:
+    return StepRecord(
+        time_s=time_s,
+        attempt=1,
+        step=step,
+        reward_mean=0.0,
+        reward_std=0.0,
+        reward_by_env={},
+        reward_parts={},
+        loss=0.0,
+        entropy=0.0,
+        mismatch_kl=0.0,
+        mismatch_kl_by_lag={},
+        masked_share=0.0,
+        ess=1.0,
+        staleness_mean=0.0,
+        staleness_max=0,
+        staleness_histogram={"0": 2},
+        tokens=tokens,
+        sampled_tokens=tokens,
+        tokens_per_s=1.0,
+        grad_norm=0.0,
+        learning_rate=0.0,
+        phases_s=phases_s,
+        rollouts={"finished": 2.0 * step, "dropped_environment": 0.0, "zero_variance_groups": 0.0},
+    )
+
+
+def test_service_times_are_found(tmp_path: Path) -> None:
+    found = measure(write_run(tmp_path / "run"))
+    assert found.engine.request_overhead_s == pytest.approx(OVERHEAD, rel=0.05)
+    # one request at a time: what a token costs cannot be split into base and sequence
+    per_token = found.engine.step_base_s + found.engine.step_per_sequence_s
+    assert per_token == pytest.approx(PER_TOKEN, rel=0.05)
+    assert found.trainer.forward_backward_per_token_s * 100 == pytest.approx(FORWARD, rel=0.3)
+    assert found.trainer.optimizer_s.kind == "samples"
+    trace = found.environment("calculator").trace
+    assert {len(rollout.turns) for rollout in trace} == {2}
+    assert trace[0].turns[1].wait_s == pytest.approx(TOOL, rel=0.05)
+    assert [turn.said for turn in trace[0].turns] == [12, 4]
+
+
+def test_what_was_measured_can_be_simulated(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    result = simulate(make_scenario(recipe("rollouts.max_in_flight=16"), local(), measure(run), days=0.001))
+    assert result.steps > 5
+    assert result.rollout_s.p50 > TOOL
+
+
+def test_several_runs_are_measured_as_one(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name) for name in ("one", "two")]
+    assert len(measure(*runs).environment("reverse").trace) == 2 * len(measure(runs[0]).environment("reverse").trace)
+
+
+def test_a_run_that_says_too_little_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="has 4 steps"):
+        measure(write_run(tmp_path / "short", steps=4))
+    with pytest.raises(UsageError, match="how long each request took"):
+        measure(write_run(tmp_path / "old", turns=False))

@@ -1,0 +1,83 @@
+"""What reports of nodes mean for a profile."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from hpcrl.config.cluster import SlurmCluster
+from hpcrl.config.load import load_cluster
+from hpcrl.slurm.check_job import node_findings
+from hpcrl.slurm.node_check import NodeReport
+from hpcrl.slurm.profile_check import Severity
+
+GOOD = NodeReport(
+    host="n1",
+    memlock_bytes=-1,
+    open_files=1 << 20,
+    shm_bytes=1 << 40,
+    has_scontrol=True,
+    busy_ports=[],
+    looked_at_ports=200,
+    ephemeral_first=32768,
+    has_interface=True,
+    missing_nics=[],
+    scratch_problem="",
+    cache_problem="",
+    gpus=8,
+    clock_ahead_s=0.0,
+    visible_s=0.1,
+    negative_lag_s=0.0,
+)
+
+
+@pytest.fixture(scope="module")
+def site() -> SlurmCluster:
+    profile = load_cluster("h200-28").value
+    assert isinstance(profile, SlurmCluster)
+    return profile
+
+
+def codes(site: SlurmCluster, *reports: NodeReport) -> dict[str, Severity]:
+    return {f.code: f.severity for f in node_findings(site, site.placement.default, list(reports))}
+
+
+def test_good_nodes_give_no_finding(site: SlurmCluster) -> None:
+    assert codes(site, GOOD, GOOD) == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "severity"),
+    [
+        ({"memlock_bytes": 65536}, "memlock", Severity.ERROR),
+        ({"open_files": 1024}, "open-files", Severity.WARNING),
+        ({"shm_bytes": 64 << 20}, "small-shm", Severity.WARNING),
+        ({"has_scontrol": False}, "no-scontrol", Severity.ERROR),
+        ({"busy_ports": list(range(50))}, "ports-taken", Severity.WARNING),
+        ({"ephemeral_first": 20500}, "ports-ephemeral", Severity.WARNING),
+        ({"has_interface": False}, "no-interface", Severity.ERROR),
+        ({"missing_nics": ["mlx5_3"]}, "no-nic", Severity.ERROR),
+        ({"scratch_problem": "Permission denied"}, "no-scratch", Severity.ERROR),
+        ({"gpus": None}, "no-driver", Severity.WARNING),
+        ({"gpus": 7}, "gpus-missing", Severity.ERROR),
+        ({"clock_ahead_s": -30.0}, "clock", Severity.WARNING),
+        ({"visible_s": None, "negative_lag_s": None}, "not-shared", Severity.ERROR),
+        ({"negative_lag_s": 58.0}, "name-lag", Severity.NOTE),
+        ({"negative_lag_s": None}, "name-lag", Severity.NOTE),
+    ],
+)
+def test_what_is_wrong_has_a_code(change: dict[str, object], code: str, severity: Severity, site: SlurmCluster) -> None:
+    found = node_findings(site, site.placement.default, [msgspec.structs.replace(GOOD, **change), GOOD])
+    assert [(f.code, f.severity) for f in found] == [(code, severity)]
+    assert "n1" in found[0].what
+    assert found[0].way_out
+
+
+def test_the_same_on_many_nodes_is_said_once_and_errors_first(site: SlurmCluster) -> None:
+    bad = msgspec.structs.replace(GOOD, open_files=1024, has_scontrol=False)
+    many = [msgspec.structs.replace(bad, host=f"n{i}") for i in range(20)]
+    assert list(codes(site, *many)) == ["no-scontrol", "open-files"]
+
+
+def test_one_node_cannot_tell_about_names(site: SlurmCluster) -> None:
+    assert codes(site, msgspec.structs.replace(GOOD, visible_s=None, negative_lag_s=None)) == {}

@@ -1,0 +1,201 @@
+"""The layout elastic on a real Slurm: replicas are jobs of their own that come, are lost, come back and leave."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from observed import status_of
+from patience import wait_for
+from slurm_lab import HPCRL, ROOT, SlurmLab, events, wait_saved, wait_step
+
+from hpcrl.runs.exclusions import read_exclusions
+from hpcrl.runs.metrics import read_metrics
+from hpcrl.runs.rundir import RunDir
+from hpcrl.runs.status import RunStatus
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(600)]
+
+ENDS = ["COMPLETED", "FAILED", "LOST", "CANCELLED"]
+LONG = ("trainer.steps=4000", "checkpoint.every_steps=2", "job.layout=elastic")
+
+
+def engines(run: RunDir) -> dict[int, Any]:
+    """Engines by number, as `hpcrl status --json` shows them."""
+    found = status_of(run)["components"]
+    return {c["replica"]: c for c in found if c["role"] == "engine"}
+
+
+def ready(run: RunDir, count: int, lost: Mapping[int, Any] | None = None) -> dict[int, Any]:
+    """Wait until so many engines there are, all ready, and those that were ``lost`` in another life."""
+
+    def again(replica: int, component: Any) -> bool:
+        before = (lost or {}).get(replica)
+        return before is None or component["started_at_s"] != before["started_at_s"]
+
+    def look() -> dict[int, Any] | None:
+        found = engines(run)
+        there = all(c["state"] == "READY" and again(replica, c) for replica, c in found.items())
+        return found if len(found) == count and there else None
+
+    return dict(wait_for(look, 90.0, f"{count} engines ready"))
+
+
+def served(run: RunDir, engine: str, after_s: float) -> bool:
+    """Whether an engine has taken a policy version since a moment."""
+    return any(e.data["engine"] == engine and e.time_s > after_s for e in events(run, "engine.weights_updated"))
+
+
+@pytest.fixture
+def running(slurm_lab: SlurmLab) -> RunDir:
+    """An elastic run with two engines and some steps behind it."""
+    run = slurm_lab.submit("elastic", *LONG)
+    ready(run, 2)
+    wait_saved(run, 4)
+    return run
+
+
+def test_cancelled_engine_job_is_replaced_and_the_run_goes_on(running: RunDir, slurm_lab: SlurmLab) -> None:
+    before = engines(running)
+    slurm_lab.client().cancel(before[1]["job"]["job_id"])
+    wait_for(lambda: events(running, "replica.lost"), 30.0, "notice of the loss")
+    lost = events(running, "replica.lost")[0]
+    assert lost.data["replica"] == 1
+    step = read_metrics(running)[-1].step
+    after = ready(running, 2, {1: before[1]})
+    assert after[1]["job"]["job_id"] != before[1]["job"]["job_id"]
+    assert after[1]["job"]["replaced"] == 1
+    assert f"job {before[1]['job']['job_id']} is CANCELLED" in after[1]["job"]["lost"]
+    assert after[0]["job"]["job_id"] == before[0]["job"]["job_id"]
+    wait_for(lambda: served(running, "engine-1", lost.time_s), 60.0, "policy version in the new engine")
+    wait_step(running, step + 5)
+    status = slurm_lab.json("status", running.name)
+    assert (status["state"], status["attempt"]) == ("RUNNING", 1)
+    assert f"job {before[1]['job']['job_id']} is CANCELLED" in slurm_lab.hpcrl("why", running.name).stdout
+    slurm_lab.hpcrl("cancel", running.name, "--yes")
+    slurm_lab.wait_empty()
+
+
+def test_requeued_engine_job_joins_again(running: RunDir, slurm_lab: SlurmLab) -> None:
+    before = engines(running)
+    slurm_lab.client().requeue(before[0]["job"]["job_id"])
+    wait_for(lambda: events(running, "replica.lost"), 30.0, "notice of the loss")
+    after = ready(running, 2, {0: before[0]})
+    assert after[0]["job"]["job_id"] == before[0]["job"]["job_id"]
+    assert after[0]["job"]["replaced"] == 0
+    assert slurm_lab.json("status", running.name)["state"] == "RUNNING"
+    slurm_lab.hpcrl("cancel", running.name, "--yes")
+
+
+def test_engine_node_down_is_a_lost_replica(running: RunDir, slurm_lab: SlurmLab) -> None:
+    before = engines(running)[0]
+    (node,) = before["nodes"]
+    slurm_lab.cluster.kill_node(node)
+    try:
+        wait_for(lambda: events(running, "replica.lost"), 60.0, "notice of the loss")
+        step = read_metrics(running)[-1].step
+        after = ready(running, 2, {0: before})
+    finally:
+        slurm_lab.cluster.revive_node(node)
+    assert after[0]["nodes"] != [node]
+    (entry,) = read_exclusions(running, now_s=time.time())
+    assert entry.node == node
+    wait_step(running, step + 3)
+    assert slurm_lab.json("status", running.name)["attempt"] == 1
+    slurm_lab.hpcrl("cancel", running.name, "--yes")
+
+
+def test_scale_down_and_up_while_running(running: RunDir, slurm_lab: SlurmLab) -> None:
+    slurm_lab.hpcrl("scale", running.name, "engine=1")
+    ready(running, 1)
+    wait_for(lambda: len(slurm_lab.alive_jobs()) == 2, 30.0, "two jobs")
+    step = read_metrics(running)[-1].step
+    wait_step(running, step + 3)
+    slurm_lab.hpcrl("scale", running.name, "engine=3")
+    ready(running, 3)
+    step = read_metrics(running)[-1].step
+    wait_step(running, step + 3)
+    assert slurm_lab.json("status", running.name)["state"] == "RUNNING"
+    assert not events(running, "replica.lost")
+    added = {event.data["engine"] for event in events(running, "engine.added")}
+    assert added >= {"engine-1", "engine-2"}
+    slurm_lab.hpcrl("cancel", running.name, "--yes")
+    slurm_lab.wait_empty()
+
+
+def test_all_engines_lost_then_back(running: RunDir, slurm_lab: SlurmLab) -> None:
+    before = engines(running)
+    for engine in before.values():
+        slurm_lab.client().cancel(engine["job"]["job_id"])
+    wait_for(lambda: len(events(running, "replica.lost")) == 2, 30.0, "notice of both losses")
+    ready(running, 2, before)
+    step = read_metrics(running)[-1].step
+    wait_step(running, step + 3)
+    assert slurm_lab.json("status", running.name)["attempt"] == 1
+    slurm_lab.hpcrl("cancel", running.name, "--yes")
+
+
+def test_trainer_node_down_goes_on_with_the_same_engine_jobs(running: RunDir, slurm_lab: SlurmLab) -> None:
+    status = RunStatus.read(running)
+    assert status is not None
+    jobs = {replica: c["job"]["job_id"] for replica, c in engines(running).items()}
+    node = next(c.nodes[0] for c in status.components if c.role == "trainer")
+    slurm_lab.cluster.kill_node(node)
+    try:
+        wait_for(lambda: status_of(running)["attempt"] == 2, 90.0, "second attempt")
+        slurm_lab.wait_state(running, ["RUNNING"], 90)
+        ready(running, 2)
+    finally:
+        slurm_lab.cluster.revive_node(node)
+    assert {replica: c["job"]["job_id"] for replica, c in engines(running).items()} == jobs
+    assert events(running, "trainer.restored")[0].data["step"] >= 4
+    wait_for(lambda: [r for r in read_metrics(running) if r.attempt == 2], 60.0, "step of attempt 2")
+    slurm_lab.hpcrl("cancel", running.name, "--yes")
+    slurm_lab.wait_empty()
+
+
+def test_killed_supervisor_ends_all_jobs(running: RunDir, slurm_lab: SlurmLab) -> None:
+    status = RunStatus.read(running)
+    assert status is not None
+    os.kill(status.supervisor.pid, signal.SIGKILL)
+    slurm_lab.wait_state(running, ["LOST"], 60)
+    slurm_lab.wait_empty()
+
+
+@pytest.mark.parametrize(
+    ("dies_at", "then"), [("hpcrl-half", "cancel"), ("hpcrl-half-engine-0", "cancel"), ("hpcrl-half-engine-0", "wait")]
+)
+def test_submit_killed_half_way(dies_at: str, then: str, slurm_lab: SlurmLab) -> None:
+    """Some jobs are in the queue, others are not: the supervisor submits what is missing, or a cancel ends all."""
+    wrapper = slurm_lab.runs_root.parent / "bin"
+    wrapper.mkdir()
+    sbatch = shutil.which("sbatch", path=slurm_lab.env["PATH"])
+    script = wrapper / "sbatch"
+    # the submit dies between sbatch and what it would do with its answer, however fast the machine is
+    script.write_text(f'#!/bin/sh\n{sbatch} "$@"\ncase " $* " in *"--job-name={dies_at} "*) kill -9 $PPID ;; esac\n')
+    script.chmod(0o755)
+    env = {**slurm_lab.env, "PATH": f"{wrapper}:{slurm_lab.env['PATH']}"}
+    sets = [part for s in slurm_lab.settings(*LONG) for part in ("--set", s)]
+    command = [HPCRL, "submit", "quickstart", "--cluster", str(slurm_lab.profile), "--name", "half", *sets]
+    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, check=False)
+    assert result.returncode == -signal.SIGKILL, result.stderr
+    run = RunDir(slurm_lab.runs_root / "half")
+    if then == "wait":
+        ready(run, 2)
+        wait_step(run, 2)
+    slurm_lab.hpcrl("cancel", run.name, "--yes", check=then == "wait")
+    slurm_lab.wait_empty()
+    assert slurm_lab.json("status", run.name)["state"] in ("CANCELLED", "LOST", "FAILED")
+
+
+def test_cancel_while_waiting_removes_all_jobs(slurm_lab: SlurmLab) -> None:
+    run = slurm_lab.submit("waits", *LONG, "trainer.nodes=26", "trainer.ranks=26", "job.time_limit_h=1")
+    slurm_lab.hpcrl("cancel", run.name, "--yes")
+    slurm_lab.wait_empty()
+    assert slurm_lab.json("status", run.name)["state"] == "CANCELLED"

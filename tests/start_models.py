@@ -1,0 +1,42 @@
+"""Start models, made once for all workers of a test run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL_MODEL = ("model.warmup.steps=60", "model.warmup.num_experts=4")
+
+
+def start_model(
+    tmp_path_factory: pytest.TempPathFactory, name: str, recipe: str = "quickstart", settings: Sequence[str] = ()
+) -> Path:
+    """The start model ``name`` of a recipe; who comes first makes it."""
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent
+    path = root / "start-models" / name
+    path.parent.mkdir(exist_ok=True)
+    with FileLock(path.with_suffix(".lock"), timeout=900):
+        if not path.exists():
+            sets = [part for setting in settings for part in ("--set", setting)]
+            command = [Path(sys.executable).parent / "hpcrl", "warmup", recipe, "--output", path, *sets]
+            subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    return path
+
+
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of the quickstart that was warmed up for seconds."""
+    return start_model(tmp_path_factory, "small", settings=SMALL_MODEL)
+
+
+def taught_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The quickstart's own start model, from which it learns in a few steps: a minute of warm-up."""
+    return start_model(tmp_path_factory, "taught")

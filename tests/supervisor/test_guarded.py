@@ -1,0 +1,75 @@
+"""Orders that come early, and guards that do not obey."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpcrl import procfs
+from hpcrl.supervisor import guarded
+from hpcrl.supervisor.guard import RUN_ID_VARIABLE
+from hpcrl.supervisor.guarded import ProcessSpec, guard_command, start_guarded
+
+_DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+#: a guard that starts nothing, reads nothing, says nothing, and lives on when its pipe closes
+_HANGING_GUARD = [sys.executable, "-c", _DEAF]
+
+
+def spec(tmp_path: Path, program: str) -> ProcessSpec:
+    return ProcessSpec(
+        role="engine",
+        replica=0,
+        attempt=1,
+        command=[sys.executable, "-c", program],
+        env={**os.environ, RUN_ID_VARIABLE: "guarded"},
+        cwd=str(tmp_path),
+        logs=[str(tmp_path / "log")],
+        grace_s=5.0,
+        events_path=str(tmp_path / "events.jsonl"),
+        events_writer="guard",
+    )
+
+
+@pytest.mark.parametrize("order", ["stop", "kill"])
+async def test_a_role_whose_end_is_ordered_first_does_not_start(order: str, tmp_path: Path) -> None:
+    # both lines are in the pipe before the guard reads the first: an interpreter takes longer to start than this
+    process = await start_guarded(guard_command(sys.executable), spec(tmp_path, _DEAF), env=os.environ)
+    if order == "stop":
+        process.stop(5.0)
+    else:
+        process.kill()
+    assert await asyncio.wait_for(process.gone(), 60.0) == []
+    end = await process.ended()
+    assert end.signal == signal.SIGTERM
+    assert not end.guard_lost
+    assert await process.started() is None
+    assert not (tmp_path / "log").exists()
+
+
+async def test_guards_that_do_not_obey_are_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(guarded, "_ANSWER_S", 0.3)
+    process = await start_guarded(_HANGING_GUARD, spec(tmp_path, "pass"), env=os.environ)
+    assert procfs.read_process(process.guard_pid) is not None
+    process.stop(0.1)
+    assert await asyncio.wait_for(process.gone(), 60.0) == []
+    assert (await process.ended()).guard_lost
+    assert await process.started() is None
+    assert [record.message.split(" ", 2)[1] for record in caplog.records] == ["0:", "0:"]
+    assert "told to kill" in caplog.text
+    assert "cut off" in caplog.text
+
+
+async def test_a_guard_that_obeys_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    process = await start_guarded(guard_command(sys.executable), spec(tmp_path, _DEAF), env=os.environ)
+    await process.started()
+    process.stop(0.2)
+    assert await process.gone() == []
+    assert (await process.ended()).signal is not None
+    assert not caplog.records

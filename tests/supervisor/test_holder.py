@@ -1,0 +1,127 @@
+"""When the holder of a replica's nodes gives them back, and when not."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from hpcrl.config.cluster import SlurmCluster
+from hpcrl.config.load import load_cluster, load_recipe
+from hpcrl.planning import make_plan
+from hpcrl.runs import jobs
+from hpcrl.runs.jobs import JobFact
+from hpcrl.runs.record import RunRecord, Submission
+from hpcrl.runs.replicas import Held, Wanted, wanted_replicas
+from hpcrl.runs.rundir import RunDir
+from hpcrl.runs.status import ProcessId, RunState, RunStatus
+from hpcrl.supervisor.holder import Holder, held_from_env
+
+
+class Scene:
+    """A run whose supervisor and job are what a test says; time is the test's."""
+
+    def __init__(self, root: Path) -> None:
+        recipe = load_recipe("quickstart", ("job.layout=elastic", "engine.replicas=2")).value
+        cluster = load_cluster("devcluster").value
+        assert isinstance(cluster, SlurmCluster)
+        self.run = RunDir(root / "run")
+        self.run.path.mkdir()
+        self.run.write_configuration(recipe, cluster, make_plan(recipe, cluster, "run", self.run.path))
+        self.record = RunRecord.new(self.run, name="run", provenance={}).with_submission(self.submission())
+        self.record.write(self.run)
+        self.fact = JobFact(job_id="7", state="RUNNING", holding=True)
+        self.asked = 0
+        self.now = 1000.0
+        held = Held(role="engine", replica=1, submission=1, job_id=8, restart=0, nodes=["n2"], since_s=0.0)
+        self.holder = Holder(self.run, held, clock=lambda: self.now)
+
+    @staticmethod
+    def submission() -> Submission:
+        return Submission(submitted_at_s=0.0, executor="slurm", job_id="7", folder="/f", after_attempt=0, requeues=True)
+
+    def look_up(self, submissions: object) -> dict[str, JobFact]:
+        self.asked += 1
+        return {"7": self.fact}
+
+    def beat(self, state: RunState = RunState.RUNNING) -> None:
+        self.run.attempt_dir(1).mkdir(parents=True, exist_ok=True)
+        myself = ProcessId.of(os.getpid())
+        assert myself is not None
+        # of another machine: only its heartbeat says that it lives
+        other = msgspec.structs.replace(myself, host="elsewhere")
+        RunStatus(run_id="r", attempt=1, state=state, supervisor=other, started_at_s=1.0, heartbeat_s=self.now).write(
+            self.run
+        )
+
+    def passes(self, seconds: float, *, beating: bool) -> str:
+        """Look every two seconds; the first reason to end."""
+        for _ in range(int(seconds / 2)):
+            self.now += 2.0
+            if beating:
+                self.beat()
+            if why := self.holder.why_end():
+                return why
+        return ""
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Iterator[Scene]:
+    scene, before = Scene(tmp_path), list(jobs._sources)
+    jobs.use_source(scene.look_up)
+    yield scene
+    jobs._sources[:] = before
+
+
+def test_a_beating_supervisor_costs_slurm_no_question(scene: Scene) -> None:
+    assert scene.passes(600, beating=True) == ""
+    assert scene.asked == 0
+
+
+def test_silence_is_no_end_while_the_job_runs(scene: Scene) -> None:
+    scene.passes(10, beating=True)
+    assert scene.passes(3600, beating=False) == ""
+    assert 1 < scene.asked < 300
+
+
+def test_slurm_that_does_not_answer_is_no_end(scene: Scene) -> None:
+    scene.fact = JobFact(job_id="7", state="UNKNOWN", warning="Slurm has not answered")
+    assert scene.passes(3600, beating=False) == ""
+
+
+def test_the_end_of_the_trainers_job_is_one(scene: Scene) -> None:
+    scene.passes(10, beating=True)
+    scene.fact = JobFact(job_id="7", state="NODE_FAIL", ended=True)
+    assert "the run has ended" in scene.passes(120, beating=False)
+
+
+def test_nodes_are_given_back_when_the_trainer_waits_for_long(scene: Scene) -> None:
+    scene.fact = JobFact(job_id="7", state="PENDING", waiting=True)
+    assert scene.passes(800, beating=False) == ""
+    assert "has waited for" in scene.passes(400, beating=False)
+
+
+def test_a_later_submission_has_jobs_of_its_own(scene: Scene) -> None:
+    scene.record.with_submission(scene.submission()).write(scene.run)
+    assert scene.holder.why_end() == "the run was submitted again"
+
+
+def test_what_is_not_wanted_is_left_to_a_living_supervisor(scene: Scene) -> None:
+    Wanted.ask(scene.run, {"engine": 1}, user="ada")
+    assert wanted_replicas(scene.run, scene.run.plan()) == {"engine": 1}
+    assert scene.passes(100, beating=True) == ""
+    assert scene.passes(100, beating=False) == "the run was scaled down"
+
+
+def test_what_a_job_holds(tmp_path: Path) -> None:
+    environ = {"SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_RESTART_COUNT": "3"}
+    run, held = held_from_env([str(tmp_path), "engine", "4", "2"], environ)
+    assert (held.job_id, held.restart, held.nodes, held.submission) == (12, 3, ["n1", "n2"], 2)
+    held.write(run)
+    (found,) = Held.read_all(run)
+    assert found == held
+    held.remove(run)
+    assert Held.read_all(run) == []
