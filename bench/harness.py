@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hpcrl.runs.events import read_events
 from hpcrl.runs.metrics import StepRecord, read_metrics
 from hpcrl.runs.rundir import RunDir
 
-__all__ = ["ROOT", "RunResult", "record", "run_recipe", "scratch", "warmup"]
+__all__ = ["ROOT", "OtherLoad", "RunResult", "record", "run_recipe", "scratch", "warmup"]
 
 ROOT = Path(__file__).resolve().parent.parent
 HPCRL = Path(sys.executable).with_name("hpcrl")
@@ -62,6 +65,77 @@ def run_recipe(recipe: str, runs_root: Path, name: str, *settings: str) -> RunRe
     run = RunDir(runs_root / name)
     evaluations = [event.data for event in read_events(run) if event.kind == "evaluation"]
     return RunResult(run, time.monotonic() - started, read_metrics(run), evaluations)
+
+
+class OtherLoad:
+    """The share of the CPUs that processes of others took inside the context (Linux).
+
+    Ours are those with ``mark`` in their environment, and this one; they are looked at four times a second.
+
+    Attributes
+    ----------
+    share:
+        0 to 1, after the end.
+    """
+
+    def __init__(self, mark: str) -> None:
+        self._mark, self.share = mark.encode(), 0.0
+        self._own: dict[str, bool] = {str(os.getpid()): True}
+        self._seen: dict[tuple[str, str], _Ticks] = {}
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> OtherLoad:
+        self._look()
+        self._before, self._busy, self._began_s = self._total(), _busy_ticks(), time.monotonic()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+        self._look()
+        own = self._total() - self._before
+        available = (time.monotonic() - self._began_s) * os.sysconf("SC_CLK_TCK") * (os.cpu_count() or 1)
+        self.share = max(0.0, _busy_ticks() - self._busy - own) / available
+
+    def _watch(self) -> None:
+        while not self._ended.wait(0.25):
+            self._look()
+
+    def _look(self) -> None:
+        for pid in filter(str.isdigit, os.listdir("/proc")):
+            with contextlib.suppress(OSError):
+                if pid not in self._own:
+                    self._own[pid] = self._mark in Path(f"/proc/{pid}/environ").read_bytes()
+                if self._own[pid]:
+                    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+                    own, reaped = (sum(map(int, fields[i : i + 2])) for i in (11, 13))
+                    self._seen[pid, fields[19]] = _Ticks(fields[1], own, reaped)
+
+    def _total(self) -> int:
+        """Of all that were seen, and of children that came and went between two looks."""
+        by_parent: dict[str, int] = defaultdict(int)
+        for ticks in self._seen.values():
+            by_parent[ticks.parent] += ticks.own + ticks.reaped
+        return sum(
+            ticks.own + max(0, ticks.reaped - by_parent[pid] if pid in by_parent else ticks.reaped)
+            for (pid, _), ticks in self._seen.items()
+        )
+
+
+class _Ticks(NamedTuple):
+    """CPU time of a process, and of children that it has waited for."""
+
+    parent: str
+    own: int
+    reaped: int
+
+
+def _busy_ticks() -> int:
+    """Of all CPUs, neither idle nor waiting for a disk."""
+    values = [int(value) for value in Path("/proc/stat").read_text(encoding="ascii").splitlines()[0].split()[1:]]
+    return sum(values) - values[3] - values[4]
 
 
 def record(name: str, figures: dict[str, Any]) -> None:

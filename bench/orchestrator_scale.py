@@ -27,10 +27,11 @@ from typing import Any
 import psutil
 import yaml
 
+from hpcrl.checkpoints.restore import RestoreDecision
 from hpcrl.config.recipe import Recipe
 from hpcrl.dock.client import DockClient
 from hpcrl.models.tokenizer import write_character_tokenizer
-from hpcrl.runs.role import Endpoints
+from hpcrl.runs.role import Endpoints, restore_path
 from hpcrl.runs.rundir import RunDir
 from hpcrl.weights import HandoffStore
 
@@ -139,6 +140,7 @@ def bench(in_flight: int, engines: int, request_s: float, seconds: float) -> dic
             "orchestrator": [f"http://127.0.0.1:{own}"],
         }
         Endpoints(urls=urls).write(run, 1)
+        RestoreDecision(step=None, verified="content", seconds=0.0, skipped=[]).write(restore_path(run, 1))
 
         log = stack.enter_context((path / "log").open("wb"))
 
