@@ -1,4 +1,4 @@
-"""What the router adds to a request: the same requests directly and through it, by turns, to the same stub engine.
+"""What each router adds to a request: the same requests directly and through it, by turns, to the same stub engine.
 
 The stub answers at once, so that nothing but the way there is measured. Prompts of several lengths, because the router
 reads and forwards each body. Writes ``bench/results/router_overhead.json``.
@@ -32,6 +32,7 @@ from hpcrl.supervisor.commands import fill_placeholders
 HOST = "127.0.0.1"
 STUB = ROOT / "tests/rollouts/stub_engine.py"
 LENGTHS = (100, 10_000)
+KINDS = ("vllm-router", "dynamo")
 
 
 @contextlib.contextmanager
@@ -102,15 +103,18 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=96)
     arguments = parser.parse_args()
     python = os.environ.get("HPCRL_VLLM_PYTHON", str(Path(ROOT) / ".venv-vllm/bin/python"))
-    port, router_port = choose_blocks([1, ROUTER_PORTS], first=21000, last=29999, host=HOST)
-    command = router_command(load_recipe("quickstart_vllm").value)
-    command = fill_placeholders(command, {"python": python, "host": HOST, "port": str(router_port)})
-    stub = [sys.executable, str(STUB), "--port", str(port), "--request-s", "0", "--spread", "0"]
     figures: dict[str, object] = {"load_average": round(os.getloadavg()[0], 1), "requests": arguments.requests}
-    with started(stub), started(command, **ROUTER_VARIABLES):
-        for in_flight in (1, 16):
+    for kind in KINDS:
+        port, router_port = choose_blocks([1, ROUTER_PORTS], first=21000, last=29999, host=HOST)
+        command = router_command(load_recipe("quickstart_vllm", [f"engine.router.kind={kind}"]).value)
+        command = fill_placeholders(command, {"python": python, "host": HOST, "port": str(router_port)})
+        stub = [sys.executable, str(STUB), "--port", str(port), "--request-s", "0", "--spread", "0"]
+        with started(stub), started(command, **ROUTER_VARIABLES):
             urls = f"http://{HOST}:{port}", f"http://{HOST}:{router_port}"
-            figures[f"in_flight_{in_flight}"] = asyncio.run(measure(arguments.requests, in_flight, *urls))
+            figures[kind] = {
+                f"in_flight_{in_flight}": asyncio.run(measure(arguments.requests, in_flight, *urls))
+                for in_flight in (1, 16)
+            }
     print(figures)
     record("router_overhead", figures)
 

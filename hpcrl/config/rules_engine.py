@@ -20,11 +20,6 @@ def _payload_exists(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
     if recipe.job.payload == "probe":
         return
     engine = recipe.engine
-    if engine.router.kind == "dynamo":
-        yield (
-            "engine.router.kind",
-            "Dynamo's answers do not say which version of the weights sampled each token, and training needs that",
-        )
     if engine.backend != "vllm":
         if engine.prefill is not None or engine.decode is not None:
             yield "engine.prefill", f"engines of the backend {engine.backend!r} have no sides"
@@ -48,16 +43,14 @@ def _wide_runs(recipe: Recipe, cluster: ClusterProfile, ranks: int) -> Conflicts
         )
 
 
-def _dynamo_can(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
+def _dynamo_can(recipe: Recipe, _: ClusterProfile) -> Conflicts:
     engine = recipe.engine
-    if engine.router.etcd is not None and engine.router.kind != "dynamo":
-        yield "engine.router.etcd", f"has no effect on the router {engine.router.kind!r}"
     if engine.router.kind != "dynamo":
         return
     if engine.backend != "vllm":
-        yield "engine.router.kind", f"Dynamo has no workers around engines of the backend {engine.backend!r}"
-    elif (ranks := _largest_replica(recipe, cluster)) > 1:
-        yield "engine.router.kind", f"hpcrl renders Dynamo's workers for replicas of one rank, this one has {ranks}"
+        yield "engine.router.kind", f"engines of the backend {engine.backend!r} do not tell Dynamo what they cache"
+    elif engine.prefill is not None:
+        yield "engine.router.kind", "Dynamo's selection leads no request from prefill to decode"
 
 
 def _largest_replica(recipe: Recipe, cluster: ClusterProfile) -> int:
@@ -114,7 +107,7 @@ def _args_for_vllm(recipe: Recipe, _: ClusterProfile) -> Conflicts:
 PAYLOAD_RULE = Rule(
     "payload-exists",
     "Everything that a run starts is part of this version.",
-    "choose vLLM's router, another layout than elastic for sides, and for replicas of several ranks engine.pause: keep "
+    "choose another layout than elastic for sides, and for replicas of several ranks engine.pause: keep "
     "and kv_transfer: nixl; or try the shape of the job: --set job.payload=probe",
     _payload_exists,
     submit_only=True,
@@ -124,8 +117,8 @@ ENGINE_RULES: tuple[Rule, ...] = (
     Rule("own-vllm-flags", "A recipe gives vLLM no flag that hpcrl sets.", "remove it from vllm_args", _own_flags),
     Rule("vllm-flag-names", "Flags of vLLM are long names with values.", "correct the name", _flag_names),
     Rule(
-        "dynamo-workers",
-        "Dynamo's router has workers that it can have.",
+        "dynamo-engines",
+        "Dynamo's router has engines that it can choose from.",
         "set engine.router.kind: auto",
         _dynamo_can,
     ),

@@ -37,6 +37,7 @@ OWNED_FLAGS: dict[str, str] = {
     "dtype": "it is engine.dtype",
     "seed": "it is the recipe's seed",
     "kv-cache-memory-bytes": "it is engine.kv_cache_gib on CPUs; GPUs take gpu-memory-utilization",
+    "kv-events-config": "it follows from engine.router.kind",
     "kv-transfer-config": "it follows from engine.kv_store, prefill and decode",
     **dict.fromkeys(("nnodes", "node-rank", "master-addr", "master-port"), _PLACE),
     **dict.fromkeys(

@@ -1,69 +1,49 @@
-"""Command lines of NVIDIA Dynamo: its frontend, which routes by KV, and its workers around vLLM's engine.
-
-Its frontend does not send requests to vLLM's own servers: workers register with it, and take requests over a protocol
-of Dynamo's own. So engines are started by ``dynamo.vllm``, with the same flags of the engine. Flags are those of Dynamo
-1.6, from its documentation: nothing of it was run here.
-"""
+"""NVIDIA Dynamo's router in front of vLLM's own servers: its command, and what engines must publish for it."""
 
 from __future__ import annotations
 
-from hpcrl.config.plan import Role
+from typing import Any
+
 from hpcrl.config.recipe import Recipe
-from hpcrl.planning.vllm_command import engine_flags, own_flags, rendered
 
-__all__ = ["WORKER_PORTS", "frontend_command", "worker_command"]
-
-WORKER_PORTS = 2
-"""Health, metrics and control, then KV events."""
+__all__ = ["dynamo_router_command", "has_events", "kv_events"]
 
 
-def frontend_command(recipe: Recipe) -> tuple[str, ...]:
-    """The frontend: OpenAI's API, KV-aware routing."""
-    flags = {
-        "http-host": "{host}",
-        "http-port": "{port}",
-        "router-mode": "kv",
-        "kv-cache-block-size": recipe.engine.block_size,
-        **_planes(recipe),
-    }
-    return (*_environment(recipe), "{python}", "-m", "dynamo.frontend", *rendered(flags))
+def has_events(recipe: Recipe) -> bool:
+    """Whether engines publish what enters and leaves their KV cache."""
+    return recipe.engine.router.kind == "dynamo"
 
 
-def worker_command(recipe: Recipe, role: Role, *, gpus: bool, rdma: bool) -> tuple[str, ...]:
-    """A worker of one rank.
+def kv_events(offset: int, *, nodes: int, ranks_per_node: int) -> dict[str, Any]:
+    """vLLM's ``--kv-events-config``: each rank publishes on the port that lies ``offset`` above that of its server.
 
     Parameters
     ----------
-    role:
-        ENGINE, PREFILL or DECODE.
-    gpus, rdma:
-        As for `vllm_command`.
+    nodes, ranks_per_node:
+        Shape of a replica. vLLM adds the index of a rank in the replica to the port that it is given: on later nodes
+        the ranks of nodes before must be taken off.
     """
-    flags = engine_flags(recipe, role, gpus=gpus, rdma=rdma, ranks_per_node=1)
-    flags["kv-events-config"] = {
-        "publisher": "zmq",
-        "topic": "kv-events",
-        "endpoint": "tcp://*:{port+1}",
-        "enable_kv_cache_events": True,
-    }
-    mode = {Role.PREFILL: ("--disaggregation-mode", "prefill"), Role.DECODE: ("--disaggregation-mode", "decode")}
-    own = rendered({**flags, **_planes(recipe), **own_flags(recipe, role)})
-    program = ("{python}", "-m", "dynamo.vllm", "--model", recipe.model.path, "--enable-rl", *mode.get(role, ()))
-    return (*_environment(recipe, "DYN_SYSTEM_PORT={port}"), *program, *own)
-
-
-def _planes(recipe: Recipe) -> dict[str, str]:
-    """How its parts find each other and talk."""
+    port = f"{{port+{offset}}}"
+    if nodes > 1:
+        port = f"{{{port}-node_rank*{ranks_per_node}}}"
     return {
-        "namespace": recipe.name,
-        "discovery-backend": "file" if recipe.engine.router.etcd is None else "etcd",
-        "request-plane": "tcp",
-        "event-plane": "zmq",
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": f"tcp://*:{port}",
     }
 
 
-def _environment(recipe: Recipe, *own: str) -> tuple[str, ...]:
-    """What it takes from the environment alone."""
-    etcd = recipe.engine.router.etcd
-    place = "DYN_FILE_KV={run_dir}/dynamo" if etcd is None else f"ETCD_ENDPOINTS={etcd}"
-    return ("env", place, *own)
+def dynamo_router_command(recipe: Recipe, *, events_offset: int) -> tuple[str, ...]:
+    """The router's command; see `hpcrl.inference.dynamo.router`."""
+    router = recipe.engine.router
+    flags = {
+        "--host": "{host}",
+        "--port": "{port}",
+        "--model": recipe.name,
+        "--block-size": str(recipe.engine.block_size),
+        "--events-offset": str(events_offset),
+        "--session-ttl-s": f"{router.session_ttl_s:g}",
+        "--request-timeout-s": f"{recipe.rollouts.request_timeout_s:g}",
+        "--health-interval-s": str(router.health_interval_s),
+    }
+    return ("{python}", "-m", "hpcrl.inference.dynamo.router", *(word for flag in flags.items() for word in flag))

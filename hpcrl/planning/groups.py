@@ -5,7 +5,7 @@ from __future__ import annotations
 from hpcrl.config.cluster import ClusterProfile, SlurmCluster
 from hpcrl.config.plan import FileProbe, HttpProbe, Role, RoleGroup, RolePolicy
 from hpcrl.config.recipe import Recipe, RolePolicyConfig
-from hpcrl.planning.dynamo_command import WORKER_PORTS, worker_command
+from hpcrl.planning.dynamo_command import has_events
 from hpcrl.planning.environment import engine_gpus, engine_ranks_per_node, plain, role_variables
 from hpcrl.planning.kv_transfer import disk_command, front_command, has_rdma, side_command, side_ports
 from hpcrl.planning.router_command import ROUTER_PORTS, has_router, router_command
@@ -63,15 +63,6 @@ def _vllm_command(recipe: Recipe, cluster: ClusterProfile, role: Role, *, nodes:
     """vLLM behind the programs that prepare a node for it."""
     ranks, gpus = engine_ranks_per_node(recipe, cluster, role), engine_gpus(recipe, cluster, role) > 0
     rdma = has_rdma(cluster, role) and gpus
-    if recipe.engine.router.kind == "dynamo":
-        return join_command(
-            recipe,
-            cluster,
-            role,
-            disk_command(recipe, worker_command(recipe, role, gpus=gpus, rdma=rdma)),
-            nodes=nodes,
-            ranks_per_node=ranks,
-        )
     command = vllm_command(recipe, role, nodes=nodes, ranks_per_node=ranks, gpus=gpus, rdma=rdma)
     command = disk_command(recipe, command)
     command = side_command(
@@ -81,18 +72,15 @@ def _vllm_command(recipe: Recipe, cluster: ClusterProfile, role: Role, *, nodes:
 
 
 def _engine_servers(recipe: Recipe, cluster: ClusterProfile, role: Role) -> int:
-    """vLLM's own servers are one a rank; workers of Dynamo are led by its frontend."""
-    engine = recipe.engine
-    own = engine.backend == "vllm" and engine.router.kind != "dynamo"
-    return engine_ranks_per_node(recipe, cluster, role) if own else 0
+    """vLLM's servers are one a rank."""
+    return engine_ranks_per_node(recipe, cluster, role) if recipe.engine.backend == "vllm" else 0
 
 
 def _engine_ports(recipe: Recipe, cluster: ClusterProfile, role: Role, *, nodes: int) -> int:
-    """Of each node: servers, then what leads KV between engines."""
-    if recipe.engine.router.kind == "dynamo":
-        return WORKER_PORTS
+    """Of each node: servers, then what leads KV between engines, or what tells the router of it."""
     ranks, gpus = engine_ranks_per_node(recipe, cluster, role), engine_gpus(recipe, cluster, role) > 0
-    return vllm_ports(ranks, nodes=nodes) + side_ports(recipe, gpus=gpus, ranks_per_node=ranks)
+    events = ranks if has_events(recipe) else 0
+    return vllm_ports(ranks, nodes=nodes) + side_ports(recipe, gpus=gpus, ranks_per_node=ranks) + events
 
 
 def _store(recipe: Recipe, cluster: ClusterProfile, run_name: str) -> list[RoleGroup]:
@@ -123,25 +111,26 @@ def _router(recipe: Recipe, cluster: ClusterProfile, run_name: str) -> list[Role
     """
     if not has_router(recipe):
         return []
-    dynamo = recipe.engine.router.kind == "dynamo"
-    sides = (Role.PREFILL, Role.DECODE) if recipe.engine.prefill is not None and not dynamo else ()
-    gpus = bool(sides) and engine_gpus(recipe, cluster, Role.PREFILL) > 0
-    ranks = engine_ranks_per_node(recipe, cluster, Role.PREFILL) if sides else 1
-    nodes = recipe.engine.prefill.nodes if recipe.engine.prefill is not None else 1
+    engine = recipe.engine
+    sides = (Role.PREFILL, Role.DECODE) if engine.prefill is not None else ()
+    first = Role.PREFILL if sides else Role.ENGINE
+    # what lies above the servers of an engine
+    offset = vllm_ports(
+        engine_ranks_per_node(recipe, cluster, first), nodes=(engine.prefill.nodes if engine.prefill else engine.nodes)
+    )
+    gpus = bool(sides) and engine_gpus(recipe, cluster, first) > 0
     return [
         RoleGroup(
             role=Role.ROUTER,
             replicas=1,
             ranks=1,
             beside=isinstance(cluster, SlurmCluster),
-            command=router_command(recipe)
-            if dynamo
-            else front_command(recipe, router_command(recipe), gpus=gpus, offset=vllm_ports(ranks, nodes=nodes)),
+            command=front_command(recipe, router_command(recipe, events_offset=offset), gpus=gpus, offset=offset),
             ports=ROUTER_PORTS,
             env=plain(role_variables(recipe, cluster, Role.ROUTER, run_name)),
             after=sides,
             # its /health says yes without any engine
-            ready=HttpProbe(path="/live" if dynamo else "/liveness"),
+            ready=HttpProbe(path="/liveness"),
             start_timeout_s=cluster.limits.start_timeout_s,
             policy=_policy(recipe.supervision.router, cluster),
         )

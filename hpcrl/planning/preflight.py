@@ -174,7 +174,8 @@ def check_router(recipe: Loaded[Recipe], plan: Plan) -> list[str]:
     routers = [group for group in plan.groups if group.role is Role.ROUTER]
     if not routers or recipe.value.job.payload != "roles":
         return []
-    package = "dynamo.frontend" if recipe.value.engine.router.kind == "dynamo" else "vllm_router"
+    dynamo = recipe.value.engine.router.kind == "dynamo"
+    package, distribution = ("dynamo.llm", "ai-dynamo-runtime") if dynamo else ("vllm_router", "vllm-router")
     python = routers[0].python or plan.python or sys.executable
     if plan.container is not None or not Path(python).is_file():
         where = "in the container" if plan.container is not None else f"visible here ({python})"
@@ -188,7 +189,7 @@ def check_router(recipe: Loaded[Recipe], plan: Plan) -> list[str]:
     if result.returncode == _NO_PACKAGE:
         what = f"{python} has no {package}"
         way_out = (
-            f"pip install vllm-router for {python}, name another in cluster.python_by_role.router, or kind: direct"
+            f"pip install {distribution} for {python}, name another in cluster.python_by_role.router, or kind: direct"
         )
         raise ConfigError([Finding(recipe.where("engine.router.kind"), "engine.router.kind", what, way_out)])
     if result.returncode:

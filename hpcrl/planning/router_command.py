@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hpcrl.config.recipe import Recipe
-from hpcrl.planning.dynamo_command import frontend_command
+from hpcrl.planning.dynamo_command import dynamo_router_command
 
 __all__ = ["ROUTER_PORTS", "ROUTER_VARIABLES", "has_router", "router_command"]
 
@@ -22,12 +22,18 @@ def has_router(recipe: Recipe) -> bool:
     return kind not in ("auto", "direct") or (kind == "auto" and engine.backend == "vllm")
 
 
-def router_command(recipe: Recipe) -> tuple[str, ...]:
+def router_command(recipe: Recipe, *, events_offset: int = 1) -> tuple[str, ...]:
     """It starts without engines; the orchestrator adds each when it serves the newest weights, and removes it before
-    it does not. Otherwise an engine that was started anew would serve the start model as soon as it is healthy."""
+    it does not. Otherwise an engine that was started anew would serve the start model as soon as it is healthy.
+
+    Parameters
+    ----------
+    events_offset:
+        An engine's KV events are on the port so far above that of its server.
+    """
     router = recipe.engine.router
     if router.kind == "dynamo":
-        return frontend_command(recipe)
+        return dynamo_router_command(recipe, events_offset=events_offset)
     flags = {
         "--host": "{host}",
         "--port": "{port}",

@@ -13,6 +13,7 @@ from typing import Any
 
 from hpcrl.config.plan import Role
 from hpcrl.config.recipe import EngineGroupConfig, Recipe
+from hpcrl.planning.dynamo_command import has_events, kv_events
 from hpcrl.planning.kv_transfer import transfer_config
 
 __all__ = [
@@ -59,6 +60,9 @@ def vllm_command(
         "disable-uvicorn-access-log": True,
         **engine_flags(recipe, role, gpus=gpus, rdma=rdma, ranks_per_node=ranks_per_node),
     }
+    if has_events(recipe):
+        offset = vllm_ports(ranks_per_node, nodes=nodes)
+        flags["kv-events-config"] = kv_events(offset, nodes=nodes, ranks_per_node=ranks_per_node)
     if wide:
         flags |= _wide(role, nodes=nodes, ranks_per_node=ranks_per_node, gpus=gpus)
     if ranks_per_node > 1:

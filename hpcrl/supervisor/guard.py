@@ -50,7 +50,7 @@ KIND_VARIABLE = "HPCRL_PROCESS"
 
 _OURS = ("SUBMITIT_", "HPCRL_")
 """What submitit and the guard itself have in the environment is not meant for roles."""
-_NODE_RANK = re.compile(r"\{node_rank(?:\*(\d+))?\}")
+_NODE_RANK = re.compile(r"\{(?:(\d+)-)?node_rank(?:\*(\d+))?\}")
 _POLL_S = 0.02
 _LOOK_S = (2.0, 8.0, 20.0, 60.0)
 """Pauses between looks at the role's shared memory; the last one again and again."""
@@ -74,10 +74,18 @@ def main() -> None:
 
 
 def fill_node_rank(part: str, node_rank: int, hosts: Sequence[str] = ()) -> str:
-    """Replace ``{node_rank}`` and ``{node_rank*N}`` in one word of a command, and ``{node_host}`` by this node's."""
+    """Replace ``{node_rank}`` and ``{node_rank*N}`` in one word of a command, and ``{node_host}`` by this node's.
+
+    ``{M-node_rank*N}`` is what is left of the number ``M``.
+    """
     if hosts:
         part = part.replace("{node_host}", hosts[node_rank])
-    return _NODE_RANK.sub(lambda match: str(node_rank * int(match[1] or 1)), part)
+
+    def filled(match: re.Match[str]) -> str:
+        value = node_rank * int(match[2] or 1)
+        return str(value if match[1] is None else int(match[1]) - value)
+
+    return _NODE_RANK.sub(filled, part)
 
 
 class Guard:

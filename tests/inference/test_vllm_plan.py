@@ -22,6 +22,7 @@ from hpcrl.errors import ConfigError, HpcrlError
 from hpcrl.inference.vllm.front import engine_flags
 from hpcrl.inference.vllm.side import variables as side_variables
 from hpcrl.planning import absolute_site_paths, check_pythons, check_router, make_plan
+from hpcrl.planning.dynamo_command import kv_events
 from hpcrl.planning.groups import make_groups
 from hpcrl.supervisor.commands import fill_placeholders
 from hpcrl.supervisor.guard import fill_node_rank
@@ -398,32 +399,44 @@ def test_the_router_of_two_sides_gets_their_addresses() -> None:
         engine_flags("nixl", ["http://a:1"], [], bootstrap_offset=None)
 
 
-def test_dynamo_has_workers_of_its_own() -> None:
-    kind = ("engine.router.kind=dynamo", "engine.kv_store=null")
-    groups = groups_of("quickstart_vllm", "local", *kind)
-    router, worker = groups[Role.ROUTER], groups[Role.ENGINE]
-    assert router.command[:5] == ("env", "DYN_FILE_KV={run_dir}/dynamo", "{python}", "-m", "dynamo.frontend")
-    assert flags_of(router)["router-mode"] == "kv"
-    assert worker.command[:3] == ("env", "DYN_FILE_KV={run_dir}/dynamo", "DYN_SYSTEM_PORT={port}")
-    flags = flags_of(worker)
-    assert flags["enable-rl"] is True
-    # flags of vLLM's own server are not for it, those of the engine are the same
-    assert not {"port", "enable-scale-out", "disable-uvicorn-access-log"} & flags.keys()
-    assert (flags["logprobs-mode"], flags["max-model-len"]) == ("processed_logprobs", "256")
-    for name in ("namespace", "discovery-backend", "request-plane", "event-plane"):
-        assert flags[name] == flags_of(router)[name]
-    assert '"tcp://*:{port+1}"' in str(flags["kv-events-config"])
-    etcd = groups_of("quickstart_vllm", "local", *kind, "engine.router.etcd=http://e:2379")[Role.ENGINE]
-    assert etcd.command[1] == "ETCD_ENDPOINTS=http://e:2379"
-    assert flags_of(etcd)["discovery-backend"] == "etcd"
+def test_dynamo_stands_before_the_same_engines() -> None:
+    kind = "engine.router.kind=dynamo"
+    plain, groups = groups_of("quickstart_vllm", "local"), groups_of("quickstart_vllm", "local", kind)
+    router, engine = groups[Role.ROUTER], groups[Role.ENGINE]
+    assert router.command[:3] == ("{python}", "-m", "hpcrl.inference.dynamo.router")
+    assert router.ready == plain[Role.ROUTER].ready
+    flags = flags_of(router)
+    assert (flags["model"], flags["block-size"], flags["session-ttl-s"]) == ("quickstart_vllm", "32", "600")
+    # the engine publishes above its server, where the router looks
+    assert flags["events-offset"] == "1"
+    own = ("--kv-events-config", json.dumps(events := kv_events(1, nodes=1, ranks_per_node=1), sort_keys=True))
+    assert events["endpoint"] == "tcp://*:{port+1}"
+    start = engine.command.index("--kv-events-config")
+    assert engine.command[start : start + 2] == own
+    assert engine.command[:start] + engine.command[start + 2 :] == plain[Role.ENGINE].command
+    assert engine.ports == plain[Role.ENGINE].ports + 1
+
+
+def test_each_rank_of_a_wide_replica_publishes_above_its_server() -> None:
+    """vLLM adds the index of a rank in the replica to the port that it is given."""
+    groups = groups_of("qwen3_30b_a3b", "h200-28", "engine.router.kind=dynamo", "engine.replicas=1", "engine.nodes=3")
+    engine, offset = groups[Role.ENGINE], int(flags_of(groups[Role.ROUTER])["events-offset"])
+    assert engine.ports >= offset + 8
+    seen = set()
+    for node in range(3):
+        port = 21000 + 100 * node
+        words = fill_placeholders(engine.command, {"python": "p", "run_dir": "/r", "host": "h", "port": str(port)})
+        filled = [fill_node_rank(word, node, ["a", "b", "c"]) for word in words]
+        config = json.loads(filled[filled.index("--kv-events-config") + 1])
+        base = int(config["endpoint"].removeprefix("tcp://*:"))
+        seen |= {base + rank - port - rank % 8 for rank in range(8 * node, 8 * (node + 1))}
+    assert seen == {offset}
 
 
 @pytest.mark.parametrize(
     ("settings", "site", "message"),
     [
-        (["engine.router.kind=dynamo"], "local", "which version of the weights sampled each token"),
-        (["engine.router.etcd=x"], "local", "has no effect on the router 'auto'"),
-        (["engine.router.kind=dynamo", "engine.device=auto", "engine.kv_store=null"], "devcluster", "one rank, this"),
+        ([*SIDES, "engine.router.kind=dynamo"], "local", "leads no request from prefill to decode"),
         ([*SIDES, "engine.router.kind=direct"], "local", "nothing leads a request"),
         (["engine.kv_transfer=nixl"], "local", "no effect without prefill"),
         ([*SIDES, "job.layout=elastic"], "devcluster", "replicas that come and go"),

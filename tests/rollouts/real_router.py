@@ -1,4 +1,4 @@
-"""A real vllm-router, started by the command that a plan has."""
+"""A real router, started by the command that a plan has."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ HOST = "127.0.0.1"
 class Router:
     """The program; `start` starts it, and starts it again on its port."""
 
-    def __init__(self, log: Path) -> None:
+    def __init__(self, log: Path, kind: str = "vllm-router") -> None:
         (self.port,) = choose_blocks([ROUTER_PORTS], first=21000, last=29999, host=HOST)
         self.url, self._log = f"http://{HOST}:{self.port}", log
-        recipe = load_recipe("quickstart_vllm", ["engine.router.health_interval_s=1"]).value
+        settings = [f"engine.router.kind={kind}", "engine.router.health_interval_s=1"]
+        recipe = load_recipe("quickstart_vllm", settings).value
         values = {"python": str(VLLM_PYTHON), "host": HOST, "port": str(self.port)}
         self._command = fill_placeholders(router_command(recipe), values)
         self.process: subprocess.Popen[bytes] | None = None

@@ -1,4 +1,4 @@
-"""The orchestrator behind a real vllm-router, with stub engines: who may be chosen, and what is lost with whom."""
+"""The orchestrator behind each real router, with stub engines: who may be chosen, and what is lost with whom."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def alphabet(token_ids: list[int], seed: int) -> list[int]:
     return [*ALPHABET[said:], EOS]
 
 
-@pytest.fixture
-def router(tmp_path: Path) -> Iterator[Router]:
-    router = Router(tmp_path / "router.log")
+@pytest.fixture(params=["vllm-router", "dynamo"])
+def router(tmp_path: Path, request: Any) -> Iterator[Router]:
+    router = Router(tmp_path / "router.log", request.param)
     router.start()
     yield router
     router.kill()

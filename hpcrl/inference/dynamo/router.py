@@ -1,0 +1,278 @@
+"""``python -m hpcrl.inference.dynamo.router``: requests go on to the engine that Dynamo chooses, as they are.
+
+Its admin calls are vllm-router's (``/workers``, ``/add_worker``, ``/remove_worker``, ``/liveness``), so that either
+stands between the orchestrator and the same engines. Metrics have a port of their own, the next one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from hpcrl.errors import ExitCode, HpcrlError, MissingExtraError
+from hpcrl.inference.dynamo.selection import Choice, NoEngineError, Selection, Worker
+from hpcrl.inference.metrics import Counter, Gauge, Registry
+
+__all__ = ["Front", "main"]
+
+_log = logging.getLogger(__name__)
+
+_MAX_BODY_BYTES = 256 << 20
+_CONNECT_S = 10.0
+_FAILURES = 2
+"""Health checks in a row after which an engine is not chosen."""
+_KEEP_S = 2.0
+"""How long an idle connection is kept: vLLM's server closes them after 5 s, and one request a year would meet that."""
+_FORWARDED = ("content-type", "x-session-id")
+
+
+class _Prompt(msgspec.Struct):
+    """What of a request decides where it goes."""
+
+    token_ids: list[int]
+    cache_salt: str | None = None
+
+
+class Front:
+    """The HTTP side."""
+
+    def __init__(self, selection: Selection, http: aiohttp.ClientSession, *, timeout_s: float, health_s: float) -> None:
+        """Prepare; nothing is sent.
+
+        Parameters
+        ----------
+        timeout_s:
+            Longest time without an answer of an engine, or without the next part of it.
+        health_s:
+            Between two health checks.
+        """
+        self._selection, self._http = selection, http
+        self._timeout_s, self._health_s = timeout_s, health_s
+        self._registry = Registry({})
+        add = self._registry.add
+        self._requests = add(Counter("hpcrl_router_requests", "Requests sent to an engine.", "worker"))
+        self._tokens = add(Counter("hpcrl_router_prompt_tokens", "Tokens of their prompts.", "worker"))
+        self._cached = add(Counter("hpcrl_router_cached_tokens", "Of these, in the cache of the engine.", "worker"))
+        add(Gauge("hpcrl_router_workers", "Engines that can be chosen.", lambda: len(self._healthy())))
+
+    def routes(self) -> list[web.RouteDef]:
+        """For requests and admin calls."""
+        return [
+            web.post("/inference/v1/generate", self._generate),
+            web.get("/workers", self._list),
+            web.post("/add_worker", self._add),
+            web.post("/remove_worker", self._remove),
+            web.get("/liveness", self._alive),
+            web.get("/health", self._health),
+        ]
+
+    def metrics_routes(self) -> list[web.RouteDef]:
+        """For the second port."""
+        return [web.get("/metrics", self._metrics)]
+
+    async def watch(self) -> None:
+        """Ask engines for their health; one that does not answer is not chosen until it does. Runs for ever."""
+        while True:
+            await asyncio.sleep(self._health_s)
+            await asyncio.gather(*(self._look_at(worker) for worker in list(self._selection.workers.values())))
+
+    # -- engines
+
+    async def _look_at(self, worker: Worker) -> None:
+        problem = await self._problem(worker.url)
+        if self._selection.workers.get(worker.url) is not worker:
+            return  # removed meanwhile
+        if problem is None:
+            worker.failures = 0
+            await self._selection.enter(worker)
+            return
+        worker.failures += 1
+        if worker.failures == _FAILURES:
+            _log.warning("%s is not chosen any more: %s", worker.url, problem)
+        if worker.failures >= _FAILURES:
+            await self._selection.leave(worker)
+
+    async def _problem(self, url: str) -> str | None:
+        """Why an engine cannot be used; None where it can."""
+        timeout = aiohttp.ClientTimeout(total=max(5.0, self._health_s))
+        try:
+            async with self._http.get(f"{url}/health", timeout=timeout) as answer:
+                return None if answer.status == 200 else f"/health answered {answer.status}"
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            return str(error) or type(error).__name__
+
+    def _healthy(self) -> list[Worker]:
+        return [worker for worker in self._selection.workers.values() if worker.number is not None]
+
+    async def _add(self, request: web.Request) -> web.Response:
+        url = _url(request)
+        if url in self._selection.workers:
+            return web.Response(text=f"{url} is known")
+        if (problem := await self._problem(url)) is not None:
+            return web.Response(status=503, text=f"{url}: {problem}")
+        worker = self._selection.workers.setdefault(url, Worker(url))
+        await self._selection.enter(worker)
+        return web.Response(text=f"{url} is added")
+
+    async def _remove(self, request: web.Request) -> web.Response:
+        url = _url(request)
+        worker = self._selection.workers.pop(url, None)
+        if worker is None:
+            return web.Response(text=f"{url} is not known")
+        await self._selection.leave(worker)
+        return web.Response(text=f"{url} is removed")
+
+    async def _list(self, _: web.Request) -> web.Response:
+        known = self._selection.workers.values()
+        workers = [{"url": w.url, "is_healthy": w.number is not None, "load": w.load} for w in known]
+        return web.json_response({"workers": workers})
+
+    async def _alive(self, _: web.Request) -> web.Response:
+        return web.Response(text="alive")
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.Response(text="") if self._healthy() else web.Response(status=503, text="no engine can be chosen")
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        return web.Response(text=self._registry.render())
+
+    # -- requests
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        body = await request.read()
+        try:
+            prompt = msgspec.json.decode(body, type=_Prompt)
+        except msgspec.DecodeError as error:
+            return web.Response(status=400, text=f"the request cannot be read: {error}")
+        session = request.headers.get("x-session-id")
+        try:
+            async with self._selection.chosen(prompt.token_ids, salt=prompt.cache_salt, session=session) as choice:
+                url = choice.worker.url
+                self._requests.inc(value=url)
+                self._tokens.inc(len(prompt.token_ids), value=url)
+                self._cached.inc(choice.cached_tokens, value=url)
+                return await self._forward(request, body, choice)
+        except NoEngineError as error:
+            return web.Response(status=503, text=str(error))
+
+    async def _forward(self, request: web.Request, body: bytes, choice: Choice) -> web.StreamResponse:
+        """The engine's answer, as it comes. Cancelled when the client goes away, and the engine then aborts."""
+        headers = {name: request.headers[name] for name in _FORWARDED if name in request.headers}
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=self._timeout_s)
+        parts: web.StreamResponse | None = None
+        try:
+            url = f"{choice.worker.url}{request.path}"
+            async with self._http.post(url, data=body, headers=headers, timeout=timeout) as answer:
+                if not answer.content_type.startswith("text/event-stream"):
+                    content_type = {"content-type": answer.headers.get("content-type", "application/json")}
+                    return web.Response(status=answer.status, body=await answer.read(), headers=content_type)
+                parts = web.StreamResponse(headers={"content-type": answer.headers["content-type"]})
+                await parts.prepare(request)
+                await self._hand_on(answer, parts, choice)
+                return parts
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            what = f"{choice.worker.url}: {str(error) or type(error).__name__}"
+            _log.warning("a request failed: %s", what)
+            if parts is None:
+                return web.Response(status=502, text=what)
+            # what was handed on cannot be taken back: the client must see that the answer is not whole
+            if request.transport is not None:
+                request.transport.abort()
+            return parts
+
+    async def _hand_on(self, answer: aiohttp.ClientResponse, parts: web.StreamResponse, choice: Choice) -> None:
+        first = True
+        async for data in answer.content.iter_any():
+            if first:
+                first = False
+                await self._selection.prefilled(choice)
+            await parts.write(data)
+        await parts.write_eof()
+
+
+def _url(request: web.Request) -> str:
+    url = request.query.get("url", "").rstrip("/")
+    if not url.startswith("http://"):
+        raise web.HTTPBadRequest(text="name an engine: ?url=http://HOST:PORT")
+    return url
+
+
+async def _serve(settings: argparse.Namespace) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    selection = Selection(
+        model=settings.model,
+        block_size=settings.block_size,
+        events_offset=settings.events_offset,
+        session_ttl_s=settings.session_ttl_s or None,
+    )
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_S)
+    async with contextlib.AsyncExitStack() as stack:
+        http = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
+        front = Front(selection, http, timeout_s=settings.request_timeout_s, health_s=settings.health_interval_s)
+        stack.push_async_callback(selection.close)
+        for port, routes in ((settings.port + 1, front.metrics_routes()), (settings.port, front.routes())):
+            app = web.Application(client_max_size=_MAX_BODY_BYTES)
+            app.add_routes(routes)
+            runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.5)
+            await runner.setup()
+            stack.push_async_callback(runner.cleanup)
+            await web.TCPSite(runner, settings.host, port).start()
+        watch = asyncio.create_task(front.watch())
+        stack.callback(watch.cancel)
+        _log.info("choosing engines on http://%s:%d", settings.host, settings.port)
+        ended = asyncio.create_task(stop.wait())
+        await asyncio.wait([watch, ended], return_when=asyncio.FIRST_COMPLETED)
+        ended.cancel()
+        if watch.done():
+            watch.result()
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="hpcrl.inference.dynamo.router")
+    parser.add_argument("--host", required=True)
+    parser.add_argument("--port", type=int, required=True, help="of requests; metrics are on the next one")
+    parser.add_argument("--model", required=True, help="name that engines serve")
+    parser.add_argument("--block-size", type=int, required=True, help="tokens of a KV block")
+    parser.add_argument("--events-offset", type=int, required=True, help="of KV events above the port of a server")
+    parser.add_argument("--session-ttl-s", type=float, default=0.0, help="0: sessions are not kept together")
+    parser.add_argument("--request-timeout-s", type=float, default=600.0)
+    parser.add_argument("--health-interval-s", type=float, default=2.0)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Serve until SIGTERM.
+
+    Returns
+    -------
+    int
+        0 after SIGTERM or SIGINT, 1 where it failed, 2 where Dynamo is not installed.
+    """
+    settings = _parse(argv)
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    # it warns of every engine that comes and goes
+    os.environ.setdefault("DYN_LOG", "error")
+    try:
+        asyncio.run(_serve(settings))
+    except ImportError as error:
+        _log.error("%s", MissingExtraError("dynamo", error.name or "dynamo"))
+        return ExitCode.USAGE
+    except (HpcrlError, OSError) as error:
+        _log.error("%s", error)
+        return ExitCode.FAILED
+    return ExitCode.OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())
