@@ -1,0 +1,69 @@
+"""The adaptive limit on a real vLLM engine whose KV holds a few requests: the queue goes, the steps do not."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import pytest
+import yaml
+from lab import HPCRL, ROOT, Lab, events, last_step, processes, wait_step
+from patience import wait_for
+from vllm_environment import VLLM_PYTHON
+
+from hpcrl.runs.fleet import FleetView
+from hpcrl.runs.rundir import RunDir
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.vllm, pytest.mark.nightly, pytest.mark.timeout(2400)]
+
+MOST = 96
+SETTINGS = (
+    "trainer.steps=100000",
+    "evaluation.every_steps=0",
+    "engine.replicas=1",
+    "engine.kv_store=null",
+    # room for eight requests or so
+    "engine.vllm_args.num-gpu-blocks-override=16",
+    f"rollouts.max_in_flight={MOST}",
+    "rollouts.adaptive_concurrency.enabled=true",
+    "orchestrator.wait_timeout_s=1200",
+)
+
+
+def test_the_limit_comes_down_to_what_the_cache_holds(tmp_path: Path, vllm_start_model: Path, capsys: Any) -> None:
+    lab = Lab(tmp_path, vllm_start_model)
+    site = {"name": "site", "kind": "local", "paths": {"runs_root": str(lab.runs_root)}}
+    site |= {"limits": {"start_timeout_s": 900, "stop_timeout_s": 20}, "vllm_python": str(VLLM_PYTHON)}
+    profile = tmp_path / "site.yaml"
+    profile.write_text(yaml.safe_dump(site))
+    sets = tuple(part for s in (f"model.path={lab.model}", *SETTINGS) for part in ("--set", s))
+    command = [HPCRL, "submit", "quickstart_vllm", "-c", str(profile), "--name", "narrow", *sets]
+    subprocess.run(command, cwd=ROOT, env=lab.env, check=True, capture_output=True, timeout=1200)
+    run = RunDir(lab.runs_root / "narrow")
+    waiting: list[tuple[int, int]] = []
+
+    def seen() -> FleetView | None:
+        view = FleetView.read(run, 1)
+        if view is not None and view.engines and view.engines[0].waiting is not None:
+            waiting.append((view.limit, view.engines[0].waiting))
+        return view
+
+    try:
+        wait_step(run, 1, 900)
+        wait_for(lambda: (view := seen()) is not None and view.limit <= MOST // 3, 300, "lower limit")
+        early = list(waiting)
+        waiting.clear()
+        step = last_step(run)
+        wait_for(lambda: seen() is not None and last_step(run) >= step + 5, 300, "five more steps", every_s=0.5)
+    finally:
+        lab.hpcrl("cancel", run.name, "--yes", check=False)
+        lab.wait_end(run, 120)
+    assert processes(run) == []
+    cuts = [event.data for event in events(run, "rollouts.limit_cut")]
+    with capsys.disabled():
+        print(f"\n{len(cuts)} cuts; limit and waiting requests, early: {set(early)}, late: {set(waiting)}")
+    assert cuts
+    assert max(limit for limit, _ in waiting) < MOST // 2
+    assert mean(count for _, count in waiting) < max(count for _, count in early) / 3
