@@ -22,7 +22,7 @@ VENV = ROOT / ".venv"
 #: the environment of vLLM engines: vLLM pins torch and much else
 VLLM_VENV = ROOT / ".venv-vllm"
 MINIMUM = (3, 11)
-#: programs that tests use: a real Slurm, a check of its scripts; and the Debian packages that have them
+#: programs that tests use: a real Slurm, etcd, a check of scripts; and the Debian packages that have them
 SLURM_PACKAGES = {
     "munged": "munge",
     "slurmctld": "slurm-wlm",
@@ -30,6 +30,7 @@ SLURM_PACKAGES = {
     "slurmdbd": "slurmdbd",
     "mariadbd": "mariadb-server",
     "bindfs": "bindfs",
+    "etcd": "etcd-server",
     "fusermount3": "fuse3",
     "shellcheck": "shellcheck",
 }

@@ -49,6 +49,9 @@ class ClusterBase(StrictModel):
     """Free ports."""
     env: dict[str, str] = {}
     """Environment variables for all roles. Names that hpcrl sets itself are refused."""
+    etcd: list[str] = []
+    """Endpoints of the site's etcd, for example ``http://etcd-1:2379``. The master of a KV pool is then elected there
+    (Mooncake's HA), and engines ask etcd who it is."""
     python_by_role: dict[RoleName, str] = {}
     """Interpreter by role, with hpcrl installed for it; that of ``engine`` is also for the roles beside it.
     ``~`` and ``$NAME`` are expanded, and relative ones start where hpcrl is called, unless roles run in containers.

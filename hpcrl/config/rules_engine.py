@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from hpcrl.config.cluster import ClusterProfile, SlurmCluster
+from hpcrl.config.engine_shape import engine_ranks_per_node, replica_nodes
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.rule import Conflicts, Rule
 from hpcrl.config.vllm import owner_of
@@ -55,16 +56,7 @@ def _dynamo_can(recipe: Recipe, _: ClusterProfile) -> Conflicts:
 
 def _largest_replica(recipe: Recipe, cluster: ClusterProfile) -> int:
     """Ranks of the widest replica."""
-    engine = recipe.engine
-    sides = [("prefill", engine.prefill), ("decode", engine.decode)]
-    nodes = {role: side.nodes for role, side in sides if side is not None} or {"engine": engine.nodes}
-    widest = 0
-    for role, count in nodes.items():
-        gpus = 0
-        if isinstance(cluster, SlurmCluster) and engine.device == "auto":
-            gpus = cluster.partitions[cluster.partition_name(role)].node.gpus
-        widest = max(widest, count * max(1, gpus))
-    return widest
+    return max(n * engine_ranks_per_node(recipe, cluster, role) for role, n in replica_nodes(recipe).items())
 
 
 def _sides_have_a_router(recipe: Recipe, _: ClusterProfile) -> Conflicts:

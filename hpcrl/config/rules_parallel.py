@@ -10,6 +10,7 @@ from typing import Any
 
 from hpcrl.config.base import StrictModel
 from hpcrl.config.cluster import ClusterProfile, SlurmCluster
+from hpcrl.config.engine_shape import engine_gpus, replica_nodes
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.rule import Conflicts, Rule
 
@@ -48,15 +49,10 @@ def _world_size(recipe: Recipe, _: ClusterProfile) -> Conflicts:
 
 
 def _replica_size(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
-    engine = recipe.engine
-    if not isinstance(cluster, SlurmCluster) or engine.backend != "vllm":
-        return
-    sides = [("prefill", engine.prefill), ("decode", engine.decode)]
-    groups = [(role, side.nodes) for role, side in sides if side is not None] or [("engine", engine.nodes)]
-    for role, nodes in groups:
-        gpus = nodes * cluster.partitions[cluster.partition_name(role)].node.gpus
-        if gpus and gpus % engine.tp:
-            yield "engine.tp", f"{engine.tp} does not divide the {gpus} GPUs of a replica of {role}"
+    tp = recipe.engine.tp
+    for role, nodes in replica_nodes(recipe).items():
+        if (gpus := nodes * engine_gpus(recipe, cluster, role)) % tp:
+            yield "engine.tp", f"{tp} does not divide the {gpus} GPUs of a replica of {role}"
 
 
 def _wants_routes(recipe: Recipe) -> bool:

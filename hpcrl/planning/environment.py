@@ -7,12 +7,13 @@ from typing import NamedTuple
 
 from hpcrl.config.cluster import ClusterProfile, SlurmCluster
 from hpcrl.config.cluster_slurm import NicConfig, NodeConfig
+from hpcrl.config.engine_shape import engine_gpus
 from hpcrl.config.plan import Role
 from hpcrl.config.recipe import Recipe
 from hpcrl.planning.router_command import ROUTER_VARIABLES
 from hpcrl.planning.vllm_command import vllm_variables
 
-__all__ = ["EnvValue", "engine_gpus", "engine_ranks_per_node", "plain", "role_variables"]
+__all__ = ["EnvValue", "plain", "role_variables"]
 
 _ENGINES = (Role.ENGINE, Role.PREFILL, Role.DECODE)
 _BESIDE = (Role.ORCHESTRATOR, Role.STORE, Role.ROUTER)
@@ -51,18 +52,6 @@ def role_variables(recipe: Recipe, cluster: ClusterProfile, role: Role, run_name
         for name in names:
             variables |= _sourced(by_role.get(name, {}), f"cluster.env_by_role.{name}")
     return variables
-
-
-def engine_ranks_per_node(recipe: Recipe, cluster: ClusterProfile, role: Role) -> int:
-    """Ranks of an engine on each of its nodes: its GPUs; 1 without."""
-    return max(1, engine_gpus(recipe, cluster, role))
-
-
-def engine_gpus(recipe: Recipe, cluster: ClusterProfile, role: Role) -> int:
-    """GPUs that an engine uses on each node; a local run's are not known, and not needed."""
-    if recipe.engine.backend == "embedded" or recipe.engine.device == "cpu" or not isinstance(cluster, SlurmCluster):
-        return 0
-    return cluster.partitions[cluster.partition_name(role)].node.gpus
 
 
 def plain(variables: Mapping[str, EnvValue]) -> dict[str, str]:

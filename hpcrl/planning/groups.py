@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from hpcrl.config.cluster import ClusterProfile, SlurmCluster
+from hpcrl.config.engine_shape import engine_gpus, engine_ranks_per_node
 from hpcrl.config.plan import FileProbe, HttpProbe, Role, RoleGroup, RolePolicy
 from hpcrl.config.recipe import Recipe, RolePolicyConfig
 from hpcrl.planning.dynamo_command import has_events
-from hpcrl.planning.environment import engine_gpus, engine_ranks_per_node, plain, role_variables
+from hpcrl.planning.environment import plain, role_variables
 from hpcrl.planning.kv_transfer import disk_command, front_command, has_rdma, side_command, side_ports
 from hpcrl.planning.router_command import ROUTER_PORTS, has_router, router_command
 from hpcrl.planning.store_command import STORE_PORTS, join_command, master_command
@@ -94,7 +95,7 @@ def _store(recipe: Recipe, cluster: ClusterProfile, run_name: str) -> list[RoleG
             replicas=1,
             ranks=1,
             beside=isinstance(cluster, SlurmCluster),
-            command=master_command(store),
+            command=master_command(store, cluster.etcd),
             ports=STORE_PORTS,
             env=plain(role_variables(recipe, cluster, Role.STORE, run_name)),
             ready=FileProbe(),

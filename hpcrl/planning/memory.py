@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hpcrl.config.cluster import ClusterProfile, LocalCluster, SlurmCluster
+from hpcrl.config.engine_shape import engine_gpus, replica_nodes
 from hpcrl.config.plan import Role
 from hpcrl.config.recipe import EngineConfig, Recipe
 from hpcrl.models.facts import ModelFacts
@@ -196,12 +197,10 @@ def engine_memory(engine: EngineConfig, *, ranks: int, role: Role) -> EngineMemo
 
 def _engine_places(recipe: Recipe, cluster: SlurmCluster, facts: ModelFacts) -> list[Place]:
     engine = recipe.engine
-    sides = [(Role.PREFILL, engine.prefill), (Role.DECODE, engine.decode)]
-    groups = [(role, side.nodes) for role, side in sides if side is not None] or [(Role.ENGINE, engine.nodes)]
     places: list[Place] = []
-    for role, nodes in groups:
+    for role, nodes in replica_nodes(recipe).items():
         node = node_hardware(cluster, role)
-        if engine.backend == "embedded" or not node.gpus:
+        if not engine_gpus(recipe, cluster, role):
             ledger = _embedded(recipe, facts)
             places.append(Place(role, "host", ledger, round(node.host_bytes * (1 - HOST_RESERVE))))
             continue

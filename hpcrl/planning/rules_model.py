@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from hpcrl.config.cluster import ClusterProfile, SlurmCluster
+from hpcrl.config.engine_shape import engine_ranks_per_node, replica_nodes
 from hpcrl.config.load import Loaded
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.rule import Conflicts
@@ -43,15 +44,10 @@ def _where(recipe: Loaded[Recipe], cluster: Loaded[ClusterProfile], key: str) ->
 
 
 def _replicas(recipe: Recipe, cluster: ClusterProfile) -> Iterator[tuple[str, int]]:
-    """Role and GPUs of a replica of vLLM engines."""
-    engine = recipe.engine
-    if engine.backend != "vllm" or not isinstance(cluster, SlurmCluster):
-        return
-    sides = [("prefill", engine.prefill), ("decode", engine.decode)]
-    for role, nodes in [(r, s.nodes) for r, s in sides if s is not None] or [("engine", engine.nodes)]:
-        gpus = nodes * cluster.partitions[cluster.partition_name(role)].node.gpus
-        if gpus:
-            yield role, gpus
+    """Role and ranks of a replica of vLLM engines."""
+    if recipe.engine.backend == "vllm" and isinstance(cluster, SlurmCluster):
+        for role, nodes in replica_nodes(recipe).items():
+            yield role.value, nodes * engine_ranks_per_node(recipe, cluster, role)
 
 
 def _experts_divide(recipe: Recipe, cluster: ClusterProfile, facts: ModelFacts) -> Conflicts:
@@ -62,10 +58,10 @@ def _experts_divide(recipe: Recipe, cluster: ClusterProfile, facts: ModelFacts) 
         yield "trainer.parallelism.ep", f"{ep} does not divide the {experts} experts of {facts.name}"
     if not experts:
         return
-    for role, gpus in _replicas(recipe, cluster):
-        if experts % gpus:
+    for role, ranks in _replicas(recipe, cluster):
+        if experts % ranks:
             key = "engine.nodes" if role == "engine" else f"engine.{role}.nodes"
-            yield key, f"{experts} experts cannot be dealt out evenly over the {gpus} GPUs of a replica of {role}"
+            yield key, f"{experts} experts cannot be dealt out evenly over the {ranks} ranks of a replica of {role}"
 
 
 def _heads_divide(recipe: Recipe, _: ClusterProfile, facts: ModelFacts) -> Conflicts:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hpcrl.config.cluster import ClusterProfile, SlurmCluster
 from hpcrl.config.kvstore import KvStoreConfig
 from hpcrl.config.plan import Role
@@ -15,8 +17,8 @@ STORE_PORTS = 3
 _GIB = 1 << 30
 
 
-def master_command(store: KvStoreConfig) -> tuple[str, ...]:
-    """The role ``store``."""
+def master_command(store: KvStoreConfig, etcd: Sequence[str] = ()) -> tuple[str, ...]:
+    """The role ``store``; ``etcd`` are the endpoints of a site that has one."""
     flags = {
         "--host": "{host}",
         "--port": "{port}",
@@ -25,6 +27,8 @@ def master_command(store: KvStoreConfig) -> tuple[str, ...]:
         "--eviction-high-watermark": f"{store.eviction_high_watermark:g}",
         "--eviction-ratio": f"{store.eviction_ratio:g}",
     }
+    if etcd:
+        flags["--etcd"] = ";".join(etcd)
     words = (word for flag in flags.items() for word in flag)
     return ("{python}", "-m", "hpcrl.store.master", *words, *(["--disk"] if store.disk_gib else []))
 

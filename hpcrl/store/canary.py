@@ -118,6 +118,7 @@ def _join(
             f"{where}: mooncake cannot be loaded: {error}\n"
             "    way out: apt-get install libibverbs1 librdmacm1 libnuma1 libcurl4"
         ) from error
+    os.environ.update(endpoints.variables)
     store = MooncakeDistributedStore()
     code = store.setup(
         host,

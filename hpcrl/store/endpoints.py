@@ -22,17 +22,26 @@ class StoreEndpoints(msgspec.Struct, frozen=True, kw_only=True):
         Where all three listen.
     rpc_port, metadata_port, admin_port:
         For clients; for the metadata of transfers; health, metrics and lists over HTTP.
+    etcd, cluster:
+        Where the master is elected, endpoints separated by semicolons, and under which name; empty without etcd.
     """
 
     host: str
     rpc_port: int
     metadata_port: int
     admin_port: int
+    etcd: str = ""
+    cluster: str = ""
 
     @property
     def master(self) -> str:
-        """``host:port`` for clients."""
-        return f"{self.host}:{self.rpc_port}"
+        """What clients are told: ``host:port``, or where they ask for it."""
+        return f"etcd://{self.etcd}" if self.etcd else f"{self.host}:{self.rpc_port}"
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """What clients read from their environment."""
+        return {"MC_STORE_CLUSTER_ID": self.cluster} if self.cluster else {}
 
     @property
     def metadata(self) -> str:

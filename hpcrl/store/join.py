@@ -74,7 +74,7 @@ def main(context: RoleContext) -> None:
         disk=settings.disk,
     )
     write_json(path, value)
-    os.environ["MOONCAKE_CONFIG_PATH"] = str(path)
+    os.environ |= {"MOONCAKE_CONFIG_PATH": str(path), **endpoints.variables}
     # by default vLLM takes the address of the default route, which need not be the network of the others
     os.environ.setdefault("VLLM_HOST_IP", result.host)
     sys.stdout.flush()

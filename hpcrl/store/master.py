@@ -21,6 +21,7 @@ from types import FrameType
 
 from hpcrl.errors import DeadlineError, HpcrlError, MissingExtraError
 from hpcrl.runs.events import EventWriter
+from hpcrl.runs.record import RunRecord
 from hpcrl.runs.role import RoleContext, run_role
 from hpcrl.store.admin import PoolStatus, StoreAdmin
 from hpcrl.store.canary import CANARY_SEGMENT_BYTES
@@ -54,8 +55,9 @@ def master_command(program: str, endpoints: StoreEndpoints, settings: argparse.N
         "enable_offload": str(settings.disk).lower(),
     }
     if settings.etcd:
+        # a second candidate of the same run waits until the lease of the first has ended
         flags |= {"enable_ha": "true", "ha_backend_type": "etcd", "ha_backend_connstring": settings.etcd}
-        flags |= {"etcd_endpoints": settings.etcd, "cluster_id": settings.cluster_id}
+        flags |= {"etcd_endpoints": settings.etcd, "cluster_id": endpoints.cluster}
     return [program, *(f"--{name}={value}" for name, value in flags.items())]
 
 
@@ -68,15 +70,22 @@ def _parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--eviction-high-watermark", type=float, required=True)
     parser.add_argument("--eviction-ratio", type=float, required=True)
     parser.add_argument("--disk", action="store_true")
-    parser.add_argument("--etcd", default="", help="endpoints of etcd, separated by semicolons: a master in reserve")
-    parser.add_argument("--cluster-id", default="")
+    parser.add_argument("--etcd", default="", help="endpoints of etcd, separated by semicolons: it is elected there")
     return parser.parse_args(argv)
 
 
 def _endpoints(context: RoleContext, settings: argparse.Namespace) -> StoreEndpoints:
     """The same for each start in an attempt: engines know them."""
     port = settings.port
-    endpoints = StoreEndpoints(host=settings.host, rpc_port=port, metadata_port=port + 1, admin_port=port + 2)
+    endpoints = StoreEndpoints(
+        host=settings.host,
+        rpc_port=port,
+        metadata_port=port + 1,
+        admin_port=port + 2,
+        etcd=settings.etcd,
+        # an attempt does not wait for the lease of the one before it
+        cluster=f"{RunRecord.read(context.run).run_id}-{context.attempt}" if settings.etcd else "",
+    )
     endpoints.write(context.run, context.attempt)
     return endpoints
 

@@ -144,7 +144,7 @@ def a_killed_router_is_restarted_on_its_port(lab: Lab, run: RunDir, capsys: Any)
     os.kill(pid_of(run, "router"), signal.SIGKILL)
     times = recover(run, "router", 0, fault_s)
     assert component(run, "router").port == port
-    check(lab, run, "router 0 was killed by SIGKILL; router 0 is restarted (restart 1)", times, capsys)
+    check(lab, run, "router 0 was killed by SIGKILL; router 0 is restarted", times, capsys)
 
 
 def a_killed_master_is_restarted_and_segments_come_back(lab: Lab, run: RunDir, capsys: Any) -> None:
@@ -164,10 +164,10 @@ def a_killed_engine_comes_back_behind_the_router(lab: Lab, run: RunDir, capsys: 
     times = recover(run, "engine", 1, fault_s)
     assert last_step(run) > step
     lost = [e.time_s for e in events(run, "store.segment_lost") if e.time_s > fault_s]
-    assert len(lost) == 1
+    assert lost
     times["segment_lost"] = round(lost[0] - fault_s, 1)
     assert "left the KV pool with its blocks (segments left: 1)" in lab.hpcrl("why", run.name).stdout
-    check(lab, run, "engine 1 was killed by SIGKILL; engine 1 is restarted (restart 1)", times, capsys)
+    check(lab, run, "engine 1 was killed by SIGKILL; engine 1 is restarted", times, capsys)
 
 
 def a_stopped_engine_is_found_and_restarted(lab: Lab, run: RunDir, capsys: Any) -> None:

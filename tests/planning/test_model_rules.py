@@ -55,7 +55,7 @@ def test_a_dense_model_has_no_experts_to_return() -> None:
 
 def test_experts_of_a_replica() -> None:
     """384 experts of Kimi K2 cannot be dealt out over 5 x 8 GPUs, but over 8 x 8."""
-    with pytest.raises(ConfigError, match="384 experts cannot be dealt out evenly over the 40 GPUs"):
+    with pytest.raises(ConfigError, match="384 experts cannot be dealt out evenly over the 40 ranks"):
         _check("Kimi-K2-Instruct", "engine.decode.nodes=5")
     _check("Kimi-K2-Instruct")
 

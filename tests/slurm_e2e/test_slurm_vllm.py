@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from patience import wait_for
@@ -14,6 +16,7 @@ from vllm_environment import VLLM_PYTHON
 
 from hpcrl.devcluster.cluster import DevCluster
 from hpcrl.runs.metrics import read_metrics
+from hpcrl.runs.role import Endpoints
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunStatus
 from hpcrl.store.admin import StoreAdmin
@@ -76,6 +79,37 @@ def test_the_quickstart_learns_on_three_nodes(vllm_lab: SlurmLab, capsys: Any) -
         # one that the next has overtaken is left out
         assert len(versions) > STEPS // 2
         assert max(versions) == STEPS
+    counters = read_metrics(run)[-1].rollouts
+    assert {counters[name] for name in ("dropped_engine", "dropped_environment", "dropped_group")} == {0}
+    vllm_lab.wait_empty()
+
+
+@pytest.mark.nightly
+def test_a_replica_of_two_nodes_learns(vllm_lab: SlurmLab, capsys: Any) -> None:
+    """Wide expert parallelism: a rank with half of the experts on each node, each with a server of its own."""
+    settings = (f"trainer.steps={STEPS}", "evaluation.every_steps=0", "evaluation.prompts=32", "engine.replicas=1")
+    run = submit(vllm_lab, "wide", *settings, "engine.nodes=2", "job.layout=hetjob")
+    wait_step(run, 1, 900)
+    status = RunStatus.read(run)
+    assert status is not None
+    (engine,) = (c for c in status.components if c.role == "engine")
+    assert len(engine.nodes) == 2
+    (member,) = Endpoints.read(run, 1).fixed("engine")
+    known = {node.name: node.address for node in vllm_lab.client().nodes()}
+    assert [urlsplit(url).hostname for url in member.servers] == [known[node] for node in engine.nodes]
+    assert segments(run) == sorted(known[node] for node in engine.nodes)
+    final = vllm_lab.wait_state(run, ["COMPLETED", "FAILED", "LOST", "CANCELLED"], timeout_s=600)
+    assert final["state"] == "COMPLETED", vllm_lab.hpcrl("why", run.name).stdout
+    rewards = [event.data["reward"] for event in events(run, "evaluation")]
+    logs = run.attempt_dir(1) / "logs"
+    log = "".join(path.read_text(errors="replace") for path in logs.rglob("*") if path.is_file())
+    with capsys.disabled():
+        print(f"\nreward of held-out prompts {rewards}")
+    assert rewards[-1] >= rewards[0] + 0.1
+    updates = [event.data["version"] for event in events(run, "engine.weights_updated")]
+    assert max(updates) == STEPS
+    # each read what its own experts need
+    assert re.search(r"other ranks' [1-9]", log)
     counters = read_metrics(run)[-1].rollouts
     assert {counters[name] for name in ("dropped_engine", "dropped_environment", "dropped_group")} == {0}
     vllm_lab.wait_empty()

@@ -39,6 +39,14 @@ def test_engines_come_after_the_master_and_end_before_it() -> None:
     assert not any("etcd" in part for part in command)
 
 
+def test_a_site_with_etcd_has_its_master_elected() -> None:
+    recipe, local = load_recipe("quickstart", [*POOL]).value, load_cluster("local").value
+    site = local.model_copy(update={"etcd": ["http://a:2379", "http://b:2379"]})
+    plan = make_plan(recipe, site, "r", Path("/runs/r"))
+    command = plan.group(Role.STORE).command
+    assert command[command.index("--etcd") + 1] == "http://a:2379;http://b:2379"
+
+
 def test_under_slurm_the_master_is_beside_the_trainer() -> None:
     store = plan_of("h200-28", *POOL).group(Role.STORE)
     assert store.beside

@@ -1,0 +1,28 @@
+"""How wide engines are: the nodes and GPUs of a replica, by role."""
+
+from __future__ import annotations
+
+from hpcrl.config.cluster import ClusterProfile, SlurmCluster
+from hpcrl.config.plan import Role
+from hpcrl.config.recipe import Recipe
+
+__all__ = ["engine_gpus", "engine_ranks_per_node", "replica_nodes"]
+
+
+def replica_nodes(recipe: Recipe) -> dict[Role, int]:
+    """Nodes of a replica of each role that engines have."""
+    engine = recipe.engine
+    sides = [(Role.PREFILL, engine.prefill), (Role.DECODE, engine.decode)]
+    return {role: side.nodes for role, side in sides if side is not None} or {Role.ENGINE: engine.nodes}
+
+
+def engine_gpus(recipe: Recipe, cluster: ClusterProfile, role: Role) -> int:
+    """GPUs that an engine uses on each node; a local run's are not known, and not needed."""
+    if recipe.engine.backend == "embedded" or recipe.engine.device == "cpu" or not isinstance(cluster, SlurmCluster):
+        return 0
+    return cluster.partitions[cluster.partition_name(role)].node.gpus
+
+
+def engine_ranks_per_node(recipe: Recipe, cluster: ClusterProfile, role: Role) -> int:
+    """Ranks of an engine on each of its nodes: its GPUs; 1 without."""
+    return max(1, engine_gpus(recipe, cluster, role))
