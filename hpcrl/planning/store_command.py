@@ -65,8 +65,7 @@ def join_command(
     }
     if rdma and node is not None and node.nics:
         flags["--devices"] = ",".join(nic.name for nic in node.nics)
-    # the plan knows the address of a replica's first node
-    flags |= {"--node": "{node_rank}"} if nodes > 1 else {"--host": "{host}"}
+    flags |= {"--node": "{node_rank}", "--host": "{node_host}"} if nodes > 1 else {"--host": "{host}"}
     words = (word for flag in flags.items() for word in flag)
     disk = ["--disk"] if store.disk_gib else []
     return ("{python}", "-m", "hpcrl.store.join", *words, *disk, "--", *command)
