@@ -1,7 +1,7 @@
-"""What session affinity does for the prefix cache: multi-turn rollouts, two real vLLM engines behind the real router.
+"""What session affinity does for the prefix cache: multi-turn rollouts, two real vLLM engines behind the real routers.
 
 Groups of rollouts begin with a common prompt; each turn adds what the model said and what the environment answered, and
-sends all of it again with the session of its group. The same rollouts run once with each policy of the router, under a
+sends all of it again with the session of its group. The same rollouts run once with each policy, under a
 salt of their own, so that no policy finds blocks of another. The hit rate is vLLM's own: prompt tokens found in its
 prefix cache, of all that it was asked for, over both engines. The best possible one is that of a single cache that
 forgets nothing. Writes ``bench/results/prefix_affinity.json``.
@@ -23,7 +23,14 @@ import torch
 from harness import record, scratch
 from vllm_lab import Engine, make_arch, random_model, routed, started_engines, write_model
 
-POLICIES = ("sticky_least_loaded", "round_robin", "consistent_hash")
+POLICIES = {
+    "sticky_least_loaded": ("engine.router.policy=sticky_least_loaded",),
+    "round_robin": ("engine.router.policy=round_robin",),
+    "consistent_hash": ("engine.router.policy=consistent_hash",),
+    "dynamo": ("engine.router.kind=dynamo",),
+    # cache and load decide for each request
+    "dynamo_without_sessions": ("engine.router.kind=dynamo", "engine.router.session_ttl_s=0"),
+}
 BLOCK = 32
 PROMPT, SAID, ANSWERED = 480, 24, 72
 """Tokens: of the common prompt, of the model in a turn, of the environment after it."""
@@ -107,11 +114,12 @@ def main() -> None:
     write_model(root / "model", random_model(make_arch(root / "model"), 0), torch.float32)
     figures: dict[str, Any] = {"load_average": round(os.getloadavg()[0], 1), **vars(sizes), "engines": 2}
     settings = ("engine.max_model_len=2048", f"engine.block_size={BLOCK}", "engine.max_num_seqs=32")
+    settings += ("engine.router.kind=dynamo",)  # they say what is in their caches
     with started_engines(root / "model", root, *settings) as engines:
         for engine in engines:  # the first request of a process is slow
             engine.generate([7] * 40, max_tokens=4)
-        for policy in POLICIES:
-            with routed(engines, root, f"engine.router.policy={policy}") as router:
+        for policy, chosen in POLICIES.items():
+            with routed(engines, root, f"engine.block_size={BLOCK}", *chosen) as router:
                 figures[policy] = measure(engines, router, policy, sizes)
             print(policy, figures[policy], flush=True)
     record("prefix_affinity", figures)
