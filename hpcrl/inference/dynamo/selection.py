@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -27,6 +27,8 @@ __all__ = ["Choice", "NoEngineError", "Selection", "Worker"]
 _log = logging.getLogger(__name__)
 
 _INDEX_THREADS = 4
+_LEAST_TTL_S = 1.0
+"""Dynamo takes no shorter one."""
 
 
 class NoEngineError(HpcrlError):
@@ -89,7 +91,8 @@ class Selection:
         # engines' environments have it, the control plane has not
         from dynamo._core import SelectionService  # noqa: PLC0415
 
-        self._service = SelectionService(indexer_threads=_INDEX_THREADS, session_affinity_ttl_secs=session_ttl_s)
+        ttl_s = None if session_ttl_s is None else max(_LEAST_TTL_S, session_ttl_s)
+        self._service = SelectionService(indexer_threads=_INDEX_THREADS, session_affinity_ttl_secs=ttl_s)
         self._model, self._block_size, self._events_offset = model, block_size, events_offset
         self.workers: dict[str, Worker] = {}
         self._chosen: dict[int, Worker] = {}
@@ -192,7 +195,7 @@ class Selection:
                 await self._service.free_reservation(selection_id)
 
     @contextlib.contextmanager
-    def _tolerant(self, selection_id: str) -> Any:
+    def _tolerant(self, selection_id: str) -> Iterator[None]:
         """The account of a request is advice: an engine that went away took it along."""
         from dynamo._core import SelectionServiceError  # noqa: PLC0415
 
