@@ -10,6 +10,7 @@ from hpcrl.models.facts import ModelFacts
 from hpcrl.models.tensors import Part
 from hpcrl.planning.ledger import GIB, Ledger, Term
 from hpcrl.planning.memory_settings import OFFLOAD_BUCKET, TrainerMemory, checkpoint_term, image_term
+from hpcrl.planning.vllm_command import own_flags
 
 __all__ = ["engine_host", "orchestrator_terms", "trainer_host"]
 
@@ -75,14 +76,16 @@ def engine_host(
     facts: ModelFacts, recipe: Recipe, *, role: Role, ranks: int, ranks_per_node: int, weight_bytes: int
 ) -> Ledger:
     """A node of an engine of ``ranks`` GPUs; ``weight_bytes`` is what one of them holds."""
-    terms = _engine(facts, recipe, ranks, ranks_per_node, weight_bytes)
+    terms = _engine(facts, recipe, ranks, ranks_per_node, weight_bytes, role=role)
     return Ledger.of(f"serving ({role.value})", terms)
 
 
-def _engine(facts: ModelFacts, recipe: Recipe, ranks: int, per_node: int, weight_bytes: int) -> Iterator[Term | None]:
+def _engine(
+    facts: ModelFacts, recipe: Recipe, ranks: int, per_node: int, weight_bytes: int, *, role: Role
+) -> Iterator[Term | None]:
     offload = round(recipe.engine.memory.kv_offload_gib * GIB)
     yield Term("processes", PROCESS_BYTES * per_node, "ranks · constant", {"ranks": per_node}, "assumed")
-    yield _next_version(facts, recipe, ranks, per_node)
+    yield _next_version(facts, recipe, role, ranks, per_node)
     yield Term("KV offload", offload, "engine.memory.kv_offload_gib")
     store = recipe.engine.kv_store
     if store is not None:
@@ -97,7 +100,7 @@ def _engine(facts: ModelFacts, recipe: Recipe, ranks: int, per_node: int, weight
     yield Term("page cache of weights", read, "W per GPU · ranks", {"W": weight_bytes}, reclaimable=True)
 
 
-def _next_version(facts: ModelFacts, recipe: Recipe, ranks: int, per_node: int) -> Term:
+def _next_version(facts: ModelFacts, recipe: Recipe, role: Role, ranks: int, per_node: int) -> Term:
     """What the workers of a node read before requests are frozen (`hpcrl.inference.vllm.staging`).
 
     A rank reads its own experts, and all that is no expert, as they were published. Where experts move it reads all.
@@ -106,7 +109,7 @@ def _next_version(facts: ModelFacts, recipe: Recipe, ranks: int, per_node: int) 
     by_part = facts.weight_bytes(recipe.handoff.dtype or recipe.trainer.dtype, fp8=fp8)
     experts = by_part.get(Part.EXPERT, 0)
     other = sum(by_part.values()) - experts
-    moving = bool(recipe.engine.vllm_args.get("enable-eplb"))
+    moving = bool(own_flags(recipe, role).get("enable-eplb"))
     value = (experts // (1 if moving else ranks) + other) * per_node
     inputs = {"W_experts": experts, "W_other": other, "ranks": ranks, "here": per_node}
     formula = "(W_experts + W_other) · here" if moving else "(W_experts / ranks + W_other) · here"

@@ -18,7 +18,7 @@ from hpcrl.runs.rundir import RunDir
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.vllm, pytest.mark.nightly, pytest.mark.timeout(2400)]
 
-MOST = 96
+MOST, GROUP = 96, 8
 SETTINGS = (
     "trainer.steps=100000",
     "evaluation.every_steps=0",
@@ -66,4 +66,5 @@ def test_the_limit_comes_down_to_what_the_cache_holds(tmp_path: Path, vllm_start
         print(f"\n{len(cuts)} cuts; limit and waiting requests, early: {set(early)}, late: {set(waiting)}")
     assert cuts
     assert max(limit for limit, _ in waiting) < MOST // 2
-    assert mean(count for _, count in waiting) < max(count for _, count in early) / 3
+    # a group that just came may wait for a moment
+    assert mean(count for _, count in waiting) < GROUP

@@ -144,6 +144,19 @@ def test_the_host_holds_versions_and_checkpoints_that_are_written_aside() -> Non
     assert recipe.checkpoint.mode == "async"
 
 
+def test_experts_that_move_are_read_by_all_ranks_of_their_side() -> None:
+    """Balanced experts (EPLB) of one side: its ranks read the whole version, those of the other their own experts."""
+
+    def versions(*settings: str) -> dict[Role, int]:
+        report = _report(*settings)
+        sides = (Role.PREFILL, Role.DECODE)
+        return {role: report.place(role, "host").ledger["next version"].value for role in sides}
+
+    still, moving = versions(), versions("engine.decode.vllm_args.enable-eplb=true")
+    assert moving[Role.PREFILL] == still[Role.PREFILL]
+    assert moving[Role.DECODE] > 10 * still[Role.DECODE]
+
+
 def test_router_replay_payload_of_a_sample() -> None:
     """131,072 tokens x 75 layers x 8 experts in a byte each: 79 MB."""
     ledger = trainer_peak(GLM5, _trainer(cp=1, router_replay=True))
