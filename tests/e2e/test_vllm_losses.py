@@ -84,10 +84,13 @@ def submit(lab: Lab, tmp_path: Path) -> Iterator[Submit]:
         assert processes(run) == []
 
 
-def kill(run: RunDir, role: str, replica: int = 0) -> float:
-    """Kill -9 the server of a replica; when that was."""
+def kill(run: RunDir, role: str, replica: int = 0, *, busy: bool = False) -> float:
+    """Kill -9 the server of a replica; when that was. ``busy``: it has requests then, because it stood still before."""
     pid = component(run, role, replica).pid
     assert pid is not None
+    if busy:
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(2.0)
     now_s = time.time()
     os.kill(pid, signal.SIGKILL)
     return now_s
@@ -139,7 +142,7 @@ def test_an_engine_killed_in_long_answers_and_an_update_that_fails_on_one_of_two
     # of each at least one part, on average
     assert kept >= INTERVAL * retries
     nothing_is_lost(run)
-    assert "engine 1 was killed by SIGKILL; engine 1 is restarted (restart 1)" in lab.hpcrl("why", run.name).stdout
+    assert "engine 1 was killed by SIGKILL; engine 1 is restarted" in lab.hpcrl("why", run.name).stdout
 
     times = serves_again(run, fault_s, "engine", 1)
     wait_for(lambda: acknowledged(run).keys() == {"engine-0", "engine-1"}, 120, "two readers of the versions")
@@ -159,7 +162,7 @@ def test_an_engine_killed_in_long_answers_and_an_update_that_fails_on_one_of_two
     assert last_step(run) > step
     why = lab.hpcrl("why", run.name).stdout
     assert "engine 0 could not load version" in why
-    assert "engine 0 is restarted (restart 1)" in why
+    assert "engine 0 is restarted" in why
     nothing_is_lost(run)
 
 
@@ -194,7 +197,7 @@ def test_a_killed_engine_of_two_sides_comes_back(lab: Lab, submit: Submit, capsy
     for role in ("prefill", "decode"):
         wait_for(lambda: (found := engine(run, "decode")) is not None and bool(found.running), 120, "work of decode")
         before, step = counters(run), last_step(run)
-        fault_s = kill(run, role)
+        fault_s = kill(run, role, busy=True)
         times = serves_again(run, fault_s, role)
         # Mooncake's connector knows prefill by an identity of each start, which the router asks for at its own
         assert bool(after(run, fault_s, "component.restarting", role="router", replica=0)) == (role == "prefill")
@@ -203,8 +206,9 @@ def test_a_killed_engine_of_two_sides_comes_back(lab: Lab, submit: Submit, capsy
         asked = {name: now[name] - before[name] for name in ("engine_requests", "engine_retries", "tokens_kept")}
         with capsys.disabled():
             print(f"\n{role} killed: {times}, {asked}, steps {step} to {last_step(run)}")
-        assert asked["engine_retries"] >= 1
+        # what is given up where decode is lost is asked for again, and is no retry of a request
+        assert role == "decode" or asked["engine_retries"] >= 1
         assert asked["tokens_kept"] == 0
         nothing_is_lost(run)
-        words = f"{role} 0 was killed by SIGKILL; {role} 0 is restarted (restart 1)"
+        words = f"{role} 0 was killed by SIGKILL; {role} 0 is restarted"
         assert words in lab.hpcrl("why", run.name).stdout

@@ -24,7 +24,7 @@ from hpcrl.store.endpoints import StoreEndpoints
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(3600)]
 
-STEPS = 12
+STEPS = 24
 ENGINES = {"engine-0", "engine-1"}
 
 
