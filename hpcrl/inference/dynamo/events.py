@@ -72,8 +72,9 @@ class SaltedEvents:
         import zmq.asyncio  # noqa: PLC0415
 
         self._source = source
-        self._context = zmq.asyncio.Context()
-        self._in, self._out = self._context.socket(zmq.SUB), self._context.socket(zmq.PUB)
+        # a context has threads of its own: one for all engines
+        context = zmq.asyncio.Context.instance()
+        self._in, self._out = context.socket(zmq.SUB), context.socket(zmq.PUB)
         self._in.subscribe(b"")
         self._in.connect(source)
         port = self._out.bind_to_random_port("tcp://127.0.0.1")
@@ -98,4 +99,5 @@ class SaltedEvents:
         """Stop listening."""
         self._task.cancel()
         await asyncio.wait([self._task])
-        self._context.destroy(linger=0)
+        self._in.close(linger=0)
+        self._out.close(linger=0)
