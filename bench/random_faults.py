@@ -38,8 +38,9 @@ from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ComponentStatus, RunState, RunStatus
 
 sys.path[:0] = [str(ROOT / "tests" / part) for part in (".", "e2e", "slurm_e2e")]
-from lab import SMALL_MODEL, SMALL_RUN, Lab, processes  # noqa: E402
+from lab import SMALL_RUN, Lab, processes  # noqa: E402
 from slurm_lab import SlurmLab, job_id  # noqa: E402
+from start_models import SMALL_MODEL  # noqa: E402
 
 RESULT = ROOT / "bench/results/random_faults.json"
 FLOOR_S = 20.0

@@ -20,7 +20,6 @@ from hpcrl.runs.status import ComponentStatus, RunStatus
 
 ROOT = Path(__file__).resolve().parents[2]
 HPCRL = Path(sys.executable).with_name("hpcrl")
-#: a model that knows something, made in seconds
 #: short steps, no evaluation on the way
 SMALL_RUN = (
     "rollouts.rollouts_per_step=16",
