@@ -9,6 +9,7 @@ a row in `ROWS`: a setting of the recipe, and the field of `TrainerMemory` that 
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -126,8 +127,13 @@ def measured(row: Row, arch: ModelArch) -> dict[str, int]:
     return {phase: min(peak[phase] for peak in peaks) for phase in PHASES}
 
 
-def main(names: list[str]) -> None:
+def main() -> None:
     """Compare, print and record."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("names", nargs="*", help="configurations; without any, all", metavar="NAME")
+    names = parser.parse_args().names
+    if unknown := set(names) - ROWS.keys():
+        parser.error(f"there is no configuration {', '.join(sorted(unknown))}; there are {', '.join(ROWS)}")
     on_gpu = torch.cuda.is_available()
     rows, worst = [], 0.0
     print(f"{'configuration':26}{'peak in':24}{'predicted':>12}{'measured':>12}{'off by':>8}")
@@ -162,4 +168,4 @@ def save(rows: list[dict[str, Any]], device: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -7,6 +7,7 @@ predictions.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -287,6 +288,8 @@ def table(rows: list[Row]) -> str:
 
 
 def main() -> None:
+    """Predict, print and record."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
     rows = [
         *reference_run(),
         *checkpoint_engine(),
