@@ -479,7 +479,8 @@ def main() -> None:
     parser.add_argument("--slurm", action="store_true", help="on a virtual cluster")
     parser.add_argument("--faults", type=int, default=22)
     parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--steps", type=int, default=200, help="steps of each run")
+    # a run must not end before its last fault is found
+    parser.add_argument("--steps", type=int, default=1000, help="steps of each run")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", help="faults whose name matches this pattern")
     parser.add_argument("--model", type=Path, help="a start model; made where not given")
