@@ -1,12 +1,15 @@
-"""How wide engines are: the nodes and GPUs of a replica, by role."""
+"""How wide engines are, by role: the nodes and GPUs of a replica; and the flags of vLLM that each is given."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
 
 from hpcrl.config.cluster import ClusterProfile, SlurmCluster
 from hpcrl.config.plan import Role
 from hpcrl.config.recipe import Recipe
 
-__all__ = ["engine_gpus", "engine_ranks_per_node", "replica_nodes"]
+__all__ = ["engine_gpus", "engine_ranks_per_node", "replica_nodes", "vllm_args"]
 
 
 def replica_nodes(recipe: Recipe) -> dict[Role, int]:
@@ -26,3 +29,12 @@ def engine_gpus(recipe: Recipe, cluster: ClusterProfile, role: Role) -> int:
 def engine_ranks_per_node(recipe: Recipe, cluster: ClusterProfile, role: Role) -> int:
     """Ranks of an engine on each of its nodes: its GPUs; 1 without."""
     return max(1, engine_gpus(recipe, cluster, role))
+
+
+def vllm_args(recipe: Recipe) -> Iterator[tuple[str, str, Any]]:
+    """Flags of vLLM that the recipe gives to all engines or to one side: its key, the flag and the value."""
+    engine = recipe.engine
+    sides = [("engine", engine), ("engine.prefill", engine.prefill), ("engine.decode", engine.decode)]
+    for key, side in sides:
+        if side is not None:
+            yield from ((f"{key}.vllm_args.{flag}", flag, value) for flag, value in side.vllm_args.items())

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import Any
 
 from hpcrl.config.cluster import ClusterProfile, SlurmCluster
-from hpcrl.config.engine_shape import engine_ranks_per_node, replica_nodes
+from hpcrl.config.engine_shape import engine_ranks_per_node, replica_nodes, vllm_args
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.rule import Conflicts, Rule
 from hpcrl.config.vllm import owner_of
@@ -67,23 +65,14 @@ def _sides_have_a_router(recipe: Recipe, _: ClusterProfile) -> Conflicts:
         yield "engine.kv_transfer", "has no effect without prefill and decode"
 
 
-def _args(recipe: Recipe) -> Iterator[tuple[str, str, Any]]:
-    """Key of the recipe, flag and value."""
-    engine = recipe.engine
-    sides = [("engine", engine), ("engine.prefill", engine.prefill), ("engine.decode", engine.decode)]
-    for key, side in sides:
-        if side is not None:
-            yield from ((f"{key}.vllm_args.{flag}", flag, value) for flag, value in side.vllm_args.items())
-
-
 def _own_flags(recipe: Recipe, _: ClusterProfile) -> Conflicts:
-    for key, flag, _value in _args(recipe):
+    for key, flag, _value in vllm_args(recipe):
         if reason := owner_of(flag):
             yield key, f"hpcrl sets --{flag} itself: {reason}"
 
 
 def _flag_names(recipe: Recipe, _: ClusterProfile) -> Conflicts:
-    for key, flag, value in _args(recipe):
+    for key, flag, value in vllm_args(recipe):
         if not _FLAG.fullmatch(flag):
             yield key, f"{flag!r} is no long name of a flag: write it without leading dashes, with dashes inside"
         elif value is None:
@@ -92,7 +81,7 @@ def _flag_names(recipe: Recipe, _: ClusterProfile) -> Conflicts:
 
 def _args_for_vllm(recipe: Recipe, _: ClusterProfile) -> Conflicts:
     if recipe.engine.backend != "vllm":
-        for key, _flag, _value in _args(recipe):
+        for key, _flag, _value in vllm_args(recipe):
             yield key, f"has no effect on engines of the backend {recipe.engine.backend!r}"
 
 

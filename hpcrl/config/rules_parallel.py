@@ -10,7 +10,7 @@ from typing import Any
 
 from hpcrl.config.base import StrictModel
 from hpcrl.config.cluster import ClusterProfile, SlurmCluster
-from hpcrl.config.engine_shape import engine_gpus, replica_nodes
+from hpcrl.config.engine_shape import engine_gpus, replica_nodes, vllm_args
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.rule import Conflicts, Rule
 
@@ -74,13 +74,7 @@ def _replay_sees_prefixes(recipe: Recipe, _: ClusterProfile) -> Conflicts:
 
 def _flags(recipe: Recipe, name: str) -> list[tuple[str, Any]]:
     """Key and value of a flag of vLLM, wherever the recipe gives it: to all engines or to one side."""
-    engine = recipe.engine
-    sides = [("engine", engine), ("engine.prefill", engine.prefill), ("engine.decode", engine.decode)]
-    return [
-        (f"{key}.vllm_args.{name}", side.vllm_args[name])
-        for key, side in sides
-        if side is not None and name in side.vllm_args
-    ]
+    return [(key, value) for key, flag, value in vllm_args(recipe) if flag == name]
 
 
 def _replay_sees_all_routes(recipe: Recipe, _: ClusterProfile) -> Conflicts:
