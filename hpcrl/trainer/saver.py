@@ -40,13 +40,13 @@ _log = logging.getLogger(__name__)
 
 _FILES_PER_RANK = 1
 _FILES_OF_AN_ENTRY = 8
+"""Manifest, metadata, the orchestrator's file, directories, and temporary names."""
 _MARGIN, _MARGIN_BYTES = 0.02, 1 << 20
 """What an entry has beside the state: metadata of the parts, the manifest."""
 _ROOM = (
     "\n    way out: make room there, or remove entries: hpcrl checkpoint prune RUN --keep-last 1"
     "\n    way out: a lower checkpoint.keep_last (one entry more than that exists during a save)"
 )
-"""Manifest, metadata, the orchestrator's file, directories, and temporary names."""
 
 
 class Emit(Protocol):
