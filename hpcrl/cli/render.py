@@ -34,17 +34,18 @@ def render(
 
     The run id in the scripts is a stand-in: a submit renders them again with its own.
     """
+    import os
     import sys
 
     from hpcrl.config.cluster import SlurmCluster
-    from hpcrl.config.load import load_cluster, load_recipe
+    from hpcrl.config.joined import load_both
     from hpcrl.config.rules import check_rules
     from hpcrl.errors import UsageError
     from hpcrl.fs import atomic_write
     from hpcrl.planning import absolute_paths, absolute_site_paths, make_plan, resolve_runs_root
     from hpcrl.slurm.render import render_jobs
 
-    loaded, site = load_recipe(recipe, overrides or ()), load_cluster(cluster)
+    loaded, site = load_both(recipe, cluster, overrides or (), environ=os.environ)
     check_rules(loaded, site)
     cwd = Path.cwd()
     profile = absolute_site_paths(site.value, cwd)
