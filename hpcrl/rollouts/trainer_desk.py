@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.config.recipe import Recipe
-from hpcrl.fs import atomic_write
+from hpcrl.reporting import ReportedFile
 from hpcrl.rollouts.batches import Batch, build_batch
 from hpcrl.rollouts.counters import Counters
 from hpcrl.rollouts.records import Group
@@ -16,6 +16,9 @@ from hpcrl.rollouts.scheduler import Scheduler
 from hpcrl.rollouts.state import OrchestratorState
 
 __all__ = ["ConflictError", "TrainerDesk"]
+
+_WRITE_S = 1.0
+"""How long a batch waits for the file of its rollouts."""
 
 
 class ConflictError(Exception):
@@ -121,8 +124,10 @@ class TrainerDesk:
             counters=counters,
             decode=self._decode,
         )
-        self._rollouts_dir.mkdir(exist_ok=True)
-        atomic_write(self._rollouts_dir / f"step-{step:06d}.jsonl", batch.lines)
+        # for people: where it cannot be written now, the batch is handed out all the same
+        file = ReportedFile(self._rollouts_dir / f"step-{step:06d}.jsonl")
+        file.put(batch.lines)
+        file.flush(_WRITE_S)
         return batch
 
     def snapshot(self, step: int) -> OrchestratorState:
