@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from hpcrl.config.plan import Plan, Role, RoleGroup
+from hpcrl.interfaces import http_url
 from hpcrl.ports import choose_blocks
 from hpcrl.runs.cause import CauseKind
+from hpcrl.runs.clocks import Clock
 from hpcrl.runs.rundir import RunDir
 from hpcrl.supervisor.guarded import ProcessSpec, RunningProcess, guard_command, start_guarded
 from hpcrl.supervisor.sweep import end_orphans, sweep
@@ -42,12 +45,12 @@ class Address(NamedTuple):
     @property
     def url(self) -> str:
         """Of the replica's first server."""
-        return f"http://{self.host}:{self.port}"
+        return http_url(self.host, self.port)
 
     @property
     def urls(self) -> tuple[str, ...]:
         """Of all of its servers, in the order of ranks."""
-        return tuple(f"http://{host}:{port}" for host, port in self.servers) or (self.url,)
+        return tuple(http_url(host, port) for host, port in self.servers) or (self.url,)
 
 
 class Launcher(Protocol):
@@ -56,6 +59,10 @@ class Launcher(Protocol):
     @property
     def in_step(self) -> bool:
         """Whether replicas are steps of a Slurm job."""
+
+    @property
+    def clocks(self) -> Mapping[str, Clock]:
+        """How far the clocks of nodes are ahead of ours, by Slurm's names; known after `place`."""
 
     def place(self, plan: Plan) -> dict[tuple[Role, int], Address]:
         """Choose host and port of every replica of every role (HpcrlError where that cannot be)."""
@@ -86,6 +93,7 @@ class LocalLauncher:
 
     host = "127.0.0.1"
     in_step = False
+    clocks: Mapping[str, Clock] = MappingProxyType({})
 
     def place(self, plan: Plan) -> dict[tuple[Role, int], Address]:
         """See `Launcher.place`."""

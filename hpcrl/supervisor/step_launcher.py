@@ -23,15 +23,25 @@ from hpcrl.config.plan import Plan, Role, RoleGroup
 from hpcrl.errors import HpcrlError
 from hpcrl.ports import choose_blocks
 from hpcrl.runs.cause import CauseKind
+from hpcrl.runs.clocks import Clock
 from hpcrl.runs.rundir import RunDir
 from hpcrl.slurm.client import SlurmClient
 from hpcrl.slurm.errors import SlurmError
-from hpcrl.slurm.launch import Allocation, allocations_from_env, launch_replica, outside_environment, step_environment
+from hpcrl.slurm.launch import (
+    Allocation,
+    Allocations,
+    allocations_from_env,
+    launch_on_nodes,
+    launch_replica,
+    outside_environment,
+    step_environment,
+)
 from hpcrl.slurm.states import JobState, parse_state
 from hpcrl.supervisor.guard import end_processes
 from hpcrl.supervisor.guarded import ProcessSpec, RunningProcess, guard_command, start_guarded
 from hpcrl.supervisor.launcher import Address
 from hpcrl.supervisor.nodes import nodes_to_exclude, stay_away
+from hpcrl.supervisor.survey import Survey, choose_addresses
 from hpcrl.supervisor.sweep import reap
 
 __all__ = ["StepLauncher"]
@@ -52,6 +62,11 @@ class StepLauncher:
         Environment of the batch process; ours by default.
     client:
         Asked for the addresses of nodes.
+
+    Attributes
+    ----------
+    clocks:
+        How far the clocks of nodes are ahead of ours, as far as nodes were asked.
     """
 
     in_step = True
@@ -70,6 +85,7 @@ class StepLauncher:
         self._plan: Plan | None = None
         self._allocations: dict[tuple[int, int], Allocation] = {}
         self._ports: set[int] = set()
+        self.clocks: dict[str, Clock] = {}
 
     def place(self, plan: Plan) -> dict[tuple[Role, int], Address]:
         """See `hpcrl.supervisor.launcher.Launcher.place`.
@@ -79,7 +95,7 @@ class StepLauncher:
         """
         self._plan = plan
         self._allocations = allocations_from_env(plan, self._environ)
-        addresses = self._node_addresses()
+        addresses = self._survey(self._allocations)
         here = [group for group in plan.groups if not plan.own_jobs(group)]
         replicas = [(group, replica) for group in here for replica in range(group.replicas)]
         sizes = [group.ports for group, _ in replicas]
@@ -88,7 +104,7 @@ class StepLauncher:
         for (group, replica), port in zip(replicas, ports, strict=True):
             job, places = plan.place(group, replica)
             hosts = self._allocations[group.component, job].hosts[places.start : places.stop]
-            reached = [addresses.get(host, host) for host in hosts]
+            reached = [addresses[host] for host in hosts]
             placed[group.role, replica] = Address.of(group, reached, port, nodes=hosts)
         self._ports = {port + i for port, size in zip(ports, sizes, strict=True) for i in range(size)}
         return placed
@@ -104,8 +120,8 @@ class StepLauncher:
         except HpcrlError:  # replicas that left keep theirs: on other nodes the same ports do no harm
             (port,) = choose_blocks([group.ports], first=first, last=last, host=_ANY_ADDRESS)
         self._ports.update(range(port, port + group.ports))
-        addresses = self._node_addresses()
-        reached = [addresses.get(host, host) for host in allocation.hosts]
+        addresses = self._survey({(group.component, job): allocation})
+        reached = [addresses[host] for host in allocation.hosts]
         return Address.of(group, reached, port, nodes=allocation.hosts)
 
     def clear_job(self, allocation: Allocation) -> None:
@@ -116,8 +132,35 @@ class StepLauncher:
         except SlurmError as error:
             _log.warning("steps of job %s could not be ended: %s", allocation.job_id, error)
 
+    def _survey(self, allocations: Allocations) -> dict[str, str]:
+        """Ask nodes where they can be reached, and how far their clocks are off; returns addresses by node name."""
+        assert self._plan is not None, "place comes first"
+        commands, interfaces = [], {}
+        outside = False
+        for (component, _), allocation in allocations.items():
+            launch = launch_on_nodes(
+                self._plan, component, allocation, command=[sys.executable, "-P", "-m", "hpcrl.supervisor.node_answers"]
+            )
+            commands.append((launch.argv, launch.hosts))
+            interfaces |= dict.fromkeys(allocation.hosts, self._interface(component))
+            outside |= allocation.job_id is not None
+        env = outside_environment(self._environ) if outside else step_environment(self._environ)
+        slurms = self._node_addresses()
+        known = {host: slurms.get(host, host) for host in interfaces}
+        with Survey(commands, env=env, timeout_s=self._cluster.limits.start_timeout_s) as survey:
+            several = self._plan.layout.nodes > 1
+            addresses = choose_addresses(survey, interfaces=interfaces, known=known, several=several)
+            self.clocks |= survey.clocks()
+        return addresses
+
+    def _interface(self, component: int) -> str | None:
+        """What the profile calls the interface of a component's nodes."""
+        assert self._plan is not None
+        role = Role(self._plan.layout.components[component].roles[0])
+        return self._cluster.partitions[self._cluster.partition_name(role)].node.interface
+
     def _node_addresses(self) -> dict[str, str]:
-        """What to connect to, by node name; nothing where Slurm cannot be asked on nodes: names resolve there."""
+        """What Slurm calls nodes, by their names; nothing where it cannot be asked on nodes: names resolve there."""
         if not self._cluster.capabilities.scontrol_on_nodes:
             return {}
         return {node.name: node.address for node in self._client.nodes()}

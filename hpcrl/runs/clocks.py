@@ -1,0 +1,68 @@
+"""How far the clocks of nodes are from the supervisor's, and times of nodes by that clock.
+
+Measured at the start of an attempt, by the shortest of a few round trips: the node's time lies somewhere between question
+and answer, so that half of the round trip is what is not known. ``attempts/NNNN/clocks.json`` holds it; where it is
+missing, or a node is not in it, times are taken as they are.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from hpcrl.fs import write_json
+from hpcrl.runs.rundir import RunDir
+
+__all__ = ["FAR_S", "Clock", "Clocks"]
+
+FAR_S = 1.0
+"""Clocks that differ by more are worth a word: they make logs of several nodes hard to read."""
+
+
+class Clock(msgspec.Struct, frozen=True):
+    """The clock of one node against the supervisor's, in seconds.
+
+    Attributes
+    ----------
+    ahead_s:
+        Its time minus the supervisor's.
+    uncertain_s:
+        The true difference lies no further away than this.
+    """
+
+    ahead_s: float
+    uncertain_s: float
+
+
+class Clocks(msgspec.Struct, frozen=True):
+    """Clocks of an attempt's nodes, by Slurm's names; without any on one machine."""
+
+    nodes: dict[str, Clock] = {}
+
+    @staticmethod
+    def path(run: RunDir, attempt: int) -> Path:
+        """Where those of an attempt stand."""
+        return run.attempt_dir(attempt) / "clocks.json"
+
+    def write(self, run: RunDir, attempt: int) -> None:
+        """Replace the file."""
+        write_json(self.path(run, attempt), self)
+
+    @classmethod
+    def read(cls, run: RunDir, attempt: int) -> Clocks:
+        """Those of an attempt; none where they were not measured."""
+        try:
+            return msgspec.json.decode(cls.path(run, attempt).read_bytes(), type=cls)
+        except (OSError, msgspec.DecodeError):
+            return cls()
+
+    def corrected(self, time_s: float, node: str) -> float:
+        """A time of a node, by the supervisor's clock."""
+        clock = self.nodes.get(node)
+        return time_s if clock is None else time_s - clock.ahead_s
+
+    @property
+    def far(self) -> dict[str, Clock]:
+        """Those that differ by more than `FAR_S`, whatever is not known of them."""
+        return {node: c for node, c in self.nodes.items() if abs(c.ahead_s) - c.uncertain_s > FAR_S}
