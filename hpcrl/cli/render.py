@@ -34,8 +34,6 @@ def render(
 
     The run id in the scripts is a stand-in: a submit renders them again with its own.
     """
-    import sys
-
     from hpcrl.config.cluster import SlurmCluster
     from hpcrl.config.load import load_cluster, load_recipe
     from hpcrl.config.rules import check_rules
@@ -43,6 +41,7 @@ def render(
     from hpcrl.fs import atomic_write
     from hpcrl.planning import absolute_paths, absolute_site_paths, make_plan, resolve_runs_root
     from hpcrl.slurm.render import render_jobs
+    from hpcrl.slurm.slurm_executor import batch_process
 
     loaded, site = load_recipe(recipe, overrides or ()), load_cluster(cluster)
     check_rules(loaded, site)
@@ -57,7 +56,7 @@ def render(
         profile,
         run_id=f"{run_name}-rendered",
         # what submitit puts into the job; the folder is written by a submit
-        command=lambda part: [sys.executable, "-u", "-m", "submitit.core._submit", str(plan.run_dir / "submitit")],
+        command=lambda part: batch_process(plan.run_dir / "submitit"),
         cwd=cwd,
         templates=templates,
     )

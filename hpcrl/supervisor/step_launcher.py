@@ -84,6 +84,7 @@ class StepLauncher:
         self._client = SlurmClient() if client is None else client
         self._plan: Plan | None = None
         self._allocations: dict[tuple[int, int], Allocation] = {}
+        self._addresses: dict[str, str] = {}
         self._ports: set[int] = set()
         self.clocks: dict[str, Clock] = {}
 
@@ -145,7 +146,7 @@ class StepLauncher:
             interfaces |= dict.fromkeys(allocation.hosts, self._interface(component))
             outside |= allocation.job_id is not None
         env = outside_environment(self._environ) if outside else step_environment(self._environ)
-        slurms = self._node_addresses()
+        slurms = self._node_addresses(list(interfaces))
         known = {host: slurms.get(host, host) for host in interfaces}
         with Survey(commands, env=env, timeout_s=self._cluster.limits.start_timeout_s) as survey:
             several = self._plan.layout.nodes > 1
@@ -159,11 +160,15 @@ class StepLauncher:
         role = Role(self._plan.layout.components[component].roles[0])
         return self._cluster.partitions[self._cluster.partition_name(role)].node.interface
 
-    def _node_addresses(self) -> dict[str, str]:
-        """What Slurm calls nodes, by their names; nothing where it cannot be asked on nodes: names resolve there."""
-        if not self._cluster.capabilities.scontrol_on_nodes:
-            return {}
-        return {node.name: node.address for node in self._client.nodes()}
+    def _node_addresses(self, hosts: Collection[str]) -> dict[str, str]:
+        """What to connect to, by node name; nothing where Slurm cannot be asked on nodes: names resolve there.
+
+        Asked once a node and attempt: addresses do not change while a job has the node.
+        """
+        if self._cluster.capabilities.scontrol_on_nodes:
+            unknown = set(hosts) - self._addresses.keys()
+            self._addresses |= {node.name: node.address for node in self._client.nodes(unknown)}
+        return self._addresses
 
     async def start(self, spec: ProcessSpec) -> RunningProcess:
         """See `hpcrl.supervisor.launcher.Launcher.start`."""
@@ -193,12 +198,12 @@ class StepLauncher:
         ours = (allocation for allocation in self._allocations.values() if allocation.job_id is None)
         mine = {host for allocation in ours for host in allocation.hosts} if among is None else set(among)
         try:
-            nodes = self._client.nodes()
+            nodes = self._client.nodes(mine)
         except SlurmError as error:
             _log.warning("Slurm does not say which nodes are down: %s", error)
             return []
         # what is drained goes on until its job ends
-        return [node.name for node in nodes if node.name in mine and node.down]
+        return [node.name for node in nodes if node.down]
 
     def stay_away(self, run: RunDir) -> None:
         """See `hpcrl.supervisor.launcher.Launcher.stay_away`."""

@@ -23,7 +23,7 @@ from hpcrl.slurm.render import Script, render_jobs
 
 GOLDEN = Path(__file__).parent / "golden"
 CONTAINERS = {"plain": {"kind": "none"}, "pyxis": PYXIS, "apptainer": APPTAINER}
-COMMAND = ["/opt/hpcrl/bin/python", "-u", "-m", "submitit.core._submit", "/runs/night-1/submitit"]
+COMMAND = ["/opt/hpcrl/bin/python", "-u", "-P", "-m", "submitit.core._submit", "/runs/night-1/submitit"]
 
 
 def render(plan: Plan, site: object, **options: object) -> list[Script]:
@@ -36,7 +36,7 @@ def launches(plan: Plan) -> str:
     lines = []
     for group in plan.groups:
         for replica in range(group.replicas):
-            command = [part.replace("{python}", plan.python or "/opt/hpcrl/bin/python") for part in group.command[:3]]
+            command = [part.replace("{python}", plan.python or "/opt/hpcrl/bin/python") for part in group.command[:4]]
             launch = launch_replica(plan, group, replica, command=command, cwd=CWD, allocations=allocations_for(plan))
             lines.append(shlex.join(launch.argv))
     return "\n".join(lines) + "\n"
@@ -176,7 +176,7 @@ def test_clean_environment(tmp_path: Path) -> None:
     out = subprocess.run(["bash", path], env=given, check=True, capture_output=True, text=True).stdout
     found = dict(item.split("=", 1) for item in out.split("\0") if item)
     kept = {"SLURM_JOB_ID", "WANDB_API_KEY", "LC_ALL", "USER"}
-    assert set(found) - {"PWD", "SHLVL", "OLDPWD", "_"} == kept | {"PATH", "HOME"}
+    assert set(found) - {"PWD", "SHLVL", "OLDPWD", "_"} == kept | {"PATH", "HOME", "PYTHONSAFEPATH"}
     assert {name: found[name] for name in kept} == {name: given[name] for name in kept}
     assert found["HOME"] == str(Path.home())
 
