@@ -15,7 +15,8 @@ __all__ = ["address_towards", "http_url", "interface_addresses", "machine_id", "
 
 def interface_addresses() -> dict[str, list[str]]:
     """IPv4 and IPv6 addresses of each interface that is up, in the kernel's order."""
-    up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
+    # not `isup`, which asks for a carrier, too
+    up = {name for name, stats in psutil.net_if_stats().items() if "up" in stats.flags.split(",")}
     return {
         name: [a.address.partition("%")[0] for a in addresses if a.family in (socket.AF_INET, socket.AF_INET6)]
         for name, addresses in psutil.net_if_addrs().items()

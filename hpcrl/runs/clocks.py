@@ -1,8 +1,8 @@
 """How far the clocks of nodes are from the supervisor's, and times of nodes by that clock.
 
-Measured at the start of an attempt, by the shortest of a few round trips: the node's time lies somewhere between question
-and answer, so that half of the round trip is what is not known. ``attempts/NNNN/clocks.json`` holds it; where it is
-missing, or a node is not in it, times are taken as they are.
+Measured at the start of an attempt, by the shortest of a few round trips: the node's time lies somewhere between
+question and answer, so that half of the round trip is what is not known. ``attempts/NNNN/clocks.json`` holds it; where
+it is missing, or a node is not in it, times are taken as they are.
 """
 
 from __future__ import annotations

@@ -65,7 +65,15 @@ class Launcher(Protocol):
         """How far the clocks of nodes are ahead of ours, by Slurm's names; known after `place`."""
 
     def place(self, plan: Plan) -> dict[tuple[Role, int], Address]:
-        """Choose host and port of every replica of every role (HpcrlError where that cannot be)."""
+        """Choose host and port of every replica of every role. Blocks until the nodes have answered.
+
+        Raises
+        ------
+        NodesSilentError
+            Not all of them did.
+        HpcrlError
+            An address or port cannot be had.
+        """
 
     async def start(self, spec: ProcessSpec) -> RunningProcess:
         """Start a replica; returns as soon as its guard runs."""

@@ -14,7 +14,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from hpcrl import procfs
@@ -37,17 +37,20 @@ from hpcrl.slurm.launch import (
     step_environment,
 )
 from hpcrl.slurm.states import JobState, parse_state
+from hpcrl.supervisor.addresses import choose_addresses
 from hpcrl.supervisor.guard import end_processes
 from hpcrl.supervisor.guarded import ProcessSpec, RunningProcess, guard_command, start_guarded
 from hpcrl.supervisor.launcher import Address
 from hpcrl.supervisor.nodes import nodes_to_exclude, stay_away
-from hpcrl.supervisor.survey import Survey, choose_addresses
+from hpcrl.supervisor.survey import Survey
 from hpcrl.supervisor.sweep import reap
 
 __all__ = ["StepLauncher"]
 
 _log = logging.getLogger(__name__)
 _TELL_S = 5.0
+_REPLICA_S = 60.0
+"""Longest wait for the nodes of one replica to answer."""
 _ANY_ADDRESS = "0.0.0.0"  # servers of torch listen on all addresses
 
 
@@ -85,6 +88,8 @@ class StepLauncher:
         self._plan: Plan | None = None
         self._allocations: dict[tuple[int, int], Allocation] = {}
         self._addresses: dict[str, str] = {}
+        self._reached: dict[str, str] = {}
+        self._start_timeout_s = cluster.limits.start_timeout_s
         self._ports: set[int] = set()
         self.clocks: dict[str, Clock] = {}
 
@@ -96,6 +101,7 @@ class StepLauncher:
         """
         self._plan = plan
         self._allocations = allocations_from_env(plan, self._environ)
+        self._reached, self.clocks = {}, {}
         addresses = self._survey(self._allocations)
         here = [group for group in plan.groups if not plan.own_jobs(group)]
         replicas = [(group, replica) for group in here for replica in range(group.replicas)]
@@ -111,7 +117,7 @@ class StepLauncher:
         return placed
 
     def enter_job(self, group: RoleGroup, replica: int, allocation: Allocation) -> Address:
-        """See `hpcrl.supervisor.elastic.PlacesReplicas`. Blocks for a moment."""
+        """See `hpcrl.supervisor.elastic.PlacesReplicas`. Blocks until the nodes have answered."""
         assert self._plan is not None, "place comes first"
         job, _ = self._plan.place(group, replica)
         self._allocations[group.component, job] = allocation
@@ -136,23 +142,26 @@ class StepLauncher:
     def _survey(self, allocations: Allocations) -> dict[str, str]:
         """Ask nodes where they can be reached, and how far their clocks are off; returns addresses by node name."""
         assert self._plan is not None, "place comes first"
-        commands, interfaces = [], {}
-        outside = False
+        commands: list[tuple[Sequence[str], Sequence[str]]] = []
+        interfaces: dict[str, str | None] = {}
+        outside = any(allocation.job_id is not None for allocation in allocations.values())
         for (component, _), allocation in allocations.items():
             launch = launch_on_nodes(
                 self._plan, component, allocation, command=[sys.executable, "-P", "-m", "hpcrl.supervisor.node_answers"]
             )
             commands.append((launch.argv, launch.hosts))
             interfaces |= dict.fromkeys(allocation.hosts, self._interface(component))
-            outside |= allocation.job_id is not None
         env = outside_environment(self._environ) if outside else step_environment(self._environ)
         slurms = self._node_addresses(list(interfaces))
         known = {host: slurms.get(host, host) for host in interfaces}
-        with Survey(commands, env=env, timeout_s=self._cluster.limits.start_timeout_s) as survey:
+        # the keeper of replicas has others to look after
+        timeout_s = min(_REPLICA_S, self._start_timeout_s) if outside else self._start_timeout_s
+        with Survey(commands, env=env, timeout_s=timeout_s) as survey:
             several = self._plan.layout.nodes > 1
-            addresses = choose_addresses(survey, interfaces=interfaces, known=known, several=several)
-            self.clocks |= survey.clocks()
-        return addresses
+            found = choose_addresses(survey, interfaces=interfaces, known=known, several=several, others=self._reached)
+            self._reached |= found
+            self.clocks = {**self.clocks, **survey.clocks()}
+        return found
 
     def _interface(self, component: int) -> str | None:
         """What the profile calls the interface of a component's nodes."""

@@ -32,6 +32,7 @@ from hpcrl.supervisor.guarded import End
 from hpcrl.supervisor.launcher import Address, Launcher
 from hpcrl.supervisor.lives import Life, Lives
 from hpcrl.supervisor.notices import Notices
+from hpcrl.supervisor.survey import NodesSilentError
 from hpcrl.supervisor.verdict import broken_nodes, current_records, first_cause, slow_failures
 from hpcrl.supervisor.watchdog import Watchdog
 
@@ -124,6 +125,9 @@ class Supervisor:
                 keeper = asyncio.create_task(self._elastic.run(), name="replicas")
                 keeper.add_done_callback(self._report_bug)
             await self._decided.wait()
+        except NodesSilentError as error:
+            # looks like steps that were ended: whether a node went down, or Slurm did it, is asked before the verdict
+            self._fail(CauseKind.GUARD_LOST, f"no role could be started: {error}")
         except (HpcrlError, ValueError, OSError) as error:
             self._fail(CauseKind.SUPERVISOR_ERROR, f"the supervisor could not start the roles: {error}")
         if keeper is not None:
