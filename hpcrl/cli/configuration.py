@@ -73,7 +73,7 @@ def recipe_schema() -> None:
 
 @cluster_app.command("list")
 def cluster_list(as_json: JsonOption = False) -> None:
-    """List cluster profiles: of this directory, of the user, of the site, of the package."""
+    """List cluster profiles: of the user, of the site, of the package, of this directory."""
     from hpcrl.config.load import load_cluster
     from hpcrl.config.resources import list_clusters
     from hpcrl.errors import ConfigError

@@ -40,6 +40,7 @@ def render(
     from hpcrl.errors import UsageError
     from hpcrl.fs import atomic_write
     from hpcrl.planning import absolute_paths, absolute_site_paths, make_plan, resolve_runs_root
+    from hpcrl.runs.registry import check_name
     from hpcrl.slurm.render import render_jobs
     from hpcrl.slurm.slurm_executor import batch_process
 
@@ -49,7 +50,7 @@ def render(
     profile = absolute_site_paths(site.value, cwd)
     if not isinstance(profile, SlurmCluster):
         raise UsageError(f"{profile.name} is no Slurm site: there is no script to render (give one with --cluster)")
-    run_name = name or loaded.value.name
+    run_name = loaded.value.name if name is None else check_name(name)
     plan = make_plan(absolute_paths(loaded.value, cwd), profile, run_name, resolve_runs_root(profile, cwd) / run_name)
     scripts = render_jobs(
         plan,

@@ -49,7 +49,7 @@ def init(
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic_write(path, text.encode())
     typer.echo(path)
-    typer.echo(f"look at it, then: hpcrl cluster check {name}", err=True)
+    typer.echo(f"look at it, then: hpcrl cluster check {path}", err=True)
 
 
 def check(

@@ -219,5 +219,6 @@ def test_templates_are_searched_in_order(tmp_path: Path, monkeypatch: pytest.Mon
         directory = tmp_path / base / "templates/sbatch"
         directory.mkdir(parents=True)
         (directory / "_head.j2").write_text(f"# head of {word}\n")
-        (script,) = render(plan, site)
-        assert f"# head of {word}" in script.text
+    # the current directory is not asked
+    assert "# head of user" in render(plan, site)[0].text
+    assert "# head of here" in render(plan, site, templates=tmp_path / "templates/sbatch")[0].text

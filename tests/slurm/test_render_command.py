@@ -47,6 +47,15 @@ def test_render(
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.parametrize("name", ["../../etc/x", "/etc/x", "..", ".hidden", "a/b", ""])
+def test_names_that_are_paths_are_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert run(monkeypatch, "render", "quickstart", "-c", "devcluster", "-o", "out", "--name", name) == 2
+    assert "cannot be the name of a run" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_render_needs_a_site(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(monkeypatch, "render", "quickstart", "-o", "out") == 2
     assert "local is no Slurm site" in capsys.readouterr().err
