@@ -47,6 +47,7 @@ from hpcrl.rollouts.state import OrchestratorState
 from hpcrl.rollouts.trainer_desk import ConflictError, TrainerDesk
 from hpcrl.rollouts.transcript import Transcript
 from hpcrl.rollouts.weight_updates import WeightUpdater
+from hpcrl.runs.clocks import own_node
 from hpcrl.runs.role import Complaint, Endpoints, Member, RoleContext, restore_path
 from hpcrl.weights import HandoffStore
 from hpcrl.weights.collector import Collector
@@ -128,11 +129,11 @@ class Orchestrator:
     def _complain(self, engine: Engine, why: str) -> None:
         """Only the supervisor can start an engine anew."""
         role, _, replica = engine.name.rpartition("-")
-        complaint = Complaint(time_s=time.time(), role=role, replica=int(replica), message=why)
+        complaint = Complaint(time_s=time.time(), role=role, replica=int(replica), message=why, node=own_node())
         complaint.write(self._context.run, self._context.attempt)
 
     def _renew_router(self, why: str) -> None:
-        complaint = Complaint(time_s=time.time(), role="router", replica=0, message=why)
+        complaint = Complaint(time_s=time.time(), role="router", replica=0, message=why, node=own_node())
         complaint.write(self._context.run, self._context.attempt)
 
     # -- start

@@ -7,6 +7,7 @@ it is missing, or a node is not in it, times are taken as they are.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import msgspec
@@ -14,7 +15,7 @@ import msgspec
 from hpcrl.fs import write_json
 from hpcrl.runs.rundir import RunDir
 
-__all__ = ["FAR_S", "Clock", "Clocks"]
+__all__ = ["FAR_S", "Clock", "Clocks", "own_node"]
 
 FAR_S = 1.0
 """Clocks that differ by more are worth a word: they make logs of several nodes hard to read."""
@@ -33,6 +34,19 @@ class Clock(msgspec.Struct, frozen=True):
 
     ahead_s: float
     uncertain_s: float
+
+    @property
+    def differs(self) -> bool:
+        """Whether the two are surely not the same."""
+        return abs(self.ahead_s) > self.uncertain_s
+
+    def __str__(self) -> str:
+        return f"{abs(self.ahead_s):.2g} s ± {self.uncertain_s:.2g} s"
+
+
+def own_node() -> str:
+    """Slurm's name of the node that we are on; empty outside of Slurm."""
+    return os.environ.get("SLURMD_NODENAME", "")
 
 
 class Clocks(msgspec.Struct, frozen=True):
@@ -58,9 +72,14 @@ class Clocks(msgspec.Struct, frozen=True):
             return cls()
 
     def corrected(self, time_s: float, node: str) -> float:
-        """A time of a node, by the supervisor's clock."""
+        """A time of a node, by the supervisor's clock; as it is where no difference was found."""
         clock = self.nodes.get(node)
-        return time_s if clock is None else time_s - clock.ahead_s
+        return time_s if clock is None or not clock.differs else time_s - clock.ahead_s
+
+    def compared(self, one: str, other: str) -> Clock:
+        """The clock of one node against that of another; a node that was not asked has the supervisor's."""
+        mine, theirs = self.nodes.get(one, Clock(0.0, 0.0)), self.nodes.get(other, Clock(0.0, 0.0))
+        return Clock(mine.ahead_s - theirs.ahead_s, mine.uncertain_s + theirs.uncertain_s)
 
     @property
     def far(self) -> dict[str, Clock]:

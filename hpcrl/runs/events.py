@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from hpcrl.runs.clocks import Clocks, own_node
 from hpcrl.runs.rundir import RunDir
 
 __all__ = ["Event", "EventWriter", "read_events"]
@@ -28,7 +29,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     Attributes
     ----------
     time_s:
-        Seconds since the epoch by the writer's clock.
+        Seconds since the epoch: in the file by the writer's clock, as read by the supervisor's.
     attempt:
         Attempt it belongs to.
     writer:
@@ -37,6 +38,8 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
         Dotted name, for example ``engine.weights_updated``; docs/events.md lists them.
     data:
         Details.
+    node:
+        Slurm's name of the writer's node; empty outside of Slurm.
     """
 
     time_s: float
@@ -44,20 +47,23 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     writer: str
     kind: str
     data: dict[str, Any] = {}
+    node: str = ""
 
 
 class EventWriter:
     """Appends events of one writer; each line is one ``write`` and survives the death of the writer."""
 
     def __init__(self, run: RunDir, *, attempt: int, writer: str) -> None:
-        self.attempt, self.writer = attempt, writer
+        self.attempt, self.writer, self._node = attempt, writer, own_node()
         run.events_dir.mkdir(parents=True, exist_ok=True)
         path = run.events_dir / f"{attempt:04d}-{writer}.jsonl"
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
     def emit(self, kind: str, **data: Any) -> None:
         """Record that ``kind`` happened now, and say so in the log. ``data`` must be encodable as JSON."""
-        event = Event(time_s=time.time(), attempt=self.attempt, writer=self.writer, kind=kind, data=data)
+        event = Event(
+            time_s=time.time(), attempt=self.attempt, writer=self.writer, kind=kind, data=data, node=self._node
+        )
         os.write(self._fd, msgspec.json.encode(event) + b"\n")
         _log.info("%s %s", kind, " ".join(f"{name}={_short(value)}" for name, value in data.items()))
 
@@ -89,9 +95,17 @@ def _read_file(path: Path, kind: str) -> Iterator[Event]:
 
 
 def read_events(run: RunDir, *, attempt: int | None = None, kind: str = "") -> list[Event]:
-    """All events of a run (or of one attempt, or of one kind) in time order."""
+    """All events of a run (or of one attempt, or of one kind) in time order, by the supervisor's clock."""
     pattern = "*.jsonl" if attempt is None else f"{attempt:04d}-*.jsonl"
     if not run.events_dir.is_dir():
         return []
     events = [event for path in sorted(run.events_dir.glob(pattern)) for event in _read_file(path, kind)]
+    clocks = {number: Clocks.read(run, number) for number in {event.attempt for event in events if event.node}}
+    if any(clock.differs for known in clocks.values() for clock in known.nodes.values()):
+        events = [
+            msgspec.structs.replace(event, time_s=clocks[event.attempt].corrected(event.time_s, event.node))
+            if event.node
+            else event
+            for event in events
+        ]
     return sorted(events, key=lambda event: event.time_s)

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol
 
 from hpcrl.config.plan import Plan, Role, RoleGroup
 from hpcrl.interfaces import http_url
 from hpcrl.ports import choose_blocks
 from hpcrl.runs.cause import CauseKind
-from hpcrl.runs.clocks import Clock
+from hpcrl.runs.clocks import Clocks
 from hpcrl.runs.rundir import RunDir
 from hpcrl.supervisor.guarded import ProcessSpec, RunningProcess, guard_command, start_guarded
 from hpcrl.supervisor.sweep import end_orphans, sweep
@@ -61,8 +60,8 @@ class Launcher(Protocol):
         """Whether replicas are steps of a Slurm job."""
 
     @property
-    def clocks(self) -> Mapping[str, Clock]:
-        """How far the clocks of nodes are ahead of ours, by Slurm's names; known after `place`."""
+    def clocks(self) -> Clocks:
+        """How far the clocks of nodes are ahead of ours; known after `place`."""
 
     def place(self, plan: Plan) -> dict[tuple[Role, int], Address]:
         """Choose host and port of every replica of every role. Blocks until the nodes have answered.
@@ -101,7 +100,7 @@ class LocalLauncher:
 
     host = "127.0.0.1"
     in_step = False
-    clocks: Mapping[str, Clock] = MappingProxyType({})
+    clocks = Clocks()
 
     def place(self, plan: Plan) -> dict[tuple[Role, int], Address]:
         """See `Launcher.place`."""

@@ -23,7 +23,7 @@ from hpcrl.config.plan import Plan, Role, RoleGroup
 from hpcrl.errors import HpcrlError
 from hpcrl.ports import choose_blocks
 from hpcrl.runs.cause import CauseKind
-from hpcrl.runs.clocks import Clock
+from hpcrl.runs.clocks import Clocks
 from hpcrl.runs.rundir import RunDir
 from hpcrl.slurm.client import SlurmClient
 from hpcrl.slurm.errors import SlurmError
@@ -91,7 +91,7 @@ class StepLauncher:
         self._reached: dict[str, str] = {}
         self._start_timeout_s = cluster.limits.start_timeout_s
         self._ports: set[int] = set()
-        self.clocks: dict[str, Clock] = {}
+        self.clocks = Clocks()
 
     def place(self, plan: Plan) -> dict[tuple[Role, int], Address]:
         """See `hpcrl.supervisor.launcher.Launcher.place`.
@@ -101,7 +101,7 @@ class StepLauncher:
         """
         self._plan = plan
         self._allocations = allocations_from_env(plan, self._environ)
-        self._reached, self.clocks = {}, {}
+        self._reached, self.clocks = {}, Clocks()
         addresses = self._survey(self._allocations)
         here = [group for group in plan.groups if not plan.own_jobs(group)]
         replicas = [(group, replica) for group in here for replica in range(group.replicas)]
@@ -160,7 +160,7 @@ class StepLauncher:
             several = self._plan.layout.nodes > 1
             found = choose_addresses(survey, interfaces=interfaces, known=known, several=several, others=self._reached)
             self._reached |= found
-            self.clocks = {**self.clocks, **survey.clocks()}
+            self.clocks = Clocks({**self.clocks.nodes, **survey.clocks()})
         return found
 
     def _interface(self, component: int) -> str | None:
@@ -193,7 +193,7 @@ class StepLauncher:
         )
         outside = self._plan.own_jobs(group)
         env = outside_environment(self._environ) if outside else step_environment(self._environ)
-        return await start_guarded(launch.argv, spec, env=env, tasks=launch.tasks)
+        return await start_guarded(launch.argv, spec, env=env, tasks=launch.tasks, clocks=self.clocks)
 
     def sweep(self, run_id: str) -> list[int]:
         """See `hpcrl.supervisor.launcher.Launcher.sweep`. Slurm ends what a job leaves behind."""
