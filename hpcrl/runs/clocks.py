@@ -12,7 +12,6 @@ from pathlib import Path
 
 import msgspec
 
-from hpcrl.fs import write_json
 from hpcrl.runs.rundir import RunDir
 
 __all__ = ["FAR_S", "Clock", "Clocks", "own_node"]
@@ -59,9 +58,9 @@ class Clocks(msgspec.Struct, frozen=True):
         """Where those of an attempt stand."""
         return run.attempt_dir(attempt) / "clocks.json"
 
-    def write(self, run: RunDir, attempt: int) -> None:
-        """Replace the file."""
-        write_json(self.path(run, attempt), self)
+    def encode(self) -> bytes:
+        """What is in the file."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=2)
 
     @classmethod
     def read(cls, run: RunDir, attempt: int) -> Clocks:

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from runs_testing import make_run
 
+from hpcrl import reporting
 from hpcrl.runs.cause import Cause, CauseKind, choose_cause
 from hpcrl.runs.clocks import Clock, Clocks
 from hpcrl.runs.events import EventWriter, read_events
@@ -22,7 +23,7 @@ CLOCKS = Clocks({"n1": Clock(AHEAD_S, 0.2), "n2": Clock(-0.05, 0.1), "n3": Clock
 def run(tmp_path: Path) -> RunDir:
     run = make_run(tmp_path, steps=10)
     (run.attempt_dir(1) / "failures").mkdir(parents=True, exist_ok=True)
-    CLOCKS.write(run, 1)
+    Clocks.path(run, 1).write_bytes(CLOCKS.encode())
     return run
 
 
@@ -86,6 +87,7 @@ def test_events_and_complaints_are_read_by_the_supervisors_clock(run: RunDir, mo
     # the clock of n2 may be right: its time is left alone
     assert found == [("n1", 2000.0), ("n2", 2001.0), ("n3", 2002.0)]
     Complaint(time_s=2000.0 + AHEAD_S, role="engine", replica=1, message="is stale", node="n1").write(run, 1)
+    reporting.flush(5.0)
     assert [round(c.time_s, 3) for c in Complaint.read_all(run, 1)] == [2000.0]
 
 
