@@ -202,9 +202,12 @@ class Collector:
 
     def _delete_doomed(self) -> None:
         """Delete what was doomed, also by a collector that died over it."""
-        for name in self._names():
-            if name.startswith(_DOOMED_PREFIX):
-                shutil.rmtree(self._store.root / name, ignore_errors=True)
+        doomed = [name for name in self._names() if name.startswith(_DOOMED_PREFIX)]
+        if doomed:
+            # or a power failure could leave a version hidden, which may be restored, and not all of its files
+            fsync_dir(self._store.root)
+        for name in doomed:
+            shutil.rmtree(self._store.root / name, ignore_errors=True)
 
     # -- what is held
 
