@@ -206,13 +206,12 @@ class Fence:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
             else:
-                fsync_dir(self.root)
                 return
         raise FencedError(f"{other} does not get empty: another process still writes in it\n    way out: end that one")
 
     def _clean(self) -> None:
         """Delete what was taken from others, and what removers that died have left."""
-        self._settle()
+        self._settle()  # also that the others are gone for good
         for path in self.path.iterdir():
             shutil.rmtree(path, ignore_errors=True)
         for name in os.listdir(self.root):
@@ -220,7 +219,7 @@ class Fence:
                 shutil.rmtree(self.root / name, ignore_errors=True)
 
     def _settle(self) -> None:
-        """Make renames between the store and this writer's directory durable, in both (FencedError where it is gone)."""
+        """Make renames between the store and this writer's directory durable (FencedError where that is gone)."""
         try:
             fsync_dir(self.path)
         except FileNotFoundError:

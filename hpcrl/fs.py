@@ -28,6 +28,7 @@ __all__ = [
     "fsync_dir",
     "hash_file",
     "make_directory",
+    "open_log",
     "write_json",
 ]
 
@@ -109,6 +110,22 @@ def atomic_create(path: Path, data: bytes, *, mode: int = 0o644) -> None:
     finally:
         temporary.unlink(missing_ok=True)
     fsync_dir(path.parent)
+
+
+def open_log(path: Path) -> int:
+    """Open a file of lines for appending; returns the descriptor. There is one writer at a time.
+
+    A power failure may have left a part of the last line, or zeros: that gets an end, so that only it is lost.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    try:
+        size = os.fstat(fd).st_size
+        if size > 0 and os.pread(fd, 1, size - 1) != b"\n":
+            os.write(fd, b"\n")
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
 
 
 def write_json(path: Path, value: Any) -> None:

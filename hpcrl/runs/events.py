@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from hpcrl.fs import open_log
 from hpcrl.runs.rundir import RunDir
 
 __all__ = ["Event", "EventWriter", "read_events"]
@@ -53,7 +54,7 @@ class EventWriter:
         self.attempt, self.writer = attempt, writer
         run.events_dir.mkdir(parents=True, exist_ok=True)
         path = run.events_dir / f"{attempt:04d}-{writer}.jsonl"
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._fd = open_log(path)
 
     def emit(self, kind: str, **data: Any) -> None:
         """Record that ``kind`` happened now, and say so in the log. ``data`` must be encodable as JSON."""

@@ -6,6 +6,7 @@ import os
 
 import msgspec
 
+from hpcrl.fs import open_log
 from hpcrl.runs.rundir import RunDir
 
 __all__ = ["MetricsWriter", "StepRecord", "read_metrics"]
@@ -97,7 +98,7 @@ class MetricsWriter:
     """Appends step records; there is one writer at a time."""
 
     def __init__(self, run: RunDir) -> None:
-        self._fd = os.open(run.metrics_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._fd = open_log(run.metrics_path)
 
     def write(self, record: StepRecord) -> None:
         os.write(self._fd, msgspec.json.encode(record) + b"\n")

@@ -159,7 +159,6 @@ class Collector:
         """Step H."""
         with contextlib.suppress(FileNotFoundError):  # withdrawn by the trainer meanwhile
             os.rename(self._store.path_of(version), self._hidden_path(version))
-            fsync_dir(self._store.root)
 
     def _wanted(self, hidden: Collection[int], in_use: Collection[int]) -> set[int]:
         """Step C: which versions are held now, with what they need. A version published meanwhile counts, too."""

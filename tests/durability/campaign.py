@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,7 +50,7 @@ def examine(
     rules: Rules = "posix",
     limit: int = 8,
     seed: int = 0,
-    without: str = "",
+    without: Collection[str] = (),
     most: int | None = None,
     first_only: bool = False,
 ) -> Figures:
@@ -62,7 +63,7 @@ def examine(
     most:
         Most states that are opened: then cuts are chosen at random, those right after a promise before all others.
     without:
-        A site whose fsyncs are left out.
+        Sites whose fsyncs are left out.
     first_only:
         Stop at the first problem.
     """
@@ -71,7 +72,7 @@ def examine(
     figures = Figures(operations=len(operations))
     cuts = list(power.cuts)
     if most is not None:
-        promises = [cut for before, cut in zip(cuts, cuts[1:], strict=False) if len(cut.marks) > len(before.marks)]
+        promises = [cut for before, cut in itertools.pairwise(cuts) if len(cut.marks) > len(before.marks)]
         others = [cut for cut in cuts if cut not in promises]
         rng.shuffle(others)
         cuts = promises + others

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from handoff_lab import content, model_directory, publish, publish_delta
+from kill_harness import Say, fork_child
 from ledger_testing import write_files
 from recording import mark, name_sync_sites
 
@@ -37,8 +38,14 @@ def publish_from_memory(writer: HandoffWriter, version: int, model: Path, *, ten
     stage = writer.stage(version)
     shards = layout_shards(wanted, 2 * 8 * WORDS)
     runs = {tensor.name: [Run(0, 0, tensor.bytes)] for tensor in wanted}
-    for shard in shards:
-        preallocate(stage / shard.file, shard.bytes, shard.head)
+
+    def allocate(_: Say) -> None:
+        for shard in shards:
+            preallocate(stage / shard.file, shard.bytes, shard.head)
+
+    # another rank does that, perhaps on another node
+    outcome = fork_child(allocate).wait()
+    assert not outcome.failed, outcome
     reports: list[Digests] = []
     with FileWriter(stage, direct=False) as files:
         for shard in shards:

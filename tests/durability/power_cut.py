@@ -1,20 +1,24 @@
-"""Every state that a power cut could leave, from a recording: by the rules of POSIX, or of NFS (close to open).
+"""Every state that a power cut could leave, from a recording: by the rules of POSIX, of NFS, or of many clients.
 
 POSIX promises little. What was written to a file and not fsynced may be there, be missing, be zeros, or be there in
 part. A name that was made, renamed or removed may be so or not, each independently of the others, until the directory
 was fsynced that holds it. Two things are assumed beyond the letter of the standard, because nothing could be built
-without them and every filesystem with a journal keeps them: a rename happens as a whole or not at all, and it is durable
-once the directory of its *new* name was fsynced.
+without them and every filesystem with a journal keeps them: a rename happens as a whole or not at all, and it is
+durable once the directory of its *new* name was fsynced.
 
 NFS: the server makes each change of a name durable, in order, before it answers. What a client wrote it may keep to
 itself until it closes or fsyncs the file: that is lost with the client, or not seen by others.
+
+Clients of a parallel filesystem: as NFS, but closing a file flushes nothing, and an fsync flushes what the same client
+has written. Each process counts as a client.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -23,7 +27,7 @@ from recording import Kind, Operation
 
 __all__ = ["Cut", "PowerCuts", "Rules", "State", "tree_of"]
 
-Rules = Literal["posix", "nfs"]
+Rules = Literal["posix", "nfs", "clients"]
 Variant = Literal["lost", "zeros", "torn", "full"]
 #: contents of a directory: bytes of files, None for directories, the target's text for symbolic links; by path
 State = dict[str, "bytes | str | None"]
@@ -89,13 +93,15 @@ class PowerCuts:
         What there is at the end where nothing is lost.
     """
 
-    def __init__(self, operations: Sequence[Operation], *, rules: Rules = "posix", without: str = "") -> None:
+    def __init__(
+        self, operations: Sequence[Operation], *, rules: Rules = "posix", without: Collection[str] = ()
+    ) -> None:
         """Follow a recording.
 
         Parameters
         ----------
         without:
-            A site whose fsyncs are left out, as if they were not in the code.
+            Sites whose fsyncs are left out, as if they were not in the code.
         """
         self._rules = rules
         self._root = _Node("directory")
@@ -107,10 +113,8 @@ class PowerCuts:
         marks: list[object] = []
         for at, operation in enumerate(operations, start=1):
             if operation.kind is Kind.MARK:
-                import json
-
                 marks.append(json.loads(operation.first))
-            elif not (operation.kind is Kind.SYNC and without and operation.site == without):
+            elif operation.kind is not Kind.SYNC or operation.site not in without:
                 self._follow(at, operation)
             self.cuts.append(Cut(at, tuple(marks)))
         everything = self._chosen(_NEVER - 1, set(self._entries))
@@ -172,7 +176,7 @@ class PowerCuts:
 
     def _change(self, at: int, node: _Node, gone: tuple[_Node, str] | None, new: tuple[_Node, str] | None) -> None:
         entry = _Entry(at, node, gone, new)
-        if self._rules == "nfs":
+        if self._rules != "posix":
             entry.durable_at = at
         self._entries.append(entry)
         if gone is not None:
@@ -263,9 +267,7 @@ class PowerCuts:
                 names.setdefault(entry.new[0], {})[entry.new[1]] = entry.node
         return names
 
-    def _state(
-        self, at: int, chosen: set[_Entry], files: dict[_Node, Variant], rng: random.Random | None
-    ) -> State:
+    def _state(self, at: int, chosen: set[_Entry], files: dict[_Node, Variant], rng: random.Random | None) -> State:
         return self._tree(self._chosen(at, chosen), files, at, rng)
 
     def _tree(

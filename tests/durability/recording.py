@@ -15,14 +15,14 @@ import shutil
 import struct
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
 import pytest
 
-__all__ = ["Kind", "Operation", "build_recorder", "mark", "name_sync_sites", "record"]
+__all__ = ["Kind", "Operation", "Recordings", "build_recorder", "mark", "name_sync_sites", "record"]
 
 HERE = Path(__file__).parent
 _HEAD = struct.Struct("=IIQqIIQ")
@@ -74,6 +74,10 @@ class Operation(NamedTuple):
     second: str
     data: bytes
     site: str = ""
+
+
+Recordings = Callable[[str], tuple[Sequence[Operation], Path]]
+"""Gives what a scenario did, and the directory that it left."""
 
 
 def build_recorder(directory: Path) -> Path:
@@ -156,7 +160,7 @@ def name_sync_sites() -> None:
         name = Path(os.readlink(f"/proc/self/fd/{number}")).name
         # numbers, nonces and temporary names are not part of a site
         name = re.sub(r"^\.(.*)\.[0-9a-f]{32}\.tmp$", r"\1", name)
-        name = re.sub(r"-[0-9a-f]{8}$", "", name)
+        name = re.sub(r"^(\.writer|\.staging)-.*$", r"\1", name)
         name = re.sub(r"\d+", "#", name)
         _mark(f"{_SITE}{_caller(sys._getframe(1))}: {name}")
         real(fd)
@@ -177,4 +181,4 @@ def _caller(frame: FrameType | None) -> str:
         elif names:
             break
         frame = frame.f_back
-    return names[-1] if names else "elsewhere"
+    return names[-1] if names and not names[-1].startswith("fs.") else "elsewhere"
