@@ -145,6 +145,9 @@ def _type(annotation: Any, field: FieldInfo) -> str:
         return " \\| ".join(f"`{value}`" for value in get_args(annotation))
     if list(_models(annotation)):
         return {tuple: "list", dict: "sections by name"}.get(get_origin(annotation), "section")
+    if get_origin(annotation) in (Union, types.UnionType):
+        members = [member for member in get_args(annotation) if member is not type(None)]
+        return " or ".join(_type(member, FieldInfo()) for member in members)
     names = {int: "integer", float: "number", str: "text", bool: "true/false", dict: "mapping", tuple: "list"}
     name = names.get(get_origin(annotation) or annotation, str(annotation))
     bounds = []

@@ -34,8 +34,10 @@ def render(
 
     The run id in the scripts is a stand-in: a submit renders them again with its own.
     """
+    import os
+
     from hpcrl.config.cluster import SlurmCluster
-    from hpcrl.config.load import load_cluster, load_recipe
+    from hpcrl.config.joined import load_both
     from hpcrl.config.rules import check_rules
     from hpcrl.errors import UsageError
     from hpcrl.fs import atomic_write
@@ -44,7 +46,7 @@ def render(
     from hpcrl.slurm.render import render_jobs
     from hpcrl.slurm.slurm_executor import batch_process
 
-    loaded, site = load_recipe(recipe, overrides or ()), load_cluster(cluster)
+    loaded, site = load_both(recipe, cluster, overrides or (), environ=os.environ)
     check_rules(loaded, site)
     cwd = Path.cwd()
     profile = absolute_site_paths(site.value, cwd)

@@ -16,6 +16,7 @@ import pytest
 from plans import APPTAINER, CWD, PYXIS, allocations_for, plan_for
 
 from hpcrl.config.plan import Plan
+from hpcrl.config.sbatch_options import option_faults
 from hpcrl.errors import UsageError
 from hpcrl.slurm.directives import directive
 from hpcrl.slurm.launch import launch_replica
@@ -108,6 +109,37 @@ def test_site_without_requeue_and_exclusive() -> None:
 def test_failed_nodes_are_excluded() -> None:
     (script,) = render(*plan_for("quickstart", "devcluster"), exclude=("n1", "n[3-4]"))
     assert "#SBATCH --exclude='n1,n[3-4]'" in script.text.splitlines()
+
+
+MORE = ("--mail-type=END", "--contiguous", "--nice=100")
+
+
+def test_options_of_the_recipe_reach_every_component_and_every_job() -> None:
+    """What Slurm does not pass on from component to component stands in each, the rest once."""
+    setting = f"job.sbatch_options=[{', '.join(MORE)}]"
+    (script,) = render(*plan_for("quickstart", "devcluster", "job.layout=hetjob", "engine.replicas=2", setting))
+    first, second = script.text.split("#SBATCH hetjob\n")
+    assert [f"#SBATCH {option}\n" in first for option in MORE] == [True, True, True]
+    assert [f"#SBATCH {option}\n" in second for option in MORE] == [False, True, False]
+    elastic = render(*plan_for("quickstart", "devcluster", "job.layout=elastic", "engine.replicas=2", setting))
+    assert len(elastic) == 3
+    for script in elastic:
+        assert all(script.text.count(f"#SBATCH {option}\n") == 1 for option in MORE)
+
+
+def test_no_option_of_ours_may_be_passed_on() -> None:
+    """What the scripts say themselves is refused in a recipe: nothing can say it twice."""
+    plans = [plan_for("glm5_swe", "h200-28", "job.payload=probe"), plan_for("quickstart", "devcluster")]
+    lines = [
+        line
+        for plan, site in plans
+        for script in render(plan, site, exclude=["n1"])
+        for line in script.text.splitlines()
+    ]
+    ours = {line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH --")}
+    assert len(ours) > 15
+    for option in ours:
+        assert [fault for _, fault in option_faults([option]) if "hpcrl's own" in fault], option
 
 
 def sbatch_words(line: str) -> str:
