@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from submitit.core.utils import DelayedSubmission
 
 from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.plan import Plan
-from hpcrl.errors import ExitCode, RunDirError, RunFailedError
+from hpcrl.errors import ExitCode, HpcrlError, RunDirError, RunFailedError
 from hpcrl.runs.cause import Cause, CauseKind
 from hpcrl.runs.events import EventWriter, read_events
 from hpcrl.runs.exclusions import exclude, read_exclusions
@@ -35,6 +36,8 @@ __all__ = ["Supervise"]
 
 _log = logging.getLogger(__name__)
 _ASK_AGAIN_S = 5.0
+_FIND_NODES_S = 5.0
+"""How long the requeue waits to be told which nodes it is to avoid."""
 _KILLED_WITHIN_S = 120.0
 """Slurm ends the job that it requeues, us with it."""
 
@@ -74,6 +77,9 @@ class Supervise:
             while True:
                 supervisor = self._supervisor(run, plan, record.run_id, started)
                 end = await supervisor.run()
+                if end[0] is RunState.REQUEUED:
+                    # before the loop is closed: that waits for threads, which Slurm or the filesystem may keep
+                    _requeue(run, plan)
                 if not supervisor.again:  # no await until the next one listens to signals: none is lost
                     return end
 
@@ -85,8 +91,6 @@ class Supervise:
         state, cause = asyncio.run(supervise())
         if plan.layout.kind == "elastic" and state is not RunState.REQUEUED:
             cancel_replicas(SlurmClient(), record.run_id)
-        if state is RunState.REQUEUED:
-            _requeue(run, plan)
         if cause is not None and cause.kind is CauseKind.NO_PROGRESS:
             raise SystemExit(ExitCode.NO_PROGRESS)
         message = "" if cause is None else cause.message
@@ -158,7 +162,9 @@ def _requeue(run: RunDir, plan: Plan) -> None:
     # is left to do fits into the time until its SIGKILL, the more surely the less must be asked first
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-    nodes = nodes_to_exclude(run, plan, client)
+    # found before, where Slurm answers at once: the requeue waits for nothing
+    finding = ThreadPoolExecutor(max_workers=1).submit(nodes_to_exclude, run, plan, client)
+    wait([finding], timeout=_FIND_NODES_S)
     while True:
         try:
             client.requeue(job_id)
@@ -173,7 +179,11 @@ def _requeue(run: RunDir, plan: Plan) -> None:
                 break
             raise RunFailedError(f"Slurm does not requeue job {job_id}: {error}") from error
     # the job waits now, also while we still end: the moment in which Slurm takes the list
-    stay_away(plan, client, job_id, nodes, within_s=_KILLED_WITHIN_S / 4)
+    try:
+        stay_away(plan, client, job_id, finding.result(), within_s=_KILLED_WITHIN_S / 4)
+    except (HpcrlError, OSError) as error:
+        # the next attempt sees by itself that it begins on such a node
+        _log.warning("the job is not told which nodes to avoid: %s", error)
     # die of the SIGTERM now, if it came: while we live the job is COMPLETING, and the next attempt does not begin
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     time.sleep(_KILLED_WITHIN_S)
