@@ -1,4 +1,4 @@
-"""Replicas with jobs of their own, round by round: the orders in which Slurm, holders and ends of replicas may speak."""
+"""Replicas with jobs of their own, round by round: all orders in which Slurm, holders and replicas may speak."""
 
 from __future__ import annotations
 
