@@ -35,6 +35,7 @@ from hpcrl.supervisor.launcher import Address, Launcher
 from hpcrl.supervisor.lives import Life, Lives
 from hpcrl.supervisor.lookout import Lookout
 from hpcrl.supervisor.notices import Notices
+from hpcrl.supervisor.survey import NodesSilentError
 from hpcrl.supervisor.verdict import broken_nodes, current_records, first_cause
 from hpcrl.supervisor.watchdog import Watchdog
 
@@ -119,6 +120,9 @@ class Supervisor:
                 keeper = asyncio.create_task(self._elastic.run(), name="replicas")
                 keeper.add_done_callback(self._report_bug)
             await self._decided.wait()
+        except NodesSilentError as error:
+            # looks like steps that were ended: whether a node went down, or Slurm did it, is asked before the verdict
+            self._fail(CauseKind.GUARD_LOST, f"no role could be started: {error}")
         except (HpcrlError, ValueError, OSError) as error:
             self._fail(CauseKind.SUPERVISOR_ERROR, f"the supervisor could not start the roles: {error}")
         if keeper is not None:
@@ -210,6 +214,7 @@ class Supervisor:
             self._board.emit("supervisor.swept", pids=found)
         check_graph(self._plan)
         addresses = await asyncio.to_thread(self._launcher.place, self._plan)
+        self._board.note_clocks(self._launcher.clocks)
         for group in self._plan.groups:
             for replica in range(0 if self._plan.own_jobs(group) else group.replicas):
                 address = addresses[group.role, replica]
@@ -243,6 +248,7 @@ class Supervisor:
 
     def drive(self, component: Component) -> None:
         """Start a component when its time has come, and lead it to its end."""
+        self._board.note_clocks(self._launcher.clocks)  # its nodes may be new
         task = asyncio.create_task(self._drive(component), name=component.label)
         task.add_done_callback(self._report_bug)
         self._drives[component] = task
@@ -369,7 +375,8 @@ class Supervisor:
             self._fail(CauseKind.SUPERVISOR_ERROR, f"the supervisor failed ({task.get_name()}): {error!r}")
 
     def _first_cause(self, stopped_at_s: float) -> Cause | None:
-        return first_cause(self._ends, self._records(), self._components, stopped_at_s=stopped_at_s)
+        records, clocks = self._records(), self._launcher.clocks
+        return first_cause(self._ends, records, self._components, stopped_at_s=stopped_at_s, clocks=clocks)
 
     def _name_lost_rank(self, cause: Cause) -> Cause:
         for component in self._components:
