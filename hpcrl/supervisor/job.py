@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import signal
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -160,7 +161,8 @@ def _requeue(run: RunDir, plan: Plan) -> None:
     client, job_id = SlurmClient(), int(os.environ["SLURM_JOB_ID"])
     # Slurm's SIGTERM follows the requeue at once, to us and to the commands that we run (they inherit the mask). What
     # is left to do fits into the time until its SIGKILL, the more surely the less must be asked first
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    told = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: told.set())  # other threads do not have the mask
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     # found before, where Slurm answers at once: the requeue waits for nothing
     finding = ThreadPoolExecutor(max_workers=1).submit(nodes_to_exclude, run, plan, client)
@@ -185,5 +187,8 @@ def _requeue(run: RunDir, plan: Plan) -> None:
         # the next attempt sees by itself that it begins on such a node
         _log.warning("the job is not told which nodes to avoid: %s", error)
     # die of the SIGTERM now, if it came: while we live the job is COMPLETING, and the next attempt does not begin
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+    if told.is_set():
+        os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(_KILLED_WITHIN_S)

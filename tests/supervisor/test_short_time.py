@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Sequence
@@ -219,3 +221,40 @@ def test_the_requeue_does_not_wait_for_a_list_of_nodes(tmp_path: Path, monkeypat
     job._requeue(run, run.plan())
     assert slurm.asked.is_set()
     assert slurm.late, "the requeue was asked for first"
+
+
+#: a supervisor with threads, to which Slurm sends SIGTERM as soon as it is asked for the requeue
+_REQUEUED = """
+import os, signal, sys, threading, time
+from pathlib import Path
+from hpcrl.runs.rundir import RunDir
+from hpcrl.supervisor import job
+
+class Slurm:
+    def requeue(self, job_id):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.2)
+        print("asked", flush=True)
+
+threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+job.SlurmClient = Slurm
+job.nodes_to_exclude = lambda *_: ["n1"]
+job.stay_away = lambda plan, client, job_id, nodes, *, within_s: print("stays away from", *nodes, flush=True)
+run = RunDir(Path(sys.argv[1]))
+job._requeue(run, run.plan())
+print("lived on", flush=True)
+"""
+
+
+def test_slurms_answer_to_the_requeue_comes_after_the_last_words(tmp_path: Path) -> None:
+    run = create(tmp_path / "runs")
+    done = subprocess.run(
+        [sys.executable, "-c", _REQUEUED, str(run.path)],
+        env={**os.environ, "SLURM_JOB_ID": "7"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout.splitlines() == ["asked", "stays away from n1"], done.stderr
+    assert done.returncode == -signal.SIGTERM
