@@ -149,7 +149,8 @@ class _LineScreen:
                 self._step = record.step
         for evaluation in progress.evaluations:
             if evaluation.version > self._version:
-                self.say(f"held-out reward {evaluation.reward:.3f} at version {evaluation.version}")
+                late = "" if evaluation.due is None else f" (due at {evaluation.due}, which the engines skipped)"
+                self.say(f"held-out reward {evaluation.reward:.3f} at version {evaluation.version}{late}")
                 self._version = evaluation.version
 
 

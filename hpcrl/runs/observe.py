@@ -283,6 +283,8 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     reward: float
     time_s: float = 0.0
+    due: int | None = None
+    """The version that was to be evaluated, where the engines skipped it."""
     by_env: dict[str, float] = {}
     parts: dict[str, float] = {}
     prompts: int = 0
@@ -319,6 +321,8 @@ def read_evaluations(run: RunDir) -> list[Evaluation]:
     found: dict[int, Evaluation] = {}
     for event in read_events(run, kind="evaluation"):
         data: dict[str, Any] = {**event.data, "time_s": event.time_s}
+        if data.get("due") == data["version"]:
+            del data["due"]
         evaluation = msgspec.convert(data, Evaluation)
         found[evaluation.version] = evaluation
     return [found[version] for version in sorted(found)]
