@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -46,7 +47,11 @@ class SlurmLab:
         self.model, self.cluster = model, cluster
         # jobs start clean: what this checkout is imported by is named in the profile
         profile = yaml.safe_load((ROOT / "clusters" / "devcluster.yaml").read_text())
-        profile |= {"launch": {"inherit": ["PYTHONPATH"]}, **profile_changes}
+        launch: dict[str, Any] = {"inherit": ["PYTHONPATH"]}
+        commands = Path(shutil.which("srun") or "/usr/bin/srun").parent
+        if commands != Path("/usr/bin"):  # another Slurm than that of the system: jobs use it, too
+            launch["path"] = [str(commands)]
+        profile |= {"launch": launch, **profile_changes}
         self.profile = directory / "devcluster.yaml"
         self.profile.write_text(yaml.safe_dump(profile))
         self.env = {
