@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 from observed import status_of
 from patience import patience, wait_for
@@ -80,6 +82,17 @@ class SlurmLab:
     def settings(self, *more: str) -> tuple[str, ...]:
         """What makes the quickstart small."""
         return (f"model.path={self.model}", *SMALL_RUN, *more)
+
+    def listeners(self, run: RunDir) -> list[tuple[str, str, int]]:
+        """Role (or program), address and port of everything in which a process of the run listens."""
+        found = []
+        for process in procfs.with_environ("HPCRL_RUN_ID", RunRecord.read(run).run_id):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                whole = psutil.Process(process.pid)
+                role = procfs.read_environ(process.pid).get("HPCRL_ROLE") or whole.name()
+                ports = whole.net_connections("tcp")
+                found += [(role, port.laddr.ip, port.laddr.port) for port in ports if port.status == "LISTEN"]
+        return sorted(set(found))
 
     def json(self, *arguments: str) -> Any:
         return json.loads(self.hpcrl(*arguments, "--json").stdout)
