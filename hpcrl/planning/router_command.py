@@ -50,4 +50,4 @@ def router_command(recipe: Recipe, *, events_offset: int = 1) -> tuple[str, ...]
         # an engine that fails is the orchestrator's to remove, and comes back when it is given again
         "--cb-timeout-duration-secs": "5",
     }
-    return ("{python}", "-m", "vllm_router.launch_router", *(word for flag in flags.items() for word in flag))
+    return ("{python}", "-m", "hpcrl.inference.vllm.router", *(word for flag in flags.items() for word in flag))

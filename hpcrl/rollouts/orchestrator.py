@@ -47,6 +47,7 @@ from hpcrl.rollouts.state import OrchestratorState
 from hpcrl.rollouts.trainer_desk import ConflictError, TrainerDesk
 from hpcrl.rollouts.transcript import Transcript
 from hpcrl.rollouts.weight_updates import WeightUpdater
+from hpcrl.runs.refusals import gate_of
 from hpcrl.runs.role import Complaint, Endpoints, Member, RoleContext, restore_path
 from hpcrl.weights import HandoffStore
 from hpcrl.weights.collector import Collector
@@ -105,8 +106,13 @@ class Orchestrator:
         async with contextlib.AsyncExitStack() as stack:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S)
             timeout = aiohttp.ClientTimeout(total=None)  # each call has its own
-            http = await stack.enter_async_context(aiohttp.ClientSession(connector=connector, timeout=timeout))
-            await stack.enter_async_context(serve_dock(self, host=address.hostname, port=address.port))
+            # for addresses of the run alone: every request brings the token
+            session = aiohttp.ClientSession(
+                connector=connector, timeout=timeout, headers=self._context.credentials.headers
+            )
+            http = await stack.enter_async_context(session)
+            gate = gate_of(self._context, "dock")
+            await stack.enter_async_context(serve_dock(self, gate, host=address.hostname, port=address.port))
             self._http = http
             self._tasks = await stack.enter_async_context(asyncio.TaskGroup())
             self._tasks.create_task(self._raise_failure())
@@ -342,6 +348,9 @@ class Orchestrator:
 
     async def batch(self, step: int, *, rank: int, world_size: int, wait_s: float) -> bytes | None:
         """One shard (see `hpcrl.rollouts.trainer_desk.TrainerDesk.batch`)."""
+        if world_size != self._recipe.trainer.ranks:
+            # before anything is done for it: a batch that is cut for others would be lost to the trainer
+            raise ConflictError(f"the trainer of this run has {self._recipe.trainer.ranks} ranks, not {world_size}")
         if not await self._is_restored(wait_s):
             return None
         if self._updater.announced is None:

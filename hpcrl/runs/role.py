@@ -17,6 +17,7 @@ from typing import NoReturn
 
 import msgspec
 
+from hpcrl.credentials import Credentials
 from hpcrl.errors import HpcrlError, PeerLostError
 from hpcrl.fs import write_json
 from hpcrl.runs.events import EventWriter
@@ -153,6 +154,11 @@ class RoleContext:
     def writer(self) -> str:
         """Name in event files."""
         return f"{self.role}-{self.replica}" + (f".{self.rank}" if self.rank else "")
+
+    @property
+    def credentials(self) -> Credentials:
+        """For requests to other roles of the attempt (RunDirError where the token cannot be read)."""
+        return Credentials.of_run(self.run.path, self.attempt)
 
     def events(self) -> EventWriter:
         """A writer for the events of this process."""

@@ -5,6 +5,7 @@
     <runs root>/<run>/
       recipe.yaml  cluster.yaml  plan.json    as resolved at submit
       run.json                                ids and provenance; written by submit and resume
+      token                                   who has it is answered by the servers of the run (hpcrl.credentials)
       status.json                             state of the run and its roles; written by the supervisor
       metrics.jsonl                           one line an optimizer step; written by trainer rank 0
       events/<attempt>-<writer>.jsonl         what happened; one file a writer, merged by readers
@@ -36,6 +37,7 @@ import yaml
 from hpcrl.config.cluster import ClusterProfile, cluster_from_json
 from hpcrl.config.plan import Plan
 from hpcrl.config.recipe import Recipe
+from hpcrl.credentials import ensure_token
 from hpcrl.errors import RunDirError
 from hpcrl.fs import atomic_write
 
@@ -116,6 +118,7 @@ class RunDir:
         path = self.attempt_dir(number)
         for part in ("ready", "failures", "logs"):
             (path / part).mkdir(parents=True)
+        ensure_token(self.path)  # of a run that was made before there were tokens
         link = self.attempts_dir / f".latest-{number}"
         link.unlink(missing_ok=True)
         link.symlink_to(path.name)

@@ -12,6 +12,7 @@ from hpcrl import procfs
 from hpcrl.config.cluster import ClusterProfile
 from hpcrl.config.plan import Plan
 from hpcrl.config.recipe import Recipe
+from hpcrl.credentials import ensure_token
 from hpcrl.errors import RunDirError
 from hpcrl.fs import StagedDirectory
 from hpcrl.runs.observe import ResumePoint, RunView, find_resume_point, observe
@@ -57,6 +58,7 @@ def create_run(
     try:
         run = RunDir(stage.path)
         run.write_configuration(recipe, cluster, plan)
+        ensure_token(run.path)
         RunRecord.new(run, name=plan.run, provenance=provenance or {}).write(run)
         stage.commit()
     except FileExistsError:  # somebody else took the name meanwhile

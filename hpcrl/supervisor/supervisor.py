@@ -15,6 +15,7 @@ from pathlib import Path
 
 from hpcrl import procfs
 from hpcrl.config.plan import Plan, Role, RoleGroup
+from hpcrl.credentials import Credentials
 from hpcrl.errors import HpcrlError
 from hpcrl.runs.cause import Cause, CauseKind
 from hpcrl.runs.role import Complaint, Endpoints, FailureRecord
@@ -212,6 +213,7 @@ class Supervisor:
         if why := exhausted(self._run, self._plan, self.attempt):
             self._fail(CauseKind.NO_PROGRESS, f"the run is given up: {why}")
             return
+        Credentials.of_run(self._run.path)  # a file that others may read must not be trusted by any role
         self._began_at = newest_checkpoint(self._run)
         self._board.emit("attempt.started", checkpoint_step=self._began_at)
         found = await asyncio.to_thread(self._launcher.sweep, self._run_id)

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
 from hpcrl.errors import HandoffError
-from hpcrl.weights.fanout import FanoutServer, Peers, fanout_token
+from hpcrl.gate import Gate
+from hpcrl.weights.fanout import FanoutServer, Peers
 from hpcrl.weights.leases import ReaderWatch
 from hpcrl.weights.manifest import MANIFEST, Handoff, decode_manifest
 from hpcrl.weights.nodecache import NodeCache
@@ -63,7 +64,15 @@ class Subscriber:
         Counts what came from the share.
     """
 
-    def __init__(self, root: Path, reader: str | None, settings: ReaderSettings, *, node: str | None = None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        reader: str | None,
+        settings: ReaderSettings,
+        *,
+        node: str | None = None,
+        gate: Gate | None = None,
+    ) -> None:
         """Prepare; nothing is written.
 
         Parameters
@@ -73,6 +82,8 @@ class Subscriber:
         reader, node:
             See `hpcrl.weights.readers.Registration`. None: read without a registration and leases; what is read is
             verified all the same, but it may be collected meanwhile.
+        gate:
+            Who is answered by the server for other nodes. None: everybody, and on loopback only.
 
         Raises
         ------
@@ -86,6 +97,7 @@ class Subscriber:
             None if reader is None else Registration(root, reader, expiry_s=settings.expiry_s, node=node)
         )
         self.share = ShareReader(settings.pace)
+        self._gate = gate or Gate("fanout", None)
         self.peers: Peers | None = None
         self.cache: NodeCache | None = None
         self._watch = ReaderWatch(root, expiry_s=settings.expiry_s)
@@ -121,7 +133,7 @@ class Subscriber:
         if self.cache is not None and settings.fanout_host is not None and self.registration is not None:
             self.peers = Peers(
                 self.registration.node,
-                token=fanout_token(self.root),
+                headers=self._gate.headers,
                 pace=settings.pace,
                 degree=settings.fanout_degree,
                 urls=self._peer_urls,
@@ -286,7 +298,7 @@ class Subscriber:
         try:
             if not lock.acquire():
                 return
-            server = FanoutServer(host, token=fanout_token(self.root), node=self.peers.node, fetch=self._segment_file)
+            server = FanoutServer(host, gate=self._gate, node=self.peers.node, fetch=self._segment_file)
             self.registration.serve_at(server.start())
         except (OSError, HandoffError) as error:
             _log.warning("this node does not serve versions to others: %s", error)

@@ -19,6 +19,7 @@ from patience import patience
 from stub_engine import StubEngine, coin, decode
 
 from hpcrl.checkpoints.restore import RestoreDecision
+from hpcrl.credentials import Credentials
 from hpcrl.dock.client import DockClient
 from hpcrl.dock.wire import BatchShard
 from hpcrl.errors import CheckpointError, DeadlineError, HpcrlError, PeerLostError
@@ -73,14 +74,17 @@ async def test_steps_in_order_with_bounded_staleness(tmp_path: Path) -> None:
 
 
 async def test_a_batch_is_handed_out_again_until_the_next_is_asked_for(tmp_path: Path) -> None:
-    async with running(make_run(tmp_path), StubEngine()) as loop:
+    async with running(make_run(tmp_path, trainer={"ranks": 2}), StubEngine()) as loop:
+        # who takes the trainer for another one does not have the batch cut for that: it would be lost to the trainer
+        with pytest.raises(PeerLostError, match=r"409.*has 2 ranks, not 1"):
+            await loop.ask("batch", 1, rank=0, world_size=1)
         first = await loop.ask("batch", 1, rank=0, world_size=2)
         other = await loop.ask("batch", 1, rank=1, world_size=2)
         again = await loop.ask("batch", 1, rank=0, world_size=2)
         assert same(first, again)
         assert len(rollouts_of(first)) + len(rollouts_of(other)) == 16
         assert len(first.micro_batches) == len(other.micro_batches)
-        with pytest.raises(PeerLostError, match=r"409.*cut for 2 ranks"):
+        with pytest.raises(PeerLostError, match=r"409.*has 2 ranks, not 1"):
             await loop.ask("batch", 1, rank=0, world_size=1)
         with pytest.raises(PeerLostError, match=r"409.*the next is that of step 2"):
             await loop.ask("batch", 3, rank=0, world_size=2)
@@ -430,7 +434,10 @@ async def test_the_process_ends_promptly_on_a_signal(tmp_path: Path, number: int
     }
     child = await asyncio.create_subprocess_exec(sys.executable, "-m", "hpcrl.rollouts", env=environment)
     # an interpreter that starts, not a loop that runs already
-    client = DockClient(loop.client.url, wait_timeout_s=60.0, connect_timeout_s=60.0 * patience())
+    credentials = Credentials.of_run(run.path, 1)
+    client = DockClient(
+        loop.client.url, credentials=credentials, wait_timeout_s=60.0, connect_timeout_s=60.0 * patience()
+    )
     try:
         loop.store.path_of(0).mkdir(parents=True)
         await asyncio.to_thread(client.published, 0)
