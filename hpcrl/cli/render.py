@@ -34,30 +34,32 @@ def render(
 
     The run id in the scripts is a stand-in: a submit renders them again with its own.
     """
-    import sys
+    import os
 
     from hpcrl.config.cluster import SlurmCluster
-    from hpcrl.config.load import load_cluster, load_recipe
+    from hpcrl.config.joined import load_both
     from hpcrl.config.rules import check_rules
     from hpcrl.errors import UsageError
     from hpcrl.fs import atomic_write
     from hpcrl.planning import absolute_paths, absolute_site_paths, make_plan, resolve_runs_root
+    from hpcrl.runs.registry import check_name
     from hpcrl.slurm.render import render_jobs
+    from hpcrl.slurm.slurm_executor import batch_process
 
-    loaded, site = load_recipe(recipe, overrides or ()), load_cluster(cluster)
+    loaded, site = load_both(recipe, cluster, overrides or (), environ=os.environ)
     check_rules(loaded, site)
     cwd = Path.cwd()
     profile = absolute_site_paths(site.value, cwd)
     if not isinstance(profile, SlurmCluster):
         raise UsageError(f"{profile.name} is no Slurm site: there is no script to render (give one with --cluster)")
-    run_name = name or loaded.value.name
+    run_name = loaded.value.name if name is None else check_name(name)
     plan = make_plan(absolute_paths(loaded.value, cwd), profile, run_name, resolve_runs_root(profile, cwd) / run_name)
     scripts = render_jobs(
         plan,
         profile,
         run_id=f"{run_name}-rendered",
         # what submitit puts into the job; the folder is written by a submit
-        command=lambda part: [sys.executable, "-u", "-m", "submitit.core._submit", str(plan.run_dir / "submitit")],
+        command=lambda part: batch_process(plan.run_dir / "submitit"),
         cwd=cwd,
         templates=templates,
     )

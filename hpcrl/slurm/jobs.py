@@ -89,6 +89,7 @@ def _submission(run: RunDir, plan: Plan, job_id: int, after_attempt: int) -> Sub
         components=1 if plan.layout.kind == "elastic" else len(plan.layout.components),
         requeues=plan.attempts.requeue,
         slurm_conf=os.environ.get("SLURM_CONF", ""),
+        user_id=os.getuid(),
     )
 
 

@@ -113,7 +113,7 @@ def render_jobs(
                     if position == 0
                     else repeated_options(plan, identity)
                 ),
-                *component_options(plan.layout.components[index]),
+                *component_options(plan.layout.components[index], plan.layout.sbatch_options),
             ]
             for position, index in enumerate(components)
         ]

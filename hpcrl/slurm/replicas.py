@@ -14,6 +14,7 @@ from typing import NamedTuple
 from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.plan import Plan, RoleGroup
 from hpcrl.fs import atomic_write
+from hpcrl.interpreter import module_command
 from hpcrl.runs.record import RunRecord
 from hpcrl.runs.rundir import RunDir
 from hpcrl.slurm.client import SlurmClient
@@ -65,13 +66,14 @@ class ReplicaJobs:
         """Submit the job of a replica, or find the living one; returns its id (`hpcrl.slurm.errors.SlurmError`)."""
         token = submission_id(self._run_id, self.number)
         role = group.role.value
-        holder = ["-P", "-m", "hpcrl.supervisor.holder", str(self._run.path), role, str(replica), str(self.number)]
+        words = [str(self._run.path), role, str(replica), str(self.number)]
+        holder = module_command(sys.executable, "hpcrl.supervisor.holder", *words)
         variables = {RUN_ID_VARIABLE: self._run_id, KIND_VARIABLE: "launch"}
         (script,) = render_jobs(
             self._plan,
             self._cluster,
             run_id=token,
-            command=lambda part: batch_command([sys.executable, *holder], variables),
+            command=lambda part: batch_command(holder, variables),
             cwd=Path.cwd(),
             output=lambda part: self._run.path / JOB_FOLDER / f"{part}.log",
             exclude=nodes_to_exclude(self._run, self._plan, self._client),

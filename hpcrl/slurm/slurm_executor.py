@@ -11,7 +11,9 @@ from typing import Any
 from submitit.core.core import PicklingExecutor
 from submitit.slurm.slurm import SlurmJob
 
-__all__ = ["SlurmExecutor", "batch_command"]
+from hpcrl.interpreter import module_command
+
+__all__ = ["SlurmExecutor", "batch_command", "batch_process"]
 
 SubmitCommand = Callable[[Sequence[str]], int]
 """Submits the job whose batch process is this command; returns the id of the (leading) job."""
@@ -44,7 +46,7 @@ class SlurmExecutor(PicklingExecutor):
 
     @property
     def _submitit_command_str(self) -> str:
-        return shlex.join([sys.executable, "-u", "-m", "submitit.core._submit", str(self.folder)])
+        return shlex.join(batch_process(self.folder))
 
     def _submit_command(self, command: str) -> SlurmJob[Any]:
         return SlurmJob(folder=self.folder, job_id=str(self._submit(shlex.split(command))), tasks=[0])
@@ -63,6 +65,11 @@ class SlurmExecutor(PicklingExecutor):
     @staticmethod
     def _get_job_id_from_submission_command(string: bytes | str) -> str:
         raise NotImplementedError
+
+
+def batch_process(folder: Path | str) -> list[str]:
+    """What runs the supervisor that submitit has pickled into ``folder``."""
+    return module_command(sys.executable, "submitit.core._submit", str(folder), unbuffered=True)
 
 
 def batch_command(command: Sequence[str], variables: dict[str, str]) -> list[str]:

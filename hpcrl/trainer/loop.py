@@ -17,6 +17,7 @@ import torch.utils.deterministic
 
 from hpcrl.checkpoints.writer import CheckpointWriter
 from hpcrl.config.recipe import Recipe
+from hpcrl.config.rules_parallel import refuse_planned_settings
 from hpcrl.dock.client import DockClient
 from hpcrl.dock.wire import BatchShard, BatchStats
 from hpcrl.errors import HandoffError, PeerLostError
@@ -52,10 +53,14 @@ def train(context: RoleContext) -> None:
 
     Raises
     ------
+    ConfigError
+        The recipe asks for what this version only plans.
     HpcrlError, OSError, ValueError
         The run cannot go on; the last published version and the last checkpoint are whole.
     """
     recipe = context.run.recipe()
+    # whoever starts this role by hand has not been asked by `hpcrl submit`
+    refuse_planned_settings(recipe, str(context.run.recipe_path))
     torch.set_num_threads(recipe.trainer.threads)
     torch.manual_seed(recipe.seed)
     with distributed(timeout_s=recipe.wait_for_batch_s + _COLLECTIVE_MARGIN_S) as parallel:

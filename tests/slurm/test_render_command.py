@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -17,6 +18,8 @@ def in_a_directory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.delenv("HPCRL_RUNS_ROOT", raising=False)
+    for name in [name for name in os.environ if name.startswith(("SBATCH_", "SLURM_"))]:
+        monkeypatch.delenv(name)
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -45,6 +48,15 @@ def test_render(
     assert f"#SBATCH --output={tmp_path}/runs/mine/main.log" in (tmp_path / "out/job.sbatch").read_text()
     # nothing but the scripts: no run directory
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("name", ["../../etc/x", "/etc/x", "..", ".hidden", "a/b", ""])
+def test_names_that_are_paths_are_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert run(monkeypatch, "render", "quickstart", "-c", "devcluster", "-o", "out", "--name", name) == 2
+    assert "cannot be the name of a run" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_render_needs_a_site(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,3 +105,24 @@ def test_dry_run_changes_nothing(
     assert run(monkeypatch, "submit", "glm5_swe", "-c", "devcluster", *settings) == 0
     assert "28 nodes, 224 GPUs" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
+
+
+def test_who_is_charged_and_who_said_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, value in {"SBATCH_ACCOUNT": "chem", "SBATCH_TIMELIMIT": "5", "SBATCH_EXPORT": "NONE"}.items():
+        monkeypatch.setenv(name, value)
+    settings = ("--set", "job.payload=probe", "--set", "job.qos=long", "--set", "job.sbatch_options=[--nice=5]")
+    assert run(monkeypatch, "submit", "glm5_swe", "-c", "roce-h100", *settings, "--dry-run") == 0
+    shown = capsys.readouterr()
+    assert "serve     account chem ($SBATCH_ACCOUNT), qos long (--set)" in shown.out
+    assert "options   --nice=5" in shown.out
+    assert [line for line in shown.err.splitlines() if "is not read" in line] == [
+        f"note: SBATCH_{name} is not read: the plan says what sbatch is told (hpcrl plan)"
+        for name in ("EXPORT", "TIMELIMIT")
+    ]
+    assert run(monkeypatch, "recipe", "show", "glm5_swe", *settings) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["job.account", '"chem"', "$SBATCH_ACCOUNT"] in rows
+    assert run(monkeypatch, "render", "glm5_swe", "-c", "roce-h100", *settings, "-o", "out") == 0
+    script = Path("out/job.sbatch").read_text()
+    assert script.count("#SBATCH --account=chem\n") == script.count("#SBATCH --qos=long\n") == 3
+    assert "research" not in script
