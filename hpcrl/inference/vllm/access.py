@@ -1,6 +1,6 @@
 """The door of vLLM's HTTP servers (``--middleware``): who does not bring the run's token is refused, on every path.
 
-vLLM's own ``--api-key`` guards only some paths, and is seen by everybody who lists processes. This is the outermost layer
+vLLM's own ``--api-key`` guards only some paths, and everybody who lists processes sees it. This is the outermost layer
 of each API server process, and knows the run from the environment that the supervisor has set.
 """
 

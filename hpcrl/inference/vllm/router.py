@@ -1,6 +1,6 @@
 """``python -m hpcrl.inference.vllm.router …``: vllm-router behind the run's token; its flags are vllm-router's own.
 
-It answers those alone whom a URL of our choice approves of, and asks that once for each token. The URL is a small server
+It answers those alone whom a URL of our choice approves of, and asks that once for each token. The URL is a server
 of ours, on loopback and in a process of its own (the router does not let other threads of Python run). Nothing but its
 ``Authorization`` header reaches engines in all modes, which is why token and attempt are both in there:
 
@@ -8,7 +8,7 @@ of ours, on loopback and in a process of its own (the router does not let other 
   checks, without any. An engine refuses the first, and answers ``GET /health`` to everybody.
 - between sides, the router speaks in its own name, with what it calls OPENAI_API_KEY.
 
-An API key of the router's own (``--api-key``) would be wrong: it would vouch for what anybody sends to paths that it does
+An API key of the router's own (``--api-key``) would be wrong: it would vouch for whatever is sent to paths that it does
 not know.
 """
 
