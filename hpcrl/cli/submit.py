@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hpcrl.cli.options import ClusterOption, RecipeArgument, SetOption
+from hpcrl.cli.options import ClusterOption, RecipeArgument, SetOption, confirm
 from hpcrl.cli.selection import RunArgument, RunsRootOption, ask_slurm, find, runs_root
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def cancel(
     if not yes and not view.state.ended:
         roles = ", ".join(f"{c.role} {c.replica} (pid {c.pid})" for c in view.components if c.pid) or "no role yet"
         typer.echo(f"this stops {found.name} ({view.state}): {roles}", err=True)
-        typer.confirm("stop it?", abort=True, err=True)
+        confirm("stop it?")
     view = cancel_run(found, user=getpass.getuser())
     typer.echo(f"{found.name}: {view.state}")
 

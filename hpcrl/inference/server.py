@@ -9,7 +9,6 @@ import logging
 import signal
 import socket
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +149,7 @@ async def _serve(settings: ServerSettings, gate: Gate, model: Qwen3Moe, listener
     engine = Engine(model, engine_config(settings, model), metrics)
     tokenizer = _tokenizer(settings)
     serving = Serving(engine, tokenizer, _facts(settings, model, tokenizer))
-    updater = WeightUpdater(model, settings.reader, partial(gate_from_env, "fanout", token_file=settings.token_file))
+    updater = WeightUpdater(model, settings.reader, gate_from_env("fanout", token_file=settings.token_file))
 
     def hand_over(delivery: Delivery) -> None:
         # the loop may be closing while the last step ends

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -96,7 +96,7 @@ class _Weights(NamedTuple):
 class WeightUpdater:
     """State of the update session. Calls may come from any thread; one runs at a time."""
 
-    def __init__(self, model: Qwen3Moe, reader: ReaderConfig, fanout_gate: Callable[[], Gate] | None = None) -> None:
+    def __init__(self, model: Qwen3Moe, reader: ReaderConfig, gate: Gate | None = None) -> None:
         """Start without a session; nothing is registered yet.
 
         Parameters
@@ -105,10 +105,10 @@ class WeightUpdater:
             Shape and dtype of the weights.
         reader:
             Who reads, where and how.
-        fanout_gate:
-            Makes the gate of the server for other nodes, where there is one.
+        gate:
+            Of the server for other nodes, where there is one.
         """
-        self._fanout_gate = fanout_gate
+        self._gate = gate
         self._template, self._arch = model, model.arch
         self._reader = reader._replace(root=None if reader.root is None else reader.root.resolve())
         self._lock = threading.Lock()
@@ -139,8 +139,7 @@ class WeightUpdater:
         check_same_reader(info or {}, root=reader.root, name=reader.name, settings=reader.settings)
         with self._lock:
             if self._subscriber is None and self._reader.name is not None and self._reader.root is not None:
-                gate = None if self._fanout_gate is None else self._fanout_gate()
-                subscriber = Subscriber(self._reader.root, self._reader.name, self._reader.settings, gate=gate)
+                subscriber = Subscriber(self._reader.root, self._reader.name, self._reader.settings, gate=self._gate)
                 self._subscriber = subscriber.open()
             self._initialised = True
 
@@ -194,7 +193,7 @@ class WeightUpdater:
                 root, version = self._place(info)
                 if self._subscriber is not None:
                     return self._load_from(self._subscriber, version, fallback=bool(info.get("fallback")))
-                with Subscriber(root, None, self._reader.settings) as subscriber:
+                with Subscriber(root, None, self._reader.settings, gate=self._gate) as subscriber:
                     return self._load_from(subscriber, version, fallback=bool(info.get("fallback")))
             except BaseException:
                 self._active = False

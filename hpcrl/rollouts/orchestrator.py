@@ -23,7 +23,6 @@ from hpcrl.checkpoints.restore import RestoreDecision
 from hpcrl.errors import CheckpointError, DeadlineError
 from hpcrl.models.tokenizer import ChatTokenizer
 from hpcrl.rollouts.conversation import Sampler
-from hpcrl.rollouts.counters import Counters
 from hpcrl.rollouts.data_order import DataOrder
 from hpcrl.rollouts.dock_server import serve_dock
 from hpcrl.rollouts.engine import Engine
@@ -47,6 +46,7 @@ from hpcrl.rollouts.state import OrchestratorState
 from hpcrl.rollouts.trainer_desk import ConflictError, TrainerDesk
 from hpcrl.rollouts.transcript import Transcript
 from hpcrl.rollouts.weight_updates import WeightUpdater
+from hpcrl.runs.clocks import own_node
 from hpcrl.runs.refusals import gate_of
 from hpcrl.runs.role import Complaint, Endpoints, Member, RoleContext, restore_path
 from hpcrl.weights import HandoffStore
@@ -134,11 +134,11 @@ class Orchestrator:
     def _complain(self, engine: Engine, why: str) -> None:
         """Only the supervisor can start an engine anew."""
         role, _, replica = engine.name.rpartition("-")
-        complaint = Complaint(time_s=time.time(), role=role, replica=int(replica), message=why)
+        complaint = Complaint(time_s=time.time(), role=role, replica=int(replica), message=why, node=own_node())
         complaint.write(self._context.run, self._context.attempt)
 
     def _renew_router(self, why: str) -> None:
-        complaint = Complaint(time_s=time.time(), role="router", replica=0, message=why)
+        complaint = Complaint(time_s=time.time(), role="router", replica=0, message=why, node=own_node())
         complaint.write(self._context.run, self._context.attempt)
 
     # -- start
@@ -147,19 +147,14 @@ class Orchestrator:
         """Take the orchestrator's part of the checkpoint that the trainer restores."""
         recipe, run = self._recipe, self._context.run
         decision = await self._decision()
-        self._state = OrchestratorState(
-            step=0,
-            seed=recipe.seed,
-            group_size=recipe.rollouts.group_size,
-            next_index=0,
-            restart=[],
-            finished=[],
-            counters=Counters(),
-        )
+        self._state = OrchestratorState.fresh(recipe)
+        self._order = DataOrder(recipe, self._environments)
         if decision.step is not None:
             entry = CheckpointLedger(run.checkpoints_dir).open(decision.step)
             self._state = OrchestratorState.decode(await asyncio.to_thread(entry.orchestrator_state))
             self._state.check(step=entry.step, seed=recipe.seed, group_size=recipe.rollouts.group_size)
+        self._restart = self._state.deal_again(self._order)
+        if decision.step is not None:
             _log.info("restored step %d with %d finished groups", self._state.step, len(self._state.finished))
 
     async def _decision(self) -> RestoreDecision:
@@ -229,7 +224,7 @@ class Orchestrator:
             self._tasks.create_task(membership.run())
         self._scheduler = Scheduler(
             config=config,
-            order=DataOrder(recipe, self._environments),
+            order=self._order,
             sampler=self._sampler(transcript, temperature=config.sampling.temperature, routes=routes),
             account=StalenessAccount(
                 groups_per_step=config.rollouts_per_step // config.group_size,
@@ -240,7 +235,7 @@ class Orchestrator:
             ),
             counters=self._counters,
             next_index=state.next_index,
-            restart=state.restart,
+            restart=self._restart,
             finished=state.finished,
         )
         self._evaluator = Evaluator(
@@ -258,6 +253,7 @@ class Orchestrator:
             gauges=self._gauges,
             decode=transcript.full_text,
             rollouts_dir=run.rollouts_dir,
+            spawn=self._tasks.create_task,
         )
         self._restored.set()
 
@@ -348,11 +344,9 @@ class Orchestrator:
 
     async def batch(self, step: int, *, rank: int, world_size: int, wait_s: float) -> bytes | None:
         """One shard (see `hpcrl.rollouts.trainer_desk.TrainerDesk.batch`)."""
-        if world_size != self._recipe.trainer.ranks:
-            # before anything is done for it: a batch that is cut for others would be lost to the trainer
-            raise ConflictError(f"the trainer of this run has {self._recipe.trainer.ranks} ranks, not {world_size}")
         if not await self._is_restored(wait_s):
             return None
+        self._desk.check_asker(rank, world_size)  # before anything is believed of the request
         if self._updater.announced is None:
             # who asks for step s has published version s - 1
             await self._announce(step - 1)

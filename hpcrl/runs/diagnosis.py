@@ -257,6 +257,8 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
     cause = diagnosis.cause
     when = f"{_clock(cause.time_s)}  " if cause is not None else ""
     say("\n", when, (diagnosis.sentence, "bold"))
+    if cause is not None and cause.doubt:
+        say((cause.doubt, "yellow"))
     if diagnosis.hint:
         say((diagnosis.hint, "dim"))
     if diagnosis.last_words:

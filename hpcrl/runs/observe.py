@@ -14,6 +14,7 @@ import msgspec
 from hpcrl.checkpoints.ledger import CheckpointLedger
 from hpcrl.errors import RunDirError
 from hpcrl.runs.cause import Cause, CauseKind
+from hpcrl.runs.clocks import Clock
 from hpcrl.runs.events import Event, read_events
 from hpcrl.runs.jobs import JobFact, ask
 from hpcrl.runs.metrics import StepRecord, read_metrics
@@ -56,6 +57,8 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True):
         All replicas.
     job:
         What Slurm says about the job; None for a local run, and where nobody asked.
+    clocks:
+        How far the clocks of nodes are off (`hpcrl.runs.clocks`).
     """
 
     name: str
@@ -75,6 +78,7 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True):
     cause: Cause | None = None
     components: list[ComponentStatus] = []
     job: JobFact | None = None
+    clocks: dict[str, Clock] = {}
 
     @property
     def wall_s(self) -> float | None:
@@ -127,6 +131,7 @@ def observe(run: RunDir, *, now_s: float | None = None) -> RunView:
         supervisor=status.supervisor,
         cause=status.cause,
         components=status.components,
+        clocks=status.clocks,
     )
     if view.job is not None and view.job.waiting:
         return msgspec.structs.replace(view, state=RunState.REQUEUED, ended_at_s=None)

@@ -7,8 +7,9 @@ from enum import StrEnum
 import msgspec
 
 from hpcrl import procfs
-from hpcrl.fs import write_json
+from hpcrl.fs import atomic_write
 from hpcrl.runs.cause import Cause
+from hpcrl.runs.clocks import Clock
 from hpcrl.runs.rundir import RunDir
 
 __all__ = ["HEARTBEAT_S", "ComponentState", "ComponentStatus", "ProcessId", "ReplicaJob", "RunState", "RunStatus"]
@@ -192,6 +193,8 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
         Seconds since the epoch.
     components:
         All replicas of all roles.
+    clocks:
+        How far the clocks of the attempt's nodes are ahead of the supervisor's; empty outside of Slurm.
     """
 
     run_id: str
@@ -203,11 +206,16 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     ended_at_s: float | None = None
     cause: Cause | None = None
     components: list[ComponentStatus] = []
+    clocks: dict[str, Clock] = {}
     format_version: int = FORMAT_VERSION
+
+    def encode(self) -> bytes:
+        """As ``status.json`` has it."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n"
 
     def write(self, run: RunDir) -> None:
         """Replace ``status.json``."""
-        write_json(run.status_path, self)
+        atomic_write(run.status_path, self.encode())
 
     @classmethod
     def read(cls, run: RunDir) -> RunStatus | None:

@@ -1,19 +1,30 @@
-"""What the supervisor tells the world: ``status.json`` and its events."""
+"""What the supervisor tells the world: ``status.json`` and its events.
+
+Nothing here fails or waits because of the filesystem (`hpcrl.reporting`), but for the end, which waits for its last
+words until a deadline.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
+from hpcrl.reporting import ReportedFile
 from hpcrl.runs.cause import Cause
+from hpcrl.runs.clocks import Clocks
 from hpcrl.runs.events import EventWriter
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import HEARTBEAT_S, ProcessId, RunState, RunStatus
 from hpcrl.supervisor.component import Component
 
 __all__ = ["Board"]
+
+_log = logging.getLogger(__name__)
 
 
 class Board:
@@ -24,6 +35,7 @@ class Board:
         self.state = RunState.STARTING
         self.cause: Cause | None = None
         self.components: Sequence[Component] = ()
+        self._clocks = Clocks()
         self._started_at_s = time.time()
         self._ended_at_s: float | None = None
         self._written_at = 0.0
@@ -32,6 +44,8 @@ class Board:
         assert myself is not None
         self._myself = myself
         self._events = EventWriter(run, attempt=attempt, writer="supervisor")
+        self._file = ReportedFile(run.status_path, on_caught_up=self._events.caught_up)
+        self._clocks_file = ReportedFile(Clocks.path(run, attempt), on_caught_up=self._events.caught_up)
 
     def emit(self, kind: str, **data: Any) -> None:
         """Append an event."""
@@ -54,8 +68,20 @@ class Board:
         """Something that the status shows has changed: write it with the next tick."""
         self._dirty = True
 
+    def note_clocks(self, clocks: Clocks) -> None:
+        """Write down how far the clocks of nodes are off, where that is news."""
+        if clocks == self._clocks:
+            return
+        news = {name: clock for name, clock in clocks.nodes.items() if clock != self._clocks.nodes.get(name)}
+        self._clocks = clocks
+        self._clocks_file.put(clocks.encode())
+        self.emit("nodes.clocks", nodes=msgspec.to_builtins(news))
+        if far := clocks.far:
+            _log.warning("clocks are off: %s", ", ".join(f"{name} by {clock}" for name, clock in far.items()))
+        self._dirty = True
+
     def enter(self, state: RunState, cause: Cause | None = None) -> None:
-        """Change the state of the run, and write it at once."""
+        """Change the state of the run, and say so."""
         self.state, self.cause = state, cause
         if state.ended:
             self._ended_at_s = time.time()
@@ -75,9 +101,9 @@ class Board:
             self.write()
 
     def write(self) -> None:
-        """Write ``status.json``."""
+        """Let ``status.json`` say what is known now."""
         self._dirty, self._written_at = False, time.monotonic()
-        RunStatus(
+        status = RunStatus(
             run_id=self.run_id,
             attempt=self.attempt,
             state=self.state,
@@ -87,8 +113,21 @@ class Board:
             ended_at_s=self._ended_at_s,
             cause=self.cause,
             components=[component.status() for component in self.components],
-        ).write(self.run)
+            clocks=self._clocks.nodes,
+        )
+        self._file.put(status.encode())
 
-    def close(self) -> None:
-        """Close the event file."""
-        self._events.close()
+    def close(self, timeout_s: float = 60.0) -> None:
+        """Wait until the last words are written, for so many seconds at most.
+
+        What is not written then is tried for as long as the process lives.
+        """
+        began = time.monotonic()
+        if not self._file.flush(timeout_s):
+            _log.error(
+                "that the run is %s could not be written to %s within %g s: readers will miss the supervisor",
+                self.state,
+                self.run.status_path,
+                timeout_s,
+            )
+        self._events.close(max(0.0, timeout_s - (time.monotonic() - began)))

@@ -25,6 +25,7 @@ from hpcrl.slurm.replicas import LivingJob, ReplicaJobs
 from hpcrl.slurm.states import JobState
 from hpcrl.supervisor.component import Component
 from hpcrl.supervisor.launcher import Address
+from hpcrl.supervisor.survey import NodesSilentError
 
 __all__ = ["Crew", "ElasticReplicas", "PlacesReplicas"]
 
@@ -51,7 +52,13 @@ class PlacesReplicas(Protocol):
     """What is needed of the launcher."""
 
     def enter_job(self, group: RoleGroup, replica: int, allocation: Allocation) -> Address:
-        """From now on start this replica there; returns where it will listen."""
+        """From now on start this replica there; returns where it will listen.
+
+        Raises
+        ------
+        NodesSilentError
+            Its nodes did not say where they can be reached.
+        """
 
     def clear_job(self, allocation: Allocation) -> None:
         """End steps that an earlier supervisor has left in a job."""
@@ -282,7 +289,14 @@ class ElasticReplicas:
                 await slot.component.process.gone()
             self._crew.dismiss(slot.component)
             slot.component = self._crew.enlist(slot.group, slot.replica, Address("", 0))
-        slot.component.address = await asyncio.to_thread(self._launcher.enter_job, slot.group, slot.replica, allocation)
+        try:
+            address = await asyncio.to_thread(self._launcher.enter_job, slot.group, slot.replica, allocation)
+        except NodesSilentError as error:  # the job may be ending: to be tried again where it is not
+            slot.ended_at, slot.suspect = time.monotonic(), (held.job_id, held.restart)
+            slot.ends, slot.lost = slot.ends + 1, str(error).split("\n", 1)[0]
+            _log.warning("%s: %s", slot.component.label, error)
+            return
+        slot.component.address = address
         slot.runs_in = (held.job_id, held.restart)
         slot.starts += 1
         slot.driving, slot.suspect = True, None

@@ -52,6 +52,7 @@ def explain_end(component: Component, end: End, log: Path) -> Cause:
         rank=rank,
         exit_code=end.exit_code if signum is None else None,
         signal=signum,
+        node=end.node,
     )
 
 
@@ -94,5 +95,5 @@ def _tail(path: Path) -> bytes:
             stream.seek(0, os.SEEK_END)
             stream.seek(max(0, stream.tell() - _LOG_TAIL_BYTES))
             return stream.read()
-    except FileNotFoundError:
+    except OSError:
         return b""

@@ -88,6 +88,11 @@ def fill_node_rank(part: str, node_rank: int, hosts: Sequence[str] = ()) -> str:
     return _NODE_RANK.sub(filled, part)
 
 
+def _own_node() -> str:
+    """See `hpcrl.runs.clocks.own_node`, which is no part of the standard library."""
+    return os.environ.get("SLURMD_NODENAME", "")
+
+
 class Guard:
     """State of one guard; see the module."""
 
@@ -188,7 +193,8 @@ class Guard:
 
     def _report(self, **report: Any) -> None:
         with contextlib.suppress(OSError):  # nobody listens any more
-            os.write(1, json.dumps({"task": self._task, "time_s": time.time(), **report}).encode() + b"\n")
+            said = {"task": self._task, "node": _own_node(), "time_s": time.time(), **report}
+            os.write(1, json.dumps(said).encode() + b"\n")
 
     def _record(self, kind: str, **data: Any) -> None:
         """Append to the events of the run, in the format of `hpcrl.runs.events`."""
@@ -198,6 +204,7 @@ class Guard:
             "writer": self._spec["events_writer"] + (f"-{self._task}" if self._task else ""),
             "kind": kind,
             "data": data,
+            "node": _own_node(),
         }
         with contextlib.suppress(OSError):
             path = self._spec["events_path"]

@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from hpcrl.interpreter import module_command, with_safe_path
+from hpcrl.runs.clocks import Clocks
 from hpcrl.supervisor.guard import KIND_VARIABLE, RUN_ID_VARIABLE
 
 __all__ = ["Dump", "End", "GuardedProcess", "ProcessSpec", "RunningProcess", "guard_command", "start_guarded"]
@@ -91,13 +92,15 @@ class End(NamedTuple):
     Attributes
     ----------
     time_s:
-        Seconds since the epoch, by the guard's clock where it could say.
+        Seconds since the epoch, where the guard could say by its clock, corrected to ours.
     exit_code, signal:
         One of the two; both None where nobody saw it.
     guard_lost:
         The guard went away first, and the role with it.
     spawn_error:
         Why the command could not be started at all.
+    node:
+        Slurm's name of the node whose guard said it; empty where none did, or on this machine.
     guard_signal:
         Signal by which somebody else than the supervisor had told the guard to end it; under Slurm, that is Slurm.
     """
@@ -108,6 +111,7 @@ class End(NamedTuple):
     guard_lost: bool = False
     spawn_error: str = ""
     guard_signal: int | None = None
+    node: str = ""
 
     @property
     def clean(self) -> bool:
@@ -151,9 +155,12 @@ def guard_command(python: str) -> list[str]:
 
 
 async def start_guarded(
-    argv: Sequence[str], spec: ProcessSpec, *, env: Mapping[str, str], tasks: int = 1
+    argv: Sequence[str], spec: ProcessSpec, *, env: Mapping[str, str], tasks: int = 1, clocks: Clocks | None = None
 ) -> GuardedProcess:
-    """Start guards by a command line that joins their standard streams to ours, and tell them what to run."""
+    """Start guards by a command line that joins their standard streams to ours, and tell them what to run.
+
+    Times that guards tell are corrected by ``clocks``.
+    """
     # not asyncio's own subprocesses: their transports SIGKILL the child when the loop closes on an error,
     # where the guard must live to clean up
     process = subprocess.Popen(
@@ -167,7 +174,7 @@ async def start_guarded(
     reports = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reports), process.stdout)
     orders, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, process.stdin)
-    return GuardedProcess(process, spec, orders, reports, tasks=tasks)
+    return GuardedProcess(process, spec, orders, reports, tasks=tasks, clocks=clocks)
 
 
 class GuardedProcess:
@@ -188,9 +195,11 @@ class GuardedProcess:
         reports: asyncio.StreamReader,
         *,
         tasks: int = 1,
+        clocks: Clocks | None = None,
     ) -> None:
         self._process, self._orders, self._reports = process, orders, reports
         self._grace_s, self._tasks, self._in_step = spec.grace_s, tasks, spec.in_step
+        self._clocks = clocks or Clocks()
         self._running: dict[int, int] = {}
         self._told: set[int] = set()
         self._clean_ends = 0
@@ -281,6 +290,7 @@ class GuardedProcess:
         while line := await self._reports.readline():
             report = msgspec.json.decode(line)
             task = report.pop("task")
+            report["time_s"] = self._clocks.corrected(report["time_s"], report["node"])
             match report.pop("report"):
                 case "started":
                     self._running[task] = report["pid"]
@@ -288,7 +298,7 @@ class GuardedProcess:
                         self._started.set_result(self._running[0])
                 case "spawn_failed":
                     self._told.add(task)
-                    self._task_ended(End(report["time_s"], spawn_error=report["error"]))
+                    self._task_ended(End(report["time_s"], spawn_error=report["error"], node=report["node"]))
                 case "dumped":
                     self._dumps.append(Dump([report["path"]], report["frames"], report["stopped"], report["problem"]))
                     if len(self._dumps) == self._tasks and not self._dumped.done():

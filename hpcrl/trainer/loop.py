@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.utils.deterministic
 
@@ -21,8 +22,8 @@ from hpcrl.config.rules_parallel import refuse_planned_settings
 from hpcrl.dock.client import DockClient
 from hpcrl.dock.wire import BatchShard, BatchStats
 from hpcrl.errors import HandoffError, PeerLostError
-from hpcrl.fs import write_json
 from hpcrl.models.arch import load_arch
+from hpcrl.reporting import ReportedFile
 from hpcrl.runs.events import EventWriter
 from hpcrl.runs.metrics import MetricsWriter, StepRecord
 from hpcrl.runs.progress import ProgressReporter
@@ -46,6 +47,8 @@ _COLLECTIVE_MARGIN_S = 300.0
 """How much longer than a wait at the dock the other ranks wait in a collective."""
 _LEAVE_S = 60.0
 """How long a trainer that fails lets a save end that began before."""
+_ON_RECORD_S = 2.0
+"""How long a save waits for the record of its step: a filesystem that takes no report may still take a checkpoint."""
 
 
 def train(context: RoleContext) -> None:
@@ -147,7 +150,8 @@ class Trainer:
         if not self.leader:
             yield None
             return
-        metrics, self._events = MetricsWriter(self.context.run), self.context.events()
+        self._events = self.context.events()
+        metrics = MetricsWriter(self.context.run, on_caught_up=self._events.caught_up)
         self._progress = self.context.progress()
         try:
             yield metrics
@@ -246,6 +250,7 @@ class Trainer:
             if metrics is not None:
                 # a checkpoint's step is on record before it counts: whoever resumes from it has no gap
                 metrics.write(record())
+                metrics.flush(_ON_RECORD_S)
             with clock.phase("checkpoint"):
                 self.saver.start(policy, step, orchestrator_state=lambda: self.dock.snapshot(step))
                 if urgent:
@@ -284,7 +289,8 @@ class Trainer:
         """Tell the supervisor that what it asked for is done: entries may also come from saves begun before."""
         if self.leader:
             answer = {"step": None, "reason": str(error)} if error is not None else {"step": step, "reason": ""}
-            write_json(save_answer_path(self.context.run, self.context.attempt), answer)
+            path = save_answer_path(self.context.run, self.context.attempt)
+            ReportedFile(path).put(msgspec.json.encode(answer) + b"\n")
 
     def _finish_saving(self) -> None:
         """Wait for the last save. A run whose end is not on disk has not ended well."""
@@ -295,8 +301,13 @@ class Trainer:
     def _save_requested(self) -> bool:
         """Whether the supervisor asked for a checkpoint since the last look: once."""
         path = save_request_path(self.context.run, self.context.attempt)
-        # a listing, because an NFS client may remember for a minute that a name did not exist
-        if self._saved_on_request or path.name not in os.listdir(path.parent):
+        try:
+            # a listing, because an NFS client may remember for a minute that a name did not exist
+            names = () if self._saved_on_request else os.listdir(path.parent)
+        except OSError as error:
+            _log.warning("whether a save was asked for cannot be seen now: %s", error)
+            return False
+        if path.name not in names:
             return False
         self._saved_on_request = True
         return True

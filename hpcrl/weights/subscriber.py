@@ -16,7 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
-from hpcrl.errors import HandoffError
+from hpcrl.credentials import TOKEN_FILE, ensure_token, read_token
+from hpcrl.errors import HandoffError, HpcrlError
 from hpcrl.gate import Gate
 from hpcrl.weights.fanout import FanoutServer, Peers
 from hpcrl.weights.leases import ReaderWatch
@@ -125,10 +126,12 @@ class Subscriber:
                 self.cache = NodeCache(
                     settings.cache_dir,
                     self.root,
+                    secret=self._secret(),
                     limit_bytes=settings.cache_bytes,
                     patience_s=settings.pace.limit_s,
+                    verify=settings.verify,
                 )
-            except OSError as error:
+            except (OSError, HpcrlError) as error:
                 _log.warning("%s cannot be used; this process reads for itself: %s", settings.cache_dir, error)
         if self.cache is not None and settings.fanout_host is not None and self.registration is not None:
             self.peers = Peers(
@@ -140,6 +143,14 @@ class Subscriber:
             )
             self._serve()
         return self
+
+    def _secret(self) -> str:
+        """What nobody but the readers of this store knows: the run's token; outside of a run one of the store's own."""
+        if self._gate.credentials is not None:
+            return self._gate.credentials.token
+        self.root.mkdir(parents=True, exist_ok=True)
+        ensure_token(self.root)
+        return read_token(self.root / TOKEN_FILE)
 
     def close(self) -> None:
         """Leave: unregister, stop serving, give the cache up."""
