@@ -10,9 +10,10 @@ import os
 import stat
 from pathlib import Path
 
-__all__ = ["NotOursError", "check_parent", "check_private", "make_private", "open_ours"]
+__all__ = ["NotOursError", "check_parent", "check_private", "make_private", "open_ours", "read_secret"]
 
 _WRITABLE = stat.S_IWGRP | stat.S_IWOTH
+_SECRET_BYTES = 1 << 16
 _OVERFLOW_UID = 65534
 """Owner of what belongs to nobody of this user namespace: root's, in a container without root."""
 
@@ -71,6 +72,30 @@ def open_ours(path: Path) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def read_secret(path: Path) -> str:
+    """The text of a file that is ours and that nobody else may read, without the line break at its end.
+
+    Raises
+    ------
+    OSError
+        It is not so, or there is no text in it. What is in it is not in the message.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(fd, "rb") as stream:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise NotOursError(f"{path} is no regular file")
+        if status.st_uid != os.geteuid():
+            raise NotOursError(f"{path} belongs to user {status.st_uid}, we are {os.geteuid()}")
+        if stat.S_IMODE(status.st_mode) & 0o077:
+            raise NotOursError(f"others may read or write {path} (mode {stat.S_IMODE(status.st_mode):o}, not 600)")
+        data = stream.read(_SECRET_BYTES + 1)
+    text = data.decode("utf-8", "replace").rstrip("\r\n")
+    if not text or len(data) > _SECRET_BYTES or "\0" in text:
+        raise OSError(f"{path} has no text of at most {_SECRET_BYTES} bytes for a variable")
+    return text
 
 
 def _check(path: Path, status: os.stat_result) -> None:

@@ -55,6 +55,7 @@ def submit(
         check_model,
         check_pythons,
         check_router,
+        check_secrets,
         check_sizes,
         default_run_name,
         make_plan,
@@ -73,6 +74,7 @@ def submit(
     if plan.layout.kind != "local":
         for variable in unused_variables(os.environ):
             typer.echo(f"note: {variable} is not read: the plan says what sbatch is told (hpcrl plan)", err=True)
+    check_secrets(plan, site)
     if loaded.value.job.payload == "roles":
         check_model(loaded, Path(resolved.model.path))
         check_pythons(plan, site)

@@ -47,6 +47,8 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
         How often this replica was started before in this attempt.
     scratch:
         Directory on the node for the temporary directory of the replica; empty for the node's own choice.
+    secrets:
+        More variables: files with their values, which the guard reads.
     """
 
     role: str
@@ -63,6 +65,7 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     hosts: Sequence[str] = ()
     restart: int = 0
     scratch: str = ""
+    secrets: Mapping[str, str] = {}
 
 
 class Dump(NamedTuple):

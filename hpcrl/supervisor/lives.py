@@ -231,4 +231,5 @@ class Lives:
             events_writer=writer,
             restart=component.restarts.count,
             scratch=self._plan.scratch or "",
+            secrets=group.secrets,
         )

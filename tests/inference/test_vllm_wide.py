@@ -31,6 +31,7 @@ from hpcrl.rollouts.engine_client import EngineError
 from hpcrl.rollouts.exchange import begin, exchange, wait_staged
 from hpcrl.rollouts.invite import Inviter
 from hpcrl.rollouts.replica_client import ReplicaClient
+from hpcrl.runs.events import read_events
 from hpcrl.runs.rundir import RunDir
 from hpcrl.supervisor.commands import fill_placeholders
 from hpcrl.supervisor.guard import fill_node_rank
@@ -253,3 +254,54 @@ async def test_frozen_ranks_compute_nothing(replica: ReplicaClient, servers: lis
         assert not flying.done()
         await replica.control("/resume", timeout_s=LIMIT_S)
         assert len((await asyncio.wrap_future(flying))[1]["token_ids"]) == tokens
+
+
+def test_nobody_is_served_without_the_token_of_the_run(servers: list[Server], run: RunDir) -> None:
+    """Every path that vLLM has, whatever version of it that is, and some that it has not."""
+    server, labels = servers[1], servers[1].get("/weight_info")
+    documented = server.get("/openapi.json")[1]["paths"]
+    calls = {
+        (method.upper(), path.replace("{", "").replace("}", "")) for path, of in documented.items() for method in of
+    }
+    calls |= {("GET", "/metrics"), ("GET", "/docs"), ("GET", "/nothing"), ("POST", "/nothing"), ("OPTIONS", "/pause")}
+    assert calls >= {("POST", "/collective_rpc"), ("POST", "/init_weight_transfer_engine"), ("POST", "/pause")}
+    strangers = {401: ["", "Bearer", f"Bearer {'0' * 64}.1"]}
+    strangers[403] = [
+        Credentials(Credentials.of_run(run.path).token, attempt).headers["Authorization"] for attempt in (0, 2)
+    ]
+    # what vllm-router asks, which has no token, and vLLM answers with a status alone
+    calls -= {("GET", "/health")}
+    for status, given in strangers.items():
+        for authorization in given:
+            for method, path in sorted(calls):
+                with server.request(method, path, None, {"authorization": authorization}) as answer:
+                    assert answer.status == status, (method, path, authorization)
+            with server.request("GET", "/health", None, {"authorization": authorization}) as answer:
+                assert (answer.status, answer.read()) == (200, b"")
+    assert server.get("/is_paused") == (200, {"is_paused": False})
+    assert server.get("/weight_info") == labels
+    refused = read_events(run, attempt=1, kind="access.refused")
+    assert {event.data["server"] for event in refused} == {"vllm"}
+
+
+def test_a_call_cannot_say_where_an_engine_reads(servers: list[Server], run: RunDir, tmp_path: Path) -> None:
+    reader = {"name": "engine-0-1", "expiry_s": 60.0, "floor_s": 9.0, "min_bytes_per_s": 1.0, "streams": 1}
+    for info, what in (
+        ({"root": str(tmp_path)}, "root"),
+        ({"reader": {**reader, "name": "engine-7"}}, "name"),
+        ({"reader": {**reader, "cache_dir": str(tmp_path)}}, "cache_dir"),
+        ({"reader": {**reader, "fanout_host": "10.0.0.9"}}, "fanout_host"),
+    ):
+        status, answer = servers[1].call("/init_weight_transfer_engine", {"init_info": info})
+        assert status >= 400, (info, answer)
+        assert f"was started with {what}" in servers[1].log.read_text()
+    # from elsewhere nothing is loaded, either
+    new = random_model(servers[0].model.arch, seed=70)
+    elsewhere = publish(HandoffStore(tmp_path / "weights"), 70, servers[0].model_dir, tensors_of(new))
+    for server in servers:
+        server.ok("/start_weight_update", {})
+    status, answer = servers[1].call("/update_weights", {"update_info": {"path": str(elsewhere.path)}})
+    assert status >= 400, answer
+    assert not list(tmp_path.glob("weights/.readers/*"))
+    for server in servers:
+        server.call("/collective_rpc", {"method": "abandon_weight_update"})
