@@ -11,7 +11,7 @@ import time
 
 import pytest
 from patience import wait_for
-from trainer_testing import StubDock, make_recipe, run_ranks, start_attempt, write_model_dir, write_recipe
+from trainer_testing import StubDock, make_recipe, run_ranks, start_attempt, tiny_arch, write_model_dir, write_recipe
 
 from hpcrl.checkpoints.ledger import CheckpointLedger
 from hpcrl.checkpoints.restore import RestoreDecision
@@ -105,7 +105,9 @@ def test_a_whole_run(tmp_path, model_dir, dock):
     assert list(run.checkpoints_dir.glob(".*/*")) == []
 
 
-def test_resume_equals_an_uninterrupted_run(tmp_path, model_dir, dock):
+@pytest.mark.parametrize("tied", [False, True])
+def test_resume_equals_an_uninterrupted_run(tmp_path, dock, tied):
+    model_dir = write_model_dir(tmp_path / "model", tiny_arch(tie_word_embeddings=tied))
     whole, parted = RunDir(tmp_path / "whole"), RunDir(tmp_path / "parted")
     run_steps(whole, model_dir, dock, 6)
     run_steps(parted, model_dir, dock, 3)
