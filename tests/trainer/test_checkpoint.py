@@ -94,7 +94,7 @@ def test_bit_equal_on_one_rank_and_on_two(model_dir, tmp_path, mode):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_model_with_tied_embeddings_resumes(tmp_path, ranks):
-    """Its head and its embeddings stay one parameter, also where they are made without data for a checkpoint to fill."""
+    """Head and embeddings stay one parameter, also where they are made without data for a checkpoint to fill."""
     model_dir = write_model_dir(tmp_path / "model", tiny_arch(tie_word_embeddings=True))
     before = run_ranks(ranks, save, model_dir, tmp_path / "checkpoints")
     after = run_ranks(ranks, load, model_dir, tmp_path / "checkpoints")
