@@ -176,6 +176,10 @@ class Fence:
         """Put back what `hide` took out."""
         os.rename(self.path / f"{_ASIDE}{name}", self.root / name)
 
+    def move_hidden(self, name: str, target: Path) -> None:
+        """Give what `hide` took out another place on the same filesystem."""
+        os.rename(self.path / f"{_ASIDE}{name}", target)
+
     def delete(self, name: str) -> None:
         """Delete what `hide` took out; what cannot be deleted now goes with the next claim."""
         doomed = self.path / f"deleting-{uuid.uuid4().hex[:8]}"

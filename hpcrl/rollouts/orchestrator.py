@@ -20,7 +20,7 @@ import aiohttp
 
 from hpcrl.checkpoints.ledger import CheckpointLedger
 from hpcrl.checkpoints.restore import RestoreDecision
-from hpcrl.errors import CheckpointError, DeadlineError
+from hpcrl.errors import CheckpointError, DeadlineError, PeerLostError
 from hpcrl.models.tokenizer import ChatTokenizer
 from hpcrl.rollouts.conversation import Sampler
 from hpcrl.rollouts.counters import Counters
@@ -164,6 +164,8 @@ class Orchestrator:
             async with asyncio.timeout(timeout_s):
                 while (decision := RestoreDecision.find(path)) is None:
                     await asyncio.sleep(_DECISION_POLL_S)
+                if decision.refused:
+                    raise PeerLostError("the trainer begins with nothing: no checkpoint can be restored")
                 return decision
         raise DeadlineError(
             f"the trainer did not say within {timeout_s:g} s which checkpoint it restores ({path})\n"

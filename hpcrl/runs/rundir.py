@@ -5,6 +5,7 @@
     <runs root>/<run>/
       recipe.yaml  cluster.yaml  plan.json    as resolved at submit
       run.json                                ids and provenance; written by submit and resume
+      restart.json                            where the next attempts begin; written by resume
       status.json                             state of the run and its roles; written by the supervisor
       metrics.jsonl                           one line an optimizer step; written by trainer rank 0
       events/<attempt>-<writer>.jsonl         what happened; one file a writer, merged by readers
@@ -59,6 +60,10 @@ class RunDir:
     @property
     def status_path(self) -> Path:
         return self.path / "status.json"
+
+    @property
+    def restart_path(self) -> Path:
+        return self.path / "restart.json"
 
     @property
     def plan_path(self) -> Path:
