@@ -215,7 +215,10 @@ class Fence:
     def _clean(self) -> None:
         """Delete what was taken from others, and what removers that died have left."""
         for path in self.path.iterdir():
-            shutil.rmtree(path, ignore_errors=True)
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
         for name in os.listdir(self.root):
             if name.startswith((".removed-", ".staging-")):
                 shutil.rmtree(self.root / name, ignore_errors=True)

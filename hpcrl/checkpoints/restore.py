@@ -40,6 +40,8 @@ class RestoreDecision(msgspec.Struct, frozen=True, kw_only=True):
         Why the attempt begins with nothing at all, neither a checkpoint nor the start model; empty where it begins.
     asked:
         What a person asked for (``--from-scratch``, ``--from-step 10``); empty where nobody did.
+    saved_by:
+        Attempt that saved the entry; None without one.
     put_aside:
         Steps of entries that were put aside for that.
     """
@@ -50,6 +52,7 @@ class RestoreDecision(msgspec.Struct, frozen=True, kw_only=True):
     skipped: list[Skipped]
     refused: str = ""
     asked: str = ""
+    saved_by: int | None = None
     put_aside: list[int] = []
 
     def write(self, path: Path) -> None:

@@ -30,6 +30,7 @@ from hpcrl.rollouts.engine import Engine
 from hpcrl.rollouts.engine_client import EngineClient
 from hpcrl.rollouts.environments import build_environments
 from hpcrl.rollouts.evaluation import Evaluator, evaluated_versions
+from hpcrl.rollouts.files import RolloutFiles
 from hpcrl.rollouts.invite import Inviter
 from hpcrl.rollouts.lag import LagMonitor
 from hpcrl.rollouts.membership import Membership
@@ -253,7 +254,7 @@ class Orchestrator:
             counters=self._counters,
             gauges=self._gauges,
             decode=transcript.full_text,
-            rollouts_dir=run.rollouts_dir,
+            files=RolloutFiles.claim(run.rollouts_dir, self._context.attempt),
         )
         self._restored.set()
 

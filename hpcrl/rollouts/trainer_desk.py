@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 import msgspec
 
 from hpcrl.config.recipe import Recipe
-from hpcrl.fs import atomic_write
 from hpcrl.rollouts.batches import Batch, build_batch
 from hpcrl.rollouts.counters import Counters
+from hpcrl.rollouts.files import RolloutFiles
 from hpcrl.rollouts.records import Group
 from hpcrl.rollouts.scheduler import Scheduler
 from hpcrl.rollouts.state import OrchestratorState
@@ -38,7 +37,7 @@ class TrainerDesk:
         counters: Counters,
         gauges: Callable[[], Mapping[str, float]],
         decode: Callable[[Sequence[int]], str],
-        rollouts_dir: Path,
+        files: RolloutFiles,
     ) -> None:
         """Start at the scheduler's step.
 
@@ -47,10 +46,12 @@ class TrainerDesk:
         gauges:
             Measurements to report with each batch, beside ``counters``.
         decode:
-            Token ids to text, for the files in ``rollouts_dir``.
+            Token ids to text, for ``files``.
+        files:
+            Where consumed rollouts are written for people.
         """
         self._recipe, self._scheduler, self._counters, self._gauges = recipe, scheduler, counters, gauges
-        self._decode, self._rollouts_dir = decode, rollouts_dir
+        self._decode, self._files = decode, files
         self._batch: Batch | None = None
         self._building = asyncio.Lock()
 
@@ -92,8 +93,7 @@ class TrainerDesk:
         batch = build_batch(
             groups, step=step, world_size=world_size, recipe=self._recipe, counters=counters, decode=self._decode
         )
-        self._rollouts_dir.mkdir(exist_ok=True)
-        atomic_write(self._rollouts_dir / f"step-{step:06d}.jsonl", batch.lines)
+        self._files.write(step, batch.lines)
         return batch
 
     def snapshot(self, step: int) -> OrchestratorState:

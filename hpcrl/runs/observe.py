@@ -18,6 +18,7 @@ from hpcrl.runs.cause import Cause, CauseKind
 from hpcrl.runs.events import Event, read_events
 from hpcrl.runs.jobs import JobFact, ask
 from hpcrl.runs.metrics import StepRecord, read_metrics
+from hpcrl.runs.past import read_past
 from hpcrl.runs.record import RunRecord, Submission
 from hpcrl.runs.restart import read_restored
 from hpcrl.runs.rundir import RunDir
@@ -313,12 +314,17 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_evaluations(run: RunDir) -> list[Evaluation]:
-    """Held-out evaluations in version order. A version that a resume evaluated again counts once."""
+    """Held-out evaluations in version order. A version that a resume evaluated again counts once.
+
+    What an attempt evaluated of a past that a later one has given up does not count (`hpcrl.runs.past`).
+    """
     found: dict[int, Evaluation] = {}
-    for event in read_events(run, kind="evaluation"):
+    past = read_past(run)
+    for event in sorted(read_events(run, kind="evaluation"), key=lambda event: event.attempt):
         data: dict[str, Any] = {**event.data, "time_s": event.time_s}
         evaluation = msgspec.convert(data, Evaluation)
-        found[evaluation.version] = evaluation
+        if past.holds(event.attempt, evaluation.version):
+            found[evaluation.version] = evaluation
     return [found[version] for version in sorted(found)]
 
 

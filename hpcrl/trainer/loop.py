@@ -141,7 +141,7 @@ class Trainer:
         if not self.leader:
             yield None
             return
-        metrics, self._events = MetricsWriter(self.context.run), self.context.events()
+        metrics, self._events = MetricsWriter(self.context.run, self.context.attempt), self.context.events()
         self._progress = self.context.progress()
         try:
             yield metrics

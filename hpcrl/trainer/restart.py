@@ -107,6 +107,8 @@ def _settle(
         if decision.step is not None and step not in writer.ledger.steps():
             writer.take_back(next(aside for aside in list_asides(writer.root, "step-") if aside.number == step))
         decision = msgspec.structs.replace(decision, put_aside=writer.put_aside_after(step))
+    if decision.step is not None:
+        decision = msgspec.structs.replace(decision, saved_by=writer.ledger.open(decision.step).manifest.attempt)
     _record_checks(writer, decision, by)
     decision.write(restore_path(run, attempt))
     return decision

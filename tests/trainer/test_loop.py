@@ -175,9 +175,8 @@ def test_a_run_that_has_saved_does_not_begin_again_by_itself(tmp_path, model_dir
         with pytest.raises(NothingToRestoreError, match="saved 2 of them, the last at step 4") as error:
             run_steps(run, model_dir, dock, 6)
         for step in (2, 4):
-            assert re.search(
-                rf"step {step}: .*__0_0.distcp does not have .*XXH3-128 \w{{32}}, the man", str(error.value)
-            )
+            what = rf"step {step}: .*__0_0.distcp does not have .*XXH3-128 \w{{32}}, the manifest"
+            assert re.search(what, str(error.value))
         assert "hpcrl resume run --from-scratch" in str(error.value)
         decision = RestoreDecision.find(restore_path(run, attempt))
         assert (decision.step, [s.step for s in decision.skipped]) == (None, [4, 2])
