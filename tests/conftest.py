@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,25 @@ from vllm_environment import SKIPPED, skip_without_vllm
 # A shell starts background commands with SIGINT ignored, and children inherit that: then no Ctrl-C test could
 # work. A handler, unlike "ignore", is set back to the default in every child.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def empty_working_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """No test sees what lies where the tests are started: a developer's recipes, profiles, start models and runs."""
+    path = tmp_path_factory.mktemp("cwd")
+    with contextlib.chdir(path):
+        yield path
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_in_working_directory(empty_working_directory: Path) -> Iterator[None]:
+    """Nor what another test wrote there: one that needs a directory of its own goes into its ``tmp_path``."""
+    yield
+    left = sorted(path.name for path in empty_working_directory.iterdir())
+    for name in left:
+        path = empty_working_directory / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert not left, f"the test wrote {', '.join(left)} into the working directory"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -31,10 +31,10 @@ the names, and every value can be traced: `hpcrl recipe show RECIPE` prints wher
 
 - `extends: NAME_OR_PATH` starts a recipe from another one; mappings are merged, everything else is replaced.
 - `--set key.path=value` changes one value from the command line; list items by number (`environments.0.weight=2`).
-- Cluster profiles are looked up in `clusters/` of the current directory, `~/.config/hpcrl/clusters`,
-  `/etc/hpcrl/clusters`, then those that come with hpcrl; the first hit wins. A path works as well.
+- Cluster profiles are looked up by name in `~/.config/hpcrl/clusters`, `/etc/hpcrl/clusters`, those that come with
+  hpcrl, then `clusters/` of the current directory; the first hit wins. A path works as well.
 - Relative paths start at the directory where `hpcrl` is called. `HPCRL_RUNS_ROOT` overrides `paths.runs_root`.
-- [admins.md](admins.md) tells how to write a profile; sbatch templates are found in the same order of directories.
+- [admins.md](admins.md) tells how to write a profile; and where sbatch templates are found.
 - `hpcrl recipe schema` prints a JSON schema for editors.
 """
 
@@ -147,6 +147,9 @@ def _type(annotation: Any, field: FieldInfo) -> str:
         return " \\| ".join(f"`{value}`" for value in get_args(annotation))
     if list(_models(annotation)):
         return {tuple: "list", dict: "sections by name"}.get(get_origin(annotation), "section")
+    if get_origin(annotation) in (Union, types.UnionType):
+        members = [member for member in get_args(annotation) if member is not type(None)]
+        return " or ".join(_type(member, FieldInfo()) for member in members)
     names = {int: "integer", float: "number", str: "text", bool: "true/false", dict: "mapping", tuple: "list"}
     name = names.get(get_origin(annotation) or annotation, str(annotation))
     bounds = []

@@ -194,6 +194,7 @@ def checkpoint_export(
     from pathlib import Path
 
     from hpcrl.errors import MissingExtraError, UsageError
+    from hpcrl.interpreter import module_command
 
     found = find(run, root)
     target = Path(output).resolve()
@@ -203,7 +204,7 @@ def checkpoint_export(
         if find_spec(module) is None:
             raise MissingExtraError("trainer", module)
     # a process of its own: the command line never imports torch
-    command = [sys.executable, "-m", "hpcrl.trainer.export", str(found.path), str(target)]
+    command = module_command(sys.executable, "hpcrl.trainer.export", str(found.path), str(target))
     for option, value in (("--step", step), ("--dtype", dtype), ("--model-dir", model_dir)):
         if value is not None:
             command += [option, str(value)]

@@ -42,10 +42,12 @@ def recipe_list(as_json: JsonOption = False) -> None:
 @recipe_app.command("check")
 def recipe_check(recipe: RecipeArgument, cluster: ClusterOption = "local", overrides: SetOption = None) -> None:
     """Check a recipe: its values, and the rules across components on a cluster."""
-    from hpcrl.config.load import load_cluster, load_recipe
+    import os
+
+    from hpcrl.config.joined import load_both
     from hpcrl.config.rules import RULES, check_rules
 
-    loaded, site = load_recipe(recipe, overrides or ()), load_cluster(cluster)
+    loaded, site = load_both(recipe, cluster, overrides or (), environ=os.environ)
     check_rules(loaded, site)
     typer.echo(f"{loaded.source}: good on {site.value.name} ({len(RULES)} rules checked)")
 
@@ -53,9 +55,13 @@ def recipe_check(recipe: RecipeArgument, cluster: ClusterOption = "local", overr
 @recipe_app.command("show")
 def recipe_show(recipe: RecipeArgument, overrides: SetOption = None, as_json: JsonOption = False) -> None:
     """Show every value of a recipe and where it comes from."""
+    import os
+
+    from hpcrl.config.joined import with_environment
     from hpcrl.config.load import load_recipe
 
-    _print_resolved(load_recipe(recipe, overrides or ()), as_json)
+    # as on a site with Slurm
+    _print_resolved(with_environment(load_recipe(recipe, overrides or ()), os.environ), as_json)
 
 
 @recipe_app.command("schema")
@@ -73,7 +79,7 @@ def recipe_schema() -> None:
 
 @cluster_app.command("list")
 def cluster_list(as_json: JsonOption = False) -> None:
-    """List cluster profiles: of this directory, of the user, of the site, of the package."""
+    """List cluster profiles: of the user, of the site, of the package, of this directory."""
     from hpcrl.config.load import load_cluster
     from hpcrl.config.resources import list_clusters
     from hpcrl.errors import ConfigError

@@ -58,12 +58,14 @@ def load_for_planning(
     recipe: str, cluster: str, overrides: list[str] | None
 ) -> tuple[Loaded[Recipe], Loaded[ClusterProfile]]:
     """Load both and check all rules but those about what this version can start."""
-    from hpcrl.config.load import load_cluster, load_recipe
+    import os
+
+    from hpcrl.config.joined import load_both
     from hpcrl.config.rules import check_rules
     from hpcrl.planning.report import find_facts
     from hpcrl.planning.rules_model import check_model_rules
 
-    loaded, site = load_recipe(recipe, overrides or ()), load_cluster(cluster)
+    loaded, site = load_both(recipe, cluster, overrides or (), environ=os.environ)
     check_rules(loaded, site, planning=True)
     facts = find_facts(loaded.value)
     if not isinstance(facts, str):
@@ -120,7 +122,7 @@ def show(
         document = {**json.loads(resolved.model_dump_json()), "forecast": forecast}
         typer.echo(json.dumps(document, indent=2))
         return
-    print_plan(resolved)
+    print_plan(resolved, site)
     console = table_console()
     print_outlook(console, outlook)
     print_unstartable(console, unstartable(wanted, site.value))

@@ -62,10 +62,12 @@ def compare(first: str, second: str, cluster: str, root: str | None, calibration
 
 
 def _subject(name: str, cluster: str, root: str | None, calibration: Calibration) -> Subject:
+    import os
     from statistics import median
 
     from hpcrl.cli.selection import runs_root
-    from hpcrl.config.load import leaves, load_cluster, load_recipe
+    from hpcrl.config.joined import load_both
+    from hpcrl.config.load import leaves
     from hpcrl.planning.report import find_facts, make_outlook
     from hpcrl.runs.metrics import read_metrics
     from hpcrl.runs.rundir import RunDir
@@ -80,7 +82,8 @@ def _subject(name: str, cluster: str, root: str | None, calibration: Calibration
         step_s = median(sum(step.phases_s.values()) for step in steps) if steps else None
         name = f"run {run.name}"
     else:
-        recipe, site = load_recipe(name).value, load_cluster(cluster).value
+        loaded, profile = load_both(name, cluster, environ=os.environ)
+        recipe, site = loaded.value, profile.value
     values = {f"recipe.{_key(path)}": value for path, value in leaves(recipe)}
     values |= {f"cluster.{_key(path)}": value for path, value in leaves(site)}
     return Subject(name, values, make_outlook(recipe, site, calibration, find_facts(recipe)), step_s)

@@ -8,14 +8,15 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from hpcrl.config.cluster import ClusterProfile
+    from hpcrl.config.load import Loaded
     from hpcrl.config.plan import Plan
     from hpcrl.config.recipe import Recipe
 
 __all__ = ["print_environment", "print_plan"]
 
 
-def print_plan(resolved: Plan) -> None:
-    """Print a plan as a table and the commands of each role."""
+def print_plan(resolved: Plan, site: Loaded[ClusterProfile]) -> None:
+    """Print a plan as a table and the commands of each role; ``site`` says where its values come from."""
     import shlex
 
     from rich.console import Console
@@ -29,7 +30,7 @@ def print_plan(resolved: Plan) -> None:
         f"ports     {resolved.first_port}-{resolved.last_port}, chosen at start and recorded in endpoints.json\n",
         highlight=False,
     )
-    _print_layout(console, resolved)
+    _print_layout(console, resolved, site)
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in ("role", "replicas", "ranks", "starts after", "ready when", "deadline", "its clean end"):
         table.add_column(column)
@@ -52,7 +53,7 @@ def print_plan(resolved: Plan) -> None:
         console.print(Text(f"  {group.role}: {shown}{' '.join(group.command)}"), soft_wrap=True)
 
 
-def _print_layout(console: Console, resolved: Plan) -> None:
+def _print_layout(console: Console, resolved: Plan, site: Loaded[ClusterProfile]) -> None:
     """Print the jobs of a plan and the nodes of each role."""
     from rich.table import Table
 
@@ -67,6 +68,10 @@ def _print_layout(console: Console, resolved: Plan) -> None:
         ),
         highlight=False,
     )
+    for name, charge in _charges(resolved, site).items():
+        console.print(f"{name:<9} {charge}", highlight=False, soft_wrap=True)
+    if layout.sbatch_options:
+        console.print(f"options   {' '.join(layout.sbatch_options)}", highlight=False, markup=False, soft_wrap=True)
     if resolved.container is not None:
         console.print(f"container {resolved.container.kind}, {resolved.container.image}", highlight=False)
     console.print()
@@ -87,6 +92,20 @@ def _print_layout(console: Console, resolved: Plan) -> None:
         table.add_row(group.role, str(group.component), component.partition, *row)
     console.print(table)
     console.print()
+
+
+def _charges(resolved: Plan, site: Loaded[ClusterProfile]) -> dict[str, str]:
+    """By partition, what its jobs are charged to, and who said so."""
+    shown = {}
+    for component in resolved.layout.components:
+        parts = [
+            f"{key} {value} ({site.origin(('partitions', component.partition, key))})"
+            for key in ("account", "qos", "reservation")
+            if (value := getattr(component, key)) is not None
+        ]
+        if parts:
+            shown[component.partition] = ", ".join(parts)
+    return shown
 
 
 def print_environment(recipe: Recipe, cluster: ClusterProfile, resolved: Plan) -> None:

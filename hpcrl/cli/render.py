@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from hpcrl.cli.options import ClusterOption, RecipeArgument, SetOption
+from hpcrl.cli.selection import RunsRootOption, runs_root
 
 __all__ = ["TemplatesOption", "register"]
 
@@ -29,38 +30,33 @@ def render(
     overrides: SetOption = None,
     name: Annotated[str | None, typer.Option("--name", "-n", metavar="RUN", help="Name of the run.")] = None,
     templates: TemplatesOption = None,
+    root: RunsRootOption = None,
 ) -> None:
     """Write the sbatch scripts of a recipe on a Slurm site, and plan.json. Submits nothing.
 
-    The run id in the scripts is a stand-in: a submit renders them again with its own.
+    They are what a submit under the same --name sends, byte for byte, but for the run id: that is random, and zeros
+    stand for it here. The batch process finds its run only where a submit has made the run directory.
     """
-    import sys
+    import os
 
     from hpcrl.config.cluster import SlurmCluster
-    from hpcrl.config.load import load_cluster, load_recipe
+    from hpcrl.config.joined import load_both
     from hpcrl.config.rules import check_rules
     from hpcrl.errors import UsageError
     from hpcrl.fs import atomic_write
-    from hpcrl.planning import absolute_paths, absolute_site_paths, make_plan, resolve_runs_root
-    from hpcrl.slurm.render import render_jobs
+    from hpcrl.planning import absolute_paths, absolute_site_paths, make_plan
+    from hpcrl.runs.registry import check_name
+    from hpcrl.slurm.scripts import STAND_IN_ID, run_scripts
 
-    loaded, site = load_recipe(recipe, overrides or ()), load_cluster(cluster)
+    loaded, site = load_both(recipe, cluster, overrides or (), environ=os.environ)
     check_rules(loaded, site)
     cwd = Path.cwd()
     profile = absolute_site_paths(site.value, cwd)
     if not isinstance(profile, SlurmCluster):
         raise UsageError(f"{profile.name} is no Slurm site: there is no script to render (give one with --cluster)")
-    run_name = name or loaded.value.name
-    plan = make_plan(absolute_paths(loaded.value, cwd), profile, run_name, resolve_runs_root(profile, cwd) / run_name)
-    scripts = render_jobs(
-        plan,
-        profile,
-        run_id=f"{run_name}-rendered",
-        # what submitit puts into the job; the folder is written by a submit
-        command=lambda part: [sys.executable, "-u", "-m", "submitit.core._submit", str(plan.run_dir / "submitit")],
-        cwd=cwd,
-        templates=templates,
-    )
+    run_name = loaded.value.name if name is None else check_name(name)
+    plan = make_plan(absolute_paths(loaded.value, cwd), profile, run_name, runs_root(root, profile) / run_name)
+    scripts = run_scripts(plan, profile, run_id=STAND_IN_ID, templates=templates)
     directory.mkdir(parents=True, exist_ok=True)
     files = {"plan.json": plan.model_dump_json(indent=2) + "\n"}
     files |= {script.file_name: script.text for script in scripts}

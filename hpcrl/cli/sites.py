@@ -49,7 +49,7 @@ def init(
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic_write(path, text.encode())
     typer.echo(path)
-    typer.echo(f"look at it, then: hpcrl cluster check {name}", err=True)
+    typer.echo(f"look at it, then: hpcrl cluster check {path}", err=True)
 
 
 def check(
@@ -111,11 +111,15 @@ def check(
 
 
 def _ask_nodes(cluster: SlurmCluster, nodes: int, wait_s: float) -> list[CheckFinding]:
+    import os
+
     from hpcrl.cli.selection import runs_root
+    from hpcrl.config.joined import charged
     from hpcrl.slurm.check_job import check_nodes, node_findings
     from hpcrl.slurm.client import SlurmClient
 
     found: list[CheckFinding] = []
+    cluster = charged(cluster, os.environ)
     names = dict.fromkeys([cluster.placement.default, *cluster.placement.by_role.values()])
     for partition in names:
         reports = check_nodes(

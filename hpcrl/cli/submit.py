@@ -46,11 +46,12 @@ def submit(
 
     Exit code with --follow: 0 completed, 1 failed, 93 given up without progress, 130 cancelled.
     """
+    import os
     import time
     from pathlib import Path
 
     from hpcrl.cli.planning import print_plan
-    from hpcrl.config.load import load_cluster, load_recipe
+    from hpcrl.config.joined import load_both, unused_variables
     from hpcrl.config.rules import check_rules
     from hpcrl.planning import (
         absolute_paths,
@@ -65,7 +66,7 @@ def submit(
     )
     from hpcrl.runs.registry import check_name
 
-    loaded, site = load_recipe(recipe, overrides or ()), load_cluster(cluster)
+    loaded, site = load_both(recipe, cluster, overrides or (), environ=os.environ)
     check_rules(loaded, site)
     check_sizes(loaded, site)
     run_name = check_name(name) if name is not None else default_run_name(loaded.value, time.time())
@@ -73,7 +74,10 @@ def submit(
     profile = absolute_site_paths(site.value, Path.cwd())
     plan = make_plan(resolved, profile, run_name, runs_root(root, profile) / run_name)
     if dry_run:
-        print_plan(plan)
+        print_plan(plan, site)
+    if plan.layout.kind != "local":
+        for variable in unused_variables(os.environ):
+            typer.echo(f"note: {variable} is not read: the plan says what sbatch is told (hpcrl plan)", err=True)
     if loaded.value.job.payload == "roles":
         check_model(loaded, Path(resolved.model.path))
         check_pythons(plan, site)
@@ -174,14 +178,15 @@ class _Change(NamedTuple):
 
 def _plan_change(run: RunDir, overrides: list[str]) -> _Change:
     """The configuration of a run with changes of its recipe; nothing is written."""
+    from hpcrl.config.joined import for_job
     from hpcrl.config.load import Loaded
     from hpcrl.config.rules import check_rules
     from hpcrl.planning import change_recipe, make_plan
 
     loaded, lines = change_recipe(run.recipe_path, overrides)
-    cluster = run.cluster()
-    check_rules(loaded, Loaded(cluster, run.cluster_path, {}))
-    return _Change(loaded.value, cluster, make_plan(loaded.value, cluster, run.name, run.path), lines)
+    site = for_job(loaded, Loaded(run.cluster(), run.cluster_path, {}))
+    check_rules(loaded, site)
+    return _Change(loaded.value, site.value, make_plan(loaded.value, site.value, run.name, run.path), lines)
 
 
 def cancel(

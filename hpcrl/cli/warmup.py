@@ -32,6 +32,7 @@ def warmup(
 
     from hpcrl.config.load import load_recipe
     from hpcrl.errors import MissingExtraError, UsageError
+    from hpcrl.interpreter import module_command
     from hpcrl.planning import absolute_paths
 
     loaded = load_recipe(recipe, overrides or ())
@@ -44,7 +45,7 @@ def warmup(
     if find_spec("torch") is None:
         raise MissingExtraError("trainer", "torch")
     # a process of its own: the command line never imports torch
-    command = [sys.executable, "-m", "hpcrl.trainer.warmup", "--output", str(target)]
+    command = module_command(sys.executable, "hpcrl.trainer.warmup", "--output", str(target))
     if replace:
         command.append("--replace")
     result = subprocess.run(command, input=resolved.model_dump_json(), text=True, check=False)

@@ -7,7 +7,16 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from hpcrl.config.base import Name, NonNegativeInt, PositiveFloat, PositiveInt, RoleName, StrictModel
+from hpcrl.config.base import (
+    Name,
+    NodeRole,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    RoleName,
+    SlurmWord,
+    StrictModel,
+)
 from hpcrl.config.cluster_base import ClusterBase, LimitsConfig, PathsConfig
 
 __all__ = [
@@ -29,12 +38,6 @@ __all__ = [
     "SlurmLimitsConfig",
     "SlurmPathsConfig",
 ]
-
-Token = Annotated[str, Field(pattern=r"^[A-Za-z0-9_@%+=:.,&|*\[\]()/-]+$")]
-"""A word that Slurm takes as an account, a constraint, a device: no blanks, no quotes."""
-
-NodeRole = Literal["trainer", "engine", "prefill", "decode"]
-"""Roles that have nodes of their own; the others run beside the trainer."""
 
 
 class SlurmPathsConfig(PathsConfig):
@@ -66,7 +69,7 @@ class SlurmLimitsConfig(LimitsConfig):
 class NicConfig(StrictModel):
     """One network adapter that GPUs talk through; leave out those of storage and management."""
 
-    name: Token
+    name: SlurmWord
     """Name as ``ibv_devices`` shows it, for example ``mlx5_0``."""
     port: PositiveInt = 1
     """Port of the adapter."""
@@ -121,7 +124,7 @@ class NodeConfig(StrictModel):
 
     gpus: NonNegativeInt
     """GPUs; 0 for a partition without."""
-    gpu_type: Token | None = None
+    gpu_type: SlurmWord | None = None
     """Type in Slurm's ``Gres=gpu:TYPE:N``, lower or upper case as there. None: the site has no types."""
     cpus: PositiveInt
     """CPUs as Slurm counts them (``CPUTot`` of ``scontrol show node``)."""
@@ -131,7 +134,7 @@ class NodeConfig(StrictModel):
     """Adapters that GPUs talk through."""
     fabric: FabricConfig
     """The network between GPUs of different nodes."""
-    interface: Token | None = None
+    interface: SlurmWord | None = None
     """Network interface for TCP between nodes (``ip -br address``). None: what the libraries choose."""
     gpu: GpuConfig = GpuConfig()
     """Memory and rates of a GPU."""
@@ -150,13 +153,13 @@ class PartitionConfig(StrictModel):
     """Shape of each of them."""
     max_time_h: PositiveFloat | None = None
     """Longest job in hours. None: the partition has no limit."""
-    account: Token | None = None
+    account: SlurmWord | None = None
     """Account to charge."""
-    qos: Token | None = None
+    qos: SlurmWord | None = None
     """Quality of service."""
-    reservation: Token | None = None
+    reservation: SlurmWord | None = None
     """Reservation to run in."""
-    constraint: Token | None = None
+    constraint: SlurmWord | None = None
     """Features that nodes must have."""
     block_nodes: PositiveInt | None = None
     """Nodes of a block in Slurm's block topology. Where set, jobs ask for whole segments (``--segment``)."""
@@ -180,7 +183,7 @@ class LaunchConfig(StrictModel):
     """Directories before the system's own in ``PATH``, for example ``/opt/slurm/bin``: ``srun`` must be found."""
     module_init: str | None = None
     """File that defines the ``module`` command, for example ``/etc/profile.d/lmod.sh``."""
-    modules: Annotated[tuple[Token, ...], Field(strict=False)] = ()
+    modules: Annotated[tuple[SlurmWord, ...], Field(strict=False)] = ()
     """Modules to load before the supervisor starts."""
 
 

@@ -52,6 +52,8 @@ class Layout(StrictModel):
     """Why this one, in a sentence."""
     components: tuple[Component, ...] = ()
     """Empty on this machine."""
+    sbatch_options: tuple[str, ...] = ()
+    """More options of sbatch, as the recipe says them; each job of the run gets them."""
 
     @property
     def nodes(self) -> int:

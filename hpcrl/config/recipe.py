@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field
 from hpcrl.config.base import Fraction, Name, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, StrictModel
 from hpcrl.config.engine import EngineConfig, EngineGroupConfig, EngineMemoryConfig
 from hpcrl.config.environments import CalculatorEnv, CustomEnv, EnvironmentConfig, LatencyConfig, WordsEnv
+from hpcrl.config.job import JobConfig
 from hpcrl.config.rollouts import AdaptiveConcurrencyConfig, RolloutConfig, SamplingConfig
 from hpcrl.config.supervision import (
     EnginePolicyConfig,
@@ -282,44 +283,6 @@ class OrchestratorConfig(StrictModel):
 
     wait_timeout_s: PositiveFloat = 600.0
     """Longest wait for engines, for the first weights, and of the trainer for a batch, in seconds."""
-
-
-class JobConfig(StrictModel):
-    """How the run becomes jobs of a Slurm site. A local run reads ``payload`` and the limits of attempts."""
-
-    layout: Literal["auto", "hetjob", "single", "elastic"] = "auto"
-    """``hetjob``: a heterogeneous job, one component a role; ``single``: one allocation, cut by node; ``elastic``:
-    each engine is a job of its own, so that one can be lost or added. ``auto``: ``hetjob`` where roles differ in
-    partition or number of nodes and the site can, else ``single``."""
-    payload: Literal["roles", "probe"] = "roles"
-    """``probe`` starts a small program in place of every rank: it reports where it is and what it sees."""
-    time_limit_h: PositiveFloat | None = None
-    """Longest job in hours; with ``requeue`` the run goes on in the next. None: the site's ``limits.time_limit_h``."""
-    requeue: Literal["auto", "always", "never"] = "auto"
-    """Whether Slurm starts the job again after a node failure, a preemption or the time limit. ``auto``: where the
-    site can."""
-    max_attempts: PositiveInt = 20
-    """Attempts of the run, the first included."""
-    max_attempts_without_progress: PositiveInt = 3
-    """Attempts in a row that end without a new joint checkpoint; then the run is given up."""
-    min_replicas: PositiveInt = 1
-    """Layout ``elastic``: the run starts when so many replicas of each inference role are ready; the others join when
-    Slurm gives them nodes."""
-    replica_wait_h: PositiveFloat = 2.0
-    """Layout ``elastic``: longest time with fewer replicas than that before the start, or with none at all later, in
-    hours; then the run ends."""
-    replica_hold_h: PositiveFloat = 0.25
-    """Layout ``elastic``: a replica's job keeps its nodes for so many hours while the trainer's job waits in the
-    queue; then it gives them back, and is submitted again when the trainer runs."""
-    max_replica_resubmits: NonNegativeInt = 20
-    """Layout ``elastic``: jobs of one replica that may end and be replaced in one attempt of the run."""
-    retry_failures: NonNegativeInt | None = None
-    """How often a new attempt follows the failure of a role that is not restarted in place (a trainer rank that was
-    killed). It begins at once, in the same nodes, at the last joint checkpoint, and only if the attempt that failed
-    has made one: an error that comes again at the same step ends the run. None: 3 under Slurm, 0 on this machine."""
-    exclude_failed_nodes_h: NonNegativeFloat = 24.0
-    """Hours that later attempts stay away from a node that went down, or on which a role failed as it does where
-    hardware is broken. Nodes are not excluded where too few others are left. 0: never."""
 
 
 class Recipe(StrictModel):

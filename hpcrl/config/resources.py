@@ -1,7 +1,13 @@
-"""Where recipes, cluster profiles and templates are found: the user's files first, then those of the package."""
+"""Where recipes, cluster profiles and templates are found: the user's, the site's, then those of the package.
+
+What lies in the current directory comes last, because somebody else may have put it there: a profile names the
+interpreters that run as the caller, and a template is a shell script. A profile of ``./clusters`` is taken by its name
+only where nobody else has one of that name, and it is said; templates of ``./templates`` are taken only when asked for.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from difflib import get_close_matches
@@ -19,6 +25,9 @@ __all__ = [
     "template_dirs",
 ]
 
+_log = logging.getLogger(__name__)
+_YAML = (".yaml", ".yml")
+
 
 def package_data(kind: str) -> Path:
     """The directory of packaged ``recipes``, ``clusters`` or ``templates``.
@@ -32,7 +41,9 @@ def package_data(kind: str) -> Path:
 
 def cluster_dirs() -> tuple[Path, ...]:
     """Directories of cluster profiles; a name in an earlier one hides the same name in a later one."""
-    return (*(base / "clusters" for base in _own_dirs()), package_data("clusters"))
+    known = (*(base / "clusters" for base in _own_dirs()), package_data("clusters"))
+    here = Path("clusters")
+    return known if _is_one_of(here, known) else (*known, here)
 
 
 def template_dirs() -> tuple[Path, ...]:
@@ -42,9 +53,13 @@ def template_dirs() -> tuple[Path, ...]:
 
 
 def _own_dirs() -> tuple[Path, ...]:
-    """Of this directory, of the user, of the site."""
+    """Of the user, of the site."""
     config_home = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
-    return (Path(), config_home / "hpcrl", Path("/etc/hpcrl"))
+    return (config_home / "hpcrl", Path("/etc/hpcrl"))
+
+
+def _is_one_of(directory: Path, others: tuple[Path, ...]) -> bool:
+    return any(directory.resolve() == other.resolve() for other in others)
 
 
 def list_clusters() -> dict[str, Path]:
@@ -62,12 +77,28 @@ def list_recipes() -> dict[str, Path]:
 
 
 def find_cluster(name: str) -> Path:
-    """The file of a profile, given by name or path (ConfigError where there is none)."""
-    return _find("cluster profile", name, list_clusters(), "hpcrl cluster list")
+    """The file of a profile, given by name or path (ConfigError where there is none).
+
+    A profile of the current directory's ``clusters/`` that is not given by its path is named in a warning.
+    """
+    path = _find("cluster profile", name, list_clusters(), "hpcrl cluster list")
+    here = Path("clusters") / path.name
+    if not here.is_file() or Path(name) == path:
+        return path
+    if path == here:
+        _log.warning("cluster profile %s: taken from %s in the current directory", path.stem, here)
+    elif not _is_one_of(here, (path,)):
+        _log.warning(
+            "cluster profile %s: taken from %s; %s of the current directory is not used (--cluster ./%s takes it)",
+            *(path.stem, path, here, here),
+        )
+    return path
 
 
 def find_recipe(name: str) -> Path:
     """The file of a recipe: a path, or the name of a packaged one (ConfigError where there is none).
+
+    A name alone, without ``.yaml``, is never a file of the current directory.
 
     ``recipes/quickstart.yaml`` means the packaged recipe where no such file exists, so that the commands of
     the documentation work outside a checkout.
@@ -82,9 +113,9 @@ def _yaml_files(directory: Path) -> Iterator[Path]:
 
 def _find(what: str, name: str, known: dict[str, Path], command: str) -> Path:
     path = Path(name)
-    if path.is_file():
+    is_path = path.suffix in _YAML or os.sep in name
+    if is_path and path.is_file():
         return path
-    is_path = path.suffix in (".yaml", ".yml") or len(path.parts) > 1
     packaged_place = path.parent in (Path(), Path("recipes"), Path("clusters"))
     if path.stem in known and packaged_place and path.suffix in ("", ".yaml"):
         return known[path.stem]

@@ -7,6 +7,7 @@ from hpcrl.config.cluster_slurm import SIGNAL_EARLY_S
 from hpcrl.config.recipe import EngineConfig, Recipe
 from hpcrl.config.rule import Conflicts, Rule
 from hpcrl.config.rules_engine import PAYLOAD_RULE
+from hpcrl.config.sbatch_options import option_faults
 
 __all__ = ["JOB_RULES"]
 
@@ -148,6 +149,11 @@ def _enough_replicas(recipe: Recipe, _: ClusterProfile) -> Conflicts:
         yield "job.layout", "the payload probe counts ranks that start together; elastic replicas come as they can"
 
 
+def _sbatch_options(recipe: Recipe, _: ClusterProfile) -> Conflicts:
+    for index, fault in option_faults(recipe.job.sbatch_options):
+        yield f"job.sbatch_options.{index}", fault
+
+
 JOB_RULES: tuple[Rule, ...] = (
     PAYLOAD_RULE,
     Rule(
@@ -211,5 +217,11 @@ JOB_RULES: tuple[Rule, ...] = (
         "An elastic run waits for no more replicas than it has.",
         "lower job.min_replicas, or choose the layout that fits",
         _enough_replicas,
+    ),
+    Rule(
+        "sbatch-options",
+        "Options that are passed on to sbatch are sbatch's, and none of those that hpcrl sets itself.",
+        "leave it out; `hpcrl render` writes the script with all options",
+        _sbatch_options,
     ),
 )

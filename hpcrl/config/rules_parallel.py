@@ -13,8 +13,9 @@ from hpcrl.config.cluster import ClusterProfile, SlurmCluster
 from hpcrl.config.engine_shape import engine_gpus, replica_nodes, vllm_args
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.rule import Conflicts, Rule
+from hpcrl.errors import ConfigError, Finding
 
-__all__ = ["PARALLEL_RULES"]
+__all__ = ["PARALLEL_RULES", "refuse_planned_settings"]
 
 _LORA_MAX_RANK = 512
 """Largest rank of an adapter that is published; vLLM itself loads none of a higher one."""
@@ -28,8 +29,11 @@ def _changed(model: StrictModel) -> Iterator[str]:
 
 
 def _planned_settings(recipe: Recipe, _: ClusterProfile) -> Conflicts:
-    if recipe.job.payload == "probe":
-        return
+    if recipe.job.payload != "probe":
+        yield from _planned_only(recipe)
+
+
+def _planned_only(recipe: Recipe) -> Conflicts:
     trainer, engine = recipe.trainer, recipe.engine
     for section in ("parallelism", "memory"):
         for name in _changed(getattr(trainer, section)):
@@ -38,6 +42,21 @@ def _planned_settings(recipe: Recipe, _: ClusterProfile) -> Conflicts:
         yield "trainer.router_replay", "the planner reads it, but the trainer of this version cannot do it yet"
     if engine.tp != 1:
         yield "engine.tp", "the planner reads it, but the engines of this version are one process each"
+
+
+def refuse_planned_settings(recipe: Recipe, where: str) -> None:
+    """Refuse what a submit refuses, in a role that was started without one: it would run as if nothing was said.
+
+    Raises
+    ------
+    ConfigError
+        With every setting that is planned, but no part of this version.
+    """
+    (rule,) = (rule for rule in PARALLEL_RULES if rule.check is _planned_settings)
+    way_out = "remove the setting"
+    findings = [Finding(where, key, f"{what} [{rule.name}]", way_out) for key, what in _planned_only(recipe)]
+    if findings:
+        raise ConfigError(findings)
 
 
 def _world_size(recipe: Recipe, _: ClusterProfile) -> Conflicts:

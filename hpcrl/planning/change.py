@@ -15,6 +15,8 @@ __all__ = ["change_recipe"]
 
 #: what the numbers in a checkpoint mean: with another value they would mean something else
 _FIXED = ("name", "seed", "model", "environments", "rollouts.group_size")
+#: what the recipe's job says instead of the site (`hpcrl.config.joined`)
+_CHARGES = ("job.account", "job.qos", "job.reservation", "job.partition")
 
 
 def change_recipe(recipe_path: Path, overrides: Sequence[str]) -> tuple[Loaded[Recipe], list[str]]:
@@ -34,6 +36,9 @@ def change_recipe(recipe_path: Path, overrides: Sequence[str]) -> tuple[Loaded[R
         raise ConfigError(
             [Finding("--set", key, "cannot change in a run that has checkpoints", way_out) for key in wrong]
         )
+    if gone := [key for key in _CHARGES if _taken_back(_value(old.value, key), _value(new.value, key))]:
+        what, way_out = "cannot be taken back: the run keeps it in its profile", "give the value that you want"
+        raise ConfigError([Finding("--set", key, what, way_out) for key in gone])
     before, after = (dict(leaves(loaded.value)) for loaded in (old, new))
     changes = [
         f"{'.'.join(map(str, path))}: {before.get(path)} -> {after.get(path)}"
@@ -41,6 +46,13 @@ def change_recipe(recipe_path: Path, overrides: Sequence[str]) -> tuple[Loaded[R
         if before.get(path) != after.get(path)
     ]
     return new, changes
+
+
+def _taken_back(old: Any, new: Any) -> bool:
+    """Whether a value of the job is gone, or that of a role."""
+    return old is not None and (
+        new is None or (isinstance(old, dict) and isinstance(new, dict) and not old.keys() <= new.keys())
+    )
 
 
 def _value(recipe: Recipe, key: str) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hpcrl.config.recipe import Recipe
+from hpcrl.interpreter import module_command
 
 __all__ = ["dynamo_router_command", "has_events", "kv_events"]
 
@@ -46,4 +47,5 @@ def dynamo_router_command(recipe: Recipe, *, events_offset: int) -> tuple[str, .
         "--request-timeout-s": f"{recipe.rollouts.request_timeout_s:g}",
         "--health-interval-s": str(router.health_interval_s),
     }
-    return ("{python}", "-m", "hpcrl.inference.dynamo.router", *(word for flag in flags.items() for word in flag))
+    words = (word for flag in flags.items() for word in flag)
+    return tuple(module_command("{python}", "hpcrl.inference.dynamo.router", *words))

@@ -6,6 +6,7 @@ from hpcrl.config.cluster import ClusterProfile, SlurmCluster
 from hpcrl.config.engine_shape import engine_gpus, engine_ranks_per_node
 from hpcrl.config.plan import FileProbe, HttpProbe, Role, RoleGroup, RolePolicy
 from hpcrl.config.recipe import Recipe, RolePolicyConfig
+from hpcrl.interpreter import module_command
 from hpcrl.planning.dynamo_command import has_events
 from hpcrl.planning.environment import plain, role_variables
 from hpcrl.planning.kv_transfer import disk_command, front_command, has_rdma, side_command, side_ports
@@ -168,7 +169,7 @@ def _engine_command(recipe: Recipe, role: Role) -> tuple[str, ...]:
     if recipe.fans_out:
         flags["--weight-fanout-host"] = "{host}"
         flags["--weight-fanout-degree"] = str(handoff.fanout_degree)
-    command = ["{python}", "-m", "hpcrl.inference.server"]
+    command = module_command("{python}", "hpcrl.inference.server")
     for flag, value in flags.items():
         command += [flag, value]
     if engine.return_routed_experts:
@@ -182,7 +183,7 @@ def _orchestrator(recipe: Recipe, cluster: ClusterProfile, run_name: str, infere
         replicas=1,
         ranks=1,
         beside=isinstance(cluster, SlurmCluster),
-        command=("{python}", "-m", "hpcrl.rollouts"),
+        command=tuple(module_command("{python}", "hpcrl.rollouts")),
         env=plain(role_variables(recipe, cluster, Role.ORCHESTRATOR, run_name)),
         after=(*inference, Role.ROUTER) if has_router(recipe) else inference,
         ready=HttpProbe(path="/health"),
@@ -202,9 +203,7 @@ def _trainer(recipe: Recipe, cluster: ClusterProfile, run_name: str) -> RoleGrou
         ranks=trainer.ranks,
         nodes=trainer.nodes,
         command=(
-            "{python}",
-            "-m",
-            "torch.distributed.run",
+            *module_command("{python}", "torch.distributed.run"),
             *nodes,
             "--nproc-per-node",
             str(trainer.ranks // trainer.nodes),
@@ -212,8 +211,9 @@ def _trainer(recipe: Recipe, cluster: ClusterProfile, run_name: str) -> RoleGrou
             "{host}",
             "--master-port",
             "{port}",
-            "-m",
-            "hpcrl.trainer",
+            # torchrun's own command line for a module lacks what module_command says
+            "--no-python",
+            *module_command("{python}", "hpcrl.trainer", unbuffered=True),
         ),
         env=plain(role_variables(recipe, cluster, Role.TRAINER, run_name)),
         ready=FileProbe(),
@@ -240,7 +240,7 @@ def _as_probe(group: RoleGroup, *, local: bool) -> RoleGroup:
     ranks = 1 if local else group.ranks
     return group.model_copy(
         update={
-            "command": ("{python}", "-m", "hpcrl.runs.probe"),
+            "command": tuple(module_command("{python}", "hpcrl.runs.probe")),
             # hpcrl's own: the shape of a job can be tried before the environment of the engines is there
             "python": None,
             "servers_per_node": 0,

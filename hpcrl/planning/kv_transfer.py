@@ -12,6 +12,7 @@ from typing import Any, Literal
 from hpcrl.config.cluster import ClusterProfile, SlurmCluster
 from hpcrl.config.plan import Role
 from hpcrl.config.recipe import Recipe
+from hpcrl.interpreter import module_command
 
 __all__ = ["connector", "disk_command", "front_command", "has_rdma", "side_command", "side_ports", "transfer_config"]
 
@@ -71,7 +72,7 @@ def disk_command(recipe: Recipe, command: tuple[str, ...]) -> tuple[str, ...]:
     if not size:
         return command
     flags = ("--limit-bytes", str(size), "--place", _DISK)
-    return ("{python}", "-m", "hpcrl.inference.vllm.disk_tier", *flags, "--", *command)
+    return tuple(module_command("{python}", "hpcrl.inference.vllm.disk_tier", *flags, "--", *command))
 
 
 def side_ports(recipe: Recipe, *, gpus: bool, ranks_per_node: int) -> int:
@@ -98,7 +99,7 @@ def side_command(
         return command
     before = f"{{node_rank*{ranks_per_node}}}" if nodes > 1 else "0"
     flags = ("--connector", kind, "--towards", "{host}", "--port", f"{{port+{offset}}}", "--ranks-before", before)
-    return ("{python}", "-m", "hpcrl.inference.vllm.side", *flags, "--", *command)
+    return tuple(module_command("{python}", "hpcrl.inference.vllm.side", *flags, "--", *command))
 
 
 def front_command(recipe: Recipe, command: tuple[str, ...], *, gpus: bool, offset: int) -> tuple[str, ...]:
@@ -109,4 +110,4 @@ def front_command(recipe: Recipe, command: tuple[str, ...], *, gpus: bool, offse
     flags = ["--connector", kind]
     if kind == "mooncake":
         flags += ["--bootstrap-offset", str(offset)]
-    return ("{python}", "-m", "hpcrl.inference.vllm.front", *flags, "--", *command)
+    return tuple(module_command("{python}", "hpcrl.inference.vllm.front", *flags, "--", *command))

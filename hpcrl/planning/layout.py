@@ -85,7 +85,8 @@ def place_groups(groups: Sequence[RoleGroup], recipe: Recipe, cluster: SlurmClus
     ]
     if kind == "elastic":
         placed = [_after_replicas(group, tuple(demand.role for demand in wanted[1:])) for group in placed]
-    return Layout(kind=kind, reason=reason, components=tuple(components)), placed
+    options = recipe.job.sbatch_options
+    return Layout(kind=kind, reason=reason, components=tuple(components), sbatch_options=options), placed
 
 
 def _after_replicas(group: RoleGroup, inference: tuple[Role, ...]) -> RoleGroup:

@@ -13,6 +13,7 @@ from hpcrl.config.load import Loaded
 from hpcrl.config.plan import Plan, Role, RoleGroup
 from hpcrl.config.recipe import Recipe
 from hpcrl.errors import ConfigError, Finding, UsageError
+from hpcrl.interpreter import module_command
 from hpcrl.models import ModelFacts, load_arch, load_facts
 from hpcrl.planning.rules_model import check_model_rules
 
@@ -182,7 +183,7 @@ def check_router(recipe: Loaded[Recipe], plan: Plan) -> list[str]:
         return [f"whether {package} is installed for the router was not checked: its environment is not {where}"]
     try:
         result = subprocess.run(
-            [python, "-c", _HAS_PACKAGE, package], capture_output=True, timeout=_PACKAGE_TIMEOUT_S, check=False
+            [python, "-P", "-c", _HAS_PACKAGE, package], capture_output=True, timeout=_PACKAGE_TIMEOUT_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return [f"whether {package} is installed for the router could not be seen: {error}"]
@@ -218,7 +219,7 @@ def _ask_parser(recipe: Loaded[Recipe], group: RoleGroup, python: str) -> None:
         words = ["--model", *words[1:]]
     # vLLM compares ports with each other: they must differ as they will
     filled = [_PLACEHOLDER.sub(_stand_in, word) for word in words]
-    command = [python, "-m", "hpcrl.inference.vllm.flags"]
+    command = module_command(python, "hpcrl.inference.vllm.flags")
     try:
         result = subprocess.run(
             command, input=json.dumps(filled), capture_output=True, text=True, timeout=_FLAGS_TIMEOUT_S, check=False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hpcrl.config.recipe import Recipe
+from hpcrl.interpreter import module_command
 from hpcrl.planning.dynamo_command import dynamo_router_command
 
 __all__ = ["ROUTER_PORTS", "ROUTER_VARIABLES", "has_router", "router_command"]
@@ -50,4 +51,5 @@ def router_command(recipe: Recipe, *, events_offset: int = 1) -> tuple[str, ...]
         # an engine that fails is the orchestrator's to remove, and comes back when it is given again
         "--cb-timeout-duration-secs": "5",
     }
-    return ("{python}", "-m", "vllm_router.launch_router", *(word for flag in flags.items() for word in flag))
+    words = (word for flag in flags.items() for word in flag)
+    return tuple(module_command("{python}", "vllm_router.launch_router", *words))

@@ -8,6 +8,7 @@ from hpcrl.config.cluster import ClusterProfile, SlurmCluster
 from hpcrl.config.kvstore import KvStoreConfig
 from hpcrl.config.plan import Role
 from hpcrl.config.recipe import Recipe
+from hpcrl.interpreter import module_command
 from hpcrl.planning.kv_transfer import has_rdma
 
 __all__ = ["STORE_PORTS", "join_command", "master_command"]
@@ -30,7 +31,7 @@ def master_command(store: KvStoreConfig, etcd: Sequence[str] = ()) -> tuple[str,
     if etcd:
         flags["--etcd"] = ";".join(etcd)
     words = (word for flag in flags.items() for word in flag)
-    return ("{python}", "-m", "hpcrl.store.master", *words, *(["--disk"] if store.disk_gib else []))
+    return tuple(module_command("{python}", "hpcrl.store.master", *words, *(["--disk"] if store.disk_gib else [])))
 
 
 def join_command(
@@ -68,4 +69,4 @@ def join_command(
     flags |= {"--node": "{node_rank}", "--host": "{node_host}"} if nodes > 1 else {"--host": "{host}"}
     words = (word for flag in flags.items() for word in flag)
     disk = ["--disk"] if store.disk_gib else []
-    return ("{python}", "-m", "hpcrl.store.join", *words, *disk, "--", *command)
+    return tuple(module_command("{python}", "hpcrl.store.join", *words, *disk, "--", *command))

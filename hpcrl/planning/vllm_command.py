@@ -13,6 +13,7 @@ from typing import Any
 
 from hpcrl.config.plan import Role
 from hpcrl.config.recipe import EngineGroupConfig, Recipe
+from hpcrl.interpreter import module_command
 from hpcrl.planning.dynamo_command import has_events, kv_events
 from hpcrl.planning.kv_transfer import transfer_config
 
@@ -67,10 +68,10 @@ def vllm_command(
         flags |= _wide(role, nodes=nodes, ranks_per_node=ranks_per_node, gpus=gpus)
     if ranks_per_node > 1:
         # the older entry of the line below cannot start several ranks
-        command = ("{python}", "-m", "vllm.entrypoints.cli.main", "serve", recipe.model.path)
+        command = module_command("{python}", "vllm.entrypoints.cli.main", "serve", recipe.model.path)
     else:
         # works with the CPU build too, whose `vllm` program asks for a distribution of another name
-        command = ("{python}", "-m", "vllm.entrypoints.openai.api_server", "--model", recipe.model.path)
+        command = module_command("{python}", "vllm.entrypoints.openai.api_server", "--model", recipe.model.path)
     return (*command, *rendered({**flags, **own_flags(recipe, role)}))
 
 

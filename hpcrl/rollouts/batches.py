@@ -32,15 +32,12 @@ class Batch:
     ----------
     shards:
         Encoded shard of each trainer rank.
-    groups:
-        What it was made from; a snapshot that is older than the batch needs them.
     lines:
         The consumed rollouts as JSON lines.
     """
 
     step: int
     shards: list[bytes]
-    groups: list[Group]
     lines: bytes
 
 
@@ -100,7 +97,7 @@ def build_batch(
     ]
     encoder = msgspec.json.Encoder()
     lines = b"".join(encoder.encode(_line(sample, decode)) + b"\n" for sample in samples)
-    return Batch(step, shards, list(groups), lines)
+    return Batch(step, shards, lines)
 
 
 def _micro_batch(samples: Sequence[_Sample]) -> MicroBatch:

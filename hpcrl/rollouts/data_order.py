@@ -31,6 +31,7 @@ class DataOrder:
         self._seed, self._environments = recipe.seed, environments
         weights = [config.weight for config in recipe.environments]
         total = sum(weights)
+        self._by_name = {environment.name: environment for environment in environments}
         self._bounds = [bound / total for bound in accumulate(weights)]
 
     def task(self, index: int) -> GroupTask:
@@ -39,6 +40,15 @@ class DataOrder:
         position = next((i for i, bound in enumerate(self._bounds) if draw < bound), len(self._bounds) - 1)
         prompt_index = stable_hash("prompt", self._seed, index) % _PROMPT_INDICES
         return GroupTask(index, self._environments[position], prompt_index)
+
+    def has(self, environment: str) -> bool:
+        """Whether there is an environment of this name."""
+        return environment in self._by_name
+
+    def again(self, index: int, environment: str, prompt_index: int) -> GroupTask | None:
+        """A group that was dealt out before, perhaps under other weights; None where its environment is gone."""
+        found = self._by_name.get(environment)
+        return None if found is None else GroupTask(index, found, prompt_index)
 
     def rollout_seed(self, index: int, member: int) -> int:
         """Seed of one rollout."""

@@ -15,6 +15,7 @@ import aiohttp
 import msgspec
 
 from hpcrl.rollouts.answers import AnswerReader, EngineError, EngineProtocolError, Generation, OnPart, SamplingParams
+from hpcrl.rollouts.sse import EventSplitter
 
 __all__ = ["EngineClient", "EngineError", "EngineProtocolError", "Generation", "SamplingParams"]
 
@@ -112,8 +113,10 @@ class EngineClient:
             if answer.status != 200:
                 raise self._refusal(path, answer.status, await answer.read())
             # to the end, so that the connection can be used again
-            async for event in _events(answer.content):
-                reader.event(event)
+            splitter = EventSplitter()
+            async for piece in answer.content.iter_any():
+                for event in splitter.feed(piece):
+                    reader.event(event)
         generation = reader.streamed()
         if generation is None:
             raise EngineError(f"{self.name}: {path} ended before the answer did", unreachable=True)
@@ -225,13 +228,3 @@ class EngineClient:
         # 429 and 5xx may pass; other refusals are about the request itself
         retryable = status == 429 or status >= 500
         return EngineError(f"{self.name}: {path} answered {status}: {text}", retryable=retryable, status=status)
-
-
-async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Data of server-sent events, up to the last one."""
-    rest = b""
-    async for data in content.iter_any():
-        *events, rest = (rest + data).split(b"\n\n")
-        for event in events:
-            if event.startswith(b"data: ") and event != b"data: [DONE]":
-                yield event[6:]

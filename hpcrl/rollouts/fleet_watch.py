@@ -223,7 +223,7 @@ class FleetWatch:
         suspect_s:
             How long an engine may have requests and sample nothing.
         publish:
-            Called with each view, in a thread.
+            Called with each view; it does not wait.
         """
         self._http, self._pool, self._updater, self._scheduler = http, pool, updater, scheduler
         self._events, self._limit, self._suspect_s, self._publish = events, limit, suspect_s, publish
@@ -258,11 +258,7 @@ class FleetWatch:
         if changed:
             await self._pool.notify()
         self._adapt(engines)
-        view = self._view(engines)
-        try:
-            await asyncio.to_thread(self._publish, view)
-        except OSError as error:
-            _log.warning("the state of the fleet was not written: %s", error)
+        self._publish(self._view(engines))
 
     async def _read(self, engine: Engine) -> list[Reading | None]:
         """What each server of an engine says now; None for one that says nothing."""

@@ -23,7 +23,6 @@ from hpcrl.checkpoints.restore import RestoreDecision
 from hpcrl.errors import CheckpointError, DeadlineError, PeerLostError
 from hpcrl.models.tokenizer import ChatTokenizer
 from hpcrl.rollouts.conversation import Sampler
-from hpcrl.rollouts.counters import Counters
 from hpcrl.rollouts.data_order import DataOrder
 from hpcrl.rollouts.dock_server import serve_dock
 from hpcrl.rollouts.engine import Engine
@@ -142,19 +141,14 @@ class Orchestrator:
         """Take the orchestrator's part of the checkpoint that the trainer restores."""
         recipe, run = self._recipe, self._context.run
         decision = await self._decision()
-        self._state = OrchestratorState(
-            step=0,
-            seed=recipe.seed,
-            group_size=recipe.rollouts.group_size,
-            next_index=0,
-            restart=[],
-            finished=[],
-            counters=Counters(),
-        )
+        self._state = OrchestratorState.fresh(recipe)
+        self._order = DataOrder(recipe, self._environments)
         if decision.step is not None:
             entry = CheckpointLedger(run.checkpoints_dir).open(decision.step)
             self._state = OrchestratorState.decode(await asyncio.to_thread(entry.orchestrator_state))
             self._state.check(step=entry.step, seed=recipe.seed, group_size=recipe.rollouts.group_size)
+        self._restart = self._state.deal_again(self._order)
+        if decision.step is not None:
             _log.info("restored step %d with %d finished groups", self._state.step, len(self._state.finished))
 
     async def _decision(self) -> RestoreDecision:
@@ -226,7 +220,7 @@ class Orchestrator:
             self._tasks.create_task(membership.run())
         self._scheduler = Scheduler(
             config=config,
-            order=DataOrder(recipe, self._environments),
+            order=self._order,
             sampler=self._sampler(transcript, temperature=config.sampling.temperature, routes=routes),
             account=StalenessAccount(
                 groups_per_step=config.rollouts_per_step // config.group_size,
@@ -237,7 +231,7 @@ class Orchestrator:
             ),
             counters=self._counters,
             next_index=state.next_index,
-            restart=state.restart,
+            restart=self._restart,
             finished=state.finished,
         )
         self._evaluator = Evaluator(
@@ -255,6 +249,7 @@ class Orchestrator:
             gauges=self._gauges,
             decode=transcript.full_text,
             files=RolloutFiles.claim(run.rollouts_dir, self._context.attempt),
+            spawn=self._tasks.create_task,
         )
         self._restored.set()
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from hpcrl.config.plan import Role
 from hpcrl.config.rollouts import RolloutConfig
+from hpcrl.reporting import ReportedFile
 from hpcrl.rollouts.concurrency import AdaptiveLimit
 from hpcrl.rollouts.engine_pool import LOST_AFTER_S
 from hpcrl.rollouts.fleet_watch import SUSPECT_S, FleetWatch
+from hpcrl.runs.fleet import FleetView
 from hpcrl.runs.role import RoleContext
 from hpcrl.runs.rundir import RunDir
 
@@ -47,9 +51,11 @@ def make_fleet_watch(context: RoleContext, config: RolloutConfig, **parts: Any) 
     # in flight there are never more: the bound of staleness counts groups from their start
     most = min(config.max_in_flight, (config.max_off_policy_steps + 1) * config.rollouts_per_step)
     adaptive = config.adaptive_concurrency
+    # not synchronised to disk: after a crash of the machine nobody asks for it
+    report = ReportedFile(FleetView.path(context.run, context.attempt), durable=False)
     return FleetWatch(
         limit=AdaptiveLimit(adaptive, least=config.group_size, most=most) if adaptive.enabled else None,
         suspect_s=_suspect_after_s(context.run),
-        publish=lambda view: view.write(context.run, context.attempt),
+        publish=lambda view: report.put(msgspec.json.encode(view)),
         **parts,
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import heapq
 import logging
 import time
 from collections.abc import Callable, Iterable
@@ -19,6 +18,7 @@ from hpcrl.rollouts.engine_pool import EngineSession
 from hpcrl.rollouts.environments import Prompt
 from hpcrl.rollouts.records import Group, Rollout
 from hpcrl.rollouts.staleness import StalenessAccount
+from hpcrl.rollouts.taken import Pending, TakenStep, TakenSteps
 
 __all__ = ["Scheduler"]
 
@@ -69,7 +69,7 @@ class Scheduler:
         account: StalenessAccount,
         counters: Counters,
         next_index: int = 0,
-        restart: Iterable[int] = (),
+        restart: Iterable[GroupTask] = (),
         finished: Iterable[Group] = (),
     ) -> None:
         """Take up the work; nothing is started before `run`.
@@ -79,14 +79,15 @@ class Scheduler:
         account:
             With ``waiting`` equal to the number of ``finished``.
         restart:
-            Groups below ``next_index`` that must be started again.
+            Groups below ``next_index`` that must be started again, as they were dealt out.
         finished:
             Groups that wait to be consumed.
         """
         self.account, self.next_index, self.in_flight = account, next_index, 0
         self.limit = config.max_in_flight
         self._config, self._order, self._sampler, self._counters = config, order, sampler, counters
-        self._restart = sorted(restart)
+        self._restart = {task.index: task for task in restart}
+        self._taken = TakenSteps()
         self._running: dict[int, _Running] = {}
         self._finished = {group.index: group for group in finished}
         self._draining = False
@@ -120,7 +121,7 @@ class Scheduler:
     async def _admit(self) -> None:
         """Start groups until there is no room."""
         while self._error is None and self._may_start():
-            self._start(heapq.heappop(self._restart) if self._restart else self._take_index())
+            self._start(self._restart.pop(min(self._restart)) if self._restart else self._deal())
             # let the members of this group begin, and others be heard, before the next is admitted
             await asyncio.sleep(0)
 
@@ -136,39 +137,50 @@ class Scheduler:
             self.limit = limit
             self._wake.set()
 
-    async def wait_batch(self, timeout_s: float) -> bool:
-        """Wait until a batch could be taken; False after ``timeout_s``."""
-        try:
-            await asyncio.wait_for(self._batch_ready.wait(), timeout_s)
-        except TimeoutError:
-            return False
-        return True
+    async def wait_batch(self) -> None:
+        """Wait until a batch could be taken: as long as that takes, because the trainer's own wait has a deadline."""
+        while not self.account.batch_ready:
+            await self._batch_ready.wait()
 
     def take_batch(self) -> list[Group]:
         """Consume the groups of the next step: the oldest versions first, in index order.
 
-        What cannot be used any more after this step is dropped and cancelled.
+        What cannot be used any more after this step is dropped and cancelled. Until `settle` is told that the step was
+        trained, all of this can be undone in a snapshot.
         """
         batch_groups = self._config.rollouts_per_step // self._config.group_size
         chosen = sorted(self._finished.values(), key=lambda group: (group.version, group.index))[:batch_groups]
         self.account.consume()
+        taken = TakenStep(self.account.step, sorted(chosen, key=lambda group: group.index))
+        self._taken.add(taken)
         for group in chosen:
             del self._finished[group.index]
-            self._counters.consumed += len(group.rollouts)
-        self._drop_stale()
+            taken.consumed += len(group.rollouts)
+        self._counters.consumed += taken.consumed
+        self._drop_stale(taken)
         self._changed()
-        return sorted(chosen, key=lambda group: group.index)
+        return taken.groups
 
-    def pending(self) -> tuple[list[int], list[Group]]:
-        """Indices of groups to start again if the process ended now, and finished groups; for snapshots."""
-        return sorted([*self._restart, *self._running]), [self._finished[index] for index in sorted(self._finished)]
+    def settle(self, step: int) -> None:
+        """Steps up to ``step`` are trained; no snapshot from before them will be asked for."""
+        self._taken.settle(step)
+
+    def pending(self, step: int) -> Pending | None:
+        """What a process must do that goes on after ``step``; None where that state is gone, or in the future."""
+        return self._taken.undo(
+            step,
+            last=self.account.step,
+            restart=[*self._restart.values(), *(running.task for running in self._running.values())],
+            finished=self._finished.values(),
+            counters=self._counters,
+        )
 
     async def drain(self) -> None:
         """Start nothing more and abort what is in flight (it is started again after a restore)."""
         self._draining = True
         members = [member for running in self._running.values() for member in running.members]
         for running in list(self._running.values()):
-            heapq.heappush(self._restart, running.task.index)
+            self._restart[running.task.index] = running.task
             self._cancel(running)
         await asyncio.gather(*members, return_exceptions=True)
 
@@ -177,12 +189,12 @@ class Scheduler:
     def _may_start(self) -> bool:
         return self.in_flight + self._config.group_size <= self.limit and self.account.may_start and not self._draining
 
-    def _take_index(self) -> int:
+    def _deal(self) -> GroupTask:
         self.next_index += 1
-        return self.next_index - 1
+        return self._order.task(self.next_index - 1)
 
-    def _start(self, index: int) -> None:
-        task, size = self._order.task(index), self._config.group_size
+    def _start(self, task: GroupTask) -> None:
+        index, size = task.index, self._config.group_size
         prompt = task.environment.prompt("train", task.prompt_index)
         opening = self._sampler.transcript.opening(prompt.messages)
         running = _Running(task, self._sampler.pool.session(f"group-{index}", rollouts=size))
@@ -257,7 +269,7 @@ class Scheduler:
         if not group.has_variance:
             self._counters.zero_variance_groups += 1
         if group.version < self.account.oldest_usable:
-            self._counters.dropped_stale += len(rollouts)
+            self._note_stale(group)
             self.account.drop_running()
         elif not group.has_variance and self._config.zero_variance == "drop":
             self._counters.dropped_zero_variance += len(rollouts)
@@ -267,15 +279,26 @@ class Scheduler:
             self.account.finish()
         self._changed()
 
-    def _drop_stale(self) -> None:
+    def _note_stale(self, group: Group) -> None:
+        """A finished group is too old since some step; a snapshot from before that step may still give it back."""
+        self._counters.dropped_stale += len(group.rollouts)
+        taken = self._taken.find(self.account.overtaken_by(group.version))
+        if taken is not None:
+            taken.stale.append(group)
+            taken.dropped_stale += len(group.rollouts)
+
+    def _drop_stale(self, taken: TakenStep) -> None:
         oldest = self.account.oldest_usable
         for group in [group for group in self._finished.values() if group.version < oldest]:
             del self._finished[group.index]
-            self._counters.dropped_stale += len(group.rollouts)
+            self._note_stale(group)
             self.account.drop_waiting()
         for running in list(self._running.values()):
             version = running.version
             if version is not None and version < oldest:
+                taken.cancelled.append(running.task)
+                taken.cancelled_stale += len(running.members)
+                taken.dropped_stale += len(running.rollouts)
                 self._counters.cancelled_stale += len(running.members)
                 self._counters.dropped_stale += len(running.rollouts)
                 self._cancel(running)

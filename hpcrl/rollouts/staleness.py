@@ -72,6 +72,10 @@ class StalenessAccount:
         """Lowest version of a group that the next step may consume."""
         return self.step - self._bound
 
+    def overtaken_by(self, version: int) -> int:
+        """The step by whose consumption groups of ``version`` became too old, or will become so."""
+        return version + self._bound + 1
+
     @property
     def batch_ready(self) -> bool:
         """Whether a step could be consumed now."""

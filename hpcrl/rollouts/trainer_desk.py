@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-
-import msgspec
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any
 
 from hpcrl.config.recipe import Recipe
 from hpcrl.rollouts.batches import Batch, build_batch
@@ -17,6 +16,9 @@ from hpcrl.rollouts.state import OrchestratorState
 
 __all__ = ["ConflictError", "TrainerDesk"]
 
+_WRITE_S = 1.0
+"""How long a batch waits for the file of its rollouts."""
+
 
 class ConflictError(Exception):
     """What the trainer asks does not fit what happened so far."""
@@ -25,8 +27,10 @@ class ConflictError(Exception):
 class TrainerDesk:
     """Hands out batches in step order.
 
-    The batch of a step is made when the first rank asks for it, so that it holds the freshest that there is, and
-    kept until the next step is asked for.
+    A step is *waited for* (rollouts are not there), *built* (they are taken), *handed out* (a rank has its shard), and
+    *trained* (the next step was asked for, so its batch is forgotten). From the first of these on it has a task of the
+    orchestrator's own that builds its batch. Requests only look at it: one that is cut off loses nothing, and the next
+    one gets the same bytes.
     """
 
     def __init__(
@@ -38,6 +42,7 @@ class TrainerDesk:
         gauges: Callable[[], Mapping[str, float]],
         decode: Callable[[Sequence[int]], str],
         files: RolloutFiles,
+        spawn: Callable[[Coroutine[Any, Any, Batch]], asyncio.Task[Batch]],
     ) -> None:
         """Start at the scheduler's step.
 
@@ -49,16 +54,25 @@ class TrainerDesk:
             Token ids to text, for ``files``.
         files:
             Where consumed rollouts are written for people.
+        spawn:
+            Starts a task that belongs to the orchestrator; when one fails, so does the orchestrator.
         """
         self._recipe, self._scheduler, self._counters, self._gauges = recipe, scheduler, counters, gauges
-        self._decode, self._files = decode, files
-        self._batch: Batch | None = None
-        self._building = asyncio.Lock()
+        self._decode, self._files, self._spawn = decode, files, spawn
+        self._world_size = recipe.trainer.ranks
+        self._builds: dict[int, asyncio.Task[Batch]] = {}
+        self._handed_out = self._begun = scheduler.account.step
 
     @property
     def step(self) -> int:
-        """The last step whose batch was handed out."""
+        """The last step whose groups were taken."""
         return self._scheduler.account.step
+
+    def begin(self, step: int) -> None:
+        """Build the batch of ``step``, the one behind the last that was begun, as soon as it can be."""
+        assert step == self._begun + 1, (step, self._begun)
+        self._begun = step
+        self._builds[step] = self._spawn(self._build(step))
 
     async def batch(self, step: int, *, rank: int, world_size: int, wait_s: float) -> bytes | None:
         """The shard of ``rank``; None where the batch is not ready within ``wait_s``.
@@ -66,60 +80,68 @@ class TrainerDesk:
         Raises
         ------
         ConflictError
-            The step is neither the last one nor the next, or ranks disagree about their number.
+            The step is neither the last one nor the next, or there are not so many ranks. Nothing has changed then.
         """
-        if not 0 <= rank < world_size:
-            raise ConflictError(f"rank {rank} of {world_size}")
-        if step == self.step + 1 and not await self._scheduler.wait_batch(wait_s):
+        if world_size != self._world_size or not 0 <= rank < world_size:
+            raise ConflictError(f"rank {rank} of {world_size} asked; the run has {self._world_size} trainer ranks")
+        if step == self._handed_out + 1:
+            self._forget(step - 1)
+            if step not in self._builds:
+                self.begin(step)
+        build = self._builds.get(step)
+        if build is None:
+            raise ConflictError(f"the batch of step {step} was asked for; the next is that of step {self._next}")
+        # not the task itself: whoever waits may be cancelled
+        await asyncio.wait([build], timeout=wait_s)
+        if not build.done():
             return None
-        async with self._building:
-            if step == self.step + 1:
-                if not self._scheduler.account.batch_ready:
-                    return None
-                self._batch = await self._build(step, world_size)
-        if self._batch is None or self._batch.step != step:
-            raise ConflictError(f"the batch of step {step} was asked for; the next is that of step {self.step + 1}")
-        if len(self._batch.shards) != world_size:
-            raise ConflictError(f"step {step} was cut for {len(self._batch.shards)} ranks, not {world_size}")
-        return self._batch.shards[rank]
+        shard = build.result().shards[rank]
+        self._handed_out = max(self._handed_out, step)
+        return shard
 
-    async def _build(self, step: int, world_size: int) -> Batch:
+    @property
+    def _next(self) -> int:
+        return self._handed_out + 1
+
+    def _forget(self, step: int) -> None:
+        """The step behind ``step`` is asked for: ``step`` is trained."""
+        self._scheduler.settle(step)
+        for number in [number for number in self._builds if number <= step]:
+            del self._builds[number]
+
+    async def _build(self, step: int) -> Batch:
+        await self._scheduler.wait_batch()
         groups = self._scheduler.take_batch()
         counters: dict[str, float] = {**self._counters.as_dict(), **self._gauges()}
         # in a thread: a batch of long rollouts is many megabytes
-        return await asyncio.to_thread(self._build_and_write, groups, step, world_size, counters)
+        return await asyncio.to_thread(self._build_and_write, groups, step, counters)
 
-    def _build_and_write(self, groups: list[Group], step: int, world_size: int, counters: dict[str, float]) -> Batch:
+    def _build_and_write(self, groups: list[Group], step: int, counters: dict[str, float]) -> Batch:
         batch = build_batch(
-            groups, step=step, world_size=world_size, recipe=self._recipe, counters=counters, decode=self._decode
+            groups,
+            step=step,
+            world_size=self._world_size,
+            recipe=self._recipe,
+            counters=counters,
+            decode=self._decode,
         )
-        self._files.write(step, batch.lines)
+        # for people: where it cannot be written now, the batch is handed out all the same
+        self._files.write(step, batch.lines, wait_s=_WRITE_S)
         return batch
 
     def snapshot(self, step: int) -> OrchestratorState:
-        """The state with exactly the batches up to ``step`` consumed.
+        """The state with exactly the batches up to ``step`` consumed, whatever was begun after it.
 
-        A trainer that asks ahead may have taken the batch of ``step + 1`` already: it then counts as finished
-        and not consumed.
+        A trainer that asks ahead, or a batch that is being built, has taken groups of later steps already: they count
+        as finished and not consumed, and what they made too old is as it was before.
 
         Raises
         ------
         ConflictError
             That state is gone, or in the future.
         """
-        restart, finished = self._scheduler.pending()
-        counters = msgspec.structs.replace(self._counters)
-        if step == self.step - 1 and self._batch is not None:
-            finished = sorted([*finished, *self._batch.groups], key=lambda group: group.index)
-            counters.consumed -= sum(len(group.rollouts) for group in self._batch.groups)
-        elif step != self.step:
-            raise ConflictError(f"a snapshot of step {step} was asked for; the last step is {self.step}")
-        return OrchestratorState(
-            step=step,
-            seed=self._recipe.seed,
-            group_size=self._recipe.rollouts.group_size,
-            next_index=self._scheduler.next_index,
-            restart=restart,
-            finished=finished,
-            counters=counters,
-        )
+        pending = self._scheduler.pending(step) if step <= self._handed_out else None
+        if pending is None:
+            what = f"the last step that was handed out is {self._handed_out}"
+            raise ConflictError(f"a snapshot of step {step} was asked for; {what}")
+        return OrchestratorState.of(self._recipe, step=step, next_index=self._scheduler.next_index, pending=pending)

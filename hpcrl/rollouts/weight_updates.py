@@ -193,7 +193,11 @@ class WeightUpdater:
         while True:
             await asyncio.sleep(_LIST_S)
             # in a thread: a listing on a shared filesystem may take its time
-            newest = await asyncio.to_thread(self._store.newest)
+            try:
+                newest = await asyncio.to_thread(self._store.newest)
+            except OSError as error:
+                _log.warning("which versions there are cannot be seen now: %s", error)
+                continue
             if newest is not None:
                 await self.announce(newest)
 
@@ -362,7 +366,7 @@ class WeightUpdater:
             in_use |= {self._held_version} if self._holds else set()
             try:
                 report = await asyncio.to_thread(self._collector.collect, in_use)
-            except HandoffError as error:
+            except (HandoffError, OSError) as error:
                 # nothing was lost: space is, until the next version
                 _log.warning("old versions were not removed: %s", error)
                 continue

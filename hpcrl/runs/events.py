@@ -7,7 +7,6 @@ other; a reader merges the files by time.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,11 +14,16 @@ from typing import Any
 
 import msgspec
 
+from hpcrl import reporting
+from hpcrl.reporting import Outage, ReportedLines
 from hpcrl.runs.rundir import RunDir
 
 __all__ = ["Event", "EventWriter", "read_events"]
 
 _log = logging.getLogger(__name__)
+_CLOSE_S = 10.0
+_OWN_S = 2.0
+"""How long a reader waits for what its own process has not written yet."""
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,25 +51,42 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EventWriter:
-    """Appends events of one writer; each line is one ``write`` and survives the death of the writer."""
+    """Appends events of one writer; each line is one ``write`` and survives the death of the writer.
+
+    Nothing here fails or waits because of the filesystem: see `hpcrl.reporting`.
+    """
 
     def __init__(self, run: RunDir, *, attempt: int, writer: str) -> None:
         self.attempt, self.writer = attempt, writer
-        run.events_dir.mkdir(parents=True, exist_ok=True)
+        self._run = run
         path = run.events_dir / f"{attempt:04d}-{writer}.jsonl"
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._lines = ReportedLines(path, on_caught_up=self.caught_up)
 
     def emit(self, kind: str, **data: Any) -> None:
         """Record that ``kind`` happened now, and say so in the log. ``data`` must be encodable as JSON."""
         event = Event(time_s=time.time(), attempt=self.attempt, writer=self.writer, kind=kind, data=data)
-        os.write(self._fd, msgspec.json.encode(event) + b"\n")
+        self._lines.append(msgspec.json.encode(event))
         _log.info("%s %s", kind, " ".join(f"{name}={_short(value)}" for name, value in data.items()))
 
-    def close(self) -> None:
-        """Close the file; later `emit` calls fail."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+    def caught_up(self, outage: Outage) -> None:
+        """Record that a report of this process could be written again."""
+        file = outage.path
+        self.emit(
+            "reports.caught_up",
+            file=str(file.relative_to(self._run.path) if file.is_relative_to(self._run.path) else file),
+            seconds=outage.seconds,
+            problem=outage.problem,
+            dropped=outage.dropped,
+        )
+
+    def close(self, timeout_s: float = _CLOSE_S) -> None:
+        """Wait until all is written, for so many seconds at most, and close the file.
+
+        What is not written then is tried until the process ends.
+        """
+        if not self._lines.flush(timeout_s):
+            _log.error("not all events could be written within %g s: %s", timeout_s, self._lines.path)
+        self._lines.close()
 
 
 def _short(value: Any) -> str:
@@ -90,6 +111,7 @@ def _read_file(path: Path, kind: str) -> Iterator[Event]:
 
 def read_events(run: RunDir, *, attempt: int | None = None, kind: str = "") -> list[Event]:
     """All events of a run (or of one attempt, or of one kind) in time order."""
+    reporting.flush(_OWN_S, directory=run.events_dir)  # a process reads what it has said itself
     pattern = "*.jsonl" if attempt is None else f"{attempt:04d}-*.jsonl"
     if not run.events_dir.is_dir():
         return []

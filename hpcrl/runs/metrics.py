@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 
+from hpcrl.reporting import Outage, ReportedLines
 from hpcrl.runs.past import Past, Start, read_past
 from hpcrl.runs.rundir import RunDir
 
 __all__ = ["MetricsWriter", "StepRecord", "read_metrics"]
+
+_CLOSE_S = 10.0
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,20 +99,31 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MetricsWriter:
-    """Appends step records of one attempt: an earlier one that is still alive writes into a file of its own."""
+    """Appends step records of one attempt: an earlier one that is still alive writes into a file of its own.
 
-    def __init__(self, run: RunDir, attempt: int) -> None:
-        run.metrics_dir.mkdir(exist_ok=True)
-        path = run.metrics_dir / f"{attempt:04d}.jsonl"
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    It neither fails nor waits: see `hpcrl.reporting`.
+
+    Parameters
+    ----------
+    on_caught_up:
+        Told when records could be written again after an outage.
+    """
+
+    def __init__(self, run: RunDir, attempt: int, *, on_caught_up: Callable[[Outage], None] | None = None) -> None:
+        self._lines = ReportedLines(run.metrics_dir / f"{attempt:04d}.jsonl", on_caught_up=on_caught_up)
 
     def write(self, record: StepRecord) -> None:
-        os.write(self._fd, msgspec.json.encode(record) + b"\n")
+        """Add a record."""
+        self._lines.append(msgspec.json.encode(record))
 
-    def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until all records are written, for so many seconds at most; whether they are."""
+        return self._lines.flush(timeout_s)
+
+    def close(self, timeout_s: float = _CLOSE_S) -> None:
+        """`flush`, and close the file."""
+        self.flush(timeout_s)
+        self._lines.close()
 
 
 def read_metrics(run: RunDir) -> list[StepRecord]:

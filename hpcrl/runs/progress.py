@@ -7,13 +7,13 @@ synchronised to disk: after a crash of the machine nobody asks for it.
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
+from hpcrl.reporting import ReportedFile
 from hpcrl.runs.rundir import RunDir
 
 __all__ = ["Progress", "ProgressReporter", "progress_path"]
@@ -61,11 +61,13 @@ def progress_path(run: RunDir, attempt: int, role: str, replica: int) -> Path:
 
 
 class ProgressReporter:
-    """Writes the file of this process, when a phase begins and with each beat (some 0.1 ms on a local disk)."""
+    """Writes the file of this process, when a phase begins and with each beat.
+
+    A full disk, a stale handle or a filesystem that hangs must not end or hold up training: see `hpcrl.reporting`.
+    """
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._path, self._temporary = path, path.with_name(f".{path.name}.tmp")
+        self._file = ReportedFile(path, durable=False)
         self._counts: dict[str, float] = {}
         self._longest: dict[str, float] = {}
         self._phase, self._waits = "", False
@@ -98,7 +100,4 @@ class ProgressReporter:
     def _write(self, phase: str, *, waits: bool) -> None:
         self._phase, self._waits = phase, waits
         progress = Progress(time_s=time.time(), phase=phase, waits=waits, counts=self._counts, longest_s=self._longest)
-        # a full disk or a stale handle must not end training; the watchdog has limits of its own
-        with contextlib.suppress(OSError):
-            self._temporary.write_bytes(msgspec.json.encode(progress))
-            os.replace(self._temporary, self._path)
+        self._file.put(msgspec.json.encode(progress))

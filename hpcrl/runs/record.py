@@ -5,10 +5,10 @@ from __future__ import annotations
 import getpass
 import hashlib
 import os
+import secrets
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -23,6 +23,8 @@ from hpcrl.runs.status import ProcessId
 __all__ = ["RunRecord", "Submission", "hash_text", "this_process", "user_name"]
 
 FORMAT_VERSION = 1
+_RUN_ID_BYTES = 16
+"""128 bits: nobody prepares a job with the comment of a run that does not exist yet."""
 
 
 class Submission(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,6 +45,9 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
         has ended, too.
     slurm_conf:
         ``SLURM_CONF`` of the submit (``slurm``); empty where Slurm finds its configuration by itself.
+    user_id:
+        Whose job it is (``slurm``): a later job of somebody else under the same number is not ours. None in records
+        of earlier versions.
     process:
         The job's controller on this machine (``local``).
     after_attempt:
@@ -63,6 +68,7 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
     requeues: bool = False
     slurm_conf: str = ""
     submitted_by: str = ""
+    user_id: int | None = None
     cancel_requested_at_s: float | None = None
     cancelled_by: str = ""
 
@@ -73,7 +79,8 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     Attributes
     ----------
     run_id:
-        Random; every process of the run carries it in its environment as ``HPCRL_RUN_ID``.
+        128 random bits, hexadecimal; every process of the run carries it in its environment as ``HPCRL_RUN_ID``, and
+        its jobs in their comment.
     name, created_at_s, user, host, cwd, argv:
         Who called what, where and when.
     hpcrl_version, git_commit:
@@ -105,7 +112,7 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     def new(cls, run: RunDir, *, name: str, provenance: Mapping[str, str]) -> RunRecord:
         """The record of a run whose configuration was just written to ``run``."""
         return cls(
-            run_id=uuid.uuid4().hex,
+            run_id=secrets.token_hex(_RUN_ID_BYTES),
             name=name,
             created_at_s=time.time(),
             user=user_name(),

@@ -18,7 +18,8 @@ from typing import NoReturn
 import msgspec
 
 from hpcrl.errors import HpcrlError, PeerLostError
-from hpcrl.fs import write_json
+from hpcrl.fs import atomic_write
+from hpcrl.reporting import ReportedFile
 from hpcrl.runs.events import EventWriter
 from hpcrl.runs.progress import ProgressReporter, progress_path
 from hpcrl.runs.rundir import RunDir
@@ -37,6 +38,10 @@ __all__ = [
 ]
 
 _log = logging.getLogger(__name__)
+_SAY_S = 5.0
+"""How long a role waits for the file that says it is ready; it is written later where that is too short."""
+_LAST_WORD_S = 10.0
+"""How long a role that fails tries to say why."""
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -93,8 +98,12 @@ class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
     def path(run: RunDir, attempt: int) -> Path:
         return run.attempt_dir(attempt) / "endpoints.json"
 
+    def encode(self) -> bytes:
+        """As the file has it."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n"
+
     def write(self, run: RunDir, attempt: int) -> None:
-        write_json(self.path(run, attempt), self)
+        atomic_write(self.path(run, attempt), self.encode())
 
     @classmethod
     def read(cls, run: RunDir, attempt: int) -> Endpoints:
@@ -123,11 +132,23 @@ class FailureRecord(msgspec.Struct, frozen=True, kw_only=True):
     def read_all(run: RunDir, attempt: int) -> list[FailureRecord]:
         """The failure records of an attempt in time order."""
         records = []
-        for path in (run.attempt_dir(attempt) / "failures").glob("*.json"):
+        directory = run.attempt_dir(attempt) / "failures"
+        try:
+            names = sorted(os.listdir(directory))
+        except FileNotFoundError:
+            names = []
+        except OSError as error:
+            _log.warning("what roles say about their failure cannot be read now: %s", error)
+            names = []
+        for name in names:
+            if name.startswith(".") or not name.endswith(".json"):
+                continue
             try:
-                records.append(msgspec.json.decode(path.read_bytes(), type=FailureRecord))
+                records.append(msgspec.json.decode((directory / name).read_bytes(), type=FailureRecord))
             except msgspec.DecodeError:
-                _log.warning("%s is not a failure record", path)
+                _log.warning("%s is not a failure record", directory / name)
+            except OSError as error:
+                _log.warning("%s cannot be read now: %s", directory / name, error)
         return sorted(records, key=lambda record: record.time_s)
 
 
@@ -168,7 +189,9 @@ class RoleContext:
 
     def ready(self) -> None:
         """Tell the supervisor that this replica does its work now (for roles with a `FileProbe`)."""
-        write_json(ready_path(self.run, self.attempt, self.role, self.replica), {"time_s": time.time()})
+        file = ReportedFile(ready_path(self.run, self.attempt, self.role, self.replica))
+        file.put(msgspec.json.encode({"time_s": time.time()}))
+        file.flush(_SAY_S)
 
     def record_failure(self, error: BaseException) -> None:
         """Write why this process fails, for ``hpcrl why``."""
@@ -182,7 +205,10 @@ class RoleContext:
             traceback="".join(traceback.format_exception(error)),
             secondary=isinstance(error, PeerLostError),
         )
-        write_json(self.run.attempt_dir(self.attempt) / "failures" / f"{self.writer}.json", record)
+        file = ReportedFile(self.run.attempt_dir(self.attempt) / "failures" / f"{self.writer}.json")
+        file.put(msgspec.json.format(msgspec.json.encode(record), indent=2))
+        if not file.flush(_LAST_WORD_S):
+            _log.error("why this process fails could not be written to %s within %g s", file.path, _LAST_WORD_S)
 
     def redirect_output(self) -> None:
         """Send the output of ranks above 0 to a log of their own; rank 0 shares its launcher's."""
@@ -217,10 +243,8 @@ class Complaint(msgspec.Struct, frozen=True, kw_only=True):
         return run.attempt_dir(attempt) / "complaints"
 
     def write(self, run: RunDir, attempt: int) -> None:
-        """Replace an earlier complaint about the same replica."""
-        directory = self._directory(run, attempt)
-        directory.mkdir(exist_ok=True)
-        write_json(directory / f"{self.role}-{self.replica}.json", self)
+        """Replace an earlier complaint about the same replica. Does not wait for the filesystem."""
+        ReportedFile(self._directory(run, attempt) / f"{self.role}-{self.replica}.json").put(msgspec.json.encode(self))
 
     @classmethod
     def read_all(cls, run: RunDir, attempt: int) -> list[Complaint]:

@@ -7,7 +7,7 @@ from enum import StrEnum
 import msgspec
 
 from hpcrl import procfs
-from hpcrl.fs import write_json
+from hpcrl.fs import atomic_write
 from hpcrl.runs.cause import Cause
 from hpcrl.runs.rundir import RunDir
 
@@ -205,9 +205,13 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     components: list[ComponentStatus] = []
     format_version: int = FORMAT_VERSION
 
+    def encode(self) -> bytes:
+        """As ``status.json`` has it."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n"
+
     def write(self, run: RunDir) -> None:
         """Replace ``status.json``."""
-        write_json(run.status_path, self)
+        atomic_write(run.status_path, self.encode())
 
     @classmethod
     def read(cls, run: RunDir) -> RunStatus | None:

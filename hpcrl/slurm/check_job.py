@@ -15,6 +15,7 @@ from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.cluster_slurm import PartitionConfig
 from hpcrl.errors import DeadlineError, HpcrlError
 from hpcrl.fs import atomic_write, write_json
+from hpcrl.interpreter import module_command
 from hpcrl.slurm.client import SlurmClient
 from hpcrl.slurm.node_check import QUESTIONS, REPORT_PATTERN, NodeQuestions, NodeReport
 from hpcrl.slurm.profile_check import CheckFinding, Severity
@@ -99,7 +100,7 @@ def _render(cluster: SlurmCluster, partition: str, site: PartitionConfig, nodes:
     for name in ("account", "qos", "reservation", "constraint"):
         if (value := getattr(site, name)) is not None:
             options.append(f"--{name}={value}")
-    command = [sys.executable, "-m", "hpcrl.slurm.node_check", "batch", str(work)]
+    command = module_command(sys.executable, "hpcrl.slurm.node_check", "batch", str(work))
     return render_script("check", cluster, options=[options], command=command, cluster=cluster.name)
 
 

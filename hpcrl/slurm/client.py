@@ -7,6 +7,8 @@ being away is `hpcrl.slurm.errors.SlurmUnavailableError`; whoever watches a job 
 
 from __future__ import annotations
 
+import os
+import re
 import signal
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -18,6 +20,7 @@ from hpcrl.slurm.errors import (
     NoAccountingError,
     NoSuchJobError,
     SlurmAnswerError,
+    SlurmError,
     SlurmMissingError,
     SlurmRejectedError,
     SlurmUnavailableError,
@@ -35,8 +38,15 @@ _SETTLE_S = 10.0
 """After a lost answer the controller may still be working on the submission; only then is 'not there' believed."""
 
 
+_JOB_ID_LINE = re.compile(r"(\d+)(?:;\S+)?")
+"""What ``sbatch --parsable`` prints: the job's number, and the cluster's name where there are several."""
+
+
 def job_comment(token: str) -> str:
-    """The comment by which the job of a submission is found again."""
+    """The comment by which the job of a submission is found again.
+
+    Everybody can read it in ``squeue``, and write the same into a job: only jobs of our own user count.
+    """
     return f"{COMMENT_PREFIX}{token}"
 
 
@@ -102,14 +112,15 @@ class SlurmClient:
         return _by_job(found, wanted, expected or {})
 
     def find(self, *, name: str, token: str) -> list[Job]:
-        """Jobs of one submission (see `submit`), newest last, ended ones as long as the controller keeps them."""
-        found = self._squeue([f"--name={name}"])
+        """Our own user's jobs of one submission (see `submit`), newest last, ended ones as long as the controller
+        keeps them. A job of somebody else with our name and comment is none of them."""
+        found = self._own([f"--name={name}"])
         leaders = {c.leader_id for c in found if c.offset == 0 and c.comment == job_comment(token)}
         return list(_by_job(found, sorted(leaders), {}).values())
 
     def of_run(self, run_id: str) -> dict[int, tuple[str, Job]]:
         """All jobs of a run that the controller knows, with their tokens: one ``squeue`` of our own jobs."""
-        found = [c for c in self._squeue(["--me"]) if c.comment.startswith(job_comment(run_id))]
+        found = [c for c in self._own([]) if c.comment.startswith(job_comment(run_id))]
         tokens = {c.leader_id: c.comment.removeprefix(COMMENT_PREFIX) for c in found}
         return {job_id: (tokens[job_id], job) for job_id, job in _by_job(found, sorted(tokens), {}).items()}
 
@@ -125,9 +136,22 @@ class SlurmClient:
         """
         return self.show("job", str(job_id))
 
-    def nodes(self) -> list[Node]:
-        """All nodes."""
-        return [parse.parse_node(record) for record in self.show("node") if "NodeName" in record]
+    def nodes(self, names: Collection[str] | None = None) -> list[Node]:
+        """The nodes of these names; None: all nodes of the site.
+
+        A name that Slurm does not know (any more) is left out.
+        """
+        if names is None:
+            return [parse.parse_node(record) for record in self.show("node") if "NodeName" in record]
+        if not names:
+            return []
+        try:
+            records = self.show("node", ",".join(sorted(names)))
+        except SlurmRejectedError as error:
+            if "not found" not in str(error).lower():
+                raise
+            return [node for node in self.nodes() if node.name in names]
+        return [parse.parse_node(record) for record in records if record.get("NodeName") in names]
 
     def show(self, kind: str, name: str | None = None) -> list[dict[str, str]]:
         """Records of ``scontrol show KIND [NAME]`` as Slurm's keys and words."""
@@ -175,6 +199,8 @@ class SlurmClient:
         ------
         SlurmRejectedError
             Slurm refused the script.
+        SlurmAnswerError
+            ``sbatch`` ended well and printed no job number that could be told from other lines, and no job was found.
         SubmitUnclearError
             No answer, and no job was found; calling again with the same token is safe.
         """
@@ -187,13 +213,34 @@ class SlurmClient:
             result = self._run(argv, reading=False, timeout_s=max(self._timeout_s, _SUBMIT_TIMEOUT_S))
         except SlurmUnavailableError as error:
             return self._look_up(name, token, error, ended)
-        job_id = result.stdout.strip().partition(";")[0]
-        if not job_id.isdecimal():
-            raise SlurmAnswerError(f"sbatch --parsable: no job id in {result.stdout!r}")
-        return Submitted(int(job_id), recovered=False)
+        except SlurmRejectedError as error:
+            # a wrapper of the site may fail after sbatch has done its work
+            if job_id := self._found_after(name, token, ended, error):
+                return Submitted(job_id, recovered=True)
+            raise
+        numbers = {match[1] for line in result.stdout.splitlines() if (match := _JOB_ID_LINE.fullmatch(line.strip()))}
+        if len(numbers) == 1:
+            return Submitted(int(numbers.pop()), recovered=False)
+        # sites print banners here; where they hide the number, or look like one, the job says itself which it is
+        unreadable = SlurmAnswerError(
+            f"sbatch ended well, but its output is not one job number: {result.stdout!r}\n"
+            "    way out: submit again (a job that exists is found, not doubled), and ask the admins what prints here"
+        )
+        try:
+            return self._look_up(name, token, unreadable, ended)
+        except SubmitUnclearError as error:
+            raise unreadable from error
 
-    def _look_up(self, name: str, token: str, lost: SlurmUnavailableError, before: Collection[int]) -> Submitted:
-        """Find the job of a submission without an answer, which is none of those ``before``."""
+    def _found_after(self, name: str, token: str, before: Collection[int], error: SlurmError) -> int | None:
+        """The id of the job of a submission that failed, if there is one all the same."""
+        try:
+            jobs = [job for job in self.find(name=name, token=token) if job.job_id not in before]
+        except SlurmError:
+            raise error from None
+        return jobs[-1].job_id if jobs else None
+
+    def _look_up(self, name: str, token: str, lost: SlurmError, before: Collection[int]) -> Submitted:
+        """Find the job of a submission without an answer that helps, which is none of those ``before``."""
         deadline = self._clock() + self._timeout_s + _SETTLE_S
         absent_since: float | None = None
         while True:
@@ -300,6 +347,11 @@ class SlurmClient:
             return parse.parse_squeue_json(self._run([*argv, "--json"]).stdout)
         except NoSuchJobError:
             return []  # what squeue says where the only job asked for is gone
+
+    def _own(self, selection: Sequence[str]) -> list[Component]:
+        """Jobs of the user that we are; what says that it is somebody else's is left out, whoever let it through."""
+        me = os.getuid()
+        return [c for c in self._squeue(["--me", *selection]) if c.user_id is None or c.user_id == me]
 
     def _sacct(self, job_ids: Sequence[int]) -> list[Component]:
         """History; nothing where the cluster keeps none, or it cannot be read now."""

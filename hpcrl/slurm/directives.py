@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 from hpcrl.config.layout import Component
 from hpcrl.config.plan import Plan
+from hpcrl.config.sbatch_options import repeats_in_components
 from hpcrl.errors import UsageError
 from hpcrl.slurm.launch import gpu_options
 
@@ -75,11 +77,12 @@ def job_options(
         options.append(f"--signal=B:USR2@{min(plan.attempts.signal_lead_s, _MAX_SIGNAL_S)}")
     if exclude:
         options.append(f"--exclude={','.join(exclude)}")
-    return options
+    return [*options, *(option for option in plan.layout.sbatch_options if not repeats_in_components(option))]
 
 
-def component_options(component: Component) -> list[str]:
-    """Options of one component. Slurm does not propagate them: each component says all of them."""
+def component_options(component: Component, more: Sequence[str] = ()) -> list[str]:
+    """Options of one component, ``more`` of the recipe among them. Slurm does not propagate them: each component says
+    all of them."""
     options = [f"--partition={component.partition}"]
     for name in ("account", "qos", "reservation", "constraint"):
         value = getattr(component, name)
@@ -92,7 +95,7 @@ def component_options(component: Component) -> list[str]:
         options += [f"--cpus-per-task={component.cpus}", f"--mem={int(component.memory_gib * 1024)}M"]
     if component.segment is not None:
         options.append(f"--segment={component.segment}")
-    return options
+    return [*options, *(option for option in more if repeats_in_components(option))]
 
 
 def repeated_options(plan: Plan, identity: JobIdentity) -> list[str]:

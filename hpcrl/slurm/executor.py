@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -10,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from submitit.local.local import LocalExecutor, LocalJob
+
+from hpcrl.interpreter import module_command, with_safe_path
+from hpcrl.slurm.slurm_executor import batch_process
 
 __all__ = ["DetachedLocalExecutor"]
 
@@ -23,10 +27,11 @@ _MARGIN_S = 120
 class DetachedLocalExecutor(LocalExecutor):
     """submitit's local executor, with a controller that outlives the terminal.
 
-    It differs from the stock executor in four things. The controller is in a session of its own, so that a
+    It differs from the stock executor in five things. The controller is in a session of its own, so that a
     terminal's Ctrl-C or hang-up does not reach it (the stock one then kills the job after a second). Its output
     goes to a file, not to a pipe that somebody waits on. Its time limit is the plan's. And
-    ``CUDA_VISIBLE_DEVICES`` stays what the caller has: the stock one hides all GPUs unless told otherwise.
+    ``CUDA_VISIBLE_DEVICES`` stays what the caller has: the stock one hides all GPUs unless told otherwise. Nothing is
+    imported from the working directory.
 
     Parameters
     ----------
@@ -42,6 +47,10 @@ class DetachedLocalExecutor(LocalExecutor):
         super().__init__(folder)
         self._time_limit_s = time_limit_s
         self._environment = dict(environment)
+
+    @property
+    def _submitit_command_str(self) -> str:
+        return shlex.join(batch_process(self.folder))
 
     def _submit_command(self, command: str) -> LocalJob[Any]:
         env = {
@@ -61,8 +70,8 @@ class DetachedLocalExecutor(LocalExecutor):
         folder = Path(self.folder)
         with (folder / "controller.log").open("ab") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "submitit.local._local", str(folder)],
-                env=env,
+                module_command(sys.executable, "submitit.local._local", str(folder)),
+                env=with_safe_path(env),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
-from pathlib import Path
 
 from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.plan import Plan
@@ -18,11 +16,11 @@ from hpcrl.runs.rundir import RunDir
 from hpcrl.slurm.client import SlurmClient
 from hpcrl.slurm.directives import JobIdentity
 from hpcrl.slurm.lookup import client_of
-from hpcrl.slurm.render import Script, render_jobs
-from hpcrl.slurm.replicas import JOB_FOLDER, ReplicaJobs, cancel_all, submission_id
-from hpcrl.slurm.slurm_executor import SlurmExecutor, batch_command
+from hpcrl.slurm.render import Script, planned_parts
+from hpcrl.slurm.replicas import ReplicaJobs, cancel_all
+from hpcrl.slurm.scripts import JOB_FOLDER, run_scripts, submission_id
+from hpcrl.slurm.slurm_executor import SlurmExecutor
 from hpcrl.supervisor.attempts import with_measured_lead
-from hpcrl.supervisor.guard import KIND_VARIABLE, RUN_ID_VARIABLE
 from hpcrl.supervisor.job import Supervise
 from hpcrl.supervisor.nodes import nodes_to_exclude
 
@@ -57,21 +55,14 @@ def _submit_main(run: RunDir, plan: Plan, client: SlurmClient) -> Submission:
     cluster, record = run.cluster(), RunRecord.read(run)
     assert isinstance(cluster, SlurmCluster)
     number = len(record.submissions) + 1
-    token = submission_id(record.run_id, number)
     excluded = nodes_to_exclude(run, plan, client)
 
-    def submit(command: Sequence[str]) -> int:
-        variables = {"SUBMITIT_EXECUTOR": "slurm", RUN_ID_VARIABLE: record.run_id, KIND_VARIABLE: "launch"}
-        script = render_jobs(
-            plan,
-            cluster,
-            run_id=token,
-            command=lambda part: batch_command(command, variables),
-            cwd=Path.cwd(),
-            output=lambda part: run.path / JOB_FOLDER / "%j_0_log.out",
-            exclude=excluded,
-        )[0]
-        return _submit_script(client, run, script, token)
+    def submit() -> int:
+        parts = [part for part in planned_parts(plan) if part.name == "main"]
+        (script,) = run_scripts(
+            plan, cluster, run_id=record.run_id, run_dir=run.path, number=number, exclude=excluded, parts=parts
+        )
+        return _submit_script(client, run, script, submission_id(record.run_id, number))
 
     after_attempt = (run.attempts() or [0])[-1]
     folder = run.path / JOB_FOLDER
@@ -90,6 +81,7 @@ def _submission(run: RunDir, plan: Plan, job_id: int, after_attempt: int) -> Sub
         requeues=plan.attempts.requeue,
         slurm_conf=os.environ.get("SLURM_CONF", ""),
         submitted_by=this_process(),
+        user_id=os.getuid(),
     )
 
 

@@ -43,13 +43,18 @@ def look_up(submissions: Sequence[Submission]) -> dict[str, JobFact]:
             warning = str(error).split("\n", 1)[0]
             facts |= {s.job_id: JobFact(job_id=s.job_id, state="UNKNOWN", warning=warning) for s in mine}
             continue
-        facts |= {str(job_id): _fact(job_id, view) for job_id, view in views.items()}
+        owners = {int(submission.job_id): submission.user_id for submission in mine}
+        facts |= {str(job_id): _fact(job_id, view, owners.get(job_id)) for job_id, view in views.items()}
     return facts
 
 
-def _fact(job_id: int, view: JobView) -> JobFact:
+def _fact(job_id: int, view: JobView, owner: int | None) -> JobFact:
+    """What became of the job with this id that ``owner`` submitted (None: an old record does not say who)."""
     if view.last is None:
         return JobFact(job_id=str(job_id), state=view.state.value, gone=view.answered, warning=view.warning)
+    if None not in (owner, view.last.leader.user_id) and view.last.leader.user_id != owner:
+        # numbers begin again where a site loses its state: this is somebody else's job, and ours is no more
+        return JobFact(job_id=str(job_id), state="UNKNOWN", gone=view.answered, warning=view.warning)
     return JobFact(
         job_id=str(job_id),
         state=view.state.value,

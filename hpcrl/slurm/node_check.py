@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from hpcrl.fs import atomic_write, write_json
+from hpcrl.interpreter import module_command
 from hpcrl.ports import is_free
 from hpcrl.slurm.launch import step_environment
 
@@ -204,7 +205,7 @@ def _batch(directory: Path, questions: NodeQuestions) -> int:
     """Start one task a node and wait for all."""
     command = [
         *("srun", f"--nodes={questions.nodes}", f"--ntasks={questions.nodes}", "--ntasks-per-node=1", "--export=ALL"),
-        *("--overlap", sys.executable, "-m", "hpcrl.slurm.node_check", "node", str(directory)),
+        *("--overlap", *module_command(sys.executable, "hpcrl.slurm.node_check", "node", str(directory))),
     ]
     return subprocess.run(command, check=False, env=step_environment(os.environ), timeout=4 * _LAG_LIMIT_S).returncode
 

@@ -51,6 +51,7 @@ _SQUEUE_COLUMNS = {
     "TimeLimit": 24,
     "RestartCnt": 12,
     "exit_code": 16,
+    "UserID": 16,
 }
 SQUEUE_FORMAT = ",".join(f"{name}:{width}{SEPARATOR}" for name, width in _SQUEUE_COLUMNS.items())
 _SACCT_COLUMNS = (
@@ -66,6 +67,7 @@ _SACCT_COLUMNS = (
     "Start",
     "End",
     "TimelimitRaw",
+    "UID",
     "ExitCode",
 )
 SACCT_FORMAT = ",".join(_SACCT_COLUMNS)
@@ -114,6 +116,7 @@ def _squeue_component(row: Mapping[str, str]) -> Component | None:
         end_time_s=_time(row["EndTime"]),
         time_limit_s=_duration(row["TimeLimit"]),
         restarts=_int(row["RestartCnt"]),
+        user_id=_int(row["UserID"]),
         exit=_exit(row["exit_code"]),
     )
 
@@ -144,6 +147,7 @@ def _sacct_component(row: Mapping[str, str]) -> Component | None:
         start_time_s=_time(row["Start"]),
         end_time_s=_time(row["End"]),
         time_limit_s=None if minutes is None else 60.0 * minutes,
+        user_id=_int(row["UID"]),
         exit=_exit(row["ExitCode"]),
     )
 
@@ -182,6 +186,7 @@ def _json_component(job: Mapping[str, Any]) -> Component:
     leader = _number(job.get("het_job_id"))
     minutes = _number(job.get("time_limit"))
     restarts = _number(job.get("restart_cnt"))
+    user_id = _number(job.get("user_id"))
     return Component(
         job_id=int(job_id),
         leader_id=int(leader or job_id),
@@ -198,6 +203,7 @@ def _json_component(job: Mapping[str, Any]) -> Component:
         end_time_s=_number(job.get("end_time")) or None,
         time_limit_s=None if minutes is None else 60.0 * minutes,
         restarts=None if restarts is None else int(restarts),
+        user_id=None if user_id is None else int(user_id),
         exit=_json_exit(job.get("exit_code")),
     )
 

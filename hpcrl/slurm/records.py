@@ -39,6 +39,8 @@ class Component(msgspec.Struct, frozen=True, kw_only=True):
         None where there is no limit.
     restarts:
         Requeues so far; None where the source does not say (sacct).
+    user_id:
+        Whose job it is; None where the source does not say.
     """
 
     job_id: int
@@ -56,6 +58,7 @@ class Component(msgspec.Struct, frozen=True, kw_only=True):
     end_time_s: float | None = None
     time_limit_s: float | None = None
     restarts: int | None = None
+    user_id: int | None = None
     exit: ExitStatus | None = None
 
 

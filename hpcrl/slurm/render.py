@@ -20,7 +20,7 @@ from hpcrl.config.resources import template_dirs
 from hpcrl.errors import UsageError
 from hpcrl.slurm.directives import JobIdentity, component_options, directive, job_options, repeated_options
 
-__all__ = ["Part", "Script", "render_jobs", "render_script", "replica_part"]
+__all__ = ["Part", "Script", "planned_parts", "render_jobs", "render_script", "replica_part"]
 
 #: what of the submitter's environment a job keeps; patterns of the shell's `case`
 _KEPT = ("HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "LC_*", "TZ", "SLURM_*", "SLURMD_*")
@@ -103,7 +103,7 @@ def render_jobs(
     """
     assert plan.layout.kind != "local", "a local run has no script"
     scripts = []
-    for part, components, job in _parts(plan) if parts is None else parts:
+    for part, components, job in planned_parts(plan) if parts is None else parts:
         identity = JobIdentity(plan.run, run_id, part)
         log = output(part) if output is not None else plan.run_dir / f"{part}.log"
         options = [
@@ -113,7 +113,7 @@ def render_jobs(
                     if position == 0
                     else repeated_options(plan, identity)
                 ),
-                *component_options(plan.layout.components[index]),
+                *component_options(plan.layout.components[index], plan.layout.sbatch_options),
             ]
             for position, index in enumerate(components)
         ]
@@ -179,7 +179,8 @@ def render_script(
         raise UsageError(f"{template.filename}: {error}\n    way out: correct the template") from error
 
 
-def _parts(plan: Plan) -> list[Part]:
+def planned_parts(plan: Plan) -> list[Part]:
+    """The jobs that a plan has at its start, the main one first."""
     indices = tuple(range(len(plan.layout.components)))
     if plan.layout.kind != "elastic":
         return [Part("main", indices, 0)]

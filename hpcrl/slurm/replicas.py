@@ -2,13 +2,14 @@
 
 Which of them exist is Slurm's to say: each carries the run id, the number of the submission and its replica in its
 comment, so that no file can be wrong about it. Submitting a replica that has a living job changes nothing.
+
+These jobs are not handed over by submitit, as the main one is: their batch process (`hpcrl.supervisor.holder`) has no
+state to pickle, to save at a signal or to take up after a requeue, and the supervisor submits it from a node.
 """
 
 from __future__ import annotations
 
 import logging
-import sys
-from pathlib import Path
 from typing import NamedTuple
 
 from hpcrl.config.cluster import SlurmCluster
@@ -20,21 +21,13 @@ from hpcrl.slurm.client import SlurmClient
 from hpcrl.slurm.directives import JobIdentity
 from hpcrl.slurm.errors import SlurmError
 from hpcrl.slurm.records import Job
-from hpcrl.slurm.render import render_jobs, replica_part
-from hpcrl.slurm.slurm_executor import batch_command
-from hpcrl.supervisor.guard import KIND_VARIABLE, RUN_ID_VARIABLE
+from hpcrl.slurm.render import replica_part
+from hpcrl.slurm.scripts import run_scripts, submission_id
 from hpcrl.supervisor.nodes import nodes_to_exclude
 
-__all__ = ["JOB_FOLDER", "LivingJob", "ReplicaJobs", "cancel_all", "cancel_replicas", "submission_id"]
+__all__ = ["LivingJob", "ReplicaJobs", "cancel_all", "cancel_replicas"]
 
 _log = logging.getLogger(__name__)
-JOB_FOLDER = "submitit"
-"""Logs of batch processes, and submitit's pickles."""
-
-
-def submission_id(run_id: str, number: int) -> str:
-    """The run id, with a number from the second submission on: an ended job of the first must not be found."""
-    return run_id if number == 1 else f"{run_id}-{number}"
 
 
 class LivingJob(NamedTuple):
@@ -64,16 +57,12 @@ class ReplicaJobs:
     def submit(self, group: RoleGroup, replica: int) -> int:
         """Submit the job of a replica, or find the living one; returns its id (`hpcrl.slurm.errors.SlurmError`)."""
         token = submission_id(self._run_id, self.number)
-        role = group.role.value
-        holder = ["-P", "-m", "hpcrl.supervisor.holder", str(self._run.path), role, str(replica), str(self.number)]
-        variables = {RUN_ID_VARIABLE: self._run_id, KIND_VARIABLE: "launch"}
-        (script,) = render_jobs(
+        (script,) = run_scripts(
             self._plan,
             self._cluster,
-            run_id=token,
-            command=lambda part: batch_command([sys.executable, *holder], variables),
-            cwd=Path.cwd(),
-            output=lambda part: self._run.path / JOB_FOLDER / f"{part}.log",
+            run_id=self._run_id,
+            run_dir=self._run.path,
+            number=self.number,
             exclude=nodes_to_exclude(self._run, self._plan, self._client),
             parts=[replica_part(group, replica)],
         )

@@ -1,70 +1,75 @@
-"""The submitit executor of Slurm sites: our scripts, our client, one supervisor."""
+"""The submitit executor of Slurm sites: our scripts, our client, one supervisor.
+
+What submitit is for here, and what it is not:
+
+- **Hand-over.** It pickles the supervisor's call (`hpcrl.supervisor.job.Supervise`) into the run directory, and
+  ``python -m submitit.core._submit`` in the batch process finds it there by the job's number, however often Slurm
+  requeues the job, and writes down how it ended.
+- **Checkpoint and requeue.** Until the supervisor listens to signals itself, submitit does: a ``USR2`` in the first
+  seconds calls ``Supervise.checkpoint`` and requeues the job.
+- **Environment.** Which job, which node, which attempt: `submitit.JobEnvironment` reads it from Slurm's variables.
+
+The script, its options (submitit's ``slurm_additional_parameters`` are ``job.sbatch_options`` here), sbatch itself and
+its answer are hpcrl's: submitit knows neither heterogeneous jobs nor a submit that must not happen twice.
+"""
 
 from __future__ import annotations
 
-import shlex
 import sys
+import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from submitit.core.core import PicklingExecutor
+from submitit.core.core import Executor, Job
+from submitit.core.utils import DelayedSubmission, JobPaths
 from submitit.slurm.slurm import SlurmJob
 
-__all__ = ["SlurmExecutor", "batch_command"]
+from hpcrl.interpreter import module_command
 
-SubmitCommand = Callable[[Sequence[str]], int]
-"""Submits the job whose batch process is this command; returns the id of the (leading) job."""
+__all__ = ["SlurmExecutor", "batch_process"]
+
+_ANY_NUMBER_OF_TIMES = 1 << 30
+"""A requeue at the time limit is no failure: how many there may be is for the supervisor to say."""
 
 
-class SlurmExecutor(PicklingExecutor):
-    """submitit's part of a submit: the pickle of the supervisor, and the command that runs it.
-
-    It differs from the stock executor in three things. The script is ours (heterogeneous jobs, a clean environment,
-    USR2 to the batch process only), and the supervisor *is* the batch process, not a step. Slurm is asked by our
-    client, which submits once however often it is called. And the time limit that submitit believes in is the plan's.
+class SlurmExecutor(Executor):
+    """submitit's part of a submit: the pickle of the supervisor's call, where the job's batch process looks for it.
 
     Parameters
     ----------
     folder:
         Where submitit keeps its files; visible from the nodes.
     submit:
-        Submits a job with the given batch process.
+        Submits the job whose batch process is `batch_process` of the folder; returns the id of the (leading) job.
     time_limit_s:
         Limit of the job.
     """
 
     job_class = SlurmJob
 
-    def __init__(self, folder: Path, *, submit: SubmitCommand, time_limit_s: float) -> None:
-        # a requeue at the time limit is no failure: how many there may be is for the supervisor to say
-        super().__init__(folder, max_num_timeout=1 << 30)
+    def __init__(self, folder: Path, *, submit: Callable[[], int], time_limit_s: float) -> None:
+        super().__init__(folder)
         self._submit = submit
-        self.parameters["timeout_min"] = max(1, int(time_limit_s // 60))
+        self._limit_min = max(1, int(time_limit_s // 60))
 
-    @property
-    def _submitit_command_str(self) -> str:
-        return shlex.join([sys.executable, "-u", "-m", "submitit.core._submit", str(self.folder)])
+    def _internal_process_submissions(self, delayed_submissions: Sequence[DelayedSubmission]) -> list[Job[Any]]:
+        """One job a call. It may begin before the pickle has its name: submitit's process waits for it."""
+        return [self._hand_over(delayed) for delayed in delayed_submissions]
 
-    def _submit_command(self, command: str) -> SlurmJob[Any]:
-        return SlurmJob(folder=self.folder, job_id=str(self._submit(shlex.split(command))), tasks=[0])
-
-    # the abstract rest is about files and answers of sbatch, which are not submitit's here
-
-    def _num_tasks(self) -> int:
-        return 1
-
-    def _make_submission_file_text(self, command: str, uid: str) -> str:
-        raise NotImplementedError
-
-    def _make_submission_command(self, submission_file_path: Path) -> list[str]:
-        raise NotImplementedError
-
-    @staticmethod
-    def _get_job_id_from_submission_command(string: bytes | str) -> str:
-        raise NotImplementedError
+    def _hand_over(self, delayed: DelayedSubmission) -> SlurmJob[Any]:
+        pickle = JobPaths.get_first_id_independent_folder(self.folder) / f"{uuid.uuid4().hex}.pkl"
+        pickle.parent.mkdir(parents=True, exist_ok=True)
+        delayed.set_timeout(self._limit_min, _ANY_NUMBER_OF_TIMES)
+        delayed.dump(pickle)
+        try:
+            job = SlurmJob[Any](folder=self.folder, job_id=str(self._submit()), tasks=[0])
+            job.paths.move_temporary_file(pickle, "submitted_pickle")
+        finally:
+            pickle.unlink(missing_ok=True)
+        return job
 
 
-def batch_command(command: Sequence[str], variables: dict[str, str]) -> list[str]:
-    """A command with variables set for it alone, as the script's last line: ``env`` becomes the command."""
-    return ["env", *(f"{name}={value}" for name, value in variables.items()), *command]
+def batch_process(folder: Path | str) -> list[str]:
+    """What runs the supervisor that submitit has pickled into ``folder``."""
+    return module_command(sys.executable, "submitit.core._submit", str(folder), unbuffered=True)

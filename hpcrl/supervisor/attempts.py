@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import os
 import time
@@ -12,7 +13,8 @@ import msgspec
 from hpcrl.checkpoints.ledger import CheckpointLedger
 from hpcrl.config.cluster_slurm import SIGNAL_EARLY_S
 from hpcrl.config.plan import Plan
-from hpcrl.fs import atomic_write, write_json
+from hpcrl.fs import atomic_write
+from hpcrl.reporting import ReportedFile
 from hpcrl.runs.cause import Cause, CauseKind
 from hpcrl.runs.events import read_events
 from hpcrl.runs.metrics import read_metrics
@@ -126,12 +128,14 @@ def with_measured_lead(run: RunDir, plan: Plan) -> Plan:
 async def save_now(run: RunDir, attempt: int, *, timeout_s: float) -> int | None:
     """Ask the trainer for a joint checkpoint after its step, and wait for it; its step, or None where none came."""
     path, answer = save_request_path(run, attempt), save_answer_path(run, attempt)
-    await asyncio.to_thread(write_json, path, {"time_s": time.time(), "pid": os.getpid()})
+    ReportedFile(path).put(msgspec.json.encode({"time_s": time.time(), "pid": os.getpid()}))
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        # a listing, because an NFS client may remember for a minute that a name did not exist
-        if answer.name in await asyncio.to_thread(os.listdir, answer.parent):
-            step: int | None = msgspec.json.decode(await asyncio.to_thread(answer.read_bytes))["step"]
-            return step
+        # a filesystem that fails for a moment is asked again
+        with contextlib.suppress(OSError):
+            # a listing, because an NFS client may remember for a minute that a name did not exist
+            if answer.name in await asyncio.to_thread(os.listdir, answer.parent):
+                step: int | None = msgspec.json.decode(await asyncio.to_thread(answer.read_bytes))["step"]
+                return step
         await asyncio.sleep(_POLL_S)
     return None

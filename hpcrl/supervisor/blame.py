@@ -7,6 +7,7 @@ even this is too late for, the next attempt finds out (`hpcrl.supervisor.nodes.f
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Collection, Mapping
 
@@ -19,6 +20,8 @@ from hpcrl.supervisor.board import Board
 from hpcrl.supervisor.launcher import Launcher
 
 __all__ = ["NodeBlame"]
+
+_log = logging.getLogger(__name__)
 
 _WENT_DOWN = "the node went down"
 _TAKEN = frozenset({CauseKind.CANCELLED, CauseKind.GUARD_LOST})
@@ -84,7 +87,11 @@ class NodeBlame:
         seconds = self._plan.attempts.exclude_s
         if fresh and seconds:
             self._written |= fresh
-            exclude(self._run, fresh, attempt=self._attempt, now_s=time.time(), seconds=seconds)
+            try:
+                exclude(self._run, fresh, attempt=self._attempt, now_s=time.time(), seconds=seconds)
+            except OSError as error:
+                # the next attempt finds lost nodes by itself (`hpcrl.supervisor.nodes.find_lost_nodes`)
+                _log.warning("nodes to avoid could not be written down: %s", error)
             self._board.emit("nodes.excluded", nodes=fresh)
 
     async def _ask(self, cause: Cause) -> Cause:

@@ -1,12 +1,18 @@
-"""What the supervisor tells the world: ``status.json`` and its events."""
+"""What the supervisor tells the world: ``status.json`` and its events.
+
+Nothing here fails or waits because of the filesystem (`hpcrl.reporting`), but for the end, which waits for its last
+words until a deadline.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Sequence
 from typing import Any
 
+from hpcrl.reporting import ReportedFile
 from hpcrl.runs.cause import Cause
 from hpcrl.runs.events import EventWriter
 from hpcrl.runs.rundir import RunDir
@@ -14,6 +20,8 @@ from hpcrl.runs.status import HEARTBEAT_S, ProcessId, RunState, RunStatus
 from hpcrl.supervisor.component import Component
 
 __all__ = ["Board"]
+
+_log = logging.getLogger(__name__)
 
 
 class Board:
@@ -32,6 +40,7 @@ class Board:
         assert myself is not None
         self._myself = myself
         self._events = EventWriter(run, attempt=attempt, writer="supervisor")
+        self._file = ReportedFile(run.status_path, on_caught_up=self._events.caught_up)
 
     def emit(self, kind: str, **data: Any) -> None:
         """Append an event."""
@@ -55,7 +64,7 @@ class Board:
         self._dirty = True
 
     def enter(self, state: RunState, cause: Cause | None = None) -> None:
-        """Change the state of the run, and write it at once."""
+        """Change the state of the run, and say so."""
         self.state, self.cause = state, cause
         if state.ended:
             self._ended_at_s = time.time()
@@ -75,9 +84,9 @@ class Board:
             self.write()
 
     def write(self) -> None:
-        """Write ``status.json``."""
+        """Let ``status.json`` say what is known now."""
         self._dirty, self._written_at = False, time.monotonic()
-        RunStatus(
+        status = RunStatus(
             run_id=self.run_id,
             attempt=self.attempt,
             state=self.state,
@@ -87,8 +96,20 @@ class Board:
             ended_at_s=self._ended_at_s,
             cause=self.cause,
             components=[component.status() for component in self.components],
-        ).write(self.run)
+        )
+        self._file.put(status.encode())
 
-    def close(self) -> None:
-        """Close the event file."""
-        self._events.close()
+    def close(self, timeout_s: float = 60.0) -> None:
+        """Wait until the last words are written, for so many seconds at most.
+
+        What is not written then is tried for as long as the process lives.
+        """
+        began = time.monotonic()
+        if not self._file.flush(timeout_s):
+            _log.error(
+                "that the run is %s could not be written to %s within %g s: readers will miss the supervisor",
+                self.state,
+                self.run.status_path,
+                timeout_s,
+            )
+        self._events.close(max(0.0, timeout_s - (time.monotonic() - began)))

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from hpcrl.config.plan import RoleGroup
+from hpcrl.interpreter import with_safe_path
 from hpcrl.runs.rundir import RunDir
 from hpcrl.supervisor.guard import KIND_VARIABLE, RUN_ID_VARIABLE
 
@@ -38,9 +39,7 @@ def role_environment(
     kept = {key: value for key, value in inherited.items() if not key.startswith(_DROPPED_PREFIXES)}
     return {
         # logs are followed while they are written; a recipe may say otherwise
-        "PYTHONUNBUFFERED": "1",
-        **kept,
-        **group.env,
+        **with_safe_path({"PYTHONUNBUFFERED": "1", **kept, **group.env}),
         RUN_ID_VARIABLE: run_id,
         KIND_VARIABLE: "role",
         "HPCRL_RUN_DIR": str(run.path),

@@ -94,5 +94,5 @@ def _tail(path: Path) -> bytes:
             stream.seek(0, os.SEEK_END)
             stream.seek(max(0, stream.tell() - _LOG_TAIL_BYTES))
             return stream.read()
-    except FileNotFoundError:
+    except OSError:
         return b""

@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
+from hpcrl.interpreter import module_command, with_safe_path
 from hpcrl.supervisor.guard import KIND_VARIABLE, RUN_ID_VARIABLE
 
 __all__ = ["Dump", "End", "GuardedProcess", "ProcessSpec", "RunningProcess", "guard_command", "start_guarded"]
@@ -146,8 +147,7 @@ class RunningProcess(Protocol):
 
 def guard_command(python: str) -> list[str]:
     """The command line of a guard."""
-    # -P: a file `json.py` in the directory we were called in must not be imported
-    return [python, "-P", "-m", "hpcrl.supervisor.guard"]
+    return module_command(python, "hpcrl.supervisor.guard")
 
 
 async def start_guarded(
@@ -160,7 +160,7 @@ async def start_guarded(
         argv,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env={**env, KIND_VARIABLE: "guard", RUN_ID_VARIABLE: spec.env[RUN_ID_VARIABLE]},
+        env={**with_safe_path(env), KIND_VARIABLE: "guard", RUN_ID_VARIABLE: spec.env[RUN_ID_VARIABLE]},
         start_new_session=True,  # a terminal's Ctrl-C is for the one who follows, not for the roles
     )
     loop = asyncio.get_running_loop()

@@ -157,7 +157,8 @@ class Lives:
         """The cause with the stacks of the replica's processes, taken now."""
         began = time.monotonic()
         directory = self._run.attempt_dir(self._attempt) / "dumps"
-        directory.mkdir(exist_ok=True)
+        with contextlib.suppress(OSError):  # the guard says that it could not write
+            directory.mkdir(exist_ok=True)
         life = component.restarts.count
         name = f"{component.role}-{component.replica}" + (f".{life}" if life else "")
         assert component.process is not None

@@ -94,7 +94,7 @@ def find_lost_nodes(status: RunStatus | None, client: SlurmClient, job_id: int) 
         return {}
     used = {node for component in status.components for node in component.nodes}
     try:
-        nodes = [node for node in client.nodes() if node.name in used]
+        nodes = client.nodes(used)
         named = {record.get("FailedNode") for record in client.details(job_id)}
     except SlurmError as error:
         _log.warning("Slurm does not say which nodes the attempt before has lost: %s", error)

@@ -69,6 +69,7 @@ class StepLauncher:
         self._client = SlurmClient() if client is None else client
         self._plan: Plan | None = None
         self._allocations: dict[tuple[int, int], Allocation] = {}
+        self._addresses: dict[str, str] = {}
         self._ports: set[int] = set()
 
     def place(self, plan: Plan) -> dict[tuple[Role, int], Address]:
@@ -79,7 +80,7 @@ class StepLauncher:
         """
         self._plan = plan
         self._allocations = allocations_from_env(plan, self._environ)
-        addresses = self._node_addresses()
+        addresses = self._node_addresses({host for mine in self._allocations.values() for host in mine.hosts})
         here = [group for group in plan.groups if not plan.own_jobs(group)]
         replicas = [(group, replica) for group in here for replica in range(group.replicas)]
         sizes = [group.ports for group, _ in replicas]
@@ -104,7 +105,7 @@ class StepLauncher:
         except HpcrlError:  # replicas that left keep theirs: on other nodes the same ports do no harm
             (port,) = choose_blocks([group.ports], first=first, last=last, host=_ANY_ADDRESS)
         self._ports.update(range(port, port + group.ports))
-        addresses = self._node_addresses()
+        addresses = self._node_addresses(allocation.hosts)
         reached = [addresses.get(host, host) for host in allocation.hosts]
         return Address.of(group, reached, port, nodes=allocation.hosts)
 
@@ -116,11 +117,15 @@ class StepLauncher:
         except SlurmError as error:
             _log.warning("steps of job %s could not be ended: %s", allocation.job_id, error)
 
-    def _node_addresses(self) -> dict[str, str]:
-        """What to connect to, by node name; nothing where Slurm cannot be asked on nodes: names resolve there."""
-        if not self._cluster.capabilities.scontrol_on_nodes:
-            return {}
-        return {node.name: node.address for node in self._client.nodes()}
+    def _node_addresses(self, hosts: Collection[str]) -> dict[str, str]:
+        """What to connect to, by node name; nothing where Slurm cannot be asked on nodes: names resolve there.
+
+        Asked once a node and attempt: addresses do not change while a job has the node.
+        """
+        if self._cluster.capabilities.scontrol_on_nodes:
+            unknown = set(hosts) - self._addresses.keys()
+            self._addresses |= {node.name: node.address for node in self._client.nodes(unknown)}
+        return self._addresses
 
     async def start(self, spec: ProcessSpec) -> RunningProcess:
         """See `hpcrl.supervisor.launcher.Launcher.start`."""
@@ -150,12 +155,12 @@ class StepLauncher:
         ours = (allocation for allocation in self._allocations.values() if allocation.job_id is None)
         mine = {host for allocation in ours for host in allocation.hosts} if among is None else set(among)
         try:
-            nodes = self._client.nodes()
+            nodes = self._client.nodes(mine)
         except SlurmError as error:
             _log.warning("Slurm does not say which nodes are down: %s", error)
             return []
         # what is drained goes on until its job ends
-        return [node.name for node in nodes if node.name in mine and node.down]
+        return [node.name for node in nodes if node.down]
 
     def stay_away(self, run: RunDir) -> None:
         """See `hpcrl.supervisor.launcher.Launcher.stay_away`."""

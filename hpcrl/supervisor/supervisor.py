@@ -8,18 +8,19 @@ rest is drained in order, and the cause is chosen among all that was seen until 
 from __future__ import annotations
 
 import asyncio
-import os
+import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from hpcrl import procfs
 from hpcrl.config.plan import Plan, Role, RoleGroup
-from hpcrl.errors import HpcrlError
+from hpcrl.errors import DeadlineError, HpcrlError
+from hpcrl.reporting import ReportedFile
 from hpcrl.runs.cause import Cause, CauseKind
-from hpcrl.runs.role import Complaint, Endpoints, FailureRecord
+from hpcrl.runs.role import Endpoints, FailureRecord
 from hpcrl.runs.rundir import RunDir
-from hpcrl.runs.status import ComponentState, RunState
+from hpcrl.runs.status import RunState
 from hpcrl.supervisor.attempts import exhausted, longest_save_s, newest_checkpoint, retries
 from hpcrl.supervisor.blame import NodeBlame
 from hpcrl.supervisor.board import Board
@@ -31,17 +32,20 @@ from hpcrl.supervisor.graph import check_graph, startable
 from hpcrl.supervisor.guarded import End
 from hpcrl.supervisor.launcher import Address, Launcher
 from hpcrl.supervisor.lives import Life, Lives
+from hpcrl.supervisor.lookout import Lookout
 from hpcrl.supervisor.notices import Notices
-from hpcrl.supervisor.verdict import broken_nodes, current_records, first_cause, slow_failures
+from hpcrl.supervisor.verdict import broken_nodes, current_records, first_cause
 from hpcrl.supervisor.watchdog import Watchdog
 
 __all__ = ["Supervisor"]
 
-_TICK_S = 0.25
-_LAST_WORD_S = 2.0
-"""A role that wrote a failure record has this long to end before the run is failed in its name: a launcher of
-ranks may wait half a minute for ranks that hang."""
-_LOOK_S = 2.0
+_log = logging.getLogger(__name__)
+
+_ENDPOINTS_S = 60.0
+_LAST_WORDS_S = 60.0
+"""How long the end of an attempt tries to say what became of it."""
+_LAST_WORDS_HURRIED_S = 5.0
+"""The same where Slurm ends us, or is to be asked for the requeue."""
 _SAVE_PATIENCE_S = 60.0
 """How long the end of an attempt waits for a checkpoint that is being written, before one was measured."""
 _KILL_WAIT_S = 15.0
@@ -96,7 +100,6 @@ class Supervisor:
         self._dumping: set[asyncio.Task[None]] = set()
         self._broken: dict[str, str] = {}
         self._began_at: int | None = None
-        self._parent = os.getppid()
         self._started = time.monotonic() if started is None else started
         self.again = False
         self._elastic = None if elastic is None else elastic(self)
@@ -107,11 +110,12 @@ class Supervisor:
         """Run the attempt to its end; returns COMPLETED, FAILED or CANCELLED, and why; or REQUEUED."""
         self.attempt = self._run.start_attempt()
         self._board = Board(self._run, run_id=self._run_id, attempt=self.attempt)
+        self._endpoints = ReportedFile(Endpoints.path(self._run, self.attempt))
         self._assemble()
         procfs.adopt_orphans()
         self._notices.listen()
         self._board.enter(RunState.STARTING)
-        watch = asyncio.create_task(self._watch(), name="watch")
+        watch = asyncio.create_task(self._lookout.run(), name="watch")
         watch.add_done_callback(self._report_bug)
         watchdog = asyncio.create_task(self._watchdog.run(), name="watchdog")
         watchdog.add_done_callback(self._report_bug)
@@ -142,7 +146,10 @@ class Supervisor:
         if cause is not None and not self._notices.cancelled_by_person:
             cause, moves = await self._blame.judge(cause, self._broken, began_at=self._began_at)
             self._requeue |= moves
-        return self._conclude(cause)
+        end = self._conclude(cause)
+        hurried = self._notices.asked_by_slurm or end[0] is RunState.REQUEUED
+        await asyncio.to_thread(self._board.close, _LAST_WORDS_HURRIED_S if hurried else _LAST_WORDS_S)
+        return end
 
     def _conclude(self, cause: Cause | None) -> tuple[RunState, Cause | None]:
         state = RunState.COMPLETED
@@ -151,19 +158,28 @@ class Supervisor:
         elif cause is not None:
             state = RunState.CANCELLED if cause.kind is CauseKind.CANCELLED else RunState.FAILED
         over = self._notices.hurry.is_set() or self._notices.saving
-        if state is RunState.FAILED and not over and retries(self._run, self._plan, cause, began_at=self._began_at):
+        if state is RunState.FAILED and not over and self._retries(cause):
             self.again = True
             self._board.emit("attempt.retried", cause=cause.message if cause else "")
             # not written as an end: whoever follows the run sees the next attempt
             self._board.emit("run.state", state=state, cause=cause.message if cause else "")
         else:
             self._board.enter(state, cause)
-        self._board.close()
         return state, cause
+
+    def _retries(self, cause: Cause | None) -> bool:
+        try:
+            return retries(self._run, self._plan, cause, began_at=self._began_at)
+        except OSError as error:
+            _log.warning("no other attempt is made: whether it may be cannot be read: %s", error)
+            return False
 
     def _save_patience_s(self) -> float:
         """How long the end waits for a checkpoint that is being written."""
-        save_s = longest_save_s(self._run)
+        try:
+            save_s = longest_save_s(self._run)
+        except OSError:
+            save_s = None
         if self._notices.asked_by_slurm:
             return _KILL_WAIT_S
         return _SAVE_PATIENCE_S if save_s is None else max(_SAVE_PATIENCE_S, 2 * save_s)
@@ -193,6 +209,20 @@ class Supervisor:
             fail=self._fail,
             on_bug=self._report_bug,
             in_step=launcher.in_step,
+        )
+        self._lookout = Lookout(
+            run,
+            attempt=self.attempt,
+            plan=plan,
+            started=self._started,
+            board=self._board,
+            lives=self._lives,
+            notices=self._notices,
+            components=self._components,
+            decided=self._decided,
+            fail=self._fail,
+            fail_slowly=self._fail_slowly,
+            on_bug=self._report_bug,
         )
         self._drain = Drain(
             run,
@@ -227,8 +257,17 @@ class Supervisor:
                     self._servers.setdefault(group.role.value, []).append(address.urls)
                 self.enlist(group, replica, address)
         self.publish()
+        await self._roles_can_find_each_other()
         self._board.components = self._components
         self._board.write()
+
+    async def _roles_can_find_each_other(self) -> None:
+        """Wait for the file of addresses: without it no role can begin."""
+        if not await asyncio.to_thread(self._endpoints.flush, _ENDPOINTS_S):
+            raise DeadlineError(
+                f"{self._endpoints.path} could not be written within {_ENDPOINTS_S:g} s\n"
+                "    way out: look at the filesystem of the run; then hpcrl resume"
+            )
 
     # -- what the keeper of elastic replicas needs (`hpcrl.supervisor.elastic.Crew`) ---------------------------------
 
@@ -254,9 +293,9 @@ class Supervisor:
         self._board.changed()
 
     def publish(self) -> None:
-        """Write the endpoints."""
+        """Let the endpoints say who is there. Members come and go: this neither waits nor fails."""
         members = {} if self._elastic is None else self._elastic.members
-        Endpoints(urls=self._urls, servers=self._servers, members=members).write(self._run, self.attempt)
+        self._endpoints.put(Endpoints(urls=self._urls, servers=self._servers, members=members).encode())
 
     def changed(self) -> None:
         """Write the status soon."""
@@ -356,6 +395,10 @@ class Supervisor:
         self._ends.append(Cause(kind=kind, time_s=time.time(), message=message, **where))  # type: ignore[arg-type]
         self._decided.set()
 
+    def _fail_slowly(self, ends: list[Cause]) -> None:
+        self._decided.set()
+        self._ends.extend(ends)
+
     def _report_bug(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._fail(CauseKind.SUPERVISOR_ERROR, f"the supervisor failed ({task.get_name()}): {error!r}")
@@ -373,51 +416,9 @@ class Supervisor:
     def _records(self) -> list[FailureRecord]:
         return current_records(self._run, self.attempt, self._components)
 
-    # -- watch -------------------------------------------------------------------------------------------------
-
-    async def _watch(self) -> None:
-        """Heartbeat, time limit, parent, words of roles that fail slowly."""
-        looked = time.monotonic()
-        while True:
-            await asyncio.sleep(_TICK_S)
-            self._board.tick()
-            if self._decided.is_set():
-                continue
-            if time.monotonic() - self._started > self._plan.time_limit_s:
-                hours = self._plan.time_limit_s / 3600
-                self._fail(CauseKind.TIME_LIMIT, f"the run took longer than its limit of {hours:.3g} h")
-            if os.getppid() != self._parent:
-                self._fail(CauseKind.LAUNCHER_LOST, f"the submitit controller (pid {self._parent}) went away")
-            self._end_slow_failures()
-            if time.monotonic() - looked > _LOOK_S:
-                looked = time.monotonic()
-                await self._look_around()
-
-    async def _look_around(self) -> None:
-        """What need not be known at once: complaints of roles, and whether it is time to save."""
-        for complaint in await asyncio.to_thread(Complaint.read_all, self._run, self.attempt):
-            for component in self._components:
-                about = (component.role.value, component.replica) == (complaint.role, complaint.replica)
-                ready = component.state is ComponentState.READY and component.verdict is None
-                if about and ready and complaint.time_s > (component.ready_at_s or 0.0):
-                    self._lives.end_stale(component, complaint.message)
-        await self._notices.look_at_clock(time.monotonic() - self._started)
-
     def _on_hung(self, component: Component, problem: str) -> None:
         ending = self._lives.end_hung(component, problem, self._watchdog.still_hangs)
         task = asyncio.create_task(ending, name=f"stacks of {component.label}")
         task.add_done_callback(self._report_bug)
         self._dumping.add(task)
         task.add_done_callback(self._dumping.discard)
-
-    def _end_slow_failures(self) -> None:
-        """Roles that said they failed, and have not ended since: a launcher of ranks may wait for ranks that hang."""
-        now_s = time.time()
-        said = {(r.role, r.replica) for r in self._records() if now_s - r.time_s > _LAST_WORD_S}
-        slow = [c for c in self._components if (c.role.value, c.replica) in said]
-        for component in slow:
-            if component.group.policy.restart != "never" and component.end is None and component.process is not None:
-                component.process.kill()
-        if any(component.group.policy.restart == "never" for component in slow):
-            self._decided.set()
-            self._ends.extend(slow_failures(self._records(), self._components))

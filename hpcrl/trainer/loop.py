@@ -12,16 +12,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.utils.deterministic
 
 from hpcrl.checkpoints.writer import CheckpointWriter
 from hpcrl.config.recipe import Recipe
+from hpcrl.config.rules_parallel import refuse_planned_settings
 from hpcrl.dock.client import DockClient
 from hpcrl.dock.wire import BatchShard, BatchStats
 from hpcrl.errors import HandoffError, PeerLostError
-from hpcrl.fs import write_json
 from hpcrl.models.arch import load_arch
+from hpcrl.reporting import ReportedFile
 from hpcrl.runs.events import EventWriter
 from hpcrl.runs.metrics import MetricsWriter, StepRecord
 from hpcrl.runs.progress import ProgressReporter
@@ -45,6 +47,8 @@ _COLLECTIVE_MARGIN_S = 300.0
 """How much longer than a wait at the dock the other ranks wait in a collective."""
 _LEAVE_S = 60.0
 """How long a trainer that fails lets a save end that began before."""
+_ON_RECORD_S = 2.0
+"""How long a save waits for the record of its step: a filesystem that takes no report may still take a checkpoint."""
 
 
 def train(context: RoleContext) -> None:
@@ -52,10 +56,14 @@ def train(context: RoleContext) -> None:
 
     Raises
     ------
+    ConfigError
+        The recipe asks for what this version only plans.
     HpcrlError, OSError, ValueError
         The run cannot go on; the last published version and the last checkpoint are whole.
     """
     recipe = context.run.recipe()
+    # whoever starts this role by hand has not been asked by `hpcrl submit`
+    refuse_planned_settings(recipe, str(context.run.recipe_path))
     torch.set_num_threads(recipe.trainer.threads)
     torch.manual_seed(recipe.seed)
     with distributed(timeout_s=recipe.wait_for_batch_s + _COLLECTIVE_MARGIN_S) as parallel:
@@ -141,7 +149,8 @@ class Trainer:
         if not self.leader:
             yield None
             return
-        metrics, self._events = MetricsWriter(self.context.run, self.context.attempt), self.context.events()
+        self._events = self.context.events()
+        metrics = MetricsWriter(self.context.run, self.context.attempt, on_caught_up=self._events.caught_up)
         self._progress = self.context.progress()
         try:
             yield metrics
@@ -225,6 +234,7 @@ class Trainer:
             if metrics is not None:
                 # a checkpoint's step is on record before it counts: whoever resumes from it has no gap
                 metrics.write(record())
+                metrics.flush(_ON_RECORD_S)
             with clock.phase("checkpoint"):
                 self.saver.start(policy, step, orchestrator_state=lambda: self.dock.snapshot(step))
                 if urgent:
@@ -263,7 +273,8 @@ class Trainer:
         """Tell the supervisor that what it asked for is done: entries may also come from saves begun before."""
         if self.leader:
             answer = {"step": None, "reason": str(error)} if error is not None else {"step": step, "reason": ""}
-            write_json(save_answer_path(self.context.run, self.context.attempt), answer)
+            path = save_answer_path(self.context.run, self.context.attempt)
+            ReportedFile(path).put(msgspec.json.encode(answer) + b"\n")
 
     def _finish_saving(self) -> None:
         """Wait for the last save. A run whose end is not on disk has not ended well."""
@@ -274,8 +285,13 @@ class Trainer:
     def _save_requested(self) -> bool:
         """Whether the supervisor asked for a checkpoint since the last look: once."""
         path = save_request_path(self.context.run, self.context.attempt)
-        # a listing, because an NFS client may remember for a minute that a name did not exist
-        if self._saved_on_request or path.name not in os.listdir(path.parent):
+        try:
+            # a listing, because an NFS client may remember for a minute that a name did not exist
+            names = () if self._saved_on_request else os.listdir(path.parent)
+        except OSError as error:
+            _log.warning("whether a save was asked for cannot be seen now: %s", error)
+            return False
+        if path.name not in names:
             return False
         self._saved_on_request = True
         return True

@@ -19,7 +19,10 @@ from torch import Tensor
 
 from hpcrl.config.recipe import LossConfig
 
-__all__ = ["PolicyLoss", "TrainedTokens", "policy_loss"]
+__all__ = ["MAX_LOG_RATIO", "PolicyLoss", "TrainedTokens", "policy_loss"]
+
+MAX_LOG_RATIO = 20.0
+"""A ratio is ``e^20`` at most, as in verl: float32 ends at ``e^88``, and one such token would be the whole step."""
 
 
 class TrainedTokens(NamedTuple):
@@ -66,6 +69,15 @@ _Terms = tuple[Tensor, Tensor]
 """Per-token loss ``[N]`` with gradient, and masked flags ``[N]``."""
 
 
+def _ratio(log_ratio: Tensor, cut: Tensor) -> Tensor:
+    """``exp(log_ratio)`` whose gradient is finite everywhere; 1 without gradient where ``cut``.
+
+    Where a token is to have no part in a loss, its ratio must be left out *before* the exponential: a zero that comes
+    behind an overflow is a zero times infinity in the backward pass, which is NaN, and in all tokens after the sum.
+    """
+    return torch.where(cut, 0.0, log_ratio).clamp(max=MAX_LOG_RATIO).exp()
+
+
 def _masked_ratio(tokens: TrainedTokens, log_ratio: Tensor, config: LossConfig) -> _Terms:
     """DPPO with the binary total-variation mask, and a squared log-ratio that also holds masked tokens.
 
@@ -76,8 +88,8 @@ def _masked_ratio(tokens: TrainedTokens, log_ratio: Tensor, config: LossConfig) 
     too_high = (tokens.advantages > 0) & (moved > config.mask_high)
     too_low = (tokens.advantages < 0) & (moved < -config.mask_low)
     masked = too_high | too_low
-    gain = torch.where(masked, 0.0, tokens.advantages * log_ratio.exp())
-    return config.kl_tau * log_ratio.square() - gain, masked
+    gain = torch.where(masked, 0.0, tokens.advantages * _ratio(log_ratio, masked))
+    return config.kl_tau * log_ratio.square() - gain, masked | (log_ratio.detach() > MAX_LOG_RATIO)
 
 
 def _on_policy_gain(tokens: TrainedTokens) -> Tensor:
@@ -98,17 +110,18 @@ def _tis(tokens: TrainedTokens, log_ratio: Tensor, config: LossConfig) -> _Terms
     return -weight.clamp(max=config.ratio_high) * _on_policy_gain(tokens), weight > config.ratio_high
 
 
-def _clipped(ratio: Tensor, advantages: Tensor, config: LossConfig) -> _Terms:
+def _clipped(log_ratio: Tensor, advantages: Tensor, config: LossConfig) -> _Terms:
     """``-min(r A, clip(r) A)``. Clipped tokens have no gradient; at the edge itself a token still has."""
     low, high = 1.0 - config.clip_low, 1.0 + config.clip_high
-    masked = ((advantages > 0) & (ratio > high)) | ((advantages < 0) & (ratio < low))
-    kept = torch.where(masked, ratio.detach().clamp(low, high), ratio)
-    return -kept * advantages, masked
+    value = log_ratio.detach().exp()
+    masked = ((advantages > 0) & (value > high)) | ((advantages < 0) & (value < low))
+    kept = torch.where(masked, value.clamp(low, high), _ratio(log_ratio, masked))
+    return -kept * advantages, masked | (log_ratio.detach() > MAX_LOG_RATIO)
 
 
 def _ppo_clip(tokens: TrainedTokens, log_ratio: Tensor, config: LossConfig) -> _Terms:
     """PPO's clipped objective with the engine as the old policy; ``clip_high > clip_low`` is DAPO's."""
-    return _clipped(log_ratio.exp(), tokens.advantages, config)
+    return _clipped(log_ratio, tokens.advantages, config)
 
 
 def _cispo(tokens: TrainedTokens, log_ratio: Tensor, config: LossConfig) -> _Terms:
@@ -122,12 +135,12 @@ def _cispo(tokens: TrainedTokens, log_ratio: Tensor, config: LossConfig) -> _Ter
 def _gspo(tokens: TrainedTokens, log_ratio: Tensor, config: LossConfig) -> _Terms:
     """PPO's clipped objective on the geometric mean of a rollout's ratios, which all its tokens share."""
     if not log_ratio.numel():
-        return _clipped(log_ratio.exp(), tokens.advantages, config)
+        return _clipped(log_ratio, tokens.advantages, config)
     count = torch.bincount(tokens.sequences)
     sums = torch.zeros(len(count), dtype=log_ratio.dtype, device=log_ratio.device)
     sums = sums.index_add(0, tokens.sequences, log_ratio)
     mean = sums / count.clamp(min=1)
-    return _clipped(mean.exp()[tokens.sequences], tokens.advantages, config)
+    return _clipped(mean[tokens.sequences], tokens.advantages, config)
 
 
 _LOSSES: dict[str, Callable[[TrainedTokens, Tensor, LossConfig], _Terms]] = {

@@ -23,6 +23,8 @@ __all__ = ["TokenMetrics", "TokenSums"]
 _TOKEN_SCALARS = ("tokens", "loss", "entropy", "mismatch_kl", "masked", "ratio", "squared_ratio")
 _ROUTE_SCALARS = ("compared", "differing", "known")
 _SCALARS = (*_TOKEN_SCALARS, *_ROUTE_SCALARS)
+_MAX_LOG_RATIO = 300.0
+"""Squares of ratios, added up, are still numbers in float64: ``metrics.jsonl`` has no infinity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,7 @@ class TokenSums:
             A token is of a version that the trainer has not made yet.
         """
         log_ratio = loss.log_ratio.double()
-        ratio = log_ratio.exp()
+        ratio = log_ratio.clamp(max=_MAX_LOG_RATIO).exp()
         k3 = ratio - 1.0 - log_ratio
         sums = (
             torch.tensor(float(len(versions))),

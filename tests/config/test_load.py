@@ -120,7 +120,9 @@ def test_nearer_cluster_profile_wins(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert load_cluster("local").value.paths.runs_root == "user"
     (tmp_path / "clusters").mkdir()
     write(tmp_path / "clusters", "local", text.format("here"))
-    assert load_cluster("local").value.paths.runs_root == "here"
+    # the current directory's is last: somebody else may have put it there
+    assert load_cluster("local").value.paths.runs_root == "user"
+    assert load_cluster("clusters/local.yaml").value.paths.runs_root == "here"
 
 
 #: recipes that are larger than this machine, and the packaged site they are for

@@ -309,6 +309,25 @@ JOBS = {
         "more than engine.replicas",
         "lower",
     ),
+    "rule: options of sbatch": Case(
+        "trainer:",
+        "job:\n  sbatch_options: [--nice=10, --time=4]\ntrainer:",
+        9,
+        "job.sbatch_options.1",
+        "set job.time_limit_h",
+        "render",
+    ),
+    "partition of another type": Case(
+        "trainer:", "job: {partition: 3}\ntrainer:", 8, "job.partition", "a map of roles to names", ""
+    ),
+    "partition of a role beside": Case(
+        "trainer:",
+        "job: {partition: {orchestrator: cpu}}\ntrainer:",
+        8,
+        "job.partition",
+        "orchestrator has no nodes of its own",
+        "",
+    ),
     "rule: replicas that start together": Case(
         "trainer:", "job: {min_replicas: 2}\ntrainer:", 8, "job.min_replicas", "no effect", "layout"
     ),

@@ -208,7 +208,7 @@ def test_a_node_of_one_rank_is_a_server_of_its_replica() -> None:
         Role.ENGINE
     ]
     assert (group.ranks, group.nodes, group.servers_per_node, group.ports) == (2, 2, 1, 3)
-    assert group.command[1:3] == ("-m", "vllm.entrypoints.openai.api_server")
+    assert group.command[1:4] == ("-P", "-m", "vllm.entrypoints.openai.api_server")
     flags = flags_of(group)
     assert (flags["data-parallel-size"], flags["data-parallel-rank"]) == ("2", "{node_rank}")
     assert (flags["data-parallel-address"], flags["data-parallel-rpc-port"]) == ("{host}", "{port+2}")
@@ -220,20 +220,20 @@ def test_a_node_of_one_rank_is_a_server_of_its_replica() -> None:
 
 def test_an_engine_joins_the_pool_before_it_starts() -> None:
     command = list(groups_of("quickstart_vllm", "local")[Role.ENGINE].command)
-    assert command[1:3] == ["-m", "hpcrl.store.join"]
-    join, engine = command[3 : command.index("--")], command[command.index("--") + 1 :]
+    assert command[1:4] == ["-P", "-m", "hpcrl.store.join"]
+    join, engine = command[4 : command.index("--")], command[command.index("--") + 1 :]
     assert dict(zip(join[::2], join[1::2], strict=True)) == {
         "--protocol": "tcp",
         "--segment-bytes": str(1 << 28),
         "--local-buffer-bytes": str(1 << 26),
         "--host": "{host}",
     }
-    assert engine[:3] == ["{python}", "-m", "vllm.entrypoints.openai.api_server"]
+    assert engine[:4] == ["{python}", "-P", "-m", "vllm.entrypoints.openai.api_server"]
     connector = json.loads(engine[engine.index("--kv-transfer-config") + 1])
     assert connector == {"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both"}
     without = groups_of("quickstart_vllm", "local", "engine.kv_store=null")[Role.ENGINE].command
     assert "--kv-transfer-config" not in without
-    assert without[1:3] == ("-m", "vllm.entrypoints.openai.api_server")
+    assert without[1:4] == ("-P", "-m", "vllm.entrypoints.openai.api_server")
 
 
 def connector_of(recipe: str, role: Role, *settings: str) -> Any:
@@ -257,8 +257,8 @@ def test_ranks_of_a_node_share_its_memory_for_kv_that_leaves_the_gpu() -> None:
 def test_kv_goes_on_to_a_disk_through_a_program_that_bounds_it() -> None:
     tiers = ("engine.memory.kv_offload_gib=400", "engine.memory.kv_offload_disk_gib=2000")
     command = groups_of("qwen3_30b_a3b", "h200-28", *tiers)[Role.ENGINE].command
-    assert command[:3] == ("{python}", "-m", "hpcrl.inference.vllm.disk_tier")
-    assert command[3 : command.index("--")] == ("--limit-bytes", str(2000 << 30), "--place", "@kv-disk@")
+    assert command[:4] == ("{python}", "-P", "-m", "hpcrl.inference.vllm.disk_tier")
+    assert command[4 : command.index("--")] == ("--limit-bytes", str(2000 << 30), "--place", "@kv-disk@")
     extra = connector_of("qwen3_30b_a3b", Role.ENGINE, *tiers)["kv_connector_extra_config"]
     assert extra == {
         "cpu_bytes_to_use": 50 << 30,
@@ -271,7 +271,7 @@ def test_ranks_of_a_node_share_its_segment_and_adapters() -> None:
     pool = "engine.kv_store={segment_gib: 931}"
     decode = groups_of("glm5_swe", "h200-28", pool)[Role.DECODE].command
     words = decode[: decode.index("--")]
-    flags = dict(zip(words[3::2], words[4::2], strict=True))
+    flags = dict(zip(words[4::2], words[5::2], strict=True))
     assert int(flags["--segment-bytes"]) == (931 << 30) // 8
     assert flags["--protocol"] == "rdma"
     assert flags["--devices"].count(",") == 7
@@ -403,7 +403,7 @@ def test_dynamo_stands_before_the_same_engines() -> None:
     kind = "engine.router.kind=dynamo"
     plain, groups = groups_of("quickstart_vllm", "local"), groups_of("quickstart_vllm", "local", kind)
     router, engine = groups[Role.ROUTER], groups[Role.ENGINE]
-    assert router.command[:3] == ("{python}", "-m", "hpcrl.inference.dynamo.router")
+    assert router.command[:4] == ("{python}", "-P", "-m", "hpcrl.inference.dynamo.router")
     assert router.ready == plain[Role.ROUTER].ready
     flags = flags_of(router)
     assert (flags["model"], flags["block-size"], flags["session-ttl-s"]) == ("quickstart_vllm", "32", "600")

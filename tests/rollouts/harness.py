@@ -25,6 +25,7 @@ from hpcrl.models.tokenizer import write_character_tokenizer
 from hpcrl.rollouts import engine_pool, orchestrator, weight_updates
 from hpcrl.rollouts.orchestrator import Orchestrator
 from hpcrl.rollouts.process import first_error
+from hpcrl.rollouts.records import Group
 from hpcrl.runs.events import Event, read_events
 from hpcrl.runs.role import Endpoints, Member, RoleContext, restore_path
 from hpcrl.runs.rundir import RunDir
@@ -160,6 +161,12 @@ class Loop:
                 self._writer = await asyncio.to_thread(HandoffWriter.claim, self.store.root, self.attempt)
             await asyncio.to_thread(publish, self._writer, version, model, tensors=1, shards=1, words=1)
         await self.ask("published", version)
+
+    def last_groups(self) -> list[Group]:
+        """What the last batch was made from."""
+        taken = self.orchestrator._scheduler._taken.find(self.orchestrator._desk.step)
+        assert taken is not None
+        return taken.groups
 
     async def batch(self, step: int) -> BatchShard:
         shard: BatchShard = await self.ask("batch", step, rank=0, world_size=1)

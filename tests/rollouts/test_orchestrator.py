@@ -73,15 +73,18 @@ async def test_steps_in_order_with_bounded_staleness(tmp_path: Path) -> None:
 
 
 async def test_a_batch_is_handed_out_again_until_the_next_is_asked_for(tmp_path: Path) -> None:
-    async with running(make_run(tmp_path), StubEngine()) as loop:
+    async with running(make_run(tmp_path, trainer={"ranks": 2}), StubEngine()) as loop:
+        with pytest.raises(PeerLostError, match=r"409.*rank 0 of 1 asked; the run has 2 trainer ranks"):
+            await loop.ask("batch", 1, rank=0, world_size=1)
+        assert loop.orchestrator._desk.step == 0
         first = await loop.ask("batch", 1, rank=0, world_size=2)
         other = await loop.ask("batch", 1, rank=1, world_size=2)
         again = await loop.ask("batch", 1, rank=0, world_size=2)
         assert same(first, again)
         assert len(rollouts_of(first)) + len(rollouts_of(other)) == 16
         assert len(first.micro_batches) == len(other.micro_batches)
-        with pytest.raises(PeerLostError, match=r"409.*cut for 2 ranks"):
-            await loop.ask("batch", 1, rank=0, world_size=1)
+        with pytest.raises(PeerLostError, match=r"409.*rank 2 of 2"):
+            await loop.ask("batch", 1, rank=2, world_size=2)
         with pytest.raises(PeerLostError, match=r"409.*the next is that of step 2"):
             await loop.ask("batch", 3, rank=0, world_size=2)
         await loop.publish(1)
@@ -349,7 +352,7 @@ async def test_finished_rollouts_survive_in_asynchronous_runs(tmp_path: Path) ->
         await loop.until(lambda: loop.orchestrator._scheduler.account.batch_ready)
         await loop.checkpoint(2)
         # asked for ahead of a second snapshot of the same step: the batch counts as not consumed
-        taken = [g.index for g in loop.orchestrator._scheduler.pending()[1]][:4]
+        taken = [g.index for g in loop.orchestrator._scheduler.pending(2).finished][:4]
         await loop.batch(3)
         await loop.checkpoint(2)
     run.start_attempt()

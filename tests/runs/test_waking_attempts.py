@@ -26,7 +26,6 @@ OLD_ATTEMPT = """
 import sys
 from pathlib import Path
 from runs_testing import step_record
-from hpcrl.errors import FencedError
 from hpcrl.rollouts.files import RolloutFiles
 from hpcrl.runs.events import EventWriter
 from hpcrl.runs.metrics import MetricsWriter
@@ -36,13 +35,11 @@ metrics, files = MetricsWriter(run, 1), RolloutFiles.claim(run.rollouts_dir, 1)
 events = EventWriter(run, attempt=1, writer="orchestrator-0")
 for step in map(int, sys.stdin):
     metrics.write(step_record(step, attempt=1))
+    metrics.flush(5.0)
     data = {"version": step, "reward": 0.1, "by_env": {}, "parts": {}, "prompts": 8}
     events.emit("evaluation", **data)
-    try:
-        files.write(step, b"attempt 1")
-        print("written", flush=True)
-    except FencedError as error:
-        print(error, flush=True)
+    files.write(step, b"attempt 1", wait_s=5.0)
+    print("written", flush=True)
 """
 
 
@@ -84,14 +81,14 @@ def test_an_old_attempt_that_wakes_up_mixes_with_nothing(tmp_path: Path) -> None
         metrics, files = MetricsWriter(run, 2), RolloutFiles.claim(run.rollouts_dir, 2)
         for number in (3, 4):
             metrics.write(step_record(number, attempt=2))
-            files.write(number, b"attempt 2")
+            files.write(number, b"attempt 2", wait_s=5.0)
+        metrics.close()
         data = {"version": 4, "reward": 0.2, "by_env": {}, "parts": {}, "prompts": 8}
         write_event(run, "evaluation", time_s=START_S, attempt=2, writer="orchestrator-0", **data)
 
         old.send_signal(signal.SIGCONT)
         for _ in (4, 5, 6):
-            assert "attempt 1 may not write" in old.stdout.readline()
-            old.stdout.readline()  # the way out
+            assert old.stdout.readline() == "written\n"  # so it believes
         old.stdin.close()
     wait_for(lambda: len(read_events(run, attempt=1, kind="evaluation")) == 6, 10, "events of the old attempt")
     assert [(r.step, r.attempt) for r in read_metrics(run)] == [(1, 1), (2, 1), (3, 2), (4, 2)]
@@ -105,9 +102,12 @@ def test_an_old_attempt_that_wakes_up_mixes_with_nothing(tmp_path: Path) -> None
 def test_records_of_an_earlier_version_are_read(tmp_path: Path) -> None:
     """One file for all attempts, and no decisions."""
     run = make_run(tmp_path)
-    MetricsWriter(run, 1).write(step_record(1))
+    first = MetricsWriter(run, 1)
+    first.write(step_record(1))
+    first.close()
     os.rename(run.metrics_dir / "0001.jsonl", run.metrics_path)
     later = MetricsWriter(run, 2)
     for number in (2, 3):
         later.write(step_record(number, attempt=2))
+    later.close()
     assert [(r.step, r.attempt) for r in read_metrics(run)] == [(1, 1), (2, 2), (3, 2)]

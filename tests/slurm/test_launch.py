@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from hpcrl.config.load import load_cluster, load_recipe
 from hpcrl.config.plan import Plan, Role
 from hpcrl.errors import HpcrlError
 from hpcrl.planning import make_plan
+from hpcrl.slurm.client import SlurmClient
+from hpcrl.slurm.command import CommandResult
 from hpcrl.slurm.launch import (
     Allocation,
     Launch,
@@ -20,6 +23,7 @@ from hpcrl.slurm.launch import (
     outside_environment,
     step_environment,
 )
+from hpcrl.supervisor.step_launcher import StepLauncher
 
 TWO_BY_TWO = ("trainer.ranks=2", "trainer.nodes=2", "engine.replicas=2")
 
@@ -206,3 +210,31 @@ def test_nothing_of_our_job_goes_into_another() -> None:
     environ = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a", "SLURMD_NODENAME": "a", "SLURM_NTASKS": "4"}
     kept = {"SLURM_CONF": "/etc/slurm.conf", "HOME": "/h"}
     assert outside_environment({**environ, **kept}) == kept
+
+
+class CountingClient(SlurmClient):
+    """Knows a site of many nodes, and what it was asked."""
+
+    def __init__(self) -> None:
+        super().__init__(run=self.answer)
+        self.asked: list[list[str]] = []
+
+    def answer(self, argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float) -> CommandResult:
+        self.asked.append(list(argv))
+        names = argv[4].split(",") if len(argv) > 4 else [f"n{i:03d}" for i in range(1, 1001)]
+        lines = [f"NodeName={name} NodeAddr=10.1.0.{int(name[1:])} State=IDLE" for name in names]
+        return CommandResult(0, "\n".join(lines), "")
+
+
+def test_only_nodes_of_the_job_are_asked_about() -> None:
+    """A placement asks once, and about its own nodes: not about the whole site, and not again in a later attempt."""
+    plan, site = plan_for("quickstart", "devcluster", "engine.replicas=2", "job.layout=single")
+    client = CountingClient()
+    launcher = StepLauncher(site, environ={"SLURM_JOB_NODELIST": "n[007-009]"}, client=client)
+    placed = launcher.place(plan)
+    assert placed[Role.ENGINE, 1].host == "10.1.0.9"
+    assert client.asked == [["scontrol", "--oneliner", "show", "node", "n007,n008,n009"]]
+    launcher.place(plan)
+    assert len(client.asked) == 1
+    assert launcher.failed_nodes() == []
+    assert client.asked[1:] == [["scontrol", "--oneliner", "show", "node", "n007,n008,n009"]]

@@ -16,6 +16,7 @@ import pytest
 from plans import APPTAINER, CWD, PYXIS, allocations_for, plan_for
 
 from hpcrl.config.plan import Plan
+from hpcrl.config.sbatch_options import option_faults
 from hpcrl.errors import UsageError
 from hpcrl.slurm.directives import directive
 from hpcrl.slurm.launch import launch_replica
@@ -23,7 +24,7 @@ from hpcrl.slurm.render import Script, render_jobs
 
 GOLDEN = Path(__file__).parent / "golden"
 CONTAINERS = {"plain": {"kind": "none"}, "pyxis": PYXIS, "apptainer": APPTAINER}
-COMMAND = ["/opt/hpcrl/bin/python", "-u", "-m", "submitit.core._submit", "/runs/night-1/submitit"]
+COMMAND = ["/opt/hpcrl/bin/python", "-u", "-P", "-m", "submitit.core._submit", "/runs/night-1/submitit"]
 
 
 def render(plan: Plan, site: object, **options: object) -> list[Script]:
@@ -36,7 +37,7 @@ def launches(plan: Plan) -> str:
     lines = []
     for group in plan.groups:
         for replica in range(group.replicas):
-            command = [part.replace("{python}", plan.python or "/opt/hpcrl/bin/python") for part in group.command[:3]]
+            command = [part.replace("{python}", plan.python or "/opt/hpcrl/bin/python") for part in group.command[:4]]
             launch = launch_replica(plan, group, replica, command=command, cwd=CWD, allocations=allocations_for(plan))
             lines.append(shlex.join(launch.argv))
     return "\n".join(lines) + "\n"
@@ -110,6 +111,37 @@ def test_failed_nodes_are_excluded() -> None:
     assert "#SBATCH --exclude='n1,n[3-4]'" in script.text.splitlines()
 
 
+MORE = ("--mail-type=END", "--contiguous", "--nice=100")
+
+
+def test_options_of_the_recipe_reach_every_component_and_every_job() -> None:
+    """What Slurm does not pass on from component to component stands in each, the rest once."""
+    setting = f"job.sbatch_options=[{', '.join(MORE)}]"
+    (script,) = render(*plan_for("quickstart", "devcluster", "job.layout=hetjob", "engine.replicas=2", setting))
+    first, second = script.text.split("#SBATCH hetjob\n")
+    assert [f"#SBATCH {option}\n" in first for option in MORE] == [True, True, True]
+    assert [f"#SBATCH {option}\n" in second for option in MORE] == [False, True, False]
+    elastic = render(*plan_for("quickstart", "devcluster", "job.layout=elastic", "engine.replicas=2", setting))
+    assert len(elastic) == 3
+    for script in elastic:
+        assert all(script.text.count(f"#SBATCH {option}\n") == 1 for option in MORE)
+
+
+def test_no_option_of_ours_may_be_passed_on() -> None:
+    """What the scripts say themselves is refused in a recipe: nothing can say it twice."""
+    plans = [plan_for("glm5_swe", "h200-28", "job.payload=probe"), plan_for("quickstart", "devcluster")]
+    lines = [
+        line
+        for plan, site in plans
+        for script in render(plan, site, exclude=["n1"])
+        for line in script.text.splitlines()
+    ]
+    ours = {line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH --")}
+    assert len(ours) > 15
+    for option in ours:
+        assert [fault for _, fault in option_faults([option]) if "hpcrl's own" in fault], option
+
+
 def sbatch_words(line: str) -> str:
     """Read an option as sbatch does: quotes group, a backslash escapes everywhere, # begins a comment."""
     text, quote, escaped = "", "", False
@@ -176,7 +208,7 @@ def test_clean_environment(tmp_path: Path) -> None:
     out = subprocess.run(["bash", path], env=given, check=True, capture_output=True, text=True).stdout
     found = dict(item.split("=", 1) for item in out.split("\0") if item)
     kept = {"SLURM_JOB_ID", "WANDB_API_KEY", "LC_ALL", "USER"}
-    assert set(found) - {"PWD", "SHLVL", "OLDPWD", "_"} == kept | {"PATH", "HOME"}
+    assert set(found) - {"PWD", "SHLVL", "OLDPWD", "_"} == kept | {"PATH", "HOME", "PYTHONSAFEPATH"}
     assert {name: found[name] for name in kept} == {name: given[name] for name in kept}
     assert found["HOME"] == str(Path.home())
 
@@ -219,5 +251,6 @@ def test_templates_are_searched_in_order(tmp_path: Path, monkeypatch: pytest.Mon
         directory = tmp_path / base / "templates/sbatch"
         directory.mkdir(parents=True)
         (directory / "_head.j2").write_text(f"# head of {word}\n")
-        (script,) = render(plan, site)
-        assert f"# head of {word}" in script.text
+    # the current directory is not asked
+    assert "# head of user" in render(plan, site)[0].text
+    assert "# head of here" in render(plan, site, templates=tmp_path / "templates/sbatch")[0].text

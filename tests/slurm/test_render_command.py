@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
 from hpcrl.cli.main import main
+from hpcrl.config.joined import load_both
 from hpcrl.config.plan import Plan
+from hpcrl.planning import absolute_paths, absolute_site_paths, make_plan
+from hpcrl.runs.record import RunRecord
+from hpcrl.slurm.errors import SlurmRejectedError
+from hpcrl.slurm.scripts import STAND_IN_ID
+from hpcrl.slurm.submission import create_run, submit_attempt
 
 
 @pytest.fixture(autouse=True)
@@ -17,6 +24,8 @@ def in_a_directory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.delenv("HPCRL_RUNS_ROOT", raising=False)
+    for name in [name for name in os.environ if name.startswith(("SBATCH_", "SLURM_"))]:
+        monkeypatch.delenv(name)
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -42,9 +51,76 @@ def test_render(
     assert capsys.readouterr().out.split() == [f"out/{name}" for name in ("plan.json", *scripts)]
     plan = Plan.model_validate_json((tmp_path / "out/plan.json").read_bytes())
     assert (plan.run, plan.run_dir, plan.layout.kind) == ("mine", tmp_path / "runs/mine", layout)
-    assert f"#SBATCH --output={tmp_path}/runs/mine/main.log" in (tmp_path / "out/job.sbatch").read_text()
+    assert f"#SBATCH --output={tmp_path}/runs/mine/submitit/%j_0_log.out" in (tmp_path / "out/job.sbatch").read_text()
     # nothing but the scripts: no run directory
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("name", ["../../etc/x", "/etc/x", "..", ".hidden", "a/b", ""])
+def test_names_that_are_paths_are_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert run(monkeypatch, "render", "quickstart", "-c", "devcluster", "-o", "out", "--name", name) == 2
+    assert "cannot be the name of a run" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def stub_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A Slurm that takes every script and knows no job; returns the directory with what it was given."""
+    taken, programs = tmp_path / "taken", tmp_path / "bin"
+    taken.mkdir()
+    programs.mkdir()
+    for name, lines in {
+        "sbatch": [
+            f'cp "${{@: -1}}" {taken}/',
+            f"env > {taken}/environment",
+            f'printf "%s\\n" "$@" > {taken}/arguments',
+            f"echo $((100 + $(ls {taken} | wc -l)))",
+        ],
+        "squeue": [],
+        "scontrol": [],
+    }.items():
+        (programs / name).write_text("\n".join(["#!/bin/bash", "set -eu", *lines, ""]))
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    return taken
+
+
+@pytest.mark.parametrize("layout", ["hetjob", "single", "elastic"])
+def test_render_writes_what_submit_sends(
+    layout: str, stub_slurm: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("SBATCH_EXPORT", "SBATCH_OUTPUT", "SLURM_NTASKS"):
+        monkeypatch.setenv(name, "x")
+    settings = [f"job.layout={layout}", "engine.replicas=2", "job.account=chem", "job.sbatch_options=[--nice=5]"]
+    sets = [word for setting in settings for word in ("--set", setting)]
+    assert run(monkeypatch, "render", "quickstart", "-c", "devcluster", "-o", "out", "--name", "mine", *sets) == 0
+    recipe, site = load_both("quickstart", "devcluster", settings, environ={})
+    resolved, profile = absolute_paths(recipe.value, tmp_path), absolute_site_paths(site.value, tmp_path)
+    directory = create_run(resolved, profile, make_plan(resolved, profile, "mine", tmp_path / "runs/mine"))
+    submission = submit_attempt(directory)
+    run_id = RunRecord.read(directory).run_id
+    assert len(run_id) == 32
+    shown = {path.name: path.read_text() for path in (tmp_path / "out").glob("*.sbatch")}
+    sent = {path.name: path.read_text() for path in stub_slurm.glob("*.sbatch")}
+    assert len(sent) == (3 if layout == "elastic" else 1)
+    assert {name: text.replace(run_id, STAND_IN_ID) for name, text in sent.items()} == shown
+    assert sent["job.sbatch"] == (directory.path / "job.sbatch").read_text()
+    assert "x" not in [line.partition("=")[2] for line in (stub_slurm / "environment").read_text().splitlines()]
+    # what submitit's process looks for, under the number of the job
+    assert (directory.path / "submitit" / f"{submission.job_id}_submitted.pkl").is_file()
+    assert [path.suffix for path in (directory.path / "submitit").iterdir()] == [".pkl"]
+
+
+def test_a_refused_hand_over_leaves_nothing(stub_slurm: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "bin/sbatch").write_text("#!/bin/bash\necho 'sbatch: error: Invalid account' >&2\nexit 1\n")
+    recipe, site = load_both("quickstart", "devcluster", (), environ={})
+    resolved, profile = absolute_paths(recipe.value, tmp_path), absolute_site_paths(site.value, tmp_path)
+    directory = create_run(resolved, profile, make_plan(resolved, profile, "mine", tmp_path / "runs/mine"))
+    with pytest.raises(SlurmRejectedError, match="Invalid account"):
+        submit_attempt(directory)
+    assert list((directory.path / "submitit").iterdir()) == []
 
 
 def test_render_needs_a_site(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,3 +169,24 @@ def test_dry_run_changes_nothing(
     assert run(monkeypatch, "submit", "glm5_swe", "-c", "devcluster", *settings) == 0
     assert "28 nodes, 224 GPUs" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
+
+
+def test_who_is_charged_and_who_said_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, value in {"SBATCH_ACCOUNT": "chem", "SBATCH_TIMELIMIT": "5", "SBATCH_EXPORT": "NONE"}.items():
+        monkeypatch.setenv(name, value)
+    settings = ("--set", "job.payload=probe", "--set", "job.qos=long", "--set", "job.sbatch_options=[--nice=5]")
+    assert run(monkeypatch, "submit", "glm5_swe", "-c", "roce-h100", *settings, "--dry-run") == 0
+    shown = capsys.readouterr()
+    assert "serve     account chem ($SBATCH_ACCOUNT), qos long (--set)" in shown.out
+    assert "options   --nice=5" in shown.out
+    assert [line for line in shown.err.splitlines() if "is not read" in line] == [
+        f"note: SBATCH_{name} is not read: the plan says what sbatch is told (hpcrl plan)"
+        for name in ("EXPORT", "TIMELIMIT")
+    ]
+    assert run(monkeypatch, "recipe", "show", "glm5_swe", *settings) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["job.account", '"chem"', "$SBATCH_ACCOUNT"] in rows
+    assert run(monkeypatch, "render", "glm5_swe", "-c", "roce-h100", *settings, "-o", "out") == 0
+    script = Path("out/job.sbatch").read_text()
+    assert script.count("#SBATCH --account=chem\n") == script.count("#SBATCH --qos=long\n") == 3
+    assert "research" not in script

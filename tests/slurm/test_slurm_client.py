@@ -12,7 +12,8 @@ import pytest
 from patience import patience, wait_for
 
 from hpcrl import procfs
-from hpcrl.slurm import parse
+from hpcrl.runs.record import Submission
+from hpcrl.slurm import lookup, parse
 from hpcrl.slurm.client import SlurmClient
 from hpcrl.slurm.command import CommandResult, command_environment, run_command
 from hpcrl.slurm.errors import (
@@ -44,6 +45,8 @@ class FakeSlurm:
         self.appears_after = 0.0
         self.now = 0.0
         self.columns = True
+        self.banner = "{}"
+        self.wrapper_fails = False
         self._late: list[tuple[float, int, dict[str, str]]] = []
 
     # the client's seams
@@ -79,10 +82,10 @@ class FakeSlurm:
             return self.error("squeue: error: Invalid job format specification: RestartCnt")
         rows = list(self.queue.values())
         if "me" in options:
-            pass
-        elif "name" in options:
+            rows = [row for row in rows if row.get("UserID") in (None, str(os.getuid()))]
+        if "name" in options:
             rows = [row for row in rows if row["Name"] == options["name"]]
-        else:
+        elif "jobs" in options:
             wanted = options["jobs"].split(",")
             rows = [row for row in rows if row["HetJobID"] in wanted or row["JobID"] in wanted]
             if not rows and len(wanted) == 1:
@@ -111,7 +114,9 @@ class FakeSlurm:
             self.queue[job_id] = row
         if self.lose_answers:
             return self.error("sbatch: error: Batch job submission failed: Socket timed out on send/recv operation")
-        return CommandResult(0, f"{job_id};cluster\n", "")
+        if self.wrapper_fails:
+            return self.error("sbatch: error: Requested node configuration is not available (says our own check)")
+        return CommandResult(0, self.banner.format(f"{job_id};cluster\n"), "")
 
 
 def job(job_id: int, state: str, *, leader: int | None = None, **cells: str) -> dict[str, str]:
@@ -250,8 +255,90 @@ def test_nothing_is_submitted_when_nobody_answers(slurm: FakeSlurm) -> None:
 
 def test_unreadable_job_id(slurm: FakeSlurm) -> None:
     slurm.sbatch = lambda argv: CommandResult(0, "Submitted batch job\n", "")  # type: ignore[method-assign]
-    with pytest.raises(SlurmAnswerError):
+    with pytest.raises(SlurmAnswerError, match="a job that exists is found"):
         slurm.client().submit(Path("s"), name="run", token="t")
+
+
+@pytest.mark.parametrize(
+    ("banner", "looked_up"),
+    [
+        ("Welcome to the cluster\nmaintenance on 12 May\n\n{}", False),
+        ("{}have a nice day\n", False),
+        ("\x1b[1mquota: 80 %\x1b[0m\n  {}", False),
+        ("2026\n{}", True),  # a line of a banner that could be the number as well
+        ("submitted\n", True),
+        ("", True),
+    ],
+)
+def test_a_banner_does_not_hide_the_job(slurm: FakeSlurm, banner: str, looked_up: bool) -> None:
+    slurm.banner = banner
+    submitted = slurm.client().submit(Path("s"), name="run", token="t")
+    assert list(slurm.queue) == [submitted.job_id]
+    assert submitted.recovered == looked_up
+    assert sum(call[0] == "sbatch" for call in slurm.calls) == 1
+
+
+def test_a_job_that_exists_is_not_called_refused(slurm: FakeSlurm) -> None:
+    """A wrapper of the site around sbatch fails after the job was taken."""
+    slurm.wrapper_fails = True
+    submitted = slurm.client().submit(Path("s"), name="run", token="t")
+    assert (list(slurm.queue), submitted.recovered) == ([submitted.job_id], True)
+    slurm.queue.clear()
+    slurm.sbatch = lambda argv: slurm.error("sbatch: error: Invalid qos specification")  # type: ignore[method-assign]
+    with pytest.raises(SlurmRejectedError, match="qos"):
+        slurm.client().submit(Path("s"), name="run", token="t")
+
+
+@pytest.mark.parametrize("lets_through", [False, True])
+def test_a_strangers_job_is_not_ours(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, lets_through: bool) -> None:
+    """Names and comments are everybody's to write; also where a wrapper of squeue drops --me."""
+    stranger = str(os.getuid() + 1)
+    slurm.queue = {7: job(7, "RUNNING", Name="run", Comment="hpcrl:abc:main", UserID=stranger)}
+    if lets_through:
+        real = slurm.squeue
+        monkeypatch.setattr(slurm, "squeue", lambda argv: real([word for word in argv if word != "--me"]))
+    client = slurm.client()
+    assert client.find(name="run", token="abc:main") == []
+    assert client.of_run("abc") == {}
+    mine = client.submit(Path("s"), name="run", token="abc:main")
+    assert (mine.job_id != 7, mine.recovered) == (True, False)
+    assert [found.job_id for found in client.find(name="run", token="abc:main")] == [mine.job_id]
+
+
+def test_a_number_that_somebody_else_has_now_is_not_our_job(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a site loses its state, numbers begin again."""
+    monkeypatch.setattr(lookup, "client_of", lambda submission, timeout_s: slurm.client())
+    slurm.queue = {7: job(7, "RUNNING", UserID="1234")}
+    states = {}
+    for owner in (1234, 1235, None):
+        monkeypatch.setattr(lookup, "_watchers", {})
+        monkeypatch.setattr(lookup, "_watched", {})
+        submission = Submission(
+            submitted_at_s=0.0, executor="slurm", job_id="7", folder="", after_attempt=0, user_id=owner
+        )
+        fact = lookup.look_up([submission])["7"]
+        states[owner] = (fact.state, fact.gone, fact.holding)
+    assert states == {1234: ("RUNNING", False, True), 1235: ("UNKNOWN", True, False), None: ("RUNNING", False, True)}
+
+
+def test_only_the_nodes_that_are_asked_for(slurm: FakeSlurm) -> None:
+    known = [f"n{i}" for i in range(1, 5)]
+
+    def scontrol(argv: list[str]) -> CommandResult:
+        wanted = argv[3].split(",") if len(argv) > 3 else known
+        if strange := [name for name in wanted if name not in known]:
+            return CommandResult(1, f"Node {strange[0]} not found\n", "")
+        return CommandResult(0, "".join(f"NodeName={name} NodeAddr=10.0.0.{name[1]}\n" for name in wanted), "")
+
+    slurm.scontrol = scontrol  # type: ignore[attr-defined]
+    client = slurm.client()
+    assert [node.address for node in client.nodes({"n3", "n1"})] == ["10.0.0.1", "10.0.0.3"]
+    assert slurm.calls == [["scontrol", "--oneliner", "show", "node", "n1,n3"]]
+    assert client.nodes(()) == []
+    assert len(slurm.calls) == 1, "no names are no question"
+    # a node that the admins have taken out meanwhile
+    assert [node.name for node in client.nodes({"n2", "gone"})] == ["n2"]
+    assert len(client.nodes()) == 4
 
 
 def test_arguments_of_cancel(slurm: FakeSlurm) -> None:

@@ -32,6 +32,7 @@ JSON_2205: dict[str, Any] = {
     "time_limit": 5,
     "restart_cnt": 1,
     "exit_code": 768,
+    "user_id": 1001,
 }
 
 
@@ -72,6 +73,7 @@ EXPECTED = Component(
     end_time_s=1795265671,
     time_limit_s=300,
     restarts=1,
+    user_id=1001,
     exit=ExitStatus(3, 0),
 )
 
@@ -83,7 +85,7 @@ def row(*cells: str) -> str:
 
 SQUEUE = row(
     *("2", "1", "1", "FAILED", "NonZeroExitCode", "dev-[003-005]", "foo", "hpcrl:x1", "gpu"),
-    *("1795265370", "1795265371", "1795265671", "5:00", "1", "768"),
+    *("1795265370", "1795265371", "1795265671", "5:00", "1", "768", "1001"),
 )
 
 
@@ -158,8 +160,9 @@ def test_plain_job_and_others_rows() -> None:
         "UNLIMITED",
         "0",
         "0",
+        "0",
     )
-    array = row("9_[1-4]", *["N/A"] * 14)
+    array = row("9_[1-4]", *["N/A"] * 15)
     (found,) = parse.parse_squeue(f"{plain}\nsomebody's name\nwith breaks\n{array}\n")
     assert (found.job_id, found.leader_id, found.offset, found.name) == (7, 7, 0, "a | b")
     assert (found.nodes, found.comment, found.start_time_s, found.time_limit_s) == ("", "", None, None)
@@ -171,10 +174,27 @@ def test_sacct() -> None:
 
     text = "\n".join(
         [
-            line("700+0", "700", "CANCELLED by 0", "None", "n1", "j", "hpcrl:t", "p", "10", "20", "30", "90", "0:15"),
-            line("700+1", "701", "NODE_FAIL", "", "n[2-3]", "j", "", "p", "10", "Unknown", "None", "UNLIMITED", "1:0"),
-            line("700+0.batch", "700.batch", "CANCELLED", *[""] * 10),
-            line("8_1", "9", "COMPLETED", *[""] * 10),
+            line(
+                "700+0",
+                "700",
+                "CANCELLED by 0",
+                "None",
+                "n1",
+                "j",
+                "hpcrl:t",
+                "p",
+                "10",
+                "20",
+                "30",
+                "90",
+                "1001",
+                "0:15",
+            ),
+            line(
+                "700+1", "701", "NODE_FAIL", "", "n[2-3]", "j", "", "p", "10", "Unknown", "None", "UNLIMITED", "", "1:0"
+            ),
+            line("700+0.batch", "700.batch", "CANCELLED", *[""] * 11),
+            line("8_1", "9", "COMPLETED", *[""] * 11),
             "",
         ]
     )
@@ -187,6 +207,7 @@ def test_sacct() -> None:
         5400,
         "hpcrl:t",
     )
+    assert (first.user_id, second.user_id) == (1001, None)
     assert (second.job_id, second.start_time_s, second.end_time_s, second.time_limit_s) == (701, None, None, None)
     assert job.nodes == ["n1", "n2", "n3"]
 

@@ -29,7 +29,7 @@ def test_engines_come_after_the_master_and_end_before_it() -> None:
     assert engine.after == (Role.STORE,)
     assert store.policy.drain_order > engine.policy.drain_order
     values = {"{host}": "127.0.0.1", "{port}": "21000"}
-    settings = _parse([values.get(part, part) for part in store.command[3:]])
+    settings = _parse([values.get(part, part) for part in store.command[4:]])
     assert store.ports == 3
     assert store.policy.restart == "on-failure"
     endpoints = StoreEndpoints(host="127.0.0.1", rpc_port=21000, metadata_port=21001, admin_port=21002)

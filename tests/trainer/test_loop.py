@@ -17,7 +17,7 @@ from hpcrl.aside import list_asides
 from hpcrl.checkpoints.checks import read_check
 from hpcrl.checkpoints.ledger import CheckpointLedger
 from hpcrl.checkpoints.restore import RestoreDecision
-from hpcrl.errors import DeadlineError, NothingToRestoreError, PeerLostError, RunFailedError
+from hpcrl.errors import ConfigError, DeadlineError, NothingToRestoreError, PeerLostError, RunFailedError
 from hpcrl.runs.events import read_events
 from hpcrl.runs.metrics import read_metrics
 from hpcrl.runs.restart import RestartRequest
@@ -49,6 +49,21 @@ def run_steps(run, model_dir, dock, steps):
     write_recipe(run, make_recipe(model_dir, steps=steps))
     train(start_attempt(run, dock))
     return read_metrics(run)
+
+
+@pytest.mark.parametrize("payload", ["roles", "probe"])
+def test_settings_that_are_only_planned_are_refused_without_a_submit(tmp_path, model_dir, dock, payload):
+    run = new_run(tmp_path / "run", model_dir, 2, router_replay=True, parallelism={"ep": 2})
+    recipe = run.recipe()
+    write_recipe(run, recipe.model_copy(update={"job": recipe.job.model_copy(update={"payload": payload})}))
+    with pytest.raises(ConfigError) as caught:
+        train(start_attempt(run, dock))
+    assert [finding.key for finding in caught.value.findings] == ["trainer.parallelism.ep", "trainer.router_replay"]
+    assert str(run.recipe_path) in str(caught.value)
+    assert "way out" in str(caught.value)
+    # nothing was begun
+    assert dock.asked == dock.published == []
+    assert not run.weights_dir.exists()
 
 
 def rank_train(rank, run_path, attempt):

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from hpcrl.config.recipe import LossConfig
-from hpcrl.trainer.losses import TrainedTokens, policy_loss
+from hpcrl.trainer.losses import MAX_LOG_RATIO, TrainedTokens, policy_loss
+from hpcrl.trainer.metrics import TokenSums
 
 KINDS = ("masked_ratio", "icepop", "tis", "ppo_clip", "cispo", "gspo")
 TOTAL = 37
@@ -19,7 +20,7 @@ def reference(config, logprobs, frozen, batch):
     low, high = 1 - config.clip_low, 1 + config.clip_high
     total, flags = 0.0, []
     for t, (lp, fixed, mu, a) in enumerate(zip(logprobs, frozen, engine, advantages, strict=True)):
-        ratio, weight = math.exp(lp - mu), math.exp(fixed - mu)
+        ratio, weight = math.exp(min(lp - mu, MAX_LOG_RATIO)), math.exp(fixed - mu)
         if config.kind == "masked_ratio":
             moved = math.exp(fixed) - math.exp(mu)
             flag = (a > 0 and moved > config.mask_high) or (a < 0 and moved < -config.mask_low)
@@ -36,7 +37,7 @@ def reference(config, logprobs, frozen, batch):
         else:
             if config.kind == "gspo":
                 mates = [i for i, s in enumerate(sequences) if s == sequences[t]]
-                ratio = math.exp(sum(logprobs[i] - engine[i] for i in mates) / len(mates))
+                ratio = math.exp(min(sum(logprobs[i] - engine[i] for i in mates) / len(mates), MAX_LOG_RATIO))
                 weight = math.exp(sum(frozen[i] - engine[i] for i in mates) / len(mates))
             flag = (a > 0 and weight > high) or (a < 0 and weight < low)
             term = -min(ratio * a, min(max(ratio, low), high) * a)
@@ -56,12 +57,12 @@ def random_tokens(seed):
     return logprobs, engine, advantages, sequences
 
 
-def run(config, logprobs, engine, advantages, sequences, *, total=TOTAL):
-    leaf = torch.tensor(logprobs, dtype=torch.float64, requires_grad=True)
+def run(config, logprobs, engine, advantages, sequences, *, total=TOTAL, dtype=torch.float64):
+    leaf = torch.tensor(logprobs, dtype=dtype, requires_grad=True)
     tokens = TrainedTokens(
         leaf,
-        torch.tensor(engine, dtype=torch.float64),
-        torch.tensor(advantages, dtype=torch.float64),
+        torch.tensor(engine, dtype=dtype),
+        torch.tensor(advantages, dtype=dtype),
         torch.tensor(sequences, dtype=torch.int64),
     )
     loss = policy_loss(tokens, config, total_tokens=total)
@@ -171,3 +172,49 @@ def test_masked_tokens_are_still_pulled_back():
 def test_total_must_be_positive():
     with pytest.raises(ValueError, match="total_tokens"):
         run(LossConfig(), [-1.0], [-1.0], [1.0], [0], total=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
+@pytest.mark.parametrize("log_ratio", [-200.0, -89.0, -30.0, 19.0, 30.0, 89.0, 200.0])
+def test_extreme_ratios_give_numbers(kind, advantage, log_ratio):
+    """In float32, as it is trained, where ``e^89`` is infinite: value and gradient are those of the formula."""
+    config = LossConfig(kind=kind)
+    logprobs, engine = ([-0.5], [-0.5 - log_ratio]) if log_ratio > 0 else ([-0.5 + log_ratio], [-0.5])
+    loss, gradient = run(config, logprobs, engine, [advantage], [0], dtype=torch.float32)
+    batch = (engine, [advantage], [0])
+    expected, _ = reference(config, logprobs, logprobs, batch)
+    sides = [reference(config, [logprobs[0] + nudge], logprobs, batch)[0] for nudge in (1e-2, -1e-2)]
+    assert loss.loss.item() == pytest.approx(expected, rel=1e-5)
+    assert gradient.item() == pytest.approx((sides[0] - sides[1]) / 2e-2, rel=1e-4, abs=1e-6)
+    if log_ratio > MAX_LOG_RATIO:
+        assert loss.masked.item()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("log_ratio", [-200.0, 200.0])
+def test_an_extreme_token_leaves_the_others_alone(kind, log_ratio):
+    config = LossConfig(kind=kind)
+    logprobs, engine, advantages, sequences = random_tokens(3)
+    _, alone = run(config, logprobs, engine, advantages, sequences, dtype=torch.float32)
+    extreme = ([-0.5], [-0.5 - log_ratio]) if log_ratio > 0 else ([-0.5 + log_ratio], [-0.5])
+    for advantage in (-1.0, 0.0, 1.0):
+        loss, gradient = run(
+            config,
+            logprobs + extreme[0],
+            engine + extreme[1],
+            [*advantages, advantage],
+            [*sequences, 1 + max(sequences)],
+            dtype=torch.float32,
+        )
+        assert gradient.isfinite().all()
+        assert loss.loss.isfinite()
+        assert torch.equal(gradient[:-1], alone)
+
+
+def test_measurements_of_extreme_ratios_are_numbers():
+    """vLLM says -9999 for a log-probability of minus infinity."""
+    loss, _ = run(LossConfig(), [-0.5, -0.5], [-9999.0, -0.5], [1.0, 1.0], [0, 0], dtype=torch.float32)
+    sums = TokenSums(3)
+    sums.add(loss, torch.zeros(2), torch.tensor([3, 3]), torch.tensor([3, 3]))
+    assert sums._scalars.isfinite().all()

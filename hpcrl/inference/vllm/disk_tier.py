@@ -15,6 +15,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from hpcrl.interpreter import module_command
+
 __all__ = ["trim"]
 
 _LOW = 0.9
@@ -76,7 +78,7 @@ def main() -> None:
     root = Path(tempfile.mkdtemp(prefix="kv-"))
     own = ["--trim", str(root), "--engine", str(os.getpid()), "--look-s", str(settings.look_s)]
     own += ["--limit-bytes", str(settings.limit_bytes)]
-    subprocess.Popen([sys.executable, "-m", "hpcrl.inference.vllm.disk_tier", *own])
+    subprocess.Popen(module_command(sys.executable, "hpcrl.inference.vllm.disk_tier", *own))
     command = [word.replace(settings.place, str(root)) for word in settings.command]
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,0 +1,140 @@
+"""A recipe and a profile for one run: what the recipe's job, or the environment, says instead of the profile.
+
+One profile serves all projects of a site: account, quality of service, reservation and partition may come from the
+recipe (or ``--set``), then from the variables that sbatch and srun read, then from the profile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from pydantic import ValidationError
+
+from hpcrl.config.cluster import ClusterProfile, SlurmCluster
+from hpcrl.config.cluster_slurm import PlacementConfig
+from hpcrl.config.job import JobConfig
+from hpcrl.config.load import Loaded, load_cluster, load_recipe
+from hpcrl.config.recipe import Recipe
+from hpcrl.errors import ConfigError, Finding
+
+__all__ = ["charged", "for_job", "load_both", "unused_variables", "with_environment"]
+
+_CHARGES = ("account", "qos", "reservation")
+_VARIABLES = {key: (f"SBATCH_{key.upper()}", f"SLURM_{key.upper()}") for key in (*_CHARGES, "partition")}
+"""By key of ``job``: the first that is set counts."""
+
+
+def load_both(
+    recipe: str, cluster: str, overrides: Sequence[str] = (), *, environ: Mapping[str, str]
+) -> tuple[Loaded[Recipe], Loaded[ClusterProfile]]:
+    """Load a recipe and a profile for a run of the one on the other (ConfigError with every finding).
+
+    Parameters
+    ----------
+    recipe, cluster, overrides:
+        See `hpcrl.config.load`.
+    environ:
+        Of the user who calls; a recipe on a site without Slurm takes nothing from it.
+    """
+    loaded, site = load_recipe(recipe, overrides), load_cluster(cluster)
+    if isinstance(site.value, SlurmCluster):
+        loaded = with_environment(loaded, environ)
+    return loaded, for_job(loaded, site)
+
+
+def with_environment(recipe: Loaded[Recipe], environ: Mapping[str, str]) -> Loaded[Recipe]:
+    """The recipe with account, quality of service, reservation and partition of the environment, where it is silent.
+
+    Raises
+    ------
+    ConfigError
+        A variable holds what Slurm would not take.
+    """
+    written = {str(path[1]) for path in recipe.origins if len(path) > 1 and path[0] == "job"}
+    values, names = _read(environ, [key for key in _VARIABLES if key not in written])
+    job = recipe.value.job.model_copy(update=values)
+    origins = recipe.origins | {("job", key): f"${name}" for key, name in names.items()}
+    return replace(recipe, value=recipe.value.model_copy(update={"job": job}), origins=origins)
+
+
+def charged(site: SlurmCluster, environ: Mapping[str, str]) -> SlurmCluster:
+    """The profile with account, quality of service and reservation of the environment, for jobs that are no runs.
+
+    Raises
+    ------
+    ConfigError
+        A variable holds what Slurm would not take.
+    """
+    values, _ = _read(environ, _CHARGES)
+    partitions = {name: partition.model_copy(update=values) for name, partition in site.partitions.items()}
+    return site.model_copy(update={"partitions": partitions})
+
+
+def _read(environ: Mapping[str, str], keys: Iterable[str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Values, and names of variables, by key of ``job``."""
+    values, found = {}, {}
+    for key in keys:
+        # inside of a job SLURM_* is about that job
+        names = _VARIABLES[key][:1] if "SLURM_JOB_ID" in environ else _VARIABLES[key]
+        name = next((name for name in names if environ.get(name)), None)
+        if name is None:
+            continue
+        try:
+            JobConfig.model_validate({key: environ[name]})
+        except ValidationError:
+            what = f"{environ[name]!r} is nothing that Slurm could take"
+            raise ConfigError([Finding(f"${name}", f"job.{key}", what, f"unset {name}, or set job.{key}")]) from None
+        values[key], found[key] = environ[name], name
+    return values, found
+
+
+def for_job(recipe: Loaded[Recipe], cluster: Loaded[ClusterProfile]) -> Loaded[ClusterProfile]:
+    """The profile as a run of the recipe uses it. Doing it twice changes nothing.
+
+    Raises
+    ------
+    ConfigError
+        ``job.partition`` names a partition that the profile does not describe.
+    """
+    site, job = cluster.value, recipe.value.job
+    if not isinstance(site, SlurmCluster):
+        return cluster
+    placement = _placement(site.placement, job)
+    _refuse_strangers(recipe, site, job)
+    origins, partitions = dict(cluster.origins), {}
+    for name, partition in site.partitions.items():
+        given = {key: value for key in _CHARGES if (value := getattr(job, key)) is not None}
+        partitions[name] = partition.model_copy(update=given)
+        origins |= {("partitions", name, key): recipe.origin(("job", key)) for key in given}
+    return replace(
+        cluster,
+        value=site.model_copy(update={"placement": placement, "partitions": partitions}),
+        origins=origins,
+    )
+
+
+def unused_variables(environ: Mapping[str, str]) -> list[str]:
+    """Variables by which sbatch would be told something, and which a run does not read: they must not be believed."""
+    read = {name for names in _VARIABLES.values() for name in names}
+    return sorted(name for name in environ if name.startswith("SBATCH_") and name not in read)
+
+
+def _placement(given: PlacementConfig, job: JobConfig) -> PlacementConfig:
+    if job.partition is None:
+        return given
+    if isinstance(job.partition, str):
+        return PlacementConfig(default=job.partition)
+    kept = dict(given.by_role)
+    if "engine" in job.partition:  # its two sides, too
+        kept = {role: name for role, name in kept.items() if role not in ("prefill", "decode")}
+    return PlacementConfig(default=given.default, by_role={**kept, **job.partition})
+
+
+def _refuse_strangers(recipe: Loaded[Recipe], site: SlurmCluster, job: JobConfig) -> None:
+    wanted = job.partition.values() if isinstance(job.partition, dict) else [job.partition] if job.partition else []
+    if strange := [name for name in wanted if name not in site.partitions]:
+        known = ", ".join(site.partitions)
+        what = f"{', '.join(map(repr, strange))} is none of the partitions of {site.name} ({known})"
+        way_out = "take one of these, or describe it in the profile: the planner must know its nodes"
+        raise ConfigError([Finding(recipe.where("job.partition"), "job.partition", what, way_out)])

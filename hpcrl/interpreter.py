@@ -1,0 +1,41 @@
+"""How a Python of ours is started: the directory that somebody works in is no place to import from.
+
+``python -m`` puts the working directory first in ``sys.path``, ``python -c`` too. Then a file ``json.py`` or a
+directory ``submitit/`` beside a recipe, somebody else's perhaps, is what our processes import. ``-P`` keeps it out;
+``PYTHONSAFEPATH`` does the same for interpreters that start from ours with a command line of their own (workers of
+torch and of vLLM).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+__all__ = ["SAFE_PATH_VARIABLES", "module_command", "with_safe_path"]
+
+SAFE_PATH_VARIABLES = {"PYTHONSAFEPATH": "1"}
+"""In the environment of every process of a run."""
+
+
+def module_command(python: str, module: str, *arguments: str, unbuffered: bool = False) -> list[str]:
+    """The command line that runs a module.
+
+    Parameters
+    ----------
+    python:
+        The interpreter, or what stands for it.
+    unbuffered:
+        What it prints goes out at once.
+    """
+    return [python, *(["-u"] if unbuffered else []), "-P", "-m", module, *arguments]
+
+
+def with_safe_path(environ: Mapping[str, str]) -> dict[str, str]:
+    """An environment in which interpreters do not import from where they are started.
+
+    Empty entries of ``PYTHONPATH``, which ``PYTHONPATH=$PYTHONPATH:/more`` leaves, mean the working directory, and go.
+    """
+    kept = {name: value for name, value in environ.items() if name != "PYTHONPATH"}
+    if path := [entry for entry in environ.get("PYTHONPATH", "").split(os.pathsep) if entry]:
+        kept["PYTHONPATH"] = os.pathsep.join(path)
+    return {**kept, **SAFE_PATH_VARIABLES}

@@ -1,0 +1,136 @@
+"""What the supervisor looks at again and again while an attempt runs, beside the ends of roles.
+
+A look that fails because of the filesystem says nothing, and is made again: it is no end of the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+
+from hpcrl.config.plan import Plan
+from hpcrl.runs.cause import Cause, CauseKind
+from hpcrl.runs.role import Complaint, FailureRecord
+from hpcrl.runs.rundir import RunDir
+from hpcrl.runs.status import ComponentState
+from hpcrl.supervisor.board import Board
+from hpcrl.supervisor.component import Component
+from hpcrl.supervisor.lives import Lives
+from hpcrl.supervisor.notices import Notices
+from hpcrl.supervisor.verdict import current_records, slow_failures
+
+__all__ = ["Lookout"]
+
+_log = logging.getLogger(__name__)
+_TICK_S = 0.25
+_LAST_WORD_S = 2.0
+"""A role that wrote a failure record has this long to end before the run is failed in its name: a launcher of
+ranks may wait half a minute for ranks that hang."""
+_LOOK_S = 2.0
+
+
+class Lookout:
+    """Heartbeat, time limit, parent, complaints, words of roles that fail slowly.
+
+    Parameters
+    ----------
+    started:
+        When the time limit began to run (monotonic).
+    decided:
+        Set when the attempt is to end: then only the heartbeat goes on.
+    fail:
+        Ends the run with a cause.
+    fail_slowly:
+        Ends the run with the ends of roles that said they failed, and hang.
+    on_bug:
+        Told of each task of ours that ends.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        *,
+        attempt: int,
+        plan: Plan,
+        started: float,
+        board: Board,
+        lives: Lives,
+        notices: Notices,
+        components: Sequence[Component],
+        decided: asyncio.Event,
+        fail: Callable[[CauseKind, str], None],
+        fail_slowly: Callable[[list[Cause]], None],
+        on_bug: Callable[[asyncio.Task[None]], None],
+    ) -> None:
+        self._run, self._attempt, self._plan, self._started = run, attempt, plan, started
+        self._board, self._lives, self._notices, self._components = board, lives, notices, components
+        self._decided, self._fail, self._fail_slowly = decided, fail, fail_slowly
+        self._parent = os.getppid()
+        self._on_bug = on_bug
+        self._looking: asyncio.Task[None] | None = None
+        self._blind = ""
+
+    async def run(self) -> None:
+        """Look, for ever."""
+        try:
+            await self._watch()
+        finally:
+            if self._looking is not None:
+                self._looking.cancel()
+
+    async def _watch(self) -> None:
+        looked = time.monotonic()
+        while True:
+            await asyncio.sleep(_TICK_S)
+            self._board.tick()
+            if self._decided.is_set():
+                continue
+            if time.monotonic() - self._started > self._plan.time_limit_s:
+                hours = self._plan.time_limit_s / 3600
+                self._fail(CauseKind.TIME_LIMIT, f"the run took longer than its limit of {hours:.3g} h")
+            if os.getppid() != self._parent:
+                self._fail(CauseKind.LAUNCHER_LOST, f"the submitit controller (pid {self._parent}) went away")
+            if self._looking is None or self._looking.done():
+                # beside us: a filesystem that does not answer must not keep the time limit from being seen
+                around = time.monotonic() - looked > _LOOK_S
+                looked = time.monotonic() if around else looked
+                self._looking = asyncio.create_task(self._look(around=around), name="look")
+                self._looking.add_done_callback(self._on_bug)
+
+    async def _look(self, *, around: bool) -> None:
+        try:
+            await self._end_slow_failures()
+            if around:
+                await self._look_around()
+                self._blind = ""
+        except OSError as error:
+            if str(error) != self._blind:
+                _log.warning("the run cannot be looked at now, and is looked at again soon: %s", error)
+            self._blind = str(error)
+
+    async def _look_around(self) -> None:
+        """What need not be known at once: complaints of roles, and whether it is time to save."""
+        for complaint in await asyncio.to_thread(Complaint.read_all, self._run, self._attempt):
+            for component in self._components:
+                about = (component.role.value, component.replica) == (complaint.role, complaint.replica)
+                ready = component.state is ComponentState.READY and component.verdict is None
+                if about and ready and complaint.time_s > (component.ready_at_s or 0.0):
+                    self._lives.end_stale(component, complaint.message)
+        await self._notices.look_at_clock(time.monotonic() - self._started)
+
+    async def _end_slow_failures(self) -> None:
+        """Roles that said they failed, and have not ended since: a launcher of ranks may wait for ranks that hang."""
+        records: list[FailureRecord] = await asyncio.to_thread(
+            current_records, self._run, self._attempt, list(self._components)
+        )
+        now_s = time.time()
+        said = {(r.role, r.replica) for r in records if now_s - r.time_s > _LAST_WORD_S}
+        slow = [c for c in self._components if (c.role.value, c.replica) in said]
+        for component in slow:
+            if component.group.policy.restart != "never" and component.end is None and component.process is not None:
+                component.process.kill()
+        if any(component.group.policy.restart == "never" for component in slow):
+            self._fail_slowly(slow_failures(records, self._components))
