@@ -108,6 +108,10 @@ def resume(
         int | None,
         typer.Option("--from-step", metavar="STEP", help="Go on from this checkpoint; later ones are put aside."),
     ] = None,
+    accept_changes: Annotated[
+        bool,
+        typer.Option("--accept-changes", help="With job.on_change: stop, run what is there now all the same."),
+    ] = False,
     follow: FollowOption = False,
     root: RunsRootOption = None,
 ) -> None:
@@ -125,6 +129,7 @@ def resume(
     from hpcrl.runs.claim import claimed
     from hpcrl.runs.record import user_name
     from hpcrl.runs.resume import Begin, request_restart
+    from hpcrl.runs.snapshot import keep_snapshot, take_snapshot
     from hpcrl.slurm.submission import end_leftovers, prepare_resume, submit_attempt
 
     if from_scratch and from_step is not None:
@@ -136,8 +141,10 @@ def resume(
             point = prepare_resume(found, begin, steps=None if change is None else change.recipe.trainer.steps)
             for step, reason in point.skipped:
                 typer.echo(f"checkpoint of step {step} is skipped: {reason}", err=True)
+            _say_changes(found, accept=accept_changes)
             if change is not None:
                 change.write(found)
+            keep_snapshot(found, take_snapshot(found, found.recipe(), found.plan()))
             request_restart(found, begin)
             if swept := end_leftovers(found):
                 typer.echo(f"ended {swept} processes that an earlier attempt had left behind", err=True)
@@ -148,6 +155,23 @@ def resume(
         raise RunDirError(f"{error}\n    changed nothing: --set {' --set '.join(overrides)}") from error
     typer.echo(_what_it_tries(found.name, begin, point), err=True)
     _follow_or_tell(found, follow, root)
+
+
+def _say_changes(run: RunDir, *, accept: bool) -> None:
+    """Say what the run would run that it did not before; refuse where the recipe says so (RunDirError)."""
+    from hpcrl.errors import RunDirError
+    from hpcrl.runs.snapshot import changes_since_submit
+
+    changes = changes_since_submit(run)
+    if changes and run.recipe().job.on_change == "stop" and not accept:
+        raise RunDirError(
+            f"{run.name} would run something else than before, and job.on_change is stop; nothing was changed\n"
+            + "".join(f"  {change}\n" for change in changes)
+            + f"    way out: bring back what it was (copies and the diff are in {run.snapshots_dir})\n"
+            f"    way out: hpcrl resume {run.name} --accept-changes"
+        )
+    for change in changes:
+        typer.echo(f"changed since it was last submitted: {change}", err=True)
 
 
 def _what_it_tries(name: str, begin: Begin, point: ResumePoint) -> str:

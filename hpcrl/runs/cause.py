@@ -50,6 +50,8 @@ class CauseKind(StrEnum):
     """Attempts in a row ended without a new joint checkpoint, or there were too many attempts."""
     NOTHING_TO_RESTORE = "nothing_to_restore"
     """The run has saved checkpoints, none can be restored, and it does not begin again by itself."""
+    CHANGED = "changed"
+    """It would run something else than was submitted, and ``job.on_change`` is ``stop``."""
     CANCELLED = "cancelled"
     """Somebody asked for it."""
 

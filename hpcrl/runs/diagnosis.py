@@ -119,18 +119,20 @@ def _sentence(view: RunView) -> str:
     return f"the run has not ended: it is {view.state}"
 
 
+_HINTS = {
+    CauseKind.START_TIMEOUT: "if it was only slow, raise limits.start_timeout_s in the cluster profile",
+    CauseKind.HUNG: "if it was only slow, raise supervision.hang_floor_s (or hang_ceiling_s) in the recipe",
+    CauseKind.TIME_LIMIT: "the limit is limits.time_limit_h in the cluster profile",
+    CauseKind.CHANGED: "bring back what it was, or accept what it is now: hpcrl resume RUN --accept-changes",
+}
+
+
 def _hint(cause: Cause | None) -> str:
     if cause is None:
         return ""
     if cause.kind is CauseKind.EXIT and cause.signal == 9:
         return _OOM_HINT
-    if cause.kind is CauseKind.START_TIMEOUT:
-        return "if it was only slow, raise limits.start_timeout_s in the cluster profile"
-    if cause.kind is CauseKind.HUNG:
-        return "if it was only slow, raise supervision.hang_floor_s (or hang_ceiling_s) in the recipe"
-    if cause.kind is CauseKind.TIME_LIMIT:
-        return "the limit is limits.time_limit_h in the cluster profile"
-    return ""
+    return _HINTS.get(cause.kind, "")
 
 
 def _last_words(run: RunDir, view: RunView) -> tuple[list[str], str]:
@@ -159,10 +161,15 @@ def _restored(run: RunDir, view: RunView) -> list[Consequence]:
         "trainer.checkpoints_put_aside": "checkpoints of steps {steps} were put aside, as asked by {asked}",
         "trainer.versions_withdrawn": "weights of versions {versions} were put aside, as they are later than the start",
     }
-    return [
+    found = [
         Consequence(time_s=event.time_s, what=text.format_map(event.data))
         for kind, text in what.items()
         for event in read_events(run, attempt=view.attempt, kind=kind)
+    ]
+    return found + [
+        Consequence(time_s=event.time_s, what=f"this attempt runs something else than was submitted: {change}")
+        for event in read_events(run, attempt=view.attempt, kind="attempt.changed")
+        for change in event.data["changes"]
     ]
 
 

@@ -194,15 +194,16 @@ def render(
 def restored_lines(progress: Progress) -> list[Text]:
     """What the newest attempt began with, and what it passed over; nothing for one that had nothing to restore."""
     restored = progress.restored
+    changes = [Text(f"changed since the submit: {change}", style="yellow") for change in progress.changes]
     if restored is None or restored.refused or (restored.step is None and not restored.asked):
-        return []
+        return changes
     how = "every byte" if restored.verified == "content" else "sizes of files"
     what = "began again at step 0" if restored.step is None else f"restored step {restored.step} ({how} verified)"
     lines = [Text(f"{what}{f', as asked by {restored.asked}' if restored.asked else ''}")]
     lines += [Text(f"passed over step {entry.step}: {entry.reason}", style="yellow") for entry in restored.skipped]
     if restored.put_aside:
         lines.append(Text(f"put aside until passed again: {', '.join(map(str, restored.put_aside))}", style="yellow"))
-    return lines
+    return changes + lines
 
 
 def _head(view: RunView, progress: Progress, usage: Usage | None) -> Text:

@@ -301,6 +301,8 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
         Estimate of the remaining seconds from the newest steps; None before the second step.
     restored:
         What the newest attempt began with, by its trainer; None before it has said so.
+    changes:
+        What it runs that was not submitted so (`hpcrl.runs.snapshot`).
     """
 
     steps: int
@@ -311,6 +313,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     eta_s: float | None
     checkpoint_age_s: float | None = None
     restored: RestoreDecision | None = None
+    changes: list[str] = []
 
 
 def read_evaluations(run: RunDir) -> list[Evaluation]:
@@ -345,6 +348,7 @@ def read_progress(run: RunDir, metrics: list[StepRecord] | None = None) -> Progr
         eta_s = per_step * (total - recent[-1].step)
     ledger = CheckpointLedger(run.checkpoints_dir)
     checkpoints = ledger.steps()
+    attempt = (run.attempts() or [0])[-1]
     return Progress(
         steps=metrics[-1].step if metrics else 0,
         total_steps=total,
@@ -353,7 +357,12 @@ def read_progress(run: RunDir, metrics: list[StepRecord] | None = None) -> Progr
         checkpoint_step=checkpoints[-1] if checkpoints else None,
         checkpoint_age_s=_age_s(ledger.path_of(checkpoints[-1])) if checkpoints else None,
         eta_s=eta_s,
-        restored=read_restored(run, (run.attempts() or [0])[-1]),
+        restored=read_restored(run, attempt),
+        changes=[
+            change
+            for event in read_events(run, attempt=attempt, kind="attempt.changed")
+            for change in event.data["changes"]
+        ],
     )
 
 

@@ -5,6 +5,7 @@
     <runs root>/<run>/
       recipe.yaml  cluster.yaml  plan.json    as resolved at submit
       run.json                                ids and provenance; written by submit and resume
+      snapshots/0001/                         hpcrl, Python, packages and environment modules at each submit and resume
       restart.json                            where the next attempts begin; written by resume
       status.json                             state of the run and its roles; written by the supervisor
       metrics/<attempt>.jsonl                 one line an optimizer step; written by trainer rank 0
@@ -64,6 +65,10 @@ class RunDir:
     @property
     def restart_path(self) -> Path:
         return self.path / "restart.json"
+
+    @property
+    def snapshots_dir(self) -> Path:
+        return self.path / "snapshots"
 
     @property
     def plan_path(self) -> Path:

@@ -19,6 +19,7 @@ from hpcrl.runs.record import RunRecord, Submission, this_process
 from hpcrl.runs.restart import ResumePoint
 from hpcrl.runs.resume import Begin, plan_resume
 from hpcrl.runs.rundir import RunDir
+from hpcrl.runs.snapshot import keep_snapshot, take_snapshot
 from hpcrl.runs.status import ProcessId, RunState
 from hpcrl.slurm.executor import DetachedLocalExecutor
 from hpcrl.slurm.jobs import cancel_jobs, cancel_replica_jobs, find_unrecorded, signal_job, submit_jobs
@@ -60,6 +61,7 @@ def create_run(
         run = RunDir(stage.path)
         run.write_configuration(recipe, cluster, plan)
         RunRecord.new(run, name=plan.run, provenance=provenance or {}).write(run)
+        keep_snapshot(run, take_snapshot(run, recipe, plan))
         stage.commit()
     except FileExistsError:  # somebody else took the name meanwhile
         raise RunDirError(_occupied(target)) from None

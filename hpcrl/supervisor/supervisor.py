@@ -24,6 +24,7 @@ from hpcrl.runs.status import RunState
 from hpcrl.supervisor.attempts import exhausted, longest_save_s, newest_checkpoint, retries
 from hpcrl.supervisor.blame import NodeBlame
 from hpcrl.supervisor.board import Board
+from hpcrl.supervisor.changes import say_changes
 from hpcrl.supervisor.component import Component
 from hpcrl.supervisor.drain import Drain
 from hpcrl.supervisor.elastic import ElasticReplicas
@@ -241,6 +242,9 @@ class Supervisor:
         """End what an earlier attempt left here, choose ports, write them down before anyone needs them."""
         if why := exhausted(self._run, self._plan, self.attempt):
             self._fail(CauseKind.NO_PROGRESS, f"the run is given up: {why}")
+            return
+        if changes := await asyncio.to_thread(say_changes, self._run, self._plan, self._board):
+            self._fail(CauseKind.CHANGED, f"it would run something else than was submitted: {changes}")
             return
         self._began_at = newest_checkpoint(self._run)
         self._board.emit("attempt.started", checkpoint_step=self._began_at)
