@@ -136,11 +136,14 @@ def prepare_resume(run: RunDir, begin: Begin | None = None, *, steps: int | None
     record = find_unrecorded(run)
     view = observe(run)
     if not view.state.ended:
-        who = record.submissions[-1].submitted_by if record.submissions else ""
+        facts: list[str] = [view.state]
+        if view.pid is not None:
+            facts.append(f"supervisor pid {view.pid} on {view.host}")
+        if record.submissions and (who := record.submissions[-1].submitted_by):
+            facts.append(f"started by {who}")
         raise RunDirError(
-            f"the run {run.name} is alive ({view.state}, supervisor pid {view.pid} on {view.host}"
-            + (f"; started by {who})\n" if who else ")\n")
-            + f"    way out: watch it: hpcrl status {run.name} --watch\n"
+            f"the run {run.name} is alive ({', '.join(facts)}); nothing was changed\n"
+            f"    way out: watch it: hpcrl status {run.name} --watch\n"
             f"    way out: end it first: hpcrl cancel {run.name}"
         )
     return plan_resume(run, begin or Begin(), completed=view.state is RunState.COMPLETED, steps=steps)
