@@ -20,6 +20,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -39,6 +40,7 @@ __all__ = [
     "RunDirError",
     "RunFailedError",
     "UsageError",
+    "refusal",
 ]
 
 
@@ -145,3 +147,20 @@ class DeadlineError(HpcrlError):
 
 class PeerLostError(HpcrlError):
     """Another role of the run went away. Never the first cause of a failure."""
+
+
+_REFUSALS = {
+    errno.EACCES: ("permission denied", "ask its owner, or name a directory of yours"),
+    errno.EPERM: ("the operation is not permitted", "ask its owner, or name a directory of yours"),
+    errno.EROFS: ("the filesystem is read-only", "name a directory on another one"),
+    errno.ENOSPC: ("no space is left on the device", "make room there, or name a directory on another one"),
+    errno.EDQUOT: ("the quota is used up", "make room there, or name a directory on another filesystem"),
+}
+
+
+def refusal(error: OSError) -> UsageError | None:
+    """What a filesystem refused to a command, as one message with the file; None where it may be a defect of ours."""
+    if error.errno not in _REFUSALS or error.filename is None:
+        return None
+    what, way_out = _REFUSALS[error.errno]
+    return UsageError(f"{error.filename}: {what}\n    way out: {way_out}")

@@ -64,7 +64,11 @@ class CheckpointWriter:
     def stage(self, step: int) -> Path:
         """Make the empty directory in which the entry of ``step`` is built, with ``trainer/`` in it."""
         path = self.fence.create(_name(step))
-        (path / TRAINER_DIR).mkdir()
+        try:
+            (path / TRAINER_DIR).mkdir()
+        except FileNotFoundError:
+            self.fence.check()  # a newer attempt came between the two
+            raise
         return path
 
     def discard(self, step: int) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hpcrl.cli.options import JsonOption
+from hpcrl.cli.options import JsonOption, confirm
 from hpcrl.cli.selection import RunArgument, RunsRootOption, find
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ def checkpoint_prune(
         typer.echo("nothing was removed" + (" (--dry-run)" if doomed else ": there is nothing to remove"), err=True)
         return
     if not yes:
-        typer.confirm(f"remove {len(doomed)} of {found.name}?", abort=True, err=True)
+        confirm(f"remove {len(doomed)} of {found.name}?")
     ledger = CheckpointLedger(found.checkpoints_dir)
     for item in doomed:
         ledger.remove(item.step)

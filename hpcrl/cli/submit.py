@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from hpcrl.cli.options import ClusterOption, RecipeArgument, SetOption
+from hpcrl.cli.options import ClusterOption, RecipeArgument, SetOption, confirm
 from hpcrl.cli.selection import RunArgument, RunsRootOption, ask_slurm, find, runs_root
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ def submit(
         check_model,
         check_pythons,
         check_router,
+        check_secrets,
         check_sizes,
         default_run_name,
         make_plan,
@@ -78,6 +79,7 @@ def submit(
     if plan.layout.kind != "local":
         for variable in unused_variables(os.environ):
             typer.echo(f"note: {variable} is not read: the plan says what sbatch is told (hpcrl plan)", err=True)
+    check_secrets(plan, site)
     if loaded.value.job.payload == "roles":
         check_model(loaded, Path(resolved.model.path))
         check_pythons(plan, site)
@@ -229,7 +231,7 @@ def cancel(
     if not yes and not view.state.ended:
         roles = ", ".join(f"{c.role} {c.replica} (pid {c.pid})" for c in view.components if c.pid) or "no role yet"
         typer.echo(f"this stops {found.name} ({view.state}): {roles}", err=True)
-        typer.confirm("stop it?", abort=True, err=True)
+        confirm("stop it?")
     view = cancel_run(found, user=getpass.getuser())
     typer.echo(f"{found.name}: {view.state}")
 

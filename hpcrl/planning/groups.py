@@ -29,7 +29,8 @@ def make_groups(recipe: Recipe, cluster: ClusterProfile, run_name: str) -> list[
         _trainer(recipe, cluster, run_name),
     ]
     backend = recipe.engine.backend
-    groups = [group.model_copy(update={"python": cluster.python_of(group.role, backend=backend)}) for group in groups]
+    given = [{"python": cluster.python_of(group.role, backend=backend), "secrets": cluster.secrets} for group in groups]
+    groups = [group.model_copy(update=update) for group, update in zip(groups, given, strict=True)]
     if recipe.job.payload == "probe":
         groups = [_as_probe(group, local=not isinstance(cluster, SlurmCluster)) for group in groups]
     return groups

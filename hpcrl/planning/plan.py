@@ -34,6 +34,8 @@ def absolute_paths(recipe: Recipe, cwd: Path) -> Recipe:
 def absolute_site_paths(cluster: ClusterProfile, cwd: Path) -> ClusterProfile:
     """The profile with the directories and interpreters that roles get to see made absolute."""
     cluster = _absolute_pythons(cluster, cwd)
+    secrets = {name: _absolute(path, cwd) for name, path in cluster.secrets.items()}
+    cluster = cluster.model_copy(update={"secrets": secrets})
     if not isinstance(cluster, SlurmCluster):
         return cluster
     given = {"cache": cluster.paths.cache, "scratch": cluster.paths.scratch}
@@ -153,6 +155,7 @@ def _container(recipe: Recipe, cluster: SlurmCluster, run_dir: Path) -> Containe
         return None
     own = [str(run_dir.parent), cluster.paths.cache, cluster.paths.scratch, recipe.model.path]
     mounts = [f"{path}:{path}" for path in dict.fromkeys(own) if path is not None]
+    mounts += [f"{path}:{path}:ro" for path in dict.fromkeys(cluster.secrets.values())]
     return Container(
         kind=settings.kind,
         image=settings.image,

@@ -47,6 +47,7 @@ from hpcrl.rollouts.state import OrchestratorState
 from hpcrl.rollouts.trainer_desk import ConflictError, TrainerDesk
 from hpcrl.rollouts.transcript import Transcript
 from hpcrl.rollouts.weight_updates import WeightUpdater
+from hpcrl.runs.clocks import own_node
 from hpcrl.runs.role import Complaint, Endpoints, Member, RoleContext, restore_path
 from hpcrl.weights import HandoffStore
 from hpcrl.weights.collector import Collector
@@ -128,11 +129,11 @@ class Orchestrator:
     def _complain(self, engine: Engine, why: str) -> None:
         """Only the supervisor can start an engine anew."""
         role, _, replica = engine.name.rpartition("-")
-        complaint = Complaint(time_s=time.time(), role=role, replica=int(replica), message=why)
+        complaint = Complaint(time_s=time.time(), role=role, replica=int(replica), message=why, node=own_node())
         complaint.write(self._context.run, self._context.attempt)
 
     def _renew_router(self, why: str) -> None:
-        complaint = Complaint(time_s=time.time(), role="router", replica=0, message=why)
+        complaint = Complaint(time_s=time.time(), role="router", replica=0, message=why, node=own_node())
         complaint.write(self._context.run, self._context.attempt)
 
     # -- start
@@ -285,8 +286,8 @@ class Orchestrator:
         self._tasks.create_task(self._updater.run())
         await self._updater.wait_served(version)
         self._events.emit("orchestrator.started", step=step, finished_groups=len(self._state.finished))
-        if self._evaluator.due(step):
-            self._tasks.create_task(self._evaluator.evaluate(step, exactly=True))
+        if (due := self._evaluator.take(step)) is not None:
+            self._tasks.create_task(self._evaluator.evaluate(step, due=due, exactly=True))
         # What exists now stays, and what comes is freed by counting references: the garbage collector found some
         # twenty objects in each pass of 30 to 100 ms. It still runs where objects pile up.
         gc.collect()
@@ -297,12 +298,11 @@ class Orchestrator:
 
     def _on_served(self, version: int) -> None:
         self._scheduler.serve(version)
-        if version == self._state.step or self._finished is not None or not self._evaluator.due(version):
+        # while an evaluation goes on, one that comes due waits for the next version
+        if version == self._state.step or self._finished is not None or self._evaluator.busy:
             return
-        if self._evaluator.busy:
-            _log.warning("version %d is not evaluated: an evaluation is still running", version)
-            return
-        self._tasks.create_task(self._evaluator.evaluate(version, exactly=False))
+        if (due := self._evaluator.take(version)) is not None:
+            self._tasks.create_task(self._evaluator.evaluate(version, due=due, exactly=False))
 
     async def _announce(self, version: int) -> None:
         if self._updater.announced is None and version != self._state.step:
@@ -394,4 +394,5 @@ class Orchestrator:
     async def _finish(self, version: int) -> None:
         await self._scheduler.drain()
         await self._updater.wait_served(version)
-        await self._evaluator.evaluate(version, exactly=True)
+        due = self._evaluator.take(version)
+        await self._evaluator.evaluate(version, due=version if due is None else due, exactly=True)

@@ -290,6 +290,8 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
     say("\n", when, (diagnosis.sentence, "bold"))
     for line in cause.details if cause is not None else ():
         say(line)
+    if cause is not None and cause.doubt:
+        say((cause.doubt, "yellow"))
     if diagnosis.hint:
         say((diagnosis.hint, "dim"))
     if diagnosis.last_words:

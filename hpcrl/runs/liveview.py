@@ -11,6 +11,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from hpcrl.runs.clocks import Clocks
 from hpcrl.runs.fleet import Fleet, read_fleet
 from hpcrl.runs.fleet_table import fleet_table
 from hpcrl.runs.metrics import StepRecord, read_metrics
@@ -150,7 +151,8 @@ class _LineScreen:
                 self._step = record.step
         for evaluation in progress.evaluations:
             if evaluation.version > self._version:
-                self.say(f"held-out reward {evaluation.reward:.3f} at version {evaluation.version}")
+                late = "" if evaluation.due is None else f" (due at {evaluation.due}, which the engines skipped)"
+                self.say(f"held-out reward {evaluation.reward:.3f} at version {evaluation.version}{late}")
                 self._version = evaluation.version
 
 
@@ -174,7 +176,7 @@ def render(
     fleet: Fleet | None = None,
 ) -> RenderableType:
     """The live table: head, progress, measurements, phases, newest steps, roles, engines."""
-    parts: list[RenderableType] = [_head(view, progress, usage), *_job_line(view), _bar(progress)]
+    parts: list[RenderableType] = [_head(view, progress, usage), *_job_line(view), *_clock_line(view), _bar(progress)]
     if progress.last is not None:
         parts += [_measurements(progress, progress.last), _phases(progress.last), Text()]
         parts += [_steps_table(metrics[-6:], progress), Text()]
@@ -236,6 +238,17 @@ def _job_line(view: RunView) -> list[Text]:
     if job.warning:
         text.append(f"  {job.warning.splitlines()[0]}", style="yellow")
     return [text]
+
+
+def _clock_line(view: RunView) -> list[Text]:
+    """Nodes whose clocks are far off, where there are such."""
+    far = Clocks(view.clocks).far
+    if not far:
+        return []
+    shown = [f"{node} {clock} {'ahead' if clock.ahead_s > 0 else 'behind'}" for node, clock in sorted(far.items())[:4]]
+    more = f" and {len(far) - 4} more" if len(far) > 4 else ""
+    what = f"clocks are off: {', '.join(shown)}{more}; times here are corrected, those in logs are not"
+    return [Text(what, "yellow")]
 
 
 def _bar(progress: Progress) -> Table:

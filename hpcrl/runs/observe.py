@@ -15,6 +15,7 @@ from hpcrl.checkpoints.ledger import CheckpointLedger
 from hpcrl.checkpoints.restore import RestoreDecision
 from hpcrl.errors import RunDirError
 from hpcrl.runs.cause import Cause, CauseKind
+from hpcrl.runs.clocks import Clock
 from hpcrl.runs.events import Event, read_events
 from hpcrl.runs.jobs import JobFact, ask
 from hpcrl.runs.metrics import StepRecord, read_metrics
@@ -57,6 +58,8 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True):
         All replicas.
     job:
         What Slurm says about the job; None for a local run, and where nobody asked.
+    clocks:
+        How far the clocks of nodes are off (`hpcrl.runs.clocks`).
     """
 
     name: str
@@ -76,6 +79,7 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True):
     cause: Cause | None = None
     components: list[ComponentStatus] = []
     job: JobFact | None = None
+    clocks: dict[str, Clock] = {}
 
     @property
     def wall_s(self) -> float | None:
@@ -128,6 +132,7 @@ def observe(run: RunDir, *, now_s: float | None = None) -> RunView:
         supervisor=status.supervisor,
         cause=status.cause,
         components=status.components,
+        clocks=status.clocks,
     )
     if view.job is not None and view.job.waiting:
         return msgspec.structs.replace(view, state=RunState.REQUEUED, ended_at_s=None)
@@ -279,6 +284,8 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     reward: float
     time_s: float = 0.0
+    due: int | None = None
+    """The version that was to be evaluated, where the engines skipped it."""
     by_env: dict[str, float] = {}
     parts: dict[str, float] = {}
     prompts: int = 0
@@ -325,6 +332,8 @@ def read_evaluations(run: RunDir) -> list[Evaluation]:
     past = read_past(run)
     for event in sorted(read_events(run, kind="evaluation"), key=lambda event: event.attempt):
         data: dict[str, Any] = {**event.data, "time_s": event.time_s}
+        if data.get("due") == data["version"]:
+            del data["due"]
         evaluation = msgspec.convert(data, Evaluation)
         if past.holds(event.attempt, evaluation.version):
             found[evaluation.version] = evaluation

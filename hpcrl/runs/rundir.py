@@ -39,7 +39,7 @@ from hpcrl.config.cluster import ClusterProfile, cluster_from_json
 from hpcrl.config.plan import Plan
 from hpcrl.config.recipe import Recipe
 from hpcrl.errors import RunDirError
-from hpcrl.fs import atomic_write
+from hpcrl.fs import atomic_write, fsync_dir, make_directory
 
 __all__ = ["RunDir"]
 
@@ -126,15 +126,22 @@ class RunDir:
         return self.attempt_dir(attempt) / "logs" / role / f"{replica}-{rank}.log"
 
     def start_attempt(self) -> int:
-        """Make the directory of the next attempt, point ``latest`` to it, and return its number."""
+        """Make the directory of the next attempt, point ``latest`` to it, and return its number.
+
+        The directory survives a power failure: with a lower number than that of an attempt before it, the next one
+        would be refused by the fence of every store.
+        """
+        make_directory(self.attempts_dir)
         number = (self.attempts() or [0])[-1] + 1
         path = self.attempt_dir(number)
+        path.mkdir()
         for part in ("ready", "failures", "logs"):
-            (path / part).mkdir(parents=True)
+            (path / part).mkdir()
         link = self.attempts_dir / f".latest-{number}"
         link.unlink(missing_ok=True)
         link.symlink_to(path.name)
         os.replace(link, self.attempts_dir / "latest")
+        fsync_dir(self.attempts_dir)
         return number
 
     def write_configuration(self, recipe: Recipe, cluster: ClusterProfile, plan: Plan) -> None:

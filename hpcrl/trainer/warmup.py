@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from hpcrl.config.recipe import OptimizerConfig, Recipe, WarmupConfig
-from hpcrl.errors import HpcrlError, UsageError
+from hpcrl.errors import HpcrlError, UsageError, refusal
 from hpcrl.fs import StagedDirectory, write_json
 from hpcrl.models.arch import ModelArch
 from hpcrl.models.tokenizer import ChatTokenizer, write_character_tokenizer
@@ -178,14 +179,19 @@ def main() -> int:
     arguments = parser.parse_args()
     text = sys.stdin.read() if arguments.recipe == "-" else Path(arguments.recipe).read_text(encoding="utf-8")
     recipe = Recipe.model_validate_json(text)
+    # so that what is half written goes
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     torch.set_num_threads(recipe.trainer.threads)
     try:
         loss = make_start_model(
             recipe, arguments.output, seed=recipe.seed, progress=_print_progress, replace=arguments.replace
         )
-    except HpcrlError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return int(error.exit_code)
+    except (HpcrlError, OSError) as error:
+        known = refusal(error) if isinstance(error, OSError) else error
+        if known is None:
+            raise
+        print(f"error: {known}", file=sys.stderr)
+        return int(known.exit_code)
     print(f"{arguments.output}: supervised loss {loss:.4f}")
     return 0
 

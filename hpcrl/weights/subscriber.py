@@ -113,10 +113,12 @@ class Subscriber:
                 self.cache = NodeCache(
                     settings.cache_dir,
                     self.root,
+                    secret=fanout_token(self.root),
                     limit_bytes=settings.cache_bytes,
                     patience_s=settings.pace.limit_s,
+                    verify=settings.verify,
                 )
-            except OSError as error:
+            except (OSError, HandoffError) as error:
                 _log.warning("%s cannot be used; this process reads for itself: %s", settings.cache_dir, error)
         if self.cache is not None and settings.fanout_host is not None and self.registration is not None:
             self.peers = Peers(

@@ -164,7 +164,13 @@ def test_ranks_of_a_node_read_each_byte_once(store: HandoffStore, tmp_path: Path
     # who keeps the cache alive, as the other engines of a node would
     with (
         contextlib.closing(
-            NodeCache(tmp_path / "node", store.root, limit_bytes=limit, patience_s=Pace(10.0).limit_s)
+            NodeCache(
+                tmp_path / "node",
+                store.root,
+                secret=fanout_token(store.root),
+                limit_bytes=limit,
+                patience_s=Pace(10.0).limit_s,
+            )
         ) as cache,
         ranks(store, tmp_path / "node", 3, limit) as figures,
     ):
