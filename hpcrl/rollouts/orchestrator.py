@@ -27,7 +27,7 @@ from hpcrl.rollouts.data_order import DataOrder
 from hpcrl.rollouts.dock_server import serve_dock
 from hpcrl.rollouts.engine import Engine
 from hpcrl.rollouts.engine_client import EngineClient
-from hpcrl.rollouts.environments import build_environments
+from hpcrl.rollouts.environments import build_environments, hosted
 from hpcrl.rollouts.evaluation import Evaluator, evaluated_versions
 from hpcrl.rollouts.files import RolloutFiles
 from hpcrl.rollouts.invite import Inviter
@@ -84,7 +84,7 @@ class Orchestrator:
         """
         self.stopping = False
         self._context, self._recipe = context, context.run.recipe()
-        self._environments = build_environments(self._recipe)
+        self._environments = build_environments(self._recipe, on_lost=self._environment_lost)
         self._lag = LagMonitor()
         self._restored = asyncio.Event()
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -106,6 +106,8 @@ class Orchestrator:
         async with contextlib.AsyncExitStack() as stack:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S)
             timeout = aiohttp.ClientTimeout(total=None)  # each call has its own
+            for environment in hosted(self._environments):
+                stack.push_async_callback(environment.aclose)
             http = await stack.enter_async_context(aiohttp.ClientSession(connector=connector, timeout=timeout))
             await stack.enter_async_context(serve_dock(self, host=address.hostname, port=address.port))
             self._http = http
@@ -135,6 +137,9 @@ class Orchestrator:
     def _renew_router(self, why: str) -> None:
         complaint = Complaint(time_s=time.time(), role="router", replica=0, message=why, node=own_node())
         complaint.write(self._context.run, self._context.attempt)
+
+    def _environment_lost(self, name: str, why: str) -> None:
+        self._events.emit("environment.lost", environment=name, why=why)
 
     # -- start
 
