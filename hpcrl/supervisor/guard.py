@@ -35,9 +35,11 @@ import select
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from hpcrl import procfs
+from hpcrl.ours import read_secret
 from hpcrl.supervisor.leftovers import Scratch
 from hpcrl.supervisor.stacks import dump_stacks
 
@@ -314,6 +316,7 @@ class Guard:
         if spec["in_step"]:
             command = [fill_node_rank(part, node_rank, spec["hosts"]) for part in command]
             env = {**{name: value for name, value in os.environ.items() if not name.startswith(_OURS)}, **env}
+        env |= {name: read_secret(Path(file)) for name, file in spec.get("secrets", {}).items()}
         os.execvpe(command[0], command, env)
 
     def _reap(self) -> None:
