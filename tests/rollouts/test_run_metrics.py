@@ -10,6 +10,7 @@ from harness import make_run, running
 from prometheus_rules import problems
 from stub_engine import StubEngine
 
+from hpcrl.credentials import Credentials
 from hpcrl.inference.metrics import Counter, EngineMetrics, Gauge, Registry
 from hpcrl.rollouts.run_metrics import Part, merge
 
@@ -82,7 +83,9 @@ async def test_the_orchestrator_collects_them(tmp_path: Path) -> None:
     async with running(make_run(tmp_path), one, two) as loop:
         await loop.train(1, 1)
         await two.stop()
-        async with aiohttp.ClientSession() as http, http.get(f"{loop.dock_url}/metrics/run") as answer:
+        # as somebody who only looks at the run
+        headers = Credentials.of_run(loop.run.path).headers
+        async with aiohttp.ClientSession(headers=headers) as http, http.get(f"{loop.dock_url}/metrics/run") as answer:
             text = await answer.text()
         lines = text.splitlines()
         # stub engines say nothing about their metrics
