@@ -24,6 +24,12 @@ WHY_SCHEMA = "hpcrl.why/1"
 _LOG_LINES = 15
 _TRACEBACK_LINES = 25
 _OOM_HINT = "nobody in the run sent it: the kernel's out-of-memory killer does that (look in dmesg), or a person"
+_HINTS = {
+    CauseKind.START_TIMEOUT: "if it was only slow, raise limits.start_timeout_s in the cluster profile",
+    CauseKind.HUNG: "if it was only slow, raise supervision.hang_floor_s (or hang_ceiling_s) in the recipe",
+    CauseKind.DISK_FULL: "make space there, then resume; `hpcrl checkpoint ls` says what this run keeps",
+    CauseKind.TIME_LIMIT: "the limit is limits.time_limit_h in the cluster profile",
+}
 
 
 class Consequence(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,13 +129,7 @@ def _hint(cause: Cause | None) -> str:
         return ""
     if cause.kind is CauseKind.EXIT and cause.signal == 9:
         return _OOM_HINT
-    if cause.kind is CauseKind.START_TIMEOUT:
-        return "if it was only slow, raise limits.start_timeout_s in the cluster profile"
-    if cause.kind is CauseKind.HUNG:
-        return "if it was only slow, raise supervision.hang_floor_s (or hang_ceiling_s) in the recipe"
-    if cause.kind is CauseKind.TIME_LIMIT:
-        return "the limit is limits.time_limit_h in the cluster profile"
-    return ""
+    return _HINTS.get(cause.kind, "")
 
 
 def _last_words(run: RunDir, view: RunView) -> tuple[list[str], str]:

@@ -126,6 +126,7 @@ class _LineScreen:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._state = ""
+        self._warnings: list[str] = []
         self._step = 0
         self._version = -1
 
@@ -143,6 +144,9 @@ class _LineScreen:
             self._state = view.state
             reason = f": {view.cause.message}" if view.cause is not None else ""
             self.say(f"{view.name} {view.state}{reason}")
+        if bool(view.warnings) and not self._warnings:
+            self.say(f"warning: {view.warnings[0]}")
+        self._warnings = view.warnings
         for record in metrics:
             if record.step > self._step:
                 self.say(_step_line(record, progress))
@@ -184,6 +188,7 @@ def render(
         parts.append(components_table(view))
     if fleet is not None and fleet.replicas and not view.state.ended:
         parts += [Text(), fleet_table(fleet)]
+    parts += [Text(f"warning: {warning}", style="bold yellow") for warning in view.warnings]
     if view.cause is not None:
         parts.append(Text(view.cause.message, style="yellow" if view.state is RunState.CANCELLED else "red"))
     return Group(*parts)
