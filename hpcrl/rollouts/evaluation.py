@@ -15,7 +15,7 @@ from hpcrl.errors import HpcrlError
 from hpcrl.rollouts.conversation import Conversation, Sampler
 from hpcrl.rollouts.data_order import heldout_shares
 from hpcrl.rollouts.engine_client import EngineError
-from hpcrl.rollouts.environments import Environment
+from hpcrl.rollouts.environments import Environment, prompt_of
 from hpcrl.rollouts.records import Rollout
 from hpcrl.rollouts.seeding import stable_hash
 from hpcrl.rollouts.weight_updates import WeightUpdater
@@ -188,7 +188,7 @@ class Evaluator:
             self._sampler, session, seed=stable_hash("heldout", task.environment.name, task.index)
         )
         try:
-            prompt = task.environment.prompt("heldout", task.index)
+            prompt = await prompt_of(task.environment, "heldout", task.index)
             outcome = await task.environment.rollout(prompt, conversation)
         except EngineError as error:
             _log.warning("a held-out rollout failed: %s", error)

@@ -18,6 +18,7 @@ from typing import NoReturn
 import msgspec
 from msgspec.structs import replace
 
+from hpcrl.credentials import Credentials
 from hpcrl.errors import HpcrlError, PeerLostError
 from hpcrl.fs import atomic_write
 from hpcrl.reporting import ReportedFile
@@ -186,6 +187,11 @@ class RoleContext:
     def writer(self) -> str:
         """Name in event files."""
         return f"{self.role}-{self.replica}" + (f".{self.rank}" if self.rank else "")
+
+    @property
+    def credentials(self) -> Credentials:
+        """For requests to other roles of the attempt (RunDirError where the token cannot be read)."""
+        return Credentials.of_run(self.run.path, self.attempt)
 
     def events(self) -> EventWriter:
         """A writer for the events of this process."""

@@ -16,7 +16,7 @@ from submitit.core.utils import DelayedSubmission
 
 from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.plan import Plan
-from hpcrl.errors import ExitCode, HpcrlError, RunDirError, RunFailedError
+from hpcrl.errors import HpcrlError, RunDirError, RunFailedError
 from hpcrl.runs.cause import Cause, CauseKind
 from hpcrl.runs.events import EventWriter, read_events
 from hpcrl.runs.exclusions import exclude, read_exclusions
@@ -92,8 +92,8 @@ class Supervise:
         state, cause = asyncio.run(supervise())
         if plan.layout.kind == "elastic" and state is not RunState.REQUEUED:
             cancel_replicas(SlurmClient(), record.run_id)
-        if cause is not None and cause.kind is CauseKind.NO_PROGRESS:
-            raise SystemExit(ExitCode.NO_PROGRESS)
+        if cause is not None and cause.kind in (CauseKind.NO_PROGRESS, CauseKind.NOTHING_TO_RESTORE):
+            raise SystemExit(cause.kind.exit_code)
         message = "" if cause is None else cause.message
         if state is not RunState.COMPLETED:
             raise RunFailedError(f"{run.name}: {state}: {message}")

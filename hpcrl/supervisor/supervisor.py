@@ -15,6 +15,7 @@ from pathlib import Path
 
 from hpcrl import procfs
 from hpcrl.config.plan import Plan, Role, RoleGroup
+from hpcrl.credentials import Credentials
 from hpcrl.errors import DeadlineError, HpcrlError
 from hpcrl.reporting import ReportedFile
 from hpcrl.runs.cause import Cause, CauseKind
@@ -25,6 +26,7 @@ from hpcrl.runs.status import RunState
 from hpcrl.supervisor.attempts import exhausted, newest_checkpoint
 from hpcrl.supervisor.blame import NodeBlame
 from hpcrl.supervisor.board import Board
+from hpcrl.supervisor.changes import say_changes
 from hpcrl.supervisor.component import Component
 from hpcrl.supervisor.drain import Drain
 from hpcrl.supervisor.elastic import ElasticReplicas
@@ -216,6 +218,10 @@ class Supervisor:
             self._fail(CauseKind.NO_PROGRESS, f"the run is given up: {why}")
             return
         await asyncio.to_thread(keep_reserve, self._run)
+        Credentials.of_run(self._run.path)  # a file that others may read must not be trusted by any role
+        if changes := await asyncio.to_thread(say_changes, self._run, self._plan, self._board):
+            self._fail(CauseKind.CHANGED, f"it would run something else than was submitted: {changes}")
+            return
         self._began_at = newest_checkpoint(self._run)
         self._board.emit("attempt.started", checkpoint_step=self._began_at)
         found = await asyncio.to_thread(self._launcher.sweep, self._run_id)
