@@ -21,6 +21,14 @@ FollowOption = Annotated[
 ]
 
 
+InJobOption = Annotated[
+    bool,
+    typer.Option(
+        "--in-job", help="Run inside of the allocation of this shell (salloc), not in a job of its own; no requeue."
+    ),
+]
+
+
 def register(app: typer.Typer) -> None:
     """Add the commands."""
     app.command("submit")(submit)
@@ -35,6 +43,7 @@ def submit(
     overrides: SetOption = None,
     follow: FollowOption = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and the commands; change nothing.")] = False,
+    in_job: InJobOption = False,
     root: RunsRootOption = None,
 ) -> None:
     """Start a run of a recipe.
@@ -60,8 +69,10 @@ def submit(
         make_plan,
     )
     from hpcrl.runs.registry import check_name
+    from hpcrl.slurm.client import SlurmClient
+    from hpcrl.slurm.in_job import find_allocation
 
-    loaded, site = load_both(recipe, cluster, overrides or (), environ=os.environ)
+    loaded, site = load_both(recipe, cluster, overrides or (), environ=os.environ, in_job=in_job)
     check_rules(loaded, site)
     check_sizes(loaded, site)
     run_name = check_name(name) if name is not None else default_run_name(loaded.value, time.time())
@@ -70,7 +81,8 @@ def submit(
     plan = make_plan(resolved, profile, run_name, runs_root(root, profile) / run_name)
     if dry_run:
         print_plan(plan, site)
-    if plan.layout.kind != "local":
+    allocation = find_allocation(plan, os.environ, SlurmClient()) if in_job else None
+    if plan.layout.kind != "local" and not in_job:
         for variable in unused_variables(os.environ):
             typer.echo(f"note: {variable} is not read: the plan says what sbatch is told (hpcrl plan)", err=True)
     if loaded.value.job.payload == "roles":
@@ -87,20 +99,30 @@ def submit(
     ask_slurm()
     provenance = {".".join(map(str, path)): origin for path, origin in loaded.origins.items()}
     run = create_run(resolved, profile, plan, provenance=provenance)
-    submit_attempt(run)
-    typer.echo(f"submitted {run_name} in {run.path}", err=True)
+    submit_attempt(run, in_job=allocation)
+    where = "" if allocation is None else f", inside of job {allocation.job_id}"
+    typer.echo(f"submitted {run_name} in {run.path}{where}", err=True)
     _follow_or_tell(run, follow, root)
 
 
 def resume(
-    run: RunArgument, overrides: SetOption = None, follow: FollowOption = False, root: RunsRootOption = None
+    run: RunArgument,
+    overrides: SetOption = None,
+    follow: FollowOption = False,
+    in_job: InJobOption = False,
+    root: RunsRootOption = None,
 ) -> None:
     """Go on with a run that has ended, from its newest joint checkpoint.
 
     With --set its recipe changes first, for example to another number of trainer.ranks. Model, data and seed stay.
+    With --in-job it goes on inside of the allocation of this shell, wherever it was before.
 
     Exit code with --follow: 0 completed, 1 failed, 93 given up without progress, 130 cancelled.
     """
+    import os
+
+    from hpcrl.slurm.client import SlurmClient
+    from hpcrl.slurm.in_job import find_allocation
     from hpcrl.slurm.submission import end_leftovers, prepare_resume, submit_attempt
 
     found = find(run, root)
@@ -109,9 +131,10 @@ def resume(
         typer.echo(f"checkpoint of step {step} is skipped: {reason}", err=True)
     if overrides:
         _change(found, overrides)
+    allocation = find_allocation(found.plan(), os.environ, SlurmClient()) if in_job else None
     if swept := end_leftovers(found):
         typer.echo(f"ended {swept} processes that an earlier attempt had left behind", err=True)
-    submit_attempt(found)
+    submit_attempt(found, in_job=allocation)
     start = "the beginning: there is no checkpoint" if resumption.step is None else f"step {resumption.step}"
     typer.echo(f"resumed {found.name} from {start}", err=True)
     _follow_or_tell(found, follow, root)

@@ -81,7 +81,8 @@ class Notices:
         loop.add_signal_handler(signal.SIGUSR2, self._warned)
 
     async def look_at_clock(self, elapsed_s: float) -> None:
-        """Whether it is time to save: a save that takes longer than Slurm's warning comes early must begin before it.
+        """Whether it is time to save: a save that takes longer than Slurm's warning comes early must begin before it,
+        and where no warning comes at all, the clock is it.
 
         Parameters
         ----------
@@ -91,7 +92,8 @@ class Notices:
         policy = self._plan.attempts
         if policy.signal_lead_s and policy.saves and not self.saving:
             lead = await asyncio.to_thread(lead_s, self._run, self._plan)
-            if lead > policy.signal_lead_s and elapsed_s > self._plan.time_limit_s - lead:
+            first = lead > policy.signal_lead_s or not policy.signalled
+            if first and elapsed_s > self._plan.time_limit_s - lead:
                 self._warned()
 
     def _cancel(self, signum: int) -> None:
@@ -130,4 +132,5 @@ class Notices:
             self._decided.set()
             return
         saved = "nothing could be saved" if step is None else f"the state of step {step} was saved"
-        self._fail(CauseKind.TIME_LIMIT, f"Slurm warned that the job is about to end; {saved}")
+        ends = "Slurm warned that the job is about to end" if policy.signalled else "the allocation is about to end"
+        self._fail(CauseKind.TIME_LIMIT, f"{ends}; {saved}")

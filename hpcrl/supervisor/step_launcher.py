@@ -52,6 +52,8 @@ class StepLauncher:
         Environment of the batch process; ours by default.
     client:
         Asked for the addresses of nodes.
+    inside:
+        The job was there before, and may have more nodes than the plan.
     """
 
     in_step = True
@@ -62,11 +64,13 @@ class StepLauncher:
         *,
         environ: Mapping[str, str] | None = None,
         client: SlurmClient | None = None,
+        inside: bool = False,
     ) -> None:
         assert isinstance(cluster, SlurmCluster)
         self._cluster = cluster
         self._environ = dict(os.environ if environ is None else environ)
         self._client = SlurmClient() if client is None else client
+        self._inside = inside
         self._plan: Plan | None = None
         self._allocations: dict[tuple[int, int], Allocation] = {}
         self._addresses: dict[str, str] = {}
@@ -79,7 +83,7 @@ class StepLauncher:
         alone, so that what listens there is the site's, and outside of the profile's range.
         """
         self._plan = plan
-        self._allocations = allocations_from_env(plan, self._environ)
+        self._allocations = allocations_from_env(plan, self._environ, spare=self._inside)
         addresses = self._node_addresses({host for mine in self._allocations.values() for host in mine.hosts})
         here = [group for group in plan.groups if not plan.own_jobs(group)]
         replicas = [(group, replica) for group in here for replica in range(group.replicas)]
@@ -165,6 +169,8 @@ class StepLauncher:
     def stay_away(self, run: RunDir) -> None:
         """See `hpcrl.supervisor.launcher.Launcher.stay_away`."""
         job_id = self._environ.get("SLURM_JOB_ID", "")
+        if self._inside:
+            return  # nobody requeues it
         if self._plan is not None and self._cluster.capabilities.scontrol_on_nodes and job_id.isdecimal():
             nodes = nodes_to_exclude(run, self._plan, self._client)
             stay_away(self._plan, self._client, int(job_id), nodes, within_s=_TELL_S)
