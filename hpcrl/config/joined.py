@@ -166,4 +166,7 @@ def _refuse_strangers(recipe: Loaded[Recipe], site: SlurmCluster, job: JobConfig
         known = ", ".join(site.partitions)
         what = f"{', '.join(map(repr, strange))} is none of the partitions of {site.name} ({known})"
         way_out = "take one of these, or describe it in the profile: the planner must know its nodes"
-        raise ConfigError([Finding(recipe.where("job.partition"), "job.partition", what, way_out)])
+        where = recipe.where("job.partition")
+        if where.startswith("$"):
+            way_out = f"unset {where[1:]}, set job.partition, or describe it in the profile"
+        raise ConfigError([Finding(where, "job.partition", what, way_out)])

@@ -194,7 +194,10 @@ class StepLauncher:
         # the component that we are in is COMPLETING as long as we end
         states = [parse_state(record.get("JobState", "")) for record in records]
         if any(state in (JobState.CANCELLED, JobState.COMPLETING) for state in states):
-            return CauseKind.CANCELLED, f"job {job_id} was ended by Slurm (scancel, or a requeue)"
+            why = "scancel, or the end of its shell" if self._inside else "scancel, or a requeue"
+            return CauseKind.CANCELLED, f"job {job_id} was ended by Slurm ({why})"
+        if self._inside and any(state.ended for state in states):
+            return CauseKind.CANCELLED, f"the allocation, job {job_id}, was given back"
         return None
 
     def end_orphans(self, run_id: str, guards: Collection[int]) -> list[int]:

@@ -24,6 +24,7 @@ from hpcrl.slurm.in_job import InJob, find_allocation, plan_inside
 from hpcrl.slurm.launch import allocations_from_env
 from hpcrl.slurm.scripts import in_job_script
 from hpcrl.supervisor.notices import Notices
+from hpcrl.supervisor.step_launcher import StepLauncher
 
 SHELL = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-5]", "SLURM_JOB_PARTITION": "gpu"}
 
@@ -83,6 +84,25 @@ def test_the_attempt_ends_before_the_job() -> None:
     assert inside.time_limit_s == 3970.0
     assert (inside.attempts.requeue, inside.attempts.signalled) == (False, False)
     assert plan_inside(plan(), InJob(7, None), now_s=1000.0).time_limit_s == plan().time_limit_s
+
+
+@pytest.mark.parametrize(
+    ("inside", "state", "says"),
+    [
+        (True, "COMPLETED", "the allocation, job 7, was given back"),
+        (True, "CANCELLED", "scancel, or the end of its shell"),
+        (True, "RUNNING", None),
+        (False, "CANCELLED", "scancel, or a requeue"),
+    ],
+)
+def test_an_allocation_that_is_given_back_is_named(inside: bool, state: str, says: str | None) -> None:
+    def answer(argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float) -> CommandResult:
+        return CommandResult(0, f"JobId=7 JobState={state} PreemptTime=None StartTime=5", "")
+
+    _, site = plan_for("quickstart", "devcluster")
+    launcher = StepLauncher(site, environ=SHELL, client=SlurmClient(run=answer), inside=inside)
+    taken = launcher.taken()
+    assert taken is None if says is None else taken is not None and says in taken[1]
 
 
 def test_the_recipe_takes_what_the_allocation_is() -> None:
