@@ -10,6 +10,7 @@
     ├── RunFailedError              the run itself failed (exit code 1)
     ├── HandoffError                a weight hand-off is missing, torn or wrong
     ├── CheckpointError             a checkpoint entry is missing, torn or wrong
+    ├── NothingToRestoreError       a run that has saved checkpoints can restore none; it does not begin again
     ├── FencedError                 a newer attempt writes here now; this process must end
     ├── DeadlineError               a wait ended without what it waited for
     └── PeerLostError               another role of the run went away; a consequence, not a cause
@@ -19,6 +20,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -33,10 +35,12 @@ __all__ = [
     "HandoffError",
     "HpcrlError",
     "MissingExtraError",
+    "NothingToRestoreError",
     "PeerLostError",
     "RunDirError",
     "RunFailedError",
     "UsageError",
+    "refusal",
 ]
 
 
@@ -48,6 +52,8 @@ class ExitCode(IntEnum):
     USAGE = 2
     NO_PROGRESS = 93
     """The run was given up: attempts in a row made no progress. Who resumes runs by a script should not."""
+    NOTHING_TO_RESTORE = 94
+    """No checkpoint can be restored: a person decides how the run goes on (``hpcrl resume --from-scratch``)."""
     CANCELLED = 130
 
 
@@ -125,6 +131,12 @@ class CheckpointError(HpcrlError):
     """A checkpoint entry is missing, torn or does not fit."""
 
 
+class NothingToRestoreError(HpcrlError):
+    """A run that has saved checkpoints can restore none of them; it does not begin again by itself."""
+
+    exit_code = ExitCode.NOTHING_TO_RESTORE
+
+
 class FencedError(HpcrlError):
     """A newer attempt of the run writes to a store now; this process may not."""
 
@@ -135,3 +147,20 @@ class DeadlineError(HpcrlError):
 
 class PeerLostError(HpcrlError):
     """Another role of the run went away. Never the first cause of a failure."""
+
+
+_REFUSALS = {
+    errno.EACCES: ("permission denied", "ask its owner, or name a directory of yours"),
+    errno.EPERM: ("the operation is not permitted", "ask its owner, or name a directory of yours"),
+    errno.EROFS: ("the filesystem is read-only", "name a directory on another one"),
+    errno.ENOSPC: ("no space is left on the device", "make room there, or name a directory on another one"),
+    errno.EDQUOT: ("the quota is used up", "make room there, or name a directory on another filesystem"),
+}
+
+
+def refusal(error: OSError) -> UsageError | None:
+    """What a filesystem refused to a command, as one message with the file; None where it may be a defect of ours."""
+    if error.errno not in _REFUSALS or error.filename is None:
+        return None
+    what, way_out = _REFUSALS[error.errno]
+    return UsageError(f"{error.filename}: {what}\n    way out: {way_out}")

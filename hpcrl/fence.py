@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpcrl.errors import FencedError
-from hpcrl.fs import fsync_dir
+from hpcrl.fs import fsync_dir, make_directory
 
 __all__ = ["Fence"]
 
@@ -75,7 +75,7 @@ class Fence:
         FencedError
             A writer with a newer token was here; nothing was changed.
         """
-        root.mkdir(parents=True, exist_ok=True)
+        make_directory(root)
         fence = cls(root, token, uuid.uuid4().hex[:8])
         # first make ours, then look: of two that come at the same time at least one sees the other; and a
         # directory that this machine has just changed is not listed from a stale NFS cache
@@ -176,11 +176,15 @@ class Fence:
         """Put back what `hide` took out."""
         os.rename(self.path / f"{_ASIDE}{name}", self.root / name)
 
+    def move_hidden(self, name: str, target: Path) -> None:
+        """Give what `hide` took out another place on the same filesystem."""
+        os.rename(self.path / f"{_ASIDE}{name}", target)
+
     def delete(self, name: str) -> None:
         """Delete what `hide` took out; what cannot be deleted now goes with the next claim."""
         doomed = self.path / f"deleting-{uuid.uuid4().hex[:8]}"
         if _rename(self.path / f"{_ASIDE}{name}", doomed):
-            fsync_dir(self.root)
+            self._settle()  # or a power failure could leave the old name and not all of its files
             shutil.rmtree(doomed, ignore_errors=True)
 
     def _evict(self, other: Path) -> None:
@@ -196,6 +200,8 @@ class Fence:
                 if entry != name and entry not in os.listdir(self.root) and _rename(other / name, self.root / entry):
                     continue
                 _rename(other / name, self.path / f"evicted-{other.name[1:]}-{round_number}-{i}")
+            if names:
+                self._settle()  # what was moved out must not go with the directory
             try:
                 other.rmdir()
             except FileNotFoundError:
@@ -204,17 +210,29 @@ class Fence:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
             else:
-                fsync_dir(self.root)
                 return
         raise FencedError(f"{other} does not get empty: another process still writes in it\n    way out: end that one")
 
     def _clean(self) -> None:
         """Delete what was taken from others, and what removers that died have left."""
+        self._settle()  # also that the others are gone for good
         for path in self.path.iterdir():
-            shutil.rmtree(path, ignore_errors=True)
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
         for name in os.listdir(self.root):
             if name.startswith((".removed-", ".staging-")):
                 shutil.rmtree(self.root / name, ignore_errors=True)
+
+    def _settle(self) -> None:
+        """Make renames between the store and this writer's directory durable (FencedError where that is gone)."""
+        try:
+            fsync_dir(self.path)
+        except FileNotFoundError:
+            self.check()
+            raise
+        fsync_dir(self.root)
 
 
 def _writers(root: Path) -> Iterator[tuple[int, Path]]:

@@ -27,6 +27,8 @@ __all__ = [
     "decode_versioned",
     "fsync_dir",
     "hash_file",
+    "make_directory",
+    "open_log",
     "write_json",
 ]
 
@@ -59,6 +61,17 @@ def fsync_dir(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def make_directory(path: Path) -> None:
+    """Make a directory, with its parents, unless it is there. On return its name survives a power failure.
+
+    That holds also where somebody else has just made it: files in a directory are worth no more than its own name.
+    """
+    made = [parent for parent in path.parents if not parent.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for directory in (path, *made):
+        fsync_dir(directory.parent)
 
 
 def atomic_write(path: Path, data: bytes, *, durable: bool = True) -> None:
@@ -97,6 +110,22 @@ def atomic_create(path: Path, data: bytes, *, mode: int = 0o644) -> None:
     finally:
         temporary.unlink(missing_ok=True)
     fsync_dir(path.parent)
+
+
+def open_log(path: Path) -> int:
+    """Open a file of lines for appending; returns the descriptor. There is one writer at a time.
+
+    A power failure may have left a part of the last line, or zeros: that gets an end, so that only it is lost.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    try:
+        size = os.fstat(fd).st_size
+        if size > 0 and os.pread(fd, 1, size - 1) != b"\n":
+            os.write(fd, b"\n")
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -176,7 +205,8 @@ class StagedDirectory:
     def create(self) -> None:
         """Make an empty staging directory; what an earlier failure of this writer left is removed."""
         shutil.rmtree(self.path, ignore_errors=True)
-        self.path.mkdir(parents=True)
+        make_directory(self.path.parent)
+        self.path.mkdir()
 
     def commit(self) -> None:
         """Give the directory its name. All files must have been fsynced by their writers.
@@ -236,4 +266,5 @@ class NumberedDirectories:
             os.rename(path, hidden)
         except FileNotFoundError:
             return
+        fsync_dir(self.root)  # or a power failure could leave its name and not all of its files
         shutil.rmtree(hidden, ignore_errors=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from hpcrl.fs import fsync_dir, write_json
+from hpcrl.fs import fsync_dir, make_directory, write_json
 
 __all__ = ["Pin", "Pins"]
 
@@ -69,7 +69,7 @@ class Pins:
 
     def add(self, number: int, *, reason: str, by: str) -> Pin:
         """Pin an entry. The caller must look *afterwards* whether it still has its name."""
-        self.directory.mkdir(parents=True, exist_ok=True)
+        make_directory(self.directory)
         pin = Pin(number=number, reason=reason, by=by, created_at_s=time.time())
         write_json(self._path(number), pin)
         return pin

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from hpcrl.fs import atomic_write
+from hpcrl.fs import atomic_write, open_log
 
 __all__ = ["Outage", "Report", "ReportedFile", "ReportedLines", "flush", "problems"]
 
@@ -173,7 +173,6 @@ class ReportedLines(Report):
         self._lines: deque[bytes] = deque()
         self._bytes = 0
         self._fd = -1
-        self._torn = False
 
     def append(self, line: bytes) -> None:
         """Add a line, given without its newline."""
@@ -213,14 +212,12 @@ class ReportedLines(Report):
     def _write(self, data: list[bytes]) -> None:
         try:
             if self._fd < 0:
-                self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+                self._fd = open_log(self.path)  # what was torn is ended there, and is a line that readers pass over
             written = 0
             try:
                 for line in data:
-                    # what was torn is ended first, and stays a line that readers pass over
-                    whole = (b"\n" if self._torn else b"") + line + b"\n"
+                    whole = line + b"\n"
                     size = os.write(self._fd, whole)
-                    self._torn = 0 < size < len(whole) or (self._torn and size == 0)
                     if size < len(whole):
                         raise OSError(f"only {size} of {len(whole)} bytes were written")
                     written += 1

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hpcrl.cli.options import JsonOption
+from hpcrl.cli.options import JsonOption, confirm
 
 if TYPE_CHECKING:
     from hpcrl.devcluster.cluster import ClusterStatus, DevCluster
@@ -96,9 +96,7 @@ def down(
     entries = cluster.shared_entries()
     if entries and not yes:
         some = ", ".join(entries[:5]) + (" …" if len(entries) > 5 else "")
-        typer.confirm(
-            f"{cluster.paths.shared} holds {len(entries)} entries ({some}). Delete them?", abort=True, err=True
-        )
+        confirm(f"{cluster.paths.shared} holds {len(entries)} entries ({some}). Delete them?")
     cluster.down()
     typer.echo(f"{name}: ended, {cluster.paths.root} removed")
 

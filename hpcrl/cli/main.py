@@ -24,7 +24,7 @@ from hpcrl.cli import (
     warmup,
     weights,
 )
-from hpcrl.errors import ExitCode, HpcrlError
+from hpcrl.errors import ExitCode, HpcrlError, refusal
 
 __all__ = ["app", "main"]
 
@@ -82,3 +82,8 @@ def main() -> None:
         # the reader of our output went away (`hpcrl logs | head`): not our failure
         sys.stderr.close()
         sys.exit(ExitCode.OK)
+    except OSError as error:
+        if (refused := refusal(error)) is None:
+            raise
+        typer.echo(f"hpcrl: {refused}", err=True)
+        sys.exit(refused.exit_code)

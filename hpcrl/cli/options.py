@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
 
-__all__ = ["CalibrationOption", "ClusterOption", "JsonOption", "RecipeArgument", "SetOption"]
+__all__ = ["CalibrationOption", "ClusterOption", "JsonOption", "RecipeArgument", "SetOption", "confirm"]
 
 RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="Recipe file, or the name of a packaged recipe.")]
 ClusterOption = Annotated[
@@ -23,3 +24,27 @@ CalibrationOption = Annotated[
         "--calibration", metavar="FILE", help="Efficiencies and workloads (of `hpcrl plan calibrate`) in place of ours."
     ),
 ]
+
+
+def confirm(question: str) -> None:
+    """Ask before something is ended or removed.
+
+    Raises
+    ------
+    UsageError
+        There is nobody to ask: no terminal, and no answer on the standard input.
+    typer.Exit
+        The answer was no (exit code 1).
+    """
+    from hpcrl.errors import ExitCode, UsageError
+
+    try:
+        agreed = typer.confirm(question, err=True)
+    except typer.Abort:
+        if sys.stdin.isatty():
+            raise  # Ctrl-C
+        typer.echo(err=True)
+        raise UsageError("there is no terminal to ask on; nothing was changed\n    way out: --yes") from None
+    if not agreed:
+        typer.echo("nothing was changed", err=True)
+        raise typer.Exit(ExitCode.FAILED)

@@ -121,6 +121,8 @@ def print_environment(recipe: Recipe, cluster: ClusterProfile, resolved: Plan) -
     for group in resolved.groups:
         for name, (value, source) in role_variables(recipe, cluster, group.role, resolved.run).items():
             table.add_row(group.role, name, value, source)
+        for name, file in cluster.secrets.items():
+            table.add_row(group.role, name, f"(read from {file} when the role starts)", "cluster.secrets")
     console = Console()
     console.print()
     console.print(table)

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from hpcrl.cli.options import confirm
 from hpcrl.cli.selection import RunArgument, RunsRootOption, find
 
 __all__ = ["register"]
@@ -34,7 +35,7 @@ def requeue(
     if not yes:
         nodes = "" if view.job is None else f" on {len(view.job.nodes)} nodes"
         typer.echo(f"this ends attempt {view.attempt} of {found.name}{nodes} after a save", err=True)
-        typer.confirm("requeue it?", abort=True, err=True)
+        confirm("requeue it?")
     view = requeue_run(found)
     typer.echo(f"{found.name}: {view.state}")
     if view.state.ended:  # it came to its end before it heard of us

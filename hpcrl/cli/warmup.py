@@ -25,13 +25,14 @@ def warmup(
     replace: Annotated[bool, typer.Option("--replace", help="Replace a model that is already there.")] = False,
 ) -> None:
     """Make the start model of a recipe by a short supervised training on its environments."""
+    import signal
     import subprocess
     import sys
     from importlib.util import find_spec
     from pathlib import Path
 
     from hpcrl.config.load import load_recipe
-    from hpcrl.errors import MissingExtraError, UsageError
+    from hpcrl.errors import ExitCode, MissingExtraError, UsageError
     from hpcrl.interpreter import module_command
     from hpcrl.planning import absolute_paths
 
@@ -48,5 +49,15 @@ def warmup(
     command = module_command(sys.executable, "hpcrl.trainer.warmup", "--output", str(target))
     if replace:
         command.append("--replace")
-    result = subprocess.run(command, input=resolved.model_dump_json(), text=True, check=False)
-    raise typer.Exit(result.returncode)
+    # Ctrl-C reaches all processes of the terminal: this one ends the other, which then has time to tidy up
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
+    signal.signal(signal.SIGINT, handler)
+    try:
+        process.communicate(resolved.model_dump_json())
+    except KeyboardInterrupt:
+        process.terminate()
+        process.wait()
+        typer.echo(f"interrupted; {target} was not written", err=True)
+        raise typer.Exit(ExitCode.CANCELLED) from None
+    raise typer.Exit(process.returncode)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hpcrl.cli.options import JsonOption
+from hpcrl.cli.options import JsonOption, confirm
 from hpcrl.cli.selection import RunArgument, RunsRootOption, find
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ def weights_gc(
     if doomed and not dry_run:
         if not yes:
             size = decimal(version_bytes(found, doomed))
-            typer.confirm(f"remove {len(doomed)} versions of {found.name} ({size})?", abort=True, err=True)
+            confirm(f"remove {len(doomed)} versions of {found.name} ({size})?")
         report = collector.collect()
         removed, kept = report.removed, report.kept
         if not as_json:

@@ -48,7 +48,11 @@ class ClusterBase(StrictModel):
     ports: PortsConfig = PortsConfig()
     """Free ports."""
     env: dict[str, str] = {}
-    """Environment variables for all roles. Names that hpcrl sets itself are refused."""
+    """Environment variables for all roles. Names that hpcrl sets itself are refused, and secrets."""
+    secrets: dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], Annotated[str, Field(pattern=r"^[/~$]")]] = {}
+    """Variables of all roles whose values are secrets: name and file. The file is read on the node when a role starts,
+    must belong to the run's user and be readable by nobody else (mode 0600), and is copied nowhere. ``~`` and ``$NAME``
+    are expanded where hpcrl is called."""
     etcd: list[str] = []
     """Endpoints of the site's etcd, for example ``http://etcd-1:2379``. The master of a KV pool is then elected there
     (Mooncake's HA), and engines ask etcd who it is."""

@@ -135,7 +135,8 @@ class NodeConfig(StrictModel):
     fabric: FabricConfig
     """The network between GPUs of different nodes."""
     interface: SlurmWord | None = None
-    """Network interface for TCP between nodes (``ip -br address``). None: what the libraries choose."""
+    """Network interface that servers of a run listen on, and that TCP between nodes goes over (``ip -br address``).
+    None: each node's address as the batch node sees it, never loopback."""
     gpu: GpuConfig = GpuConfig()
     """Memory and rates of a GPU."""
     memory_gb_s: PositiveFloat | None = None

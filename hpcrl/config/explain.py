@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from hpcrl.config.secret_values import hide_value
 from hpcrl.config.yamltree import KeyPath, Origins
 from hpcrl.errors import Finding
 
@@ -46,7 +47,8 @@ def _is_own(details: ErrorDetails) -> bool:
 def _explain(model: type[BaseModel], details: ErrorDetails, origins: Origins, source: Path) -> Finding:
     path, owner = _resolve(model, details["loc"])
     kind, context, given = details["type"], details.get("ctx", {}), details["input"]
-    what, way_out = f"{details['msg'][:1].lower()}{details['msg'][1:]} (it is {_show(given)})", ""
+    shown = hide_value(path, _show(given))
+    what, way_out = f"{details['msg'][:1].lower()}{details['msg'][1:]} (it is {shown})", ""
     if kind == "extra_forbidden":
         known = list(owner.model_fields) if owner is not None else []
         what = "unknown key"
@@ -54,12 +56,12 @@ def _explain(model: type[BaseModel], details: ErrorDetails, origins: Origins, so
     elif kind == "missing":
         what, way_out = "is required", f"add it: {_doc(owner, str(path[-1]))}"
     elif kind in _WANTED:
-        what = f"must be {_WANTED[kind]}, is {_show(given)}"
+        what = f"must be {_WANTED[kind]}, is {shown}"
         way_out = f"{path[-1]}: {_doc(owner, str(path[-1]))}" if path else ""
         if kind.startswith(("int", "float")) and isinstance(given, str) and given.strip():
             way_out = "write the number without quotes" if _is_number(given) else way_out
     elif kind == "literal_error":
-        what = f"must be one of {context['expected']}, is {_show(given)}"
+        what = f"must be one of {context['expected']}, is {shown}"
         way_out = _did_you_mean(str(given), str(context["expected"]).replace("'", "").replace(" or ", ", ").split(", "))
     elif kind == "union_tag_invalid":
         tags = str(context["expected_tags"]).replace("'", "").split(", ")
@@ -68,7 +70,7 @@ def _explain(model: type[BaseModel], details: ErrorDetails, origins: Origins, so
     elif kind == "union_tag_not_found":
         what, way_out = "has no 'kind'", "say which kind it is, for example `kind: words`"
     elif kind == "string_pattern_mismatch":
-        what = f"{_show(given)} does not have the right form"
+        what = f"{shown} does not have the right form"
         way_out = f"it must match {context['pattern']}"
     where = next((origins[path[:n]] for n in range(len(path), 0, -1) if path[:n] in origins), str(source))
     return Finding(where, ".".join(str(part) for part in path), what, way_out)

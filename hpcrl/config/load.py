@@ -14,6 +14,7 @@ from hpcrl.config.cluster import CLUSTER_KINDS, ClusterProfile
 from hpcrl.config.explain import explain_errors
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.resources import find_cluster, find_recipe
+from hpcrl.config.secret_values import find_secrets, hide_setting
 from hpcrl.config.yamltree import KeyPath, Origins, parse_file, parse_value
 from hpcrl.errors import ConfigError, Finding
 
@@ -169,13 +170,14 @@ def _apply_overrides(tree: dict[str, Any], origins: Origins, overrides: Sequence
         try:
             _apply_override(tree, origins, override)
         except ValueError as error:
-            findings.append(Finding("--set", override, str(error), "write it as key.path=value"))
+            findings.append(Finding("--set", hide_setting(override), str(error), "write it as key.path=value"))
     return findings
 
 
 def _validate(
     model: type[M], source: Path, tree: dict[str, Any], origins: Origins, findings: list[Finding]
 ) -> Loaded[M]:
+    findings.extend(find_secrets(tree, origins))
     try:
         value = model.model_validate(tree)
     except ValidationError as error:

@@ -102,6 +102,8 @@ class RoleGroup(StrictModel):
     ports: PositiveInt = 1
     """Neighbouring ports that each node of a replica listens on; ``{port}`` is the first."""
     env: dict[str, str] = {}
+    secrets: dict[str, str] = {}
+    """More variables: files with their values, read where the role starts."""
     after: tuple[Role, ...] = ()
     """Roles that must be ready before this one is started."""
     ready: Annotated[HttpProbe | FileProbe, Field(discriminator="kind")]

@@ -39,6 +39,7 @@ def _owned(name: str) -> str | None:
 
 def _variables(cluster: ClusterProfile) -> Iterator[tuple[str, str]]:
     yield from ((f"cluster.env.{name}", name) for name in cluster.env)
+    yield from ((f"cluster.secrets.{name}", name) for name in cluster.secrets)
     if isinstance(cluster, SlurmCluster):
         for role, env in cluster.env_by_role.items():
             yield from ((f"cluster.env_by_role.{role}.{name}", name) for name in env)

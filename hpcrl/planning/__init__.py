@@ -9,7 +9,14 @@ from hpcrl.planning.plan import (
     make_plan,
     resolve_runs_root,
 )
-from hpcrl.planning.preflight import check_engine_flags, check_model, check_pythons, check_router, check_sizes
+from hpcrl.planning.preflight import (
+    check_engine_flags,
+    check_model,
+    check_pythons,
+    check_router,
+    check_secrets,
+    check_sizes,
+)
 
 __all__ = [
     "absolute_paths",
@@ -19,6 +26,7 @@ __all__ = [
     "check_model",
     "check_pythons",
     "check_router",
+    "check_secrets",
     "check_sizes",
     "default_run_name",
     "make_plan",

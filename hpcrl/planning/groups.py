@@ -10,7 +10,7 @@ from hpcrl.interpreter import module_command
 from hpcrl.planning.dynamo_command import has_events
 from hpcrl.planning.environment import plain, role_variables
 from hpcrl.planning.kv_transfer import disk_command, front_command, has_rdma, side_command, side_ports
-from hpcrl.planning.router_command import ROUTER_PORTS, has_router, router_command
+from hpcrl.planning.router_command import ROUTER_PORTS, asks_health, has_router, router_command
 from hpcrl.planning.store_command import STORE_PORTS, join_command, master_command
 from hpcrl.planning.vllm_command import vllm_command, vllm_ports
 
@@ -29,7 +29,8 @@ def make_groups(recipe: Recipe, cluster: ClusterProfile, run_name: str) -> list[
         _trainer(recipe, cluster, run_name),
     ]
     backend = recipe.engine.backend
-    groups = [group.model_copy(update={"python": cluster.python_of(group.role, backend=backend)}) for group in groups]
+    given = [{"python": cluster.python_of(group.role, backend=backend), "secrets": cluster.secrets} for group in groups]
+    groups = [group.model_copy(update=update) for group, update in zip(groups, given, strict=True)]
     if recipe.job.payload == "probe":
         groups = [_as_probe(group, local=not isinstance(cluster, SlurmCluster)) for group in groups]
     return groups
@@ -174,6 +175,8 @@ def _engine_command(recipe: Recipe, role: Role) -> tuple[str, ...]:
         command += [flag, value]
     if engine.return_routed_experts:
         command.append("--enable-return-routed-experts")
+    if asks_health(recipe):
+        command.append("--open-health")
     return tuple(command)
 
 

@@ -34,6 +34,8 @@ def absolute_paths(recipe: Recipe, cwd: Path) -> Recipe:
 def absolute_site_paths(cluster: ClusterProfile, cwd: Path) -> ClusterProfile:
     """The profile with the directories and interpreters that roles get to see made absolute."""
     cluster = _absolute_pythons(cluster, cwd)
+    secrets = {name: _absolute(path, cwd) for name, path in cluster.secrets.items()}
+    cluster = cluster.model_copy(update={"secrets": secrets})
     if not isinstance(cluster, SlurmCluster):
         return cluster
     given = {"cache": cluster.paths.cache, "scratch": cluster.paths.scratch}
@@ -111,8 +113,9 @@ def _resolve(path: str, cwd: Path) -> Path:
 def _local_attempts(recipe: Recipe) -> AttemptPolicy:
     retries = recipe.job.retry_failures or 0
     if not retries:
-        return AttemptPolicy()
+        return AttemptPolicy(on_change=recipe.job.on_change)
     return AttemptPolicy(
+        on_change=recipe.job.on_change,
         max_attempts=recipe.job.max_attempts,
         max_without_progress=recipe.job.max_attempts_without_progress,
         retries=retries,
@@ -124,6 +127,7 @@ def _attempts(recipe: Recipe, cluster: SlurmCluster) -> AttemptPolicy:
     requeue = job.requeue == "always" or (job.requeue == "auto" and can.requeue and can.scontrol_on_nodes)
     retries = _RETRIES if job.retry_failures is None else job.retry_failures
     return AttemptPolicy(
+        on_change=recipe.job.on_change,
         requeue=requeue,
         max_attempts=job.max_attempts if requeue or retries else 1,
         max_without_progress=job.max_attempts_without_progress if requeue or retries else 1,
@@ -151,6 +155,7 @@ def _container(recipe: Recipe, cluster: SlurmCluster, run_dir: Path) -> Containe
         return None
     own = [str(run_dir.parent), cluster.paths.cache, cluster.paths.scratch, recipe.model.path]
     mounts = [f"{path}:{path}" for path in dict.fromkeys(own) if path is not None]
+    mounts += [f"{path}:{path}:ro" for path in dict.fromkeys(cluster.secrets.values())]
     return Container(
         kind=settings.kind,
         image=settings.image,

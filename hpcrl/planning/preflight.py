@@ -15,6 +15,7 @@ from hpcrl.config.recipe import Recipe
 from hpcrl.errors import ConfigError, Finding, UsageError
 from hpcrl.interpreter import module_command
 from hpcrl.models import ModelFacts, load_arch, load_facts
+from hpcrl.ours import read_secret
 from hpcrl.planning.rules_model import check_model_rules
 
 __all__ = ["check_engine_flags", "check_model", "check_pythons", "check_router", "check_sizes", "find_facts"]
@@ -125,6 +126,24 @@ def check_pythons(plan: Plan, site: Loaded[ClusterProfile]) -> None:
             key, way_out = "vllm_python", "make the environment of engines: python3 tools/bootstrap.py --vllm"
         what = f"{python}, the interpreter of {group.role}, is not there"
         raise ConfigError([Finding(site.where(key), f"cluster.{key}", what, way_out)])
+
+
+def check_secrets(plan: Plan, site: Loaded[ClusterProfile]) -> None:
+    """Check that the files of secrets are there and closed, as far as that can be seen from here.
+
+    Raises
+    ------
+    ConfigError
+        One is missing, or others may read it.
+    """
+    for name, file in {name: file for group in plan.groups for name, file in group.secrets.items()}.items():
+        if isinstance(site.value, SlurmCluster) and not Path(file).parent.is_dir():
+            continue  # on the nodes, perhaps
+        try:
+            read_secret(Path(file))
+        except OSError as error:
+            way_out = f"make it a file of yours with the value in it: chmod 600 {file}"
+            raise ConfigError([Finding(site.where("secrets"), f"secrets.{name}", str(error), way_out)]) from error
 
 
 def check_engine_flags(recipe: Loaded[Recipe], plan: Plan) -> list[str]:

@@ -9,6 +9,8 @@ from enum import StrEnum
 
 import msgspec
 
+from hpcrl.errors import ExitCode, NothingToRestoreError
+from hpcrl.runs.clocks import Clocks
 from hpcrl.runs.role import FailureRecord
 
 __all__ = ["Cause", "CauseKind", "choose_cause", "describe_end", "find_dead_worker", "from_record", "signal_name"]
@@ -47,8 +49,23 @@ class CauseKind(StrEnum):
     """Slurm gave the nodes to another job."""
     NO_PROGRESS = "no_progress"
     """Attempts in a row ended without a new joint checkpoint, or there were too many attempts."""
+    NOTHING_TO_RESTORE = "nothing_to_restore"
+    """The run has saved checkpoints, none can be restored, and it does not begin again by itself."""
+    CHANGED = "changed"
+    """It would run something else than was submitted, and ``job.on_change`` is ``stop``."""
     CANCELLED = "cancelled"
     """Somebody asked for it."""
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """Of the job, and of a command that follows the run."""
+        return _EXIT_CODES.get(self, ExitCode.FAILED)
+
+
+_EXIT_CODES = {
+    CauseKind.NO_PROGRESS: ExitCode.NO_PROGRESS,
+    CauseKind.NOTHING_TO_RESTORE: ExitCode.NOTHING_TO_RESTORE,
+}
 
 
 class Cause(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,6 +89,13 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
         True where it followed from the end of another role.
     dump, frames:
         Stacks of a role that hung: the file, relative to the run directory, and the top frames.
+    details:
+        What else is to be said, in lines, the ways out with it.
+    node:
+        The node by whose clock it was seen, in Slurm's words; empty for the supervisor's own. ``time_s`` is by the
+        supervisor's clock all the same.
+    doubt:
+        Why another failure may have been earlier, as far as clocks tell; empty where it was not.
     """
 
     kind: CauseKind
@@ -87,6 +111,9 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
     secondary: bool = False
     dump: str = ""
     frames: list[str] = []
+    details: list[str] = []
+    node: str = ""
+    doubt: str = ""
 
     @property
     def where(self) -> str:
@@ -114,7 +141,17 @@ def describe_end(exit_code: int | None, signum: int | None) -> str:
 def from_record(record: FailureRecord) -> Cause:
     """What a role said about its own failure, as a candidate."""
     rank = f" rank {record.rank}" if record.rank else ""
-    first_line = record.message.strip().split("\n", 1)[0]
+    first_line, *more = record.message.strip().split("\n")
+    if record.error == NothingToRestoreError.__name__:  # no failure of that role
+        return Cause(
+            kind=CauseKind.NOTHING_TO_RESTORE,
+            time_s=record.time_s,
+            message=first_line,
+            role=record.role,
+            replica=record.replica,
+            error=record.error,
+            details=more,
+        )
     return Cause(
         kind=CauseKind.ERROR,
         time_s=record.time_s,
@@ -125,10 +162,11 @@ def from_record(record: FailureRecord) -> Cause:
         error=record.error,
         traceback=record.traceback,
         secondary=record.secondary,
+        node=record.node,
     )
 
 
-def choose_cause(ends: Iterable[Cause], records: Sequence[FailureRecord]) -> Cause | None:
+def choose_cause(ends: Iterable[Cause], records: Sequence[FailureRecord], clocks: Clocks | None = None) -> Cause | None:
     """The first primary candidate by time; a secondary one only where there is no other.
 
     Parameters
@@ -137,6 +175,9 @@ def choose_cause(ends: Iterable[Cause], records: Sequence[FailureRecord]) -> Cau
         What the supervisor saw: ends of roles nobody had asked to stop, deadlines, its own troubles.
     records:
         What the roles wrote before they were asked to stop.
+    clocks:
+        Those of the attempt's nodes, by which times were corrected: where they do not tell which of two failures was
+        earlier, the cause says so (`Cause.doubt`).
 
     Notes
     -----
@@ -159,7 +200,23 @@ def choose_cause(ends: Iterable[Cause], records: Sequence[FailureRecord]) -> Cau
         # a worker died before its sisters complained; the launcher of the ranks only told us later
         time_s = min(end.time_s, first_word) if end.rank is not None and end.signal is not None else end.time_s
         candidates.append(msgspec.structs.replace(end, time_s=time_s, secondary=end.secondary or follows))
-    return min(candidates, key=lambda cause: (cause.secondary, cause.time_s), default=None)
+    first = min(candidates, key=lambda cause: (cause.secondary, cause.time_s), default=None)
+    if first is None or clocks is None:
+        return first
+    return msgspec.structs.replace(first, doubt=_doubt(first, candidates, clocks))
+
+
+def _doubt(first: Cause, candidates: Sequence[Cause], clocks: Clocks) -> str:
+    """Whose failure may have been earlier than the first; empty where the clocks are good enough."""
+    for other in sorted(candidates, key=lambda cause: cause.time_s):
+        if other.secondary != first.secondary or other.node == first.node:
+            continue  # one of the two is a consequence; or both times are of one clock
+        clock = clocks.compared(first.node, other.node)
+        if other.time_s - first.time_s < clock.uncertain_s:
+            nodes = " and ".join(node or "the supervisor's node" for node in (first.node, other.node))
+            who = f"{first.where} or {other.where}"
+            return f"the clocks of {nodes} differ by {clock}: whether {who} failed first cannot be told"
+    return ""
 
 
 #: torchrun's words about the first worker that it saw dead, for example

@@ -16,6 +16,7 @@ import msgspec
 
 from hpcrl import reporting
 from hpcrl.reporting import Outage, ReportedLines
+from hpcrl.runs.clocks import Clocks, own_node
 from hpcrl.runs.rundir import RunDir
 
 __all__ = ["Event", "EventWriter", "read_events"]
@@ -32,7 +33,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     Attributes
     ----------
     time_s:
-        Seconds since the epoch by the writer's clock.
+        Seconds since the epoch: in the file by the writer's clock, as read by the supervisor's.
     attempt:
         Attempt it belongs to.
     writer:
@@ -41,6 +42,8 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
         Dotted name, for example ``engine.weights_updated``; docs/events.md lists them.
     data:
         Details.
+    node:
+        Slurm's name of the writer's node; empty outside of Slurm.
     """
 
     time_s: float
@@ -48,6 +51,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     writer: str
     kind: str
     data: dict[str, Any] = {}
+    node: str = ""
 
 
 class EventWriter:
@@ -57,14 +61,16 @@ class EventWriter:
     """
 
     def __init__(self, run: RunDir, *, attempt: int, writer: str) -> None:
-        self.attempt, self.writer = attempt, writer
+        self.attempt, self.writer, self._node = attempt, writer, own_node()
         self._run = run
         path = run.events_dir / f"{attempt:04d}-{writer}.jsonl"
         self._lines = ReportedLines(path, on_caught_up=self.caught_up)
 
     def emit(self, kind: str, **data: Any) -> None:
         """Record that ``kind`` happened now, and say so in the log. ``data`` must be encodable as JSON."""
-        event = Event(time_s=time.time(), attempt=self.attempt, writer=self.writer, kind=kind, data=data)
+        event = Event(
+            time_s=time.time(), attempt=self.attempt, writer=self.writer, kind=kind, data=data, node=self._node
+        )
         self._lines.append(msgspec.json.encode(event))
         _log.info("%s %s", kind, " ".join(f"{name}={_short(value)}" for name, value in data.items()))
 
@@ -110,10 +116,18 @@ def _read_file(path: Path, kind: str) -> Iterator[Event]:
 
 
 def read_events(run: RunDir, *, attempt: int | None = None, kind: str = "") -> list[Event]:
-    """All events of a run (or of one attempt, or of one kind) in time order."""
+    """All events of a run (or of one attempt, or of one kind) in time order, by the supervisor's clock."""
     reporting.flush(_OWN_S, directory=run.events_dir)  # a process reads what it has said itself
     pattern = "*.jsonl" if attempt is None else f"{attempt:04d}-*.jsonl"
     if not run.events_dir.is_dir():
         return []
     events = [event for path in sorted(run.events_dir.glob(pattern)) for event in _read_file(path, kind)]
+    clocks = {number: Clocks.read(run, number) for number in {event.attempt for event in events if event.node}}
+    if any(clock.differs for known in clocks.values() for clock in known.nodes.values()):
+        events = [
+            msgspec.structs.replace(event, time_s=clocks[event.attempt].corrected(event.time_s, event.node))
+            if event.node
+            else event
+            for event in events
+        ]
     return sorted(events, key=lambda event: event.time_s)

@@ -16,10 +16,13 @@ from pathlib import Path
 from typing import NoReturn
 
 import msgspec
+from msgspec.structs import replace
 
+from hpcrl.credentials import Credentials
 from hpcrl.errors import HpcrlError, PeerLostError
 from hpcrl.fs import atomic_write
 from hpcrl.reporting import ReportedFile
+from hpcrl.runs.clocks import Clocks, own_node
 from hpcrl.runs.events import EventWriter
 from hpcrl.runs.progress import ProgressReporter, progress_path
 from hpcrl.runs.rundir import RunDir
@@ -115,8 +118,12 @@ class FailureRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes
     ----------
+    time_s:
+        Seconds since the epoch; in the file by the clock of the node.
     secondary:
         True where it failed because another role went away.
+    node:
+        Slurm's name of the node; empty outside of Slurm.
     """
 
     time_s: float
@@ -127,10 +134,11 @@ class FailureRecord(msgspec.Struct, frozen=True, kw_only=True):
     message: str
     traceback: str
     secondary: bool
+    node: str = ""
 
     @staticmethod
     def read_all(run: RunDir, attempt: int) -> list[FailureRecord]:
-        """The failure records of an attempt in time order."""
+        """The failure records of an attempt in time order, with times by the supervisor's clock."""
         records = []
         directory = run.attempt_dir(attempt) / "failures"
         try:
@@ -149,6 +157,9 @@ class FailureRecord(msgspec.Struct, frozen=True, kw_only=True):
                 _log.warning("%s is not a failure record", directory / name)
             except OSError as error:
                 _log.warning("%s cannot be read now: %s", directory / name, error)
+        if any(record.node for record in records):
+            clocks = Clocks.read(run, attempt)
+            records = [replace(r, time_s=clocks.corrected(r.time_s, r.node)) for r in records]
         return sorted(records, key=lambda record: record.time_s)
 
 
@@ -174,6 +185,11 @@ class RoleContext:
     def writer(self) -> str:
         """Name in event files."""
         return f"{self.role}-{self.replica}" + (f".{self.rank}" if self.rank else "")
+
+    @property
+    def credentials(self) -> Credentials:
+        """For requests to other roles of the attempt (RunDirError where the token cannot be read)."""
+        return Credentials.of_run(self.run.path, self.attempt)
 
     def events(self) -> EventWriter:
         """A writer for the events of this process."""
@@ -204,6 +220,7 @@ class RoleContext:
             message=str(error),
             traceback="".join(traceback.format_exception(error)),
             secondary=isinstance(error, PeerLostError),
+            node=own_node(),
         )
         file = ReportedFile(self.run.attempt_dir(self.attempt) / "failures" / f"{self.writer}.json")
         file.put(msgspec.json.format(msgspec.json.encode(record), indent=2))
@@ -231,12 +248,15 @@ class Complaint(msgspec.Struct, frozen=True, kw_only=True):
         Whom it is about.
     message:
         What is wrong, as the end of a sentence that begins with the replica.
+    node:
+        Slurm's name of the node of who complains; empty outside of Slurm.
     """
 
     time_s: float
     role: str
     replica: int
     message: str
+    node: str = ""
 
     @staticmethod
     def _directory(run: RunDir, attempt: int) -> Path:
@@ -248,13 +268,15 @@ class Complaint(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def read_all(cls, run: RunDir, attempt: int) -> list[Complaint]:
-        """The newest complaint about each replica."""
-        complaints = []
+        """The newest complaint about each replica, with times by the supervisor's clock."""
+        complaints, clocks = [], None
         for path in cls._directory(run, attempt).glob("[!.]*.json"):
             try:
-                complaints.append(msgspec.json.decode(path.read_bytes(), type=cls))
+                complaint = msgspec.json.decode(path.read_bytes(), type=cls)
             except (OSError, msgspec.DecodeError):
                 continue  # being replaced
+            clocks = clocks or Clocks.read(run, attempt)
+            complaints.append(replace(complaint, time_s=clocks.corrected(complaint.time_s, complaint.node)))
         return complaints
 
 

@@ -9,6 +9,7 @@ import msgspec
 from hpcrl import procfs
 from hpcrl.fs import atomic_write
 from hpcrl.runs.cause import Cause
+from hpcrl.runs.clocks import Clock
 from hpcrl.runs.rundir import RunDir
 
 __all__ = ["HEARTBEAT_S", "ComponentState", "ComponentStatus", "ProcessId", "ReplicaJob", "RunState", "RunStatus"]
@@ -192,6 +193,8 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
         Seconds since the epoch.
     components:
         All replicas of all roles.
+    clocks:
+        How far the clocks of the attempt's nodes are ahead of the supervisor's; empty outside of Slurm.
     """
 
     run_id: str
@@ -203,6 +206,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     ended_at_s: float | None = None
     cause: Cause | None = None
     components: list[ComponentStatus] = []
+    clocks: dict[str, Clock] = {}
     format_version: int = FORMAT_VERSION
 
     def encode(self) -> bytes:

@@ -22,6 +22,7 @@ __all__ = [
     "Launch",
     "allocations_from_env",
     "gpu_options",
+    "launch_on_nodes",
     "launch_replica",
     "outside_environment",
     "step_environment",
@@ -201,7 +202,7 @@ def launch_replica(
     component = plan.component(group)
     allocation, hosts = _hosts(plan, group, replica, allocations)
     tasks = group.nodes * group.tasks_per_node
-    argv = ["srun", *_which_job(plan, group, allocation)]
+    argv = ["srun", *_which_job(plan, group.component, allocation)]
     argv += [
         f"--job-name={group.role.value}-{replica}",
         f"--nodes={group.nodes}",
@@ -224,6 +225,38 @@ def launch_replica(
     return Launch((*argv, *_contained(plan.container, group, component, command, cwd)), hosts, tasks)
 
 
+def launch_on_nodes(plan: Plan, component: int, allocation: Allocation, *, command: Sequence[str]) -> Launch:
+    """How one task of our own is started on each node of an allocation, beside whatever runs there.
+
+    It runs on the node itself, also where roles run in a container: it asks about the node.
+
+    Parameters
+    ----------
+    component:
+        Index of the layout's component that the allocation is of.
+    command:
+        What each task executes.
+    """
+    nodes = len(allocation.hosts)
+    argv = [
+        "srun",
+        *_which_job(plan, component, allocation),
+        "--job-name=nodes",
+        f"--nodes={nodes}",
+        f"--nodelist={','.join(allocation.hosts)}",
+        f"--ntasks={nodes}",
+        "--ntasks-per-node=1",
+        *_share(plan.layout.components[component], beside=True),
+        "--cpu-bind=none",
+        "--mpi=none",
+        "--kill-on-bad-exit=1",
+        "--wait=0",
+        "--export=ALL",
+        *command,
+    ]
+    return Launch(tuple(argv), allocation.hosts, nodes)
+
+
 def _hosts(plan: Plan, group: RoleGroup, replica: int, allocations: Allocations) -> tuple[Allocation, tuple[str, ...]]:
     job, places = plan.place(group, replica)
     allocation = allocations.get((group.component, job))
@@ -238,12 +271,12 @@ def _hosts(plan: Plan, group: RoleGroup, replica: int, allocations: Allocations)
     return allocation, allocation.hosts[places.start : places.stop]
 
 
-def _which_job(plan: Plan, group: RoleGroup, allocation: Allocation) -> list[str]:
+def _which_job(plan: Plan, component: int, allocation: Allocation) -> list[str]:
     if allocation.job_id is not None:
         return [f"--jobid={allocation.job_id}"]
     # srun refuses the option in a job that is not heterogeneous, and takes group 0 without it in one that is
     heterogeneous = plan.layout.kind == "hetjob" and len(plan.layout.components) > 1
-    return [f"--het-group={group.component}"] if heterogeneous else []
+    return [f"--het-group={component}"] if heterogeneous else []
 
 
 def _share(component: Component, *, beside: bool) -> list[str]:

@@ -12,8 +12,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from hpcrl.reporting import ReportedFile
 from hpcrl.runs.cause import Cause
+from hpcrl.runs.clocks import Clocks
 from hpcrl.runs.events import EventWriter
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import HEARTBEAT_S, ProcessId, RunState, RunStatus
@@ -32,6 +35,7 @@ class Board:
         self.state = RunState.STARTING
         self.cause: Cause | None = None
         self.components: Sequence[Component] = ()
+        self._clocks = Clocks()
         self._started_at_s = time.time()
         self._ended_at_s: float | None = None
         self._written_at = 0.0
@@ -41,6 +45,7 @@ class Board:
         self._myself = myself
         self._events = EventWriter(run, attempt=attempt, writer="supervisor")
         self._file = ReportedFile(run.status_path, on_caught_up=self._events.caught_up)
+        self._clocks_file = ReportedFile(Clocks.path(run, attempt), on_caught_up=self._events.caught_up)
 
     def emit(self, kind: str, **data: Any) -> None:
         """Append an event."""
@@ -61,6 +66,18 @@ class Board:
 
     def changed(self) -> None:
         """Something that the status shows has changed: write it with the next tick."""
+        self._dirty = True
+
+    def note_clocks(self, clocks: Clocks) -> None:
+        """Write down how far the clocks of nodes are off, where that is news."""
+        if clocks == self._clocks:
+            return
+        news = {name: clock for name, clock in clocks.nodes.items() if clock != self._clocks.nodes.get(name)}
+        self._clocks = clocks
+        self._clocks_file.put(clocks.encode())
+        self.emit("nodes.clocks", nodes=msgspec.to_builtins(news))
+        if far := clocks.far:
+            _log.warning("clocks are off: %s", ", ".join(f"{name} by {clock}" for name, clock in far.items()))
         self._dirty = True
 
     def enter(self, state: RunState, cause: Cause | None = None) -> None:
@@ -96,6 +113,7 @@ class Board:
             ended_at_s=self._ended_at_s,
             cause=self.cause,
             components=[component.status() for component in self.components],
+            clocks=self._clocks.nodes,
         )
         self._file.put(status.encode())
 

@@ -52,6 +52,7 @@ def explain_end(component: Component, end: End, log: Path) -> Cause:
         rank=rank,
         exit_code=end.exit_code if signum is None else None,
         signal=signum,
+        node=end.node,
     )
 
 

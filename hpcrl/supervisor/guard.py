@@ -35,9 +35,11 @@ import select
 import signal
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from hpcrl import procfs
+from hpcrl.ours import read_secret
 from hpcrl.supervisor.leftovers import Scratch
 from hpcrl.supervisor.stacks import dump_stacks
 
@@ -86,6 +88,11 @@ def fill_node_rank(part: str, node_rank: int, hosts: Sequence[str] = ()) -> str:
         return str(value if match[1] is None else int(match[1]) - value)
 
     return _NODE_RANK.sub(filled, part)
+
+
+def _own_node() -> str:
+    """See `hpcrl.runs.clocks.own_node`, which is no part of the standard library."""
+    return os.environ.get("SLURMD_NODENAME", "")
 
 
 class Guard:
@@ -188,7 +195,8 @@ class Guard:
 
     def _report(self, **report: Any) -> None:
         with contextlib.suppress(OSError):  # nobody listens any more
-            os.write(1, json.dumps({"task": self._task, "time_s": time.time(), **report}).encode() + b"\n")
+            said = {"task": self._task, "node": _own_node(), "time_s": time.time(), **report}
+            os.write(1, json.dumps(said).encode() + b"\n")
 
     def _record(self, kind: str, **data: Any) -> None:
         """Append to the events of the run, in the format of `hpcrl.runs.events`."""
@@ -198,6 +206,7 @@ class Guard:
             "writer": self._spec["events_writer"] + (f"-{self._task}" if self._task else ""),
             "kind": kind,
             "data": data,
+            "node": _own_node(),
         }
         with contextlib.suppress(OSError):
             path = self._spec["events_path"]
@@ -289,6 +298,7 @@ class Guard:
             node_rank = int(os.environ["SLURM_NODEID"])
             command = [fill_node_rank(part, node_rank, spec["hosts"]) for part in command]
             env = {**{name: value for name, value in os.environ.items() if not name.startswith(_OURS)}, **env}
+        env |= {name: read_secret(Path(file)) for name, file in spec.get("secrets", {}).items()}
         os.execvpe(command[0], command, env)
 
     def _reap(self) -> None:

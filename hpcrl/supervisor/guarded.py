@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from hpcrl.interpreter import module_command, with_safe_path
+from hpcrl.runs.clocks import Clocks
 from hpcrl.supervisor.guard import KIND_VARIABLE, RUN_ID_VARIABLE
 
 __all__ = ["Dump", "End", "GuardedProcess", "ProcessSpec", "RunningProcess", "guard_command", "start_guarded"]
@@ -20,6 +21,8 @@ __all__ = ["Dump", "End", "GuardedProcess", "ProcessSpec", "RunningProcess", "gu
 _log = logging.getLogger(__name__)
 _ANSWER_S = 30.0
 """What guards get beyond the grace to end their roles and report, before it is done over their heads."""
+_NO_TASKS_S = 2.0
+"""The same where no task has begun: there may be nobody who could obey."""
 
 
 class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,6 +49,8 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
         How often this replica was started before in this attempt.
     scratch:
         Directory on the node for the temporary directory of the replica; empty for the node's own choice.
+    secrets:
+        More variables: files with their values, which the guard reads.
     """
 
     role: str
@@ -62,6 +67,7 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     hosts: Sequence[str] = ()
     restart: int = 0
     scratch: str = ""
+    secrets: Mapping[str, str] = {}
 
 
 class Dump(NamedTuple):
@@ -91,13 +97,15 @@ class End(NamedTuple):
     Attributes
     ----------
     time_s:
-        Seconds since the epoch, by the guard's clock where it could say.
+        Seconds since the epoch, where the guard could say by its clock, corrected to ours.
     exit_code, signal:
         One of the two; both None where nobody saw it.
     guard_lost:
         The guard went away first, and the role with it.
     spawn_error:
         Why the command could not be started at all.
+    node:
+        Slurm's name of the node whose guard said it; empty where none did, or on this machine.
     guard_signal:
         Signal by which somebody else than the supervisor had told the guard to end it; under Slurm, that is Slurm.
     """
@@ -108,6 +116,7 @@ class End(NamedTuple):
     guard_lost: bool = False
     spawn_error: str = ""
     guard_signal: int | None = None
+    node: str = ""
 
     @property
     def clean(self) -> bool:
@@ -141,6 +150,9 @@ class RunningProcess(Protocol):
     def kill(self) -> None:
         """SIGKILL to all of it."""
 
+    def cut_off(self) -> None:
+        """SIGKILL to the process right below us: guards see their pipe close, and what hangs is for others to end."""
+
     async def dump(self, path: str, *, timeout_s: float) -> Dump:
         """Write the stacks of all its processes to files whose names begin with ``path``."""
 
@@ -151,9 +163,12 @@ def guard_command(python: str) -> list[str]:
 
 
 async def start_guarded(
-    argv: Sequence[str], spec: ProcessSpec, *, env: Mapping[str, str], tasks: int = 1
+    argv: Sequence[str], spec: ProcessSpec, *, env: Mapping[str, str], tasks: int = 1, clocks: Clocks | None = None
 ) -> GuardedProcess:
-    """Start guards by a command line that joins their standard streams to ours, and tell them what to run."""
+    """Start guards by a command line that joins their standard streams to ours, and tell them what to run.
+
+    Times that guards tell are corrected by ``clocks``.
+    """
     # not asyncio's own subprocesses: their transports SIGKILL the child when the loop closes on an error,
     # where the guard must live to clean up
     process = subprocess.Popen(
@@ -167,7 +182,7 @@ async def start_guarded(
     reports = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reports), process.stdout)
     orders, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, process.stdin)
-    return GuardedProcess(process, spec, orders, reports, tasks=tasks)
+    return GuardedProcess(process, spec, orders, reports, tasks=tasks, clocks=clocks)
 
 
 class GuardedProcess:
@@ -188,9 +203,11 @@ class GuardedProcess:
         reports: asyncio.StreamReader,
         *,
         tasks: int = 1,
+        clocks: Clocks | None = None,
     ) -> None:
         self._process, self._orders, self._reports = process, orders, reports
         self._grace_s, self._tasks, self._in_step = spec.grace_s, tasks, spec.in_step
+        self._clocks = clocks or Clocks()
         self._running: dict[int, int] = {}
         self._told: set[int] = set()
         self._clean_ends = 0
@@ -232,7 +249,9 @@ class GuardedProcess:
     def stop(self, grace_s: float) -> None:
         """See `RunningProcess.stop`."""
         self._send({"order": "stop", "grace_s": grace_s})
-        self._insist(grace_s, self._demand_kill)
+        # srun that waits for its nodes hears no order: without a task there is nothing to end in order
+        waits = self._in_step and not self._started.done()
+        self._insist(_NO_TASKS_S - _ANSWER_S if waits else grace_s, self._cut_off if waits else self._demand_kill)
 
     def kill(self) -> None:
         """See `RunningProcess.kill`."""
@@ -255,9 +274,13 @@ class GuardedProcess:
         self.kill()
 
     def _cut_off(self) -> None:
-        """What hangs on a node is Slurm's to end, or that of `Launcher.end_orphans`."""
-        _log.warning("%s: not all guards obeyed within %g s; they are cut off", self._who, _ANSWER_S)
-        self._process.kill()
+        _log.warning("%s: not all guards obeyed in time; they are cut off", self._who)
+        self.cut_off()
+
+    def cut_off(self) -> None:
+        """See `RunningProcess.cut_off`. What hangs on a node is Slurm's to end, or that of `Launcher.end_orphans`."""
+        if not self._reader.done():
+            self._process.kill()
 
     async def dump(self, path: str, *, timeout_s: float) -> Dump:
         """See `RunningProcess.dump`."""
@@ -281,6 +304,7 @@ class GuardedProcess:
         while line := await self._reports.readline():
             report = msgspec.json.decode(line)
             task = report.pop("task")
+            report["time_s"] = self._clocks.corrected(report["time_s"], report["node"])
             match report.pop("report"):
                 case "started":
                     self._running[task] = report["pid"]
@@ -288,7 +312,7 @@ class GuardedProcess:
                         self._started.set_result(self._running[0])
                 case "spawn_failed":
                     self._told.add(task)
-                    self._task_ended(End(report["time_s"], spawn_error=report["error"]))
+                    self._task_ended(End(report["time_s"], spawn_error=report["error"], node=report["node"]))
                 case "dumped":
                     self._dumps.append(Dump([report["path"]], report["frames"], report["stopped"], report["problem"]))
                     if len(self._dumps) == self._tasks and not self._dumped.done():

@@ -12,8 +12,10 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol
 
 from hpcrl.config.plan import Plan, Role, RoleGroup
+from hpcrl.interfaces import http_url
 from hpcrl.ports import choose_blocks
 from hpcrl.runs.cause import CauseKind
+from hpcrl.runs.clocks import Clocks
 from hpcrl.runs.rundir import RunDir
 from hpcrl.supervisor.guarded import ProcessSpec, RunningProcess, guard_command, start_guarded
 from hpcrl.supervisor.sweep import end_orphans, sweep
@@ -42,12 +44,12 @@ class Address(NamedTuple):
     @property
     def url(self) -> str:
         """Of the replica's first server."""
-        return f"http://{self.host}:{self.port}"
+        return http_url(self.host, self.port)
 
     @property
     def urls(self) -> tuple[str, ...]:
         """Of all of its servers, in the order of ranks."""
-        return tuple(f"http://{host}:{port}" for host, port in self.servers) or (self.url,)
+        return tuple(http_url(host, port) for host, port in self.servers) or (self.url,)
 
 
 class Launcher(Protocol):
@@ -57,8 +59,20 @@ class Launcher(Protocol):
     def in_step(self) -> bool:
         """Whether replicas are steps of a Slurm job."""
 
+    @property
+    def clocks(self) -> Clocks:
+        """How far the clocks of nodes are ahead of ours; known after `place`."""
+
     def place(self, plan: Plan) -> dict[tuple[Role, int], Address]:
-        """Choose host and port of every replica of every role (HpcrlError where that cannot be)."""
+        """Choose host and port of every replica of every role. Blocks until the nodes have answered.
+
+        Raises
+        ------
+        NodesSilentError
+            Not all of them did.
+        HpcrlError
+            An address or port cannot be had.
+        """
 
     async def start(self, spec: ProcessSpec) -> RunningProcess:
         """Start a replica; returns as soon as its guard runs."""
@@ -86,6 +100,7 @@ class LocalLauncher:
 
     host = "127.0.0.1"
     in_step = False
+    clocks = Clocks()
 
     def place(self, plan: Plan) -> dict[tuple[Role, int], Address]:
         """See `Launcher.place`."""

@@ -14,7 +14,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from hpcrl import procfs
@@ -23,21 +23,34 @@ from hpcrl.config.plan import Plan, Role, RoleGroup
 from hpcrl.errors import HpcrlError
 from hpcrl.ports import choose_blocks
 from hpcrl.runs.cause import CauseKind
+from hpcrl.runs.clocks import Clocks
 from hpcrl.runs.rundir import RunDir
 from hpcrl.slurm.client import SlurmClient
 from hpcrl.slurm.errors import SlurmError
-from hpcrl.slurm.launch import Allocation, allocations_from_env, launch_replica, outside_environment, step_environment
+from hpcrl.slurm.launch import (
+    Allocation,
+    Allocations,
+    allocations_from_env,
+    launch_on_nodes,
+    launch_replica,
+    outside_environment,
+    step_environment,
+)
 from hpcrl.slurm.states import JobState, parse_state
+from hpcrl.supervisor.addresses import choose_addresses
 from hpcrl.supervisor.guard import end_processes
 from hpcrl.supervisor.guarded import ProcessSpec, RunningProcess, guard_command, start_guarded
 from hpcrl.supervisor.launcher import Address
 from hpcrl.supervisor.nodes import nodes_to_exclude, stay_away
+from hpcrl.supervisor.survey import Survey
 from hpcrl.supervisor.sweep import reap
 
 __all__ = ["StepLauncher"]
 
 _log = logging.getLogger(__name__)
 _TELL_S = 5.0
+_REPLICA_S = 60.0
+"""Longest wait for the nodes of one replica to answer."""
 _ANY_ADDRESS = "0.0.0.0"  # servers of torch listen on all addresses
 
 
@@ -54,6 +67,11 @@ class StepLauncher:
         Asked for the addresses of nodes.
     inside:
         The job was there before, and may have more nodes than the plan.
+
+    Attributes
+    ----------
+    clocks:
+        How far the clocks of nodes are ahead of ours, as far as nodes were asked.
     """
 
     in_step = True
@@ -74,7 +92,10 @@ class StepLauncher:
         self._plan: Plan | None = None
         self._allocations: dict[tuple[int, int], Allocation] = {}
         self._addresses: dict[str, str] = {}
+        self._reached: dict[str, str] = {}
+        self._start_timeout_s = cluster.limits.start_timeout_s
         self._ports: set[int] = set()
+        self.clocks = Clocks()
 
     def place(self, plan: Plan) -> dict[tuple[Role, int], Address]:
         """See `hpcrl.supervisor.launcher.Launcher.place`.
@@ -84,7 +105,8 @@ class StepLauncher:
         """
         self._plan = plan
         self._allocations = allocations_from_env(plan, self._environ, spare=self._inside)
-        addresses = self._node_addresses({host for mine in self._allocations.values() for host in mine.hosts})
+        self._reached, self.clocks = {}, Clocks()
+        addresses = self._survey(self._allocations)
         here = [group for group in plan.groups if not plan.own_jobs(group)]
         replicas = [(group, replica) for group in here for replica in range(group.replicas)]
         sizes = [group.ports for group, _ in replicas]
@@ -93,13 +115,13 @@ class StepLauncher:
         for (group, replica), port in zip(replicas, ports, strict=True):
             job, places = plan.place(group, replica)
             hosts = self._allocations[group.component, job].hosts[places.start : places.stop]
-            reached = [addresses.get(host, host) for host in hosts]
+            reached = [addresses[host] for host in hosts]
             placed[group.role, replica] = Address.of(group, reached, port, nodes=hosts)
         self._ports = {port + i for port, size in zip(ports, sizes, strict=True) for i in range(size)}
         return placed
 
     def enter_job(self, group: RoleGroup, replica: int, allocation: Allocation) -> Address:
-        """See `hpcrl.supervisor.elastic.PlacesReplicas`. Blocks for a moment."""
+        """See `hpcrl.supervisor.elastic.PlacesReplicas`. Blocks until the nodes have answered."""
         assert self._plan is not None, "place comes first"
         job, _ = self._plan.place(group, replica)
         self._allocations[group.component, job] = allocation
@@ -109,8 +131,8 @@ class StepLauncher:
         except HpcrlError:  # replicas that left keep theirs: on other nodes the same ports do no harm
             (port,) = choose_blocks([group.ports], first=first, last=last, host=_ANY_ADDRESS)
         self._ports.update(range(port, port + group.ports))
-        addresses = self._node_addresses(allocation.hosts)
-        reached = [addresses.get(host, host) for host in allocation.hosts]
+        addresses = self._survey({(group.component, job): allocation})
+        reached = [addresses[host] for host in allocation.hosts]
         return Address.of(group, reached, port, nodes=allocation.hosts)
 
     def clear_job(self, allocation: Allocation) -> None:
@@ -120,6 +142,36 @@ class StepLauncher:
             self._client.cancel(int(allocation.job_id), signal="TERM")
         except SlurmError as error:
             _log.warning("steps of job %s could not be ended: %s", allocation.job_id, error)
+
+    def _survey(self, allocations: Allocations) -> dict[str, str]:
+        """Ask nodes where they can be reached, and how far their clocks are off; returns addresses by node name."""
+        assert self._plan is not None, "place comes first"
+        commands: list[tuple[Sequence[str], Sequence[str]]] = []
+        interfaces: dict[str, str | None] = {}
+        outside = any(allocation.job_id is not None for allocation in allocations.values())
+        for (component, _), allocation in allocations.items():
+            launch = launch_on_nodes(
+                self._plan, component, allocation, command=[sys.executable, "-P", "-m", "hpcrl.supervisor.node_answers"]
+            )
+            commands.append((launch.argv, launch.hosts))
+            interfaces |= dict.fromkeys(allocation.hosts, self._interface(component))
+        env = outside_environment(self._environ) if outside else step_environment(self._environ)
+        slurms = self._node_addresses(list(interfaces))
+        known = {host: slurms.get(host, host) for host in interfaces}
+        # the keeper of replicas has others to look after
+        timeout_s = min(_REPLICA_S, self._start_timeout_s) if outside else self._start_timeout_s
+        with Survey(commands, env=env, timeout_s=timeout_s) as survey:
+            several = self._plan.layout.nodes > 1
+            found = choose_addresses(survey, interfaces=interfaces, known=known, several=several, others=self._reached)
+            self._reached |= found
+            self.clocks = Clocks({**self.clocks.nodes, **survey.clocks()})
+        return found
+
+    def _interface(self, component: int) -> str | None:
+        """What the profile calls the interface of a component's nodes."""
+        assert self._plan is not None
+        role = Role(self._plan.layout.components[component].roles[0])
+        return self._cluster.partitions[self._cluster.partition_name(role)].node.interface
 
     def _node_addresses(self, hosts: Collection[str]) -> dict[str, str]:
         """What to connect to, by node name; nothing where Slurm cannot be asked on nodes: names resolve there.
@@ -145,7 +197,7 @@ class StepLauncher:
         )
         outside = self._plan.own_jobs(group)
         env = outside_environment(self._environ) if outside else step_environment(self._environ)
-        return await start_guarded(launch.argv, spec, env=env, tasks=launch.tasks)
+        return await start_guarded(launch.argv, spec, env=env, tasks=launch.tasks, clocks=self.clocks)
 
     def sweep(self, run_id: str) -> list[int]:
         """See `hpcrl.supervisor.launcher.Launcher.sweep`. Slurm ends what a job leaves behind."""

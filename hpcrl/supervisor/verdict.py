@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpcrl.runs.cause import Cause, CauseKind, choose_cause
+from hpcrl.runs.clocks import Clocks
 from hpcrl.runs.role import FailureRecord
 from hpcrl.runs.rundir import RunDir
 from hpcrl.supervisor.component import Component
@@ -24,7 +25,12 @@ def current_records(run: RunDir, attempt: int, components: Sequence[Component]) 
 
 
 def first_cause(
-    ends: Sequence[Cause], records: Sequence[FailureRecord], components: Sequence[Component], *, stopped_at_s: float
+    ends: Sequence[Cause],
+    records: Sequence[FailureRecord],
+    components: Sequence[Component],
+    *,
+    stopped_at_s: float,
+    clocks: Clocks,
 ) -> Cause | None:
     """The first error; None where nothing failed.
 
@@ -36,11 +42,18 @@ def first_cause(
         What roles said (`current_records`).
     stopped_at_s:
         When the end was decided: what a role says after it was asked to stop is no cause.
+    clocks:
+        Those of the nodes, by which times were corrected.
     """
     if not ends:
         return None
     limits = {(c.role.value, c.replica): c.stop_asked_at_s or stopped_at_s for c in components}
-    cause = choose_cause(ends, [r for r in records if r.time_s <= limits.get((r.role, r.replica), stopped_at_s)])
+
+    def before_the_end(record: FailureRecord) -> bool:
+        limit_s = limits.get((record.role, record.replica), stopped_at_s)
+        return record.time_s <= limit_s + clocks.compared(record.node, "").uncertain_s
+
+    cause = choose_cause(ends, [record for record in records if before_the_end(record)], clocks)
     absent = [c for c in components if c.restarts.count and c.ready_at_s is None]
     if cause is not None and cause.secondary and absent:
         # who lost a peer names no cause; an engine that is away just then is one

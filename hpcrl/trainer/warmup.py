@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
 from hpcrl.config.recipe import OptimizerConfig, Recipe, WarmupConfig
-from hpcrl.errors import HpcrlError, UsageError
+from hpcrl.errors import HpcrlError, UsageError, refusal
 from hpcrl.fs import StagedDirectory, write_json
 from hpcrl.models.arch import ModelArch
 from hpcrl.models.tokenizer import ChatTokenizer, write_character_tokenizer
-from hpcrl.rollouts.environments import build_environments
+from hpcrl.rollouts.environments import build_environments, hosted
 from hpcrl.trainer.demonstrations import DemonstrationSource
 from hpcrl.trainer.models.hf import to_hf_tensors
 from hpcrl.trainer.models.qwen3_moe import Qwen3Moe
@@ -74,13 +76,17 @@ def make_start_model(
     if output.exists() and not replace:
         raise UsageError(f"{output} exists already\n    way out: use it as it is, remove it, or replace it (--replace)")
     stage = StagedDirectory(output, token=f"warmup-{os.getpid()}")
+    processes = ExitStack()
     try:
         stage.create()
         vocab_size, eos_token_id = write_character_tokenizer(stage.path)
         arch = _arch(config, vocab_size, eos_token_id)
         tokenizer = ChatTokenizer(stage.path)
+        environments = build_environments(recipe)
+        for environment in hosted(environments):
+            processes.callback(environment.close)
         source = DemonstrationSource(
-            build_environments(recipe),
+            environments,
             [environment.weight for environment in recipe.environments],
             tokenizer,
             correct_share=config.correct_share,
@@ -94,6 +100,8 @@ def make_start_model(
     except BaseException:
         stage.discard()
         raise
+    finally:
+        processes.close()
     return loss
 
 
@@ -178,14 +186,19 @@ def main() -> int:
     arguments = parser.parse_args()
     text = sys.stdin.read() if arguments.recipe == "-" else Path(arguments.recipe).read_text(encoding="utf-8")
     recipe = Recipe.model_validate_json(text)
+    # so that what is half written goes
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     torch.set_num_threads(recipe.trainer.threads)
     try:
         loss = make_start_model(
             recipe, arguments.output, seed=recipe.seed, progress=_print_progress, replace=arguments.replace
         )
-    except HpcrlError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return int(error.exit_code)
+    except (HpcrlError, OSError) as error:
+        known = refusal(error) if isinstance(error, OSError) else error
+        if known is None:
+            raise
+        print(f"error: {known}", file=sys.stderr)
+        return int(known.exit_code)
     print(f"{arguments.output}: supervised loss {loss:.4f}")
     return 0
 

@@ -25,6 +25,7 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from hpcrl.aside import collect_asides
 from hpcrl.errors import HandoffError
 from hpcrl.fs import fsync_dir
 from hpcrl.weights.leases import ReaderWatch
@@ -149,6 +150,9 @@ class Collector:
                 raise
             restored, removed = self._decide(hidden, wanted)
         self._delete_doomed()
+        if versions := self._store.versions():
+            # what a restart had put aside, and the run has published again
+            collect_asides(self._store.root, "v", up_to=versions[-1], keep=set(read_pins(self._store.root)))
         kept = {version: reason for version, reason in reasons.items() if reason}
         kept |= dict.fromkeys(restored, "leased or pinned while it was being removed")
         return CollectReport(removed, dict(sorted(kept.items())), restored)
@@ -159,7 +163,6 @@ class Collector:
         """Step H."""
         with contextlib.suppress(FileNotFoundError):  # withdrawn by the trainer meanwhile
             os.rename(self._store.path_of(version), self._hidden_path(version))
-            fsync_dir(self._store.root)
 
     def _wanted(self, hidden: Collection[int], in_use: Collection[int]) -> set[int]:
         """Step C: which versions are held now, with what they need. A version published meanwhile counts, too."""
@@ -202,9 +205,12 @@ class Collector:
 
     def _delete_doomed(self) -> None:
         """Delete what was doomed, also by a collector that died over it."""
-        for name in self._names():
-            if name.startswith(_DOOMED_PREFIX):
-                shutil.rmtree(self._store.root / name, ignore_errors=True)
+        doomed = [name for name in self._names() if name.startswith(_DOOMED_PREFIX)]
+        if doomed:
+            # or a power failure could leave a version hidden, which may be restored, and not all of its files
+            fsync_dir(self._store.root)
+        for name in doomed:
+            shutil.rmtree(self._store.root / name, ignore_errors=True)
 
     # -- what is held
 

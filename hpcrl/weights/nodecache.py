@@ -5,9 +5,13 @@ loads and verifies it; all others map the same pages. Memory is bounded: room is
 reader of the version has mapped (a mapping outlives its name, so nothing is ever torn), and where there is none in
 time, a process reads for itself and leaves the cache alone.
 
+``base`` belongs to everybody. The cache's own directory can be entered by its owner alone, has a name that others
+cannot know beforehand, and is looked at (`hpcrl.ours`) before it is believed; so is each segment. What another process
+has loaded is compared with the manifest's hashes the first time that this process maps it.
+
 ::
 
-    <base>/hpcrl-weights-<uid>-<store>/
+    <base>/hpcrl-weights-<uid>-<key>/
       members/<owner>                       processes that use this cache
       <version key>/.reading-<owner>        processes that are loading this version
       <version key>/<file>/<index>          a segment, complete and verified
@@ -19,6 +23,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
+import hmac
 import logging
 import mmap
 import os
@@ -30,16 +36,16 @@ from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from pathlib import Path
 
-import xxhash
-
+from hpcrl.ours import NotOursError, check_parent, check_private, make_private, open_ours
 from hpcrl.weights.ownership import Owner, OwnerLock, myself
-from hpcrl.weights.segments import Segment, SegmentMap
+from hpcrl.weights.segments import Segment, SegmentMap, first_wrong_byte
 
 __all__ = ["NodeCache"]
 
 _log = logging.getLogger(__name__)
 
 _PREFIX = "hpcrl-weights"
+_KEY_DIGITS = 32
 _READING = ".reading-"
 _SEEN = ".seen-"
 _POLL_S = 0.002
@@ -52,7 +58,16 @@ Load = Callable[[memoryview], None]
 class NodeCache:
     """The cache of one store on this node, as one process sees it. Methods may be called from any thread."""
 
-    def __init__(self, base: Path, root: Path, *, limit_bytes: int, patience_s: Callable[[int], float]) -> None:
+    def __init__(
+        self,
+        base: Path,
+        root: Path,
+        *,
+        secret: str,
+        limit_bytes: int,
+        patience_s: Callable[[int], float],
+        verify: bool = True,
+    ) -> None:
         """Join the cache; what the dead have left below ``base`` is removed.
 
         Parameters
@@ -61,29 +76,40 @@ class NodeCache:
             Directory of this node, with room for ``limit_bytes``.
         root:
             The directory of versions.
+        secret:
+            What only readers of ``root`` know: the name of the cache is made from it.
         limit_bytes:
             Most bytes of segments, of all versions together.
         patience_s:
             How long to wait for another process to load so many bytes, or to make room for them.
+        verify:
+            Compare what another process has loaded with the manifest before it is used.
 
         Raises
         ------
         OSError
-            ``base`` cannot be written.
+            ``base`` cannot be written, or it or the cache is others' to change (`hpcrl.ours.NotOursError`).
         """
-        self._me = myself()
-        store = xxhash.xxh3_64_hexdigest(str(root.resolve()).encode())
-        self.directory = base / f"{_PREFIX}-{os.getuid()}-{store}"
+        self._me, self._verify = myself(), verify
+        # others may list base: without the secret they cannot take the name first
+        key = hmac.digest(secret.encode(), b"node cache of " + bytes(root.resolve()), hashlib.sha256).hex()[
+            :_KEY_DIGITS
+        ]
+        self.directory = base / f"{_PREFIX}-{os.getuid()}-{key}"
         self._limit_bytes, self._patience_s = limit_bytes, patience_s
         self._lock = threading.Lock()
         self._reading: dict[str, int] = {}
+        #: segments that this process has loaded, or compared with the manifest
+        self._known: dict[Path, tuple[int, int]] = {}
         self.private_bytes = 0
-        base.mkdir(parents=True, exist_ok=True)
+        base.mkdir(parents=True, exist_ok=True, mode=0o700)
+        check_parent(base)
         for path in base.glob(f"{_PREFIX}-{os.getuid()}-*"):
-            if path != self.directory:
+            if path != self.directory and _is_ours(path):
                 _remove_if_deserted(path)
         for path in base.glob(f".removed-{_PREFIX}-{os.getuid()}-*"):
-            shutil.rmtree(path, ignore_errors=True)  # who began to remove it has died, or is not faster alone
+            if _is_ours(path):
+                shutil.rmtree(path, ignore_errors=True)  # who began to remove it has died, or is not faster alone
         self._join()
 
     def close(self) -> None:
@@ -129,10 +155,10 @@ class NodeCache:
         deadline, pause = time.monotonic() + 2 * self._patience_s(segment.bytes), _POLL_S
         path = self._segment_path(segments, segment)
         while segment.bytes <= self._limit_bytes and time.monotonic() < deadline:
-            view = self._map(path, segment.bytes)
-            if view is not None:
-                return view
             try:
+                view = self._map(path, segment)
+                if view is not None:
+                    return view
                 done = self._load_if_elected(path, segments, segment, load, stopped)
             except OSError as error:
                 _log.warning("the weight cache %s cannot be used: %s", self.directory, error)
@@ -157,6 +183,8 @@ class NodeCache:
 
     def drop_others(self, keys: set[str]) -> None:
         """Remove versions that nobody loads, but for ``keys``."""
+        with self._lock:
+            self._known = {path: known for path, known in self._known.items() if path.parent.parent.name in keys}
         for path in self._keys():
             if path.name not in keys and not self._readers(path):
                 _remove(path)
@@ -190,24 +218,38 @@ class NodeCache:
                 load(data)
             os.fchmod(fd, 0o400)
             os.rename(temporary, path)
+            self._note(path, fd)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
         finally:
             os.close(fd)
 
-    def _map(self, path: Path, size: int) -> memoryview | None:
+    def _map(self, path: Path, segment: Segment) -> memoryview | None:
+        """The pages of a segment; None where it is not there, or was not what the manifest says and is removed."""
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            fd = open_ours(path)
         except FileNotFoundError:
             return None
         try:
-            pages = mmap.mmap(fd, max(1, size), access=mmap.ACCESS_COPY)
+            if os.fstat(fd).st_size < max(1, segment.bytes):
+                raise NotOursError(f"{path} is shorter than its segment")
+            view = memoryview(mmap.mmap(fd, max(1, segment.bytes), access=mmap.ACCESS_COPY))[: segment.bytes]
+            if self._verify and self._known.get(path) != _identity(fd):
+                if (wrong := first_wrong_byte(segment, view)) is not None:
+                    _log.warning("%s is not what the manifest says (at byte %d); it is loaded anew", path, wrong)
+                    path.unlink(missing_ok=True)
+                    return None
+                self._note(path, fd)
         finally:
             os.close(fd)
         with contextlib.suppress(FileNotFoundError):  # removed with its version; the pages stay
             path.with_name(f"{path.name}{_SEEN}{self._me}").touch()
-        return memoryview(pages)[:size]
+        return view
+
+    def _note(self, path: Path, fd: int) -> None:
+        with self._lock:
+            self._known[path] = _identity(fd)
 
     # -- room
 
@@ -308,7 +350,8 @@ class NodeCache:
         for _ in range(100):
             # who removes a deserted cache may do so between these lines: look whether we are in
             with contextlib.suppress(FileNotFoundError):
-                member.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+                make_private(self.directory)
+                member.parent.mkdir(exist_ok=True, mode=0o700)
                 member.touch()
                 if member.exists():
                     break
@@ -316,6 +359,20 @@ class NodeCache:
             # who loads has a lock with a living owner
             if not _living(path.parent, f"{path.name[1:].removesuffix('.loading')}.lock.", owner_inside=True):
                 path.unlink(missing_ok=True)
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        check_private(path)
+    except OSError:
+        return False
+    return True
+
+
+def _identity(fd: int) -> tuple[int, int]:
+    """Another one for every content that a name has had."""
+    status = os.fstat(fd)
+    return status.st_ino, status.st_ctime_ns
 
 
 def _is_data(name: str) -> bool:

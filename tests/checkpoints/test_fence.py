@@ -107,3 +107,18 @@ def test_a_rename_that_fails_puts_the_old_entry_back(tmp_path: Path, monkeypatch
     with pytest.raises(OSError, match="Input/output"):
         fence.commit("entry")
     assert (tmp_path / "entry" / "file").read_text() == "old"
+
+
+def test_a_claim_between_the_two_directories_of_a_stage_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, create = CheckpointWriter.claim(tmp_path, 1), Fence.create
+
+    def create_and_be_overtaken(fence: Fence, name: str) -> Path:
+        path = create(fence, name)
+        Fence.claim(tmp_path, 2)
+        return path
+
+    monkeypatch.setattr(Fence, "create", create_and_be_overtaken)
+    with pytest.raises(FencedError, match="attempt 2 writes there"):
+        old.stage(10)

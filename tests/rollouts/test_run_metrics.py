@@ -8,6 +8,7 @@ import aiohttp
 from harness import make_run, running
 from stub_engine import StubEngine
 
+from hpcrl.credentials import Credentials
 from hpcrl.rollouts.run_metrics import Part, merge
 
 ENGINE = """# HELP vllm:tokens Tokens.
@@ -46,7 +47,9 @@ async def test_the_orchestrator_collects_them(tmp_path: Path) -> None:
     async with running(make_run(tmp_path), one, two) as loop:
         await loop.train(1, 1)
         await two.stop()
-        async with aiohttp.ClientSession() as http, http.get(f"{loop.dock_url}/metrics/run") as answer:
+        # as somebody who only looks at the run
+        headers = Credentials.of_run(loop.run.path).headers
+        async with aiohttp.ClientSession(headers=headers) as http, http.get(f"{loop.dock_url}/metrics/run") as answer:
             lines = (await answer.text()).splitlines()
         # one of the two is gone
         assert 'hpcrl_part_up{role="engine",replica="0"} 1' in lines

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 from plans import APPTAINER, CWD, PYXIS, allocations_for, plan_for
+from srun_stand_in import write_srun
 
+from hpcrl.config.cluster import ClusterProfile, SlurmCluster
 from hpcrl.config.load import load_cluster, load_recipe
 from hpcrl.config.plan import Plan, Role
 from hpcrl.errors import HpcrlError
@@ -212,6 +214,14 @@ def test_nothing_of_our_job_goes_into_another() -> None:
     assert outside_environment({**environ, **kept}) == kept
 
 
+def with_interface(site: ClusterProfile, interface: str | None) -> SlurmCluster:
+    """The site, where nodes are reached by another interface."""
+    assert isinstance(site, SlurmCluster)
+    (name, partition), *_ = site.partitions.items()
+    node = partition.node.model_copy(update={"interface": interface})
+    return site.model_copy(update={"partitions": {name: partition.model_copy(update={"node": node})}})
+
+
 class CountingClient(SlurmClient):
     """Knows a site of many nodes, and what it was asked."""
 
@@ -226,11 +236,14 @@ class CountingClient(SlurmClient):
         return CommandResult(0, "\n".join(lines), "")
 
 
-def test_only_nodes_of_the_job_are_asked_about() -> None:
+def test_only_nodes_of_the_job_are_asked_about(tmp_path: Path) -> None:
     """A placement asks once, and about its own nodes: not about the whole site, and not again in a later attempt."""
     plan, site = plan_for("quickstart", "devcluster", "engine.replicas=2", "job.layout=single")
     client = CountingClient()
-    launcher = StepLauncher(site, environ={"SLURM_JOB_NODELIST": "n[007-009]"}, client=client)
+    site = with_interface(site, None)
+    path = write_srun(tmp_path, {f"n00{i}": f"10.1.0.{i}" for i in (7, 8, 9)})
+    environ = {"SLURM_JOB_NODELIST": "n[007-009]", "PATH": path}
+    launcher = StepLauncher(site, environ=environ, client=client)
     placed = launcher.place(plan)
     assert placed[Role.ENGINE, 1].host == "10.1.0.9"
     assert client.asked == [["scontrol", "--oneliner", "show", "node", "n007,n008,n009"]]
@@ -238,3 +251,22 @@ def test_only_nodes_of_the_job_are_asked_about() -> None:
     assert len(client.asked) == 1
     assert launcher.failed_nodes() == []
     assert client.asked[1:] == [["scontrol", "--oneliner", "show", "node", "n007,n008,n009"]]
+
+
+def test_replicas_listen_on_the_interface_of_the_profile_not_on_slurms_address(tmp_path: Path) -> None:
+    plan, site = plan_for("quickstart", "devcluster", "engine.replicas=2", "job.layout=single")
+    path = write_srun(tmp_path, {f"n00{i}": f"10.9.0.{i}" for i in (7, 8, 9)}, ahead_s={"n008": 3.1, "n009": -40.0})
+    environ = {"SLURM_JOB_NODELIST": "n[007-009]", "PATH": path}
+    launcher = StepLauncher(with_interface(site, "net0"), environ=environ, client=CountingClient())
+    placed = launcher.place(plan)
+    assert [placed[role].host for role in ((Role.TRAINER, 0), (Role.ENGINE, 0), (Role.ENGINE, 1))] == [
+        "10.9.0.7",
+        "10.9.0.8",
+        "10.9.0.9",
+    ]
+    # half of a round trip is what is not known of a clock
+    for node, ahead_s in (("n007", 0.0), ("n008", 3.1), ("n009", -40.0)):
+        clock = launcher.clocks.nodes[node]
+        assert abs(clock.ahead_s - ahead_s) <= clock.uncertain_s < 1.0, node
+    with pytest.raises(HpcrlError, match="node n007 has no network interface bond0"):
+        StepLauncher(with_interface(site, "bond0"), environ=environ, client=CountingClient()).place(plan)

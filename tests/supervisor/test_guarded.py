@@ -8,6 +8,7 @@ import signal
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from hpcrl import procfs
@@ -73,3 +74,22 @@ async def test_a_guard_that_obeys_is_left_alone(tmp_path: Path, caplog: pytest.L
     assert await process.gone() == []
     assert (await process.ended()).signal is not None
     assert not caplog.records
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o644])
+async def test_the_guard_reads_secrets_from_closed_files_alone(mode: int, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("s3cret\n")
+    secret.chmod(mode)
+    program = "import os, sys; sys.exit(0 if os.environ['API_KEY'] == 's3cret' else 7)"
+    told = msgspec.structs.replace(spec(tmp_path, program), secrets={"API_KEY": str(secret)})
+    process = await start_guarded(guard_command(sys.executable), told, env=os.environ)
+    end = await process.ended()
+    assert await process.gone() == []
+    if mode == 0o600:
+        assert end.clean
+        # what was left behind anywhere
+        others = [path for path in tmp_path.iterdir() if path != secret]
+        assert not [path for path in others if b"s3cret" in path.read_bytes()]
+    else:
+        assert end.spawn_error == f"others may read or write {secret} (mode 644, not 600)"

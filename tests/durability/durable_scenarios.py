@@ -1,0 +1,207 @@
+"""What is recorded: how the writers of a run make, replace and remove what must survive a power cut.
+
+Run as a program under the recorder: ``durable_scenarios.py SCENARIO ROOT OTHER``. ROOT is the run directory, or the
+directory of runs; OTHER is not recorded. Marks say what was promised: a call that returned is a promise.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from handoff_lab import content, model_directory, publish, publish_delta
+from kill_harness import Say, fork_child
+from ledger_testing import write_files
+from recording import mark, name_sync_sites
+
+from hpcrl.checkpoints import CheckpointLedger, CheckpointWriter
+from hpcrl.checkpoints.pins import pin
+from hpcrl.weights import HandoffStore, HandoffWriter
+from hpcrl.weights.collector import Collector
+from hpcrl.weights.layout import PublishedTensor, Run, assign_units, layout_shards
+from hpcrl.weights.leases import ReaderWatch
+from hpcrl.weights.pins import pins_of
+from hpcrl.weights.publisher import Cut, Digests, OwnUnit, full_results, write_units
+from hpcrl.weights.writer import FileWriter, preallocate
+
+WORDS = 100
+PIN = "best on held-out"
+
+
+# -- versions of weights
+
+
+def publish_from_memory(writer: HandoffWriter, version: int, model: Path, *, tensors: int = 4) -> None:
+    """As the trainer does: allocate the files, write units at their places, sync, publish."""
+    wanted = [PublishedTensor(f"t.{i}", "int64", (WORDS,)) for i in range(tensors)]
+    stage = writer.stage(version)
+    shards = layout_shards(wanted, 2 * 8 * WORDS)
+    runs = {tensor.name: [Run(0, 0, tensor.bytes)] for tensor in wanted}
+
+    def allocate(_: Say) -> None:
+        for shard in shards:
+            preallocate(stage / shard.file, shard.bytes, shard.head)
+
+    # another rank does that, perhaps on another node
+    outcome = fork_child(allocate).wait()
+    assert not outcome.failed, outcome
+    reports: list[Digests] = []
+    with FileWriter(stage, direct=False) as files:
+        for shard in shards:
+            image = bytearray()
+            units = []
+            for unit in assign_units(shard, runs, 1, chunk_bytes=4096):
+                at = len(image)
+                for part in unit.parts:
+                    data = content(version, part.tensor, WORDS)
+                    image += data[part.start : part.start + part.bytes]
+                cuts = tuple(Cut(part.tensor, 0, part.bytes, 8) for part in unit.parts)
+                units.append(OwnUnit(shard.file, unit.offset, at, unit.bytes, cuts))
+            reports.append(write_units(files, units, memoryview(bytes(image)), 0))
+        files.sync()
+    results = full_results(shards, reports, 4096)
+    writer.publish(version=version, shards=results, model_dir=model, producer="lab", chunk_bytes=4096)
+
+
+def handoffs(root: Path, other: Path) -> None:
+    """Two attempts of a trainer publish, one withdraws; a collector removes; somebody pins."""
+    store, model = HandoffStore(root / "weights"), model_directory(other / "model")
+
+    def claim(attempt: int) -> HandoffWriter:
+        writer = HandoffWriter.claim(store.root, attempt)
+        mark(["claimed", attempt])
+        return writer
+
+    def made(version: int) -> None:
+        mark(["committed", version])
+
+    def collect(*given_up: int) -> None:
+        mark(["given up", *given_up])
+        watch = ReaderWatch(store.root, expiry_s=5.0)
+        report = Collector(store, watch, keep_last=1, settle_s=0.0, sleep=lambda _: None).collect()
+        assert report.removed == list(given_up), report
+
+    writer = claim(1)
+    publish_from_memory(writer, 1, model)
+    made(1)
+    pins_of(store.root).add(1, reason=PIN, by="somebody")
+    mark(["pinned", 1])
+    publish(writer, 2, model, words=WORDS)
+    made(2)
+    publish_delta(writer, 3, (2,), model, words=WORDS)
+    made(3)
+    publish(writer, 4, model, words=WORDS)
+    made(4)
+    collect(2, 3)
+    writer.stage(5)  # half built when the attempt dies
+    writer = claim(2)
+    mark(["given up", 4])
+    writer.withdraw_after(1)
+    publish(writer, 2, model, words=2 * WORDS)
+    made(2)
+    publish_delta(writer, 3, (2,), model, words=2 * WORDS)
+    made(3)
+    mark(["unpinned", 1])
+    pins_of(store.root).remove(1)
+    mark(["unpinned for good", 1])
+
+
+# -- checkpoints
+
+
+def save(writer: CheckpointWriter, step: int, number: int) -> None:
+    """Save ``number`` of the scenario, of ``step``."""
+    mark(["begin", step, number])
+    records = write_files(writer.stage(step), _save_text(number), 2)
+    writer.commit(
+        step=step,
+        world_size=1,
+        files=records,
+        orchestrator_state=_save_text(number),
+        started_at_s=time.time(),
+    )
+    mark(["committed", step, number])
+
+
+def _save_text(number: int) -> bytes:
+    return f"save {number};".encode() * 200
+
+
+def ledger(root: Path, other: Path) -> None:
+    """Two attempts save, the same step again, too; entries are pinned, retained and removed."""
+    del other
+    path = root / "checkpoints"
+    writer = CheckpointWriter.claim(path, 1)
+    mark(["claimed", 1])
+    save(writer, 10, 1)
+    pin(writer.ledger, 10, reason=PIN, by="somebody")
+    mark(["pinned", 10])
+    save(writer, 20, 2)
+    save(writer, 20, 3)
+    save(writer, 30, 4)
+    mark(["given up", 20])
+    assert writer.retain(keep_last=1) == [20]
+    mark(["removed", 20])
+    save(writer, 40, 5)
+    mark(["given up", 30])
+    CheckpointLedger(path).remove(30)
+    mark(["removed", 30])
+    write_files(writer.stage(50), b"half built", 1)
+    writer = CheckpointWriter.claim(path, 2)
+    mark(["claimed", 2])
+    save(writer, 50, 6)
+
+
+def put_aside(root: Path, other: Path) -> None:
+    """A writer dies between the two renames with which it replaces an entry; the next one puts the old one back."""
+    del other
+    path = root / "checkpoints"
+    writer = CheckpointWriter.claim(path, 1)
+    mark(["claimed", 1])
+    save(writer, 10, 1)
+    write_files(writer.stage(10), b"half built", 1)
+    assert writer.fence.hide("step-000010")
+    writer = CheckpointWriter.claim(path, 2)
+    mark(["claimed", 2])
+    save(writer, 20, 2)
+
+
+def torch_checkpoint(root: Path, other: Path) -> None:
+    """What torch's distributed checkpoint writes for us."""
+    import torch
+    import torch.distributed as dist
+
+    from hpcrl.trainer.checkpoint import write_state
+
+    other.mkdir()
+    dist.init_process_group("gloo", init_method=f"file://{other}/meeting", rank=0, world_size=1)
+    group = dist.group.WORLD
+    assert group is not None
+    writer = CheckpointWriter.claim(root / "checkpoints", 1)
+    mark(["claimed", 1])
+    for step in (10, 20):
+        mark(["begin", step, step])
+        staged = writer.stage(step)
+        state = {"model": {"w": torch.full((700,), float(step))}, "step": torch.tensor(step)}
+        records = {f"trainer/{name}": record for name, record in write_state(staged / "trainer", state, group).items()}
+        writer.commit(step=step, world_size=1, files=records, orchestrator_state=b"o", started_at_s=time.time())
+        mark(["committed", step, step])
+    dist.destroy_process_group()
+
+
+# -- files of a run
+
+
+def run_files(root: Path, other: Path) -> None:
+    """A run is submitted, resumed and cancelled; two attempts write what they do."""
+    from durable_runs import life
+
+    del other
+    life(root)
+
+
+if __name__ == "__main__":
+    scenario, root, other = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+    name_sync_sites()
+    globals()[scenario](root, other)

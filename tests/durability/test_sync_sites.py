@@ -1,0 +1,125 @@
+"""Each fsync on the way of a promise is needed: without it, a power cut loses what was promised, or leaves it torn.
+
+An fsync changes nothing that a program sees, so leaving it out of the code and leaving it out of the recording are the
+same. Where one is left out, the states of the recording are opened until something is wrong; nothing wrong is a failure
+of this test. Where two make the same durable, one is left out together with the other (``COVERED``).
+"""
+
+from __future__ import annotations
+
+import pytest
+from campaign import examine, sites
+from recording import Recordings
+
+#: by scenario and rules: sites without which something is lost
+NEEDED = {
+    ("handoffs", "posix"): (
+        "fence._settle: .writer",
+        "fence.claim: root",
+        "fence.commit: weights",
+        "pins.add: .pins",
+        "pins.add: v#.json",
+        "pins.add: weights",
+        "pins.remove: .pins",
+        "weights.collector._delete_doomed: weights",
+        "weights.handoff_writer.publish: config.json",
+        "weights.handoff_writer.publish: manifest.json",
+        "weights.handoff_writer.publish: model.safetensors.index.json",
+        "weights.shard.write_shard: model-#-of-#.safetensors",
+        "weights.writer.sync: model-#-of-#.safetensors",
+        "weights.writer.write_stream: delta-#-of-#.bin",
+    ),
+    # the rank that allocates a file need not be the one that writes it
+    ("handoffs", "clients"): ("weights.writer.preallocate: model-#-of-#.safetensors",),
+    ("ledger", "posix"): (
+        "checkpoints.ledger.remove: checkpoints",
+        "checkpoints.writer.commit: manifest.json",
+        "checkpoints.writer.commit: orchestrator.msgpack",
+        "fence._settle: .writer",
+        "fence.claim: root",
+        "fence.commit: checkpoints",
+        "pins.add: checkpoints",
+        "pins.add: step-#.pin.json",
+    ),
+    ("put_aside", "posix"): ("fence._settle: checkpoints",),
+    ("run_files", "posix"): (
+        "checkpoints.restore.write: #",
+        "checkpoints.restore.write: restore.json",
+        "runs.record.write: run-#",
+        "runs.record.write: run.json",
+        "runs.rundir.start_attempt: attempts",
+        "runs.rundir.start_attempt: run-#",
+        "runs.rundir.write_configuration: cluster.yaml",
+        "runs.rundir.write_configuration: plan.json",
+        "runs.rundir.write_configuration: recipe.yaml",
+        "runs.status.write: run-#",
+        "runs.status.write: status.json",
+        "slurm.submission.create_run: root",
+        "slurm.submission.create_run: runs",
+    ),
+}
+#: sites that make durable what another one makes durable, too: together they are needed
+COVERED = {
+    "handoffs": (
+        ("fence.commit: v#", "weights.handoff_writer.publish: v#"),
+        ("fence.claim: weights", "fence._settle: weights"),
+    ),
+    "ledger": (
+        ("fence.commit: step-#", "checkpoints.writer.commit: step-#"),
+        ("fence.claim: checkpoints", "fence._settle: checkpoints"),
+        ("fence.claim: root", "pins.add: root"),
+        # in the scenario the test syncs it as well
+        ("fence.commit: trainer", "elsewhere: trainer"),
+    ),
+    "run_files": (
+        (
+            "slurm.submission.create_run: .staging",
+            "runs.record.write: .staging",
+            "runs.rundir.write_configuration: .staging",
+        ),
+    ),
+}
+TORCH = (
+    "fence.commit: trainer",
+    "torch.distributed.checkpoint.filesystem._write_files_from_queue: __#_#.distcp",
+    "torch.distributed.checkpoint.filesystem.finish: .metadata.tmp",
+)
+
+
+def assert_needed(recordings: Recordings, scenario: str, rules: str, without: tuple[str, ...]) -> None:
+    operations = recordings(scenario)[0]
+    assert set(without) <= sites(operations)
+    figures = examine(scenario, operations, rules=rules, limit=16, most=400, without=without, first_only=True)
+    assert figures.problems, f"nothing was wrong in {figures.opened} states without the fsync of {without}"
+
+
+@pytest.mark.parametrize(
+    ("scenario", "rules", "site"), [(*where, site) for where, all_sites in NEEDED.items() for site in all_sites]
+)
+def test_without_it_something_is_lost(scenario: str, rules: str, site: str, recordings: Recordings) -> None:
+    assert_needed(recordings, scenario, rules, (site,))
+
+
+@pytest.mark.parametrize(
+    ("scenario", "together"),
+    [(scenario, together) for scenario, all_sites in COVERED.items() for together in all_sites],
+)
+def test_without_all_of_them_something_is_lost(
+    scenario: str, together: tuple[str, ...], recordings: Recordings
+) -> None:
+    assert_needed(recordings, scenario, "posix", together)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("site", TORCH)
+def test_torch_syncs_what_it_writes(site: str, recordings: Recordings) -> None:
+    assert_needed(recordings, "torch_checkpoint", "posix", (site,))
+
+
+@pytest.mark.parametrize("scenario", ["handoffs", "ledger", "put_aside", "run_files"])
+def test_no_site_is_left_out(scenario: str, recordings: Recordings) -> None:
+    """A new fsync of the product must be in the tables above, and be shown to be needed."""
+    known = {site for all_sites in NEEDED.values() for site in all_sites}
+    known |= {site for groups in COVERED.values() for together in groups for site in together}
+    found = {site for site in sites(recordings(scenario)[0]) if not site.startswith("elsewhere")}
+    assert found <= known
