@@ -37,7 +37,7 @@ from hpcrl.slurm.launch import (
     step_environment,
 )
 from hpcrl.slurm.states import JobState, parse_state
-from hpcrl.supervisor.addresses import choose_addresses
+from hpcrl.supervisor.addresses import choose_addresses, interface_of
 from hpcrl.supervisor.guard import end_processes
 from hpcrl.supervisor.guarded import ProcessSpec, RunningProcess, guard_command, start_guarded
 from hpcrl.supervisor.launcher import Address
@@ -115,8 +115,8 @@ class StepLauncher:
         for (group, replica), port in zip(replicas, ports, strict=True):
             job, places = plan.place(group, replica)
             hosts = self._allocations[group.component, job].hosts[places.start : places.stop]
-            reached = [addresses[host] for host in hosts]
-            placed[group.role, replica] = Address.of(group, reached, port, nodes=hosts)
+            reached, interfaces = zip(*(addresses[host] for host in hosts), strict=True)
+            placed[group.role, replica] = Address.of(group, reached, port, nodes=hosts, interfaces=interfaces)
         self._ports = {port + i for port, size in zip(ports, sizes, strict=True) for i in range(size)}
         return placed
 
@@ -132,8 +132,8 @@ class StepLauncher:
             (port,) = choose_blocks([group.ports], first=first, last=last, host=_ANY_ADDRESS)
         self._ports.update(range(port, port + group.ports))
         addresses = self._survey({(group.component, job): allocation})
-        reached = [addresses[host] for host in allocation.hosts]
-        return Address.of(group, reached, port, nodes=allocation.hosts)
+        reached, interfaces = zip(*(addresses[host] for host in allocation.hosts), strict=True)
+        return Address.of(group, reached, port, nodes=allocation.hosts, interfaces=interfaces)
 
     def clear_job(self, allocation: Allocation) -> None:
         """See `hpcrl.supervisor.elastic.PlacesReplicas`: guards end their roles at SIGTERM, the holder stays."""
@@ -143,8 +143,9 @@ class StepLauncher:
         except SlurmError as error:
             _log.warning("steps of job %s could not be ended: %s", allocation.job_id, error)
 
-    def _survey(self, allocations: Allocations) -> dict[str, str]:
-        """Ask nodes where they can be reached, and how far their clocks are off; returns addresses by node name."""
+    def _survey(self, allocations: Allocations) -> dict[str, tuple[str, str]]:
+        """Ask nodes where they can be reached, and how far their clocks are off; returns address and interface by
+        node name."""
         assert self._plan is not None, "place comes first"
         commands: list[tuple[Sequence[str], Sequence[str]]] = []
         interfaces: dict[str, str | None] = {}
@@ -165,7 +166,7 @@ class StepLauncher:
             found = choose_addresses(survey, interfaces=interfaces, known=known, several=several, others=self._reached)
             self._reached |= found
             self.clocks = Clocks({**self.clocks.nodes, **survey.clocks()})
-        return found
+            return {node: (host, interface_of(survey.answers[node], host)) for node, host in found.items()}
 
     def _interface(self, component: int) -> str | None:
         """What the profile calls the interface of a component's nodes."""

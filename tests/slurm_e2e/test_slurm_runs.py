@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from slurm_lab import SlurmLab, events, job_id, wait_saved, wait_step
@@ -21,8 +22,11 @@ def test_quickstart_learns_on_four_nodes(layout: str, slurm_lab: SlurmLab, taugh
     run = slurm_lab.submit(
         f"q-{layout}", f"model.path={taught_model}", "trainer.steps=25", *shape, recipe="quickstart", small=False
     )
+    slurm_lab.wait_state(run, ["RUNNING", "COMPLETED", "FAILED", "LOST", "CANCELLED"])
+    listeners = slurm_lab.listeners(run)
     status = slurm_lab.wait_state(run, ["COMPLETED", "FAILED", "LOST", "CANCELLED"], timeout_s=300)
     assert status["state"] == "COMPLETED", slurm_lab.hpcrl("why", run.name).stdout
+    _listens_on_its_nodes_alone(listeners, status, slurm_lab)
     assert [record.step for record in read_metrics(run)] == list(range(1, 26))
     rewards = [event.data["reward"] for event in events(run, "evaluation")]
     print(f"{layout}: reward of held-out prompts {rewards}")
@@ -39,6 +43,23 @@ def test_quickstart_learns_on_four_nodes(layout: str, slurm_lab: SlurmLab, taugh
     freed_s = max(int(record["EndTime"]) for record in slurm_lab.client().details(job_id(run))) - trainer[-1].time_s
     print(f"{layout}: nodes were free {freed_s:.0f} s after the trainer's end")
     assert freed_s < 30.0
+
+
+def _listens_on_its_nodes_alone(listeners: list[tuple[str, str, int]], status: Any, lab: SlurmLab) -> None:
+    """Servers listen on the addresses of their nodes; of the run, only torch's store takes no address (docs/admins.md).
+
+    What srun itself listens on is Slurm's: its ports are in nobody's profile, and its credentials guard them.
+    """
+    nodes = {node.name: node.address for node in lab.cluster.record().nodes}
+    print("listening:", *listeners, sep="\n    ")
+    (trainer,) = (c for c in status["components"] if c["role"] == "trainer")
+    anywhere = {(role, port) for role, ip, port in listeners if ip in ("0.0.0.0", "::") and role != "srun"}
+    assert anywhere == {("trainer", trainer["port"])}
+    for component in status["components"]:
+        role, port = component["role"], component["port"]
+        address = nodes[component["nodes"][0]]
+        assert component["host"] == address
+        assert role == "trainer" or (role, address, port) in listeners, (role, address, port)
 
 
 def test_reference_run_has_its_shape_on_28_nodes(slurm_lab: SlurmLab) -> None:
