@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from fault_trials.places import NODES, Lab, SlurmLab, Switches, laboratory, processes
+from fault_trials.places import NODES, Lab, Skew, SlurmLab, Switches, laboratory, processes
 from fault_trials.policies import FLOOR_S, LOCAL, SLURM, Fault
 from fault_trials.trial import LIMIT_S, Trial, ready_for_fault, status, wait_for
 from harness import ROOT, record, scratch, warmup
@@ -89,7 +89,7 @@ class Bench:
         settings += [] if self.slurm else [*SMALL_RUN, f"job.retry_failures={9 if retries else 0}"]
         settings += ["job.layout=hetjob", "job.retry_failures=9"] if self.slurm else []
         skew = self.switches.skew
-        if self.slurm and skew.possible and self.rng.random() < 0.5:
+        if self.slurm and skew.possible() and self.rng.random() < 0.5:
             skew.choose(self.rng, [f"n{number}" for number in range(1, NODES + 1)])
         run = self.lab.submit(name, *settings)
         wait_for(lambda: RunStatus.read(run))
@@ -222,6 +222,8 @@ def main() -> None:
     parser.add_argument("--only", help="faults whose name matches this pattern")
     parser.add_argument("--model", type=Path, help="a start model; made where not given")
     arguments = parser.parse_args()
+    if arguments.slurm and not Skew.possible():
+        print("clocks stay right: libfaketime is not installed\n    way out: apt-get install faketime", file=sys.stderr)
     root = scratch("random-faults")
     model = arguments.model or root / "model"
     if arguments.model is None:

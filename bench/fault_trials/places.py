@@ -54,8 +54,9 @@ class Skew:
         self._path = path
         self.node, self.seconds = "", 0.0
 
-    @property
-    def possible(self) -> bool:
+    @staticmethod
+    def possible() -> bool:
+        """Whether libfaketime is there."""
         return _FAKETIME.exists()
 
     def choose(self, rng: random.Random, nodes: list[str]) -> None:
