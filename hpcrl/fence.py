@@ -176,6 +176,10 @@ class Fence:
         """Put back what `hide` took out."""
         os.rename(self.path / f"{_ASIDE}{name}", self.root / name)
 
+    def move_hidden(self, name: str, target: Path) -> None:
+        """Give what `hide` took out another place on the same filesystem."""
+        os.rename(self.path / f"{_ASIDE}{name}", target)
+
     def delete(self, name: str) -> None:
         """Delete what `hide` took out; what cannot be deleted now goes with the next claim."""
         doomed = self.path / f"deleting-{uuid.uuid4().hex[:8]}"
@@ -213,7 +217,10 @@ class Fence:
         """Delete what was taken from others, and what removers that died have left."""
         self._settle()  # also that the others are gone for good
         for path in self.path.iterdir():
-            shutil.rmtree(path, ignore_errors=True)
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
         for name in os.listdir(self.root):
             if name.startswith((".removed-", ".staging-")):
                 shutil.rmtree(self.root / name, ignore_errors=True)

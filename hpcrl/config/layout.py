@@ -99,6 +99,8 @@ class AttemptPolicy(StrictModel):
     """Attempts of the run, the first included."""
     max_without_progress: PositiveInt = 1
     """Attempts in a row without a new joint checkpoint; then the run is given up."""
+    on_change: Literal["warn", "stop"] = "warn"
+    """What an attempt does that would run something else than what was submitted."""
     signal_lead_s: NonNegativeInt = 0
     """Slurm sends USR2 to the supervisor this long before the time limit; 0: no signal."""
     retries: NonNegativeInt = 0

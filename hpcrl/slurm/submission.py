@@ -14,9 +14,12 @@ from hpcrl.config.plan import Plan
 from hpcrl.config.recipe import Recipe
 from hpcrl.errors import RunDirError
 from hpcrl.fs import StagedDirectory
-from hpcrl.runs.observe import ResumePoint, RunView, find_resume_point, observe
-from hpcrl.runs.record import RunRecord, Submission
+from hpcrl.runs.observe import RunView, observe
+from hpcrl.runs.record import RunRecord, Submission, this_process
+from hpcrl.runs.restart import ResumePoint
+from hpcrl.runs.resume import Begin, plan_resume
 from hpcrl.runs.rundir import RunDir
+from hpcrl.runs.snapshot import keep_snapshot, take_snapshot
 from hpcrl.runs.status import ProcessId, RunState
 from hpcrl.slurm.executor import DetachedLocalExecutor
 from hpcrl.slurm.jobs import cancel_jobs, cancel_replica_jobs, find_unrecorded, signal_job, submit_jobs
@@ -58,6 +61,7 @@ def create_run(
         run = RunDir(stage.path)
         run.write_configuration(recipe, cluster, plan)
         RunRecord.new(run, name=plan.run, provenance=provenance or {}).write(run)
+        keep_snapshot(run, take_snapshot(run, recipe, plan))
         stage.commit()
     except FileExistsError:  # somebody else took the name meanwhile
         raise RunDirError(_occupied(target)) from None
@@ -73,7 +77,8 @@ def _occupied(target: Path) -> str:
     view = observe(run)
     ways = ["--name with another name"]
     if view.state is RunState.COMPLETED:
-        ways.append(f"it did all its steps, there is nothing to resume; look at it: hpcrl report {run.name}")
+        ways.append(f"it did all its steps; look at it: hpcrl report {run.name}")
+        ways.append(f"go on with it: hpcrl resume {run.name} --set trainer.steps=...")
     elif view.state.ended:
         ways.append(f"go on with it: hpcrl resume {run.name}")
     else:
@@ -105,34 +110,43 @@ def submit_attempt(run: RunDir) -> Submission:
         folder=str(executor.folder),
         after_attempt=after_attempt,
         process=ProcessId.of(int(job.job_id)),
+        submitted_by=this_process(),
     )
     record.with_submission(submission).write(run)
     return submission
 
 
-def prepare_resume(run: RunDir) -> ResumePoint:
-    """Check that a run may be resumed, and find its checkpoint. Starts and ends nothing.
+def prepare_resume(run: RunDir, begin: Begin | None = None, *, steps: int | None = None) -> ResumePoint:
+    """Check that a run may be resumed, and find its checkpoint. Starts, ends and changes nothing.
+
+    Parameters
+    ----------
+    begin:
+        Where it is to go on; the newest good checkpoint by default.
+    steps:
+        Optimizer steps of the recipe that it will go on with; those of the run by default.
 
     Raises
     ------
     RunDirError
-        It is alive, or completed.
+        It is alive; or it has done all of these steps.
+    NothingToRestoreError
+        It has saved checkpoints, and none is there any more whose files have their sizes.
     """
-    find_unrecorded(run)
+    record = find_unrecorded(run)
     view = observe(run)
     if not view.state.ended:
+        facts: list[str] = [view.state]
+        if view.pid is not None:
+            facts.append(f"supervisor pid {view.pid} on {view.host}")
+        if record.submissions and (who := record.submissions[-1].submitted_by):
+            facts.append(f"started by {who}")
         raise RunDirError(
-            f"the run {run.name} is alive ({view.state}, supervisor pid {view.pid} on {view.host})\n"
+            f"the run {run.name} is alive ({', '.join(facts)}); nothing was changed\n"
             f"    way out: watch it: hpcrl status {run.name} --watch\n"
             f"    way out: end it first: hpcrl cancel {run.name}"
         )
-    if view.state is RunState.COMPLETED:
-        raise RunDirError(
-            f"the run {run.name} is completed; there is nothing to resume\n"
-            f"    way out: look at it: hpcrl report {run.name}\n"
-            "    way out: submit its recipe under another name, with more steps: --set trainer.steps=..."
-        )
-    return find_resume_point(run)
+    return plan_resume(run, begin or Begin(), completed=view.state is RunState.COMPLETED, steps=steps)
 
 
 def end_leftovers(run: RunDir) -> int:

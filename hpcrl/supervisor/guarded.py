@@ -21,6 +21,8 @@ __all__ = ["Dump", "End", "GuardedProcess", "ProcessSpec", "RunningProcess", "gu
 _log = logging.getLogger(__name__)
 _ANSWER_S = 30.0
 """What guards get beyond the grace to end their roles and report, before it is done over their heads."""
+_NO_TASKS_S = 2.0
+"""The same where no task has begun: there may be nobody who could obey."""
 
 
 class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -148,6 +150,9 @@ class RunningProcess(Protocol):
     def kill(self) -> None:
         """SIGKILL to all of it."""
 
+    def cut_off(self) -> None:
+        """SIGKILL to the process right below us: guards see their pipe close, and what hangs is for others to end."""
+
     async def dump(self, path: str, *, timeout_s: float) -> Dump:
         """Write the stacks of all its processes to files whose names begin with ``path``."""
 
@@ -244,7 +249,9 @@ class GuardedProcess:
     def stop(self, grace_s: float) -> None:
         """See `RunningProcess.stop`."""
         self._send({"order": "stop", "grace_s": grace_s})
-        self._insist(grace_s, self._demand_kill)
+        # srun that waits for its nodes hears no order: without a task there is nothing to end in order
+        waits = self._in_step and not self._started.done()
+        self._insist(_NO_TASKS_S - _ANSWER_S if waits else grace_s, self._cut_off if waits else self._demand_kill)
 
     def kill(self) -> None:
         """See `RunningProcess.kill`."""
@@ -267,9 +274,13 @@ class GuardedProcess:
         self.kill()
 
     def _cut_off(self) -> None:
-        """What hangs on a node is Slurm's to end, or that of `Launcher.end_orphans`."""
-        _log.warning("%s: not all guards obeyed within %g s; they are cut off", self._who, _ANSWER_S)
-        self._process.kill()
+        _log.warning("%s: not all guards obeyed in time; they are cut off", self._who)
+        self.cut_off()
+
+    def cut_off(self) -> None:
+        """See `RunningProcess.cut_off`. What hangs on a node is Slurm's to end, or that of `Launcher.end_orphans`."""
+        if not self._reader.done():
+            self._process.kill()
 
     async def dump(self, path: str, *, timeout_s: float) -> Dump:
         """See `RunningProcess.dump`."""
