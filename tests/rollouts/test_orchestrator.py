@@ -19,6 +19,7 @@ from patience import patience
 from stub_engine import StubEngine, coin, decode
 
 from hpcrl.checkpoints.restore import RestoreDecision
+from hpcrl.credentials import Credentials
 from hpcrl.dock.client import DockClient
 from hpcrl.dock.wire import BatchShard
 from hpcrl.errors import CheckpointError, DeadlineError, HpcrlError, PeerLostError
@@ -477,7 +478,10 @@ async def test_the_process_ends_promptly_on_a_signal(tmp_path: Path, number: int
     }
     child = await asyncio.create_subprocess_exec(sys.executable, "-m", "hpcrl.rollouts", env=environment)
     # an interpreter that starts, not a loop that runs already
-    client = DockClient(loop.client.url, wait_timeout_s=60.0, connect_timeout_s=60.0 * patience())
+    credentials = Credentials.of_run(run.path, 1)
+    client = DockClient(
+        loop.client.url, credentials=credentials, wait_timeout_s=60.0, connect_timeout_s=60.0 * patience()
+    )
     try:
         loop.store.path_of(0).mkdir(parents=True)
         await asyncio.to_thread(client.published, 0)
