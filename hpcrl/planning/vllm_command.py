@@ -125,6 +125,8 @@ def vllm_variables(recipe: Recipe, *, gpus: bool) -> dict[str, str]:
         # compute nodes have no business with the outside
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_COLOR": "0",
+        # left alone it listens, for all but HTTP, on the address of the default route, or of the node's own name
+        "VLLM_HOST_IP": "{node_host}",
     }
     if recipe.engine.kv_store is not None:
         # keys of KV blocks are hashes: they must be the same in all engines

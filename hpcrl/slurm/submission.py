@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hpcrl import procfs
-from hpcrl.config.cluster import ClusterProfile
+from hpcrl.config.cluster import ClusterProfile, SlurmCluster
 from hpcrl.config.plan import Plan
 from hpcrl.config.recipe import Recipe
 from hpcrl.credentials import ensure_token
 from hpcrl.errors import RunDirError
-from hpcrl.fs import StagedDirectory
+from hpcrl.fs import StagedDirectory, atomic_write
 from hpcrl.runs.observe import RunView, observe
 from hpcrl.runs.record import RunRecord, Submission, this_process
 from hpcrl.runs.restart import ResumePoint
@@ -23,7 +23,9 @@ from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.snapshot import keep_snapshot, take_snapshot
 from hpcrl.runs.status import ProcessId, RunState
 from hpcrl.slurm.executor import DetachedLocalExecutor
+from hpcrl.slurm.in_job import InJob
 from hpcrl.slurm.jobs import cancel_jobs, cancel_replica_jobs, find_unrecorded, signal_job, submit_jobs
+from hpcrl.slurm.scripts import JOB_FOLDER, in_job_script
 from hpcrl.supervisor.guard import KIND_VARIABLE, RUN_ID_VARIABLE
 from hpcrl.supervisor.job import Supervise
 from hpcrl.supervisor.sweep import find_leftovers, sweep
@@ -39,7 +41,7 @@ __all__ = [
     "submit_attempt",
 ]
 
-_JOB_FOLDER = "submitit"
+_IN_JOB_SCRIPT = "in-job.sh"
 _CANCEL_POLL_S = 0.1
 
 
@@ -89,22 +91,32 @@ def _occupied(target: Path) -> str:
     return f"the run {run.name} exists ({view.state}) in {target}\n" + "\n".join(f"    way out: {way}" for way in ways)
 
 
-def submit_attempt(run: RunDir) -> Submission:
+def submit_attempt(run: RunDir, *, in_job: InJob | None = None) -> Submission:
     """Hand the next attempt of a run to submitit, and write down whom it was handed to (under Slurm: `submit_jobs`).
+
+    Inside of an allocation that is there (`hpcrl.slurm.in_job.find_allocation`), the supervisor is a process of this
+    machine, as in a local run.
 
     If we die between the two, the supervisor still runs and says so in ``status.json``; a second hand-over is
     refused by `prepare_resume` and by the second supervisor itself.
     """
     plan, record = run.plan(), RunRecord.read(run)
-    if plan.layout.kind != "local":
+    command = None
+    if in_job is not None:
+        script, cluster = run.path / _IN_JOB_SCRIPT, run.cluster()
+        assert isinstance(cluster, SlurmCluster)
+        atomic_write(script, in_job_script(plan, cluster, run_id=record.run_id, run_dir=run.path).encode())
+        command = ["/bin/bash", str(script)]
+    elif plan.layout.kind != "local":
         return submit_jobs(run)
     executor = DetachedLocalExecutor(
-        run.path / _JOB_FOLDER,
+        run.path / JOB_FOLDER,
         time_limit_s=plan.time_limit_s,
         environment={RUN_ID_VARIABLE: record.run_id, KIND_VARIABLE: "launch"},
+        command=command,
     )
     after_attempt = (run.attempts() or [0])[-1]
-    job = executor.submit(Supervise(str(run.path)))
+    job = executor.submit(Supervise(str(run.path), len(record.submissions) + 1, in_job))
     submission = Submission(
         submitted_at_s=time.time(),
         executor="local",
@@ -112,6 +124,7 @@ def submit_attempt(run: RunDir) -> Submission:
         folder=str(executor.folder),
         after_attempt=after_attempt,
         process=ProcessId.of(int(job.job_id)),
+        in_job="" if in_job is None else str(in_job.job_id),
         submitted_by=this_process(),
     )
     record.with_submission(submission).write(run)

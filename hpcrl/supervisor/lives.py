@@ -249,6 +249,7 @@ class Lives:
             ],
             in_step=self._launcher.in_step,
             hosts=component.address.hosts,
+            interfaces=component.address.interfaces,
             grace_s=group.policy.stop_timeout_s,
             events_path=str(self._run.events_dir / f"{self._attempt:04d}-{writer}.jsonl"),
             events_writer=writer,
