@@ -158,10 +158,10 @@ def resume(
     found, begin = find(run, root), Begin(scratch=from_scratch, step=from_step)
     try:
         with claimed(found, user=user_name()):
-            change = _plan_change(found, overrides) if overrides else None
+            change = _plan_change(found, overrides) if overrides else _renewal(found)
             wanted = found.plan() if change is None else change.plan
             allocation = find_allocation(wanted, os.environ, SlurmClient()) if in_job else None
-            point = prepare_resume(found, begin, steps=None if change is None else change.recipe.trainer.steps)
+            point = prepare_resume(found, begin, steps=change.recipe.trainer.steps if change and overrides else None)
             for step, reason in point.skipped:
                 typer.echo(f"checkpoint of step {step} is skipped: {reason}", err=True)
             _say_changes(found, accept=accept_changes)
@@ -234,6 +234,16 @@ def _plan_change(run: RunDir, overrides: list[str]) -> _Change:
     site = for_job(loaded, Loaded(run.cluster(), run.cluster_path, {}))
     check_rules(loaded, site)
     return _Change(loaded.value, site.value, make_plan(loaded.value, site.value, run.name, run.path), lines)
+
+
+def _renewal(run: RunDir) -> _Change | None:
+    """A new plan for a run that was planned before servers were told to want the run's token; None for others."""
+    from hpcrl.credentials import TOKEN_FILE
+
+    if (run.path / TOKEN_FILE).exists():
+        return None
+    change = _plan_change(run, [])
+    return change._replace(lines=["plan: servers of the run answer those alone who bring its token"])
 
 
 def cancel(
