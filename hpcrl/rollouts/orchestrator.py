@@ -48,6 +48,7 @@ from hpcrl.rollouts.trainer_desk import ConflictError, TrainerDesk
 from hpcrl.rollouts.transcript import Transcript
 from hpcrl.rollouts.weight_updates import WeightUpdater
 from hpcrl.runs.clocks import own_node
+from hpcrl.runs.refusals import gate_of
 from hpcrl.runs.role import Complaint, Endpoints, Member, RoleContext, restore_path
 from hpcrl.weights import HandoffStore
 from hpcrl.weights.collector import Collector
@@ -108,8 +109,13 @@ class Orchestrator:
             timeout = aiohttp.ClientTimeout(total=None)  # each call has its own
             for environment in hosted(self._environments):
                 stack.push_async_callback(environment.aclose)
-            http = await stack.enter_async_context(aiohttp.ClientSession(connector=connector, timeout=timeout))
-            await stack.enter_async_context(serve_dock(self, host=address.hostname, port=address.port))
+            # for addresses of the run alone: every request brings the token
+            session = aiohttp.ClientSession(
+                connector=connector, timeout=timeout, headers=self._context.credentials.headers
+            )
+            http = await stack.enter_async_context(session)
+            gate = gate_of(self._context, "dock")
+            await stack.enter_async_context(serve_dock(self, gate, host=address.hostname, port=address.port))
             self._http = http
             self._tasks = await stack.enter_async_context(asyncio.TaskGroup())
             self._tasks.create_task(self._raise_failure())
@@ -347,6 +353,7 @@ class Orchestrator:
         """One shard (see `hpcrl.rollouts.trainer_desk.TrainerDesk.batch`)."""
         if not await self._is_restored(wait_s):
             return None
+        self._desk.check_asker(rank, world_size)  # before anything is believed of the request
         if self._updater.announced is None:
             # who asks for step s has published version s - 1
             await self._announce(step - 1)

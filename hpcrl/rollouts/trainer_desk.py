@@ -74,6 +74,11 @@ class TrainerDesk:
         self._begun = step
         self._builds[step] = self._spawn(self._build(step))
 
+    def check_asker(self, rank: int, world_size: int) -> None:
+        """Whether there is such a rank (ConflictError where not)."""
+        if world_size != self._world_size or not 0 <= rank < world_size:
+            raise ConflictError(f"rank {rank} of {world_size} asked; the run has {self._world_size} trainer ranks")
+
     async def batch(self, step: int, *, rank: int, world_size: int, wait_s: float) -> bytes | None:
         """The shard of ``rank``; None where the batch is not ready within ``wait_s``.
 
@@ -82,8 +87,7 @@ class TrainerDesk:
         ConflictError
             The step is neither the last one nor the next, or there are not so many ranks. Nothing has changed then.
         """
-        if world_size != self._world_size or not 0 <= rank < world_size:
-            raise ConflictError(f"rank {rank} of {world_size} asked; the run has {self._world_size} trainer ranks")
+        self.check_asker(rank, world_size)
         if step == self._handed_out + 1:
             self._forget(step - 1)
             if step not in self._builds:

@@ -6,6 +6,7 @@
       recipe.yaml  cluster.yaml  plan.json    as resolved at submit
       run.json                                ids and provenance; written by submit and resume
       start-model/                            weights of another run that this one began with (submit --from)
+      token                                   who has it is answered by the servers of the run (hpcrl.credentials)
       snapshots/0001/                         hpcrl, Python, packages and environment modules at each submit and resume
       restart.json                            where the next attempts begin; written by resume
       status.json                             state of the run and its roles; written by the supervisor
@@ -39,6 +40,7 @@ import yaml
 from hpcrl.config.cluster import ClusterProfile, cluster_from_json
 from hpcrl.config.plan import Plan
 from hpcrl.config.recipe import Recipe
+from hpcrl.credentials import ensure_token
 from hpcrl.errors import RunDirError
 from hpcrl.fs import atomic_write, fsync_dir, make_directory
 
@@ -138,6 +140,7 @@ class RunDir:
         path.mkdir()
         for part in ("ready", "failures", "logs"):
             (path / part).mkdir()
+        ensure_token(self.path)  # of a run that was made before there were tokens
         link = self.attempts_dir / f".latest-{number}"
         link.unlink(missing_ok=True)
         link.symlink_to(path.name)

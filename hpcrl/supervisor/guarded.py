@@ -40,7 +40,9 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
         Started as one of the tasks of a Slurm step: the guard says which, fills ``{node_rank}`` in ``command``, and
         ``env`` comes on top of what the node has.
     hosts:
-        Where each node of the replica can be reached: ``{node_host}`` in ``command``.
+        Where each node of the replica can be reached: ``{node_host}`` in ``command``, and as a value in ``env``.
+    interfaces:
+        The network interface of each of them: ``{node_interface}`` as a value in ``env``.
     grace_s:
         Time between SIGTERM and SIGKILL if the supervisor is gone.
     events_path, events_writer:
@@ -65,6 +67,7 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     events_writer: str
     in_step: bool = False
     hosts: Sequence[str] = ()
+    interfaces: Sequence[str] = ()
     restart: int = 0
     scratch: str = ""
     secrets: Mapping[str, str] = {}

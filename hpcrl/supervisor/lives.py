@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from hpcrl.config.plan import Plan
+from hpcrl.credentials import Credentials
 from hpcrl.runs.cause import Cause, CauseKind, choose_cause
 from hpcrl.runs.role import FailureRecord, ready_path
 from hpcrl.runs.rundir import RunDir
@@ -138,6 +139,7 @@ class Lives:
             component.group.ready,
             address=component.address,
             ready_file=ready_path(self._run, self._attempt, component.role.value, component.replica),
+            credentials=Credentials.of_run(self._run.path, self._attempt),
         )
         probing = asyncio.create_task(prober.wait())
         deadline_s = component.group.start_timeout_s
@@ -247,6 +249,7 @@ class Lives:
             ],
             in_step=self._launcher.in_step,
             hosts=component.address.hosts,
+            interfaces=component.address.interfaces,
             grace_s=group.policy.stop_timeout_s,
             events_path=str(self._run.events_dir / f"{self._attempt:04d}-{writer}.jsonl"),
             events_writer=writer,

@@ -91,6 +91,7 @@ class Trainer:
         self.store = HandoffStore(context.run.weights_dir)
         self.dock = DockClient(
             context.endpoints().one("orchestrator"),
+            credentials=context.credentials,
             wait_timeout_s=recipe.wait_for_batch_s,
             on_wait=self._still_waiting,
         )

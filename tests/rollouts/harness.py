@@ -19,8 +19,10 @@ from stub_engine import StubEngine
 from hpcrl.checkpoints import CheckpointLedger, CheckpointWriter
 from hpcrl.checkpoints.restore import RestoreDecision
 from hpcrl.config.recipe import Recipe
+from hpcrl.credentials import Credentials
 from hpcrl.dock.client import DockClient
 from hpcrl.dock.wire import BatchShard
+from hpcrl.gate import Gate
 from hpcrl.models.tokenizer import write_character_tokenizer
 from hpcrl.rollouts import engine_pool, orchestrator, weight_updates
 from hpcrl.rollouts.orchestrator import Orchestrator
@@ -133,7 +135,7 @@ class Loop:
         context = RoleContext(run, attempt=self.attempt, role="orchestrator", replica=0, rank=0)
         self.orchestrator = Orchestrator(context)
         # a machine that is busy for a while is not what these tests are about
-        self.client = DockClient(url, wait_timeout_s=60.0, connect_timeout_s=5.0)
+        self.client = DockClient(url, credentials=context.credentials, wait_timeout_s=60.0, connect_timeout_s=5.0)
         self.work: asyncio.Task[None] | None = None
         self._writer: HandoffWriter | None = None
 
@@ -217,6 +219,8 @@ async def running(
     """
     for server in servers_of((*engines, *later)):
         if not server.port:
+            if router is None:  # that of a test may stand in between, which has no token
+                server.gate = Gate("stub", Credentials.of_run(run.path, run.attempts()[-1]))
             await server.start()
     loop = Loop(run, engines, elastic=elastic, router=router, roles=roles)
     loop.work = asyncio.create_task(_unwrapped(loop.orchestrator))
