@@ -17,6 +17,7 @@ from submitit.core.utils import DelayedSubmission
 from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.plan import Plan
 from hpcrl.errors import HpcrlError, RunDirError, RunFailedError
+from hpcrl.log_thread import log_in_thread
 from hpcrl.runs.cause import Cause, CauseKind
 from hpcrl.runs.events import EventWriter, read_events
 from hpcrl.runs.exclusions import exclude, read_exclusions
@@ -68,6 +69,7 @@ class Supervise:
             The directory is no run, or another supervisor works in it.
         """
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        log_in_thread()
         run = RunDir(Path(self.run_dir))
         plan, record = run.plan(), RunRecord.read(run)
         status = RunStatus.read(run)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from supervisor_testing import create, end_everything, start, wait_ended, wait_for
+from supervisor_testing import create, end_everything, start, wait_ended, wait_for, wait_running
 
 from hpcrl.runs.cause import Cause, CauseKind
 from hpcrl.runs.diagnosis import diagnose
@@ -20,7 +20,7 @@ from hpcrl.runs.reserve import SIZES, keep_reserve
 from hpcrl.runs.role import FailureRecord, RoleContext
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunState, RunStatus
-from hpcrl.slurm.submission import prepare_resume, submit_attempt
+from hpcrl.slurm.submission import cancel, prepare_resume, submit_attempt
 from hpcrl.space import Space
 from hpcrl.supervisor.board import Board
 from hpcrl.supervisor.space_watch import SpaceTrend, SpaceWatch
@@ -78,6 +78,19 @@ def test_a_run_that_fills_its_disk_ends_in_order_and_can_be_resumed(disk: Path) 
     wait_for(lambda: observe(run).attempt == 2, 20, "the second attempt")
     view, _ = wait_ended(run)
     assert (view.state, view.attempts) == (RunState.COMPLETED, 2)
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(120)
+def test_a_run_on_a_full_disk_can_be_cancelled(disk: Path) -> None:
+    run = start(disk / "runs")
+    wait_running(run)
+    filler = fill(disk)
+    view = cancel(run, user="me")
+    assert view.state is RunState.CANCELLED
+    assert view.cause is not None
+    assert view.cause.message == "cancelled by me"
+    filler.unlink()
 
 
 def test_a_role_says_why_it_fails_on_a_full_disk(disk: Path) -> None:
