@@ -14,7 +14,9 @@ from hpcrl.config.plan import Plan
 from hpcrl.config.recipe import Recipe
 from hpcrl.errors import RunDirError
 from hpcrl.fs import StagedDirectory
+from hpcrl.ours import CLOSED_UMASK, files_as, umask_of
 from hpcrl.runs.observe import ResumePoint, RunView, find_resume_point, observe
+from hpcrl.runs.privacy import check_root, protect
 from hpcrl.runs.record import RunRecord, Submission
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ProcessId, RunState
@@ -47,21 +49,27 @@ def create_run(
     Raises
     ------
     RunDirError
-        The directory exists; the message has the ways out.
+        The directory exists, or others could replace it; the message has the ways out.
     """
     target = plan.run_dir
     if os.path.lexists(target):
         raise RunDirError(_occupied(target))
+    target.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+    check_root(target.parent)
     stage = StagedDirectory(target, token=f"{procfs.hostname()}-{os.getpid()}")
-    stage.create()
+    previous = os.umask(CLOSED_UMASK)
     try:
+        stage.create()
         run = RunDir(stage.path)
+        protect(run, cluster.files.group)
+        os.umask(umask_of(run.path))
         run.write_configuration(recipe, cluster, plan)
         RunRecord.new(run, name=plan.run, provenance=provenance or {}).write(run)
         stage.commit()
     except FileExistsError:  # somebody else took the name meanwhile
         raise RunDirError(_occupied(target)) from None
     finally:
+        os.umask(previous)
         stage.discard()
     return RunDir(target)
 
@@ -88,6 +96,11 @@ def submit_attempt(run: RunDir) -> Submission:
     If we die between the two, the supervisor still runs and says so in ``status.json``; a second hand-over is
     refused by `prepare_resume` and by the second supervisor itself.
     """
+    with files_as(run.path):  # submitit's files, and those of its controller and of the job
+        return _submit_attempt(run)
+
+
+def _submit_attempt(run: RunDir) -> Submission:
     plan, record = run.plan(), RunRecord.read(run)
     if plan.layout.kind != "local":
         return submit_jobs(run)
@@ -118,6 +131,7 @@ def prepare_resume(run: RunDir) -> ResumePoint:
     RunDirError
         It is alive, or completed.
     """
+    protect(run, run.cluster().files.group)
     find_unrecorded(run)
     view = observe(run)
     if not view.state.ended:
