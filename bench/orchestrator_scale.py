@@ -29,6 +29,7 @@ import yaml
 
 from hpcrl.checkpoints.restore import RestoreDecision
 from hpcrl.config.recipe import Recipe
+from hpcrl.credentials import Credentials
 from hpcrl.dock.client import DockClient
 from hpcrl.models.tokenizer import write_character_tokenizer
 from hpcrl.runs.role import Endpoints, restore_path
@@ -75,17 +76,17 @@ def free_ports(count: int) -> list[int]:
         return [int(each.getsockname()[1]) for each in sockets]
 
 
-def metrics(url: str) -> dict[str, float]:
-    with urllib.request.urlopen(f"{url}/metrics", timeout=30.0) as answer:
+def metrics(request: urllib.request.Request) -> dict[str, float]:
+    with urllib.request.urlopen(request, timeout=30.0) as answer:
         lines = answer.read().decode().splitlines()
     values = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     return {name.removeprefix("hpcrl_rollouts_"): float(value) for name, value in values}
 
 
-def until_full(url: str, in_flight: int, timeout_s: float) -> None:
+def until_full(request: urllib.request.Request, in_flight: int, timeout_s: float) -> None:
     """Wait until the engines are full (RuntimeError where they never are)."""
     deadline = time.monotonic() + timeout_s
-    while metrics(url).get("in_flight", 0) < 0.95 * in_flight:
+    while metrics(request).get("in_flight", 0) < 0.95 * in_flight:
         if time.monotonic() > deadline:
             raise RuntimeError(f"{in_flight} rollouts were not in flight within {timeout_s:g} s")
         time.sleep(0.5)
@@ -106,24 +107,24 @@ class FastTrainer(threading.Thread):
             self._dock.published(self.step)
 
 
-def measure(url: str, process: psutil.Process, seconds: float) -> dict[str, Any]:
+def measure(request: urllib.request.Request, process: psutil.Process, seconds: float) -> dict[str, Any]:
     """Read lag, rollouts and CPU time; the lag's percentiles are over the last minute, the maximum over all."""
-    before, cpu_before, started = metrics(url), process.cpu_times(), time.monotonic()
+    before, cpu_before, started = metrics(request), process.cpu_times(), time.monotonic()
     in_flight = []
     while time.monotonic() - started < seconds:
         time.sleep(1.0)
-        in_flight.append(metrics(url)["in_flight"])
+        in_flight.append(metrics(request)["in_flight"])
     wall = time.monotonic() - started
-    after, cpu_after = metrics(url), process.cpu_times()
+    after, cpu_after = metrics(request), process.cpu_times()
     cpu = cpu_after.user + cpu_after.system - cpu_before.user - cpu_before.system
     return {
         "seconds": round(wall, 2),
         "in_flight_mean": round(sum(in_flight) / len(in_flight)),
         "rollouts_per_s": round((after["finished_total"] - before["finished_total"]) / wall, 1),
         "cpu_share": round(cpu / wall, 3),
-        "loop_lag_p50_ms": round(after["loop_lag_p50_ms"], 2),
-        "loop_lag_p99_ms": round(after["loop_lag_p99_ms"], 2),
-        "loop_lag_max_ms": round(after["loop_lag_max_ms"], 2),
+        "loop_lag_p50_ms": round(1e3 * after["loop_lag_p50_seconds"], 2),
+        "loop_lag_p99_ms": round(1e3 * after["loop_lag_p99_seconds"], 2),
+        "loop_lag_max_ms": round(1e3 * after["loop_lag_max_seconds"], 2),
         "engine_retries": after["engine_retries_total"] - before["engine_retries_total"],
         "rss_mib": round(process.memory_info().rss / (1 << 20)),
     }
@@ -161,12 +162,14 @@ def bench(in_flight: int, engines: int, request_s: float, seconds: float) -> dic
         )
         store = HandoffStore(run.weights_dir)
         store.path_of(0).mkdir(parents=True)
-        dock = DockClient(urls["orchestrator"][0], wait_timeout_s=120.0)
+        credentials = Credentials.of_run(run.path, 1)
+        dock = DockClient(urls["orchestrator"][0], credentials=credentials, wait_timeout_s=120.0)
+        request = urllib.request.Request(f"{dock.url}/metrics", headers=credentials.headers)
         dock.published(0)
         trainer = FastTrainer(dock, store)
         trainer.start()
-        until_full(dock.url, in_flight, 60.0)
-        result = {**measure(dock.url, psutil.Process(orchestrator.pid), seconds), "steps": trainer.step}
+        until_full(request, in_flight, 60.0)
+        result = {**measure(request, psutil.Process(orchestrator.pid), seconds), "steps": trainer.step}
         trainer.stop.set()
         trainer.join(timeout=60.0)
     return {"in_flight": in_flight, "engines": engines, "request_s": request_s, **result}

@@ -10,6 +10,7 @@
     ├── RunFailedError              the run itself failed (exit code 1)
     ├── HandoffError                a weight hand-off is missing, torn or wrong
     ├── CheckpointError             a checkpoint entry is missing, torn or wrong
+    ├── NothingToRestoreError       a run that has saved checkpoints can restore none; it does not begin again
     ├── FencedError                 a newer attempt writes here now; this process must end
     ├── DeadlineError               a wait ended without what it waited for
     └── PeerLostError               another role of the run went away; a consequence, not a cause
@@ -34,6 +35,7 @@ __all__ = [
     "HandoffError",
     "HpcrlError",
     "MissingExtraError",
+    "NothingToRestoreError",
     "PeerLostError",
     "RunDirError",
     "RunFailedError",
@@ -50,6 +52,8 @@ class ExitCode(IntEnum):
     USAGE = 2
     NO_PROGRESS = 93
     """The run was given up: attempts in a row made no progress. Who resumes runs by a script should not."""
+    NOTHING_TO_RESTORE = 94
+    """No checkpoint can be restored: a person decides how the run goes on (``hpcrl resume --from-scratch``)."""
     CANCELLED = 130
 
 
@@ -125,6 +129,12 @@ class HandoffError(HpcrlError):
 
 class CheckpointError(HpcrlError):
     """A checkpoint entry is missing, torn or does not fit."""
+
+
+class NothingToRestoreError(HpcrlError):
+    """A run that has saved checkpoints can restore none of them; it does not begin again by itself."""
+
+    exit_code = ExitCode.NOTHING_TO_RESTORE
 
 
 class FencedError(HpcrlError):

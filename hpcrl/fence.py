@@ -176,6 +176,22 @@ class Fence:
         """Put back what `hide` took out."""
         os.rename(self.path / f"{_ASIDE}{name}", self.root / name)
 
+    def move_hidden(self, name: str, target: Path) -> None:
+        """Give what `hide` took out another place on the same filesystem."""
+        self._settle()  # or a power failure could leave it here, and where it was
+        os.rename(self.path / f"{_ASIDE}{name}", target)
+
+    def adopt(self, name: str, source: Path) -> None:
+        """Make a directory from elsewhere on the same filesystem an entry, in place of what has that name now.
+
+        Who dies over it leaves it to the next claim, which puts it into the store.
+        """
+        if self.hide(name):
+            self.delete(name)
+        os.rename(source, self.path / f"{_ASIDE}{name}")
+        self.restore(name)
+        self._settle()
+
     def delete(self, name: str) -> None:
         """Delete what `hide` took out; what cannot be deleted now goes with the next claim."""
         doomed = self.path / f"deleting-{uuid.uuid4().hex[:8]}"
@@ -213,7 +229,10 @@ class Fence:
         """Delete what was taken from others, and what removers that died have left."""
         self._settle()  # also that the others are gone for good
         for path in self.path.iterdir():
-            shutil.rmtree(path, ignore_errors=True)
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
         for name in os.listdir(self.root):
             if name.startswith((".removed-", ".staging-")):
                 shutil.rmtree(self.root / name, ignore_errors=True)

@@ -67,7 +67,9 @@ def cli() -> str:
     exit_codes = (
         "## Exit codes\n\n| code | meaning |\n| --- | --- |\n| 0 | done |\n| 1 | the run failed |\n"
         "| 2 | what was asked cannot be done; nothing was changed |\n"
-        "| 93 | the run is given up: attempts without progress; do not requeue |\n| 130 | cancelled |\n"
+        "| 93 | the run is given up: attempts without progress; do not requeue |\n"
+        "| 94 | the run has saved checkpoints, none can be restored, and it does not begin again by itself: "
+        "`hpcrl resume --from-scratch` or `--from-step` (docs/checkpoints.md) |\n| 130 | cancelled |\n"
     )
     head = "# Command reference\n\nMade from the code by `make docs`; a test fails when it is out of date.\n\n"
     # one level down: the page has a title of its own

@@ -36,12 +36,24 @@ class RestoreDecision(msgspec.Struct, frozen=True, kw_only=True):
         Time the comparison took.
     skipped:
         Newer entries, newest first.
+    refused:
+        Why the attempt begins with nothing at all, neither a checkpoint nor the start model; empty where it begins.
+    asked:
+        What a person asked for (``--from-scratch``, ``--from-step 10``); empty where nobody did.
+    saved_by:
+        Attempt that saved the entry; None without one.
+    put_aside:
+        Steps of entries that were put aside for that.
     """
 
     step: int | None
     verified: Literal["content", "sizes"]
     seconds: float
     skipped: list[Skipped]
+    refused: str = ""
+    asked: str = ""
+    saved_by: int | None = None
+    put_aside: list[int] = []
 
     def write(self, path: Path) -> None:
         """Write it; durable on return."""

@@ -100,8 +100,11 @@ def _problem(path: Path, name: str, record: FileRecord, content: bool, deadline:
             size = path.stat().st_size
             if size != record.bytes:
                 return f"{name} has {size} bytes, the manifest says {record.bytes}"
-            if content and _hash(path, deadline) != record.xxh3_128:
-                return f"{name} does not have the content that the manifest says"
+            if content and (found := _hash(path, deadline)) != record.xxh3_128:
+                return (
+                    f"{name} does not have the content that the manifest says "
+                    f"(XXH3-128 {found}, the manifest says {record.xxh3_128})"
+                )
         except FileNotFoundError:
             return f"{name} is missing"
         except OSError as error:

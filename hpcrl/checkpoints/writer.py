@@ -10,6 +10,10 @@ from pathlib import Path
 
 import xxhash
 
+from hpcrl.aside import Aside, collect_asides, put_aside, take_back
+from hpcrl.checkpoints.checks import forget_check
+from hpcrl.checkpoints.history import FILE as HISTORY
+from hpcrl.checkpoints.history import add_saved
 from hpcrl.checkpoints.ledger import (
     MANIFEST,
     ORCHESTRATOR_FILE,
@@ -129,7 +133,30 @@ class CheckpointWriter:
             if isinstance(error, FileNotFoundError):
                 self.fence.check()  # the likely reason
             raise
+        try:
+            add_saved(self.root, step=step, attempt=self.attempt)
+        except OSError as error:  # the entry is complete, and says the same as long as it is there
+            _log.warning("the checkpoint of step %d is not in %s: %s", step, HISTORY, error)
         return CheckpointEntry(self.root / _name(step), manifest)
+
+    def put_aside_after(self, step: int) -> list[int]:
+        """Take the entries above ``step`` out of the ledger and keep them (`hpcrl.aside`); returns their steps.
+
+        Raises
+        ------
+        FencedError
+            A newer attempt has claimed the ledger.
+        """
+        later = [number for number in reversed(self.ledger.steps()) if number > step]
+        return sorted(number for number in later if put_aside(self.fence, _name(number)))
+
+    def take_back(self, aside: Aside) -> None:
+        """Make what was put aside an entry again."""
+        take_back(self.fence, aside)
+
+    def collect_aside(self, step: int) -> list[int]:
+        """Delete what was put aside up to ``step``, which the run has saved again; pinned ones stay."""
+        return collect_asides(self.root, "step-", up_to=step, keep=pins_of(self.root).numbers())
 
     def retain(self, *, keep_last: int, keep_every: int = 0) -> list[int]:
         """Remove entries that are not to be kept (`hpcrl.checkpoints.retention`); returns removed steps.
@@ -165,6 +192,7 @@ class CheckpointWriter:
             self.fence.restore(_name(step))
             return False
         self.fence.delete(_name(step))
+        forget_check(self.ledger, step)
         return True
 
 

@@ -11,6 +11,7 @@ from hpcrl.cli.selection import RunArgument, RunsRootOption, find
 
 if TYPE_CHECKING:
     from hpcrl.runs.checkpoints import CheckpointItem
+    from hpcrl.runs.rundir import RunDir
 
 __all__ = ["register"]
 
@@ -29,12 +30,15 @@ def register(app: typer.Typer) -> None:
 
 @checkpoint_app.command("ls")
 def checkpoint_ls(run: RunArgument, as_json: JsonOption = False, root: RunsRootOption = None) -> None:
-    """List checkpoints. Exit code 1 where one is not whole (sizes are compared, data is not read)."""
+    """List checkpoints: which were verified, by whom and when. Exit code 1 where one is known to be damaged.
+
+    Sizes are compared, data is not read: hpcrl checkpoint verify does that.
+    """
     from hpcrl.runs.checkpoints import checkpoint_items, items_document
 
     found = find(run, root)
     items = checkpoint_items(found)
-    _print(found.name, items, items_document(found, items) if as_json else None, state="whole")
+    _print(found, items, items_document(found, items) if as_json else None)
 
 
 @checkpoint_app.command("verify")
@@ -51,7 +55,7 @@ def checkpoint_verify(
     found = find(run, root)
     items = verify_checkpoints(found, step, content=not sizes)
     document = items_document(found, items) if as_json else None
-    _print(found.name, items, document, state="whole" if sizes else "verified")
+    _print(found, items, document)
 
 
 @checkpoint_app.command("show")
@@ -207,18 +211,19 @@ def checkpoint_export(
     raise typer.Exit(subprocess.run(command, check=False).returncode)
 
 
-def _print(run: str, items: list[CheckpointItem], document: str | None, *, state: str) -> None:
+def _print(run: RunDir, items: list[CheckpointItem], document: str | None) -> None:
     from rich.filesize import decimal
     from rich.markup import escape
     from rich.table import Table
 
+    from hpcrl.aside import list_asides
     from hpcrl.cli.output import table_console
     from hpcrl.errors import ExitCode
 
     if document is not None:
         typer.echo(document)
     elif not items:
-        typer.echo(f"{run} has none", err=True)
+        typer.echo(f"{run.name} has none", err=True)
     else:
         table = Table(box=None, header_style="bold", pad_edge=False)
         for column in ("step", "age", "size", "files", "attempt", "ranks", "saved in", "pin", "state"):
@@ -233,8 +238,11 @@ def _print(run: str, items: list[CheckpointItem], document: str | None, *, state
                 "?" if item.world_size is None else str(item.world_size),
                 "?" if item.save_s is None else f"{item.save_s:.2f} s",
                 escape(item.pin or ""),
-                f"[red]{escape(item.problem)}[/red]" if item.problem else state,
+                f"[red]{escape(item.state)}[/red]" if item.problem else item.state,
             )
         table_console().print(table)
+    if document is None:
+        for aside in list_asides(run.checkpoints_dir, "step-"):
+            typer.echo(f"put aside until the run has passed it again: step {aside.number} in {aside.path}", err=True)
     if any(item.problem for item in items):
         raise typer.Exit(ExitCode.FAILED)

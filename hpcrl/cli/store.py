@@ -67,9 +67,10 @@ def canary(
     """Put a block into the pool from this machine, read it back, remove it. Engines do the same when they start."""
     import msgspec
 
+    from hpcrl.interfaces import address_towards
     from hpcrl.runs.record import RunRecord
     from hpcrl.store.canary import run_canary
-    from hpcrl.store.view import CANARY_SCHEMA, address_towards
+    from hpcrl.store.view import CANARY_SCHEMA
 
     found = find(run, root)
     endpoints = _endpoints(found)

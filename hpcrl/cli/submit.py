@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -12,12 +12,25 @@ from hpcrl.cli.selection import RunArgument, RunsRootOption, ask_slurm, find, ru
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from hpcrl.config.cluster import ClusterProfile
+    from hpcrl.config.plan import Plan
+    from hpcrl.config.recipe import Recipe
+    from hpcrl.runs.restart import ResumePoint
+    from hpcrl.runs.resume import Begin
     from hpcrl.runs.rundir import RunDir
 
 __all__ = ["register"]
 
 FollowOption = Annotated[
     bool, typer.Option("--follow", "-f", help="Show progress until the run has ended; Ctrl-C cancels the run.")
+]
+
+
+InJobOption = Annotated[
+    bool,
+    typer.Option(
+        "--in-job", help="Run inside of the allocation of this shell (salloc), not in a job of its own; no requeue."
+    ),
 ]
 
 
@@ -35,6 +48,7 @@ def submit(
     overrides: SetOption = None,
     follow: FollowOption = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and the commands; change nothing.")] = False,
+    in_job: InJobOption = False,
     root: RunsRootOption = None,
 ) -> None:
     """Start a run of a recipe.
@@ -61,8 +75,10 @@ def submit(
         make_plan,
     )
     from hpcrl.runs.registry import check_name
+    from hpcrl.slurm.client import SlurmClient
+    from hpcrl.slurm.in_job import find_allocation
 
-    loaded, site = load_both(recipe, cluster, overrides or (), environ=os.environ)
+    loaded, site = load_both(recipe, cluster, overrides or (), environ=os.environ, in_job=in_job)
     check_rules(loaded, site)
     check_sizes(loaded, site)
     run_name = check_name(name) if name is not None else default_run_name(loaded.value, time.time())
@@ -71,7 +87,8 @@ def submit(
     plan = make_plan(resolved, profile, run_name, runs_root(root, profile) / run_name)
     if dry_run:
         print_plan(plan, site)
-    if plan.layout.kind != "local":
+    allocation = find_allocation(plan, os.environ, SlurmClient()) if in_job else None
+    if plan.layout.kind != "local" and not in_job:
         for variable in unused_variables(os.environ):
             typer.echo(f"note: {variable} is not read: the plan says what sbatch is told (hpcrl plan)", err=True)
     check_secrets(plan, site)
@@ -89,50 +106,134 @@ def submit(
     ask_slurm()
     provenance = {".".join(map(str, path)): origin for path, origin in loaded.origins.items()}
     run = create_run(resolved, profile, plan, provenance=provenance)
-    submit_attempt(run)
-    typer.echo(f"submitted {run_name} in {run.path}", err=True)
+    submit_attempt(run, in_job=allocation)
+    where = "" if allocation is None else f", inside of job {allocation.job_id}"
+    typer.echo(f"submitted {run_name} in {run.path}{where}", err=True)
     _follow_or_tell(run, follow, root)
 
 
 def resume(
-    run: RunArgument, overrides: SetOption = None, follow: FollowOption = False, root: RunsRootOption = None
+    run: RunArgument,
+    overrides: SetOption = None,
+    from_scratch: Annotated[
+        bool,
+        typer.Option("--from-scratch", help="Begin at step 0 with the start model; what there is is put aside."),
+    ] = False,
+    from_step: Annotated[
+        int | None,
+        typer.Option("--from-step", metavar="STEP", help="Go on from this checkpoint; later ones are put aside."),
+    ] = None,
+    accept_changes: Annotated[
+        bool,
+        typer.Option("--accept-changes", help="With job.on_change: stop, run what is there now all the same."),
+    ] = False,
+    follow: FollowOption = False,
+    in_job: InJobOption = False,
+    root: RunsRootOption = None,
 ) -> None:
-    """Go on with a run that has ended, from its newest joint checkpoint.
+    """Go on with a run that has ended, from its newest joint checkpoint that is found good.
 
-    With --set its recipe changes first, for example to another number of trainer.ranks. Model, data and seed stay.
+    With --set its recipe changes first, for example to another number of trainer.ranks, or to more trainer.steps, also
+    of a run that is completed. Model, data and seed stay. The trainer compares checkpoints with their manifests and
+    says what it restored (hpcrl status). A run that has saved checkpoints never begins again by itself. With --in-job
+    it goes on inside of the allocation of this shell, wherever it was before.
 
-    Exit code with --follow: 0 completed, 1 failed, 93 given up without progress, 130 cancelled.
+    Exit code: 2 the run is alive, another resume is at it, or there is nothing to do; 94 no checkpoint can be restored;
+    in these cases nothing was changed. With --follow also 0 completed, 1 failed, 93 given up without progress, 130
+    cancelled.
     """
+    import os
+
+    from hpcrl.errors import RunDirError, UsageError
+    from hpcrl.runs.claim import claimed
+    from hpcrl.runs.record import user_name
+    from hpcrl.runs.resume import Begin, request_restart
+    from hpcrl.runs.snapshot import keep_snapshot, take_snapshot
+    from hpcrl.slurm.client import SlurmClient
+    from hpcrl.slurm.in_job import find_allocation
     from hpcrl.slurm.submission import end_leftovers, prepare_resume, submit_attempt
 
-    found = find(run, root)
-    resumption = prepare_resume(found)
-    for step, reason in resumption.skipped:
-        typer.echo(f"checkpoint of step {step} is skipped: {reason}", err=True)
-    if overrides:
-        _change(found, overrides)
-    if swept := end_leftovers(found):
-        typer.echo(f"ended {swept} processes that an earlier attempt had left behind", err=True)
-    submit_attempt(found)
-    start = "the beginning: there is no checkpoint" if resumption.step is None else f"step {resumption.step}"
-    typer.echo(f"resumed {found.name} from {start}", err=True)
+    if from_scratch and from_step is not None:
+        raise UsageError("--from-scratch and --from-step exclude each other")
+    found, begin = find(run, root), Begin(scratch=from_scratch, step=from_step)
+    try:
+        with claimed(found, user=user_name()):
+            change = _plan_change(found, overrides) if overrides else None
+            wanted = found.plan() if change is None else change.plan
+            allocation = find_allocation(wanted, os.environ, SlurmClient()) if in_job else None
+            point = prepare_resume(found, begin, steps=None if change is None else change.recipe.trainer.steps)
+            for step, reason in point.skipped:
+                typer.echo(f"checkpoint of step {step} is skipped: {reason}", err=True)
+            _say_changes(found, accept=accept_changes)
+            if change is not None:
+                change.write(found)
+            keep_snapshot(found, take_snapshot(found, found.recipe(), found.plan()))
+            request_restart(found, begin)
+            if swept := end_leftovers(found):
+                typer.echo(f"ended {swept} processes that an earlier attempt had left behind", err=True)
+            submit_attempt(found, in_job=allocation)
+    except RunDirError as error:
+        if not overrides:
+            raise
+        raise RunDirError(f"{error}\n    changed nothing: --set {' --set '.join(overrides)}") from error
+    typer.echo(_what_it_tries(found.name, begin, point), err=True)
     _follow_or_tell(found, follow, root)
 
 
-def _change(run: RunDir, overrides: list[str]) -> None:
-    """Write the configuration of a run anew, with changes of its recipe."""
+def _say_changes(run: RunDir, *, accept: bool) -> None:
+    """Say what the run would run that it did not before; refuse where the recipe says so (RunDirError)."""
+    from hpcrl.errors import RunDirError
+    from hpcrl.runs.snapshot import changes_since_submit
+
+    changes = changes_since_submit(run)
+    if changes and run.recipe().job.on_change == "stop" and not accept:
+        raise RunDirError(
+            f"{run.name} would run something else than before, and job.on_change is stop; nothing was changed\n"
+            + "".join(f"  {change}\n" for change in changes)
+            + f"    way out: bring back what it was (copies and the diff are in {run.snapshots_dir})\n"
+            f"    way out: hpcrl resume {run.name} --accept-changes"
+        )
+    for change in changes:
+        typer.echo(f"changed since it was last submitted: {change}", err=True)
+
+
+def _what_it_tries(name: str, begin: Begin, point: ResumePoint) -> str:
+    """What a resume can say before the trainer has verified anything."""
+    if begin.scratch:
+        return f"resumed {name}: it begins again at step 0, and what it has saved is put aside"
+    if point.step is None:
+        return f"resumed {name}: it begins at step 0, as it has saved no checkpoint yet"
+    return (
+        f"resumed {name}: the trainer verifies the checkpoint of step {point.step} and goes on from it; "
+        f"what it restored: hpcrl status {name}"
+    )
+
+
+class _Change(NamedTuple):
+    """The configuration of a run anew, before it is written."""
+
+    recipe: Recipe
+    cluster: ClusterProfile
+    plan: Plan
+    lines: list[str]
+
+    def write(self, run: RunDir) -> None:
+        run.write_configuration(self.recipe, self.cluster, self.plan)
+        for line in self.lines:
+            typer.echo(f"changed {line}", err=True)
+
+
+def _plan_change(run: RunDir, overrides: list[str]) -> _Change:
+    """The configuration of a run with changes of its recipe; nothing is written."""
     from hpcrl.config.joined import for_job
     from hpcrl.config.load import Loaded
     from hpcrl.config.rules import check_rules
     from hpcrl.planning import change_recipe, make_plan
 
-    loaded, changes = change_recipe(run.recipe_path, overrides)
+    loaded, lines = change_recipe(run.recipe_path, overrides)
     site = for_job(loaded, Loaded(run.cluster(), run.cluster_path, {}))
     check_rules(loaded, site)
-    cluster = site.value
-    run.write_configuration(loaded.value, cluster, make_plan(loaded.value, cluster, run.name, run.path))
-    for change in changes:
-        typer.echo(f"changed {change}", err=True)
+    return _Change(loaded.value, site.value, make_plan(loaded.value, site.value, run.name, run.path), lines)
 
 
 def cancel(
@@ -175,7 +276,6 @@ def _follow(run: RunDir, console: Console) -> int:
     from rich.console import Console as StandardOutput
 
     from hpcrl.errors import ExitCode, UsageError
-    from hpcrl.runs.cause import CauseKind
     from hpcrl.runs.liveview import follow, summary
     from hpcrl.runs.metrics import read_metrics
     from hpcrl.runs.observe import read_progress
@@ -195,6 +295,6 @@ def _follow(run: RunDir, console: Console) -> int:
     if view.state is RunState.COMPLETED:
         return ExitCode.OK
     typer.echo(f"  hpcrl why {run.name}\n  hpcrl resume {run.name}", err=True)
-    if view.cause is not None and view.cause.kind is CauseKind.NO_PROGRESS:
-        return ExitCode.NO_PROGRESS
-    return ExitCode.CANCELLED if view.state is RunState.CANCELLED else ExitCode.FAILED
+    if view.state is RunState.CANCELLED:
+        return ExitCode.CANCELLED
+    return view.cause.kind.exit_code if view.cause is not None else ExitCode.FAILED

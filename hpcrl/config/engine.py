@@ -88,7 +88,7 @@ class EngineConfig(StrictModel):
     """Dtype of weights and KV cache."""
     pause: Literal["keep", "none"] = "keep"
     """During a weight update: ``keep`` freezes requests until the new weights are in, ``none`` goes on
-    generating with the old ones. Requests and their KV survive in both."""
+    generating with the old ones (``embedded`` only: vLLM loads in place). Requests and their KV survive in both."""
     threads: PositiveInt = 1
     """CPU threads of each engine."""
     return_routed_experts: bool = False

@@ -69,13 +69,21 @@ class CalculatorEnv(_Environment):
 
 
 class CustomEnv(_Environment):
-    """An environment of your own."""
+    """An environment of your own. It runs in a process of its own."""
 
     kind: Literal["custom"]
     factory: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
     """``package.module:Name`` of a callable that returns an `hpcrl.rollouts.environments.Environment`."""
     args: dict[str, Any] = {}
     """Keyword arguments for it."""
+    start_timeout_s: PositiveFloat = 300.0
+    """Longest time for importing its module and calling the factory in seconds."""
+    answer_timeout_s: PositiveFloat = 120.0
+    """Longest time in seconds for a prompt, and for which the event loop of its process may be blocked: then it is
+    ended and started again."""
+    turn_timeout_s: PositiveFloat = 3600.0
+    """Longest time of its own (tools, tests, judging) between two replies of the policy in seconds; a rollout that
+    takes longer is dropped."""
 
 
 EnvironmentConfig = Annotated[WordsEnv | CalculatorEnv | CustomEnv, Field(discriminator="kind")]

@@ -64,6 +64,9 @@ class JobConfig(StrictModel):
     site can."""
     max_attempts: PositiveInt = 20
     """Attempts of the run, the first included."""
+    on_change: Literal["warn", "stop"] = "warn"
+    """What an attempt does that would run another hpcrl, Python, package or environment module than what was there at
+    the submit or the last resume: say so and go on, or end with that as its cause (``resume --accept-changes``)."""
     max_attempts_without_progress: PositiveInt = 3
     """Attempts in a row that end without a new joint checkpoint; then the run is given up."""
     min_replicas: PositiveInt = 1

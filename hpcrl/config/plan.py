@@ -76,7 +76,8 @@ class RoleGroup(StrictModel):
     ``{replica}``, ``{host}``, ``{port}`` (the replica's own; ``{host}`` is the first of its nodes), and ``{port+N}``,
     the port that lies ``N`` above. The command of a replica of several nodes may also hold ``{node_rank}``, the index
     of the node in the replica, ``{node_rank*N}``, ``{M-node_rank*N}`` (``M`` may be ``{port+K}``), and ``{node_host}``,
-    the address of the node: they are known only on the node, from ``SLURM_NODEID`` of the step.
+    the address of the node: they are known only on the node, from ``SLURM_NODEID`` of the step. The value of a variable
+    of ``env`` may be ``{node_host}``, too, or ``{node_interface}``, the network interface with that address.
     """
 
     role: Role

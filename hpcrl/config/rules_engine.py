@@ -25,16 +25,14 @@ def _payload_exists(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
         return
     if engine.prefill is not None and recipe.job.layout == "elastic":
         yield "engine.prefill", "the router between the sides cannot be told of replicas that come and go"
-    if (ranks := _largest_replica(recipe, cluster)) > 1:
-        yield from _wide_runs(recipe, cluster, ranks)
+    if _largest_replica(recipe, cluster) > 1:
+        yield from _wide_runs(recipe, cluster)
 
 
-def _wide_runs(recipe: Recipe, cluster: ClusterProfile, ranks: int) -> Conflicts:
+def _wide_runs(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
     """What replicas of several ranks cannot have."""
     engine = recipe.engine
     gpus = engine.device == "auto" and isinstance(cluster, SlurmCluster)
-    if engine.pause != "keep":
-        yield "engine.pause", f"the {ranks} ranks of a replica would compute one step with weights of two versions"
     if engine.prefill is not None and (engine.kv_transfer == "mooncake" or not (gpus or engine.kv_transfer == "nixl")):
         yield (
             "engine.kv_transfer",
@@ -65,6 +63,15 @@ def _sides_have_a_router(recipe: Recipe, _: ClusterProfile) -> Conflicts:
         yield "engine.kv_transfer", "has no effect without prefill and decode"
 
 
+def _vllm_stands(recipe: Recipe, _: ClusterProfile) -> Conflicts:
+    if recipe.engine.backend == "vllm" and recipe.engine.pause != "keep":
+        yield (
+            "engine.pause",
+            "vLLM loads weights into its layers in place, over several calls: a step between two of them is computed "
+            "by layers of two versions, and by some that have no weights yet",
+        )
+
+
 def _own_flags(recipe: Recipe, _: ClusterProfile) -> Conflicts:
     for key, flag, _value in vllm_args(recipe):
         if reason := owner_of(flag):
@@ -88,8 +95,8 @@ def _args_for_vllm(recipe: Recipe, _: ClusterProfile) -> Conflicts:
 PAYLOAD_RULE = Rule(
     "payload-exists",
     "Everything that a run starts is part of this version.",
-    "choose another layout than elastic for sides, and for replicas of several ranks engine.pause: keep "
-    "and kv_transfer: nixl; or try the shape of the job: --set job.payload=probe",
+    "choose another layout than elastic for sides, and for sides of several ranks kv_transfer: nixl; or try the shape "
+    "of the job: --set job.payload=probe",
     _payload_exists,
     submit_only=True,
 )
@@ -108,6 +115,12 @@ ENGINE_RULES: tuple[Rule, ...] = (
         "Prefill and decode have a router between them.",
         "set engine.router.kind: auto, and kv_transfer only beside prefill and decode",
         _sides_have_a_router,
+    ),
+    Rule(
+        "vllm-pause",
+        "vLLM's requests are frozen while its weights change.",
+        "set engine.pause: keep; none is for engine.backend: embedded, which reads into a second copy of the model",
+        _vllm_stands,
     ),
     Rule("vllm-args-apply", "Flags of vLLM are for vLLM.", "set engine.backend: vllm, or remove them", _args_for_vllm),
 )

@@ -28,6 +28,8 @@ OWNED_FLAGS: dict[str, str] = {
     "weight-transfer-config": "weights come from hand-offs",
     "worker-extension-cls": "it says when a hand-off was read",
     "weight-version": "it comes from hand-offs",
+    "additional-config": "it says where weights are read, and as whom",
+    "middleware": "it answers those alone who bring the run's token",
     "worker-cls": "weight updates rely on vLLM's own worker",
     "enable-prefix-caching": "turns of a rollout and rollouts of a group rely on it",
     "max-model-len": "it is engine.max_model_len",

@@ -10,6 +10,8 @@ Endpoints that the orchestrator serves (`hpcrl.rollouts.dock_server`):
 ``POST /dock/snapshot/{step}``                  200 the orchestrator's state after step ``step``, opaque bytes
 ``POST /dock/finish/{version}``                 200 the last version was evaluated; 204 not yet
 =============================================== ==================================================================
+
+Each needs the run's token: 401 without it, 403 for a trainer of another attempt.
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ import time
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
+from hpcrl.credentials import Credentials
 from hpcrl.dock.wire import BatchShard, decode_shard
-from hpcrl.errors import DeadlineError, PeerLostError
+from hpcrl.errors import DeadlineError, FencedError, PeerLostError
 
 __all__ = ["DockClient"]
 
@@ -35,6 +38,7 @@ class DockClient:
         self,
         url: str,
         *,
+        credentials: Credentials | None = None,
         wait_timeout_s: float,
         connect_timeout_s: float = 60.0,
         on_wait: Callable[[], None] = lambda: None,
@@ -45,6 +49,8 @@ class DockClient:
         ----------
         url:
             ``http://host:port`` of the orchestrator.
+        credentials:
+            Of this attempt; None where the dock asks for none.
         wait_timeout_s:
             Longest wait for one answer that takes its time (a batch, the final evaluation), in seconds.
         connect_timeout_s:
@@ -61,6 +67,7 @@ class DockClient:
         self._host, self._port = parts.hostname, parts.port
         self._wait_timeout_s, self._connect_timeout_s = wait_timeout_s, connect_timeout_s
         self._on_wait = on_wait
+        self._headers = {} if credentials is None else credentials.headers
         self._reached = False
 
     def batch(self, step: int, *, rank: int, world_size: int) -> BatchShard:
@@ -72,6 +79,8 @@ class DockClient:
             No batch came within ``wait_timeout_s``.
         PeerLostError
             The orchestrator cannot be reached, is stopping, or answered with an error.
+        FencedError
+            It belongs to another attempt: this one must end.
         """
         path = f"/dock/batch/{step}?rank={rank}&world_size={world_size}&wait_s={_POLL_S}"
         return decode_shard(self._until_ready("GET", path, f"the batch of step {step}"))
@@ -103,13 +112,15 @@ class DockClient:
         status, body = self._retry_connect(lambda: self._once(method, path))
         if status not in (http.client.OK, http.client.NO_CONTENT):
             text = body.decode(errors="replace").strip()
+            if status == http.client.FORBIDDEN:
+                raise FencedError(f"the orchestrator at {self.url} refuses this attempt: {text}")
             raise PeerLostError(f"orchestrator answered {method} {path} with {status}: {text}")
         return status, body
 
     def _once(self, method: str, path: str) -> tuple[int, bytes]:
         connection = http.client.HTTPConnection(self._host, self._port, timeout=_POLL_S + 60.0)
         try:
-            connection.request(method, path)
+            connection.request(method, path, headers=self._headers)
             response = connection.getresponse()
             return response.status, response.read()
         finally:

@@ -112,11 +112,12 @@ class ControlApi:
         return json_response({"success": success})
 
     async def init_weights(self, http: web.Request) -> web.Response:
-        """``{"init_info": {}}``. Nothing in it matters here: every update names its directory."""
+        """``{"init_info": {}}``. Where this engine reads is said by its command line; what differs is refused."""
         with self._timed("init"):
-            if not isinstance((await _body(http)).get("init_info"), dict):
+            info = (await _body(http)).get("init_info")
+            if not isinstance(info, dict):
                 raise bad_request("init_info must be an object", "init_info")
-            await asyncio.to_thread(self._updater.init)
+            await asyncio.to_thread(self._updater.init, info)
         return json_response({"message": "Weight transfer initialized"})
 
     async def shutdown_weights(self, _: web.Request) -> web.Response:

@@ -16,6 +16,7 @@ import torch
 from aiohttp import web
 
 from hpcrl.errors import ExitCode, UsageError
+from hpcrl.gate import Gate
 from hpcrl.inference.api_control import ControlApi
 from hpcrl.inference.api_generate import GenerateApi
 from hpcrl.inference.api_text import TextApi
@@ -28,9 +29,10 @@ from hpcrl.inference.serving import ModelFacts, Serving
 from hpcrl.inference.settings import ServerSettings, parse_settings
 from hpcrl.inference.updates import WeightUpdater
 from hpcrl.models.tokenizer import ChatTokenizer
+from hpcrl.runs.refusals import gate_from_env
 from hpcrl.trainer.models.qwen3_moe import Qwen3Moe
 
-__all__ = ["main"]
+__all__ = ["engine_app", "main"]
 
 _log = logging.getLogger(__name__)
 _MAX_BODY_BYTES = 256 << 20
@@ -130,7 +132,15 @@ def _deliver(delivery: Delivery) -> None:
         request.on_output(output)
 
 
-async def _serve(settings: ServerSettings, model: Qwen3Moe, listener: socket.socket) -> int:
+def engine_app(gate: Gate, serving: Serving, updater: WeightUpdater, metrics: EngineMetrics) -> web.Application:
+    """What is served to whom ``gate`` lets in."""
+    app = web.Application(middlewares=[gate.middleware(), error_middleware], client_max_size=_MAX_BODY_BYTES)
+    for api in (GenerateApi(serving), TextApi(serving), ControlApi(serving, updater, metrics)):
+        app.add_routes(api.routes())
+    return app
+
+
+async def _serve(settings: ServerSettings, gate: Gate, model: Qwen3Moe, listener: socket.socket) -> int:
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -139,7 +149,7 @@ async def _serve(settings: ServerSettings, model: Qwen3Moe, listener: socket.soc
     engine = Engine(model, engine_config(settings, model), metrics)
     tokenizer = _tokenizer(settings)
     serving = Serving(engine, tokenizer, _facts(settings, model, tokenizer))
-    updater = WeightUpdater(model, settings.reader)
+    updater = WeightUpdater(model, settings.reader, gate_from_env("fanout", token_file=settings.token_file))
 
     def hand_over(delivery: Delivery) -> None:
         # the loop may be closing while the last step ends
@@ -149,9 +159,7 @@ async def _serve(settings: ServerSettings, model: Qwen3Moe, listener: socket.soc
                 loop.call_soon_threadsafe(stop.set)
 
     engine.start(hand_over)
-    app = web.Application(middlewares=[error_middleware], client_max_size=_MAX_BODY_BYTES)
-    for api in (GenerateApi(serving), TextApi(serving), ControlApi(serving, updater, metrics)):
-        app.add_routes(api.routes())
+    app = engine_app(gate, serving, updater, metrics)
     # a client that goes away cancels its handler, which aborts its sequences
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_GRACE_S)
     await runner.setup()
@@ -195,9 +203,11 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
         settings = parse_settings(argv)
+        gate = gate_from_env("engine", token_file=settings.token_file, open_health=settings.open_health)
+        gate.check_host(settings.host)
         torch.set_num_threads(settings.torch_threads)
         with contextlib.closing(_bind(settings)) as listener:
-            return asyncio.run(_serve(settings, load_model(Path(settings.model), settings.dtype), listener))
+            return asyncio.run(_serve(settings, gate, load_model(Path(settings.model), settings.dtype), listener))
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return ExitCode.USAGE

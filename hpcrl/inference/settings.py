@@ -42,6 +42,8 @@ class ServerSettings:
     seed: int
     torch_threads: int
     weight_version: str
+    token_file: Path | None
+    open_health: bool
     reader: ReaderConfig
 
 
@@ -106,6 +108,8 @@ def _parser() -> _Parser:
     add("--weight-transfer-config", type=_weight_transfer, help='{"backend": "fs"}, which is the only one')
     # ours
     add("--torch-threads", type=_positive, default=1, help="threads of a step")
+    add("--token-file", type=Path, help="outside of a run: answer those alone who bring the token in this file")
+    add("--open-health", action="store_true", help="GET /health needs no token: for a router that has none to send")
     add("--weight-version", default="default", help="label of the weights at the start")
     add("--weight-transfer-root", type=Path, help="refuse hand-offs that lie elsewhere")
     add("--weight-reader", metavar="NAME", help="register as this reader of the root, and take leases")

@@ -10,13 +10,14 @@ from __future__ import annotations
 import copy
 import logging
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from hpcrl.errors import HandoffError
+from hpcrl.gate import Gate
 from hpcrl.inference.adapters import Adapter
 from hpcrl.inference.loading import adapted_tensors, check_fits, model_bytes, read_tensors
 from hpcrl.trainer.models.hf import load_hf_tensors
@@ -24,6 +25,7 @@ from hpcrl.trainer.models.qwen3_moe import Qwen3Moe
 from hpcrl.weights import HandoffStore, Manifest
 from hpcrl.weights.adapters import Contents, contents_of
 from hpcrl.weights.assemble import Served
+from hpcrl.weights.invitation import check_same_reader
 from hpcrl.weights.subscriber import Loaded, ReaderSettings, Reading, Skipped, Subscriber
 
 __all__ = ["ReaderConfig", "Update", "UpdateOrderError", "WeightUpdater"]
@@ -94,7 +96,7 @@ class _Weights(NamedTuple):
 class WeightUpdater:
     """State of the update session. Calls may come from any thread; one runs at a time."""
 
-    def __init__(self, model: Qwen3Moe, reader: ReaderConfig) -> None:
+    def __init__(self, model: Qwen3Moe, reader: ReaderConfig, gate: Gate | None = None) -> None:
         """Start without a session; nothing is registered yet.
 
         Parameters
@@ -103,7 +105,10 @@ class WeightUpdater:
             Shape and dtype of the weights.
         reader:
             Who reads, where and how.
+        gate:
+            Of the server for other nodes, where there is one.
         """
+        self._gate = gate
         self._template, self._arch = model, model.arch
         self._reader = reader._replace(root=None if reader.root is None else reader.root.resolve())
         self._lock = threading.Lock()
@@ -114,17 +119,27 @@ class WeightUpdater:
         self._initialised = False
         self._active = False
 
-    def init(self) -> None:
+    def init(self, info: Mapping[str, Any] | None = None) -> None:
         """Open the door for sessions, and register as a reader. May be called again.
+
+        Parameters
+        ----------
+        info:
+            What the caller takes this engine for: ``root`` and ``reader`` as in `hpcrl.weights.invitation`. Where an
+            engine reads, and as whom, is said by its own command line alone.
 
         Raises
         ------
         HandoffError
             The readers directory cannot be written.
+        ValueError
+            The caller takes it for another one; nothing was changed.
         """
+        reader = self._reader
+        check_same_reader(info or {}, root=reader.root, name=reader.name, settings=reader.settings)
         with self._lock:
             if self._subscriber is None and self._reader.name is not None and self._reader.root is not None:
-                subscriber = Subscriber(self._reader.root, self._reader.name, self._reader.settings)
+                subscriber = Subscriber(self._reader.root, self._reader.name, self._reader.settings, gate=self._gate)
                 self._subscriber = subscriber.open()
             self._initialised = True
 
@@ -178,7 +193,7 @@ class WeightUpdater:
                 root, version = self._place(info)
                 if self._subscriber is not None:
                     return self._load_from(self._subscriber, version, fallback=bool(info.get("fallback")))
-                with Subscriber(root, None, self._reader.settings) as subscriber:
+                with Subscriber(root, None, self._reader.settings, gate=self._gate) as subscriber:
                     return self._load_from(subscriber, version, fallback=bool(info.get("fallback")))
             except BaseException:
                 self._active = False

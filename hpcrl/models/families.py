@@ -7,6 +7,7 @@ from typing import Any
 
 from hpcrl.models.facts import ModelFacts, Naming
 from hpcrl.models.layers import DenseMlp, Gqa, Indexer, Layer, Mamba2, Mla, Mlp, Moe
+from hpcrl.models.sizes import checked
 from hpcrl.models.tensors import Part, Weight
 
 __all__ = ["FAMILIES", "facts_from_config"]
@@ -20,10 +21,11 @@ def facts_from_config(config: Config, *, name: str) -> ModelFacts:
     Raises
     ------
     ValueError
-        The architecture is not known, or a size is missing or impossible.
+        The architecture is not known, or sizes are missing or impossible (`hpcrl.models.sizes`).
     """
+    config = checked(config)
     # models that also see wrap the language model's config
-    config = config.get("text_config") or config
+    config = checked(config.get("text_config", config))
     kind = config.get("model_type")
     family = FAMILIES.get(str(kind))
     if family is None:
@@ -109,7 +111,8 @@ def _mla(config: Config) -> Mla:
     return Mla(
         hidden_size=config["hidden_size"],
         num_attention_heads=config["num_attention_heads"],
-        q_lora_rank=config["q_lora_rank"],
+        # null: queries are not compressed
+        q_lora_rank=config.get("q_lora_rank"),
         kv_lora_rank=config["kv_lora_rank"],
         qk_nope_head_dim=config["qk_nope_head_dim"],
         qk_rope_head_dim=config["qk_rope_head_dim"],
@@ -223,7 +226,10 @@ _BLOCK_NAMES = {"linear_attention": "mamba", "full_attention": "attention"}
 def _nemotron_blocks(config: Config, listed: str, pattern: str) -> list[str]:
     given = config.get(listed) or config.get("layer_types" if listed == "layers_block_type" else "")
     if given is None:
-        given = [_BLOCKS[letter] for letter in config[pattern]]
+        letters = str(config[pattern])
+        if unknown := set(letters) - _BLOCKS.keys():
+            raise ValueError(f"{pattern} has {min(unknown)!r}; known are {' '.join(_BLOCKS)}")
+        given = [_BLOCKS[letter] for letter in letters]
     return [_BLOCK_NAMES.get(kind, kind) for kind in given]
 
 

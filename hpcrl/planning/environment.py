@@ -78,9 +78,9 @@ def _caches(cluster: SlurmCluster, run_name: str) -> dict[str, str]:
 
 def _network(node: NodeConfig, role: Role) -> dict[str, str]:
     """What NCCL, Gloo, NVSHMEM and UCX must be told about the network of a node."""
-    variables: dict[str, str] = {}
+    # left alone Gloo takes the address of the node's own name, which often is 127.0.1.1 there
+    variables = {"GLOO_SOCKET_IFNAME": node.interface or "{node_interface}"}
     if node.interface is not None:
-        variables["GLOO_SOCKET_IFNAME"] = node.interface
         # "=": exactly this one, not every interface whose name begins like it
         variables["NCCL_SOCKET_IFNAME"] = f"={node.interface}"
     if role in _BESIDE or not node.gpus:

@@ -10,7 +10,7 @@ from hpcrl.interpreter import module_command
 from hpcrl.planning.dynamo_command import has_events
 from hpcrl.planning.environment import plain, role_variables
 from hpcrl.planning.kv_transfer import disk_command, front_command, has_rdma, side_command, side_ports
-from hpcrl.planning.router_command import ROUTER_PORTS, has_router, router_command
+from hpcrl.planning.router_command import ROUTER_PORTS, asks_health, has_router, router_command
 from hpcrl.planning.store_command import STORE_PORTS, join_command, master_command
 from hpcrl.planning.vllm_command import vllm_command, vllm_ports
 
@@ -175,6 +175,8 @@ def _engine_command(recipe: Recipe, role: Role) -> tuple[str, ...]:
         command += [flag, value]
     if engine.return_routed_experts:
         command.append("--enable-return-routed-experts")
+    if asks_health(recipe):
+        command.append("--open-health")
     return tuple(command)
 
 

@@ -113,8 +113,9 @@ def _resolve(path: str, cwd: Path) -> Path:
 def _local_attempts(recipe: Recipe) -> AttemptPolicy:
     retries = recipe.job.retry_failures or 0
     if not retries:
-        return AttemptPolicy()
+        return AttemptPolicy(on_change=recipe.job.on_change)
     return AttemptPolicy(
+        on_change=recipe.job.on_change,
         max_attempts=recipe.job.max_attempts,
         max_without_progress=recipe.job.max_attempts_without_progress,
         retries=retries,
@@ -126,6 +127,7 @@ def _attempts(recipe: Recipe, cluster: SlurmCluster) -> AttemptPolicy:
     requeue = job.requeue == "always" or (job.requeue == "auto" and can.requeue and can.scontrol_on_nodes)
     retries = _RETRIES if job.retry_failures is None else job.retry_failures
     return AttemptPolicy(
+        on_change=recipe.job.on_change,
         requeue=requeue,
         max_attempts=job.max_attempts if requeue or retries else 1,
         max_without_progress=job.max_attempts_without_progress if requeue or retries else 1,

@@ -6,7 +6,7 @@ from hpcrl.config.recipe import Recipe
 from hpcrl.interpreter import module_command
 from hpcrl.planning.dynamo_command import dynamo_router_command
 
-__all__ = ["ROUTER_PORTS", "ROUTER_VARIABLES", "has_router", "router_command"]
+__all__ = ["ROUTER_PORTS", "ROUTER_VARIABLES", "asks_health", "has_router", "router_command"]
 
 ROUTER_PORTS = 2
 """Requests and its admin calls, then its metrics."""
@@ -21,6 +21,11 @@ def has_router(recipe: Recipe) -> bool:
     engine = recipe.engine
     kind = engine.router.kind
     return kind not in ("auto", "direct") or (kind == "auto" and engine.backend == "vllm")
+
+
+def asks_health(recipe: Recipe) -> bool:
+    """Whether the router asks engines for their health without a token: vllm-router cannot bring one there."""
+    return has_router(recipe) and recipe.engine.router.kind != "dynamo"
 
 
 def router_command(recipe: Recipe, *, events_offset: int = 1) -> tuple[str, ...]:
@@ -52,4 +57,4 @@ def router_command(recipe: Recipe, *, events_offset: int = 1) -> tuple[str, ...]
         "--cb-timeout-duration-secs": "5",
     }
     words = (word for flag in flags.items() for word in flag)
-    return tuple(module_command("{python}", "vllm_router.launch_router", *words))
+    return tuple(module_command("{python}", "hpcrl.inference.vllm.router", *words))

@@ -16,6 +16,7 @@ from hpcrl.config.recipe import EngineGroupConfig, Recipe
 from hpcrl.interpreter import module_command
 from hpcrl.planning.dynamo_command import has_events, kv_events
 from hpcrl.planning.kv_transfer import transfer_config
+from hpcrl.planning.router_command import asks_health
 
 __all__ = [
     "RPC_PORT_OFFSET",
@@ -52,13 +53,18 @@ def vllm_command(
         Whether ranks are GPUs, and whether their nodes have adapters for RDMA: how KV moves between engines.
     """
     wide = nodes * ranks_per_node > 1
+    host = "{node_host}" if nodes > 1 else "{host}"
+    door = "RunAccessBehindRouter" if asks_health(recipe) else "RunAccess"
     flags = {
-        "host": "{node_host}" if nodes > 1 else "{host}",
+        "host": host,
         "port": "{port}",
         # token ids in and out, with a version for each token
         "enable-scale-out": True,
         "enable-prompt-tokens-details": True,
         "disable-uvicorn-access-log": True,
+        "middleware": f"hpcrl.inference.vllm.access.{door}",
+        # where it reads weights and as whom; calls can only agree (`hpcrl.inference.vllm.weights`)
+        "additional-config": {"hpcrl": {"reader": _reader(recipe, role, host), "servers": nodes * ranks_per_node}},
         **engine_flags(recipe, role, gpus=gpus, rdma=rdma, ranks_per_node=ranks_per_node),
     }
     if has_events(recipe):
@@ -119,6 +125,8 @@ def vllm_variables(recipe: Recipe, *, gpus: bool) -> dict[str, str]:
         # compute nodes have no business with the outside
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_COLOR": "0",
+        # left alone it listens, for all but HTTP, on the address of the default route, or of the node's own name
+        "VLLM_HOST_IP": "{node_host}",
     }
     if recipe.engine.kv_store is not None:
         # keys of KV blocks are hashes: they must be the same in all engines
@@ -131,6 +139,24 @@ def vllm_variables(recipe: Recipe, *, gpus: bool) -> dict[str, str]:
         # a few functions of the sampler are compiled even so, at the first request: 27 s of a core at each start
         variables["TORCH_COMPILE_DISABLE"] = "1"
     return {**variables, "VLLM_CPU_KVCACHE_SPACE": gib, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
+
+def _reader(recipe: Recipe, role: Role, host: str) -> dict[str, Any]:
+    """An `hpcrl.weights.invitation.Invitation` as JSON; the number of a server is added to its name where a replica has
+    several."""
+    handoff = recipe.handoff
+    reader: dict[str, Any] = {
+        "name": f"{role.value}-{{replica}}",
+        "expiry_s": handoff.lease_timeout_s,
+        "floor_s": handoff.update_timeout_s,
+        "min_bytes_per_s": handoff.min_bandwidth_mib_s * (1 << 20),
+        "streams": handoff.read_streams,
+    }
+    if handoff.node_cache is not None:
+        reader |= {"cache_dir": handoff.node_cache, "cache_bytes": int(handoff.node_cache_gib * (1 << 30))}
+    if recipe.fans_out:
+        reader |= {"fanout_host": host, "fanout_degree": handoff.fanout_degree}
+    return reader
 
 
 def _side(recipe: Recipe, role: Role) -> EngineGroupConfig | None:

@@ -14,9 +14,10 @@ from typing import Protocol
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+from hpcrl.gate import Gate
 from hpcrl.rollouts.trainer_desk import ConflictError
 
-__all__ = ["Dock", "serve_dock"]
+__all__ = ["Dock", "dock_app", "serve_dock"]
 
 _MAX_WAIT_S = 30.0
 
@@ -51,8 +52,15 @@ class Dock(Protocol):
         ...
 
 
+def dock_app(dock: Dock, gate: Gate) -> web.Application:
+    """What is served to whom ``gate`` lets in."""
+    app = web.Application(middlewares=[gate.middleware(), _errors(dock)], client_max_size=1 << 20)
+    app.add_routes(_routes(dock))
+    return app
+
+
 @contextlib.asynccontextmanager
-async def serve_dock(dock: Dock, *, host: str, port: int) -> AsyncIterator[None]:
+async def serve_dock(dock: Dock, gate: Gate, *, host: str, port: int) -> AsyncIterator[None]:
     """Serve ``dock`` inside the context.
 
     Raises
@@ -60,8 +68,7 @@ async def serve_dock(dock: Dock, *, host: str, port: int) -> AsyncIterator[None]
     OSError
         The port cannot be bound.
     """
-    app = web.Application(middlewares=[_errors(dock)], client_max_size=1 << 20)
-    app.add_routes(_routes(dock))
+    app = dock_app(dock, gate)
     # handlers only wait for us; nothing is lost when they end with us
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.2, access_log=None)
     await runner.setup()

@@ -211,7 +211,7 @@ class EngineClient:
         """An answer while it arrives; whatever goes wrong on the way is an `EngineError`."""
         try:
             async with self._session.request(
-                method, self.url + path, data=body, headers=headers, timeout=timeout
+                method, self.url + path, data=body, headers=headers, timeout=timeout, allow_redirects=False
             ) as answer:
                 yield answer
         except TimeoutError as error:

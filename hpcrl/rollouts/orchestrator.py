@@ -20,15 +20,16 @@ import aiohttp
 
 from hpcrl.checkpoints.ledger import CheckpointLedger
 from hpcrl.checkpoints.restore import RestoreDecision
-from hpcrl.errors import CheckpointError, DeadlineError
+from hpcrl.errors import CheckpointError, DeadlineError, PeerLostError
 from hpcrl.models.tokenizer import ChatTokenizer
 from hpcrl.rollouts.conversation import Sampler
 from hpcrl.rollouts.data_order import DataOrder
 from hpcrl.rollouts.dock_server import serve_dock
 from hpcrl.rollouts.engine import Engine
 from hpcrl.rollouts.engine_client import EngineClient
-from hpcrl.rollouts.environments import build_environments
+from hpcrl.rollouts.environments import build_environments, hosted
 from hpcrl.rollouts.evaluation import Evaluator, evaluated_versions
+from hpcrl.rollouts.files import RolloutFiles
 from hpcrl.rollouts.invite import Inviter
 from hpcrl.rollouts.lag import LagMonitor
 from hpcrl.rollouts.membership import Membership
@@ -47,6 +48,7 @@ from hpcrl.rollouts.trainer_desk import ConflictError, TrainerDesk
 from hpcrl.rollouts.transcript import Transcript
 from hpcrl.rollouts.weight_updates import WeightUpdater
 from hpcrl.runs.clocks import own_node
+from hpcrl.runs.refusals import gate_of
 from hpcrl.runs.role import Complaint, Endpoints, Member, RoleContext, restore_path
 from hpcrl.weights import HandoffStore
 from hpcrl.weights.collector import Collector
@@ -83,7 +85,7 @@ class Orchestrator:
         """
         self.stopping = False
         self._context, self._recipe = context, context.run.recipe()
-        self._environments = build_environments(self._recipe)
+        self._environments = build_environments(self._recipe, on_lost=self._environment_lost)
         self._lag = LagMonitor()
         self._restored = asyncio.Event()
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -105,8 +107,15 @@ class Orchestrator:
         async with contextlib.AsyncExitStack() as stack:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S)
             timeout = aiohttp.ClientTimeout(total=None)  # each call has its own
-            http = await stack.enter_async_context(aiohttp.ClientSession(connector=connector, timeout=timeout))
-            await stack.enter_async_context(serve_dock(self, host=address.hostname, port=address.port))
+            for environment in hosted(self._environments):
+                stack.push_async_callback(environment.aclose)
+            # for addresses of the run alone: every request brings the token
+            session = aiohttp.ClientSession(
+                connector=connector, timeout=timeout, headers=self._context.credentials.headers
+            )
+            http = await stack.enter_async_context(session)
+            gate = gate_of(self._context, "dock")
+            await stack.enter_async_context(serve_dock(self, gate, host=address.hostname, port=address.port))
             self._http = http
             self._tasks = await stack.enter_async_context(asyncio.TaskGroup())
             self._tasks.create_task(self._raise_failure())
@@ -135,6 +144,9 @@ class Orchestrator:
         complaint = Complaint(time_s=time.time(), role="router", replica=0, message=why, node=own_node())
         complaint.write(self._context.run, self._context.attempt)
 
+    def _environment_lost(self, name: str, why: str) -> None:
+        self._events.emit("environment.lost", environment=name, why=why)
+
     # -- start
 
     async def _restore(self) -> None:
@@ -159,6 +171,8 @@ class Orchestrator:
             async with asyncio.timeout(timeout_s):
                 while (decision := RestoreDecision.find(path)) is None:
                     await asyncio.sleep(_DECISION_POLL_S)
+                if decision.refused:
+                    raise PeerLostError("the trainer begins with nothing: no checkpoint can be restored")
                 return decision
         raise DeadlineError(
             f"the trainer did not say within {timeout_s:g} s which checkpoint it restores ({path})\n"
@@ -246,7 +260,7 @@ class Orchestrator:
             counters=self._counters,
             gauges=self._gauges,
             decode=transcript.full_text,
-            rollouts_dir=run.rollouts_dir,
+            files=RolloutFiles.claim(run.rollouts_dir, self._context.attempt),
             spawn=self._tasks.create_task,
         )
         self._restored.set()
@@ -283,8 +297,8 @@ class Orchestrator:
         self._tasks.create_task(self._updater.run())
         await self._updater.wait_served(version)
         self._events.emit("orchestrator.started", step=step, finished_groups=len(self._state.finished))
-        if self._evaluator.due(step):
-            self._tasks.create_task(self._evaluator.evaluate(step, exactly=True))
+        if (due := self._evaluator.take(step)) is not None:
+            self._tasks.create_task(self._evaluator.evaluate(step, due=due, exactly=True))
         # What exists now stays, and what comes is freed by counting references: the garbage collector found some
         # twenty objects in each pass of 30 to 100 ms. It still runs where objects pile up.
         gc.collect()
@@ -295,12 +309,11 @@ class Orchestrator:
 
     def _on_served(self, version: int) -> None:
         self._scheduler.serve(version)
-        if version == self._state.step or self._finished is not None or not self._evaluator.due(version):
+        # while an evaluation goes on, one that comes due waits for the next version
+        if version == self._state.step or self._finished is not None or self._evaluator.busy:
             return
-        if self._evaluator.busy:
-            _log.warning("version %d is not evaluated: an evaluation is still running", version)
-            return
-        self._tasks.create_task(self._evaluator.evaluate(version, exactly=False))
+        if (due := self._evaluator.take(version)) is not None:
+            self._tasks.create_task(self._evaluator.evaluate(version, due=due, exactly=False))
 
     async def _announce(self, version: int) -> None:
         if self._updater.announced is None and version != self._state.step:
@@ -340,6 +353,7 @@ class Orchestrator:
         """One shard (see `hpcrl.rollouts.trainer_desk.TrainerDesk.batch`)."""
         if not await self._is_restored(wait_s):
             return None
+        self._desk.check_asker(rank, world_size)  # before anything is believed of the request
         if self._updater.announced is None:
             # who asks for step s has published version s - 1
             await self._announce(step - 1)
@@ -392,4 +406,5 @@ class Orchestrator:
     async def _finish(self, version: int) -> None:
         await self._scheduler.drain()
         await self._updater.wait_served(version)
-        await self._evaluator.evaluate(version, exactly=True)
+        due = self._evaluator.take(version)
+        await self._evaluator.evaluate(version, due=version if due is None else due, exactly=True)

@@ -7,6 +7,7 @@ not answer is missing, and says so by ``hpcrl_part_up`` 0; so does each server o
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -20,7 +21,7 @@ _TIMEOUT_S = 3.0
 _METRICS_PORTS = {"router": 1, "store": 2}
 """How far above its first port a role serves its metrics (`hpcrl.planning`)."""
 _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?(\s+\S.*)$")
-_SUFFIX = re.compile(r"_(?:total|bucket|sum|count|created|info)$")
+_SUFFIXES = frozenset({"_total", "_bucket", "_sum", "_count", "_created", "_info"})
 
 
 class Part(NamedTuple):
@@ -47,6 +48,8 @@ async def read_run(
 
     Parameters
     ----------
+    http:
+        Brings the run's token along.
     urls:
         Endpoints of the attempt, by role.
     engines:
@@ -55,8 +58,16 @@ async def read_run(
         Text of the orchestrator.
     """
     parts = [part for name, servers in engines.items() for part in _parts(name, servers)]
-    parts += [Part(role, 0, _above(urls[role][0], _METRICS_PORTS[role])) for role in _METRICS_PORTS if role in urls]
-    texts = await asyncio.gather(*(read_text(http, part.url) for part in parts))
+    if "router" in urls:
+        parts.append(Part("router", 0, _above(urls["router"][0], _METRICS_PORTS["router"])))
+    asked = [read_text(http, part.url) for part in parts]
+    async with contextlib.AsyncExitStack() as stack:
+        if "store" in urls:
+            parts.append(Part("store", 0, _above(urls["store"][0], _METRICS_PORTS["store"])))
+            # the pool's master asks nobody who he is: it has no use for the run's token
+            bare = await stack.enter_async_context(aiohttp.ClientSession())
+            asked.append(read_text(bare, parts[-1].url))
+        texts = await asyncio.gather(*asked)
     return merge([(Part("orchestrator", 0, ""), own), *zip(parts, texts, strict=True)])
 
 
@@ -74,7 +85,7 @@ def _above(url: str, ports: int) -> str:
 async def read_text(http: aiohttp.ClientSession, url: str) -> str | None:
     """A Prometheus text; None where there is none within three seconds."""
     try:
-        async with http.get(url, timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S)) as answer:
+        async with http.get(url, timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S), allow_redirects=False) as answer:
             return await answer.text() if answer.status == 200 else None
     except (TimeoutError, aiohttp.ClientError, OSError, UnicodeDecodeError):
         return None
@@ -82,7 +93,9 @@ async def read_text(http: aiohttp.ClientSession, url: str) -> str | None:
 
 def merge(texts: Sequence[tuple[Part, str | None]]) -> str:
     """One text of many: samples of a metric stand together, as the format wants it."""
-    heads: dict[str, list[str]] = {"hpcrl_part_up": ["# TYPE hpcrl_part_up gauge"]}
+    heads: dict[str, list[str]] = {
+        "hpcrl_part_up": ["# HELP hpcrl_part_up Whether the part answered.", "# TYPE hpcrl_part_up gauge"]
+    }
     samples: dict[str, list[str]] = {"hpcrl_part_up": []}
     for part, text in texts:
         own = f'role="{part.role}",replica="{part.replica}"'
@@ -99,7 +112,7 @@ def merge(texts: Sequence[tuple[Part, str | None]]) -> str:
             elif match := _SAMPLE.match(line):
                 name, labels, value = match.groups()
                 # a family's samples have its name, or its name and a suffix
-                mine = family if family and _SUFFIX.sub("", name) == _SUFFIX.sub("", family) else name
+                mine = family if name == family or name.removeprefix(family) in _SUFFIXES else name
                 all_labels = ",".join(filter(None, (own, labels)))
                 samples.setdefault(mine, []).append(f"{name}{{{all_labels}}}{value}")
     return "\n".join(line for name, lines in samples.items() for line in (*heads.get(name, ()), *lines)) + "\n"

@@ -15,7 +15,7 @@ from hpcrl.rollouts.counters import Counters
 from hpcrl.rollouts.data_order import DataOrder, GroupTask
 from hpcrl.rollouts.engine_client import EngineError
 from hpcrl.rollouts.engine_pool import EngineSession
-from hpcrl.rollouts.environments import Prompt
+from hpcrl.rollouts.environments import EnvironmentLostError, EnvironmentRaisedError, Prompt, prompt_of
 from hpcrl.rollouts.records import Group, Rollout
 from hpcrl.rollouts.staleness import StalenessAccount
 from hpcrl.rollouts.taken import Pending, TakenStep, TakenSteps
@@ -34,6 +34,7 @@ class _Running:
 
     task: GroupTask
     session: EngineSession
+    opening: asyncio.Task[tuple[Prompt, list[int]]]
     conversations: list[Conversation] = field(default_factory=list)
     rollouts: list[Rollout] = field(default_factory=list)
     members: set[asyncio.Task[None]] = field(default_factory=set)
@@ -92,6 +93,7 @@ class Scheduler:
         self._finished = {group.index: group for group in finished}
         self._draining = False
         self._failures_in_a_row = 0
+        self._last_death: tuple[str, int] | None = None
         self._error: HpcrlError | None = None
         self._wake = asyncio.Event()
         self._batch_ready = asyncio.Event()
@@ -195,20 +197,21 @@ class Scheduler:
 
     def _start(self, task: GroupTask) -> None:
         index, size = task.index, self._config.group_size
-        prompt = task.environment.prompt("train", task.prompt_index)
-        opening = self._sampler.transcript.opening(prompt.messages)
-        running = _Running(task, self._sampler.pool.session(f"group-{index}", rollouts=size))
+        opening = asyncio.create_task(self._open(task))
+        running = _Running(task, self._sampler.pool.session(f"group-{index}", rollouts=size), opening)
         self._running[index] = running
         self.account.start()
         self.in_flight += size
         self._counters.started += size
         for member in range(size):
-            seed = self._order.rollout_seed(index, member)
-            conversation = Conversation(self._sampler, running.session, seed=seed, opening=opening)
-            running.conversations.append(conversation)
-            work = asyncio.create_task(self._roll_out(running, prompt, member, conversation))
+            work = asyncio.create_task(self._roll_out(running, member))
             running.members.add(work)
             work.add_done_callback(self._ended(running))
+
+    async def _open(self, task: GroupTask) -> tuple[Prompt, list[int]]:
+        """The prompt of a group and its tokens, once for all members."""
+        prompt = await prompt_of(task.environment, "train", task.prompt_index)
+        return prompt, self._sampler.transcript.opening(prompt.messages)
 
     def _ended(self, running: _Running) -> Callable[[asyncio.Task[None]], None]:
         def callback(work: asyncio.Task[None]) -> None:
@@ -223,9 +226,14 @@ class Scheduler:
 
         return callback
 
-    async def _roll_out(self, running: _Running, prompt: Prompt, member: int, conversation: Conversation) -> None:
+    async def _roll_out(self, running: _Running, member: int) -> None:
         started = time.monotonic()
         try:
+            # one member that ends does not take the prompt from the others
+            prompt, opening = await asyncio.shield(running.opening)
+            seed = self._order.rollout_seed(running.task.index, member)
+            conversation = Conversation(self._sampler, running.session, seed=seed, opening=opening)
+            running.conversations.append(conversation)
             outcome = await running.task.environment.rollout(prompt, conversation)
         except EngineError as error:
             self._counters.dropped_engine += 1
@@ -247,9 +255,15 @@ class Scheduler:
             running.rollouts.append(rollout)
 
     def _failed(self, error: Exception) -> None:
+        if isinstance(error, EnvironmentLostError):
+            # the death of one process is one failure, however many rollouts it had
+            if error.death == self._last_death:
+                return
+            self._last_death = error.death
         self._failures_in_a_row += 1
-        text = f"{type(error).__name__}: {error}"
-        _log.warning("a rollout failed: %s", text, exc_info=None if isinstance(error, EngineError) else error)
+        told = isinstance(error, EnvironmentRaisedError | EnvironmentLostError)
+        text = str(error) if told else f"{type(error).__name__}: {error}"
+        _log.warning("a rollout failed: %s", text, exc_info=None if told or isinstance(error, EngineError) else error)
         if self._failures_in_a_row >= _MAX_FAILURES_IN_A_ROW:
             lost = isinstance(error, EngineError) and error.unreachable
             kind = PeerLostError if lost else HpcrlError
@@ -306,6 +320,7 @@ class Scheduler:
     def _cancel(self, running: _Running) -> None:
         del self._running[running.task.index]
         self.account.drop_running()
+        running.opening.cancel()
         for member in running.members:
             member.cancel()
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from hpcrl.config.recipe import Recipe
-from hpcrl.reporting import ReportedFile
 from hpcrl.rollouts.batches import Batch, build_batch
 from hpcrl.rollouts.counters import Counters
+from hpcrl.rollouts.files import RolloutFiles
 from hpcrl.rollouts.records import Group
 from hpcrl.rollouts.scheduler import Scheduler
 from hpcrl.rollouts.state import OrchestratorState
@@ -42,7 +41,7 @@ class TrainerDesk:
         counters: Counters,
         gauges: Callable[[], Mapping[str, float]],
         decode: Callable[[Sequence[int]], str],
-        rollouts_dir: Path,
+        files: RolloutFiles,
         spawn: Callable[[Coroutine[Any, Any, Batch]], asyncio.Task[Batch]],
     ) -> None:
         """Start at the scheduler's step.
@@ -52,12 +51,14 @@ class TrainerDesk:
         gauges:
             Measurements to report with each batch, beside ``counters``.
         decode:
-            Token ids to text, for the files in ``rollouts_dir``.
+            Token ids to text, for ``files``.
+        files:
+            Where consumed rollouts are written for people.
         spawn:
             Starts a task that belongs to the orchestrator; when one fails, so does the orchestrator.
         """
         self._recipe, self._scheduler, self._counters, self._gauges = recipe, scheduler, counters, gauges
-        self._decode, self._rollouts_dir, self._spawn = decode, rollouts_dir, spawn
+        self._decode, self._files, self._spawn = decode, files, spawn
         self._world_size = recipe.trainer.ranks
         self._builds: dict[int, asyncio.Task[Batch]] = {}
         self._handed_out = self._begun = scheduler.account.step
@@ -73,6 +74,11 @@ class TrainerDesk:
         self._begun = step
         self._builds[step] = self._spawn(self._build(step))
 
+    def check_asker(self, rank: int, world_size: int) -> None:
+        """Whether there is such a rank (ConflictError where not)."""
+        if world_size != self._world_size or not 0 <= rank < world_size:
+            raise ConflictError(f"rank {rank} of {world_size} asked; the run has {self._world_size} trainer ranks")
+
     async def batch(self, step: int, *, rank: int, world_size: int, wait_s: float) -> bytes | None:
         """The shard of ``rank``; None where the batch is not ready within ``wait_s``.
 
@@ -81,8 +87,7 @@ class TrainerDesk:
         ConflictError
             The step is neither the last one nor the next, or there are not so many ranks. Nothing has changed then.
         """
-        if world_size != self._world_size or not 0 <= rank < world_size:
-            raise ConflictError(f"rank {rank} of {world_size} asked; the run has {self._world_size} trainer ranks")
+        self.check_asker(rank, world_size)
         if step == self._handed_out + 1:
             self._forget(step - 1)
             if step not in self._builds:
@@ -125,9 +130,7 @@ class TrainerDesk:
             decode=self._decode,
         )
         # for people: where it cannot be written now, the batch is handed out all the same
-        file = ReportedFile(self._rollouts_dir / f"step-{step:06d}.jsonl")
-        file.put(batch.lines)
-        file.flush(_WRITE_S)
+        self._files.write(step, batch.lines, wait_s=_WRITE_S)
         return batch
 
     def snapshot(self, step: int) -> OrchestratorState:

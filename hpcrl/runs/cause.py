@@ -9,6 +9,7 @@ from enum import StrEnum
 
 import msgspec
 
+from hpcrl.errors import ExitCode, NothingToRestoreError
 from hpcrl.runs.clocks import Clocks
 from hpcrl.runs.role import FailureRecord
 
@@ -48,8 +49,25 @@ class CauseKind(StrEnum):
     """Slurm gave the nodes to another job."""
     NO_PROGRESS = "no_progress"
     """Attempts in a row ended without a new joint checkpoint, or there were too many attempts."""
+    DISK_FULL = "disk_full"
+    """The filesystem of the run, or its quota, was full."""
+    NOTHING_TO_RESTORE = "nothing_to_restore"
+    """The run has saved checkpoints, none can be restored, and it does not begin again by itself."""
+    CHANGED = "changed"
+    """It would run something else than was submitted, and ``job.on_change`` is ``stop``."""
     CANCELLED = "cancelled"
     """Somebody asked for it."""
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """Of the job, and of a command that follows the run."""
+        return _EXIT_CODES.get(self, ExitCode.FAILED)
+
+
+_EXIT_CODES = {
+    CauseKind.NO_PROGRESS: ExitCode.NO_PROGRESS,
+    CauseKind.NOTHING_TO_RESTORE: ExitCode.NOTHING_TO_RESTORE,
+}
 
 
 class Cause(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,6 +91,8 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
         True where it followed from the end of another role.
     dump, frames:
         Stacks of a role that hung: the file, relative to the run directory, and the top frames.
+    details:
+        What else is to be said, in lines, the ways out with it.
     node:
         The node by whose clock it was seen, in Slurm's words; empty for the supervisor's own. ``time_s`` is by the
         supervisor's clock all the same.
@@ -93,6 +113,7 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
     secondary: bool = False
     dump: str = ""
     frames: list[str] = []
+    details: list[str] = []
     node: str = ""
     doubt: str = ""
 
@@ -122,7 +143,17 @@ def describe_end(exit_code: int | None, signum: int | None) -> str:
 def from_record(record: FailureRecord) -> Cause:
     """What a role said about its own failure, as a candidate."""
     rank = f" rank {record.rank}" if record.rank else ""
-    first_line = record.message.strip().split("\n", 1)[0]
+    first_line, *more = record.message.strip().split("\n")
+    if record.error == NothingToRestoreError.__name__:  # no failure of that role
+        return Cause(
+            kind=CauseKind.NOTHING_TO_RESTORE,
+            time_s=record.time_s,
+            message=first_line,
+            role=record.role,
+            replica=record.replica,
+            error=record.error,
+            details=more,
+        )
     return Cause(
         kind=CauseKind.ERROR,
         time_s=record.time_s,

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
+from hpcrl.aside import list_asides
 from hpcrl.checkpoints import CheckpointEntry, CheckpointLedger
+from hpcrl.checkpoints.checks import read_check, record_check
 from hpcrl.checkpoints.pins import pins_of
 from hpcrl.checkpoints.retention import doomed_steps
 from hpcrl.errors import CheckpointError
+from hpcrl.runs.record import user_name
 from hpcrl.runs.rundir import RunDir
 
 __all__ = [
@@ -41,6 +45,9 @@ class CheckpointItem(msgspec.Struct, frozen=True, kw_only=True):
         Why it is pinned; None where it is not.
     problem:
         Why it cannot be used; empty where nothing is known against it.
+    verified_at_s, verified_by:
+        When every byte was last compared with the manifest and found right (seconds since the epoch), and by whom;
+        None and empty where nobody has done that.
     """
 
     step: int
@@ -54,6 +61,18 @@ class CheckpointItem(msgspec.Struct, frozen=True, kw_only=True):
     blocked_s: float | None = None
     pin: str | None = None
     problem: str = ""
+    verified_at_s: float | None = None
+    verified_by: str = ""
+
+    @property
+    def state(self) -> str:
+        """What is known of it, in words."""
+        if self.problem:
+            return f"damaged: {self.problem}"
+        if self.verified_at_s is None:
+            return "not verified yet"
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(self.verified_at_s))
+        return f"verified {when} by {self.verified_by}"
 
     @property
     def age_s(self) -> float | None:
@@ -66,8 +85,19 @@ def checkpoint_items(run: RunDir) -> list[CheckpointItem]:
 
 
 def verify_checkpoints(run: RunDir, step: int | None, *, content: bool = True) -> list[CheckpointItem]:
-    """Compare one entry, or all, with their manifests: every byte, or sizes only (CheckpointError: no such step)."""
-    return _items(run, step, content=content)
+    """Compare one entry, or all, with their manifests: every byte, or sizes only (CheckpointError: no such step).
+
+    What was found is written down for `checkpoint_items`, where the run directory may be written.
+    """
+    ledger = CheckpointLedger(run.checkpoints_dir)
+    items = []
+    for number in _chosen(ledger, run, step):
+        problem = _item(ledger, number, content=content, known=False).problem
+        with contextlib.suppress(OSError):
+            record_check(ledger, number, content=content, by=user_name(), problem=problem)
+        item = _item(ledger, number, content=False)
+        items.append(msgspec.structs.replace(item, problem=problem))
+    return items
 
 
 def checkpoint_details(run: RunDir, step: int | None) -> dict[str, Any]:
@@ -133,7 +163,8 @@ def plan_prune(
 
 def items_document(run: RunDir, items: Sequence[CheckpointItem]) -> str:
     """Items as JSON (schema `SCHEMA`)."""
-    document = {"schema": SCHEMA, "run": run.name, "items": list(items)}
+    aside = [{"step": entry.number, "path": str(entry.path)} for entry in list_asides(run.checkpoints_dir, "step-")]
+    document = {"schema": SCHEMA, "run": run.name, "items": list(items), "put_aside": aside}
     return msgspec.json.format(msgspec.json.encode(document), indent=2).decode()
 
 
@@ -167,7 +198,8 @@ def _chosen(ledger: CheckpointLedger, run: RunDir, wanted: int | None) -> list[i
     return [wanted]
 
 
-def _item(ledger: CheckpointLedger, step: int, *, content: bool) -> CheckpointItem:
+def _item(ledger: CheckpointLedger, step: int, *, content: bool, known: bool = True) -> CheckpointItem:
+    """An entry; with ``known`` also what the last who compared it has found."""
     pin = pins_of(ledger.root).all().get(step)
     item = CheckpointItem(step=step, path=str(ledger.path_of(step)), pin=None if pin is None else pin.reason)
     try:
@@ -185,7 +217,13 @@ def _item(ledger: CheckpointLedger, step: int, *, content: bool) -> CheckpointIt
         )
         entry.verify(content=content)
     except CheckpointError as error:
-        item = msgspec.structs.replace(item, problem=str(error))
+        return msgspec.structs.replace(item, problem=str(error))
+    check = read_check(ledger, step) if known else None
+    if check is not None and check.problem:
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(check.time_s))
+        return msgspec.structs.replace(item, problem=f"{check.problem} (seen {when} by {check.by})")
+    if check is not None and check.compared == "content":
+        return msgspec.structs.replace(item, verified_at_s=check.time_s, verified_by=check.by)
     return item
 
 

@@ -13,7 +13,8 @@ from hpcrl.runs.cause import Cause, CauseKind, describe_end, from_record
 from hpcrl.runs.events import read_events
 from hpcrl.runs.liveview import duration, state_text
 from hpcrl.runs.logs import LogFilter, find_log_files, read_logs
-from hpcrl.runs.observe import RunView, find_resume_point, observe
+from hpcrl.runs.observe import RunView, observe
+from hpcrl.runs.restart import ResumePoint, find_resume_point
 from hpcrl.runs.role import FailureRecord
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ComponentState, RunState
@@ -24,6 +25,13 @@ WHY_SCHEMA = "hpcrl.why/1"
 _LOG_LINES = 15
 _TRACEBACK_LINES = 25
 _OOM_HINT = "nobody in the run sent it: the kernel's out-of-memory killer does that (look in dmesg), or a person"
+_HINTS = {
+    CauseKind.START_TIMEOUT: "if it was only slow, raise limits.start_timeout_s in the cluster profile",
+    CauseKind.HUNG: "if it was only slow, raise supervision.hang_floor_s (or hang_ceiling_s) in the recipe",
+    CauseKind.DISK_FULL: "make space there, then resume; `hpcrl checkpoint ls` says what this run keeps",
+    CauseKind.TIME_LIMIT: "the limit is limits.time_limit_h in the cluster profile",
+    CauseKind.CHANGED: "bring back what it was, or accept what it is now: hpcrl resume RUN --accept-changes",
+}
 
 
 class Consequence(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,9 +88,9 @@ def diagnose(run: RunDir) -> Diagnosis:
     """Explain the end of the newest attempt of a run."""
     view = observe(run)
     last_words, log = _last_words(run, view)
-    resume_step = None
+    point = ResumePoint(None, [], [])
     if view.state.ended and view.state is not RunState.COMPLETED:
-        resume_step = find_resume_point(run).step
+        point = find_resume_point(run)
     return Diagnosis(
         name=view.name,
         state=view.state,
@@ -105,8 +113,8 @@ def diagnose(run: RunDir) -> Diagnosis:
             if event.data["lost"]
         ],
         earlier=_earlier(run, view.attempt),
-        ways_on=_ways_on(view, resume_step),
-        resume_step=resume_step,
+        ways_on=_ways_on(view, point),
+        resume_step=point.step,
     )
 
 
@@ -123,19 +131,13 @@ def _hint(cause: Cause | None) -> str:
         return ""
     if cause.kind is CauseKind.EXIT and cause.signal == 9:
         return _OOM_HINT
-    if cause.kind is CauseKind.START_TIMEOUT:
-        return "if it was only slow, raise limits.start_timeout_s in the cluster profile"
-    if cause.kind is CauseKind.HUNG:
-        return "if it was only slow, raise supervision.hang_floor_s (or hang_ceiling_s) in the recipe"
-    if cause.kind is CauseKind.TIME_LIMIT:
-        return "the limit is limits.time_limit_h in the cluster profile"
-    return ""
+    return _HINTS.get(cause.kind, "")
 
 
 def _last_words(run: RunDir, view: RunView) -> tuple[list[str], str]:
     """The end of the traceback or of the log of the role that was first."""
     cause = view.cause
-    if cause is None or cause.role is None:
+    if cause is None or cause.role is None or cause.details:
         return [], ""
     if cause.dump:
         return cause.frames, cause.dump
@@ -149,6 +151,25 @@ def _last_words(run: RunDir, view: RunView) -> tuple[list[str], str]:
         if lines:
             return lines, str(files[0].path.relative_to(run.path)) if len(files) == 1 else ""
     return [], ""
+
+
+def _restored(run: RunDir, view: RunView) -> list[Consequence]:
+    """What this attempt passed over and withdrew before its first step."""
+    what = {
+        "trainer.checkpoint_skipped": "the checkpoint of step {step} was passed over: {reason}",
+        "trainer.checkpoints_put_aside": "checkpoints of steps {steps} were put aside, as asked by {asked}",
+        "trainer.versions_withdrawn": "weights of versions {versions} were put aside, as they are later than the start",
+    }
+    found = [
+        Consequence(time_s=event.time_s, what=text.format_map(event.data))
+        for kind, text in what.items()
+        for event in read_events(run, attempt=view.attempt, kind=kind)
+    ]
+    return found + [
+        Consequence(time_s=event.time_s, what=f"this attempt runs something else than was submitted: {change}")
+        for event in read_events(run, attempt=view.attempt, kind="attempt.changed")
+        for change in event.data["changes"]
+    ]
 
 
 def _restarts(run: RunDir, view: RunView) -> list[Consequence]:
@@ -196,9 +217,9 @@ def _lost_segments(run: RunDir, view: RunView) -> list[Consequence]:
 
 
 def _consequences(run: RunDir, view: RunView) -> list[Consequence]:
-    """What was restarted, what other roles said, and how they ended by themselves."""
+    """What was restored and restarted, what other roles said, and how they ended by themselves."""
     cause = view.cause
-    found = _restarts(run, view)
+    found = _restored(run, view) + _restarts(run, view)
     if cause is None:
         return sorted(found, key=lambda consequence: consequence.time_s)
     first = (cause.role, cause.replica)
@@ -232,12 +253,21 @@ def _earlier(run: RunDir, attempt: int) -> dict[int, str]:
     return ends
 
 
-def _ways_on(view: RunView, resume_step: int | None) -> list[str]:
+def _ways_on(view: RunView, point: ResumePoint) -> list[str]:
     if view.state is RunState.COMPLETED:
-        return [f"hpcrl report {view.name}"]
+        return [f"hpcrl report {view.name}", f"hpcrl resume {view.name} --set trainer.steps=...    # go on with more"]
     if not view.state.ended:
         return [f"hpcrl status {view.name} --watch", f"hpcrl logs {view.name} -f"]
-    where = "from the beginning: there is no checkpoint" if resume_step is None else f"from step {resume_step}"
+    lost = view.cause is not None and view.cause.kind is CauseKind.NOTHING_TO_RESTORE
+    if lost or (point.step is None and point.saved):
+        return [
+            f"hpcrl checkpoint verify {view.name}    # what is wrong with each",
+            f"hpcrl resume {view.name} --from-step STEP    # one that is good again",
+            f"hpcrl resume {view.name} --from-scratch    # step 0; what there is is put aside",
+        ]
+    where = "from the beginning: it has saved no checkpoint"
+    if point.step is not None:
+        where = f"from step {point.step}, if the trainer finds it good"
     return [f"hpcrl resume {view.name}    # {where}", f"hpcrl logs {view.name}"]
 
 
@@ -257,6 +287,8 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
     cause = diagnosis.cause
     when = f"{_clock(cause.time_s)}  " if cause is not None else ""
     say("\n", when, (diagnosis.sentence, "bold"))
+    for line in cause.details if cause is not None else ():
+        say(line)
     if cause is not None and cause.doubt:
         say((cause.doubt, "yellow"))
     if diagnosis.hint:

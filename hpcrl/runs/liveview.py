@@ -126,6 +126,7 @@ class _LineScreen:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._state = ""
+        self._warnings: list[str] = []
         self._step = 0
         self._version = -1
 
@@ -143,13 +144,19 @@ class _LineScreen:
             self._state = view.state
             reason = f": {view.cause.message}" if view.cause is not None else ""
             self.say(f"{view.name} {view.state}{reason}")
+            for line in view.cause.details if view.cause is not None else ():
+                self.say(line)
+        if view.warnings and not self._warnings:
+            self.say(f"warning: {view.warnings[0]}")
+        self._warnings = view.warnings
         for record in metrics:
             if record.step > self._step:
                 self.say(_step_line(record, progress))
                 self._step = record.step
         for evaluation in progress.evaluations:
             if evaluation.version > self._version:
-                self.say(f"held-out reward {evaluation.reward:.3f} at version {evaluation.version}")
+                late = "" if evaluation.due is None else f" (due at {evaluation.due}, which the engines skipped)"
+                self.say(f"held-out reward {evaluation.reward:.3f} at version {evaluation.version}{late}")
                 self._version = evaluation.version
 
 
@@ -183,9 +190,27 @@ def render(
         parts.append(components_table(view))
     if fleet is not None and fleet.replicas and not view.state.ended:
         parts += [Text(), fleet_table(fleet)]
+    parts += [Text(f"warning: {warning}", style="bold yellow") for warning in view.warnings]
+    parts += restored_lines(progress)
     if view.cause is not None:
         parts.append(Text(view.cause.message, style="yellow" if view.state is RunState.CANCELLED else "red"))
+        parts += [Text(line) for line in view.cause.details]
     return Group(*parts)
+
+
+def restored_lines(progress: Progress) -> list[Text]:
+    """What the newest attempt began with, and what it passed over; nothing for one that had nothing to restore."""
+    restored = progress.restored
+    changes = [Text(f"changed since the submit: {change}", style="yellow") for change in progress.changes]
+    if restored is None or restored.refused or (restored.step is None and not restored.asked):
+        return changes
+    how = "every byte" if restored.verified == "content" else "sizes of files"
+    what = "began again at step 0" if restored.step is None else f"restored step {restored.step} ({how} verified)"
+    lines = [Text(f"{what}{f', as asked by {restored.asked}' if restored.asked else ''}")]
+    lines += [Text(f"passed over step {entry.step}: {entry.reason}", style="yellow") for entry in restored.skipped]
+    if restored.put_aside:
+        lines.append(Text(f"put aside until passed again: {', '.join(map(str, restored.put_aside))}", style="yellow"))
+    return changes + lines
 
 
 def _head(view: RunView, progress: Progress, usage: Usage | None) -> Text:
@@ -330,7 +355,9 @@ def summary(view: RunView, progress: Progress, metrics: list[StepRecord], *, pic
     table = Table.grid(padding=(0, 2))
     table.add_row("run", Text.assemble((view.name, "bold"), "  ", state_text(view.state)))
     if view.cause is not None:
-        table.add_row("cause", Text(view.cause.message))
+        table.add_row("cause", Text("\n".join([view.cause.message, *view.cause.details])))
+    for line in restored_lines(progress):
+        table.add_row("start", line)
     if len(progress.evaluations) > 1:
         first, last = progress.evaluations[0], progress.evaluations[-1]
         table.add_row(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import msgspec
 
 from hpcrl.reporting import Outage, ReportedLines
+from hpcrl.runs.past import Past, Start, read_past
 from hpcrl.runs.rundir import RunDir
 
 __all__ = ["MetricsWriter", "StepRecord", "read_metrics"]
@@ -97,7 +99,9 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MetricsWriter:
-    """Appends step records; there is one writer at a time. It neither fails nor waits: see `hpcrl.reporting`.
+    """Appends step records of one attempt: an earlier one that is still alive writes into a file of its own.
+
+    It neither fails nor waits: see `hpcrl.reporting`.
 
     Parameters
     ----------
@@ -105,8 +109,8 @@ class MetricsWriter:
         Told when records could be written again after an outage.
     """
 
-    def __init__(self, run: RunDir, *, on_caught_up: Callable[[Outage], None] | None = None) -> None:
-        self._lines = ReportedLines(run.metrics_path, on_caught_up=on_caught_up)
+    def __init__(self, run: RunDir, attempt: int, *, on_caught_up: Callable[[Outage], None] | None = None) -> None:
+        self._lines = ReportedLines(run.metrics_dir / f"{attempt:04d}.jsonl", on_caught_up=on_caught_up)
 
     def write(self, record: StepRecord) -> None:
         """Add a record."""
@@ -123,21 +127,34 @@ class MetricsWriter:
 
 
 def read_metrics(run: RunDir) -> list[StepRecord]:
-    """Step records in step order. A step that a resume did again counts once, in its last form."""
-    try:
-        lines = run.metrics_path.read_bytes().split(b"\n")
-    except FileNotFoundError:
-        return []
+    """Step records in step order. A step that a resume did again counts once, in its last form.
+
+    What an attempt says about steps after the one that a later attempt restored does not count (`hpcrl.runs.past`),
+    whenever it was written.
+    """
+    found = [record for path in _files(run) for record in _read_file(path)]
+    starts = read_past(run).starts
+    firsts: dict[int, int] = {}
+    for record in found:
+        firsts[record.attempt] = min(record.step, firsts.get(record.attempt, record.step))
+    # an attempt whose decision is not there began just before its first step
+    past = Past({attempt: Start(step - 1) for attempt, step in firsts.items()} | starts)
     records: dict[int, StepRecord] = {}
-    for line in lines:
+    for record in sorted(found, key=lambda record: record.attempt):  # stable: of one attempt the last form counts
+        if past.holds(record.attempt, record.step):
+            records[record.step] = record
+    return [records[step] for step in sorted(records)]
+
+
+def _files(run: RunDir) -> list[Path]:
+    """The files of all attempts; that of a run of an earlier version is one for all."""
+    old = [run.metrics_path] if run.metrics_path.is_file() else []
+    return old + (sorted(run.metrics_dir.glob("*.jsonl")) if run.metrics_dir.is_dir() else [])
+
+
+def _read_file(path: Path) -> Iterator[StepRecord]:
+    for line in path.read_bytes().split(b"\n"):
         try:
-            record = msgspec.json.decode(line, type=StepRecord)
+            yield msgspec.json.decode(line, type=StepRecord)
         except msgspec.DecodeError:
             continue  # empty, or the torn last line of a writer that was killed
-        records[record.step] = record
-    if records:
-        # an attempt that resumed earlier takes back what came after its restored step
-        newest = max(record.attempt for record in records.values())
-        last = max(step for step, record in records.items() if record.attempt == newest)
-        records = {step: record for step, record in records.items() if step <= last}
-    return [records[step] for step in sorted(records)]

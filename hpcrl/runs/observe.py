@@ -7,27 +7,28 @@ import functools
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
 from hpcrl.checkpoints.ledger import CheckpointLedger
+from hpcrl.checkpoints.restore import RestoreDecision
 from hpcrl.errors import RunDirError
 from hpcrl.runs.cause import Cause, CauseKind
 from hpcrl.runs.clocks import Clock
 from hpcrl.runs.events import Event, read_events
 from hpcrl.runs.jobs import JobFact, ask
 from hpcrl.runs.metrics import StepRecord, read_metrics
+from hpcrl.runs.past import read_past
 from hpcrl.runs.record import RunRecord, Submission
+from hpcrl.runs.restart import read_restored
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ComponentState, ComponentStatus, ProcessId, RunState, RunStatus
 
 __all__ = [
     "Evaluation",
     "Progress",
-    "ResumePoint",
     "RunView",
-    "find_resume_point",
     "observe",
     "prefetch",
     "read_evaluations",
@@ -55,6 +56,8 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True):
         Seconds since the epoch. ``ended_at_s`` of a lost run is when it was noticed.
     components:
         All replicas.
+    warnings:
+        What the supervisor warns of (`hpcrl.runs.status.RunStatus`).
     job:
         What Slurm says about the job; None for a local run, and where nobody asked.
     clocks:
@@ -77,6 +80,7 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True):
     supervisor: ProcessId | None = None
     cause: Cause | None = None
     components: list[ComponentStatus] = []
+    warnings: list[str] = []
     job: JobFact | None = None
     clocks: dict[str, Clock] = {}
 
@@ -131,6 +135,7 @@ def observe(run: RunDir, *, now_s: float | None = None) -> RunView:
         supervisor=status.supervisor,
         cause=status.cause,
         components=status.components,
+        warnings=[] if status.state.ended else status.warnings,
         clocks=status.clocks,
     )
     if view.job is not None and view.job.waiting:
@@ -283,6 +288,8 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     reward: float
     time_s: float = 0.0
+    due: int | None = None
+    """The version that was to be evaluated, where the engines skipped it."""
     by_env: dict[str, float] = {}
     parts: dict[str, float] = {}
     prompts: int = 0
@@ -303,6 +310,10 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
         Step of the newest checkpoint, and seconds since it was written; None where there is none.
     eta_s:
         Estimate of the remaining seconds from the newest steps; None before the second step.
+    restored:
+        What the newest attempt began with, by its trainer; None before it has said so.
+    changes:
+        What it runs that was not submitted so (`hpcrl.runs.snapshot`).
     """
 
     steps: int
@@ -312,28 +323,37 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint_step: int | None
     eta_s: float | None
     checkpoint_age_s: float | None = None
+    restored: RestoreDecision | None = None
+    changes: list[str] = []
 
 
 def read_evaluations(run: RunDir) -> list[Evaluation]:
-    """Held-out evaluations in version order. A version that a resume evaluated again counts once."""
+    """Held-out evaluations in version order. A version that a resume evaluated again counts once.
+
+    What an attempt evaluated of a past that a later one has given up does not count (`hpcrl.runs.past`).
+    """
     found: dict[int, Evaluation] = {}
-    for event in read_events(run, kind="evaluation"):
+    past = read_past(run)
+    for event in sorted(read_events(run, kind="evaluation"), key=lambda event: event.attempt):
         data: dict[str, Any] = {**event.data, "time_s": event.time_s}
+        if data.get("due") == data["version"]:
+            del data["due"]
         evaluation = msgspec.convert(data, Evaluation)
-        found[evaluation.version] = evaluation
+        if past.holds(event.attempt, evaluation.version):
+            found[evaluation.version] = evaluation
     return [found[version] for version in sorted(found)]
 
 
 @functools.lru_cache
-def _total_steps(run_path: Path) -> int:
-    # written once, at submit; parsing YAML at each look would cost more than all the rest
+def _total_steps(run_path: Path, written_ns: int) -> int:
+    # written at submit and by a resume; parsing YAML at each look would cost more than all the rest
     return RunDir(run_path).recipe().trainer.steps
 
 
 def read_progress(run: RunDir, metrics: list[StepRecord] | None = None) -> Progress:
     """How far a run is. ``metrics`` saves reading them where the caller has them already."""
     metrics = read_metrics(run) if metrics is None else metrics
-    total = _total_steps(run.path)
+    total = _total_steps(run.path, run.recipe_path.stat().st_mtime_ns)
     recent = metrics[-_RATE_STEPS:]
     eta_s = None
     if len(recent) > 1 and recent[0].attempt == recent[-1].attempt:
@@ -341,6 +361,7 @@ def read_progress(run: RunDir, metrics: list[StepRecord] | None = None) -> Progr
         eta_s = per_step * (total - recent[-1].step)
     ledger = CheckpointLedger(run.checkpoints_dir)
     checkpoints = ledger.steps()
+    attempt = (run.attempts() or [0])[-1]
     return Progress(
         steps=metrics[-1].step if metrics else 0,
         total_steps=total,
@@ -349,6 +370,12 @@ def read_progress(run: RunDir, metrics: list[StepRecord] | None = None) -> Progr
         checkpoint_step=checkpoints[-1] if checkpoints else None,
         checkpoint_age_s=_age_s(ledger.path_of(checkpoints[-1])) if checkpoints else None,
         eta_s=eta_s,
+        restored=read_restored(run, attempt),
+        changes=[
+            change
+            for event in read_events(run, attempt=attempt, kind="attempt.changed")
+            for change in event.data["changes"]
+        ],
     )
 
 
@@ -359,24 +386,3 @@ def _age_s(path: Path) -> float | None:
         return max(0.0, time.time() - path.stat().st_mtime)
     except FileNotFoundError:
         return None
-
-
-class ResumePoint(NamedTuple):
-    """Where a resume goes on.
-
-    Attributes
-    ----------
-    step:
-        Step of the checkpoint; None where the run starts from the beginning.
-    skipped:
-        ``(step, reason)`` of newer entries that cannot be used.
-    """
-
-    step: int | None
-    skipped: list[tuple[int, str]]
-
-
-def find_resume_point(run: RunDir) -> ResumePoint:
-    """The newest checkpoint whose files are all there; the trainer, with all of its ranks, compares their content."""
-    choice = CheckpointLedger(run.checkpoints_dir).newest_verified(content=False)
-    return ResumePoint(choice.entry.manifest.step if choice.entry else None, choice.skipped)

@@ -21,7 +21,7 @@ from hpcrl.ours import files_as
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ProcessId
 
-__all__ = ["RunRecord", "Submission", "hash_text"]
+__all__ = ["RunRecord", "Submission", "hash_text", "this_process", "user_name"]
 
 FORMAT_VERSION = 1
 _RUN_ID_BYTES = 16
@@ -51,8 +51,12 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
         of earlier versions.
     process:
         The job's controller on this machine (``local``).
+    in_job:
+        Id of the allocation that it was started in, which is not the run's own (``local``); empty for none.
     after_attempt:
         Newest attempt at that time; the submission begins the next one.
+    submitted_by:
+        User, process and machine that handed it over; empty in records of earlier versions.
     cancel_requested_at_s, cancelled_by:
         Set by ``hpcrl cancel``.
     """
@@ -66,7 +70,9 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
     components: int = 1
     requeues: bool = False
     slurm_conf: str = ""
+    submitted_by: str = ""
     user_id: int | None = None
+    in_job: str = ""
     cancel_requested_at_s: float | None = None
     cancelled_by: str = ""
 
@@ -113,7 +119,7 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
             run_id=secrets.token_hex(_RUN_ID_BYTES),
             name=name,
             created_at_s=time.time(),
-            user=_user(),
+            user=user_name(),
             host=procfs.hostname(),
             cwd=os.getcwd(),
             argv=list(sys.argv),
@@ -168,7 +174,13 @@ def hash_text(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _user() -> str:
+def this_process() -> str:
+    """User, process and machine, for `Submission.submitted_by`."""
+    return f"{user_name()} (pid {os.getpid()} on {procfs.hostname()})"
+
+
+def user_name() -> str:
+    """Of whoever calls; the number of the user where that has no name."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):  # a uid without a name, as in many containers

@@ -18,12 +18,14 @@ from typing import NoReturn
 import msgspec
 from msgspec.structs import replace
 
+from hpcrl.credentials import Credentials
 from hpcrl.errors import HpcrlError, PeerLostError
 from hpcrl.fs import atomic_write
 from hpcrl.reporting import ReportedFile
 from hpcrl.runs.clocks import Clocks, own_node
 from hpcrl.runs.events import EventWriter
 from hpcrl.runs.progress import ProgressReporter, progress_path
+from hpcrl.runs.reserve import release_reserve
 from hpcrl.runs.rundir import RunDir
 
 __all__ = [
@@ -42,6 +44,7 @@ __all__ = [
 _log = logging.getLogger(__name__)
 _SAY_S = 5.0
 """How long a role waits for the file that says it is ready; it is written later where that is too short."""
+_BEFORE_RESERVE_S = 1.0
 _LAST_WORD_S = 10.0
 """How long a role that fails tries to say why."""
 
@@ -185,6 +188,11 @@ class RoleContext:
         """Name in event files."""
         return f"{self.role}-{self.replica}" + (f".{self.rank}" if self.rank else "")
 
+    @property
+    def credentials(self) -> Credentials:
+        """For requests to other roles of the attempt (RunDirError where the token cannot be read)."""
+        return Credentials.of_run(self.run.path, self.attempt)
+
     def events(self) -> EventWriter:
         """A writer for the events of this process."""
         return EventWriter(self.run, attempt=self.attempt, writer=self.writer)
@@ -218,6 +226,8 @@ class RoleContext:
         )
         file = ReportedFile(self.run.attempt_dir(self.attempt) / "failures" / f"{self.writer}.json")
         file.put(msgspec.json.format(msgspec.json.encode(record), indent=2))
+        if not file.flush(_BEFORE_RESERVE_S):
+            release_reserve(self.run, "roles")  # the disk may be full
         if not file.flush(_LAST_WORD_S):
             _log.error("why this process fails could not be written to %s within %g s", file.path, _LAST_WORD_S)
 

@@ -5,8 +5,11 @@
     <runs root>/<run>/
       recipe.yaml  cluster.yaml  plan.json    as resolved at submit
       run.json                                ids and provenance; written by submit and resume
+      token                                   who has it is answered by the servers of the run (hpcrl.credentials)
+      snapshots/0001/                         hpcrl, Python, packages and environment modules at each submit and resume
+      restart.json                            where the next attempts begin; written by resume
       status.json                             state of the run and its roles; written by the supervisor
-      metrics.jsonl                           one line an optimizer step; written by trainer rank 0
+      metrics/<attempt>.jsonl                 one line an optimizer step; written by trainer rank 0
       events/<attempt>-<writer>.jsonl         what happened; one file a writer, merged by readers
       attempts/0001/endpoints.json            ports of this attempt
       attempts/0001/restore.json              the checkpoint it begins with; written by the trainer
@@ -36,6 +39,7 @@ import yaml
 from hpcrl.config.cluster import ClusterProfile, cluster_from_json
 from hpcrl.config.plan import Plan
 from hpcrl.config.recipe import Recipe
+from hpcrl.credentials import ensure_token
 from hpcrl.errors import RunDirError
 from hpcrl.fs import atomic_write, fsync_dir, make_directory
 
@@ -61,6 +65,14 @@ class RunDir:
         return self.path / "status.json"
 
     @property
+    def restart_path(self) -> Path:
+        return self.path / "restart.json"
+
+    @property
+    def snapshots_dir(self) -> Path:
+        return self.path / "snapshots"
+
+    @property
     def plan_path(self) -> Path:
         return self.path / "plan.json"
 
@@ -73,7 +85,12 @@ class RunDir:
         return self.path / "cluster.yaml"
 
     @property
+    def metrics_dir(self) -> Path:
+        return self.path / "metrics"
+
+    @property
     def metrics_path(self) -> Path:
+        """Where runs of an earlier version have the records of all attempts."""
         return self.path / "metrics.jsonl"
 
     @property
@@ -122,6 +139,7 @@ class RunDir:
         path.mkdir()
         for part in ("ready", "failures", "logs"):
             (path / part).mkdir()
+        ensure_token(self.path)  # of a run that was made before there were tokens
         link = self.attempts_dir / f".latest-{number}"
         link.unlink(missing_ok=True)
         link.symlink_to(path.name)

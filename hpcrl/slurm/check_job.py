@@ -77,7 +77,12 @@ def check_nodes(
             _wait(client, job_id, wait_s)
         finally:
             client.cancel(job_id)
-        return _read(work, nodes, job_id)
+        reports = _read(work, nodes, job_id)
+        if nodes > 1 and not any(report.address_problem or report.unreached for report in reports):
+            on = site.node.interface or "the addresses that Slurm has"
+            places = ", ".join(f"{report.host} {report.address}" for report in reports)
+            say(f"each node reaches each other one on {on}: {places}")
+        return reports
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
@@ -205,6 +210,13 @@ def _hardware(cluster: SlurmCluster, partition: str, report: NodeReport) -> Iter
     if not report.has_interface:
         what = f"there is no network interface {node.interface}"
         yield "no-interface", Severity.ERROR, "", what, "`ip -br address` on a node lists them"
+    elif report.address_problem:
+        way = "set `interface` to the one that nodes reach each other on (`ip -br address` on a node lists them)"
+        yield "no-address", Severity.ERROR, f"partitions.{partition}.node.interface", report.address_problem, way
+    for other, why in sorted(report.unreached.items()):
+        what = f"it does not reach {other}: {why}"
+        way = "let nodes connect to each other on the profile's ports, or name another interface"
+        yield "unreachable", Severity.ERROR, f"partitions.{partition}.node.interface", what, way
     if report.missing_nics:
         what = f"there is no adapter {', '.join(report.missing_nics)}"
         yield "no-nic", Severity.ERROR, "", what, "`ibv_devices` on a node lists them"

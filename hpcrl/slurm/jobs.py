@@ -10,7 +10,7 @@ from hpcrl.config.plan import Plan
 from hpcrl.errors import RunDirError
 from hpcrl.fs import atomic_write
 from hpcrl.runs.observe import RunView, observe
-from hpcrl.runs.record import RunRecord, Submission
+from hpcrl.runs.record import RunRecord, Submission, this_process
 from hpcrl.runs.replicas import wanted_replicas
 from hpcrl.runs.rundir import RunDir
 from hpcrl.slurm.client import SlurmClient
@@ -80,6 +80,7 @@ def _submission(run: RunDir, plan: Plan, job_id: int, after_attempt: int) -> Sub
         components=1 if plan.layout.kind == "elastic" else len(plan.layout.components),
         requeues=plan.attempts.requeue,
         slurm_conf=os.environ.get("SLURM_CONF", ""),
+        submitted_by=this_process(),
         user_id=os.getuid(),
     )
 

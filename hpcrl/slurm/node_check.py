@@ -1,7 +1,8 @@
 """What only a compute node can tell about a site: runs there, as a small job of ``hpcrl cluster check --job``.
 
 The batch process starts one task a node. Each writes ``node-<index>.json`` into the directory of the check; the first
-two measure how a name that did not exist becomes visible. All times that are compared are of one clock.
+two measure how a name that did not exist becomes visible. All times that are compared are of one clock. Before that,
+each node connects to each other one, on the addresses that a run would use.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from hpcrl.fs import atomic_write, write_json
 from hpcrl.interpreter import module_command
 from hpcrl.ports import is_free
 from hpcrl.slurm.launch import step_environment
+from hpcrl.slurm.node_reach import RunAddresses, meet
 
 __all__ = ["REPORT_PATTERN", "NodeQuestions", "NodeReport", "look_around"]
 
@@ -64,6 +66,10 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
         First port that the kernel gives to connections; 0 where it does not tell.
     has_interface, missing_nics:
         The profile's network interface and adapters.
+    address, address_problem:
+        Where a run would listen on the node, or why it could not.
+    unreached:
+        Other nodes that it cannot connect to there, each with the reason.
     scratch_problem, cache_problem:
         Why the directory cannot be used; empty where it can, or none is named.
     gpus:
@@ -91,10 +97,16 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
     clock_ahead_s: float
     visible_s: float | None = None
     negative_lag_s: float | None = None
+    address: str = ""
+    address_problem: str = ""
+    unreached: dict[str, str] = {}
 
 
 def look_around(directory: Path, index: int, questions: NodeQuestions) -> NodeReport:
     """Answer the questions on this node; the first two nodes also measure the lag of names."""
+    host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    addresses = RunAddresses.from_env()
+    unreached = {} if addresses.problem else meet(directory, host, questions, addresses.by_node)
     visible_s = negative_lag_s = None
     if questions.nodes > 1 and index == 0:
         visible_s, negative_lag_s = _wait_for_name(directory)
@@ -103,7 +115,7 @@ def look_around(directory: Path, index: int, questions: NodeQuestions) -> NodeRe
     shm = os.statvfs("/dev/shm")
     ports = _sample(questions.first_port, questions.last_port)
     return NodeReport(
-        host=os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
+        host=host,
         memlock_bytes=resource.getrlimit(resource.RLIMIT_MEMLOCK)[1],
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[1],
         shm_bytes=shm.f_blocks * shm.f_frsize,
@@ -119,6 +131,9 @@ def look_around(directory: Path, index: int, questions: NodeQuestions) -> NodeRe
         clock_ahead_s=_clock_ahead_s(directory, index),
         visible_s=visible_s,
         negative_lag_s=negative_lag_s,
+        address=addresses.by_node.get(host, ""),
+        address_problem=addresses.problem,
+        unreached=unreached,
     )
 
 
@@ -207,7 +222,8 @@ def _batch(directory: Path, questions: NodeQuestions) -> int:
         *("srun", f"--nodes={questions.nodes}", f"--ntasks={questions.nodes}", "--ntasks-per-node=1", "--export=ALL"),
         *("--overlap", *module_command(sys.executable, "hpcrl.slurm.node_check", "node", str(directory))),
     ]
-    return subprocess.run(command, check=False, env=step_environment(os.environ), timeout=4 * _LAG_LIMIT_S).returncode
+    env = step_environment(os.environ) | RunAddresses.ask(questions.interface).to_env()
+    return subprocess.run(command, check=False, env=env, timeout=4 * _LAG_LIMIT_S).returncode
 
 
 def main(part: str, directory: Path) -> int:

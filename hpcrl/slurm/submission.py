@@ -9,19 +9,25 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hpcrl import procfs
-from hpcrl.config.cluster import ClusterProfile
+from hpcrl.config.cluster import ClusterProfile, SlurmCluster
 from hpcrl.config.plan import Plan
 from hpcrl.config.recipe import Recipe
+from hpcrl.credentials import ensure_token
 from hpcrl.errors import RunDirError
-from hpcrl.fs import StagedDirectory
+from hpcrl.fs import StagedDirectory, atomic_write
 from hpcrl.ours import CLOSED_UMASK, files_as, umask_of
-from hpcrl.runs.observe import ResumePoint, RunView, find_resume_point, observe
+from hpcrl.runs.observe import RunView, observe
 from hpcrl.runs.privacy import check_root, protect
-from hpcrl.runs.record import RunRecord, Submission
+from hpcrl.runs.record import RunRecord, Submission, this_process
+from hpcrl.runs.restart import ResumePoint
+from hpcrl.runs.resume import Begin, plan_resume
 from hpcrl.runs.rundir import RunDir
+from hpcrl.runs.snapshot import keep_snapshot, take_snapshot
 from hpcrl.runs.status import ProcessId, RunState
 from hpcrl.slurm.executor import DetachedLocalExecutor
+from hpcrl.slurm.in_job import InJob
 from hpcrl.slurm.jobs import cancel_jobs, cancel_replica_jobs, find_unrecorded, signal_job, submit_jobs
+from hpcrl.slurm.scripts import JOB_FOLDER, in_job_script
 from hpcrl.supervisor.guard import KIND_VARIABLE, RUN_ID_VARIABLE
 from hpcrl.supervisor.job import Supervise
 from hpcrl.supervisor.sweep import find_leftovers, sweep
@@ -37,7 +43,7 @@ __all__ = [
     "submit_attempt",
 ]
 
-_JOB_FOLDER = "submitit"
+_IN_JOB_SCRIPT = "in-job.sh"
 _CANCEL_POLL_S = 0.1
 
 
@@ -64,7 +70,9 @@ def create_run(
         protect(run, cluster.files.group)
         os.umask(umask_of(run.path))
         run.write_configuration(recipe, cluster, plan)
+        ensure_token(run.path)
         RunRecord.new(run, name=plan.run, provenance=provenance or {}).write(run)
+        keep_snapshot(run, take_snapshot(run, recipe, plan))
         stage.commit()
     except FileExistsError:  # somebody else took the name meanwhile
         raise RunDirError(_occupied(target)) from None
@@ -81,7 +89,8 @@ def _occupied(target: Path) -> str:
     view = observe(run)
     ways = ["--name with another name"]
     if view.state is RunState.COMPLETED:
-        ways.append(f"it did all its steps, there is nothing to resume; look at it: hpcrl report {run.name}")
+        ways.append(f"it did all its steps; look at it: hpcrl report {run.name}")
+        ways.append(f"go on with it: hpcrl resume {run.name} --set trainer.steps=...")
     elif view.state.ended:
         ways.append(f"go on with it: hpcrl resume {run.name}")
     else:
@@ -90,27 +99,37 @@ def _occupied(target: Path) -> str:
     return f"the run {run.name} exists ({view.state}) in {target}\n" + "\n".join(f"    way out: {way}" for way in ways)
 
 
-def submit_attempt(run: RunDir) -> Submission:
+def submit_attempt(run: RunDir, *, in_job: InJob | None = None) -> Submission:
     """Hand the next attempt of a run to submitit, and write down whom it was handed to (under Slurm: `submit_jobs`).
+
+    Inside of an allocation that is there (`hpcrl.slurm.in_job.find_allocation`), the supervisor is a process of this
+    machine, as in a local run.
 
     If we die between the two, the supervisor still runs and says so in ``status.json``; a second hand-over is
     refused by `prepare_resume` and by the second supervisor itself.
     """
     with files_as(run.path):  # submitit's files, and those of its controller and of the job
-        return _submit_attempt(run)
+        return _submit_attempt(run, in_job)
 
 
-def _submit_attempt(run: RunDir) -> Submission:
+def _submit_attempt(run: RunDir, in_job: InJob | None) -> Submission:
     plan, record = run.plan(), RunRecord.read(run)
-    if plan.layout.kind != "local":
+    command = None
+    if in_job is not None:
+        script, cluster = run.path / _IN_JOB_SCRIPT, run.cluster()
+        assert isinstance(cluster, SlurmCluster)
+        atomic_write(script, in_job_script(plan, cluster, run_id=record.run_id, run_dir=run.path).encode())
+        command = ["/bin/bash", str(script)]
+    elif plan.layout.kind != "local":
         return submit_jobs(run)
     executor = DetachedLocalExecutor(
-        run.path / _JOB_FOLDER,
+        run.path / JOB_FOLDER,
         time_limit_s=plan.time_limit_s,
         environment={RUN_ID_VARIABLE: record.run_id, KIND_VARIABLE: "launch"},
+        command=command,
     )
     after_attempt = (run.attempts() or [0])[-1]
-    job = executor.submit(Supervise(str(run.path)))
+    job = executor.submit(Supervise(str(run.path), len(record.submissions) + 1, in_job))
     submission = Submission(
         submitted_at_s=time.time(),
         executor="local",
@@ -118,35 +137,45 @@ def _submit_attempt(run: RunDir) -> Submission:
         folder=str(executor.folder),
         after_attempt=after_attempt,
         process=ProcessId.of(int(job.job_id)),
+        in_job="" if in_job is None else str(in_job.job_id),
+        submitted_by=this_process(),
     )
     record.with_submission(submission).write(run)
     return submission
 
 
-def prepare_resume(run: RunDir) -> ResumePoint:
-    """Check that a run may be resumed, and find its checkpoint. Starts and ends nothing.
+def prepare_resume(run: RunDir, begin: Begin | None = None, *, steps: int | None = None) -> ResumePoint:
+    """Check that a run may be resumed, and find its checkpoint. Starts, ends and changes nothing.
+
+    Parameters
+    ----------
+    begin:
+        Where it is to go on; the newest good checkpoint by default.
+    steps:
+        Optimizer steps of the recipe that it will go on with; those of the run by default.
 
     Raises
     ------
     RunDirError
-        It is alive, or completed.
+        It is alive; or it has done all of these steps.
+    NothingToRestoreError
+        It has saved checkpoints, and none is there any more whose files have their sizes.
     """
     protect(run, run.cluster().files.group)
-    find_unrecorded(run)
+    record = find_unrecorded(run)
     view = observe(run)
     if not view.state.ended:
+        facts: list[str] = [view.state]
+        if view.pid is not None:
+            facts.append(f"supervisor pid {view.pid} on {view.host}")
+        if record.submissions and (who := record.submissions[-1].submitted_by):
+            facts.append(f"started by {who}")
         raise RunDirError(
-            f"the run {run.name} is alive ({view.state}, supervisor pid {view.pid} on {view.host})\n"
+            f"the run {run.name} is alive ({', '.join(facts)}); nothing was changed\n"
             f"    way out: watch it: hpcrl status {run.name} --watch\n"
             f"    way out: end it first: hpcrl cancel {run.name}"
         )
-    if view.state is RunState.COMPLETED:
-        raise RunDirError(
-            f"the run {run.name} is completed; there is nothing to resume\n"
-            f"    way out: look at it: hpcrl report {run.name}\n"
-            "    way out: submit its recipe under another name, with more steps: --set trainer.steps=..."
-        )
-    return find_resume_point(run)
+    return plan_resume(run, begin or Begin(), completed=view.state is RunState.COMPLETED, steps=steps)
 
 
 def end_leftovers(run: RunDir) -> int:

@@ -18,13 +18,13 @@ from typing import Any
 
 from hpcrl.errors import HpcrlError
 from hpcrl.fs import write_json
+from hpcrl.interfaces import address_towards
 from hpcrl.runs.events import EventWriter
 from hpcrl.runs.record import RunRecord
 from hpcrl.runs.role import RoleContext, run_role
 from hpcrl.runs.rundir import RunDir
 from hpcrl.store.canary import CanaryResult, run_canary
 from hpcrl.store.endpoints import StoreEndpoints, engine_settings
-from hpcrl.store.view import address_towards
 
 __all__ = ["config_path"]
 

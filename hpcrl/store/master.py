@@ -1,4 +1,5 @@
-"""``python -m hpcrl.store.master``: the role ``store``. Runs Mooncake's master and says what happens to the pool.
+"""``python -m hpcrl.store.master``: the role ``store``. Runs Mooncake's master beside the metadata server of the pool,
+and says what happens to it.
 
 When the master dies, engines go on without the pool: a request then computes its prompt anew, after a few seconds
 of waiting. We end with it, and the supervisor starts us again on the same ports; segments then register again by
@@ -26,6 +27,7 @@ from hpcrl.runs.role import RoleContext, run_role
 from hpcrl.store.admin import PoolStatus, StoreAdmin
 from hpcrl.store.canary import CANARY_SEGMENT_BYTES
 from hpcrl.store.endpoints import StoreEndpoints
+from hpcrl.store.metadata import MetadataServer
 
 __all__ = ["master_command"]
 
@@ -43,9 +45,6 @@ def master_command(program: str, endpoints: StoreEndpoints, settings: argparse.N
     flags = {
         "rpc_port": endpoints.rpc_port,
         "rpc_address": endpoints.host,
-        "enable_http_metadata_server": "true",
-        "http_metadata_server_host": endpoints.host,
-        "http_metadata_server_port": endpoints.metadata_port,
         "metrics_host": endpoints.host,
         "metrics_port": endpoints.admin_port,
         "client_ttl": max(1, round(settings.client_ttl_s)),
@@ -123,6 +122,7 @@ def main(context: RoleContext) -> None:
     endpoints, events = _endpoints(context, settings), context.events()
     command = master_command(_program(), endpoints, settings)
     _log.info("%s", " ".join(command))
+    metadata = MetadataServer(endpoints.host, endpoints.metadata_port)
     process = subprocess.Popen(command)
     stopping: list[int] = []
 
@@ -139,6 +139,7 @@ def main(context: RoleContext) -> None:
         _follow(process, admin, _Watch(events), stopping)
     finally:
         _end(process)
+        metadata.close()
     if not stopping:
         raise HpcrlError(f"mooncake_master ended with exit code {process.returncode}; its words are in this log")
 

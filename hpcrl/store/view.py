@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -11,7 +9,7 @@ from rich.text import Text
 from hpcrl.store.admin import PoolStatus
 from hpcrl.store.endpoints import StoreEndpoints
 
-__all__ = ["CANARY_SCHEMA", "STORE_SCHEMA", "address_towards", "pool_view"]
+__all__ = ["CANARY_SCHEMA", "STORE_SCHEMA", "pool_view"]
 
 STORE_SCHEMA = "hpcrl.store/1"
 CANARY_SCHEMA = "hpcrl.store.canary/1"
@@ -34,11 +32,3 @@ def pool_view(endpoints: StoreEndpoints, pool: PoolStatus) -> RenderableType:
         share = f"{segment.used_bytes / segment.capacity_bytes:.0%}" if segment.capacity_bytes else "-"
         table.add_row(segment.name, f"{segment.capacity_bytes / _GIB:.2f}", share)
     return Group(head, table)
-
-
-def address_towards(host: str) -> str:
-    """The address of this machine that ``host`` would see; sends nothing."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))
-        address: str = probe.getsockname()[0]
-        return address

@@ -13,7 +13,7 @@ from hpcrl.errors import HpcrlError
 from hpcrl.interfaces import machine_id, only_local, preferred, resolve
 from hpcrl.supervisor.survey import NodeAnswer, Survey
 
-__all__ = ["choose_addresses"]
+__all__ = ["choose_addresses", "interface_of"]
 
 _SLURMS = "the address that Slurm has"
 
@@ -62,6 +62,15 @@ def choose_addresses(
     if open_nodes:
         chosen |= _by_route(survey, open_nodes, {**others, **chosen}, known)
     return chosen
+
+
+def interface_of(answer: NodeAnswer, address: str) -> str:
+    """The interface of a node that has a chosen address."""
+    for name, addresses in answer.interfaces.items():
+        if address in addresses:
+            return name
+    # an address of 127.0.0.0/8 need not be listed to be there
+    return next(name for name, addresses in answer.interfaces.items() if "loopback" in map(only_local, addresses))
 
 
 def _seen(host: str) -> str:

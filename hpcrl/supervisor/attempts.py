@@ -10,6 +10,7 @@ import time
 
 import msgspec
 
+from hpcrl.checkpoints.history import read_saved
 from hpcrl.checkpoints.ledger import CheckpointLedger
 from hpcrl.config.cluster_slurm import SIGNAL_EARLY_S
 from hpcrl.config.plan import Plan
@@ -51,6 +52,11 @@ def newest_checkpoint(run: RunDir) -> int | None:
     return max(CheckpointLedger(run.checkpoints_dir).steps(), default=None)
 
 
+def _savers(run: RunDir) -> set[int]:
+    """Attempts that have saved a joint checkpoint."""
+    return {saved.attempt for saved in read_saved(run.checkpoints_dir)}
+
+
 def exhausted(run: RunDir, plan: Plan, attempt: int) -> str:
     """Why this attempt should not be made; empty where it should.
 
@@ -64,10 +70,11 @@ def exhausted(run: RunDir, plan: Plan, attempt: int) -> str:
     if attempt - first >= policy.max_attempts:
         return f"the run had {attempt - first} attempts, job.max_attempts are {policy.max_attempts}"
     starts = {event.attempt: event.data["checkpoint_step"] for event in read_events(run, kind="attempt.started")}
-    begun = [starts[number] for number in range(first, attempt) if number in starts]
-    recent = begun[-policy.max_without_progress :]
+    begun = [(number, starts[number]) for number in range(first, attempt) if number in starts]
+    recent = dict(begun[-policy.max_without_progress :])
     newest = newest_checkpoint(run)
-    if len(recent) == policy.max_without_progress and all(step == newest for step in recent):
+    stands_still = all(step == newest for step in recent.values()) and not _savers(run) & set(recent)
+    if len(recent) == policy.max_without_progress and stands_still:
         where = "before the first checkpoint" if newest is None else f"at the checkpoint of step {newest}"
         return f"{len(recent)} attempts in a row began {where} and came no further"
     return ""
@@ -83,7 +90,9 @@ def may_retry(run: RunDir, plan: Plan, *, began_at: int | None) -> bool:
         Step of the checkpoint that the attempt began at; None where there was none.
     """
     newest = newest_checkpoint(run)
-    if newest is None or (began_at is not None and newest <= began_at):
+    further = newest is not None and (began_at is None or newest > began_at)
+    # below the newest one, where that was damaged, or somebody asked for an earlier start
+    if not further and (run.attempts() or [0])[-1] not in _savers(run):
         return False
     submissions = RunRecord.read(run).submissions
     after = submissions[-1].after_attempt if submissions else 0

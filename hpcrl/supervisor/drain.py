@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Mapping, Sequence
 
@@ -19,6 +20,10 @@ __all__ = ["Drain"]
 
 _LEAST_GRACE_S = 1.0
 """What a role gets between SIGTERM and SIGKILL even if roles before it used the time up."""
+_ANSWER_S = 5.0
+"""What guards get beyond the grace where the time is short; else they get more (`hpcrl.supervisor.guarded`)."""
+_LATER_S = 2.0
+"""Kept for each stage that comes later, where the time is short."""
 _LOOK_S = 0.2
 _SAVING = "checkpoint"
 """The trainer's phase in which a SIGTERM would cost a checkpoint."""
@@ -50,23 +55,31 @@ class Drain:
         self._run, self._run_id, self._plan, self._launcher, self._board = run, run_id, plan, launcher, board
         self._components, self._drives, self._hurry = components, drives, hurry
 
-    async def all(self, *, save_s: float) -> None:
-        """Stop all roles in order; nothing is left when this returns.
+    async def all(self, *, save_s: float, left_s: float | None = None) -> None:
+        """Stop all roles in order; nothing is left when this returns, but for what was cut off.
 
         Parameters
         ----------
         save_s:
             Longest wait for a checkpoint that the trainer is writing; every other role gets its short grace only.
+        left_s:
+            Time for all of this; None where there is enough. A guard that cannot be reached is cut off in time: what
+            it leaves on its node is for Slurm to end.
         """
+        ends_at = math.inf if left_s is None else time.monotonic() + left_s
         impatience = asyncio.create_task(self._kill_on_hurry())
         if any(c.end is not None and c.end.guard_lost for c in self._components):
             await self.orphans()
-        await self._wait_for_save(save_s)
-        deadline = time.monotonic() + max((g.policy.stop_timeout_s for g in self._plan.groups), default=0.0)
-        for stage in drain_stages(self._plan):
+        longest_s = max((g.policy.stop_timeout_s for g in self._plan.groups), default=0.0)
+        stages = drain_stages(self._plan)
+        await self._wait_for_save(min(save_s, ends_at - time.monotonic() - len(stages) * _LATER_S))
+        deadline = time.monotonic() + longest_s
+        for later, stage in zip(reversed(range(len(stages))), stages, strict=True):
             members = [c for c in self._components if c.group in stage]
+            limit_s = max(ends_at - time.monotonic() - later * _LATER_S, _LEAST_GRACE_S)
             grace_s = min(max(deadline - time.monotonic(), _LEAST_GRACE_S), max(g.policy.stop_timeout_s for g in stage))
-            await asyncio.gather(*(self._stop(component, grace_s) for component in members))
+            cut_s = min(limit_s, grace_s + _ANSWER_S) if ends_at < math.inf else math.inf
+            await asyncio.gather(*(self._stop_in_time(c, min(grace_s, limit_s), cut_s) for c in members))
         impatience.cancel()
         await self.orphans()
 
@@ -90,6 +103,15 @@ class Drain:
         path = progress_path(self._run, self._board.attempt, component.role.value, component.replica)
         progress = Progress.read(path)
         return progress is not None and progress.time_s >= component.lives_since_s and progress.phase == _SAVING
+
+    async def _stop_in_time(self, component: Component, grace_s: float, cut_s: float) -> None:
+        """`_stop`, cut off after ``cut_s`` seconds."""
+        stopping = asyncio.create_task(self._stop(component, grace_s))
+        done, _ = await asyncio.wait({stopping}, timeout=None if cut_s == math.inf else cut_s)
+        if not done and component.process is not None:
+            self._board.emit("supervisor.cut_off", role=component.role, replica=component.replica, seconds=cut_s)
+            component.process.cut_off()
+        await stopping
 
     async def _stop(self, component: Component, grace_s: float) -> None:
         drive = self._drives.get(component)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Protocol
 
 from hpcrl.config.plan import Plan, RoleGroup
@@ -24,6 +24,7 @@ from hpcrl.slurm.launch import Allocation
 from hpcrl.slurm.replicas import LivingJob, ReplicaJobs
 from hpcrl.slurm.states import JobState
 from hpcrl.supervisor.component import Component
+from hpcrl.supervisor.elastic_slots import Slot
 from hpcrl.supervisor.launcher import Address
 from hpcrl.supervisor.survey import NodesSilentError
 
@@ -89,37 +90,6 @@ class Crew(Protocol):
         """Append an event."""
 
 
-@dataclass(eq=False)
-class _Slot:
-    """One replica that is wanted, or that leaves."""
-
-    group: RoleGroup
-    replica: int
-    component: Component
-    starts: int = 0
-    driving: bool = False
-    """Its process is being started, lives, or is ending."""
-    leaving_since: float | None = None
-    runs_in: tuple[int, int] | None = None
-    """Job and number of its requeues in which it was started last."""
-    suspect: tuple[int, int] | None = None
-    """The same, where it ended there and it is not known yet whether the job has, too."""
-    ended_at: float = float("-inf")
-    ends: int = 0
-    had_job: bool = False
-    replaced: int = 0
-    lost: str = ""
-    refused: str = ""
-
-    @property
-    def part(self) -> str:
-        return f"{self.group.role.value}-{self.replica}"
-
-    @property
-    def ready(self) -> bool:
-        return self.component.state is ComponentState.READY and self.leaving_since is None
-
-
 class ElasticReplicas:
     """All replicas with jobs of their own, in one attempt.
 
@@ -129,13 +99,26 @@ class ElasticReplicas:
         Their jobs.
     launcher, crew:
         See the protocols.
+    clock:
+        Monotonic seconds.
     """
 
-    def __init__(self, run: RunDir, plan: Plan, *, jobs: ReplicaJobs, launcher: PlacesReplicas, crew: Crew) -> None:
+    def __init__(
+        self,
+        run: RunDir,
+        plan: Plan,
+        *,
+        jobs: ReplicaJobs,
+        launcher: PlacesReplicas,
+        crew: Crew,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
         self._run, self._plan, self._jobs, self._launcher, self._crew = run, plan, jobs, launcher, crew
         self._policy = plan.elastic
         self._groups = {group.role.value: group for group in plan.groups if plan.own_jobs(group)}
-        self._slots: dict[str, _Slot] = {}
+        self._slots: dict[str, Slot] = {}
+        self._wanted = {role: group.replicas for role, group in self._groups.items()}
         self._living: list[LivingJob] = []
         self._asked_at = float("-inf")
         self._answered_at = float("-inf")
@@ -143,7 +126,7 @@ class ElasticReplicas:
         self._published: dict[str, list[Member]] = {role: [] for role in self._groups}
         self._begun = False
         self._since = time.time()
-        self._missing_since = time.monotonic()
+        self._missing_since = self._clock()
 
     # -- for the supervisor --------------------------------------------------------------------------------------
 
@@ -154,7 +137,7 @@ class ElasticReplicas:
     def enough(self, group: RoleGroup) -> bool:
         """Whether so many replicas of a group are ready that others may start."""
         ready = sum(slot.ready for slot in self._slots.values() if slot.group is group)
-        return ready >= min(self._policy.min_replicas, self._wanted().get(group.role.value, group.replicas))
+        return ready >= min(self._policy.min_replicas, self._wanted.get(group.role.value, group.replicas))
 
     @property
     def members(self) -> dict[str, list[Member]]:
@@ -184,7 +167,7 @@ class ElasticReplicas:
     def on_end(self, component: Component, why: str) -> None:
         """The process of one has ended for good; ``why`` is empty where it was asked to."""
         slot = next(slot for slot in self._slots.values() if slot.component is component)
-        slot.driving, slot.ended_at, slot.suspect = False, time.monotonic(), slot.runs_in
+        slot.driving, slot.ended_at, slot.suspect = False, self._clock(), slot.runs_in
         if component.started_at_s is not None and time.time() - component.started_at_s > _SETTLED_S:
             slot.ends = 0
         if why:
@@ -196,19 +179,24 @@ class ElasticReplicas:
 
     async def run(self) -> None:
         """Keep the replicas that are wanted, for ever."""
+        blind = ""
         while True:
-            await self._round()
+            try:
+                await self.round()
+                blind = ""
+            except OSError as error:  # files that cannot be read now change nothing, as Slurm's silence does
+                if str(error) != blind:
+                    _log.warning("replicas are not looked at now, and again in a moment: %s", error)
+                blind = str(error)
             await asyncio.sleep(_ROUND_S)
 
     # -- one round -----------------------------------------------------------------------------------------------
 
-    def _wanted(self) -> dict[str, int]:
-        return wanted_replicas(self._run, self._plan)
-
-    async def _round(self) -> None:
-        wanted = await asyncio.to_thread(self._wanted)
+    async def round(self) -> None:
+        """One round: for each replica one step towards what is wanted (OSError where files cannot be read now)."""
+        self._wanted = wanted = await asyncio.to_thread(wanted_replicas, self._run, self._plan)
         self._open_slots(wanted)
-        if time.monotonic() - self._asked_at >= (_ASK_S if self._complete() else _ASK_SOON_S):
+        if self._clock() - self._asked_at >= (_ASK_S if self._complete() else _ASK_SOON_S):
             await self._ask()
         held = await asyncio.to_thread(Held.read_all, self._run)
         for slot in list(self._slots.values()):
@@ -226,14 +214,14 @@ class ElasticReplicas:
             group = self._groups[role]
             for replica in range(count):
                 if f"{role}-{replica}" not in self._slots:
-                    slot = _Slot(group, replica, self._crew.enlist(group, replica, Address("", 0)))
+                    slot = Slot(group, replica, self._crew.enlist(group, replica, Address("", 0)))
                     self._slots[slot.part] = slot
 
     def _complete(self) -> bool:
         return all(slot.driving and slot.leaving_since is None for slot in self._slots.values())
 
     async def _ask(self) -> None:
-        self._asked_at = time.monotonic()
+        self._asked_at = self._clock()
         try:
             self._living = await asyncio.to_thread(self._jobs.living)
         except SlurmError as error:
@@ -243,13 +231,13 @@ class ElasticReplicas:
             return
         self._silent, self._answered_at = "", self._asked_at
 
-    def _job_of(self, slot: _Slot) -> LivingJob | None:
+    def _job_of(self, slot: Slot) -> LivingJob | None:
         """The living job of a replica: the oldest, where two submitters were at work at once."""
         return next((living for living in self._living if living.part == slot.part and self._jobs.ours(living)), None)
 
     # -- coming --------------------------------------------------------------------------------------------------
 
-    async def _fill(self, slot: _Slot, held: list[Held]) -> None:
+    async def _fill(self, slot: Slot, held: list[Held]) -> None:
         """One step towards a running replica."""
         if self._silent or self._answered_at <= slot.ended_at:
             return  # what Slurm said is of a time before
@@ -268,12 +256,12 @@ class ElasticReplicas:
             # the job is given time to show that it has ended, too: a lost node is noticed late
             if slot.ends > _MAX_ENDS:
                 await self._cancel(living)
-            elif time.monotonic() - slot.ended_at < min(_SETTLE_S * 2**slot.ends, _LONGEST_PAUSE_S):
+            elif self._clock() - slot.ended_at < min(_SETTLE_S * 2**slot.ends, _LONGEST_PAUSE_S):
                 return
         if mine and slot.ends <= _MAX_ENDS:
             await self._start(slot, mine[0])
 
-    async def _start(self, slot: _Slot, held: Held) -> None:
+    async def _start(self, slot: Slot, held: Held) -> None:
         allocation = Allocation(tuple(held.nodes), str(held.job_id))
         if len(held.nodes) != slot.group.nodes:
             self._crew.fail(
@@ -292,7 +280,7 @@ class ElasticReplicas:
         try:
             address = await asyncio.to_thread(self._launcher.enter_job, slot.group, slot.replica, allocation)
         except NodesSilentError as error:  # the job may be ending: to be tried again where it is not
-            slot.ended_at, slot.suspect = time.monotonic(), (held.job_id, held.restart)
+            slot.ended_at, slot.suspect = self._clock(), (held.job_id, held.restart)
             slot.ends, slot.lost = slot.ends + 1, str(error).split("\n", 1)[0]
             _log.warning("%s: %s", slot.component.label, error)
             return
@@ -303,8 +291,10 @@ class ElasticReplicas:
         self._show(slot)
         self._crew.drive(slot.component)
 
-    async def _submit(self, slot: _Slot) -> None:
+    async def _submit(self, slot: Slot) -> None:
         """Slurm has answered, and the replica has no job."""
+        if self._clock() < slot.not_before:
+            return
         if slot.had_job and slot.replaced >= self._policy.max_resubmits:
             message = f"{slot.component.label} lost {slot.replaced + 1} jobs, job.max_replica_resubmits are reached"
             self._crew.fail(CauseKind.NODE_FAIL, f"{message}; the last: {slot.lost or 'its job ended'}", slot.component)
@@ -315,22 +305,31 @@ class ElasticReplicas:
             slot.runs_in = None
             job_id = await asyncio.to_thread(self._jobs.submit, slot.group, slot.replica)
         except SlurmRejectedError as error:
-            slot.refused = f"Slurm refuses its job: {str(error).splitlines()[0]}"
-            _log.warning("%s: %s", slot.component.label, slot.refused)
+            self._refused(slot, f"Slurm refuses its job: {str(error).splitlines()[0]}")
             return
         except SlurmError as error:
             self._silent = str(error).split("\n", 1)[0]
+            self._refused(slot, f"Slurm does not take its job: {self._silent}")
+            return
+        except OSError as error:
+            self._refused(slot, f"its job cannot be written: {error}")
             return
         slot.replaced += slot.had_job
-        slot.had_job, slot.refused, slot.ends = True, "", 0
+        slot.accepted()
         self._crew.emit("replica.submitted", role=slot.group.role, replica=slot.replica, job_id=job_id, lost=slot.lost)
         self._asked_at = float("-inf")
 
+    def _refused(self, slot: Slot, why: str) -> None:
+        pause_s = slot.refuse(why, self._clock())
+        who = {"role": slot.group.role, "replica": slot.replica}
+        self._crew.emit("replica.refused", **who, why=why, refusals=slot.refusals, pause_s=pause_s)
+        _log.warning("%s: %s", slot.component.label, slot.refused)
+
     # -- leaving -------------------------------------------------------------------------------------------------
 
-    async def _leave(self, slot: _Slot) -> None:
+    async def _leave(self, slot: Slot) -> None:
         """One step towards a replica that is gone, its job with it."""
-        now = time.monotonic()
+        now = self._clock()
         if slot.leaving_since is None:
             slot.leaving_since = now
             self._crew.emit("replica.leaving", role=slot.group.role, replica=slot.replica)
@@ -369,7 +368,7 @@ class ElasticReplicas:
 
     # -- words ---------------------------------------------------------------------------------------------------
 
-    def _show(self, slot: _Slot) -> None:
+    def _show(self, slot: Slot) -> None:
         """What the status says about the replica's job."""
         living = self._job_of(slot)
         state = "" if living is None else living.job.state.value
@@ -388,7 +387,7 @@ class ElasticReplicas:
         """The run cannot go on for ever without replicas."""
         self._begun = self._begun or all(self.enough(group) for group in self._groups.values())
         least = 1 if self._begun else self._policy.min_replicas
-        now = time.monotonic()
+        now = self._clock()
         short = [
             role
             for role, group in self._groups.items()

@@ -34,7 +34,7 @@ import re
 import select
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ from hpcrl.ours import check_parent, make_private, read_secret, umask_of
 from hpcrl.supervisor.leftovers import Scratch
 from hpcrl.supervisor.stacks import dump_stacks
 
-__all__ = ["KIND_VARIABLE", "RUN_ID_VARIABLE", "Guard", "end_processes", "fill_node_rank", "main"]
+__all__ = ["KIND_VARIABLE", "RUN_ID_VARIABLE", "Guard", "end_processes", "fill_node", "fill_node_rank", "main"]
 
 RUN_ID_VARIABLE = "HPCRL_RUN_ID"
 """Marks every process of a run; its value is `hpcrl.runs.record.RunRecord.run_id`."""
@@ -110,6 +110,23 @@ def fill_node_rank(part: str, node_rank: int, hosts: Sequence[str] = ()) -> str:
 def _own_node() -> str:
     """See `hpcrl.runs.clocks.own_node`, which is no part of the standard library."""
     return os.environ.get("SLURMD_NODENAME", "")
+
+
+def fill_node(
+    env: Mapping[str, str], node_rank: int, *, hosts: Sequence[str], interfaces: Sequence[str]
+) -> dict[str, str]:
+    """Variables whose whole value is ``{node_host}`` or ``{node_interface}``, filled for this node.
+
+    Where the supervisor does not know it the variable is left out: the library chooses.
+    """
+    known = {"{node_host}": hosts, "{node_interface}": interfaces}
+    filled = {}
+    for name, value in env.items():
+        if value not in known:
+            filled[name] = value
+        elif known[value]:
+            filled[name] = known[value][node_rank]
+    return filled
 
 
 class Guard:
@@ -314,8 +331,9 @@ class Guard:
         command, env = spec["command"], spec["env"]
         if self._scratch is not None:
             env = {**env, "TMPDIR": str(self._scratch.path)}
+        node_rank = int(os.environ["SLURM_NODEID"]) if spec["in_step"] else 0
+        env = fill_node(env, node_rank, hosts=spec["hosts"], interfaces=spec["interfaces"])
         if spec["in_step"]:
-            node_rank = int(os.environ["SLURM_NODEID"])
             command = [fill_node_rank(part, node_rank, spec["hosts"]) for part in command]
             env = {**{name: value for name, value in os.environ.items() if not name.startswith(_OURS)}, **env}
         for name in _CACHES:

@@ -21,6 +21,8 @@ __all__ = ["Dump", "End", "GuardedProcess", "ProcessSpec", "RunningProcess", "gu
 _log = logging.getLogger(__name__)
 _ANSWER_S = 30.0
 """What guards get beyond the grace to end their roles and report, before it is done over their heads."""
+_NO_TASKS_S = 2.0
+"""The same where no task has begun: there may be nobody who could obey."""
 
 
 class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,7 +40,9 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
         Started as one of the tasks of a Slurm step: the guard says which, fills ``{node_rank}`` in ``command``, and
         ``env`` comes on top of what the node has.
     hosts:
-        Where each node of the replica can be reached: ``{node_host}`` in ``command``.
+        Where each node of the replica can be reached: ``{node_host}`` in ``command``, and as a value in ``env``.
+    interfaces:
+        The network interface of each of them: ``{node_interface}`` as a value in ``env``.
     grace_s:
         Time between SIGTERM and SIGKILL if the supervisor is gone.
     events_path, events_writer:
@@ -63,6 +67,7 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     events_writer: str
     in_step: bool = False
     hosts: Sequence[str] = ()
+    interfaces: Sequence[str] = ()
     restart: int = 0
     scratch: str = ""
     secrets: Mapping[str, str] = {}
@@ -147,6 +152,9 @@ class RunningProcess(Protocol):
 
     def kill(self) -> None:
         """SIGKILL to all of it."""
+
+    def cut_off(self) -> None:
+        """SIGKILL to the process right below us: guards see their pipe close, and what hangs is for others to end."""
 
     async def dump(self, path: str, *, timeout_s: float) -> Dump:
         """Write the stacks of all its processes to files whose names begin with ``path``."""
@@ -244,7 +252,9 @@ class GuardedProcess:
     def stop(self, grace_s: float) -> None:
         """See `RunningProcess.stop`."""
         self._send({"order": "stop", "grace_s": grace_s})
-        self._insist(grace_s, self._demand_kill)
+        # srun that waits for its nodes hears no order: without a task there is nothing to end in order
+        waits = self._in_step and not self._started.done()
+        self._insist(_NO_TASKS_S - _ANSWER_S if waits else grace_s, self._cut_off if waits else self._demand_kill)
 
     def kill(self) -> None:
         """See `RunningProcess.kill`."""
@@ -267,9 +277,13 @@ class GuardedProcess:
         self.kill()
 
     def _cut_off(self) -> None:
-        """What hangs on a node is Slurm's to end, or that of `Launcher.end_orphans`."""
-        _log.warning("%s: not all guards obeyed within %g s; they are cut off", self._who, _ANSWER_S)
-        self._process.kill()
+        _log.warning("%s: not all guards obeyed in time; they are cut off", self._who)
+        self.cut_off()
+
+    def cut_off(self) -> None:
+        """See `RunningProcess.cut_off`. What hangs on a node is Slurm's to end, or that of `Launcher.end_orphans`."""
+        if not self._reader.done():
+            self._process.kill()
 
     async def dump(self, path: str, *, timeout_s: float) -> Dump:
         """See `RunningProcess.dump`."""

@@ -6,7 +6,9 @@ import asyncio
 import logging
 import os
 import signal
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from submitit.core.utils import DelayedSubmission
 
 from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.plan import Plan
-from hpcrl.errors import ExitCode, RunDirError, RunFailedError
+from hpcrl.errors import HpcrlError, RunDirError, RunFailedError
 from hpcrl.ours import umask_of
 from hpcrl.runs.cause import Cause, CauseKind
 from hpcrl.runs.events import EventWriter, read_events
@@ -25,6 +27,7 @@ from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunState, RunStatus
 from hpcrl.slurm.client import SlurmClient
 from hpcrl.slurm.errors import SlurmError, SlurmUnavailableError
+from hpcrl.slurm.in_job import InJob, plan_inside
 from hpcrl.slurm.launch import allocations_from_env
 from hpcrl.slurm.replicas import ReplicaJobs, cancel_replicas
 from hpcrl.supervisor.elastic import ElasticReplicas
@@ -37,6 +40,8 @@ __all__ = ["Supervise"]
 
 _log = logging.getLogger(__name__)
 _ASK_AGAIN_S = 5.0
+_FIND_NODES_S = 5.0
+"""How long the requeue waits to be told which nodes it is to avoid."""
 _KILLED_WITHIN_S = 120.0
 """Slurm ends the job that it requeues, us with it."""
 
@@ -51,6 +56,8 @@ class Supervise:
     run_dir: str
     submission: int = 1
     """Number of the submission of the run, which the record may not have yet when we begin."""
+    in_job: InJob | None = None
+    """The allocation that was there before; None: the job is the run's own."""
 
     def __call__(self) -> str:
         """Run the attempt. Returns ``COMPLETED``; any other end is an exception, so that the job fails, too.
@@ -69,7 +76,9 @@ class Supervise:
         plan, record = run.plan(), RunRecord.read(run)
         status = RunStatus.read(run)
         # Slurm has one batch process a job: what the status says is of the attempt before the requeue
-        requeued = int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0
+        requeued = self.in_job is None and int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0
+        if self.in_job is not None:
+            plan = plan_inside(plan, self.in_job, now_s=time.time())
         if status is not None and not requeued and not status.state.ended and status.supervisor_alive(time.time()):
             raise RunDirError(f"{run.name} is supervised by pid {status.supervisor.pid} on {status.supervisor.host}")
 
@@ -78,6 +87,9 @@ class Supervise:
             while True:
                 supervisor = self._supervisor(run, plan, record.run_id, started)
                 end = await supervisor.run()
+                if end[0] is RunState.REQUEUED:
+                    # before the loop is closed: that waits for threads, which Slurm or the filesystem may keep
+                    _requeue(run, plan)
                 if not supervisor.again:  # no await until the next one listens to signals: none is lost
                     return end
 
@@ -89,10 +101,8 @@ class Supervise:
         state, cause = asyncio.run(supervise())
         if plan.layout.kind == "elastic" and state is not RunState.REQUEUED:
             cancel_replicas(SlurmClient(), record.run_id)
-        if state is RunState.REQUEUED:
-            _requeue(run, plan)
-        if cause is not None and cause.kind is CauseKind.NO_PROGRESS:
-            raise SystemExit(ExitCode.NO_PROGRESS)
+        if cause is not None and cause.kind in (CauseKind.NO_PROGRESS, CauseKind.NOTHING_TO_RESTORE):
+            raise SystemExit(cause.kind.exit_code)
         message = "" if cause is None else cause.message
         if state is not RunState.COMPLETED:
             raise RunFailedError(f"{run.name}: {state}: {message}")
@@ -101,7 +111,7 @@ class Supervise:
     def _supervisor(self, run: RunDir, plan: Plan, run_id: str, started: float) -> Supervisor:
         if plan.layout.kind == "local":
             return Supervisor(run, run_id=run_id, plan=plan, launcher=LocalLauncher(), started=started)
-        steps = StepLauncher(run.cluster())
+        steps = StepLauncher(run.cluster(), inside=self.in_job is not None)
         elastic = None
         if plan.layout.kind == "elastic":
             jobs = ReplicaJobs(run, plan=plan, client=SlurmClient(), number=self.submission)
@@ -160,9 +170,12 @@ def _requeue(run: RunDir, plan: Plan) -> None:
     client, job_id = SlurmClient(), int(os.environ["SLURM_JOB_ID"])
     # Slurm's SIGTERM follows the requeue at once, to us and to the commands that we run (they inherit the mask). What
     # is left to do fits into the time until its SIGKILL, the more surely the less must be asked first
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    told = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: told.set())  # other threads do not have the mask
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-    nodes = nodes_to_exclude(run, plan, client)
+    # found before, where Slurm answers at once: the requeue waits for nothing
+    finding = ThreadPoolExecutor(max_workers=1).submit(nodes_to_exclude, run, plan, client)
+    wait([finding], timeout=_FIND_NODES_S)
     while True:
         try:
             client.requeue(job_id)
@@ -177,7 +190,14 @@ def _requeue(run: RunDir, plan: Plan) -> None:
                 break
             raise RunFailedError(f"Slurm does not requeue job {job_id}: {error}") from error
     # the job waits now, also while we still end: the moment in which Slurm takes the list
-    stay_away(plan, client, job_id, nodes, within_s=_KILLED_WITHIN_S / 4)
+    try:
+        stay_away(plan, client, job_id, finding.result(), within_s=_KILLED_WITHIN_S / 4)
+    except (HpcrlError, OSError) as error:
+        # the next attempt sees by itself that it begins on such a node
+        _log.warning("the job is not told which nodes to avoid: %s", error)
     # die of the SIGTERM now, if it came: while we live the job is COMPLETING, and the next attempt does not begin
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+    if told.is_set():
+        os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(_KILLED_WITHIN_S)

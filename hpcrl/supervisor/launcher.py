@@ -32,14 +32,24 @@ class Address(NamedTuple):
     """Slurm's names of the replica's nodes; empty on this machine."""
     hosts: tuple[str, ...] = ()
     """Where each of them can be reached."""
+    interfaces: tuple[str, ...] = ()
+    """The network interface of each of these addresses."""
     servers: tuple[tuple[str, int], ...] = ()
     """Host and port of each HTTP server, in the order of ranks; empty where there is one, at ``host`` and ``port``."""
 
     @classmethod
-    def of(cls, group: RoleGroup, hosts: Sequence[str], port: int, *, nodes: tuple[str, ...] = ()) -> Address:
+    def of(
+        cls,
+        group: RoleGroup,
+        hosts: Sequence[str],
+        port: int,
+        *,
+        nodes: tuple[str, ...] = (),
+        interfaces: Sequence[str] = (),
+    ) -> Address:
         """The address of a replica of ``group``, whose nodes can be reached at ``hosts``."""
         servers = tuple((host, port + i) for host in hosts for i in range(group.servers_per_node))
-        return cls(hosts[0], port, nodes, tuple(hosts), servers if len(servers) > 1 else ())
+        return cls(hosts[0], port, nodes, tuple(hosts), tuple(interfaces), servers if len(servers) > 1 else ())
 
     @property
     def url(self) -> str:
@@ -98,7 +108,7 @@ class Launcher(Protocol):
 class LocalLauncher:
     """Processes on this machine."""
 
-    host = "127.0.0.1"
+    host, interface = "127.0.0.1", "lo"
     in_step = False
     clocks = Clocks()
 
@@ -109,7 +119,7 @@ class LocalLauncher:
         sizes = [group.ports * group.nodes for group, _ in replicas]
         ports = choose_blocks(sizes, first=plan.first_port, last=plan.last_port, host=self.host)
         return {
-            (group.role, replica): Address.of(group, [self.host], port)
+            (group.role, replica): Address.of(group, [self.host], port, interfaces=[self.interface])
             for (group, replica), port in zip(replicas, ports, strict=True)
         }
 

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from hpcrl.config.plan import Plan
+from hpcrl.credentials import Credentials
 from hpcrl.runs.cause import Cause, CauseKind, choose_cause
 from hpcrl.runs.role import FailureRecord, ready_path
 from hpcrl.runs.rundir import RunDir
@@ -20,7 +21,7 @@ from hpcrl.supervisor.board import Board
 from hpcrl.supervisor.commands import fill_placeholders, role_environment
 from hpcrl.supervisor.component import Component
 from hpcrl.supervisor.explain import explain_end
-from hpcrl.supervisor.guarded import End, ProcessSpec
+from hpcrl.supervisor.guarded import End, ProcessSpec, RunningProcess
 from hpcrl.supervisor.launcher import Launcher
 from hpcrl.supervisor.probes import Prober
 
@@ -71,13 +72,17 @@ class Lives:
         """Start a replica and wait for its end."""
         ready_file = ready_path(self._run, self._attempt, component.role.value, component.replica)
         await asyncio.to_thread(ready_file.unlink, missing_ok=True)  # of a life before
+        launched = time.monotonic()  # the deadline of its start counts from here
         process = await self._launcher.start(self.spec(component))
         component.starting(process)
-        component.pid = await process.started()
         ended = asyncio.create_task(process.ended())
-        late = None if component.pid is None else await self._became_ready(component, ended)
+        late = await self._began(component, process)
         if late is not None:
-            process.stop(component.group.policy.stop_timeout_s)
+            process.cut_off()
+        elif component.pid is not None:
+            late = await self._became_ready(component, ended, launched)
+            if late is not None:
+                process.stop(component.group.policy.stop_timeout_s)
         component.end = end = await ended
         asked = component.stop_asked_at_s is not None
         if asked or (end.clean and component.group.policy.ends_run):
@@ -110,16 +115,36 @@ class Lives:
         who = (component.role.value, component.replica)
         return [r for r in FailureRecord.read_all(self._run, self._attempt) if (r.role, r.replica) == who]
 
-    async def _became_ready(self, component: Component, ended: asyncio.Task[End]) -> Cause | None:
-        """Probe until ready, the end, or the deadline; the cause where the deadline came."""
+    async def _began(self, component: Component, process: RunningProcess) -> Cause | None:
+        """Wait for its tasks to begin, or to fail to; the cause where neither came until the deadline."""
+        limit_s = component.group.start_timeout_s
+        try:
+            component.pid = await asyncio.wait_for(process.started(), limit_s)
+        except TimeoutError:
+            who = "srun" if self._launcher.in_step else "its guard"
+            words = "; Slurm's words are in the log of the supervisor" if self._launcher.in_step else ""
+            message = f"{component.label} did not begin: {who} has not started it after {limit_s:g} s{words}"
+            return self._cause(component, CauseKind.START_TIMEOUT, message)
+        return None
+
+    async def _became_ready(self, component: Component, ended: asyncio.Task[End], launched: float) -> Cause | None:
+        """Probe until ready, the end, or the deadline; the cause where the deadline came.
+
+        Parameters
+        ----------
+        launched:
+            When it was launched (monotonic).
+        """
         prober = Prober(
             component.group.ready,
             address=component.address,
             ready_file=ready_path(self._run, self._attempt, component.role.value, component.replica),
+            credentials=Credentials.of_run(self._run.path, self._attempt),
         )
         probing = asyncio.create_task(prober.wait())
         deadline_s = component.group.start_timeout_s
-        await asyncio.wait({probing, ended}, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
+        left_s = max(0.0, launched + deadline_s - time.monotonic())
+        await asyncio.wait({probing, ended}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
         if not ended.done() and probing.done():
             probing.result()
             if component.stop_asked_at_s is None:
@@ -224,6 +249,7 @@ class Lives:
             ],
             in_step=self._launcher.in_step,
             hosts=component.address.hosts,
+            interfaces=component.address.interfaces,
             grace_s=group.policy.stop_timeout_s,
             events_path=str(self._run.events_dir / f"{self._attempt:04d}-{writer}.jsonl"),
             events_writer=writer,

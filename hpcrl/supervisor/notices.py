@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +19,12 @@ from hpcrl.supervisor.component import Component
 
 __all__ = ["Notices"]
 
+_log = logging.getLogger(__name__)
 _LEAST_SAVE_S = 5.0
+_WHO_S = 3.0
+"""How long the record may take to say who cancels."""
+_KILL_WAIT_S = 30.0
+"""Between Slurm's SIGTERM and its SIGKILL: its ``KillWait`` by default."""
 
 
 class Notices:
@@ -29,7 +35,7 @@ class Notices:
     decided:
         Set when the attempt is to end; we set it, too.
     fail:
-        Ends the run with a cause.
+        Ends the run with a cause of a moment (seconds since the epoch).
     on_bug:
         Told of each task of ours that ends.
     in_step:
@@ -56,7 +62,7 @@ class Notices:
         board: Board,
         components: Sequence[Component],
         decided: asyncio.Event,
-        fail: Callable[[CauseKind, str], None],
+        fail: Callable[[CauseKind, str, float], None],
         on_bug: Callable[[asyncio.Task[None]], None],
         in_step: bool,
     ) -> None:
@@ -64,6 +70,8 @@ class Notices:
         self._components, self._decided, self._fail, self._on_bug = components, decided, fail, on_bug
         self._in_step = in_step
         self._task: asyncio.Task[None] | None = None
+        self._naming: asyncio.Task[None] | None = None
+        self._ends_at: float | None = None
         self.requeue = False
         self.cancelled_by_person = False
         self.asked_by_slurm = False
@@ -81,7 +89,8 @@ class Notices:
         loop.add_signal_handler(signal.SIGUSR2, self._warned)
 
     async def look_at_clock(self, elapsed_s: float) -> None:
-        """Whether it is time to save: a save that takes longer than Slurm's warning comes early must begin before it.
+        """Whether it is time to save: a save that takes longer than Slurm's warning comes early must begin before it,
+        and where no warning comes at all, the clock is it.
 
         Parameters
         ----------
@@ -90,37 +99,72 @@ class Notices:
         """
         policy = self._plan.attempts
         if policy.signal_lead_s and policy.saves and not self.saving:
-            lead = await asyncio.to_thread(lead_s, self._run, self._plan)
-            if lead > policy.signal_lead_s and elapsed_s > self._plan.time_limit_s - lead:
-                self._warned()
+            lead = await asyncio.to_thread(self._lead_s)
+            left_s = self._plan.time_limit_s - elapsed_s
+            first = lead > policy.signal_lead_s or not policy.signalled
+            if first and left_s < lead:
+                self._warned(left_s)
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds until Slurm ends us by force; None where nothing says so."""
+        return None if self._ends_at is None else max(0.0, self._ends_at - time.monotonic())
+
+    async def settle(self) -> None:
+        """Wait, not for long, until it is known who sent a signal."""
+        if self._naming is not None:
+            await self._naming
 
     def _cancel(self, signum: int) -> None:
         """The first signal stops in order, the second at once."""
         if self._decided.is_set():
             self.hurry.set()
             return
-        submissions = RunRecord.read(self._run).submissions
-        by = submissions[-1].cancelled_by if submissions else ""
+        # first of all: whatever fails below, the signal is not lost
+        self._decided.set()
+        self.asked_by_slurm = self._in_step
+        if self._in_step:
+            self._ends_at = time.monotonic() + _KILL_WAIT_S
+        self._naming = asyncio.create_task(self._find_who(signum, time.time()), name="who cancels")
+
+    async def _find_who(self, signum: int, time_s: float) -> None:
+        """Who asks through hpcrl says so in the record first; Slurm and kill do not."""
+        by = ""
+        try:
+            record = await asyncio.wait_for(asyncio.to_thread(RunRecord.read, self._run), _WHO_S)
+            by = record.submissions[-1].cancelled_by if record.submissions else ""
+        except Exception as error:  # noqa: BLE001 - the run ends all the same
+            _log.warning("who cancels the run is not known, its record cannot be read: %r", error)
         self.cancelled_by_person = by != ""
         self.asked_by_slurm = not by and self._in_step
-        # who asks through hpcrl says so in the record first; Slurm and kill do not
         who = f"by {by}" if by else f"by {signal.Signals(signum).name} to the supervisor"
-        self._fail(CauseKind.CANCELLED, f"cancelled {who}")
+        self._fail(CauseKind.CANCELLED, f"cancelled {who}", time_s)
 
-    def _warned(self) -> None:
-        """Slurm's early warning of the time limit or of a preemption: save, and go on in the next attempt."""
-        self._board.emit("supervisor.warned")
+    def _warned(self, left_s: float | None = None) -> None:
+        """Slurm's early warning of the time limit or of a preemption: save, and go on in the next attempt.
+
+        Parameters
+        ----------
+        left_s:
+            Until the end; what the job was submitted with by default.
+        """
         if not self.saving and not self._decided.is_set():
+            lead_s = float(self._plan.attempts.signal_lead_s) or None
+            left_s = lead_s if left_s is None else left_s
+            self._ends_at = None if left_s is None else time.monotonic() + left_s
             self._task = asyncio.create_task(self._save_and_leave(), name="save")
             self._task.add_done_callback(self._on_bug)
+        self._board.emit("supervisor.warned")
 
     async def _save_and_leave(self) -> None:
         policy, step = self._plan.attempts, None
         trains = any(c.group.policy.ends_run and c.state is ComponentState.READY for c in self._components)
         if trains and policy.saves:
             started = time.monotonic()
-            lead = await asyncio.to_thread(lead_s, self._run, self._plan)
+            lead = await asyncio.to_thread(self._lead_s)
             timeout_s = max(max(lead, policy.signal_lead_s) - LEAVE_S, _LEAST_SAVE_S)
+            if self.left_s is not None:
+                timeout_s = min(timeout_s, max(self.left_s - LEAVE_S, _LEAST_SAVE_S))
             step = await save_now(self._run, self._attempt, timeout_s=timeout_s)
             self._board.emit("supervisor.saved", step=step, seconds=time.monotonic() - started)
         if self._decided.is_set():
@@ -130,4 +174,13 @@ class Notices:
             self._decided.set()
             return
         saved = "nothing could be saved" if step is None else f"the state of step {step} was saved"
-        self._fail(CauseKind.TIME_LIMIT, f"Slurm warned that the job is about to end; {saved}")
+        ends = "Slurm warned that the job is about to end" if policy.signalled else "the allocation is about to end"
+        self._fail(CauseKind.TIME_LIMIT, f"{ends}; {saved}", time.time())
+
+    def _lead_s(self) -> int:
+        """`lead_s`; what the job was submitted with where the measurements cannot be read now."""
+        try:
+            return lead_s(self._run, self._plan)
+        except OSError as error:
+            _log.warning("how long a save takes cannot be read now: %s", error)
+            return self._plan.attempts.signal_lead_s

@@ -9,6 +9,7 @@ from pathlib import Path
 import aiohttp
 
 from hpcrl.config.plan import FileProbe, HttpProbe
+from hpcrl.credentials import Credentials
 from hpcrl.supervisor.launcher import Address
 
 __all__ = ["Prober"]
@@ -21,8 +22,11 @@ _REQUEST_TIMEOUT_S = 5.0
 class Prober:
     """Waits until one replica is ready. `problem` says what the last probe found, for the message of a deadline."""
 
-    def __init__(self, probe: HttpProbe | FileProbe, *, address: Address, ready_file: Path) -> None:
+    def __init__(
+        self, probe: HttpProbe | FileProbe, *, address: Address, ready_file: Path, credentials: Credentials
+    ) -> None:
         self._probe, self._address, self._ready_file = probe, address, ready_file
+        self._headers = credentials.headers
         self.problem = "not probed yet"
 
     async def wait(self) -> None:
@@ -30,7 +34,7 @@ class Prober:
         pause_s = _FIRST_PAUSE_S
         timeout = aiohttp.ClientTimeout(total=_REQUEST_TIMEOUT_S)
         # no proxy from the environment: roles of a run talk to each other directly
-        async with aiohttp.ClientSession(timeout=timeout, trust_env=False) as session:
+        async with aiohttp.ClientSession(timeout=timeout, trust_env=False, headers=self._headers) as session:
             while not await self._once(session):
                 await asyncio.sleep(pause_s)
                 pause_s = min(pause_s * 1.5, _LONGEST_PAUSE_S)
@@ -56,7 +60,7 @@ class Prober:
 async def _problem(session: aiohttp.ClientSession, url: str) -> str:
     """Why ``GET url`` did not answer 200; empty where it did."""
     try:
-        async with session.get(url) as response:
+        async with session.get(url, allow_redirects=False) as response:
             return "" if response.status == 200 else f"GET {url} answered {response.status}"
     except TimeoutError:
         return f"GET {url} had no answer for {_REQUEST_TIMEOUT_S:g} s"

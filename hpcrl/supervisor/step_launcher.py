@@ -37,7 +37,7 @@ from hpcrl.slurm.launch import (
     step_environment,
 )
 from hpcrl.slurm.states import JobState, parse_state
-from hpcrl.supervisor.addresses import choose_addresses
+from hpcrl.supervisor.addresses import choose_addresses, interface_of
 from hpcrl.supervisor.guard import end_processes
 from hpcrl.supervisor.guarded import ProcessSpec, RunningProcess, guard_command, start_guarded
 from hpcrl.supervisor.launcher import Address
@@ -65,6 +65,8 @@ class StepLauncher:
         Environment of the batch process; ours by default.
     client:
         Asked for the addresses of nodes.
+    inside:
+        The job was there before, and may have more nodes than the plan.
 
     Attributes
     ----------
@@ -80,11 +82,13 @@ class StepLauncher:
         *,
         environ: Mapping[str, str] | None = None,
         client: SlurmClient | None = None,
+        inside: bool = False,
     ) -> None:
         assert isinstance(cluster, SlurmCluster)
         self._cluster = cluster
         self._environ = dict(os.environ if environ is None else environ)
         self._client = SlurmClient() if client is None else client
+        self._inside = inside
         self._plan: Plan | None = None
         self._allocations: dict[tuple[int, int], Allocation] = {}
         self._addresses: dict[str, str] = {}
@@ -100,7 +104,7 @@ class StepLauncher:
         alone, so that what listens there is the site's, and outside of the profile's range.
         """
         self._plan = plan
-        self._allocations = allocations_from_env(plan, self._environ)
+        self._allocations = allocations_from_env(plan, self._environ, spare=self._inside)
         self._reached, self.clocks = {}, Clocks()
         addresses = self._survey(self._allocations)
         here = [group for group in plan.groups if not plan.own_jobs(group)]
@@ -111,8 +115,8 @@ class StepLauncher:
         for (group, replica), port in zip(replicas, ports, strict=True):
             job, places = plan.place(group, replica)
             hosts = self._allocations[group.component, job].hosts[places.start : places.stop]
-            reached = [addresses[host] for host in hosts]
-            placed[group.role, replica] = Address.of(group, reached, port, nodes=hosts)
+            reached, interfaces = zip(*(addresses[host] for host in hosts), strict=True)
+            placed[group.role, replica] = Address.of(group, reached, port, nodes=hosts, interfaces=interfaces)
         self._ports = {port + i for port, size in zip(ports, sizes, strict=True) for i in range(size)}
         return placed
 
@@ -128,8 +132,8 @@ class StepLauncher:
             (port,) = choose_blocks([group.ports], first=first, last=last, host=_ANY_ADDRESS)
         self._ports.update(range(port, port + group.ports))
         addresses = self._survey({(group.component, job): allocation})
-        reached = [addresses[host] for host in allocation.hosts]
-        return Address.of(group, reached, port, nodes=allocation.hosts)
+        reached, interfaces = zip(*(addresses[host] for host in allocation.hosts), strict=True)
+        return Address.of(group, reached, port, nodes=allocation.hosts, interfaces=interfaces)
 
     def clear_job(self, allocation: Allocation) -> None:
         """See `hpcrl.supervisor.elastic.PlacesReplicas`: guards end their roles at SIGTERM, the holder stays."""
@@ -139,8 +143,9 @@ class StepLauncher:
         except SlurmError as error:
             _log.warning("steps of job %s could not be ended: %s", allocation.job_id, error)
 
-    def _survey(self, allocations: Allocations) -> dict[str, str]:
-        """Ask nodes where they can be reached, and how far their clocks are off; returns addresses by node name."""
+    def _survey(self, allocations: Allocations) -> dict[str, tuple[str, str]]:
+        """Ask nodes where they can be reached, and how far their clocks are off; returns address and interface by
+        node name."""
         assert self._plan is not None, "place comes first"
         commands: list[tuple[Sequence[str], Sequence[str]]] = []
         interfaces: dict[str, str | None] = {}
@@ -161,7 +166,7 @@ class StepLauncher:
             found = choose_addresses(survey, interfaces=interfaces, known=known, several=several, others=self._reached)
             self._reached |= found
             self.clocks = Clocks({**self.clocks.nodes, **survey.clocks()})
-        return found
+            return {node: (host, interface_of(survey.answers[node], host)) for node, host in found.items()}
 
     def _interface(self, component: int) -> str | None:
         """What the profile calls the interface of a component's nodes."""
@@ -217,6 +222,8 @@ class StepLauncher:
     def stay_away(self, run: RunDir) -> None:
         """See `hpcrl.supervisor.launcher.Launcher.stay_away`."""
         job_id = self._environ.get("SLURM_JOB_ID", "")
+        if self._inside:
+            return  # nobody requeues it
         if self._plan is not None and self._cluster.capabilities.scontrol_on_nodes and job_id.isdecimal():
             nodes = nodes_to_exclude(run, self._plan, self._client)
             stay_away(self._plan, self._client, int(job_id), nodes, within_s=_TELL_S)
@@ -240,7 +247,10 @@ class StepLauncher:
         # the component that we are in is COMPLETING as long as we end
         states = [parse_state(record.get("JobState", "")) for record in records]
         if any(state in (JobState.CANCELLED, JobState.COMPLETING) for state in states):
-            return CauseKind.CANCELLED, f"job {job_id} was ended by Slurm (scancel, or a requeue)"
+            why = "scancel, or the end of its shell" if self._inside else "scancel, or a requeue"
+            return CauseKind.CANCELLED, f"job {job_id} was ended by Slurm ({why})"
+        if self._inside and any(state.ended for state in states):
+            return CauseKind.CANCELLED, f"the allocation, job {job_id}, was given back"
         return None
 
     def end_orphans(self, run_id: str, guards: Collection[int]) -> list[int]:

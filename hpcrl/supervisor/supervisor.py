@@ -15,18 +15,22 @@ from pathlib import Path
 
 from hpcrl import procfs
 from hpcrl.config.plan import Plan, Role, RoleGroup
+from hpcrl.credentials import Credentials
 from hpcrl.errors import DeadlineError, HpcrlError
 from hpcrl.reporting import ReportedFile
 from hpcrl.runs.cause import Cause, CauseKind
+from hpcrl.runs.reserve import keep_reserve
 from hpcrl.runs.role import Endpoints, FailureRecord
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunState
-from hpcrl.supervisor.attempts import exhausted, longest_save_s, newest_checkpoint, retries
+from hpcrl.supervisor.attempts import exhausted, newest_checkpoint
 from hpcrl.supervisor.blame import NodeBlame
 from hpcrl.supervisor.board import Board
+from hpcrl.supervisor.changes import say_changes
 from hpcrl.supervisor.component import Component
 from hpcrl.supervisor.drain import Drain
 from hpcrl.supervisor.elastic import ElasticReplicas
+from hpcrl.supervisor.ending import Ending
 from hpcrl.supervisor.explain import name_lost_rank
 from hpcrl.supervisor.graph import check_graph, startable
 from hpcrl.supervisor.guarded import End
@@ -34,6 +38,7 @@ from hpcrl.supervisor.launcher import Address, Launcher
 from hpcrl.supervisor.lives import Life, Lives
 from hpcrl.supervisor.lookout import Lookout
 from hpcrl.supervisor.notices import Notices
+from hpcrl.supervisor.space_watch import SpaceWatch
 from hpcrl.supervisor.survey import NodesSilentError
 from hpcrl.supervisor.verdict import broken_nodes, current_records, first_cause
 from hpcrl.supervisor.watchdog import Watchdog
@@ -43,18 +48,8 @@ __all__ = ["Supervisor"]
 _log = logging.getLogger(__name__)
 
 _ENDPOINTS_S = 60.0
-_LAST_WORDS_S = 60.0
-"""How long the end of an attempt tries to say what became of it."""
-_LAST_WORDS_HURRIED_S = 5.0
-"""The same where Slurm ends us, or is to be asked for the requeue."""
-_SAVE_PATIENCE_S = 60.0
-"""How long the end of an attempt waits for a checkpoint that is being written, before one was measured."""
-_KILL_WAIT_S = 15.0
-"""The same where Slurm ends us: its ``KillWait`` is 30 s by default."""
 _NODE_SIGNS = frozenset({CauseKind.CANCELLED, CauseKind.GUARD_LOST, CauseKind.NODE_FAIL})
 """Ends of a step that the loss of a node may have brought."""
-_MOVES = frozenset({CauseKind.NODE_FAIL, CauseKind.PREEMPTED})
-"""What took nodes from us: the run goes on with others, when Slurm has some."""
 
 
 class Supervisor:
@@ -120,6 +115,8 @@ class Supervisor:
         watch.add_done_callback(self._report_bug)
         watchdog = asyncio.create_task(self._watchdog.run(), name="watchdog")
         watchdog.add_done_callback(self._report_bug)
+        space = asyncio.create_task(self._space.run(), name="space")
+        space.add_done_callback(self._report_bug)
         keeper: asyncio.Task[None] | None = None
         try:
             await self._prepare()
@@ -136,57 +133,29 @@ class Supervisor:
             self._fail(CauseKind.SUPERVISOR_ERROR, f"the supervisor could not start the roles: {error}")
         if keeper is not None:
             keeper.cancel()
+        await self._notices.settle()
         stopped_at_s = time.time()
         cause = self._first_cause(stopped_at_s)
         self._board.enter(RunState.STOPPING, cause)
         if self._launcher.in_step and cause is not None and not self._notices.cancelled_by_person:
             self._blame.investigate(cause)  # before the roles end: Slurm may not give us the time for both
         watchdog.cancel()
-        await self._drain.all(save_s=self._save_patience_s())
+        await self._ending.end_roles()
         watch.cancel()
+        space.cancel()
         cause = self._first_cause(stopped_at_s)
         if cause is not None and cause.secondary:
             cause = self._name_lost_rank(cause)
         if cause is not None and not self._notices.cancelled_by_person:
             cause, moves = await self._blame.judge(cause, self._broken, began_at=self._began_at)
             self._requeue |= moves
-        end = self._conclude(cause)
-        hurried = self._notices.asked_by_slurm or end[0] is RunState.REQUEUED
-        await asyncio.to_thread(self._board.close, _LAST_WORDS_HURRIED_S if hurried else _LAST_WORDS_S)
-        return end
-
-    def _conclude(self, cause: Cause | None) -> tuple[RunState, Cause | None]:
-        state = RunState.COMPLETED
-        if (self._requeue or self._notices.requeue) and (cause is None or cause.kind in _MOVES or self._broken):
-            state = RunState.REQUEUED
-        elif cause is not None:
-            state = RunState.CANCELLED if cause.kind is CauseKind.CANCELLED else RunState.FAILED
-        over = self._notices.hurry.is_set() or self._notices.saving
-        if state is RunState.FAILED and not over and self._retries(cause):
-            self.again = True
-            self._board.emit("attempt.retried", cause=cause.message if cause else "")
-            # not written as an end: whoever follows the run sees the next attempt
-            self._board.emit("run.state", state=state, cause=cause.message if cause else "")
-        else:
-            self._board.enter(state, cause)
+        if cause is not None:
+            cause = await self._space.explain(cause)
+        state, self.again = self._ending.conclude(
+            cause, moves=self._requeue, broken=bool(self._broken), began_at=self._began_at
+        )
+        await self._ending.last_words(state)
         return state, cause
-
-    def _retries(self, cause: Cause | None) -> bool:
-        try:
-            return retries(self._run, self._plan, cause, began_at=self._began_at)
-        except OSError as error:
-            _log.warning("no other attempt is made: whether it may be cannot be read: %s", error)
-            return False
-
-    def _save_patience_s(self) -> float:
-        """How long the end waits for a checkpoint that is being written."""
-        try:
-            save_s = longest_save_s(self._run)
-        except OSError:
-            save_s = None
-        if self._notices.asked_by_slurm:
-            return _KILL_WAIT_S
-        return _SAVE_PATIENCE_S if save_s is None else max(_SAVE_PATIENCE_S, 2 * save_s)
 
     def _assemble(self) -> None:
         run, plan, launcher = self._run, self._plan, self._launcher
@@ -210,10 +179,11 @@ class Supervisor:
             board=self._board,
             components=self._components,
             decided=self._decided,
-            fail=self._fail,
+            fail=self._fail_at,
             on_bug=self._report_bug,
             in_step=launcher.in_step,
         )
+        self._space = SpaceWatch(run, board=self._board)
         self._lookout = Lookout(
             run,
             attempt=self.attempt,
@@ -238,6 +208,7 @@ class Supervisor:
             drives=self._drives,
             hurry=self._notices.hurry,
         )
+        self._ending = Ending(run, plan=plan, notices=self._notices, drain=self._drain, board=self._board)
 
     # -- start -------------------------------------------------------------------------------------------------
 
@@ -245,6 +216,11 @@ class Supervisor:
         """End what an earlier attempt left here, choose ports, write them down before anyone needs them."""
         if why := exhausted(self._run, self._plan, self.attempt):
             self._fail(CauseKind.NO_PROGRESS, f"the run is given up: {why}")
+            return
+        await asyncio.to_thread(keep_reserve, self._run)
+        Credentials.of_run(self._run.path)  # a file that others may read must not be trusted by any role
+        if changes := await asyncio.to_thread(say_changes, self._run, self._plan, self._board):
+            self._fail(CauseKind.CHANGED, f"it would run something else than was submitted: {changes}")
             return
         self._began_at = newest_checkpoint(self._run)
         self._board.emit("attempt.started", checkpoint_step=self._began_at)
@@ -399,6 +375,10 @@ class Supervisor:
         """Add a candidate that is no end of a role, and decide the run."""
         where = {} if component is None else {"role": component.role.value, "replica": component.replica}
         self._ends.append(Cause(kind=kind, time_s=time.time(), message=message, **where))  # type: ignore[arg-type]
+        self._decided.set()
+
+    def _fail_at(self, kind: CauseKind, message: str, time_s: float) -> None:
+        self._ends.append(Cause(kind=kind, time_s=time_s, message=message))
         self._decided.set()
 
     def _fail_slowly(self, ends: list[Cause]) -> None:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import aiohttp
 
 from hpcrl.config.plan import HttpProbe, Role, WatchPolicy
+from hpcrl.credentials import Credentials
 from hpcrl.runs.engine_metrics import engine_samples
 from hpcrl.runs.fleet import EngineView, FleetView
 from hpcrl.runs.progress import Progress, progress_path
@@ -206,7 +207,7 @@ class Watchdog:
         only have been slow. One that has gone on is given twice as long from now on."""
         timeout = aiohttp.ClientTimeout(total=self._policy.floor_s / 2)
         await self._read_fleet()
-        async with aiohttp.ClientSession(timeout=timeout, trust_env=False) as session:
+        async with self._session(timeout) as session:
             signs = await self._look(component, session)
         now = time.monotonic()
         pulse = self._pulse(component, now)
@@ -220,7 +221,7 @@ class Watchdog:
         """Watch, for ever."""
         period_s = min(_POLL_S, self._policy.floor_s / 4)
         timeout = aiohttp.ClientTimeout(total=max(period_s, self._policy.floor_s / 2))
-        async with aiohttp.ClientSession(timeout=timeout, trust_env=False) as session:
+        async with self._session(timeout) as session:
             while True:
                 before = time.monotonic()
                 await asyncio.sleep(period_s)
@@ -231,6 +232,11 @@ class Watchdog:
                 ready = [c for c in self._components if c.state is ComponentState.READY]
                 seen = await asyncio.gather(*(self._look(component, session) for component in ready))
                 self._judge(ready, seen)
+
+    def _session(self, timeout: aiohttp.ClientTimeout) -> aiohttp.ClientSession:
+        # no proxy from the environment; the token goes to servers of the run alone
+        headers = Credentials.of_run(self._run.path, self._attempt).headers
+        return aiohttp.ClientSession(timeout=timeout, trust_env=False, headers=headers)
 
     def _judge(self, ready: Sequence[Component], seen: Sequence[Sequence[Sign | None]]) -> None:
         now = time.monotonic()
@@ -289,7 +295,7 @@ class Watchdog:
     async def _look_at_router(self, component: Component, session: aiohttp.ClientSession) -> Sign | None:
         """Whether it answers; what it forwards is seen in the engines."""
         try:
-            async with session.get(f"{component.address.url}/liveness") as response:
+            async with session.get(f"{component.address.url}/liveness", allow_redirects=False) as response:
                 return Sign(None, True, "") if response.status == 200 else None
         except (TimeoutError, aiohttp.ClientError, OSError):
             return None
@@ -297,7 +303,7 @@ class Watchdog:
 
 async def _look_at_server(url: str, session: aiohttp.ClientSession, *, updating: bool) -> Sign | None:
     try:
-        async with session.get(f"{url}/metrics") as response:
+        async with session.get(f"{url}/metrics", allow_redirects=False) as response:
             sign = read_engine_metrics(await response.text())
     except (TimeoutError, aiohttp.ClientError, OSError, ValueError):
         return None

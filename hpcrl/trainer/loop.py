@@ -27,14 +27,14 @@ from hpcrl.reporting import ReportedFile
 from hpcrl.runs.events import EventWriter
 from hpcrl.runs.metrics import MetricsWriter, StepRecord
 from hpcrl.runs.progress import ProgressReporter
-from hpcrl.runs.role import RoleContext, restore_path, save_answer_path, save_request_path
+from hpcrl.runs.role import RoleContext, save_answer_path, save_request_path
 from hpcrl.trainer.checkpoint import load_checkpoint
 from hpcrl.trainer.metrics import TokenMetrics
 from hpcrl.trainer.parallel import Parallel, distributed, is_lost_rank
 from hpcrl.trainer.phases import PhaseClock
 from hpcrl.trainer.policy import TrainerPolicy
 from hpcrl.trainer.publish import Published, Publisher
-from hpcrl.trainer.restore import choose_checkpoint
+from hpcrl.trainer.restart import decide_restore
 from hpcrl.trainer.saver import CheckpointSaver
 from hpcrl.weights.leases import ReaderWatch
 from hpcrl.weights.store import HandoffStore
@@ -91,6 +91,7 @@ class Trainer:
         self.store = HandoffStore(context.run.weights_dir)
         self.dock = DockClient(
             context.endpoints().one("orchestrator"),
+            credentials=context.credentials,
             wait_timeout_s=recipe.wait_for_batch_s,
             on_wait=self._still_waiting,
         )
@@ -150,7 +151,7 @@ class Trainer:
             yield None
             return
         self._events = self.context.events()
-        metrics = MetricsWriter(self.context.run, on_caught_up=self._events.caught_up)
+        metrics = MetricsWriter(self.context.run, self.context.attempt, on_caught_up=self._events.caught_up)
         self._progress = self.context.progress()
         try:
             yield metrics
@@ -168,7 +169,8 @@ class Trainer:
 
     def _restore(self) -> tuple[TrainerPolicy, int]:
         """The policy of the newest good checkpoint, or of the start model; and its step."""
-        step = self._choose()
+        config = self.recipe.checkpoint
+        step = decide_restore(self.context, self.checkpoints, self.parallel, config, self._emit).step
         if step is None:
             policy = TrainerPolicy(self.recipe, self.arch, self.parallel, model_dir=self.model_dir)
             self._emit("trainer.started", model=str(self.model_dir), parameters=self.arch.num_parameters())
@@ -185,22 +187,6 @@ class Trainer:
         )
         return policy, step
 
-    def _choose(self) -> int | None:
-        """Which checkpoint to restore; on record for the orchestrator on return."""
-        config = self.recipe.checkpoint
-        decision = choose_checkpoint(
-            self.checkpoints.ledger,
-            self.parallel,
-            content=config.verify == "content",
-            timeout_s=config.verify_timeout_s,
-        )
-        for skipped in decision.skipped:
-            _log.warning("checkpoint of step %d is skipped: %s", skipped.step, skipped.reason)
-            self._emit("trainer.checkpoint_skipped", step=skipped.step, reason=skipped.reason)
-        path = restore_path(self.context.run, self.context.attempt)
-        self.parallel.on_leader(lambda: decision.write(path), "recording which checkpoint is restored")
-        return decision.step
-
     def _publish_restored(self, policy: TrainerPolicy, step: int) -> None:
         """Make ``step`` the newest published version. The orchestrator finds it by itself: it may not run yet."""
 
@@ -211,7 +197,7 @@ class Trainer:
                 self._emit("trainer.versions_withdrawn", versions=withdrawn)
             if self.publisher.is_intact(step):
                 return True
-            output.remove(step)
+            output.put_aside(step)
             return False
 
         if not self.parallel.on_leader(prepare, f"looking for version {step}"):

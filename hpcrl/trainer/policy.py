@@ -72,6 +72,7 @@ class TrainerPolicy:
             self.model = Qwen3Moe(arch)
         if model_dir is None:
             self.model.to_empty(device="cpu")
+            self.model.tie_weights()
         else:
             load_start_model(self.model, model_dir)
         self.model.to(parallel.device)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
-from hpcrl.checkpoints.ledger import CheckpointLedger
+from hpcrl.checkpoints.ledger import CheckpointEntry, CheckpointLedger
 from hpcrl.checkpoints.restore import RestoreDecision, Skipped
 from hpcrl.checkpoints.verify import damaged_files, share_of
 from hpcrl.errors import CheckpointError
@@ -14,12 +15,14 @@ __all__ = ["choose_checkpoint"]
 
 
 def choose_checkpoint(
-    ledger: CheckpointLedger, parallel: Parallel, *, content: bool, timeout_s: float
+    ledger: CheckpointLedger, parallel: Parallel, *, content: bool, timeout_s: float, only: Path | None = None
 ) -> RestoreDecision:
     """The newest entry that is as its manifest says. All ranks call it; all get the same answer.
 
     Parameters
     ----------
+    only:
+        The one entry that may be taken; any of the ledger by default.
     content:
         Whether every byte is compared, or sizes only.
     timeout_s:
@@ -32,27 +35,31 @@ def choose_checkpoint(
     """
     started = time.monotonic()
     skipped: list[Skipped] = []
-    for step in reversed(parallel.on_leader(ledger.steps, "listing checkpoints")):
+    if only is not None:
+        candidates = [(int(only.name.removeprefix("step-")), only)]
+    else:
+        steps = parallel.on_leader(ledger.steps, "listing checkpoints")
+        candidates = [(step, ledger.path_of(step)) for step in reversed(steps)]
+    for step, path in candidates:
         left_s = timeout_s - (time.monotonic() - started)
 
-        def look(step: int = step, left_s: float = left_s) -> list[str]:
-            return _problems(ledger, step, parallel, content=content, deadline_s=left_s)
+        def look(path: Path = path, left_s: float = left_s) -> list[str]:
+            return _problems(path, parallel, content=content, deadline_s=left_s)
 
         reports = parallel.all_succeed(look, f"verifying checkpoint {step}")
         problems = sorted({problem for report in reports for problem in report})
         if not problems:
             return _decision(step, started, skipped, content=content)
-        if step in parallel.on_leader(ledger.steps, "listing checkpoints"):  # else it was removed meanwhile
-            skipped.append(Skipped(step, f"{ledger.path_of(step)} is damaged: " + "; ".join(problems)))
+        # else it was removed meanwhile
+        if only is not None or step in parallel.on_leader(ledger.steps, "listing checkpoints"):
+            skipped.append(Skipped(step, f"{path} is damaged: " + "; ".join(problems)))
     return _decision(None, started, skipped, content=content)
 
 
-def _problems(
-    ledger: CheckpointLedger, step: int, parallel: Parallel, *, content: bool, deadline_s: float
-) -> list[str]:
+def _problems(path: Path, parallel: Parallel, *, content: bool, deadline_s: float) -> list[str]:
     """What this rank finds wrong with its share of an entry."""
     try:
-        entry = ledger.open(step)
+        entry = CheckpointEntry.open(path)
     except CheckpointError as error:
         return [str(error)]
     share = share_of(entry.manifest.files, parallel.rank, parallel.world_size)

@@ -237,6 +237,7 @@ class CheckpointSaver:
                     blocked_s=save.blocked_s if blocked_since is None else time.monotonic() - blocked_since,
                 )
                 try:
+                    writer.collect_aside(step)
                     return writer.retain(keep_last=self._config.keep_last, keep_every=self._config.keep_every_steps)
                 except OSError as error:  # the new entry is complete: what is left is room that is not free yet
                     _log.warning("old checkpoints are not removed: %s", error)

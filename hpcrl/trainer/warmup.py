@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ from hpcrl.errors import HpcrlError, UsageError, refusal
 from hpcrl.fs import StagedDirectory, write_json
 from hpcrl.models.arch import ModelArch
 from hpcrl.models.tokenizer import ChatTokenizer, write_character_tokenizer
-from hpcrl.rollouts.environments import build_environments
+from hpcrl.rollouts.environments import build_environments, hosted
 from hpcrl.trainer.demonstrations import DemonstrationSource
 from hpcrl.trainer.models.hf import to_hf_tensors
 from hpcrl.trainer.models.qwen3_moe import Qwen3Moe
@@ -75,13 +76,17 @@ def make_start_model(
     if output.exists() and not replace:
         raise UsageError(f"{output} exists already\n    way out: use it as it is, remove it, or replace it (--replace)")
     stage = StagedDirectory(output, token=f"warmup-{os.getpid()}")
+    processes = ExitStack()
     try:
         stage.create()
         vocab_size, eos_token_id = write_character_tokenizer(stage.path)
         arch = _arch(config, vocab_size, eos_token_id)
         tokenizer = ChatTokenizer(stage.path)
+        environments = build_environments(recipe)
+        for environment in hosted(environments):
+            processes.callback(environment.close)
         source = DemonstrationSource(
-            build_environments(recipe),
+            environments,
             [environment.weight for environment in recipe.environments],
             tokenizer,
             correct_share=config.correct_share,
@@ -95,6 +100,8 @@ def make_start_model(
     except BaseException:
         stage.discard()
         raise
+    finally:
+        processes.close()
     return loss
 
 

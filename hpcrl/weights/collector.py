@@ -25,6 +25,7 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from hpcrl.aside import collect_asides
 from hpcrl.errors import HandoffError
 from hpcrl.fs import fsync_dir
 from hpcrl.weights.leases import ReaderWatch
@@ -149,6 +150,9 @@ class Collector:
                 raise
             restored, removed = self._decide(hidden, wanted)
         self._delete_doomed()
+        if versions := self._store.versions():
+            # what a restart had put aside, and the run has published again
+            collect_asides(self._store.root, "v", up_to=versions[-1], keep=set(read_pins(self._store.root)))
         kept = {version: reason for version, reason in reasons.items() if reason}
         kept |= dict.fromkeys(restored, "leased or pinned while it was being removed")
         return CollectReport(removed, dict(sorted(kept.items())), restored)

@@ -15,24 +15,23 @@ import asyncio
 import contextlib
 import http.client
 import logging
-import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote, urlsplit
 
-from hpcrl.errors import HandoffError
-from hpcrl.fs import atomic_create
+from hpcrl.errors import HandoffError, UsageError
+from hpcrl.gate import Gate
 from hpcrl.weights.segments import Segment, SegmentMap, first_wrong_byte
-from hpcrl.weights.share import Pace, read_small
+from hpcrl.weights.share import Pace
 
 if TYPE_CHECKING:
     from aiohttp import web
 
-__all__ = ["FanoutServer", "Peers", "fanout_token", "parent_of"]
+__all__ = ["FanoutServer", "Peers", "parent_of"]
 
 _log = logging.getLogger(__name__)
 
@@ -43,15 +42,6 @@ _START_S = 60.0
 
 Fetch = Callable[[str, str, int, Sequence[str]], Path | None]
 """(version key, file, segment index, nodes the request came through) → the file that holds the segment."""
-
-
-def fanout_token(root: Path) -> str:
-    """The run's token: made by the first reader, readable by those who may read the versions anyhow."""
-    path = root / ".fanout-token"
-    root.mkdir(parents=True, exist_ok=True)
-    with contextlib.suppress(FileExistsError):
-        atomic_create(path, secrets.token_hex(32).encode(), mode=0o600)
-    return read_small(path).decode()
 
 
 def parent_of(node: str, nodes: Sequence[str], segment_number: int, *, degree: int) -> str | None:
@@ -85,15 +75,23 @@ class Peers:
         Requests that ended in a read from the share.
     """
 
-    def __init__(self, node: str, *, token: str, pace: Pace, degree: int, urls: Callable[[], dict[str, str]]) -> None:
+    def __init__(
+        self,
+        node: str,
+        *,
+        headers: Mapping[str, str],
+        pace: Pace,
+        degree: int,
+        urls: Callable[[], dict[str, str]],
+    ) -> None:
         """Prepare; nothing is sent.
 
         Parameters
         ----------
         node:
             This node.
-        token:
-            From `fanout_token`.
+        headers:
+            Of each request: they bring the run's token (`hpcrl.gate.Gate.headers`).
         pace:
             Limits of a request.
         degree:
@@ -101,7 +99,7 @@ class Peers:
         urls:
             The nodes that serve now, this one included, with their addresses.
         """
-        self.node, self._token, self._pace, self._degree, self._urls = node, token, pace, degree, urls
+        self.node, self._headers, self._pace, self._degree, self._urls = node, headers, pace, degree, urls
         self._shunned: dict[str, float] = {}
         self._lock = threading.Lock()
         self.bytes_read = 0
@@ -137,7 +135,7 @@ class Peers:
         address = urlsplit(url)
         connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=limit_s)
         try:
-            headers = {"Authorization": f"Bearer {self._token}", VIA: ",".join(via)}
+            headers = {**self._headers, VIA: ",".join(via)}
             connection.request("GET", f"/segments/{key}/{quote(segment.file)}/{segment.part}", headers=headers)
             answer = connection.getresponse()
             if answer.status == 404:
@@ -166,10 +164,10 @@ class _NotThereError(Exception):
 class FanoutServer:
     """Serves the segments of this node's cache; `start` it, `close` it.
 
-    It gives nothing but segments of published versions, to who knows the run's token.
+    It gives nothing but segments of published versions, to whom ``gate`` lets in.
     """
 
-    def __init__(self, host: str, *, token: str, node: str, fetch: Fetch) -> None:
+    def __init__(self, host: str, *, gate: Gate, node: str, fetch: Fetch) -> None:
         """Prepare; nothing listens yet.
 
         Parameters
@@ -179,7 +177,7 @@ class FanoutServer:
         fetch:
             Finds a segment, loading it where it is not there; None where there is no such thing.
         """
-        self._host, self._token, self._node, self._fetch = host, token, node, fetch
+        self._host, self._gate, self._node, self._fetch = host, gate, node, fetch
         self._loop = asyncio.new_event_loop()
         self._ready = threading.Event()
         self._stop = asyncio.Event()
@@ -192,8 +190,12 @@ class FanoutServer:
         Raises
         ------
         HandoffError
-            The address cannot be had.
+            The address cannot be had, or everybody who reaches it would be answered.
         """
+        try:
+            self._gate.check_host(self._host)
+        except UsageError as error:
+            raise HandoffError(str(error)) from error
         self._thread.start()
         if not self._ready.wait(_START_S) or not self.url:
             raise HandoffError(f"versions cannot be served to other nodes at {self._host}; the log says why")
@@ -215,11 +217,18 @@ class FanoutServer:
         finally:
             self._ready.set()
 
+    def app(self) -> web.Application:
+        """What is served to whom."""
+        from aiohttp import web  # noqa: PLC0415 - readers that do not serve have no use for it
+
+        app = web.Application(middlewares=[self._gate.middleware()])
+        app.router.add_get("/segments/{key}/{file}/{part}", self._segment)
+        return app
+
     async def _serve(self) -> None:
         from aiohttp import web  # noqa: PLC0415 - readers that do not serve have no use for it
 
-        app = web.Application()
-        app.router.add_get("/segments/{key}/{file}/{part}", self._segment)
+        app = self.app()
         # the web server's own threads send files; a segment that must be fetched first takes one of ours
         self._pool = ThreadPoolExecutor(_SERVE_THREADS, thread_name_prefix="fanout")
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
@@ -238,9 +247,6 @@ class FanoutServer:
     async def _segment(self, request: web.Request) -> web.StreamResponse:
         from aiohttp import web  # noqa: PLC0415
 
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if not secrets.compare_digest(given.encode(), self._token.encode()):
-            raise web.HTTPUnauthorized
         via = [node for node in request.headers.get(VIA, "").split(",") if node]
         place = request.match_info
         if self._node in via or not place["part"].isdecimal():

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from hpcrl.aside import put_aside
 from hpcrl.errors import HandoffError
 from hpcrl.fence import Fence
 from hpcrl.fs import FileRecord, atomic_write, write_json
@@ -202,20 +203,30 @@ class HandoffWriter:
         """
         self._remove(_name(version))
 
-    def withdraw_after(self, version: int) -> list[int]:
-        """Remove versions above ``version``; returns what was withdrawn.
-
-        A resumed trainer calls this before it goes on: versions above the restored step belong to a past
-        that is being written again.
+    def put_aside(self, version: int) -> bool:
+        """Take a version out of the store and keep it (`hpcrl.aside`); whether there was one.
 
         Raises
         ------
         FencedError
             A newer attempt has claimed the store.
         """
-        withdrawn = [v for v in self.store.versions() if v > version]
-        for v in withdrawn:
-            self.remove(v)
+        return put_aside(self.fence, _name(version))
+
+    def withdraw_after(self, version: int) -> list[int]:
+        """Put versions above ``version`` aside (`hpcrl.aside`); returns what was withdrawn.
+
+        A resumed trainer calls this before it goes on: versions above the restored step belong to a past
+        that is being written again. The collector deletes them when the run has published that version again.
+
+        Raises
+        ------
+        FencedError
+            A newer attempt has claimed the store.
+        """
+        # the newest first: what is put aside must never seem to be passed by a newer one that is still there
+        later = [v for v in reversed(self.store.versions()) if v > version]
+        withdrawn = sorted(v for v in later if self.put_aside(v))
         for name in os.listdir(self.root):
             # a collector that died had hidden it; one that lives never hides the newest
             number = name.removeprefix(f"{HIDDEN_PREFIX}v")

@@ -16,8 +16,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
-from hpcrl.errors import HandoffError
-from hpcrl.weights.fanout import FanoutServer, Peers, fanout_token
+from hpcrl.credentials import TOKEN_FILE, ensure_token, read_token
+from hpcrl.errors import HandoffError, HpcrlError
+from hpcrl.gate import Gate
+from hpcrl.weights.fanout import FanoutServer, Peers
 from hpcrl.weights.leases import ReaderWatch
 from hpcrl.weights.manifest import MANIFEST, Handoff, decode_manifest
 from hpcrl.weights.nodecache import NodeCache
@@ -63,7 +65,15 @@ class Subscriber:
         Counts what came from the share.
     """
 
-    def __init__(self, root: Path, reader: str | None, settings: ReaderSettings, *, node: str | None = None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        reader: str | None,
+        settings: ReaderSettings,
+        *,
+        node: str | None = None,
+        gate: Gate | None = None,
+    ) -> None:
         """Prepare; nothing is written.
 
         Parameters
@@ -73,6 +83,8 @@ class Subscriber:
         reader, node:
             See `hpcrl.weights.readers.Registration`. None: read without a registration and leases; what is read is
             verified all the same, but it may be collected meanwhile.
+        gate:
+            Who is answered by the server for other nodes. None: everybody, and on loopback only.
 
         Raises
         ------
@@ -86,6 +98,7 @@ class Subscriber:
             None if reader is None else Registration(root, reader, expiry_s=settings.expiry_s, node=node)
         )
         self.share = ShareReader(settings.pace)
+        self._gate = gate or Gate("fanout", None)
         self.peers: Peers | None = None
         self.cache: NodeCache | None = None
         self._watch = ReaderWatch(root, expiry_s=settings.expiry_s)
@@ -113,23 +126,31 @@ class Subscriber:
                 self.cache = NodeCache(
                     settings.cache_dir,
                     self.root,
-                    secret=fanout_token(self.root),
+                    secret=self._secret(),
                     limit_bytes=settings.cache_bytes,
                     patience_s=settings.pace.limit_s,
                     verify=settings.verify,
                 )
-            except (OSError, HandoffError) as error:
+            except (OSError, HpcrlError) as error:
                 _log.warning("%s cannot be used; this process reads for itself: %s", settings.cache_dir, error)
         if self.cache is not None and settings.fanout_host is not None and self.registration is not None:
             self.peers = Peers(
                 self.registration.node,
-                token=fanout_token(self.root),
+                headers=self._gate.headers,
                 pace=settings.pace,
                 degree=settings.fanout_degree,
                 urls=self._peer_urls,
             )
             self._serve()
         return self
+
+    def _secret(self) -> str:
+        """What nobody but the readers of this store knows: the run's token; outside of a run one of the store's own."""
+        if self._gate.credentials is not None:
+            return self._gate.credentials.token
+        self.root.mkdir(parents=True, exist_ok=True)
+        ensure_token(self.root)
+        return read_token(self.root / TOKEN_FILE)
 
     def close(self) -> None:
         """Leave: unregister, stop serving, give the cache up."""
@@ -288,7 +309,7 @@ class Subscriber:
         try:
             if not lock.acquire():
                 return
-            server = FanoutServer(host, token=fanout_token(self.root), node=self.peers.node, fetch=self._segment_file)
+            server = FanoutServer(host, gate=self._gate, node=self.peers.node, fetch=self._segment_file)
             self.registration.serve_at(server.start())
         except (OSError, HandoffError) as error:
             _log.warning("this node does not serve versions to others: %s", error)

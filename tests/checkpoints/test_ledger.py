@@ -57,7 +57,7 @@ def test_unfinished_entry_is_invisible_and_goes_with_the_next_claim(tmp_path: Pa
     writer = CheckpointWriter.claim(tmp_path, 2)
     assert hidden(tmp_path) == []
     assert writer.retain(keep_last=3) == []
-    assert sorted(os.listdir(tmp_path)) == [writer.fence.path.name, "step-000010"]
+    assert sorted(os.listdir(tmp_path)) == [writer.fence.path.name, "history.jsonl", "step-000010"]
 
 
 @pytest.mark.parametrize("number", [errno.EDQUOT, errno.ENOSPC, errno.EIO])

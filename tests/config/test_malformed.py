@@ -270,11 +270,19 @@ JOBS = {
     ),
     "rule: payload": Case(
         "trainer:",
+        "engine: {backend: embedded, prefill: {replicas: 1, nodes: 1}, decode: {replicas: 1, nodes: 1}}\ntrainer:",
+        8,
+        "engine.prefill",
+        "have no sides",
+        "probe",
+    ),
+    "rule: vLLM stands": Case(
+        "trainer:",
         "engine: {backend: vllm, pause: none}\ntrainer:",
         8,
         "engine.pause",
-        "weights of two versions",
-        "probe",
+        "layers of two versions",
+        "engine.pause: keep",
     ),
     "rule: one side": Case(
         "trainer:", "engine: {prefill: {replicas: 1, nodes: 1}}\ntrainer:", 8, "engine: ", "decode is missing", "both"

@@ -79,6 +79,10 @@ def test_the_small_job_tells_what_only_nodes_know(make_cluster: Callable[..., De
     assert "no-scontrol" not in found
     assert "not-shared" not in found
     assert "name-lag" not in found  # one disk: nothing is cached
+    profile.write_text(profile.read_text().replace("interface: bond7", "interface: lo"))
+    done = hpcrl("cluster", "check", "mine", "--job")
+    assert "each node reaches each other one on lo: " in done.stderr
+    assert not {"no-address", "unreachable"} & set(done.stdout.split())
     assert os.listdir(tmp_path / "runs") == []  # nothing is left
 
 

@@ -18,6 +18,7 @@ from hpcrl.runs.events import EventWriter, read_events
 from hpcrl.runs.metrics import MetricsWriter, read_metrics
 from hpcrl.runs.record import RunRecord, Submission
 from hpcrl.runs.rundir import RunDir
+from hpcrl.runs.snapshot import read_snapshot
 from hpcrl.runs.status import RunState, RunStatus
 from hpcrl.slurm.submission import create_run
 
@@ -40,7 +41,7 @@ def life(root: Path) -> None:
         mark(["attempt", attempt])
         _status(run, attempt, RunState.RUNNING)
         mark(["status", attempt])
-        metrics, events = MetricsWriter(run), EventWriter(run, attempt=attempt, writer="trainer-0")
+        metrics, events = MetricsWriter(run, attempt), EventWriter(run, attempt=attempt, writer="trainer-0")
         decision = RestoreDecision(step=number, verified="content", seconds=0.5, skipped=[])
         decision.write(run.attempt_dir(attempt) / "restore.json")
         mark(["decided", attempt])
@@ -97,11 +98,7 @@ def judge(root: Path, cut: Cut, other: Path) -> Iterator[str]:
         if list(marks_of(cut, "made")):
             yield "the run had been made and is gone"
         return
-    if (run.recipe().name, run.cluster().name, run.plan().run) != ("words", "local", "run-1"):
-        yield "the configuration is not what was written"
-    handed_over = len(RunRecord.read(run).submissions)
-    if handed_over < len(list(marks_of(cut, "submitted"))):
-        yield "run.json does not know to whom the run was handed over"
+    yield from _configuration(run, cut)
     status = RunStatus.read(run)
     expected = max((int(str(number)) for (number,) in marks_of(cut, "status")), default=0)
     if expected and (status is None or status.attempt < expected):
@@ -119,7 +116,7 @@ def judge(root: Path, cut: Cut, other: Path) -> Iterator[str]:
     following = run.start_attempt()
     if following <= max(begun, default=0):
         yield f"the next attempt gets the number of an older one, {following}"
-    metrics, events = MetricsWriter(run), EventWriter(run, attempt=following, writer="trainer-0")
+    metrics, events = MetricsWriter(run, following), EventWriter(run, attempt=following, writer="trainer-0")
     metrics.write(step_record(99, attempt=following))
     events.emit("step", step=99)
     metrics.close()
@@ -129,6 +126,17 @@ def judge(root: Path, cut: Cut, other: Path) -> Iterator[str]:
     if 99 not in [event.data["step"] for event in read_events(run)]:
         yield "the next attempt's event cannot be read"
     yield from _logs(run)
+
+
+def _configuration(run: RunDir, cut: Cut) -> Iterator[str]:
+    """What was resolved at submit, and to whom the run was handed over."""
+    if (run.recipe().name, run.cluster().name, run.plan().run) != ("words", "local", "run-1"):
+        yield "the configuration is not what was written"
+    if read_snapshot(run) is None:
+        yield "what the run was made of is gone"
+    handed_over = len(RunRecord.read(run).submissions)
+    if handed_over < len(list(marks_of(cut, "submitted"))):
+        yield "run.json does not know to whom the run was handed over"
 
 
 def _logs(run: RunDir) -> Iterator[str]:

@@ -15,6 +15,7 @@ from fault_shim import build_shim
 from lab import SMALL_RUN, Lab, after, component, events, last_step, lost, processes, steps, wait_for, wait_step
 from observed import status_of
 
+from hpcrl.credentials import Credentials
 from hpcrl.runs.fleet import FleetView
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ComponentStatus
@@ -124,7 +125,8 @@ def test_an_engine_that_answers_and_samples_nothing_is_restarted(lab: Lab, capsy
     wait_step(run, 20)
     wait_for(lambda: health(run) == ["healthy", "healthy"], 30, "two healthy engines")
     fault_s, url = time.time(), f"http://{engine(run).host}:{engine(run).port}"
-    pause = urllib.request.Request(f"{url}/pause?mode=keep&clear_cache=false", data=b"", method="POST")
+    headers = Credentials.of_run(run.path, run.attempts()[-1]).headers
+    pause = urllib.request.Request(f"{url}/pause?mode=keep&clear_cache=false", b"", headers, method="POST")
     with urllib.request.urlopen(pause, timeout=30) as answer:
         assert json.load(answer)["status"] == "paused"
 
@@ -132,7 +134,7 @@ def test_an_engine_that_answers_and_samples_nothing_is_restarted(lab: Lab, capsy
         (zero, _) = status_of(run)["fleet"]["replicas"]
         return zero if zero["state"] == "suspect" else None
 
-    with urllib.request.urlopen(f"{url}/health", timeout=30) as answer:
+    with urllib.request.urlopen(urllib.request.Request(f"{url}/health", headers=headers), timeout=30) as answer:
         assert answer.status == 200
     zero = wait_for(suspect, 60, "suspicion")
     suspected_s = round(time.time() - fault_s, 2)

@@ -145,13 +145,14 @@ class Server:
     model_dir: Path
     kind: str = "embedded"
     timeout_s: float = 60.0
+    headers: dict[str, str] = field(default_factory=dict)
     _opener: Any = field(default_factory=lambda: urllib.request.build_opener(urllib.request.ProxyHandler({})))
 
     def request(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Any:
         """Send a request; returns the open answer, an error answer too."""
         data = None if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
         http = urllib.request.Request(self.url + path, data=data, method=method)
-        for name, value in {"content-type": "application/json", **(headers or {})}.items():
+        for name, value in {"content-type": "application/json", **self.headers, **(headers or {})}.items():
             http.add_header(name, value)
         try:
             return self._opener.open(http, timeout=self.timeout_s)
@@ -245,6 +246,7 @@ def start_server(
     kind: str = "embedded",
     ready_s: float = 60.0,
     environment: dict[str, str] | None = None,
+    headers: dict[str, str] | None = None,
 ) -> Server:
     """Start a server on a free loopback port and wait until it is healthy."""
     port = free_port()
@@ -256,7 +258,7 @@ def start_server(
             start_new_session=True,
             env={**os.environ, **(environment or {})},
         )
-    server = Server(process, f"http://127.0.0.1:{port}", log, model, model_dir, kind)
+    server = Server(process, f"http://127.0.0.1:{port}", log, model, model_dir, kind, headers=headers or {})
     deadline = time.monotonic() + ready_s
     while True:
         try:

@@ -54,7 +54,8 @@ def prompt_of(length: int, seed: int) -> list[int]:
 def counted(fleet: Fleet, name: str) -> dict[str, float]:
     """A counter of the router, by engine."""
     port = urlsplit(fleet.servers[Role.ROUTER, 0].url).port
-    with urllib.request.urlopen(f"http://{HOST}:{port + 1}/metrics", timeout=10.0) as answer:
+    request = urllib.request.Request(f"http://{HOST}:{port + 1}/metrics", headers=fleet.headers)
+    with urllib.request.urlopen(request, timeout=10.0) as answer:
         text = answer.read().decode()
     return {url: float(value) for url, value in re.findall(rf'^{name}{{worker="(.*)"}} (\S+)$', text, re.MULTILINE)}
 

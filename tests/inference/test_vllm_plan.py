@@ -94,7 +94,7 @@ def test_ranks_of_a_wide_replica_cover_all_gpus_once() -> None:
         assert starts == [8 * node for node in range(nodes)]
         assert flags["data-parallel-size"] == str(8 * nodes)
         assert flags["data-parallel-size-local"] == "8"
-        filled = fill_placeholders(words, {"python": "py", "host": "n1", "port": "20100"})
+        filled = fill_placeholders(words, {"python": "py", "host": "n1", "port": "20100", "replica": "0"})
         assert not [word for word in filled if "{" in word and not word.startswith('{"')]
         engine = filled[filled.index("vllm.entrypoints.cli.main") :]
         ports = {engine[engine.index(f"--{name}") + 1] for name in ("data-parallel-rpc-port", "port")}
@@ -413,7 +413,9 @@ def test_dynamo_stands_before_the_same_engines() -> None:
     assert events["endpoint"] == "tcp://*:{port+1}"
     start = engine.command.index("--kv-events-config")
     assert engine.command[start : start + 2] == own
-    assert engine.command[:start] + engine.command[start + 2 :] == plain[Role.ENGINE].command
+    # and answers its health checks to those alone who bring the token, which this router does
+    others = [word.replace("RunAccessBehindRouter", "RunAccess") for word in plain[Role.ENGINE].command]
+    assert list(engine.command[:start] + engine.command[start + 2 :]) == others != list(plain[Role.ENGINE].command)
     assert engine.ports == plain[Role.ENGINE].ports + 1
 
 
@@ -425,7 +427,9 @@ def test_each_rank_of_a_wide_replica_publishes_above_its_server() -> None:
     seen = set()
     for node in range(3):
         port = 21000 + 100 * node
-        words = fill_placeholders(engine.command, {"python": "p", "run_dir": "/r", "host": "h", "port": str(port)})
+        words = fill_placeholders(
+            engine.command, {"python": "p", "run_dir": "/r", "host": "h", "replica": "0", "port": str(port)}
+        )
         filled = [fill_node_rank(word, node, ["a", "b", "c"]) for word in words]
         config = json.loads(filled[filled.index("--kv-events-config") + 1])
         base = int(config["endpoint"].removeprefix("tcp://*:"))
@@ -440,7 +444,8 @@ def test_each_rank_of_a_wide_replica_publishes_above_its_server() -> None:
         ([*SIDES, "engine.router.kind=direct"], "local", "nothing leads a request"),
         (["engine.kv_transfer=nixl"], "local", "no effect without prefill"),
         ([*SIDES, "job.layout=elastic"], "devcluster", "replicas that come and go"),
-        ([*WIDE, "engine.pause=none"], "devcluster", "8 ranks of a replica would compute one step with weights of two"),
+        ([*WIDE, "engine.pause=none"], "devcluster", "computed by layers of two versions"),
+        (["engine.pause=none"], "local", "computed by layers of two versions"),
         ([*WIDE, *SIDES, "engine.kv_transfer=mooncake"], "devcluster", "sides of several ranks was not worked out"),
         (["engine.kv_store=null", *WIDE_SIDES], "devcluster", "NIXL needs GPUs"),
     ],

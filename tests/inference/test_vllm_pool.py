@@ -118,9 +118,7 @@ def test_a_prefix_of_another_salt_is_not(engines: list[Server], tiny: tuple[Path
     assert Ask(one, prompt, salt="third").pool == 0
 
 
-def test_after_an_update_no_new_request_meets_old_kv(
-    engines: list[Server], tiny: tuple[Path, Qwen3Moe], tmp_path: Path
-) -> None:
+def test_after_an_update_no_new_request_meets_old_kv(engines: list[Server], tiny: tuple[Path, Qwen3Moe]) -> None:
     """The pool holds the prompt's old KV, and so does each engine; under the new salt both compute it anew.
 
     The control: under the old salt the old KV is found, and the log-probabilities are of neither version.
@@ -129,7 +127,7 @@ def test_after_an_update_no_new_request_meets_old_kv(
     for engine in engines:
         Ask(engine, prompt, salt="1")
     new = random_model(tiny[1].arch, seed=31)
-    path = publish(HandoffStore(tmp_path / "weights"), 2, tiny[0], tensors_of(new)).path
+    path = publish(HandoffStore(engines[0].log.parent / "weights"), 2, tiny[0], tensors_of(new)).path
     for engine in engines:
         engine.ok("/init_weight_transfer_engine", {"init_info": {}})
         engine.ok("/start_weight_update", {})

@@ -81,15 +81,13 @@ def test_turns_of_a_rollout_go_on_where_they_were(fleet: Fleet, tiny: tuple[Path
         text = [*text, *choice["token_ids"], *prompt_of(40, 100 + turn)]
 
 
-def test_both_sides_take_weights_and_a_new_salt_finds_no_old_prompt(
-    fleet: Fleet, tiny: tuple[Path, Qwen3Moe], tmp_path: Path
-) -> None:
+def test_both_sides_take_weights_and_a_new_salt_finds_no_old_prompt(fleet: Fleet, tiny: tuple[Path, Qwen3Moe]) -> None:
     """Weights are updated at each engine; a prompt that both sides know of the old version is computed anew."""
     router = fleet.servers[Role.ROUTER, 0]
     prompt = prompt_of(200, 55)
     generate(router, NAME, prompt, cache_salt="1")
     new = random_model(tiny[1].arch, seed=41)
-    path = publish(HandoffStore(tmp_path / "weights"), 2, tiny[0], tensors_of(new)).path
+    path = publish(HandoffStore(fleet.run.weights_dir), 2, tiny[0], tensors_of(new)).path
     for side in (Role.PREFILL, Role.DECODE):
         engine = fleet.servers[side, 0]
         engine.ok("/init_weight_transfer_engine", {"init_info": {}})

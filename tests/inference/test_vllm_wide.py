@@ -24,12 +24,15 @@ from vllm_fleet import HOST, generate
 
 from hpcrl.config.load import load_recipe
 from hpcrl.config.plan import Role
+from hpcrl.credentials import Credentials
 from hpcrl.planning.vllm_command import vllm_command, vllm_ports, vllm_variables
 from hpcrl.ports import choose_blocks
 from hpcrl.rollouts.engine_client import EngineError
 from hpcrl.rollouts.exchange import begin, exchange, wait_staged
 from hpcrl.rollouts.invite import Inviter
 from hpcrl.rollouts.replica_client import ReplicaClient
+from hpcrl.runs.events import read_events
+from hpcrl.runs.rundir import RunDir
 from hpcrl.supervisor.commands import fill_placeholders
 from hpcrl.supervisor.guard import fill_node_rank
 from hpcrl.trainer.models.qwen3_moe import Qwen3Moe
@@ -49,24 +52,37 @@ LONG_TOKENS = (60, 900)
 
 
 @pytest.fixture(scope="module")
-def servers(tiny: tuple[Path, Qwen3Moe], tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    run = RunDir(tmp_path_factory.mktemp("wide") / "run")
+    run.path.mkdir()
+    run.start_attempt()
+    return run
+
+
+@pytest.fixture(scope="module")
+def servers(tiny: tuple[Path, Qwen3Moe], run: RunDir) -> Iterator[list[Server]]:
     path, model = tiny
     settings = [f"model.path={path}", "engine.max_model_len=1024", "engine.kv_store=null"]
     recipe = load_recipe(NAME, settings).value
     command = vllm_command(recipe, Role.ENGINE, nodes=RANKS, ranks_per_node=1)
     ports = choose_blocks([vllm_ports(1, nodes=RANKS)] * RANKS, first=21000, last=29999, host=HOST)
-    logs = tmp_path_factory.mktemp("wide")
+    who = {"RUN_DIR": str(run.path), "ATTEMPT": "1", "ROLE": "engine", "REPLICA": "0"}
     env = {**os.environ, **vllm_variables(recipe, gpus=False), "OMP_NUM_THREADS": "1"}
+    env |= {f"HPCRL_{name}": value for name, value in who.items()}
+    headers = Credentials.of_run(run.path, 1).headers
     started = []
     for rank, port in enumerate(ports):
         words = [fill_node_rank(word, rank, [HOST] * RANKS) for word in command]
-        words = fill_placeholders(words, {"python": str(VLLM_PYTHON), "host": HOST, "port": str(ports[0])})
+        words = fill_placeholders(
+            words, {"python": str(VLLM_PYTHON), "host": HOST, "port": str(ports[0]), "replica": "0"}
+        )
         # on a node of its own it would have the same port
         words[words.index("--port") + 1] = str(port)
-        log = logs / f"rank-{rank}.log"
+        log = run.path / f"rank-{rank}.log"
         with log.open("wb") as stream:
             process = subprocess.Popen(words, stdout=stream, stderr=stream, start_new_session=True, env=env)
-        started.append(Server(process, f"http://{HOST}:{port}", log, model, path, kind="vllm", timeout_s=LIMIT_S))
+        url = f"http://{HOST}:{port}"
+        started.append(Server(process, url, log, model, path, kind="vllm", timeout_s=LIMIT_S, headers=headers))
     try:
         deadline = time.monotonic() + 1500.0
         for server in started:
@@ -89,12 +105,14 @@ def _healthy(server: Server) -> bool:
 
 
 @pytest.fixture
-async def replica(servers: list[Server], tmp_path: Path) -> AsyncIterator[ReplicaClient]:
-    """Its ranks are readers of the versions below ``tmp_path``, as in a run."""
+async def replica(servers: list[Server], run: RunDir) -> AsyncIterator[ReplicaClient]:
+    """Its ranks are readers of the versions of the run."""
     # servers close what was idle for five seconds
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(keepalive_timeout=4.0)) as http:
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(keepalive_timeout=4.0), headers=servers[0].headers
+    ) as http:
         client = ReplicaClient(http, name="engine-0", urls=[server.url for server in servers])
-        inviter = Inviter(load_recipe(NAME).value.handoff, tmp_path / "weights", fans_out=False)
+        inviter = Inviter(load_recipe(NAME).value.handoff, run.weights_dir, fans_out=False)
         await inviter.invite(client, limit_s=LIMIT_S)
         yield client
 
@@ -150,11 +168,11 @@ def test_each_rank_answers_as_the_one_model_does(servers: list[Server], tiny: tu
 
 @pytest.mark.parametrize("busy", [(0, 1), (1,), ()], ids=["both", "one", "idle"])
 async def test_an_update_in_place_reaches_all_ranks_with_requests_in_flight(
-    replica: ReplicaClient, servers: list[Server], tmp_path: Path, busy: tuple[int, ...]
+    replica: ReplicaClient, servers: list[Server], run: RunDir, busy: tuple[int, ...]
 ) -> None:
     version = 10 + len(busy)
     new = random_model(servers[0].model.arch, seed=version)
-    handoff = publish(HandoffStore(tmp_path / "weights"), version, servers[0].model_dir, tensors_of(new))
+    handoff = publish(HandoffStore(run.weights_dir), version, servers[0].model_dir, tensors_of(new))
     before = await replica.weight_labels(timeout_s=LIMIT_S)
     assert len({*before}) == 1
     tokens = await asyncio.to_thread(long_answer, servers)
@@ -171,7 +189,7 @@ async def test_an_update_in_place_reaches_all_ranks_with_requests_in_flight(
     assert await replica.weight_labels(timeout_s=LIMIT_S) == [str(version)] * RANKS
     found = await asyncio.to_thread(errors, servers, new, 100 * version)
     assert max(found) < TOLERANCE
-    readers = ReaderWatch(tmp_path / "weights", expiry_s=60.0).observe()
+    readers = ReaderWatch(run.weights_dir, expiry_s=60.0).observe()
     assert {(reader.reader, reader.acknowledged) for reader in readers} == {
         ("engine-0-0", version),
         ("engine-0-1", version),
@@ -183,10 +201,10 @@ async def test_an_update_in_place_reaches_all_ranks_with_requests_in_flight(
 
 
 async def test_no_rank_is_stopped_for_a_torn_version(
-    replica: ReplicaClient, servers: list[Server], tmp_path: Path
+    replica: ReplicaClient, servers: list[Server], run: RunDir
 ) -> None:
     before = await replica.weight_labels(timeout_s=LIMIT_S)
-    torn = publish(HandoffStore(tmp_path / "weights"), 50, servers[0].model_dir, tensors_of(servers[0].model))
+    torn = publish(HandoffStore(run.weights_dir), 50, servers[0].model_dir, tensors_of(servers[0].model))
     # of a tensor that both ranks hold
     record = torn.manifest.tensors["model.norm.weight"]
     with (torn.path / record.file).open("r+b") as stream:
@@ -200,17 +218,17 @@ async def test_no_rank_is_stopped_for_a_torn_version(
     assert await replica.weight_labels(timeout_s=LIMIT_S) == before
     # what that attempt has left on the ranks does not stop the next
     new = random_model(servers[0].model.arch, seed=51)
-    handoff = publish(HandoffStore(tmp_path / "weights"), 51, servers[0].model_dir, tensors_of(new))
+    handoff = publish(HandoffStore(run.weights_dir), 51, servers[0].model_dir, tensors_of(new))
     await update(replica, handoff.path, 51)
     found = await asyncio.to_thread(errors, servers, new, 5100)
     assert max(found) < TOLERANCE
 
 
 async def test_what_only_one_rank_has_loaded_is_made_good_by_the_next_attempt(
-    replica: ReplicaClient, servers: list[Server], tmp_path: Path
+    replica: ReplicaClient, servers: list[Server], run: RunDir
 ) -> None:
     new = random_model(servers[0].model.arch, seed=60)
-    handoff = publish(HandoffStore(tmp_path / "weights"), 60, servers[0].model_dir, tensors_of(new))
+    handoff = publish(HandoffStore(run.weights_dir), 60, servers[0].model_dir, tensors_of(new))
     info = {"path": str(handoff.path), "fallback": False}
     await begin(replica, limit_s=LIMIT_S)
     await replica.control("/update_weights", {"update_info": {**info, "stage": True}}, timeout_s=LIMIT_S)
@@ -236,3 +254,54 @@ async def test_frozen_ranks_compute_nothing(replica: ReplicaClient, servers: lis
         assert not flying.done()
         await replica.control("/resume", timeout_s=LIMIT_S)
         assert len((await asyncio.wrap_future(flying))[1]["token_ids"]) == tokens
+
+
+def test_nobody_is_served_without_the_token_of_the_run(servers: list[Server], run: RunDir) -> None:
+    """Every path that vLLM has, whatever version of it that is, and some that it has not."""
+    server, labels = servers[1], servers[1].get("/weight_info")
+    documented = server.get("/openapi.json")[1]["paths"]
+    calls = {
+        (method.upper(), path.replace("{", "").replace("}", "")) for path, of in documented.items() for method in of
+    }
+    calls |= {("GET", "/metrics"), ("GET", "/docs"), ("GET", "/nothing"), ("POST", "/nothing"), ("OPTIONS", "/pause")}
+    assert calls >= {("POST", "/collective_rpc"), ("POST", "/init_weight_transfer_engine"), ("POST", "/pause")}
+    strangers = {401: ["", "Bearer", f"Bearer {'0' * 64}.1"]}
+    strangers[403] = [
+        Credentials(Credentials.of_run(run.path).token, attempt).headers["Authorization"] for attempt in (0, 2)
+    ]
+    # what vllm-router asks, which has no token, and vLLM answers with a status alone
+    calls -= {("GET", "/health")}
+    for status, given in strangers.items():
+        for authorization in given:
+            for method, path in sorted(calls):
+                with server.request(method, path, None, {"authorization": authorization}) as answer:
+                    assert answer.status == status, (method, path, authorization)
+            with server.request("GET", "/health", None, {"authorization": authorization}) as answer:
+                assert (answer.status, answer.read()) == (200, b"")
+    assert server.get("/is_paused") == (200, {"is_paused": False})
+    assert server.get("/weight_info") == labels
+    refused = read_events(run, attempt=1, kind="access.refused")
+    assert {event.data["server"] for event in refused} == {"vllm"}
+
+
+def test_a_call_cannot_say_where_an_engine_reads(servers: list[Server], run: RunDir, tmp_path: Path) -> None:
+    reader = {"name": "engine-0-1", "expiry_s": 60.0, "floor_s": 9.0, "min_bytes_per_s": 1.0, "streams": 1}
+    for info, what in (
+        ({"root": str(tmp_path)}, "root"),
+        ({"reader": {**reader, "name": "engine-7"}}, "name"),
+        ({"reader": {**reader, "cache_dir": str(tmp_path)}}, "cache_dir"),
+        ({"reader": {**reader, "fanout_host": "10.0.0.9"}}, "fanout_host"),
+    ):
+        status, answer = servers[1].call("/init_weight_transfer_engine", {"init_info": info})
+        assert status >= 400, (info, answer)
+        assert f"was started with {what}" in servers[1].log.read_text()
+    # from elsewhere nothing is loaded, either
+    new = random_model(servers[0].model.arch, seed=70)
+    elsewhere = publish(HandoffStore(tmp_path / "weights"), 70, servers[0].model_dir, tensors_of(new))
+    for server in servers:
+        server.ok("/start_weight_update", {})
+    status, answer = servers[1].call("/update_weights", {"update_info": {"path": str(elsewhere.path)}})
+    assert status >= 400, answer
+    assert not list(tmp_path.glob("weights/.readers/*"))
+    for server in servers:
+        server.call("/collective_rpc", {"method": "abandon_weight_update"})

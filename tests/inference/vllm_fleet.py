@@ -15,6 +15,7 @@ from vllm_environment import VLLM_PYTHON
 
 from hpcrl.config.load import load_cluster, load_recipe
 from hpcrl.config.plan import HttpProbe, Role, RoleGroup
+from hpcrl.credentials import Credentials
 from hpcrl.planning.groups import make_groups
 from hpcrl.ports import choose_blocks
 from hpcrl.runs.record import RunRecord
@@ -40,6 +41,7 @@ class Fleet:
         self.run, (self._model_dir, self._model) = RunDir(path), model
         self.run.path.mkdir()
         self.attempt = self.run.start_attempt()
+        self.headers = Credentials.of_run(self.run.path, self.attempt).headers
         for file in (self.run.recipe_path, self.run.cluster_path):
             file.touch()
         record = RunRecord.new(self.run, name="fleet", provenance={})
@@ -80,7 +82,9 @@ class Fleet:
         with log.open("ab") as stream:
             process = subprocess.Popen(command, stdout=stream, stderr=stream, start_new_session=True, env=env)
         url = f"http://{HOST}:{port}"
-        server = Server(process, url, log, self._model, self._model_dir, kind="vllm", timeout_s=300.0)
+        server = Server(
+            process, url, log, self._model, self._model_dir, kind="vllm", timeout_s=300.0, headers=self.headers
+        )
         self.servers[group.role, replica] = server
         return group, replica, server
 

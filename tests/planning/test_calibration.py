@@ -87,7 +87,7 @@ def make_run(root: Path, steps: int) -> RunDir:
     run.write_configuration(
         recipe, LocalCluster(name="local", kind="local", paths=PathsConfig(runs_root=str(root))), plan
     )
-    writer = MetricsWriter(run)
+    writer = MetricsWriter(run, 1)
     for step in range(1, steps + 1):
         writer.write(_record(step))
     writer.close()

@@ -133,7 +133,7 @@ class Loop:
         context = RoleContext(run, attempt=self.attempt, role="orchestrator", replica=0, rank=0)
         self.orchestrator = Orchestrator(context)
         # a machine that is busy for a while is not what these tests are about
-        self.client = DockClient(url, wait_timeout_s=60.0, connect_timeout_s=5.0)
+        self.client = DockClient(url, credentials=context.credentials, wait_timeout_s=60.0, connect_timeout_s=5.0)
         self.work: asyncio.Task[None] | None = None
         self._writer: HandoffWriter | None = None
 

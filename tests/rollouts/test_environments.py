@@ -11,12 +11,11 @@ from typing import Any
 
 import psutil
 import pytest
-from harness import CALCULATOR, WORDS, make_recipe
 
 from hpcrl.config.recipe import CalculatorEnv, LatencyConfig, WordsEnv
 from hpcrl.errors import ConfigError
 from hpcrl.rollouts.counters import Counters
-from hpcrl.rollouts.environments import Environment, Message, Reply, build_environments
+from hpcrl.rollouts.environments import Environment, Message, Reply
 from hpcrl.rollouts.environments.calculator import CalculatorEnvironment
 from hpcrl.rollouts.environments.latency import DelayedEnvironment
 from hpcrl.rollouts.environments.sandbox import Sandbox, SandboxError
@@ -240,7 +239,7 @@ async def test_few_programs_run_at_once() -> None:
     assert 1 <= most <= 2
 
 
-# -- latency, custom, registry
+# -- latency, counters
 
 
 async def test_latency_is_deterministic_and_has_a_tail(monkeypatch: Any) -> None:
@@ -261,47 +260,6 @@ async def test_latency_is_deterministic_and_has_a_tail(monkeypatch: Any) -> None
     assert slept == []
     await environment.rollout(environment.prompt("train", 0), Script("x", seed=seed))
     assert slept == [waits[seed]]
-
-
-def custom(factory: str, **args: Any) -> dict[str, Any]:
-    return {"name": "mine", "kind": "custom", "factory": factory, "args": args}
-
-
-async def test_custom_environments(tmp_path: Path) -> None:
-    recipe = make_recipe(tmp_path, environments=[WORDS, CALCULATOR, custom("my_environment:Echo", word="hi")])
-    environments = build_environments(recipe)
-    assert [environment.name for environment in environments] == ["words", "calculator", "mine"]
-    mine = environments[2]
-    assert (await mine.rollout(mine.prompt("train", 0), Script("hi"))).reward == 1.0
-
-
-@pytest.mark.parametrize(
-    ("factory", "args", "message"),
-    [
-        ("no_such_module:Thing", {}, "cannot be imported"),
-        ("my_environment:Thing", {}, "no callable 'Thing'"),
-        ("my_environment:NUMBER", {}, "no callable 'NUMBER'"),
-        ("my_environment:Echo", {}, "raised TypeError"),
-        ("my_environment:NotOne", {}, "lacks prompt, rollout, demonstration"),
-    ],
-)
-def test_custom_environments_that_are_wrong(tmp_path: Path, factory: str, args: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as caught:
-        build_environments(make_recipe(tmp_path, environments=[custom(factory, **args)]))
-    assert caught.value.findings[0].key == "environments.mine.factory"
-
-
-async def test_the_example_of_the_documentation(tmp_path: Path, monkeypatch: Any) -> None:
-    text = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
-    code = text.partition("```python\n")[2].partition("```")[0]
-    (tmp_path / "documented_counting.py").write_text(code)
-    monkeypatch.syspath_prepend(tmp_path)
-    config = {**custom("documented_counting:Counting", limit=20), "name": "counting"}
-    (counting,) = build_environments(make_recipe(tmp_path, environments=[config]))
-    prompt = counting.prompt("train", 3)
-    assert (await counting.rollout(prompt, Script(str(prompt.data + 1)))).reward == 1.0
-    wrong = counting.demonstration(prompt, correct=False, rng=random.Random(0))
-    assert wrong[-1]["content"] != str(prompt.data + 1)
 
 
 def test_documented_counters_are_all_of_them() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,15 @@ import aiohttp
 import msgspec
 import pytest
 
-from hpcrl.config.load import load_recipe
+from hpcrl.config.load import load_cluster, load_recipe
+from hpcrl.config.plan import Role
 from hpcrl.config.recipe import Recipe
+from hpcrl.planning.groups import make_groups
 from hpcrl.rollouts.engine_client import EngineClient
 from hpcrl.rollouts.invite import Inviter
 from hpcrl.rollouts.replica_client import ReplicaClient
-from hpcrl.weights.invitation import Invitation
+from hpcrl.supervisor.commands import fill_placeholders
+from hpcrl.weights.invitation import Invitation, check_same_reader
 
 ROOT = Path("/runs/one/weights")
 
@@ -61,6 +65,29 @@ async def test_an_engine_reads_as_the_recipe_says() -> None:
 @pytest.mark.parametrize("settings", [("handoff.fanout=off",), ("handoff.node_cache=null",), ("engine.replicas=1",)])
 async def test_without_a_cache_or_another_node_nobody_is_served(settings: tuple[str, ...]) -> None:
     assert (await invitation(recipe("engine.replicas=2", *settings))).fanout_host is None
+
+
+@pytest.mark.parametrize(
+    "settings", [(), ("handoff.node_cache=/fast", "handoff.node_cache_gib=2", "engine.replicas=2")]
+)
+async def test_an_engine_was_started_as_whom_it_is_taken_for(settings: tuple[str, ...]) -> None:
+    """vLLM's engines know it from their command line, and refuse a call that says otherwise."""
+    groups = make_groups(recipe(*settings), load_cluster("local").value, "one")
+    (engine,) = [group for group in groups if group.role is Role.ENGINE]
+    values = {"python": "p", "run_dir": "/runs/one", "replica": "1", "host": "node7", "port": "8000"}
+    words = fill_placeholders(engine.command, values)
+    own = json.loads(words[words.index("--additional-config") + 1])["hpcrl"]
+    started_as, told = msgspec.convert(own["reader"], Invitation), await invitation(recipe(*settings))
+    assert (started_as, own["servers"]) == (told, 1)
+    who: dict[str, Any] = {"root": ROOT, "name": started_as.name, "settings": started_as.settings}
+    given = {"root": str(ROOT), "reader": msgspec.to_builtins(told)}
+    for same in (given, {}, {"root": str(ROOT)}):
+        check_same_reader(same, **who)
+    for key, other in (("name", "engine-2"), ("cache_dir", "/dev/shm/mine"), ("fanout_host", "10.0.0.9")):
+        with pytest.raises(ValueError, match=f"was started with {key}"):
+            check_same_reader({"root": str(ROOT), "reader": {**given["reader"], key: other}}, **who)
+    with pytest.raises(ValueError, match="was started with root"):
+        check_same_reader({**given, "root": "/tmp/poison"}, **who)
 
 
 async def test_ranks_of_a_wide_replica_have_names_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

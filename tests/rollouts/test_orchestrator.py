@@ -19,10 +19,13 @@ from patience import patience
 from stub_engine import StubEngine, coin, decode
 
 from hpcrl.checkpoints.restore import RestoreDecision
+from hpcrl.credentials import Credentials
 from hpcrl.dock.client import DockClient
 from hpcrl.dock.wire import BatchShard
 from hpcrl.errors import CheckpointError, DeadlineError, HpcrlError, PeerLostError
 from hpcrl.rollouts import engine_pool, orchestrator, weight_updates
+from hpcrl.rollouts.evaluation import evaluated_versions
+from hpcrl.runs.observe import read_evaluations
 from hpcrl.runs.role import restore_path
 
 SYNC = {"max_off_policy_steps": 0}
@@ -321,6 +324,48 @@ async def test_evaluations(tmp_path: Path) -> None:
         assert len(loop.events("evaluation")) == len(data)
 
 
+async def test_a_version_that_engines_skip_is_evaluated_at_the_next(tmp_path: Path) -> None:
+    stub = StubEngine()
+    run = make_run(tmp_path, evaluation={"every_steps": 2, "prompts": 2})
+    async with running(run, stub) as loop:
+        await loop.batch(1)
+        await loop.until(lambda: len(loop.events("evaluation")) == 1)
+        stub.update_s = 0.3
+        for version in (1, 2, 3):
+            await loop.publish(version)
+        await loop.until(lambda: stub.version == "3")
+        assert stub.calls.count("update_weights") == 3  # versions 0, 1, 3
+        await loop.until(lambda: len(loop.events("evaluation")) == 2)
+        await loop.publish(4)
+        await loop.until(lambda: len(loop.events("evaluation")) == 3)
+        data = [event.data for event in loop.events("evaluation")]
+        assert [(d["due"], d["version"]) for d in data] == [(0, 0), (2, 3), (4, 4)]
+    # a resume at step 3 has nothing to make up for, one at step 6 has
+    past = evaluated_versions(run, up_to=3)
+    assert 0 in past.exact
+    assert past.due == {0, 2}
+    assert {0, 2, 4} == evaluated_versions(run, up_to=6).due
+    assert [evaluation.due for evaluation in read_evaluations(run)] == [None, 2, None]
+
+
+async def test_a_version_that_comes_due_during_an_evaluation_is_not_forgotten(tmp_path: Path) -> None:
+    stub = StubEngine()
+    run = make_run(tmp_path, evaluation={"every_steps": 2, "prompts": 2})
+    async with running(run, stub) as loop:
+        await loop.batch(1)
+        await loop.until(lambda: len(loop.events("evaluation")) == 1)
+        stub.token_s = 1.0
+        for version in (1, 2, 3, 4):  # 3 and 4 come while 2 is evaluated
+            await loop.publish(version)
+            await loop.until(lambda wanted=str(version): stub.version == wanted)
+        assert len(loop.events("evaluation")) == 1
+        stub.token_s = 0.0
+        await loop.until(lambda: len(loop.events("evaluation")) == 2)
+        await loop.publish(5)
+        await loop.until(lambda: len(loop.events("evaluation")) == 3)
+        assert [event.data["due"] for event in loop.events("evaluation")] == [0, 2, 4]
+
+
 async def test_snapshot_and_restore_lose_and_repeat_nothing(tmp_path: Path) -> None:
     changes = {"rollouts": {**SYNC}, "evaluation": {"every_steps": 2, "prompts": 4}}
     async with running(make_run(tmp_path / "whole", **changes), StubEngine()) as loop:
@@ -433,7 +478,10 @@ async def test_the_process_ends_promptly_on_a_signal(tmp_path: Path, number: int
     }
     child = await asyncio.create_subprocess_exec(sys.executable, "-m", "hpcrl.rollouts", env=environment)
     # an interpreter that starts, not a loop that runs already
-    client = DockClient(loop.client.url, wait_timeout_s=60.0, connect_timeout_s=60.0 * patience())
+    credentials = Credentials.of_run(run.path, 1)
+    client = DockClient(
+        loop.client.url, credentials=credentials, wait_timeout_s=60.0, connect_timeout_s=60.0 * patience()
+    )
     try:
         loop.store.path_of(0).mkdir(parents=True)
         await asyncio.to_thread(client.published, 0)

@@ -20,6 +20,7 @@ from harness import make_recipe, make_run, running
 from stub_engine import StubEngine
 
 from hpcrl.config.recipe import Recipe
+from hpcrl.credentials import Credentials
 from hpcrl.dock.wire import BatchShard
 from hpcrl.errors import CheckpointError
 from hpcrl.rollouts import trainer_desk
@@ -71,6 +72,9 @@ class Pool:
 TRANSCRIPT: Any = SimpleNamespace(opening=lambda messages: [7, 8], text=lambda tokens: "x", eos_token_id=2)
 
 
+FILES: Any = SimpleNamespace(write=lambda step, lines, wait_s: None)
+
+
 class Desk(TrainerDesk):
     """Builds wait for a gate."""
 
@@ -84,7 +88,7 @@ class Desk(TrainerDesk):
 class Life:
     """One attempt: scheduler, desk, and a trainer that has trained the steps before."""
 
-    def __init__(self, recipe: Recipe, state: OrchestratorState, tmp_path: Path) -> None:
+    def __init__(self, recipe: Recipe, state: OrchestratorState) -> None:
         bound = recipe.rollouts.max_off_policy_steps
         self.step, self.trained = state.step, {}  # type: ignore[var-annotated]
         self.pool = Pool(state.step)
@@ -113,7 +117,7 @@ class Life:
             counters=state.counters,
             gauges=dict,
             decode=lambda tokens: "",
-            rollouts_dir=tmp_path / "rollouts",
+            files=FILES,
             spawn=asyncio.create_task,
         )
         self.desk.gate = threading.Event()
@@ -143,8 +147,8 @@ class Life:
 
 
 @contextlib.asynccontextmanager
-async def living(recipe: Recipe, state: OrchestratorState, tmp_path: Path) -> AsyncIterator[Life]:
-    life = Life(recipe, state, tmp_path)
+async def living(recipe: Recipe, state: OrchestratorState) -> AsyncIterator[Life]:
+    life = Life(recipe, state)
     work = asyncio.create_task(life.scheduler.run())
     try:
         yield life
@@ -185,7 +189,7 @@ async def test_every_group_is_trained_once_wherever_a_run_goes_on(tmp_path: Path
     moments: set[str] = set()
     while saved.step < 14 or (len(moments) < 4 and saved.step < 90):
         trained = list(history)
-        async with living(recipe, OrchestratorState.decode(saved.encode()), tmp_path) as life:
+        async with living(recipe, OrchestratorState.decode(saved.encode())) as life:
             versions = life.pool.versions
             versions.update({index: version for index, version in old.items() if index not in saved.restart})
             for step in range(saved.step + 1, saved.step + 1 + rng.randrange(1, 6)):
@@ -222,7 +226,7 @@ async def test_every_group_is_trained_once_wherever_a_run_goes_on(tmp_path: Path
 
 async def test_states_that_are_gone_or_to_come_are_refused(tmp_path: Path) -> None:
     recipe, rng = small_recipe(tmp_path), random.Random(0)
-    async with living(recipe, OrchestratorState.fresh(recipe), tmp_path) as life:
+    async with living(recipe, OrchestratorState.fresh(recipe)) as life:
         assert life.desk.snapshot(0).next_index == 0
         for step in (1, 2, 3):
             while not await life.ask(step):
@@ -242,12 +246,12 @@ async def test_states_that_are_gone_or_to_come_are_refused(tmp_path: Path) -> No
 async def test_finished_groups_that_a_step_makes_too_old_are_kept_for_a_snapshot_before_it(tmp_path: Path) -> None:
     """As after a resume with a lower bound: more has finished than one step can use, and then nothing may be old."""
     recipe, rng = small_recipe(tmp_path), random.Random(0)
-    async with living(recipe, OrchestratorState.fresh(recipe), tmp_path) as life:
+    async with living(recipe, OrchestratorState.fresh(recipe)) as life:
         while len(life.desk.snapshot(0).finished) < 2 * GROUPS:
             await life.turn(rng)
         state, versions = life.desk.snapshot(0), life.pool.versions
     strict = small_recipe(tmp_path, rollouts={**recipe.rollouts.model_dump(), "max_off_policy_steps": 0})
-    async with living(strict, OrchestratorState.decode(state.encode()), tmp_path) as life:
+    async with living(strict, OrchestratorState.decode(state.encode())) as life:
         life.desk.gate.set()
         while not await life.ask(1):
             await life.turn(rng)
@@ -260,7 +264,7 @@ async def test_finished_groups_that_a_step_makes_too_old_are_kept_for_a_snapshot
 
 async def test_groups_start_again_with_what_they_had_when_weights_change(tmp_path: Path) -> None:
     recipe, rng = small_recipe(tmp_path), random.Random(0)
-    async with living(recipe, OrchestratorState.fresh(recipe), tmp_path) as life:
+    async with living(recipe, OrchestratorState.fresh(recipe)) as life:
         await life.turn(rng)
         had = {i: running.task for i, running in life.scheduler._running.items()}
         state = OrchestratorState.decode(life.desk.snapshot(0).encode())
@@ -316,7 +320,9 @@ async def test_a_request_that_is_cut_off_while_the_batch_is_built_loses_nothing(
         trained = {group.index for group in loop.last_groups()}
         path = "/dock/batch/2?rank=0&world_size=1&wait_s=20"
         reader, writer = await asyncio.open_connection(loop.client._host, loop.client._port)
-        writer.write(f"GET {path} HTTP/1.1\r\nHost: dock\r\n\r\n".encode())
+        headers = {"Host": "dock", **Credentials.of_run(loop.run.path, loop.attempt).headers}
+        head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        writer.write(f"GET {path} HTTP/1.1\r\n{head}\r\n".encode())
         assert await asyncio.to_thread(begun.wait, 20.0)
         writer.close()
         # the orchestrator hears of the end, and cancels the handler

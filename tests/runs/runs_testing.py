@@ -164,7 +164,7 @@ def step_record(step: int, *, attempt: int = 1, seed: int = 0, total: int = 40) 
 
 
 def write_steps(run: RunDir, steps: int, *, attempt: int = 1, total: int = 40) -> None:
-    writer = MetricsWriter(run)
+    writer = MetricsWriter(run, attempt)
     for step in range(1, steps + 1):
         writer.write(step_record(step, attempt=attempt, total=total))
     writer.close()

@@ -26,7 +26,7 @@ def write_run(path: Path, *, steps: int = 20, turns: bool = True) -> RunDir:
     path.mkdir()
     run.write_configuration(config, local(), make_plan(config, local(), path.name, path))
     run.rollouts_dir.mkdir()
-    metrics, events = MetricsWriter(run), EventWriter(run, attempt=1, writer="orchestrator-0")
+    metrics, events = MetricsWriter(run, 1), EventWriter(run, attempt=1, writer="orchestrator-0")
     for step in range(1, steps + 1):
         begin_s = 1000.0 + step * STEP_S
         tokens, lines, now = 100 + 10 * step, [], begin_s

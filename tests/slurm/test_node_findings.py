@@ -56,6 +56,8 @@ def test_good_nodes_give_no_finding(site: SlurmCluster) -> None:
         ({"busy_ports": list(range(50))}, "ports-taken", Severity.WARNING),
         ({"ephemeral_first": 20500}, "ports-ephemeral", Severity.WARNING),
         ({"has_interface": False}, "no-interface", Severity.ERROR),
+        ({"address_problem": "interface lo of node n1 has no address"}, "no-address", Severity.ERROR),
+        ({"unreached": {"n2": "no connection to 10.9.0.2:20000"}}, "unreachable", Severity.ERROR),
         ({"missing_nics": ["mlx5_3"]}, "no-nic", Severity.ERROR),
         ({"scratch_problem": "Permission denied"}, "no-scratch", Severity.ERROR),
         ({"gpus": None}, "no-driver", Severity.WARNING),

@@ -88,7 +88,7 @@ def test_commands_of_every_plan() -> None:
         "torch.distributed.run",
         "vllm.entrypoints.cli.main",
         "vllm.entrypoints.openai.api_server",
-        "vllm_router.launch_router",
+        "hpcrl.inference.vllm.router",
     }
 
 

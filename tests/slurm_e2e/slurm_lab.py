@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 from observed import status_of
 from patience import patience, wait_for
@@ -46,7 +49,11 @@ class SlurmLab:
         self.model, self.cluster = model, cluster
         # jobs start clean: what this checkout is imported by is named in the profile
         profile = yaml.safe_load((ROOT / "clusters" / "devcluster.yaml").read_text())
-        profile |= {"launch": {"inherit": ["PYTHONPATH"]}, **profile_changes}
+        launch: dict[str, Any] = {"inherit": ["PYTHONPATH"]}
+        commands = Path(shutil.which("srun") or "/usr/bin/srun").parent
+        if commands != Path("/usr/bin"):  # another Slurm than that of the system: jobs use it, too
+            launch["path"] = [str(commands)]
+        profile |= {"launch": launch, **profile_changes}
         self.profile = directory / "devcluster.yaml"
         self.profile.write_text(yaml.safe_dump(profile))
         self.env = {
@@ -65,6 +72,19 @@ class SlurmLab:
             assert result.returncode == 0, f"{arguments}: {result.returncode}\n{result.stdout}\n{result.stderr}"
         return result
 
+    def salloc(self, nodes: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """One hpcrl command inside of an allocation of whole nodes."""
+        options = [f"--nodes={nodes}", "--exclusive", "--gres=gpu:h200:8", "--time=10"]
+        return subprocess.run(
+            ["salloc", *options, HPCRL, *arguments],
+            cwd=ROOT,
+            env=self.env,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=300.0 * patience(),
+        )
+
     def submit(self, name: str, *settings: str, recipe: str = "quickstart", small: bool = True) -> RunDir:
         """Submit a recipe, by default the quickstart with this lab's model on four nodes."""
         settings = self.settings(*settings) if small else settings
@@ -75,6 +95,17 @@ class SlurmLab:
     def settings(self, *more: str) -> tuple[str, ...]:
         """What makes the quickstart small."""
         return (f"model.path={self.model}", *SMALL_RUN, *more)
+
+    def listeners(self, run: RunDir) -> list[tuple[str, str, int]]:
+        """Role (or program), address and port of everything in which a process of the run listens."""
+        found = []
+        for process in procfs.with_environ("HPCRL_RUN_ID", RunRecord.read(run).run_id):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                whole = psutil.Process(process.pid)
+                role = procfs.read_environ(process.pid).get("HPCRL_ROLE") or whole.name()
+                ports = whole.net_connections("tcp")
+                found += [(role, port.laddr.ip, port.laddr.port) for port in ports if port.status == "LISTEN"]
+        return sorted(set(found))
 
     def json(self, *arguments: str) -> Any:
         return json.loads(self.hpcrl(*arguments, "--json").stdout)

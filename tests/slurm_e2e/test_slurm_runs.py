@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from slurm_lab import SlurmLab, events, job_id, wait_saved, wait_step
 
 from hpcrl.runs.metrics import read_metrics
+from hpcrl.runs.record import RunRecord
+from hpcrl.runs.rundir import RunDir
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -19,8 +22,11 @@ def test_quickstart_learns_on_four_nodes(layout: str, slurm_lab: SlurmLab, taugh
     run = slurm_lab.submit(
         f"q-{layout}", f"model.path={taught_model}", "trainer.steps=25", *shape, recipe="quickstart", small=False
     )
+    slurm_lab.wait_state(run, ["RUNNING", "COMPLETED", "FAILED", "LOST", "CANCELLED"])
+    listeners = slurm_lab.listeners(run)
     status = slurm_lab.wait_state(run, ["COMPLETED", "FAILED", "LOST", "CANCELLED"], timeout_s=300)
     assert status["state"] == "COMPLETED", slurm_lab.hpcrl("why", run.name).stdout
+    _listens_on_its_nodes_alone(listeners, status, slurm_lab)
     assert [record.step for record in read_metrics(run)] == list(range(1, 26))
     rewards = [event.data["reward"] for event in events(run, "evaluation")]
     print(f"{layout}: reward of held-out prompts {rewards}")
@@ -37,6 +43,23 @@ def test_quickstart_learns_on_four_nodes(layout: str, slurm_lab: SlurmLab, taugh
     freed_s = max(int(record["EndTime"]) for record in slurm_lab.client().details(job_id(run))) - trainer[-1].time_s
     print(f"{layout}: nodes were free {freed_s:.0f} s after the trainer's end")
     assert freed_s < 30.0
+
+
+def _listens_on_its_nodes_alone(listeners: list[tuple[str, str, int]], status: Any, lab: SlurmLab) -> None:
+    """Servers listen on the addresses of their nodes; of the run, only torch's store takes no address (docs/admins.md).
+
+    What srun itself listens on is Slurm's: its ports are in nobody's profile, and its credentials guard them.
+    """
+    nodes = {node.name: node.address for node in lab.cluster.record().nodes}
+    print("listening:", *listeners, sep="\n    ")
+    (trainer,) = (c for c in status["components"] if c["role"] == "trainer")
+    anywhere = {(role, port) for role, ip, port in listeners if ip in ("0.0.0.0", "::") and role != "srun"}
+    assert anywhere == {("trainer", trainer["port"])}
+    for component in status["components"]:
+        role, port = component["role"], component["port"]
+        address = nodes[component["nodes"][0]]
+        assert component["host"] == address
+        assert role == "trainer" or (role, address, port) in listeners, (role, address, port)
 
 
 def test_reference_run_has_its_shape_on_28_nodes(slurm_lab: SlurmLab) -> None:
@@ -66,8 +89,32 @@ def test_cancel_and_resume(slurm_lab: SlurmLab) -> None:
     slurm_lab.hpcrl("cancel", run.name, "--yes")
 
 
+def test_a_run_inside_of_an_allocation(slurm_lab: SlurmLab) -> None:
+    """Nothing is submitted, and the job is the shell's: it is there after the run as it was before."""
+    settings = [word for setting in slurm_lab.settings("trainer.steps=6") for word in ("--set", setting)]
+    submit = ["submit", "quickstart", "--cluster", str(slurm_lab.profile), "--in-job", *settings]
+    refused = slurm_lab.salloc(2, *submit, "--name", "narrow")
+    assert refused.returncode == 2
+    assert "has 2 nodes, the run needs 4\n    way out: salloc --partition=gpu --nodes=4" in refused.stderr
+    assert not (slurm_lab.runs_root / "narrow").exists()
+    done = slurm_lab.salloc(5, *submit, "--name", "inside", "--follow")
+    run = RunDir(slurm_lab.runs_root / "inside")
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{slurm_lab.hpcrl('why', run.name).stdout}"
+    assert [record.step for record in read_metrics(run)] == list(range(1, 7))
+    (submission,) = RunRecord.read(run).submissions
+    job = slurm_lab.client().jobs([int(submission.in_job)])[int(submission.in_job)]
+    assert f"inside of job {job.job_id}" in done.stderr
+    assert job.leader.comment == "", "a job of the shell, not of the run"
+    status = slurm_lab.json("status", run.name)
+    used = {node for component in status["components"] for node in component["nodes"]}
+    assert (len(job.nodes), used) == (5, set(job.nodes[:4]))
+
+
 def test_warning_before_the_limit_saves_and_requeues(slurm_lab: SlurmLab) -> None:
-    run = slurm_lab.submit("limit", "trainer.steps=2000", "checkpoint.every_steps=0")
+    passed_on = "job.sbatch_options=[--nice=7, --contiguous]"
+    run = slurm_lab.submit("limit", "trainer.steps=2000", "checkpoint.every_steps=0", passed_on)
+    records = slurm_lab.client().details(job_id(run))
+    assert {(record["Nice"], record["Contiguous"]) for record in records} == {("7", "1")}
     wait_step(run, 4)
     slurm_lab.client().cancel(job_id(run), signal="USR2", batch=True)
     slurm_lab.wait_state(run, ["REQUEUED"])

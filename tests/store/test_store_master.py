@@ -68,6 +68,11 @@ def test_a_ready_master_takes_and_gives_blocks(role: MasterRole) -> None:
     canary(endpoints)
     status = StoreAdmin(endpoints.admin).status()
     assert status.segments == []  # the canary left nothing
+    # on the address it was given, all three ports, and nowhere else
+    role_processes = [psutil.Process(role.process.pid), psutil.Process(master_pid(role))]
+    listening = {c.laddr for p in role_processes for c in p.net_connections("tcp") if c.status == "LISTEN"}
+    assert {ip for ip, _ in listening} == {"127.0.0.1"}
+    assert {port for _, port in listening} >= {endpoints.rpc_port, endpoints.metadata_port, endpoints.admin_port}
     assert status.metrics["master_put_start_requests_total"] >= 1
     assert role.stop() == 0
     assert not StoreAdmin(endpoints.admin, timeout_s=1).healthy()

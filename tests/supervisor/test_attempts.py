@@ -9,13 +9,14 @@ import msgspec
 import pytest
 from supervisor_testing import create
 
+from hpcrl.checkpoints.history import add_saved
 from hpcrl.config.plan import Plan
 from hpcrl.fs import write_json
 from hpcrl.runs.events import EventWriter
 from hpcrl.runs.record import RunRecord, Submission
 from hpcrl.runs.role import save_answer_path, save_request_path
 from hpcrl.runs.rundir import RunDir
-from hpcrl.supervisor.attempts import exhausted, save_now
+from hpcrl.supervisor.attempts import exhausted, may_retry, save_now
 
 
 @pytest.fixture
@@ -64,6 +65,20 @@ def test_a_new_checkpoint_is_progress(run: RunDir) -> None:
     assert "at the checkpoint of step 10" in exhausted(run, plan(run), 7)
     checkpoint(run, 20)
     assert exhausted(run, plan(run), 7) == ""
+
+
+def test_a_checkpoint_below_a_damaged_one_is_progress(run: RunDir) -> None:
+    """The newest entry cannot be restored, and each attempt comes further from the one before it."""
+    checkpoint(run, 20)
+    for attempt in (1, 2, 3):
+        run.start_attempt()
+        began(run, attempt, 20)
+    assert "at the checkpoint of step 20" in exhausted(run, plan(run), 4)
+    assert not may_retry(run, plan(run), began_at=20)
+    add_saved(run.checkpoints_dir, step=12, attempt=3)
+    assert exhausted(run, plan(run), 4) == ""
+    policy = plan(run).attempts.model_copy(update={"retries": 1})
+    assert may_retry(run, plan(run).model_copy(update={"attempts": policy}), began_at=20)
 
 
 def test_the_number_of_attempts_is_bounded(run: RunDir) -> None:

@@ -27,6 +27,7 @@ from supervisor_testing import (
     wait_running,
 )
 
+from hpcrl.config.layout import AttemptPolicy
 from hpcrl.errors import RunDirError
 from hpcrl.runs.cause import CauseKind
 from hpcrl.runs.diagnosis import diagnose
@@ -82,6 +83,25 @@ def test_a_clean_trainer_end_completes_the_run(root: Path) -> None:
     assert (run.path / "attempts/0001/logs/engine/1-0.log").read_text() == "engine behaves: serve\n"
     with pytest.raises(RunDirError, match="nothing to resume"):
         prepare_resume(run)
+
+
+@pytest.mark.parametrize("on_change", ["warn", "stop"])
+def test_an_attempt_that_would_run_something_else_says_so(root: Path, on_change: str) -> None:
+    run = create(root, trainer="finish", attempts=AttemptPolicy(on_change=on_change))
+    with run.recipe_path.open("a") as recipe:
+        recipe.write("# changed in the queue\n")
+    submit_attempt(run)
+    view, _ = wait_ended(run)
+    (event,) = read_events(run, kind="attempt.changed")
+    assert event.data["changes"] == ["recipe.yaml of the run was changed by hand"]
+    if on_change == "warn":
+        assert view.state is RunState.COMPLETED
+    else:
+        assert view.cause is not None
+        assert (view.state, view.cause.kind) == (RunState.FAILED, CauseKind.CHANGED)
+        assert kinds(run).count("component.state") == 0
+        assert "hpcrl resume RUN --accept-changes" in diagnose(run).hint
+    assert any("changed by hand" in consequence.what for consequence in diagnose(run).consequences)
 
 
 def test_cancel_ends_the_run_in_order(root: Path) -> None:

@@ -6,12 +6,14 @@ import asyncio
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from hpcrl import procfs
+from hpcrl.runs.clocks import Clock, Clocks
 from hpcrl.supervisor import guarded
 from hpcrl.supervisor.guard import RUN_ID_VARIABLE
 from hpcrl.supervisor.guarded import ProcessSpec, guard_command, start_guarded
@@ -74,6 +76,36 @@ async def test_a_guard_that_obeys_is_left_alone(tmp_path: Path, caplog: pytest.L
     assert await process.gone() == []
     assert (await process.ended()).signal is not None
     assert not caplog.records
+
+
+async def test_the_time_of_an_end_is_by_our_clock_and_the_node_is_named(tmp_path: Path) -> None:
+    """The guard's own clock is that of its node, which here counts as 3.1 s behind."""
+    clocks = Clocks({"n7": Clock(-3.1, 0.01)})
+    before_s = time.time()
+    process = await start_guarded(
+        guard_command(sys.executable),
+        spec(tmp_path, "raise SystemExit(3)"),
+        env={**os.environ, "SLURMD_NODENAME": "n7"},
+        clocks=clocks,
+    )
+    end = await process.ended()
+    await process.gone()
+    assert (end.exit_code, end.node) == (3, "n7")
+    assert before_s + 3.1 <= end.time_s <= time.time() + 3.1
+
+
+async def test_variables_that_differ_by_node_are_filled_there(tmp_path: Path) -> None:
+    program = "import os; print([os.environ.get(name) for name in ('A', 'B', 'C', 'D')])"
+    base = spec(tmp_path, program)
+    own = {"A": "{node_host}", "B": "{node_interface}", "C": "at {node_host}"}
+    for interfaces, shown in ((["net0"], "net0"), ([], None)):
+        given = msgspec.structs.replace(
+            base, env={**base.env, **own}, hosts=["127.9.9.9"], interfaces=interfaces, logs=[str(tmp_path / str(shown))]
+        )
+        process = await start_guarded(guard_command(sys.executable), given, env=os.environ)
+        await process.gone()
+        # only whole values are ours: braces elsewhere may be anybody's
+        assert (tmp_path / str(shown)).read_text().strip() == str(["127.9.9.9", shown, "at {node_host}", None])
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o644])

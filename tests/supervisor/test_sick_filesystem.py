@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from fault_shim import build_shim
-from supervisor_testing import create, end_everything, start, wait_ended, wait_for
+from supervisor_testing import create, end_everything, start, wait_ended, wait_for, wait_running
 
+from hpcrl import procfs
+from hpcrl.config.layout import AttemptPolicy
+from hpcrl.runs.cause import CauseKind
 from hpcrl.runs.events import read_events
 from hpcrl.runs.observe import observe
 from hpcrl.runs.rundir import RunDir
@@ -60,3 +65,47 @@ def test_reports_that_fail_cost_nothing(
     (again,) = read_events(run, kind="reports.caught_up")
     assert again.data["file"].startswith(file)
     assert again.data["dropped"] == 0
+
+
+# -- signals -------------------------------------------------------------------------------------------------------
+
+
+def test_a_signal_is_not_lost_with_the_record(root: Path) -> None:
+    run = start(root)
+    supervisor = wait_running(run).pid
+    assert supervisor is not None
+    record = run.record_path.read_bytes()
+    run.record_path.write_bytes(b"torn")
+    os.kill(supervisor, signal.SIGTERM)
+    wait_for(lambda: states(run)[-1] == "CANCELLED", 30, "the end of the attempt")
+    run.record_path.write_bytes(record)
+    view, _ = wait_ended(run)
+    assert view.state is RunState.CANCELLED
+    assert view.cause is not None
+    assert view.cause.message == "cancelled by SIGTERM to the supervisor"
+
+
+def test_slurms_warning_is_not_lost_with_the_events(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    switch = tmp_path / "sick"
+    monkeypatch.setenv("LD_PRELOAD", str(build_shim(tmp_path)))
+    # no event, no status, no request to save: nothing below the run can be opened for a while
+    monkeypatch.setenv("HPCRL_FAULT", f"op=write errno=5 path={root} who=- when={switch}")
+    run = start(root, attempts=AttemptPolicy(signal_lead_s=47))
+    view = wait_running(run)
+    roles = [component.pid for component in view.components if component.pid is not None]
+    assert len(roles) == 2
+    assert view.pid is not None
+    switch.touch()
+    os.kill(view.pid, signal.SIGUSR2)
+    # the roles end although nothing can be said; then it can, and all is said
+    wait_for(lambda: not any(procfs.read_process(pid) for pid in roles), 40, "the end of the roles")
+    switch.unlink()
+    view, _ = wait_ended(run)
+    assert view.state is RunState.FAILED
+    assert view.cause is not None
+    assert view.cause.kind is CauseKind.TIME_LIMIT
+    assert "nothing could be saved" in view.cause.message
+    kinds = [event.kind for event in read_events(run)]
+    assert kinds.index("supervisor.warned") < kinds.index("supervisor.saved")

@@ -14,6 +14,7 @@ from supervisor_testing import end_everything, make_plan, start, wait_ended
 
 from hpcrl.config.load import load_cluster, load_recipe
 from hpcrl.config.plan import HttpProbe, Role, WatchPolicy
+from hpcrl.credentials import Credentials
 from hpcrl.inference.vllm.front import servers_of
 from hpcrl.planning.groups import make_groups
 from hpcrl.runs.role import Endpoints, Member
@@ -129,7 +130,12 @@ def address_of(servers: list[Server]) -> Address:
 
 async def test_a_replica_is_ready_when_all_of_its_servers_are(servers: list[Server], tmp_path: Path) -> None:
     servers[1].status = servers[2].status = 503
-    prober = Prober(HttpProbe(path="/health"), address=address_of(servers), ready_file=tmp_path / "x")
+    prober = Prober(
+        HttpProbe(path="/health"),
+        address=address_of(servers),
+        ready_file=tmp_path / "x",
+        credentials=Credentials("5" * 64, 1),
+    )
     waiting = asyncio.create_task(prober.wait())
     await asyncio.sleep(0.3)
     assert not waiting.done()

@@ -92,6 +92,16 @@ def test_bit_equal_on_one_rank_and_on_two(model_dir, tmp_path, mode):
         assert next_loss == pytest.approx(loss, rel=1e-4)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_model_with_tied_embeddings_resumes(tmp_path, ranks):
+    """Head and embeddings stay one parameter, also where they are made without data for a checkpoint to fill."""
+    model_dir = write_model_dir(tmp_path / "model", tiny_arch(tie_word_embeddings=True))
+    before = run_ranks(ranks, save, model_dir, tmp_path / "checkpoints")
+    after = run_ranks(ranks, load, model_dir, tmp_path / "checkpoints")
+    assert "lm_head.weight" not in before[0][0]
+    assert after == before
+
+
 def test_every_rank_hashes_what_it_writes(model_dir, tmp_path):
     run_ranks(2, save, model_dir, tmp_path)
     entry = CheckpointLedger(tmp_path).newest_verified().entry

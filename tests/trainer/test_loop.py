@@ -11,13 +11,16 @@ import time
 
 import pytest
 from patience import wait_for
-from trainer_testing import StubDock, make_recipe, run_ranks, start_attempt, write_model_dir, write_recipe
+from trainer_testing import StubDock, make_recipe, run_ranks, start_attempt, tiny_arch, write_model_dir, write_recipe
 
+from hpcrl.aside import list_asides
+from hpcrl.checkpoints.checks import read_check
 from hpcrl.checkpoints.ledger import CheckpointLedger
 from hpcrl.checkpoints.restore import RestoreDecision
-from hpcrl.errors import ConfigError, DeadlineError, PeerLostError, RunFailedError
+from hpcrl.errors import ConfigError, DeadlineError, NothingToRestoreError, PeerLostError, RunFailedError
 from hpcrl.runs.events import read_events
 from hpcrl.runs.metrics import read_metrics
+from hpcrl.runs.restart import RestartRequest
 from hpcrl.runs.role import FailureRecord, RoleContext, restore_path
 from hpcrl.runs.rundir import RunDir
 from hpcrl.trainer.loop import train
@@ -120,7 +123,9 @@ def test_a_whole_run(tmp_path, model_dir, dock):
     assert list(run.checkpoints_dir.glob(".*/*")) == []
 
 
-def test_resume_equals_an_uninterrupted_run(tmp_path, model_dir, dock):
+@pytest.mark.parametrize("tied", [False, True])
+def test_resume_equals_an_uninterrupted_run(tmp_path, dock, tied):
+    model_dir = write_model_dir(tmp_path / "model", tiny_arch(tie_word_embeddings=tied))
     whole, parted = RunDir(tmp_path / "whole"), RunDir(tmp_path / "parted")
     run_steps(whole, model_dir, dock, 6)
     run_steps(parted, model_dir, dock, 3)
@@ -159,6 +164,94 @@ def test_resume_skips_a_damaged_checkpoint_and_withdraws_later_versions(tmp_path
     assert (writer.name[:14], os.listdir(writer)) == (".writer-000002", [])
 
 
+def begin_at(run, begin, step=None):
+    """What `hpcrl resume --from-scratch` or `--from-step` writes down."""
+    after = (run.attempts() or [0])[-1]
+    RestartRequest(begin=begin, step=step, after_attempt=after, time_s=0.0, by="test").write(run)
+
+
+def damage_all(run):
+    """One byte of each checkpoint."""
+    for path in run.checkpoints_dir.glob("step-*/trainer/__0_0.distcp"):
+        data = path.read_bytes()
+        path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+
+
+def kept(root, prefix):
+    return [(aside.number, aside.token) for aside in list_asides(root, prefix)]
+
+
+def test_a_run_that_has_saved_does_not_begin_again_by_itself(tmp_path, model_dir, dock):
+    run = RunDir(tmp_path / "run")
+    first = run_steps(run, model_dir, dock, 4)
+    damage_all(run)
+    versions = HandoffStore(run.weights_dir).versions()
+    for attempt in (2, 3):  # also the next one: a requeue, or a retry
+        with pytest.raises(NothingToRestoreError, match="saved 2 of them, the last at step 4") as error:
+            run_steps(run, model_dir, dock, 6)
+        for step in (2, 4):
+            what = rf"step {step}: .*__0_0.distcp does not have .*XXH3-128 \w{{32}}, the manifest"
+            assert re.search(what, str(error.value))
+        assert "hpcrl resume run --from-scratch" in str(error.value)
+        decision = RestoreDecision.find(restore_path(run, attempt))
+        assert (decision.step, [s.step for s in decision.skipped]) == (None, [4, 2])
+        assert decision.refused == str(error.value)
+    # nothing was changed, and the entries are said to be damaged
+    assert read_metrics(run) == first
+    assert HandoffStore(run.weights_dir).versions() == versions
+    assert CheckpointLedger(run.checkpoints_dir).steps() == [2, 4]
+    assert "does not have" in read_check(CheckpointLedger(run.checkpoints_dir), 4).problem
+    # also where nothing at all is left of them
+    shutil.rmtree(run.checkpoints_dir)
+    with pytest.raises(NothingToRestoreError, match="no entry is left"):
+        run_steps(run, model_dir, dock, 6)
+
+
+def test_what_a_restart_gives_up_is_put_aside_until_it_is_passed(tmp_path, model_dir, dock):
+    whole, run = RunDir(tmp_path / "whole"), RunDir(tmp_path / "run")
+    run_steps(whole, model_dir, dock, 6)
+    run_steps(run, model_dir, dock, 4)
+    damage_all(run)
+    begin_at(run, "scratch")
+    run_steps(run, model_dir, dock, 2)
+    # step 2 was saved again; the checkpoint and the versions beyond are kept
+    assert CheckpointLedger(run.checkpoints_dir).steps() == [2]
+    assert kept(run.checkpoints_dir, "step-") == [(4, 2)]
+    assert [number for number, _ in kept(run.weights_dir, "v")] == [1, 2, 3, 4]
+    decision = RestoreDecision.find(restore_path(run, 2))
+    assert (decision.step, decision.asked, decision.put_aside) == (None, "--from-scratch", [2, 4])
+    # what was asked for is done: the next attempt goes on from what it has saved since
+    run_steps(run, model_dir, dock, 6)
+    assert RestoreDecision.find(restore_path(run, 3)).step == 2
+    assert kept(run.checkpoints_dir, "step-") == []
+    assert losses(run) == losses(whole)
+
+
+def test_a_run_goes_on_from_the_step_that_somebody_names(tmp_path, model_dir, dock):
+    run = RunDir(tmp_path / "run")
+    first = losses_by_step(run_steps(run, model_dir, dock, 4))
+    begin_at(run, "step", 2)
+    run_steps(run, model_dir, dock, 3)
+    assert kept(run.checkpoints_dir, "step-") == [(4, 2)]
+    assert CheckpointLedger(run.checkpoints_dir).steps() == [2, 3]
+    # and back to what was put aside: the later step that was given up first
+    begin_at(run, "step", 4)
+    again = losses_by_step(run_steps(run, model_dir, dock, 5))
+    assert RestoreDecision.find(restore_path(run, 3)).step == 4
+    assert {step: again[step] for step in first} == first
+    # a damaged one is not replaced by another, and nothing is put aside for it
+    damage_all(run)
+    steps = CheckpointLedger(run.checkpoints_dir).steps()
+    begin_at(run, "step", 4)
+    with pytest.raises(NothingToRestoreError, match="checkpoint of step 4 cannot be restored"):
+        run_steps(run, model_dir, dock, 6)
+    assert CheckpointLedger(run.checkpoints_dir).steps() == steps
+
+
+def losses_by_step(records):
+    return {record.step: record.loss for record in records}
+
+
 def test_a_finished_run_that_is_resumed_finishes_again(tmp_path, model_dir, dock):
     run = RunDir(tmp_path / "run")
     first = run_steps(run, model_dir, dock, 2)
@@ -170,12 +263,12 @@ def test_a_finished_run_that_is_resumed_finishes_again(tmp_path, model_dir, dock
 def test_an_intact_start_version_stays_and_a_damaged_one_is_made_again(tmp_path, model_dir, dock):
     run = RunDir(tmp_path / "run")
     run_steps(run, model_dir, dock, 1)
-    CheckpointLedger(run.checkpoints_dir).remove(1)
+    begin_at(run, "scratch")
     manifest = run.weights_dir / "v000000" / "manifest.json"
     made = manifest.stat().st_ino
     run_steps(run, model_dir, dock, 1)
     assert manifest.stat().st_ino == made
-    CheckpointLedger(run.checkpoints_dir).remove(1)
+    begin_at(run, "scratch")
     (run.weights_dir / "v000000" / "config.json").write_text("{}")
     run_steps(run, model_dir, dock, 1)
     HandoffStore(run.weights_dir).open(0).verify(content=True)

@@ -5,7 +5,8 @@ import os
 
 import pytest
 import torch
-from trainer_testing import ToyEnvironment, make_recipe
+from toy_environment import ToyEnvironment
+from trainer_testing import make_recipe
 
 from hpcrl.config.recipe import WarmupConfig
 from hpcrl.errors import UsageError
@@ -156,13 +157,12 @@ def test_a_model_is_only_replaced_when_asked(tmp_path):
     assert os.listdir(tmp_path) == ["toy"]
 
 
-def test_environments_without_demonstrations_are_named(tmp_path, monkeypatch):
-    def none(*_, **__):
-        raise NotImplementedError("toy")
-
-    monkeypatch.setattr(ToyEnvironment, "demonstration", none)
+def test_environments_without_demonstrations_are_named(tmp_path):
+    recipe = recipe_with()
+    (toy,) = recipe.environments
+    silent = toy.model_copy(update={"factory": "toy_environment:SilentEnvironment"})
     with pytest.raises(UsageError, match="no demonstrations"):
-        make_start_model(recipe_with(), tmp_path / "toy", seed=0)
+        make_start_model(recipe.model_copy(update={"environments": [silent]}), tmp_path / "toy", seed=0)
     with pytest.raises(UsageError, match=r"no model\.warmup"):
         make_start_model(make_recipe("unused", steps=1), tmp_path / "toy", seed=0)
 

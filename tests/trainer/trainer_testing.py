@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import multiprocessing as mp
 import os
-import random
 import socket
 import threading
 import traceback
@@ -26,7 +25,6 @@ from hpcrl.dock.wire import BatchShard, BatchStats, MicroBatch, encode_shard
 from hpcrl.fs import write_json
 from hpcrl.models.arch import ModelArch
 from hpcrl.models.tokenizer import write_character_tokenizer
-from hpcrl.rollouts.environments import Message, Outcome, Policy, Prompt, Split
 from hpcrl.runs.role import Endpoints, RoleContext
 from hpcrl.runs.rundir import RunDir
 from hpcrl.trainer.models.hf import to_hf_tensors
@@ -209,7 +207,7 @@ def make_recipe(model_dir: Path, *, steps: int, **trainer: Any) -> Recipe:
                 "name": "toy",
                 "model": {"path": str(model_dir)},
                 "environments": [
-                    {"name": "toy", "kind": "custom", "factory": "trainer_testing:ToyEnvironment", "weight": 2.0}
+                    {"name": "toy", "kind": "custom", "factory": "toy_environment:ToyEnvironment", "weight": 2.0}
                 ],
                 "trainer": {"steps": steps, "optimizer": {"learning_rate": 1e-3}, **trainer},
                 "checkpoint": {"every_steps": 2, "keep_last": 2},
@@ -229,29 +227,6 @@ def start_attempt(run: RunDir, dock: StubDock, rank: int = 0) -> RoleContext:
     attempt = run.start_attempt()
     Endpoints(urls={"orchestrator": [dock.url]}).write(run, attempt)
     return RoleContext(run, attempt=attempt, role="trainer", replica=0, rank=rank)
-
-
-class ToyEnvironment:
-    """Repeat a letter; a two-turn conversation."""
-
-    name = "toy"
-
-    def prompt(self, split: Split, index: int) -> Prompt:
-        letter = "abcd"[index % 4]
-        return Prompt(split, index, ({"role": "user", "content": f"say {letter}"},), letter)
-
-    async def rollout(self, prompt: Prompt, policy: Policy) -> Outcome:
-        reply = await policy.reply(prompt.messages)
-        return Outcome(float(reply.text == prompt.data))
-
-    def demonstration(self, prompt: Prompt, *, correct: bool, rng: random.Random) -> list[Message]:
-        answer = prompt.data if correct else rng.choice("xyz")
-        return [
-            *prompt.messages,
-            {"role": "assistant", "content": answer},
-            {"role": "tool", "content": "ok"},
-            {"role": "assistant", "content": answer * 2},
-        ]
 
 
 def _rank_main(rank: int, environment: dict[str, str], target: Callable[..., Any], args: tuple, results: Any) -> None:

@@ -13,8 +13,8 @@ import pytest
 from handoff_lab import check_content, model_directory, publish
 
 from hpcrl import ours
+from hpcrl.credentials import TOKEN_FILE, ensure_token
 from hpcrl.weights import HandoffStore, nodecache
-from hpcrl.weights.fanout import fanout_token
 from hpcrl.weights.nodecache import NodeCache
 from hpcrl.weights.segments import Segment, SegmentMap, first_wrong_byte
 from hpcrl.weights.share import Pace
@@ -45,7 +45,8 @@ def settings(base: Path) -> ReaderSettings:
 
 
 def cache_of(store: HandoffStore, base: Path) -> NodeCache:
-    secret = fanout_token(store.root)
+    ensure_token(store.root)
+    secret = (store.root / TOKEN_FILE).read_text()
     return NodeCache(base, store.root, secret=secret, limit_bytes=1 << 30, patience_s=Pace(10.0).limit_s)
 
 
@@ -72,7 +73,7 @@ def test_the_directory_is_closed_and_its_name_needs_the_secret(store: HandoffSto
         os.umask(previous)
     first = name_of(store, base)
     assert name_of(store, base) == first, "all processes of a node find the same one"
-    (store.root / ".fanout-token").unlink()
+    (store.root / TOKEN_FILE).unlink()
     assert name_of(store, base) != first, "a store at the same path with another secret"
 
 

@@ -15,9 +15,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from hpcrl.aside import list_asides
 from hpcrl.errors import FencedError, HandoffError
 from hpcrl.weights import HandoffStore, HandoffWriter, write_shard
+from hpcrl.weights.collector import Collector
 from hpcrl.weights.handoff_writer import ShardResult
+from hpcrl.weights.leases import ReaderWatch
+from hpcrl.weights.manifest import Handoff
 from hpcrl.weights.shard import TensorBytes
 
 
@@ -145,7 +149,18 @@ def test_withdraw_removes_the_future_and_leftovers(writer: HandoffWriter, store:
     os.rename(store.path_of(3), store.root / ".hidden-v000003")  # a collector that died
     new = HandoffWriter.claim(store.root, 2)
     assert new.withdraw_after(1) == [2]
-    assert sorted(os.listdir(store.root)) == [new.fence.path.name, "v000000", "v000001"]
+    assert sorted(os.listdir(store.root)) == [new.fence.path.name, "put-aside", "v000000", "v000001"]
+    # it is kept as it was until the run has published that version again
+    (aside,) = list_asides(store.root, "v")
+    assert (aside.number, aside.token) == (2, 2)
+    Handoff.open(aside.path).verify(content=True)
+    collector = Collector(store, ReaderWatch(store.root, expiry_s=60.0), keep_last=9, settle_s=0.0)
+    collector.collect()
+    assert aside.path.exists()
+    write_version(new, 2, model_dir)
+    collector.collect()
+    assert list_asides(store.root, "v") == []
+    assert store.versions() == [0, 1, 2]
     assert os.listdir(new.fence.path) == []
 
 

@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 from handoff_lab import check_content, model_directory, publish
 
+from hpcrl.credentials import Credentials
 from hpcrl.errors import HandoffError
+from hpcrl.gate import Gate
 from hpcrl.weights import HandoffStore
-from hpcrl.weights.fanout import fanout_token, parent_of
+from hpcrl.weights.fanout import parent_of
 from hpcrl.weights.manifest import Handoff
 from hpcrl.weights.nodecache import NodeCache
 from hpcrl.weights.ownership import Owner, OwnerLock, myself
@@ -167,7 +169,7 @@ def test_ranks_of_a_node_read_each_byte_once(store: HandoffStore, tmp_path: Path
             NodeCache(
                 tmp_path / "node",
                 store.root,
-                secret=fanout_token(store.root),
+                secret="5" * 64,
                 limit_bytes=limit,
                 patience_s=Pace(10.0).limit_s,
             )
@@ -248,9 +250,13 @@ def test_trees_of_all_segments_use_all_nodes(store: HandoffStore) -> None:
     assert parent_of("stranger", nodes, 0, degree=2) is None
 
 
+#: of the second attempt of a run
+CREDENTIALS = Credentials("5" * 64, 2)
+
+
 def reading_node(store: HandoffStore, tmp_path: Path, name: str, **changes: object) -> Subscriber:
     chosen = settings(cache_dir=tmp_path / f"node-{name}", fanout_host="127.0.0.1", **changes)
-    return Subscriber(store.root, name, chosen, node=name)
+    return Subscriber(store.root, name, chosen, node=name, gate=Gate("fanout", CREDENTIALS))
 
 
 def test_nodes_serve_each_other_and_the_share_is_read_once(store: HandoffStore, tmp_path: Path) -> None:
@@ -293,8 +299,7 @@ def test_only_segments_of_published_versions_are_served_and_only_with_the_token(
         assert node._server is not None
         key = SegmentMap(store.open(2), SEGMENT).key
         shard = store.open(2).shards[0]
-        token = fanout_token(store.root)
-        assert (store.root / ".fanout-token").stat().st_mode & 0o077 == 0
+        token = CREDENTIALS.bearer
 
         def ask(path: str, token: str) -> int:
             request = urllib.request.Request(f"{node._server.url}{path}", headers={"Authorization": f"Bearer {token}"})
@@ -310,6 +315,7 @@ def test_only_segments_of_published_versions_are_served_and_only_with_the_token(
         assert ask(f"/segments/{key}/{shard.name}/0", token) == 200
         assert ask(f"/segments/{key}/{shard.name}/0", "wrong") == 401
         assert ask(f"/segments/{key}/{shard.name}/0", "") == 401
+        assert ask(f"/segments/{key}/{shard.name}/0", Credentials(CREDENTIALS.token, 1).bearer) == 403
         assert ask(f"/segments/{key}/{shard.name}/999", token) == 404
         assert ask(f"/segments/{key}/..%2F..%2Fmodel%2Fconfig.json/0", token) == 404
         assert ask(f"/segments/{key[:-1]}x/{shard.name}/0", token) == 404

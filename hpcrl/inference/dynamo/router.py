@@ -13,16 +13,19 @@ import logging
 import os
 import signal
 import sys
+from pathlib import Path
 
 import aiohttp
 import msgspec
 from aiohttp import web
 
 from hpcrl.errors import ExitCode, HpcrlError, MissingExtraError
+from hpcrl.gate import Gate
 from hpcrl.inference.dynamo.selection import Choice, NoEngineError, Selection, Worker
 from hpcrl.inference.metrics import Counter, Gauge, Registry
+from hpcrl.runs.refusals import gate_from_env
 
-__all__ = ["Front", "main"]
+__all__ = ["Front", "front_apps", "main"]
 
 _log = logging.getLogger(__name__)
 
@@ -105,7 +108,7 @@ class Front:
         """Why an engine cannot be used; None where it can."""
         timeout = aiohttp.ClientTimeout(total=max(5.0, self._health_s))
         try:
-            async with self._http.get(f"{url}/health", timeout=timeout) as answer:
+            async with self._http.get(f"{url}/health", timeout=timeout, allow_redirects=False) as answer:
                 return None if answer.status == 200 else f"/health answered {answer.status}"
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             return str(error) or type(error).__name__
@@ -171,7 +174,9 @@ class Front:
         parts: web.StreamResponse | None = None
         try:
             url = f"{choice.worker.url}{request.path}"
-            async with self._http.post(url, data=body, headers=headers, timeout=timeout) as answer:
+            async with self._http.post(
+                url, data=body, headers=headers, timeout=timeout, allow_redirects=False
+            ) as answer:
                 if not answer.content_type.startswith("text/event-stream"):
                     content_type = {"content-type": answer.headers.get("content-type", "application/json")}
                     return web.Response(status=answer.status, body=await answer.read(), headers=content_type)
@@ -206,7 +211,17 @@ def _url(request: web.Request) -> str:
     return url
 
 
-async def _serve(settings: argparse.Namespace) -> None:
+def front_apps(front: Front, gate: Gate) -> tuple[web.Application, web.Application]:
+    """What is served to whom ``gate`` lets in: requests and admin calls; metrics."""
+    apps = []
+    for routes in (front.routes(), front.metrics_routes()):
+        app = web.Application(middlewares=[gate.middleware()], client_max_size=_MAX_BODY_BYTES)
+        app.add_routes(routes)
+        apps.append(app)
+    return apps[0], apps[1]
+
+
+async def _serve(settings: argparse.Namespace, gate: Gate) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -218,12 +233,11 @@ async def _serve(settings: argparse.Namespace) -> None:
     )
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_S)
     async with contextlib.AsyncExitStack() as stack:
-        http = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
+        http = await stack.enter_async_context(aiohttp.ClientSession(connector=connector, headers=gate.headers))
         front = Front(selection, http, timeout_s=settings.request_timeout_s, health_s=settings.health_interval_s)
         stack.push_async_callback(selection.close)
-        for port, routes in ((settings.port + 1, front.metrics_routes()), (settings.port, front.routes())):
-            app = web.Application(client_max_size=_MAX_BODY_BYTES)
-            app.add_routes(routes)
+        requests, metrics = front_apps(front, gate)
+        for port, app in ((settings.port + 1, metrics), (settings.port, requests)):
             runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.5)
             await runner.setup()
             stack.push_async_callback(runner.cleanup)
@@ -245,6 +259,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", required=True, help="name that engines serve")
     parser.add_argument("--block-size", type=int, required=True, help="tokens of a KV block")
     parser.add_argument("--events-offset", type=int, required=True, help="of KV events above the port of a server")
+    parser.add_argument("--token-file", type=Path, help="outside of a run: answer those alone who bring this token")
     parser.add_argument("--session-ttl-s", type=float, default=0.0, help="0: sessions are not kept together")
     parser.add_argument("--request-timeout-s", type=float, default=600.0)
     parser.add_argument("--health-interval-s", type=float, default=2.0)
@@ -264,7 +279,9 @@ def main(argv: list[str] | None = None) -> int:
     # it warns of every engine that comes and goes
     os.environ.setdefault("DYN_LOG", "error")
     try:
-        asyncio.run(_serve(settings))
+        gate = gate_from_env("router", token_file=settings.token_file)
+        gate.check_host(settings.host)
+        asyncio.run(_serve(settings, gate))
     except ImportError as error:
         _log.error("%s", MissingExtraError("dynamo", error.name or "dynamo"))
         return ExitCode.USAGE

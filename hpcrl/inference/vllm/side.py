@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import sys
+
+from hpcrl.interfaces import address_towards
 
 __all__ = ["variables"]
 
@@ -42,18 +43,11 @@ def variables(connector: str, *, address: str, port: int, ranks_before: int) -> 
     return {"VLLM_HOST_IP": address, **own}
 
 
-def _address_towards(host: str) -> str:
-    """The address of this machine that ``host`` sees; sends nothing."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))
-        address: str = probe.getsockname()[0]
-        return address
-
-
 def main() -> None:
     """Say it, become the engine."""
     settings = _parse()
-    address = _address_towards(settings.towards)
+    # the supervisor has said which of this node's addresses the run uses
+    address = os.environ.get("VLLM_HOST_IP") or address_towards(settings.towards)
     own = variables(settings.connector, address=address, port=settings.port, ranks_before=settings.ranks_before)
     for name, value in own.items():
         # the site's word counts more

@@ -37,8 +37,9 @@ from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from hpcrl.inference.vllm.staging import Staged
+from hpcrl.runs.refusals import gate_from_env
 from hpcrl.weights.adapters import Contents
-from hpcrl.weights.invitation import Invitation
+from hpcrl.weights.invitation import Invitation, check_same_reader
 from hpcrl.weights.subscriber import ReaderSettings, Subscriber
 
 __all__ = ["HandoffInit", "HandoffTransferEngine", "HandoffUpdate", "StagingWorker"]
@@ -52,15 +53,14 @@ _NOT_LOADED = "{}: Failed to load weights"
 
 @dataclass
 class HandoffInit(WeightTransferInitInfo):
-    """Who reads.
+    """Who reads, in the caller's opinion; what the engine was started with counts, and it must be the same.
 
     Attributes
     ----------
     root:
-        The only directory that hand-offs are taken from; None for any.
+        The only directory that hand-offs are taken from.
     reader:
-        How to read them and under which name, see `hpcrl.weights.invitation`. None: without a registration, so that
-        what is read may be collected meanwhile; and neither shared on the node nor taken from another one.
+        How to read them and under which name, see `hpcrl.weights.invitation`.
     """
 
     root: str | None = None
@@ -92,8 +92,6 @@ class HandoffTransferEngine(WeightTransferEngine[HandoffInit, HandoffUpdate]):
     init_info_cls = HandoffInit
     update_info_cls = HandoffUpdate
 
-    _root: Path | None = None
-    _invitation: Invitation | None = None
     _subscriber: Subscriber | None = None
     _changed = False
     _staged: Staged | None = None
@@ -102,24 +100,46 @@ class HandoffTransferEngine(WeightTransferEngine[HandoffInit, HandoffUpdate]):
     _loaded: Staged | None = None
 
     def init_transfer_engine(self, init_info: HandoffInit) -> None:
-        """Learn where hand-offs may lie, and register as their reader. May be called again.
+        """Register as a reader of hand-offs. May be called again.
 
         Raises
         ------
         HandoffError, ValueError
-            The readers directory cannot be written, or it is not said where it is.
+            The readers directory cannot be written; or the caller takes this engine for another one.
         """
-        root = None if init_info.root is None else Path(init_info.root).resolve()
-        invitation = None if init_info.reader is None else msgspec.convert(init_info.reader, Invitation)
-        if (root, invitation) == (self._root, self._invitation):
+        root, own = self._root, self._own_reader()
+        if root is None:
             return
-        if invitation is not None and root is None:
-            raise ValueError("a reader needs the root of what it reads")
-        self.shutdown()
-        self._root = root
-        if invitation is not None and root is not None:
-            self._subscriber = Subscriber(root, self._name_of(invitation), invitation.settings).open()
-        self._invitation = invitation
+        given = {"root": init_info.root, "reader": init_info.reader}
+        if own is not None:
+            check_same_reader(given, root=root, name=own.name, settings=own.settings)
+        elif init_info.reader is not None:
+            # the run's plan was made before engines were told: of a call only what leads nowhere else is believed
+            reader = msgspec.convert(init_info.reader, Invitation)
+            own = msgspec.structs.replace(reader, cache_dir=None, fanout_host=None)
+        if own is not None and self._subscriber is None:
+            gate = gate_from_env("fanout")
+            self._subscriber = Subscriber(root, self._name_of(own), own.settings, gate=gate).open()
+
+    @property
+    def _root(self) -> Path | None:
+        """The only directory that hand-offs are taken from; None outside of a run: any."""
+        run_dir = os.environ.get("HPCRL_RUN_DIR")
+        return None if run_dir is None else Path(run_dir, "weights").resolve()
+
+    def _own_reader(self) -> Invitation | None:
+        """As whom this engine's server reads, by its command line (``--additional-config``).
+
+        None: without a registration, so that what is read may be collected meanwhile; and neither shared on the node
+        nor taken from another one.
+        """
+        own = self.vllm_config.additional_config.get("hpcrl")
+        if own is None:
+            return None
+        reader = msgspec.convert(own["reader"], Invitation)
+        if own["servers"] == 1:
+            return reader
+        return msgspec.structs.replace(reader, name=f"{reader.name}-{self.parallel_config.data_parallel_index}")
 
     def _name_of(self, invitation: Invitation) -> str:
         """Of this worker: a server may have several, each with its part of the model."""
@@ -145,8 +165,9 @@ class HandoffTransferEngine(WeightTransferEngine[HandoffInit, HandoffUpdate]):
             It is torn, missing, or lies elsewhere; the model is as it was.
         """
         path = Path(update_info.path).resolve()
-        if self._root is not None and not path.is_relative_to(self._root):
-            raise ValueError(f"{path} is outside of {self._root}")
+        root = self._root
+        if root is not None and path.parent != root:
+            raise ValueError(f"{path} is outside of {root}")
         known = self._staged is not None and self._staged.path == path and self._staged.served == self._served
         if not known or update_info.stage:
             self._drop()  # its memory goes before other takes its place
@@ -212,7 +233,7 @@ class HandoffTransferEngine(WeightTransferEngine[HandoffInit, HandoffUpdate]):
         self._drop()
         if self._subscriber is not None:
             self._subscriber.close()
-        self._subscriber = self._invitation = None
+        self._subscriber = None
 
     def _drop(self) -> None:
         if self._staged is not None:

@@ -59,7 +59,7 @@ class Staleness(StrictModel):
     mean: float
     maximum: int
     histogram: dict[str, int]
-    """Rollouts by staleness (string keys, as in ``metrics.jsonl``)."""
+    """Rollouts by staleness (string keys, as in ``metrics/``)."""
 
 
 class EngineShares(StrictModel):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
-__all__ = ["Environment", "Message", "Outcome", "Policy", "Prompt", "Reply", "Split"]
+__all__ = ["Environment", "Message", "Outcome", "Policy", "Prompt", "RemotePrompts", "Reply", "Split", "prompt_of"]
 
 Message = Mapping[str, str]
 """``{"role": "system" | "user" | "assistant" | "tool", "content": text}``."""
@@ -118,3 +118,19 @@ class Environment(Protocol):
             The environment has no demonstrations.
         """
         ...
+
+
+@runtime_checkable
+class RemotePrompts(Protocol):
+    """An environment whose prompts come from elsewhere: whoever has an event loop must wait for them."""
+
+    async def fetch_prompt(self, split: Split, index: int) -> Prompt:
+        """As `Environment.prompt`."""
+        ...
+
+
+async def prompt_of(environment: Environment, split: Split, index: int) -> Prompt:
+    """A prompt of any environment, without holding up the event loop for one that has a process of its own."""
+    if isinstance(environment, RemotePrompts):
+        return await environment.fetch_prompt(split, index)
+    return environment.prompt(split, index)

@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 
 from hpcrl.config.recipe import LatencyConfig
-from hpcrl.rollouts.environments.base import Environment, Message, Outcome, Policy, Prompt, Split
+from hpcrl.rollouts.environments.base import Environment, Message, Outcome, Policy, Prompt, Split, prompt_of
 from hpcrl.rollouts.seeding import stable_fraction
 
 __all__ = ["DelayedEnvironment"]
@@ -18,10 +18,15 @@ class DelayedEnvironment:
 
     The wait comes after the conversation, where a test suite would run. Whether a rollout is one of the slow
     ones depends on its seed alone: two runs of a recipe wait equally long. Evaluations do not wait.
+
+    Attributes
+    ----------
+    inner:
+        The environment itself.
     """
 
     def __init__(self, inner: Environment, *, name: str, latency: LatencyConfig) -> None:
-        self.name, self._inner, self._latency = name, inner, latency
+        self.name, self.inner, self._latency = name, inner, latency
 
     def wait_s(self, seed: int) -> float:
         """Seconds that the rollout of ``seed`` waits: 0.5 to 1.5 medians, times ``tail_factor`` in the tail."""
@@ -30,13 +35,17 @@ class DelayedEnvironment:
         return wait * self._latency.tail_factor if in_tail else wait
 
     def prompt(self, split: Split, index: int) -> Prompt:
-        return self._inner.prompt(split, index)
+        return self.inner.prompt(split, index)
+
+    async def fetch_prompt(self, split: Split, index: int) -> Prompt:
+        """As `prompt`, from wherever the environment is."""
+        return await prompt_of(self.inner, split, index)
 
     async def rollout(self, prompt: Prompt, policy: Policy) -> Outcome:
-        outcome = await self._inner.rollout(prompt, policy)
+        outcome = await self.inner.rollout(prompt, policy)
         if prompt.split == "train":
             await asyncio.sleep(self.wait_s(policy.seed))
         return outcome
 
     def demonstration(self, prompt: Prompt, *, correct: bool, rng: random.Random) -> Sequence[Message]:
-        return self._inner.demonstration(prompt, correct=correct, rng=rng)
+        return self.inner.demonstration(prompt, correct=correct, rng=rng)

@@ -184,7 +184,14 @@ class Qwen3Moe(nn.Module):
         self.layers = nn.ModuleList(Block(arch, i) for i in range(arch.num_hidden_layers))
         self.norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps)
         self.lm_head = nn.Linear(arch.hidden_size, arch.vocab_size, bias=False)
-        if arch.tie_word_embeddings:
+        self.tie_weights()
+
+    def tie_weights(self) -> None:
+        """Make head and embeddings one parameter, where the model has them tied.
+
+        To be called again after `torch.nn.Module.to_empty`, which makes a parameter of its own for each name.
+        """
+        if self.arch.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
 
     def forward(

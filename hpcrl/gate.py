@@ -1,0 +1,186 @@
+"""The one door of all our HTTP servers: who does not bring the run's token is refused, on every path.
+
+Unknown paths are refused like known ones, and before the body of a request is read. Refusals are counted, and told at
+a bounded rate: a stranger cannot fill the disk with them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from hpcrl.credentials import Credentials, Refusal
+from hpcrl.errors import UsageError
+
+if TYPE_CHECKING:
+    from aiohttp import web
+    from aiohttp.typedefs import Handler, Middleware
+
+__all__ = ["Gate", "Refused", "Report"]
+
+_log = logging.getLogger(__name__)
+_BURST = 30
+_EVERY_S = 10.0
+"""After the first `_BURST` refusals are told, one in so many seconds is."""
+_LONGEST = 200
+
+
+class Refused(NamedTuple):
+    """A refusal that is told.
+
+    Attributes
+    ----------
+    server:
+        Which of our servers.
+    peer:
+        Address that the request came from.
+    requests:
+        Refused requests that this one stands for, itself included.
+    """
+
+    server: str
+    peer: str
+    method: str
+    path: str
+    reason: str
+    requests: int
+
+
+Report = Callable[[Refused], None]
+
+
+class Gate:
+    """Decides which requests a server answers.
+
+    Attributes
+    ----------
+    credentials:
+        Of the run; None outside of one.
+    refused:
+        Requests that were refused so far.
+    """
+
+    def __init__(
+        self,
+        server: str,
+        credentials: Credentials | None,
+        *,
+        report: Report = lambda refused: None,
+        open_health: bool = False,
+    ) -> None:
+        """Prepare.
+
+        Parameters
+        ----------
+        server:
+            Name of the server, for reports.
+        credentials:
+            Of the run. None: outside of a run; every request is answered, see `check_host`.
+        report:
+            Told of refusals.
+        open_health:
+            Answer ``GET /health`` to everybody. Its answer must be empty.
+        """
+        self.credentials = credentials
+        self._server, self._report = server, report
+        self._open_health = open_health
+        self._budget, self._refilled_s = float(_BURST), time.monotonic()
+        self._untold = 0
+        self._later: asyncio.TimerHandle | None = None
+        self.refused = 0
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """For requests to the same kind of server elsewhere in the run."""
+        return {} if self.credentials is None else self.credentials.headers
+
+    def check_host(self, host: str) -> None:
+        """Whether the server may listen there.
+
+        Raises
+        ------
+        UsageError
+            Everybody would be answered, and not on this machine alone.
+        """
+        if self.credentials is None and not _is_loopback(host):
+            raise UsageError(
+                f"{self._server} would answer everybody who reaches {host}\n"
+                "    way out: listen on 127.0.0.1, or --token-file FILE (mode 0600, 64 hexadecimal digits)"
+            )
+
+    def refusal(self, method: str, path: str, authorization: str | None, peer: str) -> Refusal | None:
+        """Why a request is not answered, which is reported; None where it is."""
+        if self.credentials is None or (self._open_health and method == "GET" and path == "/health"):
+            return None
+        refusal = self.credentials.refusal(method, path, authorization)
+        if refusal is not None:
+            self._tell(Refused(self._server, peer, method, path, refusal.reason, 1))
+        return refusal
+
+    def middleware(self) -> Middleware:
+        """For aiohttp's servers; it must be the outermost one."""
+        from aiohttp import web  # noqa: PLC0415 - not needed by other servers
+
+        @web.middleware
+        async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+            authorization = request.headers.get("Authorization")
+            refusal = self.refusal(request.method, request.path, authorization, request.remote or "")
+            if refusal is None:
+                return await handler(request)
+            headers = {"WWW-Authenticate": "Bearer"} if refusal.status == 401 else None
+            answer = web.Response(status=refusal.status, text=refusal.message, headers=headers)
+            answer.force_close()  # the rest of the request is not waited for
+            return answer
+
+        return guard
+
+    def _tell(self, refused: Refused) -> None:
+        self.refused += 1
+        self._untold += 1
+        now = time.monotonic()
+        self._budget = min(float(_BURST), self._budget + (now - self._refilled_s) / _EVERY_S)
+        self._refilled_s = now
+        short = refused._replace(path=_printable(refused.path), method=_printable(refused.method))
+        if self._budget >= 1.0:
+            self._now(short)
+        elif self._later is None:
+            loop = asyncio.get_running_loop()
+            self._later = loop.call_later((1.0 - self._budget) * _EVERY_S, self._at_last, short)
+
+    def _at_last(self, refused: Refused) -> None:
+        """Tell of what came while nothing more was told."""
+        self._later = None
+        if self._untold:
+            self._now(refused)
+
+    def _now(self, refused: Refused) -> None:
+        self._budget -= 1.0
+        count, self._untold = self._untold, 0
+        _log.warning(
+            "refused %d requests, the last: %s %s from %s (%s)",
+            count,
+            refused.method,
+            refused.path,
+            refused.peer,
+            refused.reason,
+        )
+        try:
+            self._report(refused._replace(requests=count))
+        except OSError as error:  # the disk's trouble must not become that of an answer
+            _log.warning("a refusal cannot be recorded: %s", error)
+
+
+def _printable(text: str) -> str:
+    """What a stranger sent, fit for a log."""
+    return "".join(c if c.isprintable() else "?" for c in text[:_LONGEST])
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

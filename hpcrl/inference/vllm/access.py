@@ -1,0 +1,72 @@
+"""The door of vLLM's HTTP servers (``--middleware``): who does not bring the run's token is refused, on every path.
+
+vLLM's own ``--api-key`` guards only some paths, and everybody who lists processes sees it. This is the outermost layer
+of each API server process, and knows the run from the environment that the supervisor has set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from hpcrl.errors import RunDirError
+from hpcrl.runs.refusals import gate_from_env
+
+__all__ = ["RunAccess", "RunAccessBehindRouter"]
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+
+_POLICY_VIOLATION = 1008
+
+
+class RunAccess:
+    """Hands on what brings the token and belongs to the attempt."""
+
+    def __init__(self, app: App, *, open_health: bool = False) -> None:
+        """Learn the token.
+
+        Parameters
+        ----------
+        open_health:
+            See `hpcrl.gate.Gate`; vLLM answers ``GET /health`` with a status alone.
+
+        Raises
+        ------
+        RunDirError
+            There is no run, or its token cannot be read: nobody is served then.
+        """
+        self._app, self._gate = app, gate_from_env("vllm", open_health=open_health)
+        if self._gate.credentials is None:
+            raise RunDirError(
+                "HPCRL_RUN_DIR is not set: this server would not know whom to answer\n"
+                "    way out: outside of a run leave --middleware away, and listen on 127.0.0.1"
+            )
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Answer one connection of ASGI."""
+        if scope["type"] == "lifespan":
+            return await self._app(scope, receive, send)
+        authorization = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        peer = (scope.get("client") or ("",))[0]
+        method = scope.get("method", scope["type"])
+        refusal = self._gate.refusal(method, scope["path"], authorization.decode("latin-1"), peer)
+        if refusal is None:
+            return await self._app(scope, receive, send)
+        if scope["type"] != "http":
+            return await send({"type": "websocket.close", "code": _POLICY_VIOLATION})
+        headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"connection", b"close")]
+        if refusal.status == 401:
+            headers.append((b"www-authenticate", b"Bearer"))
+        await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
+        await send({"type": "http.response.body", "body": refusal.message.encode()})
+        return None
+
+
+class RunAccessBehindRouter(RunAccess):
+    """The same behind vllm-router, whose health checks cannot bring a token."""
+
+    def __init__(self, app: App) -> None:
+        super().__init__(app, open_health=True)

@@ -1,0 +1,151 @@
+"""What a ``config.json`` may say: kinds of values, ranges, and sizes that must fit each other.
+
+Readers of families (`hpcrl.models.families`) take sizes as they stand. Here is what keeps a size that no model can
+have from becoming a number of a plan: 7 KV heads for 48 query heads, an expert that is half a column wide, a layer
+whose attention we would count as another kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hpcrl.models.tensors import DTYPE_BYTES
+
+__all__ = ["checked"]
+
+Config = Mapping[str, Any]
+
+#: whole numbers above 0, with the most that anybody could mean
+_SIZES = {
+    "vocab_size": 1 << 24,
+    "hidden_size": 1 << 20,
+    "num_hidden_layers": 1 << 12,
+    "max_position_embeddings": 1 << 30,
+    "intermediate_size": 1 << 24,
+    "num_attention_heads": 1 << 14,
+    "num_key_value_heads": 1 << 14,
+    "head_dim": 1 << 14,
+    "q_lora_rank": 1 << 20,
+    "kv_lora_rank": 1 << 20,
+    "qk_nope_head_dim": 1 << 14,
+    "qk_rope_head_dim": 1 << 14,
+    "v_head_dim": 1 << 14,
+    "index_n_heads": 1 << 14,
+    "index_head_dim": 1 << 14,
+    "index_topk": 1 << 30,
+    "num_experts": 1 << 16,
+    "num_local_experts": 1 << 16,
+    "n_routed_experts": 1 << 16,
+    "num_experts_per_tok": 1 << 16,
+    "moe_intermediate_size": 1 << 24,
+    "moe_shared_expert_intermediate_size": 1 << 24,
+    "moe_latent_size": 1 << 20,
+    "decoder_sparse_step": 1 << 12,
+    "mamba_num_heads": 1 << 14,
+    "mamba_head_dim": 1 << 14,
+    "mamba_n_groups": 1 << 14,
+    "n_groups": 1 << 14,
+    "ssm_state_size": 1 << 16,
+    "conv_kernel": 1 << 10,
+    "chunk_size": 1 << 24,
+}
+#: whole numbers from 0
+_COUNTS = {
+    "n_shared_experts": 1 << 10,
+    "num_nextn_predict_layers": 1 << 6,
+    "first_k_dense_replace": 1 << 12,
+    "index_topk_freq": 1 << 12,
+    "index_skip_topk_offset": 1 << 12,
+}
+_FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_bias", "use_conv_bias", "use_qk_norm")
+_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
+#: kinds of attention that the readers of families know, by ``layer_types``; full attention alone where none is named
+_ATTENTION = {
+    "deepseek_v32": {"full_attention", "indexed_attention"},
+    "glm_moe_dsa": {"full_attention", "indexed_attention"},
+}
+#: families whose reader looks at ``layer_types`` itself
+_HYBRID = frozenset({"nemotron_h"})
+#: a list with a word for each layer, and the words
+_LAYER_WORDS = {"mlp_layer_types": {"dense", "sparse", "moe"}, "indexer_types": {"full", "shared", "F", "S"}}
+
+
+def checked(config: Any) -> dict[str, Any]:
+    """The config without its nulls, which say the same as a key that is missing.
+
+    Raises
+    ------
+    ValueError
+        It is no object, or values are of another kind, impossible or do not fit each other; names all of them.
+    """
+    if not isinstance(config, Mapping):
+        raise ValueError(f"config.json holds a {type(config).__name__}, not an object")
+    found = {key: value for key, value in config.items() if value is not None}
+    # the ranges first: relations between numbers that are none would only repeat them
+    wrong = list(_kinds(found)) or list(_relations(found))
+    if wrong:
+        raise ValueError("; ".join(wrong))
+    return found
+
+
+def _kinds(config: Config) -> Iterator[str]:
+    for least, table in ((1, _SIZES), (0, _COUNTS)):
+        for key, most in table.items():
+            value = config.get(key, least)
+            if not isinstance(value, int) or isinstance(value, bool):
+                yield f"{key} is {value!r}, not a whole number"
+            elif not least <= value <= most:
+                yield f"{key} is {value}; it must be from {least} to {most}"
+    for key in _FLAGS:
+        if not isinstance(config.get(key, False), bool):
+            yield f"{key} is {config[key]!r}, not true or false"
+    dtype = config.get("dtype", config.get("torch_dtype", "bfloat16"))
+    if not isinstance(dtype, str) or dtype.removeprefix("torch.") not in DTYPE_BYTES:
+        yield f"dtype is {dtype!r}; known are {', '.join(DTYPE_BYTES)}"
+    for key in ("layer_types", "mlp_only_layers", *_LAYER_WORDS):
+        if not isinstance(config.get(key, []), list):
+            yield f"{key} is {config[key]!r}, not a list"
+
+
+def _relations(config: Config) -> Iterator[str]:
+    yield from _attention(config)
+    chosen = config.get("num_experts_per_tok", 1)
+    for key in _EXPERTS:
+        if chosen > config.get(key, chosen):
+            yield f"num_experts_per_tok is {chosen}, more than the {config[key]} of {key}"
+    layers = config.get("num_hidden_layers")
+    if layers is None:
+        return
+    for layer in config.get("mlp_only_layers", []):
+        if not isinstance(layer, int) or not 0 <= layer < layers:
+            yield f"mlp_only_layers has {layer!r}; layers are 0 to {layers - 1}"
+    for key, words in _LAYER_WORDS.items():
+        given = config.get(key, [])
+        if given and len(given) != layers:
+            yield f"{key} names {len(given)} layers, num_hidden_layers is {layers}"
+        if unknown := [word for word in given if not isinstance(word, str) or word not in words]:
+            yield f"{key} has {unknown[0]!r}; known are {', '.join(sorted(words))}"
+
+
+def _attention(config: Config) -> Iterator[str]:
+    heads = config.get("num_attention_heads")
+    if heads is None:
+        return  # its reader says that it is missing
+    groups = config.get("num_key_value_heads", heads)
+    if heads % groups:
+        yield f"num_attention_heads ({heads}) is no multiple of num_key_value_heads ({groups})"
+    latent, width = "kv_lora_rank" in config, config.get("hidden_size", heads)
+    if not latent and "head_dim" not in config and width % heads:
+        yield f"hidden_size ({width}) is no multiple of num_attention_heads ({heads}), and there is no head_dim"
+    if config.get("model_type") in _HYBRID:
+        return
+    kinds, layers = config.get("layer_types", []), config.get("num_hidden_layers")
+    if kinds and layers is not None and len(kinds) != layers:
+        yield f"layer_types names {len(kinds)} layers, num_hidden_layers is {layers}"
+    family = str(config.get("model_type"))
+    known = _ATTENTION.get(family, {"full_attention"})
+    if other := sorted({str(kind) for kind in kinds} - known):
+        yield f"layer_types has {', '.join(other)}; known of {family} is {' and '.join(sorted(known))}"
+    if config.get("use_sliding_window"):
+        yield "use_sliding_window is set; a sliding window is not known"

@@ -1,0 +1,108 @@
+"""A config.json that no model can have is an error with the key, never a traceback and never a silent number."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hpcrl.models
+from hpcrl.models import known_models, load_facts
+
+_SHIPPED = Path(hpcrl.models.__file__).parent / "configs"
+CONFIGS = {name: json.loads((_SHIPPED / f"{name}.json").read_text()) for name in known_models()}
+MISSING = object()
+
+#: model, what is changed, and what the message says
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    *(
+        (model, {key: value}, key)
+        for model, key in [
+            ("Qwen3-8B", "hidden_size"),
+            ("Qwen3-8B", "num_hidden_layers"),
+            ("Qwen3-8B", "num_attention_heads"),
+            ("Qwen3-30B-A3B", "num_experts"),
+            ("Qwen3-30B-A3B", "moe_intermediate_size"),
+            ("GLM-5", "kv_lora_rank"),
+            ("GLM-5", "index_topk"),
+            ("GLM-5", "num_nextn_predict_layers"),
+            ("NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "mamba_num_heads"),
+        ]
+        for value in (-1, 2.5, "64", [64], {"a": 1}, True, 10**12)
+    ),
+    *(
+        (model, {key: MISSING}, key)
+        for model, key in [
+            ("Qwen3-8B", "vocab_size"),
+            ("Qwen3-8B", "intermediate_size"),
+            ("Qwen3-30B-A3B", "num_experts_per_tok"),
+            ("GLM-5", "v_head_dim"),
+            ("GLM-5", "index_n_heads"),
+            ("DeepSeek-V3", "moe_intermediate_size"),
+            ("NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "ssm_state_size"),
+        ]
+    ),
+    ("Qwen3-8B", {"hidden_size": 0}, "hidden_size is 0"),
+    ("Qwen3-8B", {"num_key_value_heads": 7}, "no multiple of num_key_value_heads (7)"),
+    ("Qwen3-8B", {"head_dim": MISSING, "hidden_size": 4100}, "hidden_size (4100) is no multiple"),
+    ("Qwen3-30B-A3B", {"num_experts_per_tok": 129}, "more than the 128 of num_experts"),
+    ("GLM-5", {"num_experts_per_tok": 257}, "more than the 256 of n_routed_experts"),
+    ("Qwen3-8B", {"layer_types": ["linear_attention"] * 36}, "linear_attention; known of qwen3 is full_attention"),
+    ("Qwen3-8B", {"layer_types": ["sliding_attention"] * 36}, "sliding_attention"),
+    ("Qwen3-8B", {"layer_types": ["full_attention"] * 35}, "names 35 layers"),
+    ("Qwen3-8B", {"layer_types": "full_attention"}, "not a list"),
+    ("Qwen3-8B", {"use_sliding_window": True}, "sliding window"),
+    ("Qwen3-8B", {"tie_word_embeddings": "no"}, "not true or false"),
+    ("Qwen3-8B", {"dtype": "int3"}, "dtype is 'int3'"),
+    ("Qwen3-8B", {"dtype": 16}, "dtype is 16"),
+    ("Qwen3-30B-A3B", {"mlp_only_layers": [48]}, "mlp_only_layers has 48"),
+    ("Qwen3-30B-A3B", {"mlp_only_layers": ["0"]}, "mlp_only_layers has '0'"),
+    ("Qwen3-30B-A3B", {"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
+    ("GLM-5", {"mlp_layer_types": ["dense"] * 3}, "names 3 layers"),
+    ("GLM-5", {"mlp_layer_types": ["thick"] * 78}, "'thick'"),
+    ("GLM-5", {"indexer_types": ["full"] * 77}, "names 77 layers"),
+    ("GLM-5", {"indexer_types": ["half"] * 78}, "'half'"),
+    ("GLM-5", {"model_type": "glm_6"}, "model_type is 'glm_6'"),
+    ("GLM-5", {"model_type": MISSING}, "model_type is None"),
+    ("NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", {"hybrid_override_pattern": "MX"}, "hybrid_override_pattern has 'X'"),
+]
+
+
+@pytest.mark.parametrize(("model", "change", "says"), WRONG, ids=[f"{m}-{c}"[:60] for m, c, _ in WRONG])
+def test_an_impossible_config_is_one_error(tmp_path: Path, model: str, change: dict[str, Any], says: str) -> None:
+    config = {**CONFIGS[model], **change}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not MISSING}))
+    with pytest.raises(ValueError, match=r"config\.json") as caught:
+        load_facts(tmp_path)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["[]", "3", '"qwen3"', "null", "{", "{}", '{"text_config": [1]}', "\xff"])
+def test_what_is_no_config_is_one_error(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(ValueError, match=r"config\.json"):
+        load_facts(tmp_path)
+
+
+@pytest.mark.parametrize("model", known_models())
+def test_a_null_is_a_key_that_is_missing(tmp_path: Path, model: str) -> None:
+    """Configs of transformers write null where a family has no such thing."""
+    spare = {
+        "index_topk_pattern": None,
+        "mlp_layer_types": None,
+        "moe_latent_size": CONFIGS[model].get("moe_latent_size"),
+    }
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIGS[model], **spare}))
+    assert load_facts(tmp_path).num_parameters(mtp=True) == load_facts(model).num_parameters(mtp=True)
+
+
+def test_queries_need_not_be_compressed(tmp_path: Path) -> None:
+    plain = {**CONFIGS["DeepSeek-V3"], "q_lora_rank": None}
+    (tmp_path / "config.json").write_text(json.dumps(plain))
+    names = {spec.name for spec in load_facts(tmp_path).tensors()}
+    assert "model.layers.0.self_attn.q_proj.weight" in names
+    assert "model.layers.0.self_attn.q_a_proj.weight" not in names

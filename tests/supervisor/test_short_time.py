@@ -1,0 +1,260 @@
+"""Steps that never begin, guards that cannot be reached, and little time until Slurm ends the job."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from supervisor_testing import create
+
+from hpcrl import procfs
+from hpcrl.config.plan import Plan, Role
+from hpcrl.runs.cause import CauseKind
+from hpcrl.runs.events import read_events
+from hpcrl.runs.exclusions import exclude
+from hpcrl.runs.rundir import RunDir
+from hpcrl.runs.status import RunState
+from hpcrl.supervisor import job
+from hpcrl.supervisor.board import Board
+from hpcrl.supervisor.component import Component
+from hpcrl.supervisor.drain import Drain
+from hpcrl.supervisor.ending import Ending
+from hpcrl.supervisor.guard import RUN_ID_VARIABLE
+from hpcrl.supervisor.guarded import GuardedProcess, ProcessSpec, guard_command, start_guarded
+from hpcrl.supervisor.launcher import Address, LocalLauncher
+from hpcrl.supervisor.lives import Lives
+from hpcrl.supervisor.notices import Notices
+
+_DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+#: starts nothing, reads nothing, says nothing: srun while the nodes are busy, or a guard on a node that is cut off
+_SILENT = [sys.executable, "-c", _DEAF]
+_SLEEP = "import time; time.sleep(600)"
+
+
+class SilentLauncher(LocalLauncher):
+    """Starts a replica whose guards never say a word."""
+
+    in_step = True
+
+    async def start(self, spec: ProcessSpec) -> GuardedProcess:
+        return await start_guarded(_SILENT, spec, env=os.environ)
+
+
+def spec(tmp_path: Path, role: str, *, in_step: bool = False) -> ProcessSpec:
+    return ProcessSpec(
+        role=role,
+        replica=0,
+        attempt=1,
+        command=[sys.executable, "-c", _SLEEP],
+        env={**os.environ, RUN_ID_VARIABLE: "short-time"},
+        cwd=str(tmp_path),
+        logs=[str(tmp_path / f"{role}.log")],
+        grace_s=5.0,
+        events_path=str(tmp_path / "events.jsonl"),
+        events_writer="guard",
+        in_step=in_step,
+    )
+
+
+class Scene:
+    """An attempt with its board; replicas are what a test puts into it."""
+
+    def __init__(self, tmp_path: Path, **changes: Any) -> None:
+        self.path = tmp_path
+        self.run = create(tmp_path / "runs", **changes)
+        self.plan: Plan = self.run.plan()
+        self.board = Board(self.run, run_id="r", attempt=self.run.start_attempt())
+        self.components: list[Component] = []
+
+    def component(self, role: Role) -> Component:
+        component = Component(
+            self.plan.group(role), 0, address=Address("127.0.0.1", 1), log="log", on_change=lambda _: None
+        )
+        self.components.append(component)
+        return component
+
+    async def running(self, role: Role, argv: Sequence[str]) -> Component:
+        component = self.component(role)
+        process = await start_guarded(argv, spec(self.path, role.value), env=os.environ)
+        component.starting(process)
+        if argv is not _SILENT:
+            await process.started()
+        component.ready()
+        return component
+
+    def drain(self) -> Drain:
+        return Drain(
+            self.run,
+            run_id="short-time",
+            plan=self.plan,
+            launcher=LocalLauncher(),
+            board=self.board,
+            components=self.components,
+            drives={},
+            hurry=asyncio.Event(),
+        )
+
+    def kinds(self) -> list[str]:
+        return [event.kind for event in read_events(self.run)]
+
+
+async def test_the_deadline_of_a_start_counts_from_the_launch(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, start_timeout_s=1.0)
+    lives = Lives(
+        scene.run,
+        run_id="r",
+        attempt=1,
+        plan=scene.plan,
+        launcher=SilentLauncher(),
+        board=scene.board,
+        on_node_down=lambda *_: None,
+    )
+    component = scene.component(Role.ENGINE)
+    life = await asyncio.wait_for(lives.live(component), 60)
+    assert life.cause is not None
+    assert life.cause.kind is CauseKind.START_TIMEOUT
+    assert "engine 0 did not begin: srun has not started it after 1 s" in life.cause.message
+    assert component.process is not None
+    assert await component.process.gone() == []
+    assert procfs.read_process(component.process.guard_pid) is None
+    scene.board.close()
+
+
+async def test_what_never_began_is_stopped_without_waiting_for_an_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = await start_guarded(_SILENT, spec(tmp_path, "engine", in_step=True), env=os.environ)
+    process.stop(3600.0)
+    assert await asyncio.wait_for(process.gone(), 60) == []
+    assert await process.started() is None
+
+
+async def test_a_guard_that_cannot_be_reached_costs_the_time_there_is(tmp_path: Path) -> None:
+    # alone it would take the grace and a minute more; and the trainer is stopped after it
+    scene = Scene(tmp_path, stop_timeout_s=30.0)
+    silent = await scene.running(Role.TRAINER, _SILENT)
+    engine = await scene.running(Role.ENGINE, guard_command(sys.executable))
+    assert silent.process is not None
+    assert engine.process is not None
+    await asyncio.wait_for(scene.drain().all(save_s=60.0, left_s=5.0), 45)
+    assert procfs.read_process(silent.process.guard_pid) is None
+    end = await engine.process.ended()
+    assert not end.guard_lost, "the engine was still stopped in order"
+    scene.board.close()
+    (cut,) = read_events(scene.run, kind="supervisor.cut_off")
+    assert (cut.data["role"], cut.data["replica"]) == ("trainer", 0)
+
+
+class _Notices:
+    """What the end is told of the time."""
+
+    def __init__(self, left_s: float | None, *, requeue: bool) -> None:
+        self.left_s, self.requeue = left_s, requeue
+        self.asked_by_slurm, self.saving, self.hurry = False, requeue, asyncio.Event()
+
+
+class _Drain:
+    def __init__(self) -> None:
+        self.asked: list[float | None] = []
+
+    async def all(self, *, save_s: float, left_s: float | None = None) -> None:
+        self.asked.append(left_s)
+
+
+@pytest.mark.parametrize(
+    ("left_s", "requeue", "asked"),
+    [
+        (None, False, [None]),
+        (45.0, True, [33.0]),
+        (10.0, True, []),  # there is no time for both: the requeue saves the night
+        (30.0, False, [23.0]),
+        (2.0, False, [1.0]),
+    ],
+)
+async def test_the_drain_gets_the_time_that_is_left(
+    tmp_path: Path, left_s: float | None, requeue: bool, asked: list[float | None]
+) -> None:
+    scene = Scene(tmp_path)
+    notices, drain = _Notices(left_s, requeue=requeue), _Drain()
+    ending = Ending(
+        scene.run, plan=scene.plan, notices=cast(Notices, notices), drain=cast(Drain, drain), board=scene.board
+    )
+    await ending.end_roles()
+    assert drain.asked == asked
+    state, again = ending.conclude(None, moves=False, broken=False, began_at=None)
+    assert (state, again) == (RunState.REQUEUED if requeue else RunState.COMPLETED, False)
+    await ending.last_words(state)
+    assert ("supervisor.left_to_slurm" in scene.kinds()) == (not asked)
+
+
+class _SlowSlurm:
+    """Slurm answers questions about nodes only after it was asked for the requeue."""
+
+    def __init__(self) -> None:
+        self.asked = threading.Event()
+        self.late = False
+
+    def nodes(self, *_: object) -> list[Any]:
+        self.late = self.asked.wait(30)
+        return []
+
+    def requeue(self, job_id: int) -> None:
+        self.asked.set()
+
+
+def test_the_requeue_does_not_wait_for_a_list_of_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run: RunDir = create(tmp_path / "runs")
+    exclude(run, {"n1": "it went down"}, attempt=1, now_s=1e10, seconds=1e10)
+    slurm = _SlowSlurm()
+    monkeypatch.setattr(job, "SlurmClient", lambda: slurm)
+    monkeypatch.setattr(job, "_FIND_NODES_S", 0.1)
+    monkeypatch.setattr(job, "_KILLED_WITHIN_S", 0.0)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    job._requeue(run, run.plan())
+    assert slurm.asked.is_set()
+    assert slurm.late, "the requeue was asked for first"
+
+
+#: a supervisor with threads, to which Slurm sends SIGTERM as soon as it is asked for the requeue
+_REQUEUED = """
+import os, signal, sys, threading, time
+from pathlib import Path
+from hpcrl.runs.rundir import RunDir
+from hpcrl.supervisor import job
+
+class Slurm:
+    def requeue(self, job_id):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.2)
+        print("asked", flush=True)
+
+threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+job.SlurmClient = Slurm
+job.nodes_to_exclude = lambda *_: ["n1"]
+job.stay_away = lambda plan, client, job_id, nodes, *, within_s: print("stays away from", *nodes, flush=True)
+run = RunDir(Path(sys.argv[1]))
+job._requeue(run, run.plan())
+print("lived on", flush=True)
+"""
+
+
+def test_slurms_answer_to_the_requeue_comes_after_the_last_words(tmp_path: Path) -> None:
+    run = create(tmp_path / "runs")
+    done = subprocess.run(
+        [sys.executable, "-c", _REQUEUED, str(run.path)],
+        env={**os.environ, "SLURM_JOB_ID": "7"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout.splitlines() == ["asked", "stays away from n1"], done.stderr
+    assert done.returncode == -signal.SIGTERM
