@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 from pathlib import Path
 
-from hpcrl.ours import NotOursError, check_private, check_tree
+from hpcrl.ours import NotOursError, check_private, open_ours
 
 __all__ = ["check_folder", "main"]
 
 
 def check_folder(folder: Path) -> None:
-    """See that submitit's folder and the run directory above it can be changed by nobody else (`NotOursError`)."""
+    """See that submitit's folder and the run directory above it can be changed by nobody else (`NotOursError`).
+
+    Logs in it are made by Slurm, with modes of its own.
+    """
     check_private(folder.parent)
-    check_tree(folder)
+    check_private(folder)
+    for path in folder.glob("*.pkl"):
+        with contextlib.suppress(FileNotFoundError):
+            os.close(open_ours(path))
 
 
 def main() -> None:
