@@ -17,6 +17,7 @@ from submitit.core.utils import DelayedSubmission
 from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.plan import Plan
 from hpcrl.errors import HpcrlError, RunDirError, RunFailedError
+from hpcrl.log_thread import log_in_thread
 from hpcrl.ours import umask_of
 from hpcrl.runs.cause import Cause, CauseKind
 from hpcrl.runs.events import EventWriter, read_events
@@ -70,6 +71,7 @@ class Supervise:
             The directory is no run, or another supervisor works in it.
         """
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        log_in_thread()
         run = RunDir(Path(self.run_dir))
         protect(run, run.cluster().files.group)
         os.umask(umask_of(run.path))

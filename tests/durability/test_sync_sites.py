@@ -56,12 +56,17 @@ NEEDED = {
         "runs.rundir.write_configuration: cluster.yaml",
         "runs.rundir.write_configuration: plan.json",
         "runs.rundir.write_configuration: recipe.yaml",
+        "credentials.ensure_token: token",
+        "runs.replicas.ask: replicas",
+        "runs.replicas.ask: run-#",
+        "runs.replicas.ask: wanted.json",
+        "runs.snapshot.keep_snapshot: #",
         "runs.snapshot.keep_snapshot: snapshot.json",
+        "runs.snapshot.keep_snapshot: snapshots",
         "runs.status.write: run-#",
         "runs.status.write: status.json",
         "slurm.submission.create_run: root",
         "slurm.submission.create_run: runs",
-        "slurm.submission.create_run: snapshots",
     ),
 }
 #: sites that make durable what another one makes durable, too: together they are needed
@@ -84,8 +89,10 @@ COVERED = {
             "slurm.submission.create_run: .staging",
             "runs.record.write: .staging",
             "runs.rundir.write_configuration: .staging",
+            "credentials.ensure_token: .staging",
         ),
-        ("runs.snapshot.keep_snapshot: #", "slurm.submission.create_run: #"),
+        ("slurm.submission.create_run: #", "runs.snapshot.keep_snapshot: #"),
+        ("slurm.submission.create_run: snapshots", "runs.snapshot.keep_snapshot: snapshots"),
     ),
 }
 #: written of a checkout with changes only

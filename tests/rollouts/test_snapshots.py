@@ -16,7 +16,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from harness import make_recipe, make_run, running
+import yaml
+from harness import Loop, make_recipe, make_run, running
 from stub_engine import StubEngine
 
 from hpcrl.config.recipe import Recipe
@@ -262,6 +263,25 @@ async def test_finished_groups_that_a_step_makes_too_old_are_kept_for_a_snapshot
         check(before, [], versions)
 
 
+async def test_a_resume_with_a_lower_bound_trains_nothing_that_is_older(tmp_path: Path) -> None:
+    recipe, rng = small_recipe(tmp_path), random.Random(0)
+    async with living(recipe, OrchestratorState.fresh(recipe)) as life:
+        life.desk.gate.set()
+        # a batch of version 0, and what has finished of it beside that
+        while not (await life.ask(1) and len(life.desk.snapshot(1).finished) == GROUPS):
+            await life.turn(rng)
+        state = life.desk.snapshot(1)
+    strict = small_recipe(tmp_path, rollouts={**recipe.rollouts.model_dump(), "max_off_policy_steps": 0})
+    async with living(strict, OrchestratorState.decode(state.encode())) as life:
+        life.desk.gate.set()
+        while not await life.ask(2):
+            await life.turn(rng)
+        taken = life.scheduler._taken.find(2)
+        assert taken is not None
+        assert {group.version for group in taken.groups} == {1}
+        assert life.desk.snapshot(2).counters.dropped_stale == GROUPS * SIZE
+
+
 async def test_groups_start_again_with_what_they_had_when_weights_change(tmp_path: Path) -> None:
     recipe, rng = small_recipe(tmp_path), random.Random(0)
     async with living(recipe, OrchestratorState.fresh(recipe)) as life:
@@ -343,6 +363,36 @@ async def test_a_request_that_is_cut_off_while_the_batch_is_built_loses_nothing(
         assert trained | finished | set(state.restart) == set(range(state.next_index))
         await loop.publish(2)
         assert (await loop.train(3, 4))[-1].step == 4
+
+
+async def test_a_run_goes_on_with_other_weights_and_refuses_to_lose_an_environment(tmp_path: Path) -> None:
+    run, stub = make_run(tmp_path, environments=TWO), StubEngine()
+    # two batches and some more; the rest of the rollouts stays in flight
+    stub.request_s = lambda number: 0.0 if number <= 40 else 30.0
+    async with running(run, stub) as loop:
+        await loop.train(1, 2)
+        await loop.until(lambda: len(loop.orchestrator._scheduler._running) >= 2)
+        await loop.checkpoint(2)
+        state = loop.orchestrator._desk.snapshot(2)
+    had = {each.index: each.environment for each in state.dealt}
+    assert had
+
+    def change(environments: list[dict[str, Any]]) -> None:
+        value = yaml.safe_load(run.recipe_path.read_text())
+        run.recipe_path.write_text(yaml.safe_dump({**value, "environments": environments}))
+        run.start_attempt()
+
+    change([{**TWO[1], "weight": 1e-9}, TWO[0]])
+    again = Loop(run, [stub])
+    await again.orchestrator._restore()
+    assert {task.index: task.environment.name for task in again.orchestrator._restart} == had
+    # what was not dealt out yet follows the new weights
+    assert {again.orchestrator._order.task(state.next_index + i).environment.name for i in range(50)} == {"a"}
+    used = {*had.values(), *(group.environment for group in state.finished)}
+    change([{"name": "c", "kind": "words"}])
+    gone = Loop(run, [stub])
+    with pytest.raises(CheckpointError, match=f"no longer has: '{min(used)}' .*\n    way out: keep them"):
+        await gone.orchestrator._restore()
 
 
 async def test_a_build_that_fails_ends_the_orchestrator_with_its_reason(

@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from supervisor_testing import create, end_everything, start, wait_ended, wait_for
+from supervisor_testing import create, end_everything, start, wait_ended, wait_for, wait_running
 
+from hpcrl.errors import refusal
+from hpcrl.fs import atomic_write
 from hpcrl.runs.cause import Cause, CauseKind
 from hpcrl.runs.diagnosis import diagnose
 from hpcrl.runs.events import read_events
@@ -20,7 +22,7 @@ from hpcrl.runs.reserve import SIZES, keep_reserve
 from hpcrl.runs.role import FailureRecord, RoleContext
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunState, RunStatus
-from hpcrl.slurm.submission import prepare_resume, submit_attempt
+from hpcrl.slurm.submission import cancel, prepare_resume, submit_attempt
 from hpcrl.space import Space
 from hpcrl.supervisor.board import Board
 from hpcrl.supervisor.space_watch import SpaceTrend, SpaceWatch
@@ -80,6 +82,19 @@ def test_a_run_that_fills_its_disk_ends_in_order_and_can_be_resumed(disk: Path) 
     assert (view.state, view.attempts) == (RunState.COMPLETED, 2)
 
 
+@pytest.mark.e2e
+@pytest.mark.timeout(120)
+def test_a_run_on_a_full_disk_can_be_cancelled(disk: Path) -> None:
+    run = start(disk / "runs")
+    wait_running(run)
+    filler = fill(disk)
+    view = cancel(run, user="me")
+    assert view.state is RunState.CANCELLED
+    assert view.cause is not None
+    assert view.cause.message == "cancelled by me"
+    filler.unlink()
+
+
 def test_a_role_says_why_it_fails_on_a_full_disk(disk: Path) -> None:
     run = create(disk / "runs")
     context = RoleContext(run, attempt=run.start_attempt(), role="trainer", replica=0, rank=0)
@@ -90,6 +105,16 @@ def test_a_role_says_why_it_fails_on_a_full_disk(disk: Path) -> None:
     assert "No space left" in record.message
     # what is kept for the supervisor is still there
     assert (run.path / ".reserve-supervisor").stat().st_size == SIZES["supervisor"]
+
+
+def test_a_command_on_a_full_disk_says_so(disk: Path) -> None:
+    fill(disk)
+    with pytest.raises(OSError, match="No space left") as error:
+        atomic_write(disk / "run.json", bytes(1 << 16))
+    refused = refusal(error.value)
+    assert refused is not None
+    assert str(disk / "run.json") in str(refused)
+    assert "way out: make room there" in str(refused)
 
 
 def test_the_last_status_is_written_on_a_full_disk(disk: Path) -> None:
