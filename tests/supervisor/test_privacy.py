@@ -22,6 +22,7 @@ from hpcrl.interpreter import module_command
 from hpcrl.runs.privacy import protect
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunState
+from hpcrl.slurm.slurm_executor import SlurmExecutor, batch_process
 from hpcrl.slurm.submission import create_run, prepare_resume
 from hpcrl.supervisor.guard import RUN_ID_VARIABLE
 from hpcrl.supervisor.guarded import ProcessSpec, guard_command, start_guarded
@@ -165,6 +166,20 @@ def test_pickles_that_others_could_have_written_are_not_loaded(opened: str, says
     assert says in result.stderr
     assert "way out: chmod -R go-w" in result.stderr
     assert not (tmp_path / "executed").exists()
+
+
+def test_pickles_of_ours_are_loaded_in_a_job(tmp_path: Path) -> None:
+    """What `hpcrl.slurm.batch` becomes is submitit's process: it runs the call and writes down how it ended."""
+    (tmp_path / "run").mkdir(mode=0o700)
+    folder = tmp_path / "run/submitit"
+    with ours.files_as(folder.parent):
+        job = SlurmExecutor(folder, submit=lambda: 1, time_limit_s=60.0).submit(os.getpid)
+    (folder / "1_0_log.out").touch(mode=0o666)  # Slurm's, with its own mode
+    env = {**os.environ, "SUBMITIT_EXECUTOR": "slurm", "SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "1"}
+    env |= {"SLURM_JOB_NUM_NODES": "1", "SLURM_NODEID": "0", "SLURM_LOCALID": "0"}
+    done = subprocess.run(batch_process(folder), env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert job.paths.result_pickle.is_file()
 
 
 def test_a_temporary_directory_that_others_took_is_not_used(tmp_path: Path) -> None:
