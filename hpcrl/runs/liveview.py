@@ -126,6 +126,7 @@ class _LineScreen:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._state = ""
+        self._warnings: list[str] = []
         self._step = 0
         self._version = -1
 
@@ -145,6 +146,9 @@ class _LineScreen:
             self.say(f"{view.name} {view.state}{reason}")
             for line in view.cause.details if view.cause is not None else ():
                 self.say(line)
+        if view.warnings and not self._warnings:
+            self.say(f"warning: {view.warnings[0]}")
+        self._warnings = view.warnings
         for record in metrics:
             if record.step > self._step:
                 self.say(_step_line(record, progress))
@@ -186,6 +190,7 @@ def render(
         parts.append(components_table(view))
     if fleet is not None and fleet.replicas and not view.state.ended:
         parts += [Text(), fleet_table(fleet)]
+    parts += [Text(f"warning: {warning}", style="bold yellow") for warning in view.warnings]
     parts += restored_lines(progress)
     if view.cause is not None:
         parts.append(Text(view.cause.message, style="yellow" if view.state is RunState.CANCELLED else "red"))
@@ -222,10 +227,11 @@ def _head(view: RunView, progress: Progress, usage: Usage | None) -> Text:
 
 
 def _job_line(view: RunView) -> list[Text]:
-    """What Slurm says about the job, where there is one."""
+    """Whose weights it began with, and what Slurm says about the job, where there is one."""
     job = view.job
+    begun = [Text(f"began with {view.origin}")] if view.origin else []
     if job is None:
-        return []
+        return begun
     text = Text.assemble(f"Slurm job {job.job_id} ", state_text(job.state))
     if job.nodes:
         text.append(f" on {len(job.nodes)} node{'s' if len(job.nodes) > 1 else ''}")
@@ -237,7 +243,7 @@ def _job_line(view: RunView) -> list[Text]:
             text.append(f", starts in about {duration(job.start_s - time.time())}")
     if job.warning:
         text.append(f"  {job.warning.splitlines()[0]}", style="yellow")
-    return [text]
+    return [*begun, text]
 
 
 def _clock_line(view: RunView) -> list[Text]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import time
@@ -15,8 +16,12 @@ from hpcrl.config.recipe import Recipe
 from hpcrl.credentials import ensure_token
 from hpcrl.errors import RunDirError
 from hpcrl.fs import StagedDirectory, atomic_write
+from hpcrl.ours import CLOSED_UMASK, files_as, umask_of
 from hpcrl.runs.observe import RunView, observe
+from hpcrl.runs.origin import START_MODEL, Source, make_start_model
+from hpcrl.runs.privacy import check_root, protect
 from hpcrl.runs.record import RunRecord, Submission, this_process
+from hpcrl.runs.reserve import release_reserve
 from hpcrl.runs.restart import ResumePoint
 from hpcrl.runs.resume import Begin, plan_resume
 from hpcrl.runs.rundir import RunDir
@@ -41,35 +46,57 @@ __all__ = [
     "submit_attempt",
 ]
 
+_log = logging.getLogger(__name__)
 _IN_JOB_SCRIPT = "in-job.sh"
 _CANCEL_POLL_S = 0.1
 
 
 def create_run(
-    recipe: Recipe, cluster: ClusterProfile, plan: Plan, *, provenance: Mapping[str, str] | None = None
+    recipe: Recipe,
+    cluster: ClusterProfile,
+    plan: Plan,
+    *,
+    provenance: Mapping[str, str] | None = None,
+    source: Source | None = None,
 ) -> RunDir:
     """Make the directory of a new run: complete at once, or not at all. Starts nothing.
+
+    Parameters
+    ----------
+    provenance:
+        Where values of the recipe come from, by key.
+    source:
+        Whose weights it begins with; the recipe's ``model.path`` is then `hpcrl.runs.origin.START_MODEL` in the run.
 
     Raises
     ------
     RunDirError
-        The directory exists; the message has the ways out.
+        The directory exists, or others could replace it; the message has the ways out.
     """
     target = plan.run_dir
     if os.path.lexists(target):
         raise RunDirError(_occupied(target))
+    target.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+    check_root(target.parent)
     stage = StagedDirectory(target, token=f"{procfs.hostname()}-{os.getpid()}")
-    stage.create()
+    previous = os.umask(CLOSED_UMASK)
     try:
+        stage.create()
         run = RunDir(stage.path)
+        protect(run, cluster.files.group)
+        os.umask(umask_of(run.path))
         run.write_configuration(recipe, cluster, plan)
         ensure_token(run.path)
-        RunRecord.new(run, name=plan.run, provenance=provenance or {}).write(run)
+        origin = None if source is None else source.origin
+        RunRecord.new(run, name=plan.run, provenance=provenance or {}, origin=origin).write(run)
+        if source is not None:
+            make_start_model(source, run.path / START_MODEL)
         keep_snapshot(run, take_snapshot(run, recipe, plan))
         stage.commit()
     except FileExistsError:  # somebody else took the name meanwhile
         raise RunDirError(_occupied(target)) from None
     finally:
+        os.umask(previous)
         stage.discard()
     return RunDir(target)
 
@@ -100,6 +127,11 @@ def submit_attempt(run: RunDir, *, in_job: InJob | None = None) -> Submission:
     If we die between the two, the supervisor still runs and says so in ``status.json``; a second hand-over is
     refused by `prepare_resume` and by the second supervisor itself.
     """
+    with files_as(run.path):  # submitit's files, and those of its controller and of the job
+        return _submit_attempt(run, in_job)
+
+
+def _submit_attempt(run: RunDir, in_job: InJob | None) -> Submission:
     plan, record = run.plan(), RunRecord.read(run)
     command = None
     if in_job is not None:
@@ -148,6 +180,7 @@ def prepare_resume(run: RunDir, begin: Begin | None = None, *, steps: int | None
     NothingToRestoreError
         It has saved checkpoints, and none is there any more whose files have their sizes.
     """
+    protect(run, run.cluster().files.group)
     record = find_unrecorded(run)
     view = observe(run)
     if not view.state.ended:
@@ -195,7 +228,7 @@ def cancel(run: RunDir, *, user: str, deadline_s: float | None = None) -> RunVie
         ended = f"; {count} processes that it had left behind were ended" if count else ""
         ended += f"; jobs that it had left behind were cancelled: {', '.join(map(str, jobs))}" if jobs else ""
         raise RunDirError(f"the run {run.name} has ended already ({view.state}){ended}")
-    record.with_cancel(user, time.time()).write(run)
+    _put_on_record(run, record.with_cancel(user, time.time()))
     if record.submissions and record.submissions[-1].executor == "slurm":
         return cancel_jobs(run, deadline_s=_stop_deadline_s(run) if deadline_s is None else deadline_s)
     process = _whom_to_ask(run, record, view)
@@ -215,6 +248,18 @@ def cancel(run: RunDir, *, user: str, deadline_s: float | None = None) -> RunVie
         time.sleep(_CANCEL_POLL_S)
     end_leftovers(run)
     return observe(run)
+
+
+def _put_on_record(run: RunDir, record: RunRecord) -> None:
+    """Write who cancels; a full disk keeps nobody from it."""
+    try:
+        record.write(run)
+    except OSError:
+        release_reserve(run, "roles")
+        try:
+            record.write(run)
+        except OSError as error:
+            _log.warning("who cancels %s could not be written down: %s", run.name, error)
 
 
 def _stop_deadline_s(run: RunDir) -> float:
@@ -253,7 +298,7 @@ def interrupt(run: RunDir, count: int) -> str:
         return f"{run.name} has ended already"
     record = RunRecord.read(run)
     if count == 1:
-        record.with_cancel("Ctrl-C", time.time()).write(run)
+        _put_on_record(run, record.with_cancel("Ctrl-C", time.time()))
     if record.submissions and record.submissions[-1].executor == "slurm":
         signal_job(run, kill=count > 2)
         return "stopping; Ctrl-C again kills at once" if count == 1 else "killing the roles; Ctrl-C again kills all"

@@ -26,6 +26,7 @@ import msgspec
 
 from hpcrl.config.plan import Role
 from hpcrl.errors import HpcrlError
+from hpcrl.ours import umask_of
 from hpcrl.runs.jobs import use_source
 from hpcrl.runs.observe import observe
 from hpcrl.runs.record import RunRecord
@@ -114,14 +115,26 @@ def held_from_env(arguments: Sequence[str], environ: Mapping[str, str]) -> tuple
     return RunDir(Path(run_dir)), held
 
 
+def _say_held(run: RunDir, held: Held, told: threading.Event) -> None:
+    """Write down what is held: nobody else knows the nodes. A filesystem that fails for a moment is asked again."""
+    while not told.is_set():
+        try:
+            held.write(run)
+            return
+        except OSError as error:
+            _log.warning("what is held cannot be written, trying again in %g s: %s", _LOOK_S, error)
+            told.wait(_LOOK_S)
+
+
 def main() -> None:
     """Hold until there is no use for it, or Slurm wants the nodes back."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s holder: %(message)s")
     run, held = held_from_env(sys.argv[1:], os.environ)
+    os.umask(umask_of(run.path))
     use_source(look_up)
     told = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: told.set())
-    held.write(run)
+    _say_held(run, held, told)
     _log.info("job %d holds %s for %s %d", held.job_id, ", ".join(held.nodes), held.role, held.replica)
     holder, why = Holder(run, held), ""
     while not told.is_set() and not why:

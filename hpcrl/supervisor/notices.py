@@ -163,8 +163,6 @@ class Notices:
             started = time.monotonic()
             lead = await asyncio.to_thread(self._lead_s)
             timeout_s = max(max(lead, policy.signal_lead_s) - LEAVE_S, _LEAST_SAVE_S)
-            if self.left_s is not None:
-                timeout_s = min(timeout_s, max(self.left_s - LEAVE_S, _LEAST_SAVE_S))
             step = await save_now(self._run, self._attempt, timeout_s=timeout_s)
             self._board.emit("supervisor.saved", step=step, seconds=time.monotonic() - started)
         if self._decided.is_set():

@@ -8,6 +8,7 @@ rest is drained in order, and the cause is chosen among all that was seen until 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from hpcrl.credentials import Credentials
 from hpcrl.errors import DeadlineError, HpcrlError
 from hpcrl.reporting import ReportedFile
 from hpcrl.runs.cause import Cause, CauseKind
+from hpcrl.runs.reserve import keep_reserve
 from hpcrl.runs.role import Endpoints, FailureRecord
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunState
@@ -37,6 +39,7 @@ from hpcrl.supervisor.launcher import Address, Launcher
 from hpcrl.supervisor.lives import Life, Lives
 from hpcrl.supervisor.lookout import Lookout
 from hpcrl.supervisor.notices import Notices
+from hpcrl.supervisor.space_watch import SpaceWatch
 from hpcrl.supervisor.survey import NodesSilentError
 from hpcrl.supervisor.verdict import broken_nodes, current_records, first_cause
 from hpcrl.supervisor.watchdog import Watchdog
@@ -113,6 +116,8 @@ class Supervisor:
         watch.add_done_callback(self._report_bug)
         watchdog = asyncio.create_task(self._watchdog.run(), name="watchdog")
         watchdog.add_done_callback(self._report_bug)
+        space = asyncio.create_task(self._space.run(), name="space")
+        space.add_done_callback(self._report_bug)
         keeper: asyncio.Task[None] | None = None
         try:
             await self._prepare()
@@ -138,12 +143,15 @@ class Supervisor:
         watchdog.cancel()
         await self._ending.end_roles()
         watch.cancel()
+        space.cancel()
         cause = self._first_cause(stopped_at_s)
         if cause is not None and cause.secondary:
             cause = self._name_lost_rank(cause)
         if cause is not None and not self._notices.cancelled_by_person:
             cause, moves = await self._blame.judge(cause, self._broken, began_at=self._began_at)
             self._requeue |= moves
+        if cause is not None:
+            cause = await self._space.explain(cause)
         state, self.again = self._ending.conclude(
             cause, moves=self._requeue, broken=bool(self._broken), began_at=self._began_at
         )
@@ -176,6 +184,7 @@ class Supervisor:
             on_bug=self._report_bug,
             in_step=launcher.in_step,
         )
+        self._space = SpaceWatch(run, board=self._board)
         self._lookout = Lookout(
             run,
             attempt=self.attempt,
@@ -209,6 +218,7 @@ class Supervisor:
         if why := exhausted(self._run, self._plan, self.attempt):
             self._fail(CauseKind.NO_PROGRESS, f"the run is given up: {why}")
             return
+        await asyncio.to_thread(keep_reserve, self._run)
         Credentials.of_run(self._run.path)  # a file that others may read must not be trusted by any role
         if changes := await asyncio.to_thread(say_changes, self._run, self._plan, self._board):
             self._fail(CauseKind.CHANGED, f"it would run something else than was submitted: {changes}")
@@ -246,7 +256,8 @@ class Supervisor:
     def enlist(self, group: RoleGroup, replica: int, address: Address) -> Component:
         """A new component in the state PENDING, shown in the status."""
         log = self._run.log_path(self.attempt, group.role.value, replica)
-        log.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(OSError):  # the guard says that it cannot open the log
+            log.parent.mkdir(parents=True, exist_ok=True)
         relative = str(log.relative_to(self._run.path))
         component = Component(group, replica, address=address, log=relative, on_change=self._component_changed)
         self._components.append(component)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -70,6 +71,14 @@ async def build(tmp_path: Path) -> AsyncIterator[Build]:
 async def roll_out(environment: Environment, *replies: str | Exception, index: int = 0, seed: int = 0) -> Any:
     prompt = await prompt_of(environment, "train", index)
     return await environment.rollout(prompt, Script(*replies, seed=seed))
+
+
+def is_running(pid: int) -> bool:
+    """Whether there is such a process, and it has not ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
 
 
 async def until_cancelled(environment: Environment, count: int) -> None:
@@ -199,12 +208,17 @@ async def test_a_process_that_dies_is_said_and_started_again(build: Build, order
     lost: list[tuple[str, str]] = []
     mine = build(on_lost=lambda name, why: lost.append((name, why)))
     first = (await roll_out(mine, "go")).parts["pid"]
+    tool = int((await roll_out(mine, "tool")).parts["tool"])
     others = [asyncio.create_task(roll_out(mine, "hang")) for _ in range(3)]
     await asyncio.sleep(0.1)
     results = await asyncio.gather(roll_out(mine, order), *others, return_exceptions=True)
     assert all(isinstance(each, EnvironmentLostError) and how in str(each) for each in results)
     assert {each.death for each in results if isinstance(each, EnvironmentLostError)} == {("mine", 1)}
     assert lost == [("mine", how)]
+    # what it had started goes with it
+    async with asyncio.timeout(20.0):
+        while is_running(tool):
+            await asyncio.sleep(0.01)
     assert (await roll_out(mine, "go")).parts["pid"] != first
     with pytest.raises(EnvironmentLostError) as caught:
         await roll_out(mine, order)
@@ -253,6 +267,34 @@ async def test_the_end_of_an_environment_is_the_end_of_its_process(build: Build)
     (process,) = hosted([mine])
     await process.aclose()
     assert not Path(f"/proc/{pid}").exists()
+
+
+async def test_the_process_does_not_outlive_an_orchestrator_that_is_killed() -> None:
+    """Not even one whose event loop is blocked, so that it cannot see the end of the connection."""
+    program = """if True:
+        import sys
+        sys.path.append(sys.argv[1])
+        from hpcrl.config.environments import CustomEnv
+        from hpcrl.rollouts.environments.hosted import HostedEnvironment
+        environment = HostedEnvironment(CustomEnv(name="mine", kind="custom", factory="my_environment:Obedient"))
+        print(environment._child.pid, flush=True)
+        environment.prompt("train", 777)
+    """
+    command = [sys.executable, "-c", program, str(Path(__file__).parent)]
+    parent = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    try:
+        assert parent.stdout is not None
+        child = int(await parent.stdout.readline())
+        assert is_running(child)
+        parent.kill()
+        await parent.wait()
+        async with asyncio.timeout(20.0):
+            while is_running(child):
+                await asyncio.sleep(0.01)
+    finally:
+        if parent.returncode is None:
+            parent.kill()
+            await parent.wait()
 
 
 async def test_a_run_survives_the_death_of_an_environment(tmp_path: Path) -> None:
