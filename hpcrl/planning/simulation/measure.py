@@ -123,8 +123,8 @@ def _fit_engine(found: Sequence[Evidence]) -> tuple[EngineDurations, list[Crowd]
     for _ in range(_ROUNDS):
         rows, values = [], []
         for evidence, crowd in zip(found, crowds, strict=True):
-            engine = evidence.recipe.engine
-            replicas, most = engine.replicas, float(step_limits(engine, Role.DECODE).max_num_seqs)
+            shape = evidence.recipe.engine
+            replicas, most = shape.replicas, float(step_limits(shape, Role.DECODE).max_num_seqs)
             frozen = Busy([Interval(e.time_s - e.data["pause_s"], e.time_s) for e in evidence.updates])
             requests = evidence.requests
             concurrency = Busy([request.at for request in requests])
