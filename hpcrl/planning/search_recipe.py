@@ -10,7 +10,7 @@ from typing import Any
 from hpcrl.config.cluster import ClusterProfile, SlurmCluster
 from hpcrl.config.plan import Role
 from hpcrl.config.recipe import Recipe
-from hpcrl.errors import UsageError
+from hpcrl.errors import UnknownSizesError, UsageError
 from hpcrl.planning.calibration import Calibration
 from hpcrl.planning.memory_knobs import why_not
 from hpcrl.planning.report import find_facts, loop_document
@@ -80,7 +80,7 @@ def run_search(
         )
     facts = find_facts(recipe)
     if isinstance(facts, str):
-        raise UsageError(f"the model's sizes are needed: {facts}")
+        raise UnknownSizesError(f"the model's sizes are needed: {facts}")
     site = site_rates(cluster, calibration)
     base = planned_layout(recipe, cluster, facts)
     mean_tokens = resolve_workload(recipe, calibration).mean("tokens")
