@@ -122,9 +122,9 @@ def measure(request: urllib.request.Request, process: psutil.Process, seconds: f
         "in_flight_mean": round(sum(in_flight) / len(in_flight)),
         "rollouts_per_s": round((after["finished_total"] - before["finished_total"]) / wall, 1),
         "cpu_share": round(cpu / wall, 3),
-        "loop_lag_p50_ms": round(after["loop_lag_p50_ms"], 2),
-        "loop_lag_p99_ms": round(after["loop_lag_p99_ms"], 2),
-        "loop_lag_max_ms": round(after["loop_lag_max_ms"], 2),
+        "loop_lag_p50_ms": round(1e3 * after["loop_lag_p50_seconds"], 2),
+        "loop_lag_p99_ms": round(1e3 * after["loop_lag_p99_seconds"], 2),
+        "loop_lag_max_ms": round(1e3 * after["loop_lag_max_seconds"], 2),
         "engine_retries": after["engine_retries_total"] - before["engine_retries_total"],
         "rss_mib": round(process.memory_info().rss / (1 << 20)),
     }

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hpcrl.fence import Fence
-from hpcrl.fs import NumberedDirectories, fsync_dir
+from hpcrl.fs import NumberedDirectories, fsync_dir, make_directory
 
 __all__ = ["DIRECTORY", "Aside", "collect_asides", "list_asides", "put_aside", "take_back"]
 
@@ -52,15 +52,13 @@ def put_aside(fence: Fence, name: str) -> bool:
     if not fence.hide(name):
         return False
     place = fence.root / DIRECTORY / f"{fence.token:06d}"
-    place.mkdir(parents=True, exist_ok=True)
+    make_directory(place)
     target = place / name
     if target.exists():  # this attempt has put an entry of that name aside before: the older one is what was there
         fence.delete(name)
         return True
     fence.move_hidden(name, target)
     fsync_dir(place)
-    fsync_dir(fence.root / DIRECTORY)
-    fsync_dir(fence.root)
     return True
 
 
@@ -85,8 +83,7 @@ def list_asides(root: Path, prefix: str) -> list[Aside]:
 
 def take_back(fence: Fence, aside: Aside) -> None:
     """Give an entry its name in the store again, in place of what has that name now."""
-    os.rename(aside.path, fence.path / aside.path.name)
-    fence.commit(aside.path.name)
+    fence.adopt(aside.path.name, aside.path)
 
 
 def collect_asides(root: Path, prefix: str, *, up_to: int, keep: Collection[int] = ()) -> list[int]:
@@ -109,6 +106,7 @@ def collect_asides(root: Path, prefix: str, *, up_to: int, keep: Collection[int]
             os.rename(aside.path, doomed)
         except FileNotFoundError:
             continue
+        fsync_dir(root)  # or a power failure could leave it put aside without all of its files
         shutil.rmtree(doomed, ignore_errors=True)
         removed.append(aside.number)
     return removed

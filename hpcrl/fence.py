@@ -178,7 +178,19 @@ class Fence:
 
     def move_hidden(self, name: str, target: Path) -> None:
         """Give what `hide` took out another place on the same filesystem."""
+        self._settle()  # or a power failure could leave it here, and where it was
         os.rename(self.path / f"{_ASIDE}{name}", target)
+
+    def adopt(self, name: str, source: Path) -> None:
+        """Make a directory from elsewhere on the same filesystem an entry, in place of what has that name now.
+
+        Who dies over it leaves it to the next claim, which puts it into the store.
+        """
+        if self.hide(name):
+            self.delete(name)
+        os.rename(source, self.path / f"{_ASIDE}{name}")
+        self.restore(name)
+        self._settle()
 
     def delete(self, name: str) -> None:
         """Delete what `hide` took out; what cannot be deleted now goes with the next claim."""

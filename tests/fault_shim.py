@@ -21,7 +21,19 @@ def build_shim(directory: Path) -> Path:
     if compiler is None:
         pytest.skip("FAULTS ARE NOT TESTED: there is no C compiler (way out: apt-get install gcc libc6-dev)")
     library = directory / "faults.so"
-    command = [compiler, "-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-o", library, TESTS / "faults.c", "-ldl"]
+    command = [
+        compiler,
+        "-shared",
+        "-fPIC",
+        "-O1",
+        "-Wall",
+        "-Werror",
+        "-o",
+        library,
+        TESTS / "faults.c",
+        "-ldl",
+        "-lpthread",
+    ]
     subprocess.run(command, check=True)
     return library
 

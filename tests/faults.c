@@ -2,33 +2,36 @@
  *
  *   op=write errno=28 path=/weights/ skip=3 count=1 short=100 delay_us=500 when=/path/of/a/switch
  *
- * op: open, read, write, fsync, rename. path: part of the file's path. skip, count: leave out the first, then hit so
+ * op: open, read, write, fsync, rename; change: what makes or alters files; any. path: part of the file's path. skip, count: leave out the first, then hit so
  * many (0: all). errno: fail with it. short: do at most so many bytes (0 for read: end of file). delay_us: wait first.
- * when: only while this file exists. who: only in this replica of a run, as engine-0.
+ * when: only while this file exists. who: only in this replica of a run, as engine-0. control: only while this file
+ * exists, and as its text says (the same words), so that faults can be chosen while a run goes on.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <pthread.h>
 #include <stdarg.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
-static char op[16], part[512], when[512], who[64];
+static char op[16], part[512], when[512], who[64], control[512];
 static int number;
 static long skip, count, shorten = -1, delay_us;
 static atomic_long seen;
+static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+static struct timespec read_at;
 
-__attribute__((constructor)) static void setup(void) {
-    const char *text = getenv("HPCRL_FAULT");
-    if (!text) text = getenv("TEST_FAULT");
-    if (!text) return;
+static void parse(const char *text) {
     char *copy = strdup(text), *save = NULL;
-    for (char *word = strtok_r(copy, " ", &save); word; word = strtok_r(NULL, " ", &save)) {
+    for (char *word = strtok_r(copy, " \n", &save); word; word = strtok_r(NULL, " \n", &save)) {
         char *value = strchr(word, '=');
         if (!value) continue;
         *value++ = 0;
@@ -36,6 +39,7 @@ __attribute__((constructor)) static void setup(void) {
         else if (!strcmp(word, "path")) snprintf(part, sizeof part, "%s", value);
         else if (!strcmp(word, "when")) snprintf(when, sizeof when, "%s", value);
         else if (!strcmp(word, "who")) snprintf(who, sizeof who, "%s", value);
+        else if (!strcmp(word, "control")) snprintf(control, sizeof control, "%s", value);
         else if (!strcmp(word, "errno")) number = atoi(value);
         else if (!strcmp(word, "skip")) skip = atol(value);
         else if (!strcmp(word, "count")) count = atol(value);
@@ -49,8 +53,44 @@ __attribute__((constructor)) static void setup(void) {
     if (who[0] && strcmp(who, mine)) op[0] = 0;
 }
 
+__attribute__((constructor)) static void setup(void) {
+    const char *text = getenv("HPCRL_FAULT");
+    if (!text) text = getenv("TEST_FAULT");
+    if (text) parse(text);
+}
+
+/* Take the fault from the control file, where there is one and it has changed; by calls that are not ours. */
+static void look(void) {
+    struct stat now;
+    char text[1024];
+    int saved = errno;
+    pthread_mutex_lock(&mutex);
+    if (stat(control, &now)) op[0] = 0, read_at.tv_sec = 0;
+    else if (now.st_mtim.tv_sec != read_at.tv_sec || now.st_mtim.tv_nsec != read_at.tv_nsec) {
+        int fd = (int)syscall(SYS_openat, AT_FDCWD, control, O_RDONLY | O_CLOEXEC);
+        long n = fd < 0 ? -1 : syscall(SYS_read, fd, text, sizeof text - 1);
+        if (fd >= 0) syscall(SYS_close, fd);
+        if (n > 0) {
+            text[n] = 0;
+            op[0] = part[0] = who[0] = 0;
+            number = 0, skip = count = delay_us = 0, shorten = -1;
+            atomic_store(&seen, 0);
+            parse(text);
+            read_at = now.st_mtim;
+        }
+    }
+    pthread_mutex_unlock(&mutex);
+    errno = saved;
+}
+
+static int wanted(const char *what) {
+    if (control[0]) look();
+    if (!op[0]) return 0;
+    return !strcmp(op, what) || !strcmp(op, "any") || (!strcmp(op, "change") && strcmp(what, "read") && strcmp(what, "open"));
+}
+
 static int hit(const char *what, const char *path) {
-    if (!op[0] || strcmp(op, what) || !path || !strstr(path, part)) return 0;
+    if (!wanted(what) || !path || !strstr(path, part)) return 0;
     if (when[0]) {
         int saved = errno, there = access(when, F_OK) == 0;
         errno = saved;
@@ -64,7 +104,7 @@ static int hit(const char *what, const char *path) {
 
 static int hit_fd(const char *what, int fd) {
     char link[64], path[4096];
-    if (!op[0] || strcmp(op, what)) return 0;
+    if (!wanted(what)) return 0;
     snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
     ssize_t n = readlink(link, path, sizeof path - 1);
     if (n < 0) return 0;
@@ -136,7 +176,8 @@ int rename(const char *old, const char *new) {
         mode_t mode = flags & (O_CREAT | O_TMPFILE) ? va_arg(list, mode_t) : 0; \
         va_end(list); \
         REAL(int, name, const char *, int, ...); \
-        FAIL_IF(hit("open", path)); \
+        int writes = flags & (O_CREAT | O_TRUNC | O_WRONLY | O_RDWR) && !strcmp(op, "change"); \
+        FAIL_IF(hit(writes ? "create" : "open", path)); \
         return real(path, flags, mode); \
     }
 OPEN(open)

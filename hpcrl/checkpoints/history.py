@@ -11,6 +11,8 @@ from pathlib import Path
 
 import msgspec
 
+from hpcrl.fs import open_log
+
 __all__ = ["FILE", "Saved", "add_saved", "read_saved"]
 
 FILE = "history.jsonl"
@@ -33,7 +35,7 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def add_saved(root: Path, *, step: int, attempt: int) -> None:
-    """Write down that an entry is complete; durable on return.
+    """Write down that an entry is complete; durable on return, or with the first entry that goes.
 
     Raises
     ------
@@ -41,7 +43,7 @@ def add_saved(root: Path, *, step: int, attempt: int) -> None:
         The filesystem refused. The entry is complete all the same.
     """
     line = msgspec.json.encode(Saved(step=step, attempt=attempt, time_s=time.time())) + b"\n"
-    fd = os.open(root / FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    fd = open_log(root / FILE)
     try:
         os.write(fd, line)
         os.fsync(fd)

@@ -26,6 +26,14 @@ FollowOption = Annotated[
 ]
 
 
+InJobOption = Annotated[
+    bool,
+    typer.Option(
+        "--in-job", help="Run inside of the allocation of this shell (salloc), not in a job of its own; no requeue."
+    ),
+]
+
+
 def register(app: typer.Typer) -> None:
     """Add the commands."""
     app.command("submit")(submit)
@@ -40,6 +48,7 @@ def submit(
     overrides: SetOption = None,
     follow: FollowOption = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and the commands; change nothing.")] = False,
+    in_job: InJobOption = False,
     root: RunsRootOption = None,
 ) -> None:
     """Start a run of a recipe.
@@ -66,8 +75,10 @@ def submit(
         make_plan,
     )
     from hpcrl.runs.registry import check_name
+    from hpcrl.slurm.client import SlurmClient
+    from hpcrl.slurm.in_job import find_allocation
 
-    loaded, site = load_both(recipe, cluster, overrides or (), environ=os.environ)
+    loaded, site = load_both(recipe, cluster, overrides or (), environ=os.environ, in_job=in_job)
     check_rules(loaded, site)
     check_sizes(loaded, site)
     run_name = check_name(name) if name is not None else default_run_name(loaded.value, time.time())
@@ -76,7 +87,8 @@ def submit(
     plan = make_plan(resolved, profile, run_name, runs_root(root, profile) / run_name)
     if dry_run:
         print_plan(plan, site)
-    if plan.layout.kind != "local":
+    allocation = find_allocation(plan, os.environ, SlurmClient()) if in_job else None
+    if plan.layout.kind != "local" and not in_job:
         for variable in unused_variables(os.environ):
             typer.echo(f"note: {variable} is not read: the plan says what sbatch is told (hpcrl plan)", err=True)
     check_secrets(plan, site)
@@ -94,8 +106,9 @@ def submit(
     ask_slurm()
     provenance = {".".join(map(str, path)): origin for path, origin in loaded.origins.items()}
     run = create_run(resolved, profile, plan, provenance=provenance)
-    submit_attempt(run)
-    typer.echo(f"submitted {run_name} in {run.path}", err=True)
+    submit_attempt(run, in_job=allocation)
+    where = "" if allocation is None else f", inside of job {allocation.job_id}"
+    typer.echo(f"submitted {run_name} in {run.path}{where}", err=True)
     _follow_or_tell(run, follow, root)
 
 
@@ -115,23 +128,29 @@ def resume(
         typer.Option("--accept-changes", help="With job.on_change: stop, run what is there now all the same."),
     ] = False,
     follow: FollowOption = False,
+    in_job: InJobOption = False,
     root: RunsRootOption = None,
 ) -> None:
     """Go on with a run that has ended, from its newest joint checkpoint that is found good.
 
     With --set its recipe changes first, for example to another number of trainer.ranks, or to more trainer.steps, also
     of a run that is completed. Model, data and seed stay. The trainer compares checkpoints with their manifests and
-    says what it restored (hpcrl status). A run that has saved checkpoints never begins again by itself.
+    says what it restored (hpcrl status). A run that has saved checkpoints never begins again by itself. With --in-job
+    it goes on inside of the allocation of this shell, wherever it was before.
 
     Exit code: 2 the run is alive, another resume is at it, or there is nothing to do; 94 no checkpoint can be restored;
     in these cases nothing was changed. With --follow also 0 completed, 1 failed, 93 given up without progress, 130
     cancelled.
     """
+    import os
+
     from hpcrl.errors import RunDirError, UsageError
     from hpcrl.runs.claim import claimed
     from hpcrl.runs.record import user_name
     from hpcrl.runs.resume import Begin, request_restart
     from hpcrl.runs.snapshot import keep_snapshot, take_snapshot
+    from hpcrl.slurm.client import SlurmClient
+    from hpcrl.slurm.in_job import find_allocation
     from hpcrl.slurm.submission import end_leftovers, prepare_resume, submit_attempt
 
     if from_scratch and from_step is not None:
@@ -139,8 +158,10 @@ def resume(
     found, begin = find(run, root), Begin(scratch=from_scratch, step=from_step)
     try:
         with claimed(found, user=user_name()):
-            change = _plan_change(found, overrides) if overrides else None
-            point = prepare_resume(found, begin, steps=None if change is None else change.recipe.trainer.steps)
+            change = _plan_change(found, overrides) if overrides else _renewal(found)
+            wanted = found.plan() if change is None else change.plan
+            allocation = find_allocation(wanted, os.environ, SlurmClient()) if in_job else None
+            point = prepare_resume(found, begin, steps=change.recipe.trainer.steps if change and overrides else None)
             for step, reason in point.skipped:
                 typer.echo(f"checkpoint of step {step} is skipped: {reason}", err=True)
             _say_changes(found, accept=accept_changes)
@@ -150,7 +171,7 @@ def resume(
             request_restart(found, begin)
             if swept := end_leftovers(found):
                 typer.echo(f"ended {swept} processes that an earlier attempt had left behind", err=True)
-            submit_attempt(found)
+            submit_attempt(found, in_job=allocation)
     except RunDirError as error:
         if not overrides:
             raise
@@ -213,6 +234,16 @@ def _plan_change(run: RunDir, overrides: list[str]) -> _Change:
     site = for_job(loaded, Loaded(run.cluster(), run.cluster_path, {}))
     check_rules(loaded, site)
     return _Change(loaded.value, site.value, make_plan(loaded.value, site.value, run.name, run.path), lines)
+
+
+def _renewal(run: RunDir) -> _Change | None:
+    """A new plan for a run that was planned before servers were told to want the run's token; None for others."""
+    from hpcrl.credentials import TOKEN_FILE
+
+    if (run.path / TOKEN_FILE).exists():
+        return None
+    change = _plan_change(run, [])
+    return change._replace(lines=["plan: servers of the run answer those alone who bring its token"])
 
 
 def cancel(

@@ -26,7 +26,7 @@ _VARIABLES = {key: (f"SBATCH_{key.upper()}", f"SLURM_{key.upper()}") for key in 
 
 
 def load_both(
-    recipe: str, cluster: str, overrides: Sequence[str] = (), *, environ: Mapping[str, str]
+    recipe: str, cluster: str, overrides: Sequence[str] = (), *, environ: Mapping[str, str], in_job: bool = False
 ) -> tuple[Loaded[Recipe], Loaded[ClusterProfile]]:
     """Load a recipe and a profile for a run of the one on the other (ConfigError with every finding).
 
@@ -36,10 +36,16 @@ def load_both(
         See `hpcrl.config.load`.
     environ:
         Of the user who calls; a recipe on a site without Slurm takes nothing from it.
+    in_job:
+        The run is to be inside of the job that we are called in.
     """
     loaded, site = load_recipe(recipe, overrides), load_cluster(cluster)
     if isinstance(site.value, SlurmCluster):
-        loaded = with_environment(loaded, environ)
+        loaded = _inside(loaded, site.value, environ) if in_job else with_environment(loaded, environ)
+    elif in_job:
+        raise ConfigError(
+            [Finding(str(site.source), "kind", "is no Slurm site: there is no job to be in", "leave --in-job out")]
+        )
     return loaded, for_job(loaded, site)
 
 
@@ -56,6 +62,29 @@ def with_environment(recipe: Loaded[Recipe], environ: Mapping[str, str]) -> Load
     job = recipe.value.job.model_copy(update=values)
     origins = recipe.origins | {("job", key): f"${name}" for key, name in names.items()}
     return replace(recipe, value=recipe.value.model_copy(update={"job": job}), origins=origins)
+
+
+def _inside(recipe: Loaded[Recipe], site: SlurmCluster, environ: Mapping[str, str]) -> Loaded[Recipe]:
+    """The recipe in an allocation: one layout, and the partition of the job that is there."""
+    job = recipe.value.job
+    findings = []
+    if job.layout not in ("auto", "single"):
+        what = f"{job.layout!r} is not what an allocation is: that is there once, for all roles"
+        findings.append(Finding(recipe.where("job.layout"), "job.layout", what, "set it to single, or to auto"))
+    if job.requeue == "always":
+        what = "nobody requeues the job of a shell"
+        findings.append(Finding(recipe.where("job.requeue"), "job.requeue", what, "set it to auto"))
+    partition = environ.get("SLURM_JOB_PARTITION", "")
+    if partition and partition not in site.partitions:
+        what = f"the job of this shell is in {partition!r}, which {site.name} does not describe"
+        findings.append(Finding("$SLURM_JOB_PARTITION", "job.partition", what, "describe it in the profile"))
+    if findings:
+        raise ConfigError(findings)
+    origins = recipe.origins | {("job", "layout"): "--in-job"}
+    if partition:
+        origins["job", "partition"] = "$SLURM_JOB_PARTITION"
+    changed = job.model_copy(update={"layout": "single", "partition": partition or job.partition})
+    return replace(recipe, value=recipe.value.model_copy(update={"job": changed}), origins=origins)
 
 
 def charged(site: SlurmCluster, environ: Mapping[str, str]) -> SlurmCluster:
@@ -137,4 +166,7 @@ def _refuse_strangers(recipe: Loaded[Recipe], site: SlurmCluster, job: JobConfig
         known = ", ".join(site.partitions)
         what = f"{', '.join(map(repr, strange))} is none of the partitions of {site.name} ({known})"
         way_out = "take one of these, or describe it in the profile: the planner must know its nodes"
-        raise ConfigError([Finding(recipe.where("job.partition"), "job.partition", what, way_out)])
+        where = recipe.where("job.partition")
+        if where.startswith("$"):
+            way_out = f"unset {where[1:]}, set job.partition, or describe it in the profile"
+        raise ConfigError([Finding(where, "job.partition", what, way_out)])

@@ -103,6 +103,8 @@ class AttemptPolicy(StrictModel):
     """What an attempt does that would run something else than what was submitted."""
     signal_lead_s: NonNegativeInt = 0
     """Slurm sends USR2 to the supervisor this long before the time limit; 0: no signal."""
+    signalled: bool = True
+    """Slurm sends that signal. Else, inside of an allocation of somebody's shell, the supervisor goes by the clock."""
     retries: NonNegativeInt = 0
     """New attempts that may follow the failure of a role, where the attempt made a joint checkpoint."""
     exclude_s: NonNegativeFloat = 0.0

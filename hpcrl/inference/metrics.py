@@ -29,6 +29,11 @@ class _Metric:
         own = f'{self.label}="{_escape(value)}"' if self.label is not None and value is not None else ""
         return ",".join(part for part in (common, own) if part)
 
+    @property
+    def family(self) -> str:
+        """The name that help and type are said of: that of the samples."""
+        return self.name
+
     def samples(self, common: str) -> Iterator[str]:
         raise NotImplementedError
 
@@ -42,6 +47,10 @@ class Counter(_Metric):
         super().__init__(name, help_text, label)
         self._values: dict[str | None, float] = dict.fromkeys(values, 0.0) if label else {None: 0.0}
 
+    @property
+    def family(self) -> str:
+        return f"{self.name}_total"
+
     def inc(self, amount: float = 1.0, value: str | None = None) -> None:
         self._values[value] = self._values.get(value, 0.0) + amount
 
@@ -51,7 +60,7 @@ class Counter(_Metric):
 
     def samples(self, common: str) -> Iterator[str]:
         for value, number in list(self._values.items()):
-            yield f"{self.name}_total{{{self._labels(common, value)}}} {number}"
+            yield f"{self.family}{{{self._labels(common, value)}}} {number}"
 
 
 class Gauge(_Metric):
@@ -112,7 +121,7 @@ class Registry:
         """The text that ``/metrics`` answers with."""
         lines: list[str] = []
         for metric in self._metrics:
-            lines += [f"# HELP {metric.name} {metric.help_text}", f"# TYPE {metric.name} {metric.kind}"]
+            lines += [f"# HELP {metric.family} {metric.help_text}", f"# TYPE {metric.family} {metric.kind}"]
             lines += metric.samples(self._common)
         return "\n".join(lines) + "\n"
 
@@ -156,10 +165,12 @@ class EngineMetrics:
         )
         self.swap_pause = add(
             Histogram(
-                "hpcrl:weight_swap_pause_seconds", "How long the engine stood still to change weights.", _SHORT_SECONDS
+                "hpcrl_engine_weight_swap_pause_seconds",
+                "How long the engine stood still to change weights.",
+                _SHORT_SECONDS,
             )
         )
-        self.update_bytes = add(Counter("hpcrl:weight_update_bytes", "Bytes of hand-offs read."))
+        self.update_bytes = add(Counter("hpcrl_engine_weight_update_bytes", "Bytes of hand-offs read."))
 
 
 def _escape(value: str | None) -> str:

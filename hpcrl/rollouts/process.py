@@ -7,6 +7,7 @@ import logging
 import resource
 import signal
 
+from hpcrl.log_thread import log_in_thread
 from hpcrl.rollouts.orchestrator import Orchestrator
 from hpcrl.runs.role import RoleContext
 
@@ -17,6 +18,7 @@ _log = logging.getLogger(__name__)
 
 def main(context: RoleContext) -> None:
     """Run until SIGTERM; raises the first error of any part."""
+    log_in_thread()
     asyncio.run(_main(context))
 
 

@@ -21,7 +21,7 @@ _TIMEOUT_S = 3.0
 _METRICS_PORTS = {"router": 1, "store": 2}
 """How far above its first port a role serves its metrics (`hpcrl.planning`)."""
 _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?(\s+\S.*)$")
-_SUFFIX = re.compile(r"_(?:total|bucket|sum|count|created|info)$")
+_SUFFIXES = frozenset({"_total", "_bucket", "_sum", "_count", "_created", "_info"})
 
 
 class Part(NamedTuple):
@@ -93,7 +93,9 @@ async def read_text(http: aiohttp.ClientSession, url: str) -> str | None:
 
 def merge(texts: Sequence[tuple[Part, str | None]]) -> str:
     """One text of many: samples of a metric stand together, as the format wants it."""
-    heads: dict[str, list[str]] = {"hpcrl_part_up": ["# TYPE hpcrl_part_up gauge"]}
+    heads: dict[str, list[str]] = {
+        "hpcrl_part_up": ["# HELP hpcrl_part_up Whether the part answered.", "# TYPE hpcrl_part_up gauge"]
+    }
     samples: dict[str, list[str]] = {"hpcrl_part_up": []}
     for part, text in texts:
         own = f'role="{part.role}",replica="{part.replica}"'
@@ -110,7 +112,7 @@ def merge(texts: Sequence[tuple[Part, str | None]]) -> str:
             elif match := _SAMPLE.match(line):
                 name, labels, value = match.groups()
                 # a family's samples have its name, or its name and a suffix
-                mine = family if family and _SUFFIX.sub("", name) == _SUFFIX.sub("", family) else name
+                mine = family if name == family or name.removeprefix(family) in _SUFFIXES else name
                 all_labels = ",".join(filter(None, (own, labels)))
                 samples.setdefault(mine, []).append(f"{name}{{{all_labels}}}{value}")
     return "\n".join(line for name, lines in samples.items() for line in (*heads.get(name, ()), *lines)) + "\n"

@@ -49,6 +49,8 @@ class CauseKind(StrEnum):
     """Slurm gave the nodes to another job."""
     NO_PROGRESS = "no_progress"
     """Attempts in a row ended without a new joint checkpoint, or there were too many attempts."""
+    DISK_FULL = "disk_full"
+    """The filesystem of the run, or its quota, was full."""
     NOTHING_TO_RESTORE = "nothing_to_restore"
     """The run has saved checkpoints, none can be restored, and it does not begin again by itself."""
     CHANGED = "changed"

@@ -25,6 +25,13 @@ WHY_SCHEMA = "hpcrl.why/1"
 _LOG_LINES = 15
 _TRACEBACK_LINES = 25
 _OOM_HINT = "nobody in the run sent it: the kernel's out-of-memory killer does that (look in dmesg), or a person"
+_HINTS = {
+    CauseKind.START_TIMEOUT: "if it was only slow, raise limits.start_timeout_s in the cluster profile",
+    CauseKind.HUNG: "if it was only slow, raise supervision.hang_floor_s (or hang_ceiling_s) in the recipe",
+    CauseKind.DISK_FULL: "make space there, then resume; `hpcrl checkpoint ls` says what this run keeps",
+    CauseKind.TIME_LIMIT: "the limit is limits.time_limit_h in the cluster profile",
+    CauseKind.CHANGED: "bring back what it was, or accept what it is now: hpcrl resume RUN --accept-changes",
+}
 
 
 class Consequence(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,14 +124,6 @@ def _sentence(view: RunView) -> str:
     if view.state is RunState.COMPLETED:
         return "the run completed: it did all its steps"
     return f"the run has not ended: it is {view.state}"
-
-
-_HINTS = {
-    CauseKind.START_TIMEOUT: "if it was only slow, raise limits.start_timeout_s in the cluster profile",
-    CauseKind.HUNG: "if it was only slow, raise supervision.hang_floor_s (or hang_ceiling_s) in the recipe",
-    CauseKind.TIME_LIMIT: "the limit is limits.time_limit_h in the cluster profile",
-    CauseKind.CHANGED: "bring back what it was, or accept what it is now: hpcrl resume RUN --accept-changes",
-}
 
 
 def _hint(cause: Cause | None) -> str:

@@ -126,6 +126,7 @@ class _LineScreen:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._state = ""
+        self._warnings: list[str] = []
         self._step = 0
         self._version = -1
 
@@ -145,6 +146,9 @@ class _LineScreen:
             self.say(f"{view.name} {view.state}{reason}")
             for line in view.cause.details if view.cause is not None else ():
                 self.say(line)
+        if view.warnings and not self._warnings:
+            self.say(f"warning: {view.warnings[0]}")
+        self._warnings = view.warnings
         for record in metrics:
             if record.step > self._step:
                 self.say(_step_line(record, progress))
@@ -186,6 +190,7 @@ def render(
         parts.append(components_table(view))
     if fleet is not None and fleet.replicas and not view.state.ended:
         parts += [Text(), fleet_table(fleet)]
+    parts += [Text(f"warning: {warning}", style="bold yellow") for warning in view.warnings]
     parts += restored_lines(progress)
     if view.cause is not None:
         parts.append(Text(view.cause.message, style="yellow" if view.state is RunState.CANCELLED else "red"))

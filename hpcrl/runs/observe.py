@@ -56,6 +56,8 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True):
         Seconds since the epoch. ``ended_at_s`` of a lost run is when it was noticed.
     components:
         All replicas.
+    warnings:
+        What the supervisor warns of (`hpcrl.runs.status.RunStatus`).
     job:
         What Slurm says about the job; None for a local run, and where nobody asked.
     clocks:
@@ -78,6 +80,7 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True):
     supervisor: ProcessId | None = None
     cause: Cause | None = None
     components: list[ComponentStatus] = []
+    warnings: list[str] = []
     job: JobFact | None = None
     clocks: dict[str, Clock] = {}
 
@@ -132,6 +135,7 @@ def observe(run: RunDir, *, now_s: float | None = None) -> RunView:
         supervisor=status.supervisor,
         cause=status.cause,
         components=status.components,
+        warnings=[] if status.state.ended else status.warnings,
         clocks=status.clocks,
     )
     if view.job is not None and view.job.waiting:

@@ -50,6 +50,8 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
         of earlier versions.
     process:
         The job's controller on this machine (``local``).
+    in_job:
+        Id of the allocation that it was started in, which is not the run's own (``local``); empty for none.
     after_attempt:
         Newest attempt at that time; the submission begins the next one.
     submitted_by:
@@ -69,6 +71,7 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
     slurm_conf: str = ""
     submitted_by: str = ""
     user_id: int | None = None
+    in_job: str = ""
     cancel_requested_at_s: float | None = None
     cancelled_by: str = ""
 

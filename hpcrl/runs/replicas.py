@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from hpcrl.config.plan import Plan
-from hpcrl.fs import write_json
+from hpcrl.fs import make_directory, write_json
 from hpcrl.runs.rundir import RunDir
 
 __all__ = ["Held", "Wanted", "wanted_replicas"]
@@ -117,7 +117,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
         """Ask for numbers of replicas; what was asked before for other roles stays."""
         before = cls.read(run)
         wanted = cls(counts={**(before.counts if before else {}), **counts}, user=user, time_s=time.time())
-        cls.path(run).parent.mkdir(parents=True, exist_ok=True)
+        make_directory(cls.path(run).parent)
         write_json(cls.path(run), wanted)
         return wanted
 

@@ -25,6 +25,7 @@ from hpcrl.reporting import ReportedFile
 from hpcrl.runs.clocks import Clocks, own_node
 from hpcrl.runs.events import EventWriter
 from hpcrl.runs.progress import ProgressReporter, progress_path
+from hpcrl.runs.reserve import release_reserve
 from hpcrl.runs.rundir import RunDir
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
 _log = logging.getLogger(__name__)
 _SAY_S = 5.0
 """How long a role waits for the file that says it is ready; it is written later where that is too short."""
+_BEFORE_RESERVE_S = 1.0
 _LAST_WORD_S = 10.0
 """How long a role that fails tries to say why."""
 
@@ -224,6 +226,8 @@ class RoleContext:
         )
         file = ReportedFile(self.run.attempt_dir(self.attempt) / "failures" / f"{self.writer}.json")
         file.put(msgspec.json.format(msgspec.json.encode(record), indent=2))
+        if not file.flush(_BEFORE_RESERVE_S):
+            release_reserve(self.run, "roles")  # the disk may be full
         if not file.flush(_LAST_WORD_S):
             _log.error("why this process fails could not be written to %s within %g s", file.path, _LAST_WORD_S)
 

@@ -30,7 +30,7 @@ from hpcrl import __version__
 from hpcrl.config.environments import CustomEnv
 from hpcrl.config.plan import Plan
 from hpcrl.config.recipe import Recipe
-from hpcrl.fs import atomic_write, write_json
+from hpcrl.fs import atomic_write, fsync_dir, write_json
 from hpcrl.runs.rundir import RunDir
 
 __all__ = ["Snapshot", "changes_since_submit", "keep_snapshot", "read_snapshot", "take_snapshot"]
@@ -154,6 +154,7 @@ def keep_snapshot(run: RunDir, snapshot: Snapshot) -> None:
             atomic_write(target, path.read_bytes())
     # last: a snapshot without it is none
     write_json(place / "snapshot.json", snapshot)
+    fsync_dir(place.parent)
 
 
 def read_snapshot(run: RunDir) -> Snapshot | None:

@@ -193,6 +193,8 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
         Seconds since the epoch.
     components:
         All replicas of all roles.
+    warnings:
+        What will end the run, or keeps it from being seen, if nobody acts: a sentence each.
     clocks:
         How far the clocks of the attempt's nodes are ahead of the supervisor's; empty outside of Slurm.
     """
@@ -206,6 +208,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     ended_at_s: float | None = None
     cause: Cause | None = None
     components: list[ComponentStatus] = []
+    warnings: list[str] = []
     clocks: dict[str, Clock] = {}
     format_version: int = FORMAT_VERSION
 

@@ -6,7 +6,7 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,16 +41,26 @@ class DetachedLocalExecutor(LocalExecutor):
         Limit of the run; submitit's is a little later.
     environment:
         Additional variables of the job.
+    command:
+        What becomes `batch_process` of the folder, where that needs something around it.
     """
 
-    def __init__(self, folder: Path, *, time_limit_s: float, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        time_limit_s: float,
+        environment: Mapping[str, str],
+        command: Sequence[str] | None = None,
+    ) -> None:
         super().__init__(folder)
+        self._command = batch_process(self.folder) if command is None else list(command)
         self._time_limit_s = time_limit_s
         self._environment = dict(environment)
 
     @property
     def _submitit_command_str(self) -> str:
-        return shlex.join(batch_process(self.folder))
+        return shlex.join(self._command)
 
     def _submit_command(self, command: str) -> LocalJob[Any]:
         env = {

@@ -131,10 +131,17 @@ def outside_environment(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def allocations_from_env(plan: Plan, environ: Mapping[str, str]) -> dict[tuple[int, int], Allocation]:
+def allocations_from_env(
+    plan: Plan, environ: Mapping[str, str], *, spare: bool = False
+) -> dict[tuple[int, int], Allocation]:
     """The allocations that the batch script's environment names.
 
     For the layout ``elastic`` that is the job we are in, as component 0; engines' jobs are found by their ids.
+
+    Parameters
+    ----------
+    spare:
+        More nodes than the plan has are no error: the first of them are taken.
 
     Raises
     ------
@@ -151,6 +158,7 @@ def allocations_from_env(plan: Plan, environ: Mapping[str, str]) -> dict[tuple[i
         if variable not in environ:
             raise HpcrlError(f"{variable} is not set: this is no job with the layout {plan.layout.kind!r}")
         hosts = tuple(expand_hostlist(environ[variable]))
+        hosts = hosts[: components[i].nodes] if spare else hosts
         if len(hosts) != components[i].nodes:
             raise HpcrlError(f"{variable} has {len(hosts)} nodes, the plan {components[i].nodes}")
         found[i, 0] = Allocation(hosts)

@@ -15,7 +15,7 @@ import msgspec
 
 from hpcrl.slurm.errors import SlurmAnswerError
 from hpcrl.slurm.records import Component, ExitStatus, Node, StartEstimate
-from hpcrl.slurm.states import parse_state
+from hpcrl.slurm.states import JobState, parse_state
 
 __all__ = [
     "SACCT_FORMAT",
@@ -186,12 +186,15 @@ def _json_component(job: Mapping[str, Any]) -> Component:
     leader = _number(job.get("het_job_id"))
     minutes = _number(job.get("time_limit"))
     restarts = _number(job.get("restart_cnt"))
+    state = parse_state(job.get("job_state"))
+    # of a job that runs without a time limit Slurm says that it ends in a year
+    has_end = minutes is not None or state is not JobState.RUNNING
     user_id = _number(job.get("user_id"))
     return Component(
         job_id=int(job_id),
         leader_id=int(leader or job_id),
         offset=int(_number(job.get("het_job_offset")) or 0) if leader else 0,
-        state=parse_state(job.get("job_state")),
+        state=state,
         source="squeue",
         name=_text(job.get("name")),
         comment=_text(job.get("comment")),
@@ -200,7 +203,7 @@ def _json_component(job: Mapping[str, Any]) -> Component:
         nodes=_word(_text(job.get("nodes"))),
         submit_time_s=_number(job.get("submit_time")) or None,
         start_time_s=_number(job.get("start_time")) or None,
-        end_time_s=_number(job.get("end_time")) or None,
+        end_time_s=(_number(job.get("end_time")) or None) if has_end else None,
         time_limit_s=None if minutes is None else 60.0 * minutes,
         restarts=None if restarts is None else int(restarts),
         user_id=None if user_id is None else int(user_id),

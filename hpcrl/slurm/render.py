@@ -20,7 +20,7 @@ from hpcrl.config.resources import template_dirs
 from hpcrl.errors import UsageError
 from hpcrl.slurm.directives import JobIdentity, component_options, directive, job_options, repeated_options
 
-__all__ = ["Part", "Script", "planned_parts", "render_jobs", "render_script", "replica_part"]
+__all__ = ["Part", "Script", "planned_parts", "render_jobs", "render_part", "render_script", "replica_part"]
 
 #: what of the submitter's environment a job keeps; patterns of the shell's `case`
 _KEPT = ("HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "LC_*", "TZ", "SLURM_*", "SLURMD_*")
@@ -103,7 +103,8 @@ def render_jobs(
     """
     assert plan.layout.kind != "local", "a local run has no script"
     scripts = []
-    for part, components, job in planned_parts(plan) if parts is None else parts:
+    for chosen in planned_parts(plan) if parts is None else parts:
+        part, components, job = chosen
         identity = JobIdentity(plan.run, run_id, part)
         log = output(part) if output is not None else plan.run_dir / f"{part}.log"
         options = [
@@ -117,20 +118,33 @@ def render_jobs(
             ]
             for position, index in enumerate(components)
         ]
-        text = render_script(
-            plan.layout.kind,
-            cluster,
-            options=options,
-            command=command(part),
-            templates=templates,
-            run=plan.run,
-            recipe=plan.recipe,
-            cluster=plan.cluster,
-            part=part,
-            shares=_shares(plan),
-        )
+        text = render_part(plan, cluster, chosen, options=options, command=command(part), templates=templates)
         scripts.append(Script(part, components[0], job, text))
     return scripts
+
+
+def render_part(
+    plan: Plan,
+    cluster: SlurmCluster,
+    part: Part,
+    *,
+    options: Sequence[Sequence[str]],
+    command: Sequence[str],
+    templates: Path | None = None,
+) -> str:
+    """Render the script of one part by its layout's template; parameters and errors as those of `render_script`."""
+    return render_script(
+        plan.layout.kind,
+        cluster,
+        options=options,
+        command=command,
+        templates=templates,
+        run=plan.run,
+        recipe=plan.recipe,
+        cluster=plan.cluster,
+        part=part.name,
+        shares=_shares(plan),
+    )
 
 
 def render_script(

@@ -12,11 +12,11 @@ from pathlib import Path
 from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.plan import Plan
 from hpcrl.interpreter import module_command
-from hpcrl.slurm.render import Part, Script, render_jobs
+from hpcrl.slurm.render import Part, Script, planned_parts, render_jobs, render_part
 from hpcrl.slurm.slurm_executor import batch_process
 from hpcrl.supervisor.guard import KIND_VARIABLE, RUN_ID_VARIABLE
 
-__all__ = ["JOB_FOLDER", "STAND_IN_ID", "run_scripts", "submission_id"]
+__all__ = ["JOB_FOLDER", "STAND_IN_ID", "in_job_script", "run_scripts", "submission_id"]
 
 JOB_FOLDER = "submitit"
 """Logs of batch processes, and submitit's pickles."""
@@ -76,6 +76,20 @@ def run_scripts(
         templates=templates,
         parts=parts,
     )
+
+
+def in_job_script(plan: Plan, cluster: SlurmCluster, *, run_id: str, run_dir: Path) -> str:
+    """What starts the supervisor inside of an allocation that is there: the environment of a job, nothing for sbatch.
+
+    It keeps submitit's variables, by which the process finds what was handed over to it.
+    """
+    site = cluster.model_copy(
+        update={"launch": cluster.launch.model_copy(update={"inherit": (*cluster.launch.inherit, "SUBMITIT_*")})}
+    )
+    variables = {RUN_ID_VARIABLE: run_id, KIND_VARIABLE: "launch"}
+    command = _with_variables(variables, batch_process(run_dir / JOB_FOLDER))
+    (part,) = planned_parts(plan)
+    return render_part(plan, site, part, options=[[]], command=command)
 
 
 def _with_variables(variables: dict[str, str], command: Sequence[str]) -> list[str]:

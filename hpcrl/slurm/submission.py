@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import time
@@ -9,21 +10,24 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hpcrl import procfs
-from hpcrl.config.cluster import ClusterProfile
+from hpcrl.config.cluster import ClusterProfile, SlurmCluster
 from hpcrl.config.plan import Plan
 from hpcrl.config.recipe import Recipe
 from hpcrl.credentials import ensure_token
 from hpcrl.errors import RunDirError
-from hpcrl.fs import StagedDirectory
+from hpcrl.fs import StagedDirectory, atomic_write
 from hpcrl.runs.observe import RunView, observe
 from hpcrl.runs.record import RunRecord, Submission, this_process
+from hpcrl.runs.reserve import release_reserve
 from hpcrl.runs.restart import ResumePoint
 from hpcrl.runs.resume import Begin, plan_resume
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.snapshot import keep_snapshot, take_snapshot
 from hpcrl.runs.status import ProcessId, RunState
 from hpcrl.slurm.executor import DetachedLocalExecutor
+from hpcrl.slurm.in_job import InJob
 from hpcrl.slurm.jobs import cancel_jobs, cancel_replica_jobs, find_unrecorded, signal_job, submit_jobs
+from hpcrl.slurm.scripts import JOB_FOLDER, in_job_script
 from hpcrl.supervisor.guard import KIND_VARIABLE, RUN_ID_VARIABLE
 from hpcrl.supervisor.job import Supervise
 from hpcrl.supervisor.sweep import find_leftovers, sweep
@@ -39,7 +43,8 @@ __all__ = [
     "submit_attempt",
 ]
 
-_JOB_FOLDER = "submitit"
+_log = logging.getLogger(__name__)
+_IN_JOB_SCRIPT = "in-job.sh"
 _CANCEL_POLL_S = 0.1
 
 
@@ -89,22 +94,32 @@ def _occupied(target: Path) -> str:
     return f"the run {run.name} exists ({view.state}) in {target}\n" + "\n".join(f"    way out: {way}" for way in ways)
 
 
-def submit_attempt(run: RunDir) -> Submission:
+def submit_attempt(run: RunDir, *, in_job: InJob | None = None) -> Submission:
     """Hand the next attempt of a run to submitit, and write down whom it was handed to (under Slurm: `submit_jobs`).
+
+    Inside of an allocation that is there (`hpcrl.slurm.in_job.find_allocation`), the supervisor is a process of this
+    machine, as in a local run.
 
     If we die between the two, the supervisor still runs and says so in ``status.json``; a second hand-over is
     refused by `prepare_resume` and by the second supervisor itself.
     """
     plan, record = run.plan(), RunRecord.read(run)
-    if plan.layout.kind != "local":
+    command = None
+    if in_job is not None:
+        script, cluster = run.path / _IN_JOB_SCRIPT, run.cluster()
+        assert isinstance(cluster, SlurmCluster)
+        atomic_write(script, in_job_script(plan, cluster, run_id=record.run_id, run_dir=run.path).encode())
+        command = ["/bin/bash", str(script)]
+    elif plan.layout.kind != "local":
         return submit_jobs(run)
     executor = DetachedLocalExecutor(
-        run.path / _JOB_FOLDER,
+        run.path / JOB_FOLDER,
         time_limit_s=plan.time_limit_s,
         environment={RUN_ID_VARIABLE: record.run_id, KIND_VARIABLE: "launch"},
+        command=command,
     )
     after_attempt = (run.attempts() or [0])[-1]
-    job = executor.submit(Supervise(str(run.path)))
+    job = executor.submit(Supervise(str(run.path), len(record.submissions) + 1, in_job))
     submission = Submission(
         submitted_at_s=time.time(),
         executor="local",
@@ -112,6 +127,7 @@ def submit_attempt(run: RunDir) -> Submission:
         folder=str(executor.folder),
         after_attempt=after_attempt,
         process=ProcessId.of(int(job.job_id)),
+        in_job="" if in_job is None else str(in_job.job_id),
         submitted_by=this_process(),
     )
     record.with_submission(submission).write(run)
@@ -182,7 +198,7 @@ def cancel(run: RunDir, *, user: str, deadline_s: float | None = None) -> RunVie
         ended = f"; {count} processes that it had left behind were ended" if count else ""
         ended += f"; jobs that it had left behind were cancelled: {', '.join(map(str, jobs))}" if jobs else ""
         raise RunDirError(f"the run {run.name} has ended already ({view.state}){ended}")
-    record.with_cancel(user, time.time()).write(run)
+    _put_on_record(run, record.with_cancel(user, time.time()))
     if record.submissions and record.submissions[-1].executor == "slurm":
         return cancel_jobs(run, deadline_s=_stop_deadline_s(run) if deadline_s is None else deadline_s)
     process = _whom_to_ask(run, record, view)
@@ -202,6 +218,18 @@ def cancel(run: RunDir, *, user: str, deadline_s: float | None = None) -> RunVie
         time.sleep(_CANCEL_POLL_S)
     end_leftovers(run)
     return observe(run)
+
+
+def _put_on_record(run: RunDir, record: RunRecord) -> None:
+    """Write who cancels; a full disk keeps nobody from it."""
+    try:
+        record.write(run)
+    except OSError:
+        release_reserve(run, "roles")
+        try:
+            record.write(run)
+        except OSError as error:
+            _log.warning("who cancels %s could not be written down: %s", run.name, error)
 
 
 def _stop_deadline_s(run: RunDir) -> float:
@@ -240,7 +268,7 @@ def interrupt(run: RunDir, count: int) -> str:
         return f"{run.name} has ended already"
     record = RunRecord.read(run)
     if count == 1:
-        record.with_cancel("Ctrl-C", time.time()).write(run)
+        _put_on_record(run, record.with_cancel("Ctrl-C", time.time()))
     if record.submissions and record.submissions[-1].executor == "slurm":
         signal_job(run, kill=count > 2)
         return "stopping; Ctrl-C again kills at once" if count == 1 else "killing the roles; Ctrl-C again kills all"

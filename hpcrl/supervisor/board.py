@@ -18,6 +18,7 @@ from hpcrl.reporting import ReportedFile
 from hpcrl.runs.cause import Cause
 from hpcrl.runs.clocks import Clocks
 from hpcrl.runs.events import EventWriter
+from hpcrl.runs.reserve import release_reserve
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import HEARTBEAT_S, ProcessId, RunState, RunStatus
 from hpcrl.supervisor.component import Component
@@ -25,6 +26,8 @@ from hpcrl.supervisor.component import Component
 __all__ = ["Board"]
 
 _log = logging.getLogger(__name__)
+_BEFORE_RESERVE_S = 1.0
+"""The last status is tried for so long before the space is given back that was kept for it."""
 
 
 class Board:
@@ -35,6 +38,7 @@ class Board:
         self.state = RunState.STARTING
         self.cause: Cause | None = None
         self.components: Sequence[Component] = ()
+        self.warnings: list[str] = []
         self._clocks = Clocks()
         self._started_at_s = time.time()
         self._ended_at_s: float | None = None
@@ -113,6 +117,7 @@ class Board:
             ended_at_s=self._ended_at_s,
             cause=self.cause,
             components=[component.status() for component in self.components],
+            warnings=self.warnings,
             clocks=self._clocks.nodes,
         )
         self._file.put(status.encode())
@@ -123,11 +128,15 @@ class Board:
         What is not written then is tried for as long as the process lives.
         """
         began = time.monotonic()
-        if not self._file.flush(timeout_s):
+        written = self._file.flush(min(_BEFORE_RESERVE_S, timeout_s))
+        # the disk may be full: what was kept for this moment
+        release_reserve(self.run, "supervisor")
+        if not written and not self._file.flush(timeout_s):
             _log.error(
                 "that the run is %s could not be written to %s within %g s: readers will miss the supervisor",
                 self.state,
                 self.run.status_path,
                 timeout_s,
             )
+        release_reserve(self.run, "roles")
         self._events.close(max(0.0, timeout_s - (time.monotonic() - began)))

@@ -280,7 +280,7 @@ class ElasticReplicas:
         try:
             address = await asyncio.to_thread(self._launcher.enter_job, slot.group, slot.replica, allocation)
         except NodesSilentError as error:  # the job may be ending: to be tried again where it is not
-            slot.ended_at, slot.suspect = time.monotonic(), (held.job_id, held.restart)
+            slot.ended_at, slot.suspect = self._clock(), (held.job_id, held.restart)
             slot.ends, slot.lost = slot.ends + 1, str(error).split("\n", 1)[0]
             _log.warning("%s: %s", slot.component.label, error)
             return

@@ -114,6 +114,17 @@ def held_from_env(arguments: Sequence[str], environ: Mapping[str, str]) -> tuple
     return RunDir(Path(run_dir)), held
 
 
+def _say_held(run: RunDir, held: Held, told: threading.Event) -> None:
+    """Write down what is held: nobody else knows the nodes. A filesystem that fails for a moment is asked again."""
+    while not told.is_set():
+        try:
+            held.write(run)
+            return
+        except OSError as error:
+            _log.warning("what is held cannot be written, trying again in %g s: %s", _LOOK_S, error)
+            told.wait(_LOOK_S)
+
+
 def main() -> None:
     """Hold until there is no use for it, or Slurm wants the nodes back."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s holder: %(message)s")
@@ -121,7 +132,7 @@ def main() -> None:
     use_source(look_up)
     told = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: told.set())
-    held.write(run)
+    _say_held(run, held, told)
     _log.info("job %d holds %s for %s %d", held.job_id, ", ".join(held.nodes), held.role, held.replica)
     holder, why = Holder(run, held), ""
     while not told.is_set() and not why:

@@ -17,6 +17,7 @@ from submitit.core.utils import DelayedSubmission
 from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.plan import Plan
 from hpcrl.errors import HpcrlError, RunDirError, RunFailedError
+from hpcrl.log_thread import log_in_thread
 from hpcrl.runs.cause import Cause, CauseKind
 from hpcrl.runs.events import EventWriter, read_events
 from hpcrl.runs.exclusions import exclude, read_exclusions
@@ -25,6 +26,7 @@ from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunState, RunStatus
 from hpcrl.slurm.client import SlurmClient
 from hpcrl.slurm.errors import SlurmError, SlurmUnavailableError
+from hpcrl.slurm.in_job import InJob, plan_inside
 from hpcrl.slurm.launch import allocations_from_env
 from hpcrl.slurm.replicas import ReplicaJobs, cancel_replicas
 from hpcrl.supervisor.elastic import ElasticReplicas
@@ -53,6 +55,8 @@ class Supervise:
     run_dir: str
     submission: int = 1
     """Number of the submission of the run, which the record may not have yet when we begin."""
+    in_job: InJob | None = None
+    """The allocation that was there before; None: the job is the run's own."""
 
     def __call__(self) -> str:
         """Run the attempt. Returns ``COMPLETED``; any other end is an exception, so that the job fails, too.
@@ -65,11 +69,14 @@ class Supervise:
             The directory is no run, or another supervisor works in it.
         """
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        log_in_thread()
         run = RunDir(Path(self.run_dir))
         plan, record = run.plan(), RunRecord.read(run)
         status = RunStatus.read(run)
         # Slurm has one batch process a job: what the status says is of the attempt before the requeue
-        requeued = int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0
+        requeued = self.in_job is None and int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0
+        if self.in_job is not None:
+            plan = plan_inside(plan, self.in_job, now_s=time.time())
         if status is not None and not requeued and not status.state.ended and status.supervisor_alive(time.time()):
             raise RunDirError(f"{run.name} is supervised by pid {status.supervisor.pid} on {status.supervisor.host}")
 
@@ -102,7 +109,7 @@ class Supervise:
     def _supervisor(self, run: RunDir, plan: Plan, run_id: str, started: float) -> Supervisor:
         if plan.layout.kind == "local":
             return Supervisor(run, run_id=run_id, plan=plan, launcher=LocalLauncher(), started=started)
-        steps = StepLauncher(run.cluster())
+        steps = StepLauncher(run.cluster(), inside=self.in_job is not None)
         elastic = None
         if plan.layout.kind == "elastic":
             jobs = ReplicaJobs(run, plan=plan, client=SlurmClient(), number=self.submission)

@@ -89,7 +89,8 @@ class Notices:
         loop.add_signal_handler(signal.SIGUSR2, self._warned)
 
     async def look_at_clock(self, elapsed_s: float) -> None:
-        """Whether it is time to save: a save that takes longer than Slurm's warning comes early must begin before it.
+        """Whether it is time to save: a save that takes longer than Slurm's warning comes early must begin before it,
+        and where no warning comes at all, the clock is it.
 
         Parameters
         ----------
@@ -100,7 +101,8 @@ class Notices:
         if policy.signal_lead_s and policy.saves and not self.saving:
             lead = await asyncio.to_thread(self._lead_s)
             left_s = self._plan.time_limit_s - elapsed_s
-            if lead > policy.signal_lead_s and left_s < lead:
+            first = lead > policy.signal_lead_s or not policy.signalled
+            if first and left_s < lead:
                 self._warned(left_s)
 
     @property
@@ -161,8 +163,6 @@ class Notices:
             started = time.monotonic()
             lead = await asyncio.to_thread(self._lead_s)
             timeout_s = max(max(lead, policy.signal_lead_s) - LEAVE_S, _LEAST_SAVE_S)
-            if self.left_s is not None:
-                timeout_s = min(timeout_s, max(self.left_s - LEAVE_S, _LEAST_SAVE_S))
             step = await save_now(self._run, self._attempt, timeout_s=timeout_s)
             self._board.emit("supervisor.saved", step=step, seconds=time.monotonic() - started)
         if self._decided.is_set():
@@ -172,7 +172,8 @@ class Notices:
             self._decided.set()
             return
         saved = "nothing could be saved" if step is None else f"the state of step {step} was saved"
-        self._fail(CauseKind.TIME_LIMIT, f"Slurm warned that the job is about to end; {saved}", time.time())
+        ends = "Slurm warned that the job is about to end" if policy.signalled else "the allocation is about to end"
+        self._fail(CauseKind.TIME_LIMIT, f"{ends}; {saved}", time.time())
 
     def _lead_s(self) -> int:
         """`lead_s`; what the job was submitted with where the measurements cannot be read now."""

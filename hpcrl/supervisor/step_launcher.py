@@ -65,6 +65,8 @@ class StepLauncher:
         Environment of the batch process; ours by default.
     client:
         Asked for the addresses of nodes.
+    inside:
+        The job was there before, and may have more nodes than the plan.
 
     Attributes
     ----------
@@ -80,11 +82,13 @@ class StepLauncher:
         *,
         environ: Mapping[str, str] | None = None,
         client: SlurmClient | None = None,
+        inside: bool = False,
     ) -> None:
         assert isinstance(cluster, SlurmCluster)
         self._cluster = cluster
         self._environ = dict(os.environ if environ is None else environ)
         self._client = SlurmClient() if client is None else client
+        self._inside = inside
         self._plan: Plan | None = None
         self._allocations: dict[tuple[int, int], Allocation] = {}
         self._addresses: dict[str, str] = {}
@@ -100,7 +104,7 @@ class StepLauncher:
         alone, so that what listens there is the site's, and outside of the profile's range.
         """
         self._plan = plan
-        self._allocations = allocations_from_env(plan, self._environ)
+        self._allocations = allocations_from_env(plan, self._environ, spare=self._inside)
         self._reached, self.clocks = {}, Clocks()
         addresses = self._survey(self._allocations)
         here = [group for group in plan.groups if not plan.own_jobs(group)]
@@ -218,6 +222,8 @@ class StepLauncher:
     def stay_away(self, run: RunDir) -> None:
         """See `hpcrl.supervisor.launcher.Launcher.stay_away`."""
         job_id = self._environ.get("SLURM_JOB_ID", "")
+        if self._inside:
+            return  # nobody requeues it
         if self._plan is not None and self._cluster.capabilities.scontrol_on_nodes and job_id.isdecimal():
             nodes = nodes_to_exclude(run, self._plan, self._client)
             stay_away(self._plan, self._client, int(job_id), nodes, within_s=_TELL_S)
@@ -241,7 +247,10 @@ class StepLauncher:
         # the component that we are in is COMPLETING as long as we end
         states = [parse_state(record.get("JobState", "")) for record in records]
         if any(state in (JobState.CANCELLED, JobState.COMPLETING) for state in states):
-            return CauseKind.CANCELLED, f"job {job_id} was ended by Slurm (scancel, or a requeue)"
+            why = "scancel, or the end of its shell" if self._inside else "scancel, or a requeue"
+            return CauseKind.CANCELLED, f"job {job_id} was ended by Slurm ({why})"
+        if self._inside and any(state.ended for state in states):
+            return CauseKind.CANCELLED, f"the allocation, job {job_id}, was given back"
         return None
 
     def end_orphans(self, run_id: str, guards: Collection[int]) -> list[int]:

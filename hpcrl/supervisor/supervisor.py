@@ -19,6 +19,7 @@ from hpcrl.credentials import Credentials
 from hpcrl.errors import DeadlineError, HpcrlError
 from hpcrl.reporting import ReportedFile
 from hpcrl.runs.cause import Cause, CauseKind
+from hpcrl.runs.reserve import keep_reserve
 from hpcrl.runs.role import Endpoints, FailureRecord
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunState
@@ -37,6 +38,7 @@ from hpcrl.supervisor.launcher import Address, Launcher
 from hpcrl.supervisor.lives import Life, Lives
 from hpcrl.supervisor.lookout import Lookout
 from hpcrl.supervisor.notices import Notices
+from hpcrl.supervisor.space_watch import SpaceWatch
 from hpcrl.supervisor.survey import NodesSilentError
 from hpcrl.supervisor.verdict import broken_nodes, current_records, first_cause
 from hpcrl.supervisor.watchdog import Watchdog
@@ -113,6 +115,8 @@ class Supervisor:
         watch.add_done_callback(self._report_bug)
         watchdog = asyncio.create_task(self._watchdog.run(), name="watchdog")
         watchdog.add_done_callback(self._report_bug)
+        space = asyncio.create_task(self._space.run(), name="space")
+        space.add_done_callback(self._report_bug)
         keeper: asyncio.Task[None] | None = None
         try:
             await self._prepare()
@@ -138,12 +142,15 @@ class Supervisor:
         watchdog.cancel()
         await self._ending.end_roles()
         watch.cancel()
+        space.cancel()
         cause = self._first_cause(stopped_at_s)
         if cause is not None and cause.secondary:
             cause = self._name_lost_rank(cause)
         if cause is not None and not self._notices.cancelled_by_person:
             cause, moves = await self._blame.judge(cause, self._broken, began_at=self._began_at)
             self._requeue |= moves
+        if cause is not None:
+            cause = await self._space.explain(cause)
         state, self.again = self._ending.conclude(
             cause, moves=self._requeue, broken=bool(self._broken), began_at=self._began_at
         )
@@ -176,6 +183,7 @@ class Supervisor:
             on_bug=self._report_bug,
             in_step=launcher.in_step,
         )
+        self._space = SpaceWatch(run, board=self._board)
         self._lookout = Lookout(
             run,
             attempt=self.attempt,
@@ -209,6 +217,7 @@ class Supervisor:
         if why := exhausted(self._run, self._plan, self.attempt):
             self._fail(CauseKind.NO_PROGRESS, f"the run is given up: {why}")
             return
+        await asyncio.to_thread(keep_reserve, self._run)
         Credentials.of_run(self._run.path)  # a file that others may read must not be trusted by any role
         if changes := await asyncio.to_thread(say_changes, self._run, self._plan, self._board):
             self._fail(CauseKind.CHANGED, f"it would run something else than was submitted: {changes}")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from ledger_testing import hidden, save_as
 
+from hpcrl.aside import list_asides
 from hpcrl.checkpoints import CheckpointWriter
 from hpcrl.errors import FencedError
 from hpcrl.fence import Fence
@@ -122,3 +123,24 @@ def test_a_claim_between_the_two_directories_of_a_stage_is_named(
     monkeypatch.setattr(Fence, "create", create_and_be_overtaken)
     with pytest.raises(FencedError, match="attempt 2 writes there"):
         old.stage(10)
+
+
+def test_who_dies_while_taking_back_leaves_it_to_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = CheckpointWriter.claim(tmp_path, 1)
+    for step in (10, 20):
+        save_as(writer, step)
+    assert writer.put_aside_after(10) == [20]
+    (aside,) = list_asides(tmp_path, "step-")
+    rename = os.rename
+
+    def dying(source: Path, target: Path) -> None:
+        if target == tmp_path / "step-000020":
+            raise KeyboardInterrupt
+        rename(source, target)
+
+    monkeypatch.setattr("hpcrl.fence.os.rename", dying)
+    with pytest.raises(KeyboardInterrupt):
+        writer.take_back(aside)
+    monkeypatch.undo()
+    later = CheckpointWriter.claim(tmp_path, 2)
+    later.ledger.open(20).verify()

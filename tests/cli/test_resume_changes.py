@@ -7,9 +7,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hpcrl.config.load import load_recipe
+from hpcrl.cli.submit import _renewal
+from hpcrl.config.load import load_cluster, load_recipe
+from hpcrl.config.plan import Role
+from hpcrl.credentials import TOKEN_FILE
 from hpcrl.errors import ConfigError
-from hpcrl.planning import change_recipe
+from hpcrl.planning import change_recipe, make_plan
+from hpcrl.slurm.submission import create_run
 
 
 @pytest.fixture
@@ -34,3 +38,18 @@ def test_what_gives_checkpoints_their_meaning_may_not(recipe_path: Path, overrid
 def test_a_wrong_override_is_refused(recipe_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"trainer\.rank"):
         change_recipe(recipe_path, ["trainer.rank=4"])
+
+
+def test_a_run_that_was_planned_before_there_were_tokens_is_planned_anew(tmp_path: Path) -> None:
+    """Its vLLM engines would answer everybody."""
+    recipe, cluster = load_recipe("quickstart_vllm").value, load_cluster("local").value
+    run = create_run(recipe, cluster, make_plan(recipe, cluster, "old", tmp_path / "old"))
+    assert _renewal(run) is None
+    (run.path / TOKEN_FILE).unlink()
+    run.plan_path.write_text(run.plan_path.read_text().replace('"--middleware"', '"--seed"'))
+    change = _renewal(run)
+    assert change is not None
+    change.write(run)
+    assert "--middleware" in run.plan().group(Role.ENGINE).command
+    run.start_attempt()
+    assert _renewal(run) is None

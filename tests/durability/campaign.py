@@ -120,7 +120,9 @@ def _no_syncs() -> Iterator[None]:
     """Judges open states and throw them away: what they write need not be durable."""
     real = os.fsync
     os.fsync = lambda fd: None
+    before = os.umask(0o077)  # modes are not recorded: some files must be for their owner alone
     try:
         yield
     finally:
+        os.umask(before)
         os.fsync = real

@@ -10,10 +10,12 @@ from durable_scenarios import PIN, publish, save
 from handoff_lab import check_content, model_directory
 from power_cut import Cut, marks_of
 
+from hpcrl.aside import list_asides
 from hpcrl.checkpoints import CheckpointEntry, CheckpointLedger, CheckpointWriter
 from hpcrl.checkpoints import pins as checkpoint_pins
+from hpcrl.checkpoints.history import read_saved
 from hpcrl.errors import CheckpointError, FencedError, HandoffError
-from hpcrl.weights import HandoffStore, HandoffWriter
+from hpcrl.weights import Handoff, HandoffStore, HandoffWriter
 from hpcrl.weights.collector import Collector
 from hpcrl.weights.leases import ReaderWatch
 from hpcrl.weights.pins import pins_of, read_pins
@@ -60,6 +62,13 @@ def judge_handoffs(root: Path, cut: Cut, other: Path) -> Iterator[str]:
     if lost := sorted(promised - set(store.versions())):
         yield f"versions {lost} had been published and are gone; there are {store.versions()}"
     yield from _readable(store)
+    yield from _kept_aside(
+        store.root,
+        "v",
+        cut,
+        whole=lambda path: Handoff.open(path).verify(content=True),
+        listed=store.versions(),
+    )
     pins = read_pins(store.root)
     if list(marks_of(cut, "pinned")) and not list(marks_of(cut, "unpinned")) and 1 not in pins:
         yield "the pin of version 1 is gone"
@@ -95,6 +104,31 @@ def _readable(store: HandoffStore) -> Iterator[str]:
                 yield f"version {skipped.version} cannot be loaded: {skipped.reason}"
 
 
+def _kept_aside(root: Path, prefix: str, cut: Cut, *, whole: Callable[[Path], Any], listed: list[int]) -> Iterator[str]:
+    """What was withdrawn is kept, until it is let go; what is kept is whole."""
+    kept: set[int] = set()
+    withdrawn: set[int] = set()
+    for what, *numbers in (mark for mark in cut.marks if isinstance(mark, list)):
+        if what == "kept aside":
+            kept.update(numbers)
+            withdrawn.update(numbers)
+        elif what == "let go":
+            kept.difference_update(numbers)
+            withdrawn.difference_update(numbers)
+        elif what == "begin":
+            withdrawn.discard(numbers[0])
+    if back := sorted(withdrawn & set(listed)):
+        yield f"{back} had been put aside and are back"
+    asides = list_asides(root, prefix)
+    if lost := sorted(kept - {aside.number for aside in asides} - set(listed)):
+        yield f"{lost} had been put aside and are gone"
+    for aside in asides:
+        try:
+            whole(aside.path)
+        except (HandoffError, CheckpointError) as error:
+            yield f"what was put aside is torn: {error}"
+
+
 def judge_ledger(root: Path, cut: Cut, other: Path) -> Iterator[str]:
     """Entries: who resumes first, then the next trainer."""
     ledger = CheckpointLedger(root / "checkpoints")
@@ -108,6 +142,12 @@ def judge_ledger(root: Path, cut: Cut, other: Path) -> Iterator[str]:
     if back := sorted(removed & set(ledger.steps())):
         yield f"the entries of steps {back} had been removed and are back"
     yield from _right(ledger, allowed)
+    yield from _kept_aside(
+        ledger.root, "step-", cut, whole=lambda path: CheckpointEntry.open(path).verify(), listed=ledger.steps()
+    )
+    saved = {entry.step for entry in read_saved(ledger.root)}
+    if unknown := sorted({step for step, _ in marks_of(cut, "committed")} - saved - set(ledger.steps())):
+        yield f"nobody knows that steps {unknown} were ever saved"
     pins = checkpoint_pins.pins_of(ledger.root).all()
     if list(marks_of(cut, "pinned")) and (10 not in pins or pins[10].reason != PIN):
         yield f"the pin of step 10 is gone or torn: {pins}"

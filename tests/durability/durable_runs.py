@@ -14,10 +14,13 @@ from hpcrl.checkpoints.restore import RestoreDecision
 from hpcrl.config.cluster import LocalCluster, PathsConfig
 from hpcrl.config.plan import FileProbe, Plan, Role, RoleGroup, RolePolicy
 from hpcrl.config.recipe import ModelConfig, Recipe, TrainerConfig, WordsEnv
+from hpcrl.credentials import TOKEN_FILE, read_token
 from hpcrl.runs.events import EventWriter, read_events
 from hpcrl.runs.metrics import MetricsWriter, read_metrics
 from hpcrl.runs.record import RunRecord, Submission
+from hpcrl.runs.replicas import Wanted
 from hpcrl.runs.rundir import RunDir
+from hpcrl.runs.snapshot import keep_snapshot, read_snapshot, take_snapshot
 from hpcrl.runs.status import RunState, RunStatus
 from hpcrl.slurm.submission import create_run
 
@@ -35,12 +38,15 @@ def life(root: Path) -> None:
     )
     RunRecord.read(run).with_submission(submission).write(run)
     mark(["submitted", 1])
+    keep_snapshot(run, take_snapshot(run, run.recipe(), run.plan()))  # as a resume does
+    Wanted.ask(run, {"engine": 2}, user="somebody")
+    mark(["resumed"])
     for number in (1, 2):
         attempt = run.start_attempt()
         mark(["attempt", attempt])
         _status(run, attempt, RunState.RUNNING)
         mark(["status", attempt])
-        metrics, events = MetricsWriter(run), EventWriter(run, attempt=attempt, writer="trainer-0")
+        metrics, events = MetricsWriter(run, attempt), EventWriter(run, attempt=attempt, writer="trainer-0")
         decision = RestoreDecision(step=number, verified="content", seconds=0.5, skipped=[])
         decision.write(run.attempt_dir(attempt) / "restore.json")
         mark(["decided", attempt])
@@ -97,11 +103,7 @@ def judge(root: Path, cut: Cut, other: Path) -> Iterator[str]:
         if list(marks_of(cut, "made")):
             yield "the run had been made and is gone"
         return
-    if (run.recipe().name, run.cluster().name, run.plan().run) != ("words", "local", "run-1"):
-        yield "the configuration is not what was written"
-    handed_over = len(RunRecord.read(run).submissions)
-    if handed_over < len(list(marks_of(cut, "submitted"))):
-        yield "run.json does not know to whom the run was handed over"
+    yield from _configuration(run, cut)
     status = RunStatus.read(run)
     expected = max((int(str(number)) for (number,) in marks_of(cut, "status")), default=0)
     if expected and (status is None or status.attempt < expected):
@@ -119,7 +121,7 @@ def judge(root: Path, cut: Cut, other: Path) -> Iterator[str]:
     following = run.start_attempt()
     if following <= max(begun, default=0):
         yield f"the next attempt gets the number of an older one, {following}"
-    metrics, events = MetricsWriter(run), EventWriter(run, attempt=following, writer="trainer-0")
+    metrics, events = MetricsWriter(run, following), EventWriter(run, attempt=following, writer="trainer-0")
     metrics.write(step_record(99, attempt=following))
     events.emit("step", step=99)
     metrics.close()
@@ -129,6 +131,22 @@ def judge(root: Path, cut: Cut, other: Path) -> Iterator[str]:
     if 99 not in [event.data["step"] for event in read_events(run)]:
         yield "the next attempt's event cannot be read"
     yield from _logs(run)
+
+
+def _configuration(run: RunDir, cut: Cut) -> Iterator[str]:
+    """What was resolved at submit, and to whom the run was handed over."""
+    if (run.recipe().name, run.cluster().name, run.plan().run) != ("words", "local", "run-1"):
+        yield "the configuration is not what was written"
+    read_token(run.path / TOKEN_FILE)
+    if read_snapshot(run) is None:
+        yield "what the run was made of is gone"
+    if list(marks_of(cut, "resumed")) and not (run.snapshots_dir / "0002" / "snapshot.json").is_file():
+        yield "what the run was resumed with is gone"
+    if list(marks_of(cut, "resumed")) and Wanted.read(run) is None:
+        yield "the replicas that somebody asked for are forgotten"
+    handed_over = len(RunRecord.read(run).submissions)
+    if handed_over < len(list(marks_of(cut, "submitted"))):
+        yield "run.json does not know to whom the run was handed over"
 
 
 def _logs(run: RunDir) -> Iterator[str]:

@@ -15,6 +15,7 @@ from kill_harness import Say, fork_child
 from ledger_testing import write_files
 from recording import mark, name_sync_sites
 
+from hpcrl.aside import list_asides
 from hpcrl.checkpoints import CheckpointLedger, CheckpointWriter
 from hpcrl.checkpoints.pins import pin
 from hpcrl.weights import HandoffStore, HandoffWriter
@@ -98,6 +99,7 @@ def handoffs(root: Path, other: Path) -> None:
     writer = claim(2)
     mark(["given up", 4])
     writer.withdraw_after(1)
+    mark(["kept aside", 4])
     publish(writer, 2, model, words=2 * WORDS)
     made(2)
     publish_delta(writer, 3, (2,), model, words=2 * WORDS)
@@ -151,6 +153,18 @@ def ledger(root: Path, other: Path) -> None:
     writer = CheckpointWriter.claim(path, 2)
     mark(["claimed", 2])
     save(writer, 50, 6)
+    mark(["given up", 50])
+    writer.put_aside_after(40)
+    mark(["kept aside", 50])
+    mark(["let go", 50])
+    writer.take_back(list_asides(path, "step-")[0])
+    mark(["committed", 50, 6])
+    mark(["given up", 50])
+    writer.put_aside_after(40)
+    mark(["kept aside", 50])
+    save(writer, 50, 7)
+    mark(["let go", 50])
+    writer.collect_aside(50)
 
 
 def put_aside(root: Path, other: Path) -> None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import stat
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import start_models
 from lab import Lab, events, processes, steps
 
 from hpcrl.checkpoints import CheckpointLedger
+from hpcrl.runs.rundir import RunDir
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -20,9 +26,44 @@ def quickstart_lab(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return Lab(tmp_path, start_models.taught_model(tmp_path_factory))
 
 
+@contextlib.contextmanager
+def watched_command_lines(run: Path) -> Iterator[set[str]]:
+    """What everybody sees of the processes of a run, and the environments that they are started with."""
+    seen: set[str] = set()
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.wait(0.3):
+            for process in processes(RunDir(run)):
+                with contextlib.suppress(psutil.Error):
+                    seen.add(" ".join([*process.cmdline(), *map("=".join, process.environ().items())]))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        over.set()
+        thread.join()
+
+
+def check_token_is_nowhere(run: RunDir, command_lines: set[str]) -> None:
+    """The run's token is in its own file, and in no other, and no process shows it."""
+    file = run.path / "token"
+    token = file.read_text()
+    assert (len(token), stat.S_IMODE(file.stat().st_mode)) == (64, 0o600)
+    for role in ("hpcrl.inference.server", "hpcrl.rollouts", "hpcrl.trainer"):
+        assert any(role in line for line in command_lines), role
+    assert not [line for line in command_lines if token in line]
+    found = [path for path in run.path.rglob("*") if path.is_file() and token.encode() in path.read_bytes()]
+    assert found == [file]
+
+
 def test_quickstart_learns_and_shows_it(quickstart_lab: Lab) -> None:
     lab = quickstart_lab
-    run = lab.submit("first", follow=True)
+    with watched_command_lines(lab.runs_root / "first") as seen:
+        run = lab.submit("first", follow=True)
+    check_token_is_nowhere(run, seen)
 
     evaluations = [event.data for event in events(run, "evaluation")]
     before, after = evaluations[0]["reward"], evaluations[-1]["reward"]

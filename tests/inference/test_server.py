@@ -147,7 +147,7 @@ def test_in_flight_update(server: Server, store: HandoffStore) -> None:
         answers = [future.result() for future in futures]
     metrics = server.metrics()
     assert metrics["vllm:num_preemptions_total"] == 0
-    assert metrics["hpcrl:weight_swap_pause_seconds_count"] == 1
+    assert metrics["hpcrl_engine_weight_swap_pause_seconds_count"] == 1
     cuts = set()
     for answer in answers:
         (choice,) = answer["choices"]

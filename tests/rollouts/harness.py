@@ -19,8 +19,10 @@ from stub_engine import StubEngine
 from hpcrl.checkpoints import CheckpointLedger, CheckpointWriter
 from hpcrl.checkpoints.restore import RestoreDecision
 from hpcrl.config.recipe import Recipe
+from hpcrl.credentials import Credentials
 from hpcrl.dock.client import DockClient
 from hpcrl.dock.wire import BatchShard
+from hpcrl.gate import Gate
 from hpcrl.models.tokenizer import write_character_tokenizer
 from hpcrl.rollouts import engine_pool, orchestrator, weight_updates
 from hpcrl.rollouts.orchestrator import Orchestrator
@@ -217,6 +219,8 @@ async def running(
     """
     for server in servers_of((*engines, *later)):
         if not server.port:
+            if router is None:  # that of a test may stand in between, which has no token
+                server.gate = Gate("stub", Credentials.of_run(run.path, run.attempts()[-1]))
             await server.start()
     loop = Loop(run, engines, elastic=elastic, router=router, roles=roles)
     loop.work = asyncio.create_task(_unwrapped(loop.orchestrator))

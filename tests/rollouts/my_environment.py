@@ -65,10 +65,11 @@ class Obedient:
         match order:
             case "raise":
                 self._fail({"a": 1})
-            case "die":
-                os.kill(os.getpid(), signal.SIGKILL)
-            case "leave":
-                os._exit(7)
+            case "die" | "leave":
+                self._end(order)
+            case "tool":
+                child = await asyncio.create_subprocess_exec("sleep", "600")
+                parts["tool"] = child.pid
             case "block":
                 time.sleep(60)
             case "hang":
@@ -85,15 +86,23 @@ class Obedient:
                 except ValueError as error:
                     self.refused = str(error)
             case "look around":
-                names = [name for name in os.environ if "HPCRL" in name or "secret" in os.environ[name]]
-                numbers = [number for number in os.listdir("/proc/self/fd") if int(number) > 2]
-                links = [os.readlink(f"/proc/self/fd/{n}") for n in numbers if os.path.lexists(f"/proc/self/fd/{n}")]
-                kept = [link for link in links if not link.startswith(("anon_inode:", "socket:", "/proc/"))]
-                # what it found is said to the policy
-                await policy.reply([{"role": "tool", "content": repr((names, kept, sys.flags.safe_path))}])
+                await policy.reply([{"role": "tool", "content": self._found()}])
             case "count":
                 parts |= {"cancelled": self.cancelled, "refused": float(self.refused == "that cannot be")}
         return Outcome(reward=1.0, parts=parts)
+
+    def _end(self, how: str) -> None:
+        if how == "leave":
+            os._exit(7)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _found(self) -> str:
+        """What there is of the run: variables, open files; and whether modules come from safe places."""
+        names = [name for name in os.environ if "HPCRL" in name or "secret" in os.environ[name]]
+        numbers = [number for number in os.listdir("/proc/self/fd") if int(number) > 2]
+        links = [os.readlink(f"/proc/self/fd/{n}") for n in numbers if os.path.lexists(f"/proc/self/fd/{n}")]
+        kept = [link for link in links if not link.startswith(("anon_inode:", "socket:", "/proc/"))]
+        return repr((names, kept, sys.flags.safe_path))
 
     def _fail(self, table: dict[str, int]) -> None:
         table["missing"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import time
 import urllib.request
@@ -11,8 +12,10 @@ from pathlib import Path
 from vllm_environment import VLLM_PYTHON
 
 from hpcrl.config.load import load_recipe
+from hpcrl.credentials import Credentials
 from hpcrl.planning.router_command import ROUTER_PORTS, router_command
 from hpcrl.ports import choose_blocks
+from hpcrl.runs.rundir import RunDir
 from hpcrl.supervisor.commands import fill_placeholders
 
 HOST = "127.0.0.1"
@@ -21,7 +24,19 @@ HOST = "127.0.0.1"
 class Router:
     """The program; `start` starts it, and starts it again on its port."""
 
-    def __init__(self, log: Path, kind: str = "vllm-router") -> None:
+    def __init__(self, log: Path, kind: str = "vllm-router", run: RunDir | None = None) -> None:
+        """Prepare.
+
+        Parameters
+        ----------
+        run:
+            Whose newest attempt it belongs to; None: it answers everybody.
+        """
+        self._env, self._headers = dict(os.environ), {}
+        if run is not None:
+            who = {"RUN_DIR": run.path, "ATTEMPT": run.attempts()[-1], "ROLE": "router", "REPLICA": 0}
+            self._env |= {f"HPCRL_{name}": str(value) for name, value in who.items()}
+            self._headers = Credentials.of_run(run.path, run.attempts()[-1]).headers
         (self.port,) = choose_blocks([ROUTER_PORTS], first=21000, last=29999, host=HOST)
         self.url, self._log = f"http://{HOST}:{self.port}", log
         settings = [f"engine.router.kind={kind}", "engine.router.health_interval_s=1"]
@@ -34,11 +49,12 @@ class Router:
         """Start it; ``flags`` are added to its command from now on."""
         self._command = [*self._command, *flags]
         with self._log.open("ab") as log:
-            self.process = subprocess.Popen(self._command, stdout=log, stderr=log)
+            self.process = subprocess.Popen(self._command, stdout=log, stderr=log, env=self._env)
         deadline = time.monotonic() + 60.0
         while True:
             with contextlib.suppress(OSError):
-                return urllib.request.urlopen(f"{self.url}/liveness", timeout=1.0).close()
+                request = urllib.request.Request(f"{self.url}/liveness", headers=self._headers)
+                return urllib.request.urlopen(request, timeout=1.0).close()
             assert self.process.poll() is None, self._log.read_text()[-2000:]
             assert time.monotonic() < deadline, "the router did not start"
             time.sleep(0.05)

@@ -22,6 +22,8 @@ import numpy as np
 from aiohttp import web
 from numpy.typing import NDArray
 
+from hpcrl.gate import Gate
+
 EOS = 2
 FIRST_CHARACTER = 7
 CHARACTERS = ["\n", *(chr(code) for code in range(32, 127))]
@@ -96,6 +98,8 @@ class StubEngine:
         Gives a row of experts for each token of a sequence; None where it says nothing about them.
     experts_in_parts:
         Whether rows come with the tokens of parts, or all with the end.
+    gate:
+        Lets in who brings the run's token; None: everybody.
     awake:
         Cleared, the engine answers nothing at all, as a process that a signal has stopped.
     """
@@ -115,6 +119,7 @@ class StubEngine:
         self.experts: Callable[[list[int]], NDArray[Any]] | None = None
         self.experts_in_parts = True
         self.version = "initial"
+        self.gate: Gate | None = None
         self.awake = asyncio.Event()
         self.awake.set()
         self.unpaused = asyncio.Event()
@@ -301,7 +306,9 @@ class StubEngine:
             await self.awake.wait()
             return answer
 
-        app = web.Application(client_max_size=1 << 26, middlewares=[stopped])
+        app = web.Application(
+            client_max_size=1 << 26, middlewares=[*([self.gate.middleware()] if self.gate else []), stopped]
+        )
         app.add_routes(
             [
                 web.get("/health", ok),

@@ -72,6 +72,14 @@ async def roll_out(environment: Environment, *replies: str | Exception, index: i
     return await environment.rollout(prompt, Script(*replies, seed=seed))
 
 
+def is_running(pid: int) -> bool:
+    """Whether there is such a process, and it has not ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
 async def until_cancelled(environment: Environment, count: int) -> None:
     """Wait until so many rollouts have been cancelled in the process."""
     async with asyncio.timeout(20.0 * patience()):
@@ -199,12 +207,17 @@ async def test_a_process_that_dies_is_said_and_started_again(build: Build, order
     lost: list[tuple[str, str]] = []
     mine = build(on_lost=lambda name, why: lost.append((name, why)))
     first = (await roll_out(mine, "go")).parts["pid"]
+    tool = int((await roll_out(mine, "tool")).parts["tool"])
     others = [asyncio.create_task(roll_out(mine, "hang")) for _ in range(3)]
     await asyncio.sleep(0.1)
     results = await asyncio.gather(roll_out(mine, order), *others, return_exceptions=True)
     assert all(isinstance(each, EnvironmentLostError) and how in str(each) for each in results)
     assert {each.death for each in results if isinstance(each, EnvironmentLostError)} == {("mine", 1)}
     assert lost == [("mine", how)]
+    # what it had started goes with it
+    async with asyncio.timeout(20.0):
+        while is_running(tool):
+            await asyncio.sleep(0.01)
     assert (await roll_out(mine, "go")).parts["pid"] != first
     with pytest.raises(EnvironmentLostError) as caught:
         await roll_out(mine, order)

@@ -22,7 +22,7 @@ from hpcrl.checkpoints.restore import RestoreDecision
 from hpcrl.credentials import Credentials
 from hpcrl.dock.client import DockClient
 from hpcrl.dock.wire import BatchShard
-from hpcrl.errors import CheckpointError, DeadlineError, HpcrlError, PeerLostError
+from hpcrl.errors import CheckpointError, DeadlineError, FencedError, HpcrlError, PeerLostError
 from hpcrl.rollouts import engine_pool, orchestrator, weight_updates
 from hpcrl.rollouts.evaluation import evaluated_versions
 from hpcrl.runs.observe import read_evaluations
@@ -450,6 +450,35 @@ async def test_the_orchestrator_restores_what_the_trainer_says(tmp_path: Path) -
     RestoreDecision(step=1, verified="content", seconds=0.0, skipped=[]).write(restore_path(run, loop.attempt))
     await loop.orchestrator._restore()
     assert loop.orchestrator._state.step == 1
+
+
+async def test_a_trainer_of_an_older_attempt_gets_nothing_and_changes_nothing(tmp_path: Path) -> None:
+    """One that nobody could end, and that meets the dock of the next attempt on the port of its own."""
+    run = make_run(tmp_path)
+    run.start_attempt()
+    async with running(run, StubEngine()) as loop:
+        await loop.batch(1)
+        zombie = DockClient(
+            loop.dock_url, credentials=Credentials.of_run(run.path, 1), wait_timeout_s=10.0, connect_timeout_s=5.0
+        )
+        tries = (
+            lambda: zombie.batch(2, rank=0, world_size=1),
+            lambda: zombie.published(7),
+            lambda: zombie.snapshot(1),
+            lambda: zombie.finish(1),
+        )
+        for ask in tries:
+            with pytest.raises(FencedError, match="attempt 2 of the run, the request to attempt 1"):
+                await asyncio.to_thread(ask)
+        assert loop.orchestrator._finished is None
+        assert loop.orchestrator._updater.announced == 0
+        stranger = DockClient(loop.dock_url, wait_timeout_s=10.0, connect_timeout_s=5.0)
+        with pytest.raises(PeerLostError, match="401"):
+            await asyncio.to_thread(stranger.finish, 1)
+        await loop.publish(1)
+        assert (await loop.batch(2)).step == 2
+        reasons = [event.data["reason"] for event in loop.events("access.refused")]
+    assert reasons == ["other_attempt"] * 4 + ["no_token"]
 
 
 async def test_engines_that_never_get_healthy_are_named(tmp_path: Path) -> None:

@@ -16,10 +16,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from harness import make_recipe, make_run, running
+import yaml
+from harness import Loop, make_recipe, make_run, running
 from stub_engine import StubEngine
 
 from hpcrl.config.recipe import Recipe
+from hpcrl.credentials import Credentials
 from hpcrl.dock.wire import BatchShard
 from hpcrl.errors import CheckpointError
 from hpcrl.rollouts import trainer_desk
@@ -71,6 +73,9 @@ class Pool:
 TRANSCRIPT: Any = SimpleNamespace(opening=lambda messages: [7, 8], text=lambda tokens: "x", eos_token_id=2)
 
 
+FILES: Any = SimpleNamespace(write=lambda step, lines, wait_s: None)
+
+
 class Desk(TrainerDesk):
     """Builds wait for a gate."""
 
@@ -84,7 +89,7 @@ class Desk(TrainerDesk):
 class Life:
     """One attempt: scheduler, desk, and a trainer that has trained the steps before."""
 
-    def __init__(self, recipe: Recipe, state: OrchestratorState, tmp_path: Path) -> None:
+    def __init__(self, recipe: Recipe, state: OrchestratorState) -> None:
         bound = recipe.rollouts.max_off_policy_steps
         self.step, self.trained = state.step, {}  # type: ignore[var-annotated]
         self.pool = Pool(state.step)
@@ -113,7 +118,7 @@ class Life:
             counters=state.counters,
             gauges=dict,
             decode=lambda tokens: "",
-            rollouts_dir=tmp_path / "rollouts",
+            files=FILES,
             spawn=asyncio.create_task,
         )
         self.desk.gate = threading.Event()
@@ -143,8 +148,8 @@ class Life:
 
 
 @contextlib.asynccontextmanager
-async def living(recipe: Recipe, state: OrchestratorState, tmp_path: Path) -> AsyncIterator[Life]:
-    life = Life(recipe, state, tmp_path)
+async def living(recipe: Recipe, state: OrchestratorState) -> AsyncIterator[Life]:
+    life = Life(recipe, state)
     work = asyncio.create_task(life.scheduler.run())
     try:
         yield life
@@ -185,7 +190,7 @@ async def test_every_group_is_trained_once_wherever_a_run_goes_on(tmp_path: Path
     moments: set[str] = set()
     while saved.step < 14 or (len(moments) < 4 and saved.step < 90):
         trained = list(history)
-        async with living(recipe, OrchestratorState.decode(saved.encode()), tmp_path) as life:
+        async with living(recipe, OrchestratorState.decode(saved.encode())) as life:
             versions = life.pool.versions
             versions.update({index: version for index, version in old.items() if index not in saved.restart})
             for step in range(saved.step + 1, saved.step + 1 + rng.randrange(1, 6)):
@@ -222,7 +227,7 @@ async def test_every_group_is_trained_once_wherever_a_run_goes_on(tmp_path: Path
 
 async def test_states_that_are_gone_or_to_come_are_refused(tmp_path: Path) -> None:
     recipe, rng = small_recipe(tmp_path), random.Random(0)
-    async with living(recipe, OrchestratorState.fresh(recipe), tmp_path) as life:
+    async with living(recipe, OrchestratorState.fresh(recipe)) as life:
         assert life.desk.snapshot(0).next_index == 0
         for step in (1, 2, 3):
             while not await life.ask(step):
@@ -242,12 +247,12 @@ async def test_states_that_are_gone_or_to_come_are_refused(tmp_path: Path) -> No
 async def test_finished_groups_that_a_step_makes_too_old_are_kept_for_a_snapshot_before_it(tmp_path: Path) -> None:
     """As after a resume with a lower bound: more has finished than one step can use, and then nothing may be old."""
     recipe, rng = small_recipe(tmp_path), random.Random(0)
-    async with living(recipe, OrchestratorState.fresh(recipe), tmp_path) as life:
+    async with living(recipe, OrchestratorState.fresh(recipe)) as life:
         while len(life.desk.snapshot(0).finished) < 2 * GROUPS:
             await life.turn(rng)
         state, versions = life.desk.snapshot(0), life.pool.versions
     strict = small_recipe(tmp_path, rollouts={**recipe.rollouts.model_dump(), "max_off_policy_steps": 0})
-    async with living(strict, OrchestratorState.decode(state.encode()), tmp_path) as life:
+    async with living(strict, OrchestratorState.decode(state.encode())) as life:
         life.desk.gate.set()
         while not await life.ask(1):
             await life.turn(rng)
@@ -260,7 +265,7 @@ async def test_finished_groups_that_a_step_makes_too_old_are_kept_for_a_snapshot
 
 async def test_groups_start_again_with_what_they_had_when_weights_change(tmp_path: Path) -> None:
     recipe, rng = small_recipe(tmp_path), random.Random(0)
-    async with living(recipe, OrchestratorState.fresh(recipe), tmp_path) as life:
+    async with living(recipe, OrchestratorState.fresh(recipe)) as life:
         await life.turn(rng)
         had = {i: running.task for i, running in life.scheduler._running.items()}
         state = OrchestratorState.decode(life.desk.snapshot(0).encode())
@@ -316,7 +321,9 @@ async def test_a_request_that_is_cut_off_while_the_batch_is_built_loses_nothing(
         trained = {group.index for group in loop.last_groups()}
         path = "/dock/batch/2?rank=0&world_size=1&wait_s=20"
         reader, writer = await asyncio.open_connection(loop.client._host, loop.client._port)
-        writer.write(f"GET {path} HTTP/1.1\r\nHost: dock\r\n\r\n".encode())
+        headers = {"Host": "dock", **Credentials.of_run(loop.run.path, loop.attempt).headers}
+        head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        writer.write(f"GET {path} HTTP/1.1\r\n{head}\r\n".encode())
         assert await asyncio.to_thread(begun.wait, 20.0)
         writer.close()
         # the orchestrator hears of the end, and cancels the handler
@@ -337,6 +344,36 @@ async def test_a_request_that_is_cut_off_while_the_batch_is_built_loses_nothing(
         assert trained | finished | set(state.restart) == set(range(state.next_index))
         await loop.publish(2)
         assert (await loop.train(3, 4))[-1].step == 4
+
+
+async def test_a_run_goes_on_with_other_weights_and_refuses_to_lose_an_environment(tmp_path: Path) -> None:
+    run, stub = make_run(tmp_path, environments=TWO), StubEngine()
+    # two batches and some more; the rest of the rollouts stays in flight
+    stub.request_s = lambda number: 0.0 if number <= 40 else 30.0
+    async with running(run, stub) as loop:
+        await loop.train(1, 2)
+        await loop.until(lambda: len(loop.orchestrator._scheduler._running) >= 2)
+        await loop.checkpoint(2)
+        state = loop.orchestrator._desk.snapshot(2)
+    had = {each.index: each.environment for each in state.dealt}
+    assert had
+
+    def change(environments: list[dict[str, Any]]) -> None:
+        value = yaml.safe_load(run.recipe_path.read_text())
+        run.recipe_path.write_text(yaml.safe_dump({**value, "environments": environments}))
+        run.start_attempt()
+
+    change([{**TWO[1], "weight": 1e-9}, TWO[0]])
+    again = Loop(run, [stub])
+    await again.orchestrator._restore()
+    assert {task.index: task.environment.name for task in again.orchestrator._restart} == had
+    # what was not dealt out yet follows the new weights
+    assert {again.orchestrator._order.task(state.next_index + i).environment.name for i in range(50)} == {"a"}
+    used = {*had.values(), *(group.environment for group in state.finished)}
+    change([{"name": "c", "kind": "words"}])
+    gone = Loop(run, [stub])
+    with pytest.raises(CheckpointError, match=f"no longer has: '{min(used)}' .*\n    way out: keep them"):
+        await gone.orchestrator._restore()
 
 
 async def test_a_build_that_fails_ends_the_orchestrator_with_its_reason(

@@ -186,3 +186,31 @@ def test_many_writers_lose_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixt
     numbers = sorted(event.data["number"] for event in read_events(RunDir(tmp_path)))
     assert numbers == [1000 * i + j for i in range(4) for j in range(200)]
     assert not caplog.records
+
+
+_LOGGING = """
+import asyncio, logging, sys
+from hpcrl.log_thread import log_in_thread
+logging.basicConfig(level=logging.INFO, format="%(message)s", filename=sys.argv[1])
+log_in_thread()
+
+async def main():
+    for number in range(100):
+        logging.info("line %d", number)
+    print(len(open(sys.argv[1]).readlines()))
+
+asyncio.run(main())
+try:
+    1 / 0
+except ZeroDivisionError:
+    logging.exception("last")
+"""
+
+
+def test_a_log_that_hangs_holds_no_loop_up(shim: Path, tmp_path: Path) -> None:
+    # the first write takes two seconds: all was said before any of it is in the file, and all is in it at the end
+    log = tmp_path / "the.log"
+    assert run_with_fault(shim, "op=write path=the.log count=1 delay_us=1500000", _LOGGING, log) == ["0"]
+    lines = log.read_text().splitlines()
+    assert lines[:101] == [*(f"line {number}" for number in range(100)), "last"]
+    assert lines[-1] == "ZeroDivisionError: division by zero"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from hpcrl.slurm import parse
 from hpcrl.slurm.errors import SlurmAnswerError
@@ -287,3 +289,55 @@ def test_hostlists(text: str, names: list[str]) -> None:
 def test_malformed_hostlists(text: str) -> None:
     with pytest.raises(ValueError, match="malformed"):
         expand_hostlist(text)
+
+
+# -- captured: facts/README.md says of what -------------------------------------------------------------------------
+
+CAPTURED = pytest.mark.parametrize("directory", ["slurm-24.11", "slurm-25.05"])
+FACTS = Path(__file__).parent / "facts"
+
+
+@CAPTURED
+def test_newer_slurms_say_the_same_in_json_and_in_columns(directory: str) -> None:
+    text = (FACTS / directory / "squeue.json").read_text()
+    jobs = {job["job_id"]: job for job in json.loads(text)["jobs"]}
+    # the shapes that are new since 23.11: structured nodes, lists of states and flags
+    assert jobs[1]["job_resources"]["nodes"]["allocation"][0]["name"] == "cap-001"
+    assert jobs[6]["job_state"] == ["CANCELLED", "COMPLETING"]
+    by_json = {component.job_id: component for component in parse.parse_squeue_json(text)}
+    columns = parse.parse_squeue((FACTS / directory / "squeue.txt").read_text())
+    by_columns = {component.job_id: component for component in columns}
+    assert sorted(by_json) == list(range(1, 9))
+    for job_id, component in by_json.items():
+        # of the reason JSON has the word, columns sometimes a sentence
+        assert component == replace(by_columns[job_id], reason=component.reason)
+    states = {job_id: component.state for job_id, component in by_json.items()}
+    assert states == {
+        1: JobState.RUNNING,
+        2: JobState.RUNNING,
+        3: JobState.RUNNING,
+        4: JobState.FAILED,
+        5: JobState.FAILED,
+        # their nodes are not free yet, and they are not over
+        6: JobState.COMPLETING,
+        7: JobState.COMPLETING,
+        8: JobState.PENDING,
+    }
+    assert [by_json[job_id].exit for job_id in (4, 5)] == [ExitStatus(3, 0), ExitStatus(0, 9)]
+    assert [(by_json[job_id].leader_id, by_json[job_id].offset) for job_id in (1, 2)] == [(1, 0), (1, 1)]
+    assert by_json[8].reason == "Resources"
+
+
+@CAPTURED
+def test_nodes_of_newer_slurms(directory: str) -> None:
+    nodes = [parse.parse_node(r) for r in parse.parse_oneliner((FACTS / directory / "nodes.txt").read_text())]
+    assert [node.name for node in nodes] == [f"cap-00{i}" for i in range(1, 7)]
+    # marks behind the state have become words
+    assert {"DRAIN", "IDLE"} <= nodes[5].states
+    assert nodes[5].reason.startswith("bad fan, ask 'ops'")
+    assert (nodes[0].cpus, nodes[0].memory_mib, nodes[0].gres) == (4, 2000, "gpu:h200:2")
+    assert nodes[0].address.startswith("127.")
+    assert nodes[0].daemon_since_s is not None
+    config = parse.parse_config((FACTS / directory / "config.txt").read_text())
+    assert config["AccountingStorageType"] == ""  # accounting_storage/none until 23.02
+    assert parse.parse_version(config["SLURM_VERSION"]) == parse.parse_version(directory)

@@ -72,6 +72,19 @@ class SlurmLab:
             assert result.returncode == 0, f"{arguments}: {result.returncode}\n{result.stdout}\n{result.stderr}"
         return result
 
+    def salloc(self, nodes: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """One hpcrl command inside of an allocation of whole nodes."""
+        options = [f"--nodes={nodes}", "--exclusive", "--gres=gpu:h200:8", "--time=10"]
+        return subprocess.run(
+            ["salloc", *options, HPCRL, *arguments],
+            cwd=ROOT,
+            env=self.env,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=300.0 * patience(),
+        )
+
     def submit(self, name: str, *settings: str, recipe: str = "quickstart", small: bool = True) -> RunDir:
         """Submit a recipe, by default the quickstart with this lab's model on four nodes."""
         settings = self.settings(*settings) if small else settings

@@ -10,6 +10,8 @@ import pytest
 from slurm_lab import SlurmLab, events, job_id, wait_saved, wait_step
 
 from hpcrl.runs.metrics import read_metrics
+from hpcrl.runs.record import RunRecord
+from hpcrl.runs.rundir import RunDir
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -87,8 +89,32 @@ def test_cancel_and_resume(slurm_lab: SlurmLab) -> None:
     slurm_lab.hpcrl("cancel", run.name, "--yes")
 
 
+def test_a_run_inside_of_an_allocation(slurm_lab: SlurmLab) -> None:
+    """Nothing is submitted, and the job is the shell's: it is there after the run as it was before."""
+    settings = [word for setting in slurm_lab.settings("trainer.steps=6") for word in ("--set", setting)]
+    submit = ["submit", "quickstart", "--cluster", str(slurm_lab.profile), "--in-job", *settings]
+    refused = slurm_lab.salloc(2, *submit, "--name", "narrow")
+    assert refused.returncode == 2
+    assert "has 2 nodes, the run needs 4\n    way out: salloc --partition=gpu --nodes=4" in refused.stderr
+    assert not (slurm_lab.runs_root / "narrow").exists()
+    done = slurm_lab.salloc(5, *submit, "--name", "inside", "--follow")
+    run = RunDir(slurm_lab.runs_root / "inside")
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{slurm_lab.hpcrl('why', run.name).stdout}"
+    assert [record.step for record in read_metrics(run)] == list(range(1, 7))
+    (submission,) = RunRecord.read(run).submissions
+    job = slurm_lab.client().jobs([int(submission.in_job)])[int(submission.in_job)]
+    assert f"inside of job {job.job_id}" in done.stderr
+    assert job.leader.comment == "", "a job of the shell, not of the run"
+    status = slurm_lab.json("status", run.name)
+    used = {node for component in status["components"] for node in component["nodes"]}
+    assert (len(job.nodes), used) == (5, set(job.nodes[:4]))
+
+
 def test_warning_before_the_limit_saves_and_requeues(slurm_lab: SlurmLab) -> None:
-    run = slurm_lab.submit("limit", "trainer.steps=2000", "checkpoint.every_steps=0")
+    passed_on = "job.sbatch_options=[--nice=7, --contiguous]"
+    run = slurm_lab.submit("limit", "trainer.steps=2000", "checkpoint.every_steps=0", passed_on)
+    records = slurm_lab.client().details(job_id(run))
+    assert {(record["Nice"], record["Contiguous"]) for record in records} == {("7", "1")}
     wait_step(run, 4)
     slurm_lab.client().cancel(job_id(run), signal="USR2", batch=True)
     slurm_lab.wait_state(run, ["REQUEUED"])

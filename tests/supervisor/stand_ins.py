@@ -64,6 +64,19 @@ def save() -> None:
     _fail("ValueError", f"attempt {step} failed")
 
 
+def fill() -> None:
+    """Take all space of the run's filesystem, and fail of it: also at saying why."""
+    with open(Path(os.environ["HPCRL_RUN_DIR"], "filler"), "wb", buffering=0) as stream:
+        size = 1 << 16
+        while size:
+            try:
+                stream.write(bytes(size))
+            except OSError:
+                size //= 2
+    time.sleep(3.0)  # the supervisor finds out meanwhile that it can write nothing
+    _fail("OSError", "[Errno 28] No space left on device")
+
+
 def serve(host: str, port: int) -> None:
     class Health(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -144,6 +157,11 @@ def misbehave(behaviour: str, host: str, port: int) -> None:
             say_ready()
             _record_failure("ValueError", "the loss is not finite")
             time.sleep(600)
+        case "fill":
+            say_ready()
+            if os.environ["HPCRL_ATTEMPT"] == "1":
+                fill()
+            time.sleep(0.3)
         case "peer-lost":
             say_ready()
             _watch_peer()

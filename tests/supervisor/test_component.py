@@ -125,6 +125,7 @@ def test_the_environment_says_who_it_is_and_drops_what_is_not_meant_for_roles() 
     env = role_environment(group, 3, run=RunDir(Path("/runs/x")), run_id="id", attempt=2, inherited=inherited)
     assert env == {
         "PATH": "/bin",
+        "PYTHONSAFEPATH": "1",
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": "2",
         "HPCRL_RUN_ID": "id",

@@ -30,6 +30,7 @@ from hpcrl.supervisor.component import Component
 from hpcrl.supervisor.elastic import ElasticReplicas
 from hpcrl.supervisor.guarded import Dump, End
 from hpcrl.supervisor.launcher import Address
+from hpcrl.supervisor.survey import NodesSilentError
 
 
 class FakeProcess:
@@ -123,6 +124,7 @@ class Scene:
         self.driven: list[Component] = []
         self.entered: list[tuple[int, Allocation]] = []
         self.cleared: list[Allocation] = []
+        self.silent_nodes = False
         self.failures: list[tuple[CauseKind, str]] = []
         self.events: list[tuple[str, dict[str, object]]] = []
         self.replicas = ElasticReplicas(
@@ -157,6 +159,8 @@ class Scene:
 
     def enter_job(self, group: RoleGroup, replica: int, allocation: Allocation) -> Address:
         self.entered.append((replica, allocation))
+        if self.silent_nodes:
+            raise NodesSilentError("1 of 1 nodes did not say where they can be reached: n0\n    way out: none")
         return Address("h", 1, allocation.hosts)
 
     def clear_job(self, allocation: Allocation) -> None:
@@ -345,6 +349,25 @@ async def test_a_job_in_which_a_replica_ends_again_and_again_is_replaced(scene: 
         await scene.rounds(70)
     assert scene.jobs.cancelled == [first]
     assert scene.jobs.submitted == ["engine-0"]
+
+
+async def test_nodes_that_do_not_answer_are_asked_again_and_their_job_replaced_in_the_end(scene: Scene) -> None:
+    scene.silent_nodes = True
+    job = scene.jobs.put("engine-0", JobState.RUNNING)
+    scene.jobs.put("engine-1", JobState.PENDING)
+    scene.holds(0, job)
+    await scene.rounds(2)
+    assert (len(scene.entered), scene.driven, scene.failures) == (1, [], [])
+    await scene.rounds(20)
+    assert len(scene.entered) == 3, "ever more rarely"
+    scene.silent_nodes = False
+    await scene.rounds(40)
+    assert [component.replica for component in scene.driven] == [0]
+    scene.lose(0)
+    scene.silent_nodes = True
+    await scene.rounds(300)
+    assert scene.jobs.cancelled == [job]
+    assert scene.failures == []
 
 
 async def test_a_requeued_job_is_another_start(scene: Scene) -> None:

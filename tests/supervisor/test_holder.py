@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from hpcrl.runs.record import RunRecord, Submission
 from hpcrl.runs.replicas import Held, Wanted, wanted_replicas
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ProcessId, RunState, RunStatus
+from hpcrl.supervisor import holder
 from hpcrl.supervisor.holder import Holder, held_from_env
 
 
@@ -125,3 +127,17 @@ def test_what_a_job_holds(tmp_path: Path) -> None:
     assert found == held
     held.remove(run)
     assert Held.read_all(run) == []
+
+
+def test_what_is_held_is_said_once_the_filesystem_takes_it(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(holder, "_LOOK_S", 0.05)
+    held = Held(role="engine", replica=0, submission=1, job_id=9, restart=0, nodes=["n3"], since_s=0.0)
+    in_the_way = scene.run.path / "replicas"
+    in_the_way.write_text("a file where the directory belongs")
+    said = threading.Thread(target=holder._say_held, args=(scene.run, held, threading.Event()))
+    said.start()
+    said.join(0.2)
+    assert said.is_alive()
+    in_the_way.unlink()
+    said.join(30)
+    assert Held.read_all(scene.run) == [held]

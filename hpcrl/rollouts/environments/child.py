@@ -204,6 +204,8 @@ def main(fd: int) -> Literal[0]:
     # the orchestrator ends us; an interrupt of the terminal is its affair
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1)
+    # programs that the environment starts have no part in the conversation
+    os.set_inheritable(fd, False)
     asyncio.run(_serve(socket.socket(fileno=fd)))
     return 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -57,6 +58,7 @@ class ChildProcess:
                 stdout=2,
                 env=environment_of_child(),
                 pass_fds=(theirs.fileno(),),
+                start_new_session=True,
             )
 
     @property
@@ -114,24 +116,30 @@ class ChildProcess:
         return await asyncio.open_connection(sock=self._socket, limit=_STREAM_BYTES)
 
     def obituary(self) -> str:
-        """How it ended; empty while it lives."""
-        try:
-            code = self._process.wait(_OBITUARY_S)
-        except subprocess.TimeoutExpired:
-            return ""
-        if code >= 0:
-            return f"ended with exit code {code}"
-        return f"was killed by {signal.Signals(-code).name}"
+        """How it ended; empty while it lives. Its number stays its own until `kill`."""
+        deadline = time.monotonic() + _OBITUARY_S
+        while self._process.returncode is None:
+            end = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if end is not None and end.si_code == os.CLD_EXITED:
+                return f"ended with exit code {end.si_status}"
+            if end is not None:
+                return f"was killed by {signal.Signals(end.si_status).name}"
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.005)
+        return ""
 
     def dump_stacks(self) -> None:
         """Let it write the stacks of its threads into the log."""
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGUSR1)
+        if self._process.returncode is None:
+            os.kill(self.pid, signal.SIGUSR1)
 
     def kill(self) -> None:
-        """End it; without effect where that has happened."""
-        if self._process.poll() is None:
-            self._process.kill()
+        """End it and what it has started; without effect where that has happened."""
+        if self._process.returncode is None:
+            # it has not been waited for, so its number, dead or alive, is still that of its group
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
             self._process.wait()
         if not self._connected:
             self._socket.close()

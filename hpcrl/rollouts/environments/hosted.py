@@ -271,9 +271,10 @@ class HostedEnvironment:
                     await _send(taken, wire.Ping(call))
                     await queue.get()
             except TimeoutError:
-                break
-            except OSError:
-                return  # its end is seen by who reads
+                # where we were stopped ourselves (a suspended job), the answer is there and was not read yet
+                await asyncio.sleep(_STACKS_S)
+                if queue.empty():
+                    break
             finally:
                 del taken.calls[call]
         why = (

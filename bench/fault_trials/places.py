@@ -1,0 +1,143 @@
+"""Where runs with faults live: this machine, or a virtual cluster; and the switches by which faults are made there."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import yaml
+from harness import ROOT
+
+from hpcrl.devcluster.cluster import DevCluster
+from hpcrl.devcluster.settings import ClusterSettings
+from hpcrl.runs.rundir import RunDir
+
+sys.path[:0] = [str(ROOT / "tests" / part) for part in (".", "e2e", "slurm_e2e")]
+from fault_shim import build_shim  # noqa: E402
+from lab import Lab, processes  # noqa: E402
+from slurm_lab import SlurmLab  # noqa: E402
+
+__all__ = ["Skew", "Switches", "laboratory"]
+
+NODES = 7
+START_S = 60.0
+"""What a role may take to start on the virtual cluster."""
+_FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1")
+#: a step that hangs before its tasks run, or whose tasks on one node have another clock
+_SRUN = """\
+#!/bin/bash
+[ -e {hang} ] && exec sleep 3600
+exec {srun} --task-prolog={prolog} "$@"
+"""
+_PROLOG = """\
+#!/bin/bash
+[ -r {skew} ] || exit 0
+read -r node seconds < {skew}
+[ "$SLURMD_NODENAME" = "$node" ] || exit 0
+echo "export LD_PRELOAD=$LD_PRELOAD:{library}"
+echo "export FAKETIME=$seconds"
+echo "export FAKETIME_DONT_FAKE_MONOTONIC=1"
+"""
+
+
+class Skew:
+    """A clock that is off, on one node, for steps that begin from now on (libfaketime)."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.node, self.seconds = "", 0.0
+
+    @staticmethod
+    def possible() -> bool:
+        """Whether libfaketime is there."""
+        return _FAKETIME.exists()
+
+    def choose(self, rng: random.Random, nodes: list[str]) -> None:
+        """Set one node's clock off by up to two minutes."""
+        self.node, self.seconds = rng.choice(nodes), round(rng.uniform(5.0, 120.0) * rng.choice((-1, 1)), 1)
+        self._path.write_text(f"{self.node} {self.seconds:+}\n")
+
+    def clear(self) -> None:
+        self._path.unlink(missing_ok=True)
+        self.node, self.seconds = "", 0.0
+
+
+class Switches:
+    """Files that turn faults on: read by preloaded libraries and by programs that stand before the real ones."""
+
+    def __init__(self, root: Path) -> None:
+        root.mkdir()
+        self.root = root
+        self._fault, self._hang = root / "fault", root / "hang"
+        self.skew = Skew(root / "skew")
+        self.environment = {"LD_PRELOAD": str(build_shim(root)), "TEST_FAULT": f"control={self._fault}"}
+
+    def fail_files(self, spec: str) -> None:
+        """From now on calls of the filesystem fail (tests/faults.c)."""
+        temporary = self._fault.with_suffix(".new")
+        temporary.write_text(spec)
+        temporary.rename(self._fault)
+
+    def hang_srun(self) -> None:
+        """From now on srun begins and does nothing."""
+        self._hang.touch()
+
+    def heal(self) -> None:
+        """End all of that; clocks stay as they are."""
+        for path in (self._fault, self._hang):
+            path.unlink(missing_ok=True)
+
+    def programs(self) -> Path:
+        """A directory for the front of ``PATH`` with an srun that has these switches."""
+        directory = self.root / "bin"
+        directory.mkdir()
+        real = subprocess.run(["which", "srun"], capture_output=True, text=True, check=True).stdout.strip()
+        prolog = self.root / "prolog"
+        texts = {
+            directory / "srun": _SRUN.format(hang=self._hang, srun=real, prolog=prolog),
+            prolog: _PROLOG.format(skew=self.root / "skew", library=_FAKETIME),
+        }
+        for path, text in texts.items():
+            path.write_text(text)
+            path.chmod(path.stat().st_mode | stat.S_IXUSR)
+        return directory
+
+
+@contextmanager
+def laboratory(root: Path, model: Path, *, slurm: bool) -> Iterator[tuple[Lab | SlurmLab, Switches]]:
+    """Where runs are made; all of it is ended afterwards."""
+    switches = Switches(root / "switches")
+    if not slurm:
+        lab = Lab(root, model)
+        lab.env |= switches.environment
+        try:
+            yield lab, switches
+        finally:
+            for path in lab.runs_root.iterdir() if lab.runs_root.is_dir() else ():
+                for process in processes(RunDir(path)):
+                    process.send_signal(signal.SIGKILL)
+        return
+    cluster = DevCluster.named("faults", Path(f"/tmp/hpcrl-faults-{os.getpid()}"))  # sockets need short paths
+    cluster.up(ClusterSettings(name="faults", nodes=NODES, grace_s=30))
+    try:
+        profile = yaml.safe_load((ROOT / "clusters" / "devcluster.yaml").read_text())
+        slurm_lab = SlurmLab(
+            root,
+            model,
+            cluster,
+            limits={**profile["limits"], "start_timeout_s": START_S},
+            launch={"inherit": ["PYTHONPATH", *switches.environment], "path": [str(switches.programs())]},
+        )
+        slurm_lab.env |= switches.environment
+        yield slurm_lab, switches
+    finally:
+        subprocess.run(["scancel", "--me"], env={**os.environ, **cluster.environment()}, check=False)
+        cluster.down()
+        cluster.paths.root.parent.rmdir()

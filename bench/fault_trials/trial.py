@@ -1,0 +1,298 @@
+"""One fault in a living run: it is made, and all that follows is judged by the fault's policy."""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import psutil
+
+from fault_trials.places import Lab, SlurmLab, Switches, processes
+from fault_trials.policies import Fault, expected_outcomes
+from hpcrl.checkpoints import CheckpointLedger
+from hpcrl.runs.events import Event, read_events
+from hpcrl.runs.metrics import read_metrics
+from hpcrl.runs.record import RunRecord
+from hpcrl.runs.rundir import RunDir
+from hpcrl.runs.status import ComponentStatus, RunState, RunStatus
+
+__all__ = ["OVER", "Trial", "ready_for_fault", "status", "wait_for"]
+
+OVER = ("COMPLETED", "FAILED", "LOST", "CANCELLED")
+#: events by which somebody notices a fault
+NOTICED = (
+    "component.hung",
+    "component.restarting",
+    "guard.supervisor_lost",
+    "supervisor.warned",
+    "reports.caught_up",
+    "trainer.checkpoint_failed",
+)
+LIMIT_S = 300.0
+"""Longest wait for any one consequence."""
+
+
+class Target(NamedTuple):
+    """What a fault hits."""
+
+    role: str = ""
+    replica: int = 0
+    process: psutil.Process | None = None
+    node: str = ""
+
+
+class Trial:
+    """One fault in a living run.
+
+    Parameters
+    ----------
+    lab, switches:
+        Commands, on this machine or on a cluster; and how faults are made there.
+    retries:
+        Whether the recipe retries failed attempts.
+    """
+
+    def __init__(
+        self,
+        lab: Lab | SlurmLab,
+        switches: Switches,
+        run: RunDir,
+        fault: Fault,
+        rng: random.Random,
+        *,
+        retries: bool,
+    ) -> None:
+        self.lab, self.switches, self.run, self.fault, self.rng = lab, switches, run, fault, rng
+        self.retries = retries
+
+    def go(self) -> dict[str, Any]:
+        """Make the fault and look at all that follows."""
+        before = status(self.run)
+        self.attempt, self.target = before.attempt, self._choose(before)
+        self.began_s, self.step = time.time(), read_metrics(self.run)[-1].step
+        result: dict[str, Any] = {"fault": self.fault.name, "attempt": self.attempt, "step": self.step}
+        try:
+            self._strike()
+            outcome = self._outcome(before)
+        finally:
+            self._heal()
+        result |= {"outcome": outcome, "detected_s": self._detected_s()}
+        result["as_policy_says"] = outcome in expected_outcomes(self.fault, retries=self.retries)
+        result["why"] = self._why() if self.fault.why and outcome != "went on" else None
+        result["left"] = self._left(ended=outcome in OVER)
+        if outcome in OVER:
+            self.lab.hpcrl("resume", self.run.name)
+        result["again_s"], result["lost_steps"] = self._again(outcome)
+        return result
+
+    # -- the fault -----------------------------------------------------------------------------------------------
+
+    def _choose(self, before: RunStatus) -> Target:
+        what, of = self.fault.what, self.fault.what.removeprefix("guard ").removeprefix("of ").split()[0]
+        if what == "supervisor":
+            return Target("supervisor", 0, psutil.Process(before.supervisor.pid))
+        if what in ("job", "slurmctld") or self.fault.how == "file":
+            return Target()
+        component = self.rng.choice([c for c in before.components if c.role == of])
+        assert component.pid is not None
+        process: psutil.Process | None = psutil.Process(component.pid)
+        if what.startswith("guard"):
+            process = psutil.Process(component.pid).parent()
+        elif what == "trainer rank":
+            process = self.rng.choice([p for p in processes(self.run) if is_rank(p)])
+        return Target(component.role, component.replica, process, next(iter(component.nodes), ""))
+
+    def _strike(self) -> None:
+        how = self.fault.how
+        if how == "file":
+            self.switches.fail_files(self.fault.spec)
+        elif how == "kill":
+            self._process.kill()
+        elif how == "stop":
+            self._process.suspend()
+        elif how == "srun hangs":
+            self.switches.hang_srun()
+            self._process.kill()
+        else:
+            self._strike_cluster(how)
+        if self.fault.seconds:
+            # long enough for an alarm, were it one; then it goes on
+            time.sleep(self.fault.seconds)
+            self._heal()
+
+    def _strike_cluster(self, how: str) -> None:
+        lab = self.lab
+        assert isinstance(lab, SlurmLab)
+        if how == "node":
+            lab.cluster.kill_node(self.target.node)
+        elif how == "scancel":
+            lab.client().cancel(int(RunRecord.read(self.run).submissions[-1].job_id))
+        elif how == "preempt":
+            lab.preempt()
+        elif how == "away":
+            lab.cluster.pause_controller(kill=self.rng.random() < 0.5)
+        else:
+            assert how == "unreachable"
+            self._stopped = [self._process, self._process.parent()]
+            for process in self._stopped:
+                process.suspend()
+            lab.preempt()
+
+    def _heal(self) -> None:
+        """End what does not end by itself; may be called twice."""
+        self.switches.heal()
+        stopped = [self.target.process] if self.fault.how == "stop" else getattr(self, "_stopped", [])
+        for process in stopped:
+            try:
+                process.resume()
+            except psutil.Error:
+                continue  # ended meanwhile, as it should be
+        if self.fault.how == "away":
+            assert isinstance(self.lab, SlurmLab)
+            self.lab.cluster.resume_controller()
+
+    @property
+    def _process(self) -> psutil.Process:
+        assert self.target.process is not None
+        return self.target.process
+
+    # -- what follows --------------------------------------------------------------------------------------------
+
+    def _outcome(self, before: RunStatus) -> str:
+        victim = (self.target.role, self.target.replica)
+        restarts = sum(c.restarts for c in before.components)
+        may_go_on = "nothing" in self.fault.policy.split("|")
+
+        def seen() -> str:
+            now = status(self.run)
+            if now.attempt > self.attempt:
+                return "next attempt"
+            if now.state.ended:
+                return now.state.value
+            if now.supervisor.alive() is False and now.state is not RunState.REQUEUED:
+                state = str(self.lab.json("status", self.run.name)["state"])
+                return state if state in OVER else ""
+            if may_go_on:
+                if sum(c.restarts for c in now.components) > restarts:
+                    return "restarted"
+                on = read_metrics(self.run)[-1].step >= self.step + 3 and now.state is RunState.RUNNING
+                return "went on" if on and time.time() > self.began_s + self.fault.seconds + 5.0 else ""
+            ready = [c for c in now.components if (c.role, c.replica) == victim and c.state == "READY"]
+            return "restarted" if any((c.ready_at_s or 0.0) > self.began_s for c in ready) else ""
+
+        return wait_for(seen) or "nothing within the limit"
+
+    def _detected_s(self) -> float | None:
+        noticed = [event.time_s for event in self._events() if event.kind in NOTICED or is_end(event)]
+        return round(min(noticed) - self.began_s, 2) if noticed else None
+
+    def _events(self) -> list[Event]:
+        return [event for event in read_events(self.run) if event.time_s > self.began_s]
+
+    def _why(self) -> bool:
+        why = self.lab.json("why", self.run.name)
+        said = [why["sentence"], *(c["what"] for c in why["consequences"]), *why["earlier"].values()]
+        pid = "" if self.target.process is None else str(self.target.process.pid)
+        pattern = self.fault.why.format(
+            role=self.target.role, replica=self.target.replica, pid=pid, node=self.target.node
+        )
+        good = any(re.search(pattern, text) for text in said)
+        if not good:
+            print(f"    why says: {said}")
+        return good
+
+    def _left(self, *, ended: bool) -> int:
+        """Processes that should be gone after 15 s: all after an end; else those of what was replaced."""
+        jobs: Callable[[], list[str]] = self.lab.alive_jobs if isinstance(self.lab, SlurmLab) else list
+        deadline = time.monotonic() + 15.0
+        while True:
+            left = [process for process in processes(self.run) if ended or self._replaced(process)]
+            queue = jobs() if ended else []
+            if not left and not queue:
+                return 0
+            if time.monotonic() > deadline:
+                print(f"    left: {[p.cmdline() for p in left]} {queue}")
+                return len(left) + len(queue)
+            time.sleep(0.5)
+
+    def _replaced(self, process: psutil.Process) -> bool:
+        try:
+            marks, born_s = process.environ(), process.create_time()
+        except psutil.Error:
+            return False
+        if "HPCRL_ROLE" not in marks:
+            return False
+        hit = "restart" in self.fault.policy
+        hit &= (marks["HPCRL_ROLE"], marks.get("HPCRL_REPLICA")) == (self.target.role, str(self.target.replica))
+        # the kernel gives start times in ticks
+        return int(marks["HPCRL_ATTEMPT"]) < status(self.run).attempt or (hit and born_s < self.began_s - 1.0)
+
+    def _again(self, outcome: str) -> tuple[float | None, int | None]:
+        """Seconds from the fault to the first step after it, by what serves then; and steps that are done twice."""
+        same = outcome in ("restarted", "went on")
+
+        def first() -> list[Any]:
+            after = read_metrics(self.run)
+            return [s for s in after if (s.step > self.step if same else s.attempt > self.attempt)]
+
+        steps = wait_for(first)
+        if not steps:
+            return None, None
+        if outcome == "restarted" and self.target.role:
+            component = find(status(self.run), self.target)
+            return round((component.ready_at_s or 0.0) - self.began_s, 2), 0
+        restored = [e.data["step"] for e in self._events() if e.kind == "trainer.restored"]
+        again_s = min(s.time_s for s in steps) - self.began_s
+        old = [e.data["step"] for e in read_events(self.run, attempt=self.attempt, kind="step")]
+        return round(again_s, 2), 0 if same else max(old, default=self.step) - (restored[0] if restored else 0)
+
+
+def find(now: RunStatus, target: Target) -> ComponentStatus:
+    """The component that was hit."""
+    return next(c for c in now.components if (c.role, c.replica) == (target.role, target.replica))
+
+
+def is_end(event: Event) -> bool:
+    """Whether an event says that something ended which was not to."""
+    if event.kind == "component.state":
+        return bool(event.data["state"] == "FAILED")
+    return event.kind == "run.state" and event.data["state"] == "STOPPING"
+
+
+def is_rank(process: psutil.Process) -> bool:
+    """Whether it is a worker of the trainer, not its launcher."""
+    try:
+        return "RANK" in process.environ() and "hpcrl.trainer" in process.cmdline()
+    except psutil.Error:
+        return False
+
+
+def status(run: RunDir) -> RunStatus:
+    """What the supervisor says."""
+    found = RunStatus.read(run)
+    assert found is not None
+    return found
+
+
+def wait_for(probe: Callable[[], Any], limit_s: float = LIMIT_S) -> Any:
+    """Poll until ``probe`` gives something; None where it does not in time."""
+    deadline = time.monotonic() + limit_s
+    while not (value := probe()):
+        if time.monotonic() > deadline:
+            return None
+        time.sleep(0.25)
+    return value
+
+
+def ready_for_fault(run: RunDir) -> bool:
+    """Running, with steps and a checkpoint of its own: a failure before that is rightly not retried."""
+    now = status(run)
+    started = read_events(run, attempt=now.attempt, kind="attempt.started")
+    if now.state is not RunState.RUNNING or not started or any(c.state != "READY" for c in now.components):
+        return False
+    began_at = started[0].data["checkpoint_step"] or 0
+    steps = [s.step for s in read_metrics(run) if s.attempt == now.attempt]
+    return len(steps) > 3 and max(CheckpointLedger(run.checkpoints_dir).steps(), default=0) > began_at
