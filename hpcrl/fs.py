@@ -6,6 +6,7 @@ Everything here works on NFS: one temporary name in the same directory, ``fsync`
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -90,8 +91,11 @@ def atomic_write(path: Path, data: bytes, *, durable: bool = True) -> None:
             if durable:
                 os.fsync(stream.fileno())
         os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
+    except BaseException as error:
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(path)  # a write or a sync does not say of which file
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise
     if durable:
         fsync_dir(path.parent)

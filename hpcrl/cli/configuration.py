@@ -54,14 +54,38 @@ def recipe_check(recipe: RecipeArgument, cluster: ClusterOption = "local", overr
 
 @recipe_app.command("show")
 def recipe_show(recipe: RecipeArgument, overrides: SetOption = None, as_json: JsonOption = False) -> None:
-    """Show every value of a recipe and where it comes from."""
+    """Show every value of a recipe and where it comes from.
+
+    Of the recipe.yaml in a run directory: where it came from at the submit.
+    """
     import os
 
     from hpcrl.config.joined import with_environment
     from hpcrl.config.load import load_recipe
 
     # as on a site with Slurm
-    _print_resolved(with_environment(load_recipe(recipe, overrides or ()), os.environ), as_json)
+    loaded = with_environment(load_recipe(recipe, overrides or ()), os.environ)
+    _print_resolved(_with_provenance(loaded), as_json)
+
+
+def _with_provenance(loaded: Loaded[Any]) -> Loaded[Any]:
+    """Of a recipe that a run was submitted with: what its record says, the run that it began with included."""
+    import dataclasses
+
+    from hpcrl.errors import RunDirError
+    from hpcrl.runs.record import RunRecord
+    from hpcrl.runs.rundir import RunDir
+
+    try:
+        record = RunRecord.read(RunDir(loaded.source.resolve().parent))
+    except RunDirError:
+        return loaded
+    origins = dict(loaded.origins)
+    for key, origin in record.provenance.items():
+        path = tuple(int(part) if part.isdecimal() else part for part in key.split("."))
+        if origins.get(path, "") != "--set":
+            origins[path] = origin
+    return dataclasses.replace(loaded, origins=origins)
 
 
 @recipe_app.command("schema")

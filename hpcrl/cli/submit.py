@@ -46,12 +46,23 @@ def submit(
     cluster: ClusterOption = "local",
     name: Annotated[str | None, typer.Option("--name", "-n", metavar="RUN", help="Name of the run.")] = None,
     overrides: SetOption = None,
+    from_run: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="RUN[@STEP|@vN]",
+            help="Begin with the weights of another run: its newest checkpoint, that of a step, or a full version.",
+        ),
+    ] = None,
     follow: FollowOption = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and the commands; change nothing.")] = False,
     in_job: InJobOption = False,
     root: RunsRootOption = None,
 ) -> None:
     """Start a run of a recipe.
+
+    With --from the start model is what another run has learned, in place of model.path, which must be of the same
+    shape where it is there; optimizer, data order and counters begin anew.
 
     Exit code with --follow: 0 completed, 1 failed, 93 given up without progress, 130 cancelled.
     """
@@ -73,18 +84,28 @@ def submit(
         check_sizes,
         default_run_name,
         make_plan,
+        with_model_of,
     )
+    from hpcrl.runs.origin import START_MODEL, find_source
     from hpcrl.runs.registry import check_name
     from hpcrl.slurm.client import SlurmClient
     from hpcrl.slurm.in_job import find_allocation
 
     loaded, site = load_both(recipe, cluster, overrides or (), environ=os.environ, in_job=in_job)
+    source = None
+    if from_run is not None:
+        source = find_source(from_run, runs_root(root, site.value))
+        loaded = with_model_of(loaded, source.config_dir, named=str(source.origin))
     check_rules(loaded, site)
     check_sizes(loaded, site)
     run_name = check_name(name) if name is not None else default_run_name(loaded.value, time.time())
     resolved = absolute_paths(loaded.value, Path.cwd())
     profile = absolute_site_paths(site.value, Path.cwd())
-    plan = make_plan(resolved, profile, run_name, runs_root(root, profile) / run_name)
+    run_dir = runs_root(root, profile) / run_name
+    if source is not None:
+        model = resolved.model.model_copy(update={"path": str(run_dir / START_MODEL)})
+        resolved = resolved.model_copy(update={"model": model})
+    plan = make_plan(resolved, profile, run_name, run_dir)
     if dry_run:
         print_plan(plan, site)
     allocation = find_allocation(plan, os.environ, SlurmClient()) if in_job else None
@@ -93,7 +114,7 @@ def submit(
             typer.echo(f"note: {variable} is not read: the plan says what sbatch is told (hpcrl plan)", err=True)
     check_secrets(plan, site)
     if loaded.value.job.payload == "roles":
-        check_model(loaded, Path(resolved.model.path))
+        check_model(loaded, Path(resolved.model.path) if source is None else source.config_dir)
         check_pythons(plan, site)
         for note in [*check_router(loaded, plan), *check_engine_flags(loaded, plan)]:
             typer.echo(f"note: {note}", err=True)
@@ -105,7 +126,10 @@ def submit(
 
     ask_slurm()
     provenance = {".".join(map(str, path)): origin for path, origin in loaded.origins.items()}
-    run = create_run(resolved, profile, plan, provenance=provenance)
+    if source is not None:
+        typer.echo(f"taking the weights of {source.origin}", err=True)
+        provenance["model.path"] = f"--from {from_run}"
+    run = create_run(resolved, profile, plan, provenance=provenance, source=source)
     submit_attempt(run, in_job=allocation)
     where = "" if allocation is None else f", inside of job {allocation.job_id}"
     typer.echo(f"submitted {run_name} in {run.path}{where}", err=True)

@@ -16,6 +16,7 @@ from hpcrl.planning.preflight import (
     check_router,
     check_secrets,
     check_sizes,
+    with_model_of,
 )
 
 __all__ = [
@@ -32,4 +33,5 @@ __all__ = [
     "make_plan",
     "resolve_runs_root",
     "role_variables",
+    "with_model_of",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -37,6 +38,34 @@ _PLACEHOLDER = re.compile(r"\{(run_dir|replica|host|port|node_rank|node_host)(?:
 _ANY_PORT = 20000
 _CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes of a head that vLLM's attention on CPUs has."""
+
+
+def with_model_of(recipe: Loaded[Recipe], config_dir: Path, *, named: str) -> Loaded[Recipe]:
+    """The recipe with the model of another run in place of its own (ConfigError where it is of another shape).
+
+    Parameters
+    ----------
+    config_dir:
+        Holds the configuration of that model.
+    named:
+        What it is, for messages.
+    """
+    where, own = recipe.where("model.path"), Path(recipe.value.model.path)
+    if not (config_dir / "config.json").is_file():
+        way_out = "bring it back: its configuration and tokenizer are needed"
+        what = f"the start model of the other run, {config_dir}, is gone ({named})"
+        raise ConfigError([Finding("--from", "model.path", what, way_out)])
+    if (own / "config.json").is_file():
+        try:
+            wanted, given = dataclasses.asdict(load_arch(own)), dataclasses.asdict(load_arch(config_dir))
+        except ValueError as error:
+            raise ConfigError([Finding(where, "model.path", str(error), "choose a Qwen3-MoE model")]) from error
+        different = [f"{key} is {given[key]}, not {wanted[key]}" for key in wanted if given[key] != wanted[key]]
+        if different:
+            what = f"the model of {named} is another one than the recipe's, {own}: {'; '.join(different)}"
+            raise ConfigError([Finding(where, "model.path", what, "submit the recipe of that run, or of its model")])
+    model = recipe.value.model.model_copy(update={"path": str(config_dir)})
+    return dataclasses.replace(recipe, value=recipe.value.model_copy(update={"model": model}))
 
 
 def check_model(recipe: Loaded[Recipe], model_dir: Path) -> None:

@@ -97,6 +97,8 @@ class Scheduler:
         self._error: HpcrlError | None = None
         self._wake = asyncio.Event()
         self._batch_ready = asyncio.Event()
+        # a resume may have lowered the bound of staleness
+        self._drop_stale_finished()
         self._changed()
 
     # -- for the rest of the orchestrator
@@ -301,12 +303,16 @@ class Scheduler:
             taken.stale.append(group)
             taken.dropped_stale += len(group.rollouts)
 
-    def _drop_stale(self, taken: TakenStep) -> None:
+    def _drop_stale_finished(self) -> None:
         oldest = self.account.oldest_usable
         for group in [group for group in self._finished.values() if group.version < oldest]:
             del self._finished[group.index]
             self._note_stale(group)
             self.account.drop_waiting()
+
+    def _drop_stale(self, taken: TakenStep) -> None:
+        oldest = self.account.oldest_usable
+        self._drop_stale_finished()
         for running in list(self._running.values()):
             version = running.version
             if version is not None and version < oldest:

@@ -227,10 +227,11 @@ def _head(view: RunView, progress: Progress, usage: Usage | None) -> Text:
 
 
 def _job_line(view: RunView) -> list[Text]:
-    """What Slurm says about the job, where there is one."""
+    """Whose weights it began with, and what Slurm says about the job, where there is one."""
     job = view.job
+    begun = [Text(f"began with {view.origin}")] if view.origin else []
     if job is None:
-        return []
+        return begun
     text = Text.assemble(f"Slurm job {job.job_id} ", state_text(job.state))
     if job.nodes:
         text.append(f" on {len(job.nodes)} node{'s' if len(job.nodes) > 1 else ''}")
@@ -242,7 +243,7 @@ def _job_line(view: RunView) -> list[Text]:
             text.append(f", starts in about {duration(job.start_s - time.time())}")
     if job.warning:
         text.append(f"  {job.warning.splitlines()[0]}", style="yellow")
-    return [text]
+    return [*begun, text]
 
 
 def _clock_line(view: RunView) -> list[Text]:

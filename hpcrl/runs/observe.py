@@ -60,6 +60,8 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True):
         What the supervisor warns of (`hpcrl.runs.status.RunStatus`).
     job:
         What Slurm says about the job; None for a local run, and where nobody asked.
+    origin:
+        Whose weights it began with, in words; empty where ``model.path`` says it.
     clocks:
         How far the clocks of nodes are off (`hpcrl.runs.clocks`).
     """
@@ -82,6 +84,7 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True):
     components: list[ComponentStatus] = []
     warnings: list[str] = []
     job: JobFact | None = None
+    origin: str = ""
     clocks: dict[str, Clock] = {}
 
     @property
@@ -119,6 +122,7 @@ def observe(run: RunDir, *, now_s: float | None = None) -> RunView:
         attempt=attempts[-1] if attempts else 0,
         attempts=len(attempts),
         created_at_s=record.created_at_s,
+        origin="" if record.origin is None else str(record.origin),
         job=None if submission is None or _has_last_word(status, submission) else _ask(submission),
     )
     if status is None or (submission is not None and status.attempt <= submission.after_attempt):

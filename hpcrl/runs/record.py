@@ -20,7 +20,7 @@ from hpcrl.fs import write_json
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ProcessId
 
-__all__ = ["RunRecord", "Submission", "hash_text", "this_process", "user_name"]
+__all__ = ["Origin", "RunRecord", "Submission", "hash_text", "this_process", "user_name"]
 
 FORMAT_VERSION = 1
 _RUN_ID_BYTES = 16
@@ -76,6 +76,36 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
     cancelled_by: str = ""
 
 
+class Origin(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run began with that another one has learned (`hpcrl.runs.origin`).
+
+    Attributes
+    ----------
+    run, run_id, run_dir:
+        The other run.
+    kind, number, path:
+        ``checkpoint`` or ``version``, its step or number, and where it was.
+    taken_at_s:
+        Seconds since the epoch.
+    hpcrl_version, recipe_sha256:
+        Of the other run, by its record.
+    """
+
+    run: str
+    run_id: str
+    run_dir: str
+    kind: str
+    number: int
+    path: str
+    taken_at_s: float
+    hpcrl_version: str
+    recipe_sha256: str
+
+    def __str__(self) -> str:
+        what = "the checkpoint of step" if self.kind == "checkpoint" else "version"
+        return f"{what} {self.number} of {self.run}"
+
+
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Identity and origin of a run.
 
@@ -94,6 +124,8 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
         Where values that are no defaults came from, by dotted key.
     submissions:
         In time order.
+    origin:
+        Whose weights it began with; None where ``model.path`` says it.
     """
 
     run_id: str
@@ -109,10 +141,11 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     cluster_sha256: str
     provenance: dict[str, str] = {}
     submissions: list[Submission] = []
+    origin: Origin | None = None
     format_version: int = FORMAT_VERSION
 
     @classmethod
-    def new(cls, run: RunDir, *, name: str, provenance: Mapping[str, str]) -> RunRecord:
+    def new(cls, run: RunDir, *, name: str, provenance: Mapping[str, str], origin: Origin | None = None) -> RunRecord:
         """The record of a run whose configuration was just written to ``run``."""
         return cls(
             run_id=secrets.token_hex(_RUN_ID_BYTES),
@@ -127,6 +160,7 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
             recipe_sha256=hash_text(run.recipe_path.read_bytes()),
             cluster_sha256=hash_text(run.cluster_path.read_bytes()),
             provenance=dict(provenance),
+            origin=origin,
         )
 
     def write(self, run: RunDir) -> None:

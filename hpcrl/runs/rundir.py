@@ -5,6 +5,7 @@
     <runs root>/<run>/
       recipe.yaml  cluster.yaml  plan.json    as resolved at submit
       run.json                                ids and provenance; written by submit and resume
+      start-model/                            weights of another run that this one began with (submit --from)
       token                                   who has it is answered by the servers of the run (hpcrl.credentials)
       snapshots/0001/                         hpcrl, Python, packages and environment modules at each submit and resume
       restart.json                            where the next attempts begin; written by resume

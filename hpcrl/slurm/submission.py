@@ -17,6 +17,7 @@ from hpcrl.credentials import ensure_token
 from hpcrl.errors import RunDirError
 from hpcrl.fs import StagedDirectory, atomic_write
 from hpcrl.runs.observe import RunView, observe
+from hpcrl.runs.origin import START_MODEL, Source, make_start_model
 from hpcrl.runs.record import RunRecord, Submission, this_process
 from hpcrl.runs.reserve import release_reserve
 from hpcrl.runs.restart import ResumePoint
@@ -49,9 +50,21 @@ _CANCEL_POLL_S = 0.1
 
 
 def create_run(
-    recipe: Recipe, cluster: ClusterProfile, plan: Plan, *, provenance: Mapping[str, str] | None = None
+    recipe: Recipe,
+    cluster: ClusterProfile,
+    plan: Plan,
+    *,
+    provenance: Mapping[str, str] | None = None,
+    source: Source | None = None,
 ) -> RunDir:
     """Make the directory of a new run: complete at once, or not at all. Starts nothing.
+
+    Parameters
+    ----------
+    provenance:
+        Where values of the recipe come from, by key.
+    source:
+        Whose weights it begins with; the recipe's ``model.path`` is then `hpcrl.runs.origin.START_MODEL` in the run.
 
     Raises
     ------
@@ -67,7 +80,10 @@ def create_run(
         run = RunDir(stage.path)
         run.write_configuration(recipe, cluster, plan)
         ensure_token(run.path)
-        RunRecord.new(run, name=plan.run, provenance=provenance or {}).write(run)
+        origin = None if source is None else source.origin
+        RunRecord.new(run, name=plan.run, provenance=provenance or {}, origin=origin).write(run)
+        if source is not None:
+            make_start_model(source, run.path / START_MODEL)
         keep_snapshot(run, take_snapshot(run, recipe, plan))
         stage.commit()
     except FileExistsError:  # somebody else took the name meanwhile

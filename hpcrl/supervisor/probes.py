@@ -41,7 +41,7 @@ class Prober:
 
     async def _once(self, session: aiohttp.ClientSession) -> bool:
         if isinstance(self._probe, FileProbe):
-            return self._file_is_there()
+            return await asyncio.to_thread(self._file_is_there)
         path = self._probe.path
         problems = await asyncio.gather(*(_problem(session, url + path) for url in self._address.urls))
         found = [problem for problem in problems if problem]
@@ -54,7 +54,11 @@ class Prober:
     def _file_is_there(self) -> bool:
         # a listing, because an NFS client may remember for a minute that a name did not exist
         self.problem = f"it has not written {self._ready_file.name}"
-        return self._ready_file.name in os.listdir(self._ready_file.parent)
+        try:
+            return self._ready_file.name in os.listdir(self._ready_file.parent)
+        except OSError as error:  # asked again until the deadline
+            self.problem += f", as far as can be seen: {error}"
+            return False
 
 
 async def _problem(session: aiohttp.ClientSession, url: str) -> str:

@@ -8,6 +8,7 @@ rest is drained in order, and the cause is chosen among all that was seen until 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -255,7 +256,8 @@ class Supervisor:
     def enlist(self, group: RoleGroup, replica: int, address: Address) -> Component:
         """A new component in the state PENDING, shown in the status."""
         log = self._run.log_path(self.attempt, group.role.value, replica)
-        log.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(OSError):  # the guard says that it cannot open the log
+            log.parent.mkdir(parents=True, exist_ok=True)
         relative = str(log.relative_to(self._run.path))
         component = Component(group, replica, address=address, log=relative, on_change=self._component_changed)
         self._components.append(component)

@@ -304,6 +304,8 @@ class Watchdog:
 async def _look_at_server(url: str, session: aiohttp.ClientSession, *, updating: bool) -> Sign | None:
     try:
         async with session.get(f"{url}/metrics", allow_redirects=False) as response:
+            if response.status != 200:
+                return None  # what a refusal says must not look like an idle engine
             sign = read_engine_metrics(await response.text())
     except (TimeoutError, aiohttp.ClientError, OSError, ValueError):
         return None

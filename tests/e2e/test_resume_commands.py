@@ -38,6 +38,7 @@ def test_resume_says_what_is_true(lab: Lab) -> None:
     run = lab.submit("mine", "trainer.steps=3", "checkpoint.every_steps=2", *SMALL_RUN, follow=True)
     check_a_completed_run_wants_more_steps(lab, run)
     check_of_three_at_once_one_resumes(lab, run)
+    check_another_run_begins_with_its_weights(lab, run)
     check_nothing_to_restore(lab, run)
     check_a_start_from_scratch(lab, run)
 
@@ -69,6 +70,27 @@ def check_of_three_at_once_one_resumes(lab: Lab, run: RunDir) -> None:
     by = {item["step"]: item["verified_by"] for item in lab.json("checkpoint", "ls", run.name)["items"]}
     assert by[total] == ""
     assert by.get(3, "attempt 2") == "attempt 2"
+
+
+def check_another_run_begins_with_its_weights(lab: Lab, run: RunDir) -> None:
+    step = CheckpointLedger(run.checkpoints_dir).steps()[-1]
+    wanted = weights(run, step)
+    sets = [part for setting in (*SMALL_RUN, "trainer.steps=1") for part in ("--set", setting)]
+    sets += ["--set", f"model.path={lab.model}"]
+    for name, source in (("second", f"mine@{step}"), ("third", f"mine@v{step}")):
+        lab.hpcrl("submit", "quickstart", "--name", name, "--from", source, *sets, "--follow")
+        begun = RunDir(lab.runs_root / name)
+        assert weights(begun, 0) == wanted
+        what = "the checkpoint of step" if name == "second" else "version"
+        assert f"began with {what} {step} of mine" in lab.hpcrl("status", name).stdout
+        origin = json.loads(begun.record_path.read_bytes())["origin"]
+        assert (origin["run"], origin["number"]) == ("mine", step)
+
+
+def weights(run: RunDir, version: int) -> dict[str, str]:
+    """Hashes of all tensors of a version."""
+    tensors = HandoffStore(run.weights_dir).open(version).manifest.tensors
+    return {name: record.xxh3_128 for name, record in tensors.items()}
 
 
 def check_nothing_to_restore(lab: Lab, run: RunDir) -> None:

@@ -50,6 +50,8 @@ class Obedient:
     def prompt(self, split: Split, index: int) -> Prompt:
         if index == 666:
             raise LookupError("no such prompt")
+        if index == 777:
+            time.sleep(600)
         return Prompt(split=split, index=index, messages=({"role": "user", "content": f"{split} {index}"},), data=index)
 
     async def rollout(self, prompt: Prompt, policy: Policy) -> Outcome:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -266,6 +267,34 @@ async def test_the_end_of_an_environment_is_the_end_of_its_process(build: Build)
     (process,) = hosted([mine])
     await process.aclose()
     assert not Path(f"/proc/{pid}").exists()
+
+
+async def test_the_process_does_not_outlive_an_orchestrator_that_is_killed() -> None:
+    """Not even one whose event loop is blocked, so that it cannot see the end of the connection."""
+    program = """if True:
+        import sys
+        sys.path.append(sys.argv[1])
+        from hpcrl.config.environments import CustomEnv
+        from hpcrl.rollouts.environments.hosted import HostedEnvironment
+        environment = HostedEnvironment(CustomEnv(name="mine", kind="custom", factory="my_environment:Obedient"))
+        print(environment._child.pid, flush=True)
+        environment.prompt("train", 777)
+    """
+    command = [sys.executable, "-c", program, str(Path(__file__).parent)]
+    parent = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    try:
+        assert parent.stdout is not None
+        child = int(await parent.stdout.readline())
+        assert is_running(child)
+        parent.kill()
+        await parent.wait()
+        async with asyncio.timeout(20.0):
+            while is_running(child):
+                await asyncio.sleep(0.01)
+    finally:
+        if parent.returncode is None:
+            parent.kill()
+            await parent.wait()
 
 
 async def test_a_run_survives_the_death_of_an_environment(tmp_path: Path) -> None:

@@ -96,6 +96,19 @@ async def test_a_batch_is_handed_out_again_until_the_next_is_asked_for(tmp_path:
             await loop.ask("batch", 1, rank=0, world_size=2)
 
 
+async def test_rollouts_that_cannot_be_written_for_people_are_trained_all_the_same(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    async with running(run, StubEngine()) as loop:
+        await loop.train(1, 1)
+        away = run.rollouts_dir.rename(run.path / "away")
+        run.rollouts_dir.write_text("in the way")
+        assert [batch.step for batch in await loop.train(2, 3)] == [2, 3]
+        run.rollouts_dir.unlink()
+        away.rename(run.rollouts_dir)
+        await loop.until((run.rollouts_dir / "step-000003.jsonl").is_file)
+        await loop.until((run.rollouts_dir / "step-000002.jsonl").is_file)
+
+
 async def test_synchronous_runs_are_equal_whatever_the_delays(tmp_path: Path) -> None:
     async def one(path: Path, seed: int) -> list[BatchShard]:
         stubs = [StubEngine(), StubEngine()]

@@ -263,6 +263,25 @@ async def test_finished_groups_that_a_step_makes_too_old_are_kept_for_a_snapshot
         check(before, [], versions)
 
 
+async def test_a_resume_with_a_lower_bound_trains_nothing_that_is_older(tmp_path: Path) -> None:
+    recipe, rng = small_recipe(tmp_path), random.Random(0)
+    async with living(recipe, OrchestratorState.fresh(recipe)) as life:
+        life.desk.gate.set()
+        # a batch of version 0, and what has finished of it beside that
+        while not (await life.ask(1) and len(life.desk.snapshot(1).finished) == GROUPS):
+            await life.turn(rng)
+        state = life.desk.snapshot(1)
+    strict = small_recipe(tmp_path, rollouts={**recipe.rollouts.model_dump(), "max_off_policy_steps": 0})
+    async with living(strict, OrchestratorState.decode(state.encode())) as life:
+        life.desk.gate.set()
+        while not await life.ask(2):
+            await life.turn(rng)
+        taken = life.scheduler._taken.find(2)
+        assert taken is not None
+        assert {group.version for group in taken.groups} == {1}
+        assert life.desk.snapshot(2).counters.dropped_stale == GROUPS * SIZE
+
+
 async def test_groups_start_again_with_what_they_had_when_weights_change(tmp_path: Path) -> None:
     recipe, rng = small_recipe(tmp_path), random.Random(0)
     async with living(recipe, OrchestratorState.fresh(recipe)) as life:

@@ -14,7 +14,10 @@ from patience import wait_for
 
 from hpcrl import reporting
 from hpcrl.reporting import Outage, ReportedFile, ReportedLines
+from hpcrl.runs import role
 from hpcrl.runs.events import EventWriter, read_events
+from hpcrl.runs.progress import Progress, progress_path
+from hpcrl.runs.role import Complaint, RoleContext
 from hpcrl.runs.rundir import RunDir
 
 #: a writer of events and of a status under a fault of the filesystem
@@ -214,3 +217,21 @@ def test_a_log_that_hangs_holds_no_loop_up(shim: Path, tmp_path: Path) -> None:
     lines = log.read_text().splitlines()
     assert lines[:101] == [*(f"line {number}" for number in range(100)), "last"]
     assert lines[-1] == "ZeroDivisionError: division by zero"
+
+
+# -- roles ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_role_is_ready_although_it_cannot_say_so_yet(blocked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(role, "_SAY_S", 0.1)
+    context = RoleContext(RunDir(blocked), attempt=1, role="trainer", replica=0, rank=0)
+    context.ready()
+    with context.progress().phase("forward_backward"):
+        Complaint(time_s=1.0, role="engine", replica=1, message="takes no weights").write(context.run, 1)
+    blocked.unlink()
+    assert reporting.flush(30)
+    assert role.ready_path(context.run, 1, "trainer", 0).is_file()
+    assert [complaint.message for complaint in Complaint.read_all(context.run, 1)] == ["takes no weights"]
+    progress = Progress.read(progress_path(context.run, 1, "trainer", 0))
+    assert progress is not None
+    assert progress.phase == "forward_backward"

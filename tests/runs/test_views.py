@@ -15,6 +15,7 @@ from runs_testing import START_S, make_run, write_log, write_status, write_steps
 
 from hpcrl.errors import MissingExtraError, UsageError
 from hpcrl.runs.cause import Cause, CauseKind
+from hpcrl.runs.clocks import Clock
 from hpcrl.runs.diagnosis import diagnose, print_diagnosis
 from hpcrl.runs.events import EventWriter
 from hpcrl.runs.liveview import duration, follow, render, summary
@@ -59,6 +60,14 @@ def test_the_live_view_shows_what_one_waits_for(run: RunDir, width: int) -> None
     ):
         assert part in text.replace("\n", " ")
     assert max(map(len, text.splitlines())) <= width
+
+
+def test_nodes_whose_clocks_are_off_are_named(run: RunDir) -> None:
+    clocks = {"n1": Clock(0.001, 0.0001), "n2": Clock(3.1, 0.0002), "n3": Clock(-7.0, 0.01), "n4": Clock(2.0, 1.5)}
+    view = msgspec.structs.replace(observe(run), clocks=clocks)
+    text = shown(render(view, read_progress(run), read_metrics(run)))
+    assert "clocks are off: n2 3.1 s ± 0.0002 s ahead, n3 7 s ± 0.01 s behind; " in text
+    assert "clocks are off" not in shown(render(observe(run), read_progress(run), read_metrics(run)))
 
 
 def test_the_share_of_other_experts_is_shown_where_engines_say_theirs(run: RunDir) -> None:
@@ -132,6 +141,16 @@ def test_the_diagnosis_of_a_killed_engine(tmp_path: Path) -> None:
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "hpcrl resume run-1" in text
     assert "from the beginning" in text
+
+
+def test_the_diagnosis_says_where_clocks_cannot_tell(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    doubt = "the clocks of n1 and n2 differ by 3.1 s ± 0.3 s: whether trainer 0 or engine 0 failed first cannot be told"
+    cause = Cause(kind=CauseKind.EXIT, time_s=START_S, message="trainer 0 exited with code 1", node="n1", doubt=doubt)
+    write_status(run, RunState.FAILED, cause=cause, component_state=ComponentState.FAILED)
+    console = Console(file=io.StringIO(), width=200)
+    print_diagnosis(diagnose(run), console)
+    assert doubt in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_the_diagnosis_of_a_run_that_goes_on(tmp_path: Path) -> None:

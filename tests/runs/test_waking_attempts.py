@@ -68,28 +68,32 @@ def test_an_old_attempt_that_wakes_up_mixes_with_nothing(tmp_path: Path) -> None
             old.stdin.write(f"{number}\n")
             old.stdin.flush()
 
-        for number in (1, 2, 3):
-            step(number)
-            assert old.stdout.readline() == "written\n"
-        old.send_signal(signal.SIGSTOP)
-        for number in (4, 5, 6):
-            step(number)  # what it does as soon as it wakes up
+        try:
+            for number in (1, 2, 3):
+                step(number)
+                assert old.stdout.readline() == "written\n"
+            old.send_signal(signal.SIGSTOP)
+            for number in (4, 5, 6):
+                step(number)  # what it does as soon as it wakes up
 
-        run.start_attempt()
-        decide(run, 2, 2)
-        assert [r.step for r in read_metrics(run)] == [1, 2]  # step 3 is taken back, before the new one has a step
-        metrics, files = MetricsWriter(run, 2), RolloutFiles.claim(run.rollouts_dir, 2)
-        for number in (3, 4):
-            metrics.write(step_record(number, attempt=2))
-            files.write(number, b"attempt 2", wait_s=5.0)
-        metrics.close()
-        data = {"version": 4, "reward": 0.2, "by_env": {}, "parts": {}, "prompts": 8}
-        write_event(run, "evaluation", time_s=START_S, attempt=2, writer="orchestrator-0", **data)
+            run.start_attempt()
+            decide(run, 2, 2)
+            assert [r.step for r in read_metrics(run)] == [1, 2]  # step 3 is taken back, before the new one has a step
+            metrics, files = MetricsWriter(run, 2), RolloutFiles.claim(run.rollouts_dir, 2)
+            for number in (3, 4):
+                metrics.write(step_record(number, attempt=2))
+                files.write(number, b"attempt 2", wait_s=5.0)
+            metrics.close()
+            data = {"version": 4, "reward": 0.2, "by_env": {}, "parts": {}, "prompts": 8}
+            write_event(run, "evaluation", time_s=START_S, attempt=2, writer="orchestrator-0", **data)
 
-        old.send_signal(signal.SIGCONT)
-        for _ in (4, 5, 6):
-            assert old.stdout.readline() == "written\n"  # so it believes
-        old.stdin.close()
+            old.send_signal(signal.SIGCONT)
+            for _ in (4, 5, 6):
+                assert old.stdout.readline() == "written\n"  # so it believes
+            old.stdin.close()
+        except BaseException:
+            old.kill()  # a stopped one would be waited for
+            raise
     wait_for(lambda: len(read_events(run, attempt=1, kind="evaluation")) == 6, 10, "events of the old attempt")
     assert [(r.step, r.attempt) for r in read_metrics(run)] == [(1, 1), (2, 1), (3, 2), (4, 2)]
     assert [(e.version, e.reward) for e in read_evaluations(run)] == [(1, 0.1), (2, 0.1), (4, 0.2)]

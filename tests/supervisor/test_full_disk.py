@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from supervisor_testing import create, end_everything, start, wait_ended, wait_for, wait_running
 
+from hpcrl.errors import refusal
+from hpcrl.fs import atomic_write
 from hpcrl.runs.cause import Cause, CauseKind
 from hpcrl.runs.diagnosis import diagnose
 from hpcrl.runs.events import read_events
@@ -103,6 +105,16 @@ def test_a_role_says_why_it_fails_on_a_full_disk(disk: Path) -> None:
     assert "No space left" in record.message
     # what is kept for the supervisor is still there
     assert (run.path / ".reserve-supervisor").stat().st_size == SIZES["supervisor"]
+
+
+def test_a_command_on_a_full_disk_says_so(disk: Path) -> None:
+    fill(disk)
+    with pytest.raises(OSError, match="No space left") as error:
+        atomic_write(disk / "run.json", bytes(1 << 16))
+    refused = refusal(error.value)
+    assert refused is not None
+    assert str(disk / "run.json") in str(refused)
+    assert "way out: make room there" in str(refused)
 
 
 def test_the_last_status_is_written_on_a_full_disk(disk: Path) -> None:

@@ -16,7 +16,8 @@ import pytest
 from supervisor_testing import create
 
 from hpcrl import procfs
-from hpcrl.config.plan import Plan, Role
+from hpcrl.config.plan import FileProbe, Plan, Role
+from hpcrl.credentials import Credentials
 from hpcrl.runs.cause import CauseKind
 from hpcrl.runs.events import read_events
 from hpcrl.runs.exclusions import exclude
@@ -32,6 +33,7 @@ from hpcrl.supervisor.guarded import GuardedProcess, ProcessSpec, guard_command,
 from hpcrl.supervisor.launcher import Address, LocalLauncher
 from hpcrl.supervisor.lives import Lives
 from hpcrl.supervisor.notices import Notices
+from hpcrl.supervisor.probes import Prober
 
 _DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
 #: starts nothing, reads nothing, says nothing: srun while the nodes are busy, or a guard on a node that is cut off
@@ -258,3 +260,23 @@ def test_slurms_answer_to_the_requeue_comes_after_the_last_words(tmp_path: Path)
     )
     assert done.stdout.splitlines() == ["asked", "stays away from n1"], done.stderr
     assert done.returncode == -signal.SIGTERM
+
+
+async def test_a_directory_that_cannot_be_listed_is_listed_again(tmp_path: Path) -> None:
+    directory = tmp_path / "ready"
+    directory.write_text("in the way")
+    scene = Scene(tmp_path)
+    prober = Prober(
+        FileProbe(),
+        address=Address("127.0.0.1", 1),
+        ready_file=directory / "trainer-0.json",
+        credentials=Credentials.of_run(scene.run.path),
+    )
+    waiting = asyncio.create_task(prober.wait())
+    while "as far as can be seen" not in prober.problem:
+        assert not waiting.done()
+        await asyncio.sleep(0.01)
+    directory.unlink()
+    directory.mkdir()
+    (directory / "trainer-0.json").touch()
+    await asyncio.wait_for(waiting, 30)

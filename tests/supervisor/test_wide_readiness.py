@@ -14,7 +14,8 @@ from supervisor_testing import end_everything, make_plan, start, wait_ended
 
 from hpcrl.config.load import load_cluster, load_recipe
 from hpcrl.config.plan import HttpProbe, Role, WatchPolicy
-from hpcrl.credentials import Credentials
+from hpcrl.credentials import TOKEN_FILE, Credentials
+from hpcrl.gate import Gate
 from hpcrl.inference.vllm.front import servers_of
 from hpcrl.planning.groups import make_groups
 from hpcrl.runs.role import Endpoints, Member
@@ -81,15 +82,19 @@ def test_endpoints_name_all_servers(tmp_path: Path) -> None:
 # -- readiness
 
 
+#: of the first attempt of a run
+CREDENTIALS = Credentials("5" * 64, 1)
+
+
 class Server:
-    """Answers ``/health`` and ``/metrics``; ``status`` and ``tokens`` may be changed."""
+    """Answers ``/health`` and ``/metrics`` to who brings the token; ``status`` and ``tokens`` may be changed."""
 
     def __init__(self) -> None:
         self.status, self.tokens, self.running = 200, 0, 1
         self.port = 0
 
     async def start(self) -> None:
-        app = web.Application()
+        app = web.Application(middlewares=[Gate("server", CREDENTIALS).middleware()])
         app.add_routes([web.get("/health", self._health), web.get("/metrics", self._metrics)])
         self._runner = web.AppRunner(app)
         await self._runner.setup()
@@ -134,7 +139,7 @@ async def test_a_replica_is_ready_when_all_of_its_servers_are(servers: list[Serv
         HttpProbe(path="/health"),
         address=address_of(servers),
         ready_file=tmp_path / "x",
-        credentials=Credentials("5" * 64, 1),
+        credentials=CREDENTIALS,
     )
     waiting = asyncio.create_task(prober.wait())
     await asyncio.sleep(0.3)
@@ -217,12 +222,15 @@ async def test_the_watchdog_finds_a_silent_server(servers: list[Server], tmp_pat
     run = RunDir(tmp_path / "run")
     run.path.mkdir()
     run.start_attempt()
+    (run.path / TOKEN_FILE).write_text(CREDENTIALS.token)
     component = Component(group, 0, address=address_of(servers), log="", on_change=lambda _: None)
     watchdog = Watchdog(
         run, attempt=1, policy=WatchPolicy(), components=[component], on_hung=lambda component, problem: None
     )
     servers[0].tokens, servers[1].tokens = 5, 7
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5.0)) as session:
+    async with aiohttp.ClientSession() as stranger:
+        assert await watchdog._look(component, stranger) == [None, None, None]
+    async with watchdog._session(aiohttp.ClientTimeout(total=5.0)) as session:
         signs = await watchdog._look(component, session)
         assert [None if sign is None else sign.tokens for sign in signs] == [5, 7, 0]
         await servers[2].stop()
