@@ -146,8 +146,10 @@ def listeners(run: RunDir) -> dict[int, str]:
         for connection in process.net_connections("inet")
         if connection.status == psutil.CONN_LISTEN
     }
-    doors = {urlsplit(url).port for url in Endpoints.read(run, 1).urls.get("router", [])}
-    return {port: METRICS if role == "router" and port not in doors else role for port, role in found.items()}
+    for url in Endpoints.read(run, 1).urls.get("router", []):
+        if (port := (urlsplit(url).port or 0) + 1) in found:
+            found[port] = METRICS
+    return found
 
 
 def came_through(tries: Sequence[dict[str, Any]], roles: dict[int, str], token: str) -> list[dict[str, Any]]:
@@ -211,6 +213,7 @@ def trial(lab: SlurmLab, engines: str, uid: int, trap: Trap) -> dict[str, Any]:
     return {
         "engines": engines,
         "tries": dict(Counter(one["point"] for one in tries)),
+        "listening": dict(Counter(roles.values())),
         "refused_by_role": dict(Counter(roles[one["port"]] for one in asked if one["got"] in REFUSED)),
         "answered_by_roles_that_check_no_token": dict(
             Counter(roles[one["port"]] for one in asked if roles[one["port"]] in UNCHECKED_ROLES)
