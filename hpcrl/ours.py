@@ -6,11 +6,28 @@ All of these raise `NotOursError`, an `OSError`, with what is wrong and with who
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["NotOursError", "check_parent", "check_private", "make_private", "open_ours", "read_secret"]
+__all__ = [
+    "CLOSED_UMASK",
+    "NotOursError",
+    "check_parent",
+    "check_private",
+    "check_tree",
+    "files_as",
+    "make_private",
+    "open_ours",
+    "read_secret",
+    "umask_of",
+]
+
+CLOSED_UMASK = 0o077
+"""Nobody else may look."""
 
 _WRITABLE = stat.S_IWGRP | stat.S_IWOTH
 _SECRET_BYTES = 1 << 16
@@ -45,6 +62,40 @@ def check_parent(path: Path) -> None:
         raise NotOursError(f"{path} belongs to user {status.st_uid}, who can replace whatever lies in it")
     if status.st_mode & _WRITABLE and not status.st_mode & stat.S_ISVTX:
         raise NotOursError(f"{path} is writable by others and has no sticky bit: they can replace whatever lies in it")
+
+
+def check_tree(path: Path) -> None:
+    """See that a directory and everything below it is ours, and that nobody else may write any of it.
+
+    What is unpickled runs as whoever reads it: ask this first.
+    """
+    check_private(path)
+    for directory, directories, files in os.walk(path):
+        for name in directories:
+            check_private(Path(directory, name))
+        for name in files:
+            file = Path(directory, name)
+            with contextlib.suppress(FileNotFoundError):  # a temporary one
+                _check(file, file.lstat())
+
+
+def umask_of(directory: Path | str) -> int:
+    """The umask with which what is written into a directory is as open as it is: to its group, or to nobody."""
+    try:
+        opened = os.stat(directory).st_mode & stat.S_IRGRP
+    except OSError:
+        opened = 0
+    return 0o027 if opened else CLOSED_UMASK
+
+
+@contextmanager
+def files_as(directory: Path | str) -> Iterator[None]:
+    """Inside, files and directories are made with `umask_of` a directory. For all threads of the process."""
+    previous = os.umask(umask_of(directory))
+    try:
+        yield
+    finally:
+        os.umask(previous)
 
 
 def open_ours(path: Path) -> int:
@@ -101,5 +152,5 @@ def read_secret(path: Path) -> str:
 def _check(path: Path, status: os.stat_result) -> None:
     if status.st_uid != os.geteuid():
         raise NotOursError(f"{path} belongs to user {status.st_uid}, we are {os.geteuid()}")
-    if status.st_mode & _WRITABLE:
+    if status.st_mode & _WRITABLE and not stat.S_ISLNK(status.st_mode):
         raise NotOursError(f"{path} is writable by others (mode {stat.S_IMODE(status.st_mode):o})")

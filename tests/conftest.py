@@ -26,6 +26,14 @@ def empty_working_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterato
         yield path
 
 
+@pytest.fixture(scope="session", autouse=True)
+def usual_umask() -> Iterator[None]:
+    """With 002, as some systems have it, what tests write by hand would count as others' to change."""
+    previous = os.umask(0o022)
+    yield
+    os.umask(previous)
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_in_working_directory(empty_working_directory: Path) -> Iterator[None]:
     """Nor what another test wrote there: one that needs a directory of its own goes into its ``tmp_path``."""

@@ -28,7 +28,7 @@ class Fault(NamedTuple):
     seconds:
         How long the fault lasts, where it passes by itself.
     spec:
-        Of a file, for tests/faults.c.
+        Of a file, for tests/faults.c; ``{run}`` stands for the name of the run.
     """
 
     how: str
@@ -72,7 +72,10 @@ _PROCESSES = (
 
 _ERRORS = ("ESTALE", "EDQUOT", "ENOSPC")
 #: reports: whatever fails, the run goes on and catches up
-_REPORTS = ("status.json", "events/", "metrics.jsonl", "progress/", "fleet.json", "rollouts/", ".readers/")
+_REPORTS = ("status.json", "events/", "metrics/", "progress/", "fleet.json", "rollouts/")
+#: what engines and trainer exchange. A publication that fails ends the attempt with the reason, because engines must
+#: get what is trained; an engine that cannot lease or read a version in three tries is restarted
+_EXCHANGE = ("weights/", "weights/.readers/")
 
 
 def _files() -> tuple[Fault, ...]:
@@ -83,21 +86,22 @@ def _files() -> tuple[Fault, ...]:
         operation = "any" if error == "ESTALE" else "change"
         said = re.escape(os.strerror(number))
         for file in _REPORTS:
-            spec = f"op={operation} errno={number} path={_pattern(file)}"
-            faults.append(Fault("file", f"{file} {error}", "nothing", "", 5.0, spec))
+            faults.append(Fault("file", f"{file} {error}", "nothing", "", 5.0, _spec(operation, number, file)))
         # a save that fails is said, and training goes on
-        spec = f"op={operation} errno={number} path=/checkpoints/"
+        spec = _spec(operation, number, "checkpoints/")
         faults.append(Fault("file", f"checkpoints/ {error}", "nothing|attempt", rf"{said}|FencedError", 5.0, spec))
-        # engines must get what is trained: a publication that fails ends the attempt, with the reason; an engine that
-        # cannot read for longer than it tries again is restarted
-        spec = f"op={operation} errno={number} path=/weights/"
-        faults.append(Fault("file", f"weights/ {error}", "nothing|restart|attempt", said, 5.0, spec))
+        for file in _EXCHANGE:
+            spec = _spec(operation, number, file)
+            # where there is no space the next attempt would find none either: the run ends, and says so
+            policy = "nothing|restart|attempt" + ("" if error == "ESTALE" else "|end")
+            faults.append(Fault("file", f"{file} {error}", policy, rf"{said}|is full", 5.0, spec))
     return tuple(faults)
 
 
-def _pattern(file: str) -> str:
-    """Part of the path, also of the temporary name."""
-    return file if file.startswith(".") else f"/{file}" if file.endswith("/") else file
+def _spec(operation: str, number: int, file: str) -> str:
+    """Part of the path with the name of the run in it; that of a single file matches its temporary name, too."""
+    path = f"/{{run}}/{file}" if file in ("events/", "metrics/", "rollouts/", "checkpoints/", *_EXCHANGE) else file
+    return f"op={operation} errno={number} path={path}"
 
 
 LOCAL = (*_PROCESSES, *_files())

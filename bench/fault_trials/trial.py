@@ -108,7 +108,7 @@ class Trial:
     def _strike(self) -> None:
         how = self.fault.how
         if how == "file":
-            self.switches.fail_files(self.fault.spec)
+            self.switches.fail_files(self.fault.spec.format(run=self.run.name))
         elif how == "kill":
             self._process.kill()
         elif how == "stop":

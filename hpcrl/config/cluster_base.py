@@ -8,7 +8,7 @@ from pydantic import Field
 
 from hpcrl.config.base import Name, PositiveFloat, RoleName, StrictModel
 
-__all__ = ["ClusterBase", "LimitsConfig", "PathsConfig", "PortsConfig"]
+__all__ = ["ClusterBase", "FilesConfig", "LimitsConfig", "PathsConfig", "PortsConfig"]
 
 
 class PathsConfig(StrictModel):
@@ -38,6 +38,14 @@ class LimitsConfig(StrictModel):
     """Longest run in hours."""
 
 
+class FilesConfig(StrictModel):
+    """Who may look at a run besides its user. Nobody else may ever write there."""
+
+    group: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.-]{0,62}$")] | None = None
+    """Group that may read run directories (mode 2750, files 0640). None: the user alone (0700, 0600). Secrets and the
+    run's token are the user's alone in any case."""
+
+
 class ClusterBase(StrictModel):
     """A site of any kind."""
 
@@ -47,6 +55,8 @@ class ClusterBase(StrictModel):
     """One sentence for ``hpcrl cluster list``."""
     ports: PortsConfig = PortsConfig()
     """Free ports."""
+    files: FilesConfig = FilesConfig()
+    """Who may look at a run."""
     env: dict[str, str] = {}
     """Environment variables for all roles. Names that hpcrl sets itself are refused, and secrets."""
     secrets: dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], Annotated[str, Field(pattern=r"^[/~$]")]] = {}

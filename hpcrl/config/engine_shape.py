@@ -1,15 +1,48 @@
-"""How wide engines are, by role: the nodes and GPUs of a replica; and the flags of vLLM that each is given."""
+"""Engines by role: nodes and GPUs of a replica, limits of its steps, and the flags of vLLM that each is given."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from hpcrl.config.cluster import ClusterProfile, SlurmCluster
+from hpcrl.config.engine import EngineConfig, EngineGroupConfig
 from hpcrl.config.plan import Role
 from hpcrl.config.recipe import Recipe
 
-__all__ = ["engine_gpus", "engine_ranks_per_node", "replica_nodes", "vllm_args"]
+__all__ = [
+    "StepLimits",
+    "engine_gpus",
+    "engine_ranks_per_node",
+    "engine_side",
+    "replica_nodes",
+    "step_limits",
+    "vllm_args",
+]
+
+
+class StepLimits(NamedTuple):
+    """What one rank of an engine takes into a step at most."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+def engine_side(engine: EngineConfig, role: Role) -> EngineGroupConfig | None:
+    """What a recipe says of one side of disaggregated serving; None where engines are of one kind."""
+    return {Role.PREFILL: engine.prefill, Role.DECODE: engine.decode}.get(role)
+
+
+def step_limits(engine: EngineConfig, role: Role) -> StepLimits:
+    """Limits of a step of the engines of a role: those of its side, or where it names none those of all engines.
+
+    Engines that are not disaggregated decode too: asked for ``decode`` they answer for themselves.
+    """
+    side = engine_side(engine, role)
+    return StepLimits(
+        (side and side.max_num_seqs) or engine.max_num_seqs,
+        (side and side.max_num_batched_tokens) or engine.max_num_batched_tokens,
+    )
 
 
 def replica_nodes(recipe: Recipe) -> dict[Role, int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from hpcrl.config.cluster import ClusterProfile, LocalCluster
+from hpcrl.config.engine_shape import engine_side, replica_nodes, step_limits
 from hpcrl.config.load import Loaded
 from hpcrl.config.recipe import LossConfig, Recipe, WarmupConfig, WordsEnv
 from hpcrl.config.rule import Conflicts, Rule
@@ -124,12 +125,15 @@ def _micro_batch_holds_sequence(recipe: Recipe, _: ClusterProfile) -> Conflicts:
 
 
 def _engine_step_holds_decode(recipe: Recipe, _: ClusterProfile) -> Conflicts:
-    engine = recipe.engine
-    if engine.max_num_batched_tokens < engine.max_num_seqs:
-        yield (
-            "engine.max_num_batched_tokens",
-            f"{engine.max_num_batched_tokens} cannot hold one token of each of {engine.max_num_seqs} sequences",
-        )
+    for role in replica_nodes(recipe):
+        sequences, tokens = step_limits(recipe.engine, role)
+        if tokens < sequences:
+            own = engine_side(recipe.engine, role)
+            key = f"engine.{role.value}" if own is not None and own.max_num_batched_tokens else "engine"
+            yield f"{key}.max_num_batched_tokens", f"{tokens} cannot hold one token of each of {sequences} sequences"
+            # said once where both sides have it from the engine
+            if key == "engine":
+                return
 
 
 def _context_within_positions(recipe: Recipe, _: ClusterProfile) -> Conflicts:

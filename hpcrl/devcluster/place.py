@@ -91,7 +91,9 @@ class ClusterPaths:
 
     def create(self, record: Record) -> None:
         """Make the directories; the record is first, so that whatever follows can be found and removed."""
-        self.root.mkdir(parents=True)
+        # state and spool hold scripts and environments of jobs
+        self.root.parent.mkdir(parents=True, exist_ok=True)
+        self.root.mkdir(mode=0o700)
         write_json(self.record, record)
         nodes = [self.node_spool(node.name) for node in record.nodes]
         inside = (self.processes, self.etc, self.munge, self.state, self.spool, self.devices, self.log, self.shared)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hpcrl.config.cluster import ClusterProfile, LocalCluster, SlurmCluster
-from hpcrl.config.engine_shape import engine_gpus, replica_nodes
+from hpcrl.config.engine_shape import engine_gpus, replica_nodes, step_limits
 from hpcrl.config.plan import Role
 from hpcrl.config.recipe import EngineConfig, Recipe
 from hpcrl.models.facts import ModelFacts
@@ -27,6 +27,7 @@ from hpcrl.planning.memory_engine import (
 from hpcrl.planning.memory_host import engine_host, orchestrator_terms, trainer_host
 from hpcrl.planning.memory_settings import TrainerMemory
 from hpcrl.planning.memory_trainer import trainer_moments, trainer_peak
+from hpcrl.planning.vllm_command import LOW_LATENCY, all2all_backend
 
 __all__ = ["MemoryReport", "Place", "engine_host_place", "engine_memory", "memory_report", "trainer_memory"]
 
@@ -178,20 +179,22 @@ def _trainer_places(recipe: Recipe, cluster: SlurmCluster, facts: ModelFacts) ->
 # -- engines ----------------------------------------------------------------------------------------------------
 
 
-def engine_memory(engine: EngineConfig, *, ranks: int, role: Role) -> EngineMemory:
-    """A replica of ``ranks`` GPUs."""
-    saving = engine.memory
+def engine_memory(engine: EngineConfig, *, ranks: int, nodes: int, role: Role) -> EngineMemory:
+    """A replica of ``ranks`` GPUs on ``nodes`` nodes."""
+    saving, limits = engine.memory, step_limits(engine, role)
     return EngineMemory(
         ranks=ranks,
+        nodes=nodes,
         tp=engine.tp,
         dtype=engine.dtype,
         fp8_weights=saving.weights == "fp8",
         kv_dtype="fp8" if saving.kv_cache_dtype == "fp8" else engine.dtype,
         max_model_len=engine.max_model_len,
-        max_num_seqs=engine.max_num_seqs,
-        max_num_batched_tokens=engine.max_num_batched_tokens,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
         gpu_memory_utilization=saving.gpu_memory_utilization,
         prompts_only=role is Role.PREFILL,
+        low_latency=all2all_backend(role) == LOW_LATENCY,
     )
 
 
@@ -204,7 +207,7 @@ def _engine_places(recipe: Recipe, cluster: SlurmCluster, facts: ModelFacts) -> 
             ledger = _embedded(recipe, facts)
             places.append(Place(role, "host", ledger, round(node.host_bytes * (1 - HOST_RESERVE))))
             continue
-        memory = engine_memory(engine, ranks=nodes * node.gpus, role=role)
+        memory = engine_memory(engine, ranks=nodes * node.gpus, nodes=nodes, role=role)
         ledger = engine_ledger(facts, memory)
         one = kv_bytes_per_token_and_rank(facts, memory) * memory.max_model_len
         sequence = Term(

@@ -18,8 +18,11 @@ RUNTIME_BYTES = int(2.0 * GIB)
 """CUDA context, NCCL, and what vLLM's own process holds beside tensors on a GPU."""
 GRAPH_BYTES = int(1.5 * GIB)
 """CUDA graphs of decode, captured for a ladder of batch sizes."""
-DEEPEP_PREFILL_BYTES = int(1.0 * GIB)
-"""NVLink and RDMA buffers of DeepEP's high-throughput kernels."""
+DEEPEP_BUFFER_BYTES = int(1.0 * GIB)
+"""A buffer that vLLM gives DeepEP for NVLink, and its high-throughput kernels another one of this size for RDMA
+(``VLLM_DEEPEP_BUFFER_SIZE_MB``, 1,024 unless it is set)."""
+_SCALED_CHANNELS = 128
+"""Channels of a combined token that share a bfloat16 minimum and maximum in DeepEP's low-latency messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,15 +31,20 @@ class EngineMemory:
 
     Attributes
     ----------
-    ranks:
-        GPUs of a replica: ``tp`` of them share a data-parallel rank, and all of them share the experts.
+    ranks, nodes:
+        GPUs of a replica: ``tp`` of them share a data-parallel rank, and all of them share the experts; and its nodes.
+    max_num_seqs, max_num_batched_tokens:
+        Of this kind of engine (`hpcrl.config.engine_shape.step_limits`): each side has its own.
     gpu_memory_utilization:
         Share of a GPU that the engine may use.
     prompts_only:
-        A prefill engine: no CUDA graphs, DeepEP's high-throughput kernels.
+        A prefill engine: no CUDA graphs.
+    low_latency:
+        DeepEP's low-latency kernels (a decode engine) in place of its high-throughput ones.
     """
 
     ranks: int
+    nodes: int = 1
     tp: int = 1
     dtype: str = "bfloat16"
     fp8_weights: bool = False
@@ -46,6 +54,7 @@ class EngineMemory:
     max_num_batched_tokens: int = 8192
     gpu_memory_utilization: float = 0.9
     prompts_only: bool = False
+    low_latency: bool = False
 
     @property
     def data_parallel(self) -> int:
@@ -131,13 +140,23 @@ def _terms(facts: ModelFacts, m: EngineMemory) -> Iterator[Term | None]:
 
 
 def _dispatch(facts: ModelFacts, m: EngineMemory) -> Term:
-    """DeepEP's buffers; low-latency kernels keep a place for every token of every rank at every expert, twice."""
-    if m.prompts_only:
-        return Term("expert dispatch", DEEPEP_PREFILL_BYTES, "constant", {}, "assumed")
-    d, e = facts.moe_layers[0][1].expert_width, facts.num_experts
-    value = 2 * e * m.max_num_seqs * (2 * d + 16) * 2
-    inputs = {"E": e, "sequences": m.max_num_seqs, "D": d}
-    return Term("expert dispatch", value, "2 · 2 · E · sequences · (2 D + 16)", inputs, "DeepEP low latency")
+    """DeepEP's buffers, as vLLM asks for them (its ``device_communicators/all2all.py``).
+
+    Low-latency kernels keep a place for every token that a rank may dispatch at every expert, to send and to receive,
+    each twice for odd and even steps (DeepEP's ``LowLatencyLayout``). vLLM's cap of dispatched tokens is
+    ``max_num_batched_tokens`` of the engine, however few sequences it runs. A message is a token in bfloat16 with a
+    minimum and a maximum for each 128 channels, or with 16 bytes of control; the larger one counts.
+    """
+    if not m.low_latency:
+        buffers = 1 + (m.nodes > 1)
+        source = "vLLM, DeepEP high throughput"
+        return Term("expert dispatch", buffers * DEEPEP_BUFFER_BYTES, "buffers · 1 GiB", {"buffers": buffers}, source)
+    d, e, cap = facts.moe_layers[0][1].expert_width, facts.num_experts, m.max_num_batched_tokens
+    message = 2 * d + max(16, 4 * (d // _SCALED_CHANNELS))
+    value = DEEPEP_BUFFER_BYTES + 4 * e * cap * message
+    formula = "1 GiB + 4 · E · max_num_batched_tokens · (2 D + 4 D / 128)"
+    inputs = {"E": e, "max_num_batched_tokens": cap, "D": d}
+    return Term("expert dispatch", value, formula, inputs, "vLLM, DeepEP low latency")
 
 
 @lru_cache(maxsize=64)

@@ -8,6 +8,7 @@ from typing import Any
 
 from hpcrl.config.base import StrictModel
 from hpcrl.config.cluster import ClusterProfile, SlurmCluster
+from hpcrl.config.engine_shape import engine_side, step_limits
 from hpcrl.config.plan import Role
 from hpcrl.config.recipe import Recipe
 from hpcrl.models.facts import ModelFacts
@@ -188,6 +189,10 @@ def _trainer_host(recipe: Recipe, cluster: ClusterProfile, _: ModelFacts) -> Ite
 
 def _engine_gpu(role: Role, recipe: Recipe, cluster: ClusterProfile) -> Iterator[tuple[Changes, str]]:
     engine, memory = recipe.engine, recipe.engine.memory
+    sequences, tokens = step_limits(engine, role)
+    if role is Role.DECODE and tokens > sequences:
+        # DeepEP's low-latency buffers are as large as the largest step, and a decode engine takes a token a sequence
+        yield (("engine.decode.max_num_batched_tokens", sequences),), "prompts it has to compute again take more steps"
     if memory.gpu_memory_utilization < 0.9:
         yield (("engine.memory.gpu_memory_utilization", 0.9),), "less room for what vLLM does not count"
     if memory.kv_cache_dtype != "fp8":
@@ -197,7 +202,7 @@ def _engine_gpu(role: Role, recipe: Recipe, cluster: ClusterProfile) -> Iterator
     for tp in (2, 4, 8):
         if tp > engine.tp:
             yield (("engine.tp", tp),), "communication in every layer, fewer data-parallel ranks"
-    side = {Role.PREFILL: engine.prefill, Role.DECODE: engine.decode}.get(role)
+    side = engine_side(engine, role)
     key = "engine" if side is None else f"engine.{role.value}"
     nodes = engine.nodes if side is None else side.nodes
     if isinstance(cluster, SlurmCluster):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.config.cluster import ClusterProfile, SlurmCluster
+from hpcrl.config.engine_shape import step_limits
 from hpcrl.config.plan import Role
 from hpcrl.config.recipe import Recipe
 from hpcrl.errors import ConfigError
@@ -142,7 +143,8 @@ def _slots(recipe: Recipe, memory: MemoryReport | None, workload: Workload) -> f
     places = [] if memory is None else [p for p in memory.places if p.role in decoding and p.kv is not None]
     if not places or places[0].kv is None:
         return None
-    return max(1.0, min(float(recipe.engine.max_num_seqs), places[0].kv.tokens / workload.mean("tokens")))
+    most = float(step_limits(recipe.engine, Role.DECODE).max_num_seqs)
+    return max(1.0, min(most, places[0].kv.tokens / workload.mean("tokens")))
 
 
 def loop_document(loop: LoopEstimate) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def memory_fits(
     def engine(shape: EngineShape, prompts: bool) -> Fit:
         role = Role.PREFILL if prompts else Role.ENGINE if layout.prefill is None else Role.DECODE
         node = node_hardware(cluster, role)
-        memory = engine_memory(recipe.engine, ranks=shape.ranks, role=role)
+        memory = engine_memory(recipe.engine, ranks=shape.ranks, nodes=shape.nodes, role=role)
         ledger = engine_ledger(facts, memory)
         kv = kv_capacity(facts, memory, node.gpu_bytes)
         budget = round(node.gpu_bytes * memory.gpu_memory_utilization)

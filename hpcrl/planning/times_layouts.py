@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpcrl.config.cluster import SlurmCluster
+from hpcrl.config.engine_shape import step_limits
 from hpcrl.config.plan import Role
 from hpcrl.config.recipe import EngineConfig, EngineGroupConfig, Recipe, TrainerParallelismConfig
 from hpcrl.models.facts import ModelFacts
@@ -108,7 +109,7 @@ def _engine_shape(
         expert_parallel=group.nodes * ranks if facts.num_experts else 1,
         weight_dtype=weights,
         kv_dtype="fp8" if engine.memory.kv_cache_dtype == "fp8" else engine.dtype,
-        max_num_seqs=engine.max_num_seqs,
+        max_num_seqs=step_limits(engine, role).max_num_seqs,
     )
 
 

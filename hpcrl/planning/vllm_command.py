@@ -11,15 +11,18 @@ import json
 import math
 from typing import Any
 
+from hpcrl.config.engine_shape import engine_side, step_limits
 from hpcrl.config.plan import Role
-from hpcrl.config.recipe import EngineGroupConfig, Recipe
+from hpcrl.config.recipe import Recipe
 from hpcrl.interpreter import module_command
 from hpcrl.planning.dynamo_command import has_events, kv_events
 from hpcrl.planning.kv_transfer import transfer_config
 from hpcrl.planning.router_command import asks_health
 
 __all__ = [
+    "LOW_LATENCY",
     "RPC_PORT_OFFSET",
+    "all2all_backend",
     "engine_flags",
     "own_flags",
     "rendered",
@@ -30,7 +33,13 @@ __all__ = [
 
 RPC_PORT_OFFSET = 2
 """Ports of a node of a wide replica: its ranks, then the node's health, then data-parallel RPC (first node)."""
-_ALL2ALL = {Role.PREFILL: "deepep_high_throughput", Role.DECODE: "deepep_low_latency"}
+LOW_LATENCY = "deepep_low_latency"
+"""DeepEP's kernels for small batches; see `all2all_backend`."""
+
+
+def all2all_backend(role: Role) -> str:
+    """What moves tokens to their experts between GPUs: DeepEP's kernels for small batches where engines only decode."""
+    return LOW_LATENCY if role is Role.DECODE else "deepep_high_throughput"
 
 
 def vllm_ports(ranks_per_node: int, *, nodes: int) -> int:
@@ -83,12 +92,12 @@ def vllm_command(
 
 def engine_flags(recipe: Recipe, role: Role, *, gpus: bool, rdma: bool, ranks_per_node: int) -> dict[str, Any]:
     """What every program around vLLM's engine is told, whoever serves it; see `vllm_command`."""
-    engine, side = recipe.engine, _side(recipe, role)
+    engine, limits = recipe.engine, step_limits(recipe.engine, role)
     return {
         "served-model-name": recipe.name,
         "max-model-len": engine.max_model_len,
-        "max-num-seqs": (side and side.max_num_seqs) or engine.max_num_seqs,
-        "max-num-batched-tokens": (side and side.max_num_batched_tokens) or engine.max_num_batched_tokens,
+        "max-num-seqs": limits.max_num_seqs,
+        "max-num-batched-tokens": limits.max_num_batched_tokens,
         "block-size": engine.block_size,
         "dtype": engine.dtype,
         "seed": recipe.seed,
@@ -106,7 +115,7 @@ def engine_flags(recipe: Recipe, role: Role, *, gpus: bool, rdma: bool, ranks_pe
 
 def own_flags(recipe: Recipe, role: Role) -> dict[str, Any]:
     """``vllm_args`` of the recipe, those of the side last."""
-    side = _side(recipe, role)
+    side = engine_side(recipe.engine, role)
     return {**recipe.engine.vllm_args, **(side.vllm_args if side is not None else {})}
 
 
@@ -159,10 +168,6 @@ def _reader(recipe: Recipe, role: Role, host: str) -> dict[str, Any]:
     return reader
 
 
-def _side(recipe: Recipe, role: Role) -> EngineGroupConfig | None:
-    return {Role.PREFILL: recipe.engine.prefill, Role.DECODE: recipe.engine.decode}.get(role)
-
-
 def _wide(role: Role, *, nodes: int, ranks_per_node: int, gpus: bool) -> dict[str, Any]:
     """Data parallel attention, expert parallel experts over all ranks of a replica."""
     several = ranks_per_node > 1
@@ -178,7 +183,7 @@ def _wide(role: Role, *, nodes: int, ranks_per_node: int, gpus: bool) -> dict[st
         "data-parallel-supervisor-port": f"{{port+{ranks_per_node}}}" if several else None,
         "enable-expert-parallel": True,
         # DeepEP moves tokens between GPUs alone
-        "all2all-backend": _ALL2ALL.get(role, "deepep_high_throughput") if gpus else "allgather_reducescatter",
+        "all2all-backend": all2all_backend(role) if gpus else "allgather_reducescatter",
     }
 
 

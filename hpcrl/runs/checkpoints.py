@@ -68,7 +68,7 @@ class CheckpointItem(msgspec.Struct, frozen=True, kw_only=True):
     def state(self) -> str:
         """What is known of it, in words."""
         if self.problem:
-            return f"damaged: {self.problem}"
+            return f"damaged: {self.problem.partition(' is damaged: ')[2] or self.problem}"
         if self.verified_at_s is None:
             return "not verified yet"
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(self.verified_at_s))

@@ -14,6 +14,7 @@ from hpcrl.runs.events import read_events
 from hpcrl.runs.liveview import duration, state_text
 from hpcrl.runs.logs import LogFilter, find_log_files, read_logs
 from hpcrl.runs.observe import RunView, observe
+from hpcrl.runs.record import RunRecord
 from hpcrl.runs.restart import ResumePoint, find_resume_point
 from hpcrl.runs.role import FailureRecord
 from hpcrl.runs.rundir import RunDir
@@ -29,7 +30,7 @@ _HINTS = {
     CauseKind.START_TIMEOUT: "if it was only slow, raise limits.start_timeout_s in the cluster profile",
     CauseKind.HUNG: "if it was only slow, raise supervision.hang_floor_s (or hang_ceiling_s) in the recipe",
     CauseKind.DISK_FULL: "make space there, then resume; `hpcrl checkpoint ls` says what this run keeps",
-    CauseKind.TIME_LIMIT: "the limit is limits.time_limit_h in the cluster profile",
+    CauseKind.TIME_LIMIT: "the limit is job.time_limit_h of the recipe, else the profile's limits.time_limit_h",
     CauseKind.CHANGED: "bring back what it was, or accept what it is now: hpcrl resume RUN --accept-changes",
 }
 
@@ -99,7 +100,7 @@ def diagnose(run: RunDir) -> Diagnosis:
         wall_s=view.wall_s,
         sentence=_sentence(view),
         cause=view.cause,
-        hint=_hint(view.cause),
+        hint=_hint(run, view.cause),
         last_words=last_words,
         log=log,
         consequences=_consequences(run, view),
@@ -126,9 +127,12 @@ def _sentence(view: RunView) -> str:
     return f"the run has not ended: it is {view.state}"
 
 
-def _hint(cause: Cause | None) -> str:
+def _hint(run: RunDir, cause: Cause | None) -> str:
     if cause is None:
         return ""
+    submissions = RunRecord.read(run).submissions
+    if cause.kind is CauseKind.TIME_LIMIT and submissions and submissions[-1].in_job:
+        return f"the limit is that of job {submissions[-1].in_job}, the allocation that the run was in"
     if cause.kind is CauseKind.EXIT and cause.signal == 9:
         return _OOM_HINT
     return _HINTS.get(cause.kind, "")

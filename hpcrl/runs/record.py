@@ -17,6 +17,7 @@ import msgspec
 from hpcrl import __version__, procfs
 from hpcrl.errors import RunDirError
 from hpcrl.fs import write_json
+from hpcrl.ours import files_as
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ProcessId
 
@@ -165,7 +166,8 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     def write(self, run: RunDir) -> None:
         """Replace ``run.json``."""
-        write_json(run.record_path, self)
+        with files_as(run.path):
+            write_json(run.record_path, self)
 
     @classmethod
     def read(cls, run: RunDir) -> RunRecord:

@@ -76,8 +76,7 @@ class RunAddresses(msgspec.Struct, frozen=True):
         try:
             with Survey([(command, hosts)], env=step_environment(os.environ), timeout_s=_ASK_S) as survey:
                 interfaces = dict.fromkeys(hosts, interface)
-                several = len(hosts) > 1
-                return cls(choose_addresses(survey, interfaces=interfaces, known=known, several=several, others={}))
+                return cls(choose_addresses(survey, interfaces=interfaces, known=known, others={}))
         except HpcrlError as error:
             return cls(problem=str(error).split("\n", 1)[0])
 

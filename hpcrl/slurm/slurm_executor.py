@@ -2,9 +2,9 @@
 
 What submitit is for here, and what it is not:
 
-- **Hand-over.** It pickles the supervisor's call (`hpcrl.supervisor.job.Supervise`) into the run directory, and
-  ``python -m submitit.core._submit`` in the batch process finds it there by the job's number, however often Slurm
-  requeues the job, and writes down how it ended.
+- **Hand-over.** It pickles the supervisor's call (`hpcrl.supervisor.job.Supervise`) into the run directory. The batch
+  process (`hpcrl.slurm.batch`) looks whose files these are and becomes submitit's own, which finds the pickle by the
+  job's number, however often Slurm requeues the job, and writes down how it ended.
 - **Checkpoint and requeue.** Until the supervisor listens to signals itself, submitit does: a ``USR2`` in the first
   seconds calls ``Supervise.checkpoint`` and requeues the job.
 - **Environment.** Which job, which node, which attempt: `submitit.JobEnvironment` reads it from Slurm's variables.
@@ -72,4 +72,4 @@ class SlurmExecutor(Executor):
 
 def batch_process(folder: Path | str) -> list[str]:
     """What runs the supervisor that submitit has pickled into ``folder``."""
-    return module_command(sys.executable, "submitit.core._submit", str(folder), unbuffered=True)
+    return module_command(sys.executable, "hpcrl.slurm.batch", str(folder), unbuffered=True)

@@ -16,8 +16,10 @@ from hpcrl.config.recipe import Recipe
 from hpcrl.credentials import ensure_token
 from hpcrl.errors import RunDirError
 from hpcrl.fs import StagedDirectory, atomic_write
+from hpcrl.ours import CLOSED_UMASK, files_as, umask_of
 from hpcrl.runs.observe import RunView, observe
 from hpcrl.runs.origin import START_MODEL, Source, make_start_model
+from hpcrl.runs.privacy import check_root, protect
 from hpcrl.runs.record import RunRecord, Submission, this_process
 from hpcrl.runs.reserve import release_reserve
 from hpcrl.runs.restart import ResumePoint
@@ -69,15 +71,20 @@ def create_run(
     Raises
     ------
     RunDirError
-        The directory exists; the message has the ways out.
+        The directory exists, or others could replace it; the message has the ways out.
     """
     target = plan.run_dir
     if os.path.lexists(target):
         raise RunDirError(_occupied(target))
+    target.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+    check_root(target.parent)
     stage = StagedDirectory(target, token=f"{procfs.hostname()}-{os.getpid()}")
-    stage.create()
+    previous = os.umask(CLOSED_UMASK)
     try:
+        stage.create()
         run = RunDir(stage.path)
+        protect(run, cluster.files.group)
+        os.umask(umask_of(run.path))
         run.write_configuration(recipe, cluster, plan)
         ensure_token(run.path)
         origin = None if source is None else source.origin
@@ -89,6 +96,7 @@ def create_run(
     except FileExistsError:  # somebody else took the name meanwhile
         raise RunDirError(_occupied(target)) from None
     finally:
+        os.umask(previous)
         stage.discard()
     return RunDir(target)
 
@@ -119,6 +127,11 @@ def submit_attempt(run: RunDir, *, in_job: InJob | None = None) -> Submission:
     If we die between the two, the supervisor still runs and says so in ``status.json``; a second hand-over is
     refused by `prepare_resume` and by the second supervisor itself.
     """
+    with files_as(run.path):  # submitit's files, and those of its controller and of the job
+        return _submit_attempt(run, in_job)
+
+
+def _submit_attempt(run: RunDir, in_job: InJob | None) -> Submission:
     plan, record = run.plan(), RunRecord.read(run)
     command = None
     if in_job is not None:
@@ -167,6 +180,7 @@ def prepare_resume(run: RunDir, begin: Begin | None = None, *, steps: int | None
     NothingToRestoreError
         It has saved checkpoints, and none is there any more whose files have their sizes.
     """
+    protect(run, run.cluster().files.group)
     record = find_unrecorded(run)
     view = observe(run)
     if not view.state.ended:

@@ -23,7 +23,6 @@ def choose_addresses(
     *,
     interfaces: Mapping[str, str | None],
     known: Mapping[str, str],
-    several: bool,
     others: Mapping[str, str],
 ) -> dict[str, str]:
     """Where each node can be reached by the others, and listens.
@@ -36,8 +35,6 @@ def choose_addresses(
         The interface that the profile names for each node; None where it names none.
     known:
         What Slurm calls each node (``NodeAddr``, else its name).
-    several:
-        Whether the run has other nodes, so that loopback will not do.
     others:
         Addresses of nodes of the run that were asked before.
 
@@ -46,8 +43,8 @@ def choose_addresses(
     HpcrlError
         A node has not the interface, or no address that others can reach; names both.
     """
-    # nodes of a virtual cluster share a machine with us: loopback is a network like any other there
-    local = not several or all(answer.machine == machine_id() for answer in survey.answers.values())
+    # where all share a machine with us (one node, or those of a virtual cluster) loopback is a network like any other
+    local = all(answer.machine == machine_id() for answer in survey.answers.values())
     seen = {node: _seen(known[node]) for node in survey.answers}
     chosen: dict[str, str] = {}
     open_nodes: list[NodeAnswer] = []

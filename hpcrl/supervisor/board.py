@@ -30,6 +30,22 @@ _BEFORE_RESERVE_S = 1.0
 """The last status is tried for so long before the space is given back that was kept for it."""
 
 
+class _StatusFile(ReportedFile):
+    """``status.json``, which a supervisor that was thought dead leaves to that of the newer attempt."""
+
+    def __init__(self, run: RunDir, attempt: int, events: EventWriter) -> None:
+        super().__init__(run.status_path, on_caught_up=events.caught_up)
+        self._run, self._attempt = run, attempt
+
+    def _write(self, data: list[bytes]) -> None:
+        newest = (self._run.attempts() or [0])[-1]
+        if newest > self._attempt:
+            _log.warning("%s is left to attempt %d", self.path, newest)
+            data.clear()
+            return
+        super()._write(data)
+
+
 class Board:
     """State of the run, written on change and as a heartbeat."""
 
@@ -48,7 +64,7 @@ class Board:
         assert myself is not None
         self._myself = myself
         self._events = EventWriter(run, attempt=attempt, writer="supervisor")
-        self._file = ReportedFile(run.status_path, on_caught_up=self._events.caught_up)
+        self._file = _StatusFile(run, attempt, self._events)
         self._clocks_file = ReportedFile(Clocks.path(run, attempt), on_caught_up=self._events.caught_up)
 
     def emit(self, kind: str, **data: Any) -> None:

@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl import procfs
-from hpcrl.ours import read_secret
+from hpcrl.ours import check_parent, make_private, read_secret, umask_of
 from hpcrl.supervisor.leftovers import Scratch
 from hpcrl.supervisor.stacks import dump_stacks
 
@@ -52,6 +52,8 @@ KIND_VARIABLE = "HPCRL_PROCESS"
 
 _OURS = ("SUBMITIT_", "HPCRL_")
 """What submitit and the guard itself have in the environment is not meant for roles."""
+_CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT")
+"""Directories of compiled code that a plan puts on the node's disk."""
 _NODE_RANK = re.compile(r"\{(?:(\d+)-)?node_rank(?:\*(\d+))?\}")
 _POLL_S = 0.02
 _LOOK_S = (2.0, 8.0, 20.0, 60.0)
@@ -73,6 +75,21 @@ def main() -> None:
         signal.signal(signum, lambda *_: None)
     procfs.adopt_orphans()
     Guard(wake_read).run()
+
+
+def _own_cache(cache: str | None, scratch: str) -> None:
+    """Let compile caches on the node's disk be ours: what lies in one is loaded as code.
+
+    Raises
+    ------
+    OSError
+        The directory of the run on that disk belongs to somebody else, or can be changed or replaced by others.
+    """
+    if not cache or not scratch or not Path(cache).is_relative_to(scratch) or cache == scratch:
+        return
+    Path(scratch).mkdir(parents=True, exist_ok=True)
+    check_parent(Path(scratch))
+    make_private(Path(scratch, Path(cache).relative_to(scratch).parts[0]))
 
 
 def fill_node_rank(part: str, node_rank: int, hosts: Sequence[str] = ()) -> str:
@@ -143,6 +160,7 @@ class Guard:
             self._report(report="ended", exit_code=None, signal=signal.SIGTERM)
             self._report(report="gone", left=[])
             return
+        os.umask(umask_of(self._spec["env"].get("HPCRL_RUN_DIR", "")))
         self._make_scratch()
         self._start_role()
         self._plan_look()
@@ -255,6 +273,8 @@ class Guard:
             self._record("guard.no_scratch", path=str(scratch.path), problem=str(error))
             return
         self._scratch = scratch
+        if scratch.problem:
+            self._record("guard.no_scratch", path=str(scratch.path), problem=scratch.problem)
         if removed:
             self._record("guard.cleaned", role=spec["role"], replica=spec["replica"], removed=removed[:20])
 
@@ -316,6 +336,8 @@ class Guard:
         if spec["in_step"]:
             command = [fill_node_rank(part, node_rank, spec["hosts"]) for part in command]
             env = {**{name: value for name, value in os.environ.items() if not name.startswith(_OURS)}, **env}
+        for name in _CACHES:
+            _own_cache(env.get(name), spec.get("scratch", ""))
         env |= {name: read_secret(Path(file)) for name, file in spec.get("secrets", {}).items()}
         os.execvpe(command[0], command, env)
 

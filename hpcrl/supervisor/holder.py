@@ -26,6 +26,7 @@ import msgspec
 
 from hpcrl.config.plan import Role
 from hpcrl.errors import HpcrlError
+from hpcrl.ours import umask_of
 from hpcrl.runs.jobs import use_source
 from hpcrl.runs.observe import observe
 from hpcrl.runs.record import RunRecord
@@ -129,6 +130,7 @@ def main() -> None:
     """Hold until there is no use for it, or Slurm wants the nodes back."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s holder: %(message)s")
     run, held = held_from_env(sys.argv[1:], os.environ)
+    os.umask(umask_of(run.path))
     use_source(look_up)
     told = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: told.set())

@@ -18,9 +18,11 @@ from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.plan import Plan
 from hpcrl.errors import HpcrlError, RunDirError, RunFailedError
 from hpcrl.log_thread import log_in_thread
+from hpcrl.ours import umask_of
 from hpcrl.runs.cause import Cause, CauseKind
 from hpcrl.runs.events import EventWriter, read_events
 from hpcrl.runs.exclusions import exclude, read_exclusions
+from hpcrl.runs.privacy import protect
 from hpcrl.runs.record import RunRecord
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunState, RunStatus
@@ -71,6 +73,8 @@ class Supervise:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         log_in_thread()
         run = RunDir(Path(self.run_dir))
+        protect(run, run.cluster().files.group)
+        os.umask(umask_of(run.path))
         plan, record = run.plan(), RunRecord.read(run)
         status = RunStatus.read(run)
         # Slurm has one batch process a job: what the status says is of the attempt before the requeue

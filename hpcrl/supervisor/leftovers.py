@@ -16,11 +16,12 @@ import json
 import os
 import re
 import shutil
-import stat
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
 from hpcrl import procfs
+from hpcrl.ours import NotOursError, check_parent, make_private
 
 __all__ = ["Scratch"]
 
@@ -46,6 +47,7 @@ class Scratch:
         self._run_dir, self._attempt = root / f"hpcrl-{run_id[:_ID_LENGTH]}", attempt
         self.path = self._run_dir / (f"{attempt}-{role}-{replica}" + (f"-{task}" if task else ""))
         self._noted: dict[str, int] = {}
+        self.problem = ""
 
     def prepare(self) -> list[str]:
         """Remove what earlier attempts of this run, and an earlier life of this replica, left here; make the
@@ -54,12 +56,20 @@ class Scratch:
         Raises
         ------
         OSError
-            The directory cannot be made, or its name belongs to somebody else.
+            The directory cannot be made, or others can replace it. Where its name belongs to somebody else, another
+            one is taken, and `problem` says so.
         """
         removed: list[str] = []
         self._run_dir.parent.mkdir(parents=True, exist_ok=True)
-        self._run_dir.mkdir(mode=0o700, exist_ok=True)
-        _check_ours(self._run_dir)
+        check_parent(self._run_dir.parent)
+        self.problem = ""
+        try:
+            make_private(self._run_dir)
+        except NotOursError as error:
+            # not the node's own directory then: programs keep compiled code in it under names that anybody can guess
+            self._run_dir = Path(tempfile.mkdtemp(prefix=f"{self._run_dir.name}-", dir=self._run_dir.parent))
+            self.path = self._run_dir / self.path.name
+            self.problem = f"{error}; a new one is used: {self._run_dir}"
         for path in sorted(self._run_dir.iterdir()):
             attempt = re.match(r"(\d+)-", path.name)
             if path == self.path or (attempt is not None and int(attempt[1]) < self._attempt):
@@ -88,13 +98,6 @@ class Scratch:
         with contextlib.suppress(OSError):  # other replicas are still here
             self._run_dir.rmdir()
         return removed
-
-
-def _check_ours(path: Path) -> None:
-    """In ``/tmp`` anybody may take a name."""
-    status = path.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-        raise PermissionError(f"{path} is not a directory of ours")
 
 
 def _remove(path: Path) -> list[str]:

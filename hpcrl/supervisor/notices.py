@@ -136,6 +136,8 @@ class Notices:
         except Exception as error:  # noqa: BLE001 - the run ends all the same
             _log.warning("who cancels the run is not known, its record cannot be read: %r", error)
         self.cancelled_by_person = by != ""
+        if by:
+            self._ends_at = None  # hpcrl sends the signal alone: nothing follows it
         self.asked_by_slurm = not by and self._in_step
         who = f"by {by}" if by else f"by {signal.Signals(signum).name} to the supervisor"
         self._fail(CauseKind.CANCELLED, f"cancelled {who}", time_s)

@@ -162,8 +162,7 @@ class StepLauncher:
         # the keeper of replicas has others to look after
         timeout_s = min(_REPLICA_S, self._start_timeout_s) if outside else self._start_timeout_s
         with Survey(commands, env=env, timeout_s=timeout_s) as survey:
-            several = self._plan.layout.nodes > 1
-            found = choose_addresses(survey, interfaces=interfaces, known=known, several=several, others=self._reached)
+            found = choose_addresses(survey, interfaces=interfaces, known=known, others=self._reached)
             self._reached |= found
             self.clocks = Clocks({**self.clocks.nodes, **survey.clocks()})
             return {node: (host, interface_of(survey.answers[node], host)) for node, host in found.items()}

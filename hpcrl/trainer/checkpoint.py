@@ -25,9 +25,10 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from hpcrl.checkpoints.ledger import CheckpointEntry
 from hpcrl.errors import CheckpointError
 from hpcrl.fs import FileRecord
+from hpcrl.ours import NotOursError, check_private, check_tree
 from hpcrl.trainer.parallel import Parallel
 
-__all__ = ["copy_to_host", "load_checkpoint", "state_bytes", "trainer_state", "write_state"]
+__all__ = ["check_owner", "copy_to_host", "load_checkpoint", "state_bytes", "trainer_state", "write_state"]
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _ACCELERATOR_RNG = "rng_accelerator"
@@ -117,6 +118,7 @@ def load_checkpoint(entry: CheckpointEntry, model: nn.Module, optimizer: torch.o
     CheckpointError
         The entry does not fit the model.
     """
+    check_owner(entry)
     state = trainer_state(model, optimizer, entry.step)
     reader = FileSystemReader(entry.trainer_dir)
     try:
@@ -132,6 +134,25 @@ def load_checkpoint(entry: CheckpointEntry, model: nn.Module, optimizer: torch.o
     torch.set_rng_state(state["rng"])
     if _ACCELERATOR_RNG in state:
         torch.get_device_module(parallel.device).set_rng_state(state[_ACCELERATOR_RNG], parallel.device)
+
+
+def check_owner(entry: CheckpointEntry) -> None:
+    """See that nobody else could have written the trainer's state: torch unpickles parts of it.
+
+    Raises
+    ------
+    CheckpointError
+        Others own some of it, or may write to it.
+    """
+    try:
+        for directory in (entry.path.parent, entry.path):
+            check_private(directory)
+        check_tree(entry.trainer_dir)
+    except NotOursError as error:
+        raise CheckpointError(
+            f"{error}: what is in the checkpoint would be executed as you\n"
+            f"    way out: where it is yours: chmod -R go-w {entry.path.parent}"
+        ) from error
 
 
 class _HashedFiles(FileSystem):

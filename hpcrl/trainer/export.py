@@ -27,6 +27,7 @@ from hpcrl.errors import CheckpointError, HpcrlError, UsageError
 from hpcrl.fs import StagedDirectory, fsync_dir, write_json
 from hpcrl.models.arch import ModelArch, load_arch
 from hpcrl.runs.rundir import RunDir
+from hpcrl.trainer.checkpoint import check_owner
 from hpcrl.trainer.models.hf import to_hf_tensors
 
 __all__ = ["DTYPES", "export_checkpoint", "main"]
@@ -64,6 +65,7 @@ def export_checkpoint(
     OSError
         The filesystem refused; nothing is left.
     """
+    check_owner(entry)
     arch = load_arch(model_dir)
     stage = StagedDirectory(output, token=f"export-{os.getpid()}")
     stage.create()

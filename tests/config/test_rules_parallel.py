@@ -132,3 +132,23 @@ def test_experts_are_returned_where_all_are_known(setting: str, key: str) -> Non
 
 def test_the_quickstart_is_not_touched() -> None:
     check_rules(load_recipe("quickstart"), load_cluster("local"))
+
+
+@pytest.mark.parametrize(
+    ("setting", "key"),
+    [
+        ("engine.decode.max_num_seqs=97", "engine.decode.max_num_batched_tokens"),
+        ("engine.decode.max_num_batched_tokens=95", "engine.decode.max_num_batched_tokens"),
+        ("engine.prefill.max_num_seqs=9000", "engine.prefill.max_num_batched_tokens"),
+        ("engine.max_num_batched_tokens=95", None),
+    ],
+)
+def test_a_step_of_each_side_holds_its_sequences(setting: str, key: str | None) -> None:
+    """As vLLM checks them: the values that a side is started with, not those of the engine that it replaces."""
+    recipe, site = load_recipe("glm5_swe", (setting,)), load_cluster("h200-28")
+    if key is None:
+        check_rules(recipe, site, planning=True)
+        return
+    with pytest.raises(ConfigError, match="cannot hold one token of each of") as caught:
+        check_rules(recipe, site, planning=True)
+    assert [finding.key for finding in caught.value.findings] == [key]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -105,3 +107,13 @@ def test_ports_are_free_and_apart() -> None:
     ports = choose_ports(28, accounting=True)
     assert ports.database == ports.controller + 1
     assert ports.first_node > ports.database
+
+
+def test_its_directory_is_its_users_alone(tmp_path: Path) -> None:
+    previous = os.umask(0)
+    try:
+        paths = ClusterPaths(tmp_path / "home/one")
+        paths.create(make_record())
+    finally:
+        os.umask(previous)
+    assert stat.S_IMODE(paths.root.stat().st_mode) == 0o700

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 def victim(run: RunDir, role: str) -> psutil.Process:
     """The process that does the work of ``role``."""
     if role == "supervisor":
-        found = [p for p in processes_of_tree(run) if "submitit.core._submit" in p.cmdline()]
+        found = [p for p in processes_of_tree(run) if "hpcrl.slurm.batch" in p.cmdline()]
     else:
         module = {
             "engine": "hpcrl.inference.server",

@@ -13,7 +13,7 @@ from hpcrl.config.recipe import Recipe
 from hpcrl.errors import ConfigError
 from hpcrl.models import load_facts
 from hpcrl.planning.ledger import GIB, Ledger, Term
-from hpcrl.planning.memory import MemoryReport, memory_report
+from hpcrl.planning.memory import MemoryReport, engine_memory, memory_report
 from hpcrl.planning.memory_engine import EngineMemory, engine_ledger, kv_bytes_per_token_and_rank, kv_capacity
 from hpcrl.planning.memory_knobs import change, why_not
 from hpcrl.planning.memory_settings import TrainerMemory
@@ -202,3 +202,33 @@ def test_local_run() -> None:
     assert place.headroom is None
     assert place.ok
     assert {"trainer ranks", "engines"} <= {term.name for term in place.ledger.terms}
+
+
+def test_each_side_of_serving_has_its_own_limits() -> None:
+    """A step of a side sizes what it computes in, and DeepEP's buffers by the tokens that a rank may dispatch."""
+    gpu = {role: _report().place(role, "gpu").ledger for role in (Role.PREFILL, Role.DECODE)}
+    assert gpu[Role.PREFILL]["activations of a step"].inputs["T"] == 8192
+    assert gpu[Role.DECODE]["activations of a step"].inputs["T"] == 96
+    # NVLink and RDMA where a replica has several nodes; four times a message for each expert and token
+    assert gpu[Role.PREFILL]["expert dispatch"].value == 2 * GIB
+    assert gpu[Role.DECODE]["expert dispatch"].value == GIB + 4 * 256 * 96 * (2 * 6144 + 4 * 48)
+
+    def dispatch(*settings: str) -> int:
+        return _report(*settings).place(Role.DECODE, "gpu").ledger["expert dispatch"].value
+
+    assert dispatch("engine.decode.max_num_seqs=48") == dispatch()
+    assert dispatch("engine.decode.max_num_batched_tokens=192") - GIB == 2 * (dispatch() - GIB)
+    assert _report("engine.decode.max_num_seqs=48").place(Role.DECODE, "gpu").ledger["logits"].inputs["sequences"] == 48
+
+
+def test_engines_that_do_both_dispatch_as_they_are_started() -> None:
+    """`hpcrl.planning.vllm_command` gives the low-latency kernels to engines that only decode."""
+    engine = load_recipe("qwen3_30b_a3b").value.engine
+    one = engine_memory(engine, ranks=8, nodes=1, role=Role.ENGINE)
+    assert engine_ledger(load_facts("Qwen3-30B-A3B"), one)["expert dispatch"].value == GIB
+
+
+def test_too_large_steps_of_a_decode_engine_are_the_first_way_out() -> None:
+    recipe, cluster = _glm5("engine.decode.max_num_batched_tokens=8192")
+    shortage = next(s for s in why_not(recipe, cluster, GLM5) if s.place.role is Role.DECODE)
+    assert shortage.knobs[0].changes == (("engine.decode.max_num_batched_tokens", 96),)

@@ -12,6 +12,7 @@ from hpcrl.config.plan import Role
 from hpcrl.models import load_facts
 from hpcrl.planning.calibration import load_calibration
 from hpcrl.planning.hardware import NodeHardware, node_hardware
+from hpcrl.planning.report import make_outlook
 from hpcrl.planning.times_engine import decode_step, kv_read_bytes, prefill_token
 from hpcrl.planning.times_rates import Rates
 from hpcrl.planning.times_serving import Serving
@@ -94,3 +95,12 @@ def test_engines_saturate_and_rollouts_queue() -> None:
     # one node of prompts is too few: it binds
     small = Serving(GLM5, workload, decode, own, replace(prefill, replicas=1), own)
     assert small(100_000).limit == "prefill"
+
+
+def test_a_side_decodes_as_many_sequences_as_it_may_itself() -> None:
+    recipe, cluster = load_recipe("glm5_swe", ("engine.decode.max_num_seqs=5",)).value, load_cluster("h200-28").value
+    outlook = make_outlook(recipe, cluster, load_calibration(), load_facts("GLM-5"))
+    assert outlook.layout is not None
+    assert outlook.layout.decode.max_num_seqs == 5
+    assert outlook.loop is not None
+    assert outlook.loop.served.batch <= 5

@@ -322,3 +322,15 @@ def test_the_document_is_json() -> None:
     result = hard()
     assert SimulationResult.model_validate_json(result.model_dump_json()) == result
     assert isinstance(Durations.model_validate(scenario().durations.model_dump(mode="json")), Durations)
+
+
+def test_engines_that_decode_keep_the_limits_of_their_side() -> None:
+    sides = ("engine.prefill={replicas: 1, nodes: 1}", "engine.decode={replicas: 1, nodes: 1, max_num_seqs: 3}")
+
+    def most_running(*settings: str) -> float:
+        simulation = Simulation(scenario(*settings))
+        simulation.run()
+        return max(sample.running for sample in simulation.tally.kv)
+
+    assert most_running(*sides) == 3
+    assert most_running() > 3

@@ -16,13 +16,19 @@ from plans import plan_for
 from hpcrl.config.joined import load_both
 from hpcrl.config.plan import Plan
 from hpcrl.errors import ConfigError, UsageError
+from hpcrl.planning import make_plan
+from hpcrl.runs.cause import Cause, CauseKind
+from hpcrl.runs.diagnosis import diagnose
+from hpcrl.runs.record import RunRecord, Submission
 from hpcrl.runs.rundir import RunDir
+from hpcrl.runs.status import ProcessId, RunState, RunStatus
 from hpcrl.slurm import parse
 from hpcrl.slurm.client import SlurmClient
 from hpcrl.slurm.command import CommandResult
 from hpcrl.slurm.in_job import InJob, find_allocation, plan_inside
 from hpcrl.slurm.launch import allocations_from_env
 from hpcrl.slurm.scripts import in_job_script
+from hpcrl.slurm.submission import create_run
 from hpcrl.supervisor.notices import Notices
 from hpcrl.supervisor.step_launcher import StepLauncher
 
@@ -163,3 +169,25 @@ def test_the_script_cleans_the_shell_and_keeps_what_submitit_needs(tmp_path: Pat
     names = {line.partition("=")[0] for line in printed.splitlines()}
     assert {"SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SUBMITIT_EXECUTOR", "HOME"} <= names
     assert "LD_LIBRARY_PATH" not in names
+
+
+@pytest.mark.parametrize(("in_job", "says"), [("7", "that of job 7, the allocation"), ("", "job.time_limit_h")])
+def test_why_names_whose_limit_it_was(in_job: str, says: str, tmp_path: Path) -> None:
+    recipe, site = load_both("quickstart", "devcluster", ["job.layout=single"], environ={})
+    run = create_run(recipe.value, site.value, make_plan(recipe.value, site.value, "r", tmp_path / "r"))
+    submission = Submission(submitted_at_s=1.0, executor="local", job_id="9", folder="", after_attempt=0, in_job=in_job)
+    record = RunRecord.read(run).with_submission(submission)
+    record.write(run)
+    myself = ProcessId.of(os.getpid())
+    assert myself is not None
+    RunStatus(
+        run_id=record.run_id,
+        attempt=1,
+        state=RunState.FAILED,
+        supervisor=myself,
+        started_at_s=1.0,
+        heartbeat_s=2.0,
+        ended_at_s=2.0,
+        cause=Cause(kind=CauseKind.TIME_LIMIT, time_s=2.0, message="the allocation is about to end"),
+    ).write(run)
+    assert says in diagnose(run).hint

@@ -23,7 +23,7 @@ from hpcrl.planning import absolute_paths, make_plan
 from hpcrl.runs.rundir import RunDir
 from hpcrl.slurm import executor
 from hpcrl.slurm.executor import DetachedLocalExecutor
-from hpcrl.slurm.slurm_executor import batch_process
+from hpcrl.slurm.scripts import in_job_script, run_scripts
 from hpcrl.supervisor.commands import role_environment
 from hpcrl.supervisor.guarded import guard_command
 
@@ -95,9 +95,14 @@ def test_commands_of_every_plan() -> None:
 @pytest.mark.parametrize("layout", ["hetjob", "single", "elastic"])
 def test_every_script_and_every_launcher(layout: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     plan, site = plan_for("quickstart", "devcluster", f"job.layout={layout}")
-    for script in render(plan, site, command=lambda part: batch_process(Path("/runs/night-1/submitit"))):
-        assert "\nexport PYTHONSAFEPATH=1\n" in script.text
-        assert not unsafe(shlex.split(script.text.splitlines()[-1]), sys.executable)
+    texts = [script.text for script in run_scripts(plan, site, run_id="7" * 32)]
+    if layout != "elastic":  # its replicas are jobs: it does not go into an allocation that is there
+        texts.append(in_job_script(plan, site, run_id="7" * 32, run_dir=plan.run_dir))
+    for text in texts:
+        assert "\nexport PYTHONSAFEPATH=1\n" in text
+        command = shlex.split(text.splitlines()[-1])
+        assert sys.executable in command
+        assert not unsafe(command, sys.executable)
     assert not unsafe(guard_command(PYTHON))
     started: list[list[str]] = []
 

@@ -37,11 +37,8 @@ def choose(
     interface: str | None = None,
     *,
     ways: Mapping[str, str] | None = None,
-    several: bool = True,
 ) -> dict[str, str]:
-    return choose_addresses(
-        Asked(nodes, ways), interfaces=dict.fromkeys(nodes, interface), known=known, several=several, others={}
-    )
+    return choose_addresses(Asked(nodes, ways), interfaces=dict.fromkeys(nodes, interface), known=known, others={})
 
 
 def two() -> dict[str, Mapping[str, Sequence[str]]]:
@@ -89,8 +86,14 @@ def test_an_address_that_others_cannot_reach_is_an_error_with_names(
     assert all(word in str(caught.value) for word in words), caught.value
 
 
-def test_a_run_of_one_node_may_be_on_loopback() -> None:
-    assert choose({"n1": LOOP}, {"n1": "127.0.1.1"}, several=False) == {"n1": "127.0.1.1"}
+def test_a_run_of_one_node_may_be_on_loopback_where_the_supervisor_is() -> None:
+    survey = Asked({"n1": LOOP})
+    survey.answers["n1"] = survey.answers["n1"]._replace(machine=machine_id())
+    own = {"interfaces": {"n1": None}, "known": {"n1": "127.0.1.1"}}
+    assert choose_addresses(survey, **own, others={}) == {"n1": "127.0.1.1"}
+    # not where the supervisor is elsewhere, as in an allocation that a login node works with
+    with pytest.raises(HpcrlError, match=r"n1 is 127\.0\.1\.1"):
+        choose_addresses(Asked({"n1": LOOP}), **own, others={})
 
 
 def test_urls_of_ipv6_have_brackets() -> None:
@@ -113,7 +116,7 @@ def test_virtual_nodes_of_one_machine_keep_the_loopback_addresses_of_their_own()
         assert {answer.machine for answer in survey.answers.values()} == {machine_id()}
         for interface in ("lo", None):
             interfaces = dict.fromkeys(known, interface)
-            assert choose_addresses(survey, interfaces=interfaces, known=known, several=True, others={}) == known
+            assert choose_addresses(survey, interfaces=interfaces, known=known, others={}) == known
 
 
 @pytest.mark.parametrize(
@@ -174,7 +177,6 @@ def test_a_node_whose_name_is_127_0_1_1_on_itself_is_reached(
             survey,
             interfaces={"n1": interface, "n2": interface},
             known={"n1": "127.0.1.1", "n2": "198.18.77.2"},
-            several=True,
             others={},
         )
     assert found == {"n1": "198.18.77.1", "n2": "198.18.77.2"}

@@ -16,7 +16,9 @@ from hpcrl.runs.events import EventWriter
 from hpcrl.runs.record import RunRecord, Submission
 from hpcrl.runs.role import save_answer_path, save_request_path
 from hpcrl.runs.rundir import RunDir
+from hpcrl.runs.status import RunState, RunStatus
 from hpcrl.supervisor.attempts import exhausted, may_retry, save_now
+from hpcrl.supervisor.board import Board
 
 
 @pytest.fixture
@@ -101,6 +103,20 @@ def test_without_requeue_every_attempt_is_a_persons(run: RunDir) -> None:
     for attempt in range(1, 20):
         began(run, attempt, None)
     assert exhausted(run, plan(run, requeue=False, max_attempts=1), 20) == ""
+
+
+def test_a_supervisor_that_wakes_up_leaves_the_status_to_the_newer_attempt(run: RunDir) -> None:
+    boards = []
+    for _ in range(2):
+        boards.append(Board(run, run_id="r", attempt=run.start_attempt()))
+        boards[-1].enter(RunState.RUNNING)
+        boards[-1].close()
+    old = boards[0]
+    old.enter(RunState.FAILED)
+    old.close()
+    status = RunStatus.read(run)
+    assert status is not None
+    assert (status.attempt, status.state) == (2, RunState.RUNNING)
 
 
 @pytest.mark.parametrize("step", [13, None])

@@ -21,6 +21,7 @@ from hpcrl.credentials import Credentials
 from hpcrl.runs.cause import CauseKind
 from hpcrl.runs.events import read_events
 from hpcrl.runs.exclusions import exclude
+from hpcrl.runs.record import RunRecord, Submission
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunState
 from hpcrl.supervisor import job
@@ -229,6 +230,7 @@ def test_the_requeue_does_not_wait_for_a_list_of_nodes(tmp_path: Path, monkeypat
 _REQUEUED = """
 import os, signal, sys, threading, time
 from pathlib import Path
+from hpcrl.runs.record import RunRecord, Submission
 from hpcrl.runs.rundir import RunDir
 from hpcrl.supervisor import job
 
@@ -280,3 +282,44 @@ async def test_a_directory_that_cannot_be_listed_is_listed_again(tmp_path: Path)
     directory.mkdir()
     (directory / "trainer-0.json").touch()
     await asyncio.wait_for(waiting, 30)
+
+
+@pytest.mark.parametrize(
+    ("by", "torn", "words", "hurries"),
+    [
+        ("me", False, "cancelled by me", False),  # hpcrl sends the signal alone
+        ("", False, "cancelled by SIGTERM to the supervisor", True),  # Slurm's SIGKILL follows
+        ("me", True, "cancelled by SIGTERM to the supervisor", True),
+    ],
+)
+async def test_who_cancels_decides_how_long_the_end_may_take(
+    tmp_path: Path, by: str, torn: bool, words: str, hurries: bool
+) -> None:
+    scene = Scene(tmp_path)
+    submission = Submission(submitted_at_s=0.0, executor="slurm", job_id="7", folder="/f", after_attempt=0)
+    record = RunRecord.read(scene.run).with_submission(submission)
+    record.with_cancel(by, 1.0).write(scene.run)
+    if torn:
+        scene.run.record_path.write_bytes(b"torn")
+    decided, causes = asyncio.Event(), []
+    notices = Notices(
+        scene.run,
+        attempt=1,
+        plan=scene.plan,
+        board=scene.board,
+        components=[],
+        decided=decided,
+        fail=lambda kind, message, time_s: causes.append((kind, message)),
+        on_bug=lambda task: None,
+        in_step=True,
+    )
+    notices._cancel(signal.SIGTERM)
+    assert decided.is_set(), "before anything else"
+    assert causes == []
+    await notices.settle()
+    assert causes == [(CauseKind.CANCELLED, words)]
+    assert (notices.left_s is not None) == hurries
+    assert notices.asked_by_slurm == hurries
+    notices._cancel(signal.SIGTERM)
+    assert notices.hurry.is_set()
+    scene.board.close()

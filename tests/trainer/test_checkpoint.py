@@ -173,3 +173,18 @@ def test_a_step_that_contradicts_the_manifest_is_refused(model_dir, tmp_path):
         policy = TrainerPolicy(make_recipe(model_dir, steps=9), load_arch(model_dir), parallel, model_dir=None)
         with pytest.raises(CheckpointError, match="holds step 2, its manifest says 7"):
             load_checkpoint(wrong, policy.model, policy.optimizer, parallel)
+
+
+def test_what_others_could_have_written_is_not_unpickled(model_dir, tmp_path):
+    root = tmp_path / "checkpoints"
+    root.mkdir(mode=0o755)
+    save(0, model_dir, root, steps=1)
+    entry = CheckpointLedger(root).newest_verified().entry
+    metadata = entry.trainer_dir / ".metadata"
+    for path, mode in ((metadata, 0o602), (entry.trainer_dir, 0o722), (entry.path, 0o777), (root, 0o777)):
+        before = path.stat().st_mode
+        path.chmod(mode)
+        with pytest.raises(CheckpointError, match=rf"{path.name} is writable by others.*\n.*chmod -R go-w"):
+            load(0, model_dir, root)
+        path.chmod(before)
+    load(0, model_dir, root)

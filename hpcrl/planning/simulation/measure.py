@@ -6,6 +6,8 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
+from hpcrl.config.engine_shape import step_limits
+from hpcrl.config.plan import Role
 from hpcrl.planning.simulation.distributions import Constant, Distribution, Samples
 from hpcrl.planning.simulation.durations import (
     Durations,
@@ -121,7 +123,8 @@ def _fit_engine(found: Sequence[Evidence]) -> tuple[EngineDurations, list[Crowd]
     for _ in range(_ROUNDS):
         rows, values = [], []
         for evidence, crowd in zip(found, crowds, strict=True):
-            replicas, most = evidence.recipe.engine.replicas, float(evidence.recipe.engine.max_num_seqs)
+            shape = evidence.recipe.engine
+            replicas, most = shape.replicas, float(step_limits(shape, Role.DECODE).max_num_seqs)
             frozen = Busy([Interval(e.time_s - e.data["pause_s"], e.time_s) for e in evidence.updates])
             requests = evidence.requests
             concurrency = Busy([request.at for request in requests])

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from hpcrl.config.base import NonNegativeFloat, PositiveFloat, StrictModel
 from hpcrl.config.cluster import ClusterProfile, SlurmCluster
+from hpcrl.config.engine_shape import step_limits
 from hpcrl.config.plan import Role
 from hpcrl.config.recipe import Recipe
 from hpcrl.errors import UsageError
@@ -227,7 +228,7 @@ def _visits(recipe: Recipe, durations: Durations, size: Size, horizon_s: float) 
     """About how many requests engines serve in the horizon: the slower of engines and trainer sets the pace."""
     turns, sampled, tokens = _mean_rollout(recipe, durations)
     engine, trainer = durations.engine, durations.trainer
-    batch = min(recipe.engine.max_num_seqs * engine.ranks, size.max_in_flight / size.engines)
+    batch = min(step_limits(recipe.engine, Role.DECODE).max_num_seqs * engine.ranks, size.max_in_flight / size.engines)
     step_s = engine.step_base_s + batch * engine.step_per_sequence_s
     said_per_s = size.engines * batch / step_s
     by_engines = said_per_s / max(sampled, 1.0)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from random import Random
 
+from hpcrl.config.engine_shape import step_limits
+from hpcrl.config.plan import Role
 from hpcrl.planning.simulation.clock import Clock
 from hpcrl.planning.simulation.distributions import drawer
 from hpcrl.planning.simulation.engine import EngineCosts, SimulatedEngine
@@ -78,6 +80,8 @@ class Simulation:
     def _build(self, checkpoint: Checkpoint) -> None:
         scenario, clock, engine = self.scenario, self.clock, self.scenario.durations.engine
         config = scenario.recipe.engine
+        # where prompts have engines of their own, those that are followed token by token decode
+        limits = step_limits(config, Role.DECODE)
         host = Host(clock, scenario.durations.sharing, scenario.size.scale / scenario.thinning)
         self.trainer = SimulatedTrainer(
             clock, scenario, self.tally, self._rng, checkpoint=checkpoint, host=host, finished=self._finish
@@ -107,8 +111,8 @@ class Simulation:
             per_sequence_s=engine.step_per_sequence_s,
             per_kv_token_s=engine.step_per_kv_token_s,
             prefill_per_token_s=engine.prefill_per_token_s,
-            max_num_seqs=config.max_num_seqs * engine.ranks,
-            batch_tokens=config.max_num_batched_tokens * engine.ranks,
+            max_num_seqs=limits.max_num_seqs * engine.ranks,
+            batch_tokens=limits.max_num_batched_tokens * engine.ranks,
             kv_tokens=float("inf") if engine.kv_tokens is None else float(engine.kv_tokens),
         )
         engines = [
