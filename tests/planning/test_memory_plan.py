@@ -14,7 +14,7 @@ from hpcrl.errors import ConfigError
 from hpcrl.models import load_facts
 from hpcrl.planning.ledger import GIB, Ledger, Term
 from hpcrl.planning.memory import MemoryReport, engine_memory, memory_report
-from hpcrl.planning.memory_engine import EngineMemory, engine_ledger, kv_bytes_per_token_and_rank, kv_capacity
+from hpcrl.planning.memory_engine import EngineMemory, engine_ledger, kv_bytes_of_rank, kv_capacity
 from hpcrl.planning.memory_knobs import change, why_not
 from hpcrl.planning.memory_settings import TrainerMemory
 from hpcrl.planning.memory_trainer import layer_gather_bytes, trainer_moments, trainer_peak
@@ -166,10 +166,10 @@ def test_router_replay_payload_of_a_sample() -> None:
 def test_tensor_parallelism_cuts_heads_but_not_latents() -> None:
     qwen = load_facts("Qwen3-235B-A22B")
     one, eight = (EngineMemory(ranks=8, tp=tp) for tp in (1, 8))
-    assert kv_bytes_per_token_and_rank(qwen, one) == qwen.kv_bytes_per_token()
+    assert kv_bytes_of_rank(qwen, one) == qwen.kv_bytes_per_token()
     # 4 heads over 8 ranks: one each, every head twice
-    assert kv_bytes_per_token_and_rank(qwen, eight) == qwen.kv_bytes_per_token() // 4
-    assert kv_bytes_per_token_and_rank(GLM5, eight) == GLM5.kv_bytes_per_token()
+    assert kv_bytes_of_rank(qwen, eight) == qwen.kv_bytes_per_token() // 4
+    assert kv_bytes_of_rank(GLM5, eight) == GLM5.kv_bytes_per_token()
     assert engine_ledger(qwen, eight)["other weights"].value < engine_ledger(qwen, one)["other weights"].value
     assert engine_ledger(qwen, eight)["expert weights"] == engine_ledger(qwen, one)["expert weights"]
 
