@@ -147,6 +147,13 @@ def test_fp8_scales_of_glm5() -> None:
     assert sum(spec.elements for spec in specs) == 753_910_024_032
 
 
+def test_fp8_scales_of_experts_in_one_tensor_are_those_of_each() -> None:
+    specs = load_facts("Llama-4-Scout-17B-16E-Instruct").tensors(fp8=True)
+    prefix = "language_model.model.layers.0.feed_forward.experts."
+    scales = {spec.name: spec.shape for spec in specs if spec.is_scale and spec.name.startswith(prefix)}
+    assert scales == {f"{prefix}gate_up_proj_scale_inv": (16, 40, 128), f"{prefix}down_proj_scale_inv": (16, 64, 40)}
+
+
 def test_byte_tables_agree_with_tensors() -> None:
     for name in ("GLM-5.2", "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "Qwen3-0.6B", "gpt-oss-20b"):
         facts = load_facts(name)
