@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import psutil
 import xxhash
@@ -34,6 +35,7 @@ from hpcrl.devcluster.settings import ClusterSettings
 from hpcrl.runs.events import read_events
 from hpcrl.runs.metrics import read_metrics
 from hpcrl.runs.record import RunRecord
+from hpcrl.runs.role import Endpoints
 from hpcrl.runs.rundir import RunDir
 
 sys.path[:0] = [str(ROOT / "tests" / part) for part in (".", "e2e", "slurm_e2e")]
@@ -47,7 +49,8 @@ OVER = ("COMPLETED", "FAILED", "LOST", "CANCELLED")
 STEPS = {"embedded": 300, "vllm": 60}
 REFUSED = ("401", "403")
 #: servers that can check no token (docs/trust.md): what they answer is counted, and no verdict
-UNCHECKED_ROLES = frozenset({"store"})
+METRICS = "metrics of vllm-router"
+UNCHECKED_ROLES = frozenset({"store", METRICS})
 #: what `ls` of a directory, a read or a write by a stranger ends with
 DENIED = frozenset({"PermissionError", "FileNotFoundError", "OSError", "NotADirectoryError"})
 TRAP = "import pathlib, os\npathlib.Path({mark!r}).joinpath('{name}').touch()\n"
@@ -137,12 +140,16 @@ def attack(uid: int, facts: dict[str, Any]) -> list[dict[str, Any]]:
 
 def listeners(run: RunDir) -> dict[int, str]:
     """Ports where processes of the run listen, with the role of each."""
-    return {
+    found = {
         connection.laddr.port: process.environ().get("HPCRL_ROLE", "supervisor")
         for process in processes(run)
         for connection in process.net_connections("inet")
         if connection.status == psutil.CONN_LISTEN
     }
+    for url in Endpoints.read(run, 1).urls.get("router", []):
+        if (port := (urlsplit(url).port or 0) + 1) in found:
+            found[port] = METRICS
+    return found
 
 
 def came_through(tries: Sequence[dict[str, Any]], roles: dict[int, str], token: str) -> list[dict[str, Any]]:
@@ -206,6 +213,7 @@ def trial(lab: SlurmLab, engines: str, uid: int, trap: Trap) -> dict[str, Any]:
     return {
         "engines": engines,
         "tries": dict(Counter(one["point"] for one in tries)),
+        "listening": dict(Counter(roles.values())),
         "refused_by_role": dict(Counter(roles[one["port"]] for one in asked if one["got"] in REFUSED)),
         "answered_by_roles_that_check_no_token": dict(
             Counter(roles[one["port"]] for one in asked if roles[one["port"]] in UNCHECKED_ROLES)

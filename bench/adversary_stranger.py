@@ -93,13 +93,15 @@ def servers(known: dict[str, Any]) -> None:
         if port not in ports:
             continue
         address = ({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port)
+        speaks_http = True
         for name, headers in guesses.items():
-            for method, form, body in CALLS:
+            for method, form, body in CALLS if speaks_http else ():
                 path = form.format(step=known["step"])
                 got = request(address, method, path, body, headers)
                 say("servers", f"{method} {path} with {name}", got, port=port)
-                if not got.isdecimal():
-                    break  # no HTTP, or it does not answer: once is enough
+                speaks_http = got.isdecimal()
+                if not speaks_http:
+                    break  # or it does not answer: once is enough
 
 
 def files(known: dict[str, Any]) -> None:

@@ -5,6 +5,8 @@
     HpcrlError                      base; a message for a person, with the way out
     ├── UsageError                  what was asked cannot be done (exit code 2)
     │   ├── ConfigError             a recipe, cluster profile or override is wrong; carries every finding
+    │   ├── DoesNotFitError         no plan of the size that was asked for fits (exit code 3)
+    │   ├── UnknownSizesError       the model's sizes are needed and not known (exit code 4)
     │   ├── RunDirError             a run does not exist, is ambiguous, or its directory is in use
     │   └── MissingExtraError       an optional part is not installed; names the install command
     ├── RunFailedError              the run itself failed (exit code 1)
@@ -29,6 +31,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "DeadlineError",
+    "DoesNotFitError",
     "ExitCode",
     "FencedError",
     "Finding",
@@ -39,6 +42,7 @@ __all__ = [
     "PeerLostError",
     "RunDirError",
     "RunFailedError",
+    "UnknownSizesError",
     "UsageError",
     "refusal",
 ]
@@ -50,6 +54,10 @@ class ExitCode(IntEnum):
     OK = 0
     FAILED = 1
     USAGE = 2
+    DOES_NOT_FIT = 3
+    """A plan asks for more memory or more nodes than there are (``hpcrl plan``)."""
+    UNKNOWN = 4
+    """A plan cannot be judged: the model's sizes are not known, or the profile lacks a number."""
     NO_PROGRESS = 93
     """The run was given up: attempts in a row made no progress. Who resumes runs by a script should not."""
     NOTHING_TO_RESTORE = 94
@@ -102,6 +110,18 @@ class ConfigError(UsageError):
         self.findings = tuple(findings)
         plural = "problem" if len(self.findings) == 1 else "problems"
         super().__init__(f"{len(self.findings)} {plural}\n" + "\n".join(f"  {f}" for f in self.findings))
+
+
+class DoesNotFitError(UsageError):
+    """No plan of the size that was asked for fits."""
+
+    exit_code = ExitCode.DOES_NOT_FIT
+
+
+class UnknownSizesError(UsageError):
+    """The sizes of a model are needed, and its config does not say them in a way that hpcrl knows."""
+
+    exit_code = ExitCode.UNKNOWN
 
 
 class RunDirError(UsageError):

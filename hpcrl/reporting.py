@@ -37,6 +37,8 @@ _MAX_BYTES = 4 << 20
 """Lines of one file that wait in memory."""
 _MAX_FILE_BYTES = 256 << 20
 """Contents of files that wait in memory, of all together."""
+_TOO_SLOW = "it was written more slowly than there was to say"
+"""The problem where lines were given up and no write failed."""
 
 
 class Outage(NamedTuple):
@@ -363,9 +365,10 @@ class _Writer:
                     report._failed_at, report._problem = time.monotonic(), problem
                     say = partial(_say_failed, report.path, problem)
             else:
-                if report._failed_at is not None:
-                    seconds = time.monotonic() - report._failed_at
-                    outage = Outage(report.path, seconds, report._problem, report._dropped)
+                if report._failed_at is not None or report._dropped:
+                    now = time.monotonic()
+                    seconds = now - (now if report._failed_at is None else report._failed_at)
+                    outage = Outage(report.path, seconds, report._problem or _TOO_SLOW, report._dropped)
                     say = partial(_say_caught_up, report, outage)
                 report._failed_at, report._problem, report._dropped = None, "", 0
                 report._pause_s = report._due = 0.0

@@ -67,6 +67,9 @@ def cli() -> str:
     exit_codes = (
         "## Exit codes\n\n| code | meaning |\n| --- | --- |\n| 0 | done |\n| 1 | the run failed |\n"
         "| 2 | what was asked cannot be done; nothing was changed |\n"
+        "| 3 | a plan does not fit: memory or nodes are short; it says where, and what would help |\n"
+        "| 4 | a plan cannot be judged: the model's sizes are not known, or the profile lacks a number; "
+        "it says what was skipped |\n"
         "| 93 | the run is given up: attempts without progress; do not requeue |\n"
         "| 94 | the run has saved checkpoints, none can be restored, and it does not begin again by itself: "
         "`hpcrl resume --from-scratch` or `--from-step` (docs/checkpoints.md) |\n| 130 | cancelled |\n"

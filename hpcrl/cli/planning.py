@@ -90,13 +90,17 @@ def show(
     calibration: CalibrationOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the resolved plan and its forecast (`hpcrl plan RECIPE` does the same). Changes nothing."""
+    """Show the resolved plan and its forecast (`hpcrl plan RECIPE` does the same). Changes nothing.
+
+    Exit code: 0 it fits, 3 it does not, 4 that cannot be said: the model's sizes are not known, or the profile lacks a
+    number.
+    """
     import json
     import time
     from pathlib import Path
 
     from hpcrl.cli.output import table_console
-    from hpcrl.cli.planning_tables import print_explanation, print_outlook, print_unstartable
+    from hpcrl.cli.planning_tables import print_explanation, print_outlook, print_unstartable, print_verdict
     from hpcrl.config.rules import unstartable
     from hpcrl.planning import (
         absolute_paths,
@@ -106,6 +110,7 @@ def show(
         resolve_runs_root,
     )
     from hpcrl.planning.report import find_facts, make_outlook, outlook_document
+    from hpcrl.planning.verdict import judge
 
     loaded, site = load_for_planning(recipe, cluster, overrides)
     cwd = Path.cwd()
@@ -116,31 +121,35 @@ def show(
     name = default_run_name(wanted, time.time())
     profile = absolute_site_paths(site.value, cwd)
     resolved = make_plan(absolute_paths(wanted, cwd), profile, name, resolve_runs_root(profile, cwd) / name)
-    outlook = make_outlook(wanted, site.value, measured, find_facts(wanted))
+    facts = find_facts(wanted)
+    outlook = make_outlook(wanted, site.value, measured, facts)
+    verdict = judge(outlook, facts)
     if as_json:
-        forecast = {**outlook_document(outlook), "unstartable": unstartable(wanted, site.value)}
-        document = {**json.loads(resolved.model_dump_json()), "forecast": forecast}
+        parts = {"verdict": verdict.document(), "unstartable": unstartable(wanted, site.value)}
+        document = {**json.loads(resolved.model_dump_json()), "forecast": {**outlook_document(outlook), **parts}}
         typer.echo(json.dumps(document, indent=2))
-        return
-    print_plan(resolved, site)
+        raise typer.Exit(verdict.exit_code)
     console = table_console()
+    print_verdict(console, verdict)
+    print_plan(resolved, site)
     print_outlook(console, outlook)
     print_unstartable(console, unstartable(wanted, site.value))
     if explain:
         print_explanation(console, outlook, measured)
     if environment:
         print_environment(wanted, profile, resolved)
+    raise typer.Exit(verdict.exit_code)
 
 
 def _best_split(recipe: Recipe, cluster: ClusterProfile, calibration: Calibration, nodes: int) -> Recipe:
     """The recipe with the best split of so many nodes."""
-    from hpcrl.errors import UsageError
-    from hpcrl.planning.search_recipe import run_search
+    from hpcrl.errors import DoesNotFitError
+    from hpcrl.planning.search_recipe import node_range, run_search
     from hpcrl.planning.times_layouts import with_layout
 
-    found = run_search(recipe, cluster, calibration, [nodes])
+    found = run_search(recipe, cluster, calibration, node_range(str(nodes)))
     if not found.candidates:
-        raise UsageError(f"no split of {nodes} nodes fits\n    {found.why_not}")
+        raise DoesNotFitError(f"no split of {nodes} nodes fits\n    {found.why_not}")
     return with_layout(recipe, found.candidates[0].layout)
 
 
@@ -163,7 +172,7 @@ def search(
 
     from hpcrl.cli.output import table_console
     from hpcrl.cli.planning_tables import print_candidates
-    from hpcrl.errors import UsageError
+    from hpcrl.errors import DoesNotFitError
     from hpcrl.fs import atomic_write
     from hpcrl.planning.search import pareto
     from hpcrl.planning.search_picture import search_svg
@@ -184,7 +193,7 @@ def search(
         for note in found.notes:
             console.print(note, highlight=False, soft_wrap=True)
     if not found.candidates:
-        raise UsageError(f"nothing fits\n    {found.why_not}")
+        raise DoesNotFitError(f"nothing fits\n    {found.why_not}")
     if picture is not None:
         title = f"{loaded.value.name} on {site.value.name}"
         atomic_write(Path(picture), search_svg(found.candidates, title, found.own).encode())

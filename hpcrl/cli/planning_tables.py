@@ -10,11 +10,20 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from hpcrl.planning.calibration import Calibration
+    from hpcrl.planning.memory import Place
     from hpcrl.planning.report import Outlook
     from hpcrl.planning.search import Candidate
     from hpcrl.planning.times_terms import TimeTable, TimeTerm
+    from hpcrl.planning.verdict import Verdict
 
-__all__ = ["duration_text", "print_candidates", "print_explanation", "print_outlook", "print_unstartable"]
+__all__ = [
+    "duration_text",
+    "print_candidates",
+    "print_explanation",
+    "print_outlook",
+    "print_unstartable",
+    "print_verdict",
+]
 
 _BAR = 12
 _KNOBS = 4
@@ -36,6 +45,23 @@ def duration_text(seconds: float | None) -> str:
 def _bar(share: float) -> str:
     full = round(min(max(share, 0.0), 1.0) * _BAR)
     return f"[{'red' if share > 1 else 'green'}]{'█' * full}[/]{'░' * (_BAR - full)}"
+
+
+def print_verdict(console: Console, verdict: Verdict) -> None:
+    """Say first whether the plan fits, and what nobody knows."""
+    from rich.markup import escape
+
+    if verdict.fits:
+        tightest = f"; tightest: {verdict.tightest}" if verdict.tightest else ""
+        console.print(f"[green]fits[/]{tightest}\n", highlight=False, soft_wrap=True)
+        return
+    for what in verdict.short:
+        console.print(f"[bold red]DOES NOT FIT[/] {escape(what)}", highlight=False, soft_wrap=True)
+    for what in verdict.unknown:
+        console.print(f"[bold red]NOT KNOWN[/] {escape(what)}", highlight=False, soft_wrap=True)
+    if verdict.skipped:
+        console.print(f"[bold yellow]SKIPPED[/] {'; '.join(verdict.skipped)}", highlight=False, soft_wrap=True)
+    console.print()
 
 
 def print_outlook(console: Console, outlook: Outlook) -> None:
@@ -73,12 +99,27 @@ def _print_memory(console: Console, outlook: Outlook) -> None:
             bar,
             _gib(place.needed),
             "?" if place.capacity is None else _gib(place.capacity),
-            free if place.ok else f"[red]{free}[/]",
+            f"{free} KV" if place.ok and place.kv is not None else free if place.ok else f"[red]{free}[/]",
             place.ledger.moment,
             f"{largest.name} {_gib(largest.value)}",
         )
     console.print(table)
+    for place in outlook.memory.places:
+        if place.kv is not None:
+            console.print(_kv_line(place, outlook), highlight=False, soft_wrap=True)
+    if outlook.expert_margin is not None:
+        console.print(f"experts    {outlook.expert_margin}", highlight=False, soft_wrap=True)
     console.print()
+
+
+def _kv_line(place: Place, outlook: Outlook) -> str:
+    """What is called free of an engine's GPU is its KV cache."""
+    assert place.kv is not None
+    length = outlook.recipe.engine.max_model_len
+    return (
+        f"KV cache   {place.role.value}: {_gib(place.kv.cache_bytes)} GiB a GPU hold {place.kv.tokens:,} tokens of a "
+        f"rank, {place.kv.sequences:.1f} sequences of {length:,}"
+    )
 
 
 def _print_roles(console: Console, outlook: Outlook) -> None:

@@ -10,7 +10,7 @@ from hpcrl.models.tensors import DTYPE_BYTES
 from hpcrl.planning.ledger import GIB, Term
 from hpcrl.planning.memory_layers import ActivationShape
 
-__all__ = ["TrainerMemory", "checkpoint_term", "image_term", "lora_parameters"]
+__all__ = ["EXPERT_IMBALANCE", "TrainerMemory", "checkpoint_term", "image_term", "lora_parameters"]
 
 OFFLOAD_BUCKET = 512 << 20
 """Bytes that move between host and GPU at a time (two of them: one moves while the other is used)."""
@@ -47,6 +47,8 @@ class TrainerMemory:
         where files are staged a few at a time, the most of one copy.
     saves_aside:
         A checkpoint is written from a copy in host memory while training goes on.
+    expert_imbalance:
+        Tokens of the busiest rank of expert parallelism relative to the mean.
     device:
         ``cuda`` adds what CUDA, NCCL and the caching allocator hold.
     eager:
@@ -72,6 +74,7 @@ class TrainerMemory:
     fp8: bool = False
     lora_rank: int | None = None
     router_replay: bool = False
+    expert_imbalance: float = EXPERT_IMBALANCE
     device: Literal["cpu", "cuda"] = "cuda"
     eager: bool = False
 
@@ -100,7 +103,7 @@ class TrainerMemory:
             padded_tokens=padded,
             element_bytes=self.element_bytes,
             eager=self.eager,
-            imbalance=EXPERT_IMBALANCE if self.ep > 1 else 1.0,
+            imbalance=self.expert_imbalance if self.ep > 1 else 1.0,
         )
 
 

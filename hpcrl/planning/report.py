@@ -18,6 +18,7 @@ from hpcrl.planning.calibration import Calibration
 from hpcrl.planning.ledger import Ledger
 from hpcrl.planning.memory import MemoryReport, Place, memory_report
 from hpcrl.planning.memory_knobs import Shortage, why_not
+from hpcrl.planning.memory_margin import ExpertMargin, expert_margin
 from hpcrl.planning.times import Forecast, forecast, site_rates
 from hpcrl.planning.times_layouts import PlannedLayout, planned_layout
 from hpcrl.planning.times_loop import LoopEstimate
@@ -44,6 +45,10 @@ class Outlook:
         Of every role; None where the model or a number is not known.
     shortages:
         What does not fit, and what would help.
+    lacking:
+        Numbers that the profile lacks for memory or times.
+    expert_margin:
+        How uneven experts may be until the trainer's GPUs overflow; None where nothing is dealt out.
     because:
         Why there is no loop; empty where there is one.
     """
@@ -56,6 +61,8 @@ class Outlook:
     workload: Workload
     memory: MemoryReport | None = None
     shortages: tuple[Shortage, ...] = ()
+    lacking: tuple[str, ...] = ()
+    expert_margin: ExpertMargin | None = None
     because: str = ""
 
     @property
@@ -99,6 +106,7 @@ def make_outlook(
     short: tuple[Shortage, ...] = ()
     if memory is not None and not memory.ok and not isinstance(facts, str):
         short = why_not(recipe, cluster, facts)
+    margin = expert_margin(recipe, cluster, facts) if memory is not None and not isinstance(facts, str) else None
     whole: Forecast | None = None
     because = ""
     if not isinstance(cluster, SlurmCluster):
@@ -112,17 +120,14 @@ def make_outlook(
         layout = planned_layout(recipe, cluster, facts)
         slots = _slots(recipe, memory, workload)
         whole = forecast(recipe, facts, layout, site_rates(cluster, calibration), workload=workload, slots=slots)
-        missing = tuple(dict.fromkeys((*whole.missing, *lacking)))
-        because = f"the cluster profile lacks {', '.join(missing)}" if whole.missing else ""
+        lacking = tuple(dict.fromkeys((*whole.missing, *lacking)))
+        because = f"the cluster profile lacks {', '.join(lacking)}" if whole.missing else ""
+    loop, tables = (None, {}) if whole is None else (whole.loop, dict(whole.tables))
     measured = calibration.measured_for(recipe.name, cluster.name)
     if measured is not None:
-        tables = {} if whole is None else dict(whole.tables)
         tables["trainer"] = measured_trainer(recipe, measured, workload)
-        loop = measured_loop(recipe, measured, workload)
-        return Outlook(recipe, cluster, whole, loop, tables, workload, memory, short)
-    if whole is None:
-        return Outlook(recipe, cluster, None, None, {}, workload, memory, short, because)
-    return Outlook(recipe, cluster, whole, whole.loop, whole.tables, workload, memory, short, because)
+        loop, because = measured_loop(recipe, measured, workload), ""
+    return Outlook(recipe, cluster, whole, loop, tables, workload, memory, short, lacking, margin, because)
 
 
 def _memory(
@@ -178,6 +183,7 @@ def outlook_document(outlook: Outlook) -> dict[str, Any]:
         "because": outlook.because or None,
         "loop": None if outlook.loop is None else loop_document(outlook.loop),
         "memory": None if outlook.memory is None else _memory_document(outlook.memory),
+        "expert_imbalance": None if outlook.expert_margin is None else outlook.expert_margin.document(),
         "why_not": [
             {
                 "role": shortage.place.role.value,
@@ -196,7 +202,7 @@ def outlook_document(outlook: Outlook) -> dict[str, Any]:
         "shared_filesystem_bytes_per_step": {} if whole is None else dict(whole.share_bytes),
         "assumptions": [] if whole is None else list(whole.assumptions),
         "warnings": [] if whole is None else list(whole.warnings),
-        "missing": [] if whole is None else list(whole.missing),
+        "missing": list(outlook.lacking),
         "times": {name: _table_document(table) for name, table in outlook.tables.items()},
     }
 
@@ -225,7 +231,9 @@ def _memory_document(memory: MemoryReport) -> dict[str, Any]:
                 "needed_bytes": place.needed,
                 "capacity_bytes": place.capacity,
                 "headroom_bytes": place.headroom,
+                "kv_bytes": None if place.kv is None else place.kv.cache_bytes,
                 "kv_tokens": None if place.kv is None else place.kv.tokens,
+                "kv_sequences": None if place.kv is None else place.kv.sequences,
                 "peak": ledger(place.ledger),
             }
             for place in memory.places

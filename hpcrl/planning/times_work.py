@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -104,6 +105,10 @@ class Packing:
         return self.critical_tokens * groups / self.tokens
 
 
+PACKED = 16_384
+"""Rollouts that are packed one by one, or eight a group of ranks: more of them are taken as even as these."""
+
+
 @lru_cache(maxsize=512)
 def pack_rows(lengths: Quantiles, rollouts: int, groups: int, budget: int) -> Packing:
     """Pack as the orchestrator does: longest first into the emptiest, as few micro-batches as the budget allows.
@@ -119,13 +124,16 @@ def pack_rows(lengths: Quantiles, rollouts: int, groups: int, budget: int) -> Pa
     budget:
         Tokens of a micro-batch.
     """
-    sizes = [max(1.0, size) for size in reversed(lengths.sample(rollouts))]
+    packed = min(rollouts, max(PACKED, 8 * groups))
+    sizes = [max(1.0, size) for size in reversed(lengths.sample(packed))]
     tokens = sum(sizes)
     rows = max(1, -(-int(sum(min(size, budget) for size in sizes)) // (budget * groups)))
     while (loads := _fill(sizes, rows * groups, budget)) is None:
-        rows += 1
+        # of many rows the smallest number is not worth a packing each
+        rows += max(1, rows // 256)
     loads.sort(reverse=True)
-    return Packing(rows, tokens, sum(loads[::groups]))
+    times = rollouts / packed
+    return Packing(math.ceil(times * rows), times * tokens, times * sum(loads[::groups]))
 
 
 def _fill(sizes: list[float], bins: int, budget: float) -> list[float] | None:

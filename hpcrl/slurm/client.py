@@ -232,9 +232,13 @@ class SlurmClient:
             raise unreadable from error
 
     def _found_after(self, name: str, token: str, before: Collection[int], error: SlurmError) -> int | None:
-        """The id of the job of a submission that failed, if there is one all the same."""
+        """The id of the job of a submission that failed, if there is one all the same.
+
+        Slurm keeps a record of what it refused for a while, as a job that has failed: that is none.
+        """
         try:
-            jobs = [job for job in self.find(name=name, token=token) if job.job_id not in before]
+            found = self.find(name=name, token=token)
+            jobs = [job for job in found if job.job_id not in before and not job.state.ended]
         except SlurmError:
             raise error from None
         return jobs[-1].job_id if jobs else None

@@ -34,7 +34,7 @@ from hpcrl.rollouts.replica_client import ReplicaClient
 from hpcrl.runs.events import read_events
 from hpcrl.runs.rundir import RunDir
 from hpcrl.supervisor.commands import fill_placeholders
-from hpcrl.supervisor.guard import fill_node_rank
+from hpcrl.supervisor.guard import fill_node, fill_node_rank
 from hpcrl.trainer.models.qwen3_moe import Qwen3Moe
 from hpcrl.weights import HandoffStore
 from hpcrl.weights.leases import ReaderWatch
@@ -69,6 +69,7 @@ def servers(tiny: tuple[Path, Qwen3Moe], run: RunDir) -> Iterator[list[Server]]:
     who = {"RUN_DIR": str(run.path), "ATTEMPT": "1", "ROLE": "engine", "REPLICA": "0"}
     env = {**os.environ, **vllm_variables(recipe, gpus=False), "OMP_NUM_THREADS": "1"}
     env |= {f"HPCRL_{name}": value for name, value in who.items()}
+    env = fill_node(env, 0, hosts=[HOST], interfaces=[])  # as the guard does
     headers = Credentials.of_run(run.path, 1).headers
     started = []
     for rank, port in enumerate(ports):

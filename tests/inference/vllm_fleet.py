@@ -22,6 +22,7 @@ from hpcrl.runs.record import RunRecord
 from hpcrl.runs.role import Endpoints, ready_path
 from hpcrl.runs.rundir import RunDir
 from hpcrl.supervisor.commands import fill_placeholders, role_environment
+from hpcrl.supervisor.guard import fill_node
 from hpcrl.trainer.models.qwen3_moe import Qwen3Moe
 
 HOST = "127.0.0.1"
@@ -78,6 +79,7 @@ class Fleet:
         env = role_environment(
             group, replica, run=self.run, run_id=RUN_ID, attempt=self.attempt, inherited=dict(os.environ)
         )
+        env = fill_node(env, 0, hosts=[HOST], interfaces=[])  # as the guard does
         log = self.run.path / f"{group.role.value}-{replica}.log"
         with log.open("ab") as stream:
             process = subprocess.Popen(command, stdout=stream, stderr=stream, start_new_session=True, env=env)

@@ -13,7 +13,7 @@ from hpcrl.models import known_models, load_facts
 
 _SHIPPED = Path(hpcrl.models.__file__).parent / "configs"
 CONFIGS = {name: json.loads((_SHIPPED / f"{name}.json").read_text()) for name in known_models()}
-MISSING = object()
+MISSING = "missing from the file"
 
 #: model, what is changed, and what the message says
 WRONG: list[tuple[str, dict[str, Any], str]] = [
@@ -91,11 +91,15 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("model", "change", "says"), WRONG, ids=[f"{m}-{c}"[:60] for m, c, _ in WRONG])
+@pytest.mark.parametrize(
+    ("model", "change", "says"),
+    WRONG,
+    ids=[f"{i}-{model}-{'-'.join(change)}" for i, (model, change, _) in enumerate(WRONG)],
+)
 def test_an_impossible_config_is_one_error(tmp_path: Path, model: str, change: dict[str, Any], says: str) -> None:
     config = {**CONFIGS[model], **change}
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({key: value for key, value in config.items() if value is not MISSING}))
+    path.write_text(json.dumps({key: value for key, value in config.items() if value != MISSING}))
     with pytest.raises(ValueError, match=r"config\.json") as caught:
         load_facts(tmp_path)
     assert says in str(caught.value)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 BENCH = Path(__file__).parents[2] / "bench"
-HELPERS = {"harness", "vllm_lab", "planner_memory_worker"}
+HELPERS = {"harness", "vllm_lab", "planner_memory_worker", "adversary_stranger"}
 PROGRAMS = sorted(path.stem for path in BENCH.glob("*.py") if path.stem not in HELPERS)
 
 

@@ -14,10 +14,11 @@ from hpcrl.config.recipe import Recipe
 from hpcrl.errors import ConfigError
 from hpcrl.models import load_facts
 from hpcrl.planning.ledger import GIB, Ledger, Term
-from hpcrl.planning.memory import MemoryReport, engine_memory, memory_report
+from hpcrl.planning.memory import MemoryReport, engine_memory, memory_report, trainer_memory
 from hpcrl.planning.memory_engine import EngineMemory, engine_ledger, kv_bytes_of_rank, kv_capacity
 from hpcrl.planning.memory_knobs import change, why_not
 from hpcrl.planning.memory_layers import ActivationShape, attention_output_bytes, saved_bytes
+from hpcrl.planning.memory_margin import expert_margin
 from hpcrl.planning.memory_settings import TrainerMemory
 from hpcrl.planning.memory_trainer import layer_gather_bytes, trainer_moments, trainer_peak
 
@@ -260,3 +261,33 @@ def test_too_large_steps_of_a_decode_engine_are_the_first_way_out() -> None:
     recipe, cluster = _glm5("engine.decode.max_num_batched_tokens=8192")
     shortage = next(s for s in why_not(recipe, cluster, GLM5) if s.place.role is Role.DECODE)
     assert shortage.knobs[0].changes == (("engine.decode.max_num_batched_tokens", 96),)
+
+
+def test_a_plan_overflows_just_above_its_margin() -> None:
+    recipe, cluster = _glm5()
+    margin = expert_margin(recipe, cluster, GLM5)
+    assert margin is not None
+    assert margin.overflows is not None
+    assert margin.overflows == pytest.approx(2.05, abs=0.05)
+    gpu_bytes = _report().place(Role.TRAINER, "gpu").capacity
+    assert gpu_bytes is not None
+    own = trainer_memory(recipe, device="cuda")
+    fits = [
+        trainer_peak(GLM5, replace(own, expert_imbalance=margin.overflows + change)).total <= gpu_bytes
+        for change in (0.0, 0.01)
+    ]
+    assert fits == [True, False]
+
+
+def test_margins_at_their_ends() -> None:
+    recipe, cluster = _glm5("trainer.nodes=6", "trainer.ranks=48")
+    short = expert_margin(recipe, cluster, GLM5)
+    assert short is not None
+    assert short.overflows is not None
+    assert short.overflows < 1
+    assert "however even" in str(short)
+    recipe, cluster = _glm5("trainer.parallelism.cp=16", "trainer.parallelism.ep=8")
+    roomy = expert_margin(recipe, cluster, GLM5)
+    assert roomy is not None
+    assert roomy.overflows is None
+    assert expert_margin(_glm5("trainer.parallelism.ep=1")[0], cluster, GLM5) is None

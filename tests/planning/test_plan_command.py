@@ -6,10 +6,13 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hpcrl.cli.main import main
+from hpcrl.errors import ExitCode
+from hpcrl.planning.rules_model import MODEL_RULES
 
 Hpcrl = Callable[..., tuple[int, str, str]]
 GLM5 = ("glm5_swe", "-c", "h200-28")
@@ -37,6 +40,7 @@ def hpcrl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 def test_the_reference_run_fits_and_is_forecast(hpcrl: Hpcrl, tmp_path: Path) -> None:
     code, out, err = hpcrl(*GLM5)
     assert code == 0, err
+    assert out.startswith("fits; tightest: trainer gpu, ")
     for word in ("trainer gpu", "decode host", "binds", "GPU-hours a step", "GB weights written", "of the step"):
         assert word in out
     assert "does not fit" not in out
@@ -78,7 +82,8 @@ def test_explain_names_formula_input_and_source(hpcrl: Hpcrl) -> None:
 
 def test_a_smaller_trainer_fails_with_reason_and_way_out(hpcrl: Hpcrl) -> None:
     code, out, _ = hpcrl(*GLM5, "--set", "trainer.nodes=6", "--set", "trainer.ranks=48")
-    assert code == 0
+    assert code == ExitCode.DOES_NOT_FIT
+    assert out.startswith("DOES NOT FIT trainer gpu: ")
     assert "does not fit trainer gpu" in out
     assert "GiB short" in out
     assert "way out: --set trainer.nodes=" in out
@@ -112,7 +117,8 @@ def test_a_split_keeps_what_its_sides_say_of_themselves(hpcrl: Hpcrl) -> None:
 def test_a_profile_without_numbers_is_told_which(hpcrl: Hpcrl) -> None:
     code, out, _ = hpcrl("quickstart", "-c", "roce-h100", "--set", "model.path=GLM-5", "--json")
     forecast = json.loads(out)["forecast"]
-    assert code == 0
+    assert code == ExitCode.UNKNOWN
+    assert forecast["verdict"]["fits"] is None
     assert forecast["loop"] is None
     assert any(key.endswith(("gpu.nvlink_gb_s", "filesystem.write_gb_s")) for key in forecast["missing"])
     assert "lacks" in forecast["because"]
@@ -156,3 +162,65 @@ def test_a_recipe_called_like_a_command_is_given_as_a_path(hpcrl: Hpcrl, tmp_pat
     assert code == 0, err
     assert json.loads(out)["recipe"] == "mine"
     assert hpcrl("-c", "h200-28", "nothing-of-this-name")[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        ({"model_type": "martian", "hidden_size": 1024}, "model_type is 'martian'; known are"),
+        ({"model_type": "qwen3_moe", "vocab_size": 1000, "hidden_size": 1024}, "config.json lacks "),
+        (None, "no config.json there, and no known model of this name"),
+    ],
+)
+def test_a_model_of_unknown_sizes_is_said_first_with_what_was_skipped(
+    hpcrl: Hpcrl, tmp_path: Path, config: dict[str, Any] | None, why: str
+) -> None:
+    model = tmp_path / "strange"
+    model.mkdir()
+    if config is not None:
+        (model / "config.json").write_text(json.dumps(config))
+    code, out, _ = hpcrl(*GLM5, "--set", f"model.path={model}")
+    assert code == ExitCode.UNKNOWN
+    first, way_out, skipped = out.splitlines()[:3]
+    assert first.startswith("NOT KNOWN the model's sizes are not known: ")
+    assert why in first
+    assert "way out: set model.path" in way_out
+    assert skipped.startswith("SKIPPED memory of every GPU and host; rules about the model's sizes: ")
+    assert all(rule.name in skipped for rule in MODEL_RULES)
+    document = json.loads(hpcrl(*GLM5, "--set", f"model.path={model}", "--json")[1])
+    assert document["forecast"]["verdict"]["exit_code"] == ExitCode.UNKNOWN
+    # a search cannot do without
+    assert hpcrl("search", *GLM5, "--nodes", "28", "--set", f"model.path={model}")[0] == ExitCode.UNKNOWN
+
+
+def test_a_model_that_is_made_later_is_no_defect(hpcrl: Hpcrl) -> None:
+    code, out, _ = hpcrl("quickstart")
+    assert code == 0
+    assert "until the model is made (hpcrl warmup)" in out.splitlines()[0]
+
+
+def test_more_nodes_than_the_site_has_are_said_first(hpcrl: Hpcrl) -> None:
+    code, out, _ = hpcrl(*GLM5, "--nodes", "29")
+    assert code == ExitCode.DOES_NOT_FIT
+    assert out.startswith("DOES NOT FIT 29 nodes of partition 'gpu' (")
+    assert "which has 28" in out.splitlines()[0]
+
+
+def test_what_an_engine_has_free_is_named_as_its_kv_cache(hpcrl: Hpcrl) -> None:
+    _, out, _ = hpcrl(*GLM5)
+    lines = {line.split()[2]: line for line in out.splitlines() if line.startswith("KV cache")}
+    places = json.loads(hpcrl(*GLM5, "--json")[1])["forecast"]["memory"]["places"]
+    decode = next(place for place in places if (place["role"], place["kind"]) == ("decode", "gpu"))
+    assert f"{decode['kv_tokens']:,} tokens" in lines["decode:"]
+    assert decode["kv_sequences"] == pytest.approx(decode["kv_tokens"] / 131072, rel=0.01)
+    assert f"{decode['kv_sequences']:.1f} sequences of 131,072" in lines["decode:"]
+    assert "prefill:" in lines
+    row = next(line for line in out.splitlines() if line.startswith("decode gpu"))
+    assert " KV " in row
+
+
+def test_how_uneven_experts_may_be_is_printed(hpcrl: Hpcrl) -> None:
+    _, out, _ = hpcrl(*GLM5)
+    margin = json.loads(hpcrl(*GLM5, "--json")[1])["forecast"]["expert_imbalance"]
+    assert (margin["planned"], margin["most"]) == (1.25, 8)
+    assert f"more than {margin['overflows_above']:.2f} times the mean of tokens" in out

@@ -27,7 +27,10 @@ from pathlib import Path
 from hpcrl.reporting import ReportedFile
 from hpcrl.runs.events import EventWriter, read_events
 from hpcrl.runs.rundir import RunDir
-logging.basicConfig(stream=sys.stdout, level=logging.WARNING, format="log %(message)s")
+said = []
+handler = logging.Handler(logging.WARNING)
+handler.emit = lambda record: said.append(record.getMessage())  # two threads would mix their lines on a stream
+logging.getLogger().addHandler(handler)
 run = RunDir(Path(sys.argv[1]))
 events = EventWriter(run, attempt=1, writer="supervisor")
 status = ReportedFile(run.status_path, on_caught_up=events.caught_up)
@@ -42,6 +45,8 @@ print("status:", run.status_path.read_text())
 print("ticks:", [event.data["number"] for event in read_events(run, kind="tick")])
 for event in read_events(run, kind="reports.caught_up"):
     print("again:", event.data["file"], event.data["dropped"], event.data["problem"])
+for line in said:
+    print("log", line)
 """
 
 
@@ -136,6 +141,7 @@ def test_lines_that_wait_have_a_bound_and_are_counted(blocked: Path, monkeypatch
     events = EventWriter(RunDir(blocked), attempt=1, writer="trainer-0")
     for number in range(100):
         events.emit("tick", number=number)
+    wait_for(lambda: bool(reporting.problems()), 10, "the first failure")
     blocked.unlink()
     events.close(30)
     events.close(30)  # with the word that it was caught up
@@ -145,6 +151,24 @@ def test_lines_that_wait_have_a_bound_and_are_counted(blocked: Path, monkeypatch
     assert ticks == list(range(100 - len(ticks), 100))
     assert 0 < len(ticks) < 20
     assert again.data["dropped"] == 100 - len(ticks)
+
+
+def test_lines_that_a_slow_filesystem_leaves_no_room_for_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No write fails: one takes its time, while more is said than is kept."""
+    monkeypatch.setattr(reporting, "_MAX_BYTES", 1000)
+    outages: list[Outage] = []
+    lines, goes_on = ReportedLines(tmp_path / "events.jsonl", on_caught_up=outages.append), threading.Event()
+    write = lines._write
+    monkeypatch.setattr(lines, "_write", lambda data: (goes_on.wait(30), write(data)))
+    for _ in range(100):
+        lines.append(b"x" * 50)
+    goes_on.set()
+    assert lines.flush(30)
+    written = len((tmp_path / "events.jsonl").read_bytes().splitlines())
+    assert 0 < written < 100
+    assert sum(outage.dropped for outage in outages) == 100 - written
 
 
 def test_one_file_that_fails_does_not_keep_the_others(blocked: Path, tmp_path: Path) -> None:

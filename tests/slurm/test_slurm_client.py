@@ -289,6 +289,18 @@ def test_a_job_that_exists_is_not_called_refused(slurm: FakeSlurm) -> None:
         slurm.client().submit(Path("s"), name="run", token="t")
 
 
+def test_the_record_of_what_slurm_refused_is_no_job(slurm: FakeSlurm) -> None:
+    """As Slurm 22.05 does where no node has what is asked for: refused, and listed as failed for a while."""
+
+    def refuse(argv: Sequence[str]) -> CommandResult:
+        slurm.queue[5] = job(5, "FAILED", Name="run", Comment="hpcrl:t")
+        return slurm.error("sbatch: error: Batch job submission failed: Requested node configuration is not available")
+
+    slurm.sbatch = refuse  # type: ignore[method-assign]
+    with pytest.raises(SlurmRejectedError, match="configuration is not available"):
+        slurm.client().submit(Path("s"), name="run", token="t")
+
+
 @pytest.mark.parametrize("lets_through", [False, True])
 def test_a_strangers_job_is_not_ours(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, lets_through: bool) -> None:
     """Names and comments are everybody's to write; also where a wrapper of squeue drops --me."""

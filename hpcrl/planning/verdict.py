@@ -1,0 +1,121 @@
+"""What a plan comes to before any figure: it fits, it does not, or that cannot be said."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from hpcrl.config.cluster import SlurmCluster
+from hpcrl.config.plan import Role
+from hpcrl.config.rules import RULES
+from hpcrl.errors import ExitCode
+from hpcrl.models.facts import ModelFacts
+from hpcrl.planning.hardware import node_hardware
+from hpcrl.planning.report import Outlook
+from hpcrl.planning.rules_model import MODEL_RULES
+
+__all__ = ["Verdict", "judge"]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether a plan fits.
+
+    Attributes
+    ----------
+    short:
+        What does not fit, a sentence each.
+    unknown:
+        What is not known and should be, a sentence each, with the way out.
+    skipped:
+        What was not checked or computed for that, or because the model is not made yet.
+    tightest:
+        The memory with the smallest share free, in words; empty where nothing is compared.
+    """
+
+    short: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
+    tightest: str = ""
+
+    @property
+    def fits(self) -> bool | None:
+        """None: that cannot be said."""
+        if self.short:
+            return False
+        return None if self.unknown or self.skipped else True
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """Of ``hpcrl plan``. A model that a warm-up makes later is no defect of a plan."""
+        if self.short:
+            return ExitCode.DOES_NOT_FIT
+        return ExitCode.UNKNOWN if self.unknown else ExitCode.OK
+
+    def document(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "fits": self.fits,
+            "short": list(self.short),
+            "unknown": list(self.unknown),
+            "skipped": list(self.skipped),
+            "exit_code": int(self.exit_code),
+        }
+
+
+def judge(outlook: Outlook, facts: ModelFacts | str) -> Verdict:
+    """The verdict over an outlook; ``facts`` of its model, or why there are none."""
+    return Verdict(
+        short=tuple(_short(outlook)),
+        unknown=tuple(_unknown(outlook, facts)),
+        skipped=tuple(_skipped(outlook, facts)),
+        tightest=_tightest(outlook),
+    )
+
+
+def _short(outlook: Outlook) -> Iterator[str]:
+    # a recipe with too many nodes is refused before; a split that was searched for is not
+    rule = next(rule for rule in RULES if rule.name == "nodes-available")
+    yield from (what for _, what in rule.check(outlook.recipe, outlook.cluster))
+    if outlook.memory is not None:
+        yield from (place.summary() for place in outlook.memory.short)
+
+
+def _unknown(outlook: Outlook, facts: ModelFacts | str) -> Iterator[str]:
+    if isinstance(facts, str):
+        if outlook.recipe.model.warmup is None:
+            yield (
+                f"the model's sizes are not known: {facts}\n    way out: set model.path to a directory with the "
+                "config.json of a known family, or to a known name"
+            )
+        return
+    if outlook.lacking and _forecast_is_due(outlook):
+        yield (
+            f"profile {outlook.cluster.name} lacks {', '.join(outlook.lacking)}\n    way out: add them to the profile "
+            "(docs/configuration.md)"
+        )
+
+
+def _forecast_is_due(outlook: Outlook) -> bool:
+    """Machines without GPUs have no forecast, and are told so in place of times (a measured run makes one)."""
+    return isinstance(outlook.cluster, SlurmCluster) and node_hardware(outlook.cluster, Role.TRAINER).gpus > 0
+
+
+def _skipped(outlook: Outlook, facts: ModelFacts | str) -> Iterator[str]:
+    if outlook.memory is None:
+        yield "memory of every GPU and host"
+    if isinstance(facts, str):
+        yield f"rules about the model's sizes: {', '.join(rule.name for rule in MODEL_RULES)}"
+    if outlook.loop is None and (isinstance(facts, str) or _forecast_is_due(outlook)):
+        yield "the time of a step"
+    if isinstance(facts, str) and outlook.recipe.model.warmup is not None:
+        yield "all of it until the model is made (hpcrl warmup)"
+
+
+def _tightest(outlook: Outlook) -> str:
+    place = outlook.tightest
+    if place is None or place.headroom is None or not place.capacity:
+        return ""
+    word = "free" if place.ok else "short"
+    return f"{place.role.value} {place.kind}, {abs(place.headroom) / place.capacity:.0%} {word}"
