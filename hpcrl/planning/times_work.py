@@ -26,7 +26,7 @@ class Work:
     experts: float
     """Grouped matrix products."""
     scores: float
-    """Attention scores and weighted sums (and the scan of state-space layers)."""
+    """Attention scores and weighted sums (and the scan of state-space layers and of linear attention)."""
     indexer: float
     """The indexer of sparse attention; it has no backward pass."""
 
@@ -43,7 +43,7 @@ class Work:
     def of(cls, flops: Flops) -> Work:
         """From the model's parts."""
         linear = flops.attention_projections + flops.router + flops.shared_experts + flops.dense_mlp + flops.lm_head
-        return cls(linear, flops.experts, flops.attention_scores + flops.mamba, flops.indexer)
+        return cls(linear, flops.experts, flops.attention_scores + flops.mamba + flops.linear_attention, flops.indexer)
 
 
 @lru_cache(maxsize=64)
