@@ -83,8 +83,8 @@ def test_totals_without_mtp_are_those_of_model_cards(name: str, total: float, ac
 #: total and active parameters in 10^9 with as many digits as are published, what the active ones count beside layers,
 #: and where it is said
 CARDS = [
-    # the model card (arXiv 2508.10925), table 1: unembedding counts as active, embedding does not. Its second digits and
-    # this reading were not looked up again; public summaries have 5.1 and 3.6, and no other reading gives 5.13 and 3.61
+    # the model card (arXiv 2508.10925), table 1: unembedding counts as active, embedding does not. Its second digits
+    # and this reading were not looked up again: summaries have 5.1 and 3.6, and no other reading gives 5.13 and 3.61
     ("gpt-oss-120b", 116.83, 5.13, {"embedding": False}, 0.005),
     ("gpt-oss-20b", 20.91, 3.61, {"embedding": False}, 0.005),
     # the paper (arXiv 2401.04088): 47B and 13B, with both matrices; 12.9 in the announcement
