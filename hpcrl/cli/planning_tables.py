@@ -164,6 +164,7 @@ def _print_loop(console: Console, outlook: Outlook) -> None:
     loop = outlook.loop
     assert loop is not None
     durations = loop.served.durations
+    holder = "the trainer" if loop.in_flight_limit == "trainer" else loop.in_flight_limit
     lines = [
         ("step", f"{duration_text(loop.step_s)}"),
         ("binds", _binding(outlook)),
@@ -171,7 +172,8 @@ def _print_loop(console: Console, outlook: Outlook) -> None:
         (
             "rollouts",
             f"median {duration_text(durations.quantile(0.5))}, 99 % within {duration_text(durations.quantile(0.99))}; "
-            f"{loop.in_flight:.0f} in flight, held by {loop.in_flight_limit}",
+            f"{loop.in_flight:.0f} in flight ({loop.started_per_s:.4g} a second, "
+            f"each {duration_text(durations.mean)} on average), held by {holder}",
         ),
         ("staleness", f"{loop.staleness:.1f} on average, {loop.dropped:.1%} of rollouts too old"),
     ]

@@ -96,6 +96,8 @@ def simulate(
         scenario = make_scenario(
             loaded, site, found, nodes=size, days=days, seed=seed, failures=failures, sample=sample
         )
+        if size is not None and scenario.size.nodes != size:
+            typer.echo(f"{size} nodes: {scenario.size.nodes} are simulated, because replicas are whole", err=True)
         if sys.stderr.isatty():
             # a minute a size without a word would look like a hang
             typer.echo(f"simulating {scenario.size.nodes:,} nodes ...", err=True)

@@ -35,6 +35,9 @@ PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Rate = Annotated[float, Field(ge=1e-6, le=1e9, allow_inf_nan=False)]
+"""What hardware does a second, in gigabytes or teraflops: none is outside of these bounds, and inside of them all times
+are finite."""
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 

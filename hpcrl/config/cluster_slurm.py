@@ -13,6 +13,7 @@ from hpcrl.config.base import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    Rate,
     RoleName,
     SlurmWord,
     StrictModel,
@@ -75,7 +76,7 @@ class NicConfig(StrictModel):
     """Port of the adapter."""
     gpus: Annotated[tuple[NonNegativeInt, ...], Field(strict=False)] = ()
     """GPUs that are nearest to it (``nvidia-smi topo -m``), counted from 0. Empty: libraries find it out."""
-    gb_s: PositiveFloat | None = None
+    gb_s: Rate | None = None
     """Rate in GB/s (10^9 bytes) each way: 50 for a 400 Gb/s adapter. Read by the planner only."""
 
 
@@ -84,27 +85,27 @@ class GpuConfig(StrictModel):
 
     memory_gib: PositiveFloat | None = None
     """Memory in GiB, as ``nvidia-smi`` shows it in MiB / 1024."""
-    memory_gb_s: PositiveFloat | None = None
+    memory_gb_s: Rate | None = None
     """Bandwidth of that memory in GB/s."""
-    tflops: dict[Literal["float32", "bfloat16", "fp8"], PositiveFloat] = {}
+    tflops: dict[Literal["float32", "bfloat16", "fp8"], Rate] = {}
     """Peak 10^12 operations a second by dtype, dense (data sheets often print the number with sparsity, which is
     twice as much)."""
-    nvlink_gb_s: PositiveFloat | None = None
+    nvlink_gb_s: Rate | None = None
     """Rate to the other GPUs of the node in GB/s each way (half of what data sheets print). None: no NVLink."""
-    pcie_gb_s: PositiveFloat | None = None
+    pcie_gb_s: Rate | None = None
     """Rate between host memory and one GPU in GB/s each way."""
 
 
 class FilesystemConfig(StrictModel):
     """The shared filesystem that holds ``paths.runs_root``, as measured (``fio``, IOR). Read by the planner only."""
 
-    read_gb_s: PositiveFloat | None = None
+    read_gb_s: Rate | None = None
     """All nodes together reading, in GB/s."""
-    write_gb_s: PositiveFloat | None = None
+    write_gb_s: Rate | None = None
     """All nodes together writing, in GB/s."""
-    node_read_gb_s: PositiveFloat | None = None
+    node_read_gb_s: Rate | None = None
     """One node reading, in GB/s."""
-    node_write_gb_s: PositiveFloat | None = None
+    node_write_gb_s: Rate | None = None
     """One node writing, in GB/s."""
 
 
@@ -139,9 +140,9 @@ class NodeConfig(StrictModel):
     None: each node's address as the batch node sees it, never loopback."""
     gpu: GpuConfig = GpuConfig()
     """Memory and rates of a GPU."""
-    memory_gb_s: PositiveFloat | None = None
+    memory_gb_s: Rate | None = None
     """Bandwidth of the host memory of a node in GB/s."""
-    scratch_gb_s: PositiveFloat | None = None
+    scratch_gb_s: Rate | None = None
     """Rate of the node's own disk (``paths.scratch``) in GB/s, the slower of reading and writing."""
 
 

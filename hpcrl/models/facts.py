@@ -13,12 +13,12 @@ from math import prod
 from types import MappingProxyType
 from typing import Literal
 
-from hpcrl.models.layers import Gqa, Layer, Mamba2, Mla, Moe
+from hpcrl.models.layers import GatedDeltaNet, Gqa, Layer, Mamba2, Mla, Moe
 from hpcrl.models.tensors import DTYPE_BYTES, Part, TensorSpec, Weight, scale_shape
 
 __all__ = ["AttentionKind", "Flops", "MlpKind", "ModelFacts", "Naming"]
 
-AttentionKind = Literal["gqa", "mla", "mla+dsa", "mamba2", "none"]
+AttentionKind = Literal["gqa", "gqa+window", "gqa+chunk", "mla", "mla+dsa", "mamba2", "gated_delta_net", "none"]
 """What mixes tokens in a layer."""
 
 MlpKind = Literal["dense", "moe", "none"]
@@ -34,6 +34,7 @@ class Naming:
     layers: str = "model.layers"
     mtp_layers: str | None = None
     """Prefix of the modules of multi-token prediction; None: they count on after the last layer."""
+    lm_head: str = "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ class Flops:
     attention_scores: float = 0.0
     indexer: float = 0.0
     mamba: float = 0.0
+    linear_attention: float = 0.0
     router: float = 0.0
     experts: float = 0.0
     shared_experts: float = 0.0
@@ -80,6 +82,8 @@ class ModelFacts:
     mtp_layers:
         Modules of multi-token prediction. Published totals often leave them out, and so does every method here
         unless ``mtp=True``.
+    mtp_outer:
+        What these modules have outside of their layers, by full names.
     """
 
     name: str
@@ -90,6 +94,7 @@ class ModelFacts:
     tie_word_embeddings: bool
     layers: tuple[Layer, ...]
     mtp_layers: tuple[Layer, ...] = ()
+    mtp_outer: tuple[Weight, ...] = ()
     dtype: str = "bfloat16"
     naming: Naming = Naming()
 
@@ -123,10 +128,10 @@ class ModelFacts:
                 )
                 quantized = fp8 and weight.quantized
                 spec_dtype = "float8_e4m3fn" if quantized else weight.dtype or base
-                number = expert if weight.part is Part.EXPERT else None
+                number = expert if "{}" in weight.name else None
                 yield TensorSpec(name, weight.shape, spec_dtype, weight.part, layer, number, weight.tp_dim)
                 if quantized:
-                    scale = name.removesuffix(".weight") + ".weight_scale_inv"
+                    scale = f"{name}_scale_inv"
                     shape = scale_shape(weight.shape)
                     yield TensorSpec(scale, shape, "float32", weight.part, layer, number, weight.tp_dim, is_scale=True)
 
@@ -139,8 +144,10 @@ class ModelFacts:
                 yield weight, f"{self.naming.layers}.{index}.", index
         yield Weight(self.naming.final_norm, (self.hidden_size,), Part.NORM), "", None
         if not self.tie_word_embeddings:
-            yield Weight("lm_head.weight", shape, Part.LM_HEAD, tp_dim=0), "", None
+            yield Weight(self.naming.lm_head, shape, Part.LM_HEAD, tp_dim=0), "", None
         if mtp:
+            for weight in self.mtp_outer:
+                yield weight, "", len(self.layers)
             for i, layer in enumerate(self.mtp_layers):
                 own = self.naming.mtp_layers
                 number = len(self.layers) + i
@@ -154,13 +161,22 @@ class ModelFacts:
         """Parameters of the published checkpoint (tied embeddings once, router biases included)."""
         return sum(self.parameters_by_part(mtp=mtp).values())
 
-    def active_parameters(self) -> int:
+    def active_parameters(self, *, embedding: bool = True, lm_head: bool = True) -> int:
         """Parameters that one token's forward pass reads: all but the experts it does not visit.
 
-        Embeddings are counted whole, as model cards do.
+        Parameters
+        ----------
+        embedding, lm_head:
+            Count them, whole. Model cards differ: most count both, gpt-oss's the head alone. One matrix that is both
+            (tied) counts as the head.
         """
+        parts = self.parameters_by_part()
         skipped = sum((moe.num_experts - moe.num_experts_per_tok) * moe.expert_parameters for _, moe in self.moe_layers)
-        return self.num_parameters() - skipped
+        if self.tie_word_embeddings:
+            left_out = 0 if lm_head else parts[Part.EMBEDDING]
+        else:
+            left_out = (not embedding) * parts[Part.EMBEDDING] + (not lm_head) * parts[Part.LM_HEAD]
+        return self.num_parameters() - skipped - left_out
 
     def parameters_by_part(self, *, mtp: bool = False) -> Mapping[Part, int]:
         """Parameters of each part; what multi-token prediction adds is all in `Part.MTP`."""
@@ -222,8 +238,19 @@ class ModelFacts:
     # -- cache --------------------------------------------------------------------------------------------------
 
     def kv_bytes_per_token(self, dtype: str = "bfloat16") -> int:
-        """Bytes of KV cache of a token over all layers (float32, bfloat16, float16 or fp8; ValueError else)."""
+        """Bytes of KV cache that a token adds over all layers (float32, bfloat16, float16 or fp8; ValueError else).
+
+        Layers with a window or with chunks keep a limited number of tokens: `kv_bytes` counts whole sequences.
+        """
         return sum(layer.mixer.kv_bytes_per_token(dtype) for layer in self.layers if layer.mixer is not None)
+
+    def kv_bytes(self, length: int, dtype: str = "bfloat16") -> int:
+        """Bytes of KV cache of a sequence of ``length`` tokens, each layer with the tokens that it must keep."""
+        return sum(
+            layer.mixer.kept_tokens(length) * layer.mixer.kv_bytes_per_token(dtype)
+            for layer in self.layers
+            if layer.mixer is not None
+        )
 
     def state_bytes_per_sequence(self, dtype: str = "bfloat16") -> int:
         """Bytes of recurrent state of a sequence, whatever its length."""
@@ -268,8 +295,10 @@ def _attention_kind(layer: Layer) -> AttentionKind:
             return "mla" if topk is None else "mla+dsa"
         case Mamba2():
             return "mamba2"
-        case Gqa():
-            return "gqa"
+        case GatedDeltaNet():
+            return "gated_delta_net"
+        case Gqa(window=window, chunk=chunk):
+            return "gqa+chunk" if chunk is not None else "gqa" if window is None else "gqa+window"
 
 
 @lru_cache(maxsize=64)
@@ -329,11 +358,12 @@ def _sum_flops(facts: ModelFacts, scores: Callable[[Layer], Flops], *, tokens: i
 def _layer_fixed(layer: Layer) -> Flops:
     mixer, mlp = layer.mixer, layer.mlp
     projections = 0.0 if mixer is None else float(mixer.projection_flops)
-    is_mamba = isinstance(mixer, Mamba2)
+    is_mamba, is_linear = isinstance(mixer, Mamba2), isinstance(mixer, GatedDeltaNet)
     indexer = mixer.indexer if isinstance(mixer, Mla) else None
     return Flops(
-        attention_projections=0.0 if is_mamba else projections,
+        attention_projections=0.0 if is_mamba or is_linear else projections,
         mamba=projections if is_mamba else 0.0,
+        linear_attention=projections if is_linear else 0.0,
         indexer=0.0 if indexer is None else float(indexer.projection_flops),
         router=float(mlp.router_flops) if isinstance(mlp, Moe) else 0.0,
         experts=float(mlp.expert_flops) if isinstance(mlp, Moe) else 0.0,
@@ -349,6 +379,8 @@ def _layer_scores(layer: Layer, context: float, absorbed: bool) -> Flops:
     scores = mixer.score_flops(context, absorbed=absorbed)
     if isinstance(mixer, Mamba2):
         return Flops(mamba=scores)
+    if isinstance(mixer, GatedDeltaNet):
+        return Flops(linear_attention=scores)
     indexer = mixer.indexer if isinstance(mixer, Mla) else None
     return Flops(attention_scores=scores, indexer=0.0 if indexer is None else indexer.score_flops(context))
 
@@ -356,14 +388,14 @@ def _layer_scores(layer: Layer, context: float, absorbed: bool) -> Flops:
 def _sequence_scores(layer: Layer, length: int, absorbed: bool) -> Flops:
     """Sum over positions 1 … length. All formulas are linear in the context up to a limit."""
     mixer = layer.mixer
-    limit = length
-    if isinstance(mixer, Mla) and mixer.topk is not None:
-        limit = min(length, mixer.topk)
-    elif isinstance(mixer, Mamba2):
-        limit = min(length, mixer.chunk_size)
+    limit = length if mixer is None or mixer.limit is None else min(length, mixer.limit)
     below = _layer_scores(layer, (limit + 1) / 2, absorbed).scaled(limit)
     if limit == length:
         return below
+    if isinstance(mixer, Gqa) and mixer.chunk is not None:
+        # each chunk is a sequence of its own, and so is what is left of the last one
+        whole, rest = divmod(length, limit)
+        return below.scaled(whole) + _layer_scores(layer, (rest + 1) / 2, absorbed).scaled(rest)
     # beyond the limit only the indexer still grows
     above = _layer_scores(layer, (limit + 1 + length) / 2, absorbed).scaled(length - limit)
     return below + above

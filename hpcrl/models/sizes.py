@@ -49,6 +49,19 @@ _SIZES = {
     "ssm_state_size": 1 << 16,
     "conv_kernel": 1 << 10,
     "chunk_size": 1 << 24,
+    "sliding_window": 1 << 30,
+    "attention_chunk_size": 1 << 30,
+    "intermediate_size_mlp": 1 << 24,
+    "interleave_moe_layer_step": 1 << 12,
+    "no_rope_layer_interval": 1 << 12,
+    "shared_expert_intermediate_size": 1 << 24,
+    "experts_per_token": 1 << 16,
+    "full_attention_interval": 1 << 12,
+    "linear_num_key_heads": 1 << 14,
+    "linear_num_value_heads": 1 << 14,
+    "linear_key_head_dim": 1 << 14,
+    "linear_value_head_dim": 1 << 14,
+    "linear_conv_kernel_dim": 1 << 10,
 }
 #: whole numbers from 0
 _COUNTS = {
@@ -64,11 +77,17 @@ _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 _ATTENTION = {
     "deepseek_v32": {"full_attention", "indexed_attention"},
     "glm_moe_dsa": {"full_attention", "indexed_attention"},
+    "gpt_oss": {"full_attention", "sliding_attention"},
+    "llama4_text": {"full_attention", "chunked_attention"},
+    "qwen3_next": {"full_attention", "linear_attention"},
 }
 #: families whose reader looks at ``layer_types`` itself
 _HYBRID = frozenset({"nemotron_h"})
 #: a list with a word for each layer, and the words
 _LAYER_WORDS = {"mlp_layer_types": {"dense", "sparse", "moe"}, "indexer_types": {"full", "shared", "F", "S"}}
+
+#: lists of layers by number
+_LAYER_LISTS = ("mlp_only_layers", "moe_layers")
 
 
 def checked(config: Any) -> dict[str, Any]:
@@ -103,7 +122,10 @@ def _kinds(config: Config) -> Iterator[str]:
     dtype = config.get("dtype", config.get("torch_dtype", "bfloat16"))
     if not isinstance(dtype, str) or dtype.removeprefix("torch.") not in DTYPE_BYTES:
         yield f"dtype is {dtype!r}; known are {', '.join(DTYPE_BYTES)}"
-    for key in ("layer_types", "mlp_only_layers", *_LAYER_WORDS):
+    state = config.get("mamba_ssm_dtype", "float32")
+    if not isinstance(state, str) or state not in DTYPE_BYTES:
+        yield f"mamba_ssm_dtype is {state!r}; known are {', '.join(DTYPE_BYTES)}"
+    for key in ("layer_types", "no_rope_layers", "attn_type_list", *_LAYER_LISTS, *_LAYER_WORDS):
         if not isinstance(config.get(key, []), list):
             yield f"{key} is {config[key]!r}, not a list"
 
@@ -117,9 +139,13 @@ def _relations(config: Config) -> Iterator[str]:
     layers = config.get("num_hidden_layers")
     if layers is None:
         return
-    for layer in config.get("mlp_only_layers", []):
-        if not isinstance(layer, int) or not 0 <= layer < layers:
-            yield f"mlp_only_layers has {layer!r}; layers are 0 to {layers - 1}"
+    for key in _LAYER_LISTS:
+        for layer in config.get(key, []):
+            if not isinstance(layer, int) or not 0 <= layer < layers:
+                yield f"{key} has {layer!r}; layers are 0 to {layers - 1}"
+    rotary = config.get("no_rope_layers", [])
+    if rotary and len(rotary) < layers:
+        yield f"no_rope_layers names {len(rotary)} layers, num_hidden_layers is {layers}"
     for key, words in _LAYER_WORDS.items():
         given = config.get(key, [])
         if given and len(given) != layers:
@@ -147,5 +173,10 @@ def _attention(config: Config) -> Iterator[str]:
     known = _ATTENTION.get(family, {"full_attention"})
     if other := sorted({str(kind) for kind in kinds} - known):
         yield f"layer_types has {', '.join(other)}; known of {family} is {' and '.join(sorted(known))}"
+    if other := [kind for kind in config.get("attn_type_list", []) if kind != 1]:
+        yield f"attn_type_list has {other[0]!r}; known of {family} is 1 (full attention)"
+    keys, values = config.get("linear_num_key_heads", 1), config.get("linear_num_value_heads")
+    if values is not None and values % keys:
+        yield f"linear_num_value_heads ({values}) is no multiple of linear_num_key_heads ({keys})"
     if config.get("use_sliding_window"):
         yield "use_sliding_window is set; a sliding window is not known"

@@ -34,6 +34,7 @@ class Part(StrEnum):
     ATTENTION = "attention"
     INDEXER = "indexer"
     MAMBA = "mamba"
+    LINEAR_ATTENTION = "linear_attention"
     ROUTER = "router"
     EXPERT = "expert"
     SHARED_EXPERT = "shared_expert"
@@ -49,7 +50,7 @@ class Weight:
     Attributes
     ----------
     name:
-        For experts with ``{}`` in place of the number of the expert.
+        For experts with ``{}`` in place of the number of the expert; without it a tensor holds all experts.
     shape:
         As published.
     part:
@@ -94,7 +95,7 @@ class TensorSpec:
     layer:
         Decoder layer; None outside of layers. Modules of multi-token prediction count on after the last layer.
     expert:
-        Number of the expert: what expert parallelism cuts by.
+        Number of the expert: what expert parallelism cuts by. None also where one tensor holds all experts.
     tp_dim:
         Dimension that tensor parallelism cuts; None: every rank has a copy.
     is_scale:
@@ -122,5 +123,8 @@ class TensorSpec:
 
 
 def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Shape of the FP8 scales of a matrix: one a block of 128 × 128, the last blocks may be smaller."""
-    return tuple(-(-size // FP8_BLOCK) for size in shape)
+    """Shape of the FP8 scales of a matrix: one a block of 128 × 128, the last blocks may be smaller.
+
+    A tensor of all experts has the matrices of each in its last two dimensions.
+    """
+    return (*shape[:-2], *(-(-size // FP8_BLOCK) for size in shape[-2:]))

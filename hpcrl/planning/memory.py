@@ -21,7 +21,7 @@ from hpcrl.planning.memory_engine import (
     EngineMemory,
     KvCapacity,
     engine_ledger,
-    kv_bytes_per_token_and_rank,
+    kv_bytes_of_rank,
     kv_capacity,
 )
 from hpcrl.planning.memory_host import engine_host, orchestrator_terms, trainer_host
@@ -209,12 +209,13 @@ def _engine_places(recipe: Recipe, cluster: SlurmCluster, facts: ModelFacts) -> 
             continue
         memory = engine_memory(engine, ranks=nodes * node.gpus, nodes=nodes, role=role)
         ledger = engine_ledger(facts, memory)
-        one = kv_bytes_per_token_and_rank(facts, memory) * memory.max_model_len
+        length, token = memory.max_model_len, kv_bytes_of_rank(facts, memory)
+        one = kv_bytes_of_rank(facts, memory, length)
         sequence = Term(
             "KV of one sequence",
             one + facts.state_bytes_per_sequence(memory.kv_dtype) // memory.tp,
-            "max_model_len · KV of a token",
-            {"max_model_len": memory.max_model_len, "KV of a token": one // memory.max_model_len},
+            "max_model_len · KV of a token" if token * length == one else "Σ min(max_model_len, limit) · KV of a token",
+            {"max_model_len": length, "KV of a token": token},
         )
         budget = round(node.gpu_bytes * memory.gpu_memory_utilization)
         held = Ledger.of(ledger.moment, (*ledger.terms, sequence))

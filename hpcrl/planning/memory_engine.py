@@ -12,7 +12,7 @@ from hpcrl.models.layers import Gqa, Layer
 from hpcrl.models.tensors import DTYPE_BYTES, Part
 from hpcrl.planning.ledger import GIB, Ledger, Term
 
-__all__ = ["EngineMemory", "KvCapacity", "engine_ledger", "kv_bytes_per_token_and_rank", "kv_capacity"]
+__all__ = ["EngineMemory", "KvCapacity", "engine_ledger", "kv_bytes_of_rank", "kv_capacity"]
 
 RUNTIME_BYTES = int(2.0 * GIB)
 """CUDA context, NCCL, and what vLLM's own process holds beside tensors on a GPU."""
@@ -88,16 +88,19 @@ def engine_ledger(facts: ModelFacts, memory: EngineMemory) -> Ledger:
 
 
 @lru_cache(maxsize=4096)
-def kv_bytes_per_token_and_rank(facts: ModelFacts, memory: EngineMemory) -> int:
-    """Bytes of KV cache of a token on one GPU: latents are whole on each, heads are dealt out (one at least)."""
-    return sum(_layer_kv(layer, memory) for layer in facts.layers)
+def kv_bytes_of_rank(facts: ModelFacts, memory: EngineMemory, length: int = 1) -> int:
+    """Bytes of KV cache of a sequence of ``length`` on one GPU, each layer with the tokens that it must keep.
+
+    Latents are whole on each GPU, heads are dealt out (one at least).
+    """
+    return sum(_layer_kv(layer, memory, length) for layer in facts.layers)
 
 
-def _layer_kv(layer: Layer, memory: EngineMemory) -> int:
+def _layer_kv(layer: Layer, memory: EngineMemory, length: int) -> int:
     mixer = layer.mixer
     if mixer is None:
         return 0
-    whole = mixer.kv_bytes_per_token(memory.kv_dtype)
+    whole = mixer.kv_bytes_per_token(memory.kv_dtype) * mixer.kept_tokens(length)
     if not isinstance(mixer, Gqa):
         return whole
     heads = mixer.num_key_value_heads
@@ -105,12 +108,15 @@ def _layer_kv(layer: Layer, memory: EngineMemory) -> int:
 
 
 def kv_capacity(facts: ModelFacts, memory: EngineMemory, gpu_bytes: int) -> KvCapacity:
-    """What is left of a GPU for the KV cache, in tokens and sequences of ``max_model_len``."""
+    """What is left of a GPU for the KV cache, in tokens and sequences of ``max_model_len``.
+
+    Tokens are of such sequences too: where layers have a window, they are fewer in shorter ones.
+    """
     left = max(0, round(gpu_bytes * memory.gpu_memory_utilization) - engine_ledger(facts, memory).total)
     state = facts.state_bytes_per_sequence(memory.kv_dtype) // memory.tp
-    per_token = kv_bytes_per_token_and_rank(facts, memory)
-    per_sequence = per_token * memory.max_model_len + state
-    tokens = left // per_token if per_token else 0
+    kv = kv_bytes_of_rank(facts, memory, memory.max_model_len)
+    per_sequence = kv + state
+    tokens = left * memory.max_model_len // kv if kv else 0
     return KvCapacity(left, tokens, left / per_sequence if per_sequence else 0.0)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hpcrl.models.layers import DenseMlp, Gqa, Layer, Mamba2, Mla, Moe
+from hpcrl.models.layers import DenseMlp, GatedDeltaNet, Gqa, Layer, Mamba2, Mixer, Mla, Moe
 
 __all__ = ["ActivationShape", "attention_output_bytes", "gradient_bytes", "saved_bytes"]
 
@@ -59,6 +59,7 @@ def attention_output_bytes(layer: Layer, shape: ActivationShape) -> int:
         Gqa: lambda m: m.num_attention_heads * m.head_dim,
         Mla: lambda m: m.num_attention_heads * m.v_head_dim,
         Mamba2: lambda m: m.inner_size,
+        GatedDeltaNet: lambda m: m.inner_size,
     }[type(mixer)](mixer)
     return int(shape.tokens * width * shape.element_bytes)
 
@@ -85,7 +86,7 @@ def _norm(width: int, shape: ActivationShape) -> float:
     return shape.tokens * width * (4 + 2 * shape.element_bytes)
 
 
-def _mixer(mixer: Gqa | Mla | Mamba2, shape: ActivationShape) -> float:
+def _mixer(mixer: Mixer, shape: ActivationShape) -> float:
     match mixer:
         case Gqa():
             return _gqa(mixer, shape)
@@ -93,6 +94,8 @@ def _mixer(mixer: Gqa | Mla | Mamba2, shape: ActivationShape) -> float:
             return _mla(mixer, shape)
         case Mamba2():
             return _mamba(mixer, shape)
+        case GatedDeltaNet():
+            return _delta_net(mixer, shape)
 
 
 def _gqa(mixer: Gqa, shape: ActivationShape) -> float:
@@ -100,12 +103,14 @@ def _gqa(mixer: Gqa, shape: ActivationShape) -> float:
     padded = shape.padded_tokens if shape.eager else 0
     q, kv = mixer.num_attention_heads * mixer.head_dim, mixer.num_key_value_heads * mixer.head_dim
     # per head norm: float32 copy and normalised value; then the rotated one, and its padded copy
-    normed = (4 + b) * t if mixer.qk_norm else 0
+    # the gate of the output, and the output before it
+    gate = 2 * q * b * t if mixer.output_gate else 0
+    normed = (4 + b) * t if mixer.qk_norm != "none" else 0
     queries_and_keys = (q + kv) * (normed + b * t + b * padded)
     values = kv * b * (t + padded)
     output = q * b * (padded if shape.eager else t) + 4 * (padded or t) * mixer.num_attention_heads
     projection_input = q * b * t if shape.eager else 0
-    return queries_and_keys + values + output + projection_input
+    return queries_and_keys + values + output + projection_input + gate
 
 
 def _mla(mixer: Mla, shape: ActivationShape) -> float:
@@ -132,6 +137,15 @@ def _mamba(mixer: Mamba2, shape: ActivationShape) -> float:
     convolved = t * b * mixer.conv_dim
     states = 4 * (t / mixer.chunk_size) * mixer.num_heads * mixer.head_dim * mixer.state_size
     return projected + convolved + states + t * inner * (4 + 3 * b)
+
+
+def _delta_net(mixer: GatedDeltaNet, shape: ActivationShape) -> float:
+    b, t, inner = shape.element_bytes, shape.tokens, mixer.inner_size
+    projected = t * b * (mixer.conv_dim + inner + 2 * mixer.num_value_heads)
+    # convolution out; keys and queries once a value head, normalised; what the rule writes; decay in float32
+    rule = t * (b * (2 * mixer.num_value_heads * mixer.key_head_dim + 2 * inner) + 4 * mixer.num_value_heads)
+    states = 4 * (t / mixer.chunk_size) * mixer.num_value_heads * mixer.key_head_dim * mixer.value_head_dim
+    return projected + t * b * mixer.conv_dim + rule + states + t * inner * (4 + 3 * b)
 
 
 def _mlp(mlp: DenseMlp | Moe, shape: ActivationShape) -> float:

@@ -161,6 +161,7 @@ def loop_document(loop: LoopEstimate) -> dict[str, Any]:
         "bound": loop.bound,
         "in_flight": loop.in_flight,
         "in_flight_limit": loop.in_flight_limit,
+        "started_per_s": loop.started_per_s,
         "trainer_waits_share": loop.trainer_waits,
         "engines_wait_share": loop.engines_wait,
         "staleness_mean": loop.staleness,

@@ -12,8 +12,8 @@ from hpcrl.config.recipe import Recipe
 from hpcrl.config.rule import Conflicts
 from hpcrl.errors import ConfigError, Finding
 from hpcrl.models.facts import ModelFacts
-from hpcrl.models.layers import Gqa, Mamba2
-from hpcrl.models.tensors import DTYPE_BYTES, FP8_BLOCK
+from hpcrl.models.layers import GatedDeltaNet, Gqa, Mamba2
+from hpcrl.models.tensors import DTYPE_BYTES, FP8_BLOCK, Part
 
 __all__ = ["MODEL_RULES", "ModelRule", "check_model_rules"]
 
@@ -70,6 +70,8 @@ def _heads_divide(recipe: Recipe, _: ClusterProfile, facts: ModelFacts) -> Confl
         mixer = layer.mixer
         if isinstance(mixer, Mamba2):
             fits = mixer.num_heads % tp == 0
+        elif isinstance(mixer, GatedDeltaNet):
+            fits = mixer.num_key_heads % tp == 0 and mixer.num_value_heads % tp == 0
         elif isinstance(mixer, Gqa):
             kv = mixer.num_key_value_heads
             fits = mixer.num_attention_heads % tp == 0 and (kv % tp == 0 or tp % kv == 0)
@@ -100,7 +102,7 @@ def _blocks_are_whole(recipe: Recipe, _: ClusterProfile, facts: ModelFacts) -> C
 def _partial_blocks(facts: ModelFacts, tp: int, key: str) -> Conflicts:
     for weight in dict.fromkeys(weight for layer in facts.layers for weight in layer.weights):
         # experts are dealt out whole where there are several ranks; only the others are cut
-        if tp == 1 or not weight.quantized or weight.tp_dim is None or weight.copies > 1:
+        if tp == 1 or not weight.quantized or weight.tp_dim is None or weight.part is Part.EXPERT:
             continue
         size = weight.shape[weight.tp_dim]
         if size % (FP8_BLOCK * tp):

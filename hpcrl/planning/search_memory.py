@@ -10,7 +10,7 @@ from hpcrl.config.recipe import Recipe
 from hpcrl.models.facts import ModelFacts
 from hpcrl.planning.hardware import node_hardware
 from hpcrl.planning.memory import HOST_RESERVE, Place, engine_host_place, engine_memory, trainer_memory
-from hpcrl.planning.memory_engine import engine_ledger, kv_bytes_per_token_and_rank, kv_capacity
+from hpcrl.planning.memory_engine import engine_ledger, kv_bytes_of_rank, kv_capacity
 from hpcrl.planning.memory_host import trainer_host
 from hpcrl.planning.memory_trainer import trainer_peak
 from hpcrl.planning.search import Fit, Fits
@@ -50,7 +50,7 @@ def memory_fits(
         ledger = engine_ledger(facts, memory)
         kv = kv_capacity(facts, memory, node.gpu_bytes)
         budget = round(node.gpu_bytes * memory.gpu_memory_utilization)
-        one = kv_bytes_per_token_and_rank(facts, memory) * memory.max_model_len
+        one = kv_bytes_of_rank(facts, memory, memory.max_model_len)
         if ledger.total + one > budget:
             lacking = (ledger.total + one - budget) / GIB
             largest = ledger.largest

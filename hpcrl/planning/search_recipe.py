@@ -20,7 +20,12 @@ from hpcrl.planning.times import forecast, site_rates
 from hpcrl.planning.times_layouts import PlannedLayout, planned_layout, with_layout
 from hpcrl.planning.times_workload import resolve_workload
 
-__all__ = ["SearchResult", "node_range", "run_search", "search_document"]
+__all__ = ["MOST_NODES", "SearchResult", "node_range", "run_search", "search_document"]
+
+
+MOST_NODES = 1024
+"""Nodes that are split among roles: every number of nodes of each role is a question to memory."""
+_MOST_SPLITS = 8_000_000
 
 
 @dataclass(frozen=True)
@@ -53,9 +58,16 @@ def node_range(text: str) -> range:
     match = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", text)
     low = int(match[1]) if match else 0
     high = int(match[2]) if match and match[2] else low
-    if not match or low < 2 or high < low or high > 4096:
-        raise UsageError(f"--nodes {text}: write a number, or a range such as 20..40, from 2 up to 4096")
-    return range(low, high + 1)
+    if not match or low < 2 or high < low:
+        raise UsageError(f"--nodes {text}: write a number, or a range such as 20..40, from 2 up to {MOST_NODES:,}")
+    found = range(low, high + 1)
+    if high > MOST_NODES or sum(count * count for count in found) > _MOST_SPLITS:
+        raise UsageError(
+            f"--nodes {text}: every split is looked at, up to {MOST_NODES:,} nodes, and of a range up to "
+            f"{_MOST_SPLITS:,} (the squares of its numbers added up)\n"
+            "    way out: a smaller range or number; `hpcrl simulate --nodes` takes the recipe's own split in any size"
+        )
+    return found
 
 
 def run_search(

@@ -236,6 +236,7 @@ def _loop(
                 group_size=rollouts.group_size,
                 max_in_flight=rollouts.max_in_flight,
                 max_off_policy_steps=rollouts.max_off_policy_steps,
+                ready_batches=rollouts.ready_batches,
                 trainer_s=trainer_s,
                 handoff_s=handoff_s,
                 pause_s=load_s if recipe.engine.pause == "keep" else 0.0,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from hpcrl.models.facts import ModelFacts
-from hpcrl.models.layers import Layer, Mla
+from hpcrl.models.layers import Gqa, Layer, Mla
 from hpcrl.models.tensors import Part
 from hpcrl.planning.times_collectives import Group, all_reduce, all_to_all
 from hpcrl.planning.times_rates import Rates
@@ -44,7 +44,8 @@ def kv_read_bytes(facts: ModelFacts, context: float, dtype: str) -> float:
             keys = 0 if mixer.indexer is None else mixer.indexer.kv_bytes_per_token
             total += count * (context * keys + min(context, mixer.topk) * (per_token - keys))
         else:
-            total += count * (context * per_token + mixer.state_bytes_per_sequence(dtype))
+            seen = mixer.seen(context) if isinstance(mixer, Gqa) else context
+            total += count * (seen * per_token + mixer.state_bytes_per_sequence(dtype))
     return total
 
 

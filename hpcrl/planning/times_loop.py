@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hpcrl.planning.times_lengths import Quantiles, expected_later
 
 __all__ = ["LoopEstimate", "LoopInputs", "Served", "steady_state"]
 
 _ROUNDS = 24
+_BISECTIONS = 12
+"""Of rollouts in flight: to a four-thousandth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,7 @@ class LoopInputs:
 
     Attributes
     ----------
-    rollouts_per_step, group_size, max_in_flight, max_off_policy_steps:
+    rollouts_per_step, group_size, max_in_flight, max_off_policy_steps, ready_batches:
         Of the recipe.
     trainer_s:
         Seconds of the trainer a step, weights published and checkpoints included.
@@ -64,6 +66,7 @@ class LoopInputs:
     handoff_s: float
     pause_s: float
     serve: Callable[[float], Served]
+    ready_batches: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,9 +80,10 @@ class LoopEstimate:
     trainer_s, rollout_s:
         Seconds that trainer and engines need for a step's work, each alone.
     in_flight:
-        Rollouts in flight.
+        Rollouts in flight: those that start in a second times the mean of their durations (Little's law), at the pace
+        of ``step_s``.
     in_flight_limit:
-        What bounds them: ``max_in_flight``, ``max_off_policy_steps``.
+        What bounds them: ``max_in_flight``, ``max_off_policy_steps``; ``trainer`` where more would only wait for it.
     trainer_waits, engines_wait:
         Shares of a step without work.
     staleness:
@@ -103,6 +107,11 @@ class LoopEstimate:
     dropped: float
     bound: str
     served: Served
+
+    @property
+    def started_per_s(self) -> float:
+        """Rollouts that start in a second."""
+        return self.in_flight / self.served.durations.mean
 
 
 def steady_state(inputs: LoopInputs) -> LoopEstimate:
@@ -140,9 +149,31 @@ def steady_state(inputs: LoopInputs) -> LoopEstimate:
     groups = r / g
     deviation = rollout_s / math.sqrt(groups * (1 + inputs.max_off_policy_steps))
     step_s = expected_later(inputs.trainer_s, rollout_s, deviation)
+    # engines do no more than is consumed: places beyond that are held by groups that have ended and wait
+    consumed = r / step_s / alive / (1.0 - dropped)
+    if served.rate > consumed * 1.001:
+        in_flight, served = _at_pace(inputs.serve, consumed, in_flight, served)
+        limit = "trainer" if inputs.trainer_s > rollout_s else limit
+    if alive < 1.0:
+        pauses = 1.0 / alive
+        slower = served.durations.mapped(lambda value: value * pauses)
+        served = replace(served, durations=slower, rate=served.rate * alive)
     return _estimate(
         inputs, served, step_s=step_s, rollout_s=rollout_s, in_flight=in_flight, limit=limit, dropped=dropped
     )
+
+
+def _at_pace(serve: Callable[[float], Served], rate: float, most: float, served: Served) -> tuple[float, Served]:
+    """How many in flight give ``rate`` rollouts a second, and engines with so many; ``most`` give ``served``."""
+    low, high = 0.0, most
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        there = serve(middle)
+        if there.rate < rate:
+            low = middle
+        else:
+            high, served = middle, there
+    return high, served
 
 
 def _synchronous(inputs: LoopInputs) -> LoopEstimate:
@@ -177,16 +208,30 @@ def _kept_s(durations: Quantiles, group: int, limit_s: float) -> float:
     return sum(kept) / len(kept) if kept else limit_s
 
 
+def _age_in_bursts(inputs: LoopInputs) -> float:
+    """Staleness where rollouts are short beside a step, and the trainer slower.
+
+    Nothing starts until fewer than ``ready_batches`` wait, and then all that has a place: batches of one version, which
+    are consumed one a step after those that wait.
+    """
+    before = inputs.ready_batches - 1
+    places = inputs.max_in_flight / inputs.rollouts_per_step
+    burst = max(1.0, min(places, float(inputs.max_off_policy_steps - before)))
+    return before + (burst + 1.0) / 2.0
+
+
 def _estimate(
     inputs: LoopInputs, served: Served, *, step_s: float, rollout_s: float, in_flight: float, limit: str, dropped: float
 ) -> LoopEstimate:
     trainer_bound = inputs.trainer_s > rollout_s
     bound = inputs.max_off_policy_steps
-    # half a batch waits on average; where the trainer is slower, a whole one
-    waiting = step_s if trainer_bound else step_s / 2
+    # half a batch waits on average; where the trainer is slower, groups start until so many batches wait
+    waiting = inputs.ready_batches * step_s if trainer_bound else step_s / 2
     age = (
         _kept_s(served.durations, inputs.group_size, (bound + 1) * step_s) + waiting + inputs.handoff_s
     ) / step_s - 0.5
+    if trainer_bound:
+        age = max(age, _age_in_bursts(inputs))
     return LoopEstimate(
         step_s=step_s,
         trainer_s=inputs.trainer_s,

@@ -56,6 +56,7 @@ def measured_loop(recipe: Recipe, measured: Measured, workload: Workload) -> Loo
             group_size=rollouts.group_size,
             max_in_flight=rollouts.max_in_flight,
             max_off_policy_steps=rollouts.max_off_policy_steps,
+            ready_batches=rollouts.ready_batches,
             trainer_s=trainer.known_seconds,
             handoff_s=measured.update_s,
             pause_s=measured.update_s if recipe.engine.pause == "keep" else 0.0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -25,7 +26,7 @@ class Work:
     experts: float
     """Grouped matrix products."""
     scores: float
-    """Attention scores and weighted sums (and the scan of state-space layers)."""
+    """Attention scores and weighted sums (and the scan of state-space layers and of linear attention)."""
     indexer: float
     """The indexer of sparse attention; it has no backward pass."""
 
@@ -42,7 +43,7 @@ class Work:
     def of(cls, flops: Flops) -> Work:
         """From the model's parts."""
         linear = flops.attention_projections + flops.router + flops.shared_experts + flops.dense_mlp + flops.lm_head
-        return cls(linear, flops.experts, flops.attention_scores + flops.mamba, flops.indexer)
+        return cls(linear, flops.experts, flops.attention_scores + flops.mamba + flops.linear_attention, flops.indexer)
 
 
 @lru_cache(maxsize=64)
@@ -104,6 +105,10 @@ class Packing:
         return self.critical_tokens * groups / self.tokens
 
 
+PACKED = 16_384
+"""Rollouts that are packed one by one, or eight a group of ranks: more of them are taken as even as these."""
+
+
 @lru_cache(maxsize=512)
 def pack_rows(lengths: Quantiles, rollouts: int, groups: int, budget: int) -> Packing:
     """Pack as the orchestrator does: longest first into the emptiest, as few micro-batches as the budget allows.
@@ -119,13 +124,16 @@ def pack_rows(lengths: Quantiles, rollouts: int, groups: int, budget: int) -> Pa
     budget:
         Tokens of a micro-batch.
     """
-    sizes = [max(1.0, size) for size in reversed(lengths.sample(rollouts))]
+    packed = min(rollouts, max(PACKED, 8 * groups))
+    sizes = [max(1.0, size) for size in reversed(lengths.sample(packed))]
     tokens = sum(sizes)
     rows = max(1, -(-int(sum(min(size, budget) for size in sizes)) // (budget * groups)))
     while (loads := _fill(sizes, rows * groups, budget)) is None:
-        rows += 1
+        # of many rows the smallest number is not worth a packing each
+        rows += max(1, rows // 256)
     loads.sort(reverse=True)
-    return Packing(rows, tokens, sum(loads[::groups]))
+    times = rollouts / packed
+    return Packing(math.ceil(times * rows), times * tokens, times * sum(loads[::groups]))
 
 
 def _fill(sizes: list[float], bins: int, budget: float) -> list[float] | None:

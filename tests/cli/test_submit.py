@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from hpcrl import models
 from hpcrl.cli.main import main
 
 Hpcrl = Callable[..., tuple[int, str, str]]
@@ -79,6 +80,29 @@ def test_a_name_with_a_path_in_it_is_refused(hpcrl: Hpcrl) -> None:
     code, _, err = hpcrl("--name", "../elsewhere")
     assert code == 2
     assert "cannot be the name of a run" in err
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        "gpt-oss-20b",
+        "Llama-4-Scout-17B-16E-Instruct",
+        "Mixtral-8x7B-Instruct-v0.1",
+        "MiniMax-M2",
+        "GLM-4.7",
+        "Qwen3-Next-80B-A3B-Instruct",
+    ],
+)
+def test_a_model_that_nothing_here_runs_is_refused_by_name(hpcrl: Hpcrl, tmp_path: Path, model: str) -> None:
+    """Facts know more families than the trainer and the embedded engine run."""
+    config = (Path(models.__file__).parent / "configs" / f"{model}.json").read_text()
+    (tmp_path / "model" / "config.json").write_text(config)
+    kind = json.loads(config)["model_type"]
+    code, _, err = hpcrl("--name", "x")
+    assert code == 2
+    assert f"model_type is {kind!r}; this engine and trainer know 'qwen3_moe'" in err
+    assert "way out: choose a Qwen3-MoE model" in err
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_missing_model_is_found_before_anything_is_written(hpcrl: Hpcrl, tmp_path: Path) -> None:

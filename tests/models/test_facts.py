@@ -30,6 +30,19 @@ PUBLISHED = {
     # the count leaves out the router biases, the only float32 tensors: 23 layers of 128, 40 + 1 of 512
     "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": (31_577_937_344, "plain", 23 * 128),
     "NVIDIA-Nemotron-3-Super-120B-A12B-BF16": (123_611_012_096, "mtp", 41 * 512),
+    # these and the rest were found in public lists and programs that repeat that API's answers, not asked of it.
+    # The count of the MXFP4 checkpoint with two parameters a byte and without scales
+    "gpt-oss-120b": (116_829_156_672, "plain", 0),
+    "gpt-oss-20b": (20_914_757_184, "plain", 0),
+    # the rest is the vision tower: tests/models/test_transformers_names.py builds it
+    "Llama-4-Scout-17B-16E-Instruct": (108_641_793_536, "plain", -871_932_416),
+    "Llama-4-Maverick-17B-128E-Instruct": (401_583_781_376, "plain", -871_932_416),
+    "Mixtral-8x7B-Instruct-v0.1": (46_702_792_704, "plain", 0),
+    "Mixtral-8x22B-Instruct-v0.1": (140_630_071_296, "plain", 0),
+    "GLM-4.7": (358_337_791_296, "mtp", 0),
+    "Qwen3-Next-80B-A3B-Instruct": (81_324_862_720, "mtp", 0),
+    "Qwen3-Coder-Next": (79_674_391_296, "plain", 0),
+    "MiniMax-M2": (228_689_764_864, "plain", 0),
 }
 
 
@@ -67,6 +80,63 @@ def test_totals_without_mtp_are_those_of_model_cards(name: str, total: float, ac
     assert low / 1e9 - 0.6 <= active <= high / 1e9 + 0.6
 
 
+#: total and active parameters in 10^9 with as many digits as are published, what the active ones count beside layers,
+#: and where it is said
+CARDS = [
+    # the model card (arXiv 2508.10925), table 1: unembedding counts as active, embedding does not. Its second digits
+    # and this reading were not looked up again: summaries have 5.1 and 3.6, and no other reading gives 5.13 and 3.61
+    ("gpt-oss-120b", 116.83, 5.13, {"embedding": False}, 0.005),
+    ("gpt-oss-20b", 20.91, 3.61, {"embedding": False}, 0.005),
+    # the paper (arXiv 2401.04088): 47B and 13B, with both matrices; 12.9 in the announcement
+    ("Mixtral-8x7B-Instruct-v0.1", 46.7, 12.9, {}, 0.05),
+    # the announcement: 141B and 39B; it does not say which embeddings count, and both ways round to 39
+    ("Mixtral-8x22B-Instruct-v0.1", 141, 39, {}, 0.5),
+    # model cards, with the vision tower (0.87) in the totals; 17 holds with both matrices
+    ("Llama-4-Scout-17B-16E-Instruct", 109 - 0.87, 17, {}, 0.5),
+    ("Llama-4-Maverick-17B-128E-Instruct", 401.58 - 0.87, 17, {}, 0.5),
+    # the model card: 80B and 3B; only without both matrices is it 3
+    ("Qwen3-Next-80B-A3B-Instruct", 80, 3, {"embedding": False, "lm_head": False}, 0.5),
+    # the model card: 230B and 10B; without the embedding 10.4, without both 9.8. The total is of the files, 228.7
+    ("MiniMax-M2", 228.7, 10, {"embedding": False}, 0.5),
+    # Megatron Bridge's page of the model: about 358B and 32B; no card that we found says it. The total of the files
+    # includes multi-token prediction (5.5), and 32 holds without both matrices
+    ("GLM-4.7", 358.3 - 5.54, 32, {"embedding": False, "lm_head": False}, 0.5),
+]
+
+
+@pytest.mark.parametrize(("name", "total", "active", "counted", "digits"), CARDS, ids=[case[0] for case in CARDS])
+def test_active_parameters_are_the_published_ones(
+    name: str, total: float, active: float, counted: dict[str, bool], digits: float
+) -> None:
+    facts = load_facts(name)
+    assert facts.num_parameters() / 1e9 == pytest.approx(total, abs=max(digits, 0.05))
+    assert facts.active_parameters(**counted) / 1e9 == pytest.approx(active, abs=digits)
+
+
+def test_a_tied_matrix_counts_as_the_head() -> None:
+    facts = load_facts("Qwen3-0.6B")
+    assert facts.active_parameters(embedding=False) == facts.active_parameters() == facts.num_parameters()
+    without = facts.active_parameters(embedding=False, lm_head=False)
+    assert without == facts.num_parameters() - 151_936 * 1024
+
+
+def test_mxfp4_checkpoint_of_gpt_oss() -> None:
+    """As it is counted with scales: experts' matrices in blocks of 32 with a scale each, all else in bfloat16."""
+    for name, blocks, rest in (
+        ("gpt-oss-120b", 118_244_966_400, 2_167_371_072),
+        ("gpt-oss-20b", 19_707_494_400, 1_804_459_584),
+    ):
+        facts = load_facts(name)
+        matrices = sum(s.elements for s in facts.tensors() if s.part is Part.EXPERT and not s.name.endswith("_bias"))
+        assert matrices + matrices // 32 == blocks
+        assert facts.num_parameters() - matrices == rest
+
+
+def test_fp8_checkpoint_of_minimax() -> None:
+    """MiniMax-M2.5 is published with 228,703,644,928 elements: those of M2, and a scale for each block."""
+    assert sum(spec.elements for spec in load_facts("MiniMax-M2").tensors(fp8=True)) == 228_703_644_928
+
+
 def test_fp8_checkpoint_of_deepseek_by_dtype() -> None:
     """Hugging Face lists elements by dtype for this checkpoint."""
     count = Counter[str]()
@@ -81,8 +151,15 @@ def test_fp8_scales_of_glm5() -> None:
     assert sum(spec.elements for spec in specs) == 753_910_024_032
 
 
+def test_fp8_scales_of_experts_in_one_tensor_are_those_of_each() -> None:
+    specs = load_facts("Llama-4-Scout-17B-16E-Instruct").tensors(fp8=True)
+    prefix = "language_model.model.layers.0.feed_forward.experts."
+    scales = {spec.name: spec.shape for spec in specs if spec.is_scale and spec.name.startswith(prefix)}
+    assert scales == {f"{prefix}gate_up_proj_scale_inv": (16, 40, 128), f"{prefix}down_proj_scale_inv": (16, 64, 40)}
+
+
 def test_byte_tables_agree_with_tensors() -> None:
-    for name in ("GLM-5.2", "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "Qwen3-0.6B"):
+    for name in ("GLM-5.2", "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "Qwen3-0.6B", "gpt-oss-20b"):
         facts = load_facts(name)
         for fp8 in (False, True):
             by_part, by_layer = Counter[Part](), Counter[tuple[int, Part]]()
@@ -118,6 +195,42 @@ def test_hybrid_has_state_and_little_cache() -> None:
     assert facts.state_bytes_per_sequence() == 23 * (6144 * 3 * 2 + 64 * 64 * 128 * 4)
 
 
+def test_windows_and_chunks_keep_and_see_a_limited_number_of_tokens() -> None:
+    facts = load_facts("gpt-oss-120b")
+    assert Counter(facts.attention_kinds) == {"gqa+window": 18, "gqa": 18}
+    token = 2 * 8 * 64 * 2
+    assert facts.kv_bytes_per_token() == 36 * token
+    assert facts.kv_bytes(100) == 100 * 36 * token
+    assert facts.kv_bytes(10_000) == 18 * (10_000 + 128) * token
+    score = 4 * 64 * 64
+    assert facts.flops_per_token(10_000).attention_scores == 18 * score * (10_000 + 128)
+
+    facts = load_facts("Llama-4-Scout-17B-16E-Instruct")
+    assert Counter(facts.attention_kinds) == {"gqa+chunk": 36, "gqa": 12}
+    token = 2 * 8 * 128 * 2
+    assert facts.kv_bytes(8192) == 48 * 8192 * token
+    assert facts.kv_bytes(100_000) == (12 * 100_000 + 36 * 8192) * token
+    # each position by hand: those of chunked layers start anew at every chunk
+    score, length = 4 * 40 * 128, 2 * 8192 + 1000
+    seen = sum(12 * p + 36 * ((p - 1) % 8192 + 1) for p in range(1, length + 1))
+    assert facts.sequence_flops(length).attention_scores == score * seen
+    # sizes of known models without such layers are as they were: linear in the length
+    for name in ("GLM-5", "DeepSeek-V3", "Qwen3-30B-A3B", "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"):
+        plain = load_facts(name)
+        assert plain.kv_bytes(131_072, "fp8") == 131_072 * plain.kv_bytes_per_token("fp8")
+
+
+def test_linear_attention_has_a_state_of_fixed_size() -> None:
+    facts = load_facts("Qwen3-Next-80B-A3B-Instruct")
+    assert Counter(facts.attention_kinds) == {"gated_delta_net": 36, "gqa": 12}
+    assert facts.kv_bytes(1000) == 1000 * facts.kv_bytes_per_token() == 1000 * 12 * 2 * 2 * 256 * 2
+    # of each of 36 layers: 8192 channels x 3 inputs, and 32 heads x 128 x 128, in bfloat16
+    assert facts.state_bytes_per_sequence() == 36 * 2 * (8192 * 3 + 32 * 128 * 128)
+    near, far = facts.flops_per_token(1024), facts.flops_per_token(131_072)
+    assert far.linear_attention == near.linear_attention > 0
+    assert far.attention_scores == 128 * near.attention_scores
+
+
 def test_kinds() -> None:
     facts = load_facts("GLM-5.2")
     assert set(facts.attention_kinds) == {"mla+dsa"}
@@ -135,7 +248,10 @@ def test_flops_of_matrices_are_two_an_active_parameter() -> None:
     assert facts.flops_per_token(0, backward=True).total == 2 * flops.total
 
 
-@pytest.mark.parametrize("name", ["GLM-5.2", "Qwen3-30B-A3B", "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"])
+@pytest.mark.parametrize(
+    "name",
+    ["GLM-5.2", "Qwen3-30B-A3B", "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "gpt-oss-20b", "Qwen3-Next-80B-A3B-Instruct"],
+)
 def test_sequence_flops_are_the_sum_over_positions(name: str) -> None:
     facts, length = load_facts(name), 2500
     summed = sum(facts.flops_per_token(position).total for position in range(1, length + 1))

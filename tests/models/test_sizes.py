@@ -44,6 +44,27 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
             ("NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "ssm_state_size"),
         ]
     ),
+    ("gpt-oss-20b", {"sliding_window": MISSING}, "lacks sliding_window"),
+    ("gpt-oss-20b", {"sliding_window": 0}, "sliding_window is 0"),
+    ("gpt-oss-20b", {"layer_types": ["chunked_attention"] * 24}, "full_attention and sliding_attention"),
+    ("Qwen3-Next-80B-A3B-Instruct", {"linear_num_value_heads": 24}, "no multiple of linear_num_key_heads (16)"),
+    ("Qwen3-Next-80B-A3B-Instruct", {"linear_key_head_dim": 0.5}, "linear_key_head_dim is 0.5"),
+    ("Qwen3-Next-80B-A3B-Instruct", {"mamba_ssm_dtype": "int4"}, "mamba_ssm_dtype is 'int4'"),
+    ("Qwen3-Next-80B-A3B-Instruct", {"layer_types": ["sliding_attention"] * 48}, "full_attention and linear_attention"),
+    ("MiniMax-M2", {"attn_type_list": [1] * 61 + [0]}, "attn_type_list has 0"),
+    *(
+        (
+            "Llama-4-Scout-17B-16E-Instruct",
+            {"text_config": {**CONFIGS["Llama-4-Scout-17B-16E-Instruct"]["text_config"], **c}},
+            says,
+        )
+        for c, says in [
+            ({"moe_layers": [48]}, "moe_layers has 48"),
+            ({"no_rope_layers": [1, 0]}, "no_rope_layers names 2 layers"),
+            ({"interleave_moe_layer_step": 0}, "interleave_moe_layer_step is 0"),
+            ({"attention_chunk_size": -1}, "attention_chunk_size is -1"),
+        ]
+    ),
     ("Qwen3-8B", {"hidden_size": 0}, "hidden_size is 0"),
     ("Qwen3-8B", {"num_key_value_heads": 7}, "no multiple of num_key_value_heads (7)"),
     ("Qwen3-8B", {"head_dim": MISSING, "hidden_size": 4100}, "hidden_size (4100) is no multiple"),

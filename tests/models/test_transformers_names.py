@@ -82,6 +82,41 @@ def _nemotron(rng: random.Random) -> dict[str, Any]:
     }
 
 
+def _fused(rng: random.Random) -> dict[str, Any]:
+    return {
+        "intermediate_size": rng.choice((8, 12)),
+        "num_local_experts": rng.choice((3, 4)),
+        "num_experts_per_tok": rng.choice((1, 2)),
+    }
+
+
+def _llama4(rng: random.Random) -> dict[str, Any]:
+    return {
+        **_gqa(rng),
+        **_fused(rng),
+        "intermediate_size_mlp": rng.choice((20, 28)),
+        "attention_chunk_size": 8,
+        **rng.choice(({"interleave_moe_layer_step": rng.choice((1, 2))}, {"moe_layers": [0, 3]})),
+    }
+
+
+def _qwen3_next(rng: random.Random) -> dict[str, Any]:
+    return {
+        **_gqa(rng),
+        **_moe(rng),
+        "num_experts": 4,
+        "shared_expert_intermediate_size": rng.choice((6, 10)),
+        "decoder_sparse_step": rng.choice((1, 2)),
+        "mlp_only_layers": rng.choice(([], [1])),
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": rng.choice((2, 4)),
+        "linear_key_head_dim": rng.choice((4, 8)),
+        "linear_value_head_dim": rng.choice((6, 8)),
+        "linear_conv_kernel_dim": rng.choice((2, 4)),
+        "full_attention_interval": rng.choice((2, 4)),
+    }
+
+
 FAMILIES = {
     "qwen3": ("Qwen3", lambda rng: {**_gqa(rng), "intermediate_size": 24}),
     "qwen3_moe": (
@@ -122,7 +157,13 @@ FAMILIES = {
     ),
     "glm4_moe_lite": ("Glm4MoeLite", lambda rng: {**_mla(rng), **_moe(rng)}),
     "nemotron_h": ("NemotronH", _nemotron),
+    "mixtral": ("Mixtral", lambda rng: {**_gqa(rng), **_fused(rng), "sliding_window": rng.choice((None, 8))}),
+    "minimax_m2": ("MiniMaxM2", lambda rng: {**_gqa(rng), **_fused(rng)}),
+    "gpt_oss": ("GptOss", lambda rng: {**_gqa(rng), **_fused(rng), "sliding_window": 8}),
+    "llama4_text": ("Llama4", _llama4),
+    "qwen3_next": ("Qwen3Next", _qwen3_next),
 }
+CONFIGS = {"llama4_text": "Llama4TextConfig"}
 
 
 def _small_model(model_type: str, seed: int) -> Any:
@@ -142,7 +183,7 @@ def _small_model(model_type: str, seed: int) -> Any:
         common["tie_word_embeddings"] = False
     else:
         common["num_hidden_layers"] = 4
-    config = getattr(transformers, f"{prefix}Config")(**common, **sizes(rng))
+    config = getattr(transformers, CONFIGS.get(model_type, f"{prefix}Config"))(**common, **sizes(rng))
     torch.manual_seed(seed)
     return getattr(transformers, f"{prefix}ForCausalLM")._from_config(config, dtype=torch.bfloat16)
 
@@ -177,6 +218,49 @@ def test_a_whole_model_counts_what_transformers_counts(model_type: str) -> None:
     held = {id(t): t.numel() for t in (*model.parameters(), *model.state_dict(keep_vars=True).values())}
     facts = load_facts_of(model.config)
     assert facts.num_parameters() == sum(held.values())
+
+
+def test_llama4_with_its_eyes_names_its_language_model(tmp_path: Path) -> None:
+    """What is published has a vision tower beside the language model, whose tensors are ours without exception."""
+    text = _small_model("llama4_text", 0).config
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "vision_output_dim": 16,
+        "projector_input_dim": 16,
+        "projector_output_dim": 16,
+    }
+    config = transformers.Llama4Config(text_config=text.to_dict(), vision_config=vision)
+    transformers.Llama4ForConditionalGeneration._from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    ours = {spec.name: (spec.shape, spec.dtype) for spec in load_facts(tmp_path).tensors()}
+    saved = _saved(tmp_path)
+    assert ours == {name: value for name, value in saved.items() if name.startswith("language_model.")}
+    assert len(saved) > len(ours)
+
+
+def test_the_eyes_are_what_the_published_count_of_llama4_has_beyond_ours() -> None:
+    """Tower and projector of published sizes, without memory: 871,932,416 of 108,641,793,536 and 401,583,781,376."""
+    vision = {
+        "hidden_size": 1408,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 34,
+        "image_size": 336,
+        "vision_output_dim": 4096,
+        "projector_input_dim": 4096,
+        "projector_output_dim": 4096,
+    }
+    config = transformers.Llama4Config(text_config={"hidden_size": 5120}, vision_config=vision)
+    with torch.device("meta"):
+        tower = transformers.Llama4VisionModel(config.vision_config)
+    eyes = sum(p.numel() for p in tower.parameters()) + 4096 * 5120
+    for name, published in (
+        ("Llama-4-Scout-17B-16E-Instruct", 108_641_793_536),
+        ("Llama-4-Maverick-17B-128E-Instruct", 401_583_781_376),
+    ):
+        assert load_facts(name).num_parameters() + eyes == published
 
 
 def load_facts_of(config: Any) -> Any:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from pydantic import ValidationError
 
 from hpcrl.config.cluster import SlurmCluster
+from hpcrl.config.cluster_slurm import GpuConfig
 from hpcrl.config.load import load_cluster
 from hpcrl.config.plan import Role
 from hpcrl.errors import ConfigError
@@ -61,3 +63,12 @@ def test_missing_rates_of_tables() -> None:
         node_hardware(site, Role.TRAINER).gpu_flops("fp8")
     with pytest.raises(ConfigError, match=r"cluster\.filesystem\.read_gb_s"):
         filesystem_rate(site, "read_gb_s")
+
+
+@pytest.mark.parametrize("rate", [0.0, 1e-300, 1e300, float("nan")])
+def test_rates_that_no_hardware_has_are_refused(rate: float) -> None:
+    """Times computed with them would be no numbers."""
+    with pytest.raises(ValidationError):
+        GpuConfig(memory_gb_s=rate)
+    with pytest.raises(ValidationError):
+        GpuConfig(tflops={"bfloat16": rate})

@@ -15,8 +15,9 @@ from hpcrl.errors import ConfigError
 from hpcrl.models import load_facts
 from hpcrl.planning.ledger import GIB, Ledger, Term
 from hpcrl.planning.memory import MemoryReport, engine_memory, memory_report, trainer_memory
-from hpcrl.planning.memory_engine import EngineMemory, engine_ledger, kv_bytes_per_token_and_rank, kv_capacity
+from hpcrl.planning.memory_engine import EngineMemory, engine_ledger, kv_bytes_of_rank, kv_capacity
 from hpcrl.planning.memory_knobs import change, why_not
+from hpcrl.planning.memory_layers import ActivationShape, attention_output_bytes, saved_bytes
 from hpcrl.planning.memory_margin import expert_margin
 from hpcrl.planning.memory_settings import TrainerMemory
 from hpcrl.planning.memory_trainer import layer_gather_bytes, trainer_moments, trainer_peak
@@ -168,10 +169,10 @@ def test_router_replay_payload_of_a_sample() -> None:
 def test_tensor_parallelism_cuts_heads_but_not_latents() -> None:
     qwen = load_facts("Qwen3-235B-A22B")
     one, eight = (EngineMemory(ranks=8, tp=tp) for tp in (1, 8))
-    assert kv_bytes_per_token_and_rank(qwen, one) == qwen.kv_bytes_per_token()
+    assert kv_bytes_of_rank(qwen, one) == qwen.kv_bytes_per_token()
     # 4 heads over 8 ranks: one each, every head twice
-    assert kv_bytes_per_token_and_rank(qwen, eight) == qwen.kv_bytes_per_token() // 4
-    assert kv_bytes_per_token_and_rank(GLM5, eight) == GLM5.kv_bytes_per_token()
+    assert kv_bytes_of_rank(qwen, eight) == qwen.kv_bytes_per_token() // 4
+    assert kv_bytes_of_rank(GLM5, eight) == GLM5.kv_bytes_per_token()
     assert engine_ledger(qwen, eight)["other weights"].value < engine_ledger(qwen, one)["other weights"].value
     assert engine_ledger(qwen, eight)["expert weights"] == engine_ledger(qwen, one)["expert weights"]
 
@@ -184,6 +185,32 @@ def test_kv_capacity_by_hand() -> None:
     assert kv.tokens == 5000
     assert kv.sequences == 5.0
     assert kv_capacity(qwen, memory, held).tokens == 0
+
+
+def test_kv_capacity_with_windows_by_hand() -> None:
+    memory = EngineMemory(ranks=1, tp=1, max_model_len=100_000, gpu_memory_utilization=0.5)
+    oss, token = load_facts("gpt-oss-20b"), 2 * 8 * 64 * 2
+    sequence = 12 * (100_000 + 128) * token
+    assert kv_bytes_of_rank(oss, memory, 100_000) == sequence
+    kv = kv_capacity(oss, memory, 2 * (engine_ledger(oss, memory).total + 7 * sequence))
+    assert kv.sequences == 7.0
+    assert kv.tokens == 700_000
+    # a state a sequence beside twelve layers of attention
+    qwen = load_facts("Qwen3-Next-80B-A3B-Instruct")
+    sequence = 100_000 * qwen.kv_bytes_per_token() + qwen.state_bytes_per_sequence()
+    kv = kv_capacity(qwen, memory, 2 * (engine_ledger(qwen, memory).total + 3 * sequence))
+    assert kv.sequences == 3.0
+
+
+def test_linear_attention_keeps_its_activations() -> None:
+    """By hand, in bfloat16: projections and convolution, the rule, states of chunks, and the gated norm."""
+    linear = load_facts("Qwen3-Next-80B-A3B-Instruct").layers[0]
+    shape = ActivationShape(tokens=64, padded_tokens=64, element_bytes=2)
+    a_token = 2 * (8192 + 4096 + 64) + 2 * 8192 + 2 * (2 * 4096 + 2 * 4096) + 4 * 32 + 10 * 4096
+    state = 4 * 32 * 128 * 128
+    mixer = saved_bytes(replace(linear, mlp=None), shape) - 64 * 2048 * 8
+    assert mixer == 64 * a_token + state
+    assert attention_output_bytes(linear, shape) == 64 * 4096 * 2
 
 
 def test_ledger_sums_what_cannot_be_given_back() -> None:

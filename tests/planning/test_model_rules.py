@@ -43,6 +43,21 @@ def test_rule(name: str) -> None:
     assert all(finding.way_out == rule.way_out for finding in mine)
 
 
+@pytest.mark.parametrize(
+    ("model", "tp", "what"),
+    [
+        # 16 key heads of linear attention; heads of full attention would fit
+        ("Qwen3-Next-80B-A3B-Instruct", 3, "3 does not divide the heads"),
+        ("gpt-oss-120b", 3, "3 does not divide the heads"),
+        ("Llama-4-Scout-17B-16E-Instruct", 3, "3 does not divide the heads"),
+    ],
+)
+def test_heads_of_other_families_are_dealt_out_evenly(model: str, tp: int, what: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        _check(model, f"engine.tp={tp}")
+    assert what in str(caught.value)
+
+
 def test_every_rule_is_tested() -> None:
     assert {rule.name for rule in MODEL_RULES} == set(BROKEN)
 

@@ -224,3 +224,14 @@ def test_how_uneven_experts_may_be_is_printed(hpcrl: Hpcrl) -> None:
     margin = json.loads(hpcrl(*GLM5, "--json")[1])["forecast"]["expert_imbalance"]
     assert (margin["planned"], margin["most"]) == (1.25, 8)
     assert f"more than {margin['overflows_above']:.2f} times the mean of tokens" in out
+
+
+def test_the_printed_loop_obeys_littles_law_and_is_as_stale_as_simulated(hpcrl: Hpcrl) -> None:
+    """`hpcrl simulate` of the same plan has a mean staleness of 7.9, nearly all at the bound of 8."""
+    loop = json.loads(hpcrl(*GLM5, "--json")[1])["forecast"]["loop"]
+    started_per_s = 256 / loop["step_s"] / (1.0 - loop["dropped_share"])
+    assert loop["in_flight"] == pytest.approx(started_per_s * loop["rollout_duration_s"]["mean"], rel=0.005)
+    assert loop["staleness_mean"] == pytest.approx(7.87, abs=0.3)
+    out = hpcrl(*GLM5)[1]
+    assert f"{loop['in_flight']:.0f} in flight ({loop['started_per_s']:.4g} a second" in out
+    assert "held by the trainer" in out

@@ -109,3 +109,14 @@ def test_ranges_of_nodes(text: str) -> None:
     assert list(node_range("28")) == [28]
     with pytest.raises(UsageError, match="--nodes"):
         node_range(text)
+
+
+@pytest.mark.parametrize("text", ["100000", "900..1024", "1025", "1", "28..27", "many"])
+def test_numbers_of_nodes_that_would_not_be_answered_are_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="--nodes"):
+        node_range(text)
+
+
+def test_numbers_of_nodes_that_are_answered() -> None:
+    assert node_range("1024") == range(1024, 1025)
+    assert len(node_range("2..256")) == 255

@@ -63,6 +63,20 @@ def test_sparse_attention_reads_the_indexers_keys_of_all_and_the_rest_of_few() -
     assert long - short == pytest.approx((131072 - 2048) * 132 * 78)
 
 
+def test_a_query_reads_what_it_sees_and_the_state() -> None:
+    oss = load_facts("gpt-oss-120b")
+    token = 2 * 8 * 64 * 2
+    assert kv_read_bytes(oss, 100, "bfloat16") == 36 * 100 * token
+    assert kv_read_bytes(oss, 50_000, "bfloat16") == 18 * (50_000 + 128) * token
+    # in a chunk, a query sees half of it in the mean
+    llama, token = load_facts("Llama-4-Scout-17B-16E-Instruct"), 2 * 8 * 128 * 2
+    assert kv_read_bytes(llama, 8000, "bfloat16") == 48 * 8000 * token
+    assert kv_read_bytes(llama, 50_000, "bfloat16") == (12 * 50_000 + 36 * 8193 / 2) * token
+    qwen = load_facts("Qwen3-Next-80B-A3B-Instruct")
+    read = kv_read_bytes(qwen, 50_000, "bfloat16")
+    assert read == 50_000 * qwen.kv_bytes_per_token() + qwen.state_bytes_per_sequence()
+
+
 def test_a_step_is_a_line_near_its_batch() -> None:
     recipe = load_recipe("glm5_swe").value
     workload = resolve_workload(recipe, load_calibration())

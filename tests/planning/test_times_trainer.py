@@ -10,13 +10,14 @@ from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.load import load_cluster
 from hpcrl.config.plan import Role
 from hpcrl.models import load_facts
+from hpcrl.planning import times_work
 from hpcrl.planning.calibration import load_calibration
 from hpcrl.planning.hardware import NodeHardware, node_hardware
 from hpcrl.planning.times_lengths import Quantiles, lognormal
 from hpcrl.planning.times_rates import Rates
 from hpcrl.planning.times_shapes import TrainerShape
 from hpcrl.planning.times_trainer import TrainerBatch, trainer_step
-from hpcrl.planning.times_work import pack_rows, sequence_work
+from hpcrl.planning.times_work import PACKED, pack_rows, sequence_work
 
 GLM5 = load_facts("GLM-5")
 SHAPE = TrainerShape(
@@ -98,3 +99,16 @@ def test_work_of_long_sequences_is_more_than_of_short_ones() -> None:
     assert long.indexer > 10 * short.indexer
     # sparse attention looks at no more than its top-k
     assert long.scores < 10 * short.scores
+
+
+def test_a_huge_batch_is_packed_as_a_large_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = lognormal(20_000.0, 0.8, 131_072)
+    large, huge = (pack_rows(lengths, rollouts, 24, 131_072) for rollouts in (PACKED, 10**4 * PACKED))
+    assert huge.tokens == pytest.approx(10**4 * large.tokens)
+    assert huge.critical_tokens == pytest.approx(10**4 * large.critical_tokens)
+    assert huge.micro_batches == 10**4 * large.micro_batches
+    # and a large one nearly as when its rollouts are packed one by one
+    monkeypatch.setattr(times_work, "PACKED", 2 * PACKED)
+    whole = pack_rows.__wrapped__(lengths, 2 * PACKED, 24, 131_072)
+    assert whole.critical_tokens == pytest.approx(2 * large.critical_tokens, rel=0.01)
+    assert whole.micro_batches == pytest.approx(2 * large.micro_batches, rel=0.02)

@@ -334,3 +334,30 @@ def test_engines_that_decode_keep_the_limits_of_their_side() -> None:
 
     assert most_running(*sides) == 3
     assert most_running() > 3
+
+
+@pytest.mark.parametrize("days", [float("nan"), float("inf"), 0.0, -1.0, 367.0])
+def test_times_that_no_run_has_are_refused(days: float) -> None:
+    with pytest.raises(UsageError, match=r"--days .*above 0, up to 366"):
+        scenario(days=days)
+
+
+def test_a_size_that_whole_replicas_cannot_have_is_refused_with_those_that_they_can() -> None:
+    wide = ("trainer.nodes=12", "engine.prefill={replicas: 4, nodes: 2}", "engine.decode={replicas: 1, nodes: 8}")
+    with pytest.raises(
+        UsageError, match=r"(?s)need 14 nodes \(4 for the trainer, 10 for engines\).*--nodes 24"
+    ) as caught:
+        scenario(*wide, nodes=10)
+    assert "10" in str(caught.value)
+    for nodes in (24, 28, 56):
+        assert scenario(*wide, nodes=nodes).size.nodes == nodes
+    # a little beside it is simulated, and said by the command
+    assert scenario(*wide, nodes=29).size.nodes == 28
+    with pytest.raises(UsageError, match="up to 1,000,000 are simulated"):
+        scenario(*wide, nodes=10**8)
+
+
+def test_of_very_many_nodes_a_sample_is_simulated_however_short_the_time() -> None:
+    short = scenario(days=1e-4, nodes=500_000, sample=None)
+    assert short.thinning > 1
+    assert short.max_in_flight < 1_000_000

@@ -18,6 +18,12 @@ __all__ = ["Failures", "Scenario", "Size", "make_scenario"]
 
 _VISITS = 1_000_000
 """Requests to engines that a simulation with ``sample`` None may take; beyond, a sample of the engines is simulated."""
+_MOST_DAYS = 366
+_MOST_NODES = 1_000_000
+_BEGUN = 4
+"""Requests that take as long to simulate as one rollout that begins."""
+_ROUNDED = 0.1
+"""Share of the nodes by which whole replicas may miss the number that was asked for."""
 _MOST_VISITS = 2_000_000
 """Where one engine alone serves more, turns of recorded rollouts are merged."""
 
@@ -119,8 +125,8 @@ def make_scenario(
     UsageError
         The durations do not fit the recipe, or the size is too small for it.
     """
-    if days <= 0:
-        raise UsageError(f"--days {days:g}: simulate more than no time")
+    if not 0 < days <= _MOST_DAYS:
+        raise UsageError(f"--days {days:g}: a number above 0, up to {_MOST_DAYS}")
     _check(recipe, durations)
     size = _size(recipe, cluster, nodes)
     horizon_s = days * 86400.0
@@ -153,6 +159,21 @@ def make_scenario(
 
 
 def _size(recipe: Recipe, cluster: ClusterProfile, nodes: int | None) -> Size:
+    """Whole replicas, and a trainer in proportion (UsageError where they are far from ``nodes``)."""
+    size = _scaled(recipe, cluster, nodes)
+    if nodes is None or abs(size.nodes - nodes) <= _ROUNDED * nodes:
+        return size
+    own = _scaled(recipe, cluster, None).nodes
+    exact = [n for n in range(2, max(4 * own, nodes) + own) if _scaled(recipe, cluster, n).nodes == n]
+    near = sorted([*[n for n in exact if n < nodes][-1:], *[n for n in exact if n > nodes][:1]])
+    raise UsageError(
+        f"--nodes {nodes}: replicas are whole, and the recipe's roles in this proportion need {size.nodes} nodes "
+        f"({size.trainer_nodes} for the trainer, {size.engine_nodes} for engines)\n"
+        f"    way out: --nodes {' or '.join(map(str, near))}, or other sizes of roles by --set and no --nodes"
+    )
+
+
+def _scaled(recipe: Recipe, cluster: ClusterProfile, nodes: int | None) -> Size:
     engine, rollouts = recipe.engine, recipe.rollouts
     prefill = engine.prefill
     says = engine.decode if engine.decode is not None else engine
@@ -160,8 +181,11 @@ def _size(recipe: Recipe, cluster: ClusterProfile, nodes: int | None) -> Size:
     prefill_nodes = prefill.replicas * prefill.nodes if prefill is not None else 0
     own = recipe.trainer.nodes + replicas * per_replica + prefill_nodes
     scale = 1.0 if nodes is None else nodes / own
-    if nodes is not None and nodes < 2:
-        raise UsageError(f"--nodes {nodes}: a run has at least 2 nodes, one for the trainer and one for an engine")
+    if nodes is not None and not 2 <= nodes <= _MOST_NODES:
+        raise UsageError(
+            f"--nodes {nodes}: a run has at least 2 nodes, one for the trainer and one for an engine, and up to "
+            f"{_MOST_NODES:,} are simulated"
+        )
     engines = max(1, round(replicas * scale))
     prefill_engines = max(1, round(prefill.replicas * scale)) if prefill is not None else 0
     engine_nodes = engines * per_replica + (prefill_engines * prefill.nodes if prefill is not None else 0)
@@ -239,4 +263,5 @@ def _visits(recipe: Recipe, durations: Durations, size: Size, horizon_s: float) 
     rate = min(by_engines, by_trainer)
     if not math.isfinite(rate):
         raise UsageError("the durations say that nothing takes any time: there is nothing to simulate")
-    return rate * turns * horizon_s
+    # however short it is, all that may be in flight are begun, each the work of a few requests
+    return rate * turns * horizon_s + _BEGUN * size.max_in_flight
