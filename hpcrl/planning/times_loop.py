@@ -11,8 +11,6 @@ from hpcrl.planning.times_lengths import Quantiles, expected_later
 __all__ = ["LoopEstimate", "LoopInputs", "Served", "steady_state"]
 
 _ROUNDS = 24
-_BISECTIONS = 12
-"""Of rollouts in flight: to a four-thousandth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,16 +162,18 @@ def steady_state(inputs: LoopInputs) -> LoopEstimate:
 
 
 def _at_pace(serve: Callable[[float], Served], rate: float, most: float, served: Served) -> tuple[float, Served]:
-    """How many in flight give ``rate`` rollouts a second, and engines with so many; ``most`` give ``served``."""
-    low, high = 0.0, most
-    for _ in range(_BISECTIONS):
-        middle = (low + high) / 2
-        there = serve(middle)
-        if there.rate < rate:
-            low = middle
-        else:
-            high, served = middle, there
-    return high, served
+    """How many in flight give ``rate`` rollouts a second, and engines with so many; ``most`` give ``served``.
+
+    Little's law, taken again until it holds: fewer in flight take less time each, which makes them fewer.
+    """
+    in_flight = most
+    for _ in range(_ROUNDS):
+        fewer = min(most, rate * served.durations.mean)
+        settled = abs(fewer - in_flight) < 1e-3 * in_flight
+        in_flight, served = fewer, serve(fewer)
+        if settled:
+            break
+    return in_flight, served
 
 
 def _synchronous(inputs: LoopInputs) -> LoopEstimate:
