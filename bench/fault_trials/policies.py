@@ -74,8 +74,10 @@ _ERRORS = ("ESTALE", "EDQUOT", "ENOSPC")
 #: reports: whatever fails, the run goes on and catches up
 _REPORTS = ("status.json", "events/", "metrics/", "progress/", "fleet.json", "rollouts/")
 #: what engines and trainer exchange. A publication that fails ends the attempt with the reason, because engines must
-#: get what is trained; an engine that cannot lease or read a version in three tries is restarted
-_EXCHANGE = ("weights/", "weights/.readers/")
+#: get what is trained
+_WEIGHTS = "weights/"
+#: leases of engines: they are tried again for longer than the fault lasts
+_READERS = "weights/.readers/"
 
 
 def _files() -> tuple[Fault, ...]:
@@ -85,22 +87,23 @@ def _files() -> tuple[Fault, ...]:
         # a handle is stale for whoever uses it; a full quota refuses what makes or grows files
         operation = "any" if error == "ESTALE" else "change"
         said = re.escape(os.strerror(number))
-        for file in _REPORTS:
+        for file in (*_REPORTS, _READERS):
             faults.append(Fault("file", f"{file} {error}", "nothing", "", 5.0, _spec(operation, number, file)))
         # a save that fails is said, and training goes on
         spec = _spec(operation, number, "checkpoints/")
         faults.append(Fault("file", f"checkpoints/ {error}", "nothing|attempt", rf"{said}|FencedError", 5.0, spec))
-        for file in _EXCHANGE:
-            spec = _spec(operation, number, file)
-            # where there is no space the next attempt would find none either: the run ends, and says so
-            policy = "nothing|restart|attempt" + ("" if error == "ESTALE" else "|end")
-            faults.append(Fault("file", f"{file} {error}", policy, rf"{said}|is full", 5.0, spec))
+        spec = _spec(operation, number, _WEIGHTS)
+        # where there is no space the next attempt would find none either: the run ends, and says so
+        policy = "nothing|restart|attempt" + ("" if error == "ESTALE" else "|end")
+        faults.append(Fault("file", f"{_WEIGHTS} {error}", policy, rf"{said}|is full", 5.0, spec))
     return tuple(faults)
 
 
 def _spec(operation: str, number: int, file: str) -> str:
     """Part of the path with the name of the run in it; that of a single file matches its temporary name, too."""
-    path = f"/{{run}}/{file}" if file in ("events/", "metrics/", "rollouts/", "checkpoints/", *_EXCHANGE) else file
+    path = (
+        f"/{{run}}/{file}" if file in ("events/", "metrics/", "rollouts/", "checkpoints/", _WEIGHTS, _READERS) else file
+    )
     return f"op={operation} errno={number} path={path}"
 
 

@@ -40,6 +40,8 @@ KEEP_NAME_S = 2.0
 _FORMAT_VERSION = 1
 #: renewals within the expiry time: that many may fail in a row before others count the reader as dead
 _BEATS = 4
+_FIRST_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 2.0
 _READER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _NAME = re.compile(r"(?P<reader>[A-Za-z0-9][A-Za-z0-9._-]*)\.(?P<incarnation>[0-9a-f]{12})~(?P<beat>\d{8,})\.json")
 
@@ -179,17 +181,24 @@ class Registration:
         Raises
         ------
         HandoffError
-            The lease could not be written; nothing is leased.
+            The lease could not be written, for as long as renewals lie apart; nothing is leased.
         """
         wanted = Counter(versions)
         with self._lock:
             self._leases += wanted
-        try:
-            self._change()
-        except HandoffError:
-            with self._lock:
-                self._leases -= wanted
-            raise
+        deadline, pause_s = time.monotonic() + self._expiry_s / _BEATS, _FIRST_PAUSE_S
+        while True:
+            try:
+                return self._change()
+            except HandoffError as error:
+                # a full or stale filesystem is the same for all readers, and often well again in seconds: who gave up
+                # at once would be started anew, all of them together
+                if time.monotonic() > deadline or self._stop.wait(pause_s):
+                    with self._lock:
+                        self._leases -= wanted
+                    raise
+                _log.warning("%s; it is tried again", error)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def release(self, versions: Iterable[int]) -> None:
         """Take leases back. A failure to write is no error: the next renewal says it."""

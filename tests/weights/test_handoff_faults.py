@@ -54,7 +54,7 @@ from hpcrl.errors import HandoffError
 from hpcrl.weights.share import Pace
 from hpcrl.weights.subscriber import ReaderSettings, Subscriber
 root, switch, cache = Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]) if len(sys.argv) > 3 else None
-settings = ReaderSettings(streams=1, segment_bytes=16 << 10, pace=Pace(20.0), cache_dir=cache)
+settings = ReaderSettings(expiry_s=4.0, streams=1, segment_bytes=16 << 10, pace=Pace(20.0), cache_dir=cache)
 with Subscriber(root, "r", settings) as subscriber:
     switch.touch()
     try:
@@ -140,6 +140,8 @@ READER = [
     ("op=read path=safetensors short=0", "model-00001-of-00002.safetensors: it ends at byte"),
     ("op=read path=safetensors short=700", "loaded 0"),
     ("op=read path=safetensors delay_us=20000", "loaded 0"),
+    (f"op=write path=.readers errno={ENOSPC} count=2", "loaded 0"),
+    (f"op=open path=.readers errno={ESTALE} count=2", "loaded 0"),
     (f"op=write path=.readers errno={ENOSPC}", "cannot be written: [Errno 28]"),
     (f"op=write path=.readers errno={EDQUOT}", "cannot be written: [Errno 122]"),
 ]
