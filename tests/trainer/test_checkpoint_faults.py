@@ -135,7 +135,9 @@ def small_filesystem(tmp_path):
     """A run directory's place for checkpoints on a filesystem of its own."""
     path = tmp_path / "run" / "checkpoints"
     path.mkdir(parents=True)
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m,mode=700", "tmpfs", path], capture_output=True, check=False)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=6m,mode=700", "tmpfs", path], capture_output=True, check=False
+    )
     if mounted.returncode:
         pytest.skip(f"a small filesystem cannot be mounted here: {mounted.stderr.decode().strip()}")
     try:
