@@ -16,6 +16,7 @@ import logging
 import os
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -62,7 +63,7 @@ class Outage(NamedTuple):
     dropped: int
 
 
-class Report:
+class Report(ABC):
     """A file that this process reports to; see `ReportedFile` and `ReportedLines`.
 
     Parameters
@@ -89,18 +90,21 @@ class Report:
         return _writer.flush(timeout_s, self)
 
     @property
+    @abstractmethod
     def _waits(self) -> bool:
-        raise NotImplementedError
+        """Whether there is something to write."""
 
+    @abstractmethod
     def _take(self) -> list[bytes]:
-        raise NotImplementedError
+        """What is to be written now; it waits no longer."""
 
+    @abstractmethod
     def _put_back(self, data: list[bytes]) -> None:
-        raise NotImplementedError
+        """What could not be written waits again, before what came meanwhile."""
 
+    @abstractmethod
     def _write(self, data: list[bytes]) -> None:
         """Write, and remove what was written from ``data``. OSError where that fails."""
-        raise NotImplementedError
 
     def _try_to_write(self, data: list[bytes]) -> str:
         """`_write`; returns what went wrong, empty where nothing did."""
