@@ -12,6 +12,30 @@ import pytest
 from filelock import FileLock
 
 ROOT = Path(__file__).resolve().parent.parent
+#: the `config.json` of a model that is as small as one can be
+TINY_CONFIG = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "vocab_size": 64,
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 4,
+    "intermediate_size": 8,
+    "moe_intermediate_size": 8,
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "attention_bias": False,
+    "hidden_act": "silu",
+}
 SMALL_MODEL = ("model.warmup.steps=60", "model.warmup.num_experts=4")
 
 

@@ -8,34 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from start_models import TINY_CONFIG
 
 from hpcrl import models
 from hpcrl.cli.main import main
 
 Hpcrl = Callable[..., tuple[int, str, str]]
-_CONFIG = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "vocab_size": 64,
-    "hidden_size": 8,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 4,
-    "intermediate_size": 8,
-    "moe_intermediate_size": 8,
-    "num_experts": 2,
-    "num_experts_per_tok": 1,
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "attention_bias": False,
-    "hidden_act": "silu",
-}
 
 
 @pytest.fixture
@@ -43,7 +21,7 @@ def hpcrl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     """The command, in a directory with a model that has a configuration."""
     model = tmp_path / "model"
     model.mkdir()
-    (model / "config.json").write_text(json.dumps(_CONFIG))
+    (model / "config.json").write_text(json.dumps(TINY_CONFIG))
     monkeypatch.setenv("HPCRL_RUNS_ROOT", str(tmp_path / "runs"))
 
     def call(*arguments: str) -> tuple[int, str, str]:

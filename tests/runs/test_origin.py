@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 from runs_testing import make_run
+from start_models import TINY_CONFIG
 
 from hpcrl.cli.main import main
 from hpcrl.config.load import load_recipe
@@ -22,34 +23,10 @@ from hpcrl.weights.handoff_writer import ShardResult
 from hpcrl.weights.manifest import CHUNK_BYTES, hash_chunks
 from hpcrl.weights.shard import TensorBytes
 
-_CONFIG = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "vocab_size": 64,
-    "hidden_size": 8,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 4,
-    "intermediate_size": 8,
-    "moe_intermediate_size": 8,
-    "num_experts": 2,
-    "num_experts_per_tok": 1,
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "attention_bias": False,
-    "hidden_act": "silu",
-}
-
 
 def write_model(path: Path, **changes: int) -> Path:
     path.mkdir()
-    (path / "config.json").write_text(json.dumps({**_CONFIG, **changes}))
+    (path / "config.json").write_text(json.dumps({**TINY_CONFIG, **changes}))
     return path
 
 

@@ -10,8 +10,29 @@ from hpcrl.models.tensors import DTYPE_BYTES, Part, Weight
 __all__ = ["GatedDeltaNet", "Mamba2"]
 
 
+class _Recurrent:
+    """What mixers have in common whose state stands for all tokens before."""
+
+    __slots__ = ()
+    chunk_size: int
+
+    def kv_bytes_per_token(self, dtype: str) -> int:
+        """Nothing grows with the sequence."""
+        kv_element_bytes(dtype)
+        return 0
+
+    @property
+    def limit(self) -> int | None:
+        """Within a chunk the kernels work as attention does; the state stands for all tokens before it."""
+        return self.chunk_size
+
+    def kept_tokens(self, length: int) -> int:
+        """No token is kept."""
+        return 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mamba2:
+class Mamba2(_Recurrent):
     """A Mamba-2 mixer: a state of fixed size in place of a cache that grows."""
 
     hidden_size: int
@@ -51,20 +72,6 @@ class Mamba2:
             *linear("out_proj", self.hidden_size, inner, part, tp=1, bias=self.proj_bias),
         )
 
-    def kv_bytes_per_token(self, dtype: str) -> int:
-        """Nothing grows with the sequence."""
-        kv_element_bytes(dtype)
-        return 0
-
-    @property
-    def limit(self) -> int | None:
-        """Within a chunk the scan works as attention does; the state stands for all tokens before it."""
-        return self.chunk_size
-
-    def kept_tokens(self, length: int) -> int:
-        """No token is kept."""
-        return 0
-
     def state_bytes_per_sequence(self, dtype: str) -> int:
         """The last ``conv_kernel - 1`` inputs of the convolution in ``dtype``, and the state in float32."""
         conv = self.conv_dim * (self.conv_kernel - 1) * max(2, kv_element_bytes(dtype))
@@ -89,7 +96,7 @@ class Mamba2:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GatedDeltaNet:
+class GatedDeltaNet(_Recurrent):
     """Linear attention by the gated delta rule (Qwen3-Next): a matrix a value head in place of a cache."""
 
     hidden_size: int
@@ -131,20 +138,6 @@ class GatedDeltaNet:
             Weight("norm.weight", (self.value_head_dim,), part),
             *linear("out_proj", d, self.inner_size, part, tp=1),
         )
-
-    def kv_bytes_per_token(self, dtype: str) -> int:
-        """Nothing grows with the sequence."""
-        kv_element_bytes(dtype)
-        return 0
-
-    @property
-    def limit(self) -> int | None:
-        """Within a chunk the kernels work as attention does; the state stands for all tokens before it."""
-        return self.chunk_size
-
-    def kept_tokens(self, length: int) -> int:
-        """No token is kept."""
-        return 0
 
     def state_bytes_per_sequence(self, dtype: str) -> int:
         """The last ``conv_kernel - 1`` inputs of the convolution, and a matrix ``key_dim × value_dim`` a value head.
