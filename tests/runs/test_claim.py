@@ -15,9 +15,9 @@ from runs_testing import GONE, make_run
 
 from hpcrl.errors import RunDirError
 from hpcrl.fs import write_json
-from hpcrl.runs import claim
-from hpcrl.runs.claim import claimed
 from hpcrl.runs.rundir import RunDir
+from hpcrl.runs.start import claim
+from hpcrl.runs.start.claim import claimed
 from hpcrl.runs.status import ProcessId
 
 

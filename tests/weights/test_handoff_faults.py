@@ -21,10 +21,10 @@ from handoff_lab import check_content, model_directory, publish
 
 from hpcrl.errors import HandoffError
 from hpcrl.weights import HandoffStore
-from hpcrl.weights.collector import Collector
-from hpcrl.weights.leases import ReaderWatch
-from hpcrl.weights.share import Pace
-from hpcrl.weights.subscriber import ReaderSettings, Subscriber
+from hpcrl.weights.lifetime.collector import Collector
+from hpcrl.weights.lifetime.leases import ReaderWatch
+from hpcrl.weights.read.share import Pace
+from hpcrl.weights.read.subscriber import ReaderSettings, Subscriber
 
 PUBLISH = """
 import sys
