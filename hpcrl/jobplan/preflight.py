@@ -36,6 +36,9 @@ sys.exit(0 if found else {_NO_PACKAGE})
 """Finds it without loading it."""
 _PLACEHOLDER = re.compile(r"\{(run_dir|replica|host|port|node_rank|node_host)(?:[+*](\d+))?\}")
 _ANY_PORT = 20000
+_OTHER_FAMILY = (
+    "choose a model of a family that the trainer has (docs/training.md); more families can be planned than trained"
+)
 _CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes of a head that vLLM's attention on CPUs has."""
 
@@ -59,7 +62,7 @@ def with_model_of(recipe: Loaded[Recipe], config_dir: Path, *, named: str) -> Lo
         try:
             wanted, given = dataclasses.asdict(load_arch(own)), dataclasses.asdict(load_arch(config_dir))
         except ValueError as error:
-            raise ConfigError([Finding(where, "model.path", str(error), "choose a Qwen3-MoE model")]) from error
+            raise ConfigError([Finding(where, "model.path", str(error), _OTHER_FAMILY)]) from error
         different = [f"{key} is {given[key]}, not {wanted[key]}" for key in wanted if given[key] != wanted[key]]
         if different:
             what = f"the model of {named} is another one than the recipe's, {own}: {'; '.join(different)}"
@@ -89,11 +92,11 @@ def check_model(recipe: Loaded[Recipe], model_dir: Path) -> None:
     try:
         arch = load_arch(model_dir)
     except ValueError as error:
-        raise ConfigError([Finding(where, "model.path", str(error), "choose a Qwen3-MoE model")]) from error
+        raise ConfigError([Finding(where, "model.path", str(error), _OTHER_FAMILY)]) from error
     engine = recipe.value.engine
-    if engine.backend == "vllm" and engine.device == "cpu" and arch.head_dim not in _CPU_HEADS:
+    if engine.backend == "vllm" and engine.device == "cpu" and arch.kv.key_dim not in _CPU_HEADS:
         sizes = ", ".join(map(str, _CPU_HEADS))
-        what = f"heads of {model_dir} have size {arch.head_dim}; vLLM on CPUs can {sizes}"
+        what = f"heads of {model_dir} have size {arch.kv.key_dim}; vLLM on CPUs can {sizes}"
         raise ConfigError([Finding(where, "model.path", what, "choose another model, or engine.backend: embedded")])
     if recipe.value.engine.max_model_len > arch.max_position_embeddings:
         raise ConfigError(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from engine_helpers import write_model
 
-from hpcrl.modeling.qwen3_moe import Qwen3Moe
+from hpcrl.modeling.decoder import Decoder
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -17,7 +17,7 @@ def _one_thread() -> None:
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Qwen3Moe]:
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Decoder]:
     """A model directory and the model in it."""
     path = tmp_path_factory.mktemp("tiny-model")
     return path, write_model(path, seed=1)

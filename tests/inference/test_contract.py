@@ -30,7 +30,7 @@ from engine_helpers import (
 )
 from vllm_environment import SKIPPED, VLLM_PYTHON
 
-from hpcrl.modeling.qwen3_moe import Qwen3Moe
+from hpcrl.modeling.decoder import Decoder
 
 KIND = os.environ.get("HPCRL_TEST_ENGINE", "embedded")
 EMBEDDED = KIND == "embedded"
@@ -50,7 +50,7 @@ GENERATE = "/inference/v1/generate"
 
 
 @pytest.fixture(scope="module")
-def server(tiny: tuple[Path, Qwen3Moe], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(tiny: tuple[Path, Decoder], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     path, model = tiny
     log = tmp_path_factory.mktemp("log") / "server.log"
     if EMBEDDED:

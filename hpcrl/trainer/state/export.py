@@ -25,8 +25,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from hpcrl.checkpoints.ledger import CheckpointEntry, CheckpointLedger
 from hpcrl.errors import CheckpointError, HpcrlError, UsageError
 from hpcrl.fs import StagedDirectory, fsync_dir, write_json
-from hpcrl.modeling.hf import to_hf_tensors
-from hpcrl.models.arch import ModelArch, load_arch
+from hpcrl.modeling.hf import HfAdapter
+from hpcrl.modeling.spec import spec_of
+from hpcrl.models.arch import load_arch
 from hpcrl.runs.rundir import RunDir
 from hpcrl.trainer.state.checkpoint import check_owner
 
@@ -67,11 +68,12 @@ def export_checkpoint(
     """
     check_owner(entry)
     arch = load_arch(model_dir)
+    adapter = spec_of(arch).adapter(arch)
     stage = StagedDirectory(output, token=f"export-{os.getpid()}")
     stage.create()
     try:
         total, weight_map = 0, {}
-        names = _write_shards(entry, arch, stage.path, getattr(torch, dtype), shard_bytes)
+        names = _write_shards(entry, adapter, stage.path, getattr(torch, dtype), shard_bytes)
         for file, tensors in names:
             for name, size in tensors.items():
                 weight_map[name] = file
@@ -87,7 +89,7 @@ def export_checkpoint(
 
 
 def _write_shards(
-    entry: CheckpointEntry, arch: ModelArch, directory: Path, dtype: torch.dtype, shard_bytes: int
+    entry: CheckpointEntry, adapter: HfAdapter, directory: Path, dtype: torch.dtype, shard_bytes: int
 ) -> Iterator[tuple[str, dict[str, int]]]:
     """Write file after file; yields the name of each, and the bytes of each tensor in it."""
     for number, shapes in enumerate(_shards(entry, dtype, shard_bytes), start=1):
@@ -98,7 +100,7 @@ def _write_shards(
         tensors: dict[str, torch.Tensor] = {}
         for name in shapes:
             try:
-                for hf_name, tensor in to_hf_tensors(name, state["model"].pop(name), arch):
+                for hf_name, tensor in adapter.to_hf(name, state["model"].pop(name)):
                     # a copy of its own: views of one parameter share memory, which a safetensors file cannot say
                     tensors[hf_name] = tensor.to(dtype, copy=True).contiguous()
             except IndexError as error:
