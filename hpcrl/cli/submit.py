@@ -214,8 +214,8 @@ def _say_changes(run: RunDir, *, accept: bool) -> None:
         raise RunDirError(
             f"{run.name} would run something else than before, and job.on_change is stop; nothing was changed\n"
             + "".join(f"  {change}\n" for change in changes)
-            + f"    way out: bring back what it was (copies and the diff are in {run.snapshots_dir})\n"
-            f"    way out: hpcrl resume {run.name} --accept-changes"
+            + f"    hint: bring back what it was (copies and the diff are in {run.snapshots_dir})\n"
+            f"    hint: hpcrl resume {run.name} --accept-changes"
         )
     for change in changes:
         typer.echo(f"changed since it was last submitted: {change}", err=True)

@@ -1,4 +1,4 @@
-"""Pydantic's errors as findings: file and line, key, what is wrong, the way out."""
+"""Pydantic's errors as findings: file and line, key, what is wrong, a hint."""
 
 from __future__ import annotations
 
@@ -48,32 +48,32 @@ def _explain(model: type[BaseModel], details: ErrorDetails, origins: Origins, so
     path, owner = _resolve(model, details["loc"])
     kind, context, given = details["type"], details.get("ctx", {}), details["input"]
     shown = hide_value(path, _show(given))
-    what, way_out = f"{details['msg'][:1].lower()}{details['msg'][1:]} (it is {shown})", ""
+    what, hint = f"{details['msg'][:1].lower()}{details['msg'][1:]} (it is {shown})", ""
     if kind == "extra_forbidden":
         known = list(owner.model_fields) if owner is not None else []
         what = "unknown key"
-        way_out = _did_you_mean(str(path[-1]), known) or f"keys here: {', '.join(known)}"
+        hint = _did_you_mean(str(path[-1]), known) or f"keys here: {', '.join(known)}"
     elif kind == "missing":
-        what, way_out = "is required", f"add it: {_doc(owner, str(path[-1]))}"
+        what, hint = "is required", f"add it: {_doc(owner, str(path[-1]))}"
     elif kind in _WANTED:
         what = f"must be {_WANTED[kind]}, is {shown}"
-        way_out = f"{path[-1]}: {_doc(owner, str(path[-1]))}" if path else ""
+        hint = f"{path[-1]}: {_doc(owner, str(path[-1]))}" if path else ""
         if kind.startswith(("int", "float")) and isinstance(given, str) and given.strip():
-            way_out = "write the number without quotes" if _is_number(given) else way_out
+            hint = "write the number without quotes" if _is_number(given) else hint
     elif kind == "literal_error":
         what = f"must be one of {context['expected']}, is {shown}"
-        way_out = _did_you_mean(str(given), str(context["expected"]).replace("'", "").replace(" or ", ", ").split(", "))
+        hint = _did_you_mean(str(given), str(context["expected"]).replace("'", "").replace(" or ", ", ").split(", "))
     elif kind == "union_tag_invalid":
         tags = str(context["expected_tags"]).replace("'", "").split(", ")
         what = f"kind must be one of {', '.join(tags)}, is {_show(context['tag'])}"
-        way_out = _did_you_mean(str(context["tag"]), tags)
+        hint = _did_you_mean(str(context["tag"]), tags)
     elif kind == "union_tag_not_found":
-        what, way_out = "has no 'kind'", "say which kind it is, for example `kind: words`"
+        what, hint = "has no 'kind'", "say which kind it is, for example `kind: words`"
     elif kind == "string_pattern_mismatch":
         what = f"{shown} does not have the right form"
-        way_out = f"it must match {context['pattern']}"
+        hint = f"it must match {context['pattern']}"
     where = next((origins[path[:n]] for n in range(len(path), 0, -1) if path[:n] in origins), str(source))
-    return Finding(where, ".".join(str(part) for part in path), what, way_out)
+    return Finding(where, ".".join(str(part) for part in path), what, hint)
 
 
 def _show(value: object) -> str:
@@ -95,7 +95,7 @@ def _did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def _doc(owner: type[BaseModel] | None, name: str) -> str:
-    """The documentation of a field, as the way out."""
+    """The documentation of a field, as a hint."""
     field = owner.model_fields.get(name) if owner is not None else None
     description = field.description if field is not None else None
     return " ".join(description.split()) if description else ""

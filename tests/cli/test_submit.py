@@ -79,7 +79,7 @@ def test_a_model_that_nothing_here_runs_is_refused_by_name(hpcrl: Hpcrl, tmp_pat
     code, _, err = hpcrl("--name", "x")
     assert code == 2
     assert f"model_type is {kind!r}; this engine and trainer know 'qwen3_moe'" in err
-    assert "way out: choose a Qwen3-MoE model" in err
+    assert "hint: choose a Qwen3-MoE model" in err
     assert not (tmp_path / "runs").exists()
 
 

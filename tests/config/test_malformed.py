@@ -1,4 +1,4 @@
-"""Every malformed recipe or profile gives a one-screen error that names file, key and way out, and exit code 2."""
+"""Every malformed recipe or profile gives a one-screen error that names file, key and hint, and exit code 2."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Case(NamedTuple):
     line: int
     key: str
     says: str
-    way_out: str
+    hint: str
 
 
 RECIPES = {
@@ -452,7 +452,7 @@ def check_message(capsys: pytest.CaptureFixture[str], code: int, start: str, cas
     assert out == ""
     line = next(line for line in err.splitlines() if start in line)
     assert case.says in line
-    assert case.way_out in err
+    assert case.hint in err
     assert "Traceback" not in err
     assert len(err.splitlines()) < 24
 
