@@ -312,12 +312,14 @@ def _follow(run: RunDir, console: Console) -> int:
     from hpcrl.errors import ExitCode, UsageError
     from hpcrl.runs.metrics import read_metrics
     from hpcrl.runs.observe import read_progress
+    from hpcrl.runs.record import RunRecord
     from hpcrl.runs.status import RunState
     from hpcrl.runs.views.liveview import follow, summary
     from hpcrl.runs.views.report import write_report
     from hpcrl.submit.submission import interrupt
 
-    view = follow(run, console, on_interrupt=lambda count: interrupt(run, count))
+    before = RunRecord.read(run).submissions[-1].after_attempt
+    view = follow(run, console, on_interrupt=lambda count: interrupt(run, count), after_attempt=before)
     metrics = read_metrics(run)
     picture = ""
     if metrics:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -81,7 +82,7 @@ def check_model(recipe: Loaded[Recipe], model_dir: Path) -> None:
     where = recipe.where("model.path")
     if not (model_dir / "config.json").is_file():
         hint = (
-            f"make it: hpcrl warmup {recipe.source}"
+            f"make it: hpcrl warmup {shlex.quote(str(recipe.source))}{_output(where, model_dir)}"
             if recipe.value.model.warmup is not None
             else "give the path of a Hugging Face model directory"
         )
@@ -107,6 +108,11 @@ def check_model(recipe: Loaded[Recipe], model_dir: Path) -> None:
                 )
             ]
         )
+
+
+def _output(where: str, model_dir: Path) -> str:
+    """The option of ``hpcrl warmup`` for a ``model.path`` that the recipe does not say."""
+    return f" --output {shlex.quote(str(model_dir))}" if where == "--set" else ""
 
 
 def find_facts(recipe: Recipe) -> ModelFacts | None:

@@ -89,3 +89,7 @@ def test_a_missing_model_is_found_before_anything_is_written(hpcrl: Hpcrl, tmp_p
     assert code == 2
     assert "hpcrl warmup" in err
     assert not (tmp_path / "runs").exists()
+    # the command line says where the model is, not the recipe: the warm-up must be told to put it there
+    code, _, err = hpcrl("--name", "x", "--set", "model.path=my models/new")
+    assert code == 2
+    assert f" --output '{tmp_path / 'my models/new'}'" in err

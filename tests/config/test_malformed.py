@@ -60,6 +60,7 @@ RECIPES = {
         "greater",
         "",
     ),
+    "key without its section": Case("trainer:\n  steps: 10", "steps: 10", 8, "steps", "unknown key", "'trainer.steps'"),
     "not a number": Case(
         "  steps: 10", "  steps: 10\n  optimizer: {learning_rate: .nan}", 10, "trainer.optimizer.learning_rate", "", ""
     ),
