@@ -67,7 +67,7 @@ def _parse(counts: list[str], run: RunDir) -> dict[str, int]:
     if not groups:
         raise UsageError(
             f"the replicas of {run.name} have no jobs of their own: its layout is {plan.layout.kind}\n"
-            "    way out: submit it under another name with --set job.layout=elastic"
+            "    hint: submit it under another name with --set job.layout=elastic"
         )
     wanted = {}
     for text in counts:
@@ -78,7 +78,7 @@ def _parse(counts: list[str], run: RunDir) -> dict[str, int]:
             named = reference(run)
             raise UsageError(
                 f"{text}: the run needs at least {plan.elastic.min_replicas} (job.min_replicas)\n"
-                f"    way out: stop it for a while: hpcrl cancel {named}, and later hpcrl resume {named}"
+                f"    hint: stop it for a while: hpcrl cancel {named}, and later hpcrl resume {named}"
             )
         wanted[role] = int(number)
     return wanted

@@ -30,7 +30,7 @@ def check_name(name: str) -> str:
     if not _NAME.fullmatch(name):
         raise UsageError(
             f"{name!r} cannot be the name of a run\n"
-            "    way out: letters, digits, '.', '_' and '-', at most 63, the first a letter or a digit"
+            "    hint: letters, digits, '.', '_' and '-', at most 63, the first a letter or a digit"
         )
     return name
 
@@ -65,8 +65,8 @@ def newest_run(runs: list[RunDir], where: str) -> RunDir:
     if not runs:
         raise RunDirError(
             f"there is no run {where}\n"
-            "    way out: start one: hpcrl submit RECIPE\n"
-            "    way out: --runs-root DIRECTORY (or HPCRL_RUNS_ROOT) where runs are elsewhere"
+            "    hint: start one: hpcrl submit RECIPE\n"
+            "    hint: --runs-root DIRECTORY (or HPCRL_RUNS_ROOT) where runs are elsewhere"
         )
     return runs[0]
 
@@ -94,7 +94,7 @@ def find_run(name: str, root: Path, roots: Roots | None = None, *, chosen: bool 
         path = RunDir(Path(name).expanduser().resolve())
         if _is_run(path):
             return _noticed(path)
-        raise RunDirError(f"there is no run in {path.path}\n    way out: hpcrl ls lists the runs")
+        raise RunDirError(f"there is no run in {path.path}\n    hint: hpcrl ls lists the runs")
     if chosen and name and _is_run(there := RunDir(root / name)):
         return _noticed(there)
     found = _by_name(name, root, anywhere=roots is not None)
@@ -107,13 +107,13 @@ def find_run(name: str, root: Path, roots: Roots | None = None, *, chosen: bool 
     if len(found) == 1:
         return _noticed(found[0])
     if found:
-        ways = "".join(f"    way out: by its directory: {shlex.quote(str(run.path))}\n" for run in found)
+        ways = "".join(f"    hint: by its directory: {shlex.quote(str(run.path))}\n" for run in found)
         raise RunDirError(f"there are {len(found)} runs {name}; which one?\n{ways}".rstrip())
     known = [run.name for run in (list_runs(root) if roots is None else all_runs(root, tuple))]
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.5) or [k for k in known if name and name in k][:3]
     hint = f"did you mean {' or '.join(dict.fromkeys(close))}?" if close else "hpcrl ls lists the runs"
     where = f" in {root}" if roots is None else f", neither in {root} nor in the directories of cluster profiles"
-    raise RunDirError(f"there is no run {name}{where}\n    way out: {hint}")
+    raise RunDirError(f"there is no run {name}{where}\n    hint: {hint}")
 
 
 def reference(run: RunDir) -> str:

@@ -126,10 +126,10 @@ def nothing_to_restore(
     if aside:
         lines.append(f"  put aside, and can be taken with --from-step: {', '.join(map(str, aside))}")
     lines += [
-        f"    way out: begin at step 0, with the start model; what is there is put aside: "
+        f"    hint: begin at step 0, with the start model; what is there is put aside: "
         f"hpcrl resume {reference(run)} --from-scratch",
-        f"    way out: bring the files back, then: hpcrl resume {reference(run)}",
-        f"    way out: a step of your choice: hpcrl checkpoint ls {reference(run)}, then "
+        f"    hint: bring the files back, then: hpcrl resume {reference(run)}",
+        f"    hint: a step of your choice: hpcrl checkpoint ls {reference(run)}, then "
         f"hpcrl resume {reference(run)} --from-step STEP",
     ]
     return NothingToRestoreError("\n".join(lines))
