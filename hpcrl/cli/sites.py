@@ -36,7 +36,7 @@ def init(
         str | None, typer.Option("--fabric", metavar="KIND", help="infiniband, roce or ethernet.")
     ] = None,
 ) -> None:
-    """PartialGeneration a cluster profile from the Slurm of this machine. Overwrites nothing."""
+    """Draft a cluster profile from the Slurm of this machine. Overwrites nothing."""
     from hpcrl.errors import UsageError
     from hpcrl.fs import atomic_write
     from hpcrl.sites.probe import read_facts
