@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-__all__ = ["AttentionFn", "BatchContext", "RouteRecorder"]
+__all__ = ["AttentionFn", "BatchContext", "RoutedExpertsRecorder"]
 
 
 class AttentionFn(Protocol):
@@ -37,7 +37,7 @@ class AttentionFn(Protocol):
         ...
 
 
-class RouteRecorder(Protocol):
+class RoutedExpertsRecorder(Protocol):
     """Receives the experts chosen by each sparse layer."""
 
     def __call__(self, layer: int, experts: Tensor) -> None:
@@ -64,4 +64,4 @@ class BatchContext:
     positions: Tensor
     attention: AttentionFn
     select: Tensor | None = None
-    record: RouteRecorder | None = None
+    record: RoutedExpertsRecorder | None = None

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hpcrl.modeling.context import BatchContext, RouteRecorder
+from hpcrl.modeling.context import BatchContext, RoutedExpertsRecorder
 
 __all__ = ["PackedAttention"]
 
@@ -45,7 +45,7 @@ class PackedAttention:
         )
         return y.transpose(1, 2).reshape(-1, q.shape[1], v.shape[2])[self._places]
 
-    def context(self, select: Tensor | None = None, record: RouteRecorder | None = None) -> BatchContext:
+    def context(self, select: Tensor | None = None, record: RoutedExpertsRecorder | None = None) -> BatchContext:
         """What a forward pass over these sequences needs."""
         return BatchContext(self.positions, self, select, record)
 

@@ -27,7 +27,7 @@ from hpcrl.slurm.errors import (
     SubmitUnclearError,
     classify,
 )
-from hpcrl.slurm.records import Component, Job, Node, StartEstimate, Submitted
+from hpcrl.slurm.records import HetComponent, Job, Node, StartEstimate, Submitted
 
 __all__ = ["COMMENT_PREFIX", "SlurmClient", "job_comment"]
 
@@ -224,7 +224,7 @@ class SlurmClient:
         # sites print banners here; where they hide the number, or look like one, the job says itself which it is
         unreadable = SlurmAnswerError(
             f"sbatch ended well, but its output is not one job number: {result.stdout!r}\n"
-            "    way out: submit again (a job that exists is found, not doubled), and ask the admins what prints here"
+            "    hint: submit again (a job that exists is found, not doubled), and ask the admins what prints here"
         )
         try:
             return self._look_up(name, token, unreadable, ended)
@@ -258,12 +258,12 @@ class SlurmClient:
             if absent_since is not None and now - absent_since >= _SETTLE_S:
                 raise SubmitUnclearError(
                     f"the submission got no answer, and Slurm has no job {name!r} of it\n    {lost}\n"
-                    "    way out: submit again; a job that turns up late is found, not doubled"
+                    "    hint: submit again; a job that turns up late is found, not doubled"
                 ) from lost
             if absent_since is None and now >= deadline:
                 raise SubmitUnclearError(
                     f"the submission got no answer, and Slurm cannot be asked about it\n    {lost}\n"
-                    "    way out: submit again when the controller answers; it looks for the job first"
+                    "    hint: submit again when the controller answers; it looks for the job first"
                 ) from lost
             self._sleep(_LOOK_AGAIN_S)
 
@@ -336,7 +336,7 @@ class SlurmClient:
 
     # -- commands ------------------------------------------------------------------------------------------------
 
-    def _squeue(self, selection: Sequence[str]) -> list[Component]:
+    def _squeue(self, selection: Sequence[str]) -> list[HetComponent]:
         argv = ["squeue", "--noheader", "--states=all", *selection]
         try:
             if not self._json_squeue:
@@ -352,12 +352,12 @@ class SlurmClient:
         except NoSuchJobError:
             return []  # what squeue says where the only job asked for is gone
 
-    def _own(self, selection: Sequence[str]) -> list[Component]:
+    def _own(self, selection: Sequence[str]) -> list[HetComponent]:
         """Jobs of the user that we are; what says that it is somebody else's is left out, whoever let it through."""
         me = os.getuid()
         return [c for c in self._squeue(["--me", *selection]) if c.user_id is None or c.user_id == me]
 
-    def _sacct(self, job_ids: Sequence[int]) -> list[Component]:
+    def _sacct(self, job_ids: Sequence[int]) -> list[HetComponent]:
         """History; nothing where the cluster keeps none, or it cannot be read now."""
         if not self._accounting:
             return []
@@ -387,9 +387,9 @@ def _join(job_ids: Sequence[int]) -> str:
     return ",".join(map(str, job_ids))
 
 
-def _by_job(found: Sequence[Component], wanted: Sequence[int], expected: Mapping[int, int]) -> dict[int, Job]:
+def _by_job(found: Sequence[HetComponent], wanted: Sequence[int], expected: Mapping[int, int]) -> dict[int, Job]:
     """Jobs of the wanted ids; where two sources know a component, the first one counts."""
-    groups: dict[int, dict[int, Component]] = {job_id: {} for job_id in wanted}
+    groups: dict[int, dict[int, HetComponent]] = {job_id: {} for job_id in wanted}
     for component in found:
         if component.leader_id in groups:
             groups[component.leader_id].setdefault(component.offset, component)

@@ -51,8 +51,8 @@ import sys
 from pathlib import Path
 from handoff_lab import check_content
 from hpcrl.errors import HandoffError
-from hpcrl.weights.share import Pace
-from hpcrl.weights.subscriber import ReaderSettings, Subscriber
+from hpcrl.weights.read.share import Pace
+from hpcrl.weights.read.subscriber import ReaderSettings, Subscriber
 root, switch, cache = Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]) if len(sys.argv) > 3 else None
 settings = ReaderSettings(expiry_s=4.0, streams=1, segment_bytes=16 << 10, pace=Pace(20.0), cache_dir=cache)
 with Subscriber(root, "r", settings) as subscriber:
@@ -73,8 +73,8 @@ import sys
 from pathlib import Path
 from hpcrl.errors import HandoffError
 from hpcrl.weights import HandoffStore
-from hpcrl.weights.collector import Collector
-from hpcrl.weights.leases import ReaderWatch
+from hpcrl.weights.lifetime.collector import Collector
+from hpcrl.weights.lifetime.leases import ReaderWatch
 root, switch = Path(sys.argv[1]), Path(sys.argv[2])
 collector = Collector(HandoffStore(root), ReaderWatch(root, expiry_s=60.0), keep_last=1, settle_s=0.0)
 switch.touch()
@@ -220,7 +220,7 @@ def test_a_full_share_leaves_the_last_version_and_readers_say_what_is_wrong(tmp_
 def stale_mounts(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
     """Two mounts of one directory that remember what they saw for 30 s, also that a name was not there."""
     if shutil.which("bindfs") is None or shutil.which("fusermount3") is None or not os.access("/dev/fuse", os.W_OK):
-        pytest.skip("STALE CACHES ARE NOT TESTED: bindfs is missing (way out: apt-get install bindfs fuse3)")
+        pytest.skip("STALE CACHES ARE NOT TESTED: bindfs is missing (hint: apt-get install bindfs fuse3)")
     mounts = [tmp_path / "writer", tmp_path / "reader"]
     (tmp_path / "back").mkdir()
     cached = "attr_timeout=30,entry_timeout=30,negative_timeout=30"

@@ -12,7 +12,7 @@ import os
 import shutil
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from hpcrl.checkpoints.ledger import CheckpointEntry, CheckpointLedger
 from hpcrl.errors import CheckpointError, HpcrlError, UsageError
 from hpcrl.fs import StagedDirectory, fsync_dir, write_json
-from hpcrl.modeling.hf import HfAdapter
+from hpcrl.modeling.decoder import Decoder
+from hpcrl.modeling.hf import model_tensors
 from hpcrl.modeling.spec import spec_of
 from hpcrl.models.arch import load_arch
 from hpcrl.runs.rundir import RunDir
@@ -68,12 +69,13 @@ def export_checkpoint(
     """
     check_owner(entry)
     arch = load_arch(model_dir)
-    adapter = spec_of(arch).adapter(arch)
+    # without memory: it says what a checkpoint of this model holds
+    model = spec_of(arch).build(arch, device="meta")
     stage = StagedDirectory(output, token=f"export-{os.getpid()}")
     stage.create()
     try:
         total, weight_map = 0, {}
-        names = _write_shards(entry, adapter, stage.path, getattr(torch, dtype), shard_bytes)
+        names = _write_shards(entry, model, stage.path, getattr(torch, dtype), shard_bytes)
         for file, tensors in names:
             for name, size in tensors.items():
                 weight_map[name] = file
@@ -89,44 +91,49 @@ def export_checkpoint(
 
 
 def _write_shards(
-    entry: CheckpointEntry, adapter: HfAdapter, directory: Path, dtype: torch.dtype, shard_bytes: int
+    entry: CheckpointEntry, model: Decoder, directory: Path, dtype: torch.dtype, shard_bytes: int
 ) -> Iterator[tuple[str, dict[str, int]]]:
     """Write file after file; yields the name of each, and the bytes of each tensor in it."""
-    for number, shapes in enumerate(_shards(entry, dtype, shard_bytes), start=1):
+    # they keep their dtype: a rounded bias of a router chooses other experts
+    buffers = {name for name, _ in model.named_buffers()}
+    expected = {name: tensor.shape for name, tensor in model_tensors(model).items()}
+    for number, shapes in enumerate(_shards(entry, expected, dtype, shard_bytes), start=1):
         state = {"model": {name: torch.empty(shape, dtype=torch.float32) for name, shape in shapes.items()}}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # that is what we want here
             load(state, storage_reader=FileSystemReader(entry.trainer_dir), no_dist=True)
         tensors: dict[str, torch.Tensor] = {}
         for name in shapes:
-            try:
-                for hf_name, tensor in adapter.to_hf(name, state["model"].pop(name)):
-                    # a copy of its own: views of one parameter share memory, which a safetensors file cannot say
-                    tensors[hf_name] = tensor.to(dtype, copy=True).contiguous()
-            except IndexError as error:
-                raise CheckpointError(f"parameter {name} of {entry.path} does not fit the model: {error}") from error
+            for hf_name, tensor in model.adapter.to_hf(name, state["model"].pop(name)):
+                # a copy of its own: views of one parameter share memory, which a safetensors file cannot say
+                kind = tensor.dtype if name in buffers else dtype
+                tensors[hf_name] = tensor.to(kind, copy=True).contiguous()
         file = f"model-{number:05d}.safetensors"
         save_file(tensors, directory / file, metadata={"format": "pt"})
         _fsync(directory / file)
         yield file, {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
 
 
-def _shards(entry: CheckpointEntry, dtype: torch.dtype, shard_bytes: int) -> Iterator[dict[str, torch.Size]]:
-    """Parameters with their shapes, in portions of about ``shard_bytes`` of output."""
+def _shards(
+    entry: CheckpointEntry, expected: Mapping[str, torch.Size], dtype: torch.dtype, shard_bytes: int
+) -> Iterator[dict[str, torch.Size]]:
+    """Tensors with their shapes, in portions of about ``shard_bytes`` of output."""
     metadata = FileSystemReader(entry.trainer_dir).read_metadata().state_dict_metadata
+    held = {key.removeprefix(_PREFIX): value for key, value in metadata.items() if key.startswith(_PREFIX)}
+    for name, shape in expected.items():
+        value = held.get(name)
+        found = tuple(value.size) if isinstance(value, TensorStorageMetadata) else "nothing"
+        if found != tuple(shape):
+            raise CheckpointError(f"{entry.path} does not fit the model: {name} is {found}, not {tuple(shape)}")
     portion: dict[str, torch.Size] = {}
     size = 0
-    for key, value in metadata.items():
-        if not key.startswith(_PREFIX) or not isinstance(value, TensorStorageMetadata):
-            continue
-        own = value.size.numel() * dtype.itemsize
+    for name, shape in expected.items():
+        own = shape.numel() * dtype.itemsize
         if portion and size + own > shard_bytes:
             yield portion
             portion, size = {}, 0
-        portion[key.removeprefix(_PREFIX)] = value.size
+        portion[name] = shape
         size += own
-    if not portion:
-        raise CheckpointError(f"{entry.path} holds no parameters")
     yield portion
 
 
@@ -152,7 +159,7 @@ def _choose(run: RunDir, step: int | None) -> CheckpointEntry:
     if step is not None:
         if step not in ledger.steps():
             there = ", ".join(map(str, ledger.steps())) or "none"
-            raise UsageError(f"{run.name} has no checkpoint of step {step}\n    way out: there are {there}")
+            raise UsageError(f"{run.name} has no checkpoint of step {step}\n    hint: there are {there}")
         entry = ledger.open(step)
         entry.verify()
         return entry
@@ -160,7 +167,7 @@ def _choose(run: RunDir, step: int | None) -> CheckpointEntry:
     for skipped, reason in choice.skipped:
         print(f"checkpoint of step {skipped} is skipped: {reason}", file=sys.stderr)
     if choice.entry is None:
-        raise UsageError(f"{run.name} has no good checkpoint\n    way out: hpcrl checkpoint ls {run.name}")
+        raise UsageError(f"{run.name} has no good checkpoint\n    hint: hpcrl checkpoint ls {run.name}")
     return choice.entry
 
 
@@ -174,7 +181,7 @@ def _export(arguments: argparse.Namespace) -> None:
     if not (model_dir / "config.json").is_file():
         raise UsageError(
             f"{model_dir} has no config.json: the configuration of the exported model would be missing\n"
-            "    way out: --model-dir, another copy of the model that the run began with"
+            "    hint: --model-dir, another copy of the model that the run began with"
         )
     entry = _choose(run, arguments.step)
     total = export_checkpoint(entry, model_dir, arguments.output, dtype=dtype)

@@ -13,7 +13,7 @@ from hpcrl.errors import RunFailedError
 from hpcrl.modeling.load import load_model_dir
 from hpcrl.modeling.spec import spec_of
 from hpcrl.models.arch import ModelArch
-from hpcrl.trainer.batch.routed_experts import RouteComparison
+from hpcrl.trainer.batch.routed_experts import RoutedExpertsComparison
 from hpcrl.trainer.batch.tensors import TokenBatch, token_logprobs
 from hpcrl.trainer.parallel.mesh import Parallel
 from hpcrl.trainer.step.losses import TrainedTokens, policy_loss
@@ -69,7 +69,7 @@ class TrainerPolicy:
         for micro_batch in shard.micro_batches:
             batch = TokenBatch.from_wire(micro_batch, self.parallel.device)
             comparison = (
-                None if batch.routes is None else RouteComparison(batch.routes, dense_layers=self._dense_layers)
+                None if batch.routes is None else RoutedExpertsComparison(batch.routes, dense_layers=self._dense_layers)
             )
             logits = self.model(batch.input_ids, batch.context(comparison))
             if comparison is not None:
@@ -99,7 +99,7 @@ class TrainerPolicy:
         if not norm < float("inf"):
             raise RunFailedError(
                 f"the gradient norm of step {step} is {norm}; the weights were left as they are\n"
-                "    way out: a lower trainer.optimizer.learning_rate, then resume from the last checkpoint"
+                "    hint: a lower trainer.optimizer.learning_rate, then resume from the last checkpoint"
             )
         rate = learning_rate(config, step, self.recipe.trainer.steps)
         set_learning_rate(self.optimizer, rate)
