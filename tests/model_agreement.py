@@ -17,7 +17,7 @@ from hpcrl.modeling.spec import build_model
 from hpcrl.models.arch import load_arch
 
 LENGTHS = (5, 1, 12, 9)
-VOCAB = 96
+VOCAB = 103
 #: float32; sums in another order (padded attention, grouped products of experts). Values are of the order 1
 TOLERANCE = {"rtol": 2e-4, "atol": 2e-5}
 

@@ -17,7 +17,7 @@ from hpcrl.config.recipe import Recipe
 from hpcrl.errors import ConfigError, Finding, UsageError
 from hpcrl.interpreter import module_command
 from hpcrl.jobplan.model_rules import check_model_rules
-from hpcrl.models import ModelFacts, load_arch, load_facts
+from hpcrl.models import ModelArch, ModelFacts, load_arch, load_facts
 from hpcrl.ours import read_secret
 
 __all__ = ["check_engine_flags", "check_model", "check_pythons", "check_router", "check_sizes", "find_facts"]
@@ -95,7 +95,7 @@ def check_model(recipe: Loaded[Recipe], model_dir: Path) -> None:
     except ValueError as error:
         raise ConfigError([Finding(where, "model.path", str(error), _OTHER_FAMILY)]) from error
     engine = recipe.value.engine
-    if engine.backend == "vllm" and engine.device == "cpu" and arch.kv.key_dim not in _CPU_HEADS:
+    if engine.backend == "vllm" and engine.device == "cpu" and _no_cpu_heads(arch):
         sizes = ", ".join(map(str, _CPU_HEADS))
         what = f"heads of {model_dir} have size {arch.kv.key_dim}; vLLM on CPUs can {sizes}"
         raise ConfigError([Finding(where, "model.path", what, "choose another model, or engine.backend: embedded")])
@@ -116,6 +116,10 @@ def check_model(recipe: Loaded[Recipe], model_dir: Path) -> None:
 def _output(where: str, model_dir: Path) -> str:
     """The option of ``hpcrl warmup`` for a ``model.path`` that the recipe does not say."""
     return f" --output {shlex.quote(str(model_dir))}" if where == "--set" else ""
+
+
+def _no_cpu_heads(arch: ModelArch) -> bool:
+    return not arch.has_latent_attention and arch.kv.key_dim not in _CPU_HEADS
 
 
 def find_facts(recipe: Recipe) -> ModelFacts | None:

@@ -15,10 +15,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hpcrl.modeling.decoder import Decoder
+from hpcrl.modeling.families.deepseek import deepseek_v3_block, glm4_moe_block
 from hpcrl.modeling.families.qwen3 import qwen3_block, qwen3_moe_block
 from hpcrl.modeling.hf import HfAdapter
 from hpcrl.modeling.parallelize import parallelize_decoder
-from hpcrl.models.arch import ModelArch, Qwen3Arch, Qwen3MoeArch
+from hpcrl.models.arch import DeepseekV3Arch, Glm4MoeArch, ModelArch, Qwen3Arch, Qwen3MoeArch
 
 __all__ = ["SPECS", "ModelSpec", "Parallelize", "build_model", "spec_of"]
 
@@ -78,7 +79,12 @@ class ModelSpec:
         return model
 
 
-SPECS: tuple[ModelSpec, ...] = (ModelSpec(Qwen3Arch, qwen3_block), ModelSpec(Qwen3MoeArch, qwen3_moe_block))
+SPECS: tuple[ModelSpec, ...] = (
+    ModelSpec(DeepseekV3Arch, deepseek_v3_block),
+    ModelSpec(Glm4MoeArch, glm4_moe_block),
+    ModelSpec(Qwen3Arch, qwen3_block),
+    ModelSpec(Qwen3MoeArch, qwen3_moe_block),
+)
 """All families that can be run."""
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hpcrl.modeling.context import BatchContext
 
-__all__ = ["Choice", "Experts", "SoftmaxRouter", "SparseMLP"]
+__all__ = ["Choice", "Experts", "SigmoidRouter", "SoftmaxRouter", "SparseMLP"]
 
 
 class Choice(NamedTuple):
@@ -48,6 +48,49 @@ class SoftmaxRouter(nn.Linear):
         return Choice(weights, chosen)
 
 
+class SigmoidRouter(nn.Linear):
+    """Scores by a sigmoid in float32; a correction bias takes part in the choice alone, and groups are chosen first.
+
+    The bias is a buffer: no gradient reaches it, and RL does not move it.
+    """
+
+    e_score_correction_bias: Tensor
+
+    def __init__(
+        self, hidden_size: int, experts: int, *, top_k: int, normalise: bool, groups: int, top_groups: int, scale: float
+    ) -> None:
+        """Make the router.
+
+        Parameters
+        ----------
+        groups, top_groups:
+            Experts lie in ``groups`` groups of equal size; the best ``top_groups``, by their two best experts, are
+            chosen from.
+        scale:
+            Of the weights.
+        """
+        super().__init__(hidden_size, experts, bias=False)
+        self.top_k, self.normalise, self.scale = top_k, normalise, scale
+        self.groups, self.top_groups = groups, top_groups
+        self.register_buffer("e_score_correction_bias", torch.zeros(experts))
+
+    def choose(self, x: Tensor) -> Choice:
+        """Of tokens ``[T, hidden_size]``."""
+        scores = F.linear(x.float(), self.weight.float()).sigmoid()
+        with torch.no_grad():
+            preferred = scores + self.e_score_correction_bias
+            if self.top_groups < self.groups:
+                by_group = preferred.view(x.shape[0], self.groups, -1)
+                best = by_group.topk(2, dim=-1).values.sum(-1).topk(self.top_groups, dim=-1).indices
+                closed = torch.ones_like(by_group[..., 0], dtype=torch.bool).scatter_(1, best, value=False)
+                preferred = by_group.masked_fill(closed[..., None], float("-inf")).flatten(1)
+            chosen = preferred.topk(self.top_k, dim=-1).indices
+        weights = scores.gather(1, chosen)
+        if self.normalise:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return Choice(weights * self.scale, chosen)
+
+
 class Experts(nn.Module):
     """All experts of a layer in two tensors."""
 
@@ -75,7 +118,7 @@ class SparseMLP(nn.Module):
     """A router, the experts that it chooses, and shared experts beside them where there are any."""
 
     def __init__(
-        self, layer: int, gate: SoftmaxRouter, experts: Experts, shared_experts: nn.Module | None = None
+        self, layer: int, gate: SoftmaxRouter | SigmoidRouter, experts: Experts, shared_experts: nn.Module | None = None
     ) -> None:
         super().__init__()
         self.layer = layer

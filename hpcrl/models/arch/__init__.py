@@ -11,22 +11,26 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.models.arch.base import KvShape, ModelArch
+from hpcrl.models.arch.deepseek import DeepseekV3Arch, Glm4MoeArch, SigmoidMoeArch
 from hpcrl.models.arch.qwen3 import Qwen3Arch, Qwen3MoeArch
 from hpcrl.models.arch.rope import RopeScaling
 
 __all__ = [
     "ARCHS",
+    "DeepseekV3Arch",
+    "Glm4MoeArch",
     "KvShape",
     "ModelArch",
     "Qwen3Arch",
     "Qwen3MoeArch",
     "RopeScaling",
+    "SigmoidMoeArch",
     "arch_from_config",
     "load_arch",
     "trainable_types",
 ]
 
-ARCHS: tuple[type[ModelArch], ...] = (Qwen3Arch, Qwen3MoeArch)
+ARCHS: tuple[type[ModelArch], ...] = (DeepseekV3Arch, Glm4MoeArch, Qwen3Arch, Qwen3MoeArch)
 """One a family."""
 
 

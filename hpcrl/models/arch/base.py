@@ -79,6 +79,11 @@ class ModelArch:
         """Experts that a token visits in a sparse layer; 0 where the model is dense."""
         return 0
 
+    @property
+    def has_latent_attention(self) -> bool:
+        """Whether keys and values of all heads come from one latent vector a token."""
+        return False
+
     def is_sparse(self, layer: int) -> bool:
         """Whether ``layer`` has experts."""
         return False
