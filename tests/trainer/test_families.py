@@ -42,7 +42,7 @@ LATENT = {"q_lora_rank": 20, "kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope
 FAMILIES = {
     "qwen3": {**SIZES, "tie_word_embeddings": True, "attention_bias": True},
     "qwen3_moe": {**SIZES, "num_experts": 5, "num_experts_per_tok": 2, "mlp_only_layers": [0]},
-    "deepseek_v3": {**SIGMOID, **LATENT, "attention_bias": True},
+    "deepseek_v3": {**SIGMOID, **LATENT, "attention_bias": True, "head_dim": LATENT["qk_rope_head_dim"]},
     "glm4_moe": {**SIGMOID, "attention_bias": True, "use_qk_norm": True},
 }
 
