@@ -77,6 +77,10 @@ class UsageError(HpcrlError):
     exit_code = ExitCode.USAGE
 
 
+_LONGEST = 400
+"""Characters of a key or a sentence that a message shows: values of a file come back in it, of any length."""
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
     """One thing that is wrong in a configuration.
@@ -99,7 +103,9 @@ class Finding:
     hint: str = ""
 
     def __str__(self) -> str:
-        head = f"{self.where}: {self.key}: {self.what}" if self.key else f"{self.where}: {self.what}"
+        what = self.what if len(self.what) <= _LONGEST else f"{self.what[:_LONGEST]}…"
+        key = self.key if len(self.key) <= _LONGEST else f"{self.key[:_LONGEST]}…"
+        head = f"{self.where}: {key}: {what}" if key else f"{self.where}: {what}"
         return f"{head}\n    hint: {self.hint}" if self.hint else head
 
 
