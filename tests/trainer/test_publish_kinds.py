@@ -60,7 +60,7 @@ def make_publisher(root, parallel, model_dir, acknowledged=None, attempt=1, **se
         model_dir=model_dir,
         dtype=torch.bfloat16,
         attempt=attempt,
-        settings=HandoffConfig(**settings),
+        settings=HandoffConfig(**{"retry_s": 0.0, **settings}),
         acknowledged=acknowledged,
         chunk_bytes=CHUNK,
     )
