@@ -78,7 +78,13 @@ _PROCESSES = (
     Fault("stop", "supervisor", "nothing", "", 1.5 * FLOOR_S),
 )
 
-_ERRORS = ("ESTALE", "EDQUOT", "ENOSPC")
+_FULL = "takes no more|is full"
+_SAID = {
+    "ESTALE": "the handle is stale",
+    "EDQUOT": f"the quota is used up|{_FULL}",
+    "ENOSPC": f"no space is left|{_FULL}",
+}
+_ERRORS = tuple(_SAID)
 #: reports: whatever fails, the run goes on and catches up
 _REPORTS = ("status.json", "events/", "metrics/", "progress/", "fleet.json", "rollouts/", "logs/")
 #: what engines and trainer exchange: a publication is tried again for longer than these faults last
@@ -100,7 +106,8 @@ def _files() -> tuple[Fault, ...]:
         number = getattr(errno, error)
         # a handle is stale for whoever uses it; a full quota refuses what makes or grows files
         operation = "any" if error == "ESTALE" else "change"
-        said = re.escape(os.strerror(number)) + r"|takes no more|is full"
+        # as the system says it, and as commands and the cause of a full disk say it
+        said = re.escape(os.strerror(number)) + "|" + _SAID[error]
 
         def faults_of(
             files: tuple[str, ...], policy: str, why: str = "", seconds: float = 5.0, during: str = ""
@@ -109,7 +116,9 @@ def _files() -> tuple[Fault, ...]:
                 what = f"{file} {error}" + (f" while {during}" if during else "")  # noqa: B023
                 yield Fault("file", what, policy, why, seconds, _spec(operation, number, file), during)  # noqa: B023
 
-        faults += faults_of((*_REPORTS, _READERS, _WEIGHTS), "nothing")
+        faults += faults_of((*_REPORTS, _READERS), "nothing")
+        # an engine that cannot read a version in time is started again
+        faults += faults_of((_WEIGHTS,), "nothing|restart", rf"{said}|engine \d")
         # a save that fails is said, and training goes on
         faults += faults_of(("checkpoints/",), "nothing|attempt", rf"{said}|FencedError")
         killed = r"{role} {replica} was killed by SIGKILL"

@@ -183,7 +183,7 @@ class Trial:
         victim = (self.target.role, self.target.replica)
         restarts = sum(c.restarts for c in before.components)
         may_go_on = "nothing" in self.fault.policy.split("|")
-        if self._answer is not None and self._answer.returncode != 0:
+        if self._answer is not None and self._answer.returncode != 0 and not processes(self.run):
             return "refused"
 
         def seen() -> str:
@@ -224,7 +224,7 @@ class Trial:
         pattern = self.fault.why.format(
             role=self.target.role, replica=self.target.replica, pid=pid, node=self.target.node
         )
-        if self.fault.during == "resume" and outcome == "next attempt":
+        if self._answer is not None and self._answer.returncode == 0 and outcome == "next attempt":
             return None  # nothing has failed
         good = any(re.search(pattern, text) for text in said)
         if not good:
@@ -232,8 +232,7 @@ class Trial:
         return good
 
     def _said(self, outcome: str) -> list[str]:
-        if outcome == "refused":
-            assert self._answer is not None
+        if self._answer is not None and self._answer.returncode != 0:
             # for people: not a traceback
             said = self._answer.stdout + self._answer.stderr
             return ["a traceback"] if "Traceback" in said else [said]

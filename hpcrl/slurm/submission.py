@@ -21,7 +21,7 @@ from hpcrl.runs.observe import RunView, observe
 from hpcrl.runs.origin import START_MODEL, Source, make_start_model
 from hpcrl.runs.privacy import check_root, protect
 from hpcrl.runs.record import RunRecord, Submission, this_process
-from hpcrl.runs.reserve import release_reserve
+from hpcrl.runs.reserve import keep_start_reserve, release_reserve
 from hpcrl.runs.restart import ResumePoint
 from hpcrl.runs.resume import Begin, plan_resume
 from hpcrl.runs.rundir import RunDir
@@ -29,7 +29,14 @@ from hpcrl.runs.snapshot import keep_snapshot, take_snapshot
 from hpcrl.runs.status import ProcessId, RunState
 from hpcrl.slurm.executor import DetachedLocalExecutor
 from hpcrl.slurm.in_job import InJob
-from hpcrl.slurm.jobs import cancel_jobs, cancel_replica_jobs, find_unrecorded, signal_job, submit_jobs
+from hpcrl.slurm.jobs import (
+    cancel_jobs,
+    cancel_replica_jobs,
+    find_unrecorded,
+    signal_job,
+    submit_jobs,
+    write_submission,
+)
 from hpcrl.slurm.scripts import JOB_FOLDER, in_job_script
 from hpcrl.supervisor.guard import KIND_VARIABLE, RUN_ID_VARIABLE
 from hpcrl.supervisor.job import Supervise
@@ -128,6 +135,7 @@ def submit_attempt(run: RunDir, *, in_job: InJob | None = None) -> Submission:
     refused by `prepare_resume` and by the second supervisor itself.
     """
     with files_as(run.path):  # submitit's files, and those of its controller and of the job
+        keep_start_reserve(run)
         return _submit_attempt(run, in_job)
 
 
@@ -159,7 +167,7 @@ def _submit_attempt(run: RunDir, in_job: InJob | None) -> Submission:
         in_job="" if in_job is None else str(in_job.job_id),
         submitted_by=this_process(),
     )
-    record.with_submission(submission).write(run)
+    write_submission(run, record.with_submission(submission))
     return submission
 
 

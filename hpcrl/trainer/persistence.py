@@ -6,7 +6,6 @@ rank 0, so that all ranks decide alike.
 
 from __future__ import annotations
 
-import errno
 import logging
 import time
 from collections.abc import Callable
@@ -14,19 +13,15 @@ from pathlib import Path
 from typing import TypeVar
 
 from hpcrl.errors import HandoffError, PeerLostError
+from hpcrl.passing import passes
 from hpcrl.space import ShortageError, describe_space
 from hpcrl.trainer.parallel import Parallel, is_lost_rank
 
-__all__ = ["PASSING", "Persistence"]
+__all__ = ["Persistence"]
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-PASSING = frozenset(
-    {errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.EIO, errno.EAGAIN, errno.ETIMEDOUT, errno.ENOTCONN}
-    | {errno.ESHUTDOWN, errno.EREMOTEIO, errno.ECONNRESET, errno.EINTR}
-)
-"""What a filesystem says that may take the same a moment later. Not: a permission, a read-only filesystem, a name."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0
 
 
@@ -99,7 +94,7 @@ class Persistence:
     def _agree_on_retry(self, error: Exception, what: str, tries: int, lasted_s: float) -> None:
         """Return where all ranks try again, raise what is to be said where none does. Collective."""
         # who lost a peer has no failure of its own: the rank that has says whether it passes
-        own = None if isinstance(error, PeerLostError) else passes(error)
+        own = None if isinstance(error, PeerLostError) else passes(error) or isinstance(error, ShortageError)
         said = "" if own is None else f"{error}; {describe_space(self._root)}"
         reports = self._ranks.gather((own, said, lasted_s))
         failures = [own for own, _, _ in reports if own is not None]
@@ -119,8 +114,3 @@ class Persistence:
             words = f"{what} cannot be written, and is tried again for {self._limit_s:g} s: {first}"
             _log.warning("%s", words)
             self._on_refused(words)
-
-
-def passes(error: Exception) -> bool:
-    """Whether a failure may be over in a moment."""
-    return isinstance(error, ShortageError) or (isinstance(error, OSError) and error.errno in PASSING)
