@@ -19,8 +19,8 @@ from trainer_testing import run_ranks, tiny_arch, write_model_dir
 
 from hpcrl import fence as fence_module
 from hpcrl.errors import DeadlineError, HandoffError
-from hpcrl.trainer import version_writer as writer_module
-from hpcrl.trainer.parallel import distributed
+from hpcrl.trainer.parallel.mesh import distributed
+from hpcrl.trainer.publish import version_writer as writer_module
 from hpcrl.weights.store import HandoffStore
 
 
