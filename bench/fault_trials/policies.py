@@ -147,7 +147,7 @@ SLURM = (
     Fault("scancel", "job", "end", r"(?i)cancelled|ended by Slurm"),
     Fault("preempt", "job", "requeue", r"(?i)preempt"),
     # the step of the next life is never started, as with "Requested nodes are busy"; then srun works again
-    Fault("srun hangs", "engine", "restart", r"{role} {replica} (was not ready|did not start|.*never)", 30.0),
+    Fault("srun hangs", "engine", "restart", r"{role} {replica} (was not ready|did not begin)", 30.0),
     # the guard and its slurmstepd do not answer while the job has to leave: the requeue must not be missed. Slurm waits
     # for such a node, until it is back (as here) or declared down
     Fault("unreachable", "guard of engine", "requeue", r"(?i)preempt", 30.0),
