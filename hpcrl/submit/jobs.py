@@ -69,7 +69,7 @@ def write_submission(run: RunDir, record: RunRecord) -> None:
         raise HpcrlError(
             f"the run {run.name} was handed over (job {submission.job_id}) and goes on, but that cannot be "
             f"written down: {run.record_path}: {error.strerror}\n"
-            f"    way out: make the filesystem take it again; `hpcrl status {run.name}` shows the run all the same"
+            f"    hint: make the filesystem take it again; `hpcrl status {run.name}` shows the run all the same"
         ) from error
 
 

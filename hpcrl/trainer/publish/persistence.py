@@ -106,7 +106,7 @@ class Persistence:
         if over:
             raise HandoffError(
                 f"{what} could not be written in {lasted_s:.0f} s ({tries} tries): {said}\n"
-                "    way out: make the filesystem take it again (space, quota, its servers), then hpcrl resume; "
+                "    hint: make the filesystem take it again (space, quota, its servers), then hpcrl resume; "
                 "handoff.retry_s says how long it is tried"
             ) from error
         if self._ranks.rank == 0 and tries == 1:
