@@ -12,6 +12,7 @@ from hpcrl.fs import atomic_write
 from hpcrl.passing import patiently
 from hpcrl.runs.observe import RunView, observe
 from hpcrl.runs.record import RunRecord, Submission, this_process
+from hpcrl.runs.registry import reference
 from hpcrl.runs.replicas import wanted_replicas
 from hpcrl.runs.rundir import RunDir
 from hpcrl.slurm.client import SlurmClient
@@ -69,7 +70,7 @@ def write_submission(run: RunDir, record: RunRecord) -> None:
         raise HpcrlError(
             f"the run {run.name} was handed over (job {submission.job_id}) and goes on, but that cannot be "
             f"written down: {run.record_path}: {error.strerror}\n"
-            f"    hint: make the filesystem take it again; `hpcrl status {run.name}` shows the run all the same"
+            f"    hint: make the filesystem take it again; `hpcrl status {reference(run)}` shows the run all the same"
         ) from error
 
 

@@ -13,18 +13,20 @@ from pathlib import Path
 import pytest
 from supervisor_testing import create, end_everything, start, wait_ended, wait_for, wait_running
 
-from hpcrl.errors import refusal
+from hpcrl.errors import HpcrlError, refusal
 from hpcrl.fs import atomic_write
 from hpcrl.runs import rundir
 from hpcrl.runs.cause import Cause, CauseKind
 from hpcrl.runs.events import read_events
 from hpcrl.runs.observe import observe
+from hpcrl.runs.record import RunRecord, Submission
 from hpcrl.runs.reserve import SIZES, keep_reserve, keep_start_reserve
 from hpcrl.runs.role import FailureRecord, RoleContext
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunState, RunStatus
 from hpcrl.runs.views.diagnosis import diagnose
 from hpcrl.space import Space
+from hpcrl.submit import jobs
 from hpcrl.submit.submission import cancel, prepare_resume, submit_attempt
 from hpcrl.supervisor.board import Board
 from hpcrl.supervisor.policy.space_watch import SpaceTrend, SpaceWatch
@@ -131,6 +133,24 @@ def test_an_attempt_that_begins_on_a_full_disk_says_so(disk: Path) -> None:
     wait_running(run)
     assert observe(run).attempt == 2
     cancel(run, user="me")
+
+
+def test_a_hand_over_that_cannot_be_recorded_is_told_from_one_that_was_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "_RECORD_S", 0.3)
+    run = create(tmp_path / "runs")
+    submission = Submission(submitted_at_s=0.0, executor="local", job_id="77", folder="/f", after_attempt=0)
+    record, tries = RunRecord.read(run).with_submission(submission), []
+
+    def full(self: RunRecord, run: RunDir) -> None:
+        tries.append(1)
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr(RunRecord, "write", full)
+    with pytest.raises(HpcrlError, match=r"was handed over \(job 77\) and goes on, .* Disk quota exceeded\n    hint:"):
+        jobs.write_submission(run, record)
+    assert len(tries) > 1
 
 
 def test_an_attempt_that_could_not_begin_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
