@@ -33,7 +33,7 @@ from hpcrl.supervisor.drain import Drain
 from hpcrl.supervisor.ending import Ending
 from hpcrl.supervisor.launch.launcher import Address, LocalLauncher
 from hpcrl.supervisor.launch.probes import Prober
-from hpcrl.supervisor.launch.replica import Lives
+from hpcrl.supervisor.launch.replica import ReplicaRunner
 from hpcrl.supervisor.notices import Notices
 from hpcrl.supervisor.process.guarded import GuardedProcess, ProcessSpec, guard_command, start_guarded
 
@@ -112,7 +112,7 @@ class Scene:
 
 async def test_the_deadline_of_a_start_counts_from_the_launch(tmp_path: Path) -> None:
     scene = Scene(tmp_path, start_timeout_s=1.0)
-    lives = Lives(
+    replicas = ReplicaRunner(
         scene.run,
         run_id="r",
         attempt=1,
@@ -122,10 +122,10 @@ async def test_the_deadline_of_a_start_counts_from_the_launch(tmp_path: Path) ->
         on_node_down=lambda *_: None,
     )
     component = scene.component(Role.ENGINE)
-    life = await asyncio.wait_for(lives.live(component), 60)
-    assert life.cause is not None
-    assert life.cause.kind is CauseKind.START_TIMEOUT
-    assert "engine 0 did not begin: srun has not started it after 1 s" in life.cause.message
+    end = await asyncio.wait_for(replicas.run(component), 60)
+    assert end.cause is not None
+    assert end.cause.kind is CauseKind.START_TIMEOUT
+    assert "engine 0 did not begin: srun has not started it after 1 s" in end.cause.message
     assert component.process is not None
     assert await component.process.gone() == []
     assert procfs.read_process(component.process.guard_pid) is None

@@ -22,7 +22,7 @@ from hpcrl.config.plan import HttpProbe, Role, WatchPolicy
 from hpcrl.credentials import Credentials
 from hpcrl.runs.engine_metrics import engine_samples
 from hpcrl.runs.fleet import EngineView, FleetView
-from hpcrl.runs.progress import Progress, progress_path
+from hpcrl.runs.progress import RoleProgress, progress_path
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ComponentState
 from hpcrl.supervisor.component import Component
@@ -73,7 +73,7 @@ class Sign(NamedTuple):
 
 
 class Pulse:
-    """Progress of one replica, and when its lack is too long.
+    """RoleProgress of one replica, and when its lack is too long.
 
     Parameters
     ----------
@@ -285,7 +285,7 @@ class Watchdog:
         if component.role is Role.ROUTER:
             return await self._look_at_router(component, session)
         path = progress_path(self._run, self._attempt, component.role.value, component.replica)
-        progress = await asyncio.to_thread(Progress.read, path)
+        progress = await asyncio.to_thread(RoleProgress.read, path)
         if progress is None or progress.time_s < component.lives_since_s:
             return None
         # whoever beats is judged by that; whoever measures its phases, by the longest of this one
