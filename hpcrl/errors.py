@@ -10,6 +10,7 @@
     │   ├── RunDirError             a run does not exist, is ambiguous, or its directory is in use
     │   └── MissingExtraError       an optional part is not installed; names the install command
     ├── RunFailedError              the run itself failed (exit code 1)
+    ├── EnvironmentFailedError      an environment of the user's own fails; its exception comes first, then its frames
     ├── HandoffError                a weight hand-off is missing, torn or wrong
     ├── CheckpointError             a checkpoint entry is missing, torn or wrong
     ├── NothingToRestoreError       a run that has saved checkpoints can restore none; it does not begin again
@@ -32,6 +33,7 @@ __all__ = [
     "ConfigError",
     "DeadlineError",
     "DoesNotFitError",
+    "EnvironmentFailedError",
     "ExitCode",
     "FencedError",
     "Finding",
@@ -147,6 +149,13 @@ class MissingExtraError(UsageError):
 
 class RunFailedError(HpcrlError):
     """A run ended without success."""
+
+
+class EnvironmentFailedError(HpcrlError):
+    """An environment of the user's own cannot be made, or fails in all its rollouts.
+
+    The first line names the environment, the type of its exception and the message; the next are its own frames.
+    """
 
 
 class HandoffError(HpcrlError):
