@@ -61,6 +61,8 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True):
         What the supervisor warns of (`hpcrl.runs.status.RunStatus`).
     job:
         What Slurm says about the job; None for a local run, and where nobody asked.
+    nodes_needed:
+        Nodes that its (main) job asks for; 0 for a local run.
     origin:
         Whose weights it began with, in words; empty where ``model.path`` says it.
     clocks:
@@ -85,6 +87,7 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True):
     components: list[ComponentStatus] = []
     warnings: list[str] = []
     job: JobFact | None = None
+    nodes_needed: int = 0
     origin: str = ""
     clocks: dict[str, Clock] = {}
 
@@ -113,12 +116,13 @@ def observe(run: RunDir, *, now_s: float | None = None) -> RunView:
     record = RunRecord.read(run)
     status = RunStatus.read(run)
     submission = record.submissions[-1] if record.submissions else None
-    attempts = run.attempts()
+    attempts, plan = run.attempts(), run.plan()
     view = RunView(
         name=record.name,
         run_id=record.run_id,
         run_dir=str(run.path),
-        recipe=run.plan().recipe,
+        recipe=plan.recipe,
+        nodes_needed=plan.layout.main_nodes,
         state=RunState.SUBMITTED,
         attempt=attempts[-1] if attempts else 0,
         attempts=len(attempts),
