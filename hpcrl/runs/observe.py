@@ -63,6 +63,8 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True):
         What Slurm says about the job; None for a local run, and where nobody asked.
     nodes_needed:
         Nodes that its (main) job asks for; 0 for a local run.
+    elastic:
+        Its replicas have jobs of their own.
     origin:
         Whose weights it began with, in words; empty where ``model.path`` says it.
     clocks:
@@ -88,6 +90,7 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True):
     warnings: list[str] = []
     job: JobFact | None = None
     nodes_needed: int = 0
+    elastic: bool = False
     origin: str = ""
     clocks: dict[str, Clock] = {}
 
@@ -123,6 +126,7 @@ def observe(run: RunDir, *, now_s: float | None = None) -> RunView:
         run_dir=str(run.path),
         recipe=plan.recipe,
         nodes_needed=plan.layout.main_nodes,
+        elastic=plan.layout.kind == "elastic",
         state=RunState.SUBMITTED,
         attempt=attempts[-1] if attempts else 0,
         attempts=len(attempts),

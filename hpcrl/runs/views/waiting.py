@@ -24,4 +24,6 @@ def waiting_words(view: RunView, job: JobFact) -> str:
         far = job.start_s - time.time() > _DAY_S
         when = time.strftime("%Y-%m-%d %H:%M" if far else "%H:%M", time.localtime(job.start_s))
         words.append(f"Slurm expects {when}")
+    if view.elastic:
+        words.append("its engines wait until it has its nodes")
     return f": {'; '.join(words)}" if words else ""
