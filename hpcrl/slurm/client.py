@@ -321,7 +321,7 @@ class SlurmClient:
         for name in names:
             self._run(["scontrol", "update", f"JobId={name}", f"ExcNodeList={','.join(nodes)}"])
 
-    def start_after(self, job_ids: Collection[int], first: int) -> None:
+    def start_after(self, job_ids: Sequence[int], first: int) -> None:
         """Let waiting jobs start only once another one has started; in one call, as there may be little time.
 
         Raises
