@@ -63,7 +63,6 @@ ConstantName = Literal[
     "file_overhead_s",
     "tensor_load_s",
     "delta_share",
-    "tensor_gather_s",
     "backward_attention_share",
     "process_start_s",
 ]
