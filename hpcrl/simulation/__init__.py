@@ -3,8 +3,9 @@
 from hpcrl.simulation.inputs.durations import Durations, load_durations, save_durations
 from hpcrl.simulation.inputs.from_plan import durations_from_plan
 from hpcrl.simulation.inputs.scenario import Failures, Scenario, make_scenario
-from hpcrl.simulation.loop.simulate import Simulation, simulate
+from hpcrl.simulation.loop.simulation import Simulation
 from hpcrl.simulation.results.result import SimulationResult
+from hpcrl.simulation.simulate import simulate
 
 __all__ = [
     "Durations",

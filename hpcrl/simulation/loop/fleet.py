@@ -10,7 +10,7 @@ from hpcrl.simulation.inputs.distributions import Draw
 from hpcrl.simulation.loop.clock import Clock
 from hpcrl.simulation.loop.engine import SimulatedEngine
 from hpcrl.simulation.loop.host import Host
-from hpcrl.simulation.loop.records import Place, Rollout
+from hpcrl.simulation.loop.records import Place, Replica, Rollout
 
 __all__ = ["Fleet", "PrefillPool"]
 
@@ -111,7 +111,7 @@ class Fleet:
         heapreplace(by_load, (engine.load, index))
         return engine
 
-    def leave(self, engine: SimulatedEngine) -> None:
+    def leave(self, engine: Replica) -> None:
         """A rollout has ended there."""
         engine.load -= 1
         heappush(self._by_load, (engine.load, engine.index))

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hpcrl.simulation.inputs.durations import SharingDurations
 from hpcrl.simulation.loop.clock import Clock
-
-if TYPE_CHECKING:
-    from hpcrl.simulation.loop.fleet import Fleet
 
 __all__ = ["Host", "Worker"]
 
@@ -37,11 +34,11 @@ class Host:
         self._at_work, self._order, self._epoch = 0, 0, 0
         self._work, self._rate, self._last_s = 0.0, 1.0, clock.now
         self._jobs: list[tuple[float, int, int, Callable[[Any], None], Any]] = []
-        self._fleet: Fleet | None = None
+        self._set_speed: Callable[[float], None] | None = None
 
-    def attach(self, fleet: Fleet) -> None:
-        """These engines run here."""
-        self._fleet = fleet
+    def attach(self, set_speed: Callable[[float], None]) -> None:
+        """Engines run here; ``set_speed`` tells them how much of their speed alone they have."""
+        self._set_speed = set_speed
 
     def run(self, seconds: float, then: Callable[[Any], None], argument: Any = None, *, threads: int = 1) -> None:
         """Call ``then(argument)`` after work that takes ``seconds`` alone, on ``threads`` CPUs."""
@@ -70,8 +67,8 @@ class Host:
         rate = min(1.0, self._cpus / max(self._at_work, 1))
         slower = rate != self._rate
         self._rate = rate
-        if slower and self._fleet is not None:
-            self._fleet.set_speed(rate)
+        if slower and self._set_speed is not None:
+            self._set_speed(rate)
         self._plan()
 
     def _plan(self) -> None:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum, IntEnum
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from hpcrl.simulation.inputs.durations import TurnPlan
 
-if TYPE_CHECKING:
-    from hpcrl.simulation.loop.engine import SimulatedEngine
-
-__all__ = ["Group", "Outcome", "Place", "Rollout"]
+__all__ = ["Group", "Outcome", "Place", "Replica", "Rollout"]
 
 
 class Outcome(Enum):
@@ -41,6 +38,37 @@ class Place(IntEnum):
     PREFILL = 2
     DECODE = 3
     CACHED = 4
+
+
+class Replica(Protocol):
+    """What a rollout knows of the engine that serves it.
+
+    Attributes
+    ----------
+    index:
+        Number of the replica.
+    version:
+        Policy version that it serves; -1 before the first.
+    load:
+        Rollouts that it was given and that have not ended.
+    loading:
+        The version that it takes in, or None. New rollouts wait in ``gate`` meanwhile.
+    """
+
+    index: int
+    version: int
+    load: int
+    loading: int | None
+    gate: list[Rollout]
+
+    def submit(self, rollout: Rollout, *, computed: bool = False) -> None:
+        """Queue the rollout's request; its prompt is ``computed`` where a prefill engine has done it."""
+
+    def abort(self, rollout: Rollout) -> None:
+        """Take the rollout away from wherever it is."""
+
+    def release(self, rollout: Rollout) -> None:
+        """Keep the KV of an answered request as cache."""
 
 
 class Group:
@@ -121,7 +149,7 @@ class Rollout:
         "v_start",
     )
 
-    def __init__(self, group: Group, turns: Sequence[TurnPlan], judge_s: float, engine: SimulatedEngine) -> None:
+    def __init__(self, group: Group, turns: Sequence[TurnPlan], judge_s: float, engine: Replica) -> None:
         self.group, self.turns, self.judge_s, self.engine = group, turns, judge_s, engine
         self.turn = self.stamp = self.sampled_tokens = 0
         self.first_version: int | None = None

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from hpcrl.config.base import StrictModel
 from hpcrl.simulation.loop.records import Outcome
+from hpcrl.simulation.loop.simulation import Simulation
 from hpcrl.simulation.loop.tally import StepSample
-
-if TYPE_CHECKING:
-    from hpcrl.simulation.loop.simulate import Simulation
 
 __all__ = [
     "EngineShares",

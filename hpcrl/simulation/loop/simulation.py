@@ -17,18 +17,10 @@ from hpcrl.simulation.loop.orchestrator import SimulatedOrchestrator
 from hpcrl.simulation.loop.records import Outcome
 from hpcrl.simulation.loop.tally import KvSample, LostTime, Tally
 from hpcrl.simulation.loop.trainer import Checkpoint, SimulatedTrainer
-from hpcrl.simulation.results.result import SimulationResult, summarize
 
-__all__ = ["Simulation", "simulate"]
+__all__ = ["Simulation"]
 
 _KV_SAMPLES = 400
-
-
-def simulate(scenario: Scenario) -> SimulationResult:
-    """Simulate a scenario. Pure: equal scenarios give equal results."""
-    simulation = Simulation(scenario)
-    simulation.run()
-    return summarize(simulation)
 
 
 class Simulation:
@@ -140,7 +132,7 @@ class Simulation:
             version=checkpoint.step,
         )
         self.orchestrator.attach(self.fleet)
-        host.attach(self.fleet)
+        host.attach(self.fleet.set_speed)
 
     def _begin(self, _: object) -> None:
         """Rollouts and training begin, with an exact evaluation where the recipe wants one."""
