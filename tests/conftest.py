@@ -60,5 +60,5 @@ def vllm_start_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     skipped = [r for r in terminalreporter.stats.get("skipped", []) if SKIPPED in str(r.longrepr)]
     if skipped:
-        way_out = "python3 tools/bootstrap.py --vllm"
-        terminalreporter.write_sep("!", f"{len(skipped)} tests with a real vLLM did NOT run: {way_out}", red=True)
+        hint = "python3 tools/bootstrap.py --vllm"
+        terminalreporter.write_sep("!", f"{len(skipped)} tests with a real vLLM did NOT run: {hint}", red=True)

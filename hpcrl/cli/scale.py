@@ -64,7 +64,7 @@ def _parse(counts: list[str], run: RunDir) -> dict[str, int]:
     if not groups:
         raise UsageError(
             f"the replicas of {run.name} have no jobs of their own: its layout is {plan.layout.kind}\n"
-            "    way out: submit it under another name with --set job.layout=elastic"
+            "    hint: submit it under another name with --set job.layout=elastic"
         )
     wanted = {}
     for text in counts:
@@ -74,7 +74,7 @@ def _parse(counts: list[str], run: RunDir) -> dict[str, int]:
         if int(number) < plan.elastic.min_replicas:
             raise UsageError(
                 f"{text}: the run needs at least {plan.elastic.min_replicas} (job.min_replicas)\n"
-                f"    way out: stop it for a while: hpcrl cancel {run.name}, and later hpcrl resume {run.name}"
+                f"    hint: stop it for a while: hpcrl cancel {run.name}, and later hpcrl resume {run.name}"
             )
         wanted[role] = int(number)
     return wanted

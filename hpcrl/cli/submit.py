@@ -214,8 +214,8 @@ def _say_changes(run: RunDir, *, accept: bool) -> None:
         raise RunDirError(
             f"{run.name} would run something else than before, and job.on_change is stop; nothing was changed\n"
             + "".join(f"  {change}\n" for change in changes)
-            + f"    way out: bring back what it was (copies and the diff are in {run.snapshots_dir})\n"
-            f"    way out: hpcrl resume {run.name} --accept-changes"
+            + f"    hint: bring back what it was (copies and the diff are in {run.snapshots_dir})\n"
+            f"    hint: hpcrl resume {run.name} --accept-changes"
         )
     for change in changes:
         typer.echo(f"changed since it was last submitted: {change}", err=True)
@@ -312,12 +312,14 @@ def _follow(run: RunDir, console: Console) -> int:
     from hpcrl.errors import ExitCode, UsageError
     from hpcrl.runs.metrics import read_metrics
     from hpcrl.runs.observe import read_progress
+    from hpcrl.runs.record import RunRecord
     from hpcrl.runs.status import RunState
     from hpcrl.runs.views.liveview import follow, summary
     from hpcrl.runs.views.report import write_report
     from hpcrl.submit.submission import interrupt
 
-    view = follow(run, console, on_interrupt=lambda count: interrupt(run, count))
+    before = RunRecord.read(run).submissions[-1].after_attempt
+    view = follow(run, console, on_interrupt=lambda count: interrupt(run, count), after_attempt=before)
     metrics = read_metrics(run)
     picture = ""
     if metrics:

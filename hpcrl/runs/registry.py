@@ -22,7 +22,7 @@ def check_name(name: str) -> str:
     if not _NAME.fullmatch(name):
         raise UsageError(
             f"{name!r} cannot be the name of a run\n"
-            "    way out: letters, digits, '.', '_' and '-', at most 63, the first a letter or a digit"
+            "    hint: letters, digits, '.', '_' and '-', at most 63, the first a letter or a digit"
         )
     return name
 
@@ -48,8 +48,8 @@ def newest_run(root: Path) -> RunDir:
     if not runs:
         raise RunDirError(
             f"there is no run in {root}\n"
-            "    way out: start one: hpcrl submit RECIPE\n"
-            "    way out: --runs-root DIRECTORY (or HPCRL_RUNS_ROOT) where runs are elsewhere"
+            "    hint: start one: hpcrl submit RECIPE\n"
+            "    hint: --runs-root DIRECTORY (or HPCRL_RUNS_ROOT) where runs are elsewhere"
         )
     return runs[0]
 
@@ -70,4 +70,4 @@ def find_run(name: str, root: Path) -> RunDir:
     known = [run.name for run in list_runs(root)]
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.5) or [k for k in known if name and name in k][:3]
     hint = f"did you mean {' or '.join(close)}?" if close else "hpcrl ls lists the runs"
-    raise RunDirError(f"there is no run {name} in {root}\n    way out: {hint}")
+    raise RunDirError(f"there is no run {name} in {root}\n    hint: {hint}")

@@ -72,7 +72,7 @@ def create_run(
     Raises
     ------
     RunDirError
-        The directory exists, or others could replace it; the message has the ways out.
+        The directory exists, or others could replace it; the message has a hint.
     """
     target = plan.run_dir
     if os.path.lexists(target):
@@ -105,7 +105,7 @@ def create_run(
 def _occupied(target: Path) -> str:
     run = RunDir(target)
     if not run.record_path.is_file():
-        return f"{target} exists and is no run\n    way out: --name with another name"
+        return f"{target} exists and is no run\n    hint: --name with another name"
     view = observe(run)
     ways = ["--name with another name"]
     if view.state is RunState.COMPLETED:
@@ -116,7 +116,7 @@ def _occupied(target: Path) -> str:
     else:
         ways.append(f"watch it: hpcrl status {run.name} --watch")
         ways.append(f"end it: hpcrl cancel {run.name}")
-    return f"the run {run.name} exists ({view.state}) in {target}\n" + "\n".join(f"    way out: {way}" for way in ways)
+    return f"the run {run.name} exists ({view.state}) in {target}\n" + "\n".join(f"    hint: {way}" for way in ways)
 
 
 def submit_attempt(run: RunDir, *, in_job: InJob | None = None) -> Submission:
@@ -192,8 +192,8 @@ def prepare_resume(run: RunDir, begin: Begin | None = None, *, steps: int | None
             facts.append(f"started by {who}")
         raise RunDirError(
             f"the run {run.name} is alive ({', '.join(facts)}); nothing was changed\n"
-            f"    way out: watch it: hpcrl status {run.name} --watch\n"
-            f"    way out: end it first: hpcrl cancel {run.name}"
+            f"    hint: watch it: hpcrl status {run.name} --watch\n"
+            f"    hint: end it first: hpcrl cancel {run.name}"
         )
     return plan_resume(run, begin or Begin(), completed=view.state is RunState.COMPLETED, steps=steps)
 
@@ -236,7 +236,7 @@ def cancel(run: RunDir, *, user: str, deadline_s: float | None = None) -> RunVie
     if process.alive() is None:
         raise RunDirError(
             f"the supervisor of {run.name} runs on {process.host}, this is {procfs.hostname()}\n"
-            f"    way out: call hpcrl cancel {run.name} on {process.host}"
+            f"    hint: call hpcrl cancel {run.name} on {process.host}"
         )
     request_stop(process)
     if deadline_s is None:

@@ -100,5 +100,5 @@ def _refuse(run: RunDir, claims: dict[int, _Claim]) -> None:
 def _busy(run: RunDir, who: str) -> str:
     return (
         f"another resume of {run.name} is under way ({who}); this one has changed nothing\n"
-        f"    way out: see what it does: hpcrl status {run.name}"
+        f"    hint: see what it does: hpcrl status {run.name}"
     )

@@ -125,10 +125,10 @@ def nothing_to_restore(
     if aside:
         lines.append(f"  put aside, and can be taken with --from-step: {', '.join(map(str, aside))}")
     lines += [
-        f"    way out: begin at step 0, with the start model; what is there is put aside: "
+        f"    hint: begin at step 0, with the start model; what is there is put aside: "
         f"hpcrl resume {run.name} --from-scratch",
-        f"    way out: bring the files back, then: hpcrl resume {run.name}",
-        f"    way out: a step of your choice: hpcrl checkpoint ls {run.name}, then "
+        f"    hint: bring the files back, then: hpcrl resume {run.name}",
+        f"    hint: a step of your choice: hpcrl checkpoint ls {run.name}, then "
         f"hpcrl resume {run.name} --from-step STEP",
     ]
     return NothingToRestoreError("\n".join(lines))
