@@ -72,8 +72,8 @@ class Outlook:
 
     @cached_property
     def ranges(self) -> Mapping[str, Range]:
-        """Of predicted times: ``step``, ``trainer side``, ``rollouts``, ``rollout``, ``sampled_token``, each table by its
-        name (``handoff``) and each term by that of its table (``handoff/handoff.read``)."""
+        """Of times: ``step``, ``trainer side``, ``rollouts``, ``rollout``, ``sampled_token``, each table by its name
+        (``handoff``) and each term by that of its table (``handoff/handoff.read``)."""
         return self.find_ranges()
 
     @property
