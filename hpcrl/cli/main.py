@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated
 
@@ -24,6 +25,7 @@ from hpcrl.cli import (
     warmup,
     weights,
 )
+from hpcrl.cli.completion import bash_values
 from hpcrl.errors import ExitCode, HpcrlError, refusal
 
 __all__ = ["app", "main"]
@@ -73,6 +75,10 @@ for module in (
 
 def main() -> None:
     """Run the command line; errors for people become one message and a documented exit code."""
+    values = bash_values(os.environ)
+    if values is not None:
+        typer.echo("\n".join(values))
+        return
     try:
         app()
     except HpcrlError as error:
