@@ -18,9 +18,10 @@ from hpcrl import procfs
 from hpcrl.config.plan import Plan, Role, RoleGroup
 from hpcrl.credentials import Credentials
 from hpcrl.errors import DeadlineError, HpcrlError
+from hpcrl.passing import NO_SPACE, patiently
 from hpcrl.reporting import ReportedFile
 from hpcrl.runs.cause import Cause, CauseKind
-from hpcrl.runs.reserve import keep_reserve
+from hpcrl.runs.reserve import keep_reserve, release_reserve
 from hpcrl.runs.role import Endpoints, FailureRecord
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunState
@@ -49,6 +50,8 @@ __all__ = ["Supervisor"]
 _log = logging.getLogger(__name__)
 
 _ENDPOINTS_S = 60.0
+_START_PATIENCE_S = 60.0
+"""How long an attempt waits for a filesystem that refuses it what it begins with."""
 _NODE_SIGNS = frozenset({CauseKind.CANCELLED, CauseKind.GUARD_LOST, CauseKind.NODE_FAIL})
 """Ends of a step that the loss of a node may have brought."""
 
@@ -97,6 +100,7 @@ class Supervisor:
         self._dumping: set[asyncio.Task[None]] = set()
         self._broken: dict[str, str] = {}
         self._began_at: int | None = None
+        self._start_patience_s = _START_PATIENCE_S
         self._started = time.monotonic() if started is None else started
         self.again = False
         self._elastic = None if elastic is None else elastic(self)
@@ -105,7 +109,7 @@ class Supervisor:
 
     async def run(self) -> tuple[RunState, Cause | None]:
         """Run the attempt to its end; returns COMPLETED, FAILED or CANCELLED, and why; or REQUEUED."""
-        self.attempt = self._run.start_attempt()
+        self.attempt = self._start_attempt()
         self._board = Board(self._run, run_id=self._run_id, attempt=self.attempt)
         self._endpoints = ReportedFile(Endpoints.path(self._run, self.attempt))
         self._assemble()
@@ -158,6 +162,18 @@ class Supervisor:
         await self._ending.last_words(state)
         return state, cause
 
+    def _start_attempt(self) -> int:
+        """The number of the attempt. Where there is no space for it, it is begun to say so."""
+        try:
+            return patiently(self._run.start_attempt, limit_s=_START_PATIENCE_S, what="the start of an attempt")
+        except OSError as error:
+            if error.errno not in NO_SPACE:
+                raise
+            _log.error("there is no space for an attempt: %s", error)
+            self._start_patience_s = 0.0  # it was waited for
+            release_reserve(self._run, "start")
+            return self._run.start_attempt()
+
     def _assemble(self) -> None:
         run, plan, launcher = self._run, self._plan, self._launcher
         self._node_faults = NodeFaults(run, attempt=self.attempt, plan=plan, launcher=launcher, board=self._board)
@@ -183,6 +199,7 @@ class Supervisor:
             fail=self._fail_at,
             on_bug=self._report_bug,
             in_step=launcher.in_step,
+            taken=launcher.taken,
         )
         self._space = SpaceWatch(run, board=self._board)
         self._lookout = Lookout(
@@ -218,8 +235,9 @@ class Supervisor:
         if why := exhausted(self._run, self._plan, self.attempt):
             self._fail(CauseKind.NO_PROGRESS, f"the run is given up: {why}")
             return
-        await asyncio.to_thread(keep_reserve, self._run)
-        Credentials.of_run(self._run.path)  # a file that others may read must not be trusted by any role
+        await asyncio.to_thread(
+            patiently, self._look_at_files, limit_s=self._start_patience_s, what="what an attempt needs of its files"
+        )
         if changes := await asyncio.to_thread(say_changes, self._run, self._plan, self._board):
             self._fail(CauseKind.CHANGED, f"it would run something else than was submitted: {changes}")
             return
@@ -242,6 +260,10 @@ class Supervisor:
         await self._roles_can_find_each_other()
         self._board.components = self._components
         self._board.write()
+
+    def _look_at_files(self) -> None:
+        keep_reserve(self._run)
+        Credentials.of_run(self._run.path)  # a file that others may read must not be trusted by any role
 
     async def _roles_can_find_each_other(self) -> None:
         """Wait for the file of addresses: without it no role can begin."""

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from functools import cached_property
 
 import msgspec
 
@@ -99,6 +100,11 @@ class ReplicaRunner:
         if left:
             self._board.emit("supervisor.left_behind", pids=left)
 
+    @cached_property
+    def _credentials(self) -> Credentials:
+        # once: a file that cannot be read for a moment is no reason for a replica that starts again to fail
+        return Credentials.of_run(self._run.path, self._attempt)
+
     async def _explain(self, component: Component, end: End) -> Cause:
         """The first error of this end."""
         cause = explain_end(component, end, self._run.path / component.log)
@@ -141,7 +147,7 @@ class ReplicaRunner:
             component.group.ready,
             address=component.address,
             ready_file=ready_path(self._run, self._attempt, component.role.value, component.replica),
-            credentials=Credentials.of_run(self._run.path, self._attempt),
+            credentials=self._credentials,
         )
         probing = asyncio.create_task(prober.wait())
         deadline_s = component.group.start_timeout_s

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import aiohttp
 
+from hpcrl import reporting
 from hpcrl.config.plan import HttpProbe, Role, WatchPolicy
 from hpcrl.credentials import Credentials
 from hpcrl.runs.engine_metrics import engine_samples
@@ -290,7 +291,8 @@ class Watchdog:
         # whoever beats is judged by that; whoever measures its phases, by the longest of this one
         beats = progress.waits or progress.phase == _BEAT
         longest_s = _BEAT_S if beats else progress.longest_s.get(progress.phase, math.inf)
-        return Sign(progress.time_s, False, progress.words(), longest_s)
+        # where not even we can write there, nobody can show progress that way
+        return Sign(progress.time_s, False, progress.words(), longest_s, pauses=bool(reporting.problems()))
 
     async def _look_at_router(self, component: Component, session: aiohttp.ClientSession) -> Sign | None:
         """Whether it answers; what it forwards is seen in the engines."""
