@@ -25,7 +25,7 @@ import psutil
 from harness import ROOT, record, scratch, warmup
 
 from hpcrl.ports import choose_blocks
-from hpcrl.rollouts.engine_client import EngineClient, SamplingParams
+from hpcrl.rollouts.engines.client import EngineClient, SamplingParams
 
 HOST = "127.0.0.1"
 STUB = ROOT / "tests/rollouts/stub_engine.py"
@@ -118,7 +118,7 @@ def main() -> None:
     with started(stub) as server:
         url = f"http://{HOST}:{port}"
         figures["stub"] = asyncio.run(measure(url, server, tokens=512, at_once=64, rounds=arguments.rounds))
-    engine = [sys.executable, "-m", "hpcrl.inference.server", "--model", model, "--host", HOST]
+    engine = [sys.executable, "-m", "hpcrl.inference.embedded.server", "--model", model, "--host", HOST]
     engine += ["--port", str(engine_port), "--max-model-len", "512", "--max-num-seqs", "32", "--dtype", "float32"]
     with started(engine) as server:
         url = f"http://{HOST}:{engine_port}"

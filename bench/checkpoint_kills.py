@@ -33,8 +33,8 @@ from torch.distributed.fsdp import fully_shard
 
 from hpcrl.checkpoints import CheckpointLedger, CheckpointWriter
 from hpcrl.config.recipe import CheckpointConfig
-from hpcrl.trainer.parallel import FSDP_AXIS, distributed
-from hpcrl.trainer.saver import CheckpointSaver
+from hpcrl.trainer.parallel.mesh import FSDP_AXIS, distributed
+from hpcrl.trainer.state.saver import CheckpointSaver
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "checkpoints"))
 from kill_trials import failures, fork, run_trials

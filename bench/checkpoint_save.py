@@ -24,11 +24,11 @@ from harness import record
 
 from hpcrl.checkpoints import CheckpointLedger, CheckpointWriter
 from hpcrl.config.recipe import CheckpointConfig
+from hpcrl.modeling.packed_attention import PackedAttention
+from hpcrl.modeling.qwen3_moe import Qwen3Moe
 from hpcrl.models.arch import ModelArch
-from hpcrl.trainer.attention import PackedAttention
-from hpcrl.trainer.models.qwen3_moe import Qwen3Moe
-from hpcrl.trainer.parallel import Parallel, distributed, shard_model
-from hpcrl.trainer.saver import CheckpointSaver
+from hpcrl.trainer.parallel.mesh import Parallel, distributed, shard_model
+from hpcrl.trainer.state.saver import CheckpointSaver
 
 RANKS = 2
 STEPS, EVERY = 8, 4

@@ -31,15 +31,15 @@ from torch.distributed.tensor import DTensor
 
 from hpcrl.config.recipe import HandoffConfig, OptimizerConfig
 from hpcrl.fs import write_json
+from hpcrl.modeling.hf import to_hf_tensors
+from hpcrl.modeling.packed_attention import PackedAttention
+from hpcrl.modeling.qwen3_moe import Qwen3Moe
 from hpcrl.models.arch import ModelArch
-from hpcrl.trainer.attention import PackedAttention
-from hpcrl.trainer.models.hf import to_hf_tensors
-from hpcrl.trainer.models.qwen3_moe import Qwen3Moe
-from hpcrl.trainer.optim import clip_gradients, make_optimizer
-from hpcrl.trainer.parallel import Parallel, distributed, shard_model
-from hpcrl.trainer.publish import Publisher
+from hpcrl.trainer.parallel.mesh import Parallel, distributed, shard_model
+from hpcrl.trainer.publish.publisher import Publisher
+from hpcrl.trainer.step.optim import clip_gradients, make_optimizer
 from hpcrl.weights import HandoffStore
-from hpcrl.weights.reconstruct import read_tensors
+from hpcrl.weights.read.reconstruct import read_tensors
 
 ROUNDS = 3
 BLOCK = 4 << 20

@@ -33,12 +33,12 @@ from engine_helpers import random_model, tensors_of, tiny_arch, write_model
 from handoff_lab import model_directory, publish
 from kill_harness import Say, fork_child
 
-from hpcrl.inference.engine import Engine, EngineConfig
+from hpcrl.inference.embedded.engine.engine import Engine, EngineConfig
+from hpcrl.inference.embedded.weights.updates import ReaderConfig, WeightUpdater
 from hpcrl.inference.metrics import EngineMetrics, Registry
-from hpcrl.inference.updates import ReaderConfig, WeightUpdater
 from hpcrl.weights import HandoffStore
-from hpcrl.weights.share import Pace
-from hpcrl.weights.subscriber import ReaderSettings, Subscriber
+from hpcrl.weights.read.share import Pace
+from hpcrl.weights.read.subscriber import ReaderSettings, Subscriber
 
 MIB = 1 << 20
 ROUNDS = 3

@@ -23,12 +23,12 @@ from vllm_lab import Engine, make_arch, random_model, started_engines, write_mod
 from vllm_pause import update
 
 from hpcrl.config.recipe import HandoffConfig
+from hpcrl.modeling.packed_attention import PackedAttention
+from hpcrl.modeling.qwen3_moe import Qwen3Moe
 from hpcrl.models.arch import ModelArch
-from hpcrl.trainer.attention import PackedAttention
-from hpcrl.trainer.batch import token_logprobs
-from hpcrl.trainer.models.qwen3_moe import Qwen3Moe
-from hpcrl.trainer.parallel import Parallel, distributed, shard_model
-from hpcrl.trainer.publish import Publisher
+from hpcrl.trainer.batch.tensors import token_logprobs
+from hpcrl.trainer.parallel.mesh import Parallel, distributed, shard_model
+from hpcrl.trainer.publish.publisher import Publisher
 from hpcrl.weights import HandoffStore
 
 SIZES = {"hidden_size": 256, "num_hidden_layers": 4, "moe_intermediate_size": 128, "num_experts": 16}

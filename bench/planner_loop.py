@@ -14,8 +14,8 @@ from typing import Any
 import async_pays
 from harness import record, run_recipe, scratch, warmup
 
-from hpcrl.planning.calibration import load_calibration
-from hpcrl.planning.calibration_fit import calibrate, calibration_yaml
+from hpcrl.planning.calibration.file import load_calibration
+from hpcrl.planning.calibration.fit import calibrate, calibration_yaml
 from hpcrl.planning.report import make_outlook
 from hpcrl.runs.metrics import read_metrics
 from hpcrl.runs.rundir import RunDir

@@ -1,7 +1,7 @@
 """Predicted and measured memory of the trainer, for every configuration it has.
 
 Runs the project's own trainer (ranks over gloo on CPU; one rank on a GPU where there is one) on made-up batches and
-compares the peak of live tensor bytes with `hpcrl.planning.memory_trainer`. A later feature of the trainer joins by
+compares the peak of live tensor bytes with `hpcrl.planning.memory.trainer`. A later feature of the trainer joins by
 a row in `ROWS`: a setting of the recipe, and the field of `TrainerMemory` that it is planned with.
 
     python bench/planner_memory.py [ROW ...]
@@ -22,8 +22,8 @@ import torch
 from harness import ROOT, record, scratch
 
 from hpcrl.models.arch import ModelArch
-from hpcrl.planning.memory_settings import TrainerMemory
-from hpcrl.planning.memory_trainer import trainer_moments
+from hpcrl.planning.memory.settings import TrainerMemory
+from hpcrl.planning.memory.trainer import trainer_moments
 
 BASE: dict[str, Any] = {
     "vocab_size": 4096,

@@ -25,15 +25,15 @@ from hpcrl.config.load import load_recipe
 from hpcrl.config.recipe import Recipe
 from hpcrl.dock.wire import BatchShard, BatchStats, MicroBatch
 from hpcrl.fs import write_json
+from hpcrl.modeling.hf import to_hf_tensors
+from hpcrl.modeling.qwen3_moe import Qwen3Moe
 from hpcrl.models.arch import ModelArch, load_arch
 from hpcrl.models.tokenizer import write_character_tokenizer
-from hpcrl.trainer.checkpoint import copy_to_host, state_bytes, trainer_state
-from hpcrl.trainer.models.hf import to_hf_tensors
-from hpcrl.trainer.models.qwen3_moe import Qwen3Moe
-from hpcrl.trainer.parallel import Parallel, distributed
-from hpcrl.trainer.policy import TrainerPolicy
-from hpcrl.trainer.publish import Publisher, tensor_bytes
-from hpcrl.weights.shard import write_shard
+from hpcrl.trainer.parallel.mesh import Parallel, distributed
+from hpcrl.trainer.publish.publisher import Publisher, tensor_bytes
+from hpcrl.trainer.state.checkpoint import copy_to_host, state_bytes, trainer_state
+from hpcrl.trainer.step.policy import TrainerPolicy
+from hpcrl.weights.format.shard import write_shard
 from hpcrl.weights.store import HandoffStore
 
 

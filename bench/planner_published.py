@@ -18,18 +18,18 @@ from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.load import load_cluster, load_recipe
 from hpcrl.config.plan import Role
 from hpcrl.models import Part, load_facts
-from hpcrl.planning.calibration import DistributionConfig, load_calibration
+from hpcrl.planning.calibration.file import DistributionConfig, load_calibration
 from hpcrl.planning.hardware import NodeHardware, node_hardware
-from hpcrl.planning.times import forecast, site_rates
-from hpcrl.planning.times_collectives import Group
-from hpcrl.planning.times_engine import decode_step, prefill_token
-from hpcrl.planning.times_handoff import broadcast_update_s, reshard_update_s
-from hpcrl.planning.times_layouts import planned_layout
-from hpcrl.planning.times_lengths import Quantiles
-from hpcrl.planning.times_rates import Rates
-from hpcrl.planning.times_shapes import EngineShape, TrainerShape
-from hpcrl.planning.times_trainer import TrainerBatch, trainer_step
-from hpcrl.planning.times_work import tensor_counts
+from hpcrl.planning.times.collectives import Group
+from hpcrl.planning.times.engine import decode_step, prefill_token
+from hpcrl.planning.times.forecast import forecast, site_rates
+from hpcrl.planning.times.from_recipe import planned_layout
+from hpcrl.planning.times.handoff import broadcast_update_s, reshard_update_s
+from hpcrl.planning.times.lengths import Quantiles
+from hpcrl.planning.times.rates import Rates
+from hpcrl.planning.times.shapes import EngineShape, TrainerShape
+from hpcrl.planning.times.trainer import TrainerBatch, trainer_step
+from hpcrl.planning.times.work import tensor_counts
 
 #: data sheets: GB/s of memory and (each way) NVLink, dense TFLOP/s
 GPUS = {

@@ -23,11 +23,11 @@ import aiohttp
 from harness import ROOT, record
 
 from hpcrl.config.load import load_recipe
-from hpcrl.planning.router_command import ROUTER_PORTS, ROUTER_VARIABLES, router_command
+from hpcrl.jobplan.commands.router import ROUTER_PORTS, ROUTER_VARIABLES, router_command
 from hpcrl.ports import choose_blocks
-from hpcrl.rollouts.engine_client import EngineClient, SamplingParams
-from hpcrl.rollouts.router_client import RouterClient
-from hpcrl.supervisor.commands import fill_placeholders
+from hpcrl.rollouts.engines.client import EngineClient, SamplingParams
+from hpcrl.rollouts.engines.router_client import RouterClient
+from hpcrl.supervisor.launch.commands import fill_placeholders
 
 HOST = "127.0.0.1"
 STUB = ROOT / "tests/rollouts/stub_engine.py"

@@ -24,11 +24,11 @@ from harness import ROOT, OtherLoad, record, run_recipe, scratch, warmup
 
 from hpcrl.config.load import load_cluster, load_recipe
 from hpcrl.config.recipe import Recipe
-from hpcrl.planning.simulation import Durations, load_durations, make_scenario, save_durations, simulate
-from hpcrl.planning.simulation.measure import measure
 from hpcrl.runs.events import read_events
 from hpcrl.runs.metrics import StepRecord, read_metrics
 from hpcrl.runs.rundir import RunDir
+from hpcrl.simulation import Durations, load_durations, make_scenario, save_durations, simulate
+from hpcrl.simulation.inputs.measure import measure
 
 RECIPE = str(ROOT / "recipes/quickstart.yaml")
 RESULTS = ROOT / "bench/results"

@@ -9,10 +9,10 @@ from typing import Any
 from harness import record
 
 from hpcrl.config.load import load_cluster, load_recipe
-from hpcrl.planning.calibration import load_calibration
-from hpcrl.planning.simulation import Durations, Failures, Simulation, make_scenario
-from hpcrl.planning.simulation.from_plan import durations_from_plan
-from hpcrl.planning.simulation.result import SimulationResult, summarize
+from hpcrl.planning.calibration.file import load_calibration
+from hpcrl.simulation import Durations, Failures, Simulation, make_scenario
+from hpcrl.simulation.inputs.from_plan import durations_from_plan
+from hpcrl.simulation.results.result import SimulationResult, summarize
 
 SETTINGS = ("engine.max_num_seqs=1024",)
 

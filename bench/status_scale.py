@@ -21,8 +21,8 @@ from harness import ROOT, record, scratch
 from hpcrl.config.load import load_cluster, load_recipe
 from hpcrl.devcluster.cluster import DevCluster
 from hpcrl.devcluster.settings import ClusterSettings
-from hpcrl.planning import absolute_paths, absolute_site_paths, make_plan
-from hpcrl.slurm.submission import create_run, submit_attempt
+from hpcrl.jobplan import absolute_paths, absolute_site_paths, make_plan
+from hpcrl.submit.submission import create_run, submit_attempt
 
 HPCRL = Path(sys.executable).with_name("hpcrl")
 REPEATS = 5

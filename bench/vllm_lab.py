@@ -21,16 +21,16 @@ from harness import ROOT
 from hpcrl.config.load import load_cluster, load_recipe
 from hpcrl.config.plan import Role, RoleGroup
 from hpcrl.fs import write_json
+from hpcrl.jobplan.groups import make_groups
+from hpcrl.modeling.hf import to_hf_tensors
+from hpcrl.modeling.qwen3_moe import Qwen3Moe
 from hpcrl.models.arch import ModelArch
 from hpcrl.models.tokenizer import write_character_tokenizer
-from hpcrl.planning.groups import make_groups
 from hpcrl.ports import choose_blocks
-from hpcrl.supervisor.commands import fill_placeholders
-from hpcrl.trainer.models.hf import to_hf_tensors
-from hpcrl.trainer.models.qwen3_moe import Qwen3Moe
+from hpcrl.supervisor.launch.commands import fill_placeholders
 from hpcrl.weights import Handoff, HandoffStore, HandoffWriter, write_shard
-from hpcrl.weights.handoff_writer import ShardResult
-from hpcrl.weights.shard import TensorBytes
+from hpcrl.weights.format.shard import TensorBytes
+from hpcrl.weights.write.handoff_writer import ShardResult
 
 __all__ = ["Engine", "make_arch", "publish", "python", "random_model", "routed", "started_engines", "write_model"]
 

@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 
 from hpcrl.weights import HandoffStore, HandoffWriter, TensorRecord, write_shard
-from hpcrl.weights.delta import encode_chunk
-from hpcrl.weights.handoff_writer import ShardResult
-from hpcrl.weights.manifest import CHUNK_BYTES, chunk_digests
-from hpcrl.weights.publisher import Delta, delta_result
-from hpcrl.weights.shard import TensorBytes
-from hpcrl.weights.subscriber import Reading
+from hpcrl.weights.format.delta import encode_chunk
+from hpcrl.weights.format.manifest import CHUNK_BYTES, chunk_digests
+from hpcrl.weights.format.shard import TensorBytes
+from hpcrl.weights.read.subscriber import Reading
+from hpcrl.weights.write.handoff_writer import ShardResult
+from hpcrl.weights.write.publisher import Delta, delta_result
 
 __all__ = ["check_content", "content", "model_directory", "publish", "publish_delta"]
 

@@ -22,10 +22,10 @@ from kill_harness import Child, Say, die_at_call, fork_child
 
 from hpcrl.errors import HandoffError
 from hpcrl.weights import HandoffStore, HandoffWriter
-from hpcrl.weights.collector import Collector
-from hpcrl.weights.leases import ReaderWatch
-from hpcrl.weights.share import Pace
-from hpcrl.weights.subscriber import ReaderSettings, Subscriber
+from hpcrl.weights.lifetime.collector import Collector
+from hpcrl.weights.lifetime.leases import ReaderWatch
+from hpcrl.weights.read.share import Pace
+from hpcrl.weights.read.subscriber import ReaderSettings, Subscriber
 
 __all__ = ["HandoffTrials"]
 

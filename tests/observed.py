@@ -9,7 +9,7 @@ import pytest
 
 from hpcrl.runs import jobs
 from hpcrl.runs.rundir import RunDir
-from hpcrl.runs.usage import status_document
+from hpcrl.runs.views.usage import status_document
 from hpcrl.slurm.lookup import look_up
 
 __all__ = ["status_of"]

@@ -23,26 +23,32 @@ ARROWS: dict[str, set[str]] = {
     "checkpoints": set(),
     "dock": set(),
     "runs": {"config", "checkpoints", "weights"},
-    "planning": {"config", "models", "runs"},
-    "slurm": {"config", "runs", "supervisor"},
-    "devcluster": {"config", "slurm"},
+    "jobplan": {"config", "models"},
+    "planning": {"config", "models", "runs", "jobplan"},
+    "simulation": {"config", "models", "runs", "jobplan", "planning"},
+    "slurm": {"config", "runs"},
     "supervisor": {"config", "runs", "slurm", "checkpoints"},
-    "cli": {"config", "planning", "runs", "slurm", "checkpoints", "weights", "devcluster", "store"},
-    "trainer": {"config", "models", "weights", "checkpoints", "dock", "runs"},
-    "inference": {"config", "models", "weights", "runs"},
+    "submit": {"config", "runs", "slurm", "supervisor"},
+    "sites": {"config", "slurm", "supervisor"},
+    "devcluster": {"config", "slurm"},
+    "cli": {
+        *("config", "jobplan", "planning", "simulation", "runs", "slurm", "submit", "sites"),
+        *("checkpoints", "weights", "devcluster", "store"),
+    },
+    "modeling": {"models", "weights"},
+    "trainer": {"config", "models", "modeling", "weights", "checkpoints", "dock", "runs"},
+    "inference": {"config", "models", "modeling", "weights", "runs"},
     "store": {"config", "runs"},
     "rollouts": {"config", "models", "weights", "checkpoints", "dock", "runs"},
 }
 #: single modules that a room may import from another, with the reason
 EXCEPTIONS = {
     # the simulator admits rollouts by the orchestrator's own account, which imports nothing
-    "planning": {"hpcrl.rollouts.staleness"},
-    # the embedded engine runs the trainer's model: equal arithmetic gives equal log-probabilities
-    "inference": {"hpcrl.trainer.models", "hpcrl.trainer.fp8"},
+    "simulation": {"hpcrl.rollouts.sampling.staleness"},
     # the warm-up takes demonstrations from the environments of the recipe
     "trainer": {"hpcrl.rollouts.environments"},
 }
-TORCH_FREE = sorted(set(ARROWS) - {"trainer", "inference"})
+TORCH_FREE = sorted(set(ARROWS) - {"trainer", "inference", "modeling"})
 HEAVY = ("torch", "transformers", "vllm", "safetensors", "numpy", "matplotlib")
 
 

@@ -16,8 +16,8 @@ from pydantic_core import PydanticUndefined
 
 from hpcrl.config.cluster import CLUSTER_KINDS
 from hpcrl.config.recipe import Recipe
-from hpcrl.config.rule import Rule, SiteRule
-from hpcrl.config.rules import RULES, SITE_RULES
+from hpcrl.config.rules.rule import Rule, SiteRule
+from hpcrl.config.rules.table import RULES, SITE_RULES
 
 ROOT = Path(__file__).resolve().parent.parent
 

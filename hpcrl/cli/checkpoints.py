@@ -10,8 +10,8 @@ from hpcrl.cli.options import JsonOption, confirm
 from hpcrl.cli.selection import RunArgument, RunsRootOption, find
 
 if TYPE_CHECKING:
-    from hpcrl.runs.checkpoints import CheckpointItem
     from hpcrl.runs.rundir import RunDir
+    from hpcrl.runs.views.checkpoints import CheckpointItem
 
 __all__ = ["register"]
 
@@ -34,7 +34,7 @@ def checkpoint_ls(run: RunArgument, as_json: JsonOption = False, root: RunsRootO
 
     Sizes are compared, data is not read: hpcrl checkpoint verify does that.
     """
-    from hpcrl.runs.checkpoints import checkpoint_items, items_document
+    from hpcrl.runs.views.checkpoints import checkpoint_items, items_document
 
     found = find(run, root)
     items = checkpoint_items(found)
@@ -50,7 +50,7 @@ def checkpoint_verify(
     root: RunsRootOption = None,
 ) -> None:
     """Read every byte and compare with the manifest. Exit code 1 where something is damaged."""
-    from hpcrl.runs.checkpoints import items_document, verify_checkpoints
+    from hpcrl.runs.views.checkpoints import items_document, verify_checkpoints
 
     found = find(run, root)
     items = verify_checkpoints(found, step, content=not sizes)
@@ -70,7 +70,7 @@ def checkpoint_show(
 
     from hpcrl.cli.output import table_console
     from hpcrl.errors import ExitCode
-    from hpcrl.runs.checkpoints import checkpoint_details
+    from hpcrl.runs.views.checkpoints import checkpoint_details
 
     details = checkpoint_details(find(run, root), step)
     if as_json:
@@ -143,7 +143,7 @@ def checkpoint_prune(
     from rich.filesize import decimal
 
     from hpcrl.checkpoints import CheckpointLedger
-    from hpcrl.runs.checkpoints import plan_prune
+    from hpcrl.runs.views.checkpoints import plan_prune
 
     found = find(run, root)
     config = found.recipe().checkpoint
@@ -204,7 +204,7 @@ def checkpoint_export(
         if find_spec(module) is None:
             raise MissingExtraError("trainer", module)
     # a process of its own: the command line never imports torch
-    command = module_command(sys.executable, "hpcrl.trainer.export", str(found.path), str(target))
+    command = module_command(sys.executable, "hpcrl.trainer.state.export", str(found.path), str(target))
     for option, value in (("--step", step), ("--dtype", dtype), ("--model-dir", model_dir)):
         if value is not None:
             command += [option, str(value)]

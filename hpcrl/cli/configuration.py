@@ -45,7 +45,7 @@ def recipe_check(recipe: RecipeArgument, cluster: ClusterOption = "local", overr
     import os
 
     from hpcrl.config.joined import load_both
-    from hpcrl.config.rules import RULES, check_rules
+    from hpcrl.config.rules.table import RULES, check_rules
 
     loaded, site = load_both(recipe, cluster, overrides or (), environ=os.environ)
     check_rules(loaded, site)

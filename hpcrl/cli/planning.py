@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from hpcrl.config.cluster import ClusterProfile
     from hpcrl.config.load import Loaded
     from hpcrl.config.recipe import Recipe
-    from hpcrl.planning.calibration import Calibration
+    from hpcrl.planning.calibration.file import Calibration
 
 __all__ = ["load_for_planning", "print_plan", "register"]
 
@@ -49,7 +49,7 @@ def register(parent: typer.Typer) -> None:
 def _calibration(path: str | None) -> Calibration:
     from pathlib import Path
 
-    from hpcrl.planning.calibration import load_calibration
+    from hpcrl.planning.calibration.file import load_calibration
 
     return load_calibration(None if path is None else Path(path))
 
@@ -61,9 +61,9 @@ def load_for_planning(
     import os
 
     from hpcrl.config.joined import load_both
-    from hpcrl.config.rules import check_rules
+    from hpcrl.config.rules.table import check_rules
+    from hpcrl.jobplan.model_rules import check_model_rules
     from hpcrl.planning.report import find_facts
-    from hpcrl.planning.rules_model import check_model_rules
 
     loaded, site = load_both(recipe, cluster, overrides or (), environ=os.environ)
     check_rules(loaded, site, planning=True)
@@ -101,8 +101,8 @@ def show(
 
     from hpcrl.cli.output import table_console
     from hpcrl.cli.planning_tables import print_explanation, print_outlook, print_unstartable, print_verdict
-    from hpcrl.config.rules import unstartable
-    from hpcrl.planning import (
+    from hpcrl.config.rules.table import unstartable
+    from hpcrl.jobplan import (
         absolute_paths,
         absolute_site_paths,
         default_run_name,
@@ -144,8 +144,8 @@ def show(
 def _best_split(recipe: Recipe, cluster: ClusterProfile, calibration: Calibration, nodes: int) -> Recipe:
     """The recipe with the best split of so many nodes."""
     from hpcrl.errors import DoesNotFitError
-    from hpcrl.planning.search_recipe import node_range, run_search
-    from hpcrl.planning.times_layouts import with_layout
+    from hpcrl.planning.search.recipe import node_range, run_search
+    from hpcrl.planning.times.from_recipe import with_layout
 
     found = run_search(recipe, cluster, calibration, node_range(str(nodes)))
     if not found.candidates:
@@ -174,9 +174,9 @@ def search(
     from hpcrl.cli.planning_tables import print_candidates
     from hpcrl.errors import DoesNotFitError
     from hpcrl.fs import atomic_write
-    from hpcrl.planning.search import pareto
-    from hpcrl.planning.search_picture import search_svg
-    from hpcrl.planning.search_recipe import node_range, run_search, search_document
+    from hpcrl.planning.search.picture import search_svg
+    from hpcrl.planning.search.recipe import node_range, run_search, search_document
+    from hpcrl.planning.search.splits import pareto
 
     loaded, site = load_for_planning(recipe, cluster, overrides)
     found = run_search(loaded.value, site.value, _calibration(calibration), node_range(nodes))
@@ -235,8 +235,8 @@ def calibrate(
 
     from hpcrl.cli.selection import find
     from hpcrl.fs import atomic_write
-    from hpcrl.planning.calibration_fit import calibrate as fit
-    from hpcrl.planning.calibration_fit import calibration_yaml
+    from hpcrl.planning.calibration.fit import calibrate as fit
+    from hpcrl.planning.calibration.fit import calibration_yaml
     from hpcrl.planning.report import find_facts
 
     found = find(run, root)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from hpcrl.planning.calibration import Calibration
+    from hpcrl.planning.calibration.file import Calibration
     from hpcrl.planning.report import Outlook
 
 __all__ = ["Difference", "compare", "print_difference"]

@@ -113,7 +113,7 @@ def print_environment(recipe: Recipe, cluster: ClusterProfile, resolved: Plan) -
     from rich.console import Console
     from rich.table import Table
 
-    from hpcrl.planning import role_variables
+    from hpcrl.jobplan import role_variables
 
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in ("role", "variable", "value", "source"):

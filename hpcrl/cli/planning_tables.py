@@ -9,11 +9,11 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from hpcrl.planning.calibration import Calibration
-    from hpcrl.planning.memory import Place
+    from hpcrl.planning.calibration.file import Calibration
+    from hpcrl.planning.memory.fit import Place
     from hpcrl.planning.report import Outlook
-    from hpcrl.planning.search import Candidate
-    from hpcrl.planning.times_terms import TimeTable, TimeTerm
+    from hpcrl.planning.search.splits import Candidate
+    from hpcrl.planning.times.terms import TimeTable, TimeTerm
     from hpcrl.planning.verdict import Verdict
 
 __all__ = [

@@ -41,10 +41,10 @@ def render(
 
     from hpcrl.config.cluster import SlurmCluster
     from hpcrl.config.joined import load_both
-    from hpcrl.config.rules import check_rules
+    from hpcrl.config.rules.table import check_rules
     from hpcrl.errors import UsageError
     from hpcrl.fs import atomic_write
-    from hpcrl.planning import absolute_paths, absolute_site_paths, make_plan
+    from hpcrl.jobplan import absolute_paths, absolute_site_paths, make_plan
     from hpcrl.runs.registry import check_name
     from hpcrl.slurm.scripts import STAND_IN_ID, run_scripts
 

@@ -27,8 +27,8 @@ def requeue(
     For maintenance of nodes, or to make room. The run keeps its job id and goes on by itself.
     """
     from hpcrl.errors import ExitCode
-    from hpcrl.slurm.requeue import check_requeue
-    from hpcrl.slurm.requeue import requeue as requeue_run
+    from hpcrl.submit.requeue import check_requeue
+    from hpcrl.submit.requeue import requeue as requeue_run
 
     found = find(run, root)
     view = check_requeue(found)

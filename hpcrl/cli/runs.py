@@ -35,10 +35,10 @@ def status(
     from rich.console import Console
 
     from hpcrl.runs.fleet import read_fleet
-    from hpcrl.runs.liveview import follow, render, summary
     from hpcrl.runs.metrics import read_metrics
     from hpcrl.runs.observe import observe, read_progress
-    from hpcrl.runs.usage import read_usage, status_document
+    from hpcrl.runs.views.liveview import follow, render, summary
+    from hpcrl.runs.views.usage import read_usage, status_document
 
     if everything:
         if run is not None:
@@ -67,7 +67,7 @@ def _status_of_all(watch: bool, as_json: bool, root: str | None) -> None:
     from rich.live import Live
 
     from hpcrl.cli.output import table_console
-    from hpcrl.runs.listing import list_rows, listing_table
+    from hpcrl.runs.views.listing import list_rows, listing_table
 
     if as_json or not watch:
         list_runs(as_json, root)
@@ -86,7 +86,7 @@ def _status_of_all(watch: bool, as_json: bool, root: str | None) -> None:
 def list_runs(as_json: JsonOption = False, root: RunsRootOption = None) -> None:
     """List runs, newest first."""
     from hpcrl.cli.output import table_console
-    from hpcrl.runs.listing import list_rows, listing_document, listing_table
+    from hpcrl.runs.views.listing import list_rows, listing_document, listing_table
 
     ask_slurm()
     directory = runs_root(root)
@@ -116,7 +116,7 @@ def logs(
     root: RunsRootOption = None,
 ) -> None:
     """Show the logs of a run's roles, merged in time order."""
-    from hpcrl.runs.logs import LogFilter, follow_logs, format_line, read_logs
+    from hpcrl.runs.views.logs import LogFilter, follow_logs, format_line, read_logs
 
     found = find(run, root)
     wanted = LogFilter.make(found, role=role, replica=replica, rank=rank, attempt=attempt, grep=grep, since=since)
@@ -132,7 +132,7 @@ def why(run: OptionalRunArgument = None, as_json: JsonOption = False, root: Runs
     """Say what ended a run: the first cause, its last words, what followed, and how to go on."""
     from rich.console import Console
 
-    from hpcrl.runs.diagnosis import diagnose, diagnosis_document, print_diagnosis
+    from hpcrl.runs.views.diagnosis import diagnose, diagnosis_document, print_diagnosis
 
     diagnosis = diagnose(find(run, root))
     if as_json:
@@ -151,7 +151,7 @@ def report(
     """Draw a picture of a run: reward, staleness and the phases of each step."""
     from pathlib import Path
 
-    from hpcrl.runs.report import write_report
+    from hpcrl.runs.views.report import write_report
 
     found = find(run, root)
     typer.echo(str(write_report(found, None if output is None else Path(output))))

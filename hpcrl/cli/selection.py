@@ -46,7 +46,7 @@ def runs_root(option: str | None, cluster: ClusterProfile | None = None) -> Path
     from pathlib import Path
 
     from hpcrl.config.load import load_cluster
-    from hpcrl.planning import resolve_runs_root
+    from hpcrl.jobplan import resolve_runs_root
 
     if option is not None:
         return Path(option).expanduser().resolve()

@@ -13,7 +13,7 @@ from hpcrl.cli.selection import RunsRootOption
 if TYPE_CHECKING:
     from hpcrl.config.cluster import ClusterProfile
     from hpcrl.config.recipe import Recipe
-    from hpcrl.planning.simulation import Durations, SimulationResult
+    from hpcrl.simulation import Durations, SimulationResult
 
 __all__ = ["register"]
 
@@ -79,8 +79,8 @@ def simulate(
 
     from hpcrl.cli.planning import load_for_planning
     from hpcrl.errors import UsageError
-    from hpcrl.planning.simulation import Failures, make_scenario, save_durations
-    from hpcrl.planning.simulation import simulate as simulate_scenario
+    from hpcrl.simulation import Failures, make_scenario, save_durations
+    from hpcrl.simulation import simulate as simulate_scenario
 
     checked, where = load_for_planning(recipe, cluster, overrides)
     loaded, site = checked.value, where.value
@@ -127,8 +127,8 @@ def _durations(
 ) -> Durations:
     """From one file, from runs, or from the planner."""
     from hpcrl.errors import UsageError
-    from hpcrl.planning.calibration import load_calibration
-    from hpcrl.planning.simulation import durations_from_plan, load_durations
+    from hpcrl.planning.calibration.file import load_calibration
+    from hpcrl.simulation import durations_from_plan, load_durations
 
     if not sources:
         return durations_from_plan(
@@ -139,7 +139,7 @@ def _durations(
     files = [source for source in sources if Path(source).is_file() or Path(source).suffix in (".yaml", ".yml")]
     if not files:
         from hpcrl.cli.selection import find
-        from hpcrl.planning.simulation.measure import measure
+        from hpcrl.simulation.inputs.measure import measure
 
         return measure(*(find(source, root) for source in sources))
     if len(sources) > 1:
@@ -150,7 +150,7 @@ def _durations(
 def _write(result: SimulationResult, directory: Path, *, quiet: bool) -> None:
     from hpcrl.errors import MissingExtraError
     from hpcrl.fs import atomic_write
-    from hpcrl.planning.simulation.picture import draw
+    from hpcrl.simulation.results.picture import draw
 
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"simulation-{result.nodes}.json"
@@ -167,7 +167,7 @@ def _print(results: list[SimulationResult]) -> None:
     from rich.table import Table
 
     from hpcrl.cli.output import table_console
-    from hpcrl.planning.simulation.tables import rows
+    from hpcrl.simulation.results.tables import rows
 
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("nodes")

@@ -12,8 +12,8 @@ from hpcrl.cli.options import JsonOption
 
 if TYPE_CHECKING:
     from hpcrl.config.cluster import SlurmCluster
-    from hpcrl.slurm.probe import SlurmFacts
-    from hpcrl.slurm.profile_check import CheckFinding
+    from hpcrl.sites.probe import SlurmFacts
+    from hpcrl.sites.profile_check import CheckFinding
 
 __all__ = ["register"]
 
@@ -39,8 +39,8 @@ def init(
     """Draft a cluster profile from the Slurm of this machine. Overwrites nothing."""
     from hpcrl.errors import UsageError
     from hpcrl.fs import atomic_write
-    from hpcrl.slurm.probe import read_facts
-    from hpcrl.slurm.profile_draft import draft_profile
+    from hpcrl.sites.probe import read_facts
+    from hpcrl.sites.profile_draft import draft_profile
 
     path = output or Path("clusters") / f"{name}.yaml"
     if path.exists():
@@ -72,10 +72,10 @@ def check(
 
     from hpcrl.config.cluster import SlurmCluster
     from hpcrl.config.load import load_cluster
-    from hpcrl.config.rules import SITE_RULES, check_cluster
+    from hpcrl.config.rules.table import SITE_RULES, check_cluster
     from hpcrl.errors import ExitCode
-    from hpcrl.slurm.probe import read_facts
-    from hpcrl.slurm.profile_check import Severity, check_profile
+    from hpcrl.sites.probe import read_facts
+    from hpcrl.sites.profile_check import Severity, check_profile
 
     loaded = load_cluster(cluster)
     check_cluster(loaded)
@@ -115,7 +115,7 @@ def _ask_nodes(cluster: SlurmCluster, nodes: int, wait_s: float) -> list[CheckFi
 
     from hpcrl.cli.selection import runs_root
     from hpcrl.config.joined import charged
-    from hpcrl.slurm.check_job import check_nodes, node_findings
+    from hpcrl.sites.check_job import check_nodes, node_findings
     from hpcrl.slurm.client import SlurmClient
 
     found: list[CheckFinding] = []

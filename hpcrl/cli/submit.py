@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from hpcrl.config.cluster import ClusterProfile
     from hpcrl.config.plan import Plan
     from hpcrl.config.recipe import Recipe
-    from hpcrl.runs.restart import ResumePoint
-    from hpcrl.runs.resume import Begin
     from hpcrl.runs.rundir import RunDir
+    from hpcrl.runs.start.restart import ResumePoint
+    from hpcrl.runs.start.resume import Begin
 
 __all__ = ["register"]
 
@@ -72,8 +72,8 @@ def submit(
 
     from hpcrl.cli.planning import print_plan
     from hpcrl.config.joined import load_both, unused_variables
-    from hpcrl.config.rules import check_rules
-    from hpcrl.planning import (
+    from hpcrl.config.rules.table import check_rules
+    from hpcrl.jobplan import (
         absolute_paths,
         absolute_site_paths,
         check_engine_flags,
@@ -86,8 +86,8 @@ def submit(
         make_plan,
         with_model_of,
     )
-    from hpcrl.runs.origin import START_MODEL, find_source
     from hpcrl.runs.registry import check_name
+    from hpcrl.runs.start.origin import START_MODEL, find_source
     from hpcrl.slurm.client import SlurmClient
     from hpcrl.slurm.in_job import find_allocation
 
@@ -122,7 +122,7 @@ def submit(
         typer.echo("\nnothing was started or written (--dry-run)", err=True)
         return
 
-    from hpcrl.slurm.submission import create_run, submit_attempt
+    from hpcrl.submit.submission import create_run, submit_attempt
 
     ask_slurm()
     provenance = {".".join(map(str, path)): origin for path, origin in loaded.origins.items()}
@@ -169,13 +169,13 @@ def resume(
     import os
 
     from hpcrl.errors import RunDirError, UsageError
-    from hpcrl.runs.claim import claimed
     from hpcrl.runs.record import user_name
-    from hpcrl.runs.resume import Begin, request_restart
-    from hpcrl.runs.snapshot import keep_snapshot, take_snapshot
+    from hpcrl.runs.start.claim import claimed
+    from hpcrl.runs.start.resume import Begin, request_restart
+    from hpcrl.runs.start.snapshot import keep_snapshot, take_snapshot
     from hpcrl.slurm.client import SlurmClient
     from hpcrl.slurm.in_job import find_allocation
-    from hpcrl.slurm.submission import end_leftovers, prepare_resume, submit_attempt
+    from hpcrl.submit.submission import end_leftovers, prepare_resume, submit_attempt
 
     if from_scratch and from_step is not None:
         raise UsageError("--from-scratch and --from-step exclude each other")
@@ -207,7 +207,7 @@ def resume(
 def _say_changes(run: RunDir, *, accept: bool) -> None:
     """Say what the run would run that it did not before; refuse where the recipe says so (RunDirError)."""
     from hpcrl.errors import RunDirError
-    from hpcrl.runs.snapshot import changes_since_submit
+    from hpcrl.runs.start.snapshot import changes_since_submit
 
     changes = changes_since_submit(run)
     if changes and run.recipe().job.on_change == "stop" and not accept:
@@ -251,8 +251,8 @@ def _plan_change(run: RunDir, overrides: list[str]) -> _Change:
     """The configuration of a run with changes of its recipe; nothing is written."""
     from hpcrl.config.joined import for_job
     from hpcrl.config.load import Loaded
-    from hpcrl.config.rules import check_rules
-    from hpcrl.planning import change_recipe, make_plan
+    from hpcrl.config.rules.table import check_rules
+    from hpcrl.jobplan import change_recipe, make_plan
 
     loaded, lines = change_recipe(run.recipe_path, overrides)
     site = for_job(loaded, Loaded(run.cluster(), run.cluster_path, {}))
@@ -279,7 +279,7 @@ def cancel(
     import getpass
 
     from hpcrl.runs.observe import observe
-    from hpcrl.slurm.submission import cancel as cancel_run
+    from hpcrl.submit.submission import cancel as cancel_run
 
     found = find(run, root)
     view = observe(found)
@@ -310,12 +310,12 @@ def _follow(run: RunDir, console: Console) -> int:
     from rich.console import Console as StandardOutput
 
     from hpcrl.errors import ExitCode, UsageError
-    from hpcrl.runs.liveview import follow, summary
     from hpcrl.runs.metrics import read_metrics
     from hpcrl.runs.observe import read_progress
-    from hpcrl.runs.report import write_report
     from hpcrl.runs.status import RunState
-    from hpcrl.slurm.submission import interrupt
+    from hpcrl.runs.views.liveview import follow, summary
+    from hpcrl.runs.views.report import write_report
+    from hpcrl.submit.submission import interrupt
 
     view = follow(run, console, on_interrupt=lambda count: interrupt(run, count))
     metrics = read_metrics(run)

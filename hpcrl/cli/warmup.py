@@ -34,7 +34,7 @@ def warmup(
     from hpcrl.config.load import load_recipe
     from hpcrl.errors import ExitCode, MissingExtraError, UsageError
     from hpcrl.interpreter import module_command
-    from hpcrl.planning import absolute_paths
+    from hpcrl.jobplan import absolute_paths
 
     loaded = load_recipe(recipe, overrides or ())
     if loaded.value.model.warmup is None:
@@ -46,7 +46,7 @@ def warmup(
     if find_spec("torch") is None:
         raise MissingExtraError("trainer", "torch")
     # a process of its own: the command line never imports torch
-    command = module_command(sys.executable, "hpcrl.trainer.warmup", "--output", str(target))
+    command = module_command(sys.executable, "hpcrl.trainer.warmup.make", "--output", str(target))
     if replace:
         command.append("--replace")
     # Ctrl-C reaches all processes of the terminal: this one ends the other, which then has time to tidy up

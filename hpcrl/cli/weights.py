@@ -11,7 +11,7 @@ from hpcrl.cli.selection import RunArgument, RunsRootOption, find
 
 if TYPE_CHECKING:
     from hpcrl.runs.rundir import RunDir
-    from hpcrl.runs.stores import StoredItem
+    from hpcrl.runs.views.stores import StoredItem
 
 __all__ = ["register"]
 
@@ -32,7 +32,7 @@ def register(app: typer.Typer) -> None:
 @weights_app.command("ls")
 def weights_ls(run: RunArgument, as_json: JsonOption = False, root: RunsRootOption = None) -> None:
     """List published versions."""
-    from hpcrl.runs.stores import weights_items
+    from hpcrl.runs.views.stores import weights_items
 
     found = find(run, root)
     _print(found, weights_items(found), as_json)
@@ -47,7 +47,7 @@ def weights_show(
 
     from rich.filesize import decimal
 
-    from hpcrl.runs.handoffs import handoff_document
+    from hpcrl.runs.views.handoffs import handoff_document
 
     shown = handoff_document(find(run, root), version)
     if as_json:
@@ -72,7 +72,7 @@ def weights_verify(
     run: RunArgument, version: AllVersionsArgument = None, as_json: JsonOption = False, root: RunsRootOption = None
 ) -> None:
     """Read every byte and compare with the manifest. Exit code 1 where something is damaged."""
-    from hpcrl.runs.stores import verify_handoffs
+    from hpcrl.runs.views.stores import verify_handoffs
 
     found = find(run, root)
     _print(found, verify_handoffs(found, version), as_json, verified=True)
@@ -89,7 +89,7 @@ def weights_diff(
     """Show which tensors changed between two versions."""
     import json
 
-    from hpcrl.runs.stores import weights_difference
+    from hpcrl.runs.views.stores import weights_difference
 
     difference = weights_difference(find(run, root), old, new)
     if as_json:
@@ -112,7 +112,7 @@ def weights_pin(
     root: RunsRootOption = None,
 ) -> None:
     """Keep a version, and what it is made from, until it is unpinned."""
-    from hpcrl.runs.handoffs import pin
+    from hpcrl.runs.views.handoffs import pin
 
     found = find(run, root)
     pin(found, version, reason)
@@ -122,7 +122,7 @@ def weights_pin(
 @weights_app.command("unpin")
 def weights_unpin(run: RunArgument, version: VersionArgument, root: RunsRootOption = None) -> None:
     """Let a pinned version go where nothing else keeps it."""
-    from hpcrl.runs.handoffs import unpin
+    from hpcrl.runs.views.handoffs import unpin
 
     found = find(run, root)
     was = unpin(found, version)
@@ -146,7 +146,7 @@ def weights_gc(
     from rich.filesize import decimal
 
     from hpcrl.errors import UsageError
-    from hpcrl.runs.handoffs import collector_of, removal_plan, version_bytes
+    from hpcrl.runs.views.handoffs import collector_of, removal_plan, version_bytes
 
     if as_json and not (dry_run or yes):
         raise UsageError("--json cannot ask\n    way out: add --dry-run or --yes")
@@ -180,7 +180,7 @@ def _print(run: RunDir, items: list[StoredItem], as_json: bool, *, verified: boo
 
     from hpcrl.cli.output import table_console
     from hpcrl.errors import ExitCode
-    from hpcrl.runs.stores import items_document
+    from hpcrl.runs.views.stores import items_document
 
     if as_json:
         typer.echo(items_document(run, "version", items))

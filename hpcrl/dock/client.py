@@ -1,6 +1,6 @@
 """The trainer's side of the dock: plain blocking HTTP with deadlines (rank processes have no event loop).
 
-Endpoints that the orchestrator serves (`hpcrl.rollouts.dock_server`):
+Endpoints that the orchestrator serves (`hpcrl.rollouts.batches.http`):
 
 =============================================== ==================================================================
 ``GET /health``                                 200 as soon as it serves

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from hpcrl.errors import HandoffError
 from hpcrl.weights import Handoff
-from hpcrl.weights.adapters import Contents, Part, contents_of, plan_merge
-from hpcrl.weights.assemble import StoredTensor
+from hpcrl.weights.format.adapters import Contents, Part, contents_of, plan_merge
+from hpcrl.weights.read.assemble import StoredTensor
 
 __all__ = ["Adapter", "as_tensor"]
 
@@ -45,7 +45,7 @@ class Adapter:
         Raises
         ------
         HandoffError
-            It does not belong to the base or does not fit it (`hpcrl.weights.adapters.plan_merge`), or what
+            It does not belong to the base or does not fit it (`hpcrl.weights.format.adapters.plan_merge`), or what
             ``tensors`` raises.
         """
         base, own = chain[-2:]

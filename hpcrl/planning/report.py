@@ -14,17 +14,17 @@ from hpcrl.config.recipe import Recipe
 from hpcrl.errors import ConfigError
 from hpcrl.models.facts import ModelFacts
 from hpcrl.models.known import load_facts
-from hpcrl.planning.calibration import Calibration
+from hpcrl.planning.calibration.file import Calibration
 from hpcrl.planning.ledger import Ledger
-from hpcrl.planning.memory import MemoryReport, Place, memory_report
-from hpcrl.planning.memory_knobs import Shortage, why_not
-from hpcrl.planning.memory_margin import ExpertMargin, expert_margin
-from hpcrl.planning.times import Forecast, forecast, site_rates
-from hpcrl.planning.times_layouts import PlannedLayout, planned_layout
-from hpcrl.planning.times_loop import LoopEstimate
-from hpcrl.planning.times_measured import measured_loop, measured_trainer
-from hpcrl.planning.times_terms import TimeTable
-from hpcrl.planning.times_workload import Workload, resolve_workload
+from hpcrl.planning.memory.fit import MemoryReport, Place, memory_report
+from hpcrl.planning.memory.margin import ExpertMargin, expert_margin
+from hpcrl.planning.memory.remedies import Shortage, why_not
+from hpcrl.planning.times.forecast import Forecast, forecast, site_rates
+from hpcrl.planning.times.from_recipe import PlannedLayout, planned_layout
+from hpcrl.planning.times.loop import LoopEstimate
+from hpcrl.planning.times.measured import measured_loop, measured_trainer
+from hpcrl.planning.times.terms import TimeTable
+from hpcrl.planning.times.workload import Workload, resolve_workload
 
 __all__ = ["Outlook", "find_facts", "loop_document", "make_outlook", "outlook_document"]
 

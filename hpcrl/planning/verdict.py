@@ -8,12 +8,12 @@ from typing import Any
 
 from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.plan import Role
-from hpcrl.config.rules import RULES
+from hpcrl.config.rules.table import RULES
 from hpcrl.errors import ExitCode
+from hpcrl.jobplan.model_rules import MODEL_RULES
 from hpcrl.models.facts import ModelFacts
 from hpcrl.planning.hardware import node_hardware
 from hpcrl.planning.report import Outlook
-from hpcrl.planning.rules_model import MODEL_RULES
 
 __all__ = ["Verdict", "judge"]
 

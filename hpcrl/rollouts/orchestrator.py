@@ -22,38 +22,38 @@ from hpcrl.checkpoints.ledger import CheckpointLedger
 from hpcrl.checkpoints.restore import RestoreDecision
 from hpcrl.errors import CheckpointError, DeadlineError, PeerLostError
 from hpcrl.models.tokenizer import ChatTokenizer
-from hpcrl.rollouts.conversation import Sampler
-from hpcrl.rollouts.data_order import DataOrder
-from hpcrl.rollouts.dock_server import serve_dock
-from hpcrl.rollouts.engine import Engine
-from hpcrl.rollouts.engine_client import EngineClient
+from hpcrl.rollouts.batches.http import serve_dock
+from hpcrl.rollouts.batches.server import ConflictError, TrainerDesk
+from hpcrl.rollouts.engines.client import EngineClient
+from hpcrl.rollouts.engines.deadlines import engines_lost_after_s, make_fleet_watch
+from hpcrl.rollouts.engines.disaggregated_pool import SidedPool
+from hpcrl.rollouts.engines.engine import Engine
+from hpcrl.rollouts.engines.membership import Membership
+from hpcrl.rollouts.engines.replica_client import client_of
+from hpcrl.rollouts.engines.routed_pool import make_pool
+from hpcrl.rollouts.engines.router_client import RouterClient
 from hpcrl.rollouts.environments import build_environments, hosted
-from hpcrl.rollouts.evaluation import Evaluator, evaluated_versions
 from hpcrl.rollouts.files import RolloutFiles
-from hpcrl.rollouts.invite import Inviter
-from hpcrl.rollouts.lag import LagMonitor
-from hpcrl.rollouts.membership import Membership
-from hpcrl.rollouts.metrics_text import render_metrics
-from hpcrl.rollouts.patience import engines_lost_after_s, make_fleet_watch
-from hpcrl.rollouts.replica_client import client_of
-from hpcrl.rollouts.routed_pool import make_pool
-from hpcrl.rollouts.router_client import RouterClient
-from hpcrl.rollouts.routes import RouteSettings
-from hpcrl.rollouts.run_metrics import read_run
-from hpcrl.rollouts.scheduler import Scheduler
-from hpcrl.rollouts.sided_pool import SidedPool
-from hpcrl.rollouts.staleness import StalenessAccount
+from hpcrl.rollouts.sampling.conversation import Sampler
+from hpcrl.rollouts.sampling.data_order import DataOrder
+from hpcrl.rollouts.sampling.evaluation import Evaluator, evaluated_versions
+from hpcrl.rollouts.sampling.rendering import Transcript
+from hpcrl.rollouts.sampling.routed_experts import RouteSettings
+from hpcrl.rollouts.sampling.scheduler import Scheduler
+from hpcrl.rollouts.sampling.staleness import StalenessAccount
 from hpcrl.rollouts.state import OrchestratorState
-from hpcrl.rollouts.trainer_desk import ConflictError, TrainerDesk
-from hpcrl.rollouts.transcript import Transcript
-from hpcrl.rollouts.weight_updates import WeightUpdater
+from hpcrl.rollouts.telemetry.lag import LagMonitor
+from hpcrl.rollouts.telemetry.metrics_text import render_metrics
+from hpcrl.rollouts.telemetry.run_metrics import read_run
+from hpcrl.rollouts.weights.registration import Inviter
+from hpcrl.rollouts.weights.updates import WeightUpdater
 from hpcrl.runs.clocks import own_node
 from hpcrl.runs.refusals import gate_of
 from hpcrl.runs.role import Complaint, Endpoints, Member, RoleContext, restore_path
 from hpcrl.weights import HandoffStore
-from hpcrl.weights.collector import Collector
-from hpcrl.weights.leases import ReaderWatch
-from hpcrl.weights.share import Pace
+from hpcrl.weights.lifetime.collector import Collector
+from hpcrl.weights.lifetime.leases import ReaderWatch
+from hpcrl.weights.read.share import Pace
 
 __all__ = ["Orchestrator"]
 
@@ -67,7 +67,7 @@ _DECISION_POLL_S = 0.1
 
 
 class Orchestrator:
-    """All parts of one attempt; a `hpcrl.rollouts.dock_server.Dock`.
+    """All parts of one attempt; a `hpcrl.rollouts.batches.http.Dock`.
 
     Attributes
     ----------
@@ -350,7 +350,7 @@ class Orchestrator:
     # -- the dock
 
     async def batch(self, step: int, *, rank: int, world_size: int, wait_s: float) -> bytes | None:
-        """One shard (see `hpcrl.rollouts.trainer_desk.TrainerDesk.batch`)."""
+        """One shard (see `hpcrl.rollouts.batches.server.TrainerDesk.batch`)."""
         if not await self._is_restored(wait_s):
             return None
         self._desk.check_asker(rank, world_size)  # before anything is believed of the request

@@ -12,7 +12,7 @@ __all__ = ["Group", "Rollout", "Turn"]
 
 
 class Turn(msgspec.Struct, frozen=True, array_like=True):
-    """One request of a rollout, as the simulator can replay it (`hpcrl.planning.simulation`).
+    """One request of a rollout, as the simulator can replay it (`hpcrl.simulation`).
 
     Attributes
     ----------

@@ -9,10 +9,10 @@ import msgspec
 from hpcrl.config.recipe import Recipe
 from hpcrl.dock.wire import decode_array, encode_array
 from hpcrl.errors import CheckpointError
-from hpcrl.rollouts.counters import Counters
-from hpcrl.rollouts.data_order import DataOrder, GroupTask
+from hpcrl.rollouts.batches.taken import Pending
 from hpcrl.rollouts.records import Group
-from hpcrl.rollouts.taken import Pending
+from hpcrl.rollouts.sampling.data_order import DataOrder, GroupTask
+from hpcrl.rollouts.telemetry.counters import Counters
 
 __all__ = ["Dealt", "OrchestratorState"]
 

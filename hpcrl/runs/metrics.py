@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 
 from hpcrl.reporting import Outage, ReportedLines
-from hpcrl.runs.past import Past, Start, read_past
 from hpcrl.runs.rundir import RunDir
+from hpcrl.runs.start.past import Past, Start, read_past
 
 __all__ = ["MetricsWriter", "StepRecord", "read_metrics"]
 
@@ -129,8 +129,8 @@ class MetricsWriter:
 def read_metrics(run: RunDir) -> list[StepRecord]:
     """Step records in step order. A step that a resume did again counts once, in its last form.
 
-    What an attempt says about steps after the one that a later attempt restored does not count (`hpcrl.runs.past`),
-    whenever it was written.
+    What an attempt says about steps after the one that a later attempt restored does not count
+    (`hpcrl.runs.start.past`), whenever it was written.
     """
     found = [record for path in _files(run) for record in _read_file(path)]
     starts = read_past(run).starts

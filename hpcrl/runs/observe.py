@@ -19,10 +19,10 @@ from hpcrl.runs.clocks import Clock
 from hpcrl.runs.events import Event, read_events
 from hpcrl.runs.jobs import JobFact, ask
 from hpcrl.runs.metrics import StepRecord, read_metrics
-from hpcrl.runs.past import read_past
 from hpcrl.runs.record import RunRecord, Submission
-from hpcrl.runs.restart import read_restored
 from hpcrl.runs.rundir import RunDir
+from hpcrl.runs.start.past import read_past
+from hpcrl.runs.start.restart import read_restored
 from hpcrl.runs.status import ComponentState, ComponentStatus, ProcessId, RunState, RunStatus
 
 __all__ = [
@@ -317,7 +317,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     restored:
         What the newest attempt began with, by its trainer; None before it has said so.
     changes:
-        What it runs that was not submitted so (`hpcrl.runs.snapshot`).
+        What it runs that was not submitted so (`hpcrl.runs.start.snapshot`).
     """
 
     steps: int
@@ -334,7 +334,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 def read_evaluations(run: RunDir) -> list[Evaluation]:
     """Held-out evaluations in version order. A version that a resume evaluated again counts once.
 
-    What an attempt evaluated of a past that a later one has given up does not count (`hpcrl.runs.past`).
+    What an attempt evaluated of a past that a later one has given up does not count (`hpcrl.runs.start.past`).
     """
     found: dict[int, Evaluation] = {}
     past = read_past(run)

@@ -78,7 +78,7 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run began with that another one has learned (`hpcrl.runs.origin`).
+    """What a run began with that another one has learned (`hpcrl.runs.start.origin`).
 
     Attributes
     ----------

@@ -3,8 +3,8 @@
 Which of them exist is Slurm's to say: each carries the run id, the number of the submission and its replica in its
 comment, so that no file can be wrong about it. Submitting a replica that has a living job changes nothing.
 
-These jobs are not handed over by submitit, as the main one is: their batch process (`hpcrl.supervisor.holder`) has no
-state to pickle, to save at a signal or to take up after a requeue, and the supervisor submits it from a node.
+These jobs are not handed over by submitit, as the main one is: their batch process (`hpcrl.supervisor.elastic.holder`)
+has no state to pickle, to save at a signal or to take up after a requeue, and the supervisor submits it from a node.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from hpcrl.runs.rundir import RunDir
 from hpcrl.slurm.client import SlurmClient
 from hpcrl.slurm.directives import JobIdentity
 from hpcrl.slurm.errors import SlurmError
+from hpcrl.slurm.exclude import nodes_to_exclude
 from hpcrl.slurm.records import Job
 from hpcrl.slurm.render import replica_part
 from hpcrl.slurm.scripts import run_scripts, submission_id
-from hpcrl.supervisor.nodes import nodes_to_exclude
 
 __all__ = ["LivingJob", "ReplicaJobs", "cancel_all", "cancel_replicas"]
 

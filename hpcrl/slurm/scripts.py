@@ -12,16 +12,20 @@ from pathlib import Path
 from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.plan import Plan
 from hpcrl.interpreter import module_command
+from hpcrl.marks import KIND_VARIABLE, RUN_ID_VARIABLE
 from hpcrl.slurm.render import Part, Script, planned_parts, render_jobs, render_part
-from hpcrl.slurm.slurm_executor import batch_process
-from hpcrl.supervisor.guard import KIND_VARIABLE, RUN_ID_VARIABLE
 
-__all__ = ["JOB_FOLDER", "STAND_IN_ID", "in_job_script", "run_scripts", "submission_id"]
+__all__ = ["JOB_FOLDER", "STAND_IN_ID", "batch_process", "in_job_script", "run_scripts", "submission_id"]
 
 JOB_FOLDER = "submitit"
 """Logs of batch processes, and submitit's pickles."""
 STAND_IN_ID = "0" * 32
 """In scripts that are only looked at; a run id is random."""
+
+
+def batch_process(folder: Path | str) -> list[str]:
+    """What runs the supervisor that submitit has pickled into ``folder``."""
+    return module_command(sys.executable, "hpcrl.slurm.batch", str(folder), unbuffered=True)
 
 
 def submission_id(run_id: str, number: int) -> str:
@@ -63,7 +67,7 @@ def run_scripts(
             return _with_variables({"SUBMITIT_EXECUTOR": "slurm", **variables}, batch_process(folder))
         role, _, replica = part.rpartition("-")
         words = [str(run_dir), role, replica, str(number)]
-        return _with_variables(variables, module_command(sys.executable, "hpcrl.supervisor.holder", *words))
+        return _with_variables(variables, module_command(sys.executable, "hpcrl.supervisor.elastic.holder", *words))
 
     return render_jobs(
         plan,

@@ -1,4 +1,4 @@
-"""What an attempt would run, against what was submitted (`hpcrl.runs.snapshot`)."""
+"""What an attempt would run, against what was submitted (`hpcrl.runs.start.snapshot`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 
 from hpcrl.config.plan import Plan
 from hpcrl.runs.rundir import RunDir
-from hpcrl.runs.snapshot import changes_since_submit
+from hpcrl.runs.start.snapshot import changes_since_submit
 from hpcrl.supervisor.board import Board
 
 __all__ = ["say_changes"]

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from hpcrl.config.plan import Role, RoleGroup
 from hpcrl.runs.cause import Cause
 from hpcrl.runs.status import ComponentState, ComponentStatus, ReplicaJob
-from hpcrl.supervisor.guarded import End, RunningProcess
-from hpcrl.supervisor.launcher import Address
-from hpcrl.supervisor.restarts import Restarts
+from hpcrl.supervisor.launch.launcher import Address
+from hpcrl.supervisor.policy.restarts import Restarts
+from hpcrl.supervisor.process.guarded import End, RunningProcess
 
 __all__ = ["Component"]
 

@@ -13,15 +13,15 @@ from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ComponentState
 from hpcrl.supervisor.board import Board
 from hpcrl.supervisor.component import Component
-from hpcrl.supervisor.graph import drain_stages
-from hpcrl.supervisor.launcher import Launcher
+from hpcrl.supervisor.launch.launcher import Launcher
+from hpcrl.supervisor.policy.graph import drain_stages
 
 __all__ = ["Drain"]
 
 _LEAST_GRACE_S = 1.0
 """What a role gets between SIGTERM and SIGKILL even if roles before it used the time up."""
 _ANSWER_S = 5.0
-"""What guards get beyond the grace where the time is short; else they get more (`hpcrl.supervisor.guarded`)."""
+"""What guards get beyond the grace where the time is short; else they get more (`hpcrl.supervisor.process.guarded`)."""
 _LATER_S = 2.0
 """Kept for each stage that comes later, where the time is short."""
 _LOOK_S = 0.2

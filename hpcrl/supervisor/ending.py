@@ -9,10 +9,10 @@ from hpcrl.config.plan import Plan
 from hpcrl.runs.cause import Cause, CauseKind
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunState
-from hpcrl.supervisor.attempts import longest_save_s, retries
 from hpcrl.supervisor.board import Board
 from hpcrl.supervisor.drain import Drain
 from hpcrl.supervisor.notices import Notices
+from hpcrl.supervisor.policy.attempts import longest_save_s, retries
 
 __all__ = ["Ending"]
 

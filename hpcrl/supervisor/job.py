@@ -22,19 +22,20 @@ from hpcrl.ours import umask_of
 from hpcrl.runs.cause import Cause, CauseKind
 from hpcrl.runs.events import EventWriter, read_events
 from hpcrl.runs.exclusions import exclude, read_exclusions
-from hpcrl.runs.privacy import protect
 from hpcrl.runs.record import RunRecord
 from hpcrl.runs.rundir import RunDir
+from hpcrl.runs.start.privacy import protect
 from hpcrl.runs.status import RunState, RunStatus
 from hpcrl.slurm.client import SlurmClient
 from hpcrl.slurm.errors import SlurmError, SlurmUnavailableError
+from hpcrl.slurm.exclude import nodes_to_exclude, stay_away
 from hpcrl.slurm.in_job import InJob, plan_inside
 from hpcrl.slurm.launch import allocations_from_env
 from hpcrl.slurm.replicas import ReplicaJobs, cancel_replicas
-from hpcrl.supervisor.elastic import ElasticReplicas
-from hpcrl.supervisor.launcher import LocalLauncher
-from hpcrl.supervisor.nodes import find_lost_nodes, nodes_to_exclude, stay_away
-from hpcrl.supervisor.step_launcher import StepLauncher
+from hpcrl.supervisor.elastic.keeper import ElasticReplicas
+from hpcrl.supervisor.launch.launcher import LocalLauncher
+from hpcrl.supervisor.launch.step_launcher import StepLauncher
+from hpcrl.supervisor.policy.nodes import find_lost_nodes
 from hpcrl.supervisor.supervisor import Supervisor
 
 __all__ = ["Supervise"]

@@ -18,9 +18,9 @@ from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ComponentState
 from hpcrl.supervisor.board import Board
 from hpcrl.supervisor.component import Component
-from hpcrl.supervisor.lives import Lives
+from hpcrl.supervisor.launch.replica import Lives
 from hpcrl.supervisor.notices import Notices
-from hpcrl.supervisor.verdict import current_records, slow_failures
+from hpcrl.supervisor.policy.verdict import current_records, slow_failures
 
 __all__ = ["Lookout"]
 

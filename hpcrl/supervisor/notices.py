@@ -13,9 +13,9 @@ from hpcrl.runs.cause import CauseKind
 from hpcrl.runs.record import RunRecord
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ComponentState
-from hpcrl.supervisor.attempts import LEAVE_S, lead_s, save_now
 from hpcrl.supervisor.board import Board
 from hpcrl.supervisor.component import Component
+from hpcrl.supervisor.policy.attempts import LEAVE_S, lead_s, save_now
 
 __all__ = ["Notices"]
 

@@ -24,25 +24,25 @@ from hpcrl.runs.reserve import keep_reserve
 from hpcrl.runs.role import Endpoints, FailureRecord
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunState
-from hpcrl.supervisor.attempts import exhausted, newest_checkpoint
-from hpcrl.supervisor.blame import NodeBlame
 from hpcrl.supervisor.board import Board
 from hpcrl.supervisor.changes import say_changes
 from hpcrl.supervisor.component import Component
 from hpcrl.supervisor.drain import Drain
-from hpcrl.supervisor.elastic import ElasticReplicas
+from hpcrl.supervisor.elastic.keeper import ElasticReplicas
 from hpcrl.supervisor.ending import Ending
-from hpcrl.supervisor.explain import name_lost_rank
-from hpcrl.supervisor.graph import check_graph, startable
-from hpcrl.supervisor.guarded import End
-from hpcrl.supervisor.launcher import Address, Launcher
-from hpcrl.supervisor.lives import Life, Lives
+from hpcrl.supervisor.launch.launcher import Address, Launcher
+from hpcrl.supervisor.launch.replica import Life, Lives
+from hpcrl.supervisor.launch.survey import NodesSilentError
 from hpcrl.supervisor.lookout import Lookout
 from hpcrl.supervisor.notices import Notices
-from hpcrl.supervisor.space_watch import SpaceWatch
-from hpcrl.supervisor.survey import NodesSilentError
-from hpcrl.supervisor.verdict import broken_nodes, current_records, first_cause
-from hpcrl.supervisor.watchdog import Watchdog
+from hpcrl.supervisor.policy.attempts import exhausted, newest_checkpoint
+from hpcrl.supervisor.policy.explain import name_lost_rank
+from hpcrl.supervisor.policy.graph import check_graph, startable
+from hpcrl.supervisor.policy.node_faults import NodeBlame
+from hpcrl.supervisor.policy.space_watch import SpaceWatch
+from hpcrl.supervisor.policy.verdict import broken_nodes, current_records, first_cause
+from hpcrl.supervisor.policy.watchdog import Watchdog
+from hpcrl.supervisor.process.guarded import End
 
 __all__ = ["Supervisor"]
 
@@ -251,7 +251,7 @@ class Supervisor:
                 "    way out: look at the filesystem of the run; then hpcrl resume"
             )
 
-    # -- what the keeper of elastic replicas needs (`hpcrl.supervisor.elastic.Crew`) ---------------------------------
+    # -- what the keeper of elastic replicas needs (`hpcrl.supervisor.elastic.keeper.Crew`) -----------------
 
     def enlist(self, group: RoleGroup, replica: int, address: Address) -> Component:
         """A new component in the state PENDING, shown in the status."""

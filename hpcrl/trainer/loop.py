@@ -18,7 +18,7 @@ import torch.utils.deterministic
 
 from hpcrl.checkpoints.writer import CheckpointWriter
 from hpcrl.config.recipe import Recipe
-from hpcrl.config.rules_parallel import refuse_planned_settings
+from hpcrl.config.rules.parallel import refuse_planned_settings
 from hpcrl.dock.client import DockClient
 from hpcrl.dock.wire import BatchShard, BatchStats
 from hpcrl.errors import HandoffError, PeerLostError
@@ -28,15 +28,15 @@ from hpcrl.runs.events import EventWriter
 from hpcrl.runs.metrics import MetricsWriter, StepRecord
 from hpcrl.runs.progress import ProgressReporter
 from hpcrl.runs.role import RoleContext, save_answer_path, save_request_path
-from hpcrl.trainer.checkpoint import load_checkpoint
-from hpcrl.trainer.metrics import TokenMetrics
-from hpcrl.trainer.parallel import Parallel, distributed, is_lost_rank
-from hpcrl.trainer.phases import PhaseClock
-from hpcrl.trainer.policy import TrainerPolicy
-from hpcrl.trainer.publish import Published, Publisher
-from hpcrl.trainer.restart import decide_restore
-from hpcrl.trainer.saver import CheckpointSaver
-from hpcrl.weights.leases import ReaderWatch
+from hpcrl.trainer.parallel.mesh import Parallel, distributed, is_lost_rank
+from hpcrl.trainer.publish.publisher import Published, Publisher
+from hpcrl.trainer.state.checkpoint import load_checkpoint
+from hpcrl.trainer.state.restart import decide_restore
+from hpcrl.trainer.state.saver import CheckpointSaver
+from hpcrl.trainer.step.metrics import TokenMetrics
+from hpcrl.trainer.step.phases import PhaseClock
+from hpcrl.trainer.step.policy import TrainerPolicy
+from hpcrl.weights.lifetime.leases import ReaderWatch
 from hpcrl.weights.store import HandoffStore
 
 __all__ = ["train"]

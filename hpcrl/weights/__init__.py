@@ -1,8 +1,8 @@
 """Weight hand-offs: published policy versions on a shared filesystem. No torch in here."""
 
-from hpcrl.weights.handoff_writer import HandoffWriter
-from hpcrl.weights.manifest import Handoff, Manifest, TensorRecord
-from hpcrl.weights.shard import write_shard
+from hpcrl.weights.format.manifest import Handoff, Manifest, TensorRecord
+from hpcrl.weights.format.shard import write_shard
 from hpcrl.weights.store import HandoffStore
+from hpcrl.weights.write.handoff_writer import HandoffWriter
 
 __all__ = ["Handoff", "HandoffStore", "HandoffWriter", "Manifest", "TensorRecord", "write_shard"]

@@ -1,11 +1,11 @@
 """The directory of published policy versions: find them and open them.
 
-One trainer publishes (`hpcrl.weights.handoff_writer`) and one orchestrator collects; any number of engines read. A
-version directory is complete or does not exist, and is a Hugging Face model directory that transformers and vLLM load
+One trainer publishes (`hpcrl.weights.write.handoff_writer`) and one orchestrator collects; any number of engines read.
+A version directory is complete or does not exist, and is a Hugging Face model directory that transformers and vLLM load
 as it is::
 
     weights/v000012/
-      manifest.json                      what is here, with hashes (hpcrl.weights.manifest)
+      manifest.json                      what is here, with hashes (hpcrl.weights.format.manifest)
       model-00001-of-00002.safetensors   tensors by their Hugging Face names
       model.safetensors.index.json
       config.json  tokenizer.json …      copied from the start model
@@ -16,7 +16,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hpcrl.fs import NumberedDirectories
-from hpcrl.weights.manifest import Handoff
+from hpcrl.weights.format.manifest import Handoff
 
 __all__ = ["HandoffStore"]
 

@@ -12,8 +12,8 @@ from hpcrl.config.load import load_cluster, load_recipe
 from hpcrl.config.plan import Role
 from hpcrl.credentials import TOKEN_FILE
 from hpcrl.errors import ConfigError
-from hpcrl.planning import change_recipe, make_plan
-from hpcrl.slurm.submission import create_run
+from hpcrl.jobplan import change_recipe, make_plan
+from hpcrl.submit.submission import create_run
 
 
 @pytest.fixture

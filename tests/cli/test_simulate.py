@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from hpcrl.cli.main import app
 from hpcrl.errors import UsageError
-from hpcrl.planning.simulation import SimulationResult
+from hpcrl.simulation import SimulationResult
 
 DURATIONS = """
 version: 1

@@ -12,8 +12,8 @@ import pytest
 from hpcrl.cli.main import main
 from hpcrl.runs.rundir import RunDir
 from hpcrl.weights import HandoffWriter, write_shard
-from hpcrl.weights.handoff_writer import ShardResult
-from hpcrl.weights.shard import TensorBytes
+from hpcrl.weights.format.shard import TensorBytes
+from hpcrl.weights.write.handoff_writer import ShardResult
 
 
 @pytest.fixture

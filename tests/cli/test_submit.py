@@ -40,7 +40,7 @@ def hpcrl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 def test_a_dry_run_shows_the_plan_and_changes_nothing(hpcrl: Hpcrl, tmp_path: Path) -> None:
     code, out, err = hpcrl("--dry-run", "--name", "try")
     assert code == 0, err
-    assert "hpcrl.inference.server" in out
+    assert "hpcrl.inference.embedded.server" in out
     assert str(tmp_path / "runs" / "try") in out
     assert "nothing was started" in err
     assert not (tmp_path / "runs").exists()

@@ -13,7 +13,7 @@ from hpcrl.cli.main import main
 from hpcrl.config.load import load_recipe
 from hpcrl.runs.rundir import RunDir
 from hpcrl.weights import HandoffStore
-from hpcrl.weights.readers import Registration
+from hpcrl.weights.lifetime.readers import Registration
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from hpcrl.config.joined import charged, for_job, load_both, unused_variables
 from hpcrl.config.load import Loaded, load_cluster
 from hpcrl.config.sbatch_options import option_faults, repeats_in_components
 from hpcrl.errors import ConfigError
-from hpcrl.planning import change_recipe
+from hpcrl.jobplan import change_recipe
 
 
 def joined(*settings: str, **environ: str) -> tuple[dict[str, dict[str, Any]], Loaded[Any]]:

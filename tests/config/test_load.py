@@ -10,7 +10,7 @@ from hpcrl.config.cluster import cluster_from_json
 from hpcrl.config.load import leaves, load_cluster, load_recipe
 from hpcrl.config.recipe import WordsEnv
 from hpcrl.config.resources import list_clusters, list_recipes
-from hpcrl.config.rules import LOSS_SETTINGS, RULES, SITE_RULES, check_rules
+from hpcrl.config.rules.table import LOSS_SETTINGS, RULES, SITE_RULES, check_rules
 from hpcrl.config.yamltree import parse_value
 from hpcrl.errors import ConfigError
 

@@ -11,7 +11,7 @@ import pytest
 
 from hpcrl.cli.main import main
 from hpcrl.config.load import load_cluster, load_recipe
-from hpcrl.config.rules import JOB_RULES, SITE_RULES, check_rules
+from hpcrl.config.rules.table import JOB_RULES, SITE_RULES, check_rules
 from hpcrl.errors import ConfigError
 
 RECIPE = """\

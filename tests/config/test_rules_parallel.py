@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpcrl.config.load import load_cluster, load_recipe
-from hpcrl.config.rules import PARALLEL_RULES, check_rules
+from hpcrl.config.rules.table import PARALLEL_RULES, check_rules
 from hpcrl.errors import ConfigError
 
 GLM5 = ("job.payload=probe",)

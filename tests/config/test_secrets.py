@@ -9,10 +9,10 @@ import pytest
 
 from hpcrl.cli.main import main
 from hpcrl.config.load import Loaded, load_cluster, load_recipe
-from hpcrl.config.rules import check_cluster
+from hpcrl.config.rules.table import check_cluster
 from hpcrl.config.secret_values import hide_setting, is_secret_name
 from hpcrl.errors import ConfigError
-from hpcrl.planning import absolute_site_paths, check_secrets, make_plan
+from hpcrl.jobplan import absolute_site_paths, check_secrets, make_plan
 
 VALUE = "hf_0123456789"
 PROFILE = "name: site\nkind: local\npaths: {runs_root: runs}\n"

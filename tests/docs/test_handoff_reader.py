@@ -11,11 +11,11 @@ import pytest
 import xxhash
 
 from hpcrl.weights import HandoffStore, HandoffWriter
-from hpcrl.weights.handoff_writer import ShardResult
-from hpcrl.weights.lora import adapter_tensors, publish_adapter
-from hpcrl.weights.manifest import CHUNK_BYTES, Chunk
-from hpcrl.weights.publisher import Cut, OwnUnit, delta_result, encode_delta
-from hpcrl.weights.shard import TensorBytes, write_shard
+from hpcrl.weights.format.manifest import CHUNK_BYTES, Chunk
+from hpcrl.weights.format.shard import TensorBytes, write_shard
+from hpcrl.weights.write.handoff_writer import ShardResult
+from hpcrl.weights.write.lora import adapter_tensors, publish_adapter
+from hpcrl.weights.write.publisher import Cut, OwnUnit, delta_result, encode_delta
 
 DOC = Path(__file__).parents[2] / "docs/handoff.md"
 
@@ -117,7 +117,7 @@ def test_it_refuses_damage(reader: dict[str, Any], store: HandoffStore) -> None:
 
 
 def test_fields_of_the_manifest_are_documented() -> None:
-    from hpcrl.weights.manifest import Manifest
+    from hpcrl.weights.format.manifest import Manifest
 
     table = re.findall(r"^\| (`.*?) \|", DOC.read_text(encoding="utf-8"), re.MULTILINE)
     assert {name for row in table for name in re.findall(r"`(\w+)`", row)} >= set(Manifest.__struct_fields__)

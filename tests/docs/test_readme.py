@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.config.load import load_cluster, load_recipe
-from hpcrl.config.rules import check_rules
+from hpcrl.config.rules.table import check_rules
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

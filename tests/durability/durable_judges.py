@@ -16,11 +16,11 @@ from hpcrl.checkpoints import pins as checkpoint_pins
 from hpcrl.checkpoints.history import read_saved
 from hpcrl.errors import CheckpointError, FencedError, HandoffError
 from hpcrl.weights import Handoff, HandoffStore, HandoffWriter
-from hpcrl.weights.collector import Collector
-from hpcrl.weights.leases import ReaderWatch
-from hpcrl.weights.pins import pins_of, read_pins
-from hpcrl.weights.share import Pace
-from hpcrl.weights.subscriber import ReaderSettings, Subscriber
+from hpcrl.weights.lifetime.collector import Collector
+from hpcrl.weights.lifetime.leases import ReaderWatch
+from hpcrl.weights.lifetime.pins import pins_of, read_pins
+from hpcrl.weights.read.share import Pace
+from hpcrl.weights.read.subscriber import ReaderSettings, Subscriber
 
 __all__ = ["JUDGES", "Judge"]
 

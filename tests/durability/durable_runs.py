@@ -20,9 +20,9 @@ from hpcrl.runs.metrics import MetricsWriter, read_metrics
 from hpcrl.runs.record import RunRecord, Submission
 from hpcrl.runs.replicas import Wanted
 from hpcrl.runs.rundir import RunDir
-from hpcrl.runs.snapshot import keep_snapshot, read_snapshot, take_snapshot
+from hpcrl.runs.start.snapshot import keep_snapshot, read_snapshot, take_snapshot
 from hpcrl.runs.status import RunState, RunStatus
-from hpcrl.slurm.submission import create_run
+from hpcrl.submit.submission import create_run
 
 __all__ = ["judge", "life"]
 

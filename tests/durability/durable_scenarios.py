@@ -19,12 +19,12 @@ from hpcrl.aside import list_asides
 from hpcrl.checkpoints import CheckpointLedger, CheckpointWriter
 from hpcrl.checkpoints.pins import pin
 from hpcrl.weights import HandoffStore, HandoffWriter
-from hpcrl.weights.collector import Collector
-from hpcrl.weights.layout import PublishedTensor, Run, assign_units, layout_shards
-from hpcrl.weights.leases import ReaderWatch
-from hpcrl.weights.pins import pins_of
-from hpcrl.weights.publisher import Cut, Digests, OwnUnit, full_results, write_units
-from hpcrl.weights.writer import FileWriter, preallocate
+from hpcrl.weights.format.layout import PublishedTensor, Run, assign_units, layout_shards
+from hpcrl.weights.lifetime.collector import Collector
+from hpcrl.weights.lifetime.leases import ReaderWatch
+from hpcrl.weights.lifetime.pins import pins_of
+from hpcrl.weights.write.publisher import Cut, Digests, OwnUnit, full_results, write_units
+from hpcrl.weights.write.writer import FileWriter, preallocate
 
 WORDS = 100
 PIN = "best on held-out"
@@ -186,7 +186,7 @@ def torch_checkpoint(root: Path, other: Path) -> None:
     import torch
     import torch.distributed as dist
 
-    from hpcrl.trainer.checkpoint import write_state
+    from hpcrl.trainer.state.checkpoint import write_state
 
     other.mkdir()
     dist.init_process_group("gloo", init_method=f"file://{other}/meeting", rank=0, world_size=1)

@@ -23,16 +23,16 @@ NEEDED = {
         "pins.add: v#.json",
         "pins.add: weights",
         "pins.remove: .pins",
-        "weights.collector._delete_doomed: weights",
-        "weights.handoff_writer.publish: config.json",
-        "weights.handoff_writer.publish: manifest.json",
-        "weights.handoff_writer.publish: model.safetensors.index.json",
-        "weights.shard.write_shard: model-#-of-#.safetensors",
-        "weights.writer.sync: model-#-of-#.safetensors",
-        "weights.writer.write_stream: delta-#-of-#.bin",
+        "weights.lifetime.collector._delete_doomed: weights",
+        "weights.write.handoff_writer.publish: config.json",
+        "weights.write.handoff_writer.publish: manifest.json",
+        "weights.write.handoff_writer.publish: model.safetensors.index.json",
+        "weights.format.shard.write_shard: model-#-of-#.safetensors",
+        "weights.write.writer.sync: model-#-of-#.safetensors",
+        "weights.write.writer.write_stream: delta-#-of-#.bin",
     ),
     # the rank that allocates a file need not be the one that writes it
-    ("handoffs", "clients"): ("weights.writer.preallocate: model-#-of-#.safetensors",),
+    ("handoffs", "clients"): ("weights.write.writer.preallocate: model-#-of-#.safetensors",),
     ("ledger", "posix"): (
         "aside.collect_asides: checkpoints",
         "checkpoints.history.add_saved: history.jsonl",
@@ -60,19 +60,19 @@ NEEDED = {
         "runs.replicas.ask: replicas",
         "runs.replicas.ask: run-#",
         "runs.replicas.ask: wanted.json",
-        "runs.snapshot.keep_snapshot: #",
-        "runs.snapshot.keep_snapshot: snapshot.json",
-        "runs.snapshot.keep_snapshot: snapshots",
+        "runs.start.snapshot.keep_snapshot: #",
+        "runs.start.snapshot.keep_snapshot: snapshot.json",
+        "runs.start.snapshot.keep_snapshot: snapshots",
         "runs.status.write: run-#",
         "runs.status.write: status.json",
-        "slurm.submission.create_run: root",
-        "slurm.submission.create_run: runs",
+        "submit.submission.create_run: root",
+        "submit.submission.create_run: runs",
     ),
 }
 #: sites that make durable what another one makes durable, too: together they are needed
 COVERED = {
     "handoffs": (
-        ("fence.commit: v#", "weights.handoff_writer.publish: v#"),
+        ("fence.commit: v#", "weights.write.handoff_writer.publish: v#"),
         ("fence.claim: weights", "fence._settle: weights"),
         ("aside.put_aside: weights", "fence._settle: weights"),
     ),
@@ -86,17 +86,17 @@ COVERED = {
     ),
     "run_files": (
         (
-            "slurm.submission.create_run: .staging",
+            "submit.submission.create_run: .staging",
             "runs.record.write: .staging",
             "runs.rundir.write_configuration: .staging",
             "credentials.ensure_token: .staging",
         ),
-        ("slurm.submission.create_run: #", "runs.snapshot.keep_snapshot: #"),
-        ("slurm.submission.create_run: snapshots", "runs.snapshot.keep_snapshot: snapshots"),
+        ("submit.submission.create_run: #", "runs.start.snapshot.keep_snapshot: #"),
+        ("submit.submission.create_run: snapshots", "runs.start.snapshot.keep_snapshot: snapshots"),
     ),
 }
 #: written of a checkout with changes only
-SOMETIMES = {"runs.snapshot.keep_snapshot: hpcrl.diff"}
+SOMETIMES = {"runs.start.snapshot.keep_snapshot: hpcrl.diff"}
 TORCH = (
     "fence.commit: trainer",
     "torch.distributed.checkpoint.filesystem._write_files_from_queue: __#_#.distcp",

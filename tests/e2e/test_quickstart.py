@@ -52,7 +52,7 @@ def check_token_is_nowhere(run: RunDir, command_lines: set[str]) -> None:
     file = run.path / "token"
     token = file.read_text()
     assert (len(token), stat.S_IMODE(file.stat().st_mode)) == (64, 0o600)
-    for role in ("hpcrl.inference.server", "hpcrl.rollouts", "hpcrl.trainer"):
+    for role in ("hpcrl.inference.embedded.server", "hpcrl.rollouts", "hpcrl.trainer"):
         assert any(role in line for line in command_lines), role
     assert not [line for line in command_lines if token in line]
     found = [path for path in run.path.rglob("*") if path.is_file() and token.encode() in path.read_bytes()]

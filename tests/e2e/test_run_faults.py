@@ -24,13 +24,13 @@ def victim(run: RunDir, role: str) -> psutil.Process:
         found = [p for p in processes_of_tree(run) if "hpcrl.slurm.batch" in p.cmdline()]
     else:
         module = {
-            "engine": "hpcrl.inference.server",
+            "engine": "hpcrl.inference.embedded.server",
             "orchestrator": "hpcrl.rollouts",
             "trainer": "torch.distributed.run",
             "trainer worker": "hpcrl.trainer",
         }[role]
         of_role = [p for p in processes(run) if p.environ().get("HPCRL_ROLE") == role.split(maxsplit=1)[0]]
-        found = [p for p in of_role if module in p.cmdline() and "hpcrl.supervisor.guard" not in p.cmdline()]
+        found = [p for p in of_role if module in p.cmdline() and "hpcrl.supervisor.process.guard" not in p.cmdline()]
         if role == "trainer worker":
             found = [p for p in found if "torch.distributed.run" not in p.cmdline()]
     assert len(found) == 1, f"{role}: {[p.cmdline() for p in processes(run)]}"

@@ -22,7 +22,7 @@ from vllm_environment import VLLM_PYTHON
 
 from hpcrl.runs.fleet import EngineView, FleetView
 from hpcrl.runs.rundir import RunDir
-from hpcrl.weights.leases import ReaderWatch
+from hpcrl.weights.lifetime.leases import ReaderWatch
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(3600)]
 

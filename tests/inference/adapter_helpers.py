@@ -12,10 +12,10 @@ import torch
 from engine_helpers import random_model, tensors_of
 from numpy.typing import NDArray
 
-from hpcrl.trainer.models.hf import load_hf_tensors
-from hpcrl.trainer.models.qwen3_moe import Qwen3Moe
+from hpcrl.modeling.hf import load_hf_tensors
+from hpcrl.modeling.qwen3_moe import Qwen3Moe
 from hpcrl.weights import Handoff, HandoffStore, HandoffWriter
-from hpcrl.weights.lora import ExpertAdapter, ExpertLayout, adapter_config, adapter_tensors, publish_adapter
+from hpcrl.weights.write.lora import ExpertAdapter, ExpertLayout, adapter_config, adapter_tensors, publish_adapter
 
 RANK, ALPHA = 4, 8
 QUERY = "model.layers.0.self_attn.q_proj"
@@ -26,7 +26,7 @@ _Array = NDArray[np.float32]
 
 
 class Factors(NamedTuple):
-    """An adapter as arrays, as `hpcrl.weights.lora.adapter_tensors` takes them."""
+    """An adapter as arrays, as `hpcrl.weights.write.lora.adapter_tensors` takes them."""
 
     linear: dict[str, tuple[_Array, _Array]]
     experts: dict[str, ExpertAdapter]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from engine_helpers import write_model
 
-from hpcrl.trainer.models.qwen3_moe import Qwen3Moe
+from hpcrl.modeling.qwen3_moe import Qwen3Moe
 
 
 @pytest.fixture(scope="session", autouse=True)

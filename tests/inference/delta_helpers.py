@@ -7,13 +7,13 @@ from pathlib import Path
 import torch
 from engine_helpers import random_model, tensors_of, tiny_arch
 
-from hpcrl.trainer.models.qwen3_moe import Qwen3Moe
-from hpcrl.trainer.publish import tensor_bytes
+from hpcrl.modeling.qwen3_moe import Qwen3Moe
+from hpcrl.trainer.publish.publisher import tensor_bytes
 from hpcrl.weights import Handoff, HandoffStore, HandoffWriter, TensorRecord, write_shard
-from hpcrl.weights.delta import encode_chunk
-from hpcrl.weights.handoff_writer import ShardResult
-from hpcrl.weights.manifest import CHUNK_BYTES, chunk_digests
-from hpcrl.weights.publisher import Delta, delta_result
+from hpcrl.weights.format.delta import encode_chunk
+from hpcrl.weights.format.manifest import CHUNK_BYTES, chunk_digests
+from hpcrl.weights.write.handoff_writer import ShardResult
+from hpcrl.weights.write.publisher import Delta, delta_result
 
 ARCH = tiny_arch()
 BF16 = torch.bfloat16

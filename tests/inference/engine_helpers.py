@@ -25,13 +25,13 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from hpcrl.fs import write_json
+from hpcrl.modeling.hf import to_hf_tensors
+from hpcrl.modeling.qwen3_moe import Qwen3Moe
 from hpcrl.models.arch import ModelArch
 from hpcrl.models.tokenizer import write_character_tokenizer
-from hpcrl.trainer.models.hf import to_hf_tensors
-from hpcrl.trainer.models.qwen3_moe import Qwen3Moe
 from hpcrl.weights import Handoff, HandoffStore, HandoffWriter, write_shard
-from hpcrl.weights.handoff_writer import ShardResult
-from hpcrl.weights.shard import TensorBytes
+from hpcrl.weights.format.shard import TensorBytes
+from hpcrl.weights.write.handoff_writer import ShardResult
 
 SERVED_NAME = "tiny"
 
@@ -273,4 +273,4 @@ def start_server(
 
 
 def embedded_command(*flags: str) -> list[str]:
-    return [sys.executable, "-m", "hpcrl.inference.server", "--served-model-name", SERVED_NAME, *flags]
+    return [sys.executable, "-m", "hpcrl.inference.embedded.server", "--served-model-name", SERVED_NAME, *flags]

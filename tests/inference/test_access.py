@@ -20,15 +20,15 @@ from hpcrl.credentials import Credentials, ensure_token, read_token
 from hpcrl.errors import RunDirError, UsageError
 from hpcrl.gate import Gate, Refused
 from hpcrl.inference.dynamo.router import Front, front_apps
+from hpcrl.inference.embedded.server import engine_app
 from hpcrl.inference.metrics import EngineMetrics, Registry
-from hpcrl.inference.server import engine_app
 from hpcrl.inference.vllm.access import RunAccess
-from hpcrl.rollouts.dock_server import dock_app
+from hpcrl.rollouts.batches.http import dock_app
 from hpcrl.runs.events import read_events
 from hpcrl.runs.refusals import gate_of
 from hpcrl.runs.role import RoleContext
 from hpcrl.runs.rundir import RunDir
-from hpcrl.weights.fanout import FanoutServer
+from hpcrl.weights.read.fanout import FanoutServer
 
 ATTEMPT = 2
 
@@ -267,7 +267,7 @@ def test_outside_of_a_run_a_server_without_token_listens_on_loopback_alone(
     Gate("engine", Credentials("5" * 64)).check_host("0.0.0.0")
     # as a program; it refuses before it reads the model
     monkeypatch.delenv("HPCRL_RUN_DIR", raising=False)
-    command = [sys.executable, "-m", "hpcrl.inference.server", "--model", str(tmp_path), "--host", "0.0.0.0"]
+    command = [sys.executable, "-m", "hpcrl.inference.embedded.server", "--model", str(tmp_path), "--host", "0.0.0.0"]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120, env=os.environ)
     assert done.returncode == 2
     assert "--token-file" in done.stderr
@@ -275,7 +275,7 @@ def test_outside_of_a_run_a_server_without_token_listens_on_loopback_alone(
 
 async def test_an_orchestrator_of_an_older_attempt_is_refused(run: RunDir) -> None:
     """After ports are used again, one that was left over meets an engine of the living attempt."""
-    from hpcrl.rollouts.engine_client import EngineClient, EngineError
+    from hpcrl.rollouts.engines.client import EngineClient, EngineError
 
     behind = Touched()
     server = TestServer(engine(gate_of(context(run), "engine"), behind))

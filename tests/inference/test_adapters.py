@@ -13,12 +13,12 @@ from engine_helpers import publish, random_model, shard_of, tensors_of, tiny_arc
 
 from hpcrl.errors import HandoffError
 from hpcrl.inference.adapters import Adapter
-from hpcrl.trainer.publish import tensor_bytes
+from hpcrl.trainer.publish.publisher import tensor_bytes
 from hpcrl.weights import Handoff, HandoffStore, HandoffWriter, write_shard
-from hpcrl.weights.adapters import ADAPTER_CONFIG, Contents, blocks_of, plan_merge
-from hpcrl.weights.handoff_writer import ShardResult
-from hpcrl.weights.lora import ExpertAdapter, publish_adapter
-from hpcrl.weights.reconstruct import read_tensors
+from hpcrl.weights.format.adapters import ADAPTER_CONFIG, Contents, blocks_of, plan_merge
+from hpcrl.weights.read.reconstruct import read_tensors
+from hpcrl.weights.write.handoff_writer import ShardResult
+from hpcrl.weights.write.lora import ExpertAdapter, publish_adapter
 
 ARCH = tiny_arch()
 TENSORS = tensors_of(random_model(ARCH, 1))

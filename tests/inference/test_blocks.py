@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from hpcrl.inference.blocks import BlockPool, block_hash, root_hash
+from hpcrl.inference.embedded.engine.blocks import BlockPool, block_hash, root_hash
 
 
 def chain(tokens: list[int], size: int, salt: str | None = None) -> list[bytes]:

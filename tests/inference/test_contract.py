@@ -30,7 +30,7 @@ from engine_helpers import (
 )
 from vllm_environment import SKIPPED, VLLM_PYTHON
 
-from hpcrl.trainer.models.qwen3_moe import Qwen3Moe
+from hpcrl.modeling.qwen3_moe import Qwen3Moe
 
 KIND = os.environ.get("HPCRL_TEST_ENGINE", "embedded")
 EMBEDDED = KIND == "embedded"

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from engine_helpers import forward, logprob_error, random_model
 
-from hpcrl.inference.engine import Delivery, Engine, EngineConfig
+from hpcrl.inference.embedded.engine.engine import Delivery, Engine, EngineConfig
+from hpcrl.inference.embedded.engine.params import SamplingParams
+from hpcrl.inference.embedded.engine.request import EngineRequest, Output
 from hpcrl.inference.metrics import EngineMetrics, Registry
-from hpcrl.inference.params import SamplingParams
-from hpcrl.inference.request import EngineRequest, Output
-from hpcrl.trainer.models.qwen3_moe import Qwen3Moe
+from hpcrl.modeling.qwen3_moe import Qwen3Moe
 
 TOLERANCE = 1e-4
 

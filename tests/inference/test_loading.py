@@ -12,14 +12,14 @@ from delta_helpers import ARCH, model, nudged, publish_bf16, publish_delta, shar
 from engine_helpers import publish, random_model, tensors_of
 
 from hpcrl.errors import HandoffError
-from hpcrl.inference.updates import ReaderConfig, Update, WeightUpdater
-from hpcrl.trainer.fp8 import block_amax, quantise, scales_of
-from hpcrl.trainer.models.qwen3_moe import Qwen3Moe
+from hpcrl.inference.embedded.weights.updates import ReaderConfig, Update, WeightUpdater
+from hpcrl.modeling.fp8 import block_amax, quantise, scales_of
+from hpcrl.modeling.qwen3_moe import Qwen3Moe
 from hpcrl.weights import HandoffStore, HandoffWriter
-from hpcrl.weights.collector import Collector
-from hpcrl.weights.leases import ReaderWatch
-from hpcrl.weights.quantize import is_quantised
-from hpcrl.weights.subscriber import ReaderSettings
+from hpcrl.weights.format.quantize import is_quantised
+from hpcrl.weights.lifetime.collector import Collector
+from hpcrl.weights.lifetime.leases import ReaderWatch
+from hpcrl.weights.read.subscriber import ReaderSettings
 
 READER_SETTINGS = ReaderSettings()
 #: modules of all matrices but those of experts; the last tensor of a file is one of them

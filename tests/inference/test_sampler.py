@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from hpcrl.inference.params import SamplingParams
-from hpcrl.inference.sampler import SampledTokens, Sampler, SamplingBatch
+from hpcrl.inference.embedded.engine.params import SamplingParams
+from hpcrl.inference.embedded.engine.sampler import SampledTokens, Sampler, SamplingBatch
 
 VOCAB = 40
 

@@ -27,9 +27,9 @@ from engine_helpers import (
     tensors_of,
 )
 
-from hpcrl.inference.server import main
-from hpcrl.inference.settings import parse_settings
-from hpcrl.trainer.models.qwen3_moe import Qwen3Moe
+from hpcrl.inference.embedded.server import main
+from hpcrl.inference.embedded.serving.settings import parse_settings
+from hpcrl.modeling.qwen3_moe import Qwen3Moe
 from hpcrl.weights import HandoffStore
 
 PROMPT = list(range(10, 90))
@@ -240,7 +240,7 @@ def test_what_is_not_supported_is_refused_by_name(
 
 def run_main(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "hpcrl.inference.server", *arguments],
+        [sys.executable, "-m", "hpcrl.inference.embedded.server", *arguments],
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
 

@@ -14,8 +14,8 @@ from patience import wait_for
 from hpcrl.errors import HandoffError
 from hpcrl.inference.vllm.staging import Staged
 from hpcrl.weights import Handoff, HandoffStore
-from hpcrl.weights.leases import ReaderWatch
-from hpcrl.weights.subscriber import ReaderSettings, Subscriber
+from hpcrl.weights.lifetime.leases import ReaderWatch
+from hpcrl.weights.read.subscriber import ReaderSettings, Subscriber
 
 #: a segment for each tensor of the tiny model, and none ahead: what is read can be counted
 SETTINGS = ReaderSettings(segment_bytes=1 << 10, streams=1)

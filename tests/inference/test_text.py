@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from hpcrl.inference.text import TextStream
+from hpcrl.inference.embedded.serving.text import TextStream
 from hpcrl.models.tokenizer import ChatTokenizer
 
 

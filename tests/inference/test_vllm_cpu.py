@@ -29,15 +29,15 @@ from engine_helpers import (
 from vllm_environment import VLLM_PYTHON
 
 from hpcrl.config.recipe import HandoffConfig
+from hpcrl.modeling.qwen3_moe import Qwen3Moe
 from hpcrl.models.arch import load_arch
-from hpcrl.rollouts.engine_client import EngineClient, SamplingParams
-from hpcrl.rollouts.routes import RouteRows, RouteSettings
-from hpcrl.trainer.models.qwen3_moe import Qwen3Moe
-from hpcrl.trainer.parallel import distributed, shard_model
-from hpcrl.trainer.policy import load_start_model
-from hpcrl.trainer.publish import Publisher
+from hpcrl.rollouts.engines.client import EngineClient, SamplingParams
+from hpcrl.rollouts.sampling.routed_experts import RouteRows, RouteSettings
+from hpcrl.trainer.parallel.mesh import distributed, shard_model
+from hpcrl.trainer.publish.publisher import Publisher
+from hpcrl.trainer.step.policy import load_start_model
 from hpcrl.weights import Handoff, HandoffStore
-from hpcrl.weights.manifest import FORMAT_VERSION
+from hpcrl.weights.format.manifest import FORMAT_VERSION
 
 ROOT = Path(__file__).resolve().parents[2]
 #: both compute in float32, but not in the same order

@@ -16,7 +16,7 @@ from patience import wait_for
 from vllm_fleet import HOST, Fleet, generate
 
 from hpcrl.config.plan import Role
-from hpcrl.trainer.models.qwen3_moe import Qwen3Moe
+from hpcrl.modeling.qwen3_moe import Qwen3Moe
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(2400)]
 

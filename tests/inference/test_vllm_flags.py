@@ -10,7 +10,7 @@ from vllm_environment import VLLM_PYTHON
 from hpcrl.config.load import load_cluster, load_recipe
 from hpcrl.config.plan import Plan
 from hpcrl.errors import ConfigError
-from hpcrl.planning import check_engine_flags, make_plan
+from hpcrl.jobplan import check_engine_flags, make_plan
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1800)]
 

@@ -17,15 +17,15 @@ import pytest
 from hpcrl.config.cluster import CLUSTER_KINDS, ClusterProfile
 from hpcrl.config.load import load_cluster, load_recipe
 from hpcrl.config.plan import Role, RoleGroup
-from hpcrl.config.rules import check_rules
+from hpcrl.config.rules.table import check_rules
 from hpcrl.errors import ConfigError, HpcrlError
 from hpcrl.inference.vllm.front import engine_flags
 from hpcrl.inference.vllm.side import variables as side_variables
-from hpcrl.planning import absolute_site_paths, check_pythons, check_router, make_plan
-from hpcrl.planning.dynamo_command import kv_events
-from hpcrl.planning.groups import make_groups
-from hpcrl.supervisor.commands import fill_placeholders
-from hpcrl.supervisor.guard import fill_node_rank
+from hpcrl.jobplan import absolute_site_paths, check_pythons, check_router, make_plan
+from hpcrl.jobplan.commands.dynamo import kv_events
+from hpcrl.jobplan.groups import make_groups
+from hpcrl.supervisor.launch.commands import fill_placeholders
+from hpcrl.supervisor.process.guard import fill_node_rank
 
 GOLDEN = Path(__file__).parent / "golden"
 RUN_DIR = Path("/runs/night-1")

@@ -13,8 +13,8 @@ from engine_helpers import Server, decode_experts, forward, logprob_error, publi
 from vllm_fleet import Fleet, generate
 
 from hpcrl.config.plan import Role
-from hpcrl.rollouts.routes import RouteRows, RouteSettings
-from hpcrl.trainer.models.qwen3_moe import Qwen3Moe
+from hpcrl.modeling.qwen3_moe import Qwen3Moe
+from hpcrl.rollouts.sampling.routed_experts import RouteRows, RouteSettings
 from hpcrl.weights import HandoffStore
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(2400)]

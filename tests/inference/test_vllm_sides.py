@@ -12,7 +12,7 @@ from engine_helpers import forward, logprob_error, publish, random_model, tensor
 from vllm_fleet import Fleet, generate
 
 from hpcrl.config.plan import Role
-from hpcrl.trainer.models.qwen3_moe import Qwen3Moe
+from hpcrl.modeling.qwen3_moe import Qwen3Moe
 from hpcrl.weights import HandoffStore
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(2400)]

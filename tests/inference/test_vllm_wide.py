@@ -25,19 +25,19 @@ from vllm_fleet import HOST, generate
 from hpcrl.config.load import load_recipe
 from hpcrl.config.plan import Role
 from hpcrl.credentials import Credentials
-from hpcrl.planning.vllm_command import vllm_command, vllm_ports, vllm_variables
+from hpcrl.jobplan.commands.vllm import vllm_command, vllm_ports, vllm_variables
+from hpcrl.modeling.qwen3_moe import Qwen3Moe
 from hpcrl.ports import choose_blocks
-from hpcrl.rollouts.engine_client import EngineError
-from hpcrl.rollouts.exchange import begin, exchange, wait_staged
-from hpcrl.rollouts.invite import Inviter
-from hpcrl.rollouts.replica_client import ReplicaClient
+from hpcrl.rollouts.engines.client import EngineError
+from hpcrl.rollouts.engines.replica_client import ReplicaClient
+from hpcrl.rollouts.weights.exchange import begin, exchange, wait_staged
+from hpcrl.rollouts.weights.registration import Inviter
 from hpcrl.runs.events import read_events
 from hpcrl.runs.rundir import RunDir
-from hpcrl.supervisor.commands import fill_placeholders
-from hpcrl.supervisor.guard import fill_node, fill_node_rank
-from hpcrl.trainer.models.qwen3_moe import Qwen3Moe
+from hpcrl.supervisor.launch.commands import fill_placeholders
+from hpcrl.supervisor.process.guard import fill_node, fill_node_rank
 from hpcrl.weights import HandoffStore
-from hpcrl.weights.leases import ReaderWatch
+from hpcrl.weights.lifetime.leases import ReaderWatch
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(2400)]
 
@@ -119,7 +119,7 @@ async def replica(servers: list[Server], run: RunDir) -> AsyncIterator[ReplicaCl
 
 
 async def update(replica: ReplicaClient, path: Path, version: int) -> None:
-    """As `hpcrl.rollouts.weight_updates` does it."""
+    """As `hpcrl.rollouts.weights.updates` does it."""
     info = {"path": str(path), "fallback": False}
     await begin(replica, limit_s=LIMIT_S)
     answer = await replica.control("/update_weights", {"update_info": {**info, "stage": True}}, timeout_s=LIMIT_S)

@@ -16,14 +16,14 @@ from vllm_environment import VLLM_PYTHON
 from hpcrl.config.load import load_cluster, load_recipe
 from hpcrl.config.plan import HttpProbe, Role, RoleGroup
 from hpcrl.credentials import Credentials
-from hpcrl.planning.groups import make_groups
+from hpcrl.jobplan.groups import make_groups
+from hpcrl.modeling.qwen3_moe import Qwen3Moe
 from hpcrl.ports import choose_blocks
 from hpcrl.runs.record import RunRecord
 from hpcrl.runs.role import Endpoints, ready_path
 from hpcrl.runs.rundir import RunDir
-from hpcrl.supervisor.commands import fill_placeholders, role_environment
-from hpcrl.supervisor.guard import fill_node
-from hpcrl.trainer.models.qwen3_moe import Qwen3Moe
+from hpcrl.supervisor.launch.commands import fill_placeholders, role_environment
+from hpcrl.supervisor.process.guard import fill_node
 
 HOST = "127.0.0.1"
 RUN_ID = "0123456789abcdef"

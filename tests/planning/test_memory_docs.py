@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 
 import hpcrl
-from hpcrl.planning.rules_model import MODEL_RULES
+from hpcrl.jobplan.model_rules import MODEL_RULES
 
 PLANNING = Path(hpcrl.__file__).parent / "planning"
 DOCS = (Path(__file__).parents[2] / "docs/planning-memory.md").read_text()
@@ -15,7 +15,7 @@ DOCS = (Path(__file__).parents[2] / "docs/planning-memory.md").read_text()
 def _term_names() -> set[str]:
     """First argument of each `Term(...)` of the planner."""
     names = set()
-    for path in PLANNING.glob("memory*.py"):
+    for path in (PLANNING / "memory").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Term":
                 assert isinstance(node.args[0], ast.Constant), f"{path.name}:{node.lineno}"

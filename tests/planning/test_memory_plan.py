@@ -14,13 +14,13 @@ from hpcrl.config.recipe import Recipe
 from hpcrl.errors import ConfigError
 from hpcrl.models import load_facts
 from hpcrl.planning.ledger import GIB, Ledger, Term
-from hpcrl.planning.memory import MemoryReport, engine_memory, memory_report, trainer_memory
-from hpcrl.planning.memory_engine import EngineMemory, engine_ledger, kv_bytes_of_rank, kv_capacity
-from hpcrl.planning.memory_knobs import change, why_not
-from hpcrl.planning.memory_layers import ActivationShape, attention_output_bytes, saved_bytes
-from hpcrl.planning.memory_margin import expert_margin
-from hpcrl.planning.memory_settings import TrainerMemory
-from hpcrl.planning.memory_trainer import layer_gather_bytes, trainer_moments, trainer_peak
+from hpcrl.planning.memory.activations import ActivationShape, attention_output_bytes, saved_bytes
+from hpcrl.planning.memory.engine import EngineMemory, engine_ledger, kv_bytes_of_rank, kv_capacity
+from hpcrl.planning.memory.fit import MemoryReport, engine_memory, memory_report, trainer_memory
+from hpcrl.planning.memory.margin import expert_margin
+from hpcrl.planning.memory.remedies import change, why_not
+from hpcrl.planning.memory.settings import TrainerMemory
+from hpcrl.planning.memory.trainer import layer_gather_bytes, trainer_moments, trainer_peak
 
 GLM5 = load_facts("GLM-5")
 
@@ -251,7 +251,7 @@ def test_each_side_of_serving_has_its_own_limits() -> None:
 
 
 def test_engines_that_do_both_dispatch_as_they_are_started() -> None:
-    """`hpcrl.planning.vllm_command` gives the low-latency kernels to engines that only decode."""
+    """`hpcrl.jobplan.commands.vllm` gives the low-latency kernels to engines that only decode."""
     engine = load_recipe("qwen3_30b_a3b").value.engine
     one = engine_memory(engine, ranks=8, nodes=1, role=Role.ENGINE)
     assert engine_ledger(load_facts("Qwen3-30B-A3B"), one)["expert dispatch"].value == GIB

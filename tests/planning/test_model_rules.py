@@ -7,9 +7,9 @@ import pytest
 from hpcrl.cli.main import main
 from hpcrl.config.load import load_cluster, load_recipe
 from hpcrl.errors import ConfigError
+from hpcrl.jobplan import check_sizes
+from hpcrl.jobplan.model_rules import MODEL_RULES, check_model_rules
 from hpcrl.models import load_facts
-from hpcrl.planning import check_sizes
-from hpcrl.planning.rules_model import MODEL_RULES, check_model_rules
 
 #: rule, settings that break it, model, key of the finding
 BROKEN = {

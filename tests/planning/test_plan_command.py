@@ -12,7 +12,7 @@ import pytest
 
 from hpcrl.cli.main import main
 from hpcrl.errors import ExitCode
-from hpcrl.planning.rules_model import MODEL_RULES
+from hpcrl.jobplan.model_rules import MODEL_RULES
 
 Hpcrl = Callable[..., tuple[int, str, str]]
 GLM5 = ("glm5_swe", "-c", "h200-28")

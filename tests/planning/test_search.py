@@ -12,13 +12,13 @@ from hpcrl.config.load import load_cluster, load_recipe
 from hpcrl.config.recipe import Recipe
 from hpcrl.errors import UsageError
 from hpcrl.models import load_facts
-from hpcrl.planning.calibration import load_calibration
-from hpcrl.planning.memory import memory_report
-from hpcrl.planning.search import Fit, Fits, Problem, pareto, search
-from hpcrl.planning.search_picture import search_svg
-from hpcrl.planning.search_recipe import node_range, run_search
-from hpcrl.planning.times import forecast, site_rates
-from hpcrl.planning.times_layouts import planned_layout, with_layout
+from hpcrl.planning.calibration.file import load_calibration
+from hpcrl.planning.memory.fit import memory_report
+from hpcrl.planning.search.picture import search_svg
+from hpcrl.planning.search.recipe import node_range, run_search
+from hpcrl.planning.search.splits import Fit, Fits, Problem, pareto, search
+from hpcrl.planning.times.forecast import forecast, site_rates
+from hpcrl.planning.times.from_recipe import planned_layout, with_layout
 
 GLM5 = load_facts("GLM-5")
 

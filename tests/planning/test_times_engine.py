@@ -10,14 +10,14 @@ from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.load import load_cluster, load_recipe
 from hpcrl.config.plan import Role
 from hpcrl.models import load_facts
-from hpcrl.planning.calibration import load_calibration
+from hpcrl.planning.calibration.file import load_calibration
 from hpcrl.planning.hardware import NodeHardware, node_hardware
 from hpcrl.planning.report import make_outlook
-from hpcrl.planning.times_engine import decode_step, kv_read_bytes, prefill_token
-from hpcrl.planning.times_rates import Rates
-from hpcrl.planning.times_serving import Serving
-from hpcrl.planning.times_shapes import EngineShape
-from hpcrl.planning.times_workload import resolve_workload
+from hpcrl.planning.times.engine import decode_step, kv_read_bytes, prefill_token
+from hpcrl.planning.times.rates import Rates
+from hpcrl.planning.times.serving import Serving
+from hpcrl.planning.times.shapes import EngineShape
+from hpcrl.planning.times.workload import resolve_workload
 
 V3, GLM5 = load_facts("DeepSeek-V3"), load_facts("GLM-5")
 WIDE = EngineShape(replicas=1, nodes=9, gpus_per_node=8, expert_parallel=72, weight_dtype="fp8")

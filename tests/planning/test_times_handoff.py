@@ -7,9 +7,9 @@ import pytest
 from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.load import load_cluster, load_recipe
 from hpcrl.models import load_facts
-from hpcrl.planning.calibration import load_calibration
-from hpcrl.planning.times import Forecast, forecast, site_rates, trainer_seconds
-from hpcrl.planning.times_layouts import planned_layout
+from hpcrl.planning.calibration.file import load_calibration
+from hpcrl.planning.times.forecast import Forecast, forecast, site_rates, trainer_seconds
+from hpcrl.planning.times.from_recipe import planned_layout
 
 GLM5 = load_facts("GLM-5")
 

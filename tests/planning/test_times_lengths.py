@@ -8,7 +8,7 @@ from statistics import mean
 
 import pytest
 
-from hpcrl.planning.times_lengths import Quantiles, expected_later, lognormal
+from hpcrl.planning.times.lengths import Quantiles, expected_later, lognormal
 
 
 def test_a_log_normal_has_its_moments() -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from hpcrl.planning.times_lengths import Quantiles, lognormal
-from hpcrl.planning.times_loop import LoopEstimate, LoopInputs, Served, steady_state
+from hpcrl.planning.times.lengths import Quantiles, lognormal
+from hpcrl.planning.times.loop import LoopEstimate, LoopInputs, Served, steady_state
 
 
 def simulate(

@@ -10,14 +10,14 @@ from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.load import load_cluster
 from hpcrl.config.plan import Role
 from hpcrl.models import load_facts
-from hpcrl.planning import times_work
-from hpcrl.planning.calibration import load_calibration
+from hpcrl.planning.calibration.file import load_calibration
 from hpcrl.planning.hardware import NodeHardware, node_hardware
-from hpcrl.planning.times_lengths import Quantiles, lognormal
-from hpcrl.planning.times_rates import Rates
-from hpcrl.planning.times_shapes import TrainerShape
-from hpcrl.planning.times_trainer import TrainerBatch, trainer_step
-from hpcrl.planning.times_work import PACKED, pack_rows, sequence_work
+from hpcrl.planning.times import work as times_work
+from hpcrl.planning.times.lengths import Quantiles, lognormal
+from hpcrl.planning.times.rates import Rates
+from hpcrl.planning.times.shapes import TrainerShape
+from hpcrl.planning.times.trainer import TrainerBatch, trainer_step
+from hpcrl.planning.times.work import PACKED, pack_rows, sequence_work
 
 GLM5 = load_facts("GLM-5")
 SHAPE = TrainerShape(
@@ -82,7 +82,7 @@ def test_a_missing_number_is_named_and_the_rest_is_known() -> None:
 
 
 def test_packing_fills_micro_batches_as_the_orchestrator_does() -> None:
-    from hpcrl.rollouts.packing import pack
+    from hpcrl.rollouts.batches.packing import pack
 
     lengths = lognormal(3000, 0.8, 8192)
     sizes = [round(size) for size in reversed(lengths.sample(64))]

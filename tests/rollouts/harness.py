@@ -24,10 +24,12 @@ from hpcrl.dock.client import DockClient
 from hpcrl.dock.wire import BatchShard
 from hpcrl.gate import Gate
 from hpcrl.models.tokenizer import write_character_tokenizer
-from hpcrl.rollouts import engine_pool, orchestrator, weight_updates
+from hpcrl.rollouts import orchestrator
+from hpcrl.rollouts.engines import pool as engine_pool
 from hpcrl.rollouts.orchestrator import Orchestrator
 from hpcrl.rollouts.process import first_error
 from hpcrl.rollouts.records import Group
+from hpcrl.rollouts.weights import updates as weight_updates
 from hpcrl.runs.events import Event, read_events
 from hpcrl.runs.role import Endpoints, Member, RoleContext, restore_path
 from hpcrl.runs.rundir import RunDir

@@ -13,10 +13,10 @@ from vllm_environment import VLLM_PYTHON
 
 from hpcrl.config.load import load_recipe
 from hpcrl.credentials import Credentials
-from hpcrl.planning.router_command import ROUTER_PORTS, router_command
+from hpcrl.jobplan.commands.router import ROUTER_PORTS, router_command
 from hpcrl.ports import choose_blocks
 from hpcrl.runs.rundir import RunDir
-from hpcrl.supervisor.commands import fill_placeholders
+from hpcrl.supervisor.launch.commands import fill_placeholders
 
 HOST = "127.0.0.1"
 

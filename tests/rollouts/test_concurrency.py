@@ -11,8 +11,8 @@ from harness import make_run, running
 from stub_engine import StubEngine
 
 from hpcrl.config.recipe import AdaptiveConcurrencyConfig
-from hpcrl.rollouts import fleet_watch
-from hpcrl.rollouts.concurrency import AdaptiveLimit, Pressure
+from hpcrl.rollouts.engines.concurrency import AdaptiveLimit, Pressure
+from hpcrl.rollouts.telemetry import fleet_watch
 
 CONFIG = AdaptiveConcurrencyConfig(enabled=True)
 

@@ -7,7 +7,7 @@ import asyncio
 import aiohttp
 import pytest
 
-from hpcrl.rollouts.engine_client import EngineClient, EngineError
+from hpcrl.rollouts.engines.client import EngineClient, EngineError
 
 REFUSAL = b'{"error": "it is torn"}'
 

@@ -11,15 +11,15 @@ from harness import make_recipe
 from stub_engine import EOS, StubEngine, encode
 
 from hpcrl.models.tokenizer import ChatTokenizer, write_character_tokenizer
-from hpcrl.rollouts.conversation import Conversation, Sampler
-from hpcrl.rollouts.counters import Counters
-from hpcrl.rollouts.data_order import DataOrder, heldout_shares
-from hpcrl.rollouts.engine_client import EngineClient, EngineError
-from hpcrl.rollouts.engine_pool import EnginePool
+from hpcrl.rollouts.engines.client import EngineClient, EngineError
+from hpcrl.rollouts.engines.pool import EnginePool
 from hpcrl.rollouts.environments import Outcome, build_environments
 from hpcrl.rollouts.records import Group
+from hpcrl.rollouts.sampling.conversation import Conversation, Sampler
+from hpcrl.rollouts.sampling.data_order import DataOrder, heldout_shares
+from hpcrl.rollouts.sampling.rendering import Transcript
 from hpcrl.rollouts.state import OrchestratorState
-from hpcrl.rollouts.transcript import Transcript
+from hpcrl.rollouts.telemetry.counters import Counters
 
 USER = ({"role": "user", "content": "1+1"},)
 TOOL = ({"role": "tool", "content": "2"},)

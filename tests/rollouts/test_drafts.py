@@ -14,9 +14,10 @@ from aiohttp import web
 from harness import Loop, make_run, running
 from stub_engine import EOS, StubEngine, encode
 
-from hpcrl.rollouts import engine_pool, orchestrator
-from hpcrl.rollouts.draft import Draft
-from hpcrl.rollouts.engine_client import EngineClient, EngineError, EngineProtocolError, Generation, SamplingParams
+from hpcrl.rollouts import orchestrator
+from hpcrl.rollouts.engines import pool as engine_pool
+from hpcrl.rollouts.engines.client import EngineClient, EngineError, EngineProtocolError, Generation, SamplingParams
+from hpcrl.rollouts.engines.partial_generation import Draft
 
 PARAMS = SamplingParams(temperature=1.0, max_tokens=10, seed=5, stop_token_ids=[EOS], stream_interval=4)
 ALPHABET = encode("abcdefghijklmnopqrstuvwxyz0123456789")

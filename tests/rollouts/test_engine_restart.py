@@ -13,9 +13,10 @@ from harness import Loop, impatient, make_run, running
 from stub_engine import StubEngine
 
 from hpcrl.errors import PeerLostError
-from hpcrl.rollouts import engine_pool, orchestrator
-from hpcrl.rollouts.counters import Counters
-from hpcrl.rollouts.engine_client import EngineClient
+from hpcrl.rollouts import orchestrator
+from hpcrl.rollouts.engines import pool as engine_pool
+from hpcrl.rollouts.engines.client import EngineClient
+from hpcrl.rollouts.telemetry.counters import Counters
 from hpcrl.runs.role import Complaint
 
 

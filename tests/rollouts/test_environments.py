@@ -14,12 +14,12 @@ import pytest
 
 from hpcrl.config.recipe import CalculatorEnv, LatencyConfig, WordsEnv
 from hpcrl.errors import ConfigError
-from hpcrl.rollouts.counters import Counters
 from hpcrl.rollouts.environments import Environment, Message, Reply
 from hpcrl.rollouts.environments.calculator import CalculatorEnvironment
 from hpcrl.rollouts.environments.latency import DelayedEnvironment
 from hpcrl.rollouts.environments.sandbox import Sandbox, SandboxError
 from hpcrl.rollouts.environments.words import WordsEnvironment, transform, word_list
+from hpcrl.rollouts.telemetry.counters import Counters
 
 
 class Script:

@@ -11,8 +11,10 @@ import pytest
 from harness import Loop, impatient, make_run, running
 from stub_engine import StubEngine
 
-from hpcrl.rollouts import fleet_watch, patience, weight_updates
-from hpcrl.rollouts.fleet_watch import Reading
+from hpcrl.rollouts.engines import deadlines as patience
+from hpcrl.rollouts.telemetry import fleet_watch
+from hpcrl.rollouts.telemetry.fleet_watch import Reading
+from hpcrl.rollouts.weights import updates as weight_updates
 from hpcrl.runs.fleet import EngineView, FleetView
 
 

@@ -18,7 +18,7 @@ from patience import patience
 from stub_engine import EOS, StubEngine, encode
 
 from hpcrl.errors import ConfigError
-from hpcrl.rollouts.engine_client import EngineError
+from hpcrl.rollouts.engines.client import EngineError
 from hpcrl.rollouts.environments import (
     Environment,
     EnvironmentLostError,

@@ -13,12 +13,12 @@ import pytest
 from hpcrl.config.load import load_cluster, load_recipe
 from hpcrl.config.plan import Role
 from hpcrl.config.recipe import Recipe
-from hpcrl.planning.groups import make_groups
-from hpcrl.rollouts.engine_client import EngineClient
-from hpcrl.rollouts.invite import Inviter
-from hpcrl.rollouts.replica_client import ReplicaClient
-from hpcrl.supervisor.commands import fill_placeholders
-from hpcrl.weights.invitation import Invitation, check_same_reader
+from hpcrl.jobplan.groups import make_groups
+from hpcrl.rollouts.engines.client import EngineClient
+from hpcrl.rollouts.engines.replica_client import ReplicaClient
+from hpcrl.rollouts.weights.registration import Inviter
+from hpcrl.supervisor.launch.commands import fill_placeholders
+from hpcrl.weights.read.registration import Invitation, check_same_reader
 
 ROOT = Path("/runs/one/weights")
 
@@ -91,7 +91,7 @@ async def test_an_engine_was_started_as_whom_it_is_taken_for(settings: tuple[str
 
 
 async def test_ranks_of_a_wide_replica_have_names_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpcrl.rollouts.replica_client.EngineClient", Told)
+    monkeypatch.setattr("hpcrl.rollouts.engines.replica_client.EngineClient", Told)
     async with aiohttp.ClientSession() as session:
         replica = ReplicaClient(session, name="decode-0", urls=["http://a:1", "http://b:1"])
         await Inviter.of(recipe("engine.replicas=2"), ROOT).invite(replica, limit_s=5.0)

@@ -23,8 +23,10 @@ from hpcrl.credentials import Credentials
 from hpcrl.dock.client import DockClient
 from hpcrl.dock.wire import BatchShard
 from hpcrl.errors import CheckpointError, DeadlineError, FencedError, HpcrlError, PeerLostError
-from hpcrl.rollouts import engine_pool, orchestrator, weight_updates
-from hpcrl.rollouts.evaluation import evaluated_versions
+from hpcrl.rollouts import orchestrator
+from hpcrl.rollouts.engines import pool as engine_pool
+from hpcrl.rollouts.sampling.evaluation import evaluated_versions
+from hpcrl.rollouts.weights import updates as weight_updates
 from hpcrl.runs.observe import read_evaluations
 from hpcrl.runs.role import restore_path
 

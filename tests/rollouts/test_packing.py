@@ -7,8 +7,8 @@ import statistics
 
 import pytest
 
-from hpcrl.rollouts.advantages import group_advantages
-from hpcrl.rollouts.packing import pack
+from hpcrl.rollouts.batches.advantages import group_advantages
+from hpcrl.rollouts.batches.packing import pack
 
 
 @pytest.mark.parametrize("seed", range(80))

@@ -20,17 +20,18 @@ from hpcrl.dock.wire import BatchShard, BatchStats, MicroBatch, decode_shard, en
 from hpcrl.fs import write_json
 from hpcrl.models.arch import ModelArch
 from hpcrl.models.tokenizer import ChatTokenizer, write_character_tokenizer
-from hpcrl.rollouts import engine_pool, orchestrator
-from hpcrl.rollouts.conversation import Conversation, Sampler
-from hpcrl.rollouts.counters import Counters
-from hpcrl.rollouts.draft import Draft
-from hpcrl.rollouts.engine_client import EngineClient, EngineProtocolError, Generation, SamplingParams
-from hpcrl.rollouts.engine_pool import EnginePool
+from hpcrl.rollouts import orchestrator
+from hpcrl.rollouts.engines import pool as engine_pool
+from hpcrl.rollouts.engines.client import EngineClient, EngineProtocolError, Generation, SamplingParams
+from hpcrl.rollouts.engines.partial_generation import Draft
+from hpcrl.rollouts.engines.pool import EnginePool
 from hpcrl.rollouts.environments import Outcome
 from hpcrl.rollouts.records import Group, Rollout
-from hpcrl.rollouts.routes import RouteRows, RouteSettings, read_rows
+from hpcrl.rollouts.sampling.conversation import Conversation, Sampler
+from hpcrl.rollouts.sampling.rendering import Transcript
+from hpcrl.rollouts.sampling.routed_experts import RouteRows, RouteSettings, read_rows
 from hpcrl.rollouts.state import OrchestratorState
-from hpcrl.rollouts.transcript import Transcript
+from hpcrl.rollouts.telemetry.counters import Counters
 
 LAYERS, WIDTH, EXPERTS = 3, 2, 8
 USER = ({"role": "user", "content": "1+1"},)

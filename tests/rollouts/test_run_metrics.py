@@ -12,7 +12,7 @@ from stub_engine import StubEngine
 
 from hpcrl.credentials import Credentials
 from hpcrl.inference.metrics import Counter, EngineMetrics, Gauge, Registry
-from hpcrl.rollouts.run_metrics import Part, merge
+from hpcrl.rollouts.telemetry.run_metrics import Part, merge
 
 ENGINE = """# HELP vllm:tokens_total Tokens.
 # TYPE vllm:tokens_total counter

@@ -14,7 +14,9 @@ from real_router import Router
 from stub_engine import StubEngine
 
 from hpcrl.inference.vllm.front import engine_flags
-from hpcrl.rollouts import engine_client, engine_pool, routed_pool
+from hpcrl.rollouts.engines import client as engine_client
+from hpcrl.rollouts.engines import pool as engine_pool
+from hpcrl.rollouts.engines import routed_pool
 from hpcrl.runs.role import Complaint
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]

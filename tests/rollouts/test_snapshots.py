@@ -24,17 +24,17 @@ from hpcrl.config.recipe import Recipe
 from hpcrl.credentials import Credentials
 from hpcrl.dock.wire import BatchShard
 from hpcrl.errors import CheckpointError
-from hpcrl.rollouts import trainer_desk
-from hpcrl.rollouts.batches import Batch
-from hpcrl.rollouts.conversation import Sampler
-from hpcrl.rollouts.data_order import DataOrder
-from hpcrl.rollouts.engine_client import Generation
+from hpcrl.rollouts.batches import server as trainer_desk
+from hpcrl.rollouts.batches.build import Batch
+from hpcrl.rollouts.batches.server import ConflictError, TrainerDesk
+from hpcrl.rollouts.engines.client import Generation
 from hpcrl.rollouts.environments import build_environments
 from hpcrl.rollouts.records import Group
-from hpcrl.rollouts.scheduler import Scheduler
-from hpcrl.rollouts.staleness import StalenessAccount
+from hpcrl.rollouts.sampling.conversation import Sampler
+from hpcrl.rollouts.sampling.data_order import DataOrder
+from hpcrl.rollouts.sampling.scheduler import Scheduler
+from hpcrl.rollouts.sampling.staleness import StalenessAccount
 from hpcrl.rollouts.state import OrchestratorState
-from hpcrl.rollouts.trainer_desk import ConflictError, TrainerDesk
 
 GROUPS, SIZE, BOUND = 3, 2, 1
 TWO = [{"name": "a", "kind": "words"}, {"name": "b", "kind": "words", "task": "sort"}]

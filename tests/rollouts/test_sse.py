@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from hpcrl.rollouts.sse import EventSplitter
+from hpcrl.rollouts.engines.sse import EventSplitter
 
 PIECE = b"x" * (64 << 10)
 

@@ -14,13 +14,17 @@ from harness import Loop, impatient, make_run, running, servers_of, urls_of
 from stub_engine import StubEngine
 from stub_replica import StubRank, stub_replica
 
-from hpcrl.rollouts import engine_pool, fleet_watch, membership, patience, weight_updates
-from hpcrl.rollouts.counters import Counters
-from hpcrl.rollouts.engine_client import EngineClient, EngineError, SamplingParams
-from hpcrl.rollouts.replica_client import ReplicaClient, client_of
-from hpcrl.rollouts.routed_pool import RoutedPool
-from hpcrl.rollouts.router_client import RouterClient, Worker
-from hpcrl.rollouts.run_metrics import Part, merge
+from hpcrl.rollouts.engines import deadlines as patience
+from hpcrl.rollouts.engines import membership
+from hpcrl.rollouts.engines import pool as engine_pool
+from hpcrl.rollouts.engines.client import EngineClient, EngineError, SamplingParams
+from hpcrl.rollouts.engines.replica_client import ReplicaClient, client_of
+from hpcrl.rollouts.engines.routed_pool import RoutedPool
+from hpcrl.rollouts.engines.router_client import RouterClient, Worker
+from hpcrl.rollouts.telemetry import fleet_watch
+from hpcrl.rollouts.telemetry.counters import Counters
+from hpcrl.rollouts.telemetry.run_metrics import Part, merge
+from hpcrl.rollouts.weights import updates as weight_updates
 from hpcrl.runs.events import EventWriter
 from hpcrl.runs.fleet import EngineView, FleetView
 from hpcrl.runs.role import Complaint

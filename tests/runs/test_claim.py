@@ -15,9 +15,9 @@ from runs_testing import GONE, make_run
 
 from hpcrl.errors import RunDirError
 from hpcrl.fs import write_json
-from hpcrl.runs import claim
-from hpcrl.runs.claim import claimed
 from hpcrl.runs.rundir import RunDir
+from hpcrl.runs.start import claim
+from hpcrl.runs.start.claim import claimed
 from hpcrl.runs.status import ProcessId
 
 
@@ -81,8 +81,8 @@ ONE_OF_MANY = """
 import sys, time
 from pathlib import Path
 from hpcrl.errors import RunDirError
-from hpcrl.runs import claim
-from hpcrl.runs.claim import claimed
+from hpcrl.runs.start import claim
+from hpcrl.runs.start.claim import claimed
 from hpcrl.runs.rundir import RunDir
 run, log = RunDir(Path(sys.argv[1])), Path(sys.argv[2])
 sys.stdin.readline()

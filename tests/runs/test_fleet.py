@@ -11,9 +11,9 @@ import pytest
 from rich.console import Console
 
 from hpcrl.runs.fleet import EngineView, FleetView, judge, read_fleet
-from hpcrl.runs.fleet_table import fleet_document, fleet_table
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ComponentState, ComponentStatus
+from hpcrl.runs.views.fleet_table import fleet_document, fleet_table
 
 S = ComponentState
 

@@ -12,9 +12,9 @@ from runs_testing import make_run, write_log, write_status
 
 from hpcrl.errors import UsageError
 from hpcrl.fs import atomic_write
-from hpcrl.runs.logs import LogFilter, follow_logs, format_line, read_logs
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ProcessId, RunState
+from hpcrl.runs.views.logs import LogFilter, follow_logs, format_line, read_logs
 
 
 @pytest.fixture

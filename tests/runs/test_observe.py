@@ -15,8 +15,8 @@ from hpcrl.runs.cause import Cause, CauseKind
 from hpcrl.runs.jobs import JobFact
 from hpcrl.runs.observe import observe, read_evaluations, read_progress
 from hpcrl.runs.record import RunRecord
-from hpcrl.runs.restart import find_resume_point
 from hpcrl.runs.rundir import RunDir
+from hpcrl.runs.start.restart import find_resume_point
 from hpcrl.runs.status import ComponentState, ProcessId, RunState
 
 

@@ -16,12 +16,12 @@ from start_models import TINY_CONFIG
 from hpcrl.cli.main import main
 from hpcrl.config.load import load_recipe
 from hpcrl.errors import UsageError
-from hpcrl.runs.origin import find_source, make_start_model
 from hpcrl.runs.rundir import RunDir
+from hpcrl.runs.start.origin import find_source, make_start_model
 from hpcrl.weights import HandoffStore, HandoffWriter, write_shard
-from hpcrl.weights.handoff_writer import ShardResult
-from hpcrl.weights.manifest import CHUNK_BYTES, hash_chunks
-from hpcrl.weights.shard import TensorBytes
+from hpcrl.weights.format.manifest import CHUNK_BYTES, hash_chunks
+from hpcrl.weights.format.shard import TensorBytes
+from hpcrl.weights.write.handoff_writer import ShardResult
 
 
 def write_model(path: Path, **changes: int) -> Path:

@@ -13,7 +13,7 @@ from hpcrl.config.load import load_cluster, load_recipe
 from hpcrl.config.plan import Plan
 from hpcrl.errors import DeadlineError
 from hpcrl.fs import write_json
-from hpcrl.planning import make_plan
+from hpcrl.jobplan import make_plan
 from hpcrl.runs.probe import ProbeReport, collect, misplaced
 
 

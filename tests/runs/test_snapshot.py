@@ -13,9 +13,9 @@ from runs_testing import make_run
 
 import hpcrl
 from hpcrl.cli.main import main
-from hpcrl.runs import snapshot
 from hpcrl.runs.rundir import RunDir
-from hpcrl.runs.snapshot import changes_since_submit, keep_snapshot, read_snapshot, take_snapshot
+from hpcrl.runs.start import snapshot
+from hpcrl.runs.start.snapshot import changes_since_submit, keep_snapshot, read_snapshot, take_snapshot
 
 
 @pytest.fixture

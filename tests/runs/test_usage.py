@@ -13,11 +13,11 @@ from runs_testing import START_S, make_run, write_event, write_status
 
 from hpcrl.checkpoints.ledger import CheckpointLedger
 from hpcrl.config.layout import Component, Layout
-from hpcrl.runs.liveview import render
 from hpcrl.runs.observe import observe, read_progress
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunState
-from hpcrl.runs.usage import STATUS_SCHEMA, read_usage, status_document
+from hpcrl.runs.views.liveview import render
+from hpcrl.runs.views.usage import STATUS_SCHEMA, read_usage, status_document
 
 HOUR = 3600.0
 

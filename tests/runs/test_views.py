@@ -16,14 +16,14 @@ from runs_testing import START_S, make_run, write_log, write_status, write_steps
 from hpcrl.errors import MissingExtraError, UsageError
 from hpcrl.runs.cause import Cause, CauseKind
 from hpcrl.runs.clocks import Clock
-from hpcrl.runs.diagnosis import diagnose, print_diagnosis
 from hpcrl.runs.events import EventWriter
-from hpcrl.runs.liveview import duration, follow, render, summary
 from hpcrl.runs.metrics import read_metrics
 from hpcrl.runs.observe import observe, read_progress
-from hpcrl.runs.report import write_report
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ComponentState, ProcessId, RunState
+from hpcrl.runs.views.diagnosis import diagnose, print_diagnosis
+from hpcrl.runs.views.liveview import duration, follow, render, summary
+from hpcrl.runs.views.report import write_report
 
 
 def shown(*what: object, width: int = 120) -> str:
@@ -115,7 +115,7 @@ def test_ctrl_c_is_answered(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Non
             write_status(run, RunState.CANCELLED)
         return f"told {count}"
 
-    monkeypatch.setattr("hpcrl.runs.liveview.time.sleep", sleep)
+    monkeypatch.setattr("hpcrl.runs.views.liveview.time.sleep", sleep)
     console = Console(file=io.StringIO(), width=80)
     assert follow(run, console, on_interrupt=stop).state is RunState.CANCELLED
     assert "told 1\ntold 2" in console.file.getvalue()  # type: ignore[attr-defined]

@@ -7,7 +7,7 @@ from typing import Any
 from hpcrl.config.cluster import ClusterProfile
 from hpcrl.config.load import load_cluster, load_recipe
 from hpcrl.config.recipe import Recipe
-from hpcrl.planning.simulation import Durations, Failures, Scenario, make_scenario
+from hpcrl.simulation import Durations, Failures, Scenario, make_scenario
 
 
 def constant(value: float) -> dict[str, Any]:

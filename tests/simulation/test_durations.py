@@ -14,10 +14,10 @@ from pydantic import TypeAdapter
 from scenes import constant, durations
 
 from hpcrl.errors import ConfigError
-from hpcrl.planning.simulation import load_durations, save_durations
-from hpcrl.planning.simulation.distributions import Distribution, drawer, mean_of
-from hpcrl.planning.simulation.fit import least_squares
-from hpcrl.planning.simulation.timeline import Arrivals, Busy, Crowd, Interval, Kind
+from hpcrl.simulation import load_durations, save_durations
+from hpcrl.simulation.inputs.distributions import Distribution, drawer, mean_of
+from hpcrl.simulation.inputs.least_squares import least_squares
+from hpcrl.simulation.inputs.timeline import Arrivals, Busy, Crowd, Interval, Kind
 
 DOCS = Path(__file__).resolve().parents[2] / "docs/simulation.md"
 
@@ -110,6 +110,6 @@ def test_work_on_shared_cpus_is_shorter_alone() -> None:
 
 
 def test_the_simulator_needs_no_heavy_package() -> None:
-    code = "import sys, hpcrl.planning.simulation, hpcrl.planning.simulation.measure; print('\\n'.join(sys.modules))"
+    code = "import sys, hpcrl.simulation, hpcrl.simulation.inputs.measure; print('\\n'.join(sys.modules))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not set(out) & {"torch", "numpy", "matplotlib", "aiohttp"}

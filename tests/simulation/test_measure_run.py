@@ -9,12 +9,12 @@ import pytest
 from scenes import local, recipe
 
 from hpcrl.errors import UsageError
-from hpcrl.planning import make_plan
-from hpcrl.planning.simulation import make_scenario, simulate
-from hpcrl.planning.simulation.measure import measure
+from hpcrl.jobplan import make_plan
 from hpcrl.runs.events import EventWriter
 from hpcrl.runs.metrics import MetricsWriter, StepRecord
 from hpcrl.runs.rundir import RunDir
+from hpcrl.simulation import make_scenario, simulate
+from hpcrl.simulation.inputs.measure import measure
 
 OVERHEAD, PER_TOKEN, TOOL = 0.02, 0.003, 0.25
 STEP_S, FORWARD, OPTIMIZER, PUBLISH, OTHER = 2.0, 0.4, 0.1, 0.05, 0.01

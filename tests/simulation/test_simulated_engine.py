@@ -7,11 +7,11 @@ from random import Random
 
 import pytest
 
-from hpcrl.planning.simulation.clock import Clock
-from hpcrl.planning.simulation.durations import TurnPlan
-from hpcrl.planning.simulation.engine import EngineCosts, SimulatedEngine
-from hpcrl.planning.simulation.fleet import PrefillPool
-from hpcrl.planning.simulation.records import Group, Rollout
+from hpcrl.simulation.inputs.durations import TurnPlan
+from hpcrl.simulation.loop.clock import Clock
+from hpcrl.simulation.loop.engine import EngineCosts, SimulatedEngine
+from hpcrl.simulation.loop.fleet import PrefillPool
+from hpcrl.simulation.loop.records import Group, Rollout
 
 BASE, PER_SEQUENCE, PREFILL = 0.01, 0.001, 0.0001
 

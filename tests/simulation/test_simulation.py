@@ -7,10 +7,10 @@ from scenes import LONG_TAIL, constant, local, recipe, scenario
 
 from hpcrl.config.recipe import Recipe
 from hpcrl.errors import UsageError
-from hpcrl.planning.simulation import Durations, Failures, Simulation, SimulationResult, make_scenario, simulate
-from hpcrl.planning.simulation.clock import Clock
-from hpcrl.planning.simulation.durations import SharingDurations
-from hpcrl.planning.simulation.host import Host, Worker
+from hpcrl.simulation import Durations, Failures, Simulation, SimulationResult, make_scenario, simulate
+from hpcrl.simulation.inputs.durations import SharingDurations
+from hpcrl.simulation.loop.clock import Clock
+from hpcrl.simulation.loop.host import Host, Worker
 
 HARD = (
     "rollouts.max_in_flight=24",
@@ -263,7 +263,7 @@ def test_merged_turns_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     turns = [[0.3, 40, 20], *([[0.5, 10, 20]] * 9)]
     trace = {"*": {"trace": [{"turns": turns[:count], "judge_s": 0.5} for count in range(3, 11)]}}
     each = simulate(scenario(environments=trace))
-    monkeypatch.setattr("hpcrl.planning.simulation.scenario._MOST_VISITS", 300)
+    monkeypatch.setattr("hpcrl.simulation.inputs.scenario._MOST_VISITS", 300)
     merged = simulate(scenario(environments=trace, sample=None))
     assert (each.merged_turns, merged.thinning) == (1, 1.0)
     assert merged.merged_turns > 1

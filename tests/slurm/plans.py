@@ -8,8 +8,8 @@ from typing import Any
 from hpcrl.config.cluster import CLUSTER_KINDS, SlurmCluster
 from hpcrl.config.load import load_cluster, load_recipe
 from hpcrl.config.plan import Plan
-from hpcrl.config.rules import check_rules
-from hpcrl.planning import absolute_paths, make_plan
+from hpcrl.config.rules.table import check_rules
+from hpcrl.jobplan import absolute_paths, make_plan
 from hpcrl.slurm.launch import Allocation
 
 CWD = Path("/home/ada/project")

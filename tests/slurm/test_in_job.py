@@ -16,21 +16,21 @@ from plans import plan_for
 from hpcrl.config.joined import load_both
 from hpcrl.config.plan import Plan
 from hpcrl.errors import ConfigError, UsageError
-from hpcrl.planning import make_plan
+from hpcrl.jobplan import make_plan
 from hpcrl.runs.cause import Cause, CauseKind
-from hpcrl.runs.diagnosis import diagnose
 from hpcrl.runs.record import RunRecord, Submission
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ProcessId, RunState, RunStatus
+from hpcrl.runs.views.diagnosis import diagnose
 from hpcrl.slurm import parse
 from hpcrl.slurm.client import SlurmClient
 from hpcrl.slurm.command import CommandResult
 from hpcrl.slurm.in_job import InJob, find_allocation, plan_inside
 from hpcrl.slurm.launch import allocations_from_env
 from hpcrl.slurm.scripts import in_job_script
-from hpcrl.slurm.submission import create_run
+from hpcrl.submit.submission import create_run
+from hpcrl.supervisor.launch.step_launcher import StepLauncher
 from hpcrl.supervisor.notices import Notices
-from hpcrl.supervisor.step_launcher import StepLauncher
 
 SHELL = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-5]", "SLURM_JOB_PARTITION": "gpu"}
 

@@ -14,7 +14,7 @@ from hpcrl.config.cluster import ClusterProfile, SlurmCluster
 from hpcrl.config.load import load_cluster, load_recipe
 from hpcrl.config.plan import Plan, Role
 from hpcrl.errors import HpcrlError
-from hpcrl.planning import make_plan
+from hpcrl.jobplan import make_plan
 from hpcrl.slurm.client import SlurmClient
 from hpcrl.slurm.command import CommandResult
 from hpcrl.slurm.launch import (
@@ -25,7 +25,7 @@ from hpcrl.slurm.launch import (
     outside_environment,
     step_environment,
 )
-from hpcrl.supervisor.step_launcher import StepLauncher
+from hpcrl.supervisor.launch.step_launcher import StepLauncher
 
 TWO_BY_TWO = ("trainer.ranks=2", "trainer.nodes=2", "engine.replicas=2")
 

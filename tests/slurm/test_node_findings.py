@@ -7,9 +7,9 @@ import pytest
 
 from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.load import load_cluster
-from hpcrl.slurm.check_job import node_findings
-from hpcrl.slurm.node_check import NodeReport
-from hpcrl.slurm.profile_check import Severity
+from hpcrl.sites.check_job import node_findings
+from hpcrl.sites.node_check import NodeReport
+from hpcrl.sites.profile_check import Severity
 
 GOOD = NodeReport(
     host="n1",

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 
-from hpcrl.slurm.node_reach import RunAddresses, meet
+from hpcrl.sites.node_reach import RunAddresses, meet
 
 
 class Ports(NamedTuple):

@@ -15,11 +15,11 @@ from hpcrl.cli import sites
 from hpcrl.cli.main import main
 from hpcrl.config.cluster import CLUSTER_KINDS, SlurmCluster
 from hpcrl.config.load import load_cluster
-from hpcrl.config.rules import check_cluster
+from hpcrl.config.rules.table import check_cluster
 from hpcrl.errors import ConfigError
-from hpcrl.slurm.probe import PartitionFacts, Shape, SiteFacts, read_facts
-from hpcrl.slurm.profile_check import Severity, check_profile
-from hpcrl.slurm.profile_draft import draft_profile
+from hpcrl.sites.probe import PartitionFacts, Shape, SiteFacts, read_facts
+from hpcrl.sites.profile_check import Severity, check_profile
+from hpcrl.sites.profile_draft import draft_profile
 
 FACTS = Path(__file__).parent / "facts"
 

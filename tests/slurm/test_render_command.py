@@ -12,11 +12,11 @@ import pytest
 from hpcrl.cli.main import main
 from hpcrl.config.joined import load_both
 from hpcrl.config.plan import Plan
-from hpcrl.planning import absolute_paths, absolute_site_paths, make_plan
+from hpcrl.jobplan import absolute_paths, absolute_site_paths, make_plan
 from hpcrl.runs.record import RunRecord
 from hpcrl.slurm.errors import SlurmRejectedError
 from hpcrl.slurm.scripts import STAND_IN_ID
-from hpcrl.slurm.submission import create_run, submit_attempt
+from hpcrl.submit.submission import create_run, submit_attempt
 
 
 @pytest.fixture(autouse=True)

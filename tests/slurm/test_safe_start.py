@@ -19,13 +19,13 @@ import hpcrl
 from hpcrl.config.load import load_cluster, load_recipe
 from hpcrl.config.plan import Plan
 from hpcrl.interpreter import with_safe_path
-from hpcrl.planning import absolute_paths, make_plan
+from hpcrl.jobplan import absolute_paths, make_plan
 from hpcrl.runs.rundir import RunDir
-from hpcrl.slurm import executor
-from hpcrl.slurm.executor import DetachedLocalExecutor
 from hpcrl.slurm.scripts import in_job_script, run_scripts
-from hpcrl.supervisor.commands import role_environment
-from hpcrl.supervisor.guarded import guard_command
+from hpcrl.submit import local_executor as executor
+from hpcrl.submit.local_executor import DetachedLocalExecutor
+from hpcrl.supervisor.launch.commands import role_environment
+from hpcrl.supervisor.process.guarded import guard_command
 
 PYTHON = "{python}"
 #: recipes and settings that between them have every role and every program that stands before one
@@ -76,7 +76,7 @@ def test_commands_of_every_plan() -> None:
     # the walk has seen them all
     assert modules >= {
         "hpcrl.inference.dynamo.router",
-        "hpcrl.inference.server",
+        "hpcrl.inference.embedded.server",
         "hpcrl.inference.vllm.disk_tier",
         "hpcrl.inference.vllm.front",
         "hpcrl.inference.vllm.side",

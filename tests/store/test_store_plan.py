@@ -9,8 +9,8 @@ import pytest
 from hpcrl.config.cluster import ClusterProfile
 from hpcrl.config.load import load_cluster, load_recipe
 from hpcrl.config.plan import Plan, Role
-from hpcrl.config.rules_store import STORE_RULES
-from hpcrl.planning import absolute_paths, make_plan
+from hpcrl.config.rules.store import STORE_RULES
+from hpcrl.jobplan import absolute_paths, make_plan
 from hpcrl.store.endpoints import StoreEndpoints
 from hpcrl.store.master import _parse, master_command
 

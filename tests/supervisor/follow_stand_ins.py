@@ -9,7 +9,7 @@ from rich.console import Console
 
 from hpcrl.cli.submit import _follow
 from hpcrl.runs.rundir import RunDir
-from hpcrl.slurm.submission import submit_attempt
+from hpcrl.submit.submission import submit_attempt
 
 if __name__ == "__main__":
     run = RunDir(Path(sys.argv[1]))

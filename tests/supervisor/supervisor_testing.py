@@ -21,7 +21,7 @@ from hpcrl.runs.observe import RunView, observe
 from hpcrl.runs.record import RunRecord
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunState
-from hpcrl.slurm.submission import create_run, submit_attempt
+from hpcrl.submit.submission import create_run, submit_attempt
 
 STAND_INS = str(Path(__file__).with_name("stand_ins.py"))
 #: from a fault to the end of the run, on a machine that is not busy

@@ -12,9 +12,9 @@ import pytest
 
 from hpcrl.errors import HpcrlError
 from hpcrl.interfaces import machine_id
-from hpcrl.supervisor.addresses import choose_addresses
-from hpcrl.supervisor.launcher import Address
-from hpcrl.supervisor.survey import NodeAnswer, NodesSilentError, Survey
+from hpcrl.supervisor.launch.addresses import choose_addresses
+from hpcrl.supervisor.launch.launcher import Address
+from hpcrl.supervisor.launch.survey import NodeAnswer, NodesSilentError, Survey
 
 LOOP = {"lo": ["127.0.0.1", "::1"]}
 
@@ -103,7 +103,7 @@ def test_urls_of_ipv6_have_brackets() -> None:
 
 # -- real tasks on this machine ----------------------------------------------------------------------------------
 
-ANSWERS = [sys.executable, "-P", "-m", "hpcrl.supervisor.node_answers"]
+ANSWERS = [sys.executable, "-P", "-m", "hpcrl.supervisor.launch.node_answers"]
 
 
 def answers_of(node: str, *before: str) -> tuple[list[str], list[str]]:

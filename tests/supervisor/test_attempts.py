@@ -17,8 +17,8 @@ from hpcrl.runs.record import RunRecord, Submission
 from hpcrl.runs.role import save_answer_path, save_request_path
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunState, RunStatus
-from hpcrl.supervisor.attempts import exhausted, may_retry, save_now
 from hpcrl.supervisor.board import Board
+from hpcrl.supervisor.policy.attempts import exhausted, may_retry, save_now
 
 
 @pytest.fixture

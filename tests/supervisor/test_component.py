@@ -12,11 +12,11 @@ from hpcrl.config.plan import Role
 from hpcrl.runs.cause import Cause, CauseKind
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ComponentState
-from hpcrl.supervisor.commands import fill_placeholders, role_environment
 from hpcrl.supervisor.component import Component
-from hpcrl.supervisor.explain import name_lost_rank
-from hpcrl.supervisor.guarded import Dump, End
-from hpcrl.supervisor.launcher import Address
+from hpcrl.supervisor.launch.commands import fill_placeholders, role_environment
+from hpcrl.supervisor.launch.launcher import Address
+from hpcrl.supervisor.policy.explain import name_lost_rank
+from hpcrl.supervisor.process.guarded import Dump, End
 
 
 class FakeProcess:

@@ -15,7 +15,7 @@ import pytest
 from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.load import load_cluster, load_recipe
 from hpcrl.config.plan import Role, RoleGroup
-from hpcrl.planning import make_plan
+from hpcrl.jobplan import make_plan
 from hpcrl.runs.cause import Cause, CauseKind
 from hpcrl.runs.replicas import Held, Wanted
 from hpcrl.runs.rundir import RunDir
@@ -27,10 +27,10 @@ from hpcrl.slurm.records import Job
 from hpcrl.slurm.replicas import LivingJob, ReplicaJobs
 from hpcrl.slurm.states import JobState
 from hpcrl.supervisor.component import Component
-from hpcrl.supervisor.elastic import ElasticReplicas
-from hpcrl.supervisor.guarded import Dump, End
-from hpcrl.supervisor.launcher import Address
-from hpcrl.supervisor.survey import NodesSilentError
+from hpcrl.supervisor.elastic.keeper import ElasticReplicas
+from hpcrl.supervisor.launch.launcher import Address
+from hpcrl.supervisor.launch.survey import NodesSilentError
+from hpcrl.supervisor.process.guarded import Dump, End
 
 
 class FakeProcess:
@@ -490,7 +490,7 @@ async def test_files_that_cannot_be_read_end_nothing(
         return []
 
     monkeypatch.setattr(Held, "read_all", staticmethod(read))
-    monkeypatch.setattr("hpcrl.supervisor.elastic._ROUND_S", 0.01)
+    monkeypatch.setattr("hpcrl.supervisor.elastic.keeper._ROUND_S", 0.01)
     keeper = asyncio.create_task(scene.replicas.run())
     while len(looks) < 4:
         assert not keeper.done()

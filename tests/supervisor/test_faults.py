@@ -30,14 +30,14 @@ from supervisor_testing import (
 from hpcrl.config.layout import AttemptPolicy
 from hpcrl.errors import RunDirError
 from hpcrl.runs.cause import CauseKind
-from hpcrl.runs.diagnosis import diagnose
 from hpcrl.runs.events import read_events
 from hpcrl.runs.observe import RunView, observe
 from hpcrl.runs.record import RunRecord
 from hpcrl.runs.role import Endpoints
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ComponentState, RunState
-from hpcrl.slurm.submission import cancel, end_leftovers, prepare_resume, submit_attempt
+from hpcrl.runs.views.diagnosis import diagnose
+from hpcrl.submit.submission import cancel, end_leftovers, prepare_resume, submit_attempt
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 

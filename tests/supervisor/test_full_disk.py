@@ -15,17 +15,17 @@ from supervisor_testing import create, end_everything, start, wait_ended, wait_f
 from hpcrl.errors import refusal
 from hpcrl.fs import atomic_write
 from hpcrl.runs.cause import Cause, CauseKind
-from hpcrl.runs.diagnosis import diagnose
 from hpcrl.runs.events import read_events
 from hpcrl.runs.observe import observe
 from hpcrl.runs.reserve import SIZES, keep_reserve
 from hpcrl.runs.role import FailureRecord, RoleContext
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunState, RunStatus
-from hpcrl.slurm.submission import cancel, prepare_resume, submit_attempt
+from hpcrl.runs.views.diagnosis import diagnose
 from hpcrl.space import Space
+from hpcrl.submit.submission import cancel, prepare_resume, submit_attempt
 from hpcrl.supervisor.board import Board
-from hpcrl.supervisor.space_watch import SpaceTrend, SpaceWatch
+from hpcrl.supervisor.policy.space_watch import SpaceTrend, SpaceWatch
 
 
 @pytest.fixture

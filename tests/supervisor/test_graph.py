@@ -8,7 +8,7 @@ import pytest
 from supervisor_testing import make_plan
 
 from hpcrl.config.plan import Plan, Role
-from hpcrl.supervisor.graph import check_graph, drain_stages, startable
+from hpcrl.supervisor.policy.graph import check_graph, drain_stages, startable
 
 
 def changed(plan: Plan, role: Role, /, **update: object) -> Plan:

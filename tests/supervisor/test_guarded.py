@@ -13,10 +13,10 @@ import msgspec
 import pytest
 
 from hpcrl import procfs
+from hpcrl.marks import RUN_ID_VARIABLE
 from hpcrl.runs.clocks import Clock, Clocks
-from hpcrl.supervisor import guarded
-from hpcrl.supervisor.guard import RUN_ID_VARIABLE
-from hpcrl.supervisor.guarded import ProcessSpec, guard_command, start_guarded
+from hpcrl.supervisor.process import guarded
+from hpcrl.supervisor.process.guarded import ProcessSpec, guard_command, start_guarded
 
 _DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
 #: a guard that starts nothing, reads nothing, says nothing, and lives on when its pipe closes

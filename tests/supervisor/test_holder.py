@@ -12,15 +12,15 @@ import pytest
 
 from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.load import load_cluster, load_recipe
-from hpcrl.planning import make_plan
+from hpcrl.jobplan import make_plan
 from hpcrl.runs import jobs
 from hpcrl.runs.jobs import JobFact
 from hpcrl.runs.record import RunRecord, Submission
 from hpcrl.runs.replicas import Held, Wanted, wanted_replicas
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ProcessId, RunState, RunStatus
-from hpcrl.supervisor import holder
-from hpcrl.supervisor.holder import Holder, held_from_env
+from hpcrl.supervisor.elastic import holder
+from hpcrl.supervisor.elastic.holder import Holder, held_from_env
 
 
 class Scene:

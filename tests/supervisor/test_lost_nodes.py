@@ -16,10 +16,10 @@ from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ComponentState, ComponentStatus, ProcessId, RunState, RunStatus
 from hpcrl.slurm.client import SlurmClient
 from hpcrl.slurm.command import CommandResult
-from hpcrl.supervisor.blame import NodeBlame
 from hpcrl.supervisor.board import Board
-from hpcrl.supervisor.launcher import LocalLauncher
-from hpcrl.supervisor.nodes import find_lost_nodes
+from hpcrl.supervisor.launch.launcher import LocalLauncher
+from hpcrl.supervisor.policy.node_faults import NodeBlame
+from hpcrl.supervisor.policy.nodes import find_lost_nodes
 
 BEGAN_S = 1000.0
 

@@ -19,14 +19,15 @@ from hpcrl import ours
 from hpcrl.config.cluster_base import FilesConfig
 from hpcrl.errors import RunDirError, UsageError
 from hpcrl.interpreter import module_command
-from hpcrl.runs.privacy import protect
+from hpcrl.marks import RUN_ID_VARIABLE
 from hpcrl.runs.rundir import RunDir
+from hpcrl.runs.start.privacy import protect
 from hpcrl.runs.status import RunState
-from hpcrl.slurm.slurm_executor import SlurmExecutor, batch_process
-from hpcrl.slurm.submission import create_run, prepare_resume
-from hpcrl.supervisor.guard import RUN_ID_VARIABLE
-from hpcrl.supervisor.guarded import ProcessSpec, guard_command, start_guarded
-from hpcrl.supervisor.leftovers import Scratch
+from hpcrl.slurm.scripts import batch_process
+from hpcrl.submit.slurm_executor import SlurmExecutor
+from hpcrl.submit.submission import create_run, prepare_resume
+from hpcrl.supervisor.process.guarded import ProcessSpec, guard_command, start_guarded
+from hpcrl.supervisor.process.leftovers import Scratch
 
 OTHERS = 0o077
 STRANGER = 54321

@@ -16,13 +16,13 @@ from supervisor_testing import create, end_everything, processes_of, start, wait
 from hpcrl.config.layout import AttemptPolicy
 from hpcrl.config.plan import WatchPolicy
 from hpcrl.runs.cause import CauseKind
-from hpcrl.runs.diagnosis import diagnose
 from hpcrl.runs.events import Event, read_events
 from hpcrl.runs.observe import observe
 from hpcrl.runs.record import RunRecord
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ComponentState, ComponentStatus, RunState
-from hpcrl.slurm.submission import cancel, submit_attempt
+from hpcrl.runs.views.diagnosis import diagnose
+from hpcrl.submit.submission import cancel, submit_attempt
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 

@@ -10,8 +10,8 @@ from hpcrl.config.plan import RolePolicy
 from hpcrl.runs.cause import Cause, CauseKind
 from hpcrl.runs.exclusions import choose_exclusions, exclude, read_exclusions
 from hpcrl.runs.rundir import RunDir
-from hpcrl.supervisor.nodes import hardware_trouble
-from hpcrl.supervisor.restarts import Restarts
+from hpcrl.supervisor.policy.nodes import hardware_trouble
+from hpcrl.supervisor.policy.restarts import Restarts
 
 
 class Clock:

@@ -18,6 +18,7 @@ from supervisor_testing import create
 from hpcrl import procfs
 from hpcrl.config.plan import FileProbe, Plan, Role
 from hpcrl.credentials import Credentials
+from hpcrl.marks import RUN_ID_VARIABLE
 from hpcrl.runs.cause import CauseKind
 from hpcrl.runs.events import read_events
 from hpcrl.runs.exclusions import exclude
@@ -29,12 +30,11 @@ from hpcrl.supervisor.board import Board
 from hpcrl.supervisor.component import Component
 from hpcrl.supervisor.drain import Drain
 from hpcrl.supervisor.ending import Ending
-from hpcrl.supervisor.guard import RUN_ID_VARIABLE
-from hpcrl.supervisor.guarded import GuardedProcess, ProcessSpec, guard_command, start_guarded
-from hpcrl.supervisor.launcher import Address, LocalLauncher
-from hpcrl.supervisor.lives import Lives
+from hpcrl.supervisor.launch.launcher import Address, LocalLauncher
+from hpcrl.supervisor.launch.probes import Prober
+from hpcrl.supervisor.launch.replica import Lives
 from hpcrl.supervisor.notices import Notices
-from hpcrl.supervisor.probes import Prober
+from hpcrl.supervisor.process.guarded import GuardedProcess, ProcessSpec, guard_command, start_guarded
 
 _DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
 #: starts nothing, reads nothing, says nothing: srun while the nodes are busy, or a guard on a node that is cut off

@@ -18,7 +18,7 @@ from hpcrl.runs.events import read_events
 from hpcrl.runs.observe import observe
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunState, RunStatus
-from hpcrl.slurm.submission import submit_attempt
+from hpcrl.submit.submission import submit_attempt
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from hpcrl.config.plan import WatchPolicy
-from hpcrl.supervisor.watchdog import Pulse, Sign, read_engine_metrics
+from hpcrl.supervisor.policy.watchdog import Pulse, Sign, read_engine_metrics
 
 POLICY = WatchPolicy(floor_s=10.0, ceiling_s=100.0)
 

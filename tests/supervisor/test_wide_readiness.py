@@ -17,15 +17,15 @@ from hpcrl.config.plan import HttpProbe, Role, WatchPolicy
 from hpcrl.credentials import TOKEN_FILE, Credentials
 from hpcrl.gate import Gate
 from hpcrl.inference.vllm.front import servers_of
-from hpcrl.planning.groups import make_groups
+from hpcrl.jobplan.groups import make_groups
 from hpcrl.runs.role import Endpoints, Member
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunState
 from hpcrl.supervisor.component import Component
-from hpcrl.supervisor.guard import fill_node_rank
-from hpcrl.supervisor.launcher import Address, LocalLauncher
-from hpcrl.supervisor.probes import Prober
-from hpcrl.supervisor.watchdog import Pulses, Sign, Watchdog
+from hpcrl.supervisor.launch.launcher import Address, LocalLauncher
+from hpcrl.supervisor.launch.probes import Prober
+from hpcrl.supervisor.policy.watchdog import Pulses, Sign, Watchdog
+from hpcrl.supervisor.process.guard import fill_node_rank
 
 HOST = "127.0.0.1"
 

@@ -11,11 +11,11 @@ from hpcrl.config.recipe import CheckpointConfig
 from hpcrl.errors import CheckpointError
 from hpcrl.fs import hash_file
 from hpcrl.models.arch import load_arch
-from hpcrl.trainer.checkpoint import load_checkpoint
-from hpcrl.trainer.parallel import distributed
-from hpcrl.trainer.policy import TrainerPolicy
-from hpcrl.trainer.restore import choose_checkpoint
-from hpcrl.trainer.saver import CheckpointSaver
+from hpcrl.trainer.parallel.mesh import distributed
+from hpcrl.trainer.state.checkpoint import load_checkpoint
+from hpcrl.trainer.state.restore import choose_checkpoint
+from hpcrl.trainer.state.saver import CheckpointSaver
+from hpcrl.trainer.step.policy import TrainerPolicy
 
 
 def whole(tensor):

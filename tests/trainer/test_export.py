@@ -12,12 +12,12 @@ from trainer_testing import VOCAB, StubDock, make_recipe, tiny_arch, write_model
 
 from hpcrl.checkpoints import CheckpointLedger
 from hpcrl.errors import CheckpointError
+from hpcrl.modeling.packed_attention import PackedAttention
 from hpcrl.runs.rundir import RunDir
-from hpcrl.trainer.attention import PackedAttention
-from hpcrl.trainer.checkpoint import load_checkpoint
-from hpcrl.trainer.export import export_checkpoint
-from hpcrl.trainer.parallel import distributed
-from hpcrl.trainer.policy import TrainerPolicy
+from hpcrl.trainer.parallel.mesh import distributed
+from hpcrl.trainer.state.checkpoint import load_checkpoint
+from hpcrl.trainer.state.export import export_checkpoint
+from hpcrl.trainer.step.policy import TrainerPolicy
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def tensors_of(path):
 
 def test_the_command_writes_what_the_trainer_published(run, model_dir, tmp_path):
     output = tmp_path / "out"
-    command = [sys.executable, "-m", "hpcrl.trainer.export", str(run.path), str(output), "--step", "4"]
+    command = [sys.executable, "-m", "hpcrl.trainer.state.export", str(run.path), str(output), "--step", "4"]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == str(output)
     published, exported = tensors_of(run.weights_dir / "v000004"), tensors_of(output)

@@ -20,9 +20,9 @@ from hpcrl.checkpoints.restore import RestoreDecision
 from hpcrl.errors import ConfigError, DeadlineError, NothingToRestoreError, PeerLostError, RunFailedError
 from hpcrl.runs.events import read_events
 from hpcrl.runs.metrics import read_metrics
-from hpcrl.runs.restart import RestartRequest
 from hpcrl.runs.role import FailureRecord, RoleContext, restore_path
 from hpcrl.runs.rundir import RunDir
+from hpcrl.runs.start.restart import RestartRequest
 from hpcrl.trainer.loop import train
 from hpcrl.weights.store import HandoffStore
 

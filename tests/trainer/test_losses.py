@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from hpcrl.config.recipe import LossConfig
-from hpcrl.trainer.losses import MAX_LOG_RATIO, TrainedTokens, policy_loss
-from hpcrl.trainer.metrics import TokenSums
+from hpcrl.trainer.step.losses import MAX_LOG_RATIO, TrainedTokens, policy_loss
+from hpcrl.trainer.step.metrics import TokenSums
 
 KINDS = ("masked_ratio", "icepop", "tis", "ppo_clip", "cispo", "gspo")
 TOTAL = 37

@@ -7,9 +7,9 @@ import pytest
 import torch
 from trainer_testing import run_ranks
 
-from hpcrl.trainer.losses import PolicyLoss
-from hpcrl.trainer.metrics import TokenSums
-from hpcrl.trainer.parallel import distributed
+from hpcrl.trainer.parallel.mesh import distributed
+from hpcrl.trainer.step.losses import PolicyLoss
+from hpcrl.trainer.step.metrics import TokenSums
 
 VERSION = 7
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hpcrl.config.recipe import OptimizerConfig
-from hpcrl.trainer.optim import clip_gradients, learning_rate, make_optimizer, set_learning_rate
+from hpcrl.trainer.step.optim import clip_gradients, learning_rate, make_optimizer, set_learning_rate
 
 
 def rates(total, **settings):

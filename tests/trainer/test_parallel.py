@@ -8,8 +8,8 @@ from trainer_testing import Rollouts, make_recipe, run_ranks, write_model_dir
 
 from hpcrl.errors import PeerLostError, RunFailedError
 from hpcrl.models.arch import load_arch
-from hpcrl.trainer.parallel import distributed, is_lost_rank
-from hpcrl.trainer.policy import TrainerPolicy
+from hpcrl.trainer.parallel.mesh import distributed, is_lost_rank
+from hpcrl.trainer.step.policy import TrainerPolicy
 
 STEPS = 3
 #: float32 sums in another order; gradients are of the order 1, weights move by 1e-3 a step

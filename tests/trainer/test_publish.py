@@ -10,12 +10,12 @@ from trainer_testing import Rollouts, make_recipe, run_ranks, tiny_arch, write_m
 
 from hpcrl.config.recipe import HandoffConfig
 from hpcrl.errors import HandoffError
+from hpcrl.modeling.packed_attention import PackedAttention
 from hpcrl.models.arch import load_arch
-from hpcrl.trainer import version_writer
-from hpcrl.trainer.attention import PackedAttention
-from hpcrl.trainer.parallel import distributed
-from hpcrl.trainer.policy import TrainerPolicy
-from hpcrl.trainer.publish import Publisher
+from hpcrl.trainer.parallel.mesh import distributed
+from hpcrl.trainer.publish import version_writer
+from hpcrl.trainer.publish.publisher import Publisher
+from hpcrl.trainer.step.policy import TrainerPolicy
 from hpcrl.weights.store import HandoffStore
 
 PROBE = torch.tensor([7, 30, 41, 99, 8, 50, 2, 3, 77])

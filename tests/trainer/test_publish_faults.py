@@ -18,8 +18,8 @@ from test_publish_kinds import change, load_model, make_publisher
 from trainer_testing import run_ranks, tiny_arch, write_model_dir
 
 from hpcrl.errors import DeadlineError, HandoffError
-from hpcrl.trainer import version_writer as writer_module
-from hpcrl.trainer.parallel import distributed
+from hpcrl.trainer.parallel.mesh import distributed
+from hpcrl.trainer.publish import version_writer as writer_module
 from hpcrl.weights.store import HandoffStore
 
 

@@ -18,14 +18,14 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from trainer_testing import run_ranks, tiny_arch, write_model_dir
 
 from hpcrl.config.recipe import HandoffConfig
+from hpcrl.modeling.fp8 import dequantise
+from hpcrl.modeling.qwen3_moe import Qwen3Moe
 from hpcrl.models.arch import load_arch
-from hpcrl.trainer.fp8 import dequantise
-from hpcrl.trainer.models.qwen3_moe import Qwen3Moe
-from hpcrl.trainer.parallel import distributed, shard_model
-from hpcrl.trainer.policy import load_start_model
-from hpcrl.trainer.publish import Publisher
-from hpcrl.weights.quantize import is_quantised
-from hpcrl.weights.reconstruct import read_tensors
+from hpcrl.trainer.parallel.mesh import distributed, shard_model
+from hpcrl.trainer.publish.publisher import Publisher
+from hpcrl.trainer.step.policy import load_start_model
+from hpcrl.weights.format.quantize import is_quantised
+from hpcrl.weights.read.reconstruct import read_tensors
 from hpcrl.weights.store import HandoffStore
 
 CHUNK = 8192
@@ -286,7 +286,7 @@ def test_a_parent_that_was_collected_is_not_used(tmp_path, model_dir):
 
 def collect_meanwhile(rank, model_dir, root):
     """Version 0 is the parent of 2, and goes when 2 is written, before it has its name."""
-    import hpcrl.trainer.version_writer as module
+    import hpcrl.trainer.publish.version_writer as module
 
     store, write, said = HandoffStore(root), module.delta_result, []
 
@@ -321,7 +321,7 @@ def test_a_parent_that_is_collected_meanwhile_makes_the_version_whole(tmp_path, 
 
 def test_overlap_publishes_the_weights_of_the_call(tmp_path, model_dir, monkeypatch):
     """The writer is held until the parameters have changed; what it writes are the old ones."""
-    import hpcrl.trainer.version_writer as module
+    import hpcrl.trainer.publish.version_writer as module
 
     gate, write = threading.Event(), module.write_units
     monkeypatch.setattr(module, "write_units", lambda *args: gate.wait(30) and write(*args))

@@ -8,11 +8,11 @@ from trainer_testing import Rollouts, make_recipe, pack, run_ranks, tiny_arch, t
 
 from hpcrl.dock.routes import RoutedExperts, joined
 from hpcrl.dock.wire import decode_shard, encode_shard
-from hpcrl.trainer.attention import PackedAttention
-from hpcrl.trainer.batch import TokenBatch
-from hpcrl.trainer.parallel import distributed
-from hpcrl.trainer.policy import TrainerPolicy
-from hpcrl.trainer.routing import EngineRoutes, RouteComparison
+from hpcrl.modeling.packed_attention import PackedAttention
+from hpcrl.trainer.batch.routed_experts import EngineRoutes, RouteComparison
+from hpcrl.trainer.batch.tensors import TokenBatch
+from hpcrl.trainer.parallel.mesh import distributed
+from hpcrl.trainer.step.policy import TrainerPolicy
 
 CPU = torch.device("cpu")
 LAYERS, WIDTH = 2, 2

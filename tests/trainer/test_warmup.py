@@ -11,11 +11,11 @@ from trainer_testing import make_recipe
 from hpcrl.config.recipe import WarmupConfig
 from hpcrl.errors import UsageError
 from hpcrl.models.tokenizer import ChatTokenizer, write_character_tokenizer
-from hpcrl.rollouts.transcript import Transcript
-from hpcrl.trainer import warmup
-from hpcrl.trainer.demonstrations import DemonstrationSource, render_demonstration
-from hpcrl.trainer.policy import read_model_tensors
-from hpcrl.trainer.warmup import make_start_model
+from hpcrl.rollouts.sampling.rendering import Transcript
+from hpcrl.trainer.step.policy import read_model_tensors
+from hpcrl.trainer.warmup import make as warmup
+from hpcrl.trainer.warmup.demonstrations import DemonstrationSource, render_demonstration
+from hpcrl.trainer.warmup.make import make_start_model
 
 TALK = (
     {"role": "system", "content": "be short"},

@@ -23,14 +23,14 @@ import yaml
 from hpcrl.config.recipe import Recipe
 from hpcrl.dock.wire import BatchShard, BatchStats, MicroBatch, encode_shard
 from hpcrl.fs import write_json
+from hpcrl.modeling.hf import to_hf_tensors
+from hpcrl.modeling.qwen3_moe import Qwen3Moe
 from hpcrl.models.arch import ModelArch
 from hpcrl.models.tokenizer import write_character_tokenizer
 from hpcrl.runs.role import Endpoints, RoleContext
 from hpcrl.runs.rundir import RunDir
-from hpcrl.trainer.models.hf import to_hf_tensors
-from hpcrl.trainer.models.qwen3_moe import Qwen3Moe
-from hpcrl.trainer.publish import tensor_bytes
-from hpcrl.weights.shard import write_shard
+from hpcrl.trainer.publish.publisher import tensor_bytes
+from hpcrl.weights.format.shard import write_shard
 
 VOCAB = 103
 
@@ -252,7 +252,7 @@ def run_ranks(
     of a module and returns what can be pickled. Processes are forked from a server that has torch loaded.
     """
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["hpcrl.trainer.loop", "hpcrl.trainer.checkpoint", "torch._dynamo"])
+    context.set_forkserver_preload(["hpcrl.trainer.loop", "hpcrl.trainer.state.checkpoint", "torch._dynamo"])
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hpcrl.errors import HandoffError
-from hpcrl.weights.delta import apply_chunk, encode_chunk, iter_records
+from hpcrl.weights.format.delta import apply_chunk, encode_chunk, iter_records
 
 
 def changed(rng: np.random.Generator, width: int, count: int, share: float, reach: int) -> tuple[bytes, bytes]:

@@ -21,10 +21,10 @@ from handoff_lab import check_content, model_directory, publish
 
 from hpcrl.errors import HandoffError
 from hpcrl.weights import HandoffStore
-from hpcrl.weights.collector import Collector
-from hpcrl.weights.leases import ReaderWatch
-from hpcrl.weights.share import Pace
-from hpcrl.weights.subscriber import ReaderSettings, Subscriber
+from hpcrl.weights.lifetime.collector import Collector
+from hpcrl.weights.lifetime.leases import ReaderWatch
+from hpcrl.weights.read.share import Pace
+from hpcrl.weights.read.subscriber import ReaderSettings, Subscriber
 
 PUBLISH = """
 import sys
@@ -51,8 +51,8 @@ import sys
 from pathlib import Path
 from handoff_lab import check_content
 from hpcrl.errors import HandoffError
-from hpcrl.weights.share import Pace
-from hpcrl.weights.subscriber import ReaderSettings, Subscriber
+from hpcrl.weights.read.share import Pace
+from hpcrl.weights.read.subscriber import ReaderSettings, Subscriber
 root, switch, cache = Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]) if len(sys.argv) > 3 else None
 settings = ReaderSettings(expiry_s=4.0, streams=1, segment_bytes=16 << 10, pace=Pace(20.0), cache_dir=cache)
 with Subscriber(root, "r", settings) as subscriber:
@@ -73,8 +73,8 @@ import sys
 from pathlib import Path
 from hpcrl.errors import HandoffError
 from hpcrl.weights import HandoffStore
-from hpcrl.weights.collector import Collector
-from hpcrl.weights.leases import ReaderWatch
+from hpcrl.weights.lifetime.collector import Collector
+from hpcrl.weights.lifetime.leases import ReaderWatch
 root, switch = Path(sys.argv[1]), Path(sys.argv[2])
 collector = Collector(HandoffStore(root), ReaderWatch(root, expiry_s=60.0), keep_last=1, settle_s=0.0)
 switch.touch()

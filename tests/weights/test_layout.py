@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from hpcrl.weights.layout import PAGE_BYTES, PublishedTensor, Run, assign_units, block_runs, layout_shards
+from hpcrl.weights.format.layout import PAGE_BYTES, PublishedTensor, Run, assign_units, block_runs, layout_shards
 
 
 def tensors(rng: random.Random) -> list[PublishedTensor]:

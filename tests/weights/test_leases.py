@@ -15,11 +15,11 @@ from handoff_lab import check_content, model_directory, publish
 
 from hpcrl.errors import HandoffError
 from hpcrl.weights import HandoffStore
-from hpcrl.weights.collector import Collector
-from hpcrl.weights.leases import ReaderWatch
-from hpcrl.weights.pins import pins_of
-from hpcrl.weights.readers import Registration, parse_name
-from hpcrl.weights.subscriber import ReaderSettings, Subscriber
+from hpcrl.weights.lifetime.collector import Collector
+from hpcrl.weights.lifetime.leases import ReaderWatch
+from hpcrl.weights.lifetime.pins import pins_of
+from hpcrl.weights.lifetime.readers import Registration, parse_name
+from hpcrl.weights.read.subscriber import ReaderSettings, Subscriber
 
 LONG_S = 3600.0
 

@@ -11,11 +11,11 @@ from safetensors.numpy import load_file
 
 from hpcrl.errors import HandoffError
 from hpcrl.weights import Handoff, HandoffWriter, write_shard
-from hpcrl.weights.collector import Collector
-from hpcrl.weights.handoff_writer import ParentGoneError, ShardResult
-from hpcrl.weights.leases import ReaderWatch
-from hpcrl.weights.lora import ExpertAdapter, adapter_config, adapter_tensors, publish_adapter
-from hpcrl.weights.shard import TensorBytes
+from hpcrl.weights.format.shard import TensorBytes
+from hpcrl.weights.lifetime.collector import Collector
+from hpcrl.weights.lifetime.leases import ReaderWatch
+from hpcrl.weights.write.handoff_writer import ParentGoneError, ShardResult
+from hpcrl.weights.write.lora import ExpertAdapter, adapter_config, adapter_tensors, publish_adapter
 
 E, R, H, F = 3, 2, 8, 5
 EXPERTS = "model.layers.0.mlp.experts"

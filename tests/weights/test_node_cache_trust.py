@@ -14,11 +14,12 @@ from handoff_lab import check_content, model_directory, publish
 
 from hpcrl import ours
 from hpcrl.credentials import TOKEN_FILE, ensure_token
-from hpcrl.weights import HandoffStore, nodecache
-from hpcrl.weights.nodecache import NodeCache
-from hpcrl.weights.segments import Segment, SegmentMap, first_wrong_byte
-from hpcrl.weights.share import Pace
-from hpcrl.weights.subscriber import ReaderSettings, Subscriber
+from hpcrl.weights import HandoffStore
+from hpcrl.weights.format.segments import Segment, SegmentMap, first_wrong_byte
+from hpcrl.weights.read import nodecache
+from hpcrl.weights.read.nodecache import NodeCache
+from hpcrl.weights.read.share import Pace
+from hpcrl.weights.read.subscriber import ReaderSettings, Subscriber
 
 SEGMENT = 16 << 10
 STRANGER = 54321

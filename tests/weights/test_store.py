@@ -18,11 +18,11 @@ from safetensors.numpy import load_file
 from hpcrl.aside import list_asides
 from hpcrl.errors import FencedError, HandoffError
 from hpcrl.weights import HandoffStore, HandoffWriter, write_shard
-from hpcrl.weights.collector import Collector
-from hpcrl.weights.handoff_writer import ShardResult
-from hpcrl.weights.leases import ReaderWatch
-from hpcrl.weights.manifest import Handoff
-from hpcrl.weights.shard import TensorBytes
+from hpcrl.weights.format.manifest import Handoff
+from hpcrl.weights.format.shard import TensorBytes
+from hpcrl.weights.lifetime.collector import Collector
+from hpcrl.weights.lifetime.leases import ReaderWatch
+from hpcrl.weights.write.handoff_writer import ShardResult
 
 
 def tensor(name: str, array: np.ndarray) -> TensorBytes:

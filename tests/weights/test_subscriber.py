@@ -19,13 +19,13 @@ from hpcrl.credentials import Credentials
 from hpcrl.errors import HandoffError
 from hpcrl.gate import Gate
 from hpcrl.weights import HandoffStore
-from hpcrl.weights.fanout import parent_of
-from hpcrl.weights.manifest import Handoff
-from hpcrl.weights.nodecache import NodeCache
-from hpcrl.weights.ownership import Owner, OwnerLock, myself
-from hpcrl.weights.segments import SegmentMap, first_wrong_byte
-from hpcrl.weights.share import Pace
-from hpcrl.weights.subscriber import ReaderSettings, Subscriber
+from hpcrl.weights.format.manifest import Handoff
+from hpcrl.weights.format.segments import SegmentMap, first_wrong_byte
+from hpcrl.weights.read.fanout import parent_of
+from hpcrl.weights.read.nodecache import NodeCache
+from hpcrl.weights.read.ownership import Owner, OwnerLock, myself
+from hpcrl.weights.read.share import Pace
+from hpcrl.weights.read.subscriber import ReaderSettings, Subscriber
 
 WORDS = 5000
 SEGMENT = 16 << 10

@@ -2,7 +2,7 @@
 
 Only what the worker will load is read: of the experts those that its rank holds, of a version with a merged adapter the
 blocks that differ from what is served. It comes by way of the node's cache and of other nodes where the run says so
-(`hpcrl.weights.subscriber`), and is copied out of the cache, which is a window that moves on.
+(`hpcrl.weights.read.subscriber`), and is copied out of the cache, which is a window that moves on.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch
 from hpcrl.errors import HandoffError
 from hpcrl.inference.adapters import Adapter, as_tensor
 from hpcrl.weights import HandoffStore
-from hpcrl.weights.adapters import Contents, blocks_of, contents_of
-from hpcrl.weights.assemble import StoredTensor
-from hpcrl.weights.subscriber import Reading, Subscriber
+from hpcrl.weights.format.adapters import Contents, blocks_of, contents_of
+from hpcrl.weights.read.assemble import StoredTensor
+from hpcrl.weights.read.subscriber import Reading, Subscriber
 
 __all__ = ["Staged"]
 

@@ -38,9 +38,9 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from hpcrl.inference.vllm.staging import Staged
 from hpcrl.runs.refusals import gate_from_env
-from hpcrl.weights.adapters import Contents
-from hpcrl.weights.invitation import Invitation, check_same_reader
-from hpcrl.weights.subscriber import ReaderSettings, Subscriber
+from hpcrl.weights.format.adapters import Contents
+from hpcrl.weights.read.registration import Invitation, check_same_reader
+from hpcrl.weights.read.subscriber import ReaderSettings, Subscriber
 
 __all__ = ["HandoffInit", "HandoffTransferEngine", "HandoffUpdate", "StagingWorker"]
 
@@ -60,7 +60,7 @@ class HandoffInit(WeightTransferInitInfo):
     root:
         The only directory that hand-offs are taken from.
     reader:
-        How to read them and under which name, see `hpcrl.weights.invitation`.
+        How to read them and under which name, see `hpcrl.weights.read.registration`.
     """
 
     root: str | None = None

@@ -22,7 +22,7 @@ from hpcrl.config.recipe import CalculatorEnv
 from hpcrl.errors import ConfigError, Finding
 from hpcrl.rollouts.environments.base import Message, Outcome, Policy, Prompt, Split
 from hpcrl.rollouts.environments.sandbox import Sandbox, SandboxError
-from hpcrl.rollouts.seeding import stable_hash
+from hpcrl.rollouts.sampling.seeding import stable_hash
 
 __all__ = ["CalculatorEnvironment", "Question"]
 

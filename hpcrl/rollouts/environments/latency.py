@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from hpcrl.config.recipe import LatencyConfig
 from hpcrl.rollouts.environments.base import Environment, Message, Outcome, Policy, Prompt, Split, prompt_of
-from hpcrl.rollouts.seeding import stable_fraction
+from hpcrl.rollouts.sampling.seeding import stable_fraction
 
 __all__ = ["DelayedEnvironment"]
 

@@ -19,7 +19,7 @@ from importlib import resources
 from hpcrl.config.recipe import WordsEnv
 from hpcrl.errors import ConfigError, Finding
 from hpcrl.rollouts.environments.base import Message, Outcome, Policy, Prompt, Split
-from hpcrl.rollouts.seeding import stable_hash
+from hpcrl.rollouts.sampling.seeding import stable_hash
 
 __all__ = ["WordsEnvironment", "transform", "word_list"]
 

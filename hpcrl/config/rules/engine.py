@@ -1,0 +1,126 @@
+"""Rules about engines: what of a recipe this version can run, and which flags of vLLM are its own."""
+
+from __future__ import annotations
+
+import re
+
+from hpcrl.config.cluster import ClusterProfile, SlurmCluster
+from hpcrl.config.engine_shape import engine_ranks_per_node, replica_nodes, vllm_args
+from hpcrl.config.recipe import Recipe
+from hpcrl.config.rules.rule import Conflicts, Rule
+from hpcrl.config.vllm import owner_of
+
+__all__ = ["ENGINE_RULES", "PAYLOAD_RULE"]
+
+_FLAG = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*(\.[\w.]+)?")
+
+
+def _payload_exists(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
+    if recipe.job.payload == "probe":
+        return
+    engine = recipe.engine
+    if engine.backend != "vllm":
+        if engine.prefill is not None or engine.decode is not None:
+            yield "engine.prefill", f"engines of the backend {engine.backend!r} have no sides"
+        return
+    if engine.prefill is not None and recipe.job.layout == "elastic":
+        yield "engine.prefill", "the router between the sides cannot be told of replicas that come and go"
+    if _largest_replica(recipe, cluster) > 1:
+        yield from _wide_runs(recipe, cluster)
+
+
+def _wide_runs(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
+    """What replicas of several ranks cannot have."""
+    engine = recipe.engine
+    gpus = engine.device == "auto" and isinstance(cluster, SlurmCluster)
+    if engine.prefill is not None and (engine.kv_transfer == "mooncake" or not (gpus or engine.kv_transfer == "nixl")):
+        yield (
+            "engine.kv_transfer",
+            "Mooncake's connector between sides of several ranks was not worked out, and NIXL needs GPUs",
+        )
+
+
+def _dynamo_can(recipe: Recipe, _: ClusterProfile) -> Conflicts:
+    engine = recipe.engine
+    if engine.router.kind != "dynamo":
+        return
+    if engine.backend != "vllm":
+        yield "engine.router.kind", f"engines of the backend {engine.backend!r} do not tell Dynamo what they cache"
+    elif engine.prefill is not None:
+        yield "engine.router.kind", "Dynamo's selection leads no request from prefill to decode"
+
+
+def _largest_replica(recipe: Recipe, cluster: ClusterProfile) -> int:
+    """Ranks of the widest replica."""
+    return max(n * engine_ranks_per_node(recipe, cluster, role) for role, n in replica_nodes(recipe).items())
+
+
+def _sides_have_a_router(recipe: Recipe, _: ClusterProfile) -> Conflicts:
+    engine = recipe.engine
+    if engine.prefill is not None and engine.backend == "vllm" and engine.router.kind == "direct":
+        yield "engine.router.kind", "without a router nothing leads a request from prefill to decode"
+    if engine.prefill is None and engine.kv_transfer != "auto":
+        yield "engine.kv_transfer", "has no effect without prefill and decode"
+
+
+def _vllm_stands(recipe: Recipe, _: ClusterProfile) -> Conflicts:
+    if recipe.engine.backend == "vllm" and recipe.engine.pause != "keep":
+        yield (
+            "engine.pause",
+            "vLLM loads weights into its layers in place, over several calls: a step between two of them is computed "
+            "by layers of two versions, and by some that have no weights yet",
+        )
+
+
+def _own_flags(recipe: Recipe, _: ClusterProfile) -> Conflicts:
+    for key, flag, _value in vllm_args(recipe):
+        if reason := owner_of(flag):
+            yield key, f"hpcrl sets --{flag} itself: {reason}"
+
+
+def _flag_names(recipe: Recipe, _: ClusterProfile) -> Conflicts:
+    for key, flag, value in vllm_args(recipe):
+        if not _FLAG.fullmatch(flag):
+            yield key, f"{flag!r} is no long name of a flag: write it without leading dashes, with dashes inside"
+        elif value is None:
+            yield key, "has no value"
+
+
+def _args_for_vllm(recipe: Recipe, _: ClusterProfile) -> Conflicts:
+    if recipe.engine.backend != "vllm":
+        for key, _flag, _value in vllm_args(recipe):
+            yield key, f"has no effect on engines of the backend {recipe.engine.backend!r}"
+
+
+PAYLOAD_RULE = Rule(
+    "payload-exists",
+    "Everything that a run starts is part of this version.",
+    "choose another layout than elastic for sides, and for sides of several ranks kv_transfer: nixl; or try the shape "
+    "of the job: --set job.payload=probe",
+    _payload_exists,
+    submit_only=True,
+)
+
+ENGINE_RULES: tuple[Rule, ...] = (
+    Rule("own-vllm-flags", "A recipe gives vLLM no flag that hpcrl sets.", "remove it from vllm_args", _own_flags),
+    Rule("vllm-flag-names", "Flags of vLLM are long names with values.", "correct the name", _flag_names),
+    Rule(
+        "dynamo-engines",
+        "Dynamo's router has engines that it can choose from.",
+        "set engine.router.kind: auto",
+        _dynamo_can,
+    ),
+    Rule(
+        "sides-router",
+        "Prefill and decode have a router between them.",
+        "set engine.router.kind: auto, and kv_transfer only beside prefill and decode",
+        _sides_have_a_router,
+    ),
+    Rule(
+        "vllm-pause",
+        "vLLM's requests are frozen while its weights change.",
+        "set engine.pause: keep; none is for engine.backend: embedded, which reads into a second copy of the model",
+        _vllm_stands,
+    ),
+    Rule("vllm-args-apply", "Flags of vLLM are for vLLM.", "set engine.backend: vllm, or remove them", _args_for_vllm),
+)

@@ -1,0 +1,299 @@
+"""Rules about parallelism and memory-saving settings of trainer and engines that need no facts about the model.
+
+Those that need them are in `hpcrl.jobplan.model_rules`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from hpcrl.config.base import StrictModel
+from hpcrl.config.cluster import ClusterProfile, SlurmCluster
+from hpcrl.config.engine_shape import engine_gpus, replica_nodes, vllm_args
+from hpcrl.config.recipe import Recipe
+from hpcrl.config.rules.rule import Conflicts, Rule
+from hpcrl.errors import ConfigError, Finding
+
+__all__ = ["PARALLEL_RULES", "refuse_planned_settings"]
+
+_LORA_MAX_RANK = 512
+"""Largest rank of an adapter that is published; vLLM itself loads none of a higher one."""
+
+
+def _changed(model: StrictModel) -> Iterator[str]:
+    """Fields that differ from their defaults."""
+    for name, field in type(model).model_fields.items():
+        if getattr(model, name) != field.default:
+            yield name
+
+
+def _planned_settings(recipe: Recipe, _: ClusterProfile) -> Conflicts:
+    if recipe.job.payload != "probe":
+        yield from _planned_only(recipe)
+
+
+def _planned_only(recipe: Recipe) -> Conflicts:
+    trainer, engine = recipe.trainer, recipe.engine
+    for section in ("parallelism", "memory"):
+        for name in _changed(getattr(trainer, section)):
+            yield f"trainer.{section}.{name}", "the planner reads it, but the trainer of this version cannot do it yet"
+    if trainer.router_replay:
+        yield "trainer.router_replay", "the planner reads it, but the trainer of this version cannot do it yet"
+    if engine.tp != 1:
+        yield "engine.tp", "the planner reads it, but the engines of this version are one process each"
+
+
+def refuse_planned_settings(recipe: Recipe, where: str) -> None:
+    """Refuse what a submit refuses, in a role that was started without one: it would run as if nothing was said.
+
+    Raises
+    ------
+    ConfigError
+        With every setting that is planned, but no part of this version.
+    """
+    (rule,) = (rule for rule in PARALLEL_RULES if rule.check is _planned_settings)
+    way_out = "remove the setting"
+    findings = [Finding(where, key, f"{what} [{rule.name}]", way_out) for key, what in _planned_only(recipe)]
+    if findings:
+        raise ConfigError(findings)
+
+
+def _world_size(recipe: Recipe, _: ClusterProfile) -> Conflicts:
+    trainer = recipe.trainer
+    for name in ("ep", "cp"):
+        degree = getattr(trainer.parallelism, name)
+        if trainer.ranks % degree:
+            yield f"trainer.parallelism.{name}", f"{degree} does not divide the {trainer.ranks} ranks of the trainer"
+
+
+def _replica_size(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
+    tp = recipe.engine.tp
+    for role, nodes in replica_nodes(recipe).items():
+        if (gpus := nodes * engine_gpus(recipe, cluster, role)) % tp:
+            yield "engine.tp", f"{tp} does not divide the {gpus} GPUs of a replica of {role}"
+
+
+def _wants_routes(recipe: Recipe) -> bool:
+    return recipe.trainer.router_replay or recipe.engine.return_routed_experts
+
+
+def _replay_sees_prefixes(recipe: Recipe, _: ClusterProfile) -> Conflicts:
+    if not _wants_routes(recipe):
+        return
+    memory, engine = recipe.engine.memory, recipe.engine
+    lost = "prompts that come from there run no forward pass, so their experts are not recorded"
+    if memory.kv_offload_gib:
+        yield "engine.memory.kv_offload_gib", lost
+    if engine.kv_store is not None and recipe.trainer.router_replay:
+        yield "engine.kv_store", lost
+    if engine.prefill is not None:
+        yield "engine.prefill", "vLLM refuses to return experts where prompts are computed by other engines"
+
+
+def _flags(recipe: Recipe, name: str) -> list[tuple[str, Any]]:
+    """Key and value of a flag of vLLM, wherever the recipe gives it: to all engines or to one side."""
+    return [(key, value) for key, flag, value in vllm_args(recipe) if flag == name]
+
+
+def _replay_sees_all_routes(recipe: Recipe, _: ClusterProfile) -> Conflicts:
+    if not _wants_routes(recipe):
+        return
+    lost = {
+        "async-scheduling": "requests that are put back lose their routes where steps are scheduled ahead",
+        "enable-eplb": "balancing moves experts about, and the engine reports places in place of experts",
+    }
+    for flag, what in lost.items():
+        yield from ((key, what) for key, value in _flags(recipe, flag) if value)
+
+
+def _quantized_once(recipe: Recipe, _: ClusterProfile) -> Conflicts:
+    engine = recipe.engine
+    if engine.backend != "vllm":
+        return
+    flags, published = _flags(recipe, "quantization"), recipe.handoff.kind == "fp8"
+    if published:
+        for key, value in flags:
+            yield key, f"{value!r} quantises what handoff.kind: fp8 has quantised"
+    elif engine.memory.weights == "fp8" and not flags:
+        yield "engine.memory.weights", "nothing makes FP8 of the weights: hand-offs are not, and vLLM is not told to"
+    if engine.memory.weights != "fp8" and (flags or published):
+        yield "engine.memory.weights", "is as_dtype, but engines hold FP8: plans would count too much"
+
+
+def _planned_utilization(recipe: Recipe, _: ClusterProfile) -> Conflicts:
+    planned = recipe.engine.memory.gpu_memory_utilization
+    for key, value in _flags(recipe, "gpu-memory-utilization"):
+        if value != planned:
+            yield key, f"{value} is not engine.memory.gpu_memory_utilization ({planned:g}), which plans count with"
+
+
+def _adapters_load(recipe: Recipe, _: ClusterProfile) -> Conflicts:
+    rank = recipe.trainer.memory.lora_rank
+    if rank is None:
+        return
+    if rank > _LORA_MAX_RANK:
+        yield "trainer.memory.lora_rank", f"{rank} is more than the {_LORA_MAX_RANK} that an adapter may have"
+    merged = "an adapter that is merged into FP8 weights loses most of its bits in their rounding"
+    if recipe.engine.memory.weights == "fp8":
+        yield "engine.memory.weights", merged
+    if recipe.handoff.kind == "fp8":
+        yield "handoff.kind", merged
+
+
+def _offload_applies(recipe: Recipe, _: ClusterProfile) -> Conflicts:
+    memory = recipe.trainer.memory
+    if memory.activation_offload and memory.activation_checkpointing != "full":
+        yield "trainer.memory.activation_offload", "offloads inputs of layers, which only `full` checkpointing keeps"
+
+
+def _chunk_applies(recipe: Recipe, _: ClusterProfile) -> Conflicts:
+    chunk = recipe.trainer.memory.lm_head_chunk_tokens
+    tokens = -(-recipe.trainer.micro_batch_tokens // recipe.trainer.parallelism.cp)
+    if chunk is not None and chunk >= tokens:
+        yield "trainer.memory.lm_head_chunk_tokens", f"{chunk} is no less than the {tokens} tokens of a micro-batch"
+
+
+def _engine_memory_applies(recipe: Recipe, _: ClusterProfile) -> Conflicts:
+    engine = recipe.engine
+    if engine.backend != "embedded":
+        return
+    for name in _changed(engine.memory):
+        yield f"engine.memory.{name}", "has no effect on the embedded engine, which reads engine.kv_cache_gib"
+
+
+def _store_shares(recipe: Recipe, _: ClusterProfile) -> Conflicts:
+    if recipe.engine.memory.kv_offload_gib and recipe.engine.kv_store is not None:
+        yield "engine.memory.kv_offload_gib", "vLLM has one place for blocks that leave the GPU; the store is one too"
+
+
+def _offload_leaves_a_gpu(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
+    if not recipe.engine.memory.kv_offload_gib:
+        return
+    roles = ("prefill", "decode") if recipe.engine.prefill is not None else ("engine",)
+    if recipe.engine.device == "cpu" or not isinstance(cluster, SlurmCluster):
+        without = list(roles)
+    else:
+        nodes = {role: cluster.partitions[cluster.partition_name(role)].node for role in roles}
+        without = [role for role, node in nodes.items() if not node.gpus]
+    if without:
+        what = f"engines without GPUs ({', '.join(without)}) have all of their KV in host memory"
+        yield "engine.memory.kv_offload_gib", what
+
+
+def _disk_is_below_host(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
+    memory = recipe.engine.memory
+    if not memory.kv_offload_disk_gib:
+        return
+    if not memory.kv_offload_gib:
+        yield "engine.memory.kv_offload_gib", "blocks go to the disk through host memory, and there is none"
+    if not isinstance(cluster, SlurmCluster) or cluster.paths.scratch is None:
+        yield "engine.memory.kv_offload_disk_gib", "the site names no scratch directory on the disks of its nodes"
+
+
+def _host_holds_offload(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
+    if not isinstance(cluster, SlurmCluster):
+        return
+    offload = recipe.engine.memory.kv_offload_gib
+    for role in ("prefill", "decode") if recipe.engine.prefill is not None else ("engine",):
+        host = cluster.partitions[cluster.partition_name(role)].node.memory_gib
+        if offload > host:
+            yield "engine.memory.kv_offload_gib", f"{offload:g} GiB on nodes of {host:g} GiB ({role})"
+
+
+PARALLEL_RULES: tuple[Rule, ...] = (
+    Rule(
+        "planned-settings",
+        "What a run is told to do, this version can do.",
+        "remove the setting, or try the shape of the job: --set job.payload=probe",
+        _planned_settings,
+        submit_only=True,
+    ),
+    Rule(
+        "world-size",
+        "The degrees of parallelism divide the trainer's ranks.",
+        "choose ep and cp as divisors of trainer.ranks",
+        _world_size,
+    ),
+    Rule(
+        "replica-size",
+        "Tensor parallelism divides the GPUs of a replica.",
+        "choose engine.tp as a divisor of nodes times GPUs of a node",
+        _replica_size,
+    ),
+    Rule(
+        "replay-sees-prefixes",
+        "Where experts are returned, every prompt is computed by the engine that answers.",
+        "set trainer.router_replay and engine.return_routed_experts: false, or serve without KV offload, store and "
+        "disaggregation",
+        _replay_sees_prefixes,
+    ),
+    Rule(
+        "adapters-load",
+        "Engines can load the adapters that are trained.",
+        "set engine.memory.weights: as_dtype, handoff.kind: full and a rank of at most 512, or train all parameters",
+        _adapters_load,
+    ),
+    Rule(
+        "replay-sees-all-routes",
+        "Where experts are returned, they are those of every token.",
+        "set async-scheduling: false and enable-eplb: false in vllm_args, or trainer.router_replay and "
+        "engine.return_routed_experts: false",
+        _replay_sees_all_routes,
+    ),
+    Rule(
+        "quantized-once",
+        "Weights become FP8 in one place, and plans know.",
+        "set engine.memory.weights: fp8 with either handoff.kind: fp8 or vllm_args.quantization: fp8_per_block; or "
+        "neither and as_dtype",
+        _quantized_once,
+    ),
+    Rule(
+        "planned-utilization",
+        "Engines take the share of a GPU that plans count with.",
+        "give both the same value",
+        _planned_utilization,
+    ),
+    Rule(
+        "activation-offload-applies",
+        "Activations that are offloaded are kept in the first place.",
+        "set trainer.memory.activation_checkpointing: full, or activation_offload: false",
+        _offload_applies,
+    ),
+    Rule(
+        "head-chunk-applies",
+        "A chunk of the head is smaller than a micro-batch.",
+        "lower trainer.memory.lm_head_chunk_tokens or remove it",
+        _chunk_applies,
+    ),
+    Rule(
+        "engine-memory-applies",
+        "Memory settings of vLLM are for vLLM.",
+        "set engine.kv_cache_gib instead, or engine.backend: vllm",
+        _engine_memory_applies,
+    ),
+    Rule(
+        "one-kv-tier",
+        "KV blocks leave the GPU for one place.",
+        "set kv_offload_gib: 0, or remove kv_store",
+        _store_shares,
+    ),
+    Rule(
+        "offload-leaves-gpu",
+        "KV blocks are moved to host memory from a GPU.",
+        "set kv_offload_gib: 0, and engine.kv_cache_gib to what there is room for",
+        _offload_leaves_a_gpu,
+    ),
+    Rule(
+        "disk-below-host",
+        "KV blocks reach a disk through host memory, and there is a disk.",
+        "set kv_offload_gib and paths.scratch of the site, or kv_offload_disk_gib: 0",
+        _disk_is_below_host,
+    ),
+    Rule(
+        "host-holds-offload",
+        "The host memory of a node holds the KV blocks that leave its GPUs.",
+        "lower kv_offload_gib",
+        _host_holds_offload,
+    ),
+)

@@ -1,0 +1,337 @@
+"""Rules across components: what each part allows alone but the whole does not.
+
+One table, checked before anything is submitted; docs/configuration.md is made from it. Here are the rules of the
+recipe; `hpcrl.config.rules.job` has those about nodes and jobs, `hpcrl.config.rules.site` those within a profile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from hpcrl.config.cluster import ClusterProfile, LocalCluster
+from hpcrl.config.engine_shape import engine_side, replica_nodes, step_limits
+from hpcrl.config.load import Loaded
+from hpcrl.config.recipe import LossConfig, Recipe, WarmupConfig, WordsEnv
+from hpcrl.config.rules.engine import ENGINE_RULES
+from hpcrl.config.rules.job import JOB_RULES
+from hpcrl.config.rules.parallel import PARALLEL_RULES
+from hpcrl.config.rules.rule import Conflicts, Rule
+from hpcrl.config.rules.site import SITE_RULES
+from hpcrl.config.rules.store import STORE_RULES
+from hpcrl.errors import ConfigError, Finding
+
+__all__ = [
+    "JOB_RULES",
+    "PARALLEL_RULES",
+    "RULES",
+    "SITE_RULES",
+    "check_cluster",
+    "check_rules",
+    "unstartable",
+]
+
+GIB = 1 << 30
+#: which settings of `LossConfig` each loss reads, beside ``kind``
+LOSS_SETTINGS: dict[str, frozenset[str]] = {
+    "masked_ratio": frozenset({"mask_low", "mask_high", "kl_tau"}),
+    "icepop": frozenset({"ratio_low", "ratio_high"}),
+    "tis": frozenset({"ratio_high"}),
+    "ppo_clip": frozenset({"clip_low", "clip_high"}),
+    "cispo": frozenset({"clip_low", "clip_high"}),
+    "gspo": frozenset({"clip_low", "clip_high"}),
+}
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+def check_rules(recipe: Loaded[Recipe], cluster: Loaded[ClusterProfile], *, planning: bool = False) -> None:
+    """Check all rules (ConfigError with every conflict).
+
+    Parameters
+    ----------
+    recipe, cluster:
+        As loaded.
+    planning:
+        Nothing will be started: leave out the rules about what this version can start.
+    """
+    # rules of recipe and site build on a profile that is right in itself
+    check_cluster(cluster)
+    rules = [rule for rule in RULES if not (planning and rule.submit_only)]
+    conflicts = ((rule, key, what) for rule in rules for key, what in rule.check(recipe.value, cluster.value))
+    _refuse(
+        Finding(_where(recipe, cluster, key), key, f"{what} [{rule.name}]", rule.way_out)
+        for rule, key, what in conflicts
+    )
+
+
+def unstartable(recipe: Recipe, cluster: ClusterProfile) -> list[str]:
+    """Keys of what a plan may ask for and this version cannot start."""
+    found = (key for rule in RULES if rule.submit_only for key, _ in rule.check(recipe, cluster))
+    return list(dict.fromkeys(found))
+
+
+def check_cluster(cluster: Loaded[ClusterProfile]) -> None:
+    """Check the rules within a profile (ConfigError with every conflict)."""
+    conflicts = ((rule, key, what) for rule in SITE_RULES for key, what in rule.check(cluster.value))
+    _refuse(
+        Finding(cluster.where(key.removeprefix("cluster.")), key, f"{what} [{rule.name}]", rule.way_out)
+        for rule, key, what in conflicts
+    )
+
+
+def _where(recipe: Loaded[Recipe], cluster: Loaded[ClusterProfile], key: str) -> str:
+    return cluster.where(key.removeprefix("cluster.")) if key.startswith("cluster.") else recipe.where(key)
+
+
+def _refuse(findings: Iterable[Finding]) -> None:
+    if found := list(findings):
+        raise ConfigError(found)
+
+
+def _batch_of_groups(recipe: Recipe, _: ClusterProfile) -> Conflicts:
+    r = recipe.rollouts
+    if r.rollouts_per_step % r.group_size:
+        yield "rollouts.rollouts_per_step", f"{r.rollouts_per_step} is no multiple of group_size {r.group_size}"
+
+
+def _group_has_peers(recipe: Recipe, _: ClusterProfile) -> Conflicts:
+    if recipe.rollouts.group_size < 2:
+        yield "rollouts.group_size", "a group of one has nothing to compare its reward with: every advantage is 0"
+
+
+def _flight_holds_group(recipe: Recipe, _: ClusterProfile) -> Conflicts:
+    r = recipe.rollouts
+    if r.max_in_flight < r.group_size:
+        yield "rollouts.max_in_flight", f"{r.max_in_flight} is less than one group ({r.group_size})"
+
+
+def _adaptive(recipe: Recipe, _: ClusterProfile) -> Conflicts:
+    c = recipe.rollouts.adaptive_concurrency
+    if c.kv_low >= c.kv_high:
+        yield "rollouts.adaptive_concurrency.kv_low", f"{c.kv_low:g} is not below kv_high ({c.kv_high:g})"
+    if not 0 < c.decrease < 1:
+        yield "rollouts.adaptive_concurrency.decrease", f"{c.decrease:g} takes nothing away, or all"
+
+
+def _answer_fits_context(recipe: Recipe, _: ClusterProfile) -> Conflicts:
+    new, length = recipe.rollouts.sampling.max_new_tokens, recipe.engine.max_model_len
+    if new >= length:
+        yield "rollouts.sampling.max_new_tokens", f"{new} leaves no room for a prompt in max_model_len {length}"
+
+
+def _micro_batch_holds_sequence(recipe: Recipe, _: ClusterProfile) -> Conflicts:
+    tokens, length = recipe.trainer.micro_batch_tokens, recipe.engine.max_model_len
+    if tokens < length:
+        yield "trainer.micro_batch_tokens", f"{tokens} cannot hold one rollout of max_model_len {length}"
+
+
+def _engine_step_holds_decode(recipe: Recipe, _: ClusterProfile) -> Conflicts:
+    for role in replica_nodes(recipe):
+        sequences, tokens = step_limits(recipe.engine, role)
+        if tokens < sequences:
+            own = engine_side(recipe.engine, role)
+            key = f"engine.{role.value}" if own is not None and own.max_num_batched_tokens else "engine"
+            yield f"{key}.max_num_batched_tokens", f"{tokens} cannot hold one token of each of {sequences} sequences"
+            # said once where both sides have it from the engine
+            if key == "engine":
+                return
+
+
+def _context_within_positions(recipe: Recipe, _: ClusterProfile) -> Conflicts:
+    warmup = recipe.model.warmup
+    if warmup is not None and recipe.engine.max_model_len > warmup.max_position_embeddings:
+        yield (
+            "engine.max_model_len",
+            f"{recipe.engine.max_model_len} is more than the model's {warmup.max_position_embeddings} positions",
+        )
+
+
+def _kv_cache_holds_sequence(recipe: Recipe, _: ClusterProfile) -> Conflicts:
+    warmup, engine = recipe.model.warmup, recipe.engine
+    if warmup is None:
+        return
+    needed = _kv_bytes_per_token(warmup, engine.dtype) * engine.max_model_len
+    if engine.kv_cache_gib * GIB < needed:
+        yield "engine.kv_cache_gib", f"one sequence of max_model_len needs {needed / GIB:.3g} GiB"
+
+
+def _kv_bytes_per_token(warmup: WarmupConfig, dtype: str) -> int:
+    """Keys and values of all layers: ``2 · layers · kv_heads · head_dim · bytes``."""
+    return 2 * warmup.num_hidden_layers * warmup.num_key_value_heads * warmup.head_dim * _DTYPE_BYTES[dtype]
+
+
+def _model_shape(recipe: Recipe, _: ClusterProfile) -> Conflicts:
+    w = recipe.model.warmup
+    if w is None:
+        return
+    if w.num_attention_heads % w.num_key_value_heads:
+        yield (
+            "model.warmup.num_key_value_heads",
+            f"{w.num_key_value_heads} does not divide num_attention_heads {w.num_attention_heads}",
+        )
+    if w.num_experts_per_tok > w.num_experts:
+        yield "model.warmup.num_experts_per_tok", f"{w.num_experts_per_tok} is more than num_experts {w.num_experts}"
+    if w.head_dim % 2:
+        yield "model.warmup.head_dim", f"{w.head_dim} is odd; rotary embeddings turn pairs"
+
+
+def _unique_environments(recipe: Recipe, _: ClusterProfile) -> Conflicts:
+    seen: set[str] = set()
+    for i, environment in enumerate(recipe.environments):
+        if environment.name in seen:
+            yield f"environments.{i}.name", f"{environment.name!r} is used twice"
+        seen.add(environment.name)
+
+
+def _word_lengths(recipe: Recipe, _: ClusterProfile) -> Conflicts:
+    for i, environment in enumerate(recipe.environments):
+        if isinstance(environment, WordsEnv) and environment.min_letters > environment.max_letters:
+            yield (
+                f"environments.{i}.min_letters",
+                f"{environment.min_letters} is more than max_letters {environment.max_letters}",
+            )
+
+
+def _evaluation_covers(recipe: Recipe, _: ClusterProfile) -> Conflicts:
+    if recipe.evaluation.prompts < len(recipe.environments):
+        yield "evaluation.prompts", f"{recipe.evaluation.prompts} prompts for {len(recipe.environments)} environments"
+
+
+def _loss_settings_apply(recipe: Recipe, _: ClusterProfile) -> Conflicts:
+    loss = recipe.algorithm.loss
+    written = loss.model_fields_set - {"kind"}
+    for name in sorted(written - LOSS_SETTINGS[loss.kind]):
+        # a resolved recipe names every setting: only one that differs from its default was meant
+        if getattr(loss, name) != LossConfig.model_fields[name].default:
+            yield f"algorithm.loss.{name}", f"has no effect on the loss {loss.kind!r}"
+
+
+def _mask_order(recipe: Recipe, _: ClusterProfile) -> Conflicts:
+    loss = recipe.algorithm.loss
+    if loss.ratio_low >= loss.ratio_high:
+        yield "algorithm.loss.ratio_low", f"{loss.ratio_low:g} is not below ratio_high {loss.ratio_high:g}"
+
+
+def _schedule_fits(recipe: Recipe, _: ClusterProfile) -> Conflicts:
+    warmup, steps = recipe.trainer.optimizer.warmup_steps, recipe.trainer.steps
+    if warmup >= steps:
+        yield "trainer.optimizer.warmup_steps", f"{warmup} steps of warm-up in a run of {steps}"
+
+
+def _port_range(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
+    engine = recipe.engine
+    sides = [side.replicas for side in (engine.prefill, engine.decode) if side is not None]
+    needed = (sum(sides) or engine.replicas) + 2
+    available = cluster.ports.last - cluster.ports.first + 1
+    if available < needed:
+        yield "cluster.ports.last", f"the range holds {max(0, available)} ports, the run needs {needed}"
+
+
+def _process_limit(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
+    if not isinstance(cluster, LocalCluster):
+        return
+    processes = recipe.trainer.ranks + recipe.engine.replicas + 1
+    if processes > cluster.max_processes:
+        yield "cluster.max_processes", f"the run has {processes} processes, the cluster allows {cluster.max_processes}"
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "batch-of-groups",
+        "A batch consists of whole groups.",
+        "choose rollouts_per_step as a multiple of group_size",
+        _batch_of_groups,
+    ),
+    Rule("group-has-peers", "A group has at least two rollouts.", "set group_size to 2 or more", _group_has_peers),
+    Rule(
+        "flight-holds-group",
+        "At least one group can be in flight.",
+        "raise max_in_flight or lower group_size",
+        _flight_holds_group,
+    ),
+    Rule(
+        "adaptive-concurrency",
+        "The limit of rollouts in flight can rise and fall.",
+        "choose kv_low below kv_high, and decrease between 0 and 1",
+        _adaptive,
+    ),
+    Rule(
+        "answer-fits-context",
+        "Prompt and answer fit into the engine's context.",
+        "raise engine.max_model_len or lower max_new_tokens",
+        _answer_fits_context,
+    ),
+    Rule(
+        "micro-batch-holds-sequence",
+        "The trainer's token budget holds the longest rollout.",
+        "raise trainer.micro_batch_tokens or lower engine.max_model_len",
+        _micro_batch_holds_sequence,
+    ),
+    Rule(
+        "engine-step-holds-decode",
+        "An engine step holds one token of every running sequence.",
+        "raise engine.max_num_batched_tokens or lower max_num_seqs",
+        _engine_step_holds_decode,
+    ),
+    Rule(
+        "context-within-positions",
+        "The engine's context is within the model's positions.",
+        "lower engine.max_model_len or raise model.warmup.max_position_embeddings",
+        _context_within_positions,
+    ),
+    Rule(
+        "kv-cache-holds-sequence",
+        "The KV cache holds at least one sequence of full length.",
+        "raise engine.kv_cache_gib or lower engine.max_model_len",
+        _kv_cache_holds_sequence,
+    ),
+    Rule(
+        "model-shape",
+        "Heads and experts of the start model fit together.",
+        "correct model.warmup",
+        _model_shape,
+    ),
+    Rule(
+        "unique-environments",
+        "Environments have different names.",
+        "rename one of them",
+        _unique_environments,
+    ),
+    Rule("word-lengths", "Word lengths are a range.", "swap min_letters and max_letters", _word_lengths),
+    Rule(
+        "evaluation-covers-environments",
+        "Every environment is evaluated.",
+        "raise evaluation.prompts to at least the number of environments",
+        _evaluation_covers,
+    ),
+    Rule(
+        "loss-settings-apply",
+        "A loss setting that is written has an effect on the chosen loss.",
+        "remove the setting or choose the loss that reads it",
+        _loss_settings_apply,
+    ),
+    Rule(
+        "ratio-band", "The band of importance ratios is not empty.", "lower ratio_low or raise ratio_high", _mask_order
+    ),
+    Rule(
+        "schedule-fits-run",
+        "The warm-up of the learning rate is shorter than the run.",
+        "lower trainer.optimizer.warmup_steps or raise trainer.steps",
+        _schedule_fits,
+    ),
+    Rule(
+        "port-range",
+        "The cluster's port range holds the run.",
+        "widen ports in the cluster profile",
+        _port_range,
+    ),
+    Rule(
+        "process-limit",
+        "The run has no more processes than the cluster allows.",
+        "lower trainer.ranks or engine.replicas, or raise max_processes in the cluster profile",
+        _process_limit,
+    ),
+    *JOB_RULES,
+    *PARALLEL_RULES,
+    *STORE_RULES,
+    *ENGINE_RULES,
+)

@@ -1,0 +1,165 @@
+"""Paged attention over the KV cache, as the attention that `Qwen3Moe` is called with.
+
+Sequences of a step are attended to in groups of equal shape: all those with one new token in one call (a step
+of decoding is one call a layer), short prefill chunks padded into one, long chunks one by one. Within a group
+keys and values are gathered by block, padded to the longest sequence, and masked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hpcrl.inference.embedded.engine.rows import Rows
+from hpcrl.inference.embedded.engine.scheduler import Step
+from hpcrl.models.arch import ModelArch
+
+__all__ = ["KVCache", "PagedAttention", "StepInputs", "prepare_inputs"]
+
+#: chunks up to this many tokens share one padded call
+_SHORT_CHUNK = 64
+
+
+class KVCache:
+    """Keys, values and chosen experts of every cached token, by block and slot.
+
+    Attributes
+    ----------
+    keys, values:
+        ``[layers, num_blocks, block_size * num_key_value_heads * head_dim]``: a block is one row, so gathering
+        copies whole blocks.
+    experts:
+        ``[num_blocks * block_size, layers, num_experts_per_tok]``; they lie beside the KV so that a prefix found in
+        the cache has its routes too.
+    """
+
+    def __init__(self, arch: ModelArch, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
+        self.arch, self.num_blocks, self.block_size = arch, num_blocks, block_size
+        width = block_size * arch.num_key_value_heads * arch.head_dim
+        # zeros, not empty: masked slots are multiplied by zero, and zero times NaN is NaN
+        self.keys = torch.zeros(arch.num_hidden_layers, num_blocks, width, dtype=dtype)
+        self.values = torch.zeros(arch.num_hidden_layers, num_blocks, width, dtype=dtype)
+        code: type[np.generic] = np.uint8 if arch.num_experts <= 256 else np.uint16
+        self.experts: NDArray[np.generic] = np.zeros(
+            (num_blocks * block_size, arch.num_hidden_layers, arch.num_experts_per_tok), code
+        )
+
+    @staticmethod
+    def bytes_per_block(arch: ModelArch, block_size: int, dtype: torch.dtype) -> int:
+        """Bytes of keys and values of one block over all layers."""
+        per_token = 2 * arch.num_hidden_layers * arch.num_key_value_heads * arch.head_dim
+        return per_token * block_size * dtype.itemsize
+
+
+@dataclass(slots=True)
+class _Group:
+    """Sequences that are attended to in one call.
+
+    ``query`` is ``[sequences, width]`` indices into the flat tokens (padded with the first), ``real`` the flat
+    positions in it that are no padding (None where all are), ``blocks`` ``[sequences * blocks]``, ``mask``
+    ``[sequences, 1, heads_per_kv_head * width, keys]``.
+    """
+
+    query: Tensor
+    target: Tensor
+    real: Tensor | None
+    blocks: Tensor
+    mask: Tensor
+
+
+@dataclass(slots=True)
+class StepInputs:
+    """Flat tensors of one step: ``input_ids``, ``positions`` and ``slots`` are ``[tokens]``."""
+
+    input_ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    starts: NDArray[np.int64]
+    groups: list[_Group]
+
+
+class PagedAttention:
+    """Writes new keys and values into the cache, then attends. One object a step."""
+
+    def __init__(self, cache: KVCache, inputs: StepInputs) -> None:
+        self._cache, self._inputs = cache, inputs
+        arch = cache.arch
+        self._kv_heads, self._head_dim = arch.num_key_value_heads, arch.head_dim
+        self._per_kv_head = arch.num_attention_heads // arch.num_key_value_heads
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keys, values = self._cache.keys[layer], self._cache.values[layer]
+        slots, width = self._inputs.slots, self._kv_heads * self._head_dim
+        keys.view(-1, width).index_copy_(0, slots, k.reshape(-1, width))
+        values.view(-1, width).index_copy_(0, slots, v.reshape(-1, width))
+        groups = self._inputs.groups
+        if len(groups) == 1 and groups[0].real is None:
+            return self._attend(groups[0], q, keys, values)
+        out = torch.empty_like(q)
+        for group in groups:
+            attended = self._attend(group, q[group.query.view(-1)], keys, values)
+            out.index_copy_(0, group.target, attended if group.real is None else attended[group.real])
+        return out
+
+    def _attend(self, group: _Group, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Attention of one group; ``q`` and the result are ``[sequences * width, heads, head_dim]``."""
+        n, width = group.query.shape
+        h, g, d = self._kv_heads, self._per_kv_head, self._head_dim
+        # the query heads that share a key head become further queries of it: no key is copied for them
+        query = q.view(n, width, h, g, d).permute(0, 2, 3, 1, 4).reshape(n, h, g * width, d)
+        k = keys.index_select(0, group.blocks).view(n, -1, h, d).transpose(1, 2)
+        v = values.index_select(0, group.blocks).view(n, -1, h, d).transpose(1, 2)
+        y = F.scaled_dot_product_attention(query, k, v, attn_mask=group.mask)
+        return y.view(n, h, g, width, d).permute(0, 3, 1, 2, 4).reshape(n * width, h * g, d)
+
+
+def prepare_inputs(step: Step, rows: Rows, cache: KVCache) -> StepInputs:
+    """Flatten the tokens of a step and group its sequences."""
+    size, single = cache.block_size, step.num_single
+    starts = np.concatenate((np.zeros(1, np.int64), np.cumsum(step.counts)))
+    row_of = np.repeat(step.rows, step.counts)
+    positions = np.arange(starts[-1]) - np.repeat(starts[:-1] - rows.num_computed[step.rows], step.counts)
+    slots = rows.block_table[row_of, positions // size] * size + positions % size
+    groups: list[_Group] = []
+    if single:
+        groups.append(_group(np.arange(single), step, starts, rows, cache))
+    short = single + np.flatnonzero(step.counts[single:] <= _SHORT_CHUNK)
+    if len(short):
+        groups.append(_group(short, step, starts, rows, cache))
+    for i in (single + np.flatnonzero(step.counts[single:] > _SHORT_CHUNK)).tolist():
+        groups.append(_group(np.asarray([i]), step, starts, rows, cache))
+    return StepInputs(
+        input_ids=torch.from_numpy(rows.tokens[row_of, positions].astype(np.int64)),
+        positions=torch.from_numpy(positions),
+        slots=torch.from_numpy(slots),
+        starts=starts,
+        groups=groups,
+    )
+
+
+def _group(members: NDArray[np.int64], step: Step, starts: NDArray[np.int64], rows: Rows, cache: KVCache) -> _Group:
+    """Group sequences ``members`` (indices into the step)."""
+    member_rows, counts = step.rows[members], step.counts[members]
+    computed = rows.num_computed[member_rows]
+    width, blocks = int(counts.max()), -(-int((computed + counts).max()) // cache.block_size)
+    offsets = np.arange(width)
+    valid = offsets[None, :] < counts[:, None]
+    query = np.where(valid, starts[members][:, None] + offsets[None, :], starts[members][:, None])
+    # a padded query looks at what a real one may see, so that its row of the softmax is not empty
+    last_key = computed[:, None] + np.minimum(offsets[None, :], counts[:, None] - 1)
+    visible = torch.from_numpy(np.arange(blocks * cache.block_size)[None, None, :] <= last_key[:, :, None])
+    mask = torch.zeros(visible.shape, dtype=cache.keys.dtype).masked_fill_(~visible, -torch.inf)
+    repeat = cache.arch.num_attention_heads // cache.arch.num_key_value_heads
+    padded = not valid.all()
+    return _Group(
+        query=torch.from_numpy(query),
+        target=torch.from_numpy(query[valid]),
+        real=torch.from_numpy(np.flatnonzero(valid)) if padded else None,
+        blocks=torch.from_numpy(rows.block_table[member_rows, :blocks].reshape(-1)),
+        mask=mask.repeat(1, repeat, 1)[:, None],
+    )

@@ -1,0 +1,391 @@
+"""The model thread: takes requests, runs steps, hands outputs over once a step.
+
+Everything that changes scheduler, cache or model happens on this thread. Other threads leave a command in the
+inbox, which is emptied between steps; that is also where weights change.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from hpcrl.inference.embedded.engine.attention import KVCache
+from hpcrl.inference.embedded.engine.blocks import BlockPool
+from hpcrl.inference.embedded.engine.request import EngineRequest, Output
+from hpcrl.inference.embedded.engine.rows import Rows
+from hpcrl.inference.embedded.engine.runner import ModelRunner, StepResult
+from hpcrl.inference.embedded.engine.sampler import Sampler
+from hpcrl.inference.embedded.engine.scheduler import Scheduler
+from hpcrl.inference.metrics import EngineMetrics, Gauge
+from hpcrl.modeling.qwen3_moe import Qwen3Moe
+
+__all__ = ["PAUSE_MODES", "Engine", "EngineConfig"]
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+PAUSE_MODES = ("abort", "wait", "keep")
+Delivery = list[tuple[EngineRequest, Output]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Sizes and switches of an engine.
+
+    Attributes
+    ----------
+    max_num_seqs:
+        Sequences that run at once.
+    max_model_len:
+        Tokens of a sequence, prompt and output.
+    max_num_batched_tokens:
+        Tokens of a step.
+    block_size, num_blocks:
+        The KV cache: ``block_size`` tokens a block.
+    enable_prefix_caching, return_routed_experts:
+        Switches.
+    logprobs_mode:
+        See `hpcrl.inference.embedded.engine.sampler.Sampler`.
+    seed:
+        Of the seeds drawn for requests without one.
+    weight_version:
+        Label of the weights at the start.
+    """
+
+    max_num_seqs: int
+    max_model_len: int
+    max_num_batched_tokens: int
+    block_size: int
+    num_blocks: int
+    enable_prefix_caching: bool = True
+    return_routed_experts: bool = False
+    logprobs_mode: str = "raw_logprobs"
+    seed: int = 0
+    weight_version: str = "default"
+
+
+class Engine:
+    """Continuous batching over one model. `start` begins the thread, `stop` ends it."""
+
+    def __init__(self, model: Qwen3Moe, config: EngineConfig, metrics: EngineMetrics) -> None:
+        """Allocate the KV cache; nothing runs yet."""
+        arch, dtype = model.arch, model.embed_tokens.weight.dtype
+        self.config, self.arch, self._metrics = config, arch, metrics
+        self._rows = Rows(config.max_num_seqs, config.max_model_len, config.block_size)
+        self._pool = BlockPool(config.num_blocks, caching=config.enable_prefix_caching)
+        noise = np.random.default_rng(config.seed)
+        self._scheduler = Scheduler(
+            self._rows,
+            self._pool,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            vocab_size=arch.vocab_size,
+            draw_seed=lambda: int(noise.integers(0, 2**63 - 1)),
+        )
+        self._runner = ModelRunner(
+            model,
+            KVCache(arch, config.num_blocks, config.block_size, dtype),
+            self._rows,
+            Sampler(arch.vocab_size, config.logprobs_mode),
+            record_experts=config.return_routed_experts,
+        )
+        self.weight_version = config.weight_version
+        self.failure: BaseException | None = None
+        self._paused: str | None = None
+        self._draining: list[tuple[Future[None], bool]] = []
+        self._inbox: list[Callable[[], None]] = []
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._last_step_s = 0.0
+        self._deliver: Callable[[Delivery], None] = lambda _: None
+        self._pending: Delivery = []
+        self._thread = threading.Thread(target=self._main, name="model", daemon=True)
+        self._add_gauges(metrics)
+
+    def _add_gauges(self, metrics: EngineMetrics) -> None:
+        add, scheduler = metrics.registry.add, self._scheduler
+        add(Gauge("vllm:num_requests_running", "Sequences in the batch.", lambda: len(scheduler.running)))
+        add(Gauge("vllm:num_requests_waiting", "Sequences in the queue.", lambda: len(scheduler.waiting)))
+        add(Gauge("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 1 is all.", lambda: self._pool.usage))
+
+    # -- any thread -------------------------------------------------------------------------------------------
+
+    def start(self, deliver: Callable[[Delivery], None]) -> None:
+        """Begin.
+
+        Parameters
+        ----------
+        deliver:
+            Called on the model thread after each step with the outputs of all requests; must not block.
+        """
+        self._deliver = deliver
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """End the thread after the step it is in; requests still inside are dropped."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """Run a function on the model thread between two steps."""
+        future: Future[T] = Future()
+
+        def command() -> None:
+            try:
+                future.set_result(function())
+            except Exception as error:  # noqa: BLE001 - it belongs to the caller, who may not be listening
+                _log.exception("a command failed")
+                future.set_exception(error)
+
+        self._post(command)
+        return future
+
+    def submit(self, request: EngineRequest) -> None:
+        """Queue a request."""
+        self._post(lambda: self._scheduler.add(request))
+
+    def abort(self, requests: Iterable[EngineRequest]) -> Future[None]:
+        """End requests now; each gets a last output with ``finish_reason`` ``abort``. Ended ones are ignored."""
+        doomed = list(requests)
+        return self.call(lambda: self._abort(doomed))
+
+    def pause(self, mode: str, *, clear_cache: bool) -> Future[None]:
+        """Stop running new requests; the future is done when the pause is complete.
+
+        Parameters
+        ----------
+        mode:
+            ``abort`` ends all requests, ``wait`` lets those that have started finish, ``keep`` freezes them.
+        clear_cache:
+            Also forget the prefix cache. As in vLLM this takes the KV of frozen requests too: they are computed
+            again after the pause, with the weights of then. To keep KV across new weights, say no.
+        """
+        assert mode in PAUSE_MODES
+        future: Future[None] = Future()
+
+        def command() -> None:
+            self._paused = mode
+            if mode == "abort":
+                self._abort(list(self._scheduler.requests()))
+            if mode == "keep":
+                if clear_cache:
+                    self._scheduler.preempt_all()
+                    self._pool.reset()
+                future.set_result(None)
+            else:
+                self._draining.append((future, clear_cache))
+
+        self._post(command)
+        return future
+
+    def resume(self) -> Future[None]:
+        """Run requests again."""
+
+        def command() -> None:
+            self._paused = None
+            for future, _ in self._draining:
+                future.set_result(None)
+            self._draining.clear()
+
+        return self.call(command)
+
+    @property
+    def is_paused(self) -> bool:
+        return self._paused is not None
+
+    def reset_prefix_cache(self, *, reset_running_requests: bool) -> Future[bool]:
+        """Forget cached prefixes; False where blocks are in use. Running requests may be put back for it."""
+
+        def command() -> bool:
+            if reset_running_requests:
+                self._scheduler.preempt_all()
+            return self._pool.reset()
+
+        return self.call(command)
+
+    def exchange_weights(self, model: Qwen3Moe | None, version: str | None) -> Future[Qwen3Moe | None]:
+        """Serve another copy of the model from the next step on; KV of requests in flight stays.
+
+        Parameters
+        ----------
+        model:
+            The copy; None changes the label only.
+        version:
+            Its label; None keeps the old one.
+
+        Returns
+        -------
+        Future
+            The copy that was served before.
+        """
+
+        def command() -> Qwen3Moe | None:
+            began = time.perf_counter()
+            old = None
+            if model is not None:
+                old, self._runner.model = self._runner.model, model
+            if version is not None:
+                self.weight_version = version
+                for request in self._scheduler.requests():
+                    if request.version_starts:
+                        request.note_version(version, self._output_length(request))
+            if model is not None:
+                self._metrics.swap_pause.observe(time.perf_counter() - began)
+            return old
+
+        return self.call(command)
+
+    def inspect_model(self, function: Callable[[Qwen3Moe], T]) -> Future[T]:
+        """Look at the served model between two steps."""
+        return self.call(lambda: function(self._runner.model))
+
+    def _post(self, command: Callable[[], None]) -> None:
+        with self._wake:
+            self._inbox.append(command)
+            self._wake.notify()
+
+    # -- model thread -----------------------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        try:
+            while not self._stopping:
+                with self._wake:
+                    while not (self._inbox or self._stopping or self._has_work()):
+                        self._wake.wait()
+                    inbox, self._inbox = self._inbox, []
+                for command in inbox:
+                    command()
+                if self._has_work():
+                    self._step()
+                self._finish_pauses()
+                if self._pending:
+                    delivery, self._pending = self._pending, []
+                    self._deliver(delivery)
+        except Exception as error:  # noqa: BLE001 - whatever it was, waiting callers must hear of it
+            _log.exception("the model thread failed")
+            self.failure = error
+            self._deliver([])
+
+    def _has_work(self) -> bool:
+        scheduler = self._scheduler
+        if self._paused == "keep":
+            return False
+        if self._paused is None:
+            return scheduler.has_requests
+        return bool(scheduler.running) or scheduler.has_preempted
+
+    def _step(self) -> None:
+        scheduler, metrics = self._scheduler, self._metrics
+        step = scheduler.schedule(only_preempted=self._paused is not None)
+        if step is None:
+            return
+        now = time.monotonic()
+        for request in step.admitted:
+            if request.started_s is None:
+                request.started_s = now
+                metrics.queue_time.observe(now - request.arrived_s)
+                request.note_version(self.weight_version, 0)
+        inputs, logits, selected = self._runner.run(step)
+        scheduler.advance(step)
+        result = self._runner.sample(step, inputs, logits, selected)
+        self._collect(result)
+        metrics.iteration_tokens.observe(int(step.counts.sum()))
+        metrics.generation_tokens.inc(len(result.rows))
+        for counter, total in (
+            (metrics.prefix_queries, scheduler.prefix_queries),
+            (metrics.prefix_hits, scheduler.prefix_hits),
+            (metrics.preemptions, scheduler.num_preemptions),
+        ):
+            counter.set_total(total)
+
+    def _collect(self, result: StepResult) -> None:
+        """Outputs of sequences that stream or ended, and times of first and later tokens."""
+        rows, metrics, now = self._rows, self._metrics, time.monotonic()
+        first = rows.num_tokens[result.rows] == rows.num_prompt[result.rows] + 1
+        for row in result.rows[first].tolist():
+            request = rows.request(row)
+            request.first_token_s = now
+            metrics.first_token.observe(now - request.arrived_s)
+            metrics.prompt_tokens.inc(request.num_prompt)
+            metrics.request_prompt_tokens.observe(request.num_prompt)
+        later = len(result.rows) - int(first.sum())
+        if later:
+            metrics.inter_token.observe(now - self._last_step_s, count=later)
+        self._last_step_s = now
+        ended = {i for i, _, _ in result.finished}
+        interval = rows.stream_interval[result.rows]
+        earlier = rows.num_tokens[result.rows] - rows.num_prompt[result.rows] - 1
+        for i in np.flatnonzero((interval > 0) & (earlier % np.maximum(interval, 1) == 0)).tolist():
+            if i not in ended:
+                request = rows.request(int(result.rows[i]))
+                output = self._output(request)
+                if request.experts_in_parts:
+                    output.routed_experts = self._runner.experts_of(request)
+                self._pending.append((request, output))
+        for i, finish_reason, stop_reason in result.finished:
+            self._finish(rows.request(int(result.rows[i])), finish_reason, stop_reason)
+
+    def _finish(self, request: EngineRequest, finish_reason: str, stop_reason: int | None) -> None:
+        experts = self._runner.experts_of(request)
+        self._scheduler.remove(request)
+        output = self._output(request)
+        output.finish_reason, output.stop_reason, output.routed_experts = finish_reason, stop_reason, experts
+        num_output = len(request.tokens) - request.num_prompt
+        output.weight_versions = request.version_spans(num_output)
+        if request.params.prompt_logprobs is not None:
+            output.prompt_logprobs = request.prompt_logprobs
+        request.ended = True
+        self._pending.append((request, output))
+        self._metrics.request_success.inc(value=finish_reason)
+        self._metrics.request_generation_tokens.observe(num_output)
+        self._metrics.end_to_end.observe(time.monotonic() - request.arrived_s)
+
+    def _output(self, request: EngineRequest) -> Output:
+        """What a request has not reported yet."""
+        row, p, start = request.row, request.num_prompt, request.num_reported
+        if row is None:
+            tokens, logprobs, ranks = request.tokens[p + start :], request.logprobs[start:], request.ranks[start:]
+        else:
+            n = int(self._rows.num_tokens[row])
+            span = slice(p + start, n)
+            tokens, logprobs = self._rows.tokens[row, span], self._rows.logprobs[row, span]
+            ranks = self._rows.ranks[row, span]
+        request.num_reported = start + len(tokens)
+        wanted = request.params.logprobs is not None
+        return Output(
+            token_ids=tokens.tolist(),
+            logprobs=logprobs.tolist() if wanted else [],
+            ranks=ranks.tolist() if wanted else [],
+            top=request.top[start:],
+            num_cached_tokens=request.num_cached_tokens,
+        )
+
+    def _abort(self, requests: list[EngineRequest]) -> None:
+        for request in requests:
+            # an ended one, or one whose submission is behind this command in the inbox, is not in the scheduler
+            if not request.ended and request.sequence_number:
+                self._finish(request, "abort", None)
+
+    def _output_length(self, request: EngineRequest) -> int:
+        if request.row is not None:
+            return self._rows.output_length(request.row)
+        return len(request.tokens) - request.num_prompt
+
+    def _finish_pauses(self) -> None:
+        """Complete pauses whose requests have drained."""
+        if self._draining and not self._has_work():
+            for future, clear_cache in self._draining:
+                if clear_cache:
+                    self._pool.reset()
+                future.set_result(None)
+            self._draining.clear()

@@ -1,0 +1,222 @@
+"""Which tokens of which sequences run in the next step: continuous batching with chunked prefill.
+
+Sequences join when there is a row, KV blocks for all their known tokens and token budget; they leave when they
+finish. Where blocks run out, the sequence that was to be served last gives its blocks back and is computed
+again later; the one that was first always goes on, so there is progress whatever the load.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpcrl.inference.embedded.engine.blocks import BlockPool
+from hpcrl.inference.embedded.engine.request import EngineRequest
+from hpcrl.inference.embedded.engine.rows import Rows
+
+__all__ = ["Scheduler", "Step"]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One model step.
+
+    Attributes
+    ----------
+    rows:
+        Scheduled rows, those with a single token first.
+    counts:
+        Tokens to compute of each.
+    num_single:
+        How many rows have a single token.
+    admitted:
+        Requests that start (or start again) with this step.
+    """
+
+    rows: NDArray[np.int64]
+    counts: NDArray[np.int64]
+    num_single: int
+    admitted: list[EngineRequest]
+
+
+class Scheduler:
+    """Waiting queue, running rows and their blocks. Used on the model thread only."""
+
+    def __init__(
+        self,
+        rows: Rows,
+        pool: BlockPool,
+        *,
+        max_num_batched_tokens: int,
+        vocab_size: int,
+        draw_seed: Callable[[], int],
+    ) -> None:
+        """Start with nothing to do.
+
+        Parameters
+        ----------
+        rows, pool:
+            Owned by the scheduler from now on. The pool must hold one sequence of maximal length, else a
+            sequence could wait for ever.
+        max_num_batched_tokens:
+            Tokens of a step; at least the number of rows, so that decoding never waits for prefill.
+        vocab_size:
+            Of the model.
+        draw_seed:
+            A fresh 63-bit seed for a request without its own.
+        """
+        assert pool.num_blocks >= rows.max_blocks
+        self._rows, self._pool, self._budget = rows, pool, max_num_batched_tokens
+        self._vocab_size, self._draw_seed = vocab_size, draw_seed
+        self._block_size = rows.block_size
+        self.waiting: list[EngineRequest] = []
+        self.running: list[int] = []
+        self._arrivals = 0
+        self.num_preemptions = 0
+        self.prefix_queries = 0
+        self.prefix_hits = 0
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request behind those of its priority."""
+        self._arrivals += 1
+        request.sequence_number = self._arrivals
+        insort(self.waiting, request, key=lambda r: r.sort_key)
+
+    def requests(self) -> Iterator[EngineRequest]:
+        """All requests in the engine."""
+        yield from self.waiting
+        for row in self.running:
+            yield self._rows.request(row)
+
+    @property
+    def has_requests(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    @property
+    def has_preempted(self) -> bool:
+        """Whether a request that had started waits to go on."""
+        return any(request.num_preemptions for request in self.waiting)
+
+    def schedule(self, *, only_preempted: bool) -> Step | None:
+        """Choose the tokens of the next step and give them blocks; None where there is nothing to run.
+
+        Parameters
+        ----------
+        only_preempted:
+            Of the waiting requests only those may run that had started before.
+        """
+        running = np.asarray(self.running, np.int64)
+        pending = self._rows.num_tokens[running] - self._rows.num_computed[running]
+        counts = np.minimum(pending, 1)
+        budget = self._budget - int(counts.sum())
+        for i in np.flatnonzero(pending > 1).tolist():
+            extra = min(int(pending[i]) - 1, budget)
+            counts[i] += extra
+            budget -= extra
+        preempted = self._grow(running, counts)
+        admitted: list[EngineRequest] = []
+        if preempted:
+            running, counts = running[counts > 0], counts[counts > 0]
+        elif self.waiting:
+            started = list(self._admit(budget, only_preempted=only_preempted))
+            admitted = [self._rows.request(row) for row, _ in started]
+            running = np.concatenate((running, np.asarray([row for row, _ in started], np.int64)))
+            counts = np.concatenate((counts, np.asarray([count for _, count in started], np.int64)))
+        if not len(running):
+            return None
+        single = counts == 1
+        order = np.concatenate((np.flatnonzero(single), np.flatnonzero(~single)))
+        return Step(running[order], counts[order], int(single.sum()), admitted)
+
+    def _grow(self, running: NDArray[np.int64], counts: NDArray[np.int64]) -> bool:
+        """Allocate the blocks that ``counts`` tokens need; preempted rows get a count of 0."""
+        rows, size = self._rows, self._block_size
+        wanted = (rows.num_computed[running] + counts + size - 1) // size - rows.num_blocks[running]
+        preempted = False
+        for i in np.flatnonzero(wanted > 0).tolist():
+            row, need = int(running[i]), int(wanted[i])
+            while counts[i] and self._pool.num_free < need:
+                victim = max(self.running, key=lambda r: rows.request(r).sort_key)
+                counts[np.flatnonzero(running == victim)] = 0
+                self._preempt(victim)
+                preempted = True
+            if counts[i]:
+                rows.append_blocks(row, self._pool.allocate(need))
+        return preempted
+
+    def _admit(self, budget: int, *, only_preempted: bool) -> Iterator[tuple[int, int]]:
+        """Start waiting requests; yields rows and their first counts of tokens."""
+        rows, pool, size = self._rows, self._pool, self._block_size
+        while self.waiting and rows.num_free and budget:
+            index = next((i for i, r in enumerate(self.waiting) if r.num_preemptions or not only_preempted), None)
+            if index is None:
+                return
+            request = self.waiting[index]
+            n = len(request.tokens)
+            request.extend_hashes(request.tokens, size)
+            # at least one token is computed: its logits are what the request wants
+            usable = 0 if request.params.skip_reading_prefix_cache else (n - 1) // size
+            shared = pool.match(request.hashes[:usable])
+            # a sequence starts when all of it fits, or it would be preempted half-way by its own chunks
+            if -(-n // size) - len(shared) > pool.num_free - pool.num_free_among(shared):
+                return
+            self.waiting.pop(index)
+            pool.share(shared)
+            cached = len(shared) * size
+            if request.num_preemptions == 0:
+                self.prefix_queries += n
+                self.prefix_hits += cached
+                request.num_cached_tokens = cached
+            if request.params.seed is None and request.drawn_seed is None:
+                request.drawn_seed = self._draw_seed()
+            seed = request.drawn_seed if request.params.seed is None else request.params.seed
+            assert seed is not None
+            row = rows.occupy(request, shared, cached, seed, self._vocab_size)
+            self.running.append(row)
+            count = min(n - cached, budget)
+            rows.append_blocks(row, pool.allocate(-(-(cached + count) // size) - len(shared)))
+            budget -= count
+            yield row, count
+
+    def advance(self, step: Step) -> None:
+        """Record that the tokens of a step were computed; full blocks become findable."""
+        rows, size = self._rows, self._block_size
+        before = rows.num_computed[step.rows]
+        after = before + step.counts
+        rows.num_computed[step.rows] = after
+        crossed = np.flatnonzero(after // size > before // size)
+        for i in crossed.tolist():
+            row = int(step.rows[i])
+            request = rows.request(row)
+            request.extend_hashes(rows.tokens[row, : after[i]], size)
+            for block in range(int(before[i]) // size, int(after[i]) // size):
+                self._pool.register(int(rows.block_table[row, block]), request.hashes[block])
+
+    def remove(self, request: EngineRequest) -> None:
+        """Take a request out, wherever it is; its blocks become free, its tokens stay in it."""
+        if request.row is None:
+            self.waiting.remove(request)
+        else:
+            self._leave(request.row)
+
+    def preempt_all(self) -> None:
+        """Put every running request back into the queue; their KV is computed again."""
+        for row in list(self.running):
+            self._preempt(row)
+
+    def _preempt(self, row: int) -> None:
+        request = self._rows.request(row)
+        self._leave(row)
+        request.num_preemptions += 1
+        request.prompt_logprobs.clear()
+        self.num_preemptions += 1
+        insort(self.waiting, request, key=lambda r: r.sort_key)
+
+    def _leave(self, row: int) -> None:
+        self._pool.release(self._rows.blocks(row))
+        self._rows.vacate(row)
+        self.running.remove(row)

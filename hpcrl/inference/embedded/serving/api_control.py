@@ -1,0 +1,235 @@
+"""Control of a running engine: pause and resume, weight updates, caches, health, models, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import torch
+import xxhash
+from aiohttp import web
+
+import hpcrl
+from hpcrl.inference.embedded.engine.engine import PAUSE_MODES
+from hpcrl.inference.embedded.serving.api_common import json_response
+from hpcrl.inference.embedded.serving.errors import bad_request
+from hpcrl.inference.embedded.serving.serving import Serving
+from hpcrl.inference.embedded.weights.updates import WeightUpdater
+from hpcrl.inference.metrics import EngineMetrics
+from hpcrl.modeling.hf import to_hf_tensors
+from hpcrl.modeling.qwen3_moe import Qwen3Moe
+
+__all__ = ["ControlApi"]
+
+
+class ControlApi:
+    """Handlers of control endpoints; names and answers are those of vLLM's RL and development routers."""
+
+    def __init__(self, serving: Serving, updater: WeightUpdater, metrics: EngineMetrics) -> None:
+        self._serving, self._engine, self._updater, self._metrics = serving, serving.engine, updater, metrics
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.get("/health", self.health),
+            web.get("/ping", self.health),
+            web.get("/version", self.version),
+            web.get("/metrics", self.metrics),
+            web.get("/v1/models", self.models),
+            web.post("/pause", self.pause),
+            web.post("/resume", self.resume),
+            web.get("/is_paused", self.is_paused),
+            web.post("/abort_requests", self.abort_requests),
+            web.post("/reset_prefix_cache", self.reset_prefix_cache),
+            web.post("/init_weight_transfer_engine", self.init_weights),
+            web.post("/shutdown_weight_transfer_engine", self.shutdown_weights),
+            web.post("/start_weight_update", self.start_update),
+            web.post("/update_weights", self.update_weights),
+            web.post("/finish_weight_update", self.finish_update),
+            web.post("/update_weight_version", self.update_version),
+            web.get("/weight_info", self.weight_info),
+            web.post("/weight_checker", self.weight_checker),
+            web.get("/get_world_size", self.world_size),
+        ]
+
+    async def health(self, _: web.Request) -> web.Response:
+        """200 while the model thread lives, else 503."""
+        return web.Response(status=200 if self._engine.failure is None else 503)
+
+    async def version(self, _: web.Request) -> web.Response:
+        return json_response({"version": f"hpcrl {hpcrl.__version__}"})
+
+    async def metrics(self, _: web.Request) -> web.Response:
+        text = self._metrics.registry.render()
+        return web.Response(text=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+    async def models(self, _: web.Request) -> web.Response:
+        facts = self._serving.facts
+        cards: list[dict[str, Any]] = [
+            {
+                "id": name,
+                "object": "model",
+                "created": facts.created,
+                "owned_by": "hpcrl",
+                "root": facts.root,
+                "parent": None,
+                "max_model_len": self._engine.config.max_model_len,
+                "permission": [],
+            }
+            for name in facts.names
+        ]
+        return json_response({"object": "list", "data": cards})
+
+    async def pause(self, http: web.Request) -> web.Response:
+        """``?mode=abort|wait|keep&clear_cache=true``; answers when the pause is complete."""
+        mode = http.query.get("mode", "abort")
+        if mode not in PAUSE_MODES:
+            raise bad_request(f"mode must be one of {', '.join(PAUSE_MODES)}, not {mode!r}", "mode")
+        await asyncio.wrap_future(self._engine.pause(mode, clear_cache=_flag(http, "clear_cache", default=True)))
+        return json_response({"status": "paused"})
+
+    async def resume(self, _: web.Request) -> web.Response:
+        await asyncio.wrap_future(self._engine.resume())
+        return json_response({"status": "resumed"})
+
+    async def is_paused(self, _: web.Request) -> web.Response:
+        return json_response({"is_paused": self._engine.is_paused})
+
+    async def abort_requests(self, http: web.Request) -> web.Response:
+        """End the named requests, or all where none are named."""
+        body = await _body(http)
+        names = body.get("request_ids")
+        doomed = self._serving.find(names) if names else self._serving.in_flight()
+        await asyncio.wrap_future(self._engine.abort(doomed))
+        return json_response({"status": "aborted", "aborted": len(names) if names else len(doomed)})
+
+    async def reset_prefix_cache(self, http: web.Request) -> web.Response:
+        running = _flag(http, "reset_running_requests", default=False)
+        success = await asyncio.wrap_future(self._engine.reset_prefix_cache(reset_running_requests=running))
+        return json_response({"success": success})
+
+    async def init_weights(self, http: web.Request) -> web.Response:
+        """``{"init_info": {}}``. Where this engine reads is said by its command line; what differs is refused."""
+        with self._timed("init"):
+            info = (await _body(http)).get("init_info")
+            if not isinstance(info, dict):
+                raise bad_request("init_info must be an object", "init_info")
+            await asyncio.to_thread(self._updater.init, info)
+        return json_response({"message": "Weight transfer initialized"})
+
+    async def shutdown_weights(self, _: web.Request) -> web.Response:
+        with self._timed("shutdown"):
+            await asyncio.to_thread(self._updater.shutdown)
+        return json_response({"message": "Weight transfer shut down"})
+
+    async def start_update(self, _: web.Request) -> web.Response:
+        with self._timed("start"):
+            await asyncio.to_thread(self._updater.start)
+        return json_response({"message": "Weight update started"})
+
+    async def update_weights(self, http: web.Request) -> web.Response:
+        """``{"update_info": {"path": <version directory>}}``: read it while generation goes on.
+
+        The answer says which version was read: with ``"fallback": true`` it may be an older one.
+        """
+        with self._timed("update"):
+            info = (await _body(http)).get("update_info")
+            if not isinstance(info, dict):
+                raise bad_request("update_info must be an object", "update_info")
+            update = await asyncio.to_thread(self._updater.update, info)
+            self._metrics.update_bytes.inc(update.bytes)
+        skipped = [{"version": version, "reason": reason} for version, reason in update.skipped]
+        return json_response(
+            {"message": "Weights updated", "version": update.version, "kind": update.kind, "skipped": skipped}
+        )
+
+    async def finish_update(self, http: web.Request) -> web.Response:
+        """``{"weight_version": "12"}``: serve what was read from the next step on, under this label."""
+        with self._timed("finish"):
+            body = await _body(http, empty={})
+            version = _version(body, "weight_version")
+            model = await asyncio.to_thread(self._updater.take)
+            old = await asyncio.wrap_future(self._engine.exchange_weights(model, version))
+            if old is not None:
+                self._updater.give_back(old)
+        return json_response({"message": "Weight update finished"})
+
+    async def update_version(self, http: web.Request) -> web.Response:
+        """Change the label alone."""
+        version = _version(await _body(http), "new_version")
+        if version is None:
+            raise bad_request("new_version is missing", "new_version")
+        await asyncio.wrap_future(self._engine.exchange_weights(None, version))
+        return json_response({"success": True, "new_version": version})
+
+    async def weight_info(self, _: web.Request) -> web.Response:
+        return json_response({"weight_version": self._engine.weight_version})
+
+    async def weight_checker(self, http: web.Request) -> web.Response:
+        """Hashes of the served weights by published tensor name, or their comparison with ``baseline``.
+
+        They are those of a hand-off's manifest where both have the same dtype.
+        """
+        body = await _body(http)
+        action, baseline = body.get("action"), body.get("baseline")
+        if action not in ("checksum", "compare"):
+            raise bad_request("action must be 'checksum' or 'compare'", "action")
+        if action == "compare" and not isinstance(baseline, dict):
+            raise bad_request("compare needs a baseline object", "baseline")
+        sums = await asyncio.wrap_future(self._engine.inspect_model(_checksums))
+        if action == "checksum":
+            return json_response({"checksums": sums})
+        assert isinstance(baseline, dict)
+        wrong = sorted(name for name in sums.keys() | baseline.keys() if sums.get(name) != baseline.get(name))
+        return json_response({"match": not wrong, "mismatches": wrong})
+
+    async def world_size(self, _: web.Request) -> web.Response:
+        return json_response({"world_size": 1})
+
+    @contextmanager
+    def _timed(self, operation: str) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._metrics.weight_operation.observe(time.perf_counter() - began, value=operation)
+
+
+def _checksums(model: Qwen3Moe) -> dict[str, str]:
+    return {
+        name: xxhash.xxh3_128_hexdigest(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+        for own, parameter in model.named_parameters()
+        for name, tensor in to_hf_tensors(own, parameter, model.arch)
+    }
+
+
+async def _body(http: web.Request, *, empty: dict[str, Any] | None = None) -> dict[str, Any]:
+    data = await http.read()
+    if not data and empty is not None:
+        return empty
+    try:
+        body = msgspec.json.decode(data)
+    except msgspec.DecodeError as error:
+        raise bad_request(f"the body is no JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise bad_request("the body must be a JSON object")
+    return body
+
+
+def _version(body: dict[str, Any], name: str) -> str | None:
+    value = body.get(name)
+    if value is not None and not isinstance(value, str):
+        raise bad_request(f"{name} must be a string", name)
+    return value
+
+
+def _flag(http: web.Request, name: str, *, default: bool) -> bool:
+    value = http.query.get(name)
+    if value is None:
+        return default
+    if value.lower() not in ("true", "false", "1", "0"):
+        raise bad_request(f"{name} must be true or false, not {value!r}", name)
+    return value.lower() in ("true", "1")

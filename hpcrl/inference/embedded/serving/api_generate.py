@@ -1,0 +1,180 @@
+"""``/inference/v1/generate``: token ids in, token ids out, with everything that RL needs to know of each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from dataclasses import asdict
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from hpcrl.inference.embedded.engine.request import Output
+from hpcrl.inference.embedded.serving.api_common import (
+    clamp,
+    encode_array,
+    json_response,
+    prompt_logprobs_json,
+    send_events,
+    stop_strings,
+    to_params,
+    usage,
+    wants_usage,
+)
+from hpcrl.inference.embedded.serving.errors import bad_request
+from hpcrl.inference.embedded.serving.protocol import GenerateRequest, check_cache_salt, parse
+from hpcrl.inference.embedded.serving.serving import Generation, Prompt, Serving, candidates
+from hpcrl.inference.embedded.serving.text import TextStream
+
+__all__ = ["GenerateApi"]
+
+
+class GenerateApi:
+    """Handlers of the token endpoint."""
+
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.post("/inference/v1/generate", self.generate),
+            web.post("/inference/v1/abort_requests", self.abort_requests),
+        ]
+
+    async def generate(self, http: web.Request) -> web.StreamResponse:
+        """Generate ``n`` sequences from one prompt."""
+        serving = self._serving
+        request = await parse(http, GenerateRequest)
+        check_cache_salt(request.cache_salt)
+        serving.check_model(request.model)
+        serving.check_prompt(request.token_ids)
+        sampling = request.sampling_params
+        given = None if sampling.max_tokens is msgspec.UNSET else sampling.max_tokens
+        max_tokens = serving.max_tokens(given, len(request.token_ids))
+        serving.check_logprobs("logprobs", sampling.logprobs)
+        serving.check_logprobs("prompt_logprobs", sampling.prompt_logprobs)
+        limit = serving.engine.config.max_num_seqs
+        if sampling.n > limit:
+            raise bad_request(f"n must be at most max_num_seqs ({limit}), not {sampling.n}", "n")
+        # up to one entry is the sampled token itself, for which no candidates need be found
+        wanted = 0 if sampling.logprobs in (0, 1) else sampling.logprobs
+        params = to_params(serving.facts, sampling, max_tokens=max_tokens, logprobs=wanted)
+        stops = stop_strings(sampling.stop)
+        if stops and not sampling.detokenize:
+            raise bad_request("stop strings need detokenize", "stop")
+        if sampling.stream_interval is not None and sampling.stream_interval < 1:
+            raise bad_request(f"stream_interval must be at least 1, not {sampling.stream_interval}", "stream_interval")
+        if request.stream and sampling.prompt_logprobs is not None:
+            raise bad_request("prompt_logprobs are not available when stream is true", "prompt_logprobs")
+
+        def make_text() -> TextStream | None:
+            if not stops:
+                return None
+            return TextStream(
+                serving.tokenizer,
+                stop=stops,
+                include_stop=sampling.include_stop_str_in_output,
+                min_tokens=sampling.min_tokens,
+                skip_special_tokens=sampling.skip_special_tokens,
+            )
+
+        name = f"generate-tokens-{serving.request_id(http, request.request_id)}"
+        async with serving.generate(
+            [Prompt(request_id=name, token_ids=request.token_ids)],
+            params,
+            n=sampling.n,
+            stream=bool(request.stream),
+            cache_salt=request.cache_salt,
+            priority=request.priority,
+            make_text=make_text,
+            has_stop_strings=bool(stops),
+            stream_interval=sampling.stream_interval or 1,
+            experts_in_parts=bool(request.stream),
+        ) as generation:
+            if request.stream:
+                return await send_events(http, self._chunks(request, name, generation))
+            return json_response(self._whole(request, name, await generation.final()))
+
+    def _whole(self, request: GenerateRequest, name: str, outputs: list[Output]) -> dict[str, Any]:
+        return {
+            "request_id": name,
+            "model": self._serving.facts.names[0],
+            "created": int(time.time()),
+            "usage": usage(self._serving.facts, len(request.token_ids), outputs),
+            "prompt_logprobs": prompt_logprobs_json(request.token_ids, outputs[0].prompt_logprobs),
+            "prompt_token_id_logprobs": None,
+            "prompt_token_ids": request.token_ids if request.return_token_ids else None,
+            "mm_placeholders": None,
+            "metrics": None,
+            "kv_transfer_params": None,
+            "ec_transfer_params": None,
+            "output_mode": "tokens",
+            "choices": [self._choice(request, i, output) for i, output in enumerate(outputs)],
+        }
+
+    async def _chunks(
+        self, request: GenerateRequest, name: str, generation: Generation
+    ) -> AsyncIterator[dict[str, Any]]:
+        include_usage, continuous = wants_usage(request.stream_options)
+        facts, prompt_length = self._serving.facts, len(request.token_ids)
+        seen: dict[int, Output] = {}
+        first = True
+        async for index, output in generation.outputs():
+            chunk: dict[str, Any] = {"request_id": name, "usage": None, "output_mode": "tokens"}
+            chunk["choices"] = [self._choice(request, index, output)]
+            if first and request.return_token_ids:
+                chunk["prompt_token_ids"] = request.token_ids
+            first = False
+            _count(seen, index, output)
+            if continuous:
+                chunk["usage"] = usage(facts, prompt_length, [seen[index]])
+            yield chunk
+        if include_usage:
+            total = usage(facts, prompt_length, list(seen.values()))
+            yield {"request_id": name, "usage": total, "output_mode": "tokens", "choices": []}
+
+    def _choice(self, request: GenerateRequest, index: int, output: Output) -> dict[str, Any]:
+        finished = output.finish_reason is not None
+        return {
+            "index": index,
+            "finish_reason": output.finish_reason,
+            "stop_reason": output.stop_reason,
+            "token_ids": output.token_ids,
+            "routed_experts": encode_array(output.routed_experts),
+            "sampling_mask": None,
+            "weight_versions": [asdict(span) for span in output.weight_versions] if finished else None,
+            "logprobs": _logprobs(output, request.sampling_params.logprobs),
+        }
+
+    async def abort_requests(self, http: web.Request) -> web.Response:
+        """End requests by the ``request_id`` of their answers; those that are not there are ignored."""
+        try:
+            body = msgspec.json.decode(await http.read())
+        except msgspec.DecodeError as error:
+            raise bad_request(f"the body is no JSON: {error}") from error
+        names = body.get("request_ids") if isinstance(body, dict) else None
+        if not isinstance(names, list):
+            raise bad_request("request_ids is missing", "request_ids")
+        self._serving.engine.abort(self._serving.find(names))
+        return web.Response()
+
+
+def _count(seen: dict[int, Output], index: int, output: Output) -> None:
+    """Keep the number of tokens of each sequence (and what was cached), nothing else."""
+    known = seen.setdefault(index, Output([], [], [], [], num_cached_tokens=output.num_cached_tokens))
+    known.token_ids += output.token_ids
+
+
+def _logprobs(output: Output, wanted: int | None) -> dict[str, Any] | None:
+    """One entry a token; ``top_logprobs`` begins with the sampled token and has ``max(wanted, 1)`` entries at most."""
+    if wanted is None:
+        return None
+    content = []
+    for i in range(len(output.token_ids)):
+        entries = [
+            {"token_id": token, "logprob": clamp(logprob), "rank": rank}
+            for token, logprob, rank in candidates(output, i, -1 if wanted == -1 else max(wanted, 1))
+        ]
+        content.append({**entries[0], "top_logprobs": entries})
+    return {"content": content}

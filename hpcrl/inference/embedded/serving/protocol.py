@@ -1,0 +1,230 @@
+"""Requests as they come over the wire. Names, types and defaults are vLLM's; unknown fields are ignored as there.
+
+A field that vLLM knows and this engine does not is declared all the same, so that a request which needs it is
+refused and never answered as if the field had not been there.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+from aiohttp import web
+
+from hpcrl.inference.embedded.serving.errors import bad_request
+
+__all__ = [
+    "ChatRequest",
+    "CompletionRequest",
+    "GenerateRequest",
+    "OpenAIRequest",
+    "StreamOptions",
+    "WireSampling",
+    "check_cache_salt",
+    "parse",
+    "refuse_unsupported",
+]
+
+S = TypeVar("S", bound=msgspec.Struct)
+_MAX_SALT = 128
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    """What a stream carries beside tokens."""
+
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
+
+
+class _Common(msgspec.Struct, kw_only=True):
+    """Sampling fields that all three kinds of request have."""
+
+    n: int = 1
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    routed_experts_prompt_start: int = 0
+    # known to vLLM, not to this engine
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    logprob_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    repetition_detection: dict[str, Any] | None = None
+    thinking_token_budget: int | None = None
+
+
+class WireSampling(_Common, kw_only=True):
+    """``sampling_params`` of ``/inference/v1/generate``."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_tokens: int | msgspec.UnsetType | None = msgspec.UNSET
+    logprobs: int | None = None
+    detokenize: bool = True
+    stream_interval: int | None = None
+    trace_decode_token_ids: list[int] | None = None
+    prompt_logprob_token_ids: list[list[int]] | None = None
+
+
+class GenerateRequest(msgspec.Struct, kw_only=True):
+    """``/inference/v1/generate``: token ids in, token ids out."""
+
+    token_ids: list[int]
+    sampling_params: WireSampling
+    model: str | None = None
+    request_id: str | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    cache_salt: str | None = None
+    priority: int = 0
+    return_token_ids: bool | None = None
+    # known to vLLM, not to this engine
+    output_mode: str = "tokens"
+    features: dict[str, Any] | None = None
+    content_parts: list[dict[str, Any]] | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+    ec_transfer_params: dict[str, Any] | None = None
+
+
+class OpenAIRequest(_Common, kw_only=True):
+    """What the two text endpoints share. None means the model's default."""
+
+    model: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    max_tokens: int | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    cache_salt: str | None = None
+    priority: int = 0
+    request_id: str | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    user: str | None = None
+    # known to vLLM, not to this engine
+    use_beam_search: bool = False
+    response_format: dict[str, Any] | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+    ec_transfer_params: dict[str, Any] | None = None
+    truncate_prompt_tokens: int | None = None
+
+
+class CompletionRequest(OpenAIRequest, kw_only=True):
+    """``/v1/completions``."""
+
+    prompt: str | list[int | str | list[int]] | None = None
+    logprobs: int | None = None
+    echo: bool | None = False
+    suffix: str | None = None
+    prompt_embeds: str | list[str] | None = None
+
+
+class ChatRequest(OpenAIRequest, kw_only=True):
+    """``/v1/chat/completions``."""
+
+    messages: list[dict[str, Any]]
+    logprobs: bool | None = False
+    top_logprobs: int | None = 0
+    max_completion_tokens: int | None = None
+    add_generation_prompt: bool = True
+    # known to vLLM, not to this engine
+    continue_final_message: bool = False
+    tools: list[dict[str, Any]] | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+#: fields this engine does not serve, and the values that ask for nothing
+_UNSUPPORTED: dict[str, tuple[object, ...]] = {
+    "presence_penalty": (None, 0.0),
+    "frequency_penalty": (None, 0.0),
+    "repetition_penalty": (None, 1.0),
+    "logit_bias": (None, {}),
+    "allowed_token_ids": (None, []),
+    "logprob_token_ids": (None, []),
+    "bad_words": (None, []),
+    "structured_outputs": (None, {}),
+    "repetition_detection": (None,),
+    "thinking_token_budget": (None, -1),
+    "trace_decode_token_ids": (None,),
+    "prompt_logprob_token_ids": (None,),
+    "output_mode": ("tokens",),
+    "features": (None,),
+    "content_parts": (None, []),
+    "kv_transfer_params": (None,),
+    "ec_transfer_params": (None,),
+    "use_beam_search": (False,),
+    "response_format": (None, {"type": "text"}),
+    "truncate_prompt_tokens": (None,),
+    "echo": (None, False),
+    "suffix": (None, ""),
+    "prompt_embeds": (None, []),
+    "continue_final_message": (False,),
+    "tools": (None, []),
+    "chat_template": (None,),
+    "chat_template_kwargs": (None, {}),
+}
+
+
+def refuse_unsupported(request: msgspec.Struct) -> None:
+    """Refuse a request that asks, at any depth, for something this engine does not do.
+
+    Raises
+    ------
+    ApiError
+        400, naming the field.
+    """
+    for name in request.__struct_fields__:
+        value, neutral = getattr(request, name), _UNSUPPORTED.get(name)
+        if isinstance(value, msgspec.Struct):
+            refuse_unsupported(value)
+        elif neutral is not None and value not in neutral:
+            raise bad_request(f"{name} is not supported by the embedded engine", name)
+
+
+async def parse(http: web.Request, kind: type[S]) -> S:
+    """Read a JSON body.
+
+    Raises
+    ------
+    ApiError
+        400: it is not JSON, or a field is missing or of another type (the message has its path).
+    """
+    if http.content_type != "application/json":
+        raise bad_request("the request's content type must be application/json")
+    try:
+        request = msgspec.json.decode(await http.read(), type=kind)
+    except msgspec.DecodeError as error:
+        raise bad_request(str(error)) from error
+    refuse_unsupported(request)
+    return request
+
+
+def check_cache_salt(salt: str | None) -> None:
+    """Refuse salts that vLLM refuses.
+
+    Raises
+    ------
+    ApiError
+        400: empty, longer than 128 characters, or with characters that stores use in keys.
+    """
+    if salt is None:
+        return
+    if not salt:
+        raise bad_request("cache_salt must not be empty; leave it out for none", "cache_salt")
+    if len(salt) > _MAX_SALT or any(character in salt for character in "@/\\\0"):
+        raise bad_request(
+            f"cache_salt must be at most {_MAX_SALT} characters without '@', '/', '\\' and NUL", "cache_salt"
+        )

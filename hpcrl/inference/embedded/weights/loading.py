@@ -1,0 +1,178 @@
+"""Weights into a `Qwen3Moe`: from a model directory at the start, from a hand-off later."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from hpcrl.errors import HandoffError, UsageError
+from hpcrl.inference.adapters import Adapter, as_tensor
+from hpcrl.modeling.fp8 import dequantise
+from hpcrl.modeling.hf import load_hf_tensors, to_hf_tensors
+from hpcrl.modeling.qwen3_moe import Qwen3Moe
+from hpcrl.models.arch import ModelArch, load_arch
+from hpcrl.weights import Handoff, TensorRecord
+from hpcrl.weights.format.adapters import Contents
+from hpcrl.weights.format.layout import PublishedTensor
+from hpcrl.weights.format.quantize import FP8_DTYPE, scale_tensor
+from hpcrl.weights.read.assemble import Served
+from hpcrl.weights.read.subscriber import Reading
+
+__all__ = ["DTYPES", "adapted_tensors", "check_fits", "load_model", "model_bytes", "read_tensors"]
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def load_model(model_dir: Path, dtype: str) -> Qwen3Moe:
+    """Read a published model directory.
+
+    Parameters
+    ----------
+    model_dir:
+        ``config.json`` and ``*.safetensors``.
+    dtype:
+        ``float32``, ``bfloat16``, or ``auto`` for what ``config.json`` says.
+
+    Raises
+    ------
+    UsageError
+        It is no model directory, or not of a model this engine runs.
+    """
+    try:
+        arch = load_arch(model_dir)
+        config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UsageError(f"{model_dir} is no model directory: it has no config.json") from error
+    except (ValueError, OSError) as error:
+        raise UsageError(f"{model_dir} cannot be read: {error}") from error
+    if dtype == "auto":
+        dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
+    if dtype not in DTYPES:
+        raise UsageError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    files = sorted(model_dir.glob("*.safetensors"))
+    if not files:
+        raise UsageError(f"{model_dir} has no *.safetensors files")
+    model = Qwen3Moe(arch).to(DTYPES[dtype]).requires_grad_(False).eval()
+    try:
+        load_hf_tensors(model, arch, _stored_tensors(files))
+    except (ValueError, SafetensorError) as error:
+        raise UsageError(f"{model_dir}: {error}") from error
+    return model
+
+
+def _stored_tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
+    for file in files:
+        with safe_open(file, framework="pt") as shard:
+            for name in shard.keys():  # noqa: SIM118 - a safetensors handle is no mapping
+                yield name, shard.get_tensor(name)
+
+
+def check_fits(handoff: Handoff, arch: ModelArch) -> None:
+    """Compare the manifest of a hand-off (for an adapter: of its base) with a model, before any weight is read.
+
+    Raises
+    ------
+    HandoffError
+        Tensors are missing, unknown or of another shape.
+    """
+    records = handoff.manifest.tensors
+    expected = {spec.name: spec.shape for spec in arch.tensors()}
+    scales = {scale.name: scale.shape for name in records if (scale := _scale_of(name, records)) is not None}
+    expected |= scales
+    problems = [f"{name} is missing" for name in expected if name not in records]
+    problems += [f"{name} is unknown" for name in records if name not in expected]
+    problems += [
+        f"{name} has shape {tuple(record.shape)}, not {expected[name]}"
+        for name, record in records.items()
+        if name in expected and tuple(record.shape) != expected[name]
+    ]
+    if problems:
+        shown = "; ".join(problems[:3]) + (f"; and {len(problems) - 3} more" if len(problems) > 3 else "")
+        raise HandoffError(f"{handoff.path} does not fit the model: {shown}")
+
+
+def _scale_of(name: str, records: Mapping[str, TensorRecord]) -> PublishedTensor | None:
+    """The scales that a tensor needs; None where it is not quantised."""
+    if records[name].dtype != FP8_DTYPE:
+        return None
+    return scale_tensor(name, records[name].shape)
+
+
+def read_tensors(reading: Reading, served: Served | None = None) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a hand-off that `check_fits`, one at a time; what is quantised is brought back to float32.
+
+    Parameters
+    ----------
+    served:
+        Weights that this engine has already; deltas against them are all that is read then.
+
+    Raises
+    ------
+    HandoffError
+        See `hpcrl.weights.read.subscriber.Reading.read`.
+    """
+    records = reading.handoff.manifest.tensors
+    waiting: dict[str, Tensor] = {}
+    for stored in reading.tensors(served):
+        name, tensor = stored.name, as_tensor(stored)
+        weight = name.removesuffix("_scale_inv")
+        scale = _scale_of(weight, records) if weight in records else None
+        if scale is None:
+            yield name, tensor
+        elif weight in waiting or scale.name in waiting:
+            quantised, scales = (waiting.pop(weight), tensor) if name != weight else (tensor, waiting.pop(scale.name))
+            yield weight, dequantise(quantised, scales)
+        else:
+            waiting[name] = tensor
+
+
+def adapted_tensors(
+    reading: Reading, adapter: Adapter, contents: Contents | None = None, model: Qwen3Moe | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """All tensors of a base whose manifest `check_fits`, with an adapter merged into them.
+
+    Parameters
+    ----------
+    reading:
+        Of the adapter.
+    contents, model:
+        What this engine has already; only tensors that may differ from it are read.
+
+    Raises
+    ------
+    HandoffError
+        See `hpcrl.weights.read.subscriber.Reading.read` and `Adapter.merged`.
+    """
+    different = adapter.contents.different_from(contents)
+    if different is None or model is None:
+        different = frozenset(reading.chain[-2].manifest.tensors)
+    else:
+        yield from ((name, tensor) for name, tensor in _published(model).items() if name not in different)
+    yield from adapter.merged(reading.base_tensors(different))
+
+
+def model_bytes(model: Qwen3Moe) -> Callable[[str, TensorRecord], bytearray | None]:
+    """Gives copies of the bytes of published tensors of ``model``; None where its dtype is another."""
+    tensors = _published(model)
+
+    def copy(name: str, record: TensorRecord) -> bytearray | None:
+        tensor = tensors.get(name)
+        if tensor is None or tensor.dtype != getattr(torch, record.dtype) or tuple(tensor.shape) != record.shape:
+            return None
+        return bytearray(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+
+    return copy
+
+
+def _published(model: Qwen3Moe) -> dict[str, Tensor]:
+    """The tensors of ``model`` by their published names, as views."""
+    return {
+        name: tensor
+        for own, parameter in model.named_parameters()
+        for name, tensor in to_hf_tensors(own, parameter.detach(), model.arch)
+    }

@@ -1,0 +1,60 @@
+"""The command line of the router in front of engines. Flags are those of vllm-router 0.1.17 where it is that one."""
+
+from __future__ import annotations
+
+from hpcrl.config.recipe import Recipe
+from hpcrl.interpreter import module_command
+from hpcrl.jobplan.commands.dynamo import dynamo_router_command
+
+__all__ = ["ROUTER_PORTS", "ROUTER_VARIABLES", "asks_health", "has_router", "router_command"]
+
+ROUTER_PORTS = 2
+"""Requests and its admin calls, then its metrics."""
+ROUTER_VARIABLES = {"RUST_LOG": "warn"}
+"""It writes lines for each request otherwise; its flag for that has no effect."""
+_ADD_S = 10
+"""An engine is given to the router when it serves: it need not wait for one that does not answer."""
+
+
+def has_router(recipe: Recipe) -> bool:
+    """Whether requests go through a router."""
+    engine = recipe.engine
+    kind = engine.router.kind
+    return kind not in ("auto", "direct") or (kind == "auto" and engine.backend == "vllm")
+
+
+def asks_health(recipe: Recipe) -> bool:
+    """Whether the router asks engines for their health without a token: vllm-router cannot bring one there."""
+    return has_router(recipe) and recipe.engine.router.kind != "dynamo"
+
+
+def router_command(recipe: Recipe, *, events_offset: int = 1) -> tuple[str, ...]:
+    """It starts without engines; the orchestrator adds each when it serves the newest weights, and removes it before
+    it does not. Otherwise an engine that was started anew would serve the start model as soon as it is healthy.
+
+    Parameters
+    ----------
+    events_offset:
+        An engine's KV events are on the port so far above that of its server.
+    """
+    router = recipe.engine.router
+    if router.kind == "dynamo":
+        return dynamo_router_command(recipe, events_offset=events_offset)
+    flags = {
+        "--host": "{host}",
+        "--port": "{port}",
+        "--prometheus-host": "{host}",
+        "--prometheus-port": "{port+1}",
+        "--policy": router.policy,
+        "--request-timeout-secs": f"{max(1, round(recipe.rollouts.request_timeout_s))}",
+        "--health-check-interval-secs": str(router.health_interval_s),
+        "--health-check-timeout-secs": str(max(5, router.health_interval_s)),
+        "--health-failure-threshold": "2",
+        "--health-success-threshold": "1",
+        "--worker-startup-timeout-secs": str(_ADD_S),
+        "--worker-startup-check-interval": "1",
+        # an engine that fails is the orchestrator's to remove, and comes back when it is given again
+        "--cb-timeout-duration-secs": "5",
+    }
+    words = (word for flag in flags.items() for word in flag)
+    return tuple(module_command("{python}", "hpcrl.inference.vllm.router", *words))

@@ -1,0 +1,110 @@
+"""The environment of roles, each variable with the place it comes from. Later sources win."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from hpcrl.config.cluster import ClusterProfile, SlurmCluster
+from hpcrl.config.cluster_slurm import NicConfig, NodeConfig
+from hpcrl.config.engine_shape import engine_gpus
+from hpcrl.config.plan import Role
+from hpcrl.config.recipe import Recipe
+from hpcrl.jobplan.commands.router import ROUTER_VARIABLES
+from hpcrl.jobplan.commands.vllm import vllm_variables
+
+__all__ = ["EnvValue", "plain", "role_variables"]
+
+_ENGINES = (Role.ENGINE, Role.PREFILL, Role.DECODE)
+_BESIDE = (Role.ORCHESTRATOR, Role.STORE, Role.ROUTER)
+"""Roles without nodes of their own: they run where the trainer does."""
+
+
+class EnvValue(NamedTuple):
+    """A variable's value and its source: ``hpcrl``, or the key of the recipe or cluster profile."""
+
+    value: str
+    source: str
+
+
+def role_variables(recipe: Recipe, cluster: ClusterProfile, role: Role, run_name: str) -> dict[str, EnvValue]:
+    """What the plan sets for a role, in order of rising precedence."""
+    threads, key = recipe.engine.threads, "engine.threads"
+    if role is Role.TRAINER:
+        threads, key = recipe.trainer.threads, "trainer.threads"
+    elif role in _BESIDE:
+        threads, key = 1, "hpcrl"
+    variables = {"OMP_NUM_THREADS": EnvValue(str(threads), key)}
+    if role in _ENGINES and recipe.engine.backend == "vllm" and recipe.job.payload == "roles":
+        variables |= _sourced(vllm_variables(recipe, gpus=engine_gpus(recipe, cluster, role) > 0), "hpcrl")
+    if role is Role.ROUTER:
+        variables |= _sourced(ROUTER_VARIABLES, "hpcrl")
+    if isinstance(cluster, SlurmCluster):
+        partition = cluster.partition_name(Role.TRAINER if role in _BESIDE else role)
+        source = f"cluster.partitions.{partition}.node"
+        node = cluster.partitions[partition].node
+        variables |= _sourced(_network(node, role), source)
+        variables |= _sourced(_caches(cluster, run_name), "cluster.paths")
+    variables |= _sourced(cluster.env, "cluster.env")
+    if isinstance(cluster, SlurmCluster):
+        by_role = {str(name): env for name, env in cluster.env_by_role.items()}
+        names = ("engine", role.value) if role in (Role.PREFILL, Role.DECODE) else (role.value,)
+        for name in names:
+            variables |= _sourced(by_role.get(name, {}), f"cluster.env_by_role.{name}")
+    return variables
+
+
+def plain(variables: Mapping[str, EnvValue]) -> dict[str, str]:
+    """The values alone."""
+    return {name: value for name, (value, _) in variables.items()}
+
+
+def _sourced(values: Mapping[str, str], source: str) -> dict[str, EnvValue]:
+    return {name: EnvValue(value, source) for name, value in values.items()}
+
+
+def _caches(cluster: SlurmCluster, run_name: str) -> dict[str, str]:
+    """Downloads are shared; compile caches are not: several nodes that write one on NFS tear each other's files."""
+    variables = {}
+    if cluster.paths.cache is not None:
+        variables["HF_HOME"] = f"{cluster.paths.cache}/huggingface"
+    if cluster.paths.scratch is not None:
+        scratch = f"{cluster.paths.scratch}/hpcrl-{run_name}"
+        for name, directory in (("TRITON_CACHE_DIR", "triton"), ("TORCHINDUCTOR_CACHE_DIR", "inductor")):
+            variables[name] = f"{scratch}/{directory}"
+        variables["VLLM_CACHE_ROOT"] = f"{scratch}/vllm"
+    return variables
+
+
+def _network(node: NodeConfig, role: Role) -> dict[str, str]:
+    """What NCCL, Gloo, NVSHMEM and UCX must be told about the network of a node."""
+    # left alone Gloo takes the address of the node's own name, which often is 127.0.1.1 there
+    variables = {"GLOO_SOCKET_IFNAME": node.interface or "{node_interface}"}
+    if node.interface is not None:
+        # "=": exactly this one, not every interface whose name begins like it
+        variables["NCCL_SOCKET_IFNAME"] = f"={node.interface}"
+    if role in _BESIDE or not node.gpus:
+        return variables
+    if node.fabric.kind == "ethernet":
+        return {**variables, "NCCL_IB_DISABLE": "1"}
+    if node.nics:
+        variables["NCCL_IB_HCA"] = "=" + ",".join(f"{nic.name}:{nic.port}" for nic in node.nics)
+        variables |= _nvshmem(node)
+        if role in _ENGINES:
+            variables["UCX_NET_DEVICES"] = ",".join(f"{nic.name}:{nic.port}" for nic in node.nics)
+    for setting, value in (("GID_INDEX", node.fabric.gid_index), ("TC", node.fabric.traffic_class)):
+        if value is not None:
+            variables[f"NCCL_IB_{setting}"] = str(value)
+            variables[f"NVSHMEM_IB_{'TRAFFIC_CLASS' if setting == 'TC' else setting}"] = str(value)
+            if role in _ENGINES:
+                variables[f"UCX_IB_{'TRAFFIC_CLASS' if setting == 'TC' else setting}"] = str(value)
+    return variables
+
+
+def _nvshmem(node: NodeConfig) -> dict[str, str]:
+    """NVSHMEM takes an adapter for each local rank, in the order of ranks: ``name:port:ranks``."""
+    nearest: dict[int, NicConfig] = {gpu: nic for nic in node.nics for gpu in nic.gpus}
+    if sorted(nearest) == list(range(node.gpus)):
+        mapping = ",".join(f"{nearest[gpu].name}:{nearest[gpu].port}:1" for gpu in range(node.gpus))
+        return {"NVSHMEM_ENABLE_NIC_PE_MAPPING": "1", "NVSHMEM_HCA_PE_MAPPING": mapping}
+    return {"NVSHMEM_HCA_LIST": ",".join(f"{nic.name}:{nic.port}" for nic in node.nics)}

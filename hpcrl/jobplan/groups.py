@@ -1,0 +1,255 @@
+"""The role groups of a run: commands, order, readiness, deadlines. Where their nodes are is said by the layout."""
+
+from __future__ import annotations
+
+from hpcrl.config.cluster import ClusterProfile, SlurmCluster
+from hpcrl.config.engine_shape import engine_gpus, engine_ranks_per_node
+from hpcrl.config.plan import FileProbe, HttpProbe, Role, RoleGroup, RolePolicy
+from hpcrl.config.recipe import Recipe, RolePolicyConfig
+from hpcrl.interpreter import module_command
+from hpcrl.jobplan.commands.dynamo import has_events
+from hpcrl.jobplan.commands.kv_transfer import disk_command, front_command, has_rdma, side_command, side_ports
+from hpcrl.jobplan.commands.router import ROUTER_PORTS, asks_health, has_router, router_command
+from hpcrl.jobplan.commands.store import STORE_PORTS, join_command, master_command
+from hpcrl.jobplan.commands.vllm import vllm_command, vllm_ports
+from hpcrl.jobplan.environment import plain, role_variables
+
+__all__ = ["make_groups"]
+
+
+def make_groups(recipe: Recipe, cluster: ClusterProfile, run_name: str) -> list[RoleGroup]:
+    """All groups of a run, with default places."""
+    engines = _engines(recipe, cluster, run_name)
+    inference = tuple(group.role for group in engines)
+    groups = [
+        *_store(recipe, cluster, run_name),
+        *engines,
+        *_router(recipe, cluster, run_name),
+        _orchestrator(recipe, cluster, run_name, inference),
+        _trainer(recipe, cluster, run_name),
+    ]
+    backend = recipe.engine.backend
+    given = [{"python": cluster.python_of(group.role, backend=backend), "secrets": cluster.secrets} for group in groups]
+    groups = [group.model_copy(update=update) for group, update in zip(groups, given, strict=True)]
+    if recipe.job.payload == "probe":
+        groups = [_as_probe(group, local=not isinstance(cluster, SlurmCluster)) for group in groups]
+    return groups
+
+
+def _engines(recipe: Recipe, cluster: ClusterProfile, run_name: str) -> list[RoleGroup]:
+    engine = recipe.engine
+    sides = [(Role.PREFILL, engine.prefill), (Role.DECODE, engine.decode)]
+    shapes = [(role, side.replicas, side.nodes) for role, side in sides if side is not None]
+    shapes = shapes or [(Role.ENGINE, engine.replicas, engine.nodes)]
+    return [
+        RoleGroup(
+            role=role,
+            replicas=replicas,
+            ranks=nodes * engine_ranks_per_node(recipe, cluster, role),
+            nodes=nodes,
+            command=_engine_command(recipe, role)
+            if engine.backend == "embedded"
+            else _vllm_command(recipe, cluster, role, nodes=nodes),
+            servers_per_node=_engine_servers(recipe, cluster, role),
+            ports=_engine_ports(recipe, cluster, role, nodes=nodes),
+            env=plain(role_variables(recipe, cluster, role, run_name)),
+            after=(Role.STORE,) if engine.kv_store is not None else (),
+            ready=HttpProbe(path="/health"),
+            start_timeout_s=cluster.limits.start_timeout_s,
+            policy=_policy(recipe.supervision.engine, cluster),
+        )
+        for role, replicas, nodes in shapes
+    ]
+
+
+def _vllm_command(recipe: Recipe, cluster: ClusterProfile, role: Role, *, nodes: int) -> tuple[str, ...]:
+    """vLLM behind the programs that prepare a node for it."""
+    ranks, gpus = engine_ranks_per_node(recipe, cluster, role), engine_gpus(recipe, cluster, role) > 0
+    rdma = has_rdma(cluster, role) and gpus
+    command = vllm_command(recipe, role, nodes=nodes, ranks_per_node=ranks, gpus=gpus, rdma=rdma)
+    command = disk_command(recipe, command)
+    command = side_command(
+        recipe, command, gpus=gpus, offset=vllm_ports(ranks, nodes=nodes), ranks_per_node=ranks, nodes=nodes
+    )
+    return join_command(recipe, cluster, role, command, nodes=nodes, ranks_per_node=ranks)
+
+
+def _engine_servers(recipe: Recipe, cluster: ClusterProfile, role: Role) -> int:
+    """vLLM's servers are one a rank."""
+    return engine_ranks_per_node(recipe, cluster, role) if recipe.engine.backend == "vllm" else 0
+
+
+def _engine_ports(recipe: Recipe, cluster: ClusterProfile, role: Role, *, nodes: int) -> int:
+    """Of each node: servers, then what leads KV between engines, or what tells the router of it."""
+    ranks, gpus = engine_ranks_per_node(recipe, cluster, role), engine_gpus(recipe, cluster, role) > 0
+    events = ranks if has_events(recipe) else 0
+    return vllm_ports(ranks, nodes=nodes) + side_ports(recipe, gpus=gpus, ranks_per_node=ranks) + events
+
+
+def _store(recipe: Recipe, cluster: ClusterProfile, run_name: str) -> list[RoleGroup]:
+    """The master of the KV pool; the pool itself is in the engines."""
+    store = recipe.engine.kv_store
+    if store is None:
+        return []
+    return [
+        RoleGroup(
+            role=Role.STORE,
+            replicas=1,
+            ranks=1,
+            beside=isinstance(cluster, SlurmCluster),
+            command=master_command(store, cluster.etcd),
+            ports=STORE_PORTS,
+            env=plain(role_variables(recipe, cluster, Role.STORE, run_name)),
+            ready=FileProbe(),
+            start_timeout_s=cluster.limits.start_timeout_s,
+            policy=_policy(recipe.supervision.store, cluster),
+        )
+    ]
+
+
+def _router(recipe: Recipe, cluster: ClusterProfile, run_name: str) -> list[RoleGroup]:
+    """What the orchestrator sends requests to; it starts beside the engines, and is told of them later.
+
+    One that leads from prefill to decode must know them at its start.
+    """
+    if not has_router(recipe):
+        return []
+    engine = recipe.engine
+    sides = (Role.PREFILL, Role.DECODE) if engine.prefill is not None else ()
+    first = Role.PREFILL if sides else Role.ENGINE
+    # what lies above the servers of an engine
+    offset = vllm_ports(
+        engine_ranks_per_node(recipe, cluster, first), nodes=(engine.prefill.nodes if engine.prefill else engine.nodes)
+    )
+    gpus = bool(sides) and engine_gpus(recipe, cluster, first) > 0
+    return [
+        RoleGroup(
+            role=Role.ROUTER,
+            replicas=1,
+            ranks=1,
+            beside=isinstance(cluster, SlurmCluster),
+            command=front_command(recipe, router_command(recipe, events_offset=offset), gpus=gpus, offset=offset),
+            ports=ROUTER_PORTS,
+            env=plain(role_variables(recipe, cluster, Role.ROUTER, run_name)),
+            after=sides,
+            # its /health says yes without any engine
+            ready=HttpProbe(path="/liveness"),
+            start_timeout_s=cluster.limits.start_timeout_s,
+            policy=_policy(recipe.supervision.router, cluster),
+        )
+    ]
+
+
+def _engine_command(recipe: Recipe, role: Role) -> tuple[str, ...]:
+    engine, handoff = recipe.engine, recipe.handoff
+    flags = {
+        "--model": recipe.model.path,
+        "--host": "{host}",
+        "--port": "{port}",
+        "--served-model-name": recipe.name,
+        "--max-model-len": str(engine.max_model_len),
+        "--max-num-seqs": str(engine.max_num_seqs),
+        "--max-num-batched-tokens": str(engine.max_num_batched_tokens),
+        "--block-size": str(engine.block_size),
+        "--kv-cache-memory-bytes": str(int(engine.kv_cache_gib * (1 << 30))),
+        "--dtype": engine.dtype,
+        # log-probabilities of the distribution that tokens were drawn from: what the trainer compares with
+        "--logprobs-mode": "processed_logprobs",
+        "--seed": str(recipe.seed),
+        "--torch-threads": str(engine.threads),
+        "--weight-transfer-root": "{run_dir}/weights",
+        "--weight-reader": f"{role.value}-{{replica}}",
+        "--weight-lease-timeout-s": f"{handoff.lease_timeout_s:g}",
+        "--weight-timeout-floor-s": f"{handoff.update_timeout_s:g}",
+        "--weight-min-bandwidth-mib-s": f"{handoff.min_bandwidth_mib_s:g}",
+        "--weight-read-streams": str(handoff.read_streams),
+    }
+    if handoff.node_cache is not None:
+        flags["--weight-node-cache"] = handoff.node_cache
+        flags["--weight-node-cache-bytes"] = str(int(handoff.node_cache_gib * (1 << 30)))
+    if recipe.fans_out:
+        flags["--weight-fanout-host"] = "{host}"
+        flags["--weight-fanout-degree"] = str(handoff.fanout_degree)
+    command = module_command("{python}", "hpcrl.inference.embedded.server")
+    for flag, value in flags.items():
+        command += [flag, value]
+    if engine.return_routed_experts:
+        command.append("--enable-return-routed-experts")
+    if asks_health(recipe):
+        command.append("--open-health")
+    return tuple(command)
+
+
+def _orchestrator(recipe: Recipe, cluster: ClusterProfile, run_name: str, inference: tuple[Role, ...]) -> RoleGroup:
+    return RoleGroup(
+        role=Role.ORCHESTRATOR,
+        replicas=1,
+        ranks=1,
+        beside=isinstance(cluster, SlurmCluster),
+        command=tuple(module_command("{python}", "hpcrl.rollouts")),
+        env=plain(role_variables(recipe, cluster, Role.ORCHESTRATOR, run_name)),
+        after=(*inference, Role.ROUTER) if has_router(recipe) else inference,
+        ready=HttpProbe(path="/health"),
+        start_timeout_s=cluster.limits.start_timeout_s,
+        policy=_policy(recipe.supervision.orchestrator, cluster),
+    )
+
+
+def _trainer(recipe: Recipe, cluster: ClusterProfile, run_name: str) -> RoleGroup:
+    trainer = recipe.trainer
+    # --node-rank keeps ranks in the order of nodes; torchrun's own rendezvous would number them as they come
+    nodes = ("--nnodes", str(trainer.nodes), "--node-rank", "{node_rank}") if trainer.nodes > 1 else ()
+    # starts beside the engines, not after them: both spend their start loading weights
+    return RoleGroup(
+        role=Role.TRAINER,
+        replicas=1,
+        ranks=trainer.ranks,
+        nodes=trainer.nodes,
+        command=(
+            *module_command("{python}", "torch.distributed.run"),
+            *nodes,
+            "--nproc-per-node",
+            str(trainer.ranks // trainer.nodes),
+            "--master-addr",
+            "{host}",
+            "--master-port",
+            "{port}",
+            # torchrun's own command line for a module lacks what module_command says
+            "--no-python",
+            *module_command("{python}", "hpcrl.trainer", unbuffered=True),
+        ),
+        env=plain(role_variables(recipe, cluster, Role.TRAINER, run_name)),
+        ready=FileProbe(),
+        start_timeout_s=cluster.limits.start_timeout_s,
+        policy=_policy(recipe.supervision.trainer, cluster, ends_run=True),
+    )
+
+
+def _policy(config: RolePolicyConfig, cluster: ClusterProfile, *, ends_run: bool = False) -> RolePolicy:
+    return RolePolicy(
+        ends_run=ends_run,
+        drain_order=config.drain_order,
+        stop_timeout_s=config.grace_s or cluster.limits.stop_timeout_s,
+        critical=config.critical,
+        restart=config.restart,
+        max_restarts=config.max_restarts,
+        restart_window_s=config.restart_window_s,
+    )
+
+
+def _as_probe(group: RoleGroup, *, local: bool) -> RoleGroup:
+    """The same place, order and environment, with a small program for every rank."""
+    # this machine's launcher starts one process a replica
+    ranks = 1 if local else group.ranks
+    return group.model_copy(
+        update={
+            "command": tuple(module_command("{python}", "hpcrl.runs.probe")),
+            # hpcrl's own: the shape of a job can be tried before the environment of the engines is there
+            "python": None,
+            "servers_per_node": 0,
+            "ports": 1,
+            "ranks": ranks,
+            "tasks_per_node": 1 if local else group.ranks_per_node,
+            "ready": FileProbe(),
+        }
+    )

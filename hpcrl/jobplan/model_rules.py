@@ -1,0 +1,210 @@
+"""Rules between a recipe and the sizes of its model; one table, as `hpcrl.config.rules.table` has for the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from hpcrl.config.cluster import ClusterProfile, SlurmCluster
+from hpcrl.config.engine_shape import engine_ranks_per_node, replica_nodes
+from hpcrl.config.load import Loaded
+from hpcrl.config.recipe import Recipe
+from hpcrl.config.rules.rule import Conflicts
+from hpcrl.errors import ConfigError, Finding
+from hpcrl.models.facts import ModelFacts
+from hpcrl.models.layers import GatedDeltaNet, Gqa, Mamba2
+from hpcrl.models.tensors import DTYPE_BYTES, FP8_BLOCK, Part
+
+__all__ = ["MODEL_RULES", "ModelRule", "check_model_rules"]
+
+
+@dataclass(frozen=True)
+class ModelRule:
+    """As `hpcrl.config.rules.rule.Rule`, with the model's facts."""
+
+    name: str
+    conflict: str
+    way_out: str
+    check: Callable[[Recipe, ClusterProfile, ModelFacts], Conflicts]
+
+
+def check_model_rules(recipe: Loaded[Recipe], cluster: Loaded[ClusterProfile], facts: ModelFacts) -> None:
+    """Check all rules of `MODEL_RULES` (ConfigError with every conflict)."""
+    found = [
+        Finding(_where(recipe, cluster, key), key, f"{what} [{rule.name}]", rule.way_out)
+        for rule in MODEL_RULES
+        for key, what in rule.check(recipe.value, cluster.value, facts)
+    ]
+    if found:
+        raise ConfigError(found)
+
+
+def _where(recipe: Loaded[Recipe], cluster: Loaded[ClusterProfile], key: str) -> str:
+    return cluster.where(key.removeprefix("cluster.")) if key.startswith("cluster.") else recipe.where(key)
+
+
+def _replicas(recipe: Recipe, cluster: ClusterProfile) -> Iterator[tuple[str, int]]:
+    """Role and ranks of a replica of vLLM engines."""
+    if recipe.engine.backend == "vllm" and isinstance(cluster, SlurmCluster):
+        for role, nodes in replica_nodes(recipe).items():
+            yield role.value, nodes * engine_ranks_per_node(recipe, cluster, role)
+
+
+def _experts_divide(recipe: Recipe, cluster: ClusterProfile, facts: ModelFacts) -> Conflicts:
+    ep, experts = recipe.trainer.parallelism.ep, facts.num_experts
+    if ep > 1 and not experts:
+        yield "trainer.parallelism.ep", f"{facts.name} has no experts"
+    elif experts % ep:
+        yield "trainer.parallelism.ep", f"{ep} does not divide the {experts} experts of {facts.name}"
+    if not experts:
+        return
+    for role, ranks in _replicas(recipe, cluster):
+        if experts % ranks:
+            key = "engine.nodes" if role == "engine" else f"engine.{role}.nodes"
+            yield key, f"{experts} experts cannot be dealt out evenly over the {ranks} ranks of a replica of {role}"
+
+
+def _heads_divide(recipe: Recipe, _: ClusterProfile, facts: ModelFacts) -> Conflicts:
+    tp = recipe.engine.tp
+    for layer in facts.layers:
+        mixer = layer.mixer
+        if isinstance(mixer, Mamba2):
+            fits = mixer.num_heads % tp == 0
+        elif isinstance(mixer, GatedDeltaNet):
+            fits = mixer.num_key_heads % tp == 0 and mixer.num_value_heads % tp == 0
+        elif isinstance(mixer, Gqa):
+            kv = mixer.num_key_value_heads
+            fits = mixer.num_attention_heads % tp == 0 and (kv % tp == 0 or tp % kv == 0)
+        else:
+            fits = mixer is None or mixer.num_attention_heads % tp == 0
+        if not fits:
+            yield "engine.tp", f"{tp} does not divide the heads of {facts.name}"
+            return
+
+
+def _sequence_divides(recipe: Recipe, _: ClusterProfile, facts: ModelFacts) -> Conflicts:
+    cp = recipe.trainer.parallelism.cp
+    if cp > 1 and recipe.trainer.micro_batch_tokens % (2 * cp):
+        tokens = recipe.trainer.micro_batch_tokens
+        yield (
+            "trainer.micro_batch_tokens",
+            f"{tokens} cannot be cut into the {2 * cp} equal pieces of context parallelism {cp} (two a rank)",
+        )
+
+
+def _blocks_are_whole(recipe: Recipe, _: ClusterProfile, facts: ModelFacts) -> Conflicts:
+    if recipe.trainer.memory.fp8:
+        yield from _partial_blocks(facts, 1, "trainer.memory.fp8")
+    if recipe.engine.memory.weights == "fp8":
+        yield from _partial_blocks(facts, recipe.engine.tp, "engine.memory.weights")
+
+
+def _partial_blocks(facts: ModelFacts, tp: int, key: str) -> Conflicts:
+    for weight in dict.fromkeys(weight for layer in facts.layers for weight in layer.weights):
+        # experts are dealt out whole where there are several ranks; only the others are cut
+        if tp == 1 or not weight.quantized or weight.tp_dim is None or weight.part is Part.EXPERT:
+            continue
+        size = weight.shape[weight.tp_dim]
+        if size % (FP8_BLOCK * tp):
+            yield key, f"{weight.name} has {size} to cut into {tp}, not a multiple of {FP8_BLOCK} x {tp}"
+            return
+    if facts.hidden_size % FP8_BLOCK:
+        yield key, f"hidden_size {facts.hidden_size} is no multiple of the {FP8_BLOCK} of a scale"
+
+
+def _replay_has_routers(recipe: Recipe, _: ClusterProfile, facts: ModelFacts) -> Conflicts:
+    if recipe.trainer.router_replay and not facts.num_experts:
+        yield "trainer.router_replay", f"{facts.name} has no routers"
+    if recipe.engine.return_routed_experts and not facts.num_experts:
+        yield "engine.return_routed_experts", f"{facts.name} has no routers"
+
+
+def _context_in_model(recipe: Recipe, _: ClusterProfile, facts: ModelFacts) -> Conflicts:
+    length, most = recipe.engine.max_model_len, facts.max_position_embeddings
+    if length > most:
+        yield "engine.max_model_len", f"{length} is more than the {most} positions of {facts.name}"
+
+
+def _read_seconds(recipe: Recipe, cluster: SlurmCluster, size: int) -> float | None:
+    """Seconds until all engines have read ``size`` bytes each from the shared filesystem; None: rates not known."""
+    together, node = cluster.filesystem.read_gb_s, cluster.filesystem.node_read_gb_s
+    if together is None or node is None:
+        return None
+    engine = recipe.engine
+    sides = [(side.replicas, side.nodes) for side in (engine.prefill, engine.decode) if side is not None]
+    groups = sides or [(engine.replicas, engine.nodes)]
+    slowest = max(size / (nodes * node * 1e9) for _, nodes in groups)
+    return max(slowest, sum(replicas for replicas, _ in groups) * size / (together * 1e9))
+
+
+def _time_to_move(recipe: Recipe, cluster: ClusterProfile, facts: ModelFacts) -> Conflicts:
+    if not isinstance(cluster, SlurmCluster):
+        return
+    handoff, parameters = recipe.handoff, facts.num_parameters()
+    dtype = handoff.dtype or recipe.trainer.dtype
+    # block scales are one part in 4096
+    published = parameters * (1 if handoff.kind == "fp8" else DTYPE_BYTES[dtype])
+    seconds = _read_seconds(recipe, cluster, published)
+    limits = [("handoff.update_timeout_s", handoff.update_timeout_s, "read a version of")]
+    if recipe.engine.backend == "vllm":
+        limits.append(("cluster.limits.start_timeout_s", cluster.limits.start_timeout_s, "load"))
+    for key, limit, what in limits:
+        if seconds is not None and limit < seconds:
+            yield key, f"{limit:g} s, but engines need {seconds:.0f} s to {what} {published / 1e9:,.0f} GB"
+    # master weights and two moments in float32
+    saved = 12 * parameters
+    checkpoint, write, read = recipe.checkpoint, cluster.filesystem.write_gb_s, cluster.filesystem.read_gb_s
+    moved = [
+        ("handoff.publish_timeout_s", handoff.publish_timeout_s, "version", published, write),
+        ("cluster.limits.save_timeout_s", cluster.limits.save_timeout_s, "checkpoint", saved, write),
+        ("checkpoint.save_timeout_s", checkpoint.save_timeout_s, "checkpoint", saved, write),
+    ]
+    if checkpoint.verify == "content":
+        moved.append(("checkpoint.verify_timeout_s", checkpoint.verify_timeout_s, "checkpoint", saved, read))
+    for key, limit, what, size, rate in moved:
+        if rate is not None and limit < size / (rate * 1e9):
+            yield key, f"{limit:g} s, but a {what} of {size / 1e9:,.0f} GB takes {size / (rate * 1e9):.0f} s"
+
+
+MODEL_RULES: tuple[ModelRule, ...] = (
+    ModelRule(
+        "experts-divide",
+        "Experts are dealt out evenly.",
+        "choose trainer.parallelism.ep, and the GPUs of a replica, as divisors of the number of experts",
+        _experts_divide,
+    ),
+    ModelRule(
+        "heads-divide", "Heads are dealt out evenly.", "choose engine.tp as a divisor of the heads", _heads_divide
+    ),
+    ModelRule(
+        "sequence-divides",
+        "A micro-batch can be cut evenly for context parallelism.",
+        "choose trainer.micro_batch_tokens as a multiple of twice cp",
+        _sequence_divides,
+    ),
+    ModelRule(
+        "fp8-blocks",
+        "What FP8 quantizes consists of whole blocks of 128 on every rank.",
+        "lower engine.tp, or keep this side out of FP8",
+        _blocks_are_whole,
+    ),
+    ModelRule(
+        "replay-has-routers",
+        "Routes are of models with experts.",
+        "set trainer.router_replay and engine.return_routed_experts: false",
+        _replay_has_routers,
+    ),
+    ModelRule(
+        "context-in-model",
+        "The engine's context is within the model's positions.",
+        "lower engine.max_model_len, or choose a model with more positions",
+        _context_in_model,
+    ),
+    ModelRule(
+        "time-to-move",
+        "Deadlines are longer than the shared filesystem needs for the bytes.",
+        "raise the timeout, or correct the rates of filesystem in the profile",
+        _time_to_move,
+    ),
+)
+"""All rules; docs/planning.md lists them."""

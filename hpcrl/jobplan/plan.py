@@ -1,0 +1,164 @@
+"""The plan of a run: role groups, their places, limits."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from hpcrl.config.cluster import ClusterProfile, SlurmCluster
+from hpcrl.config.cluster_slurm import NoContainer
+from hpcrl.config.layout import AttemptPolicy, Container, ElasticPolicy
+from hpcrl.config.plan import Plan, WatchPolicy
+from hpcrl.config.recipe import Recipe
+from hpcrl.jobplan.groups import make_groups
+from hpcrl.jobplan.layout import place_groups
+
+__all__ = ["absolute_paths", "absolute_site_paths", "default_run_name", "make_plan", "resolve_runs_root"]
+
+_RETRIES = 3
+"""`job.retry_failures` under Slurm: nobody looks at night."""
+
+
+def resolve_runs_root(cluster: ClusterProfile, cwd: Path) -> Path:
+    """The runs root of a profile as an absolute path; ``HPCRL_RUNS_ROOT`` wins over the profile."""
+    return _resolve(os.environ.get("HPCRL_RUNS_ROOT") or cluster.paths.runs_root, cwd)
+
+
+def absolute_paths(recipe: Recipe, cwd: Path) -> Recipe:
+    """The recipe with its paths made absolute, so that roles may run in any directory."""
+    model = recipe.model.model_copy(update={"path": str(_resolve(recipe.model.path, cwd))})
+    return recipe.model_copy(update={"model": model})
+
+
+def absolute_site_paths(cluster: ClusterProfile, cwd: Path) -> ClusterProfile:
+    """The profile with the directories and interpreters that roles get to see made absolute."""
+    cluster = _absolute_pythons(cluster, cwd)
+    secrets = {name: _absolute(path, cwd) for name, path in cluster.secrets.items()}
+    cluster = cluster.model_copy(update={"secrets": secrets})
+    if not isinstance(cluster, SlurmCluster):
+        return cluster
+    given = {"cache": cluster.paths.cache, "scratch": cluster.paths.scratch}
+    absolute = {name: str(_resolve(path, cwd)) for name, path in given.items() if path is not None}
+    return cluster.model_copy(update={"paths": cluster.paths.model_copy(update=absolute)})
+
+
+def _absolute_pythons(cluster: ClusterProfile, cwd: Path) -> ClusterProfile:
+    """In containers paths are the image's own."""
+    if isinstance(cluster, SlurmCluster) and not isinstance(cluster.container, NoContainer):
+        return cluster
+    by_role = {role: _absolute(python, cwd) for role, python in cluster.python_by_role.items()}
+    vllm = None if cluster.vllm_python is None else _absolute(cluster.vllm_python, cwd)
+    return cluster.model_copy(update={"python_by_role": by_role, "vllm_python": vllm})
+
+
+def _absolute(path: str, cwd: Path) -> str:
+    """Absolute, links kept: the python of a virtual environment is a link, and is another one behind it."""
+    return os.path.normpath(cwd / Path(os.path.expandvars(path)).expanduser())
+
+
+def default_run_name(recipe: Recipe, now_s: float) -> str:
+    """``<recipe>-<date>-<time>`` in local time."""
+    return f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now_s))}"
+
+
+def make_plan(recipe: Recipe, cluster: ClusterProfile, run_name: str, run_dir: Path) -> Plan:
+    """Resolve a recipe on a cluster. Pure: same input, same plan.
+
+    Parameters
+    ----------
+    recipe:
+        With absolute paths (see `absolute_paths`).
+    cluster:
+        The site.
+    run_name, run_dir:
+        Name and directory of the run.
+    """
+    groups = make_groups(recipe, cluster, run_name)
+    plan = Plan(
+        run=run_name,
+        recipe=recipe.name,
+        cluster=cluster.name,
+        run_dir=run_dir,
+        groups=tuple(groups),
+        first_port=cluster.ports.first,
+        last_port=cluster.ports.last,
+        time_limit_s=(recipe.job.time_limit_h or cluster.limits.time_limit_h) * 3600.0,
+        attempts=_local_attempts(recipe),
+        watch=WatchPolicy(
+            floor_s=recipe.supervision.hang_floor_s,
+            ceiling_s=recipe.supervision.hang_ceiling_s,
+            update_timeout_s=recipe.handoff.update_timeout_s,
+        ),
+    )
+    if not isinstance(cluster, SlurmCluster):
+        return plan
+    layout, groups = place_groups(groups, recipe, cluster)
+    placed = {
+        "groups": tuple(groups),
+        "layout": layout,
+        "container": _container(recipe, cluster, run_dir),
+        "python": None if isinstance(cluster.container, NoContainer) else cluster.container.python,
+        "attempts": _attempts(recipe, cluster),
+        "elastic": _elastic(recipe),
+        "scratch": cluster.paths.scratch,
+    }
+    return plan.model_copy(update=placed)
+
+
+def _resolve(path: str, cwd: Path) -> Path:
+    return (cwd / Path(os.path.expandvars(path)).expanduser()).resolve()
+
+
+def _local_attempts(recipe: Recipe) -> AttemptPolicy:
+    retries = recipe.job.retry_failures or 0
+    if not retries:
+        return AttemptPolicy(on_change=recipe.job.on_change)
+    return AttemptPolicy(
+        on_change=recipe.job.on_change,
+        max_attempts=recipe.job.max_attempts,
+        max_without_progress=recipe.job.max_attempts_without_progress,
+        retries=retries,
+    )
+
+
+def _attempts(recipe: Recipe, cluster: SlurmCluster) -> AttemptPolicy:
+    job, can = recipe.job, cluster.capabilities
+    requeue = job.requeue == "always" or (job.requeue == "auto" and can.requeue and can.scontrol_on_nodes)
+    retries = _RETRIES if job.retry_failures is None else job.retry_failures
+    return AttemptPolicy(
+        on_change=recipe.job.on_change,
+        requeue=requeue,
+        max_attempts=job.max_attempts if requeue or retries else 1,
+        max_without_progress=job.max_attempts_without_progress if requeue or retries else 1,
+        retries=retries,
+        exclude_s=job.exclude_failed_nodes_h * 3600.0,
+        signal_lead_s=cluster.limits.signal_lead_s,
+        saves=job.payload == "roles",
+    )
+
+
+def _elastic(recipe: Recipe) -> ElasticPolicy:
+    job = recipe.job
+    return ElasticPolicy(
+        min_replicas=job.min_replicas,
+        wait_s=job.replica_wait_h * 3600.0,
+        hold_s=job.replica_hold_h * 3600.0,
+        max_resubmits=job.max_replica_resubmits,
+    )
+
+
+def _container(recipe: Recipe, cluster: SlurmCluster, run_dir: Path) -> Container | None:
+    """The container with the run's own directories mounted under their own names."""
+    settings = cluster.container
+    if isinstance(settings, NoContainer):
+        return None
+    own = [str(run_dir.parent), cluster.paths.cache, cluster.paths.scratch, recipe.model.path]
+    mounts = [f"{path}:{path}" for path in dict.fromkeys(own) if path is not None]
+    mounts += [f"{path}:{path}:ro" for path in dict.fromkeys(cluster.secrets.values())]
+    return Container(
+        kind=settings.kind,
+        image=settings.image,
+        mounts=(*mounts, *(mount for mount in settings.mounts if mount not in mounts)),
+        mount_home=settings.mount_home,
+    )

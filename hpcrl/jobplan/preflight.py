@@ -1,0 +1,286 @@
+"""What can be checked about a run's inputs before anything is started."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from hpcrl.config.cluster import ClusterProfile, SlurmCluster
+from hpcrl.config.load import Loaded
+from hpcrl.config.plan import Plan, Role, RoleGroup
+from hpcrl.config.recipe import Recipe
+from hpcrl.errors import ConfigError, Finding, UsageError
+from hpcrl.interpreter import module_command
+from hpcrl.jobplan.model_rules import check_model_rules
+from hpcrl.models import ModelFacts, load_arch, load_facts
+from hpcrl.ours import read_secret
+
+__all__ = ["check_engine_flags", "check_model", "check_pythons", "check_router", "check_sizes", "find_facts"]
+
+_FLAGS_TIMEOUT_S = 900.0
+"""Loading vLLM takes half a minute of one core, on a busy login node many times that."""
+_PACKAGE_TIMEOUT_S = 120.0
+_NO_PACKAGE = 3
+_HAS_PACKAGE = f"""
+import importlib.util, sys
+try:
+    found = importlib.util.find_spec(sys.argv[1])
+except ModuleNotFoundError:
+    found = None
+sys.exit(0 if found else {_NO_PACKAGE})
+"""
+"""Finds it without loading it."""
+_PLACEHOLDER = re.compile(r"\{(run_dir|replica|host|port|node_rank|node_host)(?:[+*](\d+))?\}")
+_ANY_PORT = 20000
+_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Sizes of a head that vLLM's attention on CPUs has."""
+
+
+def with_model_of(recipe: Loaded[Recipe], config_dir: Path, *, named: str) -> Loaded[Recipe]:
+    """The recipe with the model of another run in place of its own (ConfigError where it is of another shape).
+
+    Parameters
+    ----------
+    config_dir:
+        Holds the configuration of that model.
+    named:
+        What it is, for messages.
+    """
+    where, own = recipe.where("model.path"), Path(recipe.value.model.path)
+    if not (config_dir / "config.json").is_file():
+        way_out = "bring it back: its configuration and tokenizer are needed"
+        what = f"the start model of the other run, {config_dir}, is gone ({named})"
+        raise ConfigError([Finding("--from", "model.path", what, way_out)])
+    if (own / "config.json").is_file():
+        try:
+            wanted, given = dataclasses.asdict(load_arch(own)), dataclasses.asdict(load_arch(config_dir))
+        except ValueError as error:
+            raise ConfigError([Finding(where, "model.path", str(error), "choose a Qwen3-MoE model")]) from error
+        different = [f"{key} is {given[key]}, not {wanted[key]}" for key in wanted if given[key] != wanted[key]]
+        if different:
+            what = f"the model of {named} is another one than the recipe's, {own}: {'; '.join(different)}"
+            raise ConfigError([Finding(where, "model.path", what, "submit the recipe of that run, or of its model")])
+    model = recipe.value.model.model_copy(update={"path": str(config_dir)})
+    return dataclasses.replace(recipe, value=recipe.value.model_copy(update={"model": model}))
+
+
+def check_model(recipe: Loaded[Recipe], model_dir: Path) -> None:
+    """Check the start model (ConfigError where it is missing or does not fit the recipe).
+
+    Parameters
+    ----------
+    recipe:
+        The recipe as loaded.
+    model_dir:
+        ``model.path``, absolute.
+    """
+    where = recipe.where("model.path")
+    if not (model_dir / "config.json").is_file():
+        way_out = (
+            f"make it: hpcrl warmup {recipe.source}"
+            if recipe.value.model.warmup is not None
+            else "give the path of a Hugging Face model directory"
+        )
+        raise ConfigError([Finding(where, "model.path", f"{model_dir} holds no model (no config.json)", way_out)])
+    try:
+        arch = load_arch(model_dir)
+    except ValueError as error:
+        raise ConfigError([Finding(where, "model.path", str(error), "choose a Qwen3-MoE model")]) from error
+    engine = recipe.value.engine
+    if engine.backend == "vllm" and engine.device == "cpu" and arch.head_dim not in _CPU_HEADS:
+        sizes = ", ".join(map(str, _CPU_HEADS))
+        what = f"heads of {model_dir} have size {arch.head_dim}; vLLM on CPUs can {sizes}"
+        raise ConfigError([Finding(where, "model.path", what, "choose another model, or engine.backend: embedded")])
+    if recipe.value.engine.max_model_len > arch.max_position_embeddings:
+        raise ConfigError(
+            [
+                Finding(
+                    recipe.where("engine.max_model_len"),
+                    "engine.max_model_len",
+                    f"{recipe.value.engine.max_model_len} is more than the {arch.max_position_embeddings} positions "
+                    f"of {model_dir}",
+                    "lower it, or choose a model with more positions",
+                )
+            ]
+        )
+
+
+def find_facts(recipe: Recipe) -> ModelFacts | None:
+    """Facts of a recipe's model; None where neither its directory nor its name is known (it may be made later).
+
+    Raises
+    ------
+    UsageError
+        There is a ``config.json``, but of an architecture that hpcrl has no facts of.
+    """
+    try:
+        return load_facts(recipe.model.path)
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise UsageError(f"{error}\n    way out: choose a model of a known architecture") from error
+
+
+def check_sizes(recipe: Loaded[Recipe], cluster: Loaded[ClusterProfile]) -> None:
+    """Check a recipe against the sizes of its model, where these are known (ConfigError with every conflict)."""
+    facts = find_facts(recipe.value)
+    if facts is not None:
+        check_model_rules(recipe, cluster, facts)
+
+
+def check_pythons(plan: Plan, site: Loaded[ClusterProfile]) -> None:
+    """Check that the interpreters of roles are there, as far as that can be seen from here.
+
+    On a Slurm site a directory that is not visible here may be on the nodes; a file that is missing in a visible one
+    is missing.
+
+    Raises
+    ------
+    ConfigError
+        An interpreter is missing.
+    """
+    for group in plan.groups:
+        if group.python is None or plan.container is not None:
+            continue
+        python = Path(group.python)
+        hidden = isinstance(site.value, SlurmCluster) and not python.parent.is_dir()
+        if python.is_file() or hidden:
+            continue
+        key, way_out = "python_by_role", "correct the path"
+        if site.value.vllm_python is not None and "engine" not in site.value.python_by_role:
+            key, way_out = "vllm_python", "make the environment of engines: python3 tools/bootstrap.py --vllm"
+        what = f"{python}, the interpreter of {group.role}, is not there"
+        raise ConfigError([Finding(site.where(key), f"cluster.{key}", what, way_out)])
+
+
+def check_secrets(plan: Plan, site: Loaded[ClusterProfile]) -> None:
+    """Check that the files of secrets are there and closed, as far as that can be seen from here.
+
+    Raises
+    ------
+    ConfigError
+        One is missing, or others may read it.
+    """
+    for name, file in {name: file for group in plan.groups for name, file in group.secrets.items()}.items():
+        if isinstance(site.value, SlurmCluster) and not Path(file).parent.is_dir():
+            continue  # on the nodes, perhaps
+        try:
+            read_secret(Path(file))
+        except OSError as error:
+            way_out = f"make it a file of yours with the value in it: chmod 600 {file}"
+            raise ConfigError([Finding(site.where("secrets"), f"secrets.{name}", str(error), way_out)]) from error
+
+
+def check_engine_flags(recipe: Loaded[Recipe], plan: Plan) -> list[str]:
+    """Let the installed vLLM's own parser check the commands of engines.
+
+    Takes about half a minute. Does nothing for other backends, and for the payload ``probe``.
+
+    Returns
+    -------
+    list of str
+        Why a check was not possible, for the user to read; empty where all flags are good.
+
+    Raises
+    ------
+    ConfigError
+        vLLM refuses the flags.
+    UsageError
+        The interpreter of engines cannot load vLLM and hpcrl, or does not answer.
+    """
+    if recipe.value.engine.backend != "vllm" or recipe.value.job.payload != "roles":
+        return []
+    notes = []
+    for group in plan.groups:
+        if _engine_words(group) is None:
+            continue
+        python = group.python or plan.python or sys.executable
+        if plan.container is not None or not Path(python).is_file():
+            where = "in the container" if plan.container is not None else f"visible here ({python})"
+            notes.append(f"flags of {group.role} were not checked: its vLLM is not {where}")
+            continue
+        _ask_parser(recipe, group, python)
+    return notes
+
+
+def check_router(recipe: Loaded[Recipe], plan: Plan) -> list[str]:
+    """Check that the router's package is installed for the interpreter that will run it.
+
+    Returns
+    -------
+    list of str
+        Why that could not be seen from here; empty where it is there.
+
+    Raises
+    ------
+    ConfigError
+        It is not.
+    """
+    routers = [group for group in plan.groups if group.role is Role.ROUTER]
+    if not routers or recipe.value.job.payload != "roles":
+        return []
+    dynamo = recipe.value.engine.router.kind == "dynamo"
+    package, distribution = ("dynamo.llm", "ai-dynamo-runtime") if dynamo else ("vllm_router", "vllm-router")
+    python = routers[0].python or plan.python or sys.executable
+    if plan.container is not None or not Path(python).is_file():
+        where = "in the container" if plan.container is not None else f"visible here ({python})"
+        return [f"whether {package} is installed for the router was not checked: its environment is not {where}"]
+    try:
+        result = subprocess.run(
+            [python, "-P", "-c", _HAS_PACKAGE, package], capture_output=True, timeout=_PACKAGE_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return [f"whether {package} is installed for the router could not be seen: {error}"]
+    if result.returncode == _NO_PACKAGE:
+        what = f"{python} has no {package}"
+        way_out = (
+            f"pip install {distribution} for {python}, name another in cluster.python_by_role.router, or kind: direct"
+        )
+        raise ConfigError([Finding(recipe.where("engine.router.kind"), "engine.router.kind", what, way_out)])
+    if result.returncode:
+        return [f"whether {package} is installed for the router could not be seen: {python} ended with an error"]
+    return []
+
+
+def _stand_in(placeholder: re.Match[str]) -> str:
+    """What the supervisor could fill in."""
+    name, above = placeholder.groups()
+    return {"port": str(_ANY_PORT + int(above or 0)), "host": "127.0.0.1"}.get(name, "0")
+
+
+def _engine_words(group: RoleGroup) -> list[str] | None:
+    """The words after vLLM's program in a command; None where it starts no vLLM."""
+    for i, word in enumerate(group.command):
+        if word.startswith("vllm.entrypoints."):
+            return list(group.command[i + 1 :])
+    return None
+
+
+def _ask_parser(recipe: Loaded[Recipe], group: RoleGroup, python: str) -> None:
+    words = _engine_words(group)
+    assert words is not None
+    if words[0] == "serve":
+        words = ["--model", *words[1:]]
+    # vLLM compares ports with each other: they must differ as they will
+    filled = [_PLACEHOLDER.sub(_stand_in, word) for word in words]
+    command = module_command(python, "hpcrl.inference.vllm.flags")
+    try:
+        result = subprocess.run(
+            command, input=json.dumps(filled), capture_output=True, text=True, timeout=_FLAGS_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UsageError(f"flags of {group.role} cannot be checked: {error}") from error
+    said = result.stderr.strip().splitlines()
+    last = said[-1] if said else f"exit code {result.returncode}"
+    if result.returncode == 2:
+        finding = Finding(recipe.where("engine"), "engine.vllm_args", f"vLLM refuses its flags: {last}", "correct them")
+        raise ConfigError([finding])
+    if result.returncode:
+        raise UsageError(
+            f"{python} cannot check the flags of {group.role}: {last}\n"
+            "    way out: install vLLM and hpcrl for this interpreter (python3 tools/bootstrap.py --vllm)"
+        )

@@ -1,0 +1,10 @@
+"""Marks of a run in the environment of its processes: by them a process is known as the run's, whoever forked it."""
+
+from __future__ import annotations
+
+__all__ = ["KIND_VARIABLE", "RUN_ID_VARIABLE"]
+
+RUN_ID_VARIABLE = "HPCRL_RUN_ID"
+"""Marks every process of a run; its value is `hpcrl.runs.record.RunRecord.run_id`."""
+KIND_VARIABLE = "HPCRL_PROCESS"
+"""``launch`` (submitit and the supervisor), ``guard`` or ``role``."""

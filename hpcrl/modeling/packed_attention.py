@@ -1,0 +1,48 @@
+"""Causal attention inside each of several sequences that lie packed one behind the other."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["PackedAttention"]
+
+
+class PackedAttention:
+    """An `hpcrl.modeling.qwen3_moe.AttentionFn` for packed batches.
+
+    Tokens are scattered to ``[n, longest, …]``, padded on the right, attended causally and gathered back. A
+    query sees only keys before it, so padding behind a sequence never reaches one of its tokens, and the
+    result equals a loop over sequences.
+    """
+
+    def __init__(self, cu_seqlens: Tensor) -> None:
+        """Find each token's place.
+
+        Parameters
+        ----------
+        cu_seqlens:
+            ``[n + 1]`` int64: start of each sequence and the end of the last.
+        """
+        lengths = cu_seqlens.diff()
+        self._sequences = len(lengths)
+        self._longest = int(lengths.max()) if self._sequences else 0
+        sequence = torch.repeat_interleave(torch.arange(self._sequences, device=lengths.device), lengths)
+        self.sequences = sequence
+        """``[tokens]`` int64: the sequence of each token."""
+        self.positions = torch.arange(len(sequence), device=lengths.device) - cu_seqlens[:-1][sequence]
+        """``[tokens]`` int64: position of each token in its sequence."""
+        self._places = sequence * self._longest + self.positions
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See `AttentionFn`; ``layer`` is not used because nothing is cached."""
+        y = F.scaled_dot_product_attention(
+            self._pad(q), self._pad(k), self._pad(v), is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        return y.transpose(1, 2).reshape(-1, *q.shape[1:])[self._places]
+
+    def _pad(self, x: Tensor) -> Tensor:
+        """``[tokens, heads, dim]`` to ``[n, heads, longest, dim]``."""
+        padded = x.new_zeros(self._sequences * self._longest, *x.shape[1:]).index_copy(0, self._places, x)
+        return padded.view(self._sequences, self._longest, *x.shape[1:]).transpose(1, 2)

@@ -1,0 +1,236 @@
+"""The calibration file: what hardware really gives, what no data sheet has, what rollouts look like.
+
+Efficiencies are shares of a profile's numbers. Each entry names its source, and `hpcrl.planning.calibration.fit`
+makes a file from a run.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationError, model_validator
+
+from hpcrl.config.base import Fraction, Name, NonNegativeFloat, PositiveFloat, StrictModel
+from hpcrl.config.explain import explain_errors
+from hpcrl.config.yamltree import parse_file
+from hpcrl.errors import ConfigError, UsageError
+
+__all__ = [
+    "Calibration",
+    "ConstantName",
+    "DistributionConfig",
+    "EfficiencyName",
+    "Measured",
+    "Sourced",
+    "WorkloadConfig",
+    "load_calibration",
+    "shipped_calibration_path",
+]
+
+EfficiencyName = Literal[
+    "gemm_bfloat16",
+    "gemm_float32",
+    "gemm_fp8",
+    "grouped_gemm",
+    "attention",
+    "indexer",
+    "gpu_memory",
+    "nvlink",
+    "nic",
+    "all_to_all_nic",
+    "all_to_all_nvlink",
+    "low_latency_nic",
+    "pcie",
+    "host_memory",
+    "filesystem",
+    "trainer_busy",
+    "comm_overlap",
+    "expert_comm_overlap",
+    "prefill_busy",
+    "prefix_cache",
+]
+"""Shares between 0 and 1."""
+
+ConstantName = Literal[
+    "hop_s",
+    "local_hop_s",
+    "all_to_all_latency_s",
+    "layer_overhead_s",
+    "engine_step_overhead_s",
+    "request_overhead_s",
+    "file_overhead_s",
+    "tensor_load_s",
+    "delta_share",
+    "tensor_gather_s",
+    "backward_attention_share",
+    "process_start_s",
+]
+"""Seconds, rates and ratios that no data sheet has."""
+
+
+class Sourced(StrictModel):
+    """A number and where it comes from."""
+
+    value: NonNegativeFloat
+    """The number."""
+    source: Annotated[str, Field(min_length=1)]
+    """Who measured it on what; ``assumed`` where nobody did."""
+
+
+class DistributionConfig(StrictModel):
+    """A log-normal (``median``, ``sigma``, ``maximum``) or measured ``values``."""
+
+    median: PositiveFloat | None = None
+    """Half of the values are below."""
+    sigma: NonNegativeFloat = 0.0
+    """Standard deviation of the natural logarithm; 0 is a constant."""
+    maximum: PositiveFloat | None = None
+    """Larger values are cut to this."""
+    values: Annotated[tuple[NonNegativeFloat, ...], Field(strict=False)] = ()
+    """Measured values, each as likely as the others."""
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> DistributionConfig:
+        if (self.median is None) == (not self.values):
+            raise ValueError("needs either median or values")
+        return self
+
+
+class WorkloadConfig(StrictModel):
+    """What rollouts of one environment look like."""
+
+    source: Annotated[str, Field(min_length=1)]
+    """Where the figures come from."""
+    tokens: DistributionConfig
+    """Tokens of a whole rollout: prompt, what the model says and what tools say. Cut at ``engine.max_model_len``."""
+    prompt_tokens: PositiveFloat
+    """Tokens of the prompt."""
+    turns: Annotated[float, Field(ge=1)] = 1.0
+    """Requests of a rollout of median length; longer ones have more."""
+    sampled_share: Fraction = 1.0
+    """Share of the tokens after the prompt that the model samples; tools say the others."""
+    tool_s: DistributionConfig | None = None
+    """Seconds of a tool call, one between two turns. None: no tools."""
+    judge_s: DistributionConfig | None = None
+    """Seconds from the last token to the reward. None: none."""
+
+
+class Measured(StrictModel):
+    """What one run measured. It holds for the same recipe on the same hardware, whatever the profile says of it."""
+
+    run: str
+    """The run."""
+    recipe: Name
+    """Its recipe."""
+    cluster: Name
+    """Its cluster profile."""
+    trainer_ranks: PositiveFloat
+    """Trainer ranks."""
+    engines: PositiveFloat
+    """Engine replicas."""
+    steps: PositiveFloat
+    """Steps that were measured, start-up left out."""
+    train_s_per_token: PositiveFloat
+    """Seconds of forward and backward a token of the batch, on these ranks."""
+    optimizer_s: NonNegativeFloat
+    """Median seconds of the optimizer."""
+    publish_s: NonNegativeFloat
+    """Median seconds that publishing stops the trainer."""
+    other_s: NonNegativeFloat = 0.0
+    """Median seconds of a step in no phase."""
+    checkpoint_s: NonNegativeFloat = 0.0
+    """Median seconds that a checkpoint stops the trainer."""
+    update_s: NonNegativeFloat = 0.0
+    """Median seconds of loading a version into an engine."""
+    sampled_tokens_per_s: PositiveFloat
+    """Tokens that all engines together sampled a second, those of rollouts that were thrown away included. A lower
+    limit of what they can, where they were held back."""
+    batch_tokens: PositiveFloat
+    """Mean tokens of a batch."""
+
+
+class Calibration(StrictModel):
+    """A calibration file. What a file does not say is taken from the one that comes with hpcrl."""
+
+    format_version: Literal[1] = 1
+    """Of this format."""
+    description: str = ""
+    """Where it holds, in a sentence."""
+    efficiencies: dict[EfficiencyName, Sourced] = {}
+    """Shares of a profile's numbers."""
+    constants: dict[ConstantName, Sourced] = {}
+    """Seconds, rates and ratios."""
+    workloads: dict[Name, WorkloadConfig] = {}
+    """Rollouts by the name of their environment in a recipe."""
+    measured: tuple[Measured, ...] = Field(default=(), strict=False)
+    """Runs that were measured as a whole."""
+
+    @model_validator(mode="after")
+    def _shares(self) -> Calibration:
+        for name, entry in self.efficiencies.items():
+            if entry.value > 1.0:
+                raise ValueError(f"efficiencies.{name} is {entry.value:g}; a share is at most 1")
+        return self
+
+    def share(self, name: EfficiencyName) -> float:
+        """An efficiency."""
+        return self.efficiencies[name].value
+
+    def constant(self, name: ConstantName) -> float:
+        """A constant."""
+        return self.constants[name].value
+
+    def measured_for(self, recipe: str, cluster: str) -> Measured | None:
+        """The measurement of a recipe on a cluster, the last one where there are several."""
+        found = [entry for entry in self.measured if entry.recipe == recipe and entry.cluster == cluster]
+        return found[-1] if found else None
+
+
+def shipped_calibration_path() -> Path:
+    """The file that comes with hpcrl."""
+    return Path(__file__).parent / "data" / "calibration.yaml"
+
+
+def load_calibration(path: Path | None = None) -> Calibration:
+    """Read a calibration file on top of the shipped one.
+
+    Parameters
+    ----------
+    path:
+        None: the shipped file alone.
+
+    Raises
+    ------
+    ConfigError
+        With every finding.
+    UsageError
+        There is no such file.
+    """
+    shipped = _shipped()
+    if path is None:
+        return shipped
+    if not path.is_file():
+        raise UsageError(f"{path}: no such file\n    way out: `hpcrl plan calibrate RUN -o FILE` makes one from a run")
+    own = _read(path)
+    return own.model_copy(
+        update={
+            "efficiencies": {**shipped.efficiencies, **own.efficiencies},
+            "constants": {**shipped.constants, **own.constants},
+            "workloads": {**shipped.workloads, **own.workloads},
+        }
+    )
+
+
+@lru_cache(maxsize=1)
+def _shipped() -> Calibration:
+    return _read(shipped_calibration_path())
+
+
+def _read(path: Path) -> Calibration:
+    tree, origins = parse_file(path)
+    try:
+        return Calibration.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(explain_errors(Calibration, error, origins, path)) from None

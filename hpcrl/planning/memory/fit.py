@@ -1,0 +1,259 @@
+"""Whether a recipe fits a cluster: memory of each GPU and each host by role, head-room, and what would make it fit.
+
+Pure: `memory_report` turns recipe, profile and facts into numbers. What would make a recipe fit that does not is
+found by `hpcrl.planning.memory.remedies`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from hpcrl.config.cluster import ClusterProfile, LocalCluster, SlurmCluster
+from hpcrl.config.engine_shape import engine_gpus, replica_nodes, step_limits
+from hpcrl.config.plan import Role
+from hpcrl.config.recipe import EngineConfig, Recipe
+from hpcrl.jobplan.commands.vllm import LOW_LATENCY, all2all_backend
+from hpcrl.models.facts import ModelFacts
+from hpcrl.models.tensors import DTYPE_BYTES
+from hpcrl.planning.hardware import NodeHardware, node_hardware
+from hpcrl.planning.ledger import GIB, Ledger, Term
+from hpcrl.planning.memory.engine import EngineMemory, KvCapacity, engine_ledger, kv_bytes_of_rank, kv_capacity
+from hpcrl.planning.memory.host import engine_host, orchestrator_terms, trainer_host
+from hpcrl.planning.memory.settings import TrainerMemory
+from hpcrl.planning.memory.trainer import trainer_moments, trainer_peak
+
+__all__ = ["MemoryReport", "Place", "engine_host_place", "engine_memory", "memory_report", "trainer_memory"]
+
+HOST_RESERVE = 0.05
+"""Share of a node's memory for the system, file handles, the site's daemons."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One kind of memory of one role.
+
+    Attributes
+    ----------
+    role, kind:
+        For example the trainer's ``gpu``. ``kind`` is ``host`` for a whole node.
+    ledger:
+        The moment that binds.
+    capacity:
+        Bytes that there are; None: the profile does not say, and nothing is compared.
+    kv:
+        KV cache of an engine's GPU; it takes what the ledger leaves.
+    moments:
+        All moments, where there are several.
+    """
+
+    role: Role
+    kind: Literal["gpu", "host"]
+    ledger: Ledger
+    capacity: int | None
+    kv: KvCapacity | None = None
+    moments: tuple[Ledger, ...] = ()
+
+    @property
+    def needed(self) -> int:
+        """Bytes that cannot be done without; of a KV cache it is one sequence of full length."""
+        return self.ledger.total
+
+    @property
+    def headroom(self) -> int | None:
+        """Bytes that are left (negative: that are missing); None: not known."""
+        return None if self.capacity is None else self.capacity - self.needed
+
+    @property
+    def ok(self) -> bool:
+        """It fits, as far as is known."""
+        return self.headroom is None or self.headroom >= 0
+
+    def summary(self) -> str:
+        """A line for people."""
+        largest = self.ledger.largest
+        head = f"{self.role.value} {self.kind}: {self.needed / GIB:.1f} GiB at {self.ledger.moment}"
+        binding = f"largest: {largest.name} {largest.gib:.1f} GiB"
+        if self.headroom is None or self.capacity is None:
+            return f"{head}; {binding}"
+        word = "free" if self.ok else "short"
+        return f"{head} of {self.capacity / GIB:.1f} GiB, {abs(self.headroom) / GIB:.1f} GiB {word}; {binding}"
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """All places of a run."""
+
+    places: tuple[Place, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Every place fits."""
+        return all(place.ok for place in self.places)
+
+    @property
+    def short(self) -> tuple[Place, ...]:
+        """Places that do not fit."""
+        return tuple(place for place in self.places if not place.ok)
+
+    def place(self, role: Role, kind: str) -> Place:
+        """The place of a role (KeyError where there is none)."""
+        for place in self.places:
+            if (place.role, place.kind) == (role, kind):
+                return place
+        raise KeyError((role, kind))
+
+
+def memory_report(recipe: Recipe, cluster: ClusterProfile, facts: ModelFacts) -> MemoryReport:
+    """Memory of every role of a recipe on a cluster.
+
+    Raises
+    ------
+    ConfigError
+        The profile lacks a number that this needs; it is named.
+    """
+    if isinstance(cluster, LocalCluster):
+        return MemoryReport((_local(recipe, cluster, facts),))
+    return MemoryReport((*_trainer_places(recipe, cluster, facts), *_engine_places(recipe, cluster, facts)))
+
+
+# -- trainer ----------------------------------------------------------------------------------------------------
+
+
+def trainer_memory(recipe: Recipe, *, device: Literal["cpu", "cuda"]) -> TrainerMemory:
+    """The trainer of a recipe. On CPU it is the one of this version, on GPUs the one that is planned."""
+    trainer = recipe.trainer
+    saving = trainer.memory
+    eager = device == "cpu"
+    budget = trainer.micro_batch_tokens
+    return TrainerMemory(
+        ranks=trainer.ranks,
+        ep=trainer.parallelism.ep,
+        cp=trainer.parallelism.cp,
+        dtype=trainer.dtype,
+        micro_batch_tokens=budget,
+        activation_checkpointing=saving.activation_checkpointing,
+        activation_offload=saving.activation_offload,
+        optimizer_offload=saving.optimizer_offload,
+        lm_head_chunk_tokens=saving.lm_head_chunk_tokens,
+        fp8=saving.fp8,
+        lora_rank=saving.lora_rank,
+        router_replay=trainer.router_replay or recipe.engine.return_routed_experts,
+        handoff_dtype="fp8" if recipe.handoff.kind == "fp8" else recipe.handoff.dtype,
+        # a delta is made against an image that is kept
+        images=2 if recipe.handoff.delta_chain else 1,
+        staging_bytes=_staging_bytes(recipe),
+        saves_aside=recipe.checkpoint.mode == "async",
+        device=device,
+        eager=eager,
+    )
+
+
+def _staging_bytes(recipe: Recipe) -> int | None:
+    handoff = recipe.handoff
+    return None if handoff.overlap or handoff.delta_chain else round(handoff.staging_gib * GIB)
+
+
+def _trainer_places(recipe: Recipe, cluster: SlurmCluster, facts: ModelFacts) -> tuple[Place, ...]:
+    node = node_hardware(cluster, Role.TRAINER)
+    memory = trainer_memory(recipe, device="cuda" if node.gpus else "cpu")
+    per_node = recipe.trainer.ranks // recipe.trainer.nodes
+    host = trainer_host(facts, memory, recipe, ranks_per_node=per_node)
+    available = round(node.host_bytes * (1 - HOST_RESERVE))
+    if not node.gpus:
+        peak = trainer_peak(facts, memory)
+        own = Term("trainer ranks", peak.total * per_node, "peak · ranks", {"peak": peak.total, "ranks": per_node})
+        return (Place(Role.TRAINER, "host", Ledger.of(peak.moment, (own, *host.terms)), available),)
+    moments = trainer_moments(facts, memory)
+    peak = max(moments, key=lambda ledger: ledger.total)
+    gpu = Place(Role.TRAINER, "gpu", peak, node.gpu_bytes, moments=moments)
+    return gpu, Place(Role.TRAINER, "host", host, available)
+
+
+# -- engines ----------------------------------------------------------------------------------------------------
+
+
+def engine_memory(engine: EngineConfig, *, ranks: int, nodes: int, role: Role) -> EngineMemory:
+    """A replica of ``ranks`` GPUs on ``nodes`` nodes."""
+    saving, limits = engine.memory, step_limits(engine, role)
+    return EngineMemory(
+        ranks=ranks,
+        nodes=nodes,
+        tp=engine.tp,
+        dtype=engine.dtype,
+        fp8_weights=saving.weights == "fp8",
+        kv_dtype="fp8" if saving.kv_cache_dtype == "fp8" else engine.dtype,
+        max_model_len=engine.max_model_len,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        gpu_memory_utilization=saving.gpu_memory_utilization,
+        prompts_only=role is Role.PREFILL,
+        low_latency=all2all_backend(role) == LOW_LATENCY,
+    )
+
+
+def _engine_places(recipe: Recipe, cluster: SlurmCluster, facts: ModelFacts) -> list[Place]:
+    engine = recipe.engine
+    places: list[Place] = []
+    for role, nodes in replica_nodes(recipe).items():
+        node = node_hardware(cluster, role)
+        if not engine_gpus(recipe, cluster, role):
+            ledger = _embedded(recipe, facts)
+            places.append(Place(role, "host", ledger, round(node.host_bytes * (1 - HOST_RESERVE))))
+            continue
+        memory = engine_memory(engine, ranks=nodes * node.gpus, nodes=nodes, role=role)
+        ledger = engine_ledger(facts, memory)
+        length, token = memory.max_model_len, kv_bytes_of_rank(facts, memory)
+        one = kv_bytes_of_rank(facts, memory, length)
+        sequence = Term(
+            "KV of one sequence",
+            one + facts.state_bytes_per_sequence(memory.kv_dtype) // memory.tp,
+            "max_model_len · KV of a token" if token * length == one else "Σ min(max_model_len, limit) · KV of a token",
+            {"max_model_len": length, "KV of a token": token},
+        )
+        budget = round(node.gpu_bytes * memory.gpu_memory_utilization)
+        held = Ledger.of(ledger.moment, (*ledger.terms, sequence))
+        places.append(Place(role, "gpu", held, budget, kv_capacity(facts, memory, node.gpu_bytes)))
+        places.append(engine_host_place(facts, recipe, node, role=role, ranks=memory.ranks, ledger=ledger))
+    return places
+
+
+def engine_host_place(
+    facts: ModelFacts, recipe: Recipe, node: NodeHardware, *, role: Role, ranks: int, ledger: Ledger
+) -> Place:
+    """The host of a node of an engine of ``ranks`` GPUs; ``ledger`` says what one of these holds."""
+    weights = ledger["other weights"].value + (ledger["expert weights"].value if facts.moe_layers else 0)
+    host = engine_host(facts, recipe, role=role, ranks=ranks, ranks_per_node=node.gpus, weight_bytes=weights)
+    return Place(role, "host", host, round(node.host_bytes * (1 - HOST_RESERVE)))
+
+
+def _embedded(recipe: Recipe, facts: ModelFacts) -> Ledger:
+    """The project's own engine: weights, and the cache as the recipe sizes it."""
+    engine = recipe.engine
+    b = DTYPE_BYTES[engine.dtype]
+    weights = b * facts.num_parameters()
+    cache = round(engine.kv_cache_gib * GIB)
+    # a new version is loaded beside the one that is served
+    return Ledger.of(
+        "serving",
+        (
+            Term("weights", weights, "b P", {"b": b, "P": facts.num_parameters()}),
+            Term("weights of the next version", weights, "b P", {"b": b, "P": facts.num_parameters()}),
+            Term("KV cache", cache, "engine.kv_cache_gib"),
+        ),
+    )
+
+
+def _local(recipe: Recipe, cluster: LocalCluster, facts: ModelFacts) -> Place:
+    """Everything on one machine."""
+    memory = trainer_memory(recipe, device="cpu")
+    peak = trainer_peak(facts, memory)
+    ranks, replicas = recipe.trainer.ranks, recipe.engine.replicas
+    engine = _embedded(recipe, facts).total
+    terms = (
+        Term("trainer ranks", peak.total * ranks, "peak · ranks", {"peak": peak.total, "ranks": ranks}),
+        Term("engines", engine * replicas, "engine · replicas", {"engine": engine, "replicas": replicas}),
+        *orchestrator_terms(facts, recipe),
+    )
+    capacity = None if cluster.memory_gib is None else round(cluster.memory_gib * GIB)
+    return Place(Role.TRAINER, "host", Ledger.of(f"training ({peak.moment})", terms), capacity)

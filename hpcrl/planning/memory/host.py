@@ -1,0 +1,116 @@
+"""Host memory of a node by role."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hpcrl.config.plan import Role
+from hpcrl.config.recipe import Recipe
+from hpcrl.jobplan.commands.vllm import own_flags
+from hpcrl.models.facts import ModelFacts
+from hpcrl.models.tensors import Part
+from hpcrl.planning.ledger import GIB, Ledger, Term
+from hpcrl.planning.memory.settings import OFFLOAD_BUCKET, TrainerMemory, checkpoint_term, image_term
+
+__all__ = ["engine_host", "orchestrator_terms", "trainer_host"]
+
+PROCESS_BYTES = int(4.0 * GIB)
+"""A Python process with torch and CUDA: libraries, pinned pools, allocator."""
+ORCHESTRATOR_BYTES = int(2.0 * GIB)
+"""The orchestrator without rollouts."""
+TOKEN_RECORD_BYTES = 17
+"""A token of a rollout: id, log-probability, version and advantage of 4 bytes each, and a mask."""
+PAYLOAD_COPIES = 3
+"""A payload as received, as decoded, and packed for a trainer rank."""
+ENVIRONMENT_BYTES = 4 << 20
+"""A rollout in flight: its conversation, its requests, its share of an environment's process."""
+
+
+def trainer_host(facts: ModelFacts, memory: TrainerMemory, recipe: Recipe, *, ranks_per_node: int) -> Ledger:
+    """A node of the trainer; on the first one the orchestrator runs as well."""
+    return Ledger.of("training", _trainer(facts, memory, recipe, ranks_per_node))
+
+
+def _trainer(facts: ModelFacts, m: TrainerMemory, recipe: Recipe, per_node: int) -> Iterator[Term | None]:
+    p, n = facts.num_parameters(), m.ranks
+    yield Term("processes", PROCESS_BYTES * per_node, "ranks · constant", {"ranks": per_node}, "assumed")
+    if m.optimizer_offload:
+        inputs = {"P": p, "N": n, "ranks": per_node}
+        yield Term("optimizer state", 8 * p // n * per_node, "8 P / N · ranks", inputs)
+        staging = 2 * OFFLOAD_BUCKET * per_node
+        yield Term("optimizer staging", staging, "2 · bucket · ranks", {"bucket": OFFLOAD_BUCKET}, "assumed")
+    if m.activation_offload and m.activation_checkpointing != "none":
+        layer = m.tokens * facts.hidden_size * m.element_bytes
+        value = layer * len(facts.layers) * per_node
+        inputs = {"T": m.tokens, "D": facts.hidden_size, "L": len(facts.layers), "b": m.element_bytes}
+        yield Term("activations", value, "T D b · L · ranks", inputs)
+    images = image_term(facts, m, ranks_here=per_node)
+    yield images
+    if recipe.handoff.delta_chain:
+        share = recipe.handoff.delta_max_share
+        yield Term("changes of a delta", round(images.value / m.images * share), "V / N · delta_max_share · ranks")
+    yield checkpoint_term(facts, m, ranks_here=per_node)
+    yield from orchestrator_terms(facts, recipe)
+    yield Term("page cache of a hand-off", images.value // m.images, "V / N · ranks", {}, "assumed", reclaimable=True)
+
+
+def orchestrator_terms(facts: ModelFacts, recipe: Recipe) -> Iterator[Term | None]:
+    """The orchestrator with all rollouts that may exist at once."""
+    yield Term("orchestrator", ORCHESTRATOR_BYTES, "constant", {}, "assumed")
+    flying, length = recipe.rollouts.max_in_flight, recipe.engine.max_model_len
+    # in flight, and two batches that wait in the dock
+    count = flying + 2 * recipe.rollouts.rollouts_per_step
+    inputs = {"rollouts": count, "tokens": length, "token": TOKEN_RECORD_BYTES, "copies": PAYLOAD_COPIES}
+    value = count * length * TOKEN_RECORD_BYTES * PAYLOAD_COPIES
+    yield Term("rollouts", value, "rollouts · tokens · token · copies", inputs)
+    yield Term("environments", flying * ENVIRONMENT_BYTES, "in flight · constant", {"in flight": flying}, "assumed")
+    if recipe.trainer.router_replay or recipe.engine.return_routed_experts:
+        k, layers = facts.num_experts_per_tok, len(facts.moe_layers)
+        width = 1 if facts.num_experts <= 256 else 2
+        value = count * length * layers * k * width * PAYLOAD_COPIES
+        inputs = {"rollouts": count, "tokens": length, "layers": layers, "k": k, "w": width}
+        yield Term("routed experts", value, "rollouts · tokens · layers · k · w · copies", inputs)
+
+
+def engine_host(
+    facts: ModelFacts, recipe: Recipe, *, role: Role, ranks: int, ranks_per_node: int, weight_bytes: int
+) -> Ledger:
+    """A node of an engine of ``ranks`` GPUs; ``weight_bytes`` is what one of them holds."""
+    terms = _engine(facts, recipe, ranks, ranks_per_node, weight_bytes, role=role)
+    return Ledger.of(f"serving ({role.value})", terms)
+
+
+def _engine(
+    facts: ModelFacts, recipe: Recipe, ranks: int, per_node: int, weight_bytes: int, *, role: Role
+) -> Iterator[Term | None]:
+    offload = round(recipe.engine.memory.kv_offload_gib * GIB)
+    yield Term("processes", PROCESS_BYTES * per_node, "ranks · constant", {"ranks": per_node}, "assumed")
+    yield _next_version(facts, recipe, role, ranks, per_node)
+    yield Term("KV offload", offload, "engine.memory.kv_offload_gib")
+    store = recipe.engine.kv_store
+    if store is not None:
+        yield Term("Mooncake segment", round(store.segment_gib * GIB), "engine.kv_store.segment_gib")
+        buffers = round(store.local_buffer_gib * GIB) * per_node
+        inputs = {"buffer": store.local_buffer_gib, "ranks": per_node}
+        yield Term("Mooncake buffers", buffers, "engine.kv_store.local_buffer_gib · ranks", inputs)
+    if recipe.handoff.node_cache is not None:
+        cache = round(recipe.handoff.node_cache_gib * GIB)
+        yield Term("window of a version on the node", cache, "handoff.node_cache_gib")
+    read = weight_bytes * per_node
+    yield Term("page cache of weights", read, "W per GPU · ranks", {"W": weight_bytes}, reclaimable=True)
+
+
+def _next_version(facts: ModelFacts, recipe: Recipe, role: Role, ranks: int, per_node: int) -> Term:
+    """What the workers of a node read before requests are frozen (`hpcrl.inference.vllm.staging`).
+
+    A rank reads its own experts, and all that is no expert, as they were published. Where experts move it reads all.
+    """
+    fp8 = recipe.handoff.kind == "fp8"
+    by_part = facts.weight_bytes(recipe.handoff.dtype or recipe.trainer.dtype, fp8=fp8)
+    experts = by_part.get(Part.EXPERT, 0)
+    other = sum(by_part.values()) - experts
+    moving = bool(own_flags(recipe, role).get("enable-eplb"))
+    value = (experts // (1 if moving else ranks) + other) * per_node
+    inputs = {"W_experts": experts, "W_other": other, "ranks": ranks, "here": per_node}
+    formula = "(W_experts + W_other) · here" if moving else "(W_experts / ranks + W_other) · here"
+    return Term("next version", value, formula, inputs)

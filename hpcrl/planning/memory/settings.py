@@ -1,0 +1,143 @@
+"""What the memory of a trainer depends on, and what its ranks hold in host memory for others: versions, checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from hpcrl.models.facts import ModelFacts
+from hpcrl.models.tensors import DTYPE_BYTES
+from hpcrl.planning.ledger import GIB, Term
+from hpcrl.planning.memory.activations import ActivationShape
+
+__all__ = ["EXPERT_IMBALANCE", "TrainerMemory", "checkpoint_term", "image_term", "lora_parameters"]
+
+OFFLOAD_BUCKET = 512 << 20
+"""Bytes that move between host and GPU at a time (two of them: one moves while the other is used)."""
+CUDA_BYTES = int(1.0 * GIB)
+"""CUDA context, cuBLAS and cuDNN workspaces of a process."""
+NCCL_BYTES = int(0.5 * GIB)
+"""Buffers of one NCCL communicator over many nodes."""
+FRAGMENTATION = 0.05
+"""Share of what tensors take that the caching allocator holds beside it."""
+EXPERT_IMBALANCE = 1.25
+"""Tokens of the busiest rank of expert parallelism relative to the mean."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerMemory:
+    """What memory depends on.
+
+    Attributes
+    ----------
+    ranks, ep, cp:
+        Ranks of the trainer; degrees of expert and context parallelism.
+    dtype:
+        Of parameters and activations in forward and backward.
+    micro_batch_tokens:
+        Tokens of a micro-batch of one context-parallel group.
+    padded_tokens:
+        Of a micro-batch, see `ActivationShape`; None: not padded.
+    trained_tokens:
+        Tokens of a micro-batch whose logits are computed; None: all.
+    accumulates:
+        Several micro-batches a step: gradients of earlier ones are held.
+    handoff_dtype, images, staging_bytes:
+        What is published; how many copies of its part of a version a rank holds in host memory (two with deltas); and
+        where files are staged a few at a time, the most of one copy.
+    saves_aside:
+        A checkpoint is written from a copy in host memory while training goes on.
+    expert_imbalance:
+        Tokens of the busiest rank of expert parallelism relative to the mean.
+    device:
+        ``cuda`` adds what CUDA, NCCL and the caching allocator hold.
+    eager:
+        The project's own trainer as it is (see `hpcrl.planning.memory.activations`); it also loads the whole model.
+    """
+
+    ranks: int
+    micro_batch_tokens: int
+    dtype: str = "bfloat16"
+    ep: int = 1
+    cp: int = 1
+    padded_tokens: int | None = None
+    trained_tokens: int | None = None
+    accumulates: bool = True
+    handoff_dtype: Literal["float32", "bfloat16", "fp8"] | None = None
+    images: int = 1
+    staging_bytes: int | None = None
+    saves_aside: bool = False
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    activation_offload: bool = False
+    optimizer_offload: bool = False
+    lm_head_chunk_tokens: int | None = None
+    fp8: bool = False
+    lora_rank: int | None = None
+    router_replay: bool = False
+    expert_imbalance: float = EXPERT_IMBALANCE
+    device: Literal["cpu", "cuda"] = "cuda"
+    eager: bool = False
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an activation."""
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch on one rank."""
+        return -(-self.micro_batch_tokens // self.cp)
+
+    @property
+    def logit_tokens(self) -> int:
+        """Tokens whose logits exist at once on one rank."""
+        trained = self.tokens if self.trained_tokens is None else -(-self.trained_tokens // self.cp)
+        return trained if self.lm_head_chunk_tokens is None else min(trained, self.lm_head_chunk_tokens)
+
+    @property
+    def activations(self) -> ActivationShape:
+        """What flows through a layer."""
+        padded = self.tokens if self.padded_tokens is None else -(-self.padded_tokens // self.cp)
+        return ActivationShape(
+            tokens=self.tokens,
+            padded_tokens=padded,
+            element_bytes=self.element_bytes,
+            eager=self.eager,
+            imbalance=self.expert_imbalance if self.ep > 1 else 1.0,
+        )
+
+
+def image_term(facts: ModelFacts, memory: TrainerMemory, *, ranks_here: int = 1) -> Term:
+    """A rank's part of a published version in host memory, times ``ranks_here``."""
+    kind = memory.handoff_dtype or memory.dtype
+    fp8 = kind == "fp8"
+    # what is not quantised stays in the trainer's dtype
+    published = sum(facts.weight_bytes(memory.dtype if fp8 else kind, fp8=fp8).values())
+    each = -(-published // memory.ranks)
+    if memory.staging_bytes is not None:
+        each = min(each, memory.staging_bytes)
+    inputs: dict[str, float | str] = {"V": published, "N": memory.ranks, "images": memory.images, "dtype": kind}
+    if ranks_here == 1:
+        return Term("image of a version", memory.images * each, "images · V / N", inputs)
+    return Term("images of a version", memory.images * each * ranks_here, "images · V / N · ranks", inputs)
+
+
+def checkpoint_term(facts: ModelFacts, memory: TrainerMemory, *, ranks_here: int = 1) -> Term | None:
+    """The state of a rank, copied to be written beside the next steps, times ``ranks_here``."""
+    if not memory.saves_aside:
+        return None
+    p = facts.num_parameters()
+    trained = p if memory.lora_rank is None else lora_parameters(facts, memory.lora_rank)
+    value = (4 * p + 8 * trained) // memory.ranks * ranks_here
+    inputs: dict[str, float | str] = {"P": p, "A": trained, "N": memory.ranks}
+    return Term("copy for a checkpoint", value, "(4 P + 8 A) / N" + (" · ranks" if ranks_here > 1 else ""), inputs)
+
+
+def lora_parameters(facts: ModelFacts, rank: int) -> int:
+    """``r (in + out)`` for each matrix of a layer, experts included."""
+    total = 0
+    for layer in facts.layers:
+        for weight in layer.weights:
+            if weight.quantized and len(weight.shape) == 2:
+                total += rank * sum(weight.shape) * weight.copies
+    return total

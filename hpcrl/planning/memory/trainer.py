@@ -1,0 +1,302 @@
+"""Memory of one trainer rank: what is held at each moment of a step, term by term.
+
+The peak is the largest of a few moments: the logits, the backward pass of some layer, its reduce-scatter, the
+optimizer's update, publishing and (where ranks load whole models) loading. `trainer_moments` gives them all;
+`trainer_peak` the one that binds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hpcrl.models.facts import ModelFacts
+from hpcrl.models.layers import Layer
+from hpcrl.models.tensors import DTYPE_BYTES, Part
+from hpcrl.planning.ledger import Ledger, Term
+from hpcrl.planning.memory.activations import ActivationShape, attention_output_bytes, gradient_bytes, saved_bytes
+from hpcrl.planning.memory.settings import (
+    CUDA_BYTES,
+    FRAGMENTATION,
+    NCCL_BYTES,
+    OFFLOAD_BUCKET,
+    TrainerMemory,
+    checkpoint_term,
+    image_term,
+    lora_parameters,
+)
+
+__all__ = ["layer_gather_bytes", "trainer_moments", "trainer_peak"]
+
+
+def layer_gather_bytes(facts: ModelFacts, *, dtype: str, ep: int = 1) -> int:
+    """Bytes of the largest layer after FSDP's all-gather: experts of this rank only, everything else whole."""
+    return max(_gathered(facts, index, ep) for index in range(len(facts.layers))) * DTYPE_BYTES[dtype]
+
+
+def trainer_peak(facts: ModelFacts, memory: TrainerMemory) -> Ledger:
+    """The moment that binds."""
+    return max(trainer_moments(facts, memory), key=lambda ledger: ledger.total)
+
+
+def trainer_moments(facts: ModelFacts, memory: TrainerMemory) -> tuple[Ledger, ...]:
+    """What is held at each moment."""
+    return tuple(_Trainer(facts, memory).moments())
+
+
+def _gathered(facts: ModelFacts, index: int, ep: int) -> int:
+    parts = facts.layer_parameters(index)
+    experts = parts.get(Part.EXPERT, 0)
+    return sum(parts.values()) - experts + -(-experts // ep)
+
+
+class _Trainer:
+    """The terms of one configuration."""
+
+    def __init__(self, facts: ModelFacts, memory: TrainerMemory) -> None:
+        self.facts, self.m = facts, memory
+        self.parameters = facts.num_parameters()
+        self.trained = self.parameters if memory.lora_rank is None else lora_parameters(facts, memory.lora_rank)
+        self.layers: tuple[Layer, ...] = facts.layers
+        self.gathered = [_gathered(facts, i, memory.ep) for i in range(len(self.layers))]
+        self.saved, self.working = self._activations()
+        own = [sum(facts.layer_parameters(i).values()) for i in range(len(self.layers))]
+        self.root = self.parameters - sum(own)
+        self.above = [sum(own[i + 1 :]) for i in range(len(own))]
+
+    def _activations(self) -> tuple[list[int], list[int]]:
+        """Kept from forward to backward, and needed again while a layer's backward pass runs, by layer."""
+        m, shape = self.m, self.m.activations
+        whole = [_cached_saved(layer, shape) for layer in self.layers]
+        if m.activation_checkpointing == "none":
+            return whole, [0] * len(whole)
+        inputs = m.tokens * self.facts.hidden_size * m.element_bytes
+        kept = [inputs] * len(whole)
+        if m.activation_checkpointing == "selective":
+            kept = [inputs + attention_output_bytes(layer, shape) for layer in self.layers]
+        return kept, whole
+
+    # -- standing terms ------------------------------------------------------------------------------------------
+
+    def standing(self, *, gradients: float) -> Iterator[Term | None]:
+        """What is held all the time, and ``gradients`` (a share of all of them)."""
+        m, n, trained = self.m, self.m.ranks, self.trained
+        width = 4 if m.lora_rank is None else m.element_bytes
+        yield Term(
+            "master weights",
+            (width * self.parameters + (0 if m.lora_rank is None else 4 * trained)) // n,
+            "4 P / N" if m.lora_rank is None else "(b P + 4 A) / N",
+            {"P": self.parameters, "N": n, "A": trained, "b": m.element_bytes},
+        )
+        if not m.optimizer_offload:
+            yield Term("optimizer state", 8 * trained // n, "8 P / N", {"P": trained, "N": n})
+        else:
+            yield Term("optimizer staging", 2 * OFFLOAD_BUCKET, "2 · bucket", {"bucket": OFFLOAD_BUCKET}, "assumed")
+        share = {"P": trained, "N": n, "share": gradients}
+        yield Term("gradients", round(4 * trained / n * gradients), "4 P / N · share", share)
+        if m.device == "cpu":
+            # elsewhere they are in the memory of the host
+            yield image_term(self.facts, m)
+            yield checkpoint_term(self.facts, m)
+        yield self._runtime()
+        yield self._replay()
+
+    def _runtime(self) -> Term | None:
+        m = self.m
+        if m.device != "cuda":
+            return None
+        groups = 1 + (m.ep > 1) + (m.cp > 1)
+        return Term(
+            "CUDA and NCCL",
+            CUDA_BYTES + groups * NCCL_BYTES,
+            "context + groups · communicator",
+            {"context": CUDA_BYTES, "groups": groups, "communicator": NCCL_BYTES},
+            "assumed",
+        )
+
+    def _replay(self) -> Term | None:
+        if not self.m.router_replay:
+            return None
+        layers, k = len(self.facts.moe_layers), self.facts.num_experts_per_tok
+        width = 1 if self.facts.num_experts <= 256 else 2
+        value = self.m.tokens * layers * k * width
+        inputs = {"T": self.m.tokens, "layers": layers, "k": k, "w": width}
+        return Term("router replay", value, "T · layers · k · w", inputs)
+
+    def _root_gathered(self) -> Term:
+        b = self.m.element_bytes
+        return Term("gathered embedding and head", b * self.root, "b · p_root", {"b": b, "p_root": self.root})
+
+    def _kept(self, upto: int) -> Iterator[Term | None]:
+        """Activations of layers below ``upto``; those that wait in host memory are not here."""
+        m = self.m
+        how = m.activation_checkpointing
+        if m.activation_offload and how != "none":
+            value = 2 * max(self.saved)
+            yield Term("activations in transfer", value, "2 · max a_l", {"a_l": max(self.saved)})
+        else:
+            value = sum(self.saved[:upto])
+            inputs: dict[str, float | str] = {"layers": upto, "T": m.tokens, "checkpointing": how}
+            yield Term("activations", value, "Σ a_l over layers", inputs)
+        yield Term("rotary tables", 8 * m.tokens * _rotary_dim(self.facts), "8 T r", {"T": m.tokens})
+
+    def _fragments(self, terms: list[Term]) -> Term | None:
+        if self.m.device != "cuda":
+            return None
+        inputs = {"share": FRAGMENTATION}
+        value = round(FRAGMENTATION * sum(term.value for term in terms))
+        return Term("fragmentation", value, "share · tensors", inputs, "assumed")
+
+    def _ledger(self, moment: str, terms: Iterator[Term | None]) -> Ledger:
+        present = [term for term in terms if term is not None]
+        return Ledger.of(moment, [*present, self._fragments(present)])
+
+    # -- moments -------------------------------------------------------------------------------------------------
+
+    def moments(self) -> Iterator[Ledger]:
+        """All that may bind."""
+        yield self._ledger("logits", self._head())
+        for name, terms in (("backward", self._backward), ("reduction", self._reduction)):
+            ledgers = (self._ledger(f"{name} of layer {i}", terms(i)) for i in self._candidates())
+            yield max(ledgers, key=lambda ledger: ledger.total)
+        yield self._ledger("optimizer", self._optimizer())
+        if self.m.eager:
+            yield self._ledger("publishing", self._publishing())
+            yield self._ledger("loading", self._loading())
+
+    def _candidates(self) -> list[int]:
+        """Layers where a peak may be: in a row of equal layers each term changes steadily, so at its ends."""
+        last = len(self.layers) - 1
+        kinds = list(zip(self.gathered, self.saved, self.working, strict=True))
+        edges = {i for i in range(last) if kinds[i] != kinds[i + 1]}
+        near = {0, 1, last - 1, last} | edges | {i + 1 for i in edges} | {i + 2 for i in edges}
+        return sorted(i for i in near if 0 <= i <= last)
+
+    def _head(self) -> Iterator[Term | None]:
+        m, d, v = self.m, self.facts.hidden_size, self.facts.vocab_size
+        yield from self.standing(gradients=1.0 if m.accumulates else 0.0)
+        yield self._root_gathered()
+        yield from self._kept(len(self.layers))
+        n, b, t = m.logit_tokens, m.element_bytes, m.tokens
+        inputs = {"T": t, "D": d, "n": n, "b": b}
+        yield Term("final norm and selection", t * d * (4 + b) + n * d * b, "T D (4 + b) + n D b", inputs)
+        # logits; in the backward pass also the gradient of the chosen, logits less their normaliser, the
+        # probabilities and their product with the gradient
+        yield Term("logits", 5 * 4 * n * v, "5 · 4 n V", {"n": n, "V": v})
+
+    def _reduced(self, i: int) -> float:
+        """Share of the gradients that exist before layer ``i`` is reduced."""
+        return 1.0 if self.m.accumulates else self.above[i] / self.parameters
+
+    def _prefetched(self, i: int) -> Term | None:
+        """The layer that the backward pass needs next, gathered ahead."""
+        if i == 0:
+            return None
+        b, p = self.m.element_bytes, self.gathered[i - 1]
+        return Term("prefetched layer", b * p, "b · p_l", {"b": b, "p_l": p})
+
+    def _fp8_copies(self, i: int) -> Term | None:
+        """A layer's matrices in FP8, as they are and transposed."""
+        if not self.m.fp8:
+            return None
+        return Term("FP8 copies", 2 * self.gathered[i], "2 p_l", {"p_l": self.gathered[i]})
+
+    def _backward(self, i: int) -> Iterator[Term | None]:
+        m, b, p = self.m, self.m.element_bytes, self.gathered[i]
+        yield from self.standing(gradients=self._reduced(i))
+        yield self._root_gathered()
+        yield self._root_gradient()
+        yield from self._kept(i + 1)
+        yield Term("recomputed layer", self.working[i], "a_l without checkpointing", {"layer": i})
+        gradient = gradient_bytes(self.layers[i], m.activations)
+        yield Term("gradients of activations", gradient, "b (T k (3 F + D) + 2 T D)", {"layer": i})
+        yield Term("gathered layer", b * p, "b · p_l", {"b": b, "p_l": p})
+        yield self._prefetched(i)
+        yield self._fp8_copies(i)
+        if m.lora_rank is None:
+            yield Term("layer gradient", b * p, "b · p_l", {"b": b, "p_l": p})
+            if i + 1 < len(self.layers):
+                held = self.gathered[i + 1]
+                yield Term("gradient in reduction", 4 * held, "4 p_l of the layer above", {"p_l": held})
+
+    def _root_gradient(self) -> Term | None:
+        """Of the head; embeddings get theirs at the very end."""
+        m, head = self.m, self.facts.parameters_by_part().get(Part.LM_HEAD, 0)
+        if m.lora_rank is not None:
+            return None
+        return Term("gradient of the head", m.element_bytes * head, "b · V D", {"b": m.element_bytes, "V D": head})
+
+    def _reduction(self, i: int) -> Iterator[Term | None]:
+        m, p = self.m, self.gathered[i]
+        yield from self.standing(gradients=self._reduced(i))
+        yield self._root_gathered()
+        yield self._root_gradient()
+        yield from self._kept(i)
+        yield self._prefetched(i)
+        if m.lora_rank is not None:
+            return
+        # gloo reduces a copy of its input
+        copies = 2 if m.device == "cpu" else 1
+        yield Term("gradient in reduction", copies * 4 * p, "copies · 4 p_l", {"p_l": p, "copies": copies})
+        shards = m.ranks // m.ep
+        inputs = {"p_l": p, "N": shards}
+        yield Term("reduced gradient", 4 * p // shards, "4 p_l / (N / EP)", inputs)
+
+    def _optimizer(self) -> Iterator[Term | None]:
+        yield from self.standing(gradients=1.0)
+        largest = max(self._tensor_sizes()) // self.m.ranks
+        # the norm is summed in float64: the gradient and its square
+        yield Term("norm in float64", 2 * 8 * largest, "2 · 8 · largest shard", {"largest shard": largest})
+
+    def _tensor_sizes(self) -> Iterator[int]:
+        """Elements of the tensors as the trainer holds them: experts of a layer in two."""
+        yield self.facts.vocab_size * self.facts.hidden_size
+        for _, moe in self.facts.moe_layers[:1]:
+            up = (2 if moe.gated else 1) * moe.moe_intermediate_size * moe.expert_width
+            yield moe.num_experts * up
+
+    def _publishing(self) -> Iterator[Term | None]:
+        """Tensor by tensor into the image; what is as it is published is not copied before."""
+        m = self.m
+        yield from self.standing(gradients=0.0)
+        kind = m.handoff_dtype or m.dtype
+        if kind == "float32":
+            return
+        # to quantise: the tensor, its scales spread out, and their quotient in float32
+        each = 12 if kind == "fp8" else DTYPE_BYTES[kind]
+        largest = -(-self._largest_published() // m.ranks)
+        inputs: dict[str, float | str] = {"b": each, "largest shard": largest}
+        yield Term("tensor as published", each * largest, "b · largest shard", inputs)
+
+    def _largest_published(self) -> int:
+        """Elements: experts are published one by one."""
+        matrices = [self.facts.vocab_size * self.facts.hidden_size]
+        matrices += [moe.moe_intermediate_size * moe.expert_width for _, moe in self.facts.moe_layers[:1]]
+        return max(matrices)
+
+    def _loading(self) -> Iterator[Term | None]:
+        p = self.parameters
+        yield Term("whole model", 4 * p, "4 P", {"P": p})
+        # a layer's whole tensors go when all of the model is cut
+        yield Term("model while it is cut", 4 * p, "4 P", {"P": p}, "measured")
+        yield self._runtime()
+
+
+_SAVED: dict[tuple[Layer, ActivationShape], int] = {}
+
+
+def _cached_saved(layer: Layer, shape: ActivationShape) -> int:
+    """`saved_bytes`, once for equal layers."""
+    key = (layer, shape)
+    if key not in _SAVED:
+        if len(_SAVED) > 4096:
+            _SAVED.clear()
+        _SAVED[key] = saved_bytes(layer, shape)
+    return _SAVED[key]
+
+
+def _rotary_dim(facts: ModelFacts) -> int:
+    for layer in facts.layers:
+        size = getattr(layer.mixer, "qk_rope_head_dim", None) or getattr(layer.mixer, "num_key_value_heads", None)
+        if size is not None:
+            return int(getattr(layer.mixer, "qk_rope_head_dim", 0) or getattr(layer.mixer, "head_dim", 0))
+    return 0

@@ -1,0 +1,185 @@
+"""A search as a command asks for it: the recipe's own layout beside it, why nothing fits."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from hpcrl.config.cluster import ClusterProfile, SlurmCluster
+from hpcrl.config.plan import Role
+from hpcrl.config.recipe import Recipe
+from hpcrl.errors import UnknownSizesError, UsageError
+from hpcrl.planning.calibration.file import Calibration
+from hpcrl.planning.memory.remedies import why_not
+from hpcrl.planning.report import find_facts, loop_document
+from hpcrl.planning.search.memory import memory_fits
+from hpcrl.planning.search.splits import Candidate, Problem, pareto, search
+from hpcrl.planning.times.forecast import forecast, site_rates
+from hpcrl.planning.times.from_recipe import PlannedLayout, planned_layout, with_layout
+from hpcrl.planning.times.workload import resolve_workload
+
+__all__ = ["MOST_NODES", "SearchResult", "node_range", "run_search", "search_document"]
+
+
+MOST_NODES = 1024
+"""Nodes that are split among roles: every number of nodes of each role is a question to memory."""
+_MOST_SPLITS = 8_000_000
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """What a search found.
+
+    Attributes
+    ----------
+    candidates:
+        The best of each number of nodes.
+    own:
+        The recipe's own layout with its forecast; None where a number is missing.
+    own_short:
+        What the recipe's own layout is short of; empty where it fits.
+    why_not:
+        Where nothing fits: what is short.
+    notes:
+        For people.
+    """
+
+    candidates: list[Candidate]
+    own: Candidate | None
+    own_short: str = ""
+    why_not: str = ""
+    notes: tuple[str, ...] = ()
+
+
+def node_range(text: str) -> range:
+    """``28`` or ``20..40`` (UsageError where it is neither)."""
+    match = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", text)
+    low = int(match[1]) if match else 0
+    high = int(match[2]) if match and match[2] else low
+    if not match or low < 2 or high < low:
+        raise UsageError(f"--nodes {text}: write a number, or a range such as 20..40, from 2 up to {MOST_NODES:,}")
+    found = range(low, high + 1)
+    if high > MOST_NODES or sum(count * count for count in found) > _MOST_SPLITS:
+        raise UsageError(
+            f"--nodes {text}: every split is looked at, up to {MOST_NODES:,} nodes, and of a range up to "
+            f"{_MOST_SPLITS:,} (the squares of its numbers added up)\n"
+            "    way out: a smaller range or number; `hpcrl simulate --nodes` takes the recipe's own split in any size"
+        )
+    return found
+
+
+def run_search(
+    recipe: Recipe,
+    cluster: ClusterProfile,
+    calibration: Calibration,
+    nodes: Sequence[int],
+) -> SearchResult:
+    """Search, and the recipe's own layout for comparison.
+
+    Raises
+    ------
+    UsageError
+        The cluster has no nodes to search over, or the model is not known.
+    ConfigError
+        The cluster profile lacks a number.
+    """
+    if not isinstance(cluster, SlurmCluster):
+        raise UsageError(
+            f"{cluster.name} is no Slurm site: there are no nodes to split\n"
+            "    way out: name a site with --cluster (`hpcrl cluster list`)"
+        )
+    facts = find_facts(recipe)
+    if isinstance(facts, str):
+        raise UnknownSizesError(f"the model's sizes are needed: {facts}")
+    site = site_rates(cluster, calibration)
+    base = planned_layout(recipe, cluster, facts)
+    mean_tokens = resolve_workload(recipe, calibration).mean("tokens")
+    fits = memory_fits(recipe, cluster, facts, base, mean_tokens=mean_tokens)
+    found = search(Problem(recipe, facts, base, site, fits), nodes)
+    shorts = [
+        f"{name}: {fit.short}"
+        for name, fit in (
+            ("trainer", fits.trainer(base.trainer)),
+            *(("decode", fits.engine(base.decode, False)),),
+            *((("prefill", fits.engine(base.prefill, True)),) if base.prefill is not None else ()),
+        )
+        if not fit.ok
+    ]
+    own = forecast(recipe, facts, base, site, slots=fits.engine(base.decode, False).slots)
+    candidate = None if own.loop is None else Candidate(base, own)
+    notes = [f"the recipe's own layout does not fit: {short}" for short in shorts]
+    reasons = list(shorts)
+    if not found:
+        smallest = with_layout(recipe, _cut(base, max(nodes)))
+        reasons = [
+            f"{shortage.place.summary()}" + "".join(f"\n    way out: {knob}" for knob in shortage.knobs[:3])
+            for shortage in why_not(smallest, cluster, facts)
+        ] or reasons
+    if found and len(cluster_nodes(cluster)) == 1:
+        most = next(iter(cluster_nodes(cluster).values()))
+        if max(nodes) > most:
+            notes.append(f"the profile has {most} nodes; layouts with more are for a larger site")
+    return SearchResult(found, candidate, "; ".join(shorts), "\n    ".join(reasons), tuple(notes))
+
+
+def _cut(base: PlannedLayout, nodes: int) -> PlannedLayout:
+    """The recipe's layout cut down to so many nodes in its own proportions: what to say why nothing fits about."""
+    share = nodes / base.nodes
+    trainer = max(1, int(base.trainer.nodes * share))
+    shape = replace(base.trainer, nodes=trainer, context_parallel=1, expert_parallel=1)
+    whole = next(
+        (
+            replace(shape, context_parallel=cp, expert_parallel=ep)
+            for cp in range(base.trainer.context_parallel, 0, -1)
+            for ep in range(base.trainer.expert_parallel, 0, -1)
+            if shape.ranks % cp == 0 and shape.ranks % ep == 0
+        ),
+        shape,
+    )
+    decode = replace(
+        base.decode, nodes=1, replicas=1, expert_parallel=min(base.decode.expert_parallel, base.decode.gpus_per_node)
+    )
+    prefill = None
+    if base.prefill is not None:
+        prefill = replace(
+            base.prefill,
+            nodes=1,
+            replicas=1,
+            expert_parallel=min(base.prefill.expert_parallel, base.prefill.gpus_per_node),
+        )
+    return replace(base, trainer=whole, decode=decode, prefill=prefill)
+
+
+def cluster_nodes(cluster: SlurmCluster) -> dict[str, int]:
+    """Nodes of each partition that roles run on."""
+    names = {cluster.partition_name(role) for role in (Role.TRAINER, Role.PREFILL, Role.DECODE)}
+    return {name: cluster.partitions[name].nodes for name in sorted(names)}
+
+
+def search_document(found: SearchResult) -> dict[str, Any]:
+    """A search as JSON."""
+    best = pareto(found.candidates)
+    return {
+        "schema_version": 1,
+        "candidates": [{**_candidate_document(c), "best": c in best} for c in found.candidates],
+        "recipe": None if found.own is None else {**_candidate_document(found.own), "short": found.own_short or None},
+        "notes": list(found.notes),
+    }
+
+
+def _candidate_document(candidate: Candidate) -> dict[str, Any]:
+    layout, loop = candidate.layout, candidate.forecast.loop
+    assert loop is not None
+    shapes = {"trainer": layout.trainer, "prefill": layout.prefill, "decode": layout.decode}
+    return {
+        "nodes": candidate.nodes,
+        "gpus": layout.gpus,
+        "gpu_hours_per_step": candidate.gpu_hours,
+        "loop": loop_document(loop),
+        **{
+            name: None if shape is None else {field.name: getattr(shape, field.name) for field in fields(shape)}
+            for name, shape in shapes.items()
+        },
+    }

@@ -1,0 +1,239 @@
+"""Seconds of inference: a decode step by batch and context, and prompts. Formulas are in docs/planning.md."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from hpcrl.models.facts import ModelFacts
+from hpcrl.models.layers import Gqa, Layer, Mla
+from hpcrl.models.tensors import Part
+from hpcrl.planning.times.collectives import Group, all_reduce, all_to_all
+from hpcrl.planning.times.rates import Rates
+from hpcrl.planning.times.shapes import EngineShape
+from hpcrl.planning.times.terms import TimeTable, TimeTerm, attempt
+from hpcrl.planning.times.work import Work, token_work
+
+__all__ = ["DecodeModel", "decode_step", "prefill_token", "prefill_work"]
+
+_FP8_SCALES = 1.0 + 4.0 / 128**2
+
+
+@lru_cache(maxsize=64)
+def _weights(facts: ModelFacts, dtype: str) -> tuple[float, float]:
+    """Bytes that one decode step may read: outside of experts, and all experts. Embeddings are looked up, not read."""
+    parts = facts.weight_bytes("bfloat16" if dtype == "fp8" else dtype, fp8=dtype == "fp8")
+    experts = float(parts.get(Part.EXPERT, 0))
+    skipped = parts.get(Part.EMBEDDING, 0) if not facts.tie_word_embeddings else 0
+    return sum(parts.values()) - experts - skipped, experts
+
+
+def kv_read_bytes(facts: ModelFacts, context: float, dtype: str) -> float:
+    """Bytes of cache that one token's attention reads.
+
+    Sparse attention reads the indexer's keys of the whole context, and of the rest only the chosen tokens.
+    """
+    total = 0.0
+    for layer, count in _distinct_layers(facts):
+        mixer = layer.mixer
+        if mixer is None:
+            continue
+        per_token = mixer.kv_bytes_per_token(dtype)
+        if isinstance(mixer, Mla) and mixer.topk is not None:
+            keys = 0 if mixer.indexer is None else mixer.indexer.kv_bytes_per_token
+            total += count * (context * keys + min(context, mixer.topk) * (per_token - keys))
+        else:
+            seen = mixer.seen(context) if isinstance(mixer, Gqa) else context
+            total += count * (seen * per_token + mixer.state_bytes_per_sequence(dtype))
+    return total
+
+
+@lru_cache(maxsize=64)
+def _distinct_layers(facts: ModelFacts) -> tuple[tuple[Layer, int], ...]:
+    counts: dict[Layer, int] = {}
+    for layer in facts.layers:
+        counts[layer] = counts.get(layer, 0) + 1
+    return tuple(counts.items())
+
+
+@dataclass(frozen=True)
+class DecodeModel:
+    """One side of serving, ready to say how long a step of it takes."""
+
+    facts: ModelFacts
+    shape: EngineShape
+    rates: Rates
+
+    __hash__ = object.__hash__
+
+    @cached_property
+    def _read(self) -> tuple[float, float]:
+        """Weight bytes of a GPU outside of experts, and in experts."""
+        dense, experts = _weights(self.facts, self.shape.weight_dtype)
+        return dense / self.shape.tensor_parallel, experts / self.shape.expert_parallel
+
+    def seconds(self, batch: float, context: float) -> float:
+        """A step in which each data-parallel rank decodes ``batch`` sequences of ``context`` tokens."""
+        return sum(self._parts(batch, context).values())
+
+    def _parts(self, batch: float, context: float) -> dict[str, float]:
+        shape, rates = self.shape, self.rates
+        work = token_work(self.facts, context)
+        dense, experts = self._read
+        dtype = shape.weight_dtype
+        tp = shape.tensor_parallel
+        kv = batch * kv_read_bytes(self.facts, context, shape.kv_dtype)
+        # latent attention: every rank of tensor parallelism reads the whole latent
+        kv_share = 1 if _latent(self.facts) else tp
+        return {
+            "linear": max(dense / rates.memory, batch * work.linear / tp / rates.gemm(dtype)),
+            "experts": self._experts_s(batch, work, experts),
+            "attention": max(kv / kv_share / rates.memory, self._scores_s(batch, work) / tp),
+            "all_to_all": self._all_to_all_s(batch),
+            "tensor_parallel": self._tensor_parallel_s(batch),
+            "kernels": len(self.facts.layers) * rates.calibration.constant("layer_overhead_s"),
+            "host": rates.calibration.constant("engine_step_overhead_s"),
+        }
+
+    def _scores_s(self, batch: float, work: Work) -> float:
+        scores = batch * work.scores / self.rates.attention
+        return scores + (batch * work.indexer / self.rates.indexer if work.indexer else 0.0)
+
+    def _experts_s(self, batch: float, work: Work, expert_bytes: float) -> float:
+        """Experts that no token chose are not read: ``1 - (1 - k/E)^tokens`` of them are chosen."""
+        facts, shape = self.facts, self.shape
+        if not facts.num_experts:
+            return 0.0
+        # tokens of all data-parallel ranks that share these experts
+        tokens = batch * max(1.0, shape.expert_parallel / shape.tensor_parallel)
+        chosen = 1.0 - math.pow(1.0 - facts.num_experts_per_tok / facts.num_experts, tokens)
+        operations = batch * work.experts / shape.tensor_parallel
+        return max(chosen * expert_bytes / self.rates.memory, operations / self.rates.gemm(shape.weight_dtype, True))
+
+    def _all_to_all_s(self, batch: float) -> float:
+        facts, shape = self.facts, self.shape
+        layers = facts.moe_layers
+        if shape.expert_parallel <= 1 or not layers:
+            return 0.0
+        group = Group.inner(shape.expert_parallel, shape.gpus_per_node)
+        width = layers[0][1].expert_width
+        copies = batch / shape.tensor_parallel * facts.num_experts_per_tok
+        links = self.rates.low_latency
+        wait = self.rates.calibration.constant("all_to_all_latency_s")
+        dispatch = copies * width * (_FP8_SCALES if shape.weight_dtype == "fp8" else 2)
+        both = all_to_all(dispatch, group, links) + all_to_all(copies * width * 2, group, links)
+        return len(layers) * (both + 2 * wait)
+
+    def _tensor_parallel_s(self, batch: float) -> float:
+        shape = self.shape
+        if shape.tensor_parallel == 1:
+            return 0.0
+        group = Group.inner(shape.tensor_parallel, shape.gpus_per_node)
+        each = all_reduce(batch * self.facts.hidden_size * 2, group, self.rates.collectives)
+        return 2 * len(self.facts.layers) * each
+
+
+def _latent(facts: ModelFacts) -> bool:
+    return any(kind.startswith("mla") for kind in facts.attention_kinds)
+
+
+_FORMULAS = {
+    "linear": "max(weights / GPU memory, batch * operations / rate)",
+    "experts": "max(chosen experts' weights / GPU memory, batch * operations / rate)",
+    "attention": "max(KV read / GPU memory, batch * (scores + indexer) / rate)",
+    "all_to_all": "sparse layers * (dispatch + combine + 2 * latency)",
+    "tensor_parallel": "2 * layers * all_reduce(batch * hidden * 2 B)",
+    "kernels": "layers * layer_overhead_s",
+    "host": "engine_step_overhead_s",
+}
+
+
+def decode_step(facts: ModelFacts, shape: EngineShape, rates: Rates, *, batch: float, context: float) -> TimeTable:
+    """The terms of a decode step of ``batch`` sequences a data-parallel rank, each with ``context`` tokens."""
+    model = DecodeModel(facts, shape, rates)
+    dense, experts = _weights(facts, shape.weight_dtype)
+    inputs: dict[str, dict[str, float | str]] = {
+        "linear": {"weight bytes": dense / shape.tensor_parallel, "dtype": shape.weight_dtype},
+        "experts": {"weight bytes": experts / shape.expert_parallel, "EP": shape.expert_parallel},
+        "attention": {"KV bytes a sequence": kv_read_bytes(facts, context, shape.kv_dtype), "context": context},
+        "all_to_all": {"EP": shape.expert_parallel, "sparse layers": len(facts.moe_layers)},
+        "kernels": {"layers": len(facts.layers)},
+    }
+    terms: list[TimeTerm] = []
+    for name, formula in _FORMULAS.items():
+        term = attempt(
+            f"decode.{name}",
+            lambda name=name: model._parts(batch, context)[name],  # type: ignore[misc]
+            formula,
+            {"batch": batch, **inputs.get(name, {})},
+        )
+        if term.seconds != 0.0:
+            terms.append(term)
+    return TimeTable("decode step", tuple(terms))
+
+
+def prefill_work(facts: ModelFacts, context: float) -> Work:
+    """Operations of one prompt token that sees ``context`` tokens. The LM head is for the last token alone."""
+    flops = facts.flops_per_token(context, absorbed="mla+dsa" in facts.attention_kinds)
+    return Work.of(flops) if not flops.lm_head else _without_head(Work.of(flops), flops.lm_head)
+
+
+def _without_head(work: Work, head: float) -> Work:
+    return Work(work.linear - head, work.experts, work.scores, work.indexer)
+
+
+def prefill_token(facts: ModelFacts, shape: EngineShape, rates: Rates, *, context: float) -> TimeTable:
+    """Seconds of one GPU for one prompt token that sees ``context`` tokens; a replica has ``ranks`` GPUs at it."""
+    work = prefill_work(facts, context)
+    busy = rates.calibration.share("prefill_busy")
+    dtype = shape.weight_dtype
+    terms = [
+        attempt("prefill.linear", lambda: work.linear / rates.gemm(dtype) / busy, _PREFILL, {"dtype": dtype}),
+        attempt("prefill.attention", lambda: work.scores / rates.attention / busy, _PREFILL, {"context": context}),
+    ]
+    if work.experts:
+        terms.insert(1, attempt("prefill.experts", lambda: work.experts / rates.gemm(dtype, True) / busy, _PREFILL))
+    if work.indexer:
+        terms.append(attempt("prefill.indexer", lambda: work.indexer / rates.indexer / busy, _PREFILL))
+    if shape.expert_parallel > 1 and facts.moe_layers:
+        compute = sum(term.seconds or 0.0 for term in terms)
+        terms += _prefill_all_to_all(facts, shape, rates, compute)
+    return TimeTable("prompt token", tuple(terms))
+
+
+_PREFILL = "operations / rate / prefill_busy"
+
+
+def _prefill_all_to_all(facts: ModelFacts, shape: EngineShape, rates: Rates, compute_s: float) -> list[TimeTerm]:
+    """Bytes of one token; messages are large, so their latency does not count.
+
+    Two batches take turns: what one sends hides behind what the other computes, and only the excess counts.
+    """
+    group = Group.inner(shape.expert_parallel, shape.gpus_per_node)
+    width = facts.moe_layers[0][1].expert_width
+    # a copy for each node that has a chosen expert, forwarded over NVLink there
+    nodes = group.nodes
+    far = nodes * (1 - (1 - 1 / nodes) ** facts.num_experts_per_tok) * (nodes - 1) / nodes
+    near = float(facts.num_experts_per_tok)
+    bytes_each = width * ((_FP8_SCALES if shape.weight_dtype == "fp8" else 2) + 2)
+
+    def seconds() -> float:
+        links = rates.all_to_all
+        through_nics = far * bytes_each * links.gpus_per_node / links.node if nodes > 1 else 0.0
+        return len(facts.moe_layers) * max(through_nics, near * bytes_each / links.gpu)
+
+    inputs: dict[str, float | str] = {
+        "copies to other nodes": far,
+        "bytes of a copy": bytes_each,
+        "sparse layers": len(facts.moe_layers),
+    }
+    formula = "sparse layers * max(copies to other nodes * bytes / adapters, top-k * bytes / NVLink)"
+    return [
+        attempt("prefill.all_to_all", seconds, formula, inputs, counts=False),
+        attempt(
+            "prefill.exposed",
+            lambda: max(0.0, seconds() - compute_s),
+            "max(0, all_to_all - compute): two batches take turns",
+        ),
+    ]

@@ -1,0 +1,144 @@
+"""From a recipe to the shapes that times are computed for, and back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hpcrl.config.cluster import SlurmCluster
+from hpcrl.config.engine_shape import step_limits
+from hpcrl.config.plan import Role
+from hpcrl.config.recipe import EngineConfig, EngineGroupConfig, Recipe, TrainerParallelismConfig
+from hpcrl.models.facts import ModelFacts
+from hpcrl.planning.hardware import node_hardware
+from hpcrl.planning.times.handoff import HandoffPath
+from hpcrl.planning.times.shapes import ComputeDtype, EngineShape, TrainerShape
+
+__all__ = ["PlannedLayout", "planned_layout", "with_layout"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedLayout:
+    """Shapes of all roles.
+
+    Attributes
+    ----------
+    trainer, decode, prefill:
+        ``decode`` is also an engine that does both; ``prefill`` is None then.
+    handoff_path, handoff_dtype, delta_chain:
+        How weights go from trainer to engines, as what, and how many deltas follow a full version.
+    router_replay:
+        Rollouts carry the engines' choices of experts.
+    """
+
+    trainer: TrainerShape
+    decode: EngineShape
+    prefill: EngineShape | None
+    handoff_path: HandoffPath = "filesystem"
+    handoff_dtype: ComputeDtype = "bfloat16"
+    delta_chain: int = 0
+    router_replay: bool = False
+
+    @property
+    def nodes(self) -> int:
+        """Nodes of all roles."""
+        return self.trainer.nodes + self.engine_nodes
+
+    @property
+    def engine_nodes(self) -> int:
+        """Nodes of all engines."""
+        return self.decode.all_nodes + (0 if self.prefill is None else self.prefill.all_nodes)
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of all roles."""
+        prefill = 0 if self.prefill is None else self.prefill.all_ranks
+        return self.trainer.ranks + self.decode.all_ranks + prefill
+
+
+def planned_layout(recipe: Recipe, cluster: SlurmCluster, facts: ModelFacts) -> PlannedLayout:
+    """Shapes of a recipe on a cluster."""
+    engine = recipe.engine
+    prefill = None
+    if engine.prefill is not None and engine.decode is not None:
+        prefill = _engine_shape(engine, cluster, facts, Role.PREFILL, engine.prefill)
+        decode = _engine_shape(engine, cluster, facts, Role.DECODE, engine.decode)
+    else:
+        whole = EngineGroupConfig(replicas=engine.replicas, nodes=engine.nodes)
+        decode = _engine_shape(engine, cluster, facts, Role.ENGINE, whole)
+    return PlannedLayout(
+        trainer=_trainer_shape(recipe),
+        decode=decode,
+        prefill=prefill,
+        handoff_path="fan_out" if recipe.fans_out else "filesystem",
+        handoff_dtype="fp8" if recipe.handoff.kind == "fp8" else recipe.handoff.dtype or recipe.trainer.dtype,
+        delta_chain=recipe.handoff.delta_chain,
+        router_replay=recipe.trainer.router_replay or recipe.engine.return_routed_experts,
+    )
+
+
+def _trainer_shape(recipe: Recipe) -> TrainerShape:
+    trainer = recipe.trainer
+    return TrainerShape(
+        nodes=trainer.nodes,
+        gpus_per_node=max(1, trainer.ranks // trainer.nodes),
+        context_parallel=trainer.parallelism.cp,
+        expert_parallel=trainer.parallelism.ep,
+        compute_dtype="fp8" if trainer.memory.fp8 else trainer.dtype,
+        gather_dtype_bytes=2 if trainer.dtype == "bfloat16" else 4,
+        recompute=trainer.memory.activation_checkpointing,
+        offload_optimizer=trainer.memory.optimizer_offload,
+        offload_activations=trainer.memory.activation_offload,
+        micro_batch_tokens=trainer.micro_batch_tokens,
+    )
+
+
+def _engine_shape(
+    engine: EngineConfig, cluster: SlurmCluster, facts: ModelFacts, role: Role, group: EngineGroupConfig
+) -> EngineShape:
+    gpus = max(1, node_hardware(cluster, role).gpus)
+    weights: ComputeDtype = "fp8" if engine.memory.weights == "fp8" else engine.dtype
+    # an embedded engine is one process, whatever its node has
+    ranks = 1 if engine.backend == "embedded" else gpus
+    return EngineShape(
+        replicas=group.replicas,
+        nodes=group.nodes,
+        gpus_per_node=ranks,
+        tensor_parallel=engine.tp,
+        # vLLM deals experts out over all ranks of a replica
+        expert_parallel=group.nodes * ranks if facts.num_experts else 1,
+        weight_dtype=weights,
+        kv_dtype="fp8" if engine.memory.kv_cache_dtype == "fp8" else engine.dtype,
+        max_num_seqs=step_limits(engine, role).max_num_seqs,
+    )
+
+
+def with_layout(recipe: Recipe, layout: PlannedLayout) -> Recipe:
+    """The recipe with the nodes and degrees of a layout; the rest stays."""
+    shape = layout.trainer
+    memory = recipe.trainer.memory.model_copy(
+        update={
+            "optimizer_offload": shape.offload_optimizer,
+            "activation_offload": shape.offload_activations,
+        }
+    )
+    trainer = recipe.trainer.model_copy(
+        update={
+            "nodes": shape.nodes,
+            "ranks": shape.ranks,
+            "parallelism": TrainerParallelismConfig(ep=shape.expert_parallel, cp=shape.context_parallel),
+            "memory": memory,
+        }
+    )
+    update: dict[str, Any] = {"replicas": layout.decode.replicas, "nodes": layout.decode.nodes}
+    if layout.prefill is not None:
+        sides = {"prefill": layout.prefill, "decode": layout.decode}
+        # what else a side says of itself stays
+        update = {
+            name: (getattr(recipe.engine, name) or EngineGroupConfig(replicas=1, nodes=1)).model_copy(
+                update={"replicas": side.replicas, "nodes": side.nodes}
+            )
+            for name, side in sides.items()
+        }
+    engine = recipe.engine.model_copy(update=update)
+    return recipe.model_copy(update={"trainer": trainer, "engine": engine})

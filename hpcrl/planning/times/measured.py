@@ -1,0 +1,65 @@
+"""The loop from what a run measured: for machines whose hardware no profile describes, such as a laptop."""
+
+from __future__ import annotations
+
+from hpcrl.config.recipe import Recipe
+from hpcrl.planning.calibration.file import Measured
+from hpcrl.planning.times.loop import LoopEstimate, LoopInputs, Served, steady_state
+from hpcrl.planning.times.terms import TimeTable, TimeTerm
+from hpcrl.planning.times.workload import RolloutPace, Workload
+
+__all__ = ["measured_loop", "measured_trainer"]
+
+
+def measured_trainer(recipe: Recipe, measured: Measured, workload: Workload) -> TimeTable:
+    """A step of the trainer: seconds a token as measured, times the tokens of a batch; more ranks share them."""
+    tokens = recipe.rollouts.rollouts_per_step * workload.mean("tokens")
+    ranks = measured.trainer_ranks / recipe.trainer.ranks
+    every = recipe.checkpoint.every_steps
+    save = measured.checkpoint_s / every if every else 0.0
+    source = f"run {measured.run}"
+    return TimeTable(
+        "trainer step",
+        (
+            TimeTerm(
+                "measured.train",
+                tokens * measured.train_s_per_token * ranks,
+                "tokens of a batch * measured seconds a token * measured ranks / ranks",
+                {"tokens": tokens, "seconds a token": measured.train_s_per_token, "source": source},
+            ),
+            TimeTerm("measured.optimizer", measured.optimizer_s, "median", {"source": source}),
+            TimeTerm("measured.publish", measured.publish_s, "median", {"source": source}),
+            TimeTerm("measured.other", measured.other_s, "median", {"source": source}),
+            TimeTerm("measured.checkpoint", save, "median / steps between checkpoints", {"every": every}),
+        ),
+    )
+
+
+def measured_loop(recipe: Recipe, measured: Measured, workload: Workload) -> LoopEstimate:
+    """The steady state with engines that sample as fast as measured, shared by all rollouts in flight."""
+    trainer = measured_trainer(recipe, measured, workload)
+    sampled = workload.mean("sampled")
+    rate = measured.sampled_tokens_per_s * recipe.engine.replicas / measured.engines / sampled
+    unserved = workload.durations(RolloutPace(0.0, 0.0, 0.0))
+
+    def serve(in_flight: float) -> Served:
+        # beside their own waiting, rollouts take what is left of Little's law
+        token_s = max(0.0, in_flight / rate - unserved.mean) / sampled
+        durations = workload.durations(RolloutPace(token_s, 0.0, 0.0))
+        ending = in_flight / durations.mean if durations.mean > 0 else rate
+        return Served(durations, min(rate, ending), in_flight, token_s, "decode" if token_s else "waiting")
+
+    rollouts = recipe.rollouts
+    return steady_state(
+        LoopInputs(
+            rollouts_per_step=rollouts.rollouts_per_step,
+            group_size=rollouts.group_size,
+            max_in_flight=rollouts.max_in_flight,
+            max_off_policy_steps=rollouts.max_off_policy_steps,
+            ready_batches=rollouts.ready_batches,
+            trainer_s=trainer.known_seconds,
+            handoff_s=measured.update_s,
+            pause_s=measured.update_s if recipe.engine.pause == "keep" else 0.0,
+            serve=serve,
+        )
+    )

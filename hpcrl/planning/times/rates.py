@@ -1,0 +1,113 @@
+"""Rates that roles reach: numbers of the cluster profile times efficiencies of the calibration file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from hpcrl.config.cluster import SlurmCluster
+from hpcrl.planning.calibration.file import Calibration, EfficiencyName
+from hpcrl.planning.hardware import NodeHardware, filesystem_rate
+from hpcrl.planning.times.collectives import Links
+
+__all__ = ["Rates", "StorageRates"]
+
+_GEMM: dict[str, EfficiencyName] = {"float32": "gemm_float32", "bfloat16": "gemm_bfloat16", "fp8": "gemm_fp8"}
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What the nodes of one role reach, in operations and bytes a second.
+
+    A rate is looked up when it is asked for, so that a profile without, say, ``pcie_gb_s`` still gives every time
+    that does not need it (`hpcrl.errors.ConfigError` names what is missing).
+    """
+
+    hardware: NodeHardware
+    calibration: Calibration
+
+    __hash__ = object.__hash__
+
+    @property
+    def gpus_per_node(self) -> int:
+        """GPUs of a node; 1 where it has none."""
+        return max(1, self.hardware.gpus)
+
+    @lru_cache(maxsize=64)  # noqa: B019 - a few rates objects live as long as the process plans
+    def gemm(self, dtype: str, grouped: bool = False) -> float:
+        """Matrix products in ``dtype``; ``grouped``: many small ones, one an expert."""
+        share = self.calibration.share(_GEMM[dtype]) * (self.calibration.share("grouped_gemm") if grouped else 1.0)
+        return self.hardware.gpu_flops(dtype) * share
+
+    @cached_property
+    def attention(self) -> float:
+        """Attention scores, in bfloat16."""
+        return self.hardware.gpu_flops("bfloat16") * self.calibration.share("attention")
+
+    @cached_property
+    def indexer(self) -> float:
+        """Scores of a sparse attention's indexer, in fp8."""
+        return self.hardware.gpu_flops("fp8") * self.calibration.share("indexer")
+
+    @cached_property
+    def memory(self) -> float:
+        """A GPU's memory."""
+        return self.hardware.gpu_memory_rate * self.calibration.share("gpu_memory")
+
+    @cached_property
+    def pcie(self) -> float:
+        """Between host and one GPU."""
+        return self.hardware.pcie_rate * self.calibration.share("pcie")
+
+    @cached_property
+    def host_memory(self) -> float:
+        """Host memory of a node."""
+        return self.hardware.host_memory_rate * self.calibration.share("host_memory")
+
+    @cached_property
+    def node_network(self) -> float:
+        """All adapters of a node."""
+        return self.hardware.nic_rate * self.calibration.share("nic")
+
+    @cached_property
+    def collectives(self) -> Links:
+        """NCCL's all-gather and its like."""
+        return self._links("nvlink", "nic")
+
+    @cached_property
+    def all_to_all(self) -> Links:
+        """Dispatch and combine of many tokens."""
+        return self._links("all_to_all_nvlink", "all_to_all_nic")
+
+    @cached_property
+    def low_latency(self) -> Links:
+        """Dispatch and combine of few tokens (decode)."""
+        return self._links("all_to_all_nvlink", "low_latency_nic")
+
+    def _links(self, nvlink: EfficiencyName, nic: EfficiencyName) -> Links:
+        return Links(
+            gpu=self.hardware.nvlink_rate * self.calibration.share(nvlink),
+            node=self.hardware.nic_rate * self.calibration.share(nic),
+            gpus_per_node=self.gpus_per_node,
+            hop_s=self.calibration.constant("hop_s"),
+            local_hop_s=self.calibration.constant("local_hop_s"),
+        )
+
+
+@dataclass(frozen=True)
+class StorageRates:
+    """The shared filesystem, in bytes a second."""
+
+    cluster: SlurmCluster
+    calibration: Calibration
+
+    def read(self, nodes: int) -> float:
+        """``nodes`` nodes reading at the same time."""
+        return min(self._rate("read_gb_s"), nodes * self._rate("node_read_gb_s"))
+
+    def write(self, nodes: int) -> float:
+        """``nodes`` nodes writing at the same time."""
+        return min(self._rate("write_gb_s"), nodes * self._rate("node_write_gb_s"))
+
+    def _rate(self, key: str) -> float:
+        return filesystem_rate(self.cluster, key) * self.calibration.share("filesystem")

@@ -1,0 +1,179 @@
+"""Engines under load: how many rollouts a second they end with so many in flight."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from hpcrl.models.facts import ModelFacts
+from hpcrl.planning.times.engine import DecodeModel, prefill_token
+from hpcrl.planning.times.loop import Served
+from hpcrl.planning.times.rates import Rates
+from hpcrl.planning.times.shapes import EngineShape
+from hpcrl.planning.times.terms import TimeTable
+from hpcrl.planning.times.workload import RolloutPace, Workload
+
+__all__ = ["Serving", "StepLine"]
+
+_BISECTIONS = 40
+_FULL = 0.999
+"""Share of its capacity at which a queue counts as full."""
+
+
+class StepLine(NamedTuple):
+    """Seconds of a step of one replica: ``base + per_sequence · sequences + per_kv_token · tokens of their contexts``,
+    and ``prefill_per_token`` for each prompt token (of a replica that computes prompts)."""
+
+    base_s: float
+    per_sequence_s: float
+    per_kv_token_s: float
+    prefill_per_token_s: float
+
+
+@dataclass(frozen=True)
+class Serving:
+    """The engines of a run.
+
+    Attributes
+    ----------
+    decode:
+        Engines that sample; where ``prefill`` is None, they compute prompts too, in the same steps.
+    prefill:
+        Engines that compute prompts, with their rates.
+    slots:
+        Sequences that a data-parallel rank can hold: ``max_num_seqs``, or fewer where the KV cache is smaller.
+    """
+
+    facts: ModelFacts
+    workload: Workload
+    decode: EngineShape
+    decode_rates: Rates
+    prefill: EngineShape | None = None
+    prefill_rates: Rates | None = None
+    slots: float | None = None
+
+    __hash__ = object.__hash__
+
+    @cached_property
+    def _table(self) -> tuple[list[float], list[float], list[float]]:
+        """Batch, seconds of a step, and tokens a second of a rank, in rising order of all three."""
+        model = DecodeModel(self.facts, self.decode, self.decode_rates)
+        most = max(1.0, self.slots or float(self.decode.max_num_seqs))
+        batches = [1.0]
+        while batches[-1] < most:
+            batches.append(min(most, batches[-1] * 1.15 + 0.5))
+        context = self.workload.mean("context")
+        steps = [model.seconds(batch, context) for batch in batches]
+        return batches, steps, [batch / step for batch, step in zip(batches, steps, strict=True)]
+
+    @cached_property
+    def prompt_tokens(self) -> float:
+        """Tokens a rollout whose cache entries must be computed.
+
+        What the prompt and tools say; what the model said, where another engine decoded it; and what the prefix cache
+        has lost of earlier turns.
+        """
+        work = self.workload
+        tokens, sampled, turns = work.mean("tokens"), work.mean("sampled"), work.mean("turns")
+        lost = 1.0 - self.decode_rates.calibration.share("prefix_cache")
+        again = lost * max(0.0, turns - 1.0) * tokens / 2
+        return tokens - sampled + (sampled if self.prefill is not None else 0.0) + again
+
+    @cached_property
+    def prompt_token(self) -> TimeTable:
+        """Seconds of one GPU for a prompt token."""
+        shape, rates = (self.prefill, self.prefill_rates) if self.prefill is not None else (self.decode, None)
+        return prefill_token(self.facts, shape, rates or self.decode_rates, context=self.workload.mean("tokens") / 2)
+
+    @cached_property
+    def _prompt_gpu_s(self) -> float:
+        return self.prompt_token.known_seconds
+
+    @cached_property
+    def prompt_rate(self) -> float:
+        """Prompt tokens a second of all engines that compute prompts."""
+        shape = self.prefill or self.decode
+        return shape.all_ranks / self._prompt_gpu_s
+
+    @cached_property
+    def most(self) -> tuple[float, str]:
+        """Rollouts a second with any number in flight, and what bounds it."""
+        sampled = self.workload.mean("sampled")
+        ranks = self.decode.replicas * self.decode.data_parallel
+        decode = ranks * self._table[2][-1] / sampled
+        prompts = self.prompt_rate / max(1.0, self.prompt_tokens)
+        if self.prefill is None:
+            # both on the same GPUs: shares of the time add up to 1
+            return 1.0 / (1.0 / decode + 1.0 / prompts), "decode"
+        return (prompts, "prefill") if prompts < decode else (decode, "slots")
+
+    def _mean_duration(self, rate: float) -> tuple[float, RolloutPace, float]:
+        """Mean seconds of a rollout at ``rate`` rollouts a second, the pace, and the batch of a rank."""
+        work = self.workload
+        busy = min(_FULL, rate * self.prompt_tokens / self.prompt_rate)
+        alive = 1.0 - busy if self.prefill is None else 1.0
+        ranks = self.decode.replicas * self.decode.data_parallel
+        batch, step = self._at(rate * work.mean("sampled") / ranks / alive)
+        shape = self.prefill or self.decode
+        # a request waits behind others: twice as long at half load
+        prompt = self._prompt_gpu_s / shape.tensor_parallel / (1.0 - busy)
+        scale = self.prompt_tokens / max(1.0, work.mean("tokens") - work.mean("sampled"))
+        overhead = self.decode_rates.calibration.constant("request_overhead_s")
+        pace = RolloutPace(token_s=step / alive, prompt_token_s=prompt * scale, request_s=overhead)
+        return self._mean_served(pace), pace, batch
+
+    def _mean_served(self, pace: RolloutPace) -> float:
+        work = self.workload
+        sampled, turns = work.mean("sampled"), work.mean("turns")
+        prompt = (work.mean("tokens") - sampled) * pace.prompt_token_s
+        return sampled * pace.token_s + prompt + turns * pace.request_s + work.mean("waits")
+
+    def _at(self, tokens_per_s: float) -> tuple[float, float]:
+        """Batch and step of a rank that samples so many tokens a second."""
+        batches, steps, rates = self._table
+        index = bisect_left(rates, tokens_per_s)
+        if index == 0:
+            return max(tokens_per_s * steps[0], 1e-9), steps[0]
+        if index == len(rates):
+            return batches[-1], steps[-1]
+        part = (tokens_per_s - rates[index - 1]) / (rates[index] - rates[index - 1])
+        step = steps[index - 1] + part * (steps[index] - steps[index - 1])
+        return batches[index - 1] + part * (batches[index] - batches[index - 1]), step
+
+    def rate(self, in_flight: float) -> tuple[float, str]:
+        """Rollouts a second with ``in_flight`` of them, and what limits it: Little's law, solved by bisection."""
+        most, why = self.most
+        low, high = 0.0, most * _FULL
+        if high * self._mean_duration(high)[0] <= in_flight:
+            return high, why
+        for _ in range(_BISECTIONS):
+            middle = (low + high) / 2
+            if middle * self._mean_duration(middle)[0] > in_flight:
+                high = middle
+            else:
+                low = middle
+        return low, "in flight"
+
+    def step_line(self, batch: float) -> StepLine:
+        """A step of one decode replica as the simulator takes it: linear around ``batch`` sequences a rank."""
+        model = DecodeModel(self.facts, self.decode, self.decode_rates)
+        context, ranks = self.workload.mean("context"), self.decode.data_parallel
+        more = batch * 1.1 + 0.1
+        here = model.seconds(batch, context)
+        longer = (model.seconds(batch, 1.1 * context) - here) / (0.1 * context * batch)
+        wider = (model.seconds(more, context) - here) / (more - batch) - longer * context
+        base = here - batch * (wider + longer * context)
+        return StepLine(base, wider / ranks, longer / ranks, self._prompt_gpu_s / (self.prefill or self.decode).ranks)
+
+    def __call__(self, in_flight: float) -> Served:
+        """Durations, rate and batch with ``in_flight`` rollouts."""
+        rate, limit = self.rate(in_flight)
+        mean, pace, batch = self._mean_duration(rate)
+        durations = self.workload.durations(pace)
+        # more in flight than engines have work for: the others queue
+        queue = max(0.0, in_flight / rate - mean)
+        if queue > 0.01 * mean:
+            durations = durations.mapped(lambda value: value + queue)
+        return Served(durations, rate, batch, pace.token_s, limit)

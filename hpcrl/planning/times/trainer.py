@@ -1,0 +1,297 @@
+"""Seconds of an optimizer step. Formulas are in docs/planning.md, and in each term."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from hpcrl.models.facts import ModelFacts
+from hpcrl.models.tensors import Part
+from hpcrl.planning.times.collectives import Group, all_gather, all_to_all
+from hpcrl.planning.times.lengths import Quantiles
+from hpcrl.planning.times.rates import Rates
+from hpcrl.planning.times.shapes import TrainerShape
+from hpcrl.planning.times.terms import TimeTable, TimeTerm, attempt
+from hpcrl.planning.times.work import Packing, Work, pack_rows, sequence_work
+
+__all__ = ["TrainerBatch", "trainer_step"]
+
+_PARTS = ("linear", "experts", "scores", "indexer")
+_BACKWARD_SCORES = 2.5
+"""Operations of attention's backward pass over its forward pass: the scores are computed again."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerBatch:
+    """A batch.
+
+    Attributes
+    ----------
+    rollouts:
+        Rollouts of a step.
+    lengths:
+        Tokens of a rollout.
+    router_replay:
+        The engines' choices of experts come with the rollouts.
+    """
+
+    rollouts: int
+    lengths: Quantiles
+    router_replay: bool = False
+
+
+def trainer_step(facts: ModelFacts, shape: TrainerShape, batch: TrainerBatch, rates: Rates) -> TimeTable:
+    """The terms of one step, weights published and checkpoints apart.
+
+    Collectives of FSDP hide behind compute as far as ``comm_overlap`` allows; only what sticks out counts.
+    """
+    packing = pack_rows(batch.lengths, batch.rollouts, shape.groups, shape.micro_batch_tokens)
+    work = sequence_work(facts, batch.lengths)
+    step = _Step(facts, shape, packing, work, rates)
+    terms = [*_compute_terms(step), *_fsdp_terms(step), *_mesh_terms(step), *_optimizer_terms(step)]
+    if batch.router_replay:
+        terms.append(_replay_term(step))
+    return TimeTable("trainer step", tuple(terms))
+
+
+@dataclass(frozen=True)
+class _Step:
+    facts: ModelFacts
+    shape: TrainerShape
+    packing: Packing
+    work: Work
+    rates: Rates
+
+    @property
+    def gpu_tokens(self) -> float:
+        """Tokens that the busiest rank works on in the step."""
+        return self.packing.critical_tokens / self.shape.context_parallel
+
+    @property
+    def busy(self) -> float:
+        return self.rates.calibration.share("trainer_busy")
+
+    @property
+    def passes(self) -> int:
+        """Forward passes of a step: the second one is the recomputation."""
+        return 1 if self.shape.recompute == "none" else 2
+
+    def part_passes(self, part: str) -> int:
+        """Forward passes of one kind of kernel: selective recomputation keeps what attention gave."""
+        kept = self.shape.recompute == "selective" and part in ("scores", "indexer")
+        return 1 if kept else self.passes
+
+    def again_s(self) -> float:
+        """Kernels of the recomputation."""
+        return sum((self.part_passes(name) - 1) * self.part_s(name) for name in _PARTS)
+
+    def forward_s(self) -> float:
+        """Kernels of one forward pass over the step's tokens, and of the gaps between them."""
+        return sum(self.part_s(name) for name in _PARTS)
+
+    def part_s(self, part: str) -> float:
+        operations = getattr(self.work, part) * self.gpu_tokens
+        return operations / self.rate(part) / self.busy if operations else 0.0
+
+    def rate(self, part: str) -> float:
+        dtype = self.shape.compute_dtype
+        match part:
+            case "linear":
+                return self.rates.gemm(dtype)
+            case "experts":
+                return self.rates.gemm(dtype, True)
+            case "scores":
+                # attention stays in bfloat16 (or float32 without tensor cores for it)
+                return self.rates.gemm("float32") if dtype == "float32" else self.rates.attention
+            case _:
+                return self.rates.gemm("float32") if dtype == "float32" else self.rates.indexer
+
+    def backward_s(self) -> float:
+        """Kernels of the backward pass without recomputation."""
+        scores = _BACKWARD_SCORES / self.rates.calibration.constant("backward_attention_share")
+        return 2.0 * (self.part_s("linear") + self.part_s("experts")) + scores * self.part_s("scores")
+
+
+def _compute_terms(step: _Step) -> list[TimeTerm]:
+    """Kernels by kind; forward, backward and recomputation together."""
+    scores = _BACKWARD_SCORES / step.rates.calibration.constant("backward_attention_share")
+    shape = step.shape
+    factors = {"linear": 2.0, "experts": 2.0, "scores": scores, "indexer": 0.0}
+    names = {
+        "linear": "compute.linear",
+        "experts": "compute.experts",
+        "scores": "compute.attention",
+        "indexer": "compute.indexer",
+    }
+    terms = []
+    for part, name in names.items():
+        per_token = getattr(step.work, part)
+        if not per_token:
+            continue
+        passes = step.part_passes(part)
+        factor = passes + factors[part]
+        terms.append(
+            attempt(
+                name,
+                lambda part=part, factor=factor: factor * step.part_s(part),  # type: ignore[misc]
+                "(passes + backward) * tokens a GPU * operations a token / rate / trainer_busy",
+                {
+                    "passes": passes,
+                    "backward": factors[part],
+                    "tokens a GPU": step.gpu_tokens,
+                    "operations a token": per_token,
+                    "dtype": shape.compute_dtype,
+                    "imbalance": step.packing.imbalance(shape.groups),
+                    "trainer_busy": step.busy,
+                },
+            )
+        )
+    return terms
+
+
+@lru_cache(maxsize=64)
+def _expert_split(facts: ModelFacts) -> tuple[int, int]:
+    """Trained parameters outside of experts, and in experts."""
+    parts = facts.parameters_by_part()
+    experts = parts.get(Part.EXPERT, 0)
+    return sum(parts.values()) - experts, experts
+
+
+def _pass_gather_s(step: _Step, bytes_each: int) -> float:
+    """All layers gathered (or their gradients scattered) once."""
+    shape, links = step.shape, step.rates.collectives
+    dense, experts = _expert_split(step.facts)
+    ep = shape.expert_parallel
+    everyone = Group.inner(shape.ranks, shape.gpus_per_node)
+    outer = Group.outer(shape.ranks // ep, ep, shape.gpus_per_node)
+    return all_gather(dense * bytes_each, everyone, links) + all_gather(experts / ep * bytes_each, outer, links)
+
+
+def _fsdp_terms(step: _Step) -> list[TimeTerm]:
+    shape, packing = step.shape, step.packing
+    if shape.ranks == 1:
+        return []
+    overlap = step.rates.calibration.share("comm_overlap")
+    count = packing.micro_batches
+    gathers = (1 + (1 if shape.reshard else 0)) * count
+
+    def gather() -> float:
+        return gathers * _pass_gather_s(step, shape.gather_dtype_bytes)
+
+    def scatter() -> float:
+        return count * _pass_gather_s(step, shape.grad_dtype_bytes)
+
+    def exposed() -> float:
+        forward = count * _pass_gather_s(step, shape.gather_dtype_bytes) - overlap * step.forward_s()
+        behind = scatter() + (gather() / 2 if shape.reshard else 0.0)
+        return max(0.0, forward) + max(0.0, behind - overlap * (step.backward_s() + step.again_s()))
+
+    dense, experts = _expert_split(step.facts)
+    sizes: dict[str, float | str] = {
+        "parameters outside experts": dense,
+        "parameters in experts": experts,
+        "expert_parallel": shape.expert_parallel,
+        "ranks": shape.ranks,
+        "micro-batches": count,
+    }
+    each = "micro-batches * (all_gather(dense, all ranks) + all_gather(experts / EP, ranks / EP)) * bytes"
+    return [
+        attempt(
+            "fsdp.gather",
+            gather,
+            f"{1 + shape.reshard} * {each}",
+            {**sizes, "bytes": shape.gather_dtype_bytes},
+            counts=False,
+        ),
+        attempt("fsdp.reduce_scatter", scatter, each, {**sizes, "bytes": shape.grad_dtype_bytes}, counts=False),
+        attempt(
+            "fsdp.exposed",
+            exposed,
+            "max(0, gather - overlap * forward) + max(0, gather + reduce_scatter - overlap * backward)",
+            {"overlap": overlap},
+        ),
+    ]
+
+
+def _mesh_terms(step: _Step) -> list[TimeTerm]:
+    """Expert and context parallelism."""
+    shape, facts, rates = step.shape, step.facts, step.rates
+    terms = []
+    sparse_layers = len(facts.moe_layers)
+    tokens = step.gpu_tokens / step.packing.micro_batches
+    # forward, backward and recomputation each dispatch and combine
+    passes = step.passes + 1
+    count = step.packing.micro_batches
+    if shape.expert_parallel > 1 and sparse_layers:
+        sent = tokens * facts.num_experts_per_tok * facts.moe_layers[0][1].expert_width * 2
+        group = Group.inner(shape.expert_parallel, shape.gpus_per_node)
+        hidden = rates.calibration.share("expert_comm_overlap")
+        terms.append(
+            attempt(
+                "ep.all_to_all",
+                lambda: (1 - hidden) * 2 * passes * count * sparse_layers * all_to_all(sent, group, rates.all_to_all),
+                "(1 - overlap) * 2 * passes * micro-batches * sparse layers * all_to_all(tokens * top-k * width * 2 B)",
+                {"bytes sent": sent, "passes": passes, "micro-batches": count, "sparse layers": sparse_layers},
+            )
+        )
+    if shape.context_parallel > 1:
+        kv = sum(layer.mixer.kv_bytes_per_token("bfloat16") for layer in facts.layers if layer.mixer is not None)
+        group = Group.inner(shape.context_parallel, shape.gpus_per_node)
+        whole = tokens * shape.context_parallel * kv
+        terms.append(
+            attempt(
+                "cp.keys_and_values",
+                lambda: (passes + 1) * count * all_gather(whole, group, rates.collectives),
+                "(passes + 1) * micro-batches * all_gather(tokens * KV bytes of all layers, CP)",
+                {"bytes": whole, "passes": passes, "micro-batches": count},
+            )
+        )
+    if shape.offload_activations:
+        stored = step.gpu_tokens * facts.hidden_size * 2 * len(facts.layers)
+        terms.append(
+            attempt(
+                "offload.activations",
+                lambda: max(0.0, 2 * stored / rates.pcie - step.forward_s() - step.backward_s()),
+                "max(0, 2 * tokens * hidden * 2 B * layers / pcie - compute)",
+                {"bytes each way": stored},
+            )
+        )
+    return terms
+
+
+def _optimizer_terms(step: _Step) -> list[TimeTerm]:
+    shape, rates = step.shape, step.rates
+    local = step.facts.num_parameters() / shape.ranks
+    terms = [
+        attempt(
+            "optimizer.memory",
+            lambda: local * 34 / rates.memory,
+            "parameters / ranks * 34 B / GPU memory: read master, gradient and both moments, write three of them, "
+            "write bfloat16, read gradients once more for their norm",
+            {"parameters a rank": local},
+        )
+    ]
+    if shape.offload_optimizer:
+        on_node = local * shape.gpus_per_node
+        terms.append(
+            attempt(
+                "optimizer.offload",
+                lambda: max(local * 8 / rates.pcie, on_node * 16 / rates.host_memory),
+                "max(parameters a rank * 8 B / pcie, parameters a node * 16 B / host memory): both moments in and out",
+                {"parameters a rank": local, "parameters a node": on_node},
+            )
+        )
+    return terms
+
+
+def _replay_term(step: _Step) -> TimeTerm:
+    facts = step.facts
+    size = 1 if facts.num_experts <= 256 else 2
+    bytes_a_token = len(facts.moe_layers) * facts.num_experts_per_tok * size
+    total = step.packing.tokens * bytes_a_token
+    return attempt(
+        "router_replay.traffic",
+        lambda: total / step.rates.node_network,
+        "tokens * sparse layers * top-k * bytes / network of the orchestrator's node",
+        {"bytes": total, "bytes a token": bytes_a_token},
+    )

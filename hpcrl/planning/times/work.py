@@ -1,0 +1,145 @@
+"""What a batch asks for: operations by the kernel that does them, and how it packs into micro-batches."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+from hpcrl.models.facts import Flops, ModelFacts
+from hpcrl.models.tensors import Part
+from hpcrl.planning.times.lengths import Quantiles
+
+__all__ = ["Packing", "Work", "pack_rows", "sequence_work", "tensor_counts", "token_work"]
+
+_POINTS = 48
+"""Lengths at which operations of a sequence are computed; they are smooth in the length."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Operations of a forward pass, told apart by the kernels that do them."""
+
+    linear: float
+    """Matrix products with weights that every token visits."""
+    experts: float
+    """Grouped matrix products."""
+    scores: float
+    """Attention scores and weighted sums (and the scan of state-space layers and of linear attention)."""
+    indexer: float
+    """The indexer of sparse attention; it has no backward pass."""
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return self.linear + self.experts + self.scores + self.indexer
+
+    def scaled(self, factor: float) -> Work:
+        """Every part times ``factor``."""
+        return Work(self.linear * factor, self.experts * factor, self.scores * factor, self.indexer * factor)
+
+    @classmethod
+    def of(cls, flops: Flops) -> Work:
+        """From the model's parts."""
+        linear = flops.attention_projections + flops.router + flops.shared_experts + flops.dense_mlp + flops.lm_head
+        return cls(linear, flops.experts, flops.attention_scores + flops.mamba + flops.linear_attention, flops.indexer)
+
+
+@lru_cache(maxsize=64)
+def tensor_counts(facts: ModelFacts, *, fp8: bool = False) -> tuple[int, int]:
+    """Tensors of a published checkpoint outside of experts, and of experts; FP8 has scales beside its matrices."""
+    outside, experts = (2 if facts.tie_word_embeddings else 3), 0
+    for layer in facts.layers:
+        for weight in layer.weights:
+            count = weight.copies * (2 if fp8 and weight.quantized else 1)
+            if weight.part is Part.EXPERT:
+                experts += count
+            else:
+                outside += count
+    return outside, experts
+
+
+def is_sparse(facts: ModelFacts) -> bool:
+    """Whether attention is sparse: its kernels work in the absorbed form."""
+    return "mla+dsa" in facts.attention_kinds
+
+
+@lru_cache(maxsize=64)
+def sequence_work(facts: ModelFacts, lengths: Quantiles) -> Work:
+    """Mean operations a token of causal sequences of these lengths, each token of the batch counted once."""
+    total, tokens = Flops(), 0
+    for length in lengths.sample(min(_POINTS, len(lengths.values))):
+        size = max(1, round(length))
+        total += facts.sequence_flops(size, absorbed=is_sparse(facts))
+        tokens += size
+    return Work.of(total).scaled(1.0 / tokens)
+
+
+def token_work(facts: ModelFacts, context: float) -> Work:
+    """Operations of one decoded token that sees ``context`` tokens."""
+    return Work.of(facts.flops_per_token(context, absorbed=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """How a batch becomes micro-batches.
+
+    Attributes
+    ----------
+    micro_batches:
+        Of each group of ranks; all have the same number.
+    tokens:
+        Tokens of the whole batch.
+    critical_tokens:
+        Sum over micro-batches of the fullest group's tokens: what the step waits for, because groups meet in
+        collectives after each layer.
+    """
+
+    micro_batches: int
+    tokens: float
+    critical_tokens: float
+
+    def imbalance(self, groups: int) -> float:
+        """``critical_tokens`` over an even share; 1 is perfect."""
+        return self.critical_tokens * groups / self.tokens
+
+
+PACKED = 16_384
+"""Rollouts that are packed one by one, or eight a group of ranks: more of them are taken as even as these."""
+
+
+@lru_cache(maxsize=512)
+def pack_rows(lengths: Quantiles, rollouts: int, groups: int, budget: int) -> Packing:
+    """Pack as the orchestrator does: longest first into the emptiest, as few micro-batches as the budget allows.
+
+    Parameters
+    ----------
+    lengths:
+        Tokens of a rollout.
+    rollouts:
+        Rollouts of a batch; their lengths are midpoints of the distribution.
+    groups:
+        Groups of ranks with micro-batches of their own.
+    budget:
+        Tokens of a micro-batch.
+    """
+    packed = min(rollouts, max(PACKED, 8 * groups))
+    sizes = [max(1.0, size) for size in reversed(lengths.sample(packed))]
+    tokens = sum(sizes)
+    rows = max(1, -(-int(sum(min(size, budget) for size in sizes)) // (budget * groups)))
+    while (loads := _fill(sizes, rows * groups, budget)) is None:
+        # of many rows the smallest number is not worth a packing each
+        rows += max(1, rows // 256)
+    loads.sort(reverse=True)
+    times = rollouts / packed
+    return Packing(math.ceil(times * rows), times * tokens, times * sum(loads[::groups]))
+
+
+def _fill(sizes: list[float], bins: int, budget: float) -> list[float] | None:
+    heap = [0.0] * bins
+    for size in sizes:
+        if heap[0] and heap[0] + size > budget:
+            return None
+        heapq.heapreplace(heap, heap[0] + size)
+    return heap

@@ -1,0 +1,236 @@
+"""What rollouts ask of engines and how long they take, from the workloads of a calibration file."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from hpcrl.config.recipe import CalculatorEnv, EnvironmentConfig, LatencyConfig, Recipe
+from hpcrl.planning.calibration.file import Calibration, DistributionConfig, WorkloadConfig
+from hpcrl.planning.times.lengths import Quantiles, lognormal
+
+__all__ = ["EnvironmentLoad", "RolloutPace", "Workload", "resolve_workload"]
+
+_GRID = 32
+"""Points along lengths and along waiting times; a rollout's duration is a sum of both."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutPace:
+    """How fast a rollout is served.
+
+    Attributes
+    ----------
+    token_s:
+        Seconds of a sampled token.
+    prompt_token_s:
+        Seconds of a prompt token, waiting for others included.
+    request_s:
+        Seconds of a request beside its tokens.
+    """
+
+    token_s: float
+    prompt_token_s: float
+    request_s: float
+
+
+@dataclass(frozen=True)
+class EnvironmentLoad:
+    """The rollouts of one environment.
+
+    Attributes
+    ----------
+    name, weight:
+        Environment, and its share of the rollouts.
+    tokens:
+        Tokens of a rollout.
+    prompt_tokens, turns, sampled_share:
+        As in `WorkloadConfig`.
+    waits:
+        Seconds of one tool call; seconds from the last token to the reward, the recipe's ``latency`` included.
+    source:
+        Where the figures come from.
+    assumed:
+        They are upper limits of the recipe, because nothing is known.
+    """
+
+    name: str
+    weight: float
+    tokens: Quantiles
+    prompt_tokens: float
+    turns: float
+    sampled_share: float
+    tool: Quantiles
+    judge: Quantiles
+    source: str
+    assumed: bool
+
+    __hash__ = object.__hash__
+
+    def sampled(self, length: float) -> float:
+        """Tokens that the model says in a rollout of ``length`` tokens."""
+        return max(1.0, (length - self.prompt_tokens) * self.sampled_share)
+
+    def turns_of(self, length: float) -> float:
+        """Requests of a rollout of ``length`` tokens: longer ones have more."""
+        return max(1.0, self.turns * length / self._median)
+
+    @cached_property
+    def _median(self) -> float:
+        return self.tokens.quantile(0.5)
+
+    def durations(self, pace: RolloutPace) -> list[float]:
+        """Seconds of rollouts; every value is as likely as the others."""
+        waits = [(2 * i + 1) / (2 * _GRID) for i in range(_GRID)]
+        tool_mean = self.tool.mean
+        tool_spread = [self.tool.quantile(share) - tool_mean for share in waits]
+        judge = [self.judge.quantile(share) for share in waits]
+        result = []
+        for length in self.tokens.sample(min(_GRID, len(self.tokens.values))):
+            turns = self.turns_of(length)
+            sampled = self.sampled(length)
+            served = sampled * pace.token_s + (length - sampled) * pace.prompt_token_s + turns * pace.request_s
+            calls = turns - 1.0
+            # a sum of n tool calls spreads like the root of n
+            spread = math.sqrt(calls) if calls > 0 else 0.0
+            for deviation, judged in zip(tool_spread, judge, strict=True):
+                result.append(served + max(0.0, calls * tool_mean + spread * deviation) + judged)
+        return result
+
+
+@dataclass(frozen=True)
+class Workload:
+    """All environments of a recipe."""
+
+    environments: tuple[EnvironmentLoad, ...]
+
+    __hash__ = object.__hash__
+
+    @cached_property
+    def lengths(self) -> Quantiles:
+        """Tokens of a rollout, over all environments."""
+        return _mixture([(load.weight, list(load.tokens.values)) for load in self.environments])
+
+    def mean(self, what: str) -> float:
+        """Mean over rollouts of ``tokens``, ``sampled``, ``turns``, ``waits`` (seconds of tools and rewards), or
+        ``context`` (tokens in sight of a sampled one)."""
+        return self._means[what]
+
+    @cached_property
+    def _means(self) -> dict[str, float]:
+        names = ("tokens", "sampled", "turns", "waits", "context")
+        return {name: sum(load.weight * _mean(load, name) for load in self.environments) for name in names}
+
+    def durations(self, pace: RolloutPace) -> Quantiles:
+        """Seconds of a rollout."""
+        return _mixture([(load.weight, load.durations(pace)) for load in self.environments])
+
+    @property
+    def assumed(self) -> tuple[str, ...]:
+        """Environments about which nothing is known."""
+        return tuple(load.name for load in self.environments if load.assumed)
+
+
+def _mean(load: EnvironmentLoad, what: str) -> float:
+    match what:
+        case "sampled":
+            return load.tokens.average(load.sampled)
+        case "tokens":
+            return load.tokens.mean
+        case "turns":
+            return load.tokens.average(load.turns_of)
+        case "waits":
+            calls = max(0.0, load.tokens.average(load.turns_of) - 1.0)
+            return calls * load.tool.mean + load.judge.mean
+        case "context":
+            # sampled tokens lie evenly between prompt and end: longer rollouts have more of them
+            weight = load.tokens.average(load.sampled)
+            return load.tokens.average(lambda n: load.sampled(n) * (load.prompt_tokens + n) / 2) / weight
+        case _:
+            raise KeyError(what)
+
+
+def _mixture(parts: list[tuple[float, list[float]]]) -> Quantiles:
+    if len(parts) == 1:
+        return Quantiles.of(parts[0][1])
+    values: list[float] = []
+    for weight, own in parts:
+        ordered = Quantiles.of(own)
+        values += ordered.sample(max(1, round(512 * weight)))
+    return Quantiles.of(values)
+
+
+def resolve_workload(recipe: Recipe, calibration: Calibration) -> Workload:
+    """What the rollouts of a recipe look like.
+
+    An environment that the calibration file does not know is taken at its limits: every turn says
+    ``max_new_tokens``, and a single-turn one with nothing known fills ``max_model_len``.
+    """
+    total = sum(env.weight for env in recipe.environments)
+    loads = [
+        _known(recipe, env, env.weight / total, calibration.workloads[env.name])
+        if env.name in calibration.workloads
+        else _limits(recipe, env, env.weight / total)
+        for env in recipe.environments
+    ]
+    return Workload(tuple(loads))
+
+
+def _known(recipe: Recipe, env: EnvironmentConfig, weight: float, config: WorkloadConfig) -> EnvironmentLoad:
+    limit = float(recipe.engine.max_model_len)
+    tokens = _quantiles(config.tokens, limit)
+    return EnvironmentLoad(
+        name=env.name,
+        weight=weight,
+        tokens=tokens,
+        prompt_tokens=min(config.prompt_tokens, tokens.values[0]),
+        turns=config.turns,
+        sampled_share=config.sampled_share,
+        tool=Quantiles((0.0,)) if config.tool_s is None else _quantiles(config.tool_s),
+        judge=_sum(Quantiles((0.0,)) if config.judge_s is None else _quantiles(config.judge_s), _latency(env.latency)),
+        source=config.source,
+        assumed=False,
+    )
+
+
+def _limits(recipe: Recipe, env: EnvironmentConfig, weight: float) -> EnvironmentLoad:
+    turns = float(env.max_turns) if isinstance(env, CalculatorEnv) else 1.0
+    length = float(recipe.engine.max_model_len)
+    sampled = min(turns * recipe.rollouts.sampling.max_new_tokens, length - 1.0)
+    return EnvironmentLoad(
+        name=env.name,
+        weight=weight,
+        tokens=Quantiles((length,)),
+        prompt_tokens=length - sampled,
+        turns=turns,
+        sampled_share=1.0,
+        tool=Quantiles((0.0,)),
+        judge=_latency(env.latency),
+        source="nothing is known: every rollout fills engine.max_model_len and says sampling.max_new_tokens a turn",
+        assumed=True,
+    )
+
+
+def _quantiles(config: DistributionConfig, limit: float = math.inf) -> Quantiles:
+    if config.median is not None:
+        return lognormal(config.median, config.sigma, min(limit, config.maximum or math.inf))
+    return Quantiles.of([min(value, limit) for value in config.values])
+
+
+def _latency(latency: LatencyConfig) -> Quantiles:
+    """0.5 to 1.5 medians; for some ``tail_factor`` times that (`hpcrl.rollouts.environments.latency`)."""
+    if not latency.median_s:
+        return Quantiles((0.0,))
+    usual = [latency.median_s * (0.5 + (2 * i + 1) / 256) for i in range(128)]
+    late = round(128 * latency.tail_share)
+    ordinary = Quantiles.of(usual).sample(max(1, 128 - late)) if late < 128 else []
+    tail = [value * latency.tail_factor for value in Quantiles.of(usual).sample(late)] if late else []
+    return Quantiles.of([*ordinary, *tail])
+
+
+def _sum(a: Quantiles, b: Quantiles) -> Quantiles:
+    """The sum of two independent values."""
+    if len(a.values) == 1 or len(b.values) == 1:
+        return Quantiles.of([x + y for x in a.values for y in b.values])
+    return Quantiles.of([x + y for x in a.sample(_GRID) for y in b.sample(_GRID)])

@@ -1,0 +1,144 @@
+"""The HTTP side of the dock; the endpoints are documented with their client, `hpcrl.dock.client`.
+
+Waiting requests are held for a few seconds and then answered 204, so that a caller notices at once when we are
+gone and never needs a long timeout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from hpcrl.gate import Gate
+from hpcrl.rollouts.batches.server import ConflictError
+
+__all__ = ["Dock", "dock_app", "serve_dock"]
+
+_MAX_WAIT_S = 30.0
+
+
+class Dock(Protocol):
+    """What is served. `ConflictError` becomes 409."""
+
+    stopping: bool
+
+    async def batch(self, step: int, *, rank: int, world_size: int, wait_s: float) -> bytes | None:
+        """One shard; None where it is not ready within ``wait_s``."""
+        ...
+
+    async def published(self, version: int) -> None:
+        """A version is on the shared filesystem."""
+        ...
+
+    async def snapshot(self, step: int) -> bytes:
+        """The state after ``step``."""
+        ...
+
+    async def finish(self, version: int, *, wait_s: float) -> bool:
+        """Whether the last version is evaluated."""
+        ...
+
+    def metrics(self) -> str:
+        """Prometheus text."""
+        ...
+
+    async def run_metrics(self) -> str:
+        """The same of all parts of the run."""
+        ...
+
+
+def dock_app(dock: Dock, gate: Gate) -> web.Application:
+    """What is served to whom ``gate`` lets in."""
+    app = web.Application(middlewares=[gate.middleware(), _errors(dock)], client_max_size=1 << 20)
+    app.add_routes(_routes(dock))
+    return app
+
+
+@contextlib.asynccontextmanager
+async def serve_dock(dock: Dock, gate: Gate, *, host: str, port: int) -> AsyncIterator[None]:
+    """Serve ``dock`` inside the context.
+
+    Raises
+    ------
+    OSError
+        The port cannot be bound.
+    """
+    app = dock_app(dock, gate)
+    # handlers only wait for us; nothing is lost when they end with us
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.2, access_log=None)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, host, port).start()
+        yield
+    finally:
+        await runner.cleanup()
+
+
+def _errors(dock: Dock) -> Middleware:
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if dock.stopping and request.path.startswith("/dock/"):
+            return web.Response(status=410, text="the orchestrator is stopping")
+        try:
+            return await handler(request)
+        except ConflictError as error:
+            return web.Response(status=409, text=str(error))
+        except (KeyError, ValueError) as error:
+            return web.Response(status=400, text=f"{type(error).__name__}: {error}")
+
+    return middleware
+
+
+def _wait_s(request: web.Request) -> float:
+    return min(_MAX_WAIT_S, max(0.0, float(request.query.get("wait_s", "0"))))
+
+
+def _number(request: web.Request, name: str) -> int:
+    return int(request.match_info[name])
+
+
+def _routes(dock: Dock) -> list[web.RouteDef]:
+    async def health(_: web.Request) -> web.Response:
+        return web.Response(text="ok")
+
+    async def metrics(_: web.Request) -> web.Response:
+        return web.Response(text=dock.metrics(), content_type="text/plain")
+
+    async def run_metrics(_: web.Request) -> web.Response:
+        return web.Response(text=await dock.run_metrics(), content_type="text/plain")
+
+    async def batch(request: web.Request) -> web.Response:
+        rank, world_size = int(request.query["rank"]), int(request.query["world_size"])
+        shard = await dock.batch(_number(request, "step"), rank=rank, world_size=world_size, wait_s=_wait_s(request))
+        if shard is None:
+            return web.Response(status=204)
+        return web.Response(body=shard, content_type="application/msgpack")
+
+    async def published(request: web.Request) -> web.Response:
+        await dock.published(_number(request, "version"))
+        return web.Response(text="ok")
+
+    async def snapshot(request: web.Request) -> web.Response:
+        state = await dock.snapshot(_number(request, "step"))
+        return web.Response(body=state, content_type="application/msgpack")
+
+    async def finish(request: web.Request) -> web.Response:
+        done = await dock.finish(_number(request, "version"), wait_s=_wait_s(request))
+        # a caller that asks without waiting must not spin
+        await asyncio.sleep(0)
+        return web.Response(status=200 if done else 204)
+
+    return [
+        web.get("/health", health),
+        web.get("/metrics", metrics),
+        web.get("/metrics/run", run_metrics),
+        web.get(r"/dock/batch/{step:\d+}", batch),
+        web.post(r"/dock/published/{version:\d+}", published),
+        web.post(r"/dock/snapshot/{step:\d+}", snapshot),
+        web.post(r"/dock/finish/{version:\d+}", finish),
+    ]

@@ -1,0 +1,151 @@
+"""What the trainer is given, step by step: a batch once, the same bytes again on a retry, a snapshot on request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any
+
+from hpcrl.config.recipe import Recipe
+from hpcrl.rollouts.batches.build import Batch, build_batch
+from hpcrl.rollouts.files import RolloutFiles
+from hpcrl.rollouts.records import Group
+from hpcrl.rollouts.sampling.scheduler import Scheduler
+from hpcrl.rollouts.state import OrchestratorState
+from hpcrl.rollouts.telemetry.counters import Counters
+
+__all__ = ["ConflictError", "TrainerDesk"]
+
+_WRITE_S = 1.0
+"""How long a batch waits for the file of its rollouts."""
+
+
+class ConflictError(Exception):
+    """What the trainer asks does not fit what happened so far."""
+
+
+class TrainerDesk:
+    """Hands out batches in step order.
+
+    A step is *waited for* (rollouts are not there), *built* (they are taken), *handed out* (a rank has its shard), and
+    *trained* (the next step was asked for, so its batch is forgotten). From the first of these on it has a task of the
+    orchestrator's own that builds its batch. Requests only look at it: one that is cut off loses nothing, and the next
+    one gets the same bytes.
+    """
+
+    def __init__(
+        self,
+        *,
+        recipe: Recipe,
+        scheduler: Scheduler,
+        counters: Counters,
+        gauges: Callable[[], Mapping[str, float]],
+        decode: Callable[[Sequence[int]], str],
+        files: RolloutFiles,
+        spawn: Callable[[Coroutine[Any, Any, Batch]], asyncio.Task[Batch]],
+    ) -> None:
+        """Start at the scheduler's step.
+
+        Parameters
+        ----------
+        gauges:
+            Measurements to report with each batch, beside ``counters``.
+        decode:
+            Token ids to text, for ``files``.
+        files:
+            Where consumed rollouts are written for people.
+        spawn:
+            Starts a task that belongs to the orchestrator; when one fails, so does the orchestrator.
+        """
+        self._recipe, self._scheduler, self._counters, self._gauges = recipe, scheduler, counters, gauges
+        self._decode, self._files, self._spawn = decode, files, spawn
+        self._world_size = recipe.trainer.ranks
+        self._builds: dict[int, asyncio.Task[Batch]] = {}
+        self._handed_out = self._begun = scheduler.account.step
+
+    @property
+    def step(self) -> int:
+        """The last step whose groups were taken."""
+        return self._scheduler.account.step
+
+    def begin(self, step: int) -> None:
+        """Build the batch of ``step``, the one behind the last that was begun, as soon as it can be."""
+        assert step == self._begun + 1, (step, self._begun)
+        self._begun = step
+        self._builds[step] = self._spawn(self._build(step))
+
+    def check_asker(self, rank: int, world_size: int) -> None:
+        """Whether there is such a rank (ConflictError where not)."""
+        if world_size != self._world_size or not 0 <= rank < world_size:
+            raise ConflictError(f"rank {rank} of {world_size} asked; the run has {self._world_size} trainer ranks")
+
+    async def batch(self, step: int, *, rank: int, world_size: int, wait_s: float) -> bytes | None:
+        """The shard of ``rank``; None where the batch is not ready within ``wait_s``.
+
+        Raises
+        ------
+        ConflictError
+            The step is neither the last one nor the next, or there are not so many ranks. Nothing has changed then.
+        """
+        self.check_asker(rank, world_size)
+        if step == self._handed_out + 1:
+            self._forget(step - 1)
+            if step not in self._builds:
+                self.begin(step)
+        build = self._builds.get(step)
+        if build is None:
+            raise ConflictError(f"the batch of step {step} was asked for; the next is that of step {self._next}")
+        # not the task itself: whoever waits may be cancelled
+        await asyncio.wait([build], timeout=wait_s)
+        if not build.done():
+            return None
+        shard = build.result().shards[rank]
+        self._handed_out = max(self._handed_out, step)
+        return shard
+
+    @property
+    def _next(self) -> int:
+        return self._handed_out + 1
+
+    def _forget(self, step: int) -> None:
+        """The step behind ``step`` is asked for: ``step`` is trained."""
+        self._scheduler.settle(step)
+        for number in [number for number in self._builds if number <= step]:
+            del self._builds[number]
+
+    async def _build(self, step: int) -> Batch:
+        await self._scheduler.wait_batch()
+        groups = self._scheduler.take_batch()
+        counters: dict[str, float] = {**self._counters.as_dict(), **self._gauges()}
+        # in a thread: a batch of long rollouts is many megabytes
+        return await asyncio.to_thread(self._build_and_write, groups, step, counters)
+
+    def _build_and_write(self, groups: list[Group], step: int, counters: dict[str, float]) -> Batch:
+        batch = build_batch(
+            groups,
+            step=step,
+            world_size=self._world_size,
+            recipe=self._recipe,
+            counters=counters,
+            decode=self._decode,
+        )
+        # for people: where it cannot be written now, the batch is handed out all the same
+        self._files.write(step, batch.lines, wait_s=_WRITE_S)
+        return batch
+
+    def snapshot(self, step: int) -> OrchestratorState:
+        """The state with exactly the batches up to ``step`` consumed, whatever was begun after it.
+
+        A trainer that asks ahead, or a batch that is being built, has taken groups of later steps already: they count
+        as finished and not consumed, and what they made too old is as it was before.
+
+        Raises
+        ------
+        ConflictError
+            That state is gone, or in the future.
+        """
+        pending = self._scheduler.pending(step) if step <= self._handed_out else None
+        if pending is None:
+            what = f"the last step that was handed out is {self._handed_out}"
+            raise ConflictError(f"a snapshot of step {step} was asked for; {what}")
+        return OrchestratorState.of(self._recipe, step=step, next_index=self._scheduler.next_index, pending=pending)

@@ -1,0 +1,265 @@
+"""What comes back for a generation request, and what is wrong with it. Field names are vLLM's; only what we read is
+decoded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from hpcrl.errors import HpcrlError
+from hpcrl.rollouts.sampling.routed_experts import read_rows
+
+__all__ = ["AnswerReader", "EngineError", "EngineProtocolError", "Generation", "OnPart", "SamplingParams"]
+
+OnPart = Callable[[list[int], list[float], NDArray[Any] | None], None]
+"""Told of tokens, log-probabilities, and rows of experts where these come in parts, too."""
+
+
+class EngineError(Exception):
+    """A request failed.
+
+    Attributes
+    ----------
+    retryable:
+        Whether it may work elsewhere or later. A request that the engine understood and refused will not.
+    unreachable:
+        Whether there was no answer at all.
+    refused:
+        Whether nobody listens there: the process is gone, or not ready yet.
+    forgot:
+        Whether the engine answered with weights that it was not given by us: it was started anew.
+    timed_out:
+        Whether the time for an answer ran out: the engine may live, and hang.
+    status:
+        Of the answer; None where there was none.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        retryable: bool = True,
+        unreachable: bool = False,
+        refused: bool = False,
+        forgot: bool = False,
+        timed_out: bool = False,
+        status: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.timed_out, self.status = timed_out, status
+        self.retryable, self.unreachable, self.refused, self.forgot = retryable, unreachable, refused, forgot
+
+
+class EngineProtocolError(HpcrlError):
+    """An engine answers in a way that training cannot use: no version, no log-probabilities, wrong counts."""
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How to sample. All that shapes the distribution is said, so that no server-side default comes in.
+
+    Attributes
+    ----------
+    temperature:
+        0 is greedy.
+    seed:
+        In ``[0, 2**63)``.
+    logprobs:
+        1: the log-probability of the sampled token.
+    stream_interval:
+        The answer comes in parts of so many tokens (the first has one); not set: as a whole.
+    routed_experts_prompt_start:
+        First prompt token whose experts are wanted; not set: none are.
+    """
+
+    temperature: float
+    max_tokens: int
+    seed: int
+    stop_token_ids: list[int]
+    top_p: float = 1.0
+    top_k: int = 0
+    logprobs: int = 1
+    stream_interval: int | msgspec.UnsetType = msgspec.UNSET
+    routed_experts_prompt_start: int | msgspec.UnsetType = msgspec.UNSET
+
+
+class _TokenLogprob(msgspec.Struct, frozen=True):
+    logprob: float
+
+
+class _Logprobs(msgspec.Struct, frozen=True):
+    content: list[_TokenLogprob] | None = None
+
+
+class _Span(msgspec.Struct, frozen=True):
+    version: str
+    start: int
+    end: int
+
+
+class _Choice(msgspec.Struct, frozen=True):
+    finish_reason: str | None = None
+    token_ids: list[int] | None = None
+    logprobs: _Logprobs | None = None
+    weight_versions: list[_Span] | None = None
+    routed_experts: bytes | None = None  # base64 in JSON
+
+
+class _Response(msgspec.Struct, frozen=True):
+    choices: list[_Choice]
+
+
+class _Event(msgspec.Struct, frozen=True):
+    choices: list[_Choice] = []
+    error: Any = None
+
+
+class Generation(msgspec.Struct, frozen=True):
+    """Sampled tokens; the lists have the same length.
+
+    Attributes
+    ----------
+    finish_reason:
+        ``stop`` (the last token is a stop token) or ``length``.
+    experts:
+        ``[rows, layers, experts_per_token]``: of the last tokens, the very last excluded, which has not gone into the
+        model; None where they were not asked for.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    finish_reason: str
+    experts: NDArray[Any] | None = None
+
+
+_decoder = msgspec.json.Decoder(_Response)
+_event_decoder = msgspec.json.Decoder(_Event)
+
+
+class AnswerReader:
+    """Reads one answer of an engine, at once or part after part."""
+
+    def __init__(self, engine: str, prompt_length: int, params: SamplingParams, on_part: OnPart) -> None:
+        """Begin.
+
+        Parameters
+        ----------
+        engine:
+            Name of the engine, for messages.
+        prompt_length, params:
+            Of the request.
+        on_part:
+            Called with each part but the last one.
+        """
+        self._engine, self._prompt_length, self._on_part = engine, prompt_length, on_part
+        self._experts_start = params.routed_experts_prompt_start
+        self._token_ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._experts: list[NDArray[Any]] = []
+        self._last: _Choice | None = None
+
+    def whole(self, data: bytes) -> Generation:
+        """An answer that came at once (raises as `event` and `generation`)."""
+        try:
+            (self._last,) = _decoder.decode(data).choices
+            self._take(self._last)
+        except (msgspec.DecodeError, ValueError) as error:
+            raise EngineProtocolError(f"{self._engine}: an answer cannot be read: {error}") from error
+        return self.generation(self._last)
+
+    def event(self, data: bytes) -> None:
+        """The next part.
+
+        Raises
+        ------
+        EngineError
+            The engine ended the request with an error.
+        EngineProtocolError
+            It cannot be read.
+        """
+        try:
+            decoded = _event_decoder.decode(data)
+            if decoded.error is None:
+                (choice,) = decoded.choices
+                new, scores, rows = self._take(choice)
+        except (msgspec.DecodeError, ValueError) as error:
+            raise EngineProtocolError(f"{self._engine}: a part of an answer cannot be read: {error}") from error
+        if decoded.error is not None:
+            raise EngineError(f"{self._engine}: the engine ended a request with {decoded.error}")
+        if choice.finish_reason is not None:
+            self._last = choice
+        elif len(scores) == len(new):
+            self._on_part(new, scores, rows)
+
+    def streamed(self) -> Generation | None:
+        """The answer when its parts have ended; None where it has no end (raises as `generation`)."""
+        return None if self._last is None else self.generation(self._last)
+
+    def generation(self, last: _Choice) -> Generation:
+        """What was read, with its end.
+
+        Raises
+        ------
+        EngineError
+            The engine gave the request up, or samples with weights that are not ours.
+        EngineProtocolError
+            Counts do not fit each other.
+        """
+        token_ids, logprobs = self._token_ids, self._logprobs
+        if last.finish_reason not in ("stop", "length"):
+            raise EngineError(f"{self._engine}: the engine ended a request with {last.finish_reason!r}")
+        if not token_ids or len(logprobs) != len(token_ids):
+            what = f"{len(token_ids)} tokens with {len(logprobs)} log-probabilities"
+            raise EngineProtocolError(f"{self._engine}: an answer has {what}")
+        return Generation(
+            token_ids=token_ids,
+            logprobs=logprobs,
+            versions=self._versions(last.weight_versions or [], len(token_ids)),
+            finish_reason=last.finish_reason,
+            experts=self._all_experts(),
+        )
+
+    def _take(self, choice: _Choice) -> tuple[list[int], list[float], NDArray[Any] | None]:
+        """New tokens, log-probabilities and rows; ValueError where rows cannot be read."""
+        tokens = choice.token_ids or []
+        scores = [token.logprob for token in (choice.logprobs.content if choice.logprobs else None) or []]
+        self._token_ids += tokens
+        self._logprobs += scores
+        if choice.routed_experts is None or self._experts_start is msgspec.UNSET:
+            return tokens, scores, None
+        rows = read_rows(choice.routed_experts)
+        self._experts.append(rows)
+        return tokens, scores, rows
+
+    def _all_experts(self) -> NDArray[Any] | None:
+        """Rows from where they were asked for to the last token but one, and no others."""
+        start, prompt = self._experts_start, self._prompt_length
+        if start is msgspec.UNSET:
+            return None
+        wanted, found = prompt + len(self._token_ids) - 1 - start, sum(len(rows) for rows in self._experts)
+        if found != wanted or len({rows.shape[1:] for rows in self._experts}) != 1:
+            # another alignment would give each token the experts of a neighbour
+            what = f"{found} rows of experts for {wanted} tokens, from token {start} of {prompt} of the prompt on"
+            raise EngineProtocolError(
+                f"{self._engine}: an answer has {what}\n"
+                "    way out: engine.return_routed_experts: false, where its engines cannot say"
+            )
+        return self._experts[0] if len(self._experts) == 1 else np.concatenate(self._experts)
+
+    def _versions(self, spans: list[_Span], count: int) -> list[int]:
+        versions: list[int] = []
+        for span in spans:
+            if not span.version.isdecimal():
+                what = f"an answer is of weights {span.version!r}, which it was not given"
+                raise EngineError(f"{self._engine}: {what}", forgot=True)
+            if span.start != len(versions):
+                break
+            versions += [int(span.version)] * (span.end - span.start)
+        if len(versions) != count:
+            raise EngineProtocolError(f"{self._engine}: version spans {spans} do not cover {count} tokens")
+        return versions

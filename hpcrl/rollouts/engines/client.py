@@ -1,0 +1,237 @@
+"""The orchestrator's side of one engine: vLLM's HTTP API, typed.
+
+Generation is ``POST /inference/v1/generate`` (token ids in and out); weight updates are the calls of vLLM's
+RL router. Field names are vLLM's. Only what we read is decoded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from hpcrl.rollouts.engines.answers import (
+    AnswerReader,
+    EngineError,
+    EngineProtocolError,
+    Generation,
+    OnPart,
+    SamplingParams,
+)
+from hpcrl.rollouts.engines.sse import EventSplitter
+
+__all__ = ["EngineClient", "EngineError", "EngineProtocolError", "Generation", "SamplingParams"]
+
+_FREEZE_S = 2.0
+"""How long a pause may take to be answered before the engine is asked whether it stands."""
+
+
+class _Request(msgspec.Struct, frozen=True, kw_only=True):
+    token_ids: list[int]
+    sampling_params: SamplingParams
+    cache_salt: str
+    stream: bool | msgspec.UnsetType = msgspec.UNSET
+
+
+class _Paused(msgspec.Struct, frozen=True):
+    is_paused: bool = False
+
+
+class _WeightInfo(msgspec.Struct, frozen=True):
+    weight_version: str | None = None
+
+
+_UPDATE = "/update_weights"
+_encoder = msgspec.json.Encoder()
+
+
+class EngineClient:
+    """Calls of one engine. Every call has a time limit; failures are `EngineError`."""
+
+    def __init__(self, session: aiohttp.ClientSession, *, name: str, url: str) -> None:
+        """Remember where the engine is; nothing is sent.
+
+        Parameters
+        ----------
+        session:
+            Shared by all engines; closed by its owner.
+        name:
+            ``engine-<replica>``, for messages.
+        url:
+            ``http://host:port``.
+        """
+        self.name, self.url = name, url.rstrip("/")
+        self._session = session
+
+    @property
+    def servers(self) -> tuple[EngineClient, ...]:
+        """Those that requests may be sent to, in the order of ranks; an engine of one rank is its own."""
+        return (self,)
+
+    async def generate(
+        self,
+        token_ids: list[int],
+        params: SamplingParams,
+        *,
+        cache_salt: str,
+        session_id: str,
+        timeout_s: float,
+        on_part: OnPart = lambda tokens, logprobs, experts: None,
+    ) -> Generation:
+        """Continue ``token_ids``. Cancelling the call closes the connection, and the engine aborts the request.
+
+        Parameters
+        ----------
+        timeout_s:
+            Longest time without an answer, or without the next part of it.
+        on_part:
+            Called with what arrives before the end, where ``params`` ask for parts.
+
+        Raises
+        ------
+        EngineError
+            No answer, or an error.
+        EngineProtocolError
+            An answer that training cannot use.
+        """
+        streams = params.stream_interval is not msgspec.UNSET
+        request = _Request(
+            token_ids=token_ids,
+            sampling_params=params,
+            cache_salt=cache_salt,
+            stream=True if streams else msgspec.UNSET,
+        )
+        headers = {"content-type": "application/json", "x-session-id": session_id}
+        path, body = "/inference/v1/generate", _encoder.encode(request)
+        answer = AnswerReader(self.name, len(token_ids), params, on_part)
+        if not streams:
+            return answer.whole(await self._request("POST", path, body=body, headers=headers, timeout_s=timeout_s))
+        return await self._stream(path, body, headers, timeout_s, answer)
+
+    async def _stream(
+        self, path: str, body: bytes, headers: dict[str, str], timeout_s: float, reader: AnswerReader
+    ) -> Generation:
+        """An answer in parts."""
+        async with self._answer("POST", path, body, headers, aiohttp.ClientTimeout(sock_read=timeout_s)) as answer:
+            if answer.status != 200:
+                raise self._refusal(path, answer.status, await answer.read())
+            # to the end, so that the connection can be used again
+            splitter = EventSplitter()
+            async for piece in answer.content.iter_any():
+                for event in splitter.feed(piece):
+                    reader.event(event)
+        generation = reader.streamed()
+        if generation is None:
+            raise EngineError(f"{self.name}: {path} ended before the answer did", unreachable=True)
+        return generation
+
+    async def healthy(self, *, timeout_s: float) -> bool:
+        """Whether ``GET /health`` answers 200."""
+        return await self.problem(timeout_s=timeout_s) is None
+
+    async def problem(self, *, timeout_s: float) -> EngineError | None:
+        """What ``GET /health`` failed with; None where it answered 200."""
+        try:
+            await self._request("GET", "/health", timeout_s=timeout_s)
+        except EngineError as error:
+            return error
+        return None
+
+    async def weight_version(self, *, timeout_s: float) -> str | None:
+        """The label of the weights that it serves now; None where it does not say."""
+        try:
+            data = await self._request("GET", "/weight_info", timeout_s=timeout_s)
+            return msgspec.json.decode(data, type=_WeightInfo).weight_version
+        except (EngineError, msgspec.DecodeError):
+            return None
+
+    async def weight_labels(self, *, timeout_s: float) -> list[str | None]:
+        """The labels of the weights that each of its servers has now; None for one that does not say."""
+        return [await self.weight_version(timeout_s=timeout_s)]
+
+    async def is_paused(self, *, timeout_s: float) -> bool:
+        """Whether it says that requests are frozen; False where it does not say."""
+        try:
+            data = await self._request("GET", "/is_paused", timeout_s=timeout_s)
+            return msgspec.json.decode(data, type=_Paused).is_paused
+        except (EngineError, msgspec.DecodeError):
+            return False
+
+    async def freeze(self, *, timeout_s: float) -> asyncio.Task[Any] | None:
+        """Freeze requests, keeping them and their KV; the call that does it, where it has not been answered yet.
+
+        vLLM stops at once, but does not say so before KV of ended requests has been fetched by others. A prefill engine
+        may wait for minutes for a decode engine whose request was cancelled meanwhile. Whether it stands is asked then.
+        """
+        # by default vLLM clears its cache here, which recomputes the KV of requests in flight
+        call = asyncio.create_task(self.control("/pause?mode=keep&clear_cache=false", timeout_s=timeout_s))
+        try:
+            while not (await asyncio.wait([call], timeout=_FREEZE_S))[0]:
+                if await self.is_paused(timeout_s=_FREEZE_S):
+                    return call
+            await call
+        except BaseException:
+            call.cancel()
+            raise
+        return None
+
+    async def control(self, path: str, value: dict[str, Any] | None = None, *, timeout_s: float) -> dict[str, Any]:
+        """``POST`` a control call; returns the answer where it is an object (`EngineError` where it is not 200).
+
+        Updates have a connection of their own: vLLM's server hangs up after it has answered 500, as it does where one
+        fails, and the next call on that connection would fail as if the engine were gone.
+        """
+        body = _encoder.encode(value or {})
+        headers = {"content-type": "application/json"}
+        if path == _UPDATE:
+            headers["connection"] = "close"
+        data = await self._request("POST", path, body=body, headers=headers, timeout_s=timeout_s)
+        try:
+            answer = msgspec.json.decode(data)
+        except msgspec.DecodeError:
+            return {}
+        return answer if isinstance(answer, dict) else {}
+
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        *,
+        timeout_s: float,
+        body: bytes | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> bytes:
+        async with self._answer(method, path, body, headers, aiohttp.ClientTimeout(total=timeout_s)) as answer:
+            data = await answer.read()
+        if answer.status != 200:
+            raise self._refusal(path, answer.status, data)
+        return data
+
+    @contextlib.asynccontextmanager
+    async def _answer(
+        self, method: str, path: str, body: bytes | None, headers: dict[str, str] | None, timeout: aiohttp.ClientTimeout
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """An answer while it arrives; whatever goes wrong on the way is an `EngineError`."""
+        try:
+            async with self._session.request(
+                method, self.url + path, data=body, headers=headers, timeout=timeout, allow_redirects=False
+            ) as answer:
+                yield answer
+        except TimeoutError as error:
+            limit_s = timeout.total or timeout.sock_read
+            what = f"no answer to {path} within {limit_s:g} s"
+            raise EngineError(f"{self.name}: {what}", unreachable=True, timed_out=True) from error
+        except (aiohttp.ClientError, OSError) as error:
+            what = str(error) or type(error).__name__
+            refused = isinstance(error, aiohttp.ClientConnectorError)
+            raise EngineError(f"{self.name}: {path} failed: {what}", unreachable=True, refused=refused) from error
+
+    def _refusal(self, path: str, status: int, data: bytes) -> EngineError:
+        text = data[:500].decode(errors="replace").strip()
+        # 429 and 5xx may pass; other refusals are about the request itself
+        retryable = status == 429 or status >= 500
+        return EngineError(f"{self.name}: {path} answered {status}: {text}", retryable=retryable, status=status)

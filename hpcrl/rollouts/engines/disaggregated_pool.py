@@ -1,0 +1,109 @@
+"""Prefill and decode engines behind a router that leads from one side to the other.
+
+Such a router takes engines at its start alone: it cannot be told to leave one out. So nothing is sent to it while any
+of its engines is gone, is changed, or serves another version than the others. That matters for prefill more than for
+decode: an answer says which weights sampled its tokens, but not which computed its prompt. When a prefill engine goes
+away, the requests that the router has are therefore given up at once, before one that was started anew, with the start
+model, could compute a prompt for them.
+
+Mooncake's connector has one more wish: the router asks a prefill engine at its own start who it is. After one was
+started anew, the router must be as well.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hpcrl.errors import DeadlineError
+from hpcrl.rollouts.engines.client import EngineClient, EngineError
+from hpcrl.rollouts.engines.engine import Engine
+from hpcrl.rollouts.engines.routed_pool import RoutedPool
+
+__all__ = ["PREFILL", "SidedPool"]
+
+PREFILL = "prefill"
+"""How the names of engines of that side begin."""
+_ADMIN_S = 5.0
+_RESTART_S = 300.0
+"""How long the supervisor may take to start the router again."""
+
+
+class SidedPool(RoutedPool):
+    """Both sides of disaggregated serving.
+
+    Parameters
+    ----------
+    clients, settings:
+        As for `RoutedPool`; names of engines begin with their side.
+    restart_router:
+        Asks for a new router, with the reason.
+    """
+
+    def __init__(
+        self, clients: Sequence[EngineClient], *, restart_router: Callable[[str], None], **settings: Any
+    ) -> None:
+        super().__init__(clients, **settings)
+        self._restart_router = restart_router
+        self._renewed: set[str] = set()
+        self._awaited_s: float | None = None
+
+    async def lose(self, engine: Engine, why: str) -> None:
+        """See `EnginePool.lose`; with a prefill engine, what the router has is given up."""
+        if engine is not self.front and not engine.away:
+            # at once: it may be back, and seem to serve, before the router is looked at again
+            self._use(set())
+            if engine.name.startswith(PREFILL):
+                self._renewed.add(engine.name)
+                self.front.life += 1
+                for task in list(self.front.work):
+                    task.cancel()
+        await super().lose(engine, why)
+
+    def _routed_now(self) -> list[Engine]:
+        """None from the moment on in which one is gone, not only from the next look at the router."""
+        now = super()._routed_now()
+        return now if len(now) == len(self.engines) else []
+
+    async def _reconcile(self) -> bool:
+        """Whether the router may be used has changed (EngineError where it does not answer)."""
+        try:
+            known = await self._router.workers(timeout_s=_ADMIN_S)
+        except EngineError:
+            self._awaited_s = None  # the next one is another
+            raise
+        complete = all(engine.serving for engine in self.engines)
+        routed = set(self.engines) if complete and self._router_is_right() else set()
+        changed = routed != self._routed
+        self._use(routed)
+        self._note_loads(known)
+        return changed
+
+    def _use(self, routed: set[Engine]) -> None:
+        """The router's engines, all of them or none, and what is new about that."""
+        for engine in sorted(self._routed - routed, key=lambda engine: engine.name):
+            self._events.emit("router.engine_removed", engine=engine.name)
+        for engine in sorted(routed - self._routed, key=lambda engine: engine.name):
+            self._events.emit("router.engine_added", engine=engine.name)
+        self._routed = routed
+
+    def _router_is_right(self) -> bool:
+        """Whether it knows the prefill engines as they are now.
+
+        Raises
+        ------
+        DeadlineError
+            It was to be started again, and was not.
+        """
+        if self._awaited_s is not None:
+            if time.monotonic() - self._awaited_s > _RESTART_S:
+                raise DeadlineError(f"the router was not started again within {_RESTART_S:g} s")
+            return False
+        if not self._renewed:
+            return True
+        names = ", ".join(sorted(self._renewed))
+        self._restart_router(f"it knows {names} from before it was started anew")
+        self._renewed.clear()
+        self._awaited_s = time.monotonic()
+        return False

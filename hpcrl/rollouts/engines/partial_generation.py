@@ -1,0 +1,132 @@
+"""An answer on its way: what was sampled before its engine was lost stays, and another engine goes on from there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from hpcrl.rollouts.engines.client import Generation, SamplingParams
+from hpcrl.rollouts.sampling.seeding import stable_hash
+
+__all__ = ["Draft"]
+
+
+class Draft:
+    """One answer over all attempts to get it.
+
+    An engine says with the end of an answer alone which versions sampled it. Of an answer without an end each token
+    is given the version that was served when the tokens before it arrived: the oldest that it can be of.
+
+    Experts of kept tokens are those of the engine that sampled them, where it sent them along. Where it did not, the
+    next engine says which it chose when it computed these tokens anew; unless no rows of prompts are wanted (those from
+    the last token of the prompt on are), then they are missing.
+
+    Attributes
+    ----------
+    token_ids, logprobs, versions:
+        What was kept of attempts that failed; of one length.
+    experts:
+        ``[rows, layers, experts_per_token]``: kept rows, from ``routed_experts_prompt_start`` of the parameters on.
+        None where there are none.
+    """
+
+    def __init__(self, prompt: list[int], params: SamplingParams) -> None:
+        self._prompt, self._params = prompt, params
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.versions: list[int] = []
+        self.experts: NDArray[Any] | None = None
+        self._part: list[tuple[list[int], list[float], int]] = []
+        self._rows: list[NDArray[Any]] = []
+        self._continued = True
+        self._served: Callable[[], int] = lambda: 0
+        self._version = 0
+
+    def request(self, served: Callable[[], int]) -> tuple[list[int], SamplingParams]:
+        """Tokens and parameters of the next attempt.
+
+        It has a seed of its own: the same one would sample with noise that the kept tokens depend on.
+
+        Parameters
+        ----------
+        served:
+            Says which version the engine serves.
+        """
+        self._part.clear()
+        self._rows.clear()
+        self._served, self._version = served, served()
+        if not self.token_ids:
+            return self._prompt, self._params
+        kept, start = len(self.token_ids), self._next_row()
+        params = msgspec.structs.replace(
+            self._params,
+            max_tokens=self._params.max_tokens - kept,
+            seed=stable_hash("rest of an answer", self._params.seed, kept),
+            routed_experts_prompt_start=start,
+        )
+        return [*self._prompt, *self.token_ids], params
+
+    def receive(self, token_ids: list[int], logprobs: list[float], experts: NDArray[Any] | None = None) -> None:
+        """Tokens that arrived before the end of the answer, and rows of experts where they came along."""
+        self._part.append((token_ids, logprobs, self._version))
+        if experts is not None:
+            self._rows.append(experts)
+        self._version = max(self._version, self._served())
+
+    def keep(self) -> int:
+        """Go on from what arrived in the attempt that has failed; returns how many tokens that is."""
+        before = len(self.token_ids)
+        for token_ids, logprobs, version in self._part:
+            self.token_ids += token_ids
+            self.logprobs += logprobs
+            self.versions += [version] * len(token_ids)
+        self._part.clear()
+        # one token at least is asked for: the end of an answer comes with its last token
+        for kept in (self.token_ids, self.logprobs, self.versions):
+            del kept[self._params.max_tokens - 1 :]
+        self._keep_experts()
+        self._rows.clear()
+        return len(self.token_ids) - before
+
+    def whole(self, rest: Generation) -> Generation:
+        """The answer, of which an engine has sampled the rest."""
+        if not self.token_ids:
+            return rest
+        return Generation(
+            token_ids=self.token_ids + rest.token_ids,
+            logprobs=self.logprobs + rest.logprobs,
+            versions=self.versions + rest.versions,
+            finish_reason=rest.finish_reason,
+            # where rows are missing between the two, the answer's are the later ones
+            experts=_joined([self.experts if self._continued else None, rest.experts]),
+        )
+
+    def _next_row(self) -> int | msgspec.UnsetType:
+        """First token of the next request whose experts are wanted."""
+        start = self._params.routed_experts_prompt_start
+        if start is msgspec.UNSET:
+            return start
+        known = start + (0 if self.experts is None else len(self.experts))
+        if start < len(self._prompt) - 1:
+            return known
+        last = start + len(self.token_ids)
+        self._continued = known == last
+        return last
+
+    def _keep_experts(self) -> None:
+        """Rows up to the last kept token, which the next engine computes in any case."""
+        start = self._params.routed_experts_prompt_start
+        if start is msgspec.UNSET or not self.token_ids or not self._continued:
+            return
+        self.experts = _joined([self.experts, *self._rows])
+        if self.experts is not None:
+            self.experts = self.experts[: len(self._prompt) + len(self.token_ids) - 1 - start]
+
+
+def _joined(parts: list[NDArray[Any] | None]) -> NDArray[Any] | None:
+    found = [part for part in parts if part is not None]
+    return np.concatenate(found) if found else None

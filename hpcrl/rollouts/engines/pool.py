@@ -1,0 +1,358 @@
+"""All engines as one: who serves a group, where a failed request goes next, and what an engine that went away needs.
+
+An engine that is gone does not end the run: the supervisor starts it again in its place, or ends the run itself. Until
+then its rollouts go on elsewhere from the tokens that have arrived, and with no other engine they wait. It gets
+nothing to do before it has the newest weights: one that was started anew serves the start model, and shows that by the
+label of its weights, which we compare with what we gave it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+
+from hpcrl.errors import DeadlineError, PeerLostError
+from hpcrl.rollouts.engines.client import EngineClient, EngineError, Generation, SamplingParams
+from hpcrl.rollouts.engines.engine import Engine
+from hpcrl.rollouts.engines.partial_generation import Draft
+from hpcrl.rollouts.telemetry.counters import Counters
+
+__all__ = ["LOST_AFTER_S", "WATCH_S", "EnginePool", "EngineSession"]
+
+_log = logging.getLogger(__name__)
+
+CacheSalt = Callable[[], Awaitable[str]]
+"""Gives the salt for a request that goes to the session's engine as soon as it returns."""
+
+_FIRST_BACKOFF_S = 0.25
+_LONGEST_BACKOFF_S = 5.0
+WATCH_S = 2.0
+"""Between two looks at engines."""
+_HEALTH_S = 5.0
+_SILENT_S = 15.0
+"""How long an engine may not answer before its requests are sent elsewhere; one that refuses connections is gone."""
+LOST_AFTER_S = 30.0
+"""How long the run may be without any engine where nobody would start one again."""
+
+
+class EngineSession:
+    """The rollouts of one group: they stay on one engine, where their common prefix is.
+
+    Attributes
+    ----------
+    key:
+        Sent as ``x-session-id``, for routers.
+    """
+
+    def __init__(self, pool: EnginePool, key: str, rollouts: int) -> None:
+        self.key, self._pool, self._rollouts = key, pool, rollouts
+        self.engine = pool.least_loaded(None)
+        self.engine.load += rollouts
+
+    def move_from(self, failed: Engine) -> None:
+        """Go to another engine, unless another rollout of the group has done so already."""
+        if self.engine is failed:
+            failed.load -= self._rollouts
+            self.engine = self._pool.least_loaded(failed)
+            self.engine.load += self._rollouts
+
+    def leave(self) -> None:
+        """One rollout has ended."""
+        self._rollouts -= 1
+        self.engine.load -= 1
+
+
+class EnginePool:
+    """The engines of an attempt.
+
+    Attributes
+    ----------
+    changed:
+        Notified when an engine goes away, comes back, or serves another version.
+    """
+
+    def __init__(
+        self,
+        clients: Sequence[EngineClient],
+        *,
+        counters: Counters,
+        request_timeout_s: float,
+        max_retries: int,
+        lost_after_s: float = LOST_AFTER_S,
+        on_change: Callable[[bool, Engine, str], None] = lambda away, engine, why: None,
+    ) -> None:
+        """Take the engines; nothing is sent.
+
+        Parameters
+        ----------
+        clients:
+            At least one, where engines do not come and go.
+        counters:
+            ``engine_requests`` and ``engine_retries`` are counted there.
+        request_timeout_s:
+            Longest time without an answer to a generation request.
+        max_retries:
+            Attempts after the first for a generation request.
+        lost_after_s:
+            How long there may be no engine at all: longer than it takes to notice that one hangs and to start it
+            again.
+        on_change:
+            Told of engines that went away (True), and why, or came back (False).
+        """
+        self.engines = [Engine(client) for client in clients]
+        self.changed = asyncio.Condition()
+        self._counters, self._timeout_s, self._max_retries = counters, request_timeout_s, max_retries
+        self._lost_after_s, self._on_change = lost_after_s, on_change
+        #: where sessions wait while there is no engine at all; nothing is ever sent to it
+        self._nobody = Engine(_Nowhere(), away=True)
+        self._some_serve = asyncio.Event()
+        self._look = asyncio.Event()
+
+    @property
+    def version(self) -> int:
+        """Policy version that all engines serve that are there (the lowest); -1 before all have one."""
+        return min((engine.version for engine in self.engines if not engine.away), default=-1)
+
+    def session(self, key: str, *, rollouts: int = 1) -> EngineSession:
+        """A session of ``rollouts`` rollouts on the engine with the least load."""
+        return EngineSession(self, key, rollouts)
+
+    def least_loaded(self, failed: Engine | None) -> Engine:
+        """The best engine for something new: serving, not stuck, not ``failed``, little loaded."""
+        if not self.engines:
+            return self._nobody
+        return min(self.engines, key=lambda e: (not e.serving, e.stuck, e is failed, e.load))
+
+    async def settle(self, session: EngineSession) -> Engine:
+        """Wait until the session's engine serves; another one where its own does not."""
+        if session.engine.stuck:
+            session.move_from(session.engine)
+        while not session.engine.serving:
+            session.move_from(session.engine)
+            if not session.engine.serving:
+                # bounded by `watch`, which ends the run when there is no engine for too long
+                await self._some_serve.wait()
+        return session.engine
+
+    async def wait_open(self, session: EngineSession) -> Engine:
+        """The session's engine when it serves and its weights do not change just now."""
+        while True:
+            engine = await self.settle(session)
+            await engine.open_for_new.wait()
+            if engine is session.engine and engine.serving:
+                return engine
+
+    async def generate(
+        self, session: EngineSession, token_ids: list[int], params: SamplingParams, *, cache_salt: CacheSalt
+    ) -> Generation:
+        """Generate on the session's engine; after a failure again, with a growing pause, and elsewhere if possible.
+
+        To wait until an engine is there costs no attempt, to lose one during a request does: what kills engines must
+        not do so for ever.
+
+        Parameters
+        ----------
+        cache_salt:
+            Says for each attempt under which salt its engine may cache.
+
+        Raises
+        ------
+        EngineError
+            The last failure, where the request was refused or there are no attempts left.
+        """
+        draft, attempt = Draft(token_ids, params), 0
+        while True:
+            await self.settle(session)
+            salt = await cache_salt()
+            engine = session.engine
+            if not engine.serving:
+                continue
+            self._counters.engine_requests += 1
+            oldest, life = engine.version, engine.life
+            asked_s, candidates = time.monotonic(), self._behind(engine)
+            try:
+                generation = await engine.call(self._ask(engine, draft, salt, session.key))
+                if min(generation.versions) < oldest:
+                    what = f"an answer is of version {min(generation.versions)}, it had {oldest}"
+                    raise EngineError(f"{engine.name}: {what}", forgot=True)
+            except EngineError as error:
+                if error.forgot and life == engine.life:
+                    await self.lose(engine, str(error))
+                elif error.unreachable and engine.unreachable_since is None:
+                    self._suspect(engine)
+                if not error.retryable or attempt >= self._max_retries:
+                    raise
+                # one that was seen since with the right weights had them when it sampled
+                if not error.forgot and all(candidate.proved_s >= asked_s for candidate in candidates):
+                    self._counters.tokens_kept += draft.keep()
+                _log.warning("attempt %d failed: %s", attempt + 1, error)
+            else:
+                return draft.whole(generation)
+            self._counters.engine_retries += 1
+            session.move_from(engine)
+            await asyncio.sleep(min(_LONGEST_BACKOFF_S, _FIRST_BACKOFF_S * 2**attempt))
+            attempt += 1
+
+    async def _ask(self, engine: Engine, draft: Draft, salt: str, key: str) -> Generation:
+        token_ids, params = draft.request(lambda: engine.version)
+        return await engine.client.generate(
+            token_ids, params, cache_salt=salt, session_id=key, timeout_s=self._timeout_s, on_part=draft.receive
+        )
+
+    def _behind(self, engine: Engine) -> list[Engine]:
+        """Engines that may compute what is sent to ``engine``."""
+        return [engine]
+
+    # -- for who shows the fleet
+
+    @property
+    def router_answers(self) -> bool | None:
+        """Whether the router answers; None where there is none."""
+        return None
+
+    def routed(self, engine: Engine) -> bool | None:
+        """Whether a router may choose the engine; None where there is none."""
+        return None
+
+    # -- coming and going
+
+    async def add(self, client: EngineClient) -> Engine:
+        """An engine that came while the run goes on. It gets nothing before it has loaded a version."""
+        engine = Engine(client)
+        self.engines.append(engine)
+        await self.notify()
+        return engine
+
+    async def remove(self, engine: Engine) -> None:
+        """An engine was lost, or leaves: it gets nothing new, and what it is working on may still end there."""
+        self.engines.remove(engine)
+        engine.away, engine.version = True, -1
+        engine.life += 1
+        engine.open_for_new.set()  # who waits for it looks again, and goes elsewhere
+        await self.notify()
+
+    async def lose(self, engine: Engine, why: str) -> None:
+        """An engine is not there, or has lost its weights: its calls are cut, and it serves nothing until it is back
+        with the newest version."""
+        if engine.away:
+            return
+        _log.warning("%s went away: %s", engine.name, why)
+        engine.away, engine.version, engine.why = True, -1, why
+        engine.life += 1
+        for task in list(engine.work):
+            task.cancel()
+        engine.open_for_new.set()  # who waits for it looks again, and goes elsewhere
+        self._on_change(True, engine, why)
+        await self.notify()
+
+    async def notify(self) -> None:
+        """Something about an engine is different now."""
+        self._note_serving()
+        async with self.changed:
+            self.changed.notify_all()
+
+    def _someone_serves(self) -> bool:
+        return any(engine.serving for engine in self.engines)
+
+    def _note_serving(self) -> None:
+        """At each change of `Engine.serving`: who waits for the event goes on only when somebody serves."""
+        if self._someone_serves():
+            self._some_serve.set()
+        else:
+            self._some_serve.clear()
+
+    def _suspect(self, engine: Engine) -> None:
+        """A request failed there: send nothing more before it was looked at."""
+        engine.unreachable_since = time.monotonic()
+        self._note_serving()
+        self._look.set()
+
+    async def wait_healthy(self, *, timeout_s: float) -> None:
+        """Wait until every engine is healthy.
+
+        Raises
+        ------
+        DeadlineError
+            Naming those that are not.
+        """
+        deadline = time.monotonic() + timeout_s
+        waiting = list(self.engines)
+        while waiting:
+            healthy = await asyncio.gather(*(engine.client.healthy(timeout_s=_HEALTH_S) for engine in waiting))
+            waiting = [engine for engine, ok in zip(waiting, healthy, strict=True) if not ok]
+            waiting = [engine for engine in waiting if engine in self.engines]
+            if waiting and time.monotonic() > deadline:
+                names = ", ".join(f"{engine.name} ({engine.client.url})" for engine in waiting)
+                raise DeadlineError(f"not healthy within {timeout_s:g} s: {names}")
+            if waiting:
+                await asyncio.sleep(0.1)
+
+    async def watch(self) -> None:
+        """Ask engines again and again whether they live. Runs for ever.
+
+        Raises
+        ------
+        PeerLostError
+            None has been there for longer than ``lost_after_s``.
+        """
+        there = time.monotonic()
+        while True:
+            self._look.clear()
+            await asyncio.gather(*(self._check(engine) for engine in self.engines))
+            now = time.monotonic()
+            if any(engine.unreachable_since is None and not engine.away for engine in self.engines):
+                there = now
+            if now - there > self._lost_after_s:
+                names = ", ".join(f"{engine.name} ({engine.client.url})" for engine in self.engines)
+                raise PeerLostError(f"{names} has not answered for {self._lost_after_s:g} s")
+            try:
+                await asyncio.wait_for(self._look.wait(), WATCH_S)
+            except TimeoutError:
+                continue
+            await asyncio.sleep(_FIRST_BACKOFF_S)  # many requests may fail at once
+
+    async def _check(self, engine: Engine) -> None:
+        problem = await engine.client.problem(timeout_s=_HEALTH_S)
+        now = time.monotonic()
+        if problem is not None:
+            engine.unreachable_since = engine.unreachable_since or now
+            self._note_serving()
+            engine.refused |= problem.refused
+            if not problem.unreachable or problem.refused or now - engine.unreachable_since > _SILENT_S:
+                await self.lose(engine, str(problem))
+            return
+        await self.check_weights(engine)
+        news = engine.away or engine.unreachable_since is not None
+        engine.unreachable_since = None
+        if engine.away:
+            engine.away = False
+            engine.life += engine.refused
+            engine.refused = False
+            self._on_change(False, engine, "")
+        if news:
+            await self.notify()
+
+    async def check_weights(self, engine: Engine) -> None:
+        """Find out whether the engine still has the weights that it was given, as far as it says."""
+        version, life = engine.version, engine.life
+        if engine.away or version < 0 or not engine.open_for_new.is_set():
+            return
+        asked_s = time.monotonic()
+        labels = await engine.client.weight_labels(timeout_s=_HEALTH_S)
+        # an update that began meanwhile changes the label before it is ours
+        if (version, life) != (engine.version, engine.life) or not engine.open_for_new.is_set():
+            return
+        others = [label for label in labels if label not in (None, str(version))]
+        if others:
+            await self.lose(engine, f"it was started anew: it has weights {others[0]!r}, not {version}")
+        elif None not in labels:
+            engine.proved_s = asked_s
+
+
+class _Nowhere(EngineClient):
+    """The client of no engine."""
+
+    def __init__(self) -> None:
+        self.name, self.url = "no engine", ""

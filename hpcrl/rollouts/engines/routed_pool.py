@@ -1,0 +1,257 @@
+"""All engines behind a router: it chooses the engine of each request, and we say which engines it may choose from.
+
+An engine is given to the router when it serves a version, and taken away when it is gone, or left behind by the others.
+So one that was started anew is asked nothing before it has the newest weights, and a router that was started anew
+learns its engines again. Weights are updated at the engines themselves. Of a replica with several servers it gets all,
+or none.
+
+Who does not know where its request goes cannot know which version will compute its prompt. New rollouts therefore wait
+until all engines of the router serve one version and none is about to change: all of them then carry the same salt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from hpcrl.rollouts.engines import pool as engine_pool
+from hpcrl.rollouts.engines.client import EngineClient, EngineError
+from hpcrl.rollouts.engines.engine import Engine
+from hpcrl.rollouts.engines.pool import EnginePool, EngineSession
+from hpcrl.rollouts.engines.router_client import RouterClient, Worker
+from hpcrl.runs.events import EventWriter
+
+__all__ = ["RoutedPool", "make_pool"]
+
+_log = logging.getLogger(__name__)
+
+_ADMIN_S = 5.0
+_ADD_S = 15.0
+"""The router asks an engine for its health before it takes it."""
+_BEHIND_S = 5.0
+"""How long an engine that is not being updated may serve an older version than another one, and new rollouts wait for
+it; then the router goes on without it. One that could not load a version would stop them until the next."""
+
+
+def make_pool(
+    clients: Sequence[EngineClient],
+    router: RouterClient | None,
+    *,
+    events: EventWriter,
+    routed: Callable[..., RoutedPool] | None = None,
+    **settings: Any,
+) -> EnginePool:
+    """The engines of a run, behind its router where it has one; what comes and goes is written down.
+
+    Parameters
+    ----------
+    routed:
+        Makes the pool behind a router; None: `RoutedPool`.
+    settings:
+        Of `EnginePool`.
+    """
+
+    def engine_changed(away: bool, engine: Engine, why: str) -> None:
+        if away:
+            events.emit("engine.away", engine=engine.name, why=why)
+        else:
+            events.emit("engine.back", engine=engine.name)
+
+    if router is None:
+        return EnginePool(clients, on_change=engine_changed, **settings)
+    return (routed or RoutedPool)(clients, router=router, on_change=engine_changed, events=events, **settings)
+
+
+class RoutedPool(EnginePool):
+    """Engines behind a router.
+
+    Attributes
+    ----------
+    front:
+        The router, as the one engine that sessions know: its version is the lowest that a request may meet.
+    """
+
+    def __init__(
+        self,
+        clients: Sequence[EngineClient],
+        *,
+        router: RouterClient,
+        events: EventWriter,
+        **settings: Any,
+    ) -> None:
+        """Take the engines; nothing is sent.
+
+        Parameters
+        ----------
+        events:
+            What the router was given, and when it was away, is written there.
+        settings:
+            Of `EnginePool`.
+        """
+        super().__init__(clients, **settings)
+        self.front = Engine(router)
+        self._router, self._events = router, events
+        self._routed: set[Engine] = set()
+        self._unhealthy: set[str] = set()
+        self._behind_since: dict[Engine, float] = {}
+        self._due = asyncio.Event()
+
+    def least_loaded(self, failed: Engine | None) -> Engine:
+        """The router."""
+        return self.front
+
+    async def wait_open(self, session: EngineSession) -> Engine:
+        """The router, when all of its engines serve one version and none is about to change."""
+        while True:
+            await self.settle(session)
+            if self._one_version():
+                return self.front
+            async with self.changed:
+                await self.changed.wait_for(lambda: self._one_version() or not self.front.serving)
+
+    async def lose(self, engine: Engine, why: str) -> None:
+        """See `EnginePool.lose`. Of an answer with wrong weights we do not know whose it was: all are looked at."""
+        if engine is self.front:
+            self._suspect(engine)
+        else:
+            await super().lose(engine, why)
+
+    async def notify(self) -> None:
+        """See `EnginePool.notify`."""
+        self._refresh()
+        await super().notify()
+        self._due.set()
+
+    async def watch(self) -> None:
+        """See `EnginePool.watch`; keeps the router's engines right as well."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(super().watch())
+            tasks.create_task(self._tend())
+
+    @property
+    def router_answers(self) -> bool:
+        """See `EnginePool.router_answers`."""
+        return not self.front.away
+
+    def routed(self, engine: Engine) -> bool:
+        """See `EnginePool.routed`; also by the router's own health checks."""
+        return engine in self._routed and not self._unhealthy.intersection(_urls(engine))
+
+    # -- what the router stands for
+
+    def _behind(self, engine: Engine) -> list[Engine]:
+        return list(self._routed)
+
+    def _someone_serves(self) -> bool:
+        return self.front.serving
+
+    def _suspect(self, engine: Engine) -> None:
+        super()._suspect(engine)
+        self._due.set()
+
+    def _routed_now(self) -> list[Engine]:
+        return [engine for engine in self.engines if engine in self._routed and engine.serving]
+
+    def _refresh(self) -> None:
+        self.front.version = min((engine.version for engine in self._routed_now()), default=-1)
+
+    def _one_version(self) -> bool:
+        self._refresh()
+        routed = self._routed_now()
+        return len({engine.version for engine in routed}) == 1 and all(e.open_for_new.is_set() for e in routed)
+
+    # -- keeping the router right
+
+    async def _tend(self) -> None:
+        """Whenever something changed, and now and then. Runs for ever; the supervisor starts a dead router anew."""
+        while True:
+            self._due.clear()
+            try:
+                changed = await self._reconcile()
+            except EngineError as error:
+                if not self.front.away:
+                    self.front.away = changed = True
+                    _log.warning("the router went away: %s", error)
+                    self._events.emit("router.away", why=str(error))
+            else:
+                self.front.unreachable_since = None
+                if self.front.away:
+                    self.front.away, changed = False, True
+                    self._events.emit("router.back")
+                elif not self._some_serve.is_set():
+                    changed = True
+            if changed:
+                await self.notify()
+                self._due.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._due.wait(), engine_pool.WATCH_S)
+                await asyncio.sleep(0.05)  # many requests may fail at once
+
+    async def _reconcile(self) -> bool:
+        """Give the router the engines that it may choose from; whether that is something new.
+
+        Raises
+        ------
+        EngineError
+            It does not answer.
+        """
+        known = await self._router.workers(timeout_s=_ADMIN_S)
+        wanted = self._eligible()
+        for url in known.keys() - {url for engine in wanted for url in _urls(engine)}:
+            await self._router.remove(url, timeout_s=_ADMIN_S)
+        routed = {engine for engine in wanted if await self._enter(engine, known)}
+        for engine in self._routed - routed:
+            self._events.emit("router.engine_removed", engine=engine.name)
+        for engine in routed - self._routed:
+            self._events.emit("router.engine_added", engine=engine.name)
+        changed = routed != self._routed
+        self._routed = routed
+        self._note_loads(known)
+        return changed
+
+    async def _enter(self, engine: Engine, known: Collection[str]) -> bool:
+        """Whether the router has all servers of an engine now; it is left none of one that it does not take whole."""
+        taken = [server for server in engine.client.servers if server.url in known]
+        for server in engine.client.servers:
+            if server.url in known:
+                continue
+            if not await self._add(server):
+                for other in taken:
+                    await self._router.remove(other.url, timeout_s=_ADMIN_S)
+                return False
+            taken.append(server)
+        return True
+
+    async def _add(self, server: EngineClient) -> bool:
+        """Whether the router took it; it asks the engine first, and that may have gone away just now."""
+        try:
+            await self._router.add(server.url, timeout_s=_ADD_S)
+        except EngineError as error:
+            if error.refused:
+                raise
+            _log.warning("the router does not take %s: %s", server.name, error)
+            return False
+        return True
+
+    def _eligible(self) -> list[Engine]:
+        """Engines that serve, sample what they are asked for, and are not left behind."""
+        now = time.monotonic()
+        serving = [engine for engine in self.engines if engine.serving]
+        serving = [engine for engine in serving if not engine.stuck] or serving
+        newest = max((engine.version for engine in serving), default=-1)
+        late = {e for e in serving if e.version < newest and e.open_for_new.is_set()}
+        self._behind_since = {engine: self._behind_since.get(engine, now) for engine in late}
+        return [engine for engine in serving if now - self._behind_since.get(engine, now) < _BEHIND_S]
+
+    def _note_loads(self, known: dict[str, Worker]) -> None:
+        self._unhealthy = {url for url, worker in known.items() if not worker.is_healthy}
+        for engine in self.engines:
+            engine.load = sum(known[url].load for url in _urls(engine) if url in known)
+
+
+def _urls(engine: Engine) -> list[str]:
+    return [server.url for server in engine.client.servers]

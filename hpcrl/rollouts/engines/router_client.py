@@ -1,0 +1,63 @@
+"""The orchestrator's side of a router: requests go to its one address, engines are added to it and removed from it.
+
+The admin calls are vllm-router's. What it does not know, it forwards to any one engine: calls that change an engine
+are never sent here.
+"""
+
+from __future__ import annotations
+
+from urllib.parse import quote
+
+import msgspec
+
+from hpcrl.rollouts.engines.client import EngineClient, EngineError, EngineProtocolError
+
+__all__ = ["RouterClient", "Worker"]
+
+_UPSTREAM = frozenset({502, 503, 504})
+"""No engine took the request, or one went away with it."""
+
+
+class Worker(msgspec.Struct, frozen=True):
+    """An engine as the router sees it.
+
+    Attributes
+    ----------
+    is_healthy:
+        By its own health checks; it sends nothing to others.
+    load:
+        Requests that it has sent there and that were not answered yet.
+    """
+
+    url: str
+    is_healthy: bool = True
+    load: int = 0
+
+
+class _Workers(msgspec.Struct, frozen=True):
+    workers: list[Worker]
+
+
+class RouterClient(EngineClient):
+    """A router, for requests as an engine would be."""
+
+    async def workers(self, *, timeout_s: float) -> dict[str, Worker]:
+        """Engines that it knows, by URL (EngineError where it does not say)."""
+        data = await self._request("GET", "/workers", timeout_s=timeout_s)
+        try:
+            return {worker.url.rstrip("/"): worker for worker in msgspec.json.decode(data, type=_Workers).workers}
+        except msgspec.DecodeError as error:
+            raise EngineProtocolError(f"{self.name}: its list of engines cannot be read: {error}") from error
+
+    async def add(self, url: str, *, timeout_s: float) -> None:
+        """Send requests to an engine from now on (EngineError where it does not take it)."""
+        await self._request("POST", f"/add_worker?url={quote(url, safe='')}", timeout_s=timeout_s)
+
+    async def remove(self, url: str, *, timeout_s: float) -> None:
+        """Send nothing new to an engine; what it works on is still answered."""
+        await self._request("POST", f"/remove_worker?url={quote(url, safe='')}", timeout_s=timeout_s)
+
+    def _refusal(self, path: str, status: int, data: bytes) -> EngineError:
+        error = super()._refusal(path, status, data)
+        error.unreachable = status in _UPSTREAM
+        return error

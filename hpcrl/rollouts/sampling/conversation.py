@@ -1,0 +1,215 @@
+"""One conversation with the policy: one token sequence, exact ids in and out.
+
+A conversation only grows. What an environment says is rendered and appended; what the engine sampled is
+appended as it came, with its log-probability and version. The sequence that is trained on is therefore the one
+the engine saw, token by token.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from hpcrl.config.recipe import SamplingConfig
+from hpcrl.rollouts.engines.client import EngineProtocolError, Generation, SamplingParams
+from hpcrl.rollouts.engines.engine import Engine
+from hpcrl.rollouts.engines.pool import EnginePool, EngineSession
+from hpcrl.rollouts.environments import Message, Outcome, Reply
+from hpcrl.rollouts.records import Rollout, Turn
+from hpcrl.rollouts.sampling.rendering import Transcript
+from hpcrl.rollouts.sampling.routed_experts import RouteRows, RouteSettings
+from hpcrl.rollouts.sampling.seeding import stable_hash
+
+__all__ = ["Conversation", "Sampler"]
+
+
+class Sampler:
+    """How conversations are held: with which engines, template and limits. Shared by many of them."""
+
+    def __init__(
+        self,
+        pool: EnginePool,
+        transcript: Transcript,
+        *,
+        temperature: float,
+        sampling: SamplingConfig,
+        max_model_len: int,
+        stream_interval: int = 0,
+        routes: RouteSettings | None = None,
+    ) -> None:
+        """Remember settings.
+
+        Parameters
+        ----------
+        temperature:
+            0 is greedy, for evaluations.
+        max_model_len:
+            Longest sequence of an engine in tokens.
+        stream_interval:
+            Tokens of a part of an answer; 0: answers come whole.
+        routes:
+            How experts of tokens are kept; None: engines do not return them.
+        """
+        self.stream_interval = stream_interval or msgspec.UNSET
+        self.pool, self.transcript, self.temperature, self.routes = pool, transcript, temperature, routes
+        self.max_new_tokens, self.max_model_len = sampling.max_new_tokens, max_model_len
+
+
+class Conversation:
+    """An `hpcrl.rollouts.environments.Policy`.
+
+    Attributes
+    ----------
+    seed:
+        Of this rollout; each turn samples with a seed of its own, derived from it.
+    """
+
+    def __init__(
+        self, sampler: Sampler, session: EngineSession, *, seed: int, opening: list[int] | None = None
+    ) -> None:
+        """Begin; nothing is sent.
+
+        Parameters
+        ----------
+        session:
+            Of the group.
+        opening:
+            Token ids of the prompt, where the caller has rendered it already.
+        """
+        self.seed = seed
+        self._sampler, self._session, self._opening = sampler, session, opening
+        self._salt: int | None = None
+        self._salt_engine: tuple[Engine, int] | None = None
+        self._turns: list[Turn] = []
+        self._cut = False
+        self._replied_s = time.monotonic()
+        self._token_ids: list[int] = []
+        self._sampled: list[int] = []
+        self._logprobs: list[float] = []
+        self._versions: list[int] = []
+        self._first_version: int | None = None
+        self._routes = None if sampler.routes is None else RouteRows(sampler.routes)
+
+    @property
+    def first_version(self) -> int | None:
+        """Version of the first sampled token; before its arrival, that of the engine when it was asked.
+
+        None before the first request.
+        """
+        return self._salt if self._first_version is None else self._first_version
+
+    async def reply(self, messages: Sequence[Message]) -> Reply:
+        """Say the next turn (see `hpcrl.rollouts.environments.Policy`).
+
+        Raises
+        ------
+        ValueError
+            The last reply was cut; the environment must not go on.
+        EngineError
+            No engine answered.
+        EngineProtocolError
+            An answer cannot be used for training.
+        """
+        if self._cut:
+            raise ValueError("a reply that was not finished cannot be followed by another")
+        before = len(self._token_ids)
+        self._append_said(self._render(messages))
+        room = self._sampler.max_model_len - len(self._token_ids)
+        if room <= 0:
+            self._cut = True
+            return Reply(text="", finished=False)
+        params = SamplingParams(
+            temperature=self._sampler.temperature,
+            max_tokens=min(room, self._sampler.max_new_tokens),
+            seed=stable_hash("turn", self.seed, len(self._turns)),
+            stop_token_ids=[self._sampler.transcript.eos_token_id],
+            stream_interval=self._sampler.stream_interval,
+            routed_experts_prompt_start=msgspec.UNSET
+            if self._routes is None
+            else self._routes.start(len(self._token_ids)),
+        )
+        said, asked_s = len(self._token_ids) - before, time.monotonic()
+        generation = await self._sampler.pool.generate(
+            self._session, self._token_ids, params, cache_salt=self._cache_salt
+        )
+        self._note_turn(said, len(generation.token_ids), asked_s)
+        self._keep_experts(generation)
+        if self._first_version is None:
+            self._first_version = generation.versions[0]
+        self._token_ids += generation.token_ids
+        self._sampled += [1] * len(generation.token_ids)
+        self._logprobs += generation.logprobs
+        self._versions += generation.versions
+        self._cut = generation.finish_reason != "stop"
+        return Reply(text=self._sampler.transcript.text(generation.token_ids), finished=not self._cut)
+
+    def rollout(self, member: int, outcome: Outcome, *, seconds: float) -> Rollout | None:
+        """The finished rollout; None where nothing was sampled."""
+        if not self._turns:
+            return None
+        # what was said after the last sampled token has no part in training
+        end = len(self._sampled) - self._sampled[::-1].index(1)
+        sampled = np.asarray(self._sampled[:end], dtype=np.uint8)
+        return Rollout(
+            member=member,
+            token_ids=np.asarray(self._token_ids[:end], dtype=np.int32),
+            sampled=sampled,
+            logprobs=np.asarray(self._logprobs[:end], dtype=np.float32),
+            # what was said to the policy is in its context, and that is cached under the salt's version; tokens that
+            # were kept from a lost engine may be older than the salt on the next one
+            versions=np.where(sampled, self._versions[:end], self._oldest_context()).astype(np.int32),
+            reward=float(outcome.reward),
+            parts={name: float(value) for name, value in outcome.parts.items()},
+            seconds=seconds,
+            ended_s=time.time(),
+            turns=self._turns,
+            routed_experts=None if self._routes is None else self._routes.aligned(end),
+        )
+
+    def _keep_experts(self, generation: Generation) -> None:
+        if self._routes is None or generation.experts is None:
+            return
+        try:
+            self._routes.add(len(self._token_ids) + len(generation.token_ids) - 1, generation.experts)
+        except ValueError as error:
+            raise EngineProtocolError(f"{self._session.engine.name}: experts of an answer: {error}") from error
+
+    def _oldest_context(self) -> int:
+        known = [version for version in (self._salt, self._first_version) if version is not None]
+        return min(known, default=-1)
+
+    def _note_turn(self, said: int, sampled: int, asked_s: float) -> None:
+        now = time.monotonic()
+        self._turns.append(Turn(said, sampled, round(asked_s - self._replied_s, 6), round(now - asked_s, 6)))
+        self._replied_s = now
+
+    def _render(self, messages: Sequence[Message]) -> list[int]:
+        if self._token_ids:
+            return self._sampler.transcript.continuation(messages)
+        if self._opening is not None:
+            return self._opening
+        return self._sampler.transcript.opening(messages)
+
+    def _append_said(self, token_ids: list[int]) -> None:
+        self._token_ids += token_ids
+        self._sampled += [0] * len(token_ids)
+        self._logprobs += [0.0] * len(token_ids)
+        self._versions += [0] * len(token_ids)
+
+    async def _cache_salt(self) -> str:
+        """The engine's version when the first request is sent: cached prefixes of other versions are not used.
+
+        A rollout that starts while weights change waits, because nobody could say which version its prompt would
+        be computed with. Later turns keep the salt, as their own earlier turns are under it. A rollout that had to
+        move to another engine, or whose engine was started anew, shares nothing there: it may serve another version.
+        """
+        if self._first_version is None:
+            engine = await self._sampler.pool.wait_open(self._session)
+            self._salt, self._salt_engine = engine.version, (engine, engine.life)
+            return str(self._salt)
+        if (self._session.engine, self._session.engine.life) == self._salt_engine:
+            return str(self._salt)
+        return f"{self._salt}-{self.seed:x}"

@@ -1,0 +1,65 @@
+"""Which prompt the n-th group of a run gets: a function of the seed, so that a resume needs one number."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from hpcrl.config.recipe import Recipe
+from hpcrl.rollouts.environments import Environment
+from hpcrl.rollouts.sampling.seeding import stable_fraction, stable_hash
+
+__all__ = ["DataOrder", "GroupTask", "heldout_shares"]
+
+_PROMPT_INDICES = 1 << 31
+
+
+@dataclass(frozen=True, slots=True)
+class GroupTask:
+    """What a group works on."""
+
+    index: int
+    environment: Environment
+    prompt_index: int
+
+
+class DataOrder:
+    """Training prompts in order: drawn with replacement, environments by their weights."""
+
+    def __init__(self, recipe: Recipe, environments: Sequence[Environment]) -> None:
+        self._seed, self._environments = recipe.seed, environments
+        weights = [config.weight for config in recipe.environments]
+        total = sum(weights)
+        self._by_name = {environment.name: environment for environment in environments}
+        self._bounds = [bound / total for bound in accumulate(weights)]
+
+    def task(self, index: int) -> GroupTask:
+        """The task of group ``index``."""
+        draw = stable_fraction("environment", self._seed, index)
+        position = next((i for i, bound in enumerate(self._bounds) if draw < bound), len(self._bounds) - 1)
+        prompt_index = stable_hash("prompt", self._seed, index) % _PROMPT_INDICES
+        return GroupTask(index, self._environments[position], prompt_index)
+
+    def has(self, environment: str) -> bool:
+        """Whether there is an environment of this name."""
+        return environment in self._by_name
+
+    def again(self, index: int, environment: str, prompt_index: int) -> GroupTask | None:
+        """A group that was dealt out before, perhaps under other weights; None where its environment is gone."""
+        found = self._by_name.get(environment)
+        return None if found is None else GroupTask(index, found, prompt_index)
+
+    def rollout_seed(self, index: int, member: int) -> int:
+        """Seed of one rollout."""
+        return stable_hash("rollout", self._seed, index, member)
+
+
+def heldout_shares(weights: Sequence[float], prompts: int) -> list[int]:
+    """Held-out prompts of each environment: by weight, largest remainders first, at least one each."""
+    ideal = [weight / sum(weights) * prompts for weight in weights]
+    shares = [max(1, int(value)) for value in ideal]
+    for i in sorted(range(len(ideal)), key=lambda i: (int(ideal[i]) - ideal[i], i)):
+        if sum(shares) < prompts:
+            shares[i] += 1
+    return shares

@@ -1,0 +1,207 @@
+"""Held-out evaluation during the run: the same prompts each time, greedy, beside training."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hpcrl.config.recipe import Recipe
+from hpcrl.errors import HpcrlError
+from hpcrl.rollouts.engines.client import EngineError
+from hpcrl.rollouts.environments import Environment, prompt_of
+from hpcrl.rollouts.records import Rollout
+from hpcrl.rollouts.sampling.conversation import Conversation, Sampler
+from hpcrl.rollouts.sampling.data_order import heldout_shares
+from hpcrl.rollouts.sampling.seeding import stable_hash
+from hpcrl.rollouts.weights.updates import WeightUpdater
+from hpcrl.runs.events import EventWriter, read_events
+from hpcrl.runs.rundir import RunDir
+
+__all__ = ["Evaluator", "PastEvaluations", "evaluated_versions"]
+
+_log = logging.getLogger(__name__)
+
+
+class PastEvaluations(NamedTuple):
+    """What earlier attempts evaluated.
+
+    Attributes
+    ----------
+    exact:
+        Versions of which every token was.
+    due:
+        Versions that were due, and whose evaluation was made: at this version, or at a later one where engines
+        skipped it.
+    """
+
+    exact: frozenset[int] = frozenset()
+    due: frozenset[int] = frozenset()
+
+
+def evaluated_versions(run: RunDir, *, up_to: int) -> PastEvaluations:
+    """Evaluations of versions up to ``up_to`` by earlier attempts; later ones belong to an abandoned past."""
+    data = [event.data for event in read_events(run, kind="evaluation") if event.data["version"] <= up_to]
+    exact = frozenset(d["version"] for d in data if d["version"] == d["last_version"])
+    # of the version that engines begin with an inexact one is made again
+    due = frozenset(d.get("due", d["version"]) for d in data if d["version"] in exact or d["version"] < up_to)
+    return PastEvaluations(exact, due)
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    environment: Environment
+    index: int
+
+
+class Evaluator:
+    """Runs evaluations, one at a time, and reports each as an event ``evaluation``.
+
+    Engines may skip a version that is due: they load the newest, and are busy while others appear. It is then
+    evaluated at the next version that they serve, and the event says so (``due``).
+    """
+
+    def __init__(
+        self,
+        *,
+        recipe: Recipe,
+        environments: Sequence[Environment],
+        sampler: Sampler,
+        updater: WeightUpdater,
+        events: EventWriter,
+        done: PastEvaluations,
+    ) -> None:
+        """Choose the prompts; nothing is sent.
+
+        Parameters
+        ----------
+        sampler:
+            With temperature 0.
+        done:
+            By earlier attempts.
+        """
+        shares = heldout_shares([config.weight for config in recipe.environments], recipe.evaluation.prompts)
+        self._tasks = [
+            _Task(environment, index)
+            for environment, share in zip(environments, shares, strict=True)
+            for index in range(share)
+        ]
+        self._every, self._sampler, self._updater, self._events = (
+            recipe.evaluation.every_steps,
+            sampler,
+            updater,
+            events,
+        )
+        self._exact, self._begun = set(done.exact), set(done.due)
+        self._one_at_a_time = asyncio.Lock()
+
+    @property
+    def busy(self) -> bool:
+        """Whether an evaluation is going on."""
+        return self._one_at_a_time.locked()
+
+    def take(self, version: int) -> int | None:
+        """The version whose evaluation is due now that engines serve ``version``; from then on it counts as begun.
+
+        It is ``version``, or an older one that engines skipped; None where the recipe wants none.
+        """
+        if version == 0:
+            due = 0
+        elif self._every > 0:
+            due = version - version % self._every
+        else:
+            return None
+        # the first version is served before there are others
+        if due in self._begun or (due == 0 and version > 0):
+            return None
+        self._begun.add(due)
+        return due
+
+    async def evaluate(self, version: int, *, due: int, exactly: bool) -> None:
+        """Evaluate the version that engines serve now.
+
+        Parameters
+        ----------
+        version:
+            What they serve.
+        due:
+            The version that was to be evaluated (`take`): this one, or one that engines skipped.
+        exactly:
+            Hold weight updates meanwhile. Otherwise a late token may come from a newer version, and the event's
+            ``last_version`` says so.
+
+        Raises
+        ------
+        HpcrlError
+            No held-out rollout was finished.
+        """
+        async with self._one_at_a_time:
+            if version in self._exact:
+                return
+            if due != version:
+                _log.warning("engines skipped version %d: it is evaluated at version %d", due, version)
+            if not exactly:
+                await self._evaluate(version, due)
+                return
+            async with self._updater.held():
+                await self._evaluate(version, due)
+
+    async def _evaluate(self, version: int, due: int) -> None:
+        started = time.monotonic()
+        results = await asyncio.gather(*(self._roll_out(task) for task in self._tasks))
+        finished = [(task, rollout) for task, rollout in zip(self._tasks, results, strict=True) if rollout is not None]
+        if not finished:
+            raise HpcrlError(f"the evaluation of version {version} failed: none of {len(results)} rollouts finished")
+        by_env: dict[str, list[float]] = defaultdict(list)
+        parts: dict[str, list[float]] = defaultdict(list)
+        for task, rollout in finished:
+            name = task.environment.name
+            by_env[name].append(rollout.reward)
+            for part, value in rollout.parts.items():
+                parts[f"{name}/{part}"].append(value)
+        first = min(rollout.first_version for _, rollout in finished)
+        last = max(rollout.last_version for _, rollout in finished)
+        if first == last:
+            self._exact.add(first)
+        self._events.emit(
+            "evaluation",
+            version=first,
+            last_version=last,
+            due=due,
+            reward=_mean([rollout.reward for _, rollout in finished]),
+            by_env={name: _mean(values) for name, values in by_env.items()},
+            parts={name: _mean(values) for name, values in parts.items()},
+            prompts=len(finished),
+            failed=len(results) - len(finished),
+            seconds=time.monotonic() - started,
+        )
+
+    async def _roll_out(self, task: _Task) -> Rollout | None:
+        """One held-out rollout; None where it failed."""
+        started = time.monotonic()
+        session = self._sampler.pool.session(f"heldout-{task.environment.name}-{task.index}")
+        conversation = Conversation(
+            self._sampler, session, seed=stable_hash("heldout", task.environment.name, task.index)
+        )
+        try:
+            prompt = await prompt_of(task.environment, "heldout", task.index)
+            outcome = await task.environment.rollout(prompt, conversation)
+        except EngineError as error:
+            _log.warning("a held-out rollout failed: %s", error)
+            return None
+        except HpcrlError:
+            raise
+        except Exception:  # noqa: BLE001 - foreign code
+            _log.exception("a held-out rollout of %r failed", task.environment.name)
+            return None
+        finally:
+            session.leave()
+        return conversation.rollout(0, outcome, seconds=time.monotonic() - started)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,338 @@
+"""Keeps the engines full with groups of rollouts, within the bounds of staleness and of what may be in flight."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from hpcrl.config.recipe import RolloutConfig
+from hpcrl.errors import HpcrlError, PeerLostError
+from hpcrl.rollouts.batches.taken import Pending, TakenStep, TakenSteps
+from hpcrl.rollouts.engines.client import EngineError
+from hpcrl.rollouts.engines.pool import EngineSession
+from hpcrl.rollouts.environments import EnvironmentLostError, EnvironmentRaisedError, Prompt, prompt_of
+from hpcrl.rollouts.records import Group, Rollout
+from hpcrl.rollouts.sampling.conversation import Conversation, Sampler
+from hpcrl.rollouts.sampling.data_order import DataOrder, GroupTask
+from hpcrl.rollouts.sampling.staleness import StalenessAccount
+from hpcrl.rollouts.telemetry.counters import Counters
+
+__all__ = ["Scheduler"]
+
+_log = logging.getLogger(__name__)
+
+_MAX_FAILURES_IN_A_ROW = 64
+"""So many rollouts that fail one after the other are no accident."""
+
+
+@dataclass(eq=False)
+class _Running:
+    """A group in flight."""
+
+    task: GroupTask
+    session: EngineSession
+    opening: asyncio.Task[tuple[Prompt, list[int]]]
+    conversations: list[Conversation] = field(default_factory=list)
+    rollouts: list[Rollout] = field(default_factory=list)
+    members: set[asyncio.Task[None]] = field(default_factory=set)
+
+    @property
+    def version(self) -> int | None:
+        """Version of the oldest first token so far; None while nobody has asked."""
+        versions = (conversation.first_version for conversation in self.conversations)
+        return min((version for version in versions if version is not None), default=None)
+
+
+class Scheduler:
+    """Starts, finishes, drops and cancels groups. All of it happens in one event loop.
+
+    Attributes
+    ----------
+    account:
+        Places, in groups.
+    in_flight:
+        Rollouts that run.
+    limit:
+        How many may; what runs when it is lowered goes on.
+    next_index:
+        Group that has not been started yet, with all above it.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: RolloutConfig,
+        order: DataOrder,
+        sampler: Sampler,
+        account: StalenessAccount,
+        counters: Counters,
+        next_index: int = 0,
+        restart: Iterable[GroupTask] = (),
+        finished: Iterable[Group] = (),
+    ) -> None:
+        """Take up the work; nothing is started before `run`.
+
+        Parameters
+        ----------
+        account:
+            With ``waiting`` equal to the number of ``finished``.
+        restart:
+            Groups below ``next_index`` that must be started again, as they were dealt out.
+        finished:
+            Groups that wait to be consumed.
+        """
+        self.account, self.next_index, self.in_flight = account, next_index, 0
+        self.limit = config.max_in_flight
+        self._config, self._order, self._sampler, self._counters = config, order, sampler, counters
+        self._restart = {task.index: task for task in restart}
+        self._taken = TakenSteps()
+        self._running: dict[int, _Running] = {}
+        self._finished = {group.index: group for group in finished}
+        self._draining = False
+        self._failures_in_a_row = 0
+        self._last_death: tuple[str, int] | None = None
+        self._error: HpcrlError | None = None
+        self._wake = asyncio.Event()
+        self._batch_ready = asyncio.Event()
+        # a resume may have lowered the bound of staleness
+        self._drop_stale_finished()
+        self._changed()
+
+    # -- for the rest of the orchestrator
+
+    async def run(self) -> None:
+        """Admit groups whenever there is room. Runs for ever.
+
+        Raises
+        ------
+        HpcrlError
+            Rollouts fail one after the other, or an engine's answers cannot be used.
+        """
+        try:
+            while True:
+                self._wake.clear()
+                await self._admit()
+                if self._error is not None:
+                    raise self._error
+                await self._wake.wait()
+        finally:
+            for running in list(self._running.values()):
+                self._cancel(running)
+
+    async def _admit(self) -> None:
+        """Start groups until there is no room."""
+        while self._error is None and self._may_start():
+            self._start(self._restart.pop(min(self._restart)) if self._restart else self._deal())
+            # let the members of this group begin, and others be heard, before the next is admitted
+            await asyncio.sleep(0)
+
+    def serve(self, version: int) -> None:
+        """All engines serve ``version``: new places may open."""
+        if version > self.account.version:
+            self.account.serve(version)
+            self._wake.set()
+
+    def set_limit(self, limit: int) -> None:
+        """So many rollouts may be in flight from now on."""
+        if limit != self.limit:
+            self.limit = limit
+            self._wake.set()
+
+    async def wait_batch(self) -> None:
+        """Wait until a batch could be taken: as long as that takes, because the trainer's own wait has a deadline."""
+        while not self.account.batch_ready:
+            await self._batch_ready.wait()
+
+    def take_batch(self) -> list[Group]:
+        """Consume the groups of the next step: the oldest versions first, in index order.
+
+        What cannot be used any more after this step is dropped and cancelled. Until `settle` is told that the step was
+        trained, all of this can be undone in a snapshot.
+        """
+        batch_groups = self._config.rollouts_per_step // self._config.group_size
+        chosen = sorted(self._finished.values(), key=lambda group: (group.version, group.index))[:batch_groups]
+        self.account.consume()
+        taken = TakenStep(self.account.step, sorted(chosen, key=lambda group: group.index))
+        self._taken.add(taken)
+        for group in chosen:
+            del self._finished[group.index]
+            taken.consumed += len(group.rollouts)
+        self._counters.consumed += taken.consumed
+        self._drop_stale(taken)
+        self._changed()
+        return taken.groups
+
+    def settle(self, step: int) -> None:
+        """Steps up to ``step`` are trained; no snapshot from before them will be asked for."""
+        self._taken.settle(step)
+
+    def pending(self, step: int) -> Pending | None:
+        """What a process must do that goes on after ``step``; None where that state is gone, or in the future."""
+        return self._taken.undo(
+            step,
+            last=self.account.step,
+            restart=[*self._restart.values(), *(running.task for running in self._running.values())],
+            finished=self._finished.values(),
+            counters=self._counters,
+        )
+
+    async def drain(self) -> None:
+        """Start nothing more and abort what is in flight (it is started again after a restore)."""
+        self._draining = True
+        members = [member for running in self._running.values() for member in running.members]
+        for running in list(self._running.values()):
+            self._restart[running.task.index] = running.task
+            self._cancel(running)
+        await asyncio.gather(*members, return_exceptions=True)
+
+    # -- groups
+
+    def _may_start(self) -> bool:
+        return self.in_flight + self._config.group_size <= self.limit and self.account.may_start and not self._draining
+
+    def _deal(self) -> GroupTask:
+        self.next_index += 1
+        return self._order.task(self.next_index - 1)
+
+    def _start(self, task: GroupTask) -> None:
+        index, size = task.index, self._config.group_size
+        opening = asyncio.create_task(self._open(task))
+        running = _Running(task, self._sampler.pool.session(f"group-{index}", rollouts=size), opening)
+        self._running[index] = running
+        self.account.start()
+        self.in_flight += size
+        self._counters.started += size
+        for member in range(size):
+            work = asyncio.create_task(self._roll_out(running, member))
+            running.members.add(work)
+            work.add_done_callback(self._ended(running))
+
+    async def _open(self, task: GroupTask) -> tuple[Prompt, list[int]]:
+        """The prompt of a group and its tokens, once for all members."""
+        prompt = await prompt_of(task.environment, "train", task.prompt_index)
+        return prompt, self._sampler.transcript.opening(prompt.messages)
+
+    def _ended(self, running: _Running) -> Callable[[asyncio.Task[None]], None]:
+        def callback(work: asyncio.Task[None]) -> None:
+            running.members.discard(work)
+            running.session.leave()
+            self.in_flight -= 1
+            # a cancelled group has left the table already
+            if not running.members and running.task.index in self._running:
+                del self._running[running.task.index]
+                self._finish(running)
+            self._wake.set()
+
+        return callback
+
+    async def _roll_out(self, running: _Running, member: int) -> None:
+        started = time.monotonic()
+        try:
+            # one member that ends does not take the prompt from the others
+            prompt, opening = await asyncio.shield(running.opening)
+            seed = self._order.rollout_seed(running.task.index, member)
+            conversation = Conversation(self._sampler, running.session, seed=seed, opening=opening)
+            running.conversations.append(conversation)
+            outcome = await running.task.environment.rollout(prompt, conversation)
+        except EngineError as error:
+            self._counters.dropped_engine += 1
+            self._failed(error)
+        except HpcrlError as error:
+            self._error = error
+        except Exception as error:  # noqa: BLE001 - foreign code: its rollout fails, the run goes on
+            self._counters.dropped_environment += 1
+            self._failed(error)
+        else:
+            rollout = conversation.rollout(member, outcome, seconds=time.monotonic() - started)
+            if rollout is None:
+                self._counters.dropped_environment += 1
+                self._failed(ValueError("the prompt leaves no room for an answer (engine.max_model_len)"))
+                return
+            self._failures_in_a_row = 0
+            self._counters.finished += 1
+            self._counters.mixed_versions += rollout.first_version != rollout.last_version
+            running.rollouts.append(rollout)
+
+    def _failed(self, error: Exception) -> None:
+        if isinstance(error, EnvironmentLostError):
+            # the death of one process is one failure, however many rollouts it had
+            if error.death == self._last_death:
+                return
+            self._last_death = error.death
+        self._failures_in_a_row += 1
+        told = isinstance(error, EnvironmentRaisedError | EnvironmentLostError)
+        text = str(error) if told else f"{type(error).__name__}: {error}"
+        _log.warning("a rollout failed: %s", text, exc_info=None if told or isinstance(error, EngineError) else error)
+        if self._failures_in_a_row >= _MAX_FAILURES_IN_A_ROW:
+            lost = isinstance(error, EngineError) and error.unreachable
+            kind = PeerLostError if lost else HpcrlError
+            self._error = kind(f"{self._failures_in_a_row} rollouts failed one after the other; the last: {text}")
+
+    def _finish(self, running: _Running) -> None:
+        """All members have ended: keep the group or drop it."""
+        rollouts = sorted(running.rollouts, key=lambda rollout: rollout.member)
+        task = running.task
+        if len(rollouts) < min(2, self._config.group_size):
+            self._counters.dropped_group += len(rollouts)
+            self.account.drop_running()
+            return
+        group = Group(
+            index=task.index, environment=task.environment.name, prompt_index=task.prompt_index, rollouts=rollouts
+        )
+        if not group.has_variance:
+            self._counters.zero_variance_groups += 1
+        if group.version < self.account.oldest_usable:
+            self._note_stale(group)
+            self.account.drop_running()
+        elif not group.has_variance and self._config.zero_variance == "drop":
+            self._counters.dropped_zero_variance += len(rollouts)
+            self.account.drop_running()
+        else:
+            self._finished[group.index] = group
+            self.account.finish()
+        self._changed()
+
+    def _note_stale(self, group: Group) -> None:
+        """A finished group is too old since some step; a snapshot from before that step may still give it back."""
+        self._counters.dropped_stale += len(group.rollouts)
+        taken = self._taken.find(self.account.overtaken_by(group.version))
+        if taken is not None:
+            taken.stale.append(group)
+            taken.dropped_stale += len(group.rollouts)
+
+    def _drop_stale_finished(self) -> None:
+        oldest = self.account.oldest_usable
+        for group in [group for group in self._finished.values() if group.version < oldest]:
+            del self._finished[group.index]
+            self._note_stale(group)
+            self.account.drop_waiting()
+
+    def _drop_stale(self, taken: TakenStep) -> None:
+        oldest = self.account.oldest_usable
+        self._drop_stale_finished()
+        for running in list(self._running.values()):
+            version = running.version
+            if version is not None and version < oldest:
+                taken.cancelled.append(running.task)
+                taken.cancelled_stale += len(running.members)
+                taken.dropped_stale += len(running.rollouts)
+                self._counters.cancelled_stale += len(running.members)
+                self._counters.dropped_stale += len(running.rollouts)
+                self._cancel(running)
+
+    def _cancel(self, running: _Running) -> None:
+        del self._running[running.task.index]
+        self.account.drop_running()
+        running.opening.cancel()
+        for member in running.members:
+            member.cancel()
+
+    def _changed(self) -> None:
+        if self.account.batch_ready:
+            self._batch_ready.set()
+        else:
+            self._batch_ready.clear()
+        self._wake.set()

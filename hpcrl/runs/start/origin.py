@@ -1,0 +1,184 @@
+"""Beginning a run with what another one has learned: ``hpcrl submit RECIPE --from RUN[@STEP|@vVERSION]``.
+
+The new run gets a start model of its own, ``start-model/`` in its directory: the weights of a joint checkpoint, or a
+full version. Optimizer, random state, data order and counters begin anew.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+from hpcrl.checkpoints.ledger import CheckpointLedger
+from hpcrl.errors import CheckpointError, HandoffError, RunFailedError, UsageError
+from hpcrl.fs import fsync_dir
+from hpcrl.runs.record import Origin, RunRecord
+from hpcrl.runs.registry import find_run
+from hpcrl.runs.rundir import RunDir
+from hpcrl.weights.format.manifest import MANIFEST, Handoff
+from hpcrl.weights.store import HandoffStore
+
+__all__ = ["START_MODEL", "Source", "find_source", "make_start_model"]
+
+START_MODEL = "start-model"
+_WANTED = re.compile(r"(?P<run>.+?)(?:@(?:(?P<step>\d+)|v(?P<version>\d+)))?")
+
+
+class Source(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a start model comes from.
+
+    Attributes
+    ----------
+    origin:
+        For the record of the new run.
+    run:
+        The other run.
+    config_dir:
+        A directory with the model's configuration and tokenizer.
+    """
+
+    origin: Origin
+    run: RunDir
+    config_dir: Path
+
+
+def find_source(text: str, root: Path) -> Source:
+    """The checkpoint or version that ``text`` means: ``RUN`` (its newest checkpoint), ``RUN@STEP`` or ``RUN@vVERSION``.
+
+    Sizes of files are compared; data is read when the start model is made.
+
+    Raises
+    ------
+    UsageError
+        There is no such run, checkpoint or version, or a model cannot be made of it alone; the message has the way out.
+    """
+    match = _WANTED.fullmatch(text)
+    if match is None:
+        raise UsageError(f"--from {text!r} is not RUN, RUN@STEP or RUN@vVERSION\n    way out: --from my-run@120")
+    run = find_run(match["run"], root)
+    if match["version"] is not None:
+        return _version(run, int(match["version"]))
+    return _checkpoint(run, None if match["step"] is None else int(match["step"]))
+
+
+def _checkpoint(run: RunDir, step: int | None) -> Source:
+    ledger = CheckpointLedger(run.checkpoints_dir)
+    steps = ledger.steps()
+    if step is not None and step not in steps:
+        there = ", ".join(map(str, steps)) or "none"
+        way_out = f"    way out: there are checkpoints of steps {there}"
+        versions = HandoffStore(run.weights_dir).versions()
+        way_out += f"; or a version: --from {run.name}@v{step}" if step in versions else ""
+        raise UsageError(f"{run.name} has no checkpoint of step {step}\n{way_out}")
+    if step is None:
+        choice = ledger.newest_verified(content=False)
+        if choice.entry is None:
+            reasons = "".join(f"\n  step {number}: {reason}" for number, reason in choice.skipped)
+            raise UsageError(
+                f"{run.name} has no good checkpoint{reasons}\n"
+                f"    way out: a full version, where there is one (hpcrl weights ls {run.name}): --from {run.name}@vN"
+            )
+        step = choice.entry.step
+    try:
+        ledger.open(step).verify(content=False)
+    except CheckpointError as error:
+        raise UsageError(f"{error}\n    way out: another one: hpcrl checkpoint ls {run.name}") from error
+    return Source(
+        origin=_origin(run, "checkpoint", step, ledger.path_of(step)), run=run, config_dir=Path(run.recipe().model.path)
+    )
+
+
+def _version(run: RunDir, version: int) -> Source:
+    store = HandoffStore(run.weights_dir)
+    versions = store.versions()
+    if version not in versions:
+        newest = versions[-1] if versions else -1
+        what = "was collected" if version < newest else "was never published, or was withdrawn"
+        there = ", ".join(map(str, versions)) or "none"
+        way_out = f"there are {there}; or a checkpoint: --from {run.name}"
+        raise UsageError(f"version {version} of {run.name} {what}\n    way out: {way_out}")
+    try:
+        handoff = store.open(version)
+        handoff.verify(content=False)
+    except HandoffError as error:
+        raise UsageError(f"{error}\n    way out: another one: hpcrl weights ls {run.name}") from error
+    if handoff.manifest.kind != "full":
+        raise UsageError(_not_whole(run, handoff))
+    return Source(origin=_origin(run, "version", version, handoff.path), run=run, config_dir=handoff.path)
+
+
+def _not_whole(run: RunDir, handoff: Handoff) -> str:
+    manifest = handoff.manifest
+    what = {
+        "delta": f"holds changes only and needs versions {', '.join(map(str, manifest.needs))}",
+        "lora": "is an adapter, and no model",
+        "fp8": "is quantized: weights to train from would have lost most of their digits",
+    }[manifest.kind]
+    return (
+        f"version {manifest.version} of {run.name} {what}\n"
+        f"    way out: a checkpoint: --from {run.name} (hpcrl checkpoint ls {run.name})\n"
+        f"    way out: a version of kind full: hpcrl weights ls {run.name}"
+    )
+
+
+def _origin(run: RunDir, kind: str, number: int, path: Path) -> Origin:
+    record = RunRecord.read(run)
+    return Origin(
+        run=record.name,
+        run_id=record.run_id,
+        run_dir=str(run.path),
+        kind=kind,
+        number=number,
+        path=str(path),
+        taken_at_s=time.time(),
+        hpcrl_version=record.hpcrl_version,
+        recipe_sha256=record.recipe_sha256,
+    )
+
+
+def make_start_model(source: Source, target: Path) -> None:
+    """Make the model directory ``target``, which must not exist. All bytes are compared with their manifest.
+
+    A version is linked where that is possible: its files never change, and stay when it is collected. A checkpoint is
+    exported by a process of its own, because that needs torch.
+
+    Raises
+    ------
+    UsageError, RunFailedError, OSError
+        It is damaged, or cannot be written; what was made is the caller's to remove.
+    """
+    if source.origin.kind == "checkpoint":
+        command = [sys.executable, "-P", "-m", "hpcrl.trainer.state.export", str(source.run.path), str(target)]
+        done = subprocess.run([*command, "--step", str(source.origin.number)], check=False, stdout=subprocess.DEVNULL)
+        if done.returncode:
+            raise RunFailedError(f"the weights of {source.origin} could not be exported; the reason is above")
+        return
+    try:
+        handoff = Handoff.open(Path(source.origin.path))
+        handoff.verify(content=True)
+        target.mkdir()
+        for name in handoff.manifest.files:
+            if name != MANIFEST:
+                _link(handoff.path / name, target / name)
+    except (HandoffError, FileNotFoundError) as error:
+        raise UsageError(f"{error}\n    way out: another version: hpcrl weights ls {source.run.name}") from error
+    fsync_dir(target)
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP):
+            raise
+        shutil.copyfile(source, target)
+        with target.open("rb") as stream:
+            os.fsync(stream.fileno())

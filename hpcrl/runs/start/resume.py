@@ -1,0 +1,97 @@
+"""Planning a resume: which checkpoint it will try, and whether there is anything left to do."""
+
+from __future__ import annotations
+
+import time
+from typing import Literal, NamedTuple
+
+from hpcrl.aside import list_asides
+from hpcrl.checkpoints.ledger import CheckpointEntry, CheckpointLedger
+from hpcrl.errors import CheckpointError, RunDirError
+from hpcrl.runs.record import user_name
+from hpcrl.runs.rundir import RunDir
+from hpcrl.runs.start.restart import RestartRequest, ResumePoint, find_resume_point, nothing_to_restore
+
+__all__ = ["Begin", "plan_resume", "request_restart"]
+
+
+class Begin(NamedTuple):
+    """What a resume begins with: the newest good checkpoint unless one of the two is given."""
+
+    scratch: bool = False
+    step: int | None = None
+
+
+def plan_resume(run: RunDir, begin: Begin, *, completed: bool, steps: int | None = None) -> ResumePoint:
+    """Where a run that has ended goes on. Nothing is changed.
+
+    Parameters
+    ----------
+    begin:
+        Where it is to go on.
+    completed:
+        Whether it did all its steps.
+    steps:
+        Optimizer steps of the recipe that it will go on with; those of the run by default.
+
+    Raises
+    ------
+    RunDirError
+        There is no such checkpoint; or all of these steps are done.
+    NothingToRestoreError
+        It has saved checkpoints, and none is there any more whose files have their sizes.
+    """
+    point = find_resume_point(run)
+    if begin.step is not None:
+        point = _at(run, point, begin.step)
+    elif begin.scratch:
+        point = ResumePoint(None, [], point.saved)
+    elif point.step is None and point.saved:
+        raise nothing_to_restore(run, point.saved, point.skipped)
+    total = run.recipe().trainer.steps
+    completed = completed and not begin.scratch and begin.step is None
+    _check_steps(run, point, completed=completed, steps=total if steps is None else steps, before=total)
+    return point
+
+
+def request_restart(run: RunDir, begin: Begin) -> None:
+    """Write down where the next attempts begin, for their trainer."""
+    kind: Literal["newest", "scratch", "step"] = "scratch" if begin.scratch else "newest"
+    RestartRequest(
+        begin="step" if begin.step is not None else kind,
+        step=begin.step,
+        after_attempt=(run.attempts() or [0])[-1],
+        time_s=time.time(),
+        by=user_name(),
+    ).write(run)
+
+
+def _at(run: RunDir, point: ResumePoint, step: int) -> ResumePoint:
+    """The checkpoint that somebody names: in the ledger, or put aside."""
+    paths = {aside.number: aside.path for aside in list_asides(run.checkpoints_dir, "step-")}
+    ledger = CheckpointLedger(run.checkpoints_dir)
+    paths |= {number: ledger.path_of(number) for number in ledger.steps()}
+    if step not in paths:
+        there = f"there are {', '.join(map(str, sorted(paths)))}" if paths else "there are none"
+        raise RunDirError(f"{step} is no checkpoint of {run.name}\n    way out: {there}")
+    try:
+        CheckpointEntry.open(paths[step]).verify(content=False)
+    except CheckpointError as error:
+        raise nothing_to_restore(run, point.saved, [(step, str(error))], wanted=step) from error
+    return ResumePoint(step, [], point.saved)
+
+
+def _check_steps(run: RunDir, point: ResumePoint, *, completed: bool, steps: int, before: int) -> None:
+    """Refuse a resume that has nothing to do."""
+    # an attempt that ended after its last step has its end to do again, where it did not end well
+    done = max(point.step or 0, before if completed else 0)
+    if steps > done or (steps == done and not completed):
+        return
+    asked = "" if steps == before else f", trainer.steps={steps} asks for no more"
+    raise RunDirError(
+        f"the run {run.name} {'is completed: it' if completed else ''} has done {done} steps{asked}; "
+        "there is nothing to resume, and nothing was changed\n"
+        f"    way out: more steps: hpcrl resume {run.name} --set trainer.steps={2 * done}\n"
+        f"    way out: look at it: hpcrl report {run.name}\n"
+        f"    way out: a new run with its weights: hpcrl submit RECIPE --from {run.name}"
+    )

@@ -1,0 +1,325 @@
+"""What ended a run, for ``hpcrl why``: the first cause, its last words, what followed, the way on."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import msgspec
+from rich.console import Console
+from rich.text import Text
+
+from hpcrl.runs.cause import Cause, CauseKind, describe_end, from_record
+from hpcrl.runs.events import read_events
+from hpcrl.runs.observe import RunView, observe
+from hpcrl.runs.record import RunRecord
+from hpcrl.runs.role import FailureRecord
+from hpcrl.runs.rundir import RunDir
+from hpcrl.runs.start.restart import ResumePoint, find_resume_point
+from hpcrl.runs.status import ComponentState, RunState
+from hpcrl.runs.views.liveview import duration, state_text
+from hpcrl.runs.views.logs import LogFilter, find_log_files, read_logs
+
+__all__ = ["WHY_SCHEMA", "Consequence", "Diagnosis", "diagnose", "diagnosis_document", "print_diagnosis"]
+
+WHY_SCHEMA = "hpcrl.why/1"
+_LOG_LINES = 15
+_TRACEBACK_LINES = 25
+_OOM_HINT = "nobody in the run sent it: the kernel's out-of-memory killer does that (look in dmesg), or a person"
+_HINTS = {
+    CauseKind.START_TIMEOUT: "if it was only slow, raise limits.start_timeout_s in the cluster profile",
+    CauseKind.HUNG: "if it was only slow, raise supervision.hang_floor_s (or hang_ceiling_s) in the recipe",
+    CauseKind.DISK_FULL: "make space there, then resume; `hpcrl checkpoint ls` says what this run keeps",
+    CauseKind.TIME_LIMIT: "the limit is job.time_limit_h of the recipe, else the profile's limits.time_limit_h",
+    CauseKind.CHANGED: "bring back what it was, or accept what it is now: hpcrl resume RUN --accept-changes",
+}
+
+
+class Consequence(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that followed from the cause."""
+
+    time_s: float
+    what: str
+
+
+class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
+    """What ended a run.
+
+    Attributes
+    ----------
+    sentence:
+        The cause, or the state, in one sentence.
+    hint:
+        What usually stands behind it; may be empty.
+    last_words:
+        End of the traceback that the role left, else of its log.
+    log:
+        File they are from, relative to the run directory; empty for a traceback.
+    consequences:
+        Restarts, ends and complaints of roles, in time order.
+    lost_replicas:
+        Replicas with jobs of their own that were lost in this attempt, in time order: the run goes on without them.
+    earlier:
+        How earlier attempts ended, by attempt.
+    ways_on:
+        Commands.
+    resume_step:
+        Step of the checkpoint that a resume takes; None where there is none.
+    """
+
+    name: str
+    state: RunState
+    attempt: int
+    ended_at_s: float | None
+    wall_s: float | None
+    sentence: str
+    cause: Cause | None
+    hint: str
+    last_words: list[str]
+    log: str
+    consequences: list[Consequence]
+    lost_replicas: list[Consequence]
+    earlier: dict[int, str]
+    ways_on: list[str]
+    resume_step: int | None
+    schema: str = WHY_SCHEMA
+
+
+def diagnose(run: RunDir) -> Diagnosis:
+    """Explain the end of the newest attempt of a run."""
+    view = observe(run)
+    last_words, log = _last_words(run, view)
+    point = ResumePoint(None, [], [])
+    if view.state.ended and view.state is not RunState.COMPLETED:
+        point = find_resume_point(run)
+    return Diagnosis(
+        name=view.name,
+        state=view.state,
+        attempt=view.attempt,
+        ended_at_s=view.ended_at_s,
+        wall_s=view.wall_s,
+        sentence=_sentence(view),
+        cause=view.cause,
+        hint=_hint(run, view.cause),
+        last_words=last_words,
+        log=log,
+        consequences=_consequences(run, view),
+        lost_replicas=[
+            Consequence(time_s=event.time_s, what=event.data["why"])
+            for event in read_events(run, attempt=view.attempt, kind="replica.lost")
+        ]
+        + [
+            Consequence(time_s=event.time_s, what=f"job {event.data['job_id']} replaces it: {event.data['lost']}")
+            for event in read_events(run, attempt=view.attempt, kind="replica.submitted")
+            if event.data["lost"]
+        ],
+        earlier=_earlier(run, view.attempt),
+        ways_on=_ways_on(view, point),
+        resume_step=point.step,
+    )
+
+
+def _sentence(view: RunView) -> str:
+    if view.cause is not None:
+        return view.cause.message
+    if view.state is RunState.COMPLETED:
+        return "the run completed: it did all its steps"
+    return f"the run has not ended: it is {view.state}"
+
+
+def _hint(run: RunDir, cause: Cause | None) -> str:
+    if cause is None:
+        return ""
+    submissions = RunRecord.read(run).submissions
+    if cause.kind is CauseKind.TIME_LIMIT and submissions and submissions[-1].in_job:
+        return f"the limit is that of job {submissions[-1].in_job}, the allocation that the run was in"
+    if cause.kind is CauseKind.EXIT and cause.signal == 9:
+        return _OOM_HINT
+    return _HINTS.get(cause.kind, "")
+
+
+def _last_words(run: RunDir, view: RunView) -> tuple[list[str], str]:
+    """The end of the traceback or of the log of the role that was first."""
+    cause = view.cause
+    if cause is None or cause.role is None or cause.details:
+        return [], ""
+    if cause.dump:
+        return cause.frames, cause.dump
+    if cause.traceback:
+        return cause.traceback.rstrip().splitlines()[-_TRACEBACK_LINES:], ""
+    # a rank that was killed may not have said anything yet; what started it has
+    for rank in dict.fromkeys((cause.rank, 0)):
+        wanted = LogFilter(view.attempt, cause.role, cause.replica, rank)
+        files = find_log_files(run, wanted)
+        lines = [line.line for line in read_logs(run, wanted, lines=_LOG_LINES)]
+        if lines:
+            return lines, str(files[0].path.relative_to(run.path)) if len(files) == 1 else ""
+    return [], ""
+
+
+def _restored(run: RunDir, view: RunView) -> list[Consequence]:
+    """What this attempt passed over and withdrew before its first step."""
+    what = {
+        "trainer.checkpoint_skipped": "the checkpoint of step {step} was passed over: {reason}",
+        "trainer.checkpoints_put_aside": "checkpoints of steps {steps} were put aside, as asked by {asked}",
+        "trainer.versions_withdrawn": "weights of versions {versions} were put aside, as they are later than the start",
+    }
+    found = [
+        Consequence(time_s=event.time_s, what=text.format_map(event.data))
+        for kind, text in what.items()
+        for event in read_events(run, attempt=view.attempt, kind=kind)
+    ]
+    return found + [
+        Consequence(time_s=event.time_s, what=f"this attempt runs something else than was submitted: {change}")
+        for event in read_events(run, attempt=view.attempt, kind="attempt.changed")
+        for change in event.data["changes"]
+    ]
+
+
+def _restarts(run: RunDir, view: RunView) -> list[Consequence]:
+    """Replicas that were started again in this attempt, and where the stacks are of those that hung."""
+    found = []
+    for event in read_events(run, attempt=view.attempt, kind="component.restarting"):
+        who = f"{event.data['role']} {event.data['replica']}"
+        what = f"{event.data['cause']}; {who} is restarted (restart {event.data['restart']})"
+        found.append(Consequence(time_s=event.time_s, what=what))
+    for event in read_events(run, attempt=view.attempt, kind="component.lost"):
+        found.append(Consequence(time_s=event.time_s, what=f"{event.data['cause']}; the run goes on without it"))
+    for event in read_events(run, attempt=view.attempt, kind="component.hung"):
+        if event.data["dumps"]:
+            frames = " < ".join(frame.partition(" (")[0] for frame in event.data["frames"][1:4])
+            what = f"stacks of {event.data['role']} {event.data['replica']} are in {event.data['dumps'][0]}"
+            found.append(Consequence(time_s=event.time_s, what=what + (f": {frames}" if frames else "")))
+    for event in read_events(run, attempt=view.attempt, kind="component.went_on"):
+        what = f"{event.data['role']} {event.data['replica']} seemed to hang ({event.data['problem']}) and went on"
+        found.append(Consequence(time_s=event.time_s, what=what))
+    return found + _lost_segments(run, view)
+
+
+def _lost_segments(run: RunDir, view: RunView) -> list[Consequence]:
+    """Memory that left the KV pool before the run was stopped: its blocks are computed anew."""
+    states = read_events(run, attempt=view.attempt, kind="run.state")
+    stopped_s = min((e.time_s for e in states if e.data["state"] == RunState.STOPPING), default=math.inf)
+    # whose node it was on; engines that share one are not told apart
+    owners: dict[str, set[str]] = {}
+    for event in read_events(run, attempt=view.attempt, kind="store.canary"):
+        owners.setdefault(event.data["host"], set()).add(event.writer.replace("-", " "))
+
+    def segment(name: str) -> str:
+        found = owners.get(name.rpartition(":")[0], set())
+        return f"{name} of {next(iter(found))}" if len(found) == 1 else name
+
+    return [
+        Consequence(
+            time_s=event.time_s,
+            what=f"the segment {segment(event.data['segment'])} left the KV pool with its blocks "
+            f"(segments left: {event.data['segments']}); engines compute these blocks anew",
+        )
+        for event in read_events(run, attempt=view.attempt, kind="store.segment_lost")
+        if event.time_s < stopped_s
+    ]
+
+
+def _consequences(run: RunDir, view: RunView) -> list[Consequence]:
+    """What was restored and restarted, what other roles said, and how they ended by themselves."""
+    cause = view.cause
+    found = _restored(run, view) + _restarts(run, view)
+    if cause is None:
+        return sorted(found, key=lambda consequence: consequence.time_s)
+    first = (cause.role, cause.replica)
+    for record in FailureRecord.read_all(run, view.attempt):
+        if (record.role, record.replica) != first or record.rank != (cause.rank or 0):
+            found.append(Consequence(time_s=record.time_s, what=from_record(record).message))
+    said = {(record.role, record.replica) for record in FailureRecord.read_all(run, view.attempt)}
+    for component in view.components:
+        key = (component.role, component.replica)
+        # those that were asked to stop are EXITED, whatever their exit code
+        by_itself = component.state is ComponentState.FAILED and key not in (first, *said)
+        if by_itself and component.ended_at_s is not None:
+            end = describe_end(component.exit_code, component.signal)
+            found.append(Consequence(time_s=component.ended_at_s, what=f"{component.role} {component.replica} {end}"))
+    return sorted(found, key=lambda consequence: consequence.time_s)
+
+
+def _earlier(run: RunDir, attempt: int) -> dict[int, str]:
+    """Last state and cause of the attempts before, from their events."""
+    ends: dict[int, str] = {}
+    gone = {event.attempt: sorted(event.data["nodes"]) for event in read_events(run, kind="nodes.excluded")}
+    for event in read_events(run, kind="run.state"):
+        if event.attempt < attempt:
+            state, cause = RunState(event.data["state"]), event.data.get("cause")
+            if not state.ended and state is not RunState.REQUEUED:
+                names = gone.get(event.attempt, [])
+                down = f"; {'node' if len(names) == 1 else 'nodes'} {', '.join(names)} went down" if names else ""
+                ends[event.attempt] = f"LOST: the supervisor went away without a last word{down}"
+            else:
+                ends[event.attempt] = f"{state}: {cause}" if cause else state.value
+    return ends
+
+
+def _ways_on(view: RunView, point: ResumePoint) -> list[str]:
+    if view.state is RunState.COMPLETED:
+        return [f"hpcrl report {view.name}", f"hpcrl resume {view.name} --set trainer.steps=...    # go on with more"]
+    if not view.state.ended:
+        return [f"hpcrl status {view.name} --watch", f"hpcrl logs {view.name} -f"]
+    lost = view.cause is not None and view.cause.kind is CauseKind.NOTHING_TO_RESTORE
+    if lost or (point.step is None and point.saved):
+        return [
+            f"hpcrl checkpoint verify {view.name}    # what is wrong with each",
+            f"hpcrl resume {view.name} --from-step STEP    # one that is good again",
+            f"hpcrl resume {view.name} --from-scratch    # step 0; what there is is put aside",
+        ]
+    where = "from the beginning: it has saved no checkpoint"
+    if point.step is not None:
+        where = f"from step {point.step}, if the trainer finds it good"
+    return [f"hpcrl resume {view.name}    # {where}", f"hpcrl logs {view.name}"]
+
+
+def diagnosis_document(diagnosis: Diagnosis) -> str:
+    """The diagnosis as JSON (schema `WHY_SCHEMA`)."""
+    return msgspec.json.format(msgspec.json.encode(diagnosis), indent=2).decode()
+
+
+def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
+    """The diagnosis for a person."""
+
+    def say(*parts: str | Text | tuple[str, str]) -> None:
+        console.print(Text.assemble(*parts), soft_wrap=True)
+
+    attempt = f"  attempt {diagnosis.attempt}, {duration(diagnosis.wall_s)}" if diagnosis.attempt else ""
+    say((diagnosis.name, "bold"), "  ", state_text(diagnosis.state), attempt)
+    cause = diagnosis.cause
+    when = f"{_clock(cause.time_s)}  " if cause is not None else ""
+    say("\n", when, (diagnosis.sentence, "bold"))
+    for line in cause.details if cause is not None else ():
+        say(line)
+    if cause is not None and cause.doubt:
+        say((cause.doubt, "yellow"))
+    if diagnosis.hint:
+        say((diagnosis.hint, "dim"))
+    if diagnosis.last_words:
+        say(
+            "\n",
+            (f"end of {diagnosis.log}" if diagnosis.log else f"traceback of {cause.where if cause else ''}", "dim"),
+        )
+        for line in diagnosis.last_words:
+            say("  ", line)
+    if diagnosis.consequences:
+        say("\n", ("then" if diagnosis.cause is not None else "until now", "dim"))
+        for consequence in diagnosis.consequences:
+            say(f"  {_clock(consequence.time_s)}  {consequence.what}")
+    if diagnosis.lost_replicas:
+        say("\n", ("replicas that were lost and are replaced", "dim"))
+        for lost in diagnosis.lost_replicas:
+            say(f"  {_clock(lost.time_s)}  {lost.what}")
+    if diagnosis.earlier:
+        say("\n", ("earlier attempts", "dim"))
+        for number, end in sorted(diagnosis.earlier.items()):
+            say(f"  {number}  {end}")
+    say("\n", ("next", "dim"))
+    for way in diagnosis.ways_on:
+        say(f"  {way}")
+
+
+def _clock(time_s: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(time_s)) + f".{int(time_s % 1 * 1000):03d}"

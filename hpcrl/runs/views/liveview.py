@@ -1,0 +1,377 @@
+"""Following a run: a live table in a terminal, one line a step elsewhere, a summary at the end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from hpcrl.runs.clocks import Clocks
+from hpcrl.runs.fleet import Fleet, read_fleet
+from hpcrl.runs.metrics import StepRecord, read_metrics
+from hpcrl.runs.observe import Progress, RunView, observe, read_progress
+from hpcrl.runs.rundir import RunDir
+from hpcrl.runs.status import ReplicaJob, RunState
+from hpcrl.runs.views.fleet_table import fleet_table
+from hpcrl.runs.views.usage import Usage, read_usage
+
+__all__ = ["components_table", "duration", "follow", "render", "state_text", "summary"]
+
+_POLL_S = 1.0
+_SILENCE_S = 20.0
+"""A supervisor that lives but has not written for so long hangs, or its filesystem does."""
+_STYLES = {
+    "RUNNING": "green",
+    "READY": "green",
+    "COMPLETED": "bold green",
+    "EXITED": "dim",
+    "STARTING": "yellow",
+    "SUBMITTED": "yellow",
+    "STOPPING": "yellow",
+    "REQUEUED": "yellow",
+    "PENDING": "dim",
+    "CANCELLED": "yellow",
+    "FAILED": "bold red",
+    "LOST": "bold red",
+}
+#: phases in the order of a step, with a colour each
+PHASES = {
+    "wait_batch": ("waiting", "red"),
+    "forward_backward": ("forward+backward", "blue"),
+    "optimizer": ("optimizer", "cyan"),
+    "publish": ("publish", "magenta"),
+    "checkpoint": ("checkpoint", "yellow"),
+    "other": ("other", "white"),
+}
+
+
+def duration(seconds: float | None) -> str:
+    """``75`` as ``1:15``, from an hour ``2:01:15``; ``-`` for None."""
+    if seconds is None:
+        return "-"
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def state_text(state: str) -> Text:
+    """A state in its colour."""
+    return Text(state, style=_STYLES.get(state, ""))
+
+
+def follow(
+    run: RunDir, console: Console, *, on_interrupt: Callable[[int], str] | None = None, poll_s: float = _POLL_S
+) -> RunView:
+    """Show a run until it has ended; returns its last state.
+
+    Parameters
+    ----------
+    run:
+        The run.
+    console:
+        Where to show it; a live table if it is a terminal, else lines.
+    on_interrupt:
+        Called at each Ctrl-C with its number (1, 2 …); returns what to tell. Without it Ctrl-C ends the
+        following only (KeyboardInterrupt).
+    poll_s:
+        Seconds between looks.
+    """
+    interrupts = 0
+    screen = _LiveScreen(console) if console.is_terminal else _LineScreen(console)
+    with screen:
+        while True:
+            try:
+                view = observe(run)
+                metrics = read_metrics(run)
+                fleet = read_fleet(run, view.attempt, view.components)
+                screen.show(view, read_progress(run, metrics), metrics, read_usage(run, view), fleet)
+                if view.state.ended:
+                    return view
+                time.sleep(poll_s)
+            except KeyboardInterrupt:
+                if on_interrupt is None:
+                    raise
+                interrupts += 1
+                screen.say(on_interrupt(interrupts))
+
+
+class _LiveScreen:
+    def __init__(self, console: Console) -> None:
+        self._live = Live(console=console, auto_refresh=False, transient=False)
+        self._note = ""
+
+    def __enter__(self) -> _LiveScreen:
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    def say(self, note: str) -> None:
+        self._note = note
+
+    def show(self, view: RunView, progress: Progress, metrics: list[StepRecord], usage: Usage, fleet: Fleet) -> None:
+        body = render(view, progress, metrics, usage, fleet)
+        self._live.update(Group(body, Text(self._note, style="yellow")) if self._note else body, refresh=True)
+
+
+class _LineScreen:
+    """For pipes and log files: a line when something happened, nothing otherwise."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._state = ""
+        self._warnings: list[str] = []
+        self._step = 0
+        self._version = -1
+
+    def __enter__(self) -> _LineScreen:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def say(self, note: str) -> None:
+        self._console.print(Text(note), soft_wrap=True)
+
+    def show(self, view: RunView, progress: Progress, metrics: list[StepRecord], usage: Usage, fleet: Fleet) -> None:
+        if view.state != self._state:
+            self._state = view.state
+            reason = f": {view.cause.message}" if view.cause is not None else ""
+            self.say(f"{view.name} {view.state}{reason}")
+            for line in view.cause.details if view.cause is not None else ():
+                self.say(line)
+        if view.warnings and not self._warnings:
+            self.say(f"warning: {view.warnings[0]}")
+        self._warnings = view.warnings
+        for record in metrics:
+            if record.step > self._step:
+                self.say(_step_line(record, progress))
+                self._step = record.step
+        for evaluation in progress.evaluations:
+            if evaluation.version > self._version:
+                late = "" if evaluation.due is None else f" (due at {evaluation.due}, which the engines skipped)"
+                self.say(f"held-out reward {evaluation.reward:.3f} at version {evaluation.version}{late}")
+                self._version = evaluation.version
+
+
+def _step_line(record: StepRecord, progress: Progress) -> str:
+    seconds = sum(record.phases_s.values())
+    waiting = record.phases_s.get("wait_batch", 0.0) / seconds if seconds else 0.0
+    left = f"  left {duration(progress.eta_s)}" if record is progress.last and progress.eta_s is not None else ""
+    routes = "" if record.routing_mismatch is None else f"  routes {record.routing_mismatch:.1e}"
+    return (
+        f"step {record.step}/{progress.total_steps}  reward {record.reward_mean:.3f}"
+        f"  staleness {record.staleness_mean:.1f} (max {record.staleness_max})  kl {record.mismatch_kl:.1e}{routes}"
+        f"  {record.tokens_per_s:,.0f} tokens/s  {seconds:.1f} s (waiting {waiting:.0%}){left}"
+    )
+
+
+def render(
+    view: RunView,
+    progress: Progress,
+    metrics: list[StepRecord],
+    usage: Usage | None = None,
+    fleet: Fleet | None = None,
+) -> RenderableType:
+    """The live table: head, progress, measurements, phases, newest steps, roles, engines."""
+    parts: list[RenderableType] = [_head(view, progress, usage), *_job_line(view), *_clock_line(view), _bar(progress)]
+    if progress.last is not None:
+        parts += [_measurements(progress, progress.last), _phases(progress.last), Text()]
+        parts += [_steps_table(metrics[-6:], progress), Text()]
+    elif progress.evaluations:
+        parts += [Text(f"held-out reward {progress.evaluations[0].reward:.3f} before the first step"), Text()]
+    if view.components:
+        parts.append(components_table(view))
+    if fleet is not None and fleet.replicas and not view.state.ended:
+        parts += [Text(), fleet_table(fleet)]
+    parts += [Text(f"warning: {warning}", style="bold yellow") for warning in view.warnings]
+    parts += restored_lines(progress)
+    if view.cause is not None:
+        parts.append(Text(view.cause.message, style="yellow" if view.state is RunState.CANCELLED else "red"))
+        parts += [Text(line) for line in view.cause.details]
+    return Group(*parts)
+
+
+def restored_lines(progress: Progress) -> list[Text]:
+    """What the newest attempt began with, and what it passed over; nothing for one that had nothing to restore."""
+    restored = progress.restored
+    changes = [Text(f"changed since the submit: {change}", style="yellow") for change in progress.changes]
+    if restored is None or restored.refused or (restored.step is None and not restored.asked):
+        return changes
+    how = "every byte" if restored.verified == "content" else "sizes of files"
+    what = "began again at step 0" if restored.step is None else f"restored step {restored.step} ({how} verified)"
+    lines = [Text(f"{what}{f', as asked by {restored.asked}' if restored.asked else ''}")]
+    lines += [Text(f"passed over step {entry.step}: {entry.reason}", style="yellow") for entry in restored.skipped]
+    if restored.put_aside:
+        lines.append(Text(f"put aside until passed again: {', '.join(map(str, restored.put_aside))}", style="yellow"))
+    return changes + lines
+
+
+def _head(view: RunView, progress: Progress, usage: Usage | None) -> Text:
+    head = Text.assemble((view.name, "bold"), "  ", state_text(view.state), f"  attempt {max(view.attempt, 1)}")
+    head.append(f"  {duration(view.wall_s)} elapsed")
+    if progress.eta_s is not None and not view.state.ended:
+        head.append(f", about {duration(progress.eta_s)} left")
+    if usage is not None and usage.gpu_hours:
+        head.append(f"  {usage.gpu_hours:,.1f} GPU-hours")
+    silent_s = 0.0 if view.heartbeat_s is None else time.time() - view.heartbeat_s
+    if silent_s > _SILENCE_S and not view.state.ended:
+        head.append(f"  no heartbeat for {duration(silent_s)}", style="bold red")
+    return head
+
+
+def _job_line(view: RunView) -> list[Text]:
+    """Whose weights it began with, and what Slurm says about the job, where there is one."""
+    job = view.job
+    begun = [Text(f"began with {view.origin}")] if view.origin else []
+    if job is None:
+        return begun
+    text = Text.assemble(f"Slurm job {job.job_id} ", state_text(job.state))
+    if job.nodes:
+        text.append(f" on {len(job.nodes)} node{'s' if len(job.nodes) > 1 else ''}")
+    if job.restarts:
+        text.append(f", requeued {job.restarts} time{'s' if job.restarts > 1 else ''}")
+    if job.waiting:
+        text.append(f" ({job.reason})" if job.reason else "")
+        if job.start_s is not None and job.start_s > time.time():
+            text.append(f", starts in about {duration(job.start_s - time.time())}")
+    if job.warning:
+        text.append(f"  {job.warning.splitlines()[0]}", style="yellow")
+    return [*begun, text]
+
+
+def _clock_line(view: RunView) -> list[Text]:
+    """Nodes whose clocks are far off, where there are such."""
+    far = Clocks(view.clocks).far
+    if not far:
+        return []
+    shown = [f"{node} {clock} {'ahead' if clock.ahead_s > 0 else 'behind'}" for node, clock in sorted(far.items())[:4]]
+    more = f" and {len(far) - 4} more" if len(far) > 4 else ""
+    what = f"clocks are off: {', '.join(shown)}{more}; times here are corrected, those in logs are not"
+    return [Text(what, "yellow")]
+
+
+def _bar(progress: Progress) -> Table:
+    row = Table.grid(padding=(0, 1))
+    bar = ProgressBar(total=progress.total_steps, completed=progress.steps, width=40)
+    row.add_row(f"step {progress.steps}/{progress.total_steps}", bar)
+    return row
+
+
+def _measurements(progress: Progress, last: StepRecord) -> Text:
+    text = Text.assemble("reward ", (f"{last.reward_mean:.3f}", "bold"))
+    if progress.evaluations:
+        first, newest = progress.evaluations[0], progress.evaluations[-1]
+        text.append("   held-out ")
+        text.append(f"{newest.reward:.3f}", style="bold")
+        text.append(f" at version {newest.version} (start {first.reward:.3f})")
+    text.append(f"   version {last.step}   staleness {last.staleness_mean:.1f} (max {last.staleness_max})")
+    text.append(f"   {last.tokens_per_s:,.0f} tokens/s")
+    if progress.checkpoint_step is not None:
+        text.append(f"   checkpoint at step {progress.checkpoint_step}")
+        if progress.checkpoint_age_s is not None:
+            text.append(f", {duration(progress.checkpoint_age_s)} ago")
+    return text
+
+
+def _phases(record: StepRecord, width: int = 60) -> Text:
+    """The last step as a bar of its phases."""
+    seconds = sum(record.phases_s.values())
+    bar, legend = Text(), Text()
+    for phase, (label, colour) in PHASES.items():
+        share = record.phases_s.get(phase, 0.0) / seconds if seconds else 0.0
+        if share >= 0.005:
+            bar.append("█" * max(1, round(share * width)), style=colour)
+            legend.append(f"  {label} {share:.0%}", style=colour)
+    return Text.assemble(f"last step {seconds:.1f} s ", bar, legend)
+
+
+def _steps_table(records: list[StepRecord], progress: Progress) -> Table:
+    held_out = {evaluation.version: evaluation.reward for evaluation in progress.evaluations}
+    table = Table(box=None, header_style="dim", pad_edge=False)
+    # the share of routes that differ, where engines say theirs
+    routes = ["routes"] if any(record.routing_mismatch is not None for record in records) else []
+    for column in ("step", "reward", "held-out", "loss", "kl", *routes, "entropy", "staleness", "seconds"):
+        table.add_column(column, justify="right")
+    for record in records:
+        table.add_row(
+            str(record.step),
+            f"{record.reward_mean:.3f}",
+            f"{held_out[record.step]:.3f}" if record.step in held_out else "",
+            f"{record.loss:+.4f}",
+            f"{record.mismatch_kl:.1e}",
+            *(["" if record.routing_mismatch is None else f"{record.routing_mismatch:.1e}"] if routes else []),
+            f"{record.entropy:.3f}",
+            f"{record.staleness_mean:.1f}",
+            f"{sum(record.phases_s.values()):.1f}",
+        )
+    return table
+
+
+def components_table(view: RunView) -> Table:
+    """Roles: state, node, pid, port, time since start."""
+    table = Table(box=None, header_style="dim", pad_edge=False)
+    jobs = any(component.job is not None for component in view.components)
+    for column in ("role", "state", *(["node"] if _has_nodes(view) else []), "pid", "port", "up", *["job"] * jobs):
+        table.add_column(column, justify="right" if column in ("pid", "port", "up") else "left")
+    now_s = time.time()
+    for c in view.components:
+        up = None if c.started_at_s is None else (c.ended_at_s or view.ended_at_s or now_s) - c.started_at_s
+        node = [_short_list(c.nodes)] if _has_nodes(view) else []
+        ends = [str(c.pid or "-"), str(c.port or "-"), duration(up)]
+        own = [_own_job(c.job)] if jobs else []
+        table.add_row(f"{c.role} {c.replica}", state_text(c.state), *node, *ends, *own)
+    return table
+
+
+def _own_job(job: ReplicaJob | None) -> Text:
+    """The job of one replica, and what is wrong with it."""
+    if job is None:
+        return Text("-")
+    text = Text.assemble("none yet" if job.job_id is None else f"{job.job_id} ", state_text(job.state))
+    if job.reason not in ("", "None"):
+        text.append(f" ({job.reason})")
+    if job.replaced:
+        text.append(f", replaced {job.replaced} time{'s' if job.replaced > 1 else ''}", style="yellow")
+    return text
+
+
+def _has_nodes(view: RunView) -> bool:
+    return any(component.nodes for component in view.components)
+
+
+def _short_list(nodes: list[str]) -> str:
+    """First and last node of a replica: its nodes are neighbours."""
+    return nodes[0] if len(nodes) == 1 else f"{nodes[0]} .. {nodes[-1]}" if nodes else "-"
+
+
+def summary(view: RunView, progress: Progress, metrics: list[StepRecord], *, picture: str = "") -> Table:
+    """What a person wants to know at the end; ``picture`` is the path of the report, or why there is none."""
+    table = Table.grid(padding=(0, 2))
+    table.add_row("run", Text.assemble((view.name, "bold"), "  ", state_text(view.state)))
+    if view.cause is not None:
+        table.add_row("cause", Text("\n".join([view.cause.message, *view.cause.details])))
+    for line in restored_lines(progress):
+        table.add_row("start", line)
+    if len(progress.evaluations) > 1:
+        first, last = progress.evaluations[0], progress.evaluations[-1]
+        table.add_row(
+            "held-out reward", f"{first.reward:.3f} -> {last.reward:.3f} (version {first.version} -> {last.version})"
+        )
+    table.add_row("steps", f"{progress.steps} of {progress.total_steps} in {duration(view.wall_s)}")
+    if metrics:
+        seconds = sum(sum(record.phases_s.values()) for record in metrics)
+        waiting = sum(record.phases_s.get("wait_batch", 0.0) for record in metrics)
+        staleness = sum(record.staleness_mean for record in metrics) / len(metrics)
+        worst = max(record.staleness_max for record in metrics)
+        table.add_row("staleness", f"{staleness:.2f} on average, at most {worst}")
+        table.add_row("waiting", f"{waiting / seconds:.0%} of the trainer's time" if seconds else "-")
+    if picture:
+        table.add_row("picture", Text(picture, overflow="fold"))
+    return table

@@ -1,0 +1,181 @@
+"""The picture of a run: reward, staleness, and where the time of each step went."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+from hpcrl.errors import MissingExtraError, UsageError
+from hpcrl.fs import atomic_write
+from hpcrl.runs.metrics import StepRecord, read_metrics
+from hpcrl.runs.observe import Progress, RunView, observe, read_progress
+from hpcrl.runs.rundir import RunDir
+from hpcrl.runs.views.liveview import PHASES, duration
+
+__all__ = ["REPORT_NAME", "write_report"]
+
+REPORT_NAME = "report.png"
+#: Okabe and Ito's palette, which people with any colour vision can tell apart
+_COLOURS = {
+    "wait_batch": "#D55E00",
+    "forward_backward": "#0072B2",
+    "optimizer": "#56B4E9",
+    "publish": "#CC79A7",
+    "checkpoint": "#F0E442",
+    "other": "#BBBBBB",
+}
+_INK, _FAINT, _TRAIN, _HELD_OUT = "#333333", "#9AA5B1", "#0072B2", "#D55E00"
+_SMOOTH_SHARE = 0.05
+"""The bold reward line is a mean over this share of the run's steps to both sides."""
+
+
+def write_report(run: RunDir, path: Path | None = None) -> Path:
+    """Draw the picture of a run, finished or not; returns its path.
+
+    Parameters
+    ----------
+    run:
+        The run.
+    path:
+        A file that matplotlib can write (PNG, SVG, PDF by its ending); ``report.png`` in the run by default.
+
+    Raises
+    ------
+    MissingExtraError
+        matplotlib is not installed.
+    UsageError
+        The run has no step yet, or the ending of ``path`` names no known format.
+    """
+    try:
+        from matplotlib.figure import Figure  # noqa: PLC0415 - an extra, and slow to import
+    except ImportError as error:
+        raise MissingExtraError("report", "matplotlib") from error
+    metrics = read_metrics(run)
+    if not metrics:
+        raise UsageError(f"{run.name} has no step yet, there is nothing to draw")
+    view, progress = observe(run), read_progress(run)
+    path = run.path / REPORT_NAME if path is None else path
+    figure = Figure(figsize=(10, 10.5), dpi=140, layout="constrained")
+    axes = figure.subplots(3, 1, sharex=True, height_ratios=(3, 1.6, 2.4))
+    _draw_reward(axes[0], metrics, progress)
+    _draw_staleness(axes[1], metrics, run.recipe().rollouts.max_off_policy_steps)
+    _draw_phases(axes[2], metrics)
+    for axis in axes:
+        _tidy(axis)
+    axes[-1].set_xlabel("optimizer step", color=_INK)
+    axes[-1].set_xlim(min(0, metrics[0].step - 0.5), metrics[-1].step + 0.5)
+    figure.suptitle(_title(view, progress, metrics), x=0.01, ha="left", fontsize=12, color=_INK)
+    buffer = io.BytesIO()
+    try:
+        figure.savefig(buffer, format=path.suffix.removeprefix(".") or "png")
+    except ValueError as error:
+        raise UsageError(f"{path}: {error}") from error
+    atomic_write(path, buffer.getvalue())
+    return path
+
+
+def _title(view: RunView, progress: Progress, metrics: list[StepRecord]) -> str:
+    seconds = sum(sum(record.phases_s.values()) for record in metrics)
+    parts = [f"{view.state}", f"{progress.steps} of {progress.total_steps} steps", f"{duration(seconds)} of training"]
+    if view.attempts > 1:
+        parts.append(f"{view.attempts} attempts")
+    return f"{view.name}\n" + " · ".join(parts)
+
+
+def _draw_reward(axis: Any, metrics: list[StepRecord], progress: Progress) -> None:
+    steps = [record.step for record in metrics]
+    rewards = [record.reward_mean for record in metrics]
+    axis.plot(steps, rewards, color=_TRAIN, alpha=0.3, linewidth=1, label="training, each step")
+    axis.plot(steps, _smooth(rewards), color=_TRAIN, linewidth=2.2, label="training, smoothed")
+    evaluations = progress.evaluations
+    if evaluations:
+        versions = [evaluation.version for evaluation in evaluations]
+        values = [evaluation.reward for evaluation in evaluations]
+        axis.plot(versions, values, "o-", color=_HELD_OUT, linewidth=1.4, markersize=5, label="held-out")
+        ends = (
+            [(versions[0], values[0])] if len(values) == 1 else [(versions[0], values[0]), (versions[-1], values[-1])]
+        )
+        for version, value in ends:
+            axis.annotate(
+                f"{value:.2f}",
+                (version, value),
+                textcoords="offset points",
+                xytext=(0, -14),
+                ha="left" if version == versions[0] else "right",
+                fontsize=10,
+                fontweight="bold",
+                color=_HELD_OUT,
+                bbox={"facecolor": "white", "alpha": 0.7, "edgecolor": "none", "pad": 0.5},
+            )
+    axis.margins(y=0.12)
+    axis.legend(loc="upper left", frameon=False, fontsize=9, ncols=3)
+    axis.set_title("Reward", loc="left", fontsize=11, fontweight="bold", color=_INK)
+
+
+def _draw_staleness(axis: Any, metrics: list[StepRecord], bound: int) -> None:
+    steps = [record.step for record in metrics]
+    mean = [record.staleness_mean for record in metrics]
+    worst = [record.staleness_max for record in metrics]
+    axis.fill_between(steps, worst, step="mid", color=_TRAIN, alpha=0.15, linewidth=0, label="oldest rollout")
+    axis.plot(steps, mean, color=_TRAIN, linewidth=1.8, label="mean")
+    axis.axhline(bound, color=_FAINT, linewidth=1, linestyle="--")
+    axis.annotate(
+        f"max_off_policy_steps = {bound}",
+        (1, bound),
+        xycoords=("axes fraction", "data"),
+        textcoords="offset points",
+        xytext=(-4, 3),
+        ha="right",
+        fontsize=8,
+        color=_FAINT,
+    )
+    axis.set_ylim(0, max(bound, *worst) * 1.25 + 0.25)
+    axis.yaxis.get_major_locator().set_params(integer=True)
+    axis.legend(loc="upper left", frameon=False, fontsize=9, ncols=2)
+    axis.set_title(
+        "Staleness of consumed rollouts, in policy versions", loc="left", fontsize=11, fontweight="bold", color=_INK
+    )
+
+
+def _draw_phases(axis: Any, metrics: list[StepRecord]) -> None:
+    steps = [record.step for record in metrics]
+    total = sum(sum(record.phases_s.values()) for record in metrics) or 1.0
+    base = [0.0] * len(metrics)
+    for phase, (label, _) in PHASES.items():
+        seconds = [record.phases_s.get(phase, 0.0) for record in metrics]
+        top = [low + high for low, high in zip(base, seconds, strict=True)]
+        if sum(seconds) > 0:
+            # bars without gaps: each step is as wide as it is, whatever the number of steps
+            axis.bar(
+                steps,
+                seconds,
+                bottom=base,
+                width=1.0,
+                color=_COLOURS[phase],
+                linewidth=0,
+                label=f"{label} {sum(seconds) / total:.0%}",
+            )
+        base = top
+    # one slow step (a compilation, a checkpoint) must not flatten all others
+    usual = sorted(base)[int(0.99 * (len(base) - 1))]
+    axis.set_ylim(0, min(max(base), 2.0 * usual) * 1.28 or 1.0)
+    axis.legend(loc="upper left", frameon=False, fontsize=9, ncols=6, columnspacing=1.2, handlelength=1.0)
+    axis.set_title("Seconds of each step, by phase", loc="left", fontsize=11, fontweight="bold", color=_INK)
+
+
+def _smooth(values: list[float]) -> list[float]:
+    """Centred moving mean; narrower at both ends."""
+    radius = max(1, round(len(values) * _SMOOTH_SHARE))
+    windows = (values[max(0, i - radius) : i + radius + 1] for i in range(len(values)))
+    return [sum(window) / len(window) for window in windows]
+
+
+def _tidy(axis: Any) -> None:
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axis.spines[side].set_color(_FAINT)
+    axis.tick_params(colors=_INK, labelsize=9)
+    axis.grid(axis="y", color="#E4E7EB", linewidth=0.8)
+    axis.set_axisbelow(True)

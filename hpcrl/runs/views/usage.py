@@ -1,0 +1,101 @@
+"""GPU-hours of a run: what its attempts held, whether they used it or not; and the whole status as a document."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+
+from hpcrl.config.plan import Plan
+from hpcrl.runs.events import Event
+from hpcrl.runs.fleet import read_fleet
+from hpcrl.runs.observe import RunView, observe, read_progress
+from hpcrl.runs.rundir import RunDir
+from hpcrl.runs.views.fleet_table import fleet_document
+
+__all__ = ["STATUS_SCHEMA", "Usage", "read_usage", "status_document"]
+
+STATUS_SCHEMA = "hpcrl.status/1"
+_TAIL_BYTES = 65536
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run has held so far, all attempts together.
+
+    Attributes
+    ----------
+    wall_h:
+        Hours from the first to the last word of each supervisor; the queue is not in it.
+    gpu_hours:
+        ``wall_h`` times the GPUs of the allocation. 0 for a run without GPUs.
+    gpu_hours_by_role:
+        The same by the roles that share a component's nodes (``trainer``; ``prefill+decode``).
+    """
+
+    wall_h: float
+    gpu_hours: float
+    gpu_hours_by_role: dict[str, float]
+
+
+def read_usage(run: RunDir, view: RunView, *, now_s: float | None = None) -> Usage:
+    """Hours held by a run, from the times in its supervisors' event files.
+
+    Jobs of the layout ``elastic`` that came later or left earlier are counted as if they had been there all the time.
+    """
+    now_s = time.time() if now_s is None else now_s
+    hours = 0.0
+    for attempt in run.attempts():
+        span = _span_s(run, attempt)
+        if span is None:
+            continue
+        begin_s, end_s = span
+        if attempt == view.attempt:
+            end_s = max(end_s, (view.heartbeat_s or 0.0) if view.state.ended or view.state == "REQUEUED" else now_s)
+        hours += max(0.0, end_s - begin_s) / 3600.0
+    return Usage(wall_h=hours, gpu_hours=hours * run.plan().layout.gpus, gpu_hours_by_role=_by_role(run.plan(), hours))
+
+
+def _by_role(plan: Plan, hours: float) -> dict[str, float]:
+    shares: dict[str, float] = {}
+    for component in plan.layout.components:
+        gpus = component.nodes * component.jobs * component.gpus_per_node
+        if gpus:
+            name = "+".join(component.roles)
+            shares[name] = shares.get(name, 0.0) + hours * gpus
+    return shares
+
+
+def _span_s(run: RunDir, attempt: int) -> tuple[float, float] | None:
+    """Times of the first and the last event of the attempt's supervisor; reads the ends of the file only."""
+    path = run.events_dir / f"{attempt:04d}-supervisor.jsonl"
+    try:
+        with path.open("rb") as stream:
+            head = stream.readline()
+            size = stream.seek(0, 2)
+            stream.seek(max(0, size - _TAIL_BYTES))
+            tail = stream.read().splitlines()
+    except FileNotFoundError:
+        return None
+    first = _time_s(head)
+    last = next((t for t in map(_time_s, reversed(tail)) if t is not None), None)
+    return None if first is None or last is None else (first, last)
+
+
+def _time_s(line: bytes) -> float | None:
+    try:
+        return msgspec.json.decode(line, type=Event).time_s
+    except msgspec.DecodeError:  # the torn line of a supervisor that was killed
+        return None
+
+
+def status_document(run: RunDir) -> str:
+    """State, progress and usage as JSON (schema `STATUS_SCHEMA`)."""
+    view = observe(run)
+    document = {
+        "schema": STATUS_SCHEMA,
+        **msgspec.to_builtins(view),
+        "progress": msgspec.to_builtins(read_progress(run)),
+        "usage": msgspec.to_builtins(read_usage(run, view)),
+        "fleet": fleet_document(read_fleet(run, view.attempt, view.components)),
+    }
+    return msgspec.json.format(msgspec.json.encode(document), indent=2).decode()

@@ -1,0 +1,345 @@
+"""The orchestrator of a simulation: admission, groups, staleness, evaluations.
+
+Its rules are those of `hpcrl.rollouts.sampling.scheduler`, and the account of places is that very class.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from random import Random
+
+from hpcrl.rollouts.sampling.staleness import StalenessAccount
+from hpcrl.simulation.inputs.scenario import Scenario
+from hpcrl.simulation.inputs.workload import Workload
+from hpcrl.simulation.loop.clock import Clock
+from hpcrl.simulation.loop.fleet import Fleet
+from hpcrl.simulation.loop.host import Host, Worker
+from hpcrl.simulation.loop.records import Group, Outcome, Rollout
+from hpcrl.simulation.loop.tally import Tally
+
+__all__ = ["SimulatedOrchestrator"]
+
+
+class _Tools:
+    """The tool calls of one environment: some at once, the others in a queue."""
+
+    def __init__(self, clock: Clock, host: Host, slots: int | None) -> None:
+        self._clock, self._host, self._free = clock, host, slots
+        self._queue: deque[tuple[Rollout, float, Callable[[Rollout], None]]] = deque()
+
+    def call(self, rollout: Rollout, seconds: float, then: Callable[[Rollout], None]) -> None:
+        """Call ``then`` when the tool has worked for ``seconds``."""
+        if self._free is None and not self._host.shared:
+            self._clock.after(seconds, then, rollout)
+        elif self._free != 0:
+            if self._free is not None:
+                self._free -= 1
+            self._begin(rollout, seconds, then)
+        else:
+            self._queue.append((rollout, seconds, then))
+
+    def _begin(self, rollout: Rollout, seconds: float, then: Callable[[Rollout], None]) -> None:
+        self._host.run(seconds, self._done, (rollout, then))
+
+    def _done(self, call: tuple[Rollout, Callable[[Rollout], None]]) -> None:
+        while self._queue:
+            waiting, seconds, after = self._queue.popleft()
+            if waiting.alive:
+                self._begin(waiting, seconds, after)
+                break
+        else:
+            if self._free is not None:
+                self._free += 1
+        rollout, then = call
+        then(rollout)
+
+
+class SimulatedOrchestrator:
+    """Keeps the engines of one attempt full.
+
+    Attributes
+    ----------
+    account:
+        Places, in groups.
+    in_flight:
+        Rollouts that run.
+    next_index:
+        Number of the next group.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        scenario: Scenario,
+        workload: Workload,
+        tally: Tally,
+        rng: Random,
+        *,
+        step: int,
+        finished: list[Group],
+        next_index: int,
+        host: Host,
+        batch_ready: Callable[[], None],
+    ) -> None:
+        """Take up the work at ``step``; nothing is started before `start`."""
+        recipe = scenario.recipe
+        self._clock, self._workload, self._tally, self._uniform = clock, workload, tally, rng.random
+        self._config, self._groups_per_step = recipe.rollouts, scenario.groups_per_step
+        self._max_in_flight = scenario.max_in_flight
+        self._max_model_len, self._evaluation = recipe.engine.max_model_len, recipe.evaluation
+        self._max_new_tokens = recipe.rollouts.sampling.max_new_tokens * scenario.merged_turns
+        engine = scenario.durations.engine
+        self._work_s = min(engine.request_cpu_s, engine.request_overhead_s) if host.shared else 0.0
+        self._overhead_s = engine.request_overhead_s - self._work_s
+        self._failed_share = scenario.durations.failed_share
+        self._zero_variance_share = scenario.durations.zero_variance_share
+        self._batch_ready = batch_ready
+        self._loop = Worker(host)
+        self.account = StalenessAccount(
+            groups_per_step=scenario.groups_per_step,
+            max_off_policy_steps=recipe.rollouts.max_off_policy_steps,
+            ready_batches=recipe.rollouts.ready_batches,
+            step=step,
+            waiting=len(finished),
+        )
+        self.in_flight, self.next_index = 0, next_index
+        self._running: dict[Group, None] = {}
+        self._finished: dict[Group, None] = dict.fromkeys(finished)
+        self._evaluating: set[Rollout] = set()
+        self._evaluation_ends: Callable[[], None] | None = None
+        slots = [
+            None if count is None else max(1, round(count * scenario.size.scale / scenario.thinning))
+            for count in workload.tool_slots
+        ]
+        self._tools = [_Tools(clock, host, count) for count in slots]
+
+    def attach(self, fleet: Fleet) -> None:
+        """Use these engines."""
+        self._fleet = fleet
+
+    def serve(self, version: int) -> None:
+        """All engines serve ``version``."""
+        if version > self.account.version:
+            self.account.serve(version)
+            self.admit()
+
+    def take_batch(self) -> list[Group]:
+        """Consume the groups of the next step: the oldest versions first, in index order."""
+        chosen = sorted(self._finished, key=_age)[: self._groups_per_step]
+        self.account.consume()
+        for group in chosen:
+            del self._finished[group]
+            self._tally.end_group(group, Outcome.CONSUMED)
+        self._drop_stale()
+        self.admit()
+        return chosen
+
+    def snapshot(self) -> list[Group]:
+        """Finished groups that wait."""
+        return list(self._finished)
+
+    def lose(self) -> None:
+        """The attempt is over: what runs and waits is lost."""
+        for group in self._running:
+            for rollout in group.members:
+                rollout.alive = False
+            self._tally.end_group(group, Outcome.LOST_FAILURE)
+        for group in self._finished:
+            self._tally.end_group(group, Outcome.LOST_FAILURE)
+
+    @property
+    def unfinished(self) -> int:
+        """Rollouts that have not ended: running, or waiting to be consumed."""
+        return sum(len(group.members) for groups in (self._running, self._finished) for group in groups)
+
+    # -- groups
+
+    def admit(self) -> None:
+        """Start groups until there is no room."""
+        size, account = self._config.group_size, self.account
+        while self.in_flight + size <= self._max_in_flight and account.may_start:
+            self._start()
+
+    def _start(self) -> None:
+        size, workload = self._config.group_size, self._workload
+        group = Group(self.next_index, workload.environment())
+        self.next_index += 1
+        engine = self._fleet.assign(size)
+        self._running[group] = None
+        self.account.start()
+        self.in_flight += size
+        self._tally.started += size
+        draw = workload.group(group.environment)
+        group.members = [Rollout(group, *draw(), engine) for _ in range(size)]
+        group.running = size
+        group.without_variance = self._uniform() < self._zero_variance_share
+        for rollout in group.members:
+            rollout.started_s = self._clock.now
+            self._wait(rollout)
+
+    def _wait(self, rollout: Rollout) -> None:
+        """The environment's time before a request."""
+        wait_s = rollout.turns[rollout.turn].wait_s
+        if rollout.turn and wait_s:
+            self._tools[rollout.group.environment].call(rollout, wait_s, self._ask)
+        elif wait_s:
+            self._clock.after(wait_s, self._ask, rollout)
+        else:
+            self._ask(rollout)
+
+    def _ask(self, rollout: Rollout) -> None:
+        if rollout.alive:
+            if self._work_s:
+                self._loop.run(self._work_s, self._asked, rollout)
+            else:
+                self._asked(rollout)
+
+    def _asked(self, rollout: Rollout) -> None:
+        if self._overhead_s:
+            self._clock.after(self._overhead_s, self._send, rollout)
+        else:
+            self._send(rollout)
+
+    def _send(self, rollout: Rollout) -> None:
+        if not rollout.alive:
+            return
+        engine, turn = rollout.engine, rollout.turns[rollout.turn]
+        if rollout.turn == 0 and engine.loading is not None:
+            engine.gate.append(rollout)  # nobody could say with which version its prompt is computed
+            return
+        room = self._max_model_len - rollout.context - turn.said
+        if room <= 0:
+            self._replies_end(rollout)
+            return
+        rollout.context += turn.said
+        rollout.prefill = float(turn.said)
+        rollout.remaining = min(turn.sampled, room, self._max_new_tokens)
+        rollout.sampled_tokens += rollout.remaining
+        if rollout.turn == 0:
+            rollout.first_version = engine.version
+        self._tally.requests += 1
+        self._fleet.submit(rollout)
+
+    def ungate(self, rollout: Rollout) -> None:
+        """The update that a new rollout waited for is over."""
+        self._send(rollout)
+
+    def first_token(self, rollout: Rollout) -> None:
+        """An engine has said the first token of a request."""
+        if rollout.turn == 0:
+            rollout.first_version = rollout.engine.version
+
+    def replied(self, rollout: Rollout) -> None:
+        """An engine has answered."""
+        rollout.turn += 1
+        if rollout.turn < len(rollout.turns):
+            self._wait(rollout)
+        else:
+            self._replies_end(rollout)
+
+    def _replies_end(self, rollout: Rollout) -> None:
+        rollout.engine.release(rollout)
+        if rollout.heldout:
+            self._clock.after(rollout.judge_s, self._heldout_ended, rollout)
+            return
+        wait_s = rollout.judge_s + self._workload.latency_s(rollout.group.environment)
+        if wait_s:
+            self._clock.after(wait_s, self._ended, rollout)
+        else:
+            self._ended(rollout)
+
+    def _ended(self, rollout: Rollout) -> None:
+        if not rollout.alive:
+            return
+        rollout.alive = False
+        self._fleet.leave(rollout.engine)
+        self.in_flight -= 1
+        group = rollout.group
+        group.running -= 1
+        if rollout.turn == 0 or (self._failed_share and self._uniform() < self._failed_share):
+            group.members.remove(rollout)
+            self._tally.end(Outcome.DROPPED_ENVIRONMENT)
+        else:
+            rollout.ended_s = self._clock.now
+        if not group.running:
+            del self._running[group]
+            self._finish(group)
+        self.admit()
+
+    def _finish(self, group: Group) -> None:
+        """All members have ended: keep the group or drop it."""
+        version = group.version
+        if len(group.members) < min(2, self._config.group_size) or version is None:
+            outcome = Outcome.DROPPED_GROUP
+        elif version < self.account.oldest_usable:
+            outcome = Outcome.DROPPED_STALE
+        elif group.without_variance and self._config.zero_variance == "drop":
+            outcome = Outcome.DROPPED_ZERO_VARIANCE
+        else:
+            self._finished[group] = None
+            self.account.finish()
+            if self.account.batch_ready:
+                self._batch_ready()
+            return
+        self._tally.end_group(group, outcome)
+        self.account.drop_running()
+
+    def _drop_stale(self) -> None:
+        oldest = self.account.oldest_usable
+        for group in [group for group in self._finished if _age(group)[0] < oldest]:
+            del self._finished[group]
+            self._tally.end_group(group, Outcome.DROPPED_STALE)
+            self.account.drop_waiting()
+        for group in list(self._running):
+            version = group.version
+            if version is not None and version < oldest:
+                self._cancel(group)
+
+    def _cancel(self, group: Group) -> None:
+        del self._running[group]
+        self.account.drop_running()
+        finished = []
+        for rollout in group.members:
+            if rollout.alive:
+                rollout.alive = False
+                rollout.engine.abort(rollout)
+                self._fleet.leave(rollout.engine)
+                self.in_flight -= 1
+                self._tally.end(Outcome.CANCELLED_STALE)
+            else:
+                finished.append(rollout)
+        group.members = finished
+        self._tally.end_group(group, Outcome.DROPPED_STALE)
+
+    # -- evaluation
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether an evaluation is going on."""
+        return bool(self._evaluating)
+
+    def evaluate(self, ended: Callable[[], None]) -> None:
+        """Roll held-out prompts out beside training."""
+        self._tally.evaluations += 1
+        self._evaluation_ends = ended
+        for number in range(max(1, round(self._evaluation.prompts))):
+            environment = number % len(self._tools)
+            group = Group(-1, environment)
+            rollout = Rollout(group, *self._workload.group(environment)(), self._fleet.assign(1))
+            rollout.heldout = True
+            self._evaluating.add(rollout)
+            self._wait(rollout)
+
+    def _heldout_ended(self, rollout: Rollout) -> None:
+        rollout.alive = False
+        self._fleet.leave(rollout.engine)
+        self._evaluating.discard(rollout)
+        if not self._evaluating and self._evaluation_ends is not None:
+            self._evaluation_ends()
+
+
+def _age(group: Group) -> tuple[int, int]:
+    version = group.version
+    assert version is not None
+    return version, group.index

@@ -1,0 +1,102 @@
+"""What a simulation counts while it runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from hpcrl.simulation.loop.records import Group, Outcome
+
+__all__ = ["KvSample", "LostTime", "StepSample", "Tally"]
+
+
+@dataclass(slots=True)
+class StepSample:
+    """One optimizer step.
+
+    Attributes
+    ----------
+    end_s:
+        Simulated seconds at its end.
+    phases_s:
+        Seconds by phase, as in `hpcrl.runs.metrics.StepRecord`.
+    staleness:
+        Rollouts by staleness.
+    """
+
+    step: int
+    end_s: float
+    phases_s: dict[str, float]
+    staleness: Counter[int]
+    tokens: int
+    sampled_tokens: int
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole step."""
+        return sum(self.phases_s.values())
+
+    @property
+    def staleness_mean(self) -> float:
+        """Over its rollouts."""
+        return sum(lag * count for lag, count in self.staleness.items()) / self.staleness.total()
+
+
+@dataclass(slots=True)
+class KvSample:
+    """All engines at one moment: shares of the KV capacity, and sequences."""
+
+    time_s: float
+    mean: float
+    highest: float
+    running: float
+    waiting: float
+
+
+@dataclass(slots=True)
+class LostTime:
+    """One node failure."""
+
+    time_s: float
+    lost_steps: int
+    lost_s: float
+    """Seconds since the checkpoint that the next attempt begins with."""
+    down_s: float
+    """Seconds until rollouts begin again."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts of one simulation.
+
+    Attributes
+    ----------
+    started:
+        Rollouts, evaluations excluded.
+    outcomes:
+        Rollouts by how they ended. Started rollouts that are in none of these run or wait to be consumed.
+    steps:
+        Kept steps; those that a failure took are gone from here.
+    """
+
+    started: int = 0
+    outcomes: Counter[Outcome] = field(default_factory=Counter)
+    steps: list[StepSample] = field(default_factory=list)
+    kv: list[KvSample] = field(default_factory=list)
+    failures: list[LostTime] = field(default_factory=list)
+    requests: int = 0
+    evaluations: int = 0
+    checkpoints: int = 0
+    rollout_s: list[float] = field(default_factory=list)
+
+    def end(self, outcome: Outcome, rollouts: int = 1) -> None:
+        """Rollouts of a group that goes on have ended."""
+        self.outcomes[outcome] += rollouts
+
+    def end_group(self, group: Group, outcome: Outcome | None) -> None:
+        """All finished rollouts of a group ended so; a restore may take that back (None) or change it."""
+        if group.outcome is not None:
+            self.outcomes[group.outcome] -= len(group.members)
+        group.outcome = outcome
+        if outcome is not None:
+            self.outcomes[outcome] += len(group.members)

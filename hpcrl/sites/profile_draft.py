@@ -1,0 +1,126 @@
+"""A first cluster profile from what a living Slurm says, with comments on what it cannot say."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from hpcrl.sites.probe import PartitionFacts, SiteFacts
+
+__all__ = ["draft_profile"]
+
+_UNKNOWN = "CHANGE_ME"
+"""Refused by the schema: a draft is no profile until somebody has looked at it."""
+
+
+def draft_profile(facts: SiteFacts, name: str, *, runs_root: str | None = None, fabric: str | None = None) -> str:
+    """The text of ``clusters/<name>.yaml``.
+
+    Parameters
+    ----------
+    facts:
+        What Slurm says.
+    name:
+        Name of the profile.
+    runs_root, fabric:
+        What only a person knows; left open where not given.
+    """
+    major, minor = facts.version
+    time_limits = [p.max_time_h for p in facts.partitions if p.nodes and p.max_time_h is not None]
+    lines = [
+        f"# Drafted by `hpcrl cluster init` from Slurm {major}.{minor:02d}, cluster {facts.cluster!r}.",
+        f"# Correct what is wrong, fill in what says {_UNKNOWN}, then: hpcrl cluster check {name}",
+        f"name: {name}",
+        f"description: {json.dumps(f'{facts.cluster} (drafted, not yet checked by a person)')}",
+        "kind: slurm",
+        "",
+        "paths:",
+        "  # seen under this name by the login node and by all compute nodes, with room for checkpoints",
+        f"  runs_root: {json.dumps(runs_root) if runs_root else _UNKNOWN}",
+        "  # cache: /shared/cache       # downloads",
+        "  # scratch: /scratch          # a disk of each node, for compile caches",
+        "",
+        "limits:",
+        "  # starting a role: size of the weights over the bandwidth of the filesystem, and some",
+        "  start_timeout_s: 1800",
+        "  stop_timeout_s: 30",
+        "  # the longest save of a checkpoint; the signal before the time limit comes this much earlier",
+        "  save_timeout_s: 600",
+        f"  time_limit_h: {min([24.0, *time_limits]):g}",
+        "",
+        "partitions:",
+    ]
+    for partition in facts.partitions:
+        lines += _partition(partition, fabric)
+    lines += [
+        "placement:",
+        f"  default: {_default(facts)}",
+        "  # by_role: {trainer: ..., engine: ..., prefill: ..., decode: ...}",
+        "",
+        f"gres: {'gres' if facts.has_gpus else 'none'}",
+        "",
+        "capabilities:",
+        f"  hetjob: {_yaml(facts.hetjob)}",
+        f"  exclusive: {_yaml(not any(p.shares_always for p in facts.partitions))}",
+        f"  requeue: {_yaml(facts.requeue)}",
+        "  # not to be seen from here: `srun scontrol version` on a compute node tells",
+        f"  scontrol_on_nodes: {_yaml(facts.requeue)}",
+        f"  accounting: {_yaml(facts.accounting)}",
+        f"  preempt_signal: {_yaml(facts.preempt_signal)}",
+        f"  segment: {_yaml(facts.segment)}",
+        "",
+        "# launch:",
+        "#   inherit: [HF_TOKEN]",
+        "#   module_init: /etc/profile.d/lmod.sh",
+        "#   modules: [cuda]",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _partition(partition: PartitionFacts, fabric: str | None) -> list[str]:
+    if not partition.nodes:
+        return [f"  # {partition.name}: no nodes"]
+    shape, count = partition.nodes[0]
+    lines = [f"  {_key(partition.name)}:"]
+    if len(partition.nodes) > 1:
+        others = ", ".join(f"{n} with {s.gpus} GPUs and {s.cpus} CPUs" for s, n in partition.nodes[1:])
+        lines += [f"    # nodes differ: these are the most frequent ones; {others} (a constraint can tell them apart)"]
+    lines += [f"    nodes: {count}"]
+    if partition.max_time_h is not None:
+        lines += [f"    max_time_h: {partition.max_time_h:g}"]
+    for name, allowed in (("account", partition.accounts), ("qos", partition.qos)):
+        lines += [f"    # {name}: one of {', '.join(allowed)}" if allowed else f"    # {name}: ..."]
+    lines += ["    node:", f"      gpus: {shape.gpus}"]
+    if shape.gpu_type is not None:
+        lines += [f"      gpu_type: {shape.gpu_type}"]
+    lines += [
+        f"      cpus: {shape.cpus}",
+        # rounded down: what is asked for must be there
+        f"      memory_gib: {int(shape.memory_mib / 1024 * 10) / 10:g}",
+        "      # infiniband, roce (with gid_index) or ethernet",
+        f"      fabric: {{kind: {fabric or _UNKNOWN}}}",
+        "      # interface: bond0",
+    ]
+    if shape.gpus:
+        lines += [
+            "      # adapters that GPUs talk through, from `nvidia-smi topo -m` on a node",
+            "      # nics:",
+            "      #   - {name: mlx5_0, gpus: [0]}",
+        ]
+    return lines
+
+
+def _default(facts: SiteFacts) -> str:
+    with_nodes = [p for p in facts.partitions if p.nodes]
+    # a run needs GPUs more than it needs the site's default
+    best = sorted(with_nodes, key=lambda p: (p.nodes[0][0].gpus == 0, not p.is_default))
+    return best[0].name if best else _UNKNOWN
+
+
+def _key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z][\w-]*", name) else json.dumps(name)
+
+
+def _yaml(value: bool) -> str:
+    return "true" if value else "false"

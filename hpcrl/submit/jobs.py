@@ -1,0 +1,147 @@
+"""The jobs of a run: submit them, ask about them, signal them. The callers have loaded and checked everything."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from hpcrl.config.cluster import SlurmCluster
+from hpcrl.config.plan import Plan
+from hpcrl.errors import RunDirError
+from hpcrl.fs import atomic_write
+from hpcrl.runs.observe import RunView, observe
+from hpcrl.runs.record import RunRecord, Submission, this_process
+from hpcrl.runs.replicas import wanted_replicas
+from hpcrl.runs.rundir import RunDir
+from hpcrl.slurm.client import SlurmClient
+from hpcrl.slurm.directives import JobIdentity
+from hpcrl.slurm.exclude import nodes_to_exclude
+from hpcrl.slurm.lookup import client_of
+from hpcrl.slurm.render import Script, planned_parts
+from hpcrl.slurm.replicas import ReplicaJobs, cancel_all
+from hpcrl.slurm.scripts import JOB_FOLDER, run_scripts, submission_id
+from hpcrl.submit.slurm_executor import SlurmExecutor
+from hpcrl.supervisor.job import Supervise
+from hpcrl.supervisor.policy.attempts import with_measured_lead
+
+__all__ = ["cancel_jobs", "cancel_replica_jobs", "find_unrecorded", "signal_job", "submit_jobs"]
+
+_CANCEL_POLL_S = 0.5
+_KILL_DEADLINE_S = 60.0
+
+
+def submit_jobs(run: RunDir) -> Submission:
+    """Hand the next attempt of a run to Slurm, and write down which jobs it got.
+
+    The main job comes first, then the record, then jobs of replicas (layout ``elastic``). If we die after the first,
+    calling again finds it: a job is named by the run id and by the number of the submission. If we die later, the
+    supervisor submits what is missing when it runs, and a cancel finds all of them.
+    """
+    client = SlurmClient()
+    plan = with_measured_lead(run, run.plan())
+    submission = _submit_main(run, plan, client)
+    record = RunRecord.read(run).with_submission(submission)
+    record.write(run)
+    if plan.layout.kind == "elastic":
+        replicas = ReplicaJobs(run, plan=plan, client=client, number=len(record.submissions))
+        wanted = wanted_replicas(run, plan)
+        for group in plan.groups:
+            for replica in range(wanted.get(group.role.value, 0)):
+                replicas.submit(group, replica)
+    return submission
+
+
+def _submit_main(run: RunDir, plan: Plan, client: SlurmClient) -> Submission:
+    cluster, record = run.cluster(), RunRecord.read(run)
+    assert isinstance(cluster, SlurmCluster)
+    number = len(record.submissions) + 1
+    excluded = nodes_to_exclude(run, plan, client)
+
+    def submit() -> int:
+        parts = [part for part in planned_parts(plan) if part.name == "main"]
+        (script,) = run_scripts(
+            plan, cluster, run_id=record.run_id, run_dir=run.path, number=number, exclude=excluded, parts=parts
+        )
+        return _submit_script(client, run, script, submission_id(record.run_id, number))
+
+    after_attempt = (run.attempts() or [0])[-1]
+    folder = run.path / JOB_FOLDER
+    job = SlurmExecutor(folder, submit=submit, time_limit_s=plan.time_limit_s).submit(Supervise(str(run.path), number))
+    return _submission(run, plan, int(job.job_id), after_attempt)
+
+
+def _submission(run: RunDir, plan: Plan, job_id: int, after_attempt: int) -> Submission:
+    return Submission(
+        submitted_at_s=time.time(),
+        executor="slurm",
+        job_id=str(job_id),
+        folder=str(run.path / JOB_FOLDER),
+        after_attempt=after_attempt,
+        components=1 if plan.layout.kind == "elastic" else len(plan.layout.components),
+        requeues=plan.attempts.requeue,
+        slurm_conf=os.environ.get("SLURM_CONF", ""),
+        submitted_by=this_process(),
+        user_id=os.getuid(),
+    )
+
+
+def find_unrecorded(run: RunDir) -> RunRecord:
+    """The record of a run, with its first submission where the submitter died before it wrote it down."""
+    record = RunRecord.read(run)
+    plan = run.plan()
+    if plan.layout.kind == "local" or record.submissions:
+        return record
+    identity = JobIdentity(run.name, submission_id(record.run_id, 1))
+    jobs = [job for job in SlurmClient().find(name=identity.name, token=identity.token) if not job.state.ended]
+    if jobs:
+        record = record.with_submission(_submission(run, plan, jobs[-1].job_id, 0))
+        record.write(run)
+    return record
+
+
+def _submit_script(client: SlurmClient, run: RunDir, script: Script, submission_id: str) -> int:
+    path = run.path / script.file_name
+    atomic_write(path, script.text.encode())
+    identity = JobIdentity(run.name, submission_id, script.part)
+    return client.submit(path, name=identity.name, token=identity.token).job_id
+
+
+def cancel_jobs(run: RunDir, *, deadline_s: float) -> RunView:
+    """Ask the supervisor to stop, and wait until the run has ended; then, or where it waits, cancel all its jobs."""
+    signal_job(run, kill=False)
+    deadline = time.monotonic() + deadline_s
+    killed = False
+    while not (view := observe(run)).state.ended:
+        if time.monotonic() > deadline:
+            if killed:
+                raise RunDirError(f"{run.name} was cancelled, but Slurm has not ended job {_newest(run).job_id} yet")
+            signal_job(run, kill=True)
+            killed, deadline = True, time.monotonic() + _KILL_DEADLINE_S
+        time.sleep(_CANCEL_POLL_S)
+    # the main job is about to end by itself, with the last word in its log
+    cancel_replica_jobs(run)
+    return view
+
+
+def cancel_replica_jobs(run: RunDir) -> list[int]:
+    """Cancel what is left of the jobs of replicas; returns their ids."""
+    if run.plan().layout.kind != "elastic":
+        return []
+    record = RunRecord.read(run)
+    client = client_of(record.submissions[-1]) if record.submissions else SlurmClient()
+    return cancel_all(client, record.run_id, keep_main=True)
+
+
+def signal_job(run: RunDir, *, kill: bool) -> None:
+    """SIGTERM to the supervisor; or cancel the job, which is also what a job without a supervisor gets."""
+    submission = _newest(run)
+    client, job_id = client_of(submission), int(submission.job_id)
+    job = client.jobs([job_id]).get(job_id)
+    if kill or job is None or job.state.waiting:
+        client.cancel(job_id)
+    else:
+        client.cancel(job_id, signal="TERM", batch=True)
+
+
+def _newest(run: RunDir) -> Submission:
+    return RunRecord.read(run).submissions[-1]

@@ -1,0 +1,313 @@
+"""Handing a run to its supervisor: submit, resume, cancel. The callers have loaded and checked everything."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from hpcrl import procfs
+from hpcrl.config.cluster import ClusterProfile, SlurmCluster
+from hpcrl.config.plan import Plan
+from hpcrl.config.recipe import Recipe
+from hpcrl.credentials import ensure_token
+from hpcrl.errors import RunDirError
+from hpcrl.fs import StagedDirectory, atomic_write
+from hpcrl.marks import KIND_VARIABLE, RUN_ID_VARIABLE
+from hpcrl.ours import CLOSED_UMASK, files_as, umask_of
+from hpcrl.runs.observe import RunView, observe
+from hpcrl.runs.record import RunRecord, Submission, this_process
+from hpcrl.runs.reserve import release_reserve
+from hpcrl.runs.rundir import RunDir
+from hpcrl.runs.start.origin import START_MODEL, Source, make_start_model
+from hpcrl.runs.start.privacy import check_root, protect
+from hpcrl.runs.start.restart import ResumePoint
+from hpcrl.runs.start.resume import Begin, plan_resume
+from hpcrl.runs.start.snapshot import keep_snapshot, take_snapshot
+from hpcrl.runs.status import ProcessId, RunState
+from hpcrl.slurm.in_job import InJob
+from hpcrl.slurm.scripts import JOB_FOLDER, in_job_script
+from hpcrl.submit.jobs import cancel_jobs, cancel_replica_jobs, find_unrecorded, signal_job, submit_jobs
+from hpcrl.submit.local_executor import DetachedLocalExecutor
+from hpcrl.supervisor.job import Supervise
+from hpcrl.supervisor.process.sweep import find_leftovers, sweep
+
+__all__ = [
+    "cancel",
+    "create_run",
+    "end_leftovers",
+    "interrupt",
+    "kill_launch",
+    "prepare_resume",
+    "request_stop",
+    "submit_attempt",
+]
+
+_log = logging.getLogger(__name__)
+_IN_JOB_SCRIPT = "in-job.sh"
+_CANCEL_POLL_S = 0.1
+
+
+def create_run(
+    recipe: Recipe,
+    cluster: ClusterProfile,
+    plan: Plan,
+    *,
+    provenance: Mapping[str, str] | None = None,
+    source: Source | None = None,
+) -> RunDir:
+    """Make the directory of a new run: complete at once, or not at all. Starts nothing.
+
+    Parameters
+    ----------
+    provenance:
+        Where values of the recipe come from, by key.
+    source:
+        Whose weights it begins with; the recipe's ``model.path`` is then `hpcrl.runs.start.origin.START_MODEL` in the
+        run.
+
+    Raises
+    ------
+    RunDirError
+        The directory exists, or others could replace it; the message has the ways out.
+    """
+    target = plan.run_dir
+    if os.path.lexists(target):
+        raise RunDirError(_occupied(target))
+    target.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+    check_root(target.parent)
+    stage = StagedDirectory(target, token=f"{procfs.hostname()}-{os.getpid()}")
+    previous = os.umask(CLOSED_UMASK)
+    try:
+        stage.create()
+        run = RunDir(stage.path)
+        protect(run, cluster.files.group)
+        os.umask(umask_of(run.path))
+        run.write_configuration(recipe, cluster, plan)
+        ensure_token(run.path)
+        origin = None if source is None else source.origin
+        RunRecord.new(run, name=plan.run, provenance=provenance or {}, origin=origin).write(run)
+        if source is not None:
+            make_start_model(source, run.path / START_MODEL)
+        keep_snapshot(run, take_snapshot(run, recipe, plan))
+        stage.commit()
+    except FileExistsError:  # somebody else took the name meanwhile
+        raise RunDirError(_occupied(target)) from None
+    finally:
+        os.umask(previous)
+        stage.discard()
+    return RunDir(target)
+
+
+def _occupied(target: Path) -> str:
+    run = RunDir(target)
+    if not run.record_path.is_file():
+        return f"{target} exists and is no run\n    way out: --name with another name"
+    view = observe(run)
+    ways = ["--name with another name"]
+    if view.state is RunState.COMPLETED:
+        ways.append(f"it did all its steps; look at it: hpcrl report {run.name}")
+        ways.append(f"go on with it: hpcrl resume {run.name} --set trainer.steps=...")
+    elif view.state.ended:
+        ways.append(f"go on with it: hpcrl resume {run.name}")
+    else:
+        ways.append(f"watch it: hpcrl status {run.name} --watch")
+        ways.append(f"end it: hpcrl cancel {run.name}")
+    return f"the run {run.name} exists ({view.state}) in {target}\n" + "\n".join(f"    way out: {way}" for way in ways)
+
+
+def submit_attempt(run: RunDir, *, in_job: InJob | None = None) -> Submission:
+    """Hand the next attempt of a run to submitit, and write down whom it was handed to (under Slurm: `submit_jobs`).
+
+    Inside of an allocation that is there (`hpcrl.slurm.in_job.find_allocation`), the supervisor is a process of this
+    machine, as in a local run.
+
+    If we die between the two, the supervisor still runs and says so in ``status.json``; a second hand-over is
+    refused by `prepare_resume` and by the second supervisor itself.
+    """
+    with files_as(run.path):  # submitit's files, and those of its controller and of the job
+        return _submit_attempt(run, in_job)
+
+
+def _submit_attempt(run: RunDir, in_job: InJob | None) -> Submission:
+    plan, record = run.plan(), RunRecord.read(run)
+    command = None
+    if in_job is not None:
+        script, cluster = run.path / _IN_JOB_SCRIPT, run.cluster()
+        assert isinstance(cluster, SlurmCluster)
+        atomic_write(script, in_job_script(plan, cluster, run_id=record.run_id, run_dir=run.path).encode())
+        command = ["/bin/bash", str(script)]
+    elif plan.layout.kind != "local":
+        return submit_jobs(run)
+    executor = DetachedLocalExecutor(
+        run.path / JOB_FOLDER,
+        time_limit_s=plan.time_limit_s,
+        environment={RUN_ID_VARIABLE: record.run_id, KIND_VARIABLE: "launch"},
+        command=command,
+    )
+    after_attempt = (run.attempts() or [0])[-1]
+    job = executor.submit(Supervise(str(run.path), len(record.submissions) + 1, in_job))
+    submission = Submission(
+        submitted_at_s=time.time(),
+        executor="local",
+        job_id=job.job_id,
+        folder=str(executor.folder),
+        after_attempt=after_attempt,
+        process=ProcessId.of(int(job.job_id)),
+        in_job="" if in_job is None else str(in_job.job_id),
+        submitted_by=this_process(),
+    )
+    record.with_submission(submission).write(run)
+    return submission
+
+
+def prepare_resume(run: RunDir, begin: Begin | None = None, *, steps: int | None = None) -> ResumePoint:
+    """Check that a run may be resumed, and find its checkpoint. Starts, ends and changes nothing.
+
+    Parameters
+    ----------
+    begin:
+        Where it is to go on; the newest good checkpoint by default.
+    steps:
+        Optimizer steps of the recipe that it will go on with; those of the run by default.
+
+    Raises
+    ------
+    RunDirError
+        It is alive; or it has done all of these steps.
+    NothingToRestoreError
+        It has saved checkpoints, and none is there any more whose files have their sizes.
+    """
+    protect(run, run.cluster().files.group)
+    record = find_unrecorded(run)
+    view = observe(run)
+    if not view.state.ended:
+        facts: list[str] = [view.state]
+        if view.pid is not None:
+            facts.append(f"supervisor pid {view.pid} on {view.host}")
+        if record.submissions and (who := record.submissions[-1].submitted_by):
+            facts.append(f"started by {who}")
+        raise RunDirError(
+            f"the run {run.name} is alive ({', '.join(facts)}); nothing was changed\n"
+            f"    way out: watch it: hpcrl status {run.name} --watch\n"
+            f"    way out: end it first: hpcrl cancel {run.name}"
+        )
+    return plan_resume(run, begin or Begin(), completed=view.state is RunState.COMPLETED, steps=steps)
+
+
+def end_leftovers(run: RunDir) -> int:
+    """End processes of a run that has no supervisor any more; returns how many there were on this machine."""
+    return len(sweep(RunRecord.read(run).run_id))
+
+
+def cancel(run: RunDir, *, user: str, deadline_s: float | None = None) -> RunView:
+    """Ask the supervisor to stop, and wait until the run has ended.
+
+    Parameters
+    ----------
+    run:
+        The run.
+    user:
+        Who asks.
+    deadline_s:
+        After this time the supervisor itself is killed (its guards then end the roles). By default derived
+        from the plan's stop timeouts.
+
+    Raises
+    ------
+    RunDirError
+        The run has ended already (left-over processes are ended all the same), or its supervisor is on another
+        machine.
+    """
+    record = find_unrecorded(run)
+    view = observe(run)
+    if view.state.ended:
+        count, jobs = end_leftovers(run), cancel_replica_jobs(run)
+        ended = f"; {count} processes that it had left behind were ended" if count else ""
+        ended += f"; jobs that it had left behind were cancelled: {', '.join(map(str, jobs))}" if jobs else ""
+        raise RunDirError(f"the run {run.name} has ended already ({view.state}){ended}")
+    _put_on_record(run, record.with_cancel(user, time.time()))
+    if record.submissions and record.submissions[-1].executor == "slurm":
+        return cancel_jobs(run, deadline_s=_stop_deadline_s(run) if deadline_s is None else deadline_s)
+    process = _whom_to_ask(run, record, view)
+    if process.alive() is None:
+        raise RunDirError(
+            f"the supervisor of {run.name} runs on {process.host}, this is {procfs.hostname()}\n"
+            f"    way out: call hpcrl cancel {run.name} on {process.host}"
+        )
+    request_stop(process)
+    if deadline_s is None:
+        deadline_s = _stop_deadline_s(run)
+    deadline = time.monotonic() + deadline_s
+    while not (view := observe(run)).state.ended:
+        if time.monotonic() > deadline:
+            kill_launch(record.run_id)
+            break
+        time.sleep(_CANCEL_POLL_S)
+    end_leftovers(run)
+    return observe(run)
+
+
+def _put_on_record(run: RunDir, record: RunRecord) -> None:
+    """Write who cancels; a full disk keeps nobody from it."""
+    try:
+        record.write(run)
+    except OSError:
+        release_reserve(run, "roles")
+        try:
+            record.write(run)
+        except OSError as error:
+            _log.warning("who cancels %s could not be written down: %s", run.name, error)
+
+
+def _stop_deadline_s(run: RunDir) -> float:
+    return 2 * sum(group.policy.stop_timeout_s for group in run.plan().groups) + 10.0
+
+
+def _whom_to_ask(run: RunDir, record: RunRecord, view: RunView) -> ProcessId:
+    """The supervisor; before it has written, submitit's controller, which passes signals on."""
+    if view.supervisor is not None and view.supervisor.alive() is not False:
+        return view.supervisor
+    if record.submissions and record.submissions[-1].process is not None:
+        return record.submissions[-1].process
+    raise RunDirError(f"nobody knows who supervises {run.name}")
+
+
+def request_stop(process: ProcessId) -> None:
+    """SIGTERM to a process of this machine, if it is still the one we mean."""
+    found = procfs.read_process(process.pid)
+    if found is not None and found.start_ticks == process.start_ticks:
+        procfs.send_signal([found], signal.SIGTERM)
+
+
+def kill_launch(run_id: str) -> None:
+    """SIGKILL supervisor and controller; the guards see their pipes close and end the roles."""
+    procfs.send_signal(find_leftovers(run_id, kinds=("launch",)), signal.SIGKILL)
+
+
+def interrupt(run: RunDir, count: int) -> str:
+    """Answer the ``count``-th Ctrl-C of somebody who follows the run; returns what to tell.
+
+    The first asks the supervisor to stop in order, the second to kill the roles at once, the third kills the
+    supervisor itself (the guards then end the roles).
+    """
+    view = observe(run)
+    if view.state.ended:
+        return f"{run.name} has ended already"
+    record = RunRecord.read(run)
+    if count == 1:
+        _put_on_record(run, record.with_cancel("Ctrl-C", time.time()))
+    if record.submissions and record.submissions[-1].executor == "slurm":
+        signal_job(run, kill=count > 2)
+        return "stopping; Ctrl-C again kills at once" if count == 1 else "killing the roles; Ctrl-C again kills all"
+    if count > 2:
+        kill_launch(record.run_id)
+        return "killing the supervisor"
+    process = _whom_to_ask(run, record, view)
+    if process.alive() is None:
+        return f"the supervisor runs on {process.host}: hpcrl cancel {run.name} there"
+    request_stop(process)
+    return "stopping; Ctrl-C again kills at once" if count == 1 else "killing the roles; Ctrl-C again kills all"

@@ -1,0 +1,43 @@
+"""``python -m hpcrl.supervisor.launch.node_answers``: one task on each node of a job, before roles are started.
+
+It says which addresses its node has, then answers each line of its stdin with the time by its clock, until stdin is
+closed. Both ways are JSON lines; `hpcrl.supervisor.launch.survey` is at the other end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+
+from hpcrl.interfaces import address_towards, interface_addresses, machine_id
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Answer until nobody asks any more."""
+    node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    _say({"node": node, "machine": machine_id(), "interfaces": interface_addresses()})
+    # not `for line in sys.stdin`, which reads ahead: the answer's time would be late
+    while line := sys.stdin.buffer.readline():
+        now_s = time.time()
+        question = json.loads(line)
+        answer = {"node": node, "number": question["number"], "time_s": now_s}
+        if question.get("towards"):
+            try:
+                answer["towards"] = address_towards(question["towards"])
+            except OSError as error:
+                answer["problem"] = f"it has no way to {question['towards']}: {error}"
+        _say(answer)
+
+
+def _say(answer: dict[str, object]) -> None:
+    # one write a line: srun joins the lines of all nodes
+    os.write(1, json.dumps(answer).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,277 @@
+"""Replicas as steps of Slurm jobs: ``srun`` starts a guard for each task, and joins its streams to the supervisor.
+
+::
+
+    supervisor ──pipe──> srun ──network──> guard ──> role          (one guard a task, on its node)
+
+Orders reach all guards of a replica, reports come back as they do on one machine. Where ``srun`` or the supervisor is
+killed, the guards see their stdin close and end their roles in order.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+from hpcrl import procfs
+from hpcrl.config.cluster import ClusterProfile, SlurmCluster
+from hpcrl.config.plan import Plan, Role, RoleGroup
+from hpcrl.errors import HpcrlError
+from hpcrl.ports import choose_blocks
+from hpcrl.runs.cause import CauseKind
+from hpcrl.runs.clocks import Clocks
+from hpcrl.runs.rundir import RunDir
+from hpcrl.slurm.client import SlurmClient
+from hpcrl.slurm.errors import SlurmError
+from hpcrl.slurm.exclude import nodes_to_exclude, stay_away
+from hpcrl.slurm.launch import (
+    Allocation,
+    Allocations,
+    allocations_from_env,
+    launch_on_nodes,
+    launch_replica,
+    outside_environment,
+    step_environment,
+)
+from hpcrl.slurm.states import JobState, parse_state
+from hpcrl.supervisor.launch.addresses import choose_addresses, interface_of
+from hpcrl.supervisor.launch.launcher import Address
+from hpcrl.supervisor.launch.survey import Survey
+from hpcrl.supervisor.process.guard import end_processes
+from hpcrl.supervisor.process.guarded import ProcessSpec, RunningProcess, guard_command, start_guarded
+from hpcrl.supervisor.process.sweep import reap
+
+__all__ = ["StepLauncher"]
+
+_log = logging.getLogger(__name__)
+_TELL_S = 5.0
+_REPLICA_S = 60.0
+"""Longest wait for the nodes of one replica to answer."""
+_ANY_ADDRESS = "0.0.0.0"  # servers of torch listen on all addresses
+
+
+class StepLauncher:
+    """Steps of the job that we are in.
+
+    Parameters
+    ----------
+    cluster:
+        The site.
+    environ:
+        Environment of the batch process; ours by default.
+    client:
+        Asked for the addresses of nodes.
+    inside:
+        The job was there before, and may have more nodes than the plan.
+
+    Attributes
+    ----------
+    clocks:
+        How far the clocks of nodes are ahead of ours, as far as nodes were asked.
+    """
+
+    in_step = True
+
+    def __init__(
+        self,
+        cluster: ClusterProfile,
+        *,
+        environ: Mapping[str, str] | None = None,
+        client: SlurmClient | None = None,
+        inside: bool = False,
+    ) -> None:
+        assert isinstance(cluster, SlurmCluster)
+        self._cluster = cluster
+        self._environ = dict(os.environ if environ is None else environ)
+        self._client = SlurmClient() if client is None else client
+        self._inside = inside
+        self._plan: Plan | None = None
+        self._allocations: dict[tuple[int, int], Allocation] = {}
+        self._addresses: dict[str, str] = {}
+        self._reached: dict[str, str] = {}
+        self._start_timeout_s = cluster.limits.start_timeout_s
+        self._ports: set[int] = set()
+        self.clocks = Clocks()
+
+    def place(self, plan: Plan) -> dict[tuple[Role, int], Address]:
+        """See `hpcrl.supervisor.launch.launcher.Launcher.place`.
+
+        Ports are different over all replicas, and free here: on other nodes we cannot try. Nodes belong to the run
+        alone, so that what listens there is the site's, and outside of the profile's range.
+        """
+        self._plan = plan
+        self._allocations = allocations_from_env(plan, self._environ, spare=self._inside)
+        self._reached, self.clocks = {}, Clocks()
+        addresses = self._survey(self._allocations)
+        here = [group for group in plan.groups if not plan.own_jobs(group)]
+        replicas = [(group, replica) for group in here for replica in range(group.replicas)]
+        sizes = [group.ports for group, _ in replicas]
+        ports = choose_blocks(sizes, first=plan.first_port, last=plan.last_port, host=_ANY_ADDRESS)
+        placed = {}
+        for (group, replica), port in zip(replicas, ports, strict=True):
+            job, places = plan.place(group, replica)
+            hosts = self._allocations[group.component, job].hosts[places.start : places.stop]
+            reached, interfaces = zip(*(addresses[host] for host in hosts), strict=True)
+            placed[group.role, replica] = Address.of(group, reached, port, nodes=hosts, interfaces=interfaces)
+        self._ports = {port + i for port, size in zip(ports, sizes, strict=True) for i in range(size)}
+        return placed
+
+    def enter_job(self, group: RoleGroup, replica: int, allocation: Allocation) -> Address:
+        """See `hpcrl.supervisor.elastic.keeper.PlacesReplicas`. Blocks until the nodes have answered."""
+        assert self._plan is not None, "place comes first"
+        job, _ = self._plan.place(group, replica)
+        self._allocations[group.component, job] = allocation
+        first, last = self._plan.first_port, self._plan.last_port
+        try:
+            (port,) = choose_blocks([group.ports], first=first, last=last, host=_ANY_ADDRESS, taken=self._ports)
+        except HpcrlError:  # replicas that left keep theirs: on other nodes the same ports do no harm
+            (port,) = choose_blocks([group.ports], first=first, last=last, host=_ANY_ADDRESS)
+        self._ports.update(range(port, port + group.ports))
+        addresses = self._survey({(group.component, job): allocation})
+        reached, interfaces = zip(*(addresses[host] for host in allocation.hosts), strict=True)
+        return Address.of(group, reached, port, nodes=allocation.hosts, interfaces=interfaces)
+
+    def clear_job(self, allocation: Allocation) -> None:
+        """See `hpcrl.supervisor.elastic.keeper.PlacesReplicas`: guards end their roles at SIGTERM, the holder stays."""
+        assert allocation.job_id is not None
+        try:
+            self._client.cancel(int(allocation.job_id), signal="TERM")
+        except SlurmError as error:
+            _log.warning("steps of job %s could not be ended: %s", allocation.job_id, error)
+
+    def _survey(self, allocations: Allocations) -> dict[str, tuple[str, str]]:
+        """Ask nodes where they can be reached, and how far their clocks are off; returns address and interface by
+        node name."""
+        assert self._plan is not None, "place comes first"
+        commands: list[tuple[Sequence[str], Sequence[str]]] = []
+        interfaces: dict[str, str | None] = {}
+        outside = any(allocation.job_id is not None for allocation in allocations.values())
+        for (component, _), allocation in allocations.items():
+            launch = launch_on_nodes(
+                self._plan,
+                component,
+                allocation,
+                command=[sys.executable, "-P", "-m", "hpcrl.supervisor.launch.node_answers"],
+            )
+            commands.append((launch.argv, launch.hosts))
+            interfaces |= dict.fromkeys(allocation.hosts, self._interface(component))
+        env = outside_environment(self._environ) if outside else step_environment(self._environ)
+        slurms = self._node_addresses(list(interfaces))
+        known = {host: slurms.get(host, host) for host in interfaces}
+        # the keeper of replicas has others to look after
+        timeout_s = min(_REPLICA_S, self._start_timeout_s) if outside else self._start_timeout_s
+        with Survey(commands, env=env, timeout_s=timeout_s) as survey:
+            found = choose_addresses(survey, interfaces=interfaces, known=known, others=self._reached)
+            self._reached |= found
+            self.clocks = Clocks({**self.clocks.nodes, **survey.clocks()})
+            return {node: (host, interface_of(survey.answers[node], host)) for node, host in found.items()}
+
+    def _interface(self, component: int) -> str | None:
+        """What the profile calls the interface of a component's nodes."""
+        assert self._plan is not None
+        role = Role(self._plan.layout.components[component].roles[0])
+        return self._cluster.partitions[self._cluster.partition_name(role)].node.interface
+
+    def _node_addresses(self, hosts: Collection[str]) -> dict[str, str]:
+        """What to connect to, by node name; nothing where Slurm cannot be asked on nodes: names resolve there.
+
+        Asked once a node and attempt: addresses do not change while a job has the node.
+        """
+        if self._cluster.capabilities.scontrol_on_nodes:
+            unknown = set(hosts) - self._addresses.keys()
+            self._addresses |= {node.name: node.address for node in self._client.nodes(unknown)}
+        return self._addresses
+
+    async def start(self, spec: ProcessSpec) -> RunningProcess:
+        """See `hpcrl.supervisor.launch.launcher.Launcher.start`."""
+        assert self._plan is not None, "place comes first"
+        group = self._plan.group(Role(spec.role))
+        launch = launch_replica(
+            self._plan,
+            group,
+            spec.replica,
+            command=guard_command(self._plan.python or sys.executable),
+            cwd=Path(spec.cwd),
+            allocations=self._allocations,
+        )
+        outside = self._plan.own_jobs(group)
+        env = outside_environment(self._environ) if outside else step_environment(self._environ)
+        return await start_guarded(launch.argv, spec, env=env, tasks=launch.tasks, clocks=self.clocks)
+
+    def sweep(self, run_id: str) -> list[int]:
+        """See `hpcrl.supervisor.launch.launcher.Launcher.sweep`. Slurm ends what a job leaves behind."""
+        return []
+
+    def failed_nodes(self, among: Collection[str] | None = None) -> list[str]:
+        """See `hpcrl.supervisor.launch.launcher.Launcher.failed_nodes`."""
+        if not self._cluster.capabilities.scontrol_on_nodes:
+            return []
+        # a node of another job takes its replica with it, not the run
+        ours = (allocation for allocation in self._allocations.values() if allocation.job_id is None)
+        mine = {host for allocation in ours for host in allocation.hosts} if among is None else set(among)
+        try:
+            nodes = self._client.nodes(mine)
+        except SlurmError as error:
+            _log.warning("Slurm does not say which nodes are down: %s", error)
+            return []
+        # what is drained goes on until its job ends
+        return [node.name for node in nodes if node.down]
+
+    def stay_away(self, run: RunDir) -> None:
+        """See `hpcrl.supervisor.launch.launcher.Launcher.stay_away`."""
+        job_id = self._environ.get("SLURM_JOB_ID", "")
+        if self._inside:
+            return  # nobody requeues it
+        if self._plan is not None and self._cluster.capabilities.scontrol_on_nodes and job_id.isdecimal():
+            nodes = nodes_to_exclude(run, self._plan, self._client)
+            stay_away(self._plan, self._client, int(job_id), nodes, within_s=_TELL_S)
+
+    def taken(self) -> tuple[CauseKind, str] | None:
+        """See `hpcrl.supervisor.launch.launcher.Launcher.taken`.
+
+        Where the site does not send our signal first, SIGTERM to the steps is all that a preempted job gets: seen
+        from here, the same as a cancel.
+        """
+        job_id = self._environ.get("SLURM_JOB_ID", "")
+        if not self._cluster.capabilities.scontrol_on_nodes or not job_id.isdecimal():
+            return None
+        try:
+            records = self._client.details(int(job_id))
+        except SlurmError as error:
+            _log.warning("Slurm does not say what becomes of job %s: %s", job_id, error)
+            return None
+        if any(_since_start(record, "PreemptTime") for record in records):
+            return CauseKind.PREEMPTED, "Slurm gives the nodes to another job (preemption)"
+        # the component that we are in is COMPLETING as long as we end
+        states = [parse_state(record.get("JobState", "")) for record in records]
+        if any(state in (JobState.CANCELLED, JobState.COMPLETING) for state in states):
+            why = "scancel, or the end of its shell" if self._inside else "scancel, or a requeue"
+            return CauseKind.CANCELLED, f"job {job_id} was ended by Slurm ({why})"
+        if self._inside and any(state.ended for state in states):
+            return CauseKind.CANCELLED, f"the allocation, job {job_id}, was given back"
+        return None
+
+    def end_orphans(self, run_id: str, guards: Collection[int]) -> list[int]:
+        """See `hpcrl.supervisor.launch.launcher.Launcher.end_orphans`: what we adopted. Steps end with the job."""
+
+        def find() -> list[procfs.Process]:
+            return [
+                process
+                for process in procfs.descendants(os.getpid())
+                if process.pid not in guards and not any(pid in guards for pid in procfs.ancestors(process.pid))
+            ]
+
+        orphans = find()
+        end_processes(find, kill_at=time.monotonic(), between=lambda: reap(orphans))
+        reap(orphans)
+        return [process.pid for process in orphans]
+
+
+def _since_start(record: Mapping[str, str], name: str) -> bool:
+    """Whether a time of a job lies in its present start; one of an earlier start stays where it was."""
+    moment, start = record.get(name, ""), record.get("StartTime", "")
+    return moment.isdecimal() and start.isdecimal() and int(moment) >= int(start)

@@ -1,0 +1,84 @@
+"""Broken nodes: finding them by what roles log and by what Slurm says.
+
+Slurm takes a list of excluded nodes only for jobs that wait. A job is one from the moment of its requeue on, also
+while its last processes end, so the dying supervisor sets it as soon as it sees the node down
+(`hpcrl.supervisor.policy.node_faults`, `hpcrl.slurm.exclude`), and right after a requeue that it asked for itself.
+Where the supervisor was killed before it could (with its own node, or by a Slurm that waits for nobody), the next
+attempt finds out what was lost, also where the node is back already, and goes back into the queue once where it began
+on such a node.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from hpcrl.runs.status import RunState, RunStatus
+from hpcrl.slurm.client import SlurmClient
+from hpcrl.slurm.errors import SlurmError
+
+__all__ = ["find_lost_nodes", "hardware_trouble"]
+
+_log = logging.getLogger(__name__)
+_TAIL_BYTES = 1 << 16
+_OWN_WORD = frozenset({RunState.COMPLETED, RunState.CANCELLED, RunState.REQUEUED})
+"""An attempt that ended so knew why. One that FAILED, in a job that Slurm requeues, may have seen less than Slurm."""
+
+#: words by which broken hardware shows in a role's log; a node is avoided for these, so they must mean nothing else
+_SIGNS = re.compile(
+    rb"uncorrectable ECC error|ECC error encountered|GPU has fallen off the bus|NVRM: Xid"
+    rb"|CUDA error: (?:hardware stack error|an uncorrectable)|no CUDA-capable device is detected"
+    rb"|Failed to initialize NVML|\[Errno 5\] Input/output error"
+    rb"|\[Errno 30\] Read-only file system|ibv_\w+ failed|NVLink error",
+    re.IGNORECASE,
+)
+
+
+def hardware_trouble(logs: Sequence[Path]) -> dict[int, str]:
+    """Indices of logs whose end tells of broken hardware, with the words."""
+    found = {}
+    for index, path in enumerate(logs):
+        try:
+            with path.open("rb") as stream:
+                stream.seek(max(0, stream.seek(0, 2) - _TAIL_BYTES))
+                tail = stream.read()
+        except OSError:
+            continue
+        if match := _SIGNS.search(tail):
+            found[index] = match[0].decode(errors="replace")
+    return found
+
+
+def find_lost_nodes(status: RunStatus | None, client: SlurmClient, job_id: int) -> dict[str, str]:
+    """Nodes of an attempt that Slurm lost, with what happened to each; for the attempt after it.
+
+    A node is one of them where Slurm names it as the one that failed (``FailedNode``, not in 22.05), where it is down
+    now, or where its slurmd was started while the attempt ran: who comes back at once was away. Nothing where Slurm
+    does not answer.
+
+    Parameters
+    ----------
+    status:
+        The last of that attempt.
+    job_id:
+        Of the job that Slurm has requeued.
+    """
+    if status is None or status.state in _OWN_WORD:
+        return {}
+    used = {node for component in status.components for node in component.nodes}
+    try:
+        nodes = client.nodes(used)
+        named = {record.get("FailedNode") for record in client.details(job_id)}
+    except SlurmError as error:
+        _log.warning("Slurm does not say which nodes the attempt before has lost: %s", error)
+        return {}
+    lost = {}
+    for node in nodes:
+        since_s = node.daemon_since_s
+        if node.down:
+            lost[node.name] = "the node went down"
+        elif node.name in named or (since_s is not None and since_s > status.started_at_s):
+            lost[node.name] = "the node went down and came back"
+    return lost

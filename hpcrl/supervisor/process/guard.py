@@ -1,0 +1,413 @@
+"""The guard: a small process above each role that leaves nothing of it behind.
+
+::
+
+    supervisor ──pipe──> guard ──> role ──> whatever the role starts
+
+The guard is in a session of its own and adopts every orphan below it, so that nothing escapes by forking twice
+or by ``setsid``. It ends all of it when
+
+- the supervisor says so (``stop``: SIGTERM to the role, SIGKILL to the rest after the grace; ``kill``: at once),
+- the role ends, however that comes,
+- the pipe from the supervisor closes: the supervisor is gone, even by SIGKILL.
+
+It also does what can only be done on the role's node: it takes stacks of a role that hangs (``dump``), gives the role a
+temporary directory of its own, and removes what the role leaves there and in shared memory.
+
+If the guard itself is killed, the kernel kills the role (``PR_SET_PDEATHSIG``) and the supervisor adopts and ends
+the rest. If both are killed at once, the guards of the other roles find the orphans by the run's mark in their
+environment.
+
+The protocol is JSON lines: first a `hpcrl.supervisor.process.guarded.ProcessSpec` on stdin, then orders; reports on
+stdout. Standard library only, because this runs once for each replica of each role.
+
+Under Slurm ``srun`` stands between supervisor and guards: it hands orders to the guards of all its tasks, and joins
+their reports. The guard is what a signal to the step reaches first, and what gives the role time to end in order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import select
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hpcrl import procfs
+from hpcrl.marks import KIND_VARIABLE, RUN_ID_VARIABLE
+from hpcrl.ours import check_parent, make_private, read_secret, umask_of
+from hpcrl.supervisor.process.leftovers import Scratch
+from hpcrl.supervisor.process.stacks import dump_stacks
+
+__all__ = ["Guard", "end_processes", "fill_node", "fill_node_rank", "main"]
+
+_OURS = ("SUBMITIT_", "HPCRL_")
+"""What submitit and the guard itself have in the environment is not meant for roles."""
+_CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT")
+"""Directories of compiled code that a plan puts on the node's disk."""
+_NODE_RANK = re.compile(r"\{(?:(\d+)-)?node_rank(?:\*(\d+))?\}")
+_POLL_S = 0.02
+_LOOK_S = (2.0, 8.0, 20.0, 60.0)
+"""Pauses between looks at the role's shared memory; the last one again and again."""
+_AFTERMATH_S = 2.0
+"""Longest time between SIGTERM and SIGKILL for what is left when the role itself has ended."""
+_GIVE_UP_S = 5.0
+"""After this long under SIGKILL a process hangs in the kernel; we report it and go."""
+
+
+def main() -> None:
+    """Run the guard."""
+    # the supervisor decides when we go; a stray signal to us must not leave the role alone
+    wake_read, wake_write = os.pipe()
+    os.set_blocking(wake_write, False)
+    os.set_blocking(wake_read, False)
+    signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+    for signum in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(signum, lambda *_: None)
+    procfs.adopt_orphans()
+    Guard(wake_read).run()
+
+
+def _own_cache(cache: str | None, scratch: str) -> None:
+    """Let compile caches on the node's disk be ours: what lies in one is loaded as code.
+
+    Raises
+    ------
+    OSError
+        The directory of the run on that disk belongs to somebody else, or can be changed or replaced by others.
+    """
+    if not cache or not scratch or not Path(cache).is_relative_to(scratch) or cache == scratch:
+        return
+    Path(scratch).mkdir(parents=True, exist_ok=True)
+    check_parent(Path(scratch))
+    make_private(Path(scratch, Path(cache).relative_to(scratch).parts[0]))
+
+
+def fill_node_rank(part: str, node_rank: int, hosts: Sequence[str] = ()) -> str:
+    """Replace ``{node_rank}`` and ``{node_rank*N}`` in one word of a command, and ``{node_host}`` by this node's.
+
+    ``{M-node_rank*N}`` is what is left of the number ``M``.
+    """
+    if hosts:
+        part = part.replace("{node_host}", hosts[node_rank])
+
+    def filled(match: re.Match[str]) -> str:
+        value = node_rank * int(match[2] or 1)
+        return str(value if match[1] is None else int(match[1]) - value)
+
+    return _NODE_RANK.sub(filled, part)
+
+
+def _own_node() -> str:
+    """See `hpcrl.runs.clocks.own_node`, which is no part of the standard library."""
+    return os.environ.get("SLURMD_NODENAME", "")
+
+
+def fill_node(
+    env: Mapping[str, str], node_rank: int, *, hosts: Sequence[str], interfaces: Sequence[str]
+) -> dict[str, str]:
+    """Variables whose whole value is ``{node_host}`` or ``{node_interface}``, filled for this node.
+
+    Where the supervisor does not know it the variable is left out: the library chooses.
+    """
+    known = {"{node_host}": hosts, "{node_interface}": interfaces}
+    filled = {}
+    for name, value in env.items():
+        if value not in known:
+            filled[name] = value
+        elif known[value]:
+            filled[name] = known[value][node_rank]
+    return filled
+
+
+class Guard:
+    """State of one guard; see the module."""
+
+    def __init__(self, wake_fd: int) -> None:
+        self._wake_fd = wake_fd
+        self._orders = b""
+        self._supervised = True
+        self._role_pid = 0
+        self._role_ended = False
+        self._called_off = False
+        self._kill_at: float | None = None
+        self._spec: dict[str, Any] = {}
+        self._task = 0
+        self._scratch: Scratch | None = None
+        self._looks = 0
+        self._look_at = time.monotonic()
+
+    def run(self) -> None:
+        """Start the role, wait for its end or an order, end everything, report.
+
+        A role whose stop comes before its start is not started: both may wait in the pipe of a guard that is slow
+        to begin.
+        """
+        while not self._spec:
+            self._wait(None)
+            if not self._supervised:
+                return
+        if self._called_off:
+            self._report(report="ended", exit_code=None, signal=signal.SIGTERM)
+            self._report(report="gone", left=[])
+            return
+        os.umask(umask_of(self._spec["env"].get("HPCRL_RUN_DIR", "")))
+        self._make_scratch()
+        self._start_role()
+        self._plan_look()
+        while not self._role_ended:
+            until = self._look_at if self._kill_at is None else min(self._kill_at, self._look_at)
+            self._wait(max(0.0, until - time.monotonic()))
+            if self._kill_at is not None and time.monotonic() >= self._kill_at:
+                break
+            if time.monotonic() >= self._look_at:
+                self._look()
+        self._end_all()
+
+    # -- orders and reports ------------------------------------------------------------------------------------
+
+    def _wait(self, timeout_s: float | None) -> None:
+        """Wait for an order, a signal, or the time; then act on all that is there."""
+        sources = [self._wake_fd, 0] if self._supervised else [self._wake_fd]
+        readable, _, _ = select.select(sources, [], [], timeout_s)
+        if self._wake_fd in readable:
+            with contextlib.suppress(BlockingIOError):
+                for signum in os.read(self._wake_fd, 4096):
+                    if signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                        if self._role_pid and not self._role_ended and self._kill_at is None:
+                            self._report(report="signalled", signal=signum)
+                        self._stop(self._grace_s)
+        self._reap()
+        if 0 in readable:
+            data = os.read(0, 1 << 16)
+            if not data:
+                self._lost_supervisor()
+            self._orders += data
+            *lines, self._orders = self._orders.split(b"\n")
+            for line in lines:
+                self._obey(json.loads(line))
+
+    def _obey(self, order: dict[str, Any]) -> None:
+        if not self._spec:
+            self._spec = order
+            self._task = int(os.environ["SLURM_PROCID"]) if order["in_step"] else 0
+        elif order["order"] == "stop":
+            self._stop(order["grace_s"])
+        elif order["order"] == "dump":
+            self._dump(order["path"])
+        elif not self._role_pid:
+            self._called_off = True
+        else:
+            self._kill_at = time.monotonic()
+
+    @property
+    def _grace_s(self) -> float:
+        return float(self._spec.get("grace_s", 0.0))
+
+    def _stop(self, grace_s: float) -> None:
+        if not self._role_pid:
+            self._called_off = True
+        elif self._kill_at is None and not self._role_ended:
+            self._look()  # while there is somebody to ask
+            self._kill_at = time.monotonic() + grace_s
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._role_pid, signal.SIGTERM)  # our own unreaped child: the pid cannot be another's
+
+    def _lost_supervisor(self) -> None:
+        self._supervised = False
+        if self._role_pid:
+            self._record("guard.supervisor_lost", role=self._spec["role"], replica=self._spec["replica"])
+            self._stop(self._grace_s)
+
+    def _report(self, **report: Any) -> None:
+        with contextlib.suppress(OSError):  # nobody listens any more
+            said = {"task": self._task, "node": _own_node(), "time_s": time.time(), **report}
+            os.write(1, json.dumps(said).encode() + b"\n")
+
+    def _record(self, kind: str, **data: Any) -> None:
+        """Append to the events of the run, in the format of `hpcrl.runs.events`."""
+        event = {
+            "time_s": time.time(),
+            "attempt": self._spec["attempt"],
+            "writer": self._spec["events_writer"] + (f"-{self._task}" if self._task else ""),
+            "kind": kind,
+            "data": data,
+            "node": _own_node(),
+        }
+        with contextlib.suppress(OSError):
+            path = self._spec["events_path"]
+            if self._task:
+                path = f"{path.removesuffix('.jsonl')}-{self._task}.jsonl"
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            os.write(fd, json.dumps(event).encode() + b"\n")
+            os.close(fd)
+
+    # -- what only this node knows -----------------------------------------------------------------------------
+
+    def _dump(self, path: str) -> None:
+        path = f"{path}-{self._task}.txt" if self._task else f"{path}.txt"
+        try:
+            report = dump_stacks(self._role_pid, path)
+        except OSError as error:
+            report = {"path": path, "frames": [], "stopped": [], "problem": f"the stacks could not be written: {error}"}
+        self._report(report="dumped", **report)
+
+    def _make_scratch(self) -> None:
+        spec = self._spec
+        who = {name: spec[name] for name in ("attempt", "role", "replica")}
+        base = spec["scratch"] or spec["env"].get("TMPDIR", "")
+        scratch = Scratch(base, run_id=spec["env"][RUN_ID_VARIABLE], task=self._task, **who)
+        try:
+            removed = scratch.prepare()
+        except OSError as error:
+            # the role can do without: it gets the node's own TMPDIR
+            self._record("guard.no_scratch", path=str(scratch.path), problem=str(error))
+            return
+        self._scratch = scratch
+        if scratch.problem:
+            self._record("guard.no_scratch", path=str(scratch.path), problem=scratch.problem)
+        if removed:
+            self._record("guard.cleaned", role=spec["role"], replica=spec["replica"], removed=removed[:20])
+
+    def _plan_look(self) -> None:
+        self._look_at = time.monotonic() + _LOOK_S[min(self._looks, len(_LOOK_S) - 1)]
+        self._looks += 1
+
+    def _look(self) -> None:
+        """Note which shared memory the role has: when it was killed, nobody can say any more."""
+        if self._scratch is not None:
+            self._scratch.note(procfs.descendants(os.getpid()))
+        self._plan_look()
+
+    # -- the role ----------------------------------------------------------------------------------------------
+
+    def _start_role(self) -> None:
+        guard = os.getpid()
+        error_read, error_write = os.pipe()  # closed by a successful exec
+        self._role_pid = os.fork()
+        if self._role_pid == 0:
+            try:
+                self._become_role(guard)
+            except OSError as error:
+                os.write(error_write, str(error).encode())
+            finally:
+                os._exit(127)
+        os.close(error_write)
+        with os.fdopen(error_read, "rb") as stream:
+            error_text = stream.read().decode()
+        process = procfs.read_process(self._role_pid)
+        if error_text:
+            self._report(report="spawn_failed", error=error_text)
+        else:
+            self._report(report="started", pid=self._role_pid, start_ticks=process.start_ticks if process else 0)
+
+    def _become_role(self, guard: int) -> None:
+        procfs.die_with_parent()
+        if os.getppid() != guard:  # it died before the line above
+            os._exit(127)
+        os.setsid()
+        signal.set_wakeup_fd(-1)
+        for signum in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE, signal.SIGXFSZ):
+            signal.signal(signum, signal.SIG_DFL)
+        spec = self._spec
+        log = os.open(spec["logs"][self._task], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        null = os.open(os.devnull, os.O_RDONLY)
+        for source, target in ((null, 0), (log, 1), (log, 2)):
+            os.dup2(source, target)
+        if spec["restart"]:
+            clock = time.strftime("%Y-%m-%d %H:%M:%S")
+            os.write(2, f"==== restart {spec['restart']} of {spec['role']} {spec['replica']}, {clock} ====\n".encode())
+        if spec["cwd"]:
+            os.chdir(spec["cwd"])
+        command, env = spec["command"], spec["env"]
+        if self._scratch is not None:
+            env = {**env, "TMPDIR": str(self._scratch.path)}
+        node_rank = int(os.environ["SLURM_NODEID"]) if spec["in_step"] else 0
+        env = fill_node(env, node_rank, hosts=spec["hosts"], interfaces=spec["interfaces"])
+        if spec["in_step"]:
+            command = [fill_node_rank(part, node_rank, spec["hosts"]) for part in command]
+            env = {**{name: value for name, value in os.environ.items() if not name.startswith(_OURS)}, **env}
+        for name in _CACHES:
+            _own_cache(env.get(name), spec.get("scratch", ""))
+        env |= {name: read_secret(Path(file)) for name, file in spec.get("secrets", {}).items()}
+        os.execvpe(command[0], command, env)
+
+    def _reap(self) -> None:
+        """Collect all dead children: the role, and orphans that we adopted."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid == self._role_pid:
+                self._role_ended = True
+                code = os.waitstatus_to_exitcode(status)
+                self._report(report="ended", exit_code=code if code >= 0 else None, signal=-code if code < 0 else None)
+
+    # -- the end -----------------------------------------------------------------------------------------------
+
+    def _end_all(self) -> None:
+        """End everything below us; the role first had its chance, what it left behind gets the rest of it."""
+        self._look()
+        # what a role leaves behind may be about to end by itself, and gets a moment; not all of the grace
+        kill_at = time.monotonic() + min(self._grace_s, _AFTERMATH_S)
+        if self._kill_at is not None:
+            kill_at = min(kill_at, self._kill_at)
+        remaining = end_processes(lambda: procfs.descendants(os.getpid()), kill_at=kill_at, between=self._reap)
+        if remaining:
+            self._record("guard.left_behind", pids=[process.pid for process in remaining])
+        self._reap()
+        if not self._supervised:
+            end_processes(self._unguarded, kill_at=time.monotonic(), between=self._reap)
+        if self._scratch is not None and not remaining:
+            self._scratch.remove()
+        self._report(report="gone", left=[process.pid for process in remaining])
+
+    def _unguarded(self) -> list[procfs.Process]:
+        """Role processes of this run on this machine that no living guard is above."""
+        run_id = self._spec["env"][RUN_ID_VARIABLE]
+        return [
+            process
+            for process in procfs.with_environ(RUN_ID_VARIABLE, run_id)
+            if procfs.read_environ(process.pid).get(KIND_VARIABLE) == "role"
+            and not any(procfs.read_environ(pid).get(KIND_VARIABLE) == "guard" for pid in procfs.ancestors(process.pid))
+        ]
+
+
+def end_processes(
+    find: Callable[[], list[procfs.Process]],
+    *,
+    kill_at: float,
+    between: Callable[[], None] = lambda: None,
+    give_up_s: float = _GIVE_UP_S,
+) -> list[procfs.Process]:
+    """SIGTERM what ``find`` returns, SIGKILL after ``kill_at`` (monotonic), until it returns nothing.
+
+    ``find`` is asked again and again, because processes that die may have started others meanwhile. Returns
+    what hung in the kernel ``give_up_s`` after SIGKILL.
+    """
+    asked: set[tuple[int, int]] = set()
+    while processes := find():
+        now = time.monotonic()
+        if now >= kill_at + give_up_s:
+            return processes
+        if now >= kill_at:
+            procfs.send_signal(processes, signal.SIGKILL)
+        else:
+            fresh = [process for process in processes if (process.pid, process.start_ticks) not in asked]
+            procfs.send_signal(fresh, signal.SIGTERM)
+            asked.update((process.pid, process.start_ticks) for process in fresh)
+        time.sleep(_POLL_S)
+        between()
+    return []
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,352 @@
+"""A replica below its guards, as the supervisor sees it: what to run, orders down, reports up, the end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from hpcrl.interpreter import module_command, with_safe_path
+from hpcrl.marks import KIND_VARIABLE, RUN_ID_VARIABLE
+from hpcrl.runs.clocks import Clocks
+
+__all__ = ["Dump", "End", "GuardedProcess", "ProcessSpec", "RunningProcess", "guard_command", "start_guarded"]
+
+_log = logging.getLogger(__name__)
+_ANSWER_S = 30.0
+"""What guards get beyond the grace to end their roles and report, before it is done over their heads."""
+_NO_TASKS_S = 2.0
+"""The same where no task has begun: there may be nobody who could obey."""
+
+
+class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """All that is needed to start one replica; the guard reads it as JSON.
+
+    Attributes
+    ----------
+    role, replica, attempt:
+        Who it is.
+    command, env, cwd:
+        What is executed. ``env`` is the whole environment, with the run's mark in it.
+    logs:
+        File that takes stdout and stderr, by task.
+    in_step:
+        Started as one of the tasks of a Slurm step: the guard says which, fills ``{node_rank}`` in ``command``, and
+        ``env`` comes on top of what the node has.
+    hosts:
+        Where each node of the replica can be reached: ``{node_host}`` in ``command``, and as a value in ``env``.
+    interfaces:
+        The network interface of each of them: ``{node_interface}`` as a value in ``env``.
+    grace_s:
+        Time between SIGTERM and SIGKILL if the supervisor is gone.
+    events_path, events_writer:
+        Where the guard records what the supervisor no longer can.
+    restart:
+        How often this replica was started before in this attempt.
+    scratch:
+        Directory on the node for the temporary directory of the replica; empty for the node's own choice.
+    secrets:
+        More variables: files with their values, which the guard reads.
+    """
+
+    role: str
+    replica: int
+    attempt: int
+    command: Sequence[str]
+    env: Mapping[str, str]
+    cwd: str
+    logs: Sequence[str]
+    grace_s: float
+    events_path: str
+    events_writer: str
+    in_step: bool = False
+    hosts: Sequence[str] = ()
+    interfaces: Sequence[str] = ()
+    restart: int = 0
+    scratch: str = ""
+    secrets: Mapping[str, str] = {}
+
+
+class Dump(NamedTuple):
+    """Stacks of a replica, taken on its nodes.
+
+    Attributes
+    ----------
+    paths:
+        Files, one a task.
+    frames:
+        Top frames of the process that tells most.
+    stopped:
+        Pids of processes that a signal has stopped.
+    problem:
+        Why there are no stacks; empty where there are.
+    """
+
+    paths: list[str]
+    frames: list[str]
+    stopped: list[int]
+    problem: str
+
+
+class End(NamedTuple):
+    """How a role process ended.
+
+    Attributes
+    ----------
+    time_s:
+        Seconds since the epoch, where the guard could say by its clock, corrected to ours.
+    exit_code, signal:
+        One of the two; both None where nobody saw it.
+    guard_lost:
+        The guard went away first, and the role with it.
+    spawn_error:
+        Why the command could not be started at all.
+    node:
+        Slurm's name of the node whose guard said it; empty where none did, or on this machine.
+    guard_signal:
+        Signal by which somebody else than the supervisor had told the guard to end it; under Slurm, that is Slurm.
+    """
+
+    time_s: float
+    exit_code: int | None = None
+    signal: int | None = None
+    guard_lost: bool = False
+    spawn_error: str = ""
+    guard_signal: int | None = None
+    node: str = ""
+
+    @property
+    def clean(self) -> bool:
+        """Exit code 0 by itself, said by the guard."""
+        return self.exit_code == 0 and self.guard_signal is None
+
+
+class RunningProcess(Protocol):
+    """One replica that was started."""
+
+    @property
+    def guard_pid(self) -> int:
+        """The process right below us."""
+
+    @property
+    def silent(self) -> list[int]:
+        """Tasks that ended without a word, because their guards were killed; known once it is `gone`."""
+
+    async def started(self) -> int | None:
+        """The role's pid; None where it could not be started (`ended` says why)."""
+
+    async def ended(self) -> End:
+        """Wait for the end of the role process. What it started may still be ending."""
+
+    async def gone(self) -> list[int]:
+        """Wait until nothing of the replica is left; pids of what hangs in the kernel, usually none."""
+
+    def stop(self, grace_s: float) -> None:
+        """SIGTERM to the role; after ``grace_s`` SIGKILL to all of it."""
+
+    def kill(self) -> None:
+        """SIGKILL to all of it."""
+
+    def cut_off(self) -> None:
+        """SIGKILL to the process right below us: guards see their pipe close, and what hangs is for others to end."""
+
+    async def dump(self, path: str, *, timeout_s: float) -> Dump:
+        """Write the stacks of all its processes to files whose names begin with ``path``."""
+
+
+def guard_command(python: str) -> list[str]:
+    """The command line of a guard."""
+    return module_command(python, "hpcrl.supervisor.process.guard")
+
+
+async def start_guarded(
+    argv: Sequence[str], spec: ProcessSpec, *, env: Mapping[str, str], tasks: int = 1, clocks: Clocks | None = None
+) -> GuardedProcess:
+    """Start guards by a command line that joins their standard streams to ours, and tell them what to run.
+
+    Times that guards tell are corrected by ``clocks``.
+    """
+    # not asyncio's own subprocesses: their transports SIGKILL the child when the loop closes on an error,
+    # where the guard must live to clean up
+    process = subprocess.Popen(
+        argv,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**with_safe_path(env), KIND_VARIABLE: "guard", RUN_ID_VARIABLE: spec.env[RUN_ID_VARIABLE]},
+        start_new_session=True,  # a terminal's Ctrl-C is for the one who follows, not for the roles
+    )
+    loop = asyncio.get_running_loop()
+    reports = asyncio.StreamReader()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reports), process.stdout)
+    orders, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, process.stdin)
+    return GuardedProcess(process, spec, orders, reports, tasks=tasks, clocks=clocks)
+
+
+class GuardedProcess:
+    """A replica below its guards, seen through their reports.
+
+    A replica of several tasks (under Slurm) has a guard for each. It has ended when all tasks have ended well, or the
+    first has not; the others are asked to stop then.
+
+    An end that was ordered comes: where guards do not report it in time, they are told to kill; where that does not
+    help either, the process right below us is killed, and the guards see their pipe close.
+    """
+
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        spec: ProcessSpec,
+        orders: asyncio.WriteTransport,
+        reports: asyncio.StreamReader,
+        *,
+        tasks: int = 1,
+        clocks: Clocks | None = None,
+    ) -> None:
+        self._process, self._orders, self._reports = process, orders, reports
+        self._grace_s, self._tasks, self._in_step = spec.grace_s, tasks, spec.in_step
+        self._clocks = clocks or Clocks()
+        self._running: dict[int, int] = {}
+        self._told: set[int] = set()
+        self._clean_ends = 0
+        self._guard_signal: int | None = None
+        loop = asyncio.get_running_loop()
+        self._started: asyncio.Future[int | None] = loop.create_future()
+        self._ended: asyncio.Future[End] = loop.create_future()
+        self._left: list[int] = []
+        self._dumps: list[Dump] = []
+        self._dumped: asyncio.Future[None] = loop.create_future()
+        self._overdue: asyncio.TimerHandle | None = None
+        self._who = f"{spec.role} {spec.replica}"
+        self._send(spec)
+        self._reader = asyncio.create_task(self._read(), name=f"guard of {self._who}")
+
+    @property
+    def guard_pid(self) -> int:
+        """See `RunningProcess.guard_pid`."""
+        return self._process.pid
+
+    async def started(self) -> int | None:
+        """See `RunningProcess.started`."""
+        return await asyncio.shield(self._started)
+
+    async def ended(self) -> End:
+        """See `RunningProcess.ended`."""
+        return await asyncio.shield(self._ended)
+
+    @property
+    def silent(self) -> list[int]:
+        """See `RunningProcess.silent`."""
+        return sorted(set(self._running) - self._told) if self._reader.done() else []
+
+    async def gone(self) -> list[int]:
+        """See `RunningProcess.gone`."""
+        await asyncio.shield(self._reader)
+        return self._left
+
+    def stop(self, grace_s: float) -> None:
+        """See `RunningProcess.stop`."""
+        self._send({"order": "stop", "grace_s": grace_s})
+        # srun that waits for its nodes hears no order: without a task there is nothing to end in order
+        waits = self._in_step and not self._started.done()
+        self._insist(_NO_TASKS_S - _ANSWER_S if waits else grace_s, self._cut_off if waits else self._demand_kill)
+
+    def kill(self) -> None:
+        """See `RunningProcess.kill`."""
+        self._send({"order": "kill"})
+        self._insist(0.0, self._cut_off)
+
+    def _insist(self, grace_s: float, then: Callable[[], None]) -> None:
+        """Do something where not all guards have gone a while after the grace; the earliest deadline counts."""
+        loop = asyncio.get_running_loop()
+        due = loop.time() + grace_s + _ANSWER_S
+        if self._reader.done() or (self._overdue is not None and self._overdue.when() <= due):
+            return
+        if self._overdue is not None:
+            self._overdue.cancel()
+        self._overdue = loop.call_at(due, then)
+
+    def _demand_kill(self) -> None:
+        _log.warning("%s: not all guards ended their roles %g s after the grace; told to kill", self._who, _ANSWER_S)
+        self._overdue = None
+        self.kill()
+
+    def _cut_off(self) -> None:
+        _log.warning("%s: not all guards obeyed in time; they are cut off", self._who)
+        self.cut_off()
+
+    def cut_off(self) -> None:
+        """See `RunningProcess.cut_off`. What hangs on a node is Slurm's to end, or that of `Launcher.end_orphans`."""
+        if not self._reader.done():
+            self._process.kill()
+
+    async def dump(self, path: str, *, timeout_s: float) -> Dump:
+        """See `RunningProcess.dump`."""
+        self._dumps, self._dumped = [], asyncio.get_running_loop().create_future()
+        self._send({"order": "dump", "path": path})
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(self._dumped), timeout_s)
+        dumps = self._dumps
+        if not dumps:
+            return Dump([], [], [], f"its guard took no stacks within {timeout_s:g} s")
+        # a task with a stopped process, or else one with frames
+        best = max(dumps, key=lambda dump: (bool(dump.stopped), bool(dump.frames)))
+        paths = [path for dump in dumps for path in dump.paths]
+        return best._replace(paths=[*best.paths, *(path for path in paths if path not in best.paths)])
+
+    def _send(self, order: object) -> None:
+        if not self._orders.is_closing():
+            self._orders.write(msgspec.json.encode(order) + b"\n")
+
+    async def _read(self) -> None:
+        while line := await self._reports.readline():
+            report = msgspec.json.decode(line)
+            task = report.pop("task")
+            report["time_s"] = self._clocks.corrected(report["time_s"], report["node"])
+            match report.pop("report"):
+                case "started":
+                    self._running[task] = report["pid"]
+                    if len(self._running) == self._tasks and not self._started.done():
+                        self._started.set_result(self._running[0])
+                case "spawn_failed":
+                    self._told.add(task)
+                    self._task_ended(End(report["time_s"], spawn_error=report["error"], node=report["node"]))
+                case "dumped":
+                    self._dumps.append(Dump([report["path"]], report["frames"], report["stopped"], report["problem"]))
+                    if len(self._dumps) == self._tasks and not self._dumped.done():
+                        self._dumped.set_result(None)
+                case "signalled":
+                    self._guard_signal = report["signal"]
+                case "ended":
+                    self._told.add(task)
+                    self._task_ended(End(**report, guard_signal=self._guard_signal))
+                case "gone":
+                    self._left += report["left"]
+        # the guards are gone; where they did not tell the end, the kernel has killed the role with them
+        lost_at_s = time.time()
+        if self._overdue is not None:
+            self._overdue.cancel()
+        self._orders.close()
+        code = await asyncio.to_thread(self._process.wait)
+        if not self._ended.done():
+            # a step that never was: Slurm's words about it are in our own log
+            never = f"srun ended with {code} before all of its tasks ran" if self._in_step else ""
+            early = never if not self._started.done() else ""
+            self._ended.set_result(End(lost_at_s, guard_lost=not early, spawn_error=early))
+        if not self._started.done():
+            self._started.set_result(None)
+
+    def _task_ended(self, end: End) -> None:
+        self._clean_ends += end.clean
+        if self._ended.done() or (end.clean and self._clean_ends < self._tasks):
+            return
+        self._ended.set_result(end)
+        if not self._started.done():
+            self._started.set_result(None)
+        if self._tasks > 1:
+            self.stop(self._grace_s)

@@ -1,0 +1,64 @@
+"""Finding and ending what an attempt left behind on this machine: by the run's mark in the environment."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Collection
+
+from hpcrl import procfs
+from hpcrl.marks import KIND_VARIABLE, RUN_ID_VARIABLE
+from hpcrl.supervisor.process.guard import end_processes
+
+__all__ = ["end_orphans", "find_leftovers", "reap", "sweep"]
+
+_GRACE_S = 1.0
+
+
+def find_leftovers(run_id: str, *, kinds: tuple[str, ...] = ("role", "guard")) -> list[procfs.Process]:
+    """Guards and roles of a run that live on this machine, except ourselves and those above us."""
+    spared = {os.getpid(), *procfs.ancestors(os.getpid())}
+    return [
+        process
+        for process in procfs.with_environ(RUN_ID_VARIABLE, run_id)
+        if process.pid not in spared and procfs.read_environ(process.pid).get(KIND_VARIABLE) in kinds
+    ]
+
+
+def sweep(run_id: str, *, grace_s: float = _GRACE_S) -> list[procfs.Process]:
+    """End all guards and roles of a run; returns what was found. Blocks for up to the grace and a moment.
+
+    For use when no attempt of the run is alive, or by its supervisor after the guards are gone.
+    """
+    found = find_leftovers(run_id)
+    if found:
+        end_processes(lambda: find_leftovers(run_id), kill_at=time.monotonic() + grace_s, between=lambda: reap(found))
+    return found
+
+
+def end_orphans(run_id: str, guards: Collection[int]) -> list[procfs.Process]:
+    """SIGKILL what no guard is above: orphans that we adopted, and what carries the mark of the run.
+
+    Returns what was found. ``guards`` are the pids of the guards that live; they look after their own.
+    """
+
+    def sheltered(process: procfs.Process) -> bool:
+        return process.pid in guards or any(pid in guards for pid in procfs.ancestors(process.pid))
+
+    def find() -> list[procfs.Process]:
+        candidates = {process.pid: process for process in procfs.descendants(os.getpid())}
+        candidates.update((process.pid, process) for process in find_leftovers(run_id))
+        return [process for process in candidates.values() if not sheltered(process)]
+
+    orphans = find()
+    end_processes(find, kill_at=time.monotonic(), between=lambda: reap(orphans))
+    reap(orphans)
+    return orphans
+
+
+def reap(processes: list[procfs.Process]) -> None:
+    """Collect those of the processes that are our own dead children (we adopt orphans)."""
+    for process in processes:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(process.pid, os.WNOHANG)

@@ -1,0 +1,97 @@
+"""The engine's choice of experts beside the trainer's own.
+
+A mixture of experts is two models where engine and trainer disagree about the experts of a token, however well their
+weights agree. `RouteComparison` counts where they do. It only looks; a forward pass that takes the engine's choice
+instead would start from `EngineRoutes`, which is there before the pass.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hpcrl.dock.routes import RoutedExperts
+
+__all__ = ["EngineRoutes", "RouteComparison"]
+
+
+class EngineRoutes(NamedTuple):
+    """What engines said about ``T`` tokens.
+
+    Attributes
+    ----------
+    experts:
+        ``[T, layers, experts_per_token]``, uint8 or int32; means nothing where ``known`` is False.
+    known:
+        ``[T]`` bool.
+    """
+
+    experts: Tensor
+    known: Tensor
+
+    @classmethod
+    def from_wire(cls, routes: RoutedExperts, tokens: int, device: torch.device) -> EngineRoutes:
+        """Tensors on ``device``.
+
+        Raises
+        ------
+        ValueError
+            They are of another number of tokens.
+        """
+        if routes.shape[0] != tokens:
+            raise ValueError(f"micro-batch of {tokens} tokens has {routes.shape[0]} rows of experts")
+        experts = routes.experts
+        # torch sorts no wider unsigned integers; the copy is writable, which a view of a message is not
+        kind = experts.dtype if experts.dtype == np.uint8 else np.dtype(np.int32)
+        return cls(
+            experts=torch.from_numpy(experts.astype(kind)).to(device),
+            known=torch.from_numpy(routes.known.copy()).to(device),
+        )
+
+
+class RouteComparison:
+    """A `hpcrl.modeling.qwen3_moe.RouteRecorder` that compares sets: the order of experts does not matter.
+
+    Attributes
+    ----------
+    known:
+        ``[T]`` bool.
+    differing:
+        ``[T]`` int64: layers in which the set of a known token is another one; 0 where it is not known.
+    layers:
+        How many there are.
+    """
+
+    def __init__(self, routes: EngineRoutes) -> None:
+        """Begin before a forward pass of the same tokens."""
+        self.known, self.layers = routes.known, routes.experts.shape[1]
+        self._experts = routes.experts
+        self._seen = 0
+        self.differing = torch.zeros_like(routes.known, dtype=torch.int64)
+
+    @torch.no_grad()
+    def __call__(self, layer: int, experts: Tensor) -> None:
+        """See `RouteRecorder`.
+
+        Raises
+        ------
+        ValueError
+            The engine's model has other layers, or takes another number of experts a token.
+        """
+        if layer >= self.layers or experts.shape[-1] != self._experts.shape[-1]:
+            raise ValueError(
+                f"engines report {self._experts.shape[-1]} experts a token in {self.layers} layers; "
+                f"layer {layer} of the trainer's model has {experts.shape[-1]}"
+            )
+        # a layer at a time: sorting also makes indices of eight bytes each
+        other = experts.sort(-1).values != self._experts[:, layer].sort(-1).values
+        self.differing += other.any(-1) & self.known
+        self._seen += 1
+
+    def finish(self) -> None:
+        """Call after the forward pass (ValueError where the engine's model has more layers)."""
+        if self._seen != self.layers:
+            raise ValueError(f"engines report experts of {self.layers} layers, the trainer's model has {self._seen}")

@@ -1,0 +1,139 @@
+"""A micro-batch of the dock as tensors, and the log-probabilities of its sampled tokens."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hpcrl.dock.wire import MicroBatch
+from hpcrl.modeling.packed_attention import PackedAttention
+from hpcrl.trainer.batch.routed_experts import EngineRoutes
+
+__all__ = ["TokenBatch", "token_logprobs"]
+
+
+class TokenBatch(NamedTuple):
+    """One forward pass. ``T`` tokens, of which ``N`` are trained; ``N`` may be 0, ``T`` is at least 1.
+
+    Attributes
+    ----------
+    input_ids, positions:
+        ``[T]`` int64.
+    attention:
+        Knows the sequence boundaries.
+    select:
+        ``[max(N, 1)]`` int64: the tokens whose logits predict the trained ones, that is, those before them.
+        Without trained tokens it is the first token: its logits keep this rank in the collectives.
+    targets:
+        ``[N]`` int64: the trained tokens.
+    engine_logprobs, advantages:
+        ``[N]`` float32.
+    versions:
+        ``[N]`` int64: policy version that sampled each token.
+    context_versions:
+        ``[N]`` int64: oldest version that the engine's context of each token was computed with.
+    sequences:
+        ``[N]`` int64: rollout of each token.
+    routes:
+        Experts that engines chose for all ``T`` tokens; None where they did not say.
+    """
+
+    input_ids: Tensor
+    positions: Tensor
+    attention: PackedAttention
+    select: Tensor
+    targets: Tensor
+    engine_logprobs: Tensor
+    advantages: Tensor
+    versions: Tensor
+    context_versions: Tensor
+    sequences: Tensor
+    routes: EngineRoutes | None = None
+
+    @property
+    def num_trained(self) -> int:
+        return len(self.targets)
+
+    @classmethod
+    def from_wire(cls, batch: MicroBatch, device: torch.device) -> TokenBatch:
+        """Tensors of a micro-batch on ``device``. An empty one becomes one token that is not trained.
+
+        Raises
+        ------
+        ValueError
+            Lengths do not fit each other, or the first token of a rollout is to be trained.
+        """
+        total = len(batch.token_ids)
+        if total == 0:
+            ids, starts = np.zeros(1, np.int64), np.array([0, 1], np.int64)
+            trained, contexts = np.zeros(0, np.int64), np.zeros(0, np.int32)
+        else:
+            _check(batch)
+            ids, starts = batch.token_ids.astype(np.int64), batch.cu_seqlens.astype(np.int64)
+            trained = np.flatnonzero(batch.loss_mask)
+            # a rollout begins with what was said to the policy; its version is that of the whole context
+            contexts = np.repeat(batch.versions[starts[:-1]], np.diff(starts))[trained]
+        attention = PackedAttention(torch.from_numpy(starts).to(device))
+        where = torch.from_numpy(trained).to(device)
+        input_ids = torch.from_numpy(ids).to(device)
+        return cls(
+            input_ids=input_ids,
+            positions=attention.positions,
+            attention=attention,
+            select=where - 1 if len(trained) else torch.zeros(1, dtype=torch.int64, device=device),
+            targets=input_ids[where],
+            engine_logprobs=torch.from_numpy(batch.logprobs[trained].astype(np.float32)).to(device),
+            advantages=torch.from_numpy(batch.advantages[trained].astype(np.float32)).to(device),
+            versions=torch.from_numpy(batch.versions[trained].astype(np.int64)).to(device),
+            context_versions=torch.from_numpy(contexts.astype(np.int64)).to(device),
+            sequences=attention.sequences[where],
+            routes=_routes(batch, device) if total else None,
+        )
+
+
+def _routes(batch: MicroBatch, device: torch.device) -> EngineRoutes | None:
+    if batch.routed_experts is None:
+        return None
+    return EngineRoutes.from_wire(batch.routed_experts, len(batch.token_ids), device)
+
+
+def _check(batch: MicroBatch) -> None:
+    total, starts = len(batch.token_ids), batch.cu_seqlens
+    for name in ("loss_mask", "logprobs", "versions", "advantages"):
+        if len(getattr(batch, name)) != total:
+            raise ValueError(f"micro-batch of {total} tokens has {len(getattr(batch, name))} {name}")
+    if len(starts) < 2 or starts[0] != 0 or starts[-1] != total or (np.diff(starts) < 1).any():
+        raise ValueError(f"cu_seqlens {starts.tolist()} do not cut {total} tokens into rollouts")
+    if batch.loss_mask[starts[:-1]].any():
+        raise ValueError("the first token of a rollout cannot be a sampled one")
+
+
+def token_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probability of each target, and the entropy of each distribution, after the temperature.
+
+    Parameters
+    ----------
+    logits:
+        ``[N, vocab_size]`` float32 with gradient.
+    targets:
+        ``[N]`` int64.
+    temperature:
+        Divides the logits, as the engine does.
+
+    Returns
+    -------
+    tuple
+        ``[N]`` log-probabilities with gradient, and ``[N]`` entropies in nats, detached:
+        ``H = log Z - Σ p logit``.
+    """
+    if temperature != 1.0:
+        logits = logits / temperature
+    normaliser = logits.logsumexp(-1)
+    logprobs = logits.gather(-1, targets[:, None])[:, 0] - normaliser
+    with torch.no_grad():
+        mean_logit = ((logits - normaliser[:, None]).exp() * logits).sum(-1)
+        entropies = normaliser.detach() - mean_logit
+    return logprobs, entropies

@@ -1,0 +1,359 @@
+"""Publishing the trainer's weights as a policy version: all ranks write in parallel, while training goes on.
+
+`Publisher.publish` copies this rank's share into host memory and returns; a thread writes it, and the version is
+announced when it has its name. Memory of a rank, beside the model: its share of the published bytes (its *image*), once
+with ``overlap``; twice with deltas, which compare with the image of an earlier version; without both,
+``staging_gib``, but at least its share of one shard file. Encoded changes come on top, at most
+``delta_max_share`` of the image.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hpcrl.config.recipe import HandoffConfig
+from hpcrl.errors import DeadlineError, HandoffError
+from hpcrl.models.arch import ModelArch
+from hpcrl.trainer.parallel.mesh import Parallel
+from hpcrl.trainer.publish.sources import find_sources
+from hpcrl.trainer.publish.staging import Staging, Window, held_blocks, new_image, plan_windows
+from hpcrl.trainer.publish.version_writer import Image, VersionWriter
+from hpcrl.weights.format.layout import layout_shards
+from hpcrl.weights.format.manifest import CHUNK_BYTES, Kind
+from hpcrl.weights.format.shard import TensorBytes
+from hpcrl.weights.store import HandoffStore
+from hpcrl.weights.write.handoff_writer import HandoffWriter
+
+__all__ = ["Published", "Publisher", "tensor_bytes"]
+
+_log = logging.getLogger(__name__)
+
+_CLOSE_S = 30.0
+
+
+def tensor_bytes(name: str, tensor: Tensor, dtype: torch.dtype) -> TensorBytes:
+    """``tensor`` as it is written, converted to ``dtype``; no copy is made where none is needed."""
+    data = tensor.detach().to("cpu", dtype).contiguous()
+    # bfloat16 has no numpy type: hand over bytes
+    raw = data.reshape(-1).view(torch.uint8).numpy()
+    return TensorBytes(name, str(dtype).removeprefix("torch."), tuple(data.shape), raw.data)
+
+
+class Published(NamedTuple):
+    """A version that every reader can see.
+
+    Attributes
+    ----------
+    version, kind:
+        As in its manifest.
+    instead_of_delta:
+        Why it is whole, where a delta was wanted; empty else.
+    """
+
+    version: int
+    kind: Kind
+    instead_of_delta: str = ""
+
+
+@dataclass(frozen=True)
+class _Writers(Parallel):
+    """The same ranks with a group of their own, which carries host memory and may be used from a thread."""
+
+    group: dist.ProcessGroup
+
+    @property
+    def fsdp_group(self) -> dist.ProcessGroup:
+        return self.group
+
+
+class Publisher:
+    """Publishes versions of one model. All ranks call every method together."""
+
+    def __init__(
+        self,
+        store: HandoffStore,
+        parallel: Parallel,
+        *,
+        arch: ModelArch,
+        model_dir: Path,
+        dtype: torch.dtype,
+        attempt: int,
+        settings: HandoffConfig,
+        acknowledged: Callable[[], int | None] | None = None,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> None:
+        """Become the one publisher of ``store``; no version is touched. Collective.
+
+        Parameters
+        ----------
+        store:
+            Where versions go.
+        parallel:
+            The ranks of the trainer.
+        arch:
+            Of the model.
+        model_dir:
+            Start model, whose configuration and tokenizer every version carries.
+        dtype:
+            Of the published tensors.
+        attempt:
+            Of the run: of two publishers that of the newer attempt wins (`hpcrl.fence`).
+        settings:
+            Kind, overlap, deltas, limits.
+        acknowledged:
+            The newest version that every reader has loaded, None for none; asked on rank 0 before each publication.
+            Without it the first full version stays the parent of all deltas until they grow too large.
+        chunk_bytes:
+            Size of hash chunks.
+
+        Raises
+        ------
+        FencedError
+            A newer attempt publishes there.
+        """
+        self._store, self._arch, self._dtype, self._chunk_bytes = store, arch, dtype, chunk_bytes
+        self._settings, self._acknowledged = settings, acknowledged
+        timeout = timedelta(seconds=settings.publish_timeout_s)
+        group = dist.new_group(backend="gloo", timeout=timeout)
+        self._ranks = _Writers(parallel.mesh, parallel.device, group)
+        self.output: HandoffWriter = self._ranks.on_leader(
+            lambda: HandoffWriter.claim(store.root, attempt), "claiming the store of versions"
+        )
+        self._model: nn.Module | None = None
+        self._windows: list[Window] = []
+        self._staging: Staging | None = None
+        self._writer: VersionWriter | None = None
+        self._new_writer = partial(
+            VersionWriter,
+            self.output,
+            self._ranks,
+            model_dir=model_dir,
+            dtype=dtype,
+            settings=settings,
+            chunk_bytes=chunk_bytes,
+        )
+        self._thread: threading.Thread | None = None
+        self._pending = -1
+        self._failure: BaseException | None = None
+        self._base: Image | None = None
+        self._last: Image | None = None
+        self._spare: Tensor | None = None
+
+    def is_intact(self, version: int) -> bool:
+        """Whether ``version``, and what it is made from, is published and every byte right (a local question)."""
+        try:
+            handoff = self._store.open(version)
+            handoff.verify(content=True)
+            for needed in handoff.manifest.needs:
+                self._store.open(needed).verify(content=True)
+        except HandoffError:
+            return False
+        return True
+
+    def publish(
+        self, model: nn.Module, version: int, on_published: Callable[[Published], None] = lambda published: None
+    ) -> None:
+        """Take a copy of a sharded ``model`` and make it ``version``.
+
+        With ``overlap`` it returns when the copy is taken: the parameters may change, a thread writes. The
+        previous version is waited for first, and its failure is raised here.
+
+        Parameters
+        ----------
+        model:
+            The same at each call.
+        version:
+            Policy version.
+        on_published:
+            Called on rank 0 when every reader can see the version; from the thread with ``overlap``.
+
+        Raises
+        ------
+        OSError, HandoffError, PeerLostError
+            On every rank, when any rank failed, for this version or (with ``overlap``) for the previous one. What
+            was staged is removed, earlier versions are untouched, and the next call works.
+        FencedError
+            A newer attempt publishes there.
+        DeadlineError
+            The previous version is still being written after ``publish_timeout_s``.
+        """
+        self.wait()
+        self._prepare(model)
+        assert self._staging is not None
+        base, why_whole = self._choose_base()
+        self._ranks.on_leader(lambda: self._open_stage(version, base), f"preparing version {version}")
+        image = Image(version, (), self._take_image())
+        if len(self._windows) == 1:
+            self._guarded(version, partial(self._staging.fill, self._windows[0], image.data))
+
+            def write() -> None:
+                published = self._write(image, base, why_whole)
+                if self._ranks.rank == 0:
+                    on_published(published)
+
+            self._start(version, write)
+        else:
+            assert self._writer is not None
+            self._guarded(version, partial(self._writer.write_windows, image, self._staging.fill))
+            self._spare = image.data
+            if self._ranks.rank == 0:
+                on_published(Published(version, self._settings.kind))
+        if not self._settings.overlap:
+            self.wait()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until nothing is being written; raises what `publish` says of the previous version."""
+        limit = self._settings.publish_timeout_s if timeout_s is None else timeout_s
+        if self._thread is not None:
+            self._thread.join(limit)
+            if self._thread.is_alive():
+                raise DeadlineError(
+                    f"version {self._pending} is still being written to {self._store.root} after {limit:g} s\n"
+                    "    way out: look at the filesystem; raise handoff.publish_timeout_s where it is just slow"
+                )
+            self._thread = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def close(self) -> None:
+        """Let what is being written come to its end, for a moment; its failure is logged. For the way out."""
+        try:
+            self.wait(_CLOSE_S)
+        except Exception as error:  # noqa: BLE001 - another failure is under way, or the run is over
+            _log.warning("the last version may not be published: %s", error)
+
+    def _start(self, version: int, write: Callable[[], None]) -> None:
+        def run() -> None:
+            try:
+                write()
+            except BaseException as error:  # noqa: BLE001 - raised by the next call
+                _log.warning("version %d was not published: %s", version, error)
+                self._failure = error
+
+        self._pending = version
+        # a daemon: a process that fails elsewhere must not hang on a filesystem that does
+        self._thread = threading.Thread(target=run, name=f"publish-{version}", daemon=True)
+        self._thread.start()
+
+    def _prepare(self, model: nn.Module) -> None:
+        """Plan once: where everything lies and who writes it."""
+        if self._model is not None:
+            assert self._model is model
+            return
+        settings = self._settings
+        sources = find_sources(model, self._arch, self._dtype, fp8=settings.kind == "fp8")
+        tensors = [source.tensor for source in sources]
+        blocks = held_blocks(model, self._ranks)
+        whole = settings.overlap or settings.delta_chain > 0
+        self._windows = plan_windows(
+            sources,
+            layout_shards(tensors, int(settings.max_shard_gib * 2**30)),
+            blocks,
+            self._ranks.rank,
+            chunk_bytes=self._chunk_bytes,
+            window_bytes=None if whole else int(settings.staging_gib * 2**30) * self._ranks.world_size,
+        )
+        self._staging = Staging(model, sources, blocks, self._dtype, self._ranks)
+        self._writer = self._new_writer(windows=self._windows, tensors=tensors)
+        self._model = model
+
+    def _open_stage(self, version: int, base: Image | None) -> None:
+        """Look for space before anything is written (of a delta it is known only later), and make the directory."""
+        if base is None:
+            assert self._writer is not None
+            self._writer.check_space()
+        self.output.stage(version)
+
+    def _take_image(self) -> Tensor:
+        if self._spare is None:
+            size = max(window.image_bytes for window in self._windows)
+            self._spare = new_image(size, self._ranks.device)
+        image, self._spare = self._spare, None
+        return image
+
+    def _choose_base(self) -> tuple[Image | None, str]:
+        """The version that a delta may be made against, or why there is none that was there before (empty else).
+
+        Moves it only to what all readers have.
+        """
+        if not self._settings.delta_chain:
+            return None, ""
+
+        def ask() -> tuple[int | None, list[int]]:
+            return self._acknowledged() if self._acknowledged else None, self._store.versions()
+
+        acknowledged, present = self._ranks.on_leader(ask, "looking for acknowledgements")
+        if self._last is not None and (
+            self._base is None or (acknowledged is not None and acknowledged >= self._last.version)
+        ):
+            self._base, self._last = self._last, self._base
+        if self._last is not None:
+            # its memory takes the next version
+            self._spare, self._last = self._last.data, None
+        base = self._base
+        if base is None or (self._acknowledged is not None and (acknowledged is None or acknowledged < base.version)):
+            return None, ""
+        gone = {*base.needs, base.version} - set(present)
+        if not gone and len(base.needs) < self._settings.delta_chain:
+            return base, ""
+        self._base, self._spare = None, base.data if self._spare is None else self._spare
+        return None, f"version {min(gone)}, which it would need, was collected" if gone else ""
+
+    def _guarded(self, version: int, action: Callable[[], None]) -> None:
+        """Run ``action``; where it fails, what was staged goes, and a newer attempt that is the reason is named."""
+        try:
+            action()
+        except BaseException as error:
+            if self._ranks.rank == 0:
+                self.output.discard(version)
+            if isinstance(error, FileNotFoundError):
+                self.output.fence.check()
+            raise
+
+    def _write(self, image: Image, base: Image | None, why_whole: str) -> Published:
+        """Write a version from its image, as a delta where there is a ``base`` and it pays."""
+        published: Published | None = None
+
+        def write() -> None:
+            nonlocal published
+            reason = why_whole if base is None else self._write_delta(image, base)
+            if base is not None and not reason:
+                published = Published(image.version, "delta")
+                return
+            assert self._writer is not None
+            self._writer.write_full(image)
+            published = Published(image.version, self._settings.kind, reason)
+
+        try:
+            self._guarded(image.version, write)
+        except BaseException:
+            self._spare = image.data
+            raise
+        if self._settings.delta_chain:
+            self._last = image
+        else:
+            self._spare = image.data
+        assert published is not None
+        return published
+
+    def _write_delta(self, image: Image, base: Image) -> str:
+        """Write the changes since ``base``; why not, where a full version has to be written instead."""
+        assert self._writer is not None
+        reason = self._writer.write_delta(image, base)
+        if reason:
+            # the full version that is written instead is the better parent
+            self._base = None
+            self._ranks.on_leader(lambda: self._open_stage(image.version, None), f"preparing version {image.version}")
+        return reason

@@ -1,0 +1,232 @@
+"""What all ranks do to make a staged version, once its bytes are in memory: allocate, write or compare, complete."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hpcrl.config.recipe import HandoffConfig
+from hpcrl.errors import HandoffError
+from hpcrl.space import find_shortage
+from hpcrl.trainer.parallel.mesh import Parallel
+from hpcrl.trainer.publish.staging import Window
+from hpcrl.weights.format.layout import PublishedTensor, ShardLayout
+from hpcrl.weights.format.manifest import Kind, TensorRecord
+from hpcrl.weights.format.quantize import quantization_config
+from hpcrl.weights.write.handoff_writer import COMPANION_FILES, HandoffWriter, ParentGoneError, ShardResult
+from hpcrl.weights.write.publisher import (
+    Delta,
+    Digests,
+    delta_result,
+    delta_tensors,
+    encode_delta,
+    full_results,
+    write_units,
+)
+from hpcrl.weights.write.writer import FileWriter, preallocate
+
+__all__ = ["Image", "VersionWriter"]
+
+_SMALL_FILES = len(COMPANION_FILES) + 3
+"""Beside shards: configuration, tokenizer, index, manifest, and the directory."""
+
+
+@dataclass
+class Image:
+    """What a version looks like in this rank's units.
+
+    Attributes
+    ----------
+    version:
+        Policy version.
+    needs:
+        What it is made from, where it was published as a delta.
+    data:
+        ``[bytes]`` of host memory.
+    """
+
+    version: int
+    needs: tuple[int, ...]
+    data: Tensor
+
+    @property
+    def view(self) -> memoryview:
+        return self.data.numpy().data
+
+
+class VersionWriter:
+    """Writes versions with one layout. All ranks call every method together; nothing here is kept between versions."""
+
+    def __init__(
+        self,
+        output: HandoffWriter,
+        ranks: Parallel,
+        *,
+        windows: Sequence[Window],
+        tensors: Sequence[PublishedTensor],
+        model_dir: Path,
+        dtype: torch.dtype,
+        settings: HandoffConfig,
+        chunk_bytes: int,
+    ) -> None:
+        """Remember all this; nothing is written.
+
+        Parameters
+        ----------
+        output:
+            Where versions go.
+        ranks:
+            That publish.
+        windows:
+            What this rank writes.
+        tensors:
+            All that is published.
+        model_dir, dtype, settings, chunk_bytes:
+            As for `hpcrl.trainer.publish.publisher.Publisher`.
+        """
+        self._output, self._ranks, self._windows, self._tensors = output, ranks, windows, tensors
+        self._model_dir, self._dtype = model_dir, dtype
+        self._settings, self._chunk_bytes = settings, chunk_bytes
+        self._layouts: list[ShardLayout] = [shard for window in windows for shard in window.shards]
+
+    def check_space(self) -> None:
+        """Whether a full version fits (HandoffError where it does not); for one rank."""
+        self._check_space(sum(shard.bytes for shard in self._layouts), len(self._layouts))
+
+    def _check_space(self, size: int, files: int) -> None:
+        small = sum(p.stat().st_size for name in COMPANION_FILES if (p := self._model_dir / name).is_file())
+        # manifest and index: records with names and digests
+        digests = sum(tensor.bytes // self._chunk_bytes + 1 for tensor in self._tensors)
+        records = sum(len(tensor.name) * 2 + 400 for tensor in self._tensors)
+        needed = size + small + 40 * digests + records + (64 << 10)
+        shortage = find_shortage(self._output.root, size=needed, files=files + _SMALL_FILES)
+        if shortage is not None:
+            raise HandoffError(
+                f"a version needs {shortage}\n"
+                "    way out: free space there, keep fewer versions (handoff.keep_last), or point the run "
+                "to a larger filesystem"
+            )
+
+    def write_windows(self, image: Image, fill: Callable[[Window, Tensor], None]) -> None:
+        """Stage and write a few files at a time, in memory that is used again."""
+        ranks, what = self._ranks, f"writing version {image.version}"
+        self._allocate(image.version)
+        results: list[ShardResult] = []
+        with FileWriter(self._output.staged(image.version), direct=self._settings.direct_io) as writer:
+            for window in self._windows:
+                fill(window, image.data)
+                write = partial(write_units, writer, window.units, image.view, self._turn(window))
+                reports = ranks.all_succeed(write, what)
+                results += full_results(window.shards, reports, self._chunk_bytes)
+            ranks.all_succeed(writer.sync, what)
+        self._complete(image, results)
+
+    def write_full(self, image: Image) -> None:
+        """Write a whole version from one image."""
+        (window,) = self._windows
+        self._allocate(image.version)
+
+        def write() -> Digests:
+            with FileWriter(self._output.staged(image.version), direct=self._settings.direct_io) as writer:
+                digests = write_units(writer, window.units, image.view, self._turn(window))
+                writer.sync()
+                return digests
+
+        reports = self._ranks.all_succeed(write, f"writing version {image.version}")
+        self._complete(image, full_results(window.shards, reports, self._chunk_bytes))
+
+    def _turn(self, window: Window) -> int:
+        return self._ranks.rank * len(window.units) // self._ranks.world_size
+
+    def _allocate(self, version: int) -> None:
+        """Ask for the space of all files: a full disk is known before data is written."""
+        ranks = self._ranks
+
+        def allocate() -> None:
+            for shard in self._layouts[ranks.rank :: ranks.world_size]:
+                preallocate(self._output.staged(version) / shard.file, shard.bytes, shard.head)
+
+        ranks.all_succeed(allocate, "allocating space")
+
+    def write_delta(self, image: Image, base: Image) -> str:
+        """Write the changes since ``base``; why not, where a full version is better or the only way. Empty: written."""
+        ranks, (window,) = self._ranks, self._windows
+        share = self._settings.delta_max_share
+        delta: Delta | None = None
+
+        def encode() -> int | None:
+            nonlocal delta
+            limit = int(share * window.image_bytes)
+            delta = encode_delta(window.units, base.view, image.view, limit=limit)
+            return None if delta is None else delta.bytes
+
+        sizes = ranks.all_succeed(encode, f"comparing version {image.version} with {base.version}")
+        if any(size is None for size in sizes):
+            return f"more changed since version {base.version} than handoff.delta_max_share ({share:g}) allows"
+        size = sum(size or 0 for size in sizes)
+        ranks.on_leader(lambda: self._check_space(size, ranks.world_size), f"preparing version {image.version}")
+
+        def write() -> tuple[ShardResult, Digests]:
+            assert delta is not None
+            name = f"delta-{ranks.rank + 1:05d}-of-{ranks.world_size:05d}.bin"
+            directory = self._output.staged(image.version)
+            return delta_result(directory, name, delta, self._chunk_bytes), delta.digests
+
+        reports = ranks.all_succeed(write, f"writing version {image.version}")
+        results, digests = [result for result, _ in reports], [digests for _, digests in reports]
+        needs = (*base.needs, base.version)
+
+        def complete() -> str:
+            tensors = delta_tensors(self._layouts, digests, self._chunk_bytes)
+            try:
+                self._publish(image.version, results, kind="delta", needs=needs, tensors=tensors)
+            except ParentGoneError as error:
+                return str(error)
+            return ""
+
+        reason = ranks.on_leader(complete, f"completing version {image.version}")
+        if not reason:
+            image.needs = needs
+        return reason
+
+    def _complete(self, image: Image, results: list[ShardResult]) -> None:
+        """Give a full version its name; rank 0 does it, all know how it went."""
+        kind = self._settings.kind
+        self._ranks.on_leader(
+            lambda: self._publish(image.version, results, kind=kind), f"completing version {image.version}"
+        )
+
+    def _publish(
+        self,
+        version: int,
+        results: list[ShardResult],
+        *,
+        kind: Kind,
+        needs: tuple[int, ...] = (),
+        tensors: Mapping[str, TensorRecord] | None = None,
+    ) -> None:
+        self._output.publish(
+            version=version,
+            shards=results,
+            model_dir=self._model_dir,
+            producer=f"trainer attempt {self._output.attempt}",
+            metadata={"config.json": self._config()},
+            kind=kind,
+            needs=needs,
+            tensors=tensors,
+            chunk_bytes=self._chunk_bytes,
+        )
+
+    def _config(self) -> bytes:
+        config = json.loads((self._model_dir / "config.json").read_bytes())
+        config.pop("torch_dtype", None)  # the name before transformers 5
+        config["dtype"] = str(self._dtype).removeprefix("torch.")
+        if self._settings.kind == "fp8":
+            config["quantization_config"] = quantization_config(self._tensors)
+        return json.dumps(config, indent=2).encode() + b"\n"

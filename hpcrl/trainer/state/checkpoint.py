@@ -1,0 +1,218 @@
+"""The trainer's part of a joint checkpoint: what is in it, how all ranks write it and read it.
+
+Keys are the names of the model's parameters and values are whole tensors in the sense of torch's distributed
+checkpoint: how they were sharded is no part of the format, so any number of ranks and any mesh can read it.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from hpcrl.checkpoints.ledger import CheckpointEntry
+from hpcrl.errors import CheckpointError
+from hpcrl.fs import FileRecord
+from hpcrl.ours import NotOursError, check_private, check_tree
+from hpcrl.trainer.parallel.mesh import Parallel
+
+__all__ = ["check_owner", "copy_to_host", "load_checkpoint", "state_bytes", "trainer_state", "write_state"]
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_ACCELERATOR_RNG = "rng_accelerator"
+_BUFFER_BYTES = 4 << 20
+
+
+def trainer_state(model: nn.Module, optimizer: torch.optim.AdamW, step: int) -> dict[str, Any]:
+    """Everything to save, by name; the tensors are those in use, so that a load fills them in place.
+
+    Moments that do not exist yet, before the first optimizer step, are made. The learning rate is a function of
+    the step; there is no gradient scaler.
+    """
+    parameters = dict(model.named_parameters())
+    moments: dict[str, Any] = {}
+    for name, parameter in parameters.items():
+        state = optimizer.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            for moment in _MOMENTS:
+                state[moment] = torch.zeros_like(parameter)
+        moments[name] = {key: state[key] for key in ("step", *_MOMENTS)}
+    # ranks draw the same random numbers, so one state serves any number of them
+    whole: dict[str, Any] = {
+        "model": {name: parameter.detach() for name, parameter in parameters.items()},
+        "optimizer": moments,
+        "step": torch.tensor(step),
+        "rng": torch.get_rng_state(),
+    }
+    device = next(iter(parameters.values())).device
+    if device.type != "cpu":
+        whole[_ACCELERATOR_RNG] = torch.get_device_module(device).get_rng_state(device)
+    return whole
+
+
+def state_bytes(state: dict[str, Any]) -> int:
+    """Bytes of all tensors of a `trainer_state`, over all ranks."""
+    return sum(
+        state_bytes(value) if isinstance(value, dict) else value.numel() * value.element_size()
+        for value in state.values()
+    )
+
+
+def copy_to_host(state: dict[str, Any]) -> dict[str, Any]:
+    """A copy of ``state`` in host memory that later optimizer steps do not change. Local to each rank."""
+    # a directory is asked for and not used: staging is a method of the writer
+    return FileSystemWriter(os.devnull).stage(state)
+
+
+def write_state(directory: Path, state: dict[str, Any], group: dist.ProcessGroup) -> dict[str, FileRecord]:
+    """Write ``state`` below the existing ``directory``, all ranks in parallel; all of it is durable on return.
+
+    Parameters
+    ----------
+    state:
+        Of `trainer_state` or `copy_to_host`.
+    group:
+        Of all ranks; carries host tensors. Only this call may use it meanwhile.
+
+    Returns
+    -------
+    dict
+        Records of the files that this rank wrote, by name, hashed while they were written.
+
+    Raises
+    ------
+    CheckpointError
+        On every rank, when any rank failed to write.
+    """
+    writer = FileSystemWriter(directory, sync_files=True)
+    files = _HashedFiles()
+    writer.fs = files
+    try:
+        save(state, storage_writer=writer, process_group=group)
+    except CheckpointException as error:
+        reasons = "; ".join(
+            f"rank {rank}: {type(reason).__name__}: {reason}" for rank, (reason, _) in error.failures.items()
+        )
+        raise CheckpointError(f"the trainer's state could not be written to {directory}: {reasons}") from error
+    return files.records
+
+
+def load_checkpoint(entry: CheckpointEntry, model: nn.Module, optimizer: torch.optim.AdamW, parallel: Parallel) -> None:
+    """Restore ``model``, ``optimizer`` and the random state in place, on any number of ranks.
+
+    Raises
+    ------
+    CheckpointError
+        The entry does not fit the model.
+    """
+    check_owner(entry)
+    state = trainer_state(model, optimizer, entry.step)
+    reader = FileSystemReader(entry.trainer_dir)
+    try:
+        if _ACCELERATOR_RNG in state and _ACCELERATOR_RNG not in reader.read_metadata().state_dict_metadata:
+            del state[_ACCELERATOR_RNG]  # saved without an accelerator: its random numbers begin at the seed
+        load(state, storage_reader=reader, process_group=parallel.fsdp_group)
+    except (CheckpointException, RuntimeError, ValueError) as error:
+        raise CheckpointError(f"checkpoint {entry.path} does not fit the model: {error}") from error
+    if int(state["step"]) != entry.step:
+        raise CheckpointError(
+            f"checkpoint {entry.path} holds step {int(state['step'])}, its manifest says {entry.step}"
+        )
+    torch.set_rng_state(state["rng"])
+    if _ACCELERATOR_RNG in state:
+        torch.get_device_module(parallel.device).set_rng_state(state[_ACCELERATOR_RNG], parallel.device)
+
+
+def check_owner(entry: CheckpointEntry) -> None:
+    """See that nobody else could have written the trainer's state: torch unpickles parts of it.
+
+    Raises
+    ------
+    CheckpointError
+        Others own some of it, or may write to it.
+    """
+    try:
+        for directory in (entry.path.parent, entry.path):
+            check_private(directory)
+        check_tree(entry.trainer_dir)
+    except NotOursError as error:
+        raise CheckpointError(
+            f"{error}: what is in the checkpoint would be executed as you\n"
+            f"    way out: where it is yours: chmod -R go-w {entry.path.parent}"
+        ) from error
+
+
+class _HashedFiles(FileSystem):
+    """torch's file operations, which also hash what is written, and make no directory but the last."""
+
+    def __init__(self) -> None:
+        self.records: dict[str, FileRecord] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        if mode != "wb":
+            with super().create_stream(path, mode) as stream:
+                yield stream
+            return
+        with Path(path).open("wb", buffering=_BUFFER_BYTES) as file:
+            stream = _HashingStream(file)
+            yield stream
+            stream.finish()
+        self.records[Path(path).name] = stream.record()
+
+    def mkdir(self, path: str | os.PathLike[str]) -> None:
+        # with parents a process that was fenced off would make its directory again
+        Path(path).mkdir(exist_ok=True)
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        self.records[Path(new_path).name] = self.records.pop(Path(path).name)
+
+
+class _HashingStream(io.RawIOBase):
+    """Passes writes on and hashes them. It cannot seek: what is hashed is what is in the file."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self._digest, self._bytes = file, xxhash.xxh3_128(), 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self._file.write(data)
+        self._digest.update(data)
+        size = memoryview(data).nbytes
+        self._bytes += size
+        return size
+
+    def tell(self) -> int:
+        return self._bytes
+
+    def flush(self) -> None:
+        # torch flushes after each tensor; `fileno` and `finish` do what is needed
+        return
+
+    def fileno(self) -> int:
+        self._file.flush()  # who asks wants to fsync
+        return self._file.fileno()
+
+    def finish(self) -> None:
+        """Write what is buffered (the caller closes the file)."""
+        self._file.flush()
+
+    def record(self) -> FileRecord:
+        """Length and hash of all that was written."""
+        return FileRecord(self._bytes, self._digest.hexdigest())

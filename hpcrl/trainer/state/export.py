@@ -1,0 +1,203 @@
+"""Writing the weights of a checkpoint as a Hugging Face model directory; behind ``hpcrl checkpoint export``.
+
+A shard of the output at a time is read, converted and written, so memory is bounded by the shard and not by the
+model: about ``shard_bytes · (1 + 4 / bytes of the dtype)``, or so much for one parameter where that is larger.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from hpcrl.checkpoints.ledger import CheckpointEntry, CheckpointLedger
+from hpcrl.errors import CheckpointError, HpcrlError, UsageError
+from hpcrl.fs import StagedDirectory, fsync_dir, write_json
+from hpcrl.modeling.hf import to_hf_tensors
+from hpcrl.models.arch import ModelArch, load_arch
+from hpcrl.runs.rundir import RunDir
+from hpcrl.trainer.state.checkpoint import check_owner
+
+__all__ = ["DTYPES", "export_checkpoint", "main"]
+
+DTYPES = ("float32", "bfloat16", "float16")
+_SHARD_BYTES = 4 << 30
+_PREFIX = "model."
+_INDEX = "model.safetensors.index.json"
+_COMPANION_BYTES = 64 << 20
+_COMPANION_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")
+
+
+def export_checkpoint(
+    entry: CheckpointEntry, model_dir: Path, output: Path, *, dtype: str, shard_bytes: int = _SHARD_BYTES
+) -> int:
+    """Write the weights of ``entry`` to ``output``; it appears when it is complete. Returns bytes of tensors.
+
+    Parameters
+    ----------
+    entry:
+        Verified by the caller.
+    model_dir:
+        Start model: its configuration, tokenizer and other small files are copied.
+    output:
+        Must not exist.
+    dtype:
+        One of `DTYPES`, for all tensors.
+    shard_bytes:
+        About the size of one safetensors file.
+
+    Raises
+    ------
+    CheckpointError
+        The checkpoint does not fit the model.
+    OSError
+        The filesystem refused; nothing is left.
+    """
+    check_owner(entry)
+    arch = load_arch(model_dir)
+    stage = StagedDirectory(output, token=f"export-{os.getpid()}")
+    stage.create()
+    try:
+        total, weight_map = 0, {}
+        names = _write_shards(entry, arch, stage.path, getattr(torch, dtype), shard_bytes)
+        for file, tensors in names:
+            for name, size in tensors.items():
+                weight_map[name] = file
+                total += size
+        write_json(stage.path / _INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        _copy_companions(model_dir, stage.path, dtype)
+        fsync_dir(stage.path)
+        stage.commit()
+    except BaseException:
+        stage.discard()
+        raise
+    return total
+
+
+def _write_shards(
+    entry: CheckpointEntry, arch: ModelArch, directory: Path, dtype: torch.dtype, shard_bytes: int
+) -> Iterator[tuple[str, dict[str, int]]]:
+    """Write file after file; yields the name of each, and the bytes of each tensor in it."""
+    for number, shapes in enumerate(_shards(entry, dtype, shard_bytes), start=1):
+        state = {"model": {name: torch.empty(shape, dtype=torch.float32) for name, shape in shapes.items()}}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # that is what we want here
+            load(state, storage_reader=FileSystemReader(entry.trainer_dir), no_dist=True)
+        tensors: dict[str, torch.Tensor] = {}
+        for name in shapes:
+            try:
+                for hf_name, tensor in to_hf_tensors(name, state["model"].pop(name), arch):
+                    # a copy of its own: views of one parameter share memory, which a safetensors file cannot say
+                    tensors[hf_name] = tensor.to(dtype, copy=True).contiguous()
+            except IndexError as error:
+                raise CheckpointError(f"parameter {name} of {entry.path} does not fit the model: {error}") from error
+        file = f"model-{number:05d}.safetensors"
+        save_file(tensors, directory / file, metadata={"format": "pt"})
+        _fsync(directory / file)
+        yield file, {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
+
+
+def _shards(entry: CheckpointEntry, dtype: torch.dtype, shard_bytes: int) -> Iterator[dict[str, torch.Size]]:
+    """Parameters with their shapes, in portions of about ``shard_bytes`` of output."""
+    metadata = FileSystemReader(entry.trainer_dir).read_metadata().state_dict_metadata
+    portion: dict[str, torch.Size] = {}
+    size = 0
+    for key, value in metadata.items():
+        if not key.startswith(_PREFIX) or not isinstance(value, TensorStorageMetadata):
+            continue
+        own = value.size.numel() * dtype.itemsize
+        if portion and size + own > shard_bytes:
+            yield portion
+            portion, size = {}, 0
+        portion[key.removeprefix(_PREFIX)] = value.size
+        size += own
+    if not portion:
+        raise CheckpointError(f"{entry.path} holds no parameters")
+    yield portion
+
+
+def _copy_companions(model_dir: Path, output: Path, dtype: str) -> None:
+    for path in sorted(model_dir.iterdir()):
+        small = path.is_file() and path.stat().st_size <= _COMPANION_BYTES
+        if small and path.suffix in _COMPANION_SUFFIXES and not path.name.endswith((".index.json", "manifest.json")):
+            shutil.copyfile(path, output / path.name)
+            _fsync(output / path.name)
+    config: dict[str, Any] = json.loads((model_dir / "config.json").read_bytes())
+    config.pop("torch_dtype", None)  # the name before transformers 5
+    config["dtype"] = dtype
+    write_json(output / "config.json", config)
+
+
+def _fsync(path: Path) -> None:
+    with path.open("rb") as stream:
+        os.fsync(stream.fileno())
+
+
+def _choose(run: RunDir, step: int | None) -> CheckpointEntry:
+    ledger = CheckpointLedger(run.checkpoints_dir)
+    if step is not None:
+        if step not in ledger.steps():
+            there = ", ".join(map(str, ledger.steps())) or "none"
+            raise UsageError(f"{run.name} has no checkpoint of step {step}\n    way out: there are {there}")
+        entry = ledger.open(step)
+        entry.verify()
+        return entry
+    choice = ledger.newest_verified()
+    for skipped, reason in choice.skipped:
+        print(f"checkpoint of step {skipped} is skipped: {reason}", file=sys.stderr)
+    if choice.entry is None:
+        raise UsageError(f"{run.name} has no good checkpoint\n    way out: hpcrl checkpoint ls {run.name}")
+    return choice.entry
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    run = RunDir(arguments.run)
+    recipe = run.recipe()
+    dtype = arguments.dtype or recipe.trainer.dtype
+    if dtype not in DTYPES:
+        raise UsageError(f"--dtype {dtype} is none of {', '.join(DTYPES)}")
+    model_dir = arguments.model_dir or Path(recipe.model.path)
+    if not (model_dir / "config.json").is_file():
+        raise UsageError(
+            f"{model_dir} has no config.json: the configuration of the exported model would be missing\n"
+            "    way out: --model-dir, another copy of the model that the run began with"
+        )
+    entry = _choose(run, arguments.step)
+    total = export_checkpoint(entry, model_dir, arguments.output, dtype=dtype)
+    print(f"step {entry.step} of {run.name}: {total:,} bytes of {dtype} tensors", file=sys.stderr)
+    print(arguments.output)
+
+
+def main() -> int:
+    """Export as the command line says; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="hpcrl checkpoint export")
+    parser.add_argument("run", type=Path)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--step", type=int)
+    parser.add_argument("--dtype")
+    parser.add_argument("--model-dir", type=Path)
+    try:
+        _export(parser.parse_args())
+    except HpcrlError as error:
+        print(f"hpcrl: {error}", file=sys.stderr)
+        return error.exit_code
+    except OSError as error:
+        print(f"hpcrl: the export failed: {error}\n    nothing was left behind", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

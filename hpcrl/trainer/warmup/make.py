@@ -1,0 +1,207 @@
+"""Makes a small start model: random weights, a character tokenizer, and supervised steps on demonstrations.
+
+``python -m hpcrl.trainer.warmup.make --output DIR < recipe.json`` is what ``hpcrl warmup`` calls.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from hpcrl.config.recipe import OptimizerConfig, Recipe, WarmupConfig
+from hpcrl.errors import HpcrlError, UsageError, refusal
+from hpcrl.fs import StagedDirectory, write_json
+from hpcrl.modeling.hf import to_hf_tensors
+from hpcrl.modeling.qwen3_moe import Qwen3Moe
+from hpcrl.models.arch import ModelArch
+from hpcrl.models.tokenizer import ChatTokenizer, write_character_tokenizer
+from hpcrl.rollouts.environments import build_environments, hosted
+from hpcrl.trainer.publish.publisher import tensor_bytes
+from hpcrl.trainer.step.optim import clip_gradients, learning_rate, make_optimizer, set_learning_rate
+from hpcrl.trainer.warmup.demonstrations import DemonstrationSource
+from hpcrl.weights.format.shard import write_shard
+
+__all__ = ["make_start_model"]
+
+_MAX_GRAD_NORM = 1.0
+_RISE_SHARE = 0.1
+"""Share of the steps in which the learning rate rises."""
+
+Progress = Callable[[int, int, float], None]
+"""Called after each step with the step (from 1), the number of steps, and the loss in nats a token."""
+
+
+def make_start_model(
+    recipe: Recipe, output: Path, *, seed: int, progress: Progress | None = None, replace: bool = False
+) -> float:
+    """Make the model that ``recipe.model.warmup`` describes, in one process on the CPU.
+
+    ``output`` appears at once when all is done: a Hugging Face model directory with ``config.json``, tokenizer
+    and ``model.safetensors``.
+
+    Parameters
+    ----------
+    recipe:
+        Model sizes, environments and their weights.
+    output:
+        The directory to make.
+    seed:
+        Of weights and demonstrations; equal arguments give equal models.
+    progress:
+        Told after every step.
+    replace:
+        Take the place of a directory that is already there.
+
+    Returns
+    -------
+    float
+        Mean loss of the last tenth of the steps, in nats a token.
+
+    Raises
+    ------
+    UsageError
+        The recipe has no warm-up, ``output`` exists, or an environment has no demonstrations.
+    """
+    config = recipe.model.warmup
+    if config is None:
+        raise UsageError(f"recipe {recipe.name} has no model.warmup: its model is given, not made")
+    if output.exists() and not replace:
+        raise UsageError(f"{output} exists already\n    way out: use it as it is, remove it, or replace it (--replace)")
+    stage = StagedDirectory(output, token=f"warmup-{os.getpid()}")
+    processes = ExitStack()
+    try:
+        stage.create()
+        vocab_size, eos_token_id = write_character_tokenizer(stage.path)
+        arch = _arch(config, vocab_size, eos_token_id)
+        tokenizer = ChatTokenizer(stage.path)
+        environments = build_environments(recipe)
+        for environment in hosted(environments):
+            processes.callback(environment.close)
+        source = DemonstrationSource(
+            environments,
+            [environment.weight for environment in recipe.environments],
+            tokenizer,
+            correct_share=config.correct_share,
+            seed=seed,
+        )
+        model = Qwen3Moe(arch)
+        model.init_weights(torch.Generator().manual_seed(seed))
+        loss = _train(model, source, config, progress)
+        _write_model(stage.path, model)
+        _appear(stage)
+    except BaseException:
+        stage.discard()
+        raise
+    finally:
+        processes.close()
+    return loss
+
+
+def _arch(config: WarmupConfig, vocab_size: int, eos_token_id: int) -> ModelArch:
+    return ModelArch(
+        vocab_size=vocab_size,
+        eos_token_id=eos_token_id,
+        hidden_size=config.hidden_size,
+        num_hidden_layers=config.num_hidden_layers,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        moe_intermediate_size=config.moe_intermediate_size,
+        num_experts=config.num_experts,
+        num_experts_per_tok=config.num_experts_per_tok,
+        max_position_embeddings=config.max_position_embeddings,
+    )
+
+
+def _train(model: Qwen3Moe, source: DemonstrationSource, config: WarmupConfig, progress: Progress | None) -> float:
+    """Minimise the cross entropy of what the assistant says; returns the mean loss of the last tenth."""
+    schedule = OptimizerConfig(
+        learning_rate=config.learning_rate, schedule="cosine", warmup_steps=round(config.steps * _RISE_SHARE)
+    )
+    optimizer = make_optimizer(model.parameters(), schedule)
+    losses: list[float] = []
+    for step in range(1, config.steps + 1):
+        try:
+            batch = source.batch(config.batch_size)
+        except NotImplementedError as error:
+            raise UsageError(f"an environment of the recipe has no demonstrations to warm up on: {error}") from error
+        logits = model(batch.input_ids, batch.attention.positions, batch.attention, select=batch.select)
+        loss = F.cross_entropy(logits, batch.targets)
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        clip_gradients(model.parameters(), _MAX_GRAD_NORM, None)
+        set_learning_rate(optimizer, learning_rate(schedule, step, config.steps))
+        optimizer.step()
+        losses.append(loss.item())
+        if progress is not None:
+            progress(step, config.steps, losses[-1])
+    last = losses[-max(1, config.steps // 10) :]
+    return sum(last) / len(last)
+
+
+def _write_model(path: Path, model: Qwen3Moe) -> None:
+    tensors = [
+        tensor_bytes(hf_name, tensor, torch.float32)
+        for name, parameter in model.named_parameters()
+        for hf_name, tensor in to_hf_tensors(name, parameter.detach(), model.arch)
+    ]
+    write_shard(path / "model.safetensors", tensors)
+    write_json(path / "config.json", model.arch.to_hf_config())
+
+
+def _appear(stage: StagedDirectory) -> None:
+    """Rename into place; an old directory steps aside first and comes back if that fails."""
+    old = StagedDirectory(stage.target, token=f"replaced-{os.getpid()}")
+    replaced = stage.target.exists()
+    if replaced:
+        os.rename(stage.target, old.path)
+    try:
+        stage.commit()
+    except BaseException:
+        if replaced:
+            os.rename(old.path, stage.target)
+        raise
+    old.discard()
+
+
+def _print_progress(step: int, steps: int, loss: float) -> None:
+    if step % max(1, steps // 10) == 0 or step == 1:
+        print(f"warm-up step {step}/{steps}: loss {loss:.3f}", file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    """Command line; the result, the final loss, goes to stdout."""
+    parser = argparse.ArgumentParser(prog="python -m hpcrl.trainer.warmup.make", description=__doc__)
+    parser.add_argument("--recipe", default="-", help="resolved recipe as JSON; - reads standard input")
+    parser.add_argument("--output", type=Path, required=True, help="model directory to make")
+    parser.add_argument("--replace", action="store_true", help="replace a model that is already there")
+    arguments = parser.parse_args()
+    text = sys.stdin.read() if arguments.recipe == "-" else Path(arguments.recipe).read_text(encoding="utf-8")
+    recipe = Recipe.model_validate_json(text)
+    # so that what is half written goes
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    torch.set_num_threads(recipe.trainer.threads)
+    try:
+        loss = make_start_model(
+            recipe, arguments.output, seed=recipe.seed, progress=_print_progress, replace=arguments.replace
+        )
+    except (HpcrlError, OSError) as error:
+        known = refusal(error) if isinstance(error, OSError) else error
+        if known is None:
+            raise
+        print(f"error: {known}", file=sys.stderr)
+        return int(known.exit_code)
+    print(f"{arguments.output}: supervised loss {loss:.4f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

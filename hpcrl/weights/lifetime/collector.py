@@ -1,0 +1,249 @@
+"""Removes versions that nobody needs, race-free against a reader that is just taking a lease.
+
+The reader:     L  writes its lease (`Registration.lease`);   N  lists the root: has the version still its name?
+The collector:  H  hides the version (rename);                C  reads leases and pins;   D  restores it, or deletes it
+
+Whatever the order, a reader that found the name in N reads a version that is not deleted. Suppose D deletes: then C
+saw no lease, so L came after C, and C after H; so N, which comes after L, finds the version hidden, and the reader
+takes another one. If C sees the lease, D restores, and a reader whose N came between H and D only looks again.
+
+L, H and C are single directory entries, and both sides *list* (`N`, `C`), which a client of NFS revalidates. For a
+server whose time stamps are coarse, `settle_s` passes between H and C, so that a listing cached in the same tick as
+a change is not believed. Hidden versions of a collector that died are decided again by the next, by C and D; what it
+was deleting has another name and is never restored.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from hpcrl.aside import collect_asides
+from hpcrl.errors import HandoffError
+from hpcrl.fs import fsync_dir
+from hpcrl.weights.format.manifest import Handoff
+from hpcrl.weights.lifetime.leases import ReaderWatch
+from hpcrl.weights.lifetime.pins import read_pins
+from hpcrl.weights.store import HandoffStore
+from hpcrl.weights.visibility import HIDDEN_PREFIX
+
+__all__ = ["CollectReport", "Collector"]
+
+_HIDDEN = re.compile(rf"{re.escape(HIDDEN_PREFIX)}v(\d{{6,}})")
+_DOOMED_PREFIX = ".removed-"
+
+
+class CollectReport(NamedTuple):
+    """What a pass did.
+
+    Attributes
+    ----------
+    removed:
+        Versions that are gone, ascending.
+    kept:
+        Why each of the others stays, by version.
+    restored:
+        Versions that were hidden and came back, because a reader had taken a lease meanwhile.
+    """
+
+    removed: list[int]
+    kept: dict[int, str]
+    restored: list[int]
+
+
+class Collector:
+    """The collector of one store. One process of a run may have one; that is the orchestrator."""
+
+    def __init__(
+        self,
+        store: HandoffStore,
+        watch: ReaderWatch,
+        *,
+        keep_last: int,
+        settle_s: float = 1.0,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """Prepare; nothing is touched.
+
+        Parameters
+        ----------
+        store:
+            Of the run.
+        watch:
+            Says which readers live. It must have watched for its expiry time before it may call a reader dead; it
+            does so by itself.
+        keep_last:
+            Newest versions that always stay.
+        settle_s:
+            Time between hiding a version and the last look at leases.
+        sleep:
+            For tests.
+        """
+        self._store, self._watch = store, watch
+        self._keep_last, self._settle_s, self._sleep = keep_last, settle_s, sleep
+        self._needs: dict[int, tuple[int, ...]] = {}
+
+    def plan(self, in_use: Collection[int] = ()) -> dict[int, str]:
+        """Why each published version stays, by version; an empty reason means that it may go. Nothing is changed.
+
+        Parameters
+        ----------
+        in_use:
+            Versions that the caller itself knows to be in use.
+
+        Raises
+        ------
+        HandoffError
+            Readers, pins or the manifest of a kept version cannot be read: what they need is unknown.
+        """
+        versions = self._store.versions()
+        reasons = dict.fromkeys(versions, "")
+        for version in versions[len(versions) - min(self._keep_last, len(versions)) :]:
+            reasons[version] = f"one of the newest {self._keep_last}"
+        for version in in_use:
+            reasons[version] = "in use by an engine"
+        reasons.update(self._held())
+        reasons = {version: reason for version, reason in reasons.items() if version in versions}
+        for version in sorted((v for v in versions if reasons[v]), reverse=True):
+            for needed in self._needed_by(version):
+                if reasons.get(needed) == "":
+                    reasons[needed] = f"needed to reconstruct version {version}"
+        return reasons
+
+    def collect(self, in_use: Collection[int] = ()) -> CollectReport:
+        """Remove what may go; readers and pins that are dead or gone are forgotten.
+
+        Raises
+        ------
+        HandoffError
+            See `plan`; or the filesystem refused. What was hidden has its name again, now or after the next pass.
+        """
+        try:
+            return self._collect(in_use)
+        except OSError as error:
+            raise HandoffError(f"{self._store.root}: nothing more is removed now: {error}") from error
+
+    def _collect(self, in_use: Collection[int]) -> CollectReport:
+        self._watch.forget_dead()
+        self._needs.clear()  # a version may have been withdrawn and published anew
+        reasons = self.plan(in_use)
+        for version, reason in reasons.items():
+            if not reason:
+                self._hide(version)
+        restored: list[int] = []
+        removed: list[int] = []
+        hidden = self._hidden()
+        if hidden:
+            self._sleep(self._settle_s)
+            try:
+                wanted = self._wanted(hidden, in_use)
+            except HandoffError:
+                for version in hidden:
+                    self._restore(version)
+                raise
+            restored, removed = self._decide(hidden, wanted)
+        self._delete_doomed()
+        if versions := self._store.versions():
+            # what a restart had put aside, and the run has published again
+            collect_asides(self._store.root, "v", up_to=versions[-1], keep=set(read_pins(self._store.root)))
+        kept = {version: reason for version, reason in reasons.items() if reason}
+        kept |= dict.fromkeys(restored, "leased or pinned while it was being removed")
+        return CollectReport(removed, dict(sorted(kept.items())), restored)
+
+    # -- the steps of the protocol
+
+    def _hide(self, version: int) -> None:
+        """Step H."""
+        with contextlib.suppress(FileNotFoundError):  # withdrawn by the trainer meanwhile
+            os.rename(self._store.path_of(version), self._hidden_path(version))
+
+    def _wanted(self, hidden: Collection[int], in_use: Collection[int]) -> set[int]:
+        """Step C: which versions are held now, with what they need. A version published meanwhile counts, too."""
+        wanted = {*self._held(), *in_use, *self._store.versions()}
+        for version in list(wanted):
+            if version in hidden:
+                with contextlib.suppress(HandoffError):  # then its reader cannot read it either
+                    wanted.update(Handoff.open(self._hidden_path(version)).manifest.needs)
+            else:
+                wanted.update(self._needed_by(version))
+        return wanted
+
+    def _decide(self, hidden: Iterable[int], wanted: Collection[int]) -> tuple[list[int], list[int]]:
+        """Step D for all hidden versions; returns what was restored and what will be deleted."""
+        restored, removed = [], []
+        for version in sorted(hidden):
+            if version in wanted and self._restore(version):
+                restored.append(version)
+            else:
+                self._doom(version)
+                removed.append(version)
+        return restored, removed
+
+    def _restore(self, version: int) -> bool:
+        """Give a hidden version its name back; False where the name was given to a new one."""
+        try:
+            os.rename(self._hidden_path(version), self._store.path_of(version))
+        except OSError:
+            if self._store.path_of(version).exists():
+                return False
+            raise
+        fsync_dir(self._store.root)
+        return True
+
+    def _doom(self, version: int) -> None:
+        """From here on it cannot come back: it is deleted file by file."""
+        with contextlib.suppress(FileNotFoundError):
+            name = f"{_DOOMED_PREFIX}v{version:06d}-{uuid.uuid4().hex[:8]}"
+            os.rename(self._hidden_path(version), self._store.root / name)
+
+    def _delete_doomed(self) -> None:
+        """Delete what was doomed, also by a collector that died over it."""
+        doomed = [name for name in self._names() if name.startswith(_DOOMED_PREFIX)]
+        if doomed:
+            # or a power failure could leave a version hidden, which may be restored, and not all of its files
+            fsync_dir(self._store.root)
+        for name in doomed:
+            shutil.rmtree(self._store.root / name, ignore_errors=True)
+
+    # -- what is held
+
+    def _held(self) -> dict[int, str]:
+        """Versions that readers or people hold, and why."""
+        reasons = {version: f"pinned by {pin.by}: {pin.reason}" for version, pin in read_pins(self._store.root).items()}
+        for record in self._watch.observe():
+            if record.acknowledged is not None:
+                reasons.setdefault(record.acknowledged, f"served by {record.reader}")
+            for version in record.leases:
+                reasons.setdefault(version, f"leased by {record.reader}")
+        return reasons
+
+    def _needed_by(self, version: int) -> tuple[int, ...]:
+        if version not in self._needs:
+            try:
+                self._needs[version] = self._store.open(version).manifest.needs
+            except HandoffError as error:
+                if version not in self._store.versions():
+                    return ()  # withdrawn meanwhile
+                raise HandoffError(
+                    f"version {version} stays, but what it needs is unknown, so nothing is removed: {error}"
+                ) from error
+        return self._needs[version]
+
+    def _hidden_path(self, version: int) -> Path:
+        return self._store.root / f"{HIDDEN_PREFIX}{self._store.path_of(version).name}"
+
+    def _hidden(self) -> list[int]:
+        return sorted(int(match[1]) for name in self._names() if (match := _HIDDEN.fullmatch(name)))
+
+    def _names(self) -> list[str]:
+        try:
+            return os.listdir(self._store.root)
+        except FileNotFoundError:
+            return []

@@ -1,0 +1,128 @@
+"""The tensors of a version of any kind, from whatever reads its bytes; deltas are applied and compared (numpy)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import NamedTuple
+
+from hpcrl.errors import HandoffError
+from hpcrl.weights.format.manifest import Handoff, TensorRecord, chunk_digests
+from hpcrl.weights.format.shard import SAFETENSORS_DTYPES
+
+__all__ = ["Read", "Served", "StoredTensor", "assemble"]
+
+Read = Callable[[int, str, int, int], memoryview]
+"""(version, file, offset, bytes) → these bytes, verified."""
+
+
+class StoredTensor(NamedTuple):
+    """A tensor of a version.
+
+    Attributes
+    ----------
+    name, record:
+        As in the manifest.
+    data:
+        Its bytes, little-endian and in C order.
+    """
+
+    name: str
+    record: TensorRecord
+    data: memoryview
+
+
+class Served(NamedTuple):
+    """A version that the reader has in memory: deltas that follow it need nothing else from the share.
+
+    Attributes
+    ----------
+    version:
+        Which.
+    copy:
+        A fresh copy of the bytes of a tensor of it; None where it has not got them in the dtype of the record.
+    """
+
+    version: int
+    copy: Callable[[str, TensorRecord], bytearray | None]
+
+
+def assemble(
+    chain: Sequence[Handoff],
+    read: Read,
+    served: Served | None = None,
+    *,
+    check_all: bool = False,
+    only: Collection[str] | None = None,
+) -> Iterator[StoredTensor]:
+    """All tensors of the last version of ``chain``, one at a time, in the order in which its files are read fastest.
+
+    Parameters
+    ----------
+    chain:
+        A whole version and the deltas that lead to the wanted one, oldest first. An adapter stands alone: what it
+        changes is not reconstructed here.
+    read:
+        Reads verified bytes of these versions.
+    served:
+        What the reader has already.
+    check_all:
+        Compare also tensors that no delta changes with their hashes: ``read`` does not verify.
+    only:
+        Tensors that are wanted; the others are not read. None: all.
+
+    Raises
+    ------
+    HandoffError
+        What ``read`` raises; or the versions do not fit each other, or a delta does not give the tensor whose hash the
+        manifest has.
+    """
+    whole, *deltas = chain
+    final = chain[-1]
+    for i, handoff in enumerate(chain):
+        needs = () if handoff.manifest.kind == "lora" else handoff.manifest.needs
+        if needs != tuple(earlier.version for earlier in chain[:i]):
+            raise HandoffError(f"{final.path} and {handoff.path} are of different histories: their needs differ")
+    if whole.manifest.tensors.keys() != final.manifest.tensors.keys():
+        raise HandoffError(f"{final.path} and {whole.path} differ in their tensors")
+    versions = [handoff.version for handoff in chain]
+    known = versions.index(served.version) if deltas and served is not None and served.version in versions else None
+    for file, records in whole.manifest.tensors_by_file().items():
+        for name, record in records:
+            if only is not None and name not in only:
+                continue
+            data = served.copy(name, record) if served is not None and known is not None else None
+            todo = deltas if data is None or known is None else deltas[known:]
+            view = read(whole.version, file, record.offset, record.bytes) if data is None else memoryview(data)
+            if data is not None or any(name in delta.manifest.changes for delta in todo):
+                # what was read may be shared with others: change a copy
+                view = view if data is not None else memoryview(bytearray(view))
+                for delta in todo:
+                    _apply(delta, name, view, read)
+                _check(final, name, view)
+            elif check_all:
+                _check(final, name, view)
+            yield StoredTensor(name, final.manifest.tensors[name], view)
+
+
+def _apply(delta: Handoff, name: str, data: memoryview, read: Read) -> None:
+    """Bring a tensor from the version before ``delta`` to that of ``delta``, in place."""
+    pieces = delta.manifest.changes.get(name, ())
+    if not pieces:
+        return
+    from hpcrl.weights.format.delta import apply_chunk, iter_records  # noqa: PLC0415 - numpy, only where there are deltas
+
+    record, step = delta.manifest.tensors[name], delta.manifest.chunk_bytes
+    if record.bytes != data.nbytes:
+        raise HandoffError(f"{delta.path}: tensor {name} has another size than in the version before")
+    width = SAFETENSORS_DTYPES[record.dtype][1]
+    for piece in pieces:
+        try:
+            for number, change in iter_records(read(delta.version, piece.file, piece.offset, piece.bytes), width):
+                apply_chunk(change, data[number * step : (number + 1) * step], width)
+        except HandoffError as error:
+            raise HandoffError(f"{delta.path / piece.file}: {error}") from error
+
+
+def _check(handoff: Handoff, name: str, data: memoryview) -> None:
+    if chunk_digests(data, handoff.manifest.chunk_bytes) != handoff.manifest.tensors[name].xxh3_128:
+        raise HandoffError(f"{handoff.path}: tensor {name} does not have the content that the manifest says")

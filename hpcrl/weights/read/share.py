@@ -1,0 +1,151 @@
+"""Reading from the shared filesystem: verified, with bounded retries of what passes and a deadline from bytes."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpcrl.errors import HandoffError
+from hpcrl.weights.format.segments import Segment, first_wrong_byte
+from hpcrl.weights.visibility import reveal
+
+__all__ = ["Pace", "ShareReader", "read_small"]
+
+_log = logging.getLogger(__name__)
+
+_ATTEMPTS = 6
+_FIRST_PAUSE_S = 0.05
+_LONGEST_PAUSE_S = 1.0
+#: errors that may pass, and how often each is forgiven in one read
+_FORGIVEN = {errno.ESTALE: _ATTEMPTS, errno.ENOENT: _ATTEMPTS, errno.ENOTDIR: _ATTEMPTS, errno.EIO: 1}
+_WRONG_CONTENT = -1
+_SHORT = -2
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How long reading may take.
+
+    Attributes
+    ----------
+    floor_s:
+        Least time that anything is given.
+    bytes_per_s:
+        Slowest rate that still counts as working.
+    """
+
+    floor_s: float = 30.0
+    bytes_per_s: float = 50.0 * (1 << 20)
+
+    def limit_s(self, size: int) -> float:
+        """Seconds that ``size`` bytes may take."""
+        return self.floor_s + size / self.bytes_per_s
+
+
+def read_small(path: Path, *, sleep: Callable[[float], None] = time.sleep) -> bytes:
+    """Read a small file, with the retries of `ShareReader` (HandoffError, naming the file)."""
+    seen: dict[int, int] = {}
+    pause = _FIRST_PAUSE_S
+    for attempt in range(1, _ATTEMPTS + 1):
+        try:
+            return path.read_bytes()
+        except OSError as error:
+            number = error.errno or errno.EIO
+            seen[number] = seen.get(number, 0) + 1
+            if seen[number] > _FORGIVEN.get(number, 0) or attempt == _ATTEMPTS:
+                raise HandoffError(f"{path} cannot be read: {error.strerror} (attempt {attempt}; given up)") from error
+            if number != errno.EIO and not (reveal(path.parent) and reveal(path)) and attempt > 2:
+                raise HandoffError(f"{path} is not there: {error.strerror}") from error
+        sleep(pause)
+        pause = min(_LONGEST_PAUSE_S, 2 * pause)
+    raise AssertionError("unreachable")
+
+
+class ShareReader:
+    """Reads segments of versions from the share.
+
+    Attributes
+    ----------
+    bytes_read:
+        Bytes that came from the share so far, repeated reads included.
+    retries:
+        Reads that were repeated.
+    """
+
+    def __init__(self, pace: Pace, *, sleep: Callable[[float], None] = time.sleep) -> None:
+        self._pace, self._sleep = pace, sleep
+        self._lock = threading.Lock()
+        self.bytes_read = 0
+        self.retries = 0
+
+    def read(self, directory: Path, segment: Segment, into: memoryview, *, verify: bool = True) -> None:
+        """Read a segment and compare it with its hashes.
+
+        ESTALE, missing names (a stale cache, or a version that is just being restored), short reads and wrong
+        content (a stale page cache) are tried again, EIO once.
+
+        Parameters
+        ----------
+        directory:
+            The version directory.
+        into:
+            ``segment.bytes`` bytes; their content is undefined after an error.
+        verify:
+            Whether to compare.
+
+        Raises
+        ------
+        HandoffError
+            Naming the file, after the last attempt.
+        """
+        path = directory / segment.file
+        deadline = time.monotonic() + self._pace.limit_s(segment.bytes)
+        seen: dict[int, int] = {}
+        pause = _FIRST_PAUSE_S
+        for attempt in range(1, _ATTEMPTS + 1):
+            kind, problem = self._attempt(path, segment, into, verify)
+            if not problem:
+                return
+            seen[kind] = seen.get(kind, 0) + 1
+            forgiven = _FORGIVEN.get(kind, _ATTEMPTS if kind < 0 else 0)
+            if seen[kind] > forgiven or attempt == _ATTEMPTS or time.monotonic() > deadline:
+                raise HandoffError(f"{path}: {problem} (attempt {attempt}; given up)")
+            _log.warning("%s: %s; attempt %d, again in %.2f s", path, problem, attempt, pause)
+            with self._lock:
+                self.retries += 1
+            self._sleep(pause)
+            pause = min(_LONGEST_PAUSE_S, 2 * pause)
+            if kind in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
+                reveal(directory)
+                reveal(path)
+
+    def _attempt(self, path: Path, segment: Segment, into: memoryview, verify: bool) -> tuple[int, str]:
+        """One read; what went wrong, or an empty text."""
+        done = 0
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                while done < segment.bytes:
+                    got = os.preadv(fd, [into[done : segment.bytes]], segment.offset + done)
+                    if got == 0:
+                        return _SHORT, f"it ends at byte {segment.offset + done}, the manifest says otherwise"
+                    done += got
+                wrong = first_wrong_byte(segment, into) if verify else None
+                if wrong is not None:
+                    # what this node remembers of the file may be old: the next attempt asks the server
+                    os.posix_fadvise(fd, segment.offset, segment.bytes, os.POSIX_FADV_DONTNEED)
+                    return _WRONG_CONTENT, f"it does not have the content that the manifest says (at byte {wrong})"
+            finally:
+                os.close(fd)
+        except OSError as error:
+            return error.errno or errno.EIO, f"it cannot be read: {error.strerror}"
+        finally:
+            with self._lock:
+                self.bytes_read += done
+        return 0, ""
