@@ -13,11 +13,11 @@ quickstart:
 models/quickstart/config.json: recipes/quickstart.yaml
 	$(BIN)/hpcrl warmup recipes/quickstart.yaml --replace
 
-# Tests at a time. Those of runs and clusters mostly wait, so there are more than processors; a file whose tests share a
-# run or a cluster stays with one worker, and the long ones begin first (tests/conftest.py).
+# Tests at a time. Those of runs and clusters mostly wait, so there are more than processors. All tests of a file, which
+# may share a run or a cluster, are one worker's; the long ones begin first (tests/conftest.py).
 WORKERS ?= 3
 PYTEST = $(BIN)/python -m pytest -p no:cacheprovider
-PARALLEL = -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # everything but real vLLM engines and long campaigns
 test: lint
