@@ -45,8 +45,8 @@ def nothing_left_in_working_directory(empty_working_directory: Path) -> Iterator
     assert not left, f"the test wrote {', '.join(left)} into the working directory"
 
 
-#: rooms whose tests take longest
-LONG_FIRST = ("slurm_e2e", "e2e", "supervisor", "devcluster", "trainer", "durability", "checkpoints", "store", "weights")
+#: rooms whose tests take long, the longest first
+LONG_FIRST = ("slurm_e2e", "e2e", "supervisor", "devcluster", "trainer", "durability", "checkpoints", "weights")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
