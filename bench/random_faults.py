@@ -223,7 +223,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="a start model; made where not given")
     arguments = parser.parse_args()
     if arguments.slurm and not Skew.possible():
-        print("clocks stay right: libfaketime is not installed\n    way out: apt-get install faketime", file=sys.stderr)
+        print("clocks stay right: libfaketime is not installed\n    hint: apt-get install faketime", file=sys.stderr)
     root = scratch("random-faults")
     model = arguments.model or root / "model"
     if arguments.model is None:

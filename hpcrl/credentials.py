@@ -75,15 +75,15 @@ def read_token(path: Path) -> str:
     except OSError as error:
         raise RunDirError(
             f"the token of the run cannot be read: {path}: {error.strerror}\n"
-            "    way out: the next attempt makes one where it is missing: hpcrl resume RUN"
+            "    hint: the next attempt makes one where it is missing: hpcrl resume RUN"
         ) from error
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise RunDirError(
             f"{path} is not a file that its owner alone can read, and that we own\n"
-            "    way out: remove it, the next attempt makes another one; other users may know it"
+            "    hint: remove it, the next attempt makes another one; other users may know it"
         )
     if not _TOKEN.fullmatch(text):
-        raise RunDirError(f"{path} holds no token\n    way out: remove it, the next attempt makes another one")
+        raise RunDirError(f"{path} holds no token\n    hint: remove it, the next attempt makes another one")
     return text
 
 

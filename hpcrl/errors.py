@@ -2,7 +2,7 @@
 
 ::
 
-    HpcrlError                      base; a message for a person, with the way out
+    HpcrlError                      base; a message for a person, with a hint
     ├── UsageError                  what was asked cannot be done (exit code 2)
     │   ├── ConfigError             a recipe, cluster profile or override is wrong; carries every finding
     │   ├── DoesNotFitError         no plan of the size that was asked for fits (exit code 3)
@@ -89,18 +89,18 @@ class Finding:
         Dotted path of the value, for example ``engine.replicas``.
     what:
         What is wrong, in one sentence.
-    way_out:
+    hint:
         What to do about it; may be empty where ``what`` says it.
     """
 
     where: str
     key: str
     what: str
-    way_out: str = ""
+    hint: str = ""
 
     def __str__(self) -> str:
         head = f"{self.where}: {self.key}: {self.what}" if self.key else f"{self.where}: {self.what}"
-        return f"{head}\n    way out: {self.way_out}" if self.way_out else head
+        return f"{head}\n    hint: {self.hint}" if self.hint else head
 
 
 class ConfigError(UsageError):
@@ -134,7 +134,7 @@ class MissingExtraError(UsageError):
     def __init__(self, extra: str, module: str) -> None:
         super().__init__(
             f"this needs the Python module {module!r}, which is part of the extra {extra!r}\n"
-            f"    way out: pip install 'hpcrl[{extra}]'"
+            f"    hint: pip install 'hpcrl[{extra}]'"
         )
         self.extra = extra
 
@@ -182,5 +182,5 @@ def refusal(error: OSError) -> UsageError | None:
     """What a filesystem refused to a command, as one message with the file; None where it may be a defect of ours."""
     if error.errno not in _REFUSALS or error.filename is None:
         return None
-    what, way_out = _REFUSALS[error.errno]
-    return UsageError(f"{error.filename}: {what}\n    way out: {way_out}")
+    what, hint = _REFUSALS[error.errno]
+    return UsageError(f"{error.filename}: {what}\n    hint: {hint}")

@@ -223,7 +223,7 @@ class Fence:
                     raise
             else:
                 return
-        raise FencedError(f"{other} does not get empty: another process still writes in it\n    way out: end that one")
+        raise FencedError(f"{other} does not get empty: another process still writes in it\n    hint: end that one")
 
     def _clean(self) -> None:
         """Delete what was taken from others, and what removers that died have left."""
@@ -270,5 +270,5 @@ def _message(root: Path, token: int, newest: int | None) -> str:
     who = "somebody removed its directory" if newest is None else f"attempt {newest} writes there"
     return (
         f"attempt {token} may not write to {root} any more: {who}\n"
-        "    way out: none is needed where the newer attempt works; this process is a leftover and must end"
+        "    hint: none is needed where the newer attempt works; this process is a leftover and must end"
     )

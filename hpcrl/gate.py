@@ -109,7 +109,7 @@ class Gate:
         if self.credentials is None and not _is_loopback(host):
             raise UsageError(
                 f"{self._server} would answer everybody who reaches {host}\n"
-                "    way out: listen on 127.0.0.1, or --token-file FILE (mode 0600, 64 hexadecimal digits)"
+                "    hint: listen on 127.0.0.1, or --token-file FILE (mode 0600, 64 hexadecimal digits)"
             )
 
     def refusal(self, method: str, path: str, authorization: str | None, peer: str) -> Refusal | None:

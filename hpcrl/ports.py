@@ -57,7 +57,7 @@ def choose_ports(count: int, *, first: int, last: int, host: str, start: int | N
     if len(ports) < count:
         raise HpcrlError(
             f"only {len(ports)} of {count} ports are free on {host} between {first} and {last}\n"
-            "    way out: widen ports.first and ports.last in the cluster profile, or end what listens there"
+            "    hint: widen ports.first and ports.last in the cluster profile, or end what listens there"
         )
     return ports
 
@@ -106,7 +106,7 @@ def choose_blocks(
             raise HpcrlError(
                 f"there are no {wanted} neighbouring free ports on {host} between {first} and {last} for the last of "
                 f"{len(blocks) + 1} servers\n"
-                "    way out: widen ports.first and ports.last in the cluster profile, or end what listens there"
+                "    hint: widen ports.first and ports.last in the cluster profile, or end what listens there"
             )
         used.update(run)
         blocks.append(run[0])

@@ -19,7 +19,7 @@ def build_shim(directory: Path) -> Path:
     """Compile the library; skips the test, and says so, where there is no compiler."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
-        pytest.skip("FAULTS ARE NOT TESTED: there is no C compiler (way out: apt-get install gcc libc6-dev)")
+        pytest.skip("FAULTS ARE NOT TESTED: there is no C compiler (hint: apt-get install gcc libc6-dev)")
     library = directory / "faults.so"
     command = [
         compiler,

@@ -69,7 +69,7 @@ def main() -> int:
     if arguments.vllm and not _set_up_vllm():
         return _fail(
             "vLLM could not be installed; what pip said stands above. Tests with a real vLLM need it\n"
-            f"    way out: name an interpreter that has vLLM and hpcrl in {VLLM_VARIABLE}"
+            f"    hint: name an interpreter that has vLLM and hpcrl in {VLLM_VARIABLE}"
         )
     return 0
 
@@ -107,7 +107,7 @@ def _digest(extras: list[str], inputs: tuple[str, ...]) -> str:
 def _make_venv(venv: Path) -> bool:
     """Create an environment; Debian and Ubuntu ship the module for it in a package of its own."""
     if importlib.util.find_spec("ensurepip") is None and not _apt_install("python3-venv"):
-        _fail("the Python module 'ensurepip' is missing\n    way out: sudo apt-get install python3-venv")
+        _fail("the Python module 'ensurepip' is missing\n    hint: sudo apt-get install python3-venv")
         return False
     print(f"making {venv.name} with {sys.executable}", flush=True)
     if subprocess.run([sys.executable, "-m", "venv", str(venv)], check=False).returncode:
@@ -125,7 +125,7 @@ def _install_slurm() -> None:
     if missing and not _apt_install(*missing):
         _fail(
             "tests with a real Slurm or KV store will be SKIPPED: packages are missing, and could not be installed\n"
-            f"    way out: sudo apt-get install {' '.join(missing)}"
+            f"    hint: sudo apt-get install {' '.join(missing)}"
         )
 
 
@@ -167,7 +167,7 @@ def _install_vllm() -> bool:
     if subprocess.run([python, "-c", f"import {', '.join(VLLM_MODULES)}"], check=False).returncode:
         _fail(
             "vLLM is installed and does not load; what Python said stands above\n"
-            "    way out: without GPU, point pip at a CPU build of torch (PIP_FIND_LINKS or your mirror), and\n"
+            "    hint: without GPU, point pip at a CPU build of torch (PIP_FIND_LINKS or your mirror), and\n"
             f"    remove {VLLM_VENV}"
         )
         return False

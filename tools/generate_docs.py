@@ -56,8 +56,8 @@ def configuration() -> str:
 
 
 def _rules(rules: Iterable[Rule | SiteRule]) -> list[str]:
-    rows = [f"| `{rule.name}` | {rule.conflict} | {rule.way_out} |" for rule in rules]
-    return ["| rule | what must hold | way out |\n| --- | --- | --- |", *rows, ""]
+    rows = [f"| `{rule.name}` | {rule.conflict} | {rule.hint} |" for rule in rules]
+    return ["| rule | what must hold | hint |\n| --- | --- | --- |", *rows, ""]
 
 
 def cli() -> str:

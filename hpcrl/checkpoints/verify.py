@@ -129,5 +129,5 @@ def _hash(path: Path, deadline: float | None) -> str:
 def _too_late(path: Path) -> DeadlineError:
     return DeadlineError(
         f"{path} could not be compared with its manifest in the time that there was\n"
-        "    way out: a longer checkpoint.verify_timeout_s, or checkpoint.verify: sizes"
+        "    hint: a longer checkpoint.verify_timeout_s, or checkpoint.verify: sizes"
     )

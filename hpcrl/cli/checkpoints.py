@@ -199,7 +199,7 @@ def checkpoint_export(
     found = find(run, root)
     target = Path(output).resolve()
     if target.exists():
-        raise UsageError(f"{target} exists already\n    way out: another --output")
+        raise UsageError(f"{target} exists already\n    hint: another --output")
     for module in ("torch", "safetensors"):
         if find_spec(module) is None:
             raise MissingExtraError("trainer", module)

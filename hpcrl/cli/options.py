@@ -44,7 +44,7 @@ def confirm(question: str) -> None:
         if sys.stdin.isatty():
             raise  # Ctrl-C
         typer.echo(err=True)
-        raise UsageError("there is no terminal to ask on; nothing was changed\n    way out: --yes") from None
+        raise UsageError("there is no terminal to ask on; nothing was changed\n    hint: --yes") from None
     if not agreed:
         typer.echo("nothing was changed", err=True)
         raise typer.Exit(ExitCode.FAILED)

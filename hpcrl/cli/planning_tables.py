@@ -233,7 +233,7 @@ def _print_warnings(console: Console, outlook: Outlook) -> None:
     for shortage in outlook.shortages:
         console.print(f"[red]does not fit[/] {shortage.place.summary()}", highlight=False, soft_wrap=True)
         for knob in shortage.knobs[:_KNOBS]:
-            console.print(f"    way out: {knob}", highlight=False, soft_wrap=True, markup=False)
+            console.print(f"    hint: {knob}", highlight=False, soft_wrap=True, markup=False)
         if not shortage.knobs:
             console.print("    no single setting that hpcrl knows of makes it fit", highlight=False)
     if outlook.forecast is not None:
@@ -249,7 +249,7 @@ def print_unstartable(console: Console, keys: Sequence[str]) -> None:
         sections = dict.fromkeys(".".join(key.split(".")[:2]) for key in keys)
         text = f"planned here, but no part of what this version can start: {', '.join(sections)}"
         console.print(f"[yellow]warning[/]   {text}", highlight=False, soft_wrap=True)
-        console.print("    way out: `--set job.payload=probe` submits the shape of the job", highlight=False)
+        console.print("    hint: `--set job.payload=probe` submits the shape of the job", highlight=False)
 
 
 def print_explanation(console: Console, outlook: Outlook, calibration: Calibration) -> None:

@@ -7,7 +7,15 @@ from typing import Annotated
 import typer
 
 from hpcrl.cli.options import JsonOption
-from hpcrl.cli.selection import OptionalRunArgument, RunArgument, RunsRootOption, ask_slurm, find, runs_root
+from hpcrl.cli.selection import (
+    OptionalRunArgument,
+    RunArgument,
+    RunsRootOption,
+    ask_slurm,
+    find,
+    runs_in_sight,
+    runs_root,
+)
 
 __all__ = ["register"]
 
@@ -37,6 +45,7 @@ def status(
     from hpcrl.runs.fleet import read_fleet
     from hpcrl.runs.metrics import read_metrics
     from hpcrl.runs.observe import observe, read_progress
+    from hpcrl.runs.registry import reference
     from hpcrl.runs.views.liveview import follow, render, summary
     from hpcrl.runs.views.usage import read_usage, status_document
 
@@ -52,7 +61,7 @@ def status(
         try:
             view = follow(found, Console())
         except KeyboardInterrupt:
-            typer.echo(f"{found.name} goes on; hpcrl cancel {found.name} ends it", err=True)
+            typer.echo(f"{found.name} goes on; hpcrl cancel {reference(found)} ends it", err=True)
             raise typer.Exit from None
         Console().print(summary(view, read_progress(found), read_metrics(found)))
     else:
@@ -73,30 +82,28 @@ def _status_of_all(watch: bool, as_json: bool, root: str | None) -> None:
         list_runs(as_json, root)
         return
     ask_slurm()
-    directory = runs_root(root)
     with Live(console=table_console(), auto_refresh=False) as live:
         try:
             while True:
-                live.update(listing_table(list_rows(directory)), refresh=True)
+                live.update(listing_table(list_rows(runs_in_sight(root))), refresh=True)
                 time.sleep(_REFRESH_S)
         except KeyboardInterrupt:
             raise typer.Exit from None
 
 
 def list_runs(as_json: JsonOption = False, root: RunsRootOption = None) -> None:
-    """List runs, newest first."""
+    """List your runs, newest first, wherever they are; with --runs-root those of this directory."""
     from hpcrl.cli.output import table_console
     from hpcrl.runs.views.listing import list_rows, listing_document, listing_table
 
     ask_slurm()
-    directory = runs_root(root)
-    rows = list_rows(directory)
+    rows = list_rows(runs_in_sight(root))
     if as_json:
         typer.echo(listing_document(rows))
     elif rows:
         table_console().print(listing_table(rows))
     else:
-        typer.echo(f"there is no run in {directory}; hpcrl submit RECIPE starts one", err=True)
+        typer.echo(f"there is no run in {runs_root(root)}; hpcrl submit RECIPE starts one", err=True)
 
 
 def logs(

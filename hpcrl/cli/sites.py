@@ -44,7 +44,7 @@ def init(
 
     path = output or Path("clusters") / f"{name}.yaml"
     if path.exists():
-        raise UsageError(f"{path} exists already\n    way out: choose another name, or move it away")
+        raise UsageError(f"{path} exists already\n    hint: choose another name, or move it away")
     text = draft_profile(read_facts(_slurm()), name, runs_root=runs_root, fabric=fabric)
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic_write(path, text.encode())
@@ -91,7 +91,7 @@ def check(
             "where": loaded.where(f.key),
             "key": f.key,
             "what": f.what,
-            "way_out": f.way_out,
+            "hint": f.hint,
         }
         for f in found
     ]
@@ -104,7 +104,7 @@ def check(
     for row in rows:
         head = Text(f"{row['severity']:8}", style=colors[row["severity"]])
         console.print(head + Text(f"{row['where']}: {row['key']}: {row['what']} [{row['code']}]"), soft_wrap=True)
-        console.print(Text(f"        way out: {row['way_out']}"), soft_wrap=True)
+        console.print(Text(f"        hint: {row['hint']}"), soft_wrap=True)
     counts = ", ".join(f"{sum(f.severity is s for f in found)} {s.value}s" for s in Severity)
     console.print(f"{loaded.source}: {len(SITE_RULES)} rules checked; against Slurm: {counts}", highlight=False)
     raise typer.Exit(ExitCode.FAILED if failed else ExitCode.OK)

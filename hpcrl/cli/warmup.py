@@ -42,7 +42,7 @@ def warmup(
     resolved = absolute_paths(loaded.value, Path.cwd())
     target = Path(output).resolve() if output is not None else Path(resolved.model.path)
     if target.exists() and not replace:
-        raise UsageError(f"{target} exists already\n    way out: use it as it is, or give --replace or --output")
+        raise UsageError(f"{target} exists already\n    hint: use it as it is, or give --replace or --output")
     if find_spec("torch") is None:
         raise MissingExtraError("trainer", "torch")
     # a process of its own: the command line never imports torch

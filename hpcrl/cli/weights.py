@@ -149,7 +149,7 @@ def weights_gc(
     from hpcrl.runs.views.handoffs import collector_of, removal_plan, version_bytes
 
     if as_json and not (dry_run or yes):
-        raise UsageError("--json cannot ask\n    way out: add --dry-run or --yes")
+        raise UsageError("--json cannot ask\n    hint: add --dry-run or --yes")
     found = find(run, root)
     collector = collector_of(found, keep)
     doomed, kept = removal_plan(collector)

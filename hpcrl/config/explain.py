@@ -1,16 +1,16 @@
-"""Pydantic's errors as findings: file and line, key, what is wrong, the way out."""
+"""Pydantic's errors as findings: file and line, key, what is wrong, a hint."""
 
 from __future__ import annotations
 
-import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from hpcrl.config.keys import alternatives, keys_of
 from hpcrl.config.secret_values import hide_value
 from hpcrl.config.yamltree import KeyPath, Origins
 from hpcrl.errors import Finding
@@ -48,32 +48,32 @@ def _explain(model: type[BaseModel], details: ErrorDetails, origins: Origins, so
     path, owner = _resolve(model, details["loc"])
     kind, context, given = details["type"], details.get("ctx", {}), details["input"]
     shown = hide_value(path, _show(given))
-    what, way_out = f"{details['msg'][:1].lower()}{details['msg'][1:]} (it is {shown})", ""
+    what, hint = f"{details['msg'][:1].lower()}{details['msg'][1:]} (it is {shown})", ""
     if kind == "extra_forbidden":
         known = list(owner.model_fields) if owner is not None else []
         what = "unknown key"
-        way_out = _did_you_mean(str(path[-1]), known) or f"keys here: {', '.join(known)}"
+        hint = _elsewhere(model, path) or _did_you_mean(str(path[-1]), known) or f"keys here: {', '.join(known)}"
     elif kind == "missing":
-        what, way_out = "is required", f"add it: {_doc(owner, str(path[-1]))}"
+        what, hint = "is required", f"add it: {_doc(owner, str(path[-1]))}"
     elif kind in _WANTED:
         what = f"must be {_WANTED[kind]}, is {shown}"
-        way_out = f"{path[-1]}: {_doc(owner, str(path[-1]))}" if path else ""
+        hint = f"{path[-1]}: {_doc(owner, str(path[-1]))}" if path else ""
         if kind.startswith(("int", "float")) and isinstance(given, str) and given.strip():
-            way_out = "write the number without quotes" if _is_number(given) else way_out
+            hint = "write the number without quotes" if _is_number(given) else hint
     elif kind == "literal_error":
         what = f"must be one of {context['expected']}, is {shown}"
-        way_out = _did_you_mean(str(given), str(context["expected"]).replace("'", "").replace(" or ", ", ").split(", "))
+        hint = _did_you_mean(str(given), str(context["expected"]).replace("'", "").replace(" or ", ", ").split(", "))
     elif kind == "union_tag_invalid":
         tags = str(context["expected_tags"]).replace("'", "").split(", ")
         what = f"kind must be one of {', '.join(tags)}, is {_show(context['tag'])}"
-        way_out = _did_you_mean(str(context["tag"]), tags)
+        hint = _did_you_mean(str(context["tag"]), tags)
     elif kind == "union_tag_not_found":
-        what, way_out = "has no 'kind'", "say which kind it is, for example `kind: words`"
+        what, hint = "has no 'kind'", "say which kind it is, for example `kind: words`"
     elif kind == "string_pattern_mismatch":
         what = f"{shown} does not have the right form"
-        way_out = f"it must match {context['pattern']}"
+        hint = f"it must match {context['pattern']}"
     where = next((origins[path[:n]] for n in range(len(path), 0, -1) if path[:n] in origins), str(source))
-    return Finding(where, ".".join(str(part) for part in path), what, way_out)
+    return Finding(where, ".".join(str(part) for part in path), what, hint)
 
 
 def _show(value: object) -> str:
@@ -94,8 +94,16 @@ def _did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"did you mean {close[0]!r}?" if close else ""
 
 
+def _elsewhere(model: type[BaseModel], path: KeyPath) -> str:
+    """Where a key stands that was written without what stands before it: ``steps`` is ``trainer.steps``."""
+    ending = "." + ".".join(map(str, path))
+    found = [key.name for key in keys_of(model) if f".{key.name}".endswith(ending)]
+    found.sort(key=lambda name: name.count("."))  # stable: what stands higher is meant more often
+    return f"did you mean {' or '.join(map(repr, found[:3]))}?" if found else ""
+
+
 def _doc(owner: type[BaseModel] | None, name: str) -> str:
-    """The documentation of a field, as the way out."""
+    """The documentation of a field, as a hint."""
     field = owner.model_fields.get(name) if owner is not None else None
     description = field.description if field is not None else None
     return " ".join(description.split()) if description else ""
@@ -120,7 +128,7 @@ def _resolve(model: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[KeyPat
 
 
 def _step(current: Any, part: str | int) -> tuple[type[BaseModel] | None, Any]:
-    for candidate in _alternatives(current):
+    for candidate in alternatives(current):
         if isinstance(candidate, type) and issubclass(candidate, BaseModel):
             field = candidate.model_fields.get(str(part))
             return candidate, field.annotation if field is not None else None
@@ -131,20 +139,9 @@ def _step(current: Any, part: str | int) -> tuple[type[BaseModel] | None, Any]:
     return None, None
 
 
-def _alternatives(annotation: Any) -> Iterator[Any]:
-    origin = get_origin(annotation)
-    if origin is Annotated:
-        yield from _alternatives(get_args(annotation)[0])
-    elif origin in (Union, types.UnionType):
-        for argument in get_args(annotation):
-            yield from _alternatives(argument)
-    else:
-        yield annotation
-
-
 def _by_tag(annotation: Any, part: str | int) -> Any:
     """The member of a union of models whose ``kind`` is ``part``."""
-    members = list(_alternatives(annotation))
+    members = list(alternatives(annotation))
     if len(members) < 2:
         return None
     for member in members:

@@ -165,8 +165,8 @@ def _refuse_strangers(recipe: Loaded[Recipe], site: SlurmCluster, job: JobConfig
     if strange := [name for name in wanted if name not in site.partitions]:
         known = ", ".join(site.partitions)
         what = f"{', '.join(map(repr, strange))} is none of the partitions of {site.name} ({known})"
-        way_out = "take one of these, or describe it in the profile: the planner must know its nodes"
+        hint = "take one of these, or describe it in the profile: the planner must know its nodes"
         where = recipe.where("job.partition")
         if where.startswith("$"):
-            way_out = f"unset {where[1:]}, set job.partition, or describe it in the profile"
-        raise ConfigError([Finding(where, "job.partition", what, way_out)])
+            hint = f"unset {where[1:]}, set job.partition, or describe it in the profile"
+        raise ConfigError([Finding(where, "job.partition", what, hint)])

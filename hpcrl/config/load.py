@@ -86,8 +86,8 @@ def load_cluster(name: str, overrides: Sequence[str] = ()) -> Loaded[ClusterProf
         # which keys are right depends on it: nothing else can be said about the file
         close = get_close_matches(str(kind), CLUSTER_KINDS, n=1)
         what = f"must be one of {', '.join(CLUSTER_KINDS)}, is {kind!r}" if "kind" in tree else "is required"
-        way_out = f"did you mean {close[0]!r}?" if close else "`local` is this machine, `slurm` a site with Slurm"
-        findings.append(Finding(origins.get(("kind",), str(source)), "kind", what, way_out))
+        hint = f"did you mean {close[0]!r}?" if close else "`local` is this machine, `slurm` a site with Slurm"
+        findings.append(Finding(origins.get(("kind",), str(source)), "kind", what, hint))
         raise ConfigError(findings)
     loaded: Loaded[ClusterProfile] = _validate(CLUSTER_KINDS[kind], source, tree, origins, findings)
     if loaded.value.name != source.stem:
@@ -142,7 +142,7 @@ def _with_bases(source: Path) -> tuple[dict[str, Any], Origins]:
             path = beside if beside.is_file() else find_recipe(base)
         except ConfigError as error:
             finding = error.findings[0]
-            raise ConfigError([Finding(where, "extends", f"{base!r}: {finding.what}", finding.way_out)]) from error
+            raise ConfigError([Finding(where, "extends", f"{base!r}: {finding.what}", finding.hint)]) from error
     merged: dict[str, Any] = {}
     merged_origins: Origins = {}
     for tree, origins in reversed(chain):

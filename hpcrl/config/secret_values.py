@@ -24,7 +24,7 @@ _BEYOND_DOUBT = re.compile(
 _LIKELY = re.compile(r"(^|_)(TOKENS?|AUTH|COOKIES?)(_|$)")
 #: what a name tells where a secret is, not what it is
 _WHERE = re.compile(r"_(PATH|FILE|FILENAME|DIR|DIRECTORY|NAME|TYPE|METHOD|MODE)$")
-_WAY_OUT = (
+_HINT = (
     "put it into a file of mode 0600 and name that in the profile (secrets: {NAME: FILE}), or export it in your shell: "
     "a local run inherits it, jobs where the profile names it in launch.inherit"
 )
@@ -51,7 +51,7 @@ def find_secrets(tree: Any, origins: Origins) -> Iterator[Finding]:
         if value not in (None, "", False) and _is_secret(path):
             where = next((origins[path[:n]] for n in range(len(path), 0, -1) if path[:n] in origins), "")
             what = "by its name this is a secret: it would stand in the run directory, in plans and on screens"
-            yield Finding(where, ".".join(map(str, path)), what, _WAY_OUT)
+            yield Finding(where, ".".join(map(str, path)), what, _HINT)
 
 
 def hide_value(path: KeyPath, shown: str) -> str:

@@ -76,7 +76,7 @@ class DevCluster:
         record = self.paths.read_record()
         if record is None:
             raise UsageError(
-                f"there is no virtual cluster in {self.paths.root}\n    way out: hpcrl devcluster up --name "
+                f"there is no virtual cluster in {self.paths.root}\n    hint: hpcrl devcluster up --name "
                 f"{self.paths.root.name}, or `hpcrl devcluster list` for those that are there"
             )
         return record
@@ -120,14 +120,12 @@ class DevCluster:
         if not os.path.lexists(self.paths.root):
             return
         if not self.paths.record.is_file():
-            raise UsageError(
-                f"{self.paths.root} exists and is no virtual cluster\n    way out: another --name or --home"
-            )
+            raise UsageError(f"{self.paths.root} exists and is no virtual cluster\n    hint: another --name or --home")
         state = "is up already" if find_members(self.paths) else "is there, but does not run (a failed start, a reboot)"
         name = self.paths.root.name
         raise UsageError(
             f"virtual cluster {name} {state}: {self.paths.root}\n"
-            f"    way out: `hpcrl devcluster down --name {name}` first, or another --name"
+            f"    hint: `hpcrl devcluster down --name {name}` first, or another --name"
         )
 
     def down(self) -> None:
@@ -143,7 +141,7 @@ class DevCluster:
         if not self.paths.record.is_file():
             self.record()
         if inside_job(self.paths):
-            raise UsageError("this is a job of the cluster that should go down\n    way out: call it from outside")
+            raise UsageError("this is a job of the cluster that should go down\n    hint: call it from outside")
         self._end_processes()
         self.paths.remove()
 
@@ -241,7 +239,7 @@ class DevCluster:
         self.record()
         process = self._controller()
         if process is None:
-            raise UsageError("slurmctld does not run\n    way out: hpcrl devcluster resume-controller starts it")
+            raise UsageError("slurmctld does not run\n    hint: hpcrl devcluster resume-controller starts it")
         procfs.send_signal([process], signal.SIGKILL if kill else signal.SIGSTOP)
         want = "dead" if kill else "paused"
         wait_for(self.paths, [], f"slurmctld is {want}", lambda: self._stopped(kill=kill))

@@ -223,7 +223,7 @@ def end(find: Callable[[], Iterable[Member]], *, signum: int = signal.SIGKILL, d
             pids = ", ".join(str(member.process.pid) for member in left)
             raise DeadlineError(
                 f"processes {pids} did not end within {_END_DEADLINE_S:g} s of SIGKILL\n"
-                "    way out: they hang in the kernel (state D) or belong to another user; see `ps`, then try again"
+                "    hint: they hang in the kernel (state D) or belong to another user; see `ps`, then try again"
             )
         news = [m.process for m in left if signum == signal.SIGKILL or m.process.pid not in told]
         procfs.send_signal(news, signum)

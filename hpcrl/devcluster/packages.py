@@ -49,16 +49,16 @@ def missing_programs(*, accounting: bool = False, stale: bool = False) -> dict[s
 
 
 def check_machine(*, accounting: bool, stale: bool) -> None:
-    """Raise `UsageError` with the way out where this machine cannot run such a cluster."""
+    """Raise `UsageError` with a hint where this machine cannot run such a cluster."""
     if missing := missing_programs(accounting=accounting, stale=stale):
         packages = " ".join(dict.fromkeys(missing.values()))
         raise UsageError(
             f"a virtual cluster needs programs that are not installed: {', '.join(missing)}\n"
-            f"    way out: sudo apt-get install {packages}"
+            f"    hint: sudo apt-get install {packages}"
         )
     if stale and os.geteuid() != 0:
         raise UsageError(
-            "--stale-s mounts filesystems, which needs root\n    way out: run it as root, or without --stale-s"
+            "--stale-s mounts filesystems, which needs root\n    hint: run it as root, or without --stale-s"
         )
     if stale and not Path("/dev/fuse").exists():
         raise UsageError("--stale-s needs /dev/fuse, which this machine (or container) does not have")

@@ -71,7 +71,7 @@ class ClusterPaths:
             return None
         except msgspec.DecodeError as error:
             raise UsageError(
-                f"{self.record} cannot be read: {error}\n    way out: `hpcrl devcluster down` ends and removes it"
+                f"{self.record} cannot be read: {error}\n    hint: `hpcrl devcluster down` ends and removes it"
             ) from error
 
     def check(self, *, longest_node: str) -> None:
@@ -79,14 +79,14 @@ class ClusterPaths:
         if not _SAFE_PATH.fullmatch(str(self.root)):
             raise UsageError(
                 f"Slurm's configuration cannot hold the path {str(self.root)!r}\n"
-                f"    way out: --home DIR (or {HOME_VARIABLE}) with letters, digits and ._/+- only"
+                f"    hint: --home DIR (or {HOME_VARIABLE}) with letters, digits and ._/+- only"
             )
         # slurmstepd's socket: <spool>/<node>/<node>_<job>.<step>
         longest = len(f"{self.node_spool(longest_node)}/{longest_node}_1000000.4294967291")
         if longest > _LONGEST_SOCKET_PATH:
             raise UsageError(
                 f"{self.root} is too long: paths of sockets would have {longest} characters, the kernel takes "
-                f"{_LONGEST_SOCKET_PATH}\n    way out: --home DIR (or {HOME_VARIABLE}) with a shorter path"
+                f"{_LONGEST_SOCKET_PATH}\n    hint: --home DIR (or {HOME_VARIABLE}) with a shorter path"
             )
 
     def create(self, record: Record) -> None:

@@ -34,7 +34,7 @@ def choose_ports(nodes: int, *, accounting: bool) -> Ports:
             return Ports(controller=first, database=first + 1 if accounting else 0, first_node=first + 2)
     raise UsageError(
         f"no {needed} free TCP ports in a row between {_FIRST} and {_LAST}\n"
-        "    way out: end a virtual cluster that is not needed: hpcrl devcluster list"
+        "    hint: end a virtual cluster that is not needed: hpcrl devcluster list"
     )
 
 

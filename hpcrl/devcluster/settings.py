@@ -74,7 +74,7 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True):
             if not _NAME.fullmatch(getattr(self, what)):
                 raise UsageError(
                     f"{what.replace('_', ' ')} {getattr(self, what)!r} is no name for Slurm\n"
-                    "    way out: a lower-case letter, then up to 30 lower-case letters and digits"
+                    "    hint: a lower-case letter, then up to 30 lower-case letters and digits"
                 )
         if not 1 <= self.nodes <= 2000:
             raise UsageError(f"{self.nodes} nodes: a virtual cluster has 1 to 2000")
@@ -126,7 +126,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
             if node.name == name:
                 return node
         first, last = self.nodes[0].name, self.nodes[-1].name
-        raise UsageError(f"cluster {self.settings.name} has no node {name!r}\n    way out: {first} to {last}")
+        raise UsageError(f"cluster {self.settings.name} has no node {name!r}\n    hint: {first} to {last}")
 
     def _nodes(self) -> Iterator[VirtualNode]:
         digits = max(3, len(str(self.settings.nodes)))

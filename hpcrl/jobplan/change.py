@@ -32,13 +32,11 @@ def change_recipe(recipe_path: Path, overrides: Sequence[str]) -> tuple[Loaded[R
     old, new = load_recipe(str(recipe_path)), load_recipe(str(recipe_path), overrides)
     wrong = [key for key in _FIXED if _value(old.value, key) != _value(new.value, key)]
     if wrong:
-        way_out = "submit a new run; hpcrl checkpoint export gives it the weights of this one"
-        raise ConfigError(
-            [Finding("--set", key, "cannot change in a run that has checkpoints", way_out) for key in wrong]
-        )
+        hint = "submit a new run; hpcrl checkpoint export gives it the weights of this one"
+        raise ConfigError([Finding("--set", key, "cannot change in a run that has checkpoints", hint) for key in wrong])
     if gone := [key for key in _CHARGES if _taken_back(_value(old.value, key), _value(new.value, key))]:
-        what, way_out = "cannot be taken back: the run keeps it in its profile", "give the value that you want"
-        raise ConfigError([Finding("--set", key, what, way_out) for key in gone])
+        what, hint = "cannot be taken back: the run keeps it in its profile", "give the value that you want"
+        raise ConfigError([Finding("--set", key, what, hint) for key in gone])
     before, after = (dict(leaves(loaded.value)) for loaded in (old, new))
     changes = [
         f"{'.'.join(map(str, path))}: {before.get(path)} -> {after.get(path)}"

@@ -24,14 +24,14 @@ class ModelRule:
 
     name: str
     conflict: str
-    way_out: str
+    hint: str
     check: Callable[[Recipe, ClusterProfile, ModelFacts], Conflicts]
 
 
 def check_model_rules(recipe: Loaded[Recipe], cluster: Loaded[ClusterProfile], facts: ModelFacts) -> None:
     """Check all rules of `MODEL_RULES` (ConfigError with every conflict)."""
     found = [
-        Finding(_where(recipe, cluster, key), key, f"{what} [{rule.name}]", rule.way_out)
+        Finding(_where(recipe, cluster, key), key, f"{what} [{rule.name}]", rule.hint)
         for rule in MODEL_RULES
         for key, what in rule.check(recipe.value, cluster.value, facts)
     ]

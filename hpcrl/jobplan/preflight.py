@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -52,9 +53,9 @@ def with_model_of(recipe: Loaded[Recipe], config_dir: Path, *, named: str) -> Lo
     """
     where, own = recipe.where("model.path"), Path(recipe.value.model.path)
     if not (config_dir / "config.json").is_file():
-        way_out = "bring it back: its configuration and tokenizer are needed"
+        hint = "bring it back: its configuration and tokenizer are needed"
         what = f"the start model of the other run, {config_dir}, is gone ({named})"
-        raise ConfigError([Finding("--from", "model.path", what, way_out)])
+        raise ConfigError([Finding("--from", "model.path", what, hint)])
     if (own / "config.json").is_file():
         try:
             wanted, given = dataclasses.asdict(load_arch(own)), dataclasses.asdict(load_arch(config_dir))
@@ -80,12 +81,12 @@ def check_model(recipe: Loaded[Recipe], model_dir: Path) -> None:
     """
     where = recipe.where("model.path")
     if not (model_dir / "config.json").is_file():
-        way_out = (
-            f"make it: hpcrl warmup {recipe.source}"
+        hint = (
+            f"make it: hpcrl warmup {shlex.quote(str(recipe.source))}{_output(where, model_dir)}"
             if recipe.value.model.warmup is not None
             else "give the path of a Hugging Face model directory"
         )
-        raise ConfigError([Finding(where, "model.path", f"{model_dir} holds no model (no config.json)", way_out)])
+        raise ConfigError([Finding(where, "model.path", f"{model_dir} holds no model (no config.json)", hint)])
     try:
         arch = load_arch(model_dir)
     except ValueError as error:
@@ -109,6 +110,11 @@ def check_model(recipe: Loaded[Recipe], model_dir: Path) -> None:
         )
 
 
+def _output(where: str, model_dir: Path) -> str:
+    """The option of ``hpcrl warmup`` for a ``model.path`` that the recipe does not say."""
+    return f" --output {shlex.quote(str(model_dir))}" if where == "--set" else ""
+
+
 def find_facts(recipe: Recipe) -> ModelFacts | None:
     """Facts of a recipe's model; None where neither its directory nor its name is known (it may be made later).
 
@@ -122,7 +128,7 @@ def find_facts(recipe: Recipe) -> ModelFacts | None:
     except FileNotFoundError:
         return None
     except ValueError as error:
-        raise UsageError(f"{error}\n    way out: choose a model of a known architecture") from error
+        raise UsageError(f"{error}\n    hint: choose a model of a known architecture") from error
 
 
 def check_sizes(recipe: Loaded[Recipe], cluster: Loaded[ClusterProfile]) -> None:
@@ -150,11 +156,11 @@ def check_pythons(plan: Plan, site: Loaded[ClusterProfile]) -> None:
         hidden = isinstance(site.value, SlurmCluster) and not python.parent.is_dir()
         if python.is_file() or hidden:
             continue
-        key, way_out = "python_by_role", "correct the path"
+        key, hint = "python_by_role", "correct the path"
         if site.value.vllm_python is not None and "engine" not in site.value.python_by_role:
-            key, way_out = "vllm_python", "make the environment of engines: python3 tools/bootstrap.py --vllm"
+            key, hint = "vllm_python", "make the environment of engines: python3 tools/bootstrap.py --vllm"
         what = f"{python}, the interpreter of {group.role}, is not there"
-        raise ConfigError([Finding(site.where(key), f"cluster.{key}", what, way_out)])
+        raise ConfigError([Finding(site.where(key), f"cluster.{key}", what, hint)])
 
 
 def check_secrets(plan: Plan, site: Loaded[ClusterProfile]) -> None:
@@ -171,8 +177,8 @@ def check_secrets(plan: Plan, site: Loaded[ClusterProfile]) -> None:
         try:
             read_secret(Path(file))
         except OSError as error:
-            way_out = f"make it a file of yours with the value in it: chmod 600 {file}"
-            raise ConfigError([Finding(site.where("secrets"), f"secrets.{name}", str(error), way_out)]) from error
+            hint = f"make it a file of yours with the value in it: chmod 600 {file}"
+            raise ConfigError([Finding(site.where("secrets"), f"secrets.{name}", str(error), hint)]) from error
 
 
 def check_engine_flags(recipe: Loaded[Recipe], plan: Plan) -> list[str]:
@@ -237,10 +243,10 @@ def check_router(recipe: Loaded[Recipe], plan: Plan) -> list[str]:
         return [f"whether {package} is installed for the router could not be seen: {error}"]
     if result.returncode == _NO_PACKAGE:
         what = f"{python} has no {package}"
-        way_out = (
+        hint = (
             f"pip install {distribution} for {python}, name another in cluster.python_by_role.router, or kind: direct"
         )
-        raise ConfigError([Finding(recipe.where("engine.router.kind"), "engine.router.kind", what, way_out)])
+        raise ConfigError([Finding(recipe.where("engine.router.kind"), "engine.router.kind", what, hint)])
     if result.returncode:
         return [f"whether {package} is installed for the router could not be seen: {python} ended with an error"]
     return []
@@ -282,5 +288,5 @@ def _ask_parser(recipe: Loaded[Recipe], group: RoleGroup, python: str) -> None:
     if result.returncode:
         raise UsageError(
             f"{python} cannot check the flags of {group.role}: {last}\n"
-            "    way out: install vLLM and hpcrl for this interpreter (python3 tools/bootstrap.py --vllm)"
+            "    hint: install vLLM and hpcrl for this interpreter (python3 tools/bootstrap.py --vllm)"
         )

@@ -27,7 +27,7 @@ class Verdict:
     short:
         What does not fit, a sentence each.
     unknown:
-        What is not known and should be, a sentence each, with the way out.
+        What is not known and should be, a sentence each, with a hint.
     skipped:
         What was not checked or computed for that, or because the model is not made yet.
     tightest:
@@ -86,13 +86,13 @@ def _unknown(outlook: Outlook, facts: ModelFacts | str) -> Iterator[str]:
     if isinstance(facts, str):
         if outlook.recipe.model.warmup is None:
             yield (
-                f"the model's sizes are not known: {facts}\n    way out: set model.path to a directory with the "
+                f"the model's sizes are not known: {facts}\n    hint: set model.path to a directory with the "
                 "config.json of a known family, or to a known name"
             )
         return
     if outlook.lacking and _forecast_is_due(outlook):
         yield (
-            f"profile {outlook.cluster.name} lacks {', '.join(outlook.lacking)}\n    way out: add them to the profile "
+            f"profile {outlook.cluster.name} lacks {', '.join(outlook.lacking)}\n    hint: add them to the profile "
             "(docs/configuration.md)"
         )
 

@@ -176,7 +176,7 @@ class Orchestrator:
                 return decision
         raise DeadlineError(
             f"the trainer did not say within {timeout_s:g} s which checkpoint it restores ({path})\n"
-            "    way out: the trainer's log says what it does; checkpoint.verify: sizes reads less"
+            "    hint: the trainer's log says what it does; checkpoint.verify: sizes reads less"
         )
 
     def _build(self, http: aiohttp.ClientSession, endpoints: Endpoints) -> None:

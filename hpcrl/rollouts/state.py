@@ -133,7 +133,7 @@ class OrchestratorState(msgspec.Struct, frozen=True, kw_only=True):
             raise CheckpointError(
                 f"the checkpoint of step {self.step} holds groups that were started and not yet trained, "
                 f"of environments that the recipe no longer has: {what}\n"
-                "    way out: keep them in the recipe with a very small weight (1e-9): what was started is trained, "
+                "    hint: keep them in the recipe with a very small weight (1e-9): what was started is trained, "
                 "and nothing new is dealt out; a later resume can leave them out"
             )
         return [task for task in tasks.values() if task is not None]

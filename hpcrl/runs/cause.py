@@ -92,7 +92,7 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
     dump, frames:
         Stacks of a role that hung: the file, relative to the run directory, and the top frames.
     details:
-        What else is to be said, in lines, the ways out with it.
+        What else is to be said, in lines, the hints with it.
     node:
         The node by whose clock it was seen, in Slurm's words; empty for the supervisor's own. ``time_s`` is by the
         supervisor's clock all the same.

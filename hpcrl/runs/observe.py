@@ -297,6 +297,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     by_env: dict[str, float] = {}
     parts: dict[str, float] = {}
     prompts: int = 0
+    attempt: int = 0
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
@@ -339,7 +340,7 @@ def read_evaluations(run: RunDir) -> list[Evaluation]:
     found: dict[int, Evaluation] = {}
     past = read_past(run)
     for event in sorted(read_events(run, kind="evaluation"), key=lambda event: event.attempt):
-        data: dict[str, Any] = {**event.data, "time_s": event.time_s}
+        data: dict[str, Any] = {**event.data, "time_s": event.time_s, "attempt": event.attempt}
         if data.get("due") == data["version"]:
             del data["due"]
         evaluation = msgspec.convert(data, Evaluation)

@@ -187,7 +187,7 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
         if record.format_version != FORMAT_VERSION:
             raise RunDirError(
                 f"{run.record_path} has format {record.format_version}, this hpcrl reads {FORMAT_VERSION}\n"
-                "    way out: use the version of hpcrl that submitted the run"
+                "    hint: use the version of hpcrl that submitted the run"
             )
         return record
 

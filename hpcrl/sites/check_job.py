@@ -121,7 +121,7 @@ def _wait(client: SlurmClient, job_id: int, wait_s: float) -> None:
         time.sleep(_POLL_S)
     raise DeadlineError(
         f"the check's job {job_id} has not ended within {wait_s:g} s; last seen: {last}; it was cancelled\n"
-        "    way out: --wait with more seconds, when nodes are free"
+        "    hint: --wait with more seconds, when nodes are free"
     )
 
 
@@ -140,7 +140,7 @@ def _read(work: Path, nodes: int, job_id: int) -> list[NodeReport]:
     raise HpcrlError(
         f"{len(found)} of {nodes} nodes answered the check's job {job_id}; its last words:\n"
         + "\n".join(f"    {line}" for line in words)
-        + "\n    way out: nodes must see the runs root and this Python under the same paths"
+        + "\n    hint: nodes must see the runs root and this Python under the same paths"
     )
 
 
@@ -160,16 +160,16 @@ def node_findings(cluster: SlurmCluster, partition: str, reports: list[NodeRepor
 
 def _of_node(cluster: SlurmCluster, partition: str, report: NodeReport) -> Iterator[CheckFinding]:
     key = f"partitions.{partition}.node"
-    for code, severity, where, what, way_out in (
+    for code, severity, where, what, hint in (
         *_limits(cluster, partition, report),
         *_services(cluster, report),
         *_hardware(cluster, partition, report),
     ):
-        yield CheckFinding(code, severity, where or key, f"{report.host}: {what}", way_out)
+        yield CheckFinding(code, severity, where or key, f"{report.host}: {what}", hint)
 
 
 _Row = tuple[str, Severity, str, str, str]
-"""Code, severity, key (empty: the node's shape), what, way out."""
+"""Code, severity, key (empty: the node's shape), what, hint."""
 
 
 def _limits(cluster: SlurmCluster, partition: str, report: NodeReport) -> Iterator[_Row]:

@@ -1,4 +1,4 @@
-"""A cluster profile against the living Slurm: findings with a code, a severity and a way out."""
+"""A cluster profile against the living Slurm: findings with a code, a severity and a hint."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class CheckFinding:
         Stable name of the kind of difference.
     key:
         Dotted key of the profile.
-    what, way_out:
+    what, hint:
         A sentence each.
     """
 
@@ -45,7 +45,7 @@ class CheckFinding:
     severity: Severity
     key: str
     what: str
-    way_out: str
+    hint: str
 
 
 def check_profile(cluster: SlurmCluster, facts: SiteFacts) -> list[CheckFinding]:
@@ -107,8 +107,8 @@ def _partition(
         yield CheckFinding("nodes-missing", Severity.ERROR, f"{key}.nodes", what, f"set nodes: {actual.total}")
     elif partition.nodes > actual.usable:
         what = f"{actual.total - actual.usable} of {actual.total} nodes are down or drained"
-        way_out = "`sinfo -R` says why; runs of all nodes wait for them"
-        yield CheckFinding("nodes-down", Severity.WARNING, f"{key}.nodes", what, way_out)
+        hint = "`sinfo -R` says why; runs of all nodes wait for them"
+        yield CheckFinding("nodes-down", Severity.WARNING, f"{key}.nodes", what, hint)
     limit = actual.max_time_h
     if limit is not None and (partition.max_time_h is None or partition.max_time_h > limit):
         shown = "none" if partition.max_time_h is None else f"{partition.max_time_h:g} h"
@@ -142,8 +142,8 @@ def _node(
         yield CheckFinding("node-smaller", Severity.ERROR, f"{key}.node", what, "correct gpus, cpus and memory_gib")
     elif fitting < min(partition.nodes, actual.total):
         what = f"only {fitting} nodes are as large as the profile says; {count} have {shown}"
-        way_out = "set nodes to their number, and constraint to a feature that they have"
-        yield CheckFinding("nodes-differ", Severity.WARNING, f"{key}.node", what, way_out)
+        hint = "set nodes to their number, and constraint to a feature that they have"
+        yield CheckFinding("nodes-differ", Severity.WARNING, f"{key}.node", what, hint)
     if fitting and (shape.gpus > node.gpus or shape.cpus > node.cpus):
         what = f"nodes have more than the profile says: {shown}"
         yield CheckFinding("node-larger", Severity.NOTE, f"{key}.node", what, "correct gpus and cpus")
@@ -151,5 +151,5 @@ def _node(
     if cluster.gres != "none" and node.gpus and node.gpu_type is not None and node.gpu_type not in types:
         named = ", ".join(sorted(name for name in types if name)) or "no types"
         what = f"Slurm knows no GPU of type {node.gpu_type!r} there ({named})"
-        way_out = "set gpu_type as in `scontrol show node`, or remove it"
-        yield CheckFinding("gpu-type", Severity.ERROR, f"{key}.node.gpu_type", what, way_out)
+        hint = "set gpu_type as in `scontrol show node`, or remove it"
+        yield CheckFinding("gpu-type", Severity.ERROR, f"{key}.node.gpu_type", what, hint)

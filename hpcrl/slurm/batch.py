@@ -30,7 +30,7 @@ def main() -> None:
     try:
         check_folder(folder)
     except NotOursError as error:
-        sys.exit(f"hpcrl: {error}: its pickles are not loaded\n    way out: chmod -R go-w {folder.parent}")
+        sys.exit(f"hpcrl: {error}: its pickles are not loaded\n    hint: chmod -R go-w {folder.parent}")
     from submitit.core.submission import submitit_main  # noqa: PLC0415 - nothing of submitit before the check
 
     submitit_main()

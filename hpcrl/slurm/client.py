@@ -224,7 +224,7 @@ class SlurmClient:
         # sites print banners here; where they hide the number, or look like one, the job says itself which it is
         unreadable = SlurmAnswerError(
             f"sbatch ended well, but its output is not one job number: {result.stdout!r}\n"
-            "    way out: submit again (a job that exists is found, not doubled), and ask the admins what prints here"
+            "    hint: submit again (a job that exists is found, not doubled), and ask the admins what prints here"
         )
         try:
             return self._look_up(name, token, unreadable, ended)
@@ -258,12 +258,12 @@ class SlurmClient:
             if absent_since is not None and now - absent_since >= _SETTLE_S:
                 raise SubmitUnclearError(
                     f"the submission got no answer, and Slurm has no job {name!r} of it\n    {lost}\n"
-                    "    way out: submit again; a job that turns up late is found, not doubled"
+                    "    hint: submit again; a job that turns up late is found, not doubled"
                 ) from lost
             if absent_since is None and now >= deadline:
                 raise SubmitUnclearError(
                     f"the submission got no answer, and Slurm cannot be asked about it\n    {lost}\n"
-                    "    way out: submit again when the controller answers; it looks for the job first"
+                    "    hint: submit again when the controller answers; it looks for the job first"
                 ) from lost
             self._sleep(_LOOK_AGAIN_S)
 

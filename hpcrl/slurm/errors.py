@@ -48,7 +48,7 @@ class SlurmMissingError(SlurmError):
     def __init__(self, program: str) -> None:
         super().__init__(
             f"Slurm's command {program!r} is not on this machine\n"
-            "    way out: run hpcrl on a login node, or load the site's Slurm module; to try without a cluster, see "
+            "    hint: run hpcrl on a login node, or load the site's Slurm module; to try without a cluster, see "
             "`hpcrl devcluster up --help`"
         )
 
@@ -118,7 +118,7 @@ def classify(argv: Sequence[str], exit_code: int, said: str) -> SlurmError:
     if any(part in low for part in _NO_CLUSTER):
         return NoClusterError(
             f"Slurm's commands are installed on this machine, but it belongs to no cluster ({argv[0]}: no slurm.conf)\n"
-            "    way out: run hpcrl on a login node, or set SLURM_CONF; to try without a cluster: hpcrl devcluster up"
+            "    hint: run hpcrl on a login node, or set SLURM_CONF; to try without a cluster: hpcrl devcluster up"
         )
     kind: type[SlurmError] = SlurmRejectedError
     if any(part in low for part in _NO_ACCOUNTING):

@@ -45,12 +45,12 @@ def find_allocation(plan: Plan, environ: Mapping[str, str], client: SlurmClient)
     if plan.layout.kind != "single":
         raise UsageError(
             f"an allocation is there once: its layout is single, this plan's is {plan.layout.kind}\n"
-            "    way out: --set job.layout=single, or leave --in-job out"
+            "    hint: --set job.layout=single, or leave --in-job out"
         )
     (component,) = plan.layout.components
     words = [word for word in component_options(component) if not word.startswith("--ntasks")]
     salloc = shlex.join(["salloc", *words, f"--time={_minutes(plan)}"])
-    get_one = f"    way out: {salloc}, and the same command in there"
+    get_one = f"    hint: {salloc}, and the same command in there"
     if not environ.get("SLURM_JOB_ID", "").isdecimal():
         raise UsageError(f"this shell is in no allocation (SLURM_JOB_ID is not set)\n{get_one}")
     job_id = int(environ["SLURM_JOB_ID"])

@@ -190,7 +190,7 @@ def render_script(
     try:
         return template.render(context)
     except jinja2.TemplateError as error:
-        raise UsageError(f"{template.filename}: {error}\n    way out: correct the template") from error
+        raise UsageError(f"{template.filename}: {error}\n    hint: correct the template") from error
 
 
 def planned_parts(plan: Plan) -> list[Part]:

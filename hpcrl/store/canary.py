@@ -116,7 +116,7 @@ def _join(
     except ImportError as error:  # a library of the system is missing
         raise HpcrlError(
             f"{where}: mooncake cannot be loaded: {error}\n"
-            "    way out: apt-get install libibverbs1 librdmacm1 libnuma1 libcurl4"
+            "    hint: apt-get install libibverbs1 librdmacm1 libnuma1 libcurl4"
         ) from error
     os.environ.update(endpoints.variables)
     store = MooncakeDistributedStore()

@@ -77,7 +77,7 @@ class StoreEndpoints(msgspec.Struct, frozen=True, kw_only=True):
         except FileNotFoundError as error:
             raise HpcrlError(
                 f"attempt {attempt} of {run.name} has no KV store that was started\n"
-                "    way out: engine.kv_store in the recipe turns it on"
+                "    hint: engine.kv_store in the recipe turns it on"
             ) from error
 
 

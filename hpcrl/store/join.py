@@ -122,7 +122,7 @@ def _canary_apart(
     why = said or (f"no answer within {_CANARY_S + _SLACK_S:g} s" if not answered else "its process ended")
     raise HpcrlError(
         f"{host} cannot use the KV store: {why}\n"
-        "    way out: hpcrl store canary on that node; the log of the role store says how the master is"
+        "    hint: hpcrl store canary on that node; the log of the role store says how the master is"
     )
 
 

@@ -18,8 +18,10 @@ from hpcrl.errors import RunDirError
 from hpcrl.fs import StagedDirectory, atomic_write
 from hpcrl.marks import KIND_VARIABLE, RUN_ID_VARIABLE
 from hpcrl.ours import CLOSED_UMASK, files_as, umask_of
+from hpcrl.runs.known import remember
 from hpcrl.runs.observe import RunView, observe
 from hpcrl.runs.record import RunRecord, Submission, this_process
+from hpcrl.runs.registry import reference
 from hpcrl.runs.reserve import release_reserve
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.start.origin import START_MODEL, Source, make_start_model
@@ -72,7 +74,7 @@ def create_run(
     Raises
     ------
     RunDirError
-        The directory exists, or others could replace it; the message has the ways out.
+        The directory exists, or others could replace it; the message has a hint.
     """
     target = plan.run_dir
     if os.path.lexists(target):
@@ -99,24 +101,26 @@ def create_run(
     finally:
         os.umask(previous)
         stage.discard()
-    return RunDir(target)
+    run = RunDir(target)
+    remember(run)
+    return run
 
 
 def _occupied(target: Path) -> str:
     run = RunDir(target)
     if not run.record_path.is_file():
-        return f"{target} exists and is no run\n    way out: --name with another name"
-    view = observe(run)
+        return f"{target} exists and is no run\n    hint: --name with another name"
+    view, named = observe(run), reference(run)
     ways = ["--name with another name"]
     if view.state is RunState.COMPLETED:
-        ways.append(f"it did all its steps; look at it: hpcrl report {run.name}")
-        ways.append(f"go on with it: hpcrl resume {run.name} --set trainer.steps=...")
+        ways.append(f"it did all its steps; look at it: hpcrl report {named}")
+        ways.append(f"go on with it: hpcrl resume {named} --set trainer.steps=...")
     elif view.state.ended:
-        ways.append(f"go on with it: hpcrl resume {run.name}")
+        ways.append(f"go on with it: hpcrl resume {named}")
     else:
-        ways.append(f"watch it: hpcrl status {run.name} --watch")
-        ways.append(f"end it: hpcrl cancel {run.name}")
-    return f"the run {run.name} exists ({view.state}) in {target}\n" + "\n".join(f"    way out: {way}" for way in ways)
+        ways.append(f"watch it: hpcrl status {named} --watch")
+        ways.append(f"end it: hpcrl cancel {named}")
+    return f"the run {run.name} exists ({view.state}) in {target}\n" + "\n".join(f"    hint: {way}" for way in ways)
 
 
 def submit_attempt(run: RunDir, *, in_job: InJob | None = None) -> Submission:
@@ -192,8 +196,8 @@ def prepare_resume(run: RunDir, begin: Begin | None = None, *, steps: int | None
             facts.append(f"started by {who}")
         raise RunDirError(
             f"the run {run.name} is alive ({', '.join(facts)}); nothing was changed\n"
-            f"    way out: watch it: hpcrl status {run.name} --watch\n"
-            f"    way out: end it first: hpcrl cancel {run.name}"
+            f"    hint: watch it: hpcrl status {reference(run)} --watch\n"
+            f"    hint: end it first: hpcrl cancel {reference(run)}"
         )
     return plan_resume(run, begin or Begin(), completed=view.state is RunState.COMPLETED, steps=steps)
 
@@ -236,7 +240,7 @@ def cancel(run: RunDir, *, user: str, deadline_s: float | None = None) -> RunVie
     if process.alive() is None:
         raise RunDirError(
             f"the supervisor of {run.name} runs on {process.host}, this is {procfs.hostname()}\n"
-            f"    way out: call hpcrl cancel {run.name} on {process.host}"
+            f"    hint: call hpcrl cancel {reference(run)} on {process.host}"
         )
     request_stop(process)
     if deadline_s is None:
@@ -308,6 +312,6 @@ def interrupt(run: RunDir, count: int) -> str:
         return "killing the supervisor"
     process = _whom_to_ask(run, record, view)
     if process.alive() is None:
-        return f"the supervisor runs on {process.host}: hpcrl cancel {run.name} there"
+        return f"the supervisor runs on {process.host}: hpcrl cancel {reference(run)} there"
     request_stop(process)
     return "stopping; Ctrl-C again kills at once" if count == 1 else "killing the roles; Ctrl-C again kills all"

@@ -248,7 +248,7 @@ class Supervisor:
         if not await asyncio.to_thread(self._endpoints.flush, _ENDPOINTS_S):
             raise DeadlineError(
                 f"{self._endpoints.path} could not be written within {_ENDPOINTS_S:g} s\n"
-                "    way out: look at the filesystem of the run; then hpcrl resume"
+                "    hint: look at the filesystem of the run; then hpcrl resume"
             )
 
     # -- what the keeper of elastic replicas needs (`hpcrl.supervisor.elastic.keeper.Crew`) -----------------

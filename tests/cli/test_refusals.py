@@ -35,7 +35,7 @@ def test_a_directory_that_is_refused_is_one_message(tmp_path: Path, arguments: t
     result = hpcrl(*arguments, cwd=tmp_path)
     assert result.returncode == 2
     assert str(FORBIDDEN.parent) in result.stderr
-    assert "way out:" in result.stderr
+    assert "hint:" in result.stderr
     assert "Traceback" not in result.stderr
 
 

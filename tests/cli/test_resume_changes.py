@@ -31,7 +31,7 @@ def test_ranks_may_change(recipe_path: Path) -> None:
 
 @pytest.mark.parametrize("override", ["seed=5", "rollouts.group_size=2", "model.path=elsewhere", "name=other"])
 def test_what_gives_checkpoints_their_meaning_may_not(recipe_path: Path, override: str) -> None:
-    with pytest.raises(ConfigError, match=r"cannot change in a run that has checkpoints\n.*way out: submit a new run"):
+    with pytest.raises(ConfigError, match=r"cannot change in a run that has checkpoints\n.*hint: submit a new run"):
         change_recipe(recipe_path, ["trainer.ranks=4", override])
 
 

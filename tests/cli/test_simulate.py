@@ -90,7 +90,7 @@ def test_a_calibration_is_for_predictions(durations: str) -> None:
         (("--days", "0"), "--days"),
     ],
 )
-def test_wrong_calls_name_the_way_out(durations: str, arguments: tuple[str, ...], message: str) -> None:
+def test_wrong_calls_name_the_hint(durations: str, arguments: tuple[str, ...], message: str) -> None:
     given = ("--durations", durations, *arguments) if arguments else ()
     with pytest.raises(UsageError, match=message):
         CliRunner().invoke(app, ["simulate", "quickstart", *given], catch_exceptions=False)

@@ -46,7 +46,7 @@ def test_a_dry_run_shows_the_plan_and_changes_nothing(hpcrl: Hpcrl, tmp_path: Pa
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_name_that_is_taken_is_refused_with_the_ways_out(hpcrl: Hpcrl, tmp_path: Path) -> None:
+def test_a_name_that_is_taken_is_refused_with_hints(hpcrl: Hpcrl, tmp_path: Path) -> None:
     (tmp_path / "runs" / "mine").mkdir(parents=True)
     code, _, err = hpcrl("--name", "mine")
     assert code == 2
@@ -79,7 +79,7 @@ def test_a_model_that_nothing_here_runs_is_refused_by_name(hpcrl: Hpcrl, tmp_pat
     code, _, err = hpcrl("--name", "x")
     assert code == 2
     assert f"model_type is {kind!r}; this engine and trainer know 'qwen3_moe'" in err
-    assert "way out: choose a Qwen3-MoE model" in err
+    assert "hint: choose a Qwen3-MoE model" in err
     assert not (tmp_path / "runs").exists()
 
 
@@ -89,3 +89,7 @@ def test_a_missing_model_is_found_before_anything_is_written(hpcrl: Hpcrl, tmp_p
     assert code == 2
     assert "hpcrl warmup" in err
     assert not (tmp_path / "runs").exists()
+    # the command line says where the model is, not the recipe: the warm-up must be told to put it there
+    code, _, err = hpcrl("--name", "x", "--set", "model.path=my models/new")
+    assert code == 2
+    assert f" --output '{Path.cwd() / 'my models/new'}'" in err

@@ -101,7 +101,7 @@ def test_what_cannot_be(settings: tuple[str, ...], environ: dict[str, str], wher
     (finding,) = caught.value.findings
     assert finding.where == where
     assert says in finding.what
-    assert finding.way_out
+    assert finding.hint
 
 
 def test_jobs_that_are_no_runs_are_charged_alike() -> None:

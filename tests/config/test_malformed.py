@@ -1,4 +1,4 @@
-"""Every malformed recipe or profile gives a one-screen error that names file, key and way out, and exit code 2."""
+"""Every malformed recipe or profile gives a one-screen error that names file, key and hint, and exit code 2."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Case(NamedTuple):
     line: int
     key: str
     says: str
-    way_out: str
+    hint: str
 
 
 RECIPES = {
@@ -60,6 +60,7 @@ RECIPES = {
         "greater",
         "",
     ),
+    "key without its section": Case("trainer:\n  steps: 10", "steps: 10", 8, "steps", "unknown key", "'trainer.steps'"),
     "not a number": Case(
         "  steps: 10", "  steps: 10\n  optimizer: {learning_rate: .nan}", 10, "trainer.optimizer.learning_rate", "", ""
     ),
@@ -452,7 +453,7 @@ def check_message(capsys: pytest.CaptureFixture[str], code: int, start: str, cas
     assert out == ""
     line = next(line for line in err.splitlines() if start in line)
     assert case.says in line
-    assert case.way_out in err
+    assert case.hint in err
     assert "Traceback" not in err
     assert len(err.splitlines()) < 24
 

@@ -1,4 +1,4 @@
-"""Rules about parallelism and memory settings: each broken by one change, each says a way out."""
+"""Rules about parallelism and memory settings: each broken by one change, each has a hint."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_rule(name: str) -> None:
         _check(*settings)
     mine = [finding for finding in caught.value.findings if finding.what.endswith(f"[{name}]")]
     assert key in [finding.key for finding in mine]
-    assert all(finding.way_out == rule.way_out for finding in mine)
+    assert all(finding.hint == rule.hint for finding in mine)
 
 
 def test_every_rule_is_tested() -> None:
@@ -82,7 +82,7 @@ def test_a_plan_may_ask_for_what_this_version_cannot_start() -> None:
 
 
 def test_ways_out_lead_out() -> None:
-    """What the way out says keeps the rules again."""
+    """What the hint says keeps the rules again."""
     _check("trainer.router_replay=true", "engine.prefill=null",
            "engine.decode=null", "engine.nodes=8", "engine.replicas=2")  # fmt: skip
     _check("trainer.memory.lora_rank=16", *UNQUANTIZED)

@@ -82,8 +82,8 @@ def test_a_profile_with_a_secret_is_refused_without_showing_it(line: str, key: s
         load_cluster("./site.yaml")
     (finding, *_) = [f for f in caught.value.findings if f.key == key]
     assert finding.where == "site.yaml:4"
-    assert "0600" in finding.way_out
-    assert "launch.inherit" in finding.way_out
+    assert "0600" in finding.hint
+    assert "launch.inherit" in finding.hint
     assert VALUE not in str(caught.value)
 
 

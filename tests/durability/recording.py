@@ -84,7 +84,7 @@ def build_recorder(directory: Path) -> Path:
     """Compile the library; skips the test, and says so, where there is no compiler."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
-        pytest.skip("DURABILITY IS NOT TESTED: there is no C compiler (way out: apt-get install gcc libc6-dev)")
+        pytest.skip("DURABILITY IS NOT TESTED: there is no C compiler (hint: apt-get install gcc libc6-dev)")
     library = directory / "recorder.so"
     command = [compiler, "-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-o", library, HERE / "recorder.c", "-ldl"]
     subprocess.run([*command, "-lpthread"], check=True)

@@ -96,7 +96,7 @@ def test_quickstart_learns_and_shows_it(quickstart_lab: Lab) -> None:
     lab.hpcrl("report", run.name)
     assert (run.path / "report.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
-    # the name is taken now: refused, with the ways out
+    # the name is taken now: refused, with a hint
     again = lab.hpcrl("submit", "quickstart", "--name", run.name, "--set", f"model.path={lab.model}", check=False)
     assert again.returncode == 2
     assert "resume" in again.stderr

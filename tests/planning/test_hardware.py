@@ -54,7 +54,7 @@ def test_a_missing_number_is_named(number: str, key: str) -> None:
     finding = caught.value.findings[0]
     assert finding.key == f"cluster.partitions.train.node.{key}"
     assert "not in the profile" in finding.what
-    assert key in finding.way_out
+    assert key in finding.hint
 
 
 def test_missing_rates_of_tables() -> None:

@@ -30,4 +30,4 @@ def test_every_term_is_documented() -> None:
 
 def test_every_rule_is_documented() -> None:
     for rule in MODEL_RULES:
-        assert f"| {rule.name} | {rule.conflict} | {rule.way_out} |" in DOCS
+        assert f"| {rule.name} | {rule.conflict} | {rule.hint} |" in DOCS

@@ -257,7 +257,7 @@ def test_engines_that_do_both_dispatch_as_they_are_started() -> None:
     assert engine_ledger(load_facts("Qwen3-30B-A3B"), one)["expert dispatch"].value == GIB
 
 
-def test_too_large_steps_of_a_decode_engine_are_the_first_way_out() -> None:
+def test_too_large_steps_of_a_decode_engine_are_the_first_hint() -> None:
     recipe, cluster = _glm5("engine.decode.max_num_batched_tokens=8192")
     shortage = next(s for s in why_not(recipe, cluster, GLM5) if s.place.role is Role.DECODE)
     assert shortage.knobs[0].changes == (("engine.decode.max_num_batched_tokens", 96),)

@@ -40,7 +40,7 @@ def test_rule(name: str) -> None:
         _check(model, *settings)
     mine = [finding for finding in caught.value.findings if finding.what.endswith(f"[{name}]")]
     assert key in [finding.key for finding in mine]
-    assert all(finding.way_out == rule.way_out for finding in mine)
+    assert all(finding.hint == rule.hint for finding in mine)
 
 
 @pytest.mark.parametrize(

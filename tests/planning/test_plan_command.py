@@ -80,13 +80,13 @@ def test_explain_names_formula_input_and_source(hpcrl: Hpcrl) -> None:
     assert "rollouts of swe" in out
 
 
-def test_a_smaller_trainer_fails_with_reason_and_way_out(hpcrl: Hpcrl) -> None:
+def test_a_smaller_trainer_fails_with_reason_and_hint(hpcrl: Hpcrl) -> None:
     code, out, _ = hpcrl(*GLM5, "--set", "trainer.nodes=6", "--set", "trainer.ranks=48")
     assert code == ExitCode.DOES_NOT_FIT
     assert out.startswith("DOES NOT FIT trainer gpu: ")
     assert "does not fit trainer gpu" in out
     assert "GiB short" in out
-    assert "way out: --set trainer.nodes=" in out
+    assert "hint: --set trainer.nodes=" in out
 
 
 def test_nodes_takes_the_best_split(hpcrl: Hpcrl) -> None:
@@ -181,10 +181,10 @@ def test_a_model_of_unknown_sizes_is_said_first_with_what_was_skipped(
         (model / "config.json").write_text(json.dumps(config))
     code, out, _ = hpcrl(*GLM5, "--set", f"model.path={model}")
     assert code == ExitCode.UNKNOWN
-    first, way_out, skipped = out.splitlines()[:3]
+    first, hint, skipped = out.splitlines()[:3]
     assert first.startswith("NOT KNOWN the model's sizes are not known: ")
     assert why in first
-    assert "way out: set model.path" in way_out
+    assert "hint: set model.path" in hint
     assert skipped.startswith("SKIPPED memory of every GPU and host; rules about the model's sizes: ")
     assert all(rule.name in skipped for rule in MODEL_RULES)
     document = json.loads(hpcrl(*GLM5, "--set", f"model.path={model}", "--json")[1])

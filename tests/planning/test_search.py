@@ -70,7 +70,7 @@ def test_nothing_fits_where_memory_says_so() -> None:
     found = run_search(recipe(), site(), load_calibration(), [8])
     assert found.candidates == []
     assert "trainer gpu" in found.why_not
-    assert "way out: --set" in found.why_not
+    assert "hint: --set" in found.why_not
 
 
 def test_the_kv_cache_bounds_the_batch() -> None:

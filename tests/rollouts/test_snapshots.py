@@ -299,7 +299,7 @@ async def test_groups_start_again_with_what_they_had_when_weights_change(tmp_pat
     assert found == {i: (task.environment.name, task.prompt_index) for i, task in had.items() if i in found}
     assert len(found) == len(state.restart) > 0
     gone = small_recipe(tmp_path, environments=TWO[:1])
-    with pytest.raises(CheckpointError, match=r"no longer has: 'b' \(\d+ groups\)\n    way out: .*1e-9"):
+    with pytest.raises(CheckpointError, match=r"no longer has: 'b' \(\d+ groups\)\n    hint: .*1e-9"):
         state.deal_again(DataOrder(gone, build_environments(gone)))
 
 
@@ -391,7 +391,7 @@ async def test_a_run_goes_on_with_other_weights_and_refuses_to_lose_an_environme
     used = {*had.values(), *(group.environment for group in state.finished)}
     change([{"name": "c", "kind": "words"}])
     gone = Loop(run, [stub])
-    with pytest.raises(CheckpointError, match=f"no longer has: '{min(used)}' .*\n    way out: keep them"):
+    with pytest.raises(CheckpointError, match=f"no longer has: '{min(used)}' .*\n    hint: keep them"):
         await gone.orchestrator._restore()
 
 

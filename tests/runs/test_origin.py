@@ -76,7 +76,7 @@ def test_a_damaged_version_is_refused(other: RunDir, tmp_path: Path) -> None:
     file = HandoffStore(other.weights_dir).path_of(3) / "model-00001-of-00001.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"x")
     source = find_source("other@v3", other.path.parent)
-    with pytest.raises(UsageError, match=r"(?s)damaged.*way out: another version"):
+    with pytest.raises(UsageError, match=r"(?s)damaged.*hint: another version"):
         make_start_model(source, tmp_path / "start-model")
 
 
@@ -93,7 +93,7 @@ def test_a_damaged_version_is_refused(other: RunDir, tmp_path: Path) -> None:
         ("", "RUN@STEP"),
     ],
 )
-def test_what_is_not_there_is_refused_with_the_way_out(other: RunDir, text: str, problem: str) -> None:
+def test_what_is_not_there_is_refused_with_the_hint(other: RunDir, text: str, problem: str) -> None:
     with pytest.raises(UsageError, match=f"(?s){problem}"):
         find_source(text, other.path.parent)
 

@@ -17,7 +17,7 @@ from hpcrl.errors import MissingExtraError, UsageError
 from hpcrl.runs.cause import Cause, CauseKind
 from hpcrl.runs.clocks import Clock
 from hpcrl.runs.events import EventWriter
-from hpcrl.runs.metrics import read_metrics
+from hpcrl.runs.metrics import MetricsWriter, read_metrics
 from hpcrl.runs.observe import observe, read_progress
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ComponentState, ProcessId, RunState
@@ -99,6 +99,26 @@ def test_without_a_terminal_a_step_is_one_line_and_said_once(run: RunDir) -> Non
     assert lines[0] == "run-1 COMPLETED"
     assert len([line for line in lines if line.startswith("step ")]) == 40
     assert len([line for line in lines if line.startswith("held-out")]) == 5
+
+
+def test_lines_of_a_resumed_run_begin_with_its_new_attempt(run: RunDir) -> None:
+    """What was followed before is not told again; what is done again from an earlier step is."""
+    write_status(run, RunState.COMPLETED)
+    again = [msgspec.structs.replace(record, attempt=2) for record in read_metrics(run)[34:37]]
+    with contextlib.closing(MetricsWriter(run, 2)) as metrics:
+        for record in again:
+            metrics.write(record)
+    with contextlib.closing(EventWriter(run, attempt=2, writer="orchestrator-0")) as events:
+        events.emit("evaluation", version=36, reward=0.5)
+    console = Console(file=io.StringIO(), width=80)
+    follow(run, console, after_attempt=1)
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert [line.split()[:2] for line in lines if line.startswith("step")] == [
+        ["step", "35/40"],
+        ["step", "36/40"],
+        ["step", "37/40"],
+    ]
+    assert [line for line in lines if line.startswith("held-out")] == ["held-out reward 0.500 at version 36"]
 
 
 def test_ctrl_c_is_answered(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

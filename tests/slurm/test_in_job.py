@@ -80,7 +80,7 @@ def test_an_allocation_that_does_not(
     with pytest.raises(UsageError) as caught:
         find_allocation(plan(*settings), {**SHELL, **environ}, client(**slurm))
     assert says in str(caught.value)
-    assert "way out: " in str(caught.value)
+    assert "hint: " in str(caught.value)
     if not settings:
         assert "salloc --partition=gpu --nodes=3 --gres=gpu:h200:8 --exclusive --mem=0 --time=" in str(caught.value)
 

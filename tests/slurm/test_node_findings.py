@@ -72,7 +72,7 @@ def test_what_is_wrong_has_a_code(change: dict[str, object], code: str, severity
     found = node_findings(site, site.placement.default, [msgspec.structs.replace(GOOD, **change), GOOD])
     assert [(f.code, f.severity) for f in found] == [(code, severity)]
     assert "n1" in found[0].what
-    assert found[0].way_out
+    assert found[0].hint
 
 
 def test_the_same_on_many_nodes_is_said_once_and_errors_first(site: SlurmCluster) -> None:

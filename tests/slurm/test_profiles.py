@@ -183,7 +183,7 @@ def test_draft_of_mixed_partitions(tmp_path: Path) -> None:
 def test_differences(changed: dict[str, Any], found: dict[str, Any], code: str, severity: str) -> None:
     (finding,) = check_profile(profile(**changed), facts(**found))
     assert (finding.code, finding.severity) == (code, severity)
-    assert finding.way_out
+    assert finding.hint
 
 
 def test_errors_come_first() -> None:

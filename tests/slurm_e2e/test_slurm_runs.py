@@ -80,7 +80,7 @@ def test_a_run_inside_of_an_allocation(slurm_lab: SlurmLab) -> None:
     submit = ["submit", "quickstart", "--cluster", str(slurm_lab.profile), "--in-job", *settings]
     refused = slurm_lab.salloc(2, *submit, "--name", "narrow")
     assert refused.returncode == 2
-    assert "has 2 nodes, the run needs 4\n    way out: salloc --partition=gpu --nodes=4" in refused.stderr
+    assert "has 2 nodes, the run needs 4\n    hint: salloc --partition=gpu --nodes=4" in refused.stderr
     assert not (slurm_lab.runs_root / "narrow").exists()
     done = slurm_lab.salloc(5, *submit, "--name", "inside", "--follow")
     run = RunDir(slurm_lab.runs_root / "inside")

@@ -154,7 +154,7 @@ class Scene:
     def enter_job(self, group: RoleGroup, replica: int, allocation: Allocation) -> Address:
         self.entered.append((replica, allocation))
         if self.silent_nodes:
-            raise NodesSilentError("1 of 1 nodes did not say where they can be reached: n0\n    way out: none")
+            raise NodesSilentError("1 of 1 nodes did not say where they can be reached: n0\n    hint: none")
         return Address("h", 1, allocation.hosts)
 
     def clear_job(self, allocation: Allocation) -> None:

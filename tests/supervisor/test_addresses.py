@@ -72,10 +72,10 @@ def test_a_node_that_knows_itself_as_loopback_is_reached_by_its_way_to_another()
     ("known", "interface", "ways", "words"),
     [
         (MANAGEMENT, "bond0", {}, ["node n1 has no network interface bond0", "eth0, ib0, lo", "cluster profile"]),
-        (MANAGEMENT, "lo", {}, ["interface lo of node n1", "127.0.0.1 (loopback)", "way out"]),
-        ({"n1": "127.0.1.1", "n2": "127.0.1.1"}, None, {}, ["n1 is 127.0.1.1", "names no interface", "way out"]),
+        (MANAGEMENT, "lo", {}, ["interface lo of node n1", "127.0.0.1 (loopback)", "hint"]),
+        ({"n1": "127.0.1.1", "n2": "127.0.1.1"}, None, {}, ["n1 is 127.0.1.1", "names no interface", "hint"]),
         ({"n1": "127.0.1.1", "n2": "10.0.0.2"}, None, {"n1": "127.0.0.1"}, ["node n1", "begins at 127.0.0.1"]),
-        ({"n1": "127.0.1.1", "n2": "10.0.0.2"}, None, {}, ["node n1", "begins at nowhere", "way out"]),
+        ({"n1": "127.0.1.1", "n2": "10.0.0.2"}, None, {}, ["node n1", "begins at nowhere", "hint"]),
     ],
 )
 def test_an_address_that_others_cannot_reach_is_an_error_with_names(

@@ -114,7 +114,7 @@ def test_a_command_on_a_full_disk_says_so(disk: Path) -> None:
     refused = refusal(error.value)
     assert refused is not None
     assert str(disk / "run.json") in str(refused)
-    assert "way out: make room there" in str(refused)
+    assert "hint: make room there" in str(refused)
 
 
 def test_the_last_status_is_written_on_a_full_disk(disk: Path) -> None:

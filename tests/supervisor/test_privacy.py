@@ -165,7 +165,7 @@ def test_pickles_that_others_could_have_written_are_not_loaded(opened: str, says
     )
     assert result.returncode == 1
     assert says in result.stderr
-    assert "way out: chmod -R go-w" in result.stderr
+    assert "hint: chmod -R go-w" in result.stderr
     assert not (tmp_path / "executed").exists()
 
 

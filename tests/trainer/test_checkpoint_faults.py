@@ -160,7 +160,7 @@ def test_a_full_disk_is_seen_before_and_leaves_what_is_there(tmp_path, model_dir
             train(start_attempt(run, dock))
         (periodic, final) = failed(run)
         assert (periodic["step"], final["step"], final["failures_in_a_row"]) == (8, 9, 2)
-        assert "way out" in periodic["reason"]
+        assert "hint" in periodic["reason"]
         assert good_steps(run) == [4, 6]
         # a person makes room; the run goes on from the last good one
         filler.unlink()

@@ -60,7 +60,7 @@ def test_settings_that_are_only_planned_are_refused_without_a_submit(tmp_path, m
         train(start_attempt(run, dock))
     assert [finding.key for finding in caught.value.findings] == ["trainer.parallelism.ep", "trainer.router_replay"]
     assert str(run.recipe_path) in str(caught.value)
-    assert "way out" in str(caught.value)
+    assert "hint" in str(caught.value)
     # nothing was begun
     assert dock.asked == dock.published == []
     assert not run.weights_dir.exists()

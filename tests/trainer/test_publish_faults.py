@@ -62,7 +62,7 @@ def test_full_disk_is_seen_before_writing(small_disk, model_dir):
         publisher = make_publisher(store.root, parallel, model_dir, overlap=False)
         publisher.publish(model, 1)
         fill(small_disk)
-        with pytest.raises(HandoffError, match=r"needs [\d,]+ bytes in .*, the filesystem leaves [\d,]+\n.*way out"):
+        with pytest.raises(HandoffError, match=r"needs [\d,]+ bytes in .*, the filesystem leaves [\d,]+\n.*hint"):
             publisher.publish(model, 2)
         assert_only(store.root, "v000001")
         store.open(1).verify(content=True)
@@ -156,7 +156,7 @@ def test_a_writer_that_hangs_is_not_waited_for_without_end(tmp_path, model_dir, 
         model = load_model(model_dir, parallel)
         publisher = make_publisher(tmp_path, parallel, model_dir, publish_timeout_s=0.2)
         publisher.publish(model, 1)
-        with pytest.raises(DeadlineError, match=r"version 1 is still being written .*\n.*way out"):
+        with pytest.raises(DeadlineError, match=r"version 1 is still being written .*\n.*hint"):
             publisher.publish(model, 2)
         gate.set()
         publisher.wait(30)

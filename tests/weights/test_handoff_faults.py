@@ -220,7 +220,7 @@ def test_a_full_share_leaves_the_last_version_and_readers_say_what_is_wrong(tmp_
 def stale_mounts(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
     """Two mounts of one directory that remember what they saw for 30 s, also that a name was not there."""
     if shutil.which("bindfs") is None or shutil.which("fusermount3") is None or not os.access("/dev/fuse", os.W_OK):
-        pytest.skip("STALE CACHES ARE NOT TESTED: bindfs is missing (way out: apt-get install bindfs fuse3)")
+        pytest.skip("STALE CACHES ARE NOT TESTED: bindfs is missing (hint: apt-get install bindfs fuse3)")
     mounts = [tmp_path / "writer", tmp_path / "reader"]
     (tmp_path / "back").mkdir()
     cached = "attr_timeout=30,entry_timeout=30,negative_timeout=30"

@@ -53,8 +53,8 @@ def refuse_planned_settings(recipe: Recipe, where: str) -> None:
         With every setting that is planned, but no part of this version.
     """
     (rule,) = (rule for rule in PARALLEL_RULES if rule.check is _planned_settings)
-    way_out = "remove the setting"
-    findings = [Finding(where, key, f"{what} [{rule.name}]", way_out) for key, what in _planned_only(recipe)]
+    hint = "remove the setting"
+    findings = [Finding(where, key, f"{what} [{rule.name}]", hint) for key, what in _planned_only(recipe)]
     if findings:
         raise ConfigError(findings)
 

@@ -24,7 +24,7 @@ class Rule:
         Stable name, shown with each conflict.
     conflict:
         What must hold, in one sentence.
-    way_out:
+    hint:
         What to change.
     check:
         Yields conflicts of a recipe on a cluster.
@@ -34,7 +34,7 @@ class Rule:
 
     name: str
     conflict: str
-    way_out: str
+    hint: str
     check: Callable[[Recipe, ClusterProfile], Conflicts]
     submit_only: bool = False
 
@@ -45,5 +45,5 @@ class SiteRule:
 
     name: str
     conflict: str
-    way_out: str
+    hint: str
     check: Callable[[ClusterProfile], Conflicts]

@@ -58,8 +58,7 @@ def check_rules(recipe: Loaded[Recipe], cluster: Loaded[ClusterProfile], *, plan
     rules = [rule for rule in RULES if not (planning and rule.submit_only)]
     conflicts = ((rule, key, what) for rule in rules for key, what in rule.check(recipe.value, cluster.value))
     _refuse(
-        Finding(_where(recipe, cluster, key), key, f"{what} [{rule.name}]", rule.way_out)
-        for rule, key, what in conflicts
+        Finding(_where(recipe, cluster, key), key, f"{what} [{rule.name}]", rule.hint) for rule, key, what in conflicts
     )
 
 
@@ -73,7 +72,7 @@ def check_cluster(cluster: Loaded[ClusterProfile]) -> None:
     """Check the rules within a profile (ConfigError with every conflict)."""
     conflicts = ((rule, key, what) for rule in SITE_RULES for key, what in rule.check(cluster.value))
     _refuse(
-        Finding(cluster.where(key.removeprefix("cluster.")), key, f"{what} [{rule.name}]", rule.way_out)
+        Finding(cluster.where(key.removeprefix("cluster.")), key, f"{what} [{rule.name}]", rule.hint)
         for rule, key, what in conflicts
     )
 

@@ -42,7 +42,7 @@ class RunAccess:
         if self._gate.credentials is None:
             raise RunDirError(
                 "HPCRL_RUN_DIR is not set: this server would not know whom to answer\n"
-                "    way out: outside of a run leave --middleware away, and listen on 127.0.0.1"
+                "    hint: outside of a run leave --middleware away, and listen on 127.0.0.1"
             )
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:

@@ -66,7 +66,7 @@ def apply_corrections() -> None:
     if version not in VERSIONS:
         raise RuntimeError(
             f"vLLM {version} for CPU was not checked by hpcrl (checked: {', '.join(VERSIONS)})\n"
-            "    way out: install one of these; the CPU build has defects that give wrong answers without an error"
+            "    hint: install one of these; the CPU build has defects that give wrong answers without an error"
         )
     import vllm  # noqa: PLC0415
 

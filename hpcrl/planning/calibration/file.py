@@ -212,7 +212,7 @@ def load_calibration(path: Path | None = None) -> Calibration:
     if path is None:
         return shipped
     if not path.is_file():
-        raise UsageError(f"{path}: no such file\n    way out: `hpcrl plan calibrate RUN -o FILE` makes one from a run")
+        raise UsageError(f"{path}: no such file\n    hint: `hpcrl plan calibrate RUN -o FILE` makes one from a run")
     own = _read(path)
     return own.model_copy(
         update={

@@ -52,7 +52,7 @@ def calibrate(run: RunDir, facts: ModelFacts | None) -> Calibration:
     if len(steps) < _MIN_STEPS:
         raise UsageError(
             f"{run.name} has {len(steps)} steps after the first {_SKIPPED_STEPS}; {_MIN_STEPS} are needed\n"
-            "    way out: let it run longer"
+            "    hint: let it run longer"
         )
     recipe, cluster = run.recipe(), run.cluster()
     measured = _measured(run, recipe, cluster.name, steps)

@@ -65,7 +65,7 @@ def node_range(text: str) -> range:
         raise UsageError(
             f"--nodes {text}: every split is looked at, up to {MOST_NODES:,} nodes, and of a range up to "
             f"{_MOST_SPLITS:,} (the squares of its numbers added up)\n"
-            "    way out: a smaller range or number; `hpcrl simulate --nodes` takes the recipe's own split in any size"
+            "    hint: a smaller range or number; `hpcrl simulate --nodes` takes the recipe's own split in any size"
         )
     return found
 
@@ -88,7 +88,7 @@ def run_search(
     if not isinstance(cluster, SlurmCluster):
         raise UsageError(
             f"{cluster.name} is no Slurm site: there are no nodes to split\n"
-            "    way out: name a site with --cluster (`hpcrl cluster list`)"
+            "    hint: name a site with --cluster (`hpcrl cluster list`)"
         )
     facts = find_facts(recipe)
     if isinstance(facts, str):
@@ -114,7 +114,7 @@ def run_search(
     if not found:
         smallest = with_layout(recipe, _cut(base, max(nodes)))
         reasons = [
-            f"{shortage.place.summary()}" + "".join(f"\n    way out: {knob}" for knob in shortage.knobs[:3])
+            f"{shortage.place.summary()}" + "".join(f"\n    hint: {knob}" for knob in shortage.knobs[:3])
             for shortage in why_not(smallest, cluster, facts)
         ] or reasons
     if found and len(cluster_nodes(cluster)) == 1:

@@ -34,11 +34,11 @@ _OURS = os.path.dirname(__file__)
 
 
 class NotBuiltError(Exception):
-    """What is wrong with a factory, and the way out."""
+    """What is wrong with a factory, and a hint."""
 
-    def __init__(self, what: str, way_out: str = "") -> None:
+    def __init__(self, what: str, hint: str = "") -> None:
         super().__init__(what)
-        self.what, self.way_out = what, way_out
+        self.what, self.hint = what, hint
 
 
 def load(factory: str, args: dict[str, Any]) -> Environment:
@@ -47,8 +47,8 @@ def load(factory: str, args: dict[str, Any]) -> Environment:
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        way_out = "install it, or add its directory to PYTHONPATH"
-        raise NotBuiltError(f"module {module_name!r} cannot be imported: {error}", way_out) from error
+        hint = "install it, or add its directory to PYTHONPATH"
+        raise NotBuiltError(f"module {module_name!r} cannot be imported: {error}", hint) from error
     except Exception as error:
         what = f"module {module_name!r} cannot be imported: {type(error).__name__}: {error}"
         raise NotBuiltError(f"{what}{_indented(frames_of(error))}", "mend it") from error
@@ -63,8 +63,8 @@ def load(factory: str, args: dict[str, Any]) -> Environment:
     wanted = ("prompt", "rollout", "demonstration")
     missing = [name for name in wanted if not callable(getattr(environment, name, None))]
     if missing:
-        way_out = "see hpcrl.rollouts.environments.Environment"
-        raise NotBuiltError(f"{factory} gave no environment: it lacks {', '.join(missing)}", way_out)
+        hint = "see hpcrl.rollouts.environments.Environment"
+        raise NotBuiltError(f"{factory} gave no environment: it lacks {', '.join(missing)}", hint)
     return cast("Environment", environment)
 
 
@@ -189,7 +189,7 @@ async def _serve(connection: socket.socket) -> None:
         try:
             host = _Host(load(build.factory, build.args), writer)
         except NotBuiltError as error:
-            writer.write(wire.frame(wire.NotBuilt(error.what, error.way_out)))
+            writer.write(wire.frame(wire.NotBuilt(error.what, error.hint)))
             await writer.drain()
             return
         await host.send(wire.Built())

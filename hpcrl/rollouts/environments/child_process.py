@@ -81,7 +81,7 @@ class ChildProcess:
             raise ConfigError([Finding("recipe", key, f"its process {error}", "its log says more")]) from None
         if isinstance(built, wire.NotBuilt):
             self.kill()
-            raise ConfigError([Finding("recipe", key, built.what, built.way_out)])
+            raise ConfigError([Finding("recipe", key, built.what, built.hint)])
         assert isinstance(built, wire.Built)
 
     def ask_blocking(self, question: wire.ToChild, *, timeout_s: float) -> wire.FromChild:

@@ -193,7 +193,7 @@ class HostedEnvironment:
         except TimeoutError:
             raise EnvironmentRaisedError(
                 f"environment {self.name!r} gave no answer within {timeout_s:g} s, asked for {what}\n"
-                f"    way out: a longer environments.{self.name}.{setting}, where it needs that time"
+                f"    hint: a longer environments.{self.name}.{setting}, where it needs that time"
             ) from None
         if isinstance(message, Exception):
             raise message
@@ -279,7 +279,7 @@ class HostedEnvironment:
                 del taken.calls[call]
         why = (
             f"its process did not answer for {timeout_s:g} s: its event loop is blocked (its stacks are in the log)\n"
-            f"    way out: await what waits, and compute in a thread or a process; or a longer "
+            f"    hint: await what waits, and compute in a thread or a process; or a longer "
             f"environments.{self.name}.answer_timeout_s"
         )
         taken.child.dump_stacks()

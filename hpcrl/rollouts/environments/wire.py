@@ -113,10 +113,10 @@ class Built(_Message, frozen=True):
 
 
 class NotBuilt(_Message, frozen=True):
-    """It cannot be made: what is wrong, and the way out."""
+    """It cannot be made: what is wrong, and a hint."""
 
     what: str
-    way_out: str
+    hint: str
 
 
 class Answer(_Message, frozen=True):

@@ -21,7 +21,7 @@ from hpcrl.checkpoints.ledger import CheckpointLedger
 from hpcrl.errors import CheckpointError, HandoffError, RunFailedError, UsageError
 from hpcrl.fs import fsync_dir
 from hpcrl.runs.record import Origin, RunRecord
-from hpcrl.runs.registry import find_run
+from hpcrl.runs.registry import Roots, find_run
 from hpcrl.runs.rundir import RunDir
 from hpcrl.weights.format.manifest import MANIFEST, Handoff
 from hpcrl.weights.store import HandoffStore
@@ -50,20 +50,21 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     config_dir: Path
 
 
-def find_source(text: str, root: Path) -> Source:
+def find_source(text: str, root: Path, roots: Roots | None = None) -> Source:
     """The checkpoint or version that ``text`` means: ``RUN`` (its newest checkpoint), ``RUN@STEP`` or ``RUN@vVERSION``.
 
-    Sizes of files are compared; data is read when the start model is made.
+    Sizes of files are compared; data is read when the start model is made. Where the run is looked for, see
+    `hpcrl.runs.registry.find_run`.
 
     Raises
     ------
     UsageError
-        There is no such run, checkpoint or version, or a model cannot be made of it alone; the message has the way out.
+        There is no such run, checkpoint or version, or a model cannot be made of it alone; the message has a hint.
     """
     match = _WANTED.fullmatch(text)
     if match is None:
-        raise UsageError(f"--from {text!r} is not RUN, RUN@STEP or RUN@vVERSION\n    way out: --from my-run@120")
-    run = find_run(match["run"], root)
+        raise UsageError(f"--from {text!r} is not RUN, RUN@STEP or RUN@vVERSION\n    hint: --from my-run@120")
+    run = find_run(match["run"], root, roots)
     if match["version"] is not None:
         return _version(run, int(match["version"]))
     return _checkpoint(run, None if match["step"] is None else int(match["step"]))
@@ -74,23 +75,23 @@ def _checkpoint(run: RunDir, step: int | None) -> Source:
     steps = ledger.steps()
     if step is not None and step not in steps:
         there = ", ".join(map(str, steps)) or "none"
-        way_out = f"    way out: there are checkpoints of steps {there}"
+        hint = f"    hint: there are checkpoints of steps {there}"
         versions = HandoffStore(run.weights_dir).versions()
-        way_out += f"; or a version: --from {run.name}@v{step}" if step in versions else ""
-        raise UsageError(f"{run.name} has no checkpoint of step {step}\n{way_out}")
+        hint += f"; or a version: --from {run.name}@v{step}" if step in versions else ""
+        raise UsageError(f"{run.name} has no checkpoint of step {step}\n{hint}")
     if step is None:
         choice = ledger.newest_verified(content=False)
         if choice.entry is None:
             reasons = "".join(f"\n  step {number}: {reason}" for number, reason in choice.skipped)
             raise UsageError(
                 f"{run.name} has no good checkpoint{reasons}\n"
-                f"    way out: a full version, where there is one (hpcrl weights ls {run.name}): --from {run.name}@vN"
+                f"    hint: a full version, where there is one (hpcrl weights ls {run.name}): --from {run.name}@vN"
             )
         step = choice.entry.step
     try:
         ledger.open(step).verify(content=False)
     except CheckpointError as error:
-        raise UsageError(f"{error}\n    way out: another one: hpcrl checkpoint ls {run.name}") from error
+        raise UsageError(f"{error}\n    hint: another one: hpcrl checkpoint ls {run.name}") from error
     return Source(
         origin=_origin(run, "checkpoint", step, ledger.path_of(step)), run=run, config_dir=Path(run.recipe().model.path)
     )
@@ -103,13 +104,13 @@ def _version(run: RunDir, version: int) -> Source:
         newest = versions[-1] if versions else -1
         what = "was collected" if version < newest else "was never published, or was withdrawn"
         there = ", ".join(map(str, versions)) or "none"
-        way_out = f"there are {there}; or a checkpoint: --from {run.name}"
-        raise UsageError(f"version {version} of {run.name} {what}\n    way out: {way_out}")
+        hint = f"there are {there}; or a checkpoint: --from {run.name}"
+        raise UsageError(f"version {version} of {run.name} {what}\n    hint: {hint}")
     try:
         handoff = store.open(version)
         handoff.verify(content=False)
     except HandoffError as error:
-        raise UsageError(f"{error}\n    way out: another one: hpcrl weights ls {run.name}") from error
+        raise UsageError(f"{error}\n    hint: another one: hpcrl weights ls {run.name}") from error
     if handoff.manifest.kind != "full":
         raise UsageError(_not_whole(run, handoff))
     return Source(origin=_origin(run, "version", version, handoff.path), run=run, config_dir=handoff.path)
@@ -124,8 +125,8 @@ def _not_whole(run: RunDir, handoff: Handoff) -> str:
     }[manifest.kind]
     return (
         f"version {manifest.version} of {run.name} {what}\n"
-        f"    way out: a checkpoint: --from {run.name} (hpcrl checkpoint ls {run.name})\n"
-        f"    way out: a version of kind full: hpcrl weights ls {run.name}"
+        f"    hint: a checkpoint: --from {run.name} (hpcrl checkpoint ls {run.name})\n"
+        f"    hint: a version of kind full: hpcrl weights ls {run.name}"
     )
 
 
@@ -169,7 +170,7 @@ def make_start_model(source: Source, target: Path) -> None:
             if name != MANIFEST:
                 _link(handoff.path / name, target / name)
     except (HandoffError, FileNotFoundError) as error:
-        raise UsageError(f"{error}\n    way out: another version: hpcrl weights ls {source.run.name}") from error
+        raise UsageError(f"{error}\n    hint: another version: hpcrl weights ls {source.run.name}") from error
     fsync_dir(target)
 
 

@@ -39,7 +39,7 @@ def check_root(root: Path) -> None:
     except NotOursError as error:
         raise RunDirError(
             f"{error}: a run there would execute what they put in its place\n"
-            f"    way out: chmod +t {root}\n    way out: another directory: --runs-root DIRECTORY (or HPCRL_RUNS_ROOT)"
+            f"    hint: chmod +t {root}\n    hint: another directory: --runs-root DIRECTORY (or HPCRL_RUNS_ROOT)"
         ) from error
 
 
@@ -62,7 +62,7 @@ def protect(run: RunDir, group: str | None) -> None:
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
         raise RunDirError(
             f"{run.path} belongs to {_user(status.st_uid)}: nobody else goes on with this run\n"
-            "    way out: submit a run of your own"
+            "    hint: submit a run of your own"
         )
     if status.st_mode & _OTHERS_WRITE:
         _take_back(run)
@@ -75,7 +75,7 @@ def protect(run: RunDir, group: str | None) -> None:
             os.chown(run.path, -1, gid)
         except PermissionError as error:
             raise UsageError(
-                f"files.group: you may not give files to the group {group!r}\n    way out: a group that you are in"
+                f"files.group: you may not give files to the group {group!r}\n    hint: a group that you are in"
             ) from error
     if stat.S_IMODE(run.path.lstat().st_mode) != mode:
         run.path.chmod(mode)
@@ -92,7 +92,7 @@ def _take_back(run: RunDir) -> None:
                 if path.relative_to(run.path).parts[0] in _CODE:
                     raise RunDirError(
                         f"{path} belongs to {_user(status.st_uid)}, and would be executed as you\n"
-                        f"    way out: look at it, and remove it where it is not yours"
+                        f"    hint: look at it, and remove it where it is not yours"
                     )
             elif status.st_mode & _OTHERS_WRITE and not stat.S_ISLNK(status.st_mode):
                 path.chmod(stat.S_IMODE(status.st_mode) & ~_OTHERS_WRITE)
@@ -103,7 +103,7 @@ def _gid(group: str) -> int:
         return grp.getgrnam(group).gr_gid
     except KeyError:
         raise UsageError(
-            f"files.group: there is no group {group!r}\n    way out: one of `id -Gn`, or none: files: {{group: null}}"
+            f"files.group: there is no group {group!r}\n    hint: one of `id -Gn`, or none: files: {{group: null}}"
         ) from None
 
 

@@ -9,6 +9,7 @@ from hpcrl.aside import list_asides
 from hpcrl.checkpoints.ledger import CheckpointEntry, CheckpointLedger
 from hpcrl.errors import CheckpointError, RunDirError
 from hpcrl.runs.record import user_name
+from hpcrl.runs.registry import reference
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.start.restart import RestartRequest, ResumePoint, find_resume_point, nothing_to_restore
 
@@ -73,7 +74,7 @@ def _at(run: RunDir, point: ResumePoint, step: int) -> ResumePoint:
     paths |= {number: ledger.path_of(number) for number in ledger.steps()}
     if step not in paths:
         there = f"there are {', '.join(map(str, sorted(paths)))}" if paths else "there are none"
-        raise RunDirError(f"{step} is no checkpoint of {run.name}\n    way out: {there}")
+        raise RunDirError(f"{step} is no checkpoint of {run.name}\n    hint: {there}")
     try:
         CheckpointEntry.open(paths[step]).verify(content=False)
     except CheckpointError as error:
@@ -91,7 +92,7 @@ def _check_steps(run: RunDir, point: ResumePoint, *, completed: bool, steps: int
     raise RunDirError(
         f"the run {run.name} {'is completed: it' if completed else ''} has done {done} steps{asked}; "
         "there is nothing to resume, and nothing was changed\n"
-        f"    way out: more steps: hpcrl resume {run.name} --set trainer.steps={2 * done}\n"
-        f"    way out: look at it: hpcrl report {run.name}\n"
-        f"    way out: a new run with its weights: hpcrl submit RECIPE --from {run.name}"
+        f"    hint: more steps: hpcrl resume {reference(run)} --set trainer.steps={2 * done}\n"
+        f"    hint: look at it: hpcrl report {reference(run)}\n"
+        f"    hint: a new run with its weights: hpcrl submit RECIPE --from {run.name}"
     )

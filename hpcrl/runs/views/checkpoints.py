@@ -149,7 +149,7 @@ def plan_prune(
             _chosen(ledger, run, step)
             if step in pinned:
                 raise CheckpointError(
-                    f"the checkpoint of step {step} is pinned\n    way out: hpcrl checkpoint unpin {run.name} {step}"
+                    f"the checkpoint of step {step} is pinned\n    hint: hpcrl checkpoint unpin {run.name} {step}"
                 )
         doomed = sorted(set(steps))
     else:
@@ -179,7 +179,7 @@ def _refuse_loss(ledger: CheckpointLedger, run: RunDir, staying: list[int], *, c
             return
     why = "; ".join(reasons) or "they are all that there are"
     raise CheckpointError(
-        f"no good checkpoint of {run.name} would be left: {why}\n    way out: hpcrl checkpoint verify {run.name}"
+        f"no good checkpoint of {run.name} would be left: {why}\n    hint: hpcrl checkpoint verify {run.name}"
     )
 
 
@@ -194,7 +194,7 @@ def _chosen(ledger: CheckpointLedger, run: RunDir, wanted: int | None) -> list[i
         return steps
     if wanted not in steps:
         there = f"there are {', '.join(map(str, steps))}" if steps else "there are none"
-        raise CheckpointError(f"{wanted} is no checkpoint of {run.name}\n    way out: {there}")
+        raise CheckpointError(f"{wanted} is no checkpoint of {run.name}\n    hint: {there}")
     return [wanted]
 
 

@@ -109,7 +109,7 @@ def _existing(run: RunDir, store: HandoffStore, version: int | None) -> int:
         return versions[-1]
     if version is None or version not in versions:
         there = f"there are {', '.join(map(str, versions))}" if versions else "there are none"
-        raise HandoffError(f"{version or 'the newest'} is no version of {run.name}\n    way out: {there}")
+        raise HandoffError(f"{version or 'the newest'} is no version of {run.name}\n    hint: {there}")
     return version
 
 

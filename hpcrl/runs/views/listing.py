@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
+from collections.abc import Sequence
 
 import msgspec
 from rich.table import Table
@@ -11,7 +11,7 @@ from rich.table import Table
 from hpcrl.errors import RunDirError
 from hpcrl.runs.metrics import read_metrics
 from hpcrl.runs.observe import observe, prefetch
-from hpcrl.runs.registry import list_runs
+from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunState
 from hpcrl.runs.views.liveview import duration, state_text
 
@@ -44,10 +44,9 @@ class RunRow(msgspec.Struct, frozen=True, kw_only=True):
     cause: str
 
 
-def list_rows(root: Path) -> list[RunRow]:
-    """Rows of all runs below ``root``, newest first. What cannot be read is left out."""
+def list_rows(runs: Sequence[RunDir]) -> list[RunRow]:
+    """A row of each run, in their order. What cannot be read is left out."""
     rows = []
-    runs = list_runs(root)
     prefetch(runs)
     for run in runs:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 
@@ -25,6 +26,7 @@ __all__ = ["components_table", "duration", "follow", "render", "state_text", "su
 _POLL_S = 1.0
 _SILENCE_S = 20.0
 """A supervisor that lives but has not written for so long hangs, or its filesystem does."""
+_ALL = sys.maxsize
 _STYLES = {
     "RUNNING": "green",
     "READY": "green",
@@ -65,7 +67,12 @@ def state_text(state: str) -> Text:
 
 
 def follow(
-    run: RunDir, console: Console, *, on_interrupt: Callable[[int], str] | None = None, poll_s: float = _POLL_S
+    run: RunDir,
+    console: Console,
+    *,
+    on_interrupt: Callable[[int], str] | None = None,
+    poll_s: float = _POLL_S,
+    after_attempt: int = 0,
 ) -> RunView:
     """Show a run until it has ended; returns its last state.
 
@@ -80,9 +87,11 @@ def follow(
         following only (KeyboardInterrupt).
     poll_s:
         Seconds between looks.
+    after_attempt:
+        What attempts up to this one did is not said again, where lines are written.
     """
     interrupts = 0
-    screen = _LiveScreen(console) if console.is_terminal else _LineScreen(console)
+    screen = _LiveScreen(console) if console.is_terminal else _LineScreen(console, after_attempt)
     with screen:
         while True:
             try:
@@ -123,12 +132,12 @@ class _LiveScreen:
 class _LineScreen:
     """For pipes and log files: a line when something happened, nothing otherwise."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, after_attempt: int) -> None:
         self._console = console
         self._state = ""
         self._warnings: list[str] = []
-        self._step = 0
-        self._version = -1
+        # attempt, then step or version: what a later attempt does again is said again
+        self._step = self._version = (after_attempt, _ALL)
 
     def __enter__(self) -> _LineScreen:
         return self
@@ -150,14 +159,14 @@ class _LineScreen:
             self.say(f"warning: {view.warnings[0]}")
         self._warnings = view.warnings
         for record in metrics:
-            if record.step > self._step:
+            if (record.attempt, record.step) > self._step:
                 self.say(_step_line(record, progress))
-                self._step = record.step
+                self._step = (record.attempt, record.step)
         for evaluation in progress.evaluations:
-            if evaluation.version > self._version:
+            if (evaluation.attempt, evaluation.version) > self._version:
                 late = "" if evaluation.due is None else f" (due at {evaluation.due}, which the engines skipped)"
                 self.say(f"held-out reward {evaluation.reward:.3f} at version {evaluation.version}{late}")
-                self._version = evaluation.version
+                self._version = (evaluation.attempt, evaluation.version)
 
 
 def _step_line(record: StepRecord, progress: Progress) -> str:

@@ -134,7 +134,7 @@ def _since_s(text: str) -> float:
         return datetime.fromisoformat(text).timestamp()
     except ValueError as error:
         raise UsageError(
-            f"--since {text!r} is no time\n    way out: an age as 90s, 10m, 2h, 1d; or 2026-01-31T12:00"
+            f"--since {text!r} is no time\n    hint: an age as 90s, 10m, 2h, 1d; or 2026-01-31T12:00"
         ) from error
 
 

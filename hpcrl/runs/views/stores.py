@@ -105,7 +105,7 @@ def _chosen(numbers: list[int], wanted: int | None, what: str) -> list[int]:
         return numbers
     if wanted not in numbers:
         there = f"there are {', '.join(map(str, numbers))}" if numbers else "there are none"
-        raise HandoffError(f"{wanted} is no {what}\n    way out: {there}")
+        raise HandoffError(f"{wanted} is no {what}\n    hint: {there}")
     return [wanted]
 
 

@@ -210,7 +210,7 @@ class Durations(StrictModel):
             known = ", ".join(self.environments)
             raise UsageError(
                 f"the durations do not say how long environment {name!r} takes (they have {known})\n"
-                "    way out: add it under environments, or an entry '*' for all others"
+                "    hint: add it under environments, or an entry '*' for all others"
             )
         return found
 

@@ -124,7 +124,7 @@ def read_evidence(run: RunDir) -> Evidence:
     if not rollouts:
         raise UsageError(
             f"the rollouts of {run.name} do not say how long each request took\n"
-            "    way out: measure a run of this version of hpcrl"
+            "    hint: measure a run of this version of hpcrl"
         )
     slots, updates = _tool_slots(run, recipe), _updates(run, steps)
     tools, saves = _tool_calls(rollouts, slots), list(read_events(run, kind="trainer.checkpoint_saved"))

@@ -31,7 +31,7 @@ __all__ = ["durations_from_plan"]
 
 _TRACE = 256
 """Rollouts that stand for an environment."""
-_WAY_OUT = "    way out: --durations FILE (docs/simulation.md has an example), or --durations RUN to measure a run"
+_HINT = "    hint: --durations FILE (docs/simulation.md has an example), or --durations RUN to measure a run"
 
 
 def durations_from_plan(recipe: Recipe, cluster: ClusterProfile, calibration: Calibration) -> Durations:
@@ -48,7 +48,7 @@ def durations_from_plan(recipe: Recipe, cluster: ClusterProfile, calibration: Ca
         why = outlook.because or f"the recipe has no forecast on {cluster.name}"
         if not isinstance(cluster, SlurmCluster):
             why = f"cluster profile {cluster.name} describes no hardware"
-        raise UsageError(f"nothing says how long {recipe.name} takes: {why}\n{_WAY_OUT}")
+        raise UsageError(f"nothing says how long {recipe.name} takes: {why}\n{_HINT}")
     handoff = whole.tables["handoff"]
     copy_s, write_s = _seconds(handoff, "handoff.copy_out"), _seconds(handoff, "handoff.write", "handoff.commit")
     if not recipe.handoff.overlap:

@@ -169,7 +169,7 @@ def _size(recipe: Recipe, cluster: ClusterProfile, nodes: int | None) -> Size:
     raise UsageError(
         f"--nodes {nodes}: replicas are whole, and the recipe's roles in this proportion need {size.nodes} nodes "
         f"({size.trainer_nodes} for the trainer, {size.engine_nodes} for engines)\n"
-        f"    way out: --nodes {' or '.join(map(str, near))}, or other sizes of roles by --set and no --nodes"
+        f"    hint: --nodes {' or '.join(map(str, near))}, or other sizes of roles by --set and no --nodes"
     )
 
 
@@ -220,7 +220,7 @@ def _check(recipe: Recipe, durations: Durations) -> None:
     if kv is not None and kv < longest:
         raise UsageError(
             f"engine.kv_tokens is {kv}, but one sequence may have {longest} tokens (engine.max_model_len)\n"
-            "    way out: a larger KV cache, or --set engine.max_model_len=..."
+            "    hint: a larger KV cache, or --set engine.max_model_len=..."
         )
 
 

@@ -86,7 +86,7 @@ def _of_interface(answer: NodeAnswer, interface: str, seen: str, *, local: bool)
         raise HpcrlError(
             f"node {answer.node} has no network interface {interface} that is up; it has "
             f"{', '.join(sorted(answer.interfaces))}\n"
-            "    way out: correct `interface` of its partition in the cluster profile"
+            "    hint: correct `interface` of its partition in the cluster profile"
         )
     mine = answer.interfaces[interface]
     # all of 127.0.0.0/8 is on the loopback interface, and virtual nodes have an address of their own there
@@ -101,7 +101,7 @@ def _of_interface(answer: NodeAnswer, interface: str, seen: str, *, local: bool)
         has = ", ".join(f"{address} ({only_local(address)})" for address in mine) or "no address"
         raise HpcrlError(
             f"interface {interface} of node {answer.node} has no address that other nodes could reach: {has}\n"
-            "    way out: name an interface with an address of the nodes' network in the cluster profile"
+            "    hint: name an interface with an address of the nodes' network in the cluster profile"
         )
     return best
 
@@ -115,7 +115,7 @@ def _by_route(
         raise HpcrlError(
             f"no node of the run can be reached by {_SLURMS}: {node} is {known[node]}, which is "
             f"{_seen(known[node]) or 'unknown'} here, and the cluster profile names no interface\n"
-            "    way out: set `interface` of the partition in the cluster profile (`ip -br address` lists them)"
+            "    hint: set `interface` of the partition in the cluster profile (`ip -br address` lists them)"
         )
     target_node, target = next(iter(chosen.items()))
     ways = survey.towards(target)
@@ -126,7 +126,7 @@ def _by_route(
             raise HpcrlError(
                 f"node {answer.node} cannot be reached by {_SLURMS} ({known[answer.node]}: "
                 f"{_seen(known[answer.node]) or 'unknown'} here), and its way to {target_node} ({target}) begins at "
-                f"{way or 'nowhere'}\n    way out: set `interface` of the partition in the cluster profile"
+                f"{way or 'nowhere'}\n    hint: set `interface` of the partition in the cluster profile"
             )
         found[answer.node] = way
     return found

@@ -176,7 +176,7 @@ class Survey:
         return NodesSilentError(
             f"{len(missing)} of {len(self._expected)} nodes did not say {when} where they can be reached: "
             f"{names}{said}\n"
-            "    way out: `srun --overlap hostname` in the job shows whether steps start there; a longer "
+            "    hint: `srun --overlap hostname` in the job shows whether steps start there; a longer "
             "limits.start_timeout_s where they start slowly"
         )
 

@@ -220,7 +220,7 @@ class Publisher:
             if self._thread.is_alive():
                 raise DeadlineError(
                     f"version {self._pending} is still being written to {self._store.root} after {limit:g} s\n"
-                    "    way out: look at the filesystem; raise handoff.publish_timeout_s where it is just slow"
+                    "    hint: look at the filesystem; raise handoff.publish_timeout_s where it is just slow"
                 )
             self._thread = None
         failure, self._failure = self._failure, None

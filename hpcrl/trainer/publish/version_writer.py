@@ -109,7 +109,7 @@ class VersionWriter:
         if shortage is not None:
             raise HandoffError(
                 f"a version needs {shortage}\n"
-                "    way out: free space there, keep fewer versions (handoff.keep_last), or point the run "
+                "    hint: free space there, keep fewer versions (handoff.keep_last), or point the run "
                 "to a larger filesystem"
             )
 

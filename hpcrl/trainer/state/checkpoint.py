@@ -151,7 +151,7 @@ def check_owner(entry: CheckpointEntry) -> None:
     except NotOursError as error:
         raise CheckpointError(
             f"{error}: what is in the checkpoint would be executed as you\n"
-            f"    way out: where it is yours: chmod -R go-w {entry.path.parent}"
+            f"    hint: where it is yours: chmod -R go-w {entry.path.parent}"
         ) from error
 
 

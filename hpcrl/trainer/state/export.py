@@ -150,7 +150,7 @@ def _choose(run: RunDir, step: int | None) -> CheckpointEntry:
     if step is not None:
         if step not in ledger.steps():
             there = ", ".join(map(str, ledger.steps())) or "none"
-            raise UsageError(f"{run.name} has no checkpoint of step {step}\n    way out: there are {there}")
+            raise UsageError(f"{run.name} has no checkpoint of step {step}\n    hint: there are {there}")
         entry = ledger.open(step)
         entry.verify()
         return entry
@@ -158,7 +158,7 @@ def _choose(run: RunDir, step: int | None) -> CheckpointEntry:
     for skipped, reason in choice.skipped:
         print(f"checkpoint of step {skipped} is skipped: {reason}", file=sys.stderr)
     if choice.entry is None:
-        raise UsageError(f"{run.name} has no good checkpoint\n    way out: hpcrl checkpoint ls {run.name}")
+        raise UsageError(f"{run.name} has no good checkpoint\n    hint: hpcrl checkpoint ls {run.name}")
     return choice.entry
 
 
@@ -172,7 +172,7 @@ def _export(arguments: argparse.Namespace) -> None:
     if not (model_dir / "config.json").is_file():
         raise UsageError(
             f"{model_dir} has no config.json: the configuration of the exported model would be missing\n"
-            "    way out: --model-dir, another copy of the model that the run began with"
+            "    hint: --model-dir, another copy of the model that the run began with"
         )
     entry = _choose(run, arguments.step)
     total = export_checkpoint(entry, model_dir, arguments.output, dtype=dtype)

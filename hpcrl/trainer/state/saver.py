@@ -44,8 +44,8 @@ _FILES_OF_AN_ENTRY = 8
 _MARGIN, _MARGIN_BYTES = 0.02, 1 << 20
 """What an entry has beside the state: metadata of the parts, the manifest."""
 _ROOM = (
-    "\n    way out: make room there, or remove entries: hpcrl checkpoint prune RUN --keep-last 1"
-    "\n    way out: a lower checkpoint.keep_last (one entry more than that exists during a save)"
+    "\n    hint: make room there, or remove entries: hpcrl checkpoint prune RUN --keep-last 1"
+    "\n    hint: a lower checkpoint.keep_last (one entry more than that exists during a save)"
 )
 
 
@@ -171,7 +171,7 @@ class CheckpointSaver:
             if thread.is_alive():
                 raise DeadlineError(
                     f"the save of step {last.step} did not end within {timeout_s:g} s\n"
-                    "    way out: look at the filesystem of the run; a longer checkpoint.save_timeout_s"
+                    "    hint: look at the filesystem of the run; a longer checkpoint.save_timeout_s"
                 )
             return str(last.error) if isinstance(last.error, FencedError) else ""
 

@@ -121,7 +121,7 @@ class TrainerPolicy:
         if not norm < float("inf"):
             raise RunFailedError(
                 f"the gradient norm of step {step} is {norm}; the weights were left as they are\n"
-                "    way out: a lower trainer.optimizer.learning_rate, then resume from the last checkpoint"
+                "    hint: a lower trainer.optimizer.learning_rate, then resume from the last checkpoint"
             )
         rate = learning_rate(config, step, self.recipe.trainer.steps)
         set_learning_rate(self.optimizer, rate)

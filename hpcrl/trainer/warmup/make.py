@@ -74,7 +74,7 @@ def make_start_model(
     if config is None:
         raise UsageError(f"recipe {recipe.name} has no model.warmup: its model is given, not made")
     if output.exists() and not replace:
-        raise UsageError(f"{output} exists already\n    way out: use it as it is, remove it, or replace it (--replace)")
+        raise UsageError(f"{output} exists already\n    hint: use it as it is, remove it, or replace it (--replace)")
     stage = StagedDirectory(output, token=f"warmup-{os.getpid()}")
     processes = ExitStack()
     try:

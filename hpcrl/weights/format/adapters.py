@@ -128,12 +128,12 @@ def plan_merge(adapter: Handoff, base: Handoff) -> Merge:
     if content_digest(base.manifest) != adapter.manifest.parent_xxh3_128:
         raise HandoffError(
             f"{adapter.path} is an adapter of other weights than those of version {base.version}: that version was "
-            "published anew\n    way out: publish the adapter again, with the base that it was trained on"
+            "published anew\n    hint: publish the adapter again, with the base that it was trained on"
         )
     if base.manifest.kind == "fp8":
         raise HandoffError(
             f"{adapter.path} is an adapter of version {base.version}, which is of kind 'fp8': merged into FP8 it would "
-            "lose most of its bits\n    way out: publish a base of kind 'full'"
+            "lose most of its bits\n    hint: publish a base of kind 'full'"
         )
     rank, scale = _scaling(adapter)
     merge = Merge(scale, {})
