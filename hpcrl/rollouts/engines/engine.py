@@ -32,6 +32,9 @@ class Engine:
         By the monotonic clock; None while it answers.
     away:
         It is gone or does not answer; what it was given is forgotten.
+    missed:
+        It went away, and has served nothing since. One that answers and cannot load what others serve is asked again and
+        again, which is one absence.
     life:
         Counts how often it went away, and was found to be another process.
     refused:
@@ -52,6 +55,7 @@ class Engine:
     open_for_new: asyncio.Event = field(default_factory=asyncio.Event)
     unreachable_since: float | None = None
     away: bool = False
+    missed: bool = False
     life: int = 0
     refused: bool = False
     proved_s: float = -math.inf

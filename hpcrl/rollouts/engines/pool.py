@@ -244,7 +244,9 @@ class EnginePool:
         for task in list(engine.work):
             task.cancel()
         engine.open_for_new.set()  # who waits for it looks again, and goes elsewhere
-        self._on_change(True, engine, why)
+        if not engine.missed:
+            engine.missed = True
+            self._on_change(True, engine, why)
         await self.notify()
 
     async def notify(self) -> None:
@@ -258,6 +260,10 @@ class EnginePool:
 
     def _note_serving(self) -> None:
         """At each change of `Engine.serving`: who waits for the event goes on only when somebody serves."""
+        for engine in self.engines:
+            if engine.missed and engine.serving:
+                engine.missed = False
+                self._on_change(False, engine, "")
         if self._someone_serves():
             self._some_serve.set()
         else:
@@ -330,7 +336,6 @@ class EnginePool:
             engine.away = False
             engine.life += engine.refused
             engine.refused = False
-            self._on_change(False, engine, "")
         if news:
             await self.notify()
 
