@@ -33,8 +33,8 @@ class Engine:
     away:
         It is gone or does not answer; what it was given is forgotten.
     missed:
-        It went away, and has served nothing since. One that answers and cannot load what others serve is asked again and
-        again, which is one absence.
+        It went away, and has served nothing since. One that answers and cannot load what others serve is asked again
+        and again, which is one absence.
     life:
         Counts how often it went away, and was found to be another process.
     refused:
