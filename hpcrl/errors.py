@@ -169,11 +169,15 @@ class PeerLostError(HpcrlError):
     """Another role of the run went away. Never the first cause of a failure."""
 
 
+_AGAIN = "try again; where it stays so, tell the site: the filesystem is not well"
 _REFUSALS = {
     errno.EACCES: ("permission denied", "ask its owner, or name a directory of yours"),
     errno.EPERM: ("the operation is not permitted", "ask its owner, or name a directory of yours"),
     errno.EROFS: ("the filesystem is read-only", "name a directory on another one"),
     errno.ENOSPC: ("no space is left on the device", "make room there, or name a directory on another one"),
+    errno.ESTALE: ("the handle is stale: the file server has lost it, or was restarted", _AGAIN),
+    errno.EIO: ("the filesystem failed to read or write", _AGAIN),
+    errno.ETIMEDOUT: ("the file server does not answer", _AGAIN),
     errno.EDQUOT: ("the quota is used up", "make room there, or name a directory on another filesystem"),
 }
 

@@ -22,7 +22,7 @@ from hpcrl.runs.known import remember
 from hpcrl.runs.observe import RunView, observe
 from hpcrl.runs.record import RunRecord, Submission, this_process
 from hpcrl.runs.registry import reference
-from hpcrl.runs.reserve import release_reserve
+from hpcrl.runs.reserve import keep_start_reserve, release_reserve
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.start.origin import START_MODEL, Source, make_start_model
 from hpcrl.runs.start.privacy import check_root, protect
@@ -32,7 +32,14 @@ from hpcrl.runs.start.snapshot import keep_snapshot, take_snapshot
 from hpcrl.runs.status import ProcessId, RunState
 from hpcrl.slurm.in_job import InJob
 from hpcrl.slurm.scripts import JOB_FOLDER, in_job_script
-from hpcrl.submit.jobs import cancel_jobs, cancel_replica_jobs, find_unrecorded, signal_job, submit_jobs
+from hpcrl.submit.jobs import (
+    cancel_jobs,
+    cancel_replica_jobs,
+    find_unrecorded,
+    signal_job,
+    submit_jobs,
+    write_submission,
+)
 from hpcrl.submit.local_executor import DetachedLocalExecutor
 from hpcrl.supervisor.job import Supervise
 from hpcrl.supervisor.process.sweep import find_leftovers, sweep
@@ -133,6 +140,7 @@ def submit_attempt(run: RunDir, *, in_job: InJob | None = None) -> Submission:
     refused by `prepare_resume` and by the second supervisor itself.
     """
     with files_as(run.path):  # submitit's files, and those of its controller and of the job
+        keep_start_reserve(run)
         return _submit_attempt(run, in_job)
 
 
@@ -164,7 +172,7 @@ def _submit_attempt(run: RunDir, in_job: InJob | None) -> Submission:
         in_job="" if in_job is None else str(in_job.job_id),
         submitted_by=this_process(),
     )
-    record.with_submission(submission).write(run)
+    write_submission(run, record.with_submission(submission))
     return submission
 
 

@@ -194,6 +194,8 @@ def _restarts(run: RunDir, view: RunView) -> list[Consequence]:
     for event in read_events(run, attempt=view.attempt, kind="component.went_on"):
         what = f"{event.data['role']} {event.data['replica']} seemed to hang ({event.data['problem']}) and went on"
         found.append(Consequence(time_s=event.time_s, what=what))
+    for event in read_events(run, attempt=view.attempt, kind="trainer.version_refused"):
+        found.append(Consequence(time_s=event.time_s, what=event.data["what"]))
     return found + _lost_segments(run, view)
 
 
