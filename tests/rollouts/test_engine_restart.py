@@ -158,12 +158,13 @@ async def test_an_engine_that_is_only_slower_is_no_engine_that_fails(tmp_path: P
     async with running(make_run(tmp_path), one, two) as loop:
         await loop.train(1, 1)
         await loop.until(lambda: loop.orchestrator._pool.version == 1)
-        one.update_s = 1.0
+        one.reads.clear()
         await loop.publish(2)
         await loop.until(lambda: two.version == "2")
         for version in (3, 4):
             await loop.publish(version)
             await loop.until(lambda wanted=str(version): two.version == wanted)
+        one.reads.set()
         await loop.until(lambda: one.version == "4")
         assert [event.data["version"] for event in loop.events("engine.weights_updated")].count(2) == 2
         assert kinds(loop, "engine.away") == []
@@ -219,10 +220,11 @@ async def test_an_engine_that_loads_slowly_is_not_said_to_be_left_behind(tmp_pat
     async with running(make_run(tmp_path), one, two) as loop:
         await loop.train(1, 2)
         await loop.until(lambda: loop.orchestrator._pool.version == 2)
-        two.update_s = 1.0
+        two.reads.clear()
         for version in (3, 4):
             await loop.publish(version)
             await loop.until(lambda version=version: one.version == str(version))
         assert two.version == "2"
+        two.reads.set()
         await loop.until(lambda: loop.orchestrator._pool.version == 4)
         assert loop.events("engine.away") == []

@@ -46,9 +46,11 @@ async def test_a_version_that_engines_skip_is_evaluated_at_the_next(tmp_path: Pa
     async with running(run, stub) as loop:
         await loop.batch(1)
         await loop.until(lambda: len(loop.events("evaluation")) == 1)
-        stub.update_s = 0.3
+        stub.reads.clear()
         for version in (1, 2, 3):
             await loop.publish(version)
+            await loop.until(lambda: stub.calls.count("update_weights") == 2)
+        stub.reads.set()
         await loop.until(lambda: stub.version == "3")
         assert stub.calls.count("update_weights") == 3  # versions 0, 1, 3
         await loop.until(lambda: len(loop.events("evaluation")) == 2)
