@@ -19,10 +19,11 @@ WORKERS ?= 3
 PYTEST = $(BIN)/python -m pytest -p no:cacheprovider
 PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-# everything but real vLLM engines and long campaigns
+# everything but real vLLM engines and long campaigns; with the start model of the quickstart, which takes a minute
 test: lint
 	@python3 tools/bootstrap.py all dev --slurm
-	@$(PYTEST) $(PARALLEL) -m "not vllm and not campaign"
+	@$(MAKE) --no-print-directory models/quickstart/config.json
+	@HPCRL_TEST_TAUGHT_MODEL=$(CURDIR)/models/quickstart $(PYTEST) $(PARALLEL) -m "not vllm and not campaign"
 
 # what `make test` leaves out. Real vLLM engines have an environment of their own (2.7 GB), and come one test at a time:
 # an engine needs all cores when it starts, and a run has several
