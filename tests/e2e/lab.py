@@ -106,6 +106,7 @@ class SharedRun:
             self._count += 1
             self._run = self.lab.submit(f"shared-{self._count}", *self._settings)
         run = self._run
+        wait_for(lambda: self.lab.state(run).upper() == "RUNNING", 120, "a run that runs")
         attempt = run.attempts()[-1]
         wait_for(lambda: len([r for r in read_metrics(run) if r.attempt == attempt]) >= 4, 120, "four steps")
         return run
