@@ -107,8 +107,8 @@ class EnginePool:
         self._lost_after_s, self._on_change = lost_after_s, on_change
         #: where sessions wait while there is no engine at all; nothing is ever sent to it
         self._nobody = Engine(_Nowhere(), away=True)
-        #: that went away and have served nothing since: one that answers and cannot load what others serve is tried again
-        #: and again, which is one absence
+        #: that went away and have served nothing since: one that answers and cannot load what others serve is tried
+        #: again and again, which is one absence
         self._missed: set[Engine] = set()
         self._some_serve = asyncio.Event()
         self._look = asyncio.Event()
