@@ -203,7 +203,7 @@ def counts(results: list[dict[str, Any]]) -> dict[str, Any]:
 def kind_of(fault: str) -> str:
     """What was done, and of a file also how it failed."""
     words = fault.split()
-    return f"file {words[-1]}" if words[0] == "file" else words[0]
+    return f"file {words[2]}" if words[0] == "file" else words[0]
 
 
 def together(figures: dict[str, Any]) -> dict[str, Any]:
