@@ -92,7 +92,9 @@ class Bench:
         retries = self.slurm or self.rng.random() < 0.5
         settings = [f"trainer.steps={self.arguments.steps}", *SETTINGS]
         settings += [] if self.slurm else [*SMALL_RUN, f"job.retry_failures={9 if retries else 0}"]
-        settings += ["job.layout=hetjob", "job.retry_failures=9"] if self.slurm else []
+        # nodes come back: with too many of the few avoided for hours, the run would wait for one
+        slurm = ["job.layout=hetjob", "job.retry_failures=9", "job.exclude_failed_nodes_h=0.05"]
+        settings += slurm if self.slurm else []
         skew = self.switches.skew
         if self.slurm and skew.possible() and self.rng.random() < 0.5:
             skew.choose(self.rng, [node.name for node in self.lab.cluster.record().nodes])
