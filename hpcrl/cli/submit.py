@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from hpcrl.config.cluster import ClusterProfile
+    from hpcrl.config.load import Loaded
     from hpcrl.config.plan import Plan
     from hpcrl.config.recipe import Recipe
     from hpcrl.runs.rundir import RunDir
@@ -76,10 +77,7 @@ def submit(
     from hpcrl.jobplan import (
         absolute_paths,
         absolute_site_paths,
-        check_engine_flags,
         check_model,
-        check_pythons,
-        check_router,
         check_secrets,
         check_sizes,
         default_run_name,
@@ -115,9 +113,7 @@ def submit(
     check_secrets(plan, site)
     if loaded.value.job.payload == "roles":
         check_model(loaded, Path(resolved.model.path) if source is None else source.config_dir)
-        check_pythons(plan, site)
-        for note in [*check_router(loaded, plan), *check_engine_flags(loaded, plan)]:
-            typer.echo(f"note: {note}", err=True)
+        _check_programs(loaded, site, plan)
     if dry_run:
         typer.echo("\nnothing was started or written (--dry-run)", err=True)
         return
@@ -134,6 +130,17 @@ def submit(
     where = "" if allocation is None else f", inside of job {allocation.job_id}"
     typer.echo(f"submitted {run_name} in {run.path}{where}", err=True)
     _follow_or_tell(run, follow)
+
+
+def _check_programs(recipe: Loaded[Recipe], site: Loaded[ClusterProfile], plan: Plan) -> None:
+    """Check what roles will execute: interpreters, environments of the user's own, the router, flags of engines."""
+    from hpcrl.jobplan import check_engine_flags, check_pythons, check_router
+    from hpcrl.jobplan.environment_trial import check_environments
+
+    check_pythons(plan, site)
+    notes = [*check_environments(recipe, plan, site.value), *check_router(recipe, plan)]
+    for note in [*notes, *check_engine_flags(recipe, plan)]:
+        typer.echo(f"note: {note}", err=True)
 
 
 def resume(

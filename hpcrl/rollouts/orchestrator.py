@@ -20,7 +20,7 @@ import aiohttp
 
 from hpcrl.checkpoints.ledger import CheckpointLedger
 from hpcrl.checkpoints.restore import RestoreDecision
-from hpcrl.errors import CheckpointError, DeadlineError, PeerLostError
+from hpcrl.errors import CheckpointError, ConfigError, DeadlineError, EnvironmentFailedError, PeerLostError
 from hpcrl.models.tokenizer import ChatTokenizer
 from hpcrl.rollouts.batches.http import serve_dock
 from hpcrl.rollouts.batches.server import BatchServer, ConflictError
@@ -80,12 +80,16 @@ class Orchestrator:
 
         Raises
         ------
-        ConfigError
+        EnvironmentFailedError
             An environment cannot be built.
         """
         self.stopping = False
         self._context, self._recipe = context, context.run.recipe()
-        self._environments = build_environments(self._recipe, on_lost=self._environment_lost)
+        try:
+            self._environments = build_environments(self._recipe, on_lost=self._environment_lost)
+        except ConfigError as error:
+            lines = "\n".join(f"{f.key}: {f.what}\n    hint: {f.hint}" for f in error.findings)
+            raise EnvironmentFailedError(lines) from error
         self._lag = LagMonitor()
         self._restored = asyncio.Event()
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
