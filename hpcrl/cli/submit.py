@@ -105,7 +105,7 @@ def submit(
         resolved = resolved.model_copy(update={"model": model})
     plan = make_plan(resolved, profile, run_name, run_dir)
     if dry_run:
-        print_plan(plan, site)
+        print_plan(plan, site, commands=True)
     allocation = find_allocation(plan, os.environ, SlurmClient()) if in_job else None
     if plan.layout.kind != "local" and not in_job:
         for variable in unused_variables(os.environ):
