@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hpcrl.cli.completion import complete_clusters
 from hpcrl.cli.options import ClusterOption, JsonOption, RecipeArgument, SetOption
 from hpcrl.cli.output import table_console
 
@@ -146,7 +147,10 @@ def cluster_list(as_json: JsonOption = False) -> None:
 
 @cluster_app.command("show")
 def cluster_show(
-    cluster: Annotated[str, typer.Argument(metavar="NAME", help="Cluster profile: a name or a file.")],
+    cluster: Annotated[
+        str,
+        typer.Argument(metavar="NAME", help="Cluster profile: a name or a file.", autocompletion=complete_clusters),
+    ],
     as_json: JsonOption = False,
 ) -> None:
     """Show every value of a cluster profile and where it comes from."""

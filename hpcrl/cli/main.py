@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated
 
@@ -25,6 +26,7 @@ from hpcrl.cli import (
     warmup,
     weights,
 )
+from hpcrl.cli.completion import bash_values
 from hpcrl.errors import ExitCode, HpcrlError, refusal
 
 __all__ = ["app", "main"]
@@ -75,6 +77,10 @@ for module in (
 
 def main() -> None:
     """Run the command line; errors for people become one message and a documented exit code."""
+    values = bash_values(os.environ)
+    if values is not None:
+        typer.echo("\n".join(values))
+        return
     try:
         app()
     except HpcrlError as error:

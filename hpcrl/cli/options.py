@@ -7,15 +7,34 @@ from typing import Annotated
 
 import typer
 
+from hpcrl.cli.completion import complete_clusters, complete_recipes, complete_settings
+
 __all__ = ["CalibrationOption", "ClusterOption", "JsonOption", "RecipeArgument", "SetOption", "confirm"]
 
-RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="Recipe file, or the name of a packaged recipe.")]
+RecipeArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="RECIPE", help="Recipe file, or the name of a packaged recipe.", autocompletion=complete_recipes
+    ),
+]
 ClusterOption = Annotated[
-    str, typer.Option("--cluster", "-c", metavar="NAME", help="Cluster profile: a name or a file.")
+    str,
+    typer.Option(
+        "--cluster",
+        "-c",
+        metavar="NAME",
+        help="Cluster profile: a name or a file.",
+        autocompletion=complete_clusters,
+    ),
 ]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Change a value of the recipe: trainer.steps=10. Repeatable."),
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Change a value of the recipe: trainer.steps=10. Repeatable.",
+        autocompletion=complete_settings,
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 CalibrationOption = Annotated[

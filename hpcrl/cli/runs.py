@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from hpcrl.cli.completion import complete_clusters, complete_roles, complete_states
 from hpcrl.cli.options import JsonOption
 from hpcrl.cli.selection import (
     OptionalRunArgument,
@@ -79,36 +80,69 @@ def _status_of_all(watch: bool, as_json: bool, root: str | None) -> None:
     from hpcrl.runs.views.listing import list_rows, listing_table
 
     if as_json or not watch:
-        list_runs(as_json, root)
+        list_runs(as_json=as_json, root=root)
         return
     ask_slurm()
-    with Live(console=table_console(), auto_refresh=False) as live:
+    console = table_console()
+    # the newest that a screen has room for: what is below its last line cannot be seen
+    room = max(1, console.height - 2)
+    with Live(console=console, auto_refresh=False) as live:
         try:
             while True:
-                live.update(listing_table(list_rows(runs_in_sight(root))), refresh=True)
+                live.update(listing_table(list_rows(runs_in_sight(root), newest=room), console.width), refresh=True)
                 time.sleep(_REFRESH_S)
         except KeyboardInterrupt:
             raise typer.Exit from None
 
 
-def list_runs(as_json: JsonOption = False, root: RunsRootOption = None) -> None:
+def list_runs(
+    states: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--state", metavar="STATE", help="Only runs in this state. Repeatable.", autocompletion=complete_states
+        ),
+    ] = None,
+    newest: Annotated[int, typer.Option("--newest", "-n", min=0, help="At most so many; 0 lists all.")] = 0,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            "--cluster",
+            "-c",
+            metavar="NAME",
+            help="Only runs that were submitted with this profile.",
+            autocompletion=complete_clusters,
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+    root: RunsRootOption = None,
+) -> None:
     """List your runs, newest first, wherever they are; with --runs-root those of this directory."""
     from hpcrl.cli.output import table_console
+    from hpcrl.errors import UsageError
+    from hpcrl.runs.status import RunState
     from hpcrl.runs.views.listing import list_rows, listing_document, listing_table
 
+    wanted = [state.upper() for state in states or ()]
+    if unknown := [state for state in wanted if state not in RunState.__members__]:
+        raise UsageError(f"{unknown[0]} is no state of a run\n    hint: {', '.join(RunState.__members__)}")
     ask_slurm()
-    rows = list_rows(runs_in_sight(root))
+    rows = list_rows(runs_in_sight(root), states=wanted, cluster=cluster, newest=newest)
+    console = table_console()
     if as_json:
         typer.echo(listing_document(rows))
     elif rows:
-        table_console().print(listing_table(rows))
+        console.print(listing_table(rows, console.width))
+    elif wanted or cluster:
+        typer.echo("no run is like that; hpcrl ls lists all", err=True)
     else:
         typer.echo(f"there is no run in {runs_root(root)}; hpcrl submit RECIPE starts one", err=True)
 
 
 def logs(
     run: OptionalRunArgument = None,
-    role: Annotated[str | None, typer.Option(help="Only this role; also `supervisor`.")] = None,
+    role: Annotated[
+        str | None, typer.Option(help="Only this role; also `supervisor`.", autocompletion=complete_roles)
+    ] = None,
     replica: Annotated[int | None, typer.Option(help="Only this replica.")] = None,
     rank: Annotated[int | None, typer.Option(help="Only this rank.")] = None,
     attempt: Annotated[int | None, typer.Option(help="Attempt; the newest by default.")] = None,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hpcrl.cli.completion import complete_clusters
 from hpcrl.cli.configuration import cluster_app
 from hpcrl.cli.options import JsonOption
 
@@ -53,7 +54,10 @@ def init(
 
 
 def check(
-    cluster: Annotated[str, typer.Argument(metavar="NAME", help="Cluster profile: a name or a file.")],
+    cluster: Annotated[
+        str,
+        typer.Argument(metavar="NAME", help="Cluster profile: a name or a file.", autocompletion=complete_clusters),
+    ],
     job: Annotated[
         bool, typer.Option("--job", help="Also submit a small job to each partition: what only a node can tell.")
     ] = False,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,9 +13,10 @@ from hpcrl.reporting import Outage, ReportedLines
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.start.past import Past, Start, read_past
 
-__all__ = ["MetricsWriter", "StepRecord", "read_metrics"]
+__all__ = ["MetricsWriter", "StepRecord", "read_metrics", "read_newest"]
 
 _CLOSE_S = 10.0
+_TAIL_BYTES = 64 << 10
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,6 +147,20 @@ def read_metrics(run: RunDir) -> list[StepRecord]:
         if past.holds(record.attempt, record.step):
             records[record.step] = record
     return [records[step] for step in sorted(records)]
+
+
+def read_newest(run: RunDir) -> StepRecord | None:
+    """The newest step record, as `read_metrics` has it; reads the end of one file where it can."""
+    attempts = run.attempts()
+    if attempts and (path := run.metrics_dir / f"{attempts[-1]:04d}.jsonl").is_file():
+        with path.open("rb") as stream:
+            size = stream.seek(0, os.SEEK_END)
+            stream.seek(max(0, size - _TAIL_BYTES))
+            for line in reversed(stream.read().split(b"\n")):
+                with contextlib.suppress(msgspec.DecodeError):  # torn, or cut by where the tail begins
+                    return msgspec.json.decode(line, type=StepRecord)
+    metrics = read_metrics(run)
+    return metrics[-1] if metrics else None
 
 
 def _files(run: RunDir) -> list[Path]:

@@ -71,6 +71,7 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True):
     run_id: str
     run_dir: str
     recipe: str
+    cluster: str
     state: RunState
     attempt: int
     attempts: int
@@ -113,12 +114,13 @@ def observe(run: RunDir, *, now_s: float | None = None) -> RunView:
     record = RunRecord.read(run)
     status = RunStatus.read(run)
     submission = record.submissions[-1] if record.submissions else None
-    attempts = run.attempts()
+    attempts, names = run.attempts(), run.names()
     view = RunView(
         name=record.name,
         run_id=record.run_id,
         run_dir=str(run.path),
-        recipe=run.plan().recipe,
+        recipe=names.recipe,
+        cluster=names.cluster,
         state=RunState.SUBMITTED,
         attempt=attempts[-1] if attempts else 0,
         attempts=len(attempts),

@@ -36,6 +36,7 @@ import os
 import shutil
 from pathlib import Path
 
+import msgspec
 import yaml
 
 from hpcrl.config.cluster import ClusterProfile, cluster_from_json
@@ -46,6 +47,13 @@ from hpcrl.errors import RunDirError
 from hpcrl.fs import atomic_write, fsync_dir, make_directory
 
 __all__ = ["RunDir"]
+
+
+class PlanNames(msgspec.Struct, frozen=True):
+    """Names of the recipe and of the cluster profile that a plan was made of."""
+
+    recipe: str
+    cluster: str
 
 
 class RunDir:
@@ -172,6 +180,15 @@ class RunDir:
     def cluster(self) -> ClusterProfile:
         """The resolved cluster profile (RunDirError where it cannot be read)."""
         return cluster_from_json(json.dumps(self._yaml(self.cluster_path)))
+
+    def names(self) -> PlanNames:
+        """What the plan is of, without checking all of it, for lists of many runs (RunDirError as `plan`)."""
+        try:
+            return msgspec.json.decode(self.plan_path.read_bytes(), type=PlanNames)
+        except FileNotFoundError as error:
+            raise RunDirError(f"{self.path} is no run directory: it has no {self.plan_path.name}") from error
+        except msgspec.DecodeError as error:
+            raise RunDirError(f"{self.plan_path} cannot be read: {error}") from error
 
     def plan(self) -> Plan:
         """The plan (RunDirError where it cannot be read)."""

@@ -102,6 +102,21 @@ def test_ls(failed: RunDir, hpcrl: Hpcrl, root: Path) -> None:
     assert "hpcrl submit" in err
 
 
+def test_ls_of_some(failed: RunDir, hpcrl: Hpcrl, root: Path) -> None:
+    write_status(make_run(root, "run-2"), RunState.COMPLETED)
+    names = lambda *options: [run["name"] for run in json.loads(hpcrl("ls", "--json", *options)[1])["runs"]]  # noqa: E731
+    assert names() == ["run-2", "run-1"]
+    assert names("-n", "1") == ["run-2"]
+    assert names("--state", "failed") == ["run-1"]
+    assert names("--state", "failed", "--state", "COMPLETED", "-n", "1") == ["run-2"]
+    assert names("--cluster", "local", "--state", "FAILED") == ["run-1"]
+    assert names("--cluster", "site") == []
+    code, _, err = hpcrl("ls", "--state", "broken")
+    assert code == 2
+    assert "BROKEN is no state of a run\n    hint: SUBMITTED, " in err
+    assert "no run is like that" in hpcrl("ls", "--cluster", "site")[2]
+
+
 def test_why(failed: RunDir, hpcrl: Hpcrl) -> None:
     code, out, _ = hpcrl("why", "run-1")
     assert code == 0
@@ -141,3 +156,12 @@ def test_resume_of_what_is_completed(root: Path, hpcrl: Hpcrl) -> None:
     code, _, err = hpcrl("resume", "run-1")
     assert code == 2
     assert "nothing to resume" in err
+
+
+def test_a_resume_to_fewer_steps_than_are_done_is_refused(failed: RunDir, hpcrl: Hpcrl) -> None:
+    """It would say "steps 10 of 8" and COMPLETED."""
+    code, _, err = hpcrl("resume", "run-1", "--set", "trainer.steps=8")
+    assert code == 2
+    assert "has done 10 steps, trainer.steps=8 asks for fewer; nothing was changed" in err
+    assert "--set trainer.steps=20" in err
+    assert failed.recipe().trainer.steps == 10

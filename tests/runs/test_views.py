@@ -7,21 +7,24 @@ import io
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from rich.console import Console
-from runs_testing import START_S, make_run, write_log, write_status, write_steps
+from runs_testing import START_S, make_run, step_record, write_log, write_status, write_steps
 
 from hpcrl.errors import MissingExtraError, UsageError
 from hpcrl.runs.cause import Cause, CauseKind
 from hpcrl.runs.clocks import Clock
 from hpcrl.runs.events import EventWriter
-from hpcrl.runs.metrics import MetricsWriter, read_metrics
+from hpcrl.runs.metrics import MetricsWriter, read_metrics, read_newest
 from hpcrl.runs.observe import observe, read_progress
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ComponentState, ProcessId, RunState
+from hpcrl.runs.views import report
 from hpcrl.runs.views.diagnosis import diagnose, print_diagnosis
+from hpcrl.runs.views.listing import RunRow, listing_table
 from hpcrl.runs.views.liveview import duration, follow, render, summary
 from hpcrl.runs.views.report import write_report
 
@@ -38,6 +41,60 @@ def run(tmp_path: Path) -> RunDir:
     write_status(run, RunState.COMPLETED, component_state=ComponentState.EXITED)
     write_steps(run, 40)
     return run
+
+
+GOLDEN = Path(__file__).with_name("golden")
+
+
+def compare_screen(name: str, text: str) -> None:
+    """Compare with a golden screen; delete the file to write it anew, then look at the difference."""
+    path = GOLDEN / f"{name}.txt"
+    text = "".join(f"{line.rstrip()}\n" for line in text.splitlines())
+    if not path.exists():
+        path.write_text(text)
+        pytest.fail(f"{path} was written")
+    assert text == path.read_text()
+
+
+def row(name: str, state: RunState, **changes: Any) -> RunRow:
+    usual: dict[str, Any] = {
+        "recipe": "words",
+        "cluster": "site",
+        "job": "1234567",
+        "attempts": 1,
+        "created_at_s": 1_790_000_000.0,
+        "wall_s": 7265.0,
+        "steps": 10773,
+        "reward_mean": 0.734,
+        "cause": "",
+    }
+    return RunRow(name=name, state=state, **{**usual, **changes})
+
+
+def test_the_list_at_80_columns_has_whole_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hpcrl.runs.views.listing.time.time", lambda: 1_790_000_000.0 + 5 * 3600)
+    why = "trainer 0 failed: ValueError: the loss is not finite, and this goes on for longer than a line has room"
+    rows = [
+        row("quickstart-20261121-124800", RunState.COMPLETED),
+        row("quickstart-20261121-124801", RunState.FAILED, cause=why, job=None),
+        row("mine", RunState.SUBMITTED, wall_s=None, steps=0, reward_mean=None),
+    ]
+    compare_screen("ls-80", shown(listing_table(rows, 80), width=80))
+    compare_screen("ls-140", shown(listing_table(rows, 140), width=140))
+    long = [row("a" * 63, RunState.RUNNING), *rows]
+    text = shown(listing_table(long, 80), width=80)
+    assert f"{'a' * 63}  RUNNING" in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_the_newest_step_is_read_from_the_end_of_a_file(run: RunDir) -> None:
+    assert read_newest(run) == read_metrics(run)[-1]
+    with (run.metrics_dir / "0001.jsonl").open("ab") as stream:
+        stream.write(b'{"step": 41, "torn')
+    assert read_newest(run) == read_metrics(run)[-1]
+    # the next attempt has no step yet
+    write_status(run, RunState.RUNNING)
+    assert read_newest(run) == read_metrics(run)[-1]
 
 
 def test_durations() -> None:
@@ -203,6 +260,32 @@ def test_the_picture(run: RunDir, tmp_path: Path) -> None:
     assert b"<svg" in write_report(run, tmp_path / "picture.svg").read_bytes()
     with pytest.raises(UsageError, match="xyz"):
         write_report(run, tmp_path / "picture.xyz")
+
+
+def test_the_picture_of_a_long_run_has_no_more_parts_than_that_of_a_short_one() -> None:
+    """A shape for each step took half a minute for 10,000 steps."""
+    figure = pytest.importorskip("matplotlib.figure")
+    records = [step_record(step) for step in (1, 2, 3, *range(6, 400))]
+    parts = []
+    for some in (records[:9], records):
+        axis = figure.Figure().subplots()
+        report._draw_phases(axis, some)
+        parts.append(len(axis.get_children()))
+    assert parts[0] == parts[1]
+    # a gap in the records is a gap in the picture, and a step is as wide as it is
+    waiting = axis.patches[0].get_data()
+    assert list(waiting.edges[:6]) == [0.5, 1.5, 2.5, 3.5, 5.5, 6.5]
+    assert list(waiting.values[:5]) == [
+        *(r.phases_s["wait_batch"] for r in records[:3]),
+        0,
+        records[3].phases_s["wait_batch"],
+    ]
+
+
+def test_the_moving_mean_is_that_of_its_window() -> None:
+    values = [0.0, 1.0, 5.0, 2.0] * 20
+    expected = [sum(w) / len(w) for w in (values[max(0, i - 4) : i + 5] for i in range(80))]
+    assert report._smooth(values) == pytest.approx(expected)
 
 
 def test_no_picture_without_steps_or_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 from hpcrl.aside import list_asides
 from hpcrl.checkpoints.ledger import CheckpointEntry, CheckpointLedger
 from hpcrl.errors import CheckpointError, RunDirError
+from hpcrl.runs.metrics import read_metrics
 from hpcrl.runs.record import user_name
 from hpcrl.runs.registry import reference
 from hpcrl.runs.rundir import RunDir
@@ -51,6 +52,8 @@ def plan_resume(run: RunDir, begin: Begin, *, completed: bool, steps: int | None
         raise nothing_to_restore(run, point.saved, point.skipped)
     total = run.recipe().trainer.steps
     completed = completed and not begin.scratch and begin.step is None
+    if steps is not None and not begin.scratch and begin.step is None:
+        _check_not_behind(run, steps)
     _check_steps(run, point, completed=completed, steps=total if steps is None else steps, before=total)
     return point
 
@@ -80,6 +83,22 @@ def _at(run: RunDir, point: ResumePoint, step: int) -> ResumePoint:
     except CheckpointError as error:
         raise nothing_to_restore(run, point.saved, [(step, str(error))], wanted=step) from error
     return ResumePoint(step, [], point.saved)
+
+
+def _check_not_behind(run: RunDir, steps: int) -> None:
+    """Refuse an end that the run has passed already, though its newest checkpoint has not."""
+    metrics = read_metrics(run)
+    reached = metrics[-1].step if metrics else 0
+    if steps >= reached:
+        return
+    behind = [step for step in CheckpointLedger(run.checkpoints_dir).steps() if step < steps]
+    again = f"hpcrl resume {run.name} --from-step {behind[-1]} --set trainer.steps={steps}" if behind else ""
+    back = f"    hint: give the later ones up: {again}\n" if behind else ""
+    raise RunDirError(
+        f"the run {run.name} has done {reached} steps, trainer.steps={steps} asks for fewer; nothing was changed\n"
+        f"    hint: more steps: hpcrl resume {run.name} --set trainer.steps={2 * reached}\n{back}"
+        f"    hint: it is done as it is: hpcrl checkpoint export {run.name}"
+    )
 
 
 def _check_steps(run: RunDir, point: ResumePoint, *, completed: bool, steps: int, before: int) -> None:

@@ -1,16 +1,19 @@
-"""The list of runs: one row each, cheap enough for hundreds."""
+"""The list of runs: one row each, cheap enough for a thousand."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
+from rich.console import Group
 from rich.table import Table
+from rich.text import Text
 
 from hpcrl.errors import RunDirError
-from hpcrl.runs.metrics import read_metrics
+from hpcrl.runs.metrics import read_newest
 from hpcrl.runs.observe import observe, prefetch
+from hpcrl.runs.record import RunRecord
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunState
 from hpcrl.runs.views.liveview import duration, state_text
@@ -18,6 +21,9 @@ from hpcrl.runs.views.liveview import duration, state_text
 __all__ = ["LISTING_SCHEMA", "RunRow", "list_rows", "listing_document", "listing_table"]
 
 LISTING_SCHEMA = "hpcrl.ls/1"
+_WIDE = 120
+"""From this width a cause stands in the row of its run, below it otherwise."""
+_CAUSE_INDENT = 4
 
 
 class RunRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,6 +31,10 @@ class RunRow(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes
     ----------
+    cluster:
+        Name of the profile that it was submitted with.
+    job:
+        Number of its newest Slurm job; None where it has none.
     steps, reward_mean:
         Optimizer steps done; mean reward of the newest one.
     wall_s:
@@ -36,6 +46,8 @@ class RunRow(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     state: RunState
     recipe: str
+    cluster: str
+    job: str | None
     attempts: int
     created_at_s: float
     wall_s: float | None
@@ -44,29 +56,52 @@ class RunRow(msgspec.Struct, frozen=True, kw_only=True):
     cause: str
 
 
-def list_rows(runs: Sequence[RunDir]) -> list[RunRow]:
-    """A row of each run, in their order. What cannot be read is left out."""
-    rows = []
+def list_rows(
+    runs: Sequence[RunDir], *, states: Collection[str] = (), cluster: str | None = None, newest: int = 0
+) -> list[RunRow]:
+    """A row of each run, in their order. What cannot be read is left out.
+
+    Parameters
+    ----------
+    runs:
+        Newest first.
+    states:
+        Only runs in one of these; all where it is empty.
+    cluster:
+        Only runs that were submitted with this profile.
+    newest:
+        At most so many; 0 for all.
+    """
+    rows: list[RunRow] = []
+    if newest and not states and cluster is None:
+        runs = runs[:newest]
     prefetch(runs)
     for run in runs:
         try:
-            view = observe(run)
+            view, record = observe(run), RunRecord.read(run)
         except RunDirError:
             continue
-        metrics = read_metrics(run)
+        if (states and view.state not in states) or cluster not in (None, view.cluster):
+            continue
+        last = read_newest(run)
+        slurm = [submission.job_id for submission in record.submissions if submission.executor == "slurm"]
         rows.append(
             RunRow(
                 name=view.name,
                 state=view.state,
                 recipe=view.recipe,
+                cluster=view.cluster,
+                job=slurm[-1] if slurm else None,
                 attempts=view.attempts,
                 created_at_s=view.created_at_s,
                 wall_s=view.wall_s,
-                steps=metrics[-1].step if metrics else 0,
-                reward_mean=metrics[-1].reward_mean if metrics else None,
+                steps=last.step if last is not None else 0,
+                reward_mean=None if last is None else last.reward_mean,
                 cause="" if view.cause is None else view.cause.message,
             )
         )
+        if newest and len(rows) == newest:
+            break
     return rows
 
 
@@ -75,20 +110,82 @@ def listing_document(rows: list[RunRow]) -> str:
     return msgspec.json.format(msgspec.json.encode({"schema": LISTING_SCHEMA, "runs": rows}), indent=2).decode()
 
 
-def listing_table(rows: list[RunRow]) -> Table:
-    """The list for a person."""
-    table = Table(box=None, header_style="dim", pad_edge=False)
-    for column in ("run", "state", "created", "attempts", "time", "steps", "reward", "cause"):
-        table.add_column(column, justify="right" if column in ("attempts", "time", "steps", "reward") else "left")
-    for row in rows:
-        table.add_row(
-            row.name,
-            state_text(row.state),
-            time.strftime("%Y-%m-%d %H:%M", time.localtime(row.created_at_s)),
-            str(row.attempts),
-            duration(row.wall_s),
-            str(row.steps),
-            "-" if row.reward_mean is None else f"{row.reward_mean:.3f}",
-            row.cause,
-        )
-    return table
+def listing_table(rows: list[RunRow], width: int) -> Group | Table:
+    """The list for a person, within ``width`` columns. Names are never cut: they are what other commands are given."""
+    wide = width >= _WIDE
+    columns = ["run", "state", "age", "time", "steps", "reward"]
+    if any(row.job is not None for row in rows):
+        columns.insert(2, "job")
+    if wide:
+        columns[2:2] = ["cluster"]
+        columns += ["attempts", "cause"]
+    cells = [[_cell(row, column) for column in columns] for row in rows]
+    if wide:
+        table = Table(box=None, header_style="dim", pad_edge=False)
+        for column in columns:
+            table.add_column(column, justify="right" if column in _NUMBERS else "left", no_wrap=column != "cause")
+        for line in cells:
+            table.add_row(*line)
+        return table
+    # what is too much beside the longest name goes, the least needed first
+    for column in ("reward", "time", "age"):
+        if _needed(columns, cells) > width:
+            at = columns.index(column)
+            columns.pop(at)
+            for line in cells:
+                line.pop(at)
+    widths = _widths(columns, cells)
+    lines = [_line([Text(column, style="dim") for column in columns], columns, widths)]
+    for row, line in zip(rows, cells, strict=True):
+        lines.append(_line(line, columns, widths))
+        if row.cause:
+            cause = Text(" " * _CAUSE_INDENT + row.cause, style="dim", no_wrap=True, overflow="ellipsis")
+            cause.truncate(width, overflow="ellipsis")
+            lines.append(cause)
+    return Group(*lines)
+
+
+_NUMBERS = ("job", "age", "time", "steps", "reward", "attempts")
+
+
+def _cell(row: RunRow, column: str) -> Text:
+    if column == "state":
+        return state_text(row.state)
+    values = {
+        "run": row.name,
+        "cluster": row.cluster,
+        "job": row.job or "-",
+        "age": _age(time.time() - row.created_at_s),
+        "time": duration(row.wall_s),
+        "steps": str(row.steps),
+        "reward": "-" if row.reward_mean is None else f"{row.reward_mean:.3f}",
+        "attempts": str(row.attempts),
+        "cause": row.cause,
+    }
+    return Text(values[column])
+
+
+def _age(seconds: float) -> str:
+    """``45s``, ``12m``, ``5h``, ``3d``: since the submit, in the largest unit that fits."""
+    for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.0f}{unit}"
+    return f"{max(0.0, seconds):.0f}s"
+
+
+def _widths(columns: list[str], cells: list[list[Text]]) -> list[int]:
+    return [max(len(column), *(len(line[i]) for line in cells)) for i, column in enumerate(columns)]
+
+
+def _needed(columns: list[str], cells: list[list[Text]]) -> int:
+    return sum(_widths(columns, cells)) + 2 * (len(columns) - 1)
+
+
+def _line(values: list[Text], columns: list[str], widths: list[int]) -> Text:
+    line = Text(no_wrap=True, overflow="ignore")
+    for i, (value, column, size) in enumerate(zip(values, columns, widths, strict=True)):
+        pad = " " * (size - len(value))
+        line.append("  " if i else "")
+        line.append_text(Text.assemble(pad, value) if column in _NUMBERS else Text.assemble(value, pad))
+    line.rstrip()
+    return line

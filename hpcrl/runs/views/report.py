@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -139,19 +140,19 @@ def _draw_staleness(axis: Any, metrics: list[StepRecord], bound: int) -> None:
 
 
 def _draw_phases(axis: Any, metrics: list[StepRecord]) -> None:
-    steps = [record.step for record in metrics]
     total = sum(sum(record.phases_s.values()) for record in metrics) or 1.0
-    base = [0.0] * len(metrics)
+    edges, bins = _bins(metrics)
+    base = [0.0] * len(bins)
     for phase, (label, _) in PHASES.items():
-        seconds = [record.phases_s.get(phase, 0.0) for record in metrics]
+        seconds = [record.phases_s.get(phase, 0.0) if record is not None else 0.0 for record in bins]
         top = [low + high for low, high in zip(base, seconds, strict=True)]
         if sum(seconds) > 0:
-            # bars without gaps: each step is as wide as it is, whatever the number of steps
-            axis.bar(
-                steps,
-                seconds,
-                bottom=base,
-                width=1.0,
+            # one area a phase, whatever the number of steps: a bar for each takes half a minute for 10,000 of them
+            axis.stairs(
+                top,
+                edges,
+                baseline=base,
+                fill=True,
                 color=_COLOURS[phase],
                 linewidth=0,
                 label=f"{label} {sum(seconds) / total:.0%}",
@@ -164,11 +165,25 @@ def _draw_phases(axis: Any, metrics: list[StepRecord]) -> None:
     axis.set_title("Seconds of each step, by phase", loc="left", fontsize=11, fontweight="bold", color=_INK)
 
 
+def _bins(metrics: list[StepRecord]) -> tuple[list[float], list[StepRecord | None]]:
+    """Edges of steps on the axis, one more than bins; a bin of None where records of steps are missing."""
+    edges: list[float] = [metrics[0].step - 0.5]
+    bins: list[StepRecord | None] = []
+    for record in metrics:
+        if record.step - 0.5 > edges[-1]:
+            edges.append(record.step - 0.5)
+            bins.append(None)
+        edges.append(record.step + 0.5)
+        bins.append(record)
+    return edges, bins
+
+
 def _smooth(values: list[float]) -> list[float]:
     """Centred moving mean; narrower at both ends."""
     radius = max(1, round(len(values) * _SMOOTH_SHARE))
-    windows = (values[max(0, i - radius) : i + radius + 1] for i in range(len(values)))
-    return [sum(window) / len(window) for window in windows]
+    sums = [0.0, *accumulate(values)]
+    windows = ((max(0, i - radius), min(len(values), i + radius + 1)) for i in range(len(values)))
+    return [(sums[end] - sums[begin]) / (end - begin) for begin, end in windows]
 
 
 def _tidy(axis: Any) -> None:
