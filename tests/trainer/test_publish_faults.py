@@ -273,7 +273,7 @@ from pathlib import Path
 sys.path.insert(0, {tests!r})
 import torch
 from test_publish_kinds import change, load_model, make_publisher
-from hpcrl.trainer.parallel import distributed
+from hpcrl.trainer.parallel.mesh import distributed
 from hpcrl.weights.store import HandoffStore
 torch.set_num_threads(1)
 root, model_dir = Path({root!r}), Path({model!r})
