@@ -54,7 +54,7 @@ def test_killed_role_ends_the_run_and_resume_goes_on(lab: Lab, role: str) -> Non
     state = lab.wait_end(run, 10.0)
     wait_for(lambda: not processes(run), 10.0 - (time.monotonic() - killed), "end of all processes")
     assert state.upper() == ("LOST" if role == "supervisor" else "FAILED")
-    why = lab.hpcrl("why", run.name).stdout
+    why = lab.hpcrl("why", run.name, "--events").stdout
     assert role.split(maxsplit=1)[0] in why
     assert "SIGKILL" in why or role == "supervisor"
 

@@ -75,7 +75,7 @@ def test_a_killed_engine_is_restarted_and_the_run_goes_on(lab: Lab, capsys: Any)
     check_goes_on(lab, run)
     status = lab.json("status", run.name)
     assert [c["restarts"] for c in status["components"] if c["role"] == "engine"] == [1, 0]
-    why = lab.hpcrl("why", run.name).stdout
+    why = lab.hpcrl("why", run.name, "--events").stdout
     assert "engine 0 was killed by SIGKILL; engine 0 is restarted (restart 1)" in why
 
 
@@ -88,7 +88,7 @@ def test_a_stopped_engine_is_found_dumped_and_restarted(lab: Lab, capsys: Any) -
     (hung,) = events(run, "component.hung")
     assert "has not answered" in hung.data["problem"]
     assert hung.data["frames"], (run.path / hung.data["dumps"][0]).read_text()
-    why = lab.hpcrl("why", run.name).stdout
+    why = lab.hpcrl("why", run.name, "--events").stdout
     assert hung.data["dumps"][0] in why
     check_goes_on(lab, run)
 
