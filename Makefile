@@ -39,10 +39,11 @@ format:
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-# what is generated from code: docs/configuration.md, docs/cli.md
+# what is generated from code: docs/configuration.md, docs/cli.md, the picture in docs/architecture.md
 docs:
 	@python3 tools/bootstrap.py all dev
 	@$(BIN)/python tools/generate_docs.py
+	@$(BIN)/python tools/draw_rooms.py
 
 wheel:
 	@python3 tools/bootstrap.py all dev

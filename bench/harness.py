@@ -138,13 +138,13 @@ def _busy_ticks() -> int:
     return sum(values) - values[3] - values[4]
 
 
-def record(name: str, figures: dict[str, Any]) -> None:
-    """Write ``bench/results/<name>.json`` with the machine and the time."""
+def record(name: str, figures: dict[str, Any], path: Path | None = None) -> None:
+    """Write ``bench/results/<name>.json``, or ``path``, with the machine and the time."""
     machine = {"cpus": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version()}
     value = {"date": time.strftime("%Y-%m-%d"), "machine": machine, **figures}
-    path = ROOT / "bench/results" / f"{name}.json"
+    path = path or ROOT / "bench/results" / f"{name}.json"
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    print(f"wrote {path.relative_to(ROOT)}")
+    print(f"wrote {os.path.relpath(path, ROOT)}")
 
 
 def _sets(settings: tuple[str, ...]) -> list[str]:

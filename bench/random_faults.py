@@ -8,12 +8,14 @@ many steps were lost, is anything left over, and how long did it take. A run tha
 fault each run must reach its last step.
 
 Counts go to ``bench/results/random_faults.json``, local and Slurm side by side. ``--seed`` fixes the choice, not the
-moment. A long campaign is made in parts: with ``--append`` the faults are added to those of parts before.
+moment. A long campaign is made in parts: with ``--append`` the faults are added to those of parts before, also by
+several parts at a time.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import random
@@ -24,12 +26,12 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import psutil
-from fault_trials.places import NODES, Lab, Skew, SlurmLab, Switches, laboratory, processes
+from fault_trials.places import Lab, Skew, SlurmLab, Switches, laboratory, processes
 from fault_trials.policies import FLOOR_S, LOCAL, SLURM, Fault
 from fault_trials.trial import LIMIT_S, Trial, ready_for_fault, status, wait_for
 from harness import ROOT, record, scratch, warmup
@@ -62,7 +64,10 @@ class Bench:
         self.ends: list[dict[str, Any]] = []
         self.deadline = time.monotonic() + 60.0 * arguments.minutes
         self.deck: list[Fault] = []
-        self.before = self._parts_before()
+        self.result: Path = arguments.result
+        self.kind = "slurm" if self.slurm else "local"
+        if not arguments.append:
+            self._record(lambda section: section.clear())
 
     @property
     def more(self) -> bool:
@@ -90,7 +95,7 @@ class Bench:
         settings += ["job.layout=hetjob", "job.retry_failures=9"] if self.slurm else []
         skew = self.switches.skew
         if self.slurm and skew.possible() and self.rng.random() < 0.5:
-            skew.choose(self.rng, [f"n{number}" for number in range(1, NODES + 1)])
+            skew.choose(self.rng, [node.name for node in self.lab.cluster.record().nodes])
         run = self.lab.submit(name, *settings)
         wait_for(lambda: RunStatus.read(run))
         while self.more and wait_for(lambda: ready_for_fault(run) or self.over(run)) and not self.over(run):
@@ -115,7 +120,7 @@ class Bench:
                 self.lab.cluster.revive_node(trial.target.node)
         print(f"    {result}", flush=True)
         self.results.append(result | {"seed": self.arguments.seed})
-        self.save()
+        self._record(lambda section: section.setdefault("trials", []).append(self.results[-1]))
         return result.get("again_s") is not None
 
     @staticmethod
@@ -145,51 +150,67 @@ class Bench:
             end["skew"] = {"node": skew.node, "seconds": skew.seconds, "measured": measured[-1] if measured else None}
         print(f"end of {end}", flush=True)
         self.ends.append(end | {"seed": self.arguments.seed})
-        self.save()
+        self._record(lambda section: section.setdefault("runs", []).append(self.ends[-1]))
 
     # -- figures -------------------------------------------------------------------------------------------------
 
-    def _parts_before(self) -> dict[str, Any]:
-        kind = "slurm" if self.slurm else "local"
-        return self._recorded().get(kind, {}) if self.arguments.append else {}
+    def _record(self, change: Callable[[dict[str, Any]], Any]) -> None:
+        """Change what was recorded of this kind of run; parts that go on at a time wait for each other."""
+        directory = os.open(self.result.parent, os.O_RDONLY)
+        try:
+            fcntl.flock(directory, fcntl.LOCK_EX)
+            found: dict[str, Any] = json.loads(self.result.read_text()) if self.result.is_file() else {}
+            sections = {kind: found.get(kind, {}) for kind in ("local", "slurm")}
+            change(sections[self.kind])
+            figures = {kind: summary(section) for kind, section in sections.items() if section}
+            record("random_faults", together(figures) | figures, self.result)
+        finally:
+            os.close(directory)
 
-    @staticmethod
-    def _recorded() -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(RESULT.read_text()) if RESULT.is_file() else {}
-        return found
 
-    def save(self) -> None:
-        """Record what there is so far, beside the figures of the other kind of run."""
-        before = self._recorded()
-        kept = {key: before[key] for key in ("local", "slurm") if key in before}
-        record("random_faults", kept | {"slurm" if self.slurm else "local": self.summary()})
+def summary(section: dict[str, Any]) -> dict[str, Any]:
+    """Counts and times of all parts."""
+    results = section.get("trials", [])
+    good = [r for r in results if r.get("again_s") is not None]
+    return counts(results) | {
+        "hang_floor_s": FLOOR_S,
+        "left_over": sum(r.get("left", 0) for r in results),
+        "lost_steps_most": max((r["lost_steps"] for r in good), default=None),
+        "outcomes": dict(Counter(r["outcome"] for r in results)),
+        "detected_s_median": median(r["detected_s"] for r in good),
+        "again_s_median": median(r["again_s"] for r in good),
+        "runs": section.get("runs", []),
+        "trials": results,
+    }
 
-    def summary(self) -> dict[str, Any]:
-        """Counts and times, of this part and those before."""
-        results = [*self.before.get("trials", ()), *self.results]
-        good = [r for r in results if r.get("again_s") is not None]
-        by_kind: dict[str, list[int]] = {}
-        for r in results:
-            counts = by_kind.setdefault(r["fault"].split()[0], [0, 0])
-            counts[0] += 1
-            counts[1] += r["as_policy_says"]
-        return {
-            "seeds": sorted({r["seed"] for r in results if "seed" in r}),
-            "hang_floor_s": FLOOR_S,
-            "load_average": round(os.getloadavg()[0], 1),
-            "faults": len(results),
-            "as_policy_says": sum(r["as_policy_says"] for r in results),
-            "as_policy_says_by_kind": {kind: f"{right} of {made}" for kind, (made, right) in sorted(by_kind.items())},
-            "why_right": sum(bool(r.get("why")) for r in results),
-            "why_asked": sum(r.get("why") is not None for r in results),
-            "left_over": sum(r.get("left", 0) for r in results),
-            "lost_steps_most": max((r["lost_steps"] for r in good), default=None),
-            "outcomes": dict(Counter(r["outcome"] for r in results)),
-            "detected_s_median": median(r["detected_s"] for r in good),
-            "again_s_median": median(r["again_s"] for r in good),
-            "runs": [*self.before.get("runs", ()), *self.ends],
-            "trials": results,
-        }
+
+def counts(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """What was as it should be."""
+    by_kind: dict[str, list[int]] = {}
+    for r in results:
+        made = by_kind.setdefault(kind_of(r["fault"]), [0, 0])
+        made[0] += 1
+        made[1] += r["as_policy_says"]
+    return {
+        "faults": len(results),
+        "as_policy_says": sum(r["as_policy_says"] for r in results),
+        "as_policy_says_by_kind": {kind: f"{right} of {made}" for kind, (made, right) in sorted(by_kind.items())},
+        "why_asked": sum(r.get("why") is not None for r in results),
+        "why_right": sum(bool(r.get("why")) for r in results),
+    }
+
+
+def kind_of(fault: str) -> str:
+    """What was done, and of a file also how it failed."""
+    words = fault.split()
+    return f"file {words[-1]}" if words[0] == "file" else words[0]
+
+
+def together(figures: dict[str, Any]) -> dict[str, Any]:
+    """Counts of both kinds of run, and what missed."""
+    results = [r for section in figures.values() for r in section["trials"]]
+    missed = [r for r in results if not r["as_policy_says"] or r.get("why") is False]
+    return {"together": counts(results), "missed": missed}
 
 
 def median(values: Iterable[float | None]) -> float | None:
@@ -200,13 +221,13 @@ def median(values: Iterable[float | None]) -> float | None:
 
 def table(results: list[dict[str, Any]]) -> None:
     """Print one line a fault."""
-    print(f"{'fault':26} {'outcome':14} {'policy':6} {'why':5} {'lost':>4} {'left':>4} {'detected':>9} {'again':>8}")
+    print(f"{'fault':42} {'outcome':14} {'policy':6} {'why':5} {'lost':>4} {'left':>4} {'detected':>9} {'again':>8}")
     for r in results:
         cells = (r.get("lost_steps"), r.get("left"), r.get("detected_s"), r.get("again_s"))
         lost, left, detected, again = ("-" if cell is None else str(cell) for cell in cells)
         policy = "yes" if r["as_policy_says"] else "NO"
         why = {None: "-", True: "yes", False: "NO"}[r.get("why")]
-        print(f"{r['fault']:26} {r['outcome'][:14]:14} {policy:6} {why:5} {lost:>4} {left:>4} {detected:>9} {again:>8}")
+        print(f"{r['fault']:42} {r['outcome'][:14]:14} {policy:6} {why:5} {lost:>4} {left:>4} {detected:>9} {again:>8}")
 
 
 def main() -> None:
@@ -221,6 +242,7 @@ def main() -> None:
     parser.add_argument("--append", action="store_true", help="add to the faults that were recorded before")
     parser.add_argument("--only", help="faults whose name matches this pattern")
     parser.add_argument("--model", type=Path, help="a start model; made where not given")
+    parser.add_argument("--result", type=Path, default=RESULT, help="where figures go")
     arguments = parser.parse_args()
     if arguments.slurm and not Skew.possible():
         print("clocks stay right: libfaketime is not installed\n    hint: apt-get install faketime", file=sys.stderr)

@@ -10,6 +10,7 @@
     │   ├── RunDirError             a run does not exist, is ambiguous, or its directory is in use
     │   └── MissingExtraError       an optional part is not installed; names the install command
     ├── RunFailedError              the run itself failed (exit code 1)
+    ├── EnvironmentFailedError      an environment of the user's own fails; its exception comes first, then its frames
     ├── HandoffError                a weight hand-off is missing, torn or wrong
     ├── CheckpointError             a checkpoint entry is missing, torn or wrong
     ├── NothingToRestoreError       a run that has saved checkpoints can restore none; it does not begin again
@@ -32,6 +33,7 @@ __all__ = [
     "ConfigError",
     "DeadlineError",
     "DoesNotFitError",
+    "EnvironmentFailedError",
     "ExitCode",
     "FencedError",
     "Finding",
@@ -77,6 +79,10 @@ class UsageError(HpcrlError):
     exit_code = ExitCode.USAGE
 
 
+_LONGEST = 400
+"""Characters of a key or a sentence that a message shows: values of a file come back in it, of any length."""
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
     """One thing that is wrong in a configuration.
@@ -99,7 +105,9 @@ class Finding:
     hint: str = ""
 
     def __str__(self) -> str:
-        head = f"{self.where}: {self.key}: {self.what}" if self.key else f"{self.where}: {self.what}"
+        what = self.what if len(self.what) <= _LONGEST else f"{self.what[:_LONGEST]}…"
+        key = self.key if len(self.key) <= _LONGEST else f"{self.key[:_LONGEST]}…"
+        head = f"{self.where}: {key}: {what}" if key else f"{self.where}: {what}"
         return f"{head}\n    hint: {self.hint}" if self.hint else head
 
 
@@ -143,6 +151,13 @@ class RunFailedError(HpcrlError):
     """A run ended without success."""
 
 
+class EnvironmentFailedError(HpcrlError):
+    """An environment of the user's own cannot be made, or fails in all its rollouts.
+
+    The first line names the environment, the type of its exception and the message; the next are its own frames.
+    """
+
+
 class HandoffError(HpcrlError):
     """A weight hand-off is missing, torn or does not fit the model."""
 
@@ -169,11 +184,15 @@ class PeerLostError(HpcrlError):
     """Another role of the run went away. Never the first cause of a failure."""
 
 
+_AGAIN = "try again; where it stays so, tell the site: the filesystem is not well"
 _REFUSALS = {
     errno.EACCES: ("permission denied", "ask its owner, or name a directory of yours"),
     errno.EPERM: ("the operation is not permitted", "ask its owner, or name a directory of yours"),
     errno.EROFS: ("the filesystem is read-only", "name a directory on another one"),
     errno.ENOSPC: ("no space is left on the device", "make room there, or name a directory on another one"),
+    errno.ESTALE: ("the handle is stale: the file server has lost it, or was restarted", _AGAIN),
+    errno.EIO: ("the filesystem failed to read or write", _AGAIN),
+    errno.ETIMEDOUT: ("the file server does not answer", _AGAIN),
     errno.EDQUOT: ("the quota is used up", "make room there, or name a directory on another filesystem"),
 }
 

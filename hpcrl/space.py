@@ -8,11 +8,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Space", "find_shortage", "find_space"]
+from hpcrl.errors import HandoffError
+
+__all__ = ["ShortageError", "Space", "describe_space", "find_shortage", "find_space"]
 
 _BLOCK_BYTES = 1024  # of quotactl
 _Q_GETQUOTA = 0x800007
 _USER, _GROUP = 0, 1
+
+
+class ShortageError(HandoffError):
+    """There is no room for a version now."""
 
 
 class Space(NamedTuple):
@@ -62,6 +68,24 @@ def find_shortage(directory: Path, *, size: int, files: int) -> str | None:
             if left is not None and left < needed:
                 return f"{needed:,} {what} in {directory}, {limit.what} leaves {left:,}"
     return None
+
+
+def describe_space(directory: Path) -> str:
+    """What is left for ``directory`` now, in words: to be said beside what a filesystem refused."""
+    try:
+        limits = find_space(directory)
+    except OSError as error:
+        return f"what space is left there cannot be seen: {error}"
+    return ", ".join(f"{limit.what} leaves {_left_words(limit)}" for limit in limits)
+
+
+def _left_words(limit: Space) -> str:
+    words = []
+    if limit.bytes is not None:
+        words.append(f"{limit.bytes:,} bytes" if limit.bytes < 1 << 20 else f"{limit.bytes / (1 << 30):,.3g} GiB")
+    if limit.inodes is not None:
+        words.append(f"{limit.inodes:,} inodes")
+    return " and ".join(words)
 
 
 def _device(directory: Path) -> str | None:

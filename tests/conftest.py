@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 import signal
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +25,24 @@ def empty_working_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterato
     path = tmp_path_factory.mktemp("cwd")
     with contextlib.chdir(path):
         yield path
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Which runs and profiles a user has is in the home directory: no test sees a developer's, or adds to them."""
+    home = tmp_path_factory.getbasetemp() / "home"
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("state", "config"):
+            patch.setenv(f"XDG_{name.upper()}_HOME", str(home / name))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def no_runs_of_other_tests(
+    own_home: None, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor what another test left."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.getbasetemp() / "home" / uuid.uuid4().hex))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from hpcrl.config.base import MOST
 from hpcrl.config.cluster import CLUSTER_KINDS
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.rules.rule import Rule, SiteRule
@@ -158,7 +159,8 @@ def _type(annotation: Any, field: FieldInfo) -> str:
     bounds = []
     for limit in limits:
         for kind, sign in ((Ge, "≥"), (Gt, ">"), (Le, "≤"), (Lt, "<")):
-            if isinstance(limit, kind):
+            # every number has the bound of exact ones, which nobody meets
+            if isinstance(limit, kind) and limit != Le(MOST):
                 bounds.append(f"{sign} {getattr(limit, kind.__name__.lower()):g}")
         if isinstance(limit, MinLen) and limit.min_length:
             bounds.append(f"≥ {limit.min_length} items")

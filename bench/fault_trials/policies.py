@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+from collections.abc import Iterator
 from typing import NamedTuple
 
 __all__ = ["FLOOR_S", "LOCAL", "SLURM", "Fault", "expected_outcomes"]
@@ -29,6 +30,9 @@ class Fault(NamedTuple):
         How long the fault lasts, where it passes by itself.
     spec:
         Of a file, for tests/faults.c; ``{run}`` stands for the name of the run.
+    during:
+        Of a file that is only used at a start: what makes one while it fails. A role that is killed, or ``resume`` of a
+        run whose supervisor was killed.
     """
 
     how: str
@@ -37,6 +41,7 @@ class Fault(NamedTuple):
     why: str
     seconds: float = 0.0
     spec: str = ""
+    during: str = ""
 
     @property
     def name(self) -> str:
@@ -51,7 +56,10 @@ def expected_outcomes(fault: Fault, *, retries: bool) -> set[str]:
         "requeue": "next attempt",
         "nothing": "went on",
         "end": end,
-        "attempt": "next attempt" if retries else end,
+        # a run that was ended before its resume has another cause now
+        "no start": "FAILED",
+        "refused": "refused",
+        "attempt": "next attempt" if retries or fault.during == "resume" else end,
     }
     return {following[policy] for policy in fault.policy.split("|")}
 
@@ -70,14 +78,26 @@ _PROCESSES = (
     Fault("stop", "supervisor", "nothing", "", 1.5 * FLOOR_S),
 )
 
-_ERRORS = ("ESTALE", "EDQUOT", "ENOSPC")
+_FULL = "takes no more|is full"
+_SAID = {
+    "ESTALE": "the handle is stale",
+    "EDQUOT": f"the quota is used up|{_FULL}",
+    "ENOSPC": f"no space is left|{_FULL}",
+}
+_ERRORS = tuple(_SAID)
 #: reports: whatever fails, the run goes on and catches up
-_REPORTS = ("status.json", "events/", "metrics/", "progress/", "fleet.json", "rollouts/")
-#: what engines and trainer exchange. A publication that fails ends the attempt with the reason, because engines must
-#: get what is trained
+_REPORTS = ("status.json", "events/", "metrics/", "progress/", "fleet.json", "rollouts/", "logs/")
+#: what engines and trainer exchange: a publication is tried again for longer than these faults last
 _WEIGHTS = "weights/"
 #: leases of engines: they are tried again for longer than the fault lasts
 _READERS = "weights/.readers/"
+#: used where a role starts: an engine is started again and again, each time in its restart policy
+_ROLE_STARTS = ("ready/", "plan.json", "token", "endpoints.json")
+#: used where an attempt starts or ends. Where the next one cannot begin, the run ends and says why
+_ATTEMPT_STARTS = ("restore.json", "ready/", "failures/", "endpoints.json", "run.json", "attempts/", "checkpoints/")
+#: used where a run is resumed: the command says why it is refused, or the attempt why it cannot begin
+_RESUMES = ("run.json", "restart.json", "snapshots/", "submitit/", "plan.json", "status.json", "attempts/")
+_START_S = 10.0
 
 
 def _files() -> tuple[Fault, ...]:
@@ -86,24 +106,36 @@ def _files() -> tuple[Fault, ...]:
         number = getattr(errno, error)
         # a handle is stale for whoever uses it; a full quota refuses what makes or grows files
         operation = "any" if error == "ESTALE" else "change"
-        said = re.escape(os.strerror(number))
-        for file in (*_REPORTS, _READERS):
-            faults.append(Fault("file", f"{file} {error}", "nothing", "", 5.0, _spec(operation, number, file)))
+        # as the system says it, and as commands and the cause of a full disk say it
+        said = re.escape(os.strerror(number)) + "|" + _SAID[error]
+
+        def faults_of(
+            files: tuple[str, ...], policy: str, why: str = "", seconds: float = 5.0, during: str = ""
+        ) -> Iterator[Fault]:
+            for file in files:
+                what = f"{file} {error}" + (f" while {during}" if during else "")  # noqa: B023
+                yield Fault("file", what, policy, why, seconds, _spec(operation, number, file), during)  # noqa: B023
+
+        faults += faults_of((*_REPORTS, _READERS), "nothing")
+        # an engine that cannot read a version in time is started again
+        faults += faults_of((_WEIGHTS,), "nothing|restart", rf"{said}|engine \d")
         # a save that fails is said, and training goes on
-        spec = _spec(operation, number, "checkpoints/")
-        faults.append(Fault("file", f"checkpoints/ {error}", "nothing|attempt", rf"{said}|FencedError", 5.0, spec))
-        spec = _spec(operation, number, _WEIGHTS)
-        # where there is no space the next attempt would find none either: the run ends, and says so
-        policy = "nothing|restart|attempt" + ("" if error == "ESTALE" else "|end")
-        faults.append(Fault("file", f"{_WEIGHTS} {error}", policy, rf"{said}|is full", 5.0, spec))
+        faults += faults_of(("checkpoints/",), "nothing|attempt", rf"{said}|FencedError")
+        killed = r"{role} {replica} was killed by SIGKILL"
+        faults += faults_of(_ROLE_STARTS, "restart", rf"{killed}|{said}", during="kill engine")
+        killed = r"trainer 0.* was killed by SIGKILL"
+        faults += faults_of(_ATTEMPT_STARTS, "attempt|end", rf"{killed}|{said}", _START_S, "kill trainer rank")
+        faults += faults_of(_RESUMES, "attempt|no start|refused", said, _START_S, "resume")
     return tuple(faults)
 
 
 def _spec(operation: str, number: int, file: str) -> str:
-    """Part of the path with the name of the run in it; that of a single file matches its temporary name, too."""
-    path = (
-        f"/{{run}}/{file}" if file in ("events/", "metrics/", "rollouts/", "checkpoints/", _WEIGHTS, _READERS) else file
-    )
+    """A directory of the run with all that is in it, or a single file, with its temporary names, too."""
+    if file in ("progress/", "logs/", "ready/", "failures/"):
+        path = f"/{file}"  # of any attempt
+    else:
+        # not tokenizer.json
+        path = f"/{{run}}/{file}" if file.endswith("/") or file == "token" else file
     return f"op={operation} errno={number} path={path}"
 
 
@@ -115,8 +147,9 @@ SLURM = (
     Fault("scancel", "job", "end", r"(?i)cancelled|ended by Slurm"),
     Fault("preempt", "job", "requeue", r"(?i)preempt"),
     # the step of the next life is never started, as with "Requested nodes are busy"; then srun works again
-    Fault("srun hangs", "engine", "restart", r"{role} {replica} (was not ready|did not start|.*never)", 30.0),
-    # the guard and its slurmstepd do not answer while the job has to leave: the requeue must not be missed
-    Fault("unreachable", "guard of engine", "requeue", r"(?i)preempt"),
+    Fault("srun hangs", "engine", "restart", r"{role} {replica} (was not ready|did not begin)", 30.0),
+    # the guard and its slurmstepd do not answer while the job has to leave: the requeue must not be missed. Slurm waits
+    # for such a node, until it is back (as here) or declared down
+    Fault("unreachable", "guard of engine", "requeue", r"(?i)preempt", 30.0),
     Fault("away", "slurmctld", "nothing", "", 180.0),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import subprocess
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from hpcrl.runs.status import ComponentStatus, RunState, RunStatus
 __all__ = ["OVER", "Trial", "ready_for_fault", "status", "wait_for"]
 
 OVER = ("COMPLETED", "FAILED", "LOST", "CANCELLED")
+ENDED = (*OVER, "refused")
 #: events by which somebody notices a fault
 NOTICED = (
     "component.hung",
@@ -67,6 +69,7 @@ class Trial:
     ) -> None:
         self.lab, self.switches, self.run, self.fault, self.rng = lab, switches, run, fault, rng
         self.retries = retries
+        self._answer: subprocess.CompletedProcess[str] | None = None
 
     def go(self) -> dict[str, Any]:
         """Make the fault and look at all that follows."""
@@ -81,9 +84,9 @@ class Trial:
             self._heal()
         result |= {"outcome": outcome, "detected_s": self._detected_s()}
         result["as_policy_says"] = outcome in expected_outcomes(self.fault, retries=self.retries)
-        result["why"] = self._why() if self.fault.why and outcome != "went on" else None
-        result["left"] = self._left(ended=outcome in OVER)
-        if outcome in OVER:
+        result["why"] = self._why(outcome) if self.fault.why and outcome != "went on" else None
+        result["left"] = self._left(ended=outcome in ENDED)
+        if outcome in ENDED:
             self.lab.hpcrl("resume", self.run.name)
         result["again_s"], result["lost_steps"] = self._again(outcome)
         return result
@@ -91,10 +94,12 @@ class Trial:
     # -- the fault -----------------------------------------------------------------------------------------------
 
     def _choose(self, before: RunStatus) -> Target:
-        what, of = self.fault.what, self.fault.what.removeprefix("guard ").removeprefix("of ").split()[0]
+        what = {"": self.fault.what, "resume": "supervisor"}.get(self.fault.during) or self.fault.during
+        what = what.removeprefix("kill ")
+        of = what.removeprefix("guard ").removeprefix("of ").split()[0]
         if what == "supervisor":
             return Target("supervisor", 0, psutil.Process(before.supervisor.pid))
-        if what in ("job", "slurmctld") or self.fault.how == "file":
+        if what in ("job", "slurmctld") or (self.fault.how == "file" and not self.fault.during):
             return Target()
         component = self.rng.choice([c for c in before.components if c.role == of])
         assert component.pid is not None
@@ -108,7 +113,7 @@ class Trial:
     def _strike(self) -> None:
         how = self.fault.how
         if how == "file":
-            self.switches.fail_files(self.fault.spec.format(run=self.run.name))
+            self._strike_files()
         elif how == "kill":
             self._process.kill()
         elif how == "stop":
@@ -122,6 +127,19 @@ class Trial:
             # long enough for an alarm, were it one; then it goes on
             time.sleep(self.fault.seconds)
             self._heal()
+
+    def _strike_files(self) -> None:
+        fault, spec = self.fault, self.fault.spec.format(run=self.run.name)
+        if fault.during == "resume":
+            self._process.kill()
+            assert wait_for(lambda: self.lab.json("status", self.run.name)["state"] in OVER, 60.0)
+            assert wait_for(lambda: not processes(self.run), 60.0)
+            self.switches.fail_files(spec)
+            self._answer = self.lab.hpcrl("resume", self.run.name, check=False)
+        else:
+            self.switches.fail_files(spec)
+            if fault.during:
+                self._process.kill()
 
     def _strike_cluster(self, how: str) -> None:
         lab = self.lab
@@ -165,16 +183,19 @@ class Trial:
         victim = (self.target.role, self.target.replica)
         restarts = sum(c.restarts for c in before.components)
         may_go_on = "nothing" in self.fault.policy.split("|")
+        if self._answer is not None and self._answer.returncode != 0 and not processes(self.run):
+            return "refused"
 
         def seen() -> str:
             now = status(self.run)
             if now.attempt > self.attempt:
-                return "next attempt"
-            if now.state.ended:
+                # where files failed at its start, too, it must come to a step
+                begun = not self.fault.during or any(s.attempt > self.attempt for s in read_metrics(self.run))
+                return now.state.value if now.state.ended else "next attempt" if begun else ""
+            if now.state.ended and self._answer is None:
                 return now.state.value
             if now.supervisor.alive() is False and now.state is not RunState.REQUEUED:
-                state = str(self.lab.json("status", self.run.name)["state"])
-                return state if state in OVER else ""
+                return self._over()
             if may_go_on:
                 if sum(c.restarts for c in now.components) > restarts:
                     return "restarted"
@@ -185,6 +206,11 @@ class Trial:
 
         return wait_for(seen) or "nothing within the limit"
 
+    def _over(self) -> str:
+        """The end that the tool sees, where the supervisor is gone; empty where another attempt is about to begin."""
+        state = str(self.lab.json("status", self.run.name)["state"])
+        return state if state in OVER else ""
+
     def _detected_s(self) -> float | None:
         noticed = [event.time_s for event in self._events() if event.kind in NOTICED or is_end(event)]
         return round(min(noticed) - self.began_s, 2) if noticed else None
@@ -192,17 +218,26 @@ class Trial:
     def _events(self) -> list[Event]:
         return [event for event in read_events(self.run) if event.time_s > self.began_s]
 
-    def _why(self) -> bool:
-        why = self.lab.json("why", self.run.name)
-        said = [why["sentence"], *(c["what"] for c in why["consequences"]), *why["earlier"].values()]
+    def _why(self, outcome: str) -> bool | None:
+        said = self._said(outcome)
         pid = "" if self.target.process is None else str(self.target.process.pid)
         pattern = self.fault.why.format(
             role=self.target.role, replica=self.target.replica, pid=pid, node=self.target.node
         )
+        if self._answer is not None and self._answer.returncode == 0 and outcome == "next attempt":
+            return None  # nothing has failed
         good = any(re.search(pattern, text) for text in said)
         if not good:
             print(f"    why says: {said}")
         return good
+
+    def _said(self, outcome: str) -> list[str]:
+        if self._answer is not None and self._answer.returncode != 0:
+            # for people: not a traceback
+            said = self._answer.stdout + self._answer.stderr
+            return ["a traceback"] if "Traceback" in said else [said]
+        why = self.lab.json("why", self.run.name)
+        return [why["sentence"], *(c["what"] for c in why["consequences"]), *why["earlier"].values()]
 
     def _left(self, *, ended: bool) -> int:
         """Processes that should be gone after 15 s: all after an end; else those of what was replaced."""
@@ -225,7 +260,7 @@ class Trial:
             return False
         if "HPCRL_ROLE" not in marks:
             return False
-        hit = "restart" in self.fault.policy
+        hit = "restart" in self.fault.policy.split("|")
         hit &= (marks["HPCRL_ROLE"], marks.get("HPCRL_REPLICA")) == (self.target.role, str(self.target.replica))
         # the kernel gives start times in ticks
         return int(marks["HPCRL_ATTEMPT"]) < status(self.run).attempt or (hit and born_s < self.began_s - 1.0)

@@ -11,9 +11,12 @@ from hpcrl.cli.options import ClusterOption, JsonOption, RecipeArgument, SetOpti
 from hpcrl.cli.output import table_console
 
 if TYPE_CHECKING:
+    from hpcrl.config.cluster import ClusterProfile
     from hpcrl.config.load import Loaded
+    from hpcrl.config.plan import Plan
+    from hpcrl.config.recipe import Recipe
 
-__all__ = ["cluster_app", "register"]
+__all__ = ["cluster_app", "plan_for_checks", "register"]
 
 recipe_app = typer.Typer(help="Recipes: what to train.", no_args_is_help=True)
 cluster_app = typer.Typer(help="Cluster profiles: where to train.", no_args_is_help=True)
@@ -42,15 +45,37 @@ def recipe_list(as_json: JsonOption = False) -> None:
 
 @recipe_app.command("check")
 def recipe_check(recipe: RecipeArgument, cluster: ClusterOption = "local", overrides: SetOption = None) -> None:
-    """Check a recipe: its values, and the rules across components on a cluster."""
+    """Check a recipe: its values, the rules across components on a cluster, and environments of your own.
+
+    These are imported and made, each in a process of its own, as the orchestrator would.
+    """
     import os
 
     from hpcrl.config.joined import load_both
+    from hpcrl.config.recipe import CustomEnv
     from hpcrl.config.rules.table import RULES, check_rules
+    from hpcrl.jobplan.environment_trial import check_environments
 
     loaded, site = load_both(recipe, cluster, overrides or (), environ=os.environ)
     check_rules(loaded, site)
-    typer.echo(f"{loaded.source}: good on {site.value.name} ({len(RULES)} rules checked)")
+    own = [env for env in loaded.value.environments if isinstance(env, CustomEnv) and env.try_before_submit]
+    notes = check_environments(loaded, plan_for_checks(loaded.value, site.value), site.value) if own else []
+    for note in notes:
+        typer.echo(f"note: {note}", err=True)
+    made = f", {len(own)} of your environments made" if own and not notes else ""
+    typer.echo(f"{loaded.source}: good on {site.value.name} ({len(RULES)} rules checked{made})")
+
+
+def plan_for_checks(recipe: Recipe, cluster: ClusterProfile) -> Plan:
+    """What would be submitted from here, for checks that ask who runs with which Python and environment."""
+    import time
+    from pathlib import Path
+
+    from hpcrl.jobplan import absolute_paths, absolute_site_paths, default_run_name, make_plan, resolve_runs_root
+
+    here, name = Path.cwd(), default_run_name(recipe, time.time())
+    profile = absolute_site_paths(cluster, here)
+    return make_plan(absolute_paths(recipe, here), profile, name, resolve_runs_root(profile, here) / name)
 
 
 @recipe_app.command("show")

@@ -69,12 +69,13 @@ def _subject(name: str, cluster: str, root: str | None, calibration: Calibration
     from hpcrl.config.joined import load_both
     from hpcrl.config.load import leaves
     from hpcrl.planning.report import find_facts, make_outlook
+    from hpcrl.runs.known import known_runs
     from hpcrl.runs.metrics import read_metrics
     from hpcrl.runs.rundir import RunDir
 
     step_s = None
     # a directory with a plan is a run, wherever it is; then names of runs, then recipes
-    places = [Path(name), runs_root(root) / name]
+    places = [Path(name), runs_root(root) / name, *(known.path for _, known in known_runs(name))]
     run = next((RunDir(path) for path in places if (path / "plan.json").is_file()), None)
     if run is not None:
         recipe, site = run.recipe(), run.cluster()

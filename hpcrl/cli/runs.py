@@ -8,7 +8,15 @@ import typer
 
 from hpcrl.cli.completion import complete_clusters, complete_roles, complete_states
 from hpcrl.cli.options import JsonOption
-from hpcrl.cli.selection import OptionalRunArgument, RunArgument, RunsRootOption, ask_slurm, find, runs_root
+from hpcrl.cli.selection import (
+    OptionalRunArgument,
+    RunArgument,
+    RunsRootOption,
+    ask_slurm,
+    find,
+    runs_in_sight,
+    runs_root,
+)
 
 __all__ = ["register"]
 
@@ -39,6 +47,7 @@ def status(
     from hpcrl.runs.fleet import read_fleet
     from hpcrl.runs.metrics import read_metrics
     from hpcrl.runs.observe import observe, read_progress
+    from hpcrl.runs.registry import reference
     from hpcrl.runs.views.liveview import follow, render, summary
     from hpcrl.runs.views.usage import read_usage, status_document
 
@@ -54,7 +63,7 @@ def status(
         try:
             view = follow(found, Console())
         except KeyboardInterrupt:
-            typer.echo(f"{found.name} goes on; hpcrl cancel {found.name} ends it", err=True)
+            typer.echo(f"{found.name} goes on; hpcrl cancel {reference(found)} ends it", err=True)
             raise typer.Exit from None
         Console().print(summary(view, read_progress(found), read_metrics(found)))
     else:
@@ -77,13 +86,13 @@ def _status_of_all(watch: bool, as_json: bool, root: str | None) -> None:
         list_runs(as_json=as_json, root=root)
         return
     ask_slurm()
-    directory, console = runs_root(root), table_console()
+    console = table_console()
     # the newest that a screen has room for: what is below its last line cannot be seen
     room = max(1, console.height - 2)
     with Live(console=console, auto_refresh=False) as live:
         try:
             while True:
-                live.update(listing_table(list_rows(directory, newest=room), console.width), refresh=True)
+                live.update(listing_table(list_rows(runs_in_sight(root), newest=room), console.width), refresh=True)
                 time.sleep(_REFRESH_S)
         except KeyboardInterrupt:
             raise typer.Exit from None
@@ -110,7 +119,7 @@ def list_runs(
     as_json: JsonOption = False,
     root: RunsRootOption = None,
 ) -> None:
-    """List runs, newest first."""
+    """List your runs, newest first, wherever they are; with --runs-root those of this directory."""
     from hpcrl.cli.output import table_console
     from hpcrl.errors import UsageError
     from hpcrl.runs.status import RunState
@@ -120,17 +129,16 @@ def list_runs(
     if unknown := [state for state in wanted if state not in RunState.__members__]:
         raise UsageError(f"{unknown[0]} is no state of a run\n    hint: {', '.join(RunState.__members__)}")
     ask_slurm()
-    directory = runs_root(root)
-    rows = list_rows(directory, states=wanted, cluster=cluster, newest=newest)
+    rows = list_rows(runs_in_sight(root), states=wanted, cluster=cluster, newest=newest)
     console = table_console()
     if as_json:
         typer.echo(listing_document(rows))
     elif rows:
         console.print(listing_table(rows, console.width))
     elif wanted or cluster:
-        typer.echo(f"no run in {directory} is like that; hpcrl ls lists all", err=True)
+        typer.echo("no run is like that; hpcrl ls lists all", err=True)
     else:
-        typer.echo(f"there is no run in {directory}; hpcrl submit RECIPE starts one", err=True)
+        typer.echo(f"there is no run in {runs_root(root)}; hpcrl submit RECIPE starts one", err=True)
 
 
 def logs(

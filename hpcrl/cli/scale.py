@@ -35,6 +35,7 @@ def scale(
 
     from hpcrl.errors import RunDirError
     from hpcrl.runs.observe import observe
+    from hpcrl.runs.registry import reference
     from hpcrl.runs.replicas import Wanted, wanted_replicas
     from hpcrl.runs.status import RunState
 
@@ -48,16 +49,18 @@ def scale(
     for role, count in wanted.items():
         typer.echo(f"{found.name}: {role} {before[role]} -> {count}")
     if view.state.ended:
-        typer.echo(f"the run has ended ({view.state}); it has so many when it goes on: hpcrl resume {run}", err=True)
+        way_on = f"hpcrl resume {reference(found)}"
+        typer.echo(f"the run has ended ({view.state}); it has so many when it goes on: {way_on}", err=True)
     elif view.supervisor is None or view.state is RunState.REQUEUED:
         typer.echo("the supervisor does it when its job has started", err=True)
     else:
-        typer.echo(f"  hpcrl status {run} --watch", err=True)
+        typer.echo(f"  hpcrl status {reference(found)} --watch", err=True)
 
 
 def _parse(counts: list[str], run: RunDir) -> dict[str, int]:
     """Numbers by role (UsageError where one cannot be)."""
     from hpcrl.errors import UsageError
+    from hpcrl.runs.registry import reference
 
     plan = run.plan()
     groups = {group.role.value: group for group in plan.groups if plan.own_jobs(group)}
@@ -72,9 +75,10 @@ def _parse(counts: list[str], run: RunDir) -> dict[str, int]:
         if role not in groups or not number.isdecimal():
             raise UsageError(f"{text!r} is not ROLE=NUMBER with a role of {', '.join(sorted(groups))}")
         if int(number) < plan.elastic.min_replicas:
+            named = reference(run)
             raise UsageError(
                 f"{text}: the run needs at least {plan.elastic.min_replicas} (job.min_replicas)\n"
-                f"    hint: stop it for a while: hpcrl cancel {run.name}, and later hpcrl resume {run.name}"
+                f"    hint: stop it for a while: hpcrl cancel {named}, and later hpcrl resume {named}"
             )
         wanted[role] = int(number)
     return wanted

@@ -7,36 +7,41 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from hpcrl.config.cluster import ClusterProfile
     from hpcrl.runs.rundir import RunDir
 
-__all__ = ["OptionalRunArgument", "RunArgument", "RunsRootOption", "ask_slurm", "find", "runs_root"]
+__all__ = [
+    "OptionalRunArgument",
+    "RunArgument",
+    "RunsRootOption",
+    "ask_slurm",
+    "find",
+    "profile_roots",
+    "runs_in_sight",
+    "runs_root",
+]
 
 
 def _complete(ctx: typer.Context, incomplete: str) -> list[str]:
     """Names of runs, for shell completion."""
-    from hpcrl.runs.registry import list_runs
-
-    return [run.name for run in list_runs(runs_root(ctx.params.get("root"))) if run.name.startswith(incomplete)]
+    return [run.name for run in runs_in_sight(ctx.params.get("root")) if run.name.startswith(incomplete)]
 
 
-RunArgument = Annotated[
-    str, typer.Argument(metavar="RUN", help="Name of a run, or its directory.", autocompletion=_complete)
-]
+_RUN_HELP = "Name of a run, its id, the number of its job, or its directory"
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help=f"{_RUN_HELP}.", autocompletion=_complete)]
 OptionalRunArgument = Annotated[
     str | None,
-    typer.Argument(
-        metavar="[RUN]", help="Name of a run, or its directory; the newest run by default.", autocompletion=_complete
-    ),
+    typer.Argument(metavar="[RUN]", help=f"{_RUN_HELP}; the newest run by default.", autocompletion=_complete),
 ]
 RunsRootOption = Annotated[
     str | None,
     typer.Option(
         "--runs-root",
         metavar="DIRECTORY",
-        help="Directory of runs. Default: HPCRL_RUNS_ROOT, else what the cluster profile says.",
+        help="Only this directory of runs. A submit takes HPCRL_RUNS_ROOT by default, else what the profile says.",
     ),
 ]
 
@@ -54,12 +59,42 @@ def runs_root(option: str | None, cluster: ClusterProfile | None = None) -> Path
 
 
 def find(run: str | None, option: str | None) -> RunDir:
-    """The run that is meant; the newest one where none is named."""
+    """The run that is meant, wherever it is; the newest one where none is named."""
+    import os
+
     from hpcrl.runs.registry import find_run, newest_run
 
     ask_slurm()
+    if run is None:
+        return newest_run(runs_in_sight(option), f"in {runs_root(option)}")
+    anywhere, chosen = profile_roots if option is None else None, bool(option or os.environ.get("HPCRL_RUNS_ROOT"))
+    return find_run(run, runs_root(option), anywhere, chosen=chosen)
+
+
+def runs_in_sight(option: str | None) -> list[RunDir]:
+    """All runs of the user, and those of others in the directory of runs, newest first; with the option that alone."""
+    from hpcrl.runs.registry import all_runs, list_runs
+
     root = runs_root(option)
-    return newest_run(root) if run is None else find_run(run, root)
+    return all_runs(root, profile_roots) if option is None else list_runs(root)
+
+
+def profile_roots() -> Iterator[Path]:
+    """Where runs are: of this directory, and of each cluster profile that can be read."""
+    from pathlib import Path
+
+    from hpcrl.config.load import load_cluster
+    from hpcrl.config.resources import list_clusters
+    from hpcrl.errors import ConfigError
+    from hpcrl.jobplan import profile_runs_root
+
+    yield runs_root(None)
+    for path in list_clusters().values():
+        try:
+            profile = load_cluster(str(path)).value
+        except ConfigError:
+            continue  # `hpcrl cluster list` names it
+        yield profile_runs_root(profile, Path.cwd())
 
 
 def ask_slurm() -> None:

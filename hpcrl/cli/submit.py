@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from hpcrl.cli.options import ClusterOption, RecipeArgument, SetOption, confirm
-from hpcrl.cli.selection import RunArgument, RunsRootOption, ask_slurm, find, runs_root
+from hpcrl.cli.selection import RunArgument, RunsRootOption, ask_slurm, find, profile_roots, runs_root
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from hpcrl.config.cluster import ClusterProfile
+    from hpcrl.config.load import Loaded
     from hpcrl.config.plan import Plan
     from hpcrl.config.recipe import Recipe
     from hpcrl.runs.rundir import RunDir
@@ -76,10 +77,7 @@ def submit(
     from hpcrl.jobplan import (
         absolute_paths,
         absolute_site_paths,
-        check_engine_flags,
         check_model,
-        check_pythons,
-        check_router,
         check_secrets,
         check_sizes,
         default_run_name,
@@ -94,7 +92,7 @@ def submit(
     loaded, site = load_both(recipe, cluster, overrides or (), environ=os.environ, in_job=in_job)
     source = None
     if from_run is not None:
-        source = find_source(from_run, runs_root(root, site.value))
+        source = find_source(from_run, runs_root(root, site.value), profile_roots if root is None else None)
         loaded = with_model_of(loaded, source.config_dir, named=str(source.origin))
     check_rules(loaded, site)
     check_sizes(loaded, site)
@@ -115,9 +113,7 @@ def submit(
     check_secrets(plan, site)
     if loaded.value.job.payload == "roles":
         check_model(loaded, Path(resolved.model.path) if source is None else source.config_dir)
-        check_pythons(plan, site)
-        for note in [*check_router(loaded, plan), *check_engine_flags(loaded, plan)]:
-            typer.echo(f"note: {note}", err=True)
+        _check_programs(loaded, site, plan)
     if dry_run:
         typer.echo("\nnothing was started or written (--dry-run)", err=True)
         return
@@ -133,7 +129,18 @@ def submit(
     submit_attempt(run, in_job=allocation)
     where = "" if allocation is None else f", inside of job {allocation.job_id}"
     typer.echo(f"submitted {run_name} in {run.path}{where}", err=True)
-    _follow_or_tell(run, follow, root)
+    _follow_or_tell(run, follow)
+
+
+def _check_programs(recipe: Loaded[Recipe], site: Loaded[ClusterProfile], plan: Plan) -> None:
+    """Check what roles will execute: interpreters, environments of the user's own, the router, flags of engines."""
+    from hpcrl.jobplan import check_engine_flags, check_pythons, check_router
+    from hpcrl.jobplan.environment_trial import check_environments
+
+    check_pythons(plan, site)
+    notes = [*check_environments(recipe, plan, site.value), *check_router(recipe, plan)]
+    for note in [*notes, *check_engine_flags(recipe, plan)]:
+        typer.echo(f"note: {note}", err=True)
 
 
 def resume(
@@ -200,13 +207,14 @@ def resume(
         if not overrides:
             raise
         raise RunDirError(f"{error}\n    changed nothing: --set {' --set '.join(overrides)}") from error
-    typer.echo(_what_it_tries(found.name, begin, point), err=True)
-    _follow_or_tell(found, follow, root)
+    typer.echo(_what_it_tries(found, begin, point), err=True)
+    _follow_or_tell(found, follow)
 
 
 def _say_changes(run: RunDir, *, accept: bool) -> None:
     """Say what the run would run that it did not before; refuse where the recipe says so (RunDirError)."""
     from hpcrl.errors import RunDirError
+    from hpcrl.runs.registry import reference
     from hpcrl.runs.start.snapshot import changes_since_submit
 
     changes = changes_since_submit(run)
@@ -215,21 +223,23 @@ def _say_changes(run: RunDir, *, accept: bool) -> None:
             f"{run.name} would run something else than before, and job.on_change is stop; nothing was changed\n"
             + "".join(f"  {change}\n" for change in changes)
             + f"    hint: bring back what it was (copies and the diff are in {run.snapshots_dir})\n"
-            f"    hint: hpcrl resume {run.name} --accept-changes"
+            f"    hint: hpcrl resume {reference(run)} --accept-changes"
         )
     for change in changes:
         typer.echo(f"changed since it was last submitted: {change}", err=True)
 
 
-def _what_it_tries(name: str, begin: Begin, point: ResumePoint) -> str:
+def _what_it_tries(run: RunDir, begin: Begin, point: ResumePoint) -> str:
     """What a resume can say before the trainer has verified anything."""
+    from hpcrl.runs.registry import reference
+
     if begin.scratch:
-        return f"resumed {name}: it begins again at step 0, and what it has saved is put aside"
+        return f"resumed {run.name}: it begins again at step 0, and what it has saved is put aside"
     if point.step is None:
-        return f"resumed {name}: it begins at step 0, as it has saved no checkpoint yet"
+        return f"resumed {run.name}: it begins at step 0, as it has saved no checkpoint yet"
     return (
-        f"resumed {name}: the trainer verifies the checkpoint of step {point.step} and goes on from it; "
-        f"what it restored: hpcrl status {name}"
+        f"resumed {run.name}: the trainer verifies the checkpoint of step {point.step} and goes on from it; "
+        f"what it restored: hpcrl status {reference(run)}"
     )
 
 
@@ -291,18 +301,18 @@ def cancel(
     typer.echo(f"{found.name}: {view.state}")
 
 
-def _follow_or_tell(run: RunDir, follow: bool, root: str | None) -> None:
-    import shlex
-
+def _follow_or_tell(run: RunDir, follow: bool) -> None:
     from rich.console import Console
 
-    option = f" --runs-root {shlex.quote(root)}" if root else ""
+    from hpcrl.runs.registry import reference
+
     if follow:
         raise typer.Exit(_follow(run, Console(stderr=True)))
     typer.echo(run.name)
+    named = reference(run)
     for command in ("status", "logs", "cancel"):
         extra = {"status": " --watch", "logs": " -f", "cancel": ""}[command]
-        typer.echo(f"  hpcrl {command} {run.name}{extra}{option}", err=True)
+        typer.echo(f"  hpcrl {command} {named}{extra}", err=True)
 
 
 def _follow(run: RunDir, console: Console) -> int:
@@ -313,6 +323,7 @@ def _follow(run: RunDir, console: Console) -> int:
     from hpcrl.runs.metrics import read_metrics
     from hpcrl.runs.observe import read_progress
     from hpcrl.runs.record import RunRecord
+    from hpcrl.runs.registry import reference
     from hpcrl.runs.status import RunState
     from hpcrl.runs.views.liveview import follow, summary
     from hpcrl.runs.views.report import write_report
@@ -330,7 +341,8 @@ def _follow(run: RunDir, console: Console) -> int:
     StandardOutput().print(summary(view, read_progress(run), metrics, picture=picture))
     if view.state is RunState.COMPLETED:
         return ExitCode.OK
-    typer.echo(f"  hpcrl why {run.name}\n  hpcrl resume {run.name}", err=True)
+    named = reference(run)
+    typer.echo(f"  hpcrl why {named}\n  hpcrl resume {named}", err=True)
     if view.state is RunState.CANCELLED:
         return ExitCode.CANCELLED
     return view.cause.kind.exit_code if view.cause is not None else ExitCode.FAILED

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 __all__ = [
+    "MOST",
     "Fraction",
     "Name",
     "NodeRole",
@@ -31,10 +32,13 @@ NodeRole = Literal["trainer", "engine", "prefill", "decode"]
 SlurmWord = Annotated[str, Field(pattern=r"^[A-Za-z0-9_@%+=:.,&|*\[\]()/-]+$")]
 """A word that Slurm takes as an account, a constraint, a device: no blanks, no quotes."""
 
-PositiveInt = Annotated[int, Field(gt=0)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+MOST = 1 << 53
+"""Above it a number is no longer exact in JSON, and nothing in a recipe is that large: what is computed from numbers up
+to it stays finite."""
+PositiveInt = Annotated[int, Field(gt=0, le=MOST)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=MOST)]
+NonNegativeFloat = Annotated[float, Field(ge=0, le=MOST, allow_inf_nan=False)]
+PositiveFloat = Annotated[float, Field(gt=0, le=MOST, allow_inf_nan=False)]
 Rate = Annotated[float, Field(ge=1e-6, le=1e9, allow_inf_nan=False)]
 """What hardware does a second, in gigabytes or teraflops: none is outside of these bounds, and inside of them all times
 are finite."""

@@ -76,6 +76,8 @@ class CustomEnv(_Environment):
     """``package.module:Name`` of a callable that returns an `hpcrl.rollouts.environments.Environment`."""
     args: dict[str, Any] = {}
     """Keyword arguments for it."""
+    try_before_submit: bool = True
+    """``hpcrl recipe check`` and ``submit`` import and make it, too. ``false`` where it needs what only nodes have."""
     start_timeout_s: PositiveFloat = 300.0
     """Longest time for importing its module and calling the factory in seconds."""
     answer_timeout_s: PositiveFloat = 120.0

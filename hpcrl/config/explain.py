@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from hpcrl.config.absent import absent
 from hpcrl.config.keys import alternatives, keys_of
 from hpcrl.config.secret_values import hide_value
 from hpcrl.config.yamltree import KeyPath, Origins
@@ -51,6 +52,8 @@ def _explain(model: type[BaseModel], details: ErrorDetails, origins: Origins, so
     what, hint = f"{details['msg'][:1].lower()}{details['msg'][1:]} (it is {shown})", ""
     if kind == "extra_forbidden":
         known = list(owner.model_fields) if owner is not None else []
+        if (reason := absent(path)) is not None:
+            return _finding(path, origins, source, "hpcrl has no such setting", reason)
         what = "unknown key"
         hint = _elsewhere(model, path) or _did_you_mean(str(path[-1]), known) or f"keys here: {', '.join(known)}"
     elif kind == "missing":
@@ -72,6 +75,11 @@ def _explain(model: type[BaseModel], details: ErrorDetails, origins: Origins, so
     elif kind == "string_pattern_mismatch":
         what = f"{shown} does not have the right form"
         hint = f"it must match {context['pattern']}"
+    return _finding(path, origins, source, what, hint)
+
+
+def _finding(path: KeyPath, origins: Origins, source: Path, what: str, hint: str) -> Finding:
+    """At the line of the value, or of what holds it."""
     where = next((origins[path[:n]] for n in range(len(path), 0, -1) if path[:n] in origins), str(source))
     return Finding(where, ".".join(str(part) for part in path), what, hint)
 

@@ -6,12 +6,12 @@ from typing import Literal
 
 from hpcrl.config.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, StrictModel
 
-__all__ = ["AttemptPolicy", "Component", "Container", "ElasticPolicy", "Layout", "LayoutKind"]
+__all__ = ["AttemptPolicy", "Container", "ElasticPolicy", "JobComponent", "Layout", "LayoutKind"]
 
 LayoutKind = Literal["local", "hetjob", "single", "elastic"]
 
 
-class Component(StrictModel):
+class JobComponent(StrictModel):
     """Equal nodes that are asked for together.
 
     ``hetjob``: one component of the heterogeneous job, its index is the het group. ``single``: the one allocation.
@@ -50,7 +50,7 @@ class Layout(StrictModel):
     kind: LayoutKind = "local"
     reason: str = ""
     """Why this one, in a sentence."""
-    components: tuple[Component, ...] = ()
+    components: tuple[JobComponent, ...] = ()
     """Empty on this machine."""
     sbatch_options: tuple[str, ...] = ()
     """More options of sbatch, as the recipe says them; each job of the run gets them."""

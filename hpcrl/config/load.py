@@ -139,10 +139,11 @@ def _with_bases(source: Path) -> tuple[dict[str, Any], Origins]:
             raise ConfigError([Finding(where, "extends", "must be the path or name of one recipe")])
         beside = path.parent / base
         try:
-            path = beside if beside.is_file() else find_recipe(base)
+            path = beside if _is_file(beside) else find_recipe(base)
         except ConfigError as error:
             finding = error.findings[0]
-            raise ConfigError([Finding(where, "extends", f"{base!r}: {finding.what}", finding.hint)]) from error
+            shown = base if len(base) <= 200 else f"{base[:100]}…"
+            raise ConfigError([Finding(where, "extends", f"{shown!r}: {finding.what}", finding.hint)]) from error
     merged: dict[str, Any] = {}
     merged_origins: Origins = {}
     for tree, origins in reversed(chain):
@@ -223,3 +224,11 @@ def _item(node: Any, index: str | int) -> Any:
     if not isinstance(index, int) or index >= len(node):
         raise ValueError(f"list has items 0 to {len(node) - 1}, not {index}")
     return node[index]
+
+
+def _is_file(path: Path) -> bool:
+    """Whether it is a file (a name that no filesystem takes is none)."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False

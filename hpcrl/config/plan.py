@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from hpcrl.config.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, StrictModel
-from hpcrl.config.layout import AttemptPolicy, Component, Container, ElasticPolicy, Layout
+from hpcrl.config.layout import AttemptPolicy, Container, ElasticPolicy, JobComponent, Layout
 
 __all__ = ["FileProbe", "HttpProbe", "Plan", "Role", "RoleGroup", "RolePolicy", "WatchPolicy"]
 
@@ -142,7 +142,7 @@ class Plan(StrictModel):
     scratch: str | None = None
     """Directory on each node for what roles leave between calls; None: ``$TMPDIR`` of the node."""
 
-    def component(self, group: RoleGroup) -> Component:
+    def component(self, group: RoleGroup) -> JobComponent:
         """The component with a group's nodes (IndexError on this machine, which has none)."""
         return self.layout.components[group.component]
 

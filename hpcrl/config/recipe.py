@@ -253,6 +253,9 @@ class HandoffConfig(StrictModel):
     """A delta larger than this share of the full version is not worth its trouble: the full version is written."""
     publish_timeout_s: PositiveFloat = 1800.0
     """Longest time that writing one version may take, in seconds."""
+    retry_s: NonNegativeFloat = 300.0
+    """How long a version is tried again that the filesystem refuses (no space, a quota, a stale handle), in seconds.
+    Then the run ends, and says why. 0: not at all."""
     keep_last: PositiveInt = 3
     """Published versions that are kept beside those an engine is serving."""
     update_timeout_s: PositiveFloat = 120.0

@@ -114,12 +114,22 @@ def _yaml_files(directory: Path) -> Iterator[Path]:
 def _find(what: str, name: str, known: dict[str, Path], command: str) -> Path:
     path = Path(name)
     is_path = path.suffix in _YAML or os.sep in name
-    if is_path and path.is_file():
-        return path
+    try:
+        if is_path and path.is_file():
+            return path
+    except OSError as error:
+        # a name that no filesystem takes
+        problem = f"cannot be a file: {error.strerror}"
+        raise ConfigError([Finding(_short(name), "", problem, f"`{command}` lists what there is")]) from error
     packaged_place = path.parent in (Path(), Path("recipes"), Path("clusters"))
     if path.stem in known and packaged_place and path.suffix in ("", ".yaml"):
         return known[path.stem]
     close = get_close_matches(path.stem, known, n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
     problem = "no such file" if is_path else f"no {what} of this name"
-    raise ConfigError([Finding(name, "", problem, f"{hint}`{command}` lists what there is")])
+    raise ConfigError([Finding(_short(name), "", problem, f"{hint}`{command}` lists what there is")])
+
+
+def _short(name: str) -> str:
+    """As much of a name as a message can bear."""
+    return name if len(name) <= 200 else f"{name[:100]}… ({len(name)} characters)"

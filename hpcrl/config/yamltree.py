@@ -12,15 +12,48 @@ from hpcrl.errors import ConfigError, Finding
 
 __all__ = ["KeyPath", "Origins", "parse_file", "parse_value"]
 
+_MOST_BYTES = 4 << 20
+"""Of a file: the longest recipe anybody wrote is a thousandth of it."""
+_MOST_VALUES = 100_000
+"""Of a file, where an alias counts as what it stands for: a few lines of aliases can stand for billions of values."""
+_MOST_LEVELS = 64
+"""Of lists and mappings in each other; an alias within its own anchor has no end."""
+
 KeyPath = tuple[str | int, ...]
 Origins = dict[KeyPath, str]
 """``file:line`` of each value, by its path; containers have theirs too."""
 
 
+class _TooMuchError(yaml.YAMLError):
+    """More than any recipe says."""
+
+
+_TOO_DEEP = f"lists and mappings lie more than {_MOST_LEVELS} deep in each other"
+
+
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 wants a dot in every float; people write ``1e-3``."""
+    """YAML 1.1 with numbers as people write them.
+
+    It wants a dot in every float, but people write ``1e-3``; and it takes ``1:30`` for ninety and ``010`` for eight,
+    which nobody means. Brackets are counted while they are read: thousands in each other would take minutes.
+    """
+
+    flow_level: int
+
+    def fetch_flow_collection_start(self, token: type[yaml.Token]) -> None:
+        """An opening bracket or brace."""
+        if self.flow_level >= _MOST_LEVELS:
+            raise _TooMuchError(_TOO_DEEP)
+        super().fetch_flow_collection_start(token)
 
 
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in known if tag not in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")]
+    for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:int", re.compile(r"[-+]?(?:0|[1-9][\d_]*|0x[\da-fA-F_]+)$"), list("-+0123456789")
+)
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(
@@ -33,9 +66,12 @@ _Loader.add_implicit_resolver(
 def parse_value(text: str) -> Any:
     """One value as ``--set`` takes it (ValueError where it is not YAML)."""
     try:
-        return yaml.load(text, Loader=_Loader)
+        value, builder = _parse(text, Path("--set"))
     except yaml.YAMLError as error:
         raise ValueError(f"not a YAML value: {_problem(error)}") from error
+    if builder.findings:
+        raise ValueError(builder.findings[0].what)
+    return value
 
 
 def parse_file(path: Path) -> tuple[dict[str, Any], Origins]:
@@ -44,29 +80,46 @@ def parse_file(path: Path) -> tuple[dict[str, Any], Origins]:
     Raises
     ------
     ConfigError
-        The file cannot be read or is not such YAML; names file and line.
+        The file cannot be read, is not such YAML, or stands for more than any recipe; names file and line.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        size = path.stat().st_size
+        if size > _MOST_BYTES:
+            way_out = f"a recipe or profile has a few kilobytes, {_MOST_BYTES} bytes at most; name another file"
+            raise ConfigError([Finding(str(path), "", f"has {size} bytes", way_out)])
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:
         raise ConfigError([Finding(str(path), "", f"cannot be read: {error}")]) from error
-    loader = _Loader(text)
     try:
-        root = loader.get_single_node()
-        builder = _Builder(path, loader)
-        value = builder.build(root, ()) if root is not None else {}
+        value, builder = _parse(text, path)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark is not None else str(path)
         raise ConfigError([Finding(where, "", f"not valid YAML: {_problem(error)}")]) from error
-    finally:
-        loader.dispose()
+    if value is None:
+        # an empty file lacks all that is required
+        value, builder.origins[()] = {}, f"{path}:1"
     if not isinstance(value, dict):
         builder.findings.append(Finding(f"{path}:1", "", "the top level must be a mapping of keys to values"))
         value = {}
     if builder.findings:
         raise ConfigError(builder.findings)
     return value, builder.origins
+
+
+def _parse(text: str, path: Path) -> tuple[Any, _Builder]:
+    """The value of one document, and who built it, with what is wrong with it (YAMLError where it is no YAML)."""
+    loader = None
+    try:
+        loader = _Loader(text)
+        builder = _Builder(path, loader)
+        root = loader.get_single_node()
+        return (None if root is None else builder.build(root, ())), builder
+    except RecursionError:
+        raise _TooMuchError(_TOO_DEEP) from None
+    finally:
+        if loader is not None:
+            loader.dispose()
 
 
 def _problem(error: yaml.YAMLError) -> str:
@@ -82,22 +135,49 @@ class _Builder:
     """Turns YAML nodes into values and remembers where each stood."""
 
     def __init__(self, path: Path, loader: _Loader) -> None:
-        self._path, self._loader = path, loader
+        self._shown, self._loader = _shown(path), loader
         self.origins: Origins = {}
         self.findings: list[Finding] = []
+        self._built = 0
 
     def build(self, node: yaml.Node, path: KeyPath) -> Any:
+        self._built += 1
+        if self._built > _MOST_VALUES:
+            raise _TooMuchError(f"its aliases stand for more than {_MOST_VALUES} values")
+        if len(path) > _MOST_LEVELS:
+            raise _TooMuchError(_TOO_DEEP)
         self.origins[path] = self._where(node)
         if isinstance(node, yaml.SequenceNode):
             return [self.build(child, (*path, i)) for i, child in enumerate(node.value)]
         if isinstance(node, yaml.MappingNode):
             return self._mapping(node, path)
-        return self._loader.construct_object(node)
+        return self._scalar(node, path)
+
+    def _scalar(self, node: yaml.Node, path: KeyPath) -> Any:
+        """A value without parts; what YAML takes for a number or a date and is none is named (None instead)."""
+        try:
+            value = self._loader.construct_object(node)
+        except (ValueError, OverflowError) as error:
+            kind = node.tag.rpartition(":")[2]
+            dotted = ".".join(str(part) for part in path)
+            shown = f"{node.value[:20]}…" if len(node.value) > 20 else node.value
+            way_out = "text is written in quotes"
+            self.findings.append(Finding(self._where(node), dotted, f"{shown!r} is no {kind}: {error}", way_out))
+            return None
+        if isinstance(value, str) and any(char == "\0" or "\ud800" <= char <= "\udfff" for char in value):
+            dotted = ".".join(str(part) for part in path)
+            what = f"{value!a} has a character that no file name or text can have"
+            self.findings.append(Finding(self._where(node), dotted, what, "remove it"))
+        return value
 
     def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
         result: dict[str, Any] = {}
         for key_node, value_node in node.value:
-            key = self._loader.construct_object(key_node)
+            if not isinstance(key_node, yaml.ScalarNode):
+                what = f"keys are text, a {key_node.id} is not"
+                self.findings.append(Finding(self._where(key_node), ".".join(map(str, path)), what, "remove it"))
+                continue
+            key = self._scalar(key_node, path)
             dotted = ".".join(str(part) for part in (*path, key))
             if not isinstance(key, str):
                 self.findings.append(
@@ -115,4 +195,4 @@ class _Builder:
         return result
 
     def _where(self, node: yaml.Node) -> str:
-        return f"{_shown(self._path)}:{node.start_mark.line + 1}"
+        return f"{self._shown}:{node.start_mark.line + 1}"

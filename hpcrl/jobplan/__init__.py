@@ -2,7 +2,14 @@
 
 from hpcrl.jobplan.change import change_recipe
 from hpcrl.jobplan.environment import role_variables
-from hpcrl.jobplan.plan import absolute_paths, absolute_site_paths, default_run_name, make_plan, resolve_runs_root
+from hpcrl.jobplan.plan import (
+    absolute_paths,
+    absolute_site_paths,
+    default_run_name,
+    make_plan,
+    profile_runs_root,
+    resolve_runs_root,
+)
 from hpcrl.jobplan.preflight import (
     check_engine_flags,
     check_model,
@@ -25,6 +32,7 @@ __all__ = [
     "check_sizes",
     "default_run_name",
     "make_plan",
+    "profile_runs_root",
     "resolve_runs_root",
     "role_variables",
     "with_model_of",

@@ -7,7 +7,7 @@ from math import gcd
 from typing import NamedTuple
 
 from hpcrl.config.cluster import SlurmCluster
-from hpcrl.config.layout import Component, Layout, LayoutKind
+from hpcrl.config.layout import JobComponent, Layout, LayoutKind
 from hpcrl.config.plan import Role, RoleGroup
 from hpcrl.config.recipe import Recipe
 
@@ -58,7 +58,7 @@ def place_groups(groups: Sequence[RoleGroup], recipe: Recipe, cluster: SlurmClus
     """
     kind, reason = choose_layout(recipe, cluster)
     wanted = demands(recipe, cluster)
-    components: list[Component] = []
+    components: list[JobComponent] = []
     places: dict[Role, tuple[int, int]] = {}
     if kind == "single":
         total = 0
@@ -96,10 +96,10 @@ def _after_replicas(group: RoleGroup, inference: tuple[Role, ...]) -> RoleGroup:
 
 def _component(
     cluster: SlurmCluster, partition_name: str, roles: tuple[str, ...], *, nodes: int, jobs: int, unit: int
-) -> Component:
+) -> JobComponent:
     partition = cluster.partitions[partition_name]
     node = partition.node
-    return Component(
+    return JobComponent(
         roles=roles,
         nodes=nodes,
         jobs=jobs,

@@ -14,7 +14,14 @@ from hpcrl.config.recipe import Recipe
 from hpcrl.jobplan.groups import make_groups
 from hpcrl.jobplan.layout import place_groups
 
-__all__ = ["absolute_paths", "absolute_site_paths", "default_run_name", "make_plan", "resolve_runs_root"]
+__all__ = [
+    "absolute_paths",
+    "absolute_site_paths",
+    "default_run_name",
+    "make_plan",
+    "profile_runs_root",
+    "resolve_runs_root",
+]
 
 _RETRIES = 3
 """`job.retry_failures` under Slurm: nobody looks at night."""
@@ -23,6 +30,11 @@ _RETRIES = 3
 def resolve_runs_root(cluster: ClusterProfile, cwd: Path) -> Path:
     """The runs root of a profile as an absolute path; ``HPCRL_RUNS_ROOT`` wins over the profile."""
     return _resolve(os.environ.get("HPCRL_RUNS_ROOT") or cluster.paths.runs_root, cwd)
+
+
+def profile_runs_root(cluster: ClusterProfile, cwd: Path) -> Path:
+    """The runs root that a profile itself says, as an absolute path."""
+    return _resolve(cluster.paths.runs_root, cwd)
 
 
 def absolute_paths(recipe: Recipe, cwd: Path) -> Recipe:

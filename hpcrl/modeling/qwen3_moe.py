@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from hpcrl.models.arch import ModelArch
 
-__all__ = ["AttentionFn", "Qwen3Moe", "RouteRecorder"]
+__all__ = ["AttentionFn", "Qwen3Moe", "RoutedExpertsRecorder"]
 
 
 class AttentionFn(Protocol):
@@ -45,7 +45,7 @@ class AttentionFn(Protocol):
         ...
 
 
-class RouteRecorder(Protocol):
+class RoutedExpertsRecorder(Protocol):
     """Receives the experts chosen by each layer."""
 
     def __call__(self, layer: int, experts: Tensor) -> None:
@@ -139,7 +139,7 @@ class SparseMLP(nn.Module):
         self.gate = nn.Linear(arch.hidden_size, arch.num_experts, bias=False)
         self.experts = Experts(arch)
 
-    def forward(self, x: Tensor, record: RouteRecorder | None) -> Tensor:
+    def forward(self, x: Tensor, record: RoutedExpertsRecorder | None) -> Tensor:
         probabilities = self.gate(x).softmax(-1, dtype=torch.float32)
         weights, chosen = probabilities.topk(self.top_k, dim=-1)
         if self.normalise:
@@ -167,7 +167,7 @@ class Block(nn.Module):
         self.mlp = SparseMLP(arch, layer)
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, attention: AttentionFn, record: RouteRecorder | None
+        self, x: Tensor, cos: Tensor, sin: Tensor, attention: AttentionFn, record: RoutedExpertsRecorder | None
     ) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, attention)
         x = x + self.mlp(self.post_attention_layernorm(x), record)
@@ -201,7 +201,7 @@ class Qwen3Moe(nn.Module):
         attention: AttentionFn,
         *,
         select: Tensor | None = None,
-        record: RouteRecorder | None = None,
+        record: RoutedExpertsRecorder | None = None,
     ) -> Tensor:
         """Logits of flat tokens.
 

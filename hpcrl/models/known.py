@@ -6,12 +6,14 @@ import json
 from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from hpcrl.models.facts import ModelFacts
 from hpcrl.models.families import facts_from_config
 
 __all__ = ["known_models", "load_facts"]
 
+_MOST_BYTES = 16 << 20
 _CONFIGS = Path(__file__).parent / "configs"
 
 
@@ -37,9 +39,14 @@ def load_facts(model: str | Path) -> ModelFacts:
         The config is of an architecture that is not known, or lacks a size (the message names the file).
     """
     path = Path(model)
-    if path.is_dir() and (path / "config.json").is_file():
-        path /= "config.json"
-    if path.is_file():
+    try:
+        if path.is_dir() and (path / "config.json").is_file():
+            path /= "config.json"
+        is_file = path.is_file()
+    except OSError as error:
+        # a name that no filesystem takes
+        raise FileNotFoundError(f"{str(model)[:100]}…: {error.strerror}") from error
+    if is_file:
         stat = path.stat()
         return _read(path, path.parent.name or str(path), stat.st_mtime_ns)
     names = {name.lower(): name for name in known_models()}
@@ -56,7 +63,21 @@ def load_facts(model: str | Path) -> ModelFacts:
 @lru_cache(maxsize=64)
 def _read(path: Path, name: str, _mtime_ns: int) -> ModelFacts:
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        size = path.stat().st_size
+        if size > _MOST_BYTES:
+            raise ValueError(f"has {size:,} bytes; a config has some kilobytes, {_MOST_BYTES:,} bytes at most")
+        config = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_no_key_twice)
         return facts_from_config(config, name=name)
+    except RecursionError:
+        raise ValueError(f"{path}: its lists and objects lie too deep in each other for any config") from None
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; of a key that stands twice nobody knows which one is meant."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [key for key, _ in pairs]
+        raise ValueError(f"{next(key for key in names if names.count(key) > 1)} stands twice")
+    return found

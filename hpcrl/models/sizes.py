@@ -116,6 +116,8 @@ def _kinds(config: Config) -> Iterator[str]:
                 yield f"{key} is {value!r}, not a whole number"
             elif not least <= value <= most:
                 yield f"{key} is {value}; it must be from {least} to {most}"
+    if not isinstance(kind := config.get("model_type", ""), str):
+        yield f"model_type is {kind!r}, not text"
     for key in _FLAGS:
         if not isinstance(config.get(key, False), bool):
             yield f"{key} is {config[key]!r}, not true or false"

@@ -20,13 +20,13 @@ import aiohttp
 
 from hpcrl.checkpoints.ledger import CheckpointLedger
 from hpcrl.checkpoints.restore import RestoreDecision
-from hpcrl.errors import CheckpointError, DeadlineError, PeerLostError
+from hpcrl.errors import CheckpointError, ConfigError, DeadlineError, EnvironmentFailedError, PeerLostError
 from hpcrl.models.tokenizer import ChatTokenizer
 from hpcrl.rollouts.batches.http import serve_dock
-from hpcrl.rollouts.batches.server import ConflictError, TrainerDesk
+from hpcrl.rollouts.batches.server import BatchServer, ConflictError
 from hpcrl.rollouts.engines.client import EngineClient
 from hpcrl.rollouts.engines.deadlines import engines_lost_after_s, make_fleet_watch
-from hpcrl.rollouts.engines.disaggregated_pool import SidedPool
+from hpcrl.rollouts.engines.disaggregated_pool import DisaggregatedPool
 from hpcrl.rollouts.engines.engine import Engine
 from hpcrl.rollouts.engines.membership import Membership
 from hpcrl.rollouts.engines.replica_client import client_of
@@ -38,14 +38,14 @@ from hpcrl.rollouts.sampling.conversation import Sampler
 from hpcrl.rollouts.sampling.data_order import DataOrder
 from hpcrl.rollouts.sampling.evaluation import Evaluator, evaluated_versions
 from hpcrl.rollouts.sampling.rendering import Transcript
-from hpcrl.rollouts.sampling.routed_experts import RouteSettings
+from hpcrl.rollouts.sampling.routed_experts import RoutedExpertsSettings
 from hpcrl.rollouts.sampling.scheduler import Scheduler
 from hpcrl.rollouts.sampling.staleness import StalenessAccount
 from hpcrl.rollouts.state import OrchestratorState
 from hpcrl.rollouts.telemetry.lag import LagMonitor
 from hpcrl.rollouts.telemetry.metrics_text import render_metrics
 from hpcrl.rollouts.telemetry.run_metrics import read_run
-from hpcrl.rollouts.weights.registration import Inviter
+from hpcrl.rollouts.weights.registration import ReaderRegistration
 from hpcrl.rollouts.weights.updates import WeightUpdater
 from hpcrl.runs.clocks import own_node
 from hpcrl.runs.refusals import gate_of
@@ -80,12 +80,16 @@ class Orchestrator:
 
         Raises
         ------
-        ConfigError
+        EnvironmentFailedError
             An environment cannot be built.
         """
         self.stopping = False
         self._context, self._recipe = context, context.run.recipe()
-        self._environments = build_environments(self._recipe, on_lost=self._environment_lost)
+        try:
+            self._environments = build_environments(self._recipe, on_lost=self._environment_lost)
+        except ConfigError as error:
+            lines = "\n".join(f"{f.key}: {f.what}\n    hint: {f.hint}" for f in error.findings)
+            raise EnvironmentFailedError(lines) from error
         self._lag = LagMonitor()
         self._restored = asyncio.Event()
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -131,7 +135,7 @@ class Orchestrator:
         while True:
             if self._restored.is_set():
                 served = self._pool.version
-                reporter.beat("running", rollouts=self._counters.finished, step=self._desk.step, version=served)
+                reporter.beat("running", rollouts=self._counters.finished, step=self._batch_server.step, version=served)
             await asyncio.sleep(_BEAT_S)
 
     def _complain(self, engine: Engine, why: str) -> None:
@@ -199,14 +203,14 @@ class Orchestrator:
         self._pool = make_pool(
             [make_client(member) for member in members] + sides,
             router,
-            routed=partial(SidedPool, restart_router=self._renew_router) if sides else None,
+            routed=partial(DisaggregatedPool, restart_router=self._renew_router) if sides else None,
             events=self._events,
             counters=self._counters,
             request_timeout_s=config.request_timeout_s,
             max_retries=config.max_retries,
             lost_after_s=engines_lost_after_s(run),
         )
-        transcript, routes = Transcript(ChatTokenizer(Path(recipe.model.path))), RouteSettings.of(recipe)
+        transcript, routes = Transcript(ChatTokenizer(Path(recipe.model.path))), RoutedExpertsSettings.of(recipe)
         store = HandoffStore(run.weights_dir)
         watch = ReaderWatch(store.root, expiry_s=recipe.handoff.lease_timeout_s)
         self._updater = WeightUpdater(
@@ -214,7 +218,7 @@ class Orchestrator:
             store=store,
             events=self._events,
             pause=recipe.engine.pause == "keep",
-            inviter=Inviter.of(recipe, store.root),
+            registration=ReaderRegistration.of(recipe, store.root),
             collector=Collector(store, watch, keep_last=recipe.handoff.keep_last),
             pace=Pace(recipe.handoff.update_timeout_s, recipe.handoff.min_bandwidth_mib_s * (1 << 20)),
             on_served=self._on_served,
@@ -254,7 +258,7 @@ class Orchestrator:
             events=self._events,
             done=evaluated_versions(run, up_to=state.step),
         )
-        self._desk = TrainerDesk(
+        self._batch_server = BatchServer(
             recipe=recipe,
             scheduler=self._scheduler,
             counters=self._counters,
@@ -265,7 +269,7 @@ class Orchestrator:
         )
         self._restored.set()
 
-    def _sampler(self, transcript: Transcript, *, temperature: float, routes: RouteSettings | None) -> Sampler:
+    def _sampler(self, transcript: Transcript, *, temperature: float, routes: RoutedExpertsSettings | None) -> Sampler:
         return Sampler(
             self._pool,
             transcript,
@@ -350,14 +354,14 @@ class Orchestrator:
     # -- the dock
 
     async def batch(self, step: int, *, rank: int, world_size: int, wait_s: float) -> bytes | None:
-        """One shard (see `hpcrl.rollouts.batches.server.TrainerDesk.batch`)."""
+        """One shard (see `hpcrl.rollouts.batches.server.BatchServer.batch`)."""
         if not await self._is_restored(wait_s):
             return None
-        self._desk.check_asker(rank, world_size)  # before anything is believed of the request
+        self._batch_server.check_asker(rank, world_size)  # before anything is believed of the request
         if self._updater.announced is None:
             # who asks for step s has published version s - 1
             await self._announce(step - 1)
-        return await self._desk.batch(step, rank=rank, world_size=world_size, wait_s=wait_s)
+        return await self._batch_server.batch(step, rank=rank, world_size=world_size, wait_s=wait_s)
 
     async def published(self, version: int) -> None:
         """The trainer has published ``version``; the first must be the restored step."""
@@ -371,7 +375,7 @@ class Orchestrator:
         if not self._restored.is_set():
             raise ConflictError("a snapshot was asked for before the orchestrator was restored")
         # taken here, between two events; encoded elsewhere, because it may be large
-        return await asyncio.to_thread(self._desk.snapshot(step).encode)
+        return await asyncio.to_thread(self._batch_server.snapshot(step).encode)
 
     async def finish(self, version: int, *, wait_s: float) -> bool:
         """End rolling out, bring all engines to ``version`` and evaluate it; whether that is done."""

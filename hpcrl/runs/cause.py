@@ -9,7 +9,7 @@ from enum import StrEnum
 
 import msgspec
 
-from hpcrl.errors import ExitCode, NothingToRestoreError
+from hpcrl.errors import ConfigError, EnvironmentFailedError, ExitCode, NothingToRestoreError
 from hpcrl.runs.clocks import Clocks
 from hpcrl.runs.role import FailureRecord
 
@@ -154,6 +154,19 @@ def from_record(record: FailureRecord) -> Cause:
             error=record.error,
             details=more,
         )
+    if record.error == EnvironmentFailedError.__name__:  # the user's code did: our traceback says nothing about it
+        return Cause(
+            kind=CauseKind.ERROR,
+            time_s=record.time_s,
+            message=first_line,
+            role=record.role,
+            replica=record.replica,
+            error=record.error,
+            details=more,
+            node=record.node,
+        )
+    if record.error == ConfigError.__name__ and more:  # it begins with how many problems there are
+        first_line = more[0].strip()
     return Cause(
         kind=CauseKind.ERROR,
         time_s=record.time_s,

@@ -37,6 +37,7 @@ __all__ = [
 
 _SUBMIT_GRACE_S = 60.0
 """A submission without a local controller counts as alive for this long before a supervisor must have written."""
+_LOG_END_BYTES = 4096
 _RATE_STEPS = 20
 """Steps that the estimate of the remaining time looks back on."""
 
@@ -216,9 +217,22 @@ def _before_first_word(view: RunView, submission: Submission | None, now_s: floa
         time_s=ended_at_s,
         message="the supervisor went away before it wrote a word"
         + _slurm_words(view.job)
-        + (f"; submitit's log is in {submission.folder}" if submission is not None else ": it was never submitted"),
+        + (": it was never submitted" if submission is None else _log_words(submission)),
     )
     return msgspec.structs.replace(view, state=RunState.LOST, ended_at_s=ended_at_s, cause=cause)
+
+
+def _log_words(submission: Submission) -> str:
+    """Where submitit's log of a submission is, and how it ends."""
+    folder, last = Path(submission.folder), ""
+    with contextlib.suppress(OSError):
+        newest = max(folder.glob(f"{submission.job_id}_*.err"), key=lambda path: path.stat().st_mtime, default=None)
+        if newest is not None:
+            with newest.open("rb") as stream:
+                stream.seek(max(0, newest.stat().st_size - _LOG_END_BYTES))
+                lines = stream.read().decode(errors="replace").rstrip().splitlines()
+            last = lines[-1] if lines else ""
+    return (f": {last}" if last else "") + f"; submitit's log is in {folder}"
 
 
 def _cancelled(submission: Submission) -> Cause:

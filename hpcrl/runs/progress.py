@@ -16,10 +16,10 @@ import msgspec
 from hpcrl.reporting import ReportedFile
 from hpcrl.runs.rundir import RunDir
 
-__all__ = ["Progress", "ProgressReporter", "progress_path"]
+__all__ = ["ProgressReporter", "RoleProgress", "progress_path"]
 
 
-class Progress(msgspec.Struct, frozen=True, kw_only=True):
+class RoleProgress(msgspec.Struct, frozen=True, kw_only=True):
     """What a process does.
 
     Attributes
@@ -43,7 +43,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     longest_s: dict[str, float] = {}
 
     @classmethod
-    def read(cls, path: Path) -> Progress | None:
+    def read(cls, path: Path) -> RoleProgress | None:
         """What the file says; None where there is none, or it cannot be read now."""
         try:
             return msgspec.json.decode(path.read_bytes(), type=cls)
@@ -99,5 +99,7 @@ class ProgressReporter:
 
     def _write(self, phase: str, *, waits: bool) -> None:
         self._phase, self._waits = phase, waits
-        progress = Progress(time_s=time.time(), phase=phase, waits=waits, counts=self._counts, longest_s=self._longest)
+        progress = RoleProgress(
+            time_s=time.time(), phase=phase, waits=waits, counts=self._counts, longest_s=self._longest
+        )
         self._file.put(msgspec.json.encode(progress))

@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -141,19 +142,28 @@ class RunDir:
 
         The directory survives a power failure: with a lower number than that of an attempt before it, the next one
         would be refused by the fence of every store.
+
+        Raises
+        ------
+        OSError
+            The filesystem refuses; there is no attempt.
         """
         make_directory(self.attempts_dir)
         number = (self.attempts() or [0])[-1] + 1
         path = self.attempt_dir(number)
         path.mkdir()
-        for part in ("ready", "failures", "logs"):
-            (path / part).mkdir()
-        ensure_token(self.path)  # of a run that was made before there were tokens
-        link = self.attempts_dir / f".latest-{number}"
-        link.unlink(missing_ok=True)
-        link.symlink_to(path.name)
-        os.replace(link, self.attempts_dir / "latest")
-        fsync_dir(self.attempts_dir)
+        try:
+            for part in ("ready", "failures", "logs"):
+                (path / part).mkdir()
+            ensure_token(self.path)  # of a run that was made before there were tokens
+            link = self.attempts_dir / f".latest-{number}"
+            link.unlink(missing_ok=True)
+            link.symlink_to(path.name)
+            os.replace(link, self.attempts_dir / "latest")
+            fsync_dir(self.attempts_dir)
+        except OSError:
+            shutil.rmtree(path, ignore_errors=True)  # no attempt: the next try has its number
+            raise
         return number
 
     def write_configuration(self, recipe: Recipe, cluster: ClusterProfile, plan: Plan) -> None:

@@ -27,7 +27,7 @@ from hpcrl.slurm.errors import (
     SubmitUnclearError,
     classify,
 )
-from hpcrl.slurm.records import Component, Job, Node, StartEstimate, Submitted
+from hpcrl.slurm.records import HetComponent, Job, Node, StartEstimate, Submitted
 
 __all__ = ["COMMENT_PREFIX", "SlurmClient", "job_comment"]
 
@@ -336,7 +336,7 @@ class SlurmClient:
 
     # -- commands ------------------------------------------------------------------------------------------------
 
-    def _squeue(self, selection: Sequence[str]) -> list[Component]:
+    def _squeue(self, selection: Sequence[str]) -> list[HetComponent]:
         argv = ["squeue", "--noheader", "--states=all", *selection]
         try:
             if not self._json_squeue:
@@ -352,12 +352,12 @@ class SlurmClient:
         except NoSuchJobError:
             return []  # what squeue says where the only job asked for is gone
 
-    def _own(self, selection: Sequence[str]) -> list[Component]:
+    def _own(self, selection: Sequence[str]) -> list[HetComponent]:
         """Jobs of the user that we are; what says that it is somebody else's is left out, whoever let it through."""
         me = os.getuid()
         return [c for c in self._squeue(["--me", *selection]) if c.user_id is None or c.user_id == me]
 
-    def _sacct(self, job_ids: Sequence[int]) -> list[Component]:
+    def _sacct(self, job_ids: Sequence[int]) -> list[HetComponent]:
         """History; nothing where the cluster keeps none, or it cannot be read now."""
         if not self._accounting:
             return []
@@ -387,9 +387,9 @@ def _join(job_ids: Sequence[int]) -> str:
     return ",".join(map(str, job_ids))
 
 
-def _by_job(found: Sequence[Component], wanted: Sequence[int], expected: Mapping[int, int]) -> dict[int, Job]:
+def _by_job(found: Sequence[HetComponent], wanted: Sequence[int], expected: Mapping[int, int]) -> dict[int, Job]:
     """Jobs of the wanted ids; where two sources know a component, the first one counts."""
-    groups: dict[int, dict[int, Component]] = {job_id: {} for job_id in wanted}
+    groups: dict[int, dict[int, HetComponent]] = {job_id: {} for job_id in wanted}
     for component in found:
         if component.leader_id in groups:
             groups[component.leader_id].setdefault(component.offset, component)

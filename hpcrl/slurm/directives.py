@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpcrl.config.layout import Component
+from hpcrl.config.layout import JobComponent
 from hpcrl.config.plan import Plan
 from hpcrl.config.sbatch_options import repeats_in_components
 from hpcrl.errors import UsageError
@@ -80,7 +80,7 @@ def job_options(
     return [*options, *(option for option in plan.layout.sbatch_options if not repeats_in_components(option))]
 
 
-def component_options(component: Component, more: Sequence[str] = ()) -> list[str]:
+def component_options(component: JobComponent, more: Sequence[str] = ()) -> list[str]:
     """Options of one component, ``more`` of the recipe among them. Slurm does not propagate them: each component says
     all of them."""
     options = [f"--partition={component.partition}"]

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpcrl.config.layout import Component, Container
+from hpcrl.config.layout import Container, JobComponent
 from hpcrl.config.plan import Plan, RoleGroup
 from hpcrl.errors import HpcrlError
 from hpcrl.slurm.command import CLUSTER_VARIABLES
@@ -279,7 +279,7 @@ def _which_job(plan: Plan, component: int, allocation: Allocation) -> list[str]:
     return [f"--het-group={component}"] if heterogeneous else []
 
 
-def _share(component: Component, *, beside: bool) -> list[str]:
+def _share(component: JobComponent, *, beside: bool) -> list[str]:
     """GPUs of the step, and whether it may run where another step is."""
     if beside:
         return ["--overlap", *(["--gres=none"] if component.gres != "none" else [])]
@@ -288,7 +288,7 @@ def _share(component: Component, *, beside: bool) -> list[str]:
     return gpu_options(component)
 
 
-def gpu_options(component: Component) -> list[str]:
+def gpu_options(component: JobComponent) -> list[str]:
     """How GPUs are asked for, the same for jobs and steps."""
     if component.gres == "none" or component.gpus_per_node == 0:
         return []
@@ -307,7 +307,7 @@ def _file_pattern(path: Path) -> str:
 
 
 def _contained(
-    container: Container | None, group: RoleGroup, component: Component, command: Sequence[str], cwd: Path
+    container: Container | None, group: RoleGroup, component: JobComponent, command: Sequence[str], cwd: Path
 ) -> list[str]:
     """Container options and command."""
     if container is None:

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from hpcrl.slurm.errors import SlurmAnswerError
-from hpcrl.slurm.records import Component, ExitStatus, Node, StartEstimate
+from hpcrl.slurm.records import ExitStatus, HetComponent, Node, StartEstimate
 from hpcrl.slurm.states import JobState, parse_state
 
 __all__ = [
@@ -90,17 +90,17 @@ _NODE_MARKS = {
 # -- columns -----------------------------------------------------------------------------------------------------
 
 
-def parse_squeue(text: str) -> list[Component]:
+def parse_squeue(text: str) -> list[HetComponent]:
     """Rows of ``squeue --noheader --Format`` with `SQUEUE_FORMAT`; rows of job arrays are left out."""
     return [c for row in _rows(text, tuple(_SQUEUE_COLUMNS)) if (c := _squeue_component(row)) is not None]
 
 
-def _squeue_component(row: Mapping[str, str]) -> Component | None:
+def _squeue_component(row: Mapping[str, str]) -> HetComponent | None:
     job_id = _int(row["JobID"])
     if job_id is None:
         return None
     leader = _int(row["HetJobID"])
-    return Component(
+    return HetComponent(
         job_id=job_id,
         leader_id=leader or job_id,
         offset=_int(row["HetJobOffset"]) or 0 if leader else 0,
@@ -121,18 +121,18 @@ def _squeue_component(row: Mapping[str, str]) -> Component | None:
     )
 
 
-def parse_sacct(text: str) -> list[Component]:
+def parse_sacct(text: str) -> list[HetComponent]:
     """Rows of ``sacct --parsable2 --noheader --allocations`` with `SACCT_FORMAT`; steps and arrays are left out."""
     return [c for row in _rows(text, _SACCT_COLUMNS) if (c := _sacct_component(row)) is not None]
 
 
-def _sacct_component(row: Mapping[str, str]) -> Component | None:
+def _sacct_component(row: Mapping[str, str]) -> HetComponent | None:
     match = re.fullmatch(r"(\d+)(?:\+(\d+))?", row["JobID"])
     if match is None:
         return None
     leader, offset = int(match.group(1)), int(match.group(2) or 0)
     minutes = _int(row["TimelimitRaw"])
-    return Component(
+    return HetComponent(
         job_id=_int(row["JobIDRaw"]) or leader + offset,
         leader_id=leader,
         offset=offset,
@@ -164,7 +164,7 @@ def _rows(text: str, columns: tuple[str, ...]) -> Iterable[dict[str, str]]:
 # -- JSON --------------------------------------------------------------------------------------------------------
 
 
-def parse_squeue_json(text: str) -> list[Component]:
+def parse_squeue_json(text: str) -> list[HetComponent]:
     """Jobs of ``squeue --json``, any data version.
 
     Raises
@@ -179,7 +179,7 @@ def parse_squeue_json(text: str) -> list[Component]:
         raise SlurmAnswerError(f"squeue --json: cannot read the answer ({error}): {text[:200]!r}") from error
 
 
-def _json_component(job: Mapping[str, Any]) -> Component:
+def _json_component(job: Mapping[str, Any]) -> HetComponent:
     job_id = _number(job["job_id"])
     if job_id is None:
         raise KeyError("job_id")
@@ -190,7 +190,7 @@ def _json_component(job: Mapping[str, Any]) -> Component:
     # of a job that runs without a time limit Slurm says that it ends in a year
     has_end = minutes is not None or state is not JobState.RUNNING
     user_id = _number(job.get("user_id"))
-    return Component(
+    return HetComponent(
         job_id=int(job_id),
         leader_id=int(leader or job_id),
         offset=int(_number(job.get("het_job_offset")) or 0) if leader else 0,

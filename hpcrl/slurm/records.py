@@ -9,7 +9,7 @@ import msgspec
 from hpcrl.slurm.hostlist import expand_hostlist
 from hpcrl.slurm.states import JobState, fold_states
 
-__all__ = ["Component", "ExitStatus", "Job", "Node", "StartEstimate", "Submitted"]
+__all__ = ["ExitStatus", "HetComponent", "Job", "Node", "StartEstimate", "Submitted"]
 
 
 class ExitStatus(msgspec.Struct, frozen=True):
@@ -19,7 +19,7 @@ class ExitStatus(msgspec.Struct, frozen=True):
     signal: int
 
 
-class Component(msgspec.Struct, frozen=True, kw_only=True):
+class HetComponent(msgspec.Struct, frozen=True, kw_only=True):
     """One component of a heterogeneous job, or a whole plain job.
 
     Attributes
@@ -67,17 +67,17 @@ class Job(msgspec.Struct, frozen=True):
 
     job_id: int
     state: JobState
-    components: tuple[Component, ...]
+    components: tuple[HetComponent, ...]
 
     @classmethod
-    def of(cls, components: list[Component], *, expected: int | None = None) -> Job:
+    def of(cls, components: list[HetComponent], *, expected: int | None = None) -> Job:
         """Join the components of one job (not empty); see `hpcrl.slurm.states.fold_states`."""
         ordered = tuple(sorted(components, key=lambda component: component.offset))
         state = fold_states([component.state for component in ordered], expected=expected)
         return cls(ordered[0].leader_id, state, ordered)
 
     @property
-    def leader(self) -> Component:
+    def leader(self) -> HetComponent:
         """The first component; the batch script runs there."""
         return self.components[0]
 

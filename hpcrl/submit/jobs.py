@@ -7,10 +7,12 @@ import time
 
 from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.plan import Plan
-from hpcrl.errors import RunDirError
+from hpcrl.errors import HpcrlError, RunDirError
 from hpcrl.fs import atomic_write
+from hpcrl.passing import patiently
 from hpcrl.runs.observe import RunView, observe
 from hpcrl.runs.record import RunRecord, Submission, this_process
+from hpcrl.runs.registry import reference
 from hpcrl.runs.replicas import wanted_replicas
 from hpcrl.runs.rundir import RunDir
 from hpcrl.slurm.client import SlurmClient
@@ -24,9 +26,11 @@ from hpcrl.submit.slurm_executor import SlurmExecutor
 from hpcrl.supervisor.job import Supervise
 from hpcrl.supervisor.policy.attempts import with_measured_lead
 
-__all__ = ["cancel_jobs", "cancel_replica_jobs", "find_unrecorded", "signal_job", "submit_jobs"]
+__all__ = ["cancel_jobs", "cancel_replica_jobs", "find_unrecorded", "signal_job", "submit_jobs", "write_submission"]
 
 _CANCEL_POLL_S = 0.5
+_RECORD_S = 5.0
+"""How long a filesystem that refuses the record is asked again."""
 _KILL_DEADLINE_S = 60.0
 
 
@@ -41,7 +45,7 @@ def submit_jobs(run: RunDir) -> Submission:
     plan = with_measured_lead(run, run.plan())
     submission = _submit_main(run, plan, client)
     record = RunRecord.read(run).with_submission(submission)
-    record.write(run)
+    write_submission(run, record)
     if plan.layout.kind == "elastic":
         replicas = ReplicaJobs(run, plan=plan, client=client, number=len(record.submissions))
         wanted = wanted_replicas(run, plan)
@@ -49,6 +53,25 @@ def submit_jobs(run: RunDir) -> Submission:
             for replica in range(wanted.get(group.role.value, 0)):
                 replicas.submit(group, replica)
     return submission
+
+
+def write_submission(run: RunDir, record: RunRecord) -> None:
+    """Write down whom an attempt was handed to, which has happened.
+
+    Raises
+    ------
+    HpcrlError
+        The filesystem refuses; the attempt goes on all the same.
+    """
+    try:
+        patiently(lambda: record.write(run), limit_s=_RECORD_S, what="the record of the run")
+    except OSError as error:
+        submission = record.submissions[-1]
+        raise HpcrlError(
+            f"the run {run.name} was handed over (job {submission.job_id}) and goes on, but that cannot be "
+            f"written down: {run.record_path}: {error.strerror}\n"
+            f"    hint: make the filesystem take it again; `hpcrl status {reference(run)}` shows the run all the same"
+        ) from error
 
 
 def _submit_main(run: RunDir, plan: Plan, client: SlurmClient) -> Submission:

@@ -7,6 +7,7 @@ import time
 from hpcrl.errors import DeadlineError, RunDirError
 from hpcrl.runs.observe import RunView, observe
 from hpcrl.runs.record import RunRecord
+from hpcrl.runs.registry import reference
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunState
 from hpcrl.slurm.lookup import client_of
@@ -29,18 +30,18 @@ def check_requeue(run: RunDir) -> RunView:
     view, record = observe(run), RunRecord.read(run)
     submission = record.submissions[-1] if record.submissions else None
     if view.state.ended:
-        raise RunDirError(f"the run {run.name} has ended ({view.state})\n    hint: hpcrl resume {run.name}")
+        raise RunDirError(f"the run {run.name} has ended ({view.state})\n    hint: hpcrl resume {reference(run)}")
     if submission is None or submission.executor != "slurm":
         raise RunDirError(
             f"the run {run.name} is no Slurm job, so nobody would start it again\n"
-            f"    hint: hpcrl cancel {run.name}, then hpcrl resume {run.name}"
+            f"    hint: hpcrl cancel {reference(run)}, then hpcrl resume {reference(run)}"
         )
     if view.state in (RunState.SUBMITTED, RunState.REQUEUED):
         raise RunDirError(f"the run {run.name} waits in the queue already ({view.state})")
     if not submission.requeues:
         raise RunDirError(
             f"the run {run.name} was submitted without requeue (job.requeue, or the site's capabilities.requeue)\n"
-            f"    hint: hpcrl cancel {run.name}, then hpcrl resume {run.name}"
+            f"    hint: hpcrl cancel {reference(run)}, then hpcrl resume {reference(run)}"
         )
     return view
 

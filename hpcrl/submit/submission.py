@@ -18,9 +18,11 @@ from hpcrl.errors import RunDirError
 from hpcrl.fs import StagedDirectory, atomic_write
 from hpcrl.marks import KIND_VARIABLE, RUN_ID_VARIABLE
 from hpcrl.ours import CLOSED_UMASK, files_as, umask_of
+from hpcrl.runs.known import remember
 from hpcrl.runs.observe import RunView, observe
 from hpcrl.runs.record import RunRecord, Submission, this_process
-from hpcrl.runs.reserve import release_reserve
+from hpcrl.runs.registry import reference
+from hpcrl.runs.reserve import keep_start_reserve, release_reserve
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.start.origin import START_MODEL, Source, make_start_model
 from hpcrl.runs.start.privacy import check_root, protect
@@ -30,7 +32,14 @@ from hpcrl.runs.start.snapshot import keep_snapshot, take_snapshot
 from hpcrl.runs.status import ProcessId, RunState
 from hpcrl.slurm.in_job import InJob
 from hpcrl.slurm.scripts import JOB_FOLDER, in_job_script
-from hpcrl.submit.jobs import cancel_jobs, cancel_replica_jobs, find_unrecorded, signal_job, submit_jobs
+from hpcrl.submit.jobs import (
+    cancel_jobs,
+    cancel_replica_jobs,
+    find_unrecorded,
+    signal_job,
+    submit_jobs,
+    write_submission,
+)
 from hpcrl.submit.local_executor import DetachedLocalExecutor
 from hpcrl.supervisor.job import Supervise
 from hpcrl.supervisor.process.sweep import find_leftovers, sweep
@@ -99,23 +108,25 @@ def create_run(
     finally:
         os.umask(previous)
         stage.discard()
-    return RunDir(target)
+    run = RunDir(target)
+    remember(run)
+    return run
 
 
 def _occupied(target: Path) -> str:
     run = RunDir(target)
     if not run.record_path.is_file():
         return f"{target} exists and is no run\n    hint: --name with another name"
-    view = observe(run)
+    view, named = observe(run), reference(run)
     ways = ["--name with another name"]
     if view.state is RunState.COMPLETED:
-        ways.append(f"it did all its steps; look at it: hpcrl report {run.name}")
-        ways.append(f"go on with it: hpcrl resume {run.name} --set trainer.steps=...")
+        ways.append(f"it did all its steps; look at it: hpcrl report {named}")
+        ways.append(f"go on with it: hpcrl resume {named} --set trainer.steps=...")
     elif view.state.ended:
-        ways.append(f"go on with it: hpcrl resume {run.name}")
+        ways.append(f"go on with it: hpcrl resume {named}")
     else:
-        ways.append(f"watch it: hpcrl status {run.name} --watch")
-        ways.append(f"end it: hpcrl cancel {run.name}")
+        ways.append(f"watch it: hpcrl status {named} --watch")
+        ways.append(f"end it: hpcrl cancel {named}")
     return f"the run {run.name} exists ({view.state}) in {target}\n" + "\n".join(f"    hint: {way}" for way in ways)
 
 
@@ -129,6 +140,7 @@ def submit_attempt(run: RunDir, *, in_job: InJob | None = None) -> Submission:
     refused by `prepare_resume` and by the second supervisor itself.
     """
     with files_as(run.path):  # submitit's files, and those of its controller and of the job
+        keep_start_reserve(run)
         return _submit_attempt(run, in_job)
 
 
@@ -160,7 +172,7 @@ def _submit_attempt(run: RunDir, in_job: InJob | None) -> Submission:
         in_job="" if in_job is None else str(in_job.job_id),
         submitted_by=this_process(),
     )
-    record.with_submission(submission).write(run)
+    write_submission(run, record.with_submission(submission))
     return submission
 
 
@@ -192,8 +204,8 @@ def prepare_resume(run: RunDir, begin: Begin | None = None, *, steps: int | None
             facts.append(f"started by {who}")
         raise RunDirError(
             f"the run {run.name} is alive ({', '.join(facts)}); nothing was changed\n"
-            f"    hint: watch it: hpcrl status {run.name} --watch\n"
-            f"    hint: end it first: hpcrl cancel {run.name}"
+            f"    hint: watch it: hpcrl status {reference(run)} --watch\n"
+            f"    hint: end it first: hpcrl cancel {reference(run)}"
         )
     return plan_resume(run, begin or Begin(), completed=view.state is RunState.COMPLETED, steps=steps)
 
@@ -236,7 +248,7 @@ def cancel(run: RunDir, *, user: str, deadline_s: float | None = None) -> RunVie
     if process.alive() is None:
         raise RunDirError(
             f"the supervisor of {run.name} runs on {process.host}, this is {procfs.hostname()}\n"
-            f"    hint: call hpcrl cancel {run.name} on {process.host}"
+            f"    hint: call hpcrl cancel {reference(run)} on {process.host}"
         )
     request_stop(process)
     if deadline_s is None:
@@ -308,6 +320,6 @@ def interrupt(run: RunDir, count: int) -> str:
         return "killing the supervisor"
     process = _whom_to_ask(run, record, view)
     if process.alive() is None:
-        return f"the supervisor runs on {process.host}: hpcrl cancel {run.name} there"
+        return f"the supervisor runs on {process.host}: hpcrl cancel {reference(run)} there"
     request_stop(process)
     return "stopping; Ctrl-C again kills at once" if count == 1 else "killing the roles; Ctrl-C again kills all"

@@ -30,6 +30,10 @@ _BEFORE_RESERVE_S = 1.0
 """The last status is tried for so long before the space is given back that was kept for it."""
 
 
+_WITH_RESERVE_S = 5.0
+"""And for so long with that."""
+
+
 class _StatusFile(ReportedFile):
     """``status.json``, which a supervisor that was thought dead leaves to that of the newer attempt."""
 
@@ -100,12 +104,20 @@ class Board:
             _log.warning("clocks are off: %s", ", ".join(f"{name} by {clock}" for name, clock in far.items()))
         self._dirty = True
 
-    def enter(self, state: RunState, cause: Cause | None = None) -> None:
-        """Change the state of the run, and say so."""
+    def enter(self, state: RunState, cause: Cause | None = None, *, because: str = "") -> None:
+        """Change the state of the run, and say so.
+
+        Parameters
+        ----------
+        because:
+            What brought it, for people, where nothing failed.
+        """
         self.state, self.cause = state, cause
         if state.ended:
             self._ended_at_s = time.time()
-        details = {} if cause is None else {"cause": cause.message, "cause_kind": cause.kind}
+        details = {"cause": because} if because else {}
+        if cause is not None:
+            details = {"cause": cause.message, "cause_kind": cause.kind}
         self.emit("run.state", state=state, **details)
         self.write()
 
@@ -146,7 +158,11 @@ class Board:
         began = time.monotonic()
         written = self._file.flush(min(_BEFORE_RESERVE_S, timeout_s))
         # the disk may be full: what was kept for this moment
-        release_reserve(self.run, "supervisor")
+        kept = release_reserve(self.run, "supervisor")
+        if not written and kept:
+            written = self._file.flush(min(_WITH_RESERVE_S, timeout_s))
+        if not written:  # what was kept from the submit on: an attempt that never had space begins with this
+            release_reserve(self.run, "start")
         if not written and not self._file.flush(timeout_s):
             _log.error(
                 "that the run is %s could not be written to %s within %g s: readers will miss the supervisor",

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from hpcrl.config.plan import Plan, Role
-from hpcrl.runs.progress import Progress, progress_path
+from hpcrl.runs.progress import RoleProgress, progress_path
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ComponentState
 from hpcrl.supervisor.board import Board
@@ -101,7 +101,7 @@ class Drain:
 
     def _saves(self, component: Component) -> bool:
         path = progress_path(self._run, self._board.attempt, component.role.value, component.replica)
-        progress = Progress.read(path)
+        progress = RoleProgress.read(path)
         return progress is not None and progress.time_s >= component.lives_since_s and progress.phase == _SAVING
 
     async def _stop_in_time(self, component: Component, grace_s: float, cut_s: float) -> None:

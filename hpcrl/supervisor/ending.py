@@ -78,7 +78,8 @@ class Ending:
             # not written as an end: whoever follows the run sees the next attempt
             self._board.emit("run.state", state=state, cause=cause.message if cause else "")
         else:
-            self._board.enter(state, cause)
+            # of an attempt that failed in nothing, for `hpcrl why`
+            self._board.enter(state, cause, because=self._notices.why if state is RunState.REQUEUED else "")
         return state, again
 
     async def last_words(self, state: RunState) -> None:

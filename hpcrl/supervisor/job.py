@@ -19,6 +19,7 @@ from hpcrl.config.plan import Plan
 from hpcrl.errors import HpcrlError, RunDirError, RunFailedError
 from hpcrl.log_thread import log_in_thread
 from hpcrl.ours import umask_of
+from hpcrl.passing import patiently
 from hpcrl.runs.cause import Cause, CauseKind
 from hpcrl.runs.events import EventWriter, read_events
 from hpcrl.runs.exclusions import exclude, read_exclusions
@@ -41,6 +42,8 @@ from hpcrl.supervisor.supervisor import Supervisor
 __all__ = ["Supervise"]
 
 _log = logging.getLogger(__name__)
+_READ_PATIENCE_S = 60.0
+"""How long an attempt tries to read what it is of."""
 _ASK_AGAIN_S = 5.0
 _FIND_NODES_S = 5.0
 """How long the requeue waits to be told which nodes it is to avoid."""
@@ -74,10 +77,13 @@ class Supervise:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         log_in_thread()
         run = RunDir(Path(self.run_dir))
-        protect(run, run.cluster().files.group)
-        os.umask(umask_of(run.path))
-        plan, record = run.plan(), RunRecord.read(run)
-        status = RunStatus.read(run)
+
+        def read() -> tuple[Plan, RunRecord, RunStatus | None]:
+            protect(run, run.cluster().files.group)
+            os.umask(umask_of(run.path))
+            return run.plan(), RunRecord.read(run), RunStatus.read(run)
+
+        plan, record, status = patiently(read, limit_s=_READ_PATIENCE_S, what="reading the run")
         # Slurm has one batch process a job: what the status says is of the attempt before the requeue
         requeued = self.in_job is None and int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0
         if self.in_job is not None:

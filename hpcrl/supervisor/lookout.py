@@ -18,7 +18,7 @@ from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ComponentState
 from hpcrl.supervisor.board import Board
 from hpcrl.supervisor.component import Component
-from hpcrl.supervisor.launch.replica import Lives
+from hpcrl.supervisor.launch.replica import ReplicaRunner
 from hpcrl.supervisor.notices import Notices
 from hpcrl.supervisor.policy.verdict import current_records, slow_failures
 
@@ -57,7 +57,7 @@ class Lookout:
         plan: Plan,
         started: float,
         board: Board,
-        lives: Lives,
+        replicas: ReplicaRunner,
         notices: Notices,
         components: Sequence[Component],
         decided: asyncio.Event,
@@ -66,7 +66,7 @@ class Lookout:
         on_bug: Callable[[asyncio.Task[None]], None],
     ) -> None:
         self._run, self._attempt, self._plan, self._started = run, attempt, plan, started
-        self._board, self._lives, self._notices, self._components = board, lives, notices, components
+        self._board, self._replicas, self._notices, self._components = board, replicas, notices, components
         self._decided, self._fail, self._fail_slowly = decided, fail, fail_slowly
         self._parent = os.getppid()
         self._on_bug = on_bug
@@ -118,7 +118,7 @@ class Lookout:
                 about = (component.role.value, component.replica) == (complaint.role, complaint.replica)
                 ready = component.state is ComponentState.READY and component.verdict is None
                 if about and ready and complaint.time_s > (component.ready_at_s or 0.0):
-                    self._lives.end_stale(component, complaint.message)
+                    self._replicas.end_stale(component, complaint.message)
         await self._notices.look_at_clock(time.monotonic() - self._started)
 
     async def _end_slow_failures(self) -> None:

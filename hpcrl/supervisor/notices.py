@@ -40,6 +40,8 @@ class Notices:
         Told of each task of ours that ends.
     in_step:
         Whether Slurm may be who sends signals.
+    taken:
+        Asks Slurm what becomes of the job (`hpcrl.supervisor.launcher.Launcher.taken`).
 
     Attributes
     ----------
@@ -51,6 +53,8 @@ class Notices:
         Who asked for the end.
     hurry:
         Set when somebody does not want to wait.
+    why:
+        Why the attempt ends for the next one, for people; empty where it does not.
     """
 
     def __init__(
@@ -65,14 +69,15 @@ class Notices:
         fail: Callable[[CauseKind, str, float], None],
         on_bug: Callable[[asyncio.Task[None]], None],
         in_step: bool,
+        taken: Callable[[], tuple[CauseKind, str] | None] = lambda: None,
     ) -> None:
         self._run, self._attempt, self._plan, self._board = run, attempt, plan, board
         self._components, self._decided, self._fail, self._on_bug = components, decided, fail, on_bug
-        self._in_step = in_step
+        self._in_step, self._taken = in_step, taken
         self._task: asyncio.Task[None] | None = None
         self._naming: asyncio.Task[None] | None = None
         self._ends_at: float | None = None
-        self.requeue = False
+        self.requeue, self.why = False, ""
         self.cancelled_by_person = False
         self.asked_by_slurm = False
         self.hurry = asyncio.Event()
@@ -160,6 +165,7 @@ class Notices:
 
     async def _save_and_leave(self) -> None:
         policy, step = self._plan.attempts, None
+        asking = asyncio.create_task(self._ask_why(), name="why we are to leave")
         trains = any(c.group.policy.ends_run and c.state is ComponentState.READY for c in self._components)
         if trains and policy.saves:
             started = time.monotonic()
@@ -169,13 +175,27 @@ class Notices:
             self._board.emit("supervisor.saved", step=step, seconds=time.monotonic() - started)
         if self._decided.is_set():
             return
+        saved = "nothing could be saved" if step is None else f"the state of step {step} was saved"
         if policy.requeue:
             self.requeue = True
+            self.why = f"{await asking}; {saved}"
             self._decided.set()
             return
-        saved = "nothing could be saved" if step is None else f"the state of step {step} was saved"
         ends = "Slurm warned that the job is about to end" if policy.signalled else "the allocation is about to end"
         self._fail(CauseKind.TIME_LIMIT, f"{ends}; {saved}", time.time())
+
+    async def _ask_why(self) -> str:
+        """What the warning is of: Slurm sends the same signal before a preemption and before the time limit."""
+        said = "Slurm warned that the job is about to end (its time limit, or a preemption)"
+        if self._in_step:
+            try:
+                taken = await asyncio.wait_for(asyncio.to_thread(self._taken), _WHO_S)
+            except Exception as error:  # noqa: BLE001 - only a word less
+                _log.warning("why the job is about to end cannot be asked: %r", error)
+                taken = None
+            if taken is not None and taken[0] is CauseKind.PREEMPTED:
+                said = taken[1]
+        return said
 
     def _lead_s(self) -> int:
         """`lead_s`; what the job was submitted with where the measurements cannot be read now."""

@@ -18,9 +18,10 @@ from hpcrl import procfs
 from hpcrl.config.plan import Plan, Role, RoleGroup
 from hpcrl.credentials import Credentials
 from hpcrl.errors import DeadlineError, HpcrlError
+from hpcrl.passing import NO_SPACE, patiently
 from hpcrl.reporting import ReportedFile
 from hpcrl.runs.cause import Cause, CauseKind
-from hpcrl.runs.reserve import keep_reserve
+from hpcrl.runs.reserve import keep_reserve, release_reserve
 from hpcrl.runs.role import Endpoints, FailureRecord
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunState
@@ -31,14 +32,14 @@ from hpcrl.supervisor.drain import Drain
 from hpcrl.supervisor.elastic.keeper import ElasticReplicas
 from hpcrl.supervisor.ending import Ending
 from hpcrl.supervisor.launch.launcher import Address, Launcher
-from hpcrl.supervisor.launch.replica import Life, Lives
+from hpcrl.supervisor.launch.replica import ReplicaEnd, ReplicaRunner
 from hpcrl.supervisor.launch.survey import NodesSilentError
 from hpcrl.supervisor.lookout import Lookout
 from hpcrl.supervisor.notices import Notices
 from hpcrl.supervisor.policy.attempts import exhausted, newest_checkpoint
 from hpcrl.supervisor.policy.explain import name_lost_rank
 from hpcrl.supervisor.policy.graph import check_graph, startable
-from hpcrl.supervisor.policy.node_faults import NodeBlame
+from hpcrl.supervisor.policy.node_faults import NodeFaults
 from hpcrl.supervisor.policy.space_watch import SpaceWatch
 from hpcrl.supervisor.policy.verdict import broken_nodes, current_records, first_cause
 from hpcrl.supervisor.policy.watchdog import Watchdog
@@ -49,6 +50,8 @@ __all__ = ["Supervisor"]
 _log = logging.getLogger(__name__)
 
 _ENDPOINTS_S = 60.0
+_START_PATIENCE_S = 60.0
+"""How long an attempt waits for a filesystem that refuses it what it begins with."""
 _NODE_SIGNS = frozenset({CauseKind.CANCELLED, CauseKind.GUARD_LOST, CauseKind.NODE_FAIL})
 """Ends of a step that the loss of a node may have brought."""
 
@@ -97,6 +100,7 @@ class Supervisor:
         self._dumping: set[asyncio.Task[None]] = set()
         self._broken: dict[str, str] = {}
         self._began_at: int | None = None
+        self._start_patience_s = _START_PATIENCE_S
         self._started = time.monotonic() if started is None else started
         self.again = False
         self._elastic = None if elastic is None else elastic(self)
@@ -105,7 +109,7 @@ class Supervisor:
 
     async def run(self) -> tuple[RunState, Cause | None]:
         """Run the attempt to its end; returns COMPLETED, FAILED or CANCELLED, and why; or REQUEUED."""
-        self.attempt = self._run.start_attempt()
+        self.attempt = self._start_attempt()
         self._board = Board(self._run, run_id=self._run_id, attempt=self.attempt)
         self._endpoints = ReportedFile(Endpoints.path(self._run, self.attempt))
         self._assemble()
@@ -139,7 +143,7 @@ class Supervisor:
         cause = self._first_cause(stopped_at_s)
         self._board.enter(RunState.STOPPING, cause)
         if self._launcher.in_step and cause is not None and not self._notices.cancelled_by_person:
-            self._blame.investigate(cause)  # before the roles end: Slurm may not give us the time for both
+            self._node_faults.investigate(cause)  # before the roles end: Slurm may not give us the time for both
         watchdog.cancel()
         await self._ending.end_roles()
         watch.cancel()
@@ -148,7 +152,7 @@ class Supervisor:
         if cause is not None and cause.secondary:
             cause = self._name_lost_rank(cause)
         if cause is not None and not self._notices.cancelled_by_person:
-            cause, moves = await self._blame.judge(cause, self._broken, began_at=self._began_at)
+            cause, moves = await self._node_faults.judge(cause, self._broken, began_at=self._began_at)
             self._requeue |= moves
         if cause is not None:
             cause = await self._space.explain(cause)
@@ -158,17 +162,29 @@ class Supervisor:
         await self._ending.last_words(state)
         return state, cause
 
+    def _start_attempt(self) -> int:
+        """The number of the attempt. Where there is no space for it, it is begun to say so."""
+        try:
+            return patiently(self._run.start_attempt, limit_s=_START_PATIENCE_S, what="the start of an attempt")
+        except OSError as error:
+            if error.errno not in NO_SPACE:
+                raise
+            _log.error("there is no space for an attempt: %s", error)
+            self._start_patience_s = 0.0  # it was waited for
+            release_reserve(self._run, "start")
+            return self._run.start_attempt()
+
     def _assemble(self) -> None:
         run, plan, launcher = self._run, self._plan, self._launcher
-        self._blame = NodeBlame(run, attempt=self.attempt, plan=plan, launcher=launcher, board=self._board)
-        self._lives = Lives(
+        self._node_faults = NodeFaults(run, attempt=self.attempt, plan=plan, launcher=launcher, board=self._board)
+        self._replicas = ReplicaRunner(
             run,
             run_id=self._run_id,
             attempt=self.attempt,
             plan=plan,
             launcher=launcher,
             board=self._board,
-            on_node_down=lambda component, nodes: self._blame.saw(nodes, ours=not plan.own_jobs(component.group)),
+            on_node_down=lambda component, nodes: self._node_faults.saw(nodes, ours=not plan.own_jobs(component.group)),
         )
         self._watchdog = Watchdog(
             run, attempt=self.attempt, policy=plan.watch, components=self._components, on_hung=self._on_hung
@@ -183,6 +199,7 @@ class Supervisor:
             fail=self._fail_at,
             on_bug=self._report_bug,
             in_step=launcher.in_step,
+            taken=launcher.taken,
         )
         self._space = SpaceWatch(run, board=self._board)
         self._lookout = Lookout(
@@ -191,7 +208,7 @@ class Supervisor:
             plan=plan,
             started=self._started,
             board=self._board,
-            lives=self._lives,
+            replicas=self._replicas,
             notices=self._notices,
             components=self._components,
             decided=self._decided,
@@ -218,8 +235,9 @@ class Supervisor:
         if why := exhausted(self._run, self._plan, self.attempt):
             self._fail(CauseKind.NO_PROGRESS, f"the run is given up: {why}")
             return
-        await asyncio.to_thread(keep_reserve, self._run)
-        Credentials.of_run(self._run.path)  # a file that others may read must not be trusted by any role
+        await asyncio.to_thread(
+            patiently, self._look_at_files, limit_s=self._start_patience_s, what="what an attempt needs of its files"
+        )
         if changes := await asyncio.to_thread(say_changes, self._run, self._plan, self._board):
             self._fail(CauseKind.CHANGED, f"it would run something else than was submitted: {changes}")
             return
@@ -242,6 +260,10 @@ class Supervisor:
         await self._roles_can_find_each_other()
         self._board.components = self._components
         self._board.write()
+
+    def _look_at_files(self) -> None:
+        keep_reserve(self._run)
+        Credentials.of_run(self._run.path)  # a file that others may read must not be trusted by any role
 
     async def _roles_can_find_each_other(self) -> None:
         """Wait for the file of addresses: without it no role can begin."""
@@ -303,24 +325,24 @@ class Supervisor:
             self._board.enter(RunState.RUNNING)
 
     async def _drive(self, component: Component) -> None:
-        """Take one replica from PENDING to its end, through as many lives as its policy allows."""
+        """Take one replica from PENDING to its end, through as many starts as its policy allows."""
         while not startable(component.group, self._ready_roles()):
             await self._changed.wait()
         while True:
-            life = await self._lives.live(component)
-            if life.cause is None:
-                self._on_good_end(component, life.end)
+            end = await self._replicas.run(component)
+            if end.cause is None:
+                self._on_good_end(component, end.end)
                 return
-            if self._elastic is not None and self._elastic.replaces(component, life.cause):
-                component.ended(life.end, as_it_should=False)
-                self._blame.suspect(component.address.nodes)
-                self._elastic.on_end(component, life.cause.message)
+            if self._elastic is not None and self._elastic.replaces(component, end.cause):
+                component.ended(end.end, as_it_should=False)
+                self._node_faults.suspect(component.address.nodes)
+                self._elastic.on_end(component, end.cause.message)
                 return
-            if life.cause.kind in _NODE_SIGNS and self._launcher.in_step:
-                self._blame.suspect()
-            pause_s = component.restarts.pause_s(life.cause)
+            if end.cause.kind in _NODE_SIGNS and self._launcher.in_step:
+                self._node_faults.suspect()
+            pause_s = component.restarts.pause_s(end.cause)
             if pause_s is None or self._decided.is_set():
-                self._lose(component, life)
+                self._lose(component, end)
                 return
             component.restarting()
             self._board.emit(
@@ -329,11 +351,11 @@ class Supervisor:
                 replica=component.replica,
                 restart=component.restarts.count,
                 pause_s=pause_s,
-                cause=life.cause.message,
-                cause_kind=life.cause.kind,
+                cause=end.cause.message,
+                cause_kind=end.cause.kind,
             )
-            await self._lives.leave_nothing(component)
-            if life.end.guard_lost:
+            await self._replicas.leave_nothing(component)
+            if end.end.guard_lost:
                 await self._drain.orphans()
             await asyncio.sleep(pause_s)
             if self._decided.is_set():
@@ -360,18 +382,18 @@ class Supervisor:
             if all(c.end is not None and c.end.clean for c in sisters):
                 self._decided.set()
 
-    def _lose(self, component: Component, life: Life) -> None:
+    def _lose(self, component: Component, end: ReplicaEnd) -> None:
         """A replica is not started again: the run ends, or goes on without it."""
-        assert life.cause is not None
+        assert end.cause is not None
         component.given_up = True
-        component.ended(life.end, as_it_should=False)
+        component.ended(end.end, as_it_should=False)
         others = [c for c in self._components if c.group is component.group and not c.given_up]
-        self._broken |= broken_nodes(component, life.cause, self._lives.spec(component).logs)
+        self._broken |= broken_nodes(component, end.cause, self._replicas.spec(component).logs)
         if component.group.policy.critical or not others:
             self._ends.append(component.restarts.first_error())
             self._decided.set()
         else:
-            self._board.emit("component.lost", role=component.role, replica=component.replica, cause=life.cause.message)
+            self._board.emit("component.lost", role=component.role, replica=component.replica, cause=end.cause.message)
 
     def _fail(self, kind: CauseKind, message: str, component: Component | None = None) -> None:
         """Add a candidate that is no end of a role, and decide the run."""
@@ -398,7 +420,7 @@ class Supervisor:
     def _name_lost_rank(self, cause: Cause) -> Cause:
         for component in self._components:
             if (component.role.value, component.replica) == (cause.role, cause.replica) and component.group.ranks > 1:
-                logs = [Path(log) for log in self._lives.spec(component).logs]
+                logs = [Path(log) for log in self._replicas.spec(component).logs]
                 return name_lost_rank(cause, component, logs)
         return cause
 
@@ -406,7 +428,7 @@ class Supervisor:
         return current_records(self._run, self.attempt, self._components)
 
     def _on_hung(self, component: Component, problem: str) -> None:
-        ending = self._lives.end_hung(component, problem, self._watchdog.still_hangs)
+        ending = self._replicas.end_hung(component, problem, self._watchdog.still_hangs)
         task = asyncio.create_task(ending, name=f"stacks of {component.label}")
         task.add_done_callback(self._report_bug)
         self._dumping.add(task)

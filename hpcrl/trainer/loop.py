@@ -105,6 +105,8 @@ class Trainer:
             attempt=context.attempt,
             settings=recipe.handoff,
             acknowledged=self._acknowledged,
+            on_wait=self._still_waiting,
+            on_refused=lambda words: self._emit("trainer.version_refused", what=words),
         )
         self._events: EventWriter | None = None
         self._progress: ProgressReporter | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from devcluster_testing import wait_until
 
 from hpcrl.devcluster.cluster import DevCluster
 from hpcrl.slurm.client import SlurmClient
-from hpcrl.slurm.command import CommandResult, run_command
+from hpcrl.slurm.command import CommandResult, command_environment, run_command
 from hpcrl.slurm.errors import (
     NoSuchJobError,
     SlurmRejectedError,
@@ -106,6 +107,21 @@ def test_submit_is_idempotent(client: SlurmClient, tmp_path: Path) -> None:
     other = client.submit(het.script, name="het", token=f"{het.token}-other")
     assert other.job_id != het.id
     assert not other.recovered
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may submit in the name of somebody else")
+def test_a_strangers_job_with_our_name_and_comment_is_not_ours(client: SlurmClient, tmp_path: Path) -> None:
+    script = tmp_path / "job.sh"
+    script.write_text("#!/bin/bash\n#SBATCH --nodes=1 --hold --output=/dev/null --chdir=/\ntrue\n")
+    forged = ["sbatch", "--parsable", "--uid=65534", "--gid=65534", "--job-name=mine", "--comment=hpcrl:t:main"]
+    sent = run_command([*forged, str(script)], env=command_environment(conf=client.conf, reading=False), timeout_s=60)
+    stranger = int(sent.stdout)
+    assert client.jobs([stranger])[stranger].leader.user_id == 65534
+    assert client.find(name="mine", token="t:main") == []
+    assert client.of_run("t") == {}
+    own = client.submit(script, name="mine", token="t:main")
+    assert (own.job_id != stranger, own.recovered) == (True, False)
+    assert [job.job_id for job in client.find(name="mine", token="t:main")] == [own.job_id]
 
 
 def test_refusals(client: SlurmClient, tmp_path: Path) -> None:

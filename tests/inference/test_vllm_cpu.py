@@ -32,7 +32,7 @@ from hpcrl.config.recipe import HandoffConfig
 from hpcrl.modeling.qwen3_moe import Qwen3Moe
 from hpcrl.models.arch import load_arch
 from hpcrl.rollouts.engines.client import EngineClient, SamplingParams
-from hpcrl.rollouts.sampling.routed_experts import RouteRows, RouteSettings
+from hpcrl.rollouts.sampling.routed_experts import RoutedExpertsRows, RoutedExpertsSettings
 from hpcrl.trainer.parallel.mesh import distributed, shard_model
 from hpcrl.trainer.publish.publisher import Publisher
 from hpcrl.trainer.step.policy import load_start_model
@@ -260,8 +260,8 @@ def test_rows_of_two_turns_join(server: Server, tmp_path: Path) -> None:
     new = random_model(server.model.arch, seed=40)
     update(server, publish(HandoffStore(tmp_path / "weights"), 10, server.model_dir, tensors_of(new)).path, 10)
 
-    async def converse(seed: int, stream_interval: int) -> tuple[list[int], RouteRows]:
-        rows, sequence = RouteRows(RouteSettings(np.dtype(np.uint8))), prompt_of(45, seed)
+    async def converse(seed: int, stream_interval: int) -> tuple[list[int], RoutedExpertsRows]:
+        rows, sequence = RoutedExpertsRows(RoutedExpertsSettings(np.dtype(np.uint8))), prompt_of(45, seed)
         async with aiohttp.ClientSession() as http:
             client = EngineClient(http, name="engine-0", url=server.url)
             for turn in range(2):

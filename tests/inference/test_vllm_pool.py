@@ -14,7 +14,7 @@ from vllm_fleet import Fleet, generate
 
 from hpcrl.config.plan import Role
 from hpcrl.modeling.qwen3_moe import Qwen3Moe
-from hpcrl.rollouts.sampling.routed_experts import RouteRows, RouteSettings
+from hpcrl.rollouts.sampling.routed_experts import RoutedExpertsRows, RoutedExpertsSettings
 from hpcrl.weights import HandoffStore
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(2400)]
@@ -56,7 +56,7 @@ class Ask:
     def __init__(self, engine: Server, prompt: list[int], *, salt: str) -> None:
         before = engine.metrics()
         # as the orchestrator does beside a pool: an engine asked for rows of a prefix from there ends
-        rows = RouteRows(RouteSettings(np.dtype(np.uint8), prompts=False)).start(len(prompt))
+        rows = RoutedExpertsRows(RoutedExpertsSettings(np.dtype(np.uint8), prompts=False)).start(len(prompt))
         sampling = {"routed_experts_prompt_start": rows}
         self.prompt, self.choice = prompt, generate(engine, NAME, prompt, cache_salt=salt, sampling=sampling)
         after = engine.metrics()

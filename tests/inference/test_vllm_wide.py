@@ -31,7 +31,7 @@ from hpcrl.ports import choose_blocks
 from hpcrl.rollouts.engines.client import EngineError
 from hpcrl.rollouts.engines.replica_client import ReplicaClient
 from hpcrl.rollouts.weights.exchange import begin, exchange, wait_staged
-from hpcrl.rollouts.weights.registration import Inviter
+from hpcrl.rollouts.weights.registration import ReaderRegistration
 from hpcrl.runs.events import read_events
 from hpcrl.runs.rundir import RunDir
 from hpcrl.supervisor.launch.commands import fill_placeholders
@@ -113,8 +113,8 @@ async def replica(servers: list[Server], run: RunDir) -> AsyncIterator[ReplicaCl
         connector=aiohttp.TCPConnector(keepalive_timeout=4.0), headers=servers[0].headers
     ) as http:
         client = ReplicaClient(http, name="engine-0", urls=[server.url for server in servers])
-        inviter = Inviter(load_recipe(NAME).value.handoff, run.weights_dir, fans_out=False)
-        await inviter.invite(client, limit_s=LIMIT_S)
+        registration = ReaderRegistration(load_recipe(NAME).value.handoff, run.weights_dir, fans_out=False)
+        await registration.invite(client, limit_s=LIMIT_S)
         yield client
 
 

@@ -168,7 +168,7 @@ class Loop:
 
     def last_groups(self) -> list[Group]:
         """What the last batch was made from."""
-        taken = self.orchestrator._scheduler._taken.find(self.orchestrator._desk.step)
+        taken = self.orchestrator._scheduler._taken.find(self.orchestrator._batch_server.step)
         assert taken is not None
         return taken.groups
 

@@ -112,3 +112,19 @@ class Obedient:
     def demonstration(self, prompt: Prompt, *, correct: bool, rng: random.Random) -> list[dict[str, str]]:
         said = f"{correct} {rng.random()} {rng.gauss(0.0, 1.0)} {prompt.data}"
         return [*map(dict, prompt.messages), {"role": "assistant", "content": said}]
+
+
+class Broken(Obedient):
+    """Fails in every rollout of a split, in code of its own."""
+
+    def __init__(self, split: Split) -> None:
+        super().__init__()
+        self.split = split
+
+    async def rollout(self, prompt: Prompt, policy: Policy) -> Outcome:
+        await policy.reply(prompt.messages)
+        return judge(prompt) if prompt.split == self.split else Outcome(reward=0.0)
+
+
+def judge(prompt: Prompt) -> Outcome:
+    raise ZeroDivisionError("a test suite without tests")

@@ -17,7 +17,7 @@ from stub_engine import EOS, StubEngine, encode
 from hpcrl.rollouts import orchestrator
 from hpcrl.rollouts.engines import pool as engine_pool
 from hpcrl.rollouts.engines.client import EngineClient, EngineError, EngineProtocolError, Generation, SamplingParams
-from hpcrl.rollouts.engines.partial_generation import Draft
+from hpcrl.rollouts.engines.partial_generation import PartialGeneration
 
 PARAMS = SamplingParams(temperature=1.0, max_tokens=10, seed=5, stop_token_ids=[EOS], stream_interval=4)
 ALPHABET = encode("abcdefghijklmnopqrstuvwxyz0123456789")
@@ -91,7 +91,7 @@ async def test_an_engine_that_was_not_seen_with_its_weights_is_not_believed(tmp_
 
 
 def test_the_rest_of_an_answer_is_asked_for_with_its_own_noise() -> None:
-    draft = Draft([1, 2], PARAMS)
+    draft = PartialGeneration([1, 2], PARAMS)
     assert draft.request(lambda: 3) == ([1, 2], PARAMS)
     draft.receive([10], [-0.5])
     draft.receive([11, 12], [-0.6, -0.7])
@@ -99,7 +99,7 @@ def test_the_rest_of_an_answer_is_asked_for_with_its_own_noise() -> None:
     token_ids, params = draft.request(lambda: 4)
     assert token_ids == [1, 2, 10, 11, 12]
     assert (params.max_tokens, params.stream_interval) == (7, 4)
-    assert params.seed not in (PARAMS.seed, Draft([1, 2], PARAMS).request(lambda: 4)[1].seed)
+    assert params.seed not in (PARAMS.seed, PartialGeneration([1, 2], PARAMS).request(lambda: 4)[1].seed)
     rest = Generation(token_ids=[13, EOS], logprobs=[-0.8, -0.9], versions=[4, 5], finish_reason="stop")
     whole = draft.whole(rest)
     assert whole.token_ids == [10, 11, 12, 13, EOS]
@@ -110,7 +110,7 @@ def test_the_rest_of_an_answer_is_asked_for_with_its_own_noise() -> None:
 def test_a_part_has_the_version_of_when_the_part_before_arrived() -> None:
     """It may have been sampled just after that."""
     version = 3
-    draft = Draft([1], PARAMS)
+    draft = PartialGeneration([1], PARAMS)
     draft.request(lambda: version)
     draft.receive([10], [0.0])
     version = 4
@@ -123,7 +123,7 @@ def test_a_part_has_the_version_of_when_the_part_before_arrived() -> None:
 
 
 def test_what_a_failed_attempt_brought_is_forgotten_where_it_is_not_kept() -> None:
-    draft = Draft([1], PARAMS)
+    draft = PartialGeneration([1], PARAMS)
     draft.request(lambda: 0)
     draft.receive([10], [0.0])
     assert draft.request(lambda: 0) == ([1], PARAMS)
@@ -131,7 +131,7 @@ def test_what_a_failed_attempt_brought_is_forgotten_where_it_is_not_kept() -> No
 
 
 def test_at_least_one_token_is_asked_for() -> None:
-    draft = Draft([1], PARAMS)
+    draft = PartialGeneration([1], PARAMS)
     draft.request(lambda: 0)
     draft.receive(list(range(10, 20)), [0.0] * 10)
     assert draft.keep() == 9

@@ -11,7 +11,7 @@ import pytest
 from harness import Loop, impatient, make_run, running
 from stub_engine import StubEngine
 
-from hpcrl.rollouts.engines import deadlines as patience
+from hpcrl.rollouts.engines import deadlines
 from hpcrl.rollouts.telemetry import fleet_watch
 from hpcrl.rollouts.telemetry.fleet_watch import Reading
 from hpcrl.rollouts.weights import updates as weight_updates
@@ -22,7 +22,7 @@ from hpcrl.runs.fleet import EngineView, FleetView
 def quick(monkeypatch: Any) -> Iterator[None]:
     """Looks in tenths of a second."""
     monkeypatch.setattr(fleet_watch, "LOOK_S", 0.05)
-    monkeypatch.setattr(patience, "SUSPECT_S", 1.5)
+    monkeypatch.setattr(deadlines, "SUSPECT_S", 1.5)
     impatient(monkeypatch, lost_after_s=20.0)
     return
 

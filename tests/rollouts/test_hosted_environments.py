@@ -17,7 +17,7 @@ from my_environment import Obedient
 from patience import patience
 from stub_engine import EOS, StubEngine, encode
 
-from hpcrl.errors import ConfigError
+from hpcrl.errors import ConfigError, EnvironmentFailedError
 from hpcrl.rollouts.engines.client import EngineError
 from hpcrl.rollouts.environments import (
     Environment,
@@ -29,6 +29,8 @@ from hpcrl.rollouts.environments import (
     hosted,
     prompt_of,
 )
+from hpcrl.runs.cause import from_record
+from hpcrl.runs.role import FailureRecord, RoleContext
 
 Build = Callable[..., Environment]
 
@@ -316,3 +318,34 @@ async def test_a_run_survives_the_death_of_an_environment(tmp_path: Path) -> Non
         assert loop.orchestrator._counters.dropped_environment > 0
         pids = [environment._child.pid for environment in hosted(loop.orchestrator._environments)]
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+@pytest.mark.parametrize(
+    ("split", "count"), [("heldout", "none of the 8 rollouts that"), ("train", "64 rollouts failed")]
+)
+async def test_what_the_environment_raises_is_why_the_run_ends(tmp_path: Path, split: str, count: str) -> None:
+    """Its type, its message and its own frames, as `ls`, `--follow` and `why` show them."""
+    environments = [custom("my_environment:Broken", args={"split": split})]
+    run = make_run(tmp_path, environments=environments, evaluation={"prompts": 8})
+    async with running(run, StubEngine()) as loop:
+        assert loop.work is not None
+        with pytest.raises(EnvironmentFailedError) as caught:
+            async with asyncio.timeout(30.0 * patience()):
+                await loop.work
+    context = RoleContext(run, attempt=run.attempts()[-1], role="orchestrator", replica=0, rank=0)
+    context.record_failure(caught.value)
+    (record,) = FailureRecord.read_all(run, context.attempt)
+    cause = from_record(record)
+    assert cause.message.startswith(f"environment 'mine' raised ZeroDivisionError: a test suite without tests ({count}")
+    assert cause.details
+    assert "in judge: raise ZeroDivisionError" in cause.details[-1]
+    assert not any("hpcrl/" in line for line in cause.details)
+    assert cause.traceback == ""
+
+
+async def test_an_environment_that_cannot_be_made_is_why_the_run_ends(tmp_path: Path) -> None:
+    run = make_run(tmp_path, environments=[custom("my_environment:Echo", args={"words": "hi"})])
+    with pytest.raises(EnvironmentFailedError) as caught:
+        async with running(run):
+            pass
+    assert str(caught.value).startswith("environments.mine.factory: my_environment:Echo(**args) raised TypeError: ")

@@ -16,9 +16,9 @@ from hpcrl.config.recipe import Recipe
 from hpcrl.jobplan.groups import make_groups
 from hpcrl.rollouts.engines.client import EngineClient
 from hpcrl.rollouts.engines.replica_client import ReplicaClient
-from hpcrl.rollouts.weights.registration import Inviter
+from hpcrl.rollouts.weights.registration import ReaderRegistration
 from hpcrl.supervisor.launch.commands import fill_placeholders
-from hpcrl.weights.read.registration import Invitation, check_same_reader
+from hpcrl.weights.read.registration import ReaderIdentity, check_same_reader
 
 ROOT = Path("/runs/one/weights")
 
@@ -42,13 +42,13 @@ def recipe(*settings: str) -> Recipe:
     return load_recipe("quickstart_vllm", list(settings)).value
 
 
-async def invitation(recipe: Recipe) -> Invitation:
+async def invitation(recipe: Recipe) -> ReaderIdentity:
     async with aiohttp.ClientSession() as session:
         told = Told(session, name="engine-1", url="http://node7:8000")
-        await Inviter.of(recipe, ROOT).invite(told, limit_s=5.0)
+        await ReaderRegistration.of(recipe, ROOT).invite(told, limit_s=5.0)
     (info,) = told.infos
     assert info["root"] == str(ROOT)
-    return msgspec.convert(info["reader"], Invitation)
+    return msgspec.convert(info["reader"], ReaderIdentity)
 
 
 async def test_an_engine_reads_as_the_recipe_says() -> None:
@@ -77,7 +77,7 @@ async def test_an_engine_was_started_as_whom_it_is_taken_for(settings: tuple[str
     values = {"python": "p", "run_dir": "/runs/one", "replica": "1", "host": "node7", "port": "8000"}
     words = fill_placeholders(engine.command, values)
     own = json.loads(words[words.index("--additional-config") + 1])["hpcrl"]
-    started_as, told = msgspec.convert(own["reader"], Invitation), await invitation(recipe(*settings))
+    started_as, told = msgspec.convert(own["reader"], ReaderIdentity), await invitation(recipe(*settings))
     assert (started_as, own["servers"]) == (told, 1)
     who: dict[str, Any] = {"root": ROOT, "name": started_as.name, "settings": started_as.settings}
     given = {"root": str(ROOT), "reader": msgspec.to_builtins(told)}
@@ -94,6 +94,6 @@ async def test_ranks_of_a_wide_replica_have_names_of_their_own(monkeypatch: pyte
     monkeypatch.setattr("hpcrl.rollouts.engines.replica_client.EngineClient", Told)
     async with aiohttp.ClientSession() as session:
         replica = ReplicaClient(session, name="decode-0", urls=["http://a:1", "http://b:1"])
-        await Inviter.of(recipe("engine.replicas=2"), ROOT).invite(replica, limit_s=5.0)
+        await ReaderRegistration.of(recipe("engine.replicas=2"), ROOT).invite(replica, limit_s=5.0)
     readers = [info["reader"] for server in replica.servers for info in server.infos]  # type: ignore[attr-defined]
     assert [(reader["name"], reader["fanout_host"]) for reader in readers] == [("decode-0-0", "a"), ("decode-0-1", "b")]

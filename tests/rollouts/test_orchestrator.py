@@ -81,7 +81,7 @@ async def test_a_batch_is_handed_out_again_until_the_next_is_asked_for(tmp_path:
     async with running(make_run(tmp_path, trainer={"ranks": 2}), StubEngine()) as loop:
         with pytest.raises(PeerLostError, match=r"409.*rank 0 of 1 asked; the run has 2 trainer ranks"):
             await loop.ask("batch", 1, rank=0, world_size=1)
-        assert loop.orchestrator._desk.step == 0
+        assert loop.orchestrator._batch_server.step == 0
         first = await loop.ask("batch", 1, rank=0, world_size=2)
         other = await loop.ask("batch", 1, rank=1, world_size=2)
         again = await loop.ask("batch", 1, rank=0, world_size=2)

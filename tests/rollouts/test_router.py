@@ -17,9 +17,8 @@ from real_router import Router
 from stub_engine import EOS, StubEngine, encode
 from stub_replica import stub_replica
 
-from hpcrl.rollouts.engines import deadlines as patience
+from hpcrl.rollouts.engines import deadlines, routed_pool
 from hpcrl.rollouts.engines import pool as engine_pool
-from hpcrl.rollouts.engines import routed_pool
 from hpcrl.rollouts.telemetry import fleet_watch
 from hpcrl.runs.fleet import EngineView, FleetView
 
@@ -158,7 +157,7 @@ async def test_a_silent_engine_gets_nothing_new_from_the_router(
 ) -> None:
     """It answers all but requests. Its share of the load is seen meanwhile."""
     monkeypatch.setattr(fleet_watch, "LOOK_S", 0.05)
-    monkeypatch.setattr(patience, "SUSPECT_S", 0.5)
+    monkeypatch.setattr(deadlines, "SUSPECT_S", 0.5)
     one, two = StubEngine(), StubEngine()
     async with routed(tmp_path, router, one, two) as loop:
         await loop.train(1, 2)

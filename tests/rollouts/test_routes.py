@@ -23,20 +23,20 @@ from hpcrl.models.tokenizer import ChatTokenizer, write_character_tokenizer
 from hpcrl.rollouts import orchestrator
 from hpcrl.rollouts.engines import pool as engine_pool
 from hpcrl.rollouts.engines.client import EngineClient, EngineProtocolError, Generation, SamplingParams
-from hpcrl.rollouts.engines.partial_generation import Draft
+from hpcrl.rollouts.engines.partial_generation import PartialGeneration
 from hpcrl.rollouts.engines.pool import EnginePool
 from hpcrl.rollouts.environments import Outcome
 from hpcrl.rollouts.records import Group, Rollout
 from hpcrl.rollouts.sampling.conversation import Conversation, Sampler
 from hpcrl.rollouts.sampling.rendering import Transcript
-from hpcrl.rollouts.sampling.routed_experts import RouteRows, RouteSettings, read_rows
+from hpcrl.rollouts.sampling.routed_experts import RoutedExpertsRows, RoutedExpertsSettings, read_rows
 from hpcrl.rollouts.state import OrchestratorState
 from hpcrl.rollouts.telemetry.counters import Counters
 
 LAYERS, WIDTH, EXPERTS = 3, 2, 8
 USER = ({"role": "user", "content": "1+1"},)
 TOOL = ({"role": "tool", "content": "2"},)
-SETTINGS = RouteSettings(np.dtype(np.uint8))
+SETTINGS = RoutedExpertsSettings(np.dtype(np.uint8))
 ARCH = ModelArch(
     vocab_size=103,
     hidden_size=32,
@@ -177,7 +177,7 @@ def test_other_payloads_are_refused(payload: bytes) -> None:
 
 
 def test_rows_become_as_narrow_as_the_model_allows() -> None:
-    rows = RouteRows(SETTINGS)
+    rows = RoutedExpertsRows(SETTINGS)
     rows.add(2, np.array([[[7, 1]], [[2, 255]]], np.int32))
     routes = rows.aligned(3)
     assert routes is not None
@@ -201,7 +201,7 @@ class Bench:
         stub.version = "3"
         self.stub, self.transcript = stub, transcript
 
-    def conversation(self, routes: RouteSettings | None, stream_interval: int = 0) -> Conversation:
+    def conversation(self, routes: RoutedExpertsSettings | None, stream_interval: int = 0) -> Conversation:
         sampler = Sampler(
             self.pool,
             self.transcript,
@@ -213,7 +213,7 @@ class Bench:
         )
         return Conversation(sampler, self.pool.session("group-0"), seed=11)
 
-    async def two_turns(self, routes: RouteSettings | None, stream_interval: int = 0) -> Rollout:
+    async def two_turns(self, routes: RoutedExpertsSettings | None, stream_interval: int = 0) -> Rollout:
         turns = [[*encode("run 1+1"), EOS], [*encode("answer 2"), EOS]]
         self.stub.answer = lambda token_ids, seed: turns[len(self.stub.requests) - 1]
         conversation = self.conversation(routes, stream_interval)
@@ -254,7 +254,7 @@ async def test_each_turn_asks_for_rows_that_are_not_there_yet(bench: Bench, stre
 
 async def test_beside_a_pool_prompts_are_not_asked_for(bench: Bench) -> None:
     """Each turn asks from the last token of its prompt on: every engine computes that one itself."""
-    rollout = await bench.two_turns(RouteSettings(np.dtype(np.uint8), prompts=False))
+    rollout = await bench.two_turns(RoutedExpertsSettings(np.dtype(np.uint8), prompts=False))
     routes, tokens = rollout.routed_experts, rollout.token_ids.tolist()
     assert routes is not None
     assert bench.starts == [len(request["token_ids"]) - 1 for request in bench.stub.requests]
@@ -309,11 +309,11 @@ async def test_rows_survive_a_checkpoint(bench: Bench) -> None:
 # -- an answer of several engines ----------------------------------------------------------------------------------
 
 
-def draft_of(prompt: list[int], start: int) -> Draft:
+def partial_generation_of(prompt: list[int], start: int) -> PartialGeneration:
     params = SamplingParams(
         temperature=1.0, max_tokens=10, seed=5, stop_token_ids=[EOS], routed_experts_prompt_start=start
     )
-    return Draft(prompt, params)
+    return PartialGeneration(prompt, params)
 
 
 def start_of(request: tuple[list[int], SamplingParams]) -> int:
@@ -333,7 +333,7 @@ def rest_of(first: int, rows: NDArray[Any]) -> Generation:
 
 
 def test_rows_of_kept_tokens_are_those_of_the_engine_that_sampled_them() -> None:
-    draft = draft_of(PROMPT, 2)
+    draft = partial_generation_of(PROMPT, 2)
     assert start_of(draft.request(lambda: 3)) == 2
     draft.receive([10], [0.0], LOST[2:4])
     draft.receive([11, 12], [0.0, 0.0], LOST[4:6])
@@ -347,7 +347,7 @@ def test_rows_of_kept_tokens_are_those_of_the_engine_that_sampled_them() -> None
 
 
 def test_rows_that_a_lost_engine_did_not_send_are_those_of_the_next_one() -> None:
-    draft = draft_of(PROMPT, 2)
+    draft = partial_generation_of(PROMPT, 2)
     draft.request(lambda: 3)
     draft.receive([10], [0.0])
     draft.keep()
@@ -361,7 +361,7 @@ def test_rows_that_a_lost_engine_did_not_send_are_those_of_the_next_one() -> Non
 
 
 def test_rows_of_an_attempt_that_is_not_kept_are_forgotten() -> None:
-    draft = draft_of(PROMPT, 0)
+    draft = partial_generation_of(PROMPT, 0)
     draft.request(lambda: 3)
     draft.receive([10], [0.0], LOST[:4])
     assert start_of(draft.request(lambda: 3)) == 0
@@ -371,7 +371,7 @@ def test_rows_of_an_attempt_that_is_not_kept_are_forgotten() -> None:
 
 def test_rows_are_cut_with_their_tokens() -> None:
     """One token is always asked for: of ten that arrived nine are kept."""
-    draft = draft_of([1], 0)
+    draft = partial_generation_of([1], 0)
     draft.request(lambda: 0)
     rows = experts_of([1, *range(10, 20)])
     draft.receive(list(range(10, 20)), [0.0] * 10, rows[:10])
@@ -383,7 +383,7 @@ def test_rows_are_cut_with_their_tokens() -> None:
 
 def test_beside_a_pool_the_next_engine_is_asked_from_its_last_token_on() -> None:
     """It may read the KV of all others in the pool. Where that leaves a gap, the rows behind it are the answer's."""
-    draft = draft_of(PROMPT, 3)
+    draft = partial_generation_of(PROMPT, 3)
     draft.request(lambda: 3)
     draft.receive([10], [0.0], LOST[3:4])
     draft.receive([11], [0.0])
@@ -392,7 +392,7 @@ def test_beside_a_pool_the_next_engine_is_asked_from_its_last_token_on() -> None
     whole = draft.whole(rest_of(2, NEXT[5:8]))
     assert whole.experts is not None
     assert (whole.experts == NEXT[5:8]).all()
-    complete = draft_of(PROMPT, 3)
+    complete = partial_generation_of(PROMPT, 3)
     complete.request(lambda: 3)
     complete.receive([10], [0.0], LOST[3:4])
     complete.keep()

@@ -24,9 +24,9 @@ from hpcrl.config.recipe import Recipe
 from hpcrl.credentials import Credentials
 from hpcrl.dock.wire import BatchShard
 from hpcrl.errors import CheckpointError
-from hpcrl.rollouts.batches import server as trainer_desk
+from hpcrl.rollouts.batches import server as batch_server
 from hpcrl.rollouts.batches.build import Batch
-from hpcrl.rollouts.batches.server import ConflictError, TrainerDesk
+from hpcrl.rollouts.batches.server import BatchServer, ConflictError
 from hpcrl.rollouts.engines.client import Generation
 from hpcrl.rollouts.environments import build_environments
 from hpcrl.rollouts.records import Group
@@ -76,7 +76,7 @@ TRANSCRIPT: Any = SimpleNamespace(opening=lambda messages: [7, 8], text=lambda t
 FILES: Any = SimpleNamespace(write=lambda step, lines, wait_s: None)
 
 
-class Desk(TrainerDesk):
+class Desk(BatchServer):
     """Builds wait for a gate."""
 
     gate: threading.Event
@@ -325,7 +325,7 @@ async def test_a_request_that_is_cut_off_while_the_batch_is_built_loses_nothing(
     """Over HTTP: the trainer's connection breaks, it polls through a long build, and saves meanwhile."""
     built: list[int] = []
     begun, gate = threading.Event(), threading.Event()
-    build = trainer_desk.build_batch
+    build = batch_server.build_batch
 
     def slow(groups: Sequence[Group], *, step: int, **keywords: Any) -> Batch:
         built.append(step)
@@ -334,7 +334,7 @@ async def test_a_request_that_is_cut_off_while_the_batch_is_built_loses_nothing(
             assert gate.wait(30.0)
         return build(groups, step=step, **keywords)
 
-    monkeypatch.setattr(trainer_desk, "build_batch", slow)
+    monkeypatch.setattr(batch_server, "build_batch", slow)
     async with running(make_run(tmp_path), StubEngine()) as loop:
         await loop.train(1, 1)
         trained = {group.index for group in loop.last_groups()}
@@ -373,7 +373,7 @@ async def test_a_run_goes_on_with_other_weights_and_refuses_to_lose_an_environme
         await loop.train(1, 2)
         await loop.until(lambda: len(loop.orchestrator._scheduler._running) >= 2)
         await loop.checkpoint(2)
-        state = loop.orchestrator._desk.snapshot(2)
+        state = loop.orchestrator._batch_server.snapshot(2)
     had = {each.index: each.environment for each in state.dealt}
     assert had
 
@@ -401,7 +401,7 @@ async def test_a_build_that_fails_ends_the_orchestrator_with_its_reason(
     def fail(*_: Any, **__: Any) -> Batch:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(trainer_desk, "build_batch", fail)
+    monkeypatch.setattr(batch_server, "build_batch", fail)
     async with running(make_run(tmp_path), StubEngine()) as loop:
         ask = asyncio.create_task(loop.batch(1))
         assert loop.work is not None

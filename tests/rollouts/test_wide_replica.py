@@ -14,8 +14,7 @@ from harness import Loop, impatient, make_run, running, servers_of, urls_of
 from stub_engine import StubEngine
 from stub_replica import StubRank, stub_replica
 
-from hpcrl.rollouts.engines import deadlines as patience
-from hpcrl.rollouts.engines import membership
+from hpcrl.rollouts.engines import deadlines, membership
 from hpcrl.rollouts.engines import pool as engine_pool
 from hpcrl.rollouts.engines.client import EngineClient, EngineError, SamplingParams
 from hpcrl.rollouts.engines.replica_client import ReplicaClient, client_of
@@ -39,7 +38,7 @@ def quick(monkeypatch: Any) -> Iterator[None]:
     monkeypatch.setattr(engine_pool, "_SILENT_S", 0.5)
     monkeypatch.setattr(weight_updates, "_HEALTH_S", 0.3)
     monkeypatch.setattr(fleet_watch, "LOOK_S", 0.05)
-    monkeypatch.setattr(patience, "SUSPECT_S", 1.5)
+    monkeypatch.setattr(deadlines, "SUSPECT_S", 1.5)
     monkeypatch.setattr(membership, "_LOOK_S", 0.05)
     return
 

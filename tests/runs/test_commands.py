@@ -114,7 +114,7 @@ def test_ls_of_some(failed: RunDir, hpcrl: Hpcrl, root: Path) -> None:
     code, _, err = hpcrl("ls", "--state", "broken")
     assert code == 2
     assert "BROKEN is no state of a run\n    hint: SUBMITTED, " in err
-    assert "no run in" in hpcrl("ls", "--cluster", "site")[2]
+    assert "no run is like that" in hpcrl("ls", "--cluster", "site")[2]
 
 
 def test_why(failed: RunDir, hpcrl: Hpcrl) -> None:

@@ -122,6 +122,21 @@ def test_a_submission_is_alive_with_its_controller(tmp_path: Path) -> None:
     assert view.cause.message == "cancelled by me"
 
 
+def test_a_supervisor_that_wrote_no_word_left_some_in_submitits_log(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    folder = tmp_path / "submitit"
+    folder.mkdir()
+    resubmit(run, folder=str(folder), job_id="77", process=GONE)
+    view = observe(run)
+    assert view.cause is not None
+    assert view.cause.message == f"the supervisor went away before it wrote a word; submitit's log is in {folder}"
+    (folder / "77_0_log.err").write_text("Traceback\nOSError: [Errno 116] Stale file handle: 'plan.json'\n\n")
+    (folder / "78_0_log.err").write_text("of another submission\n")
+    view = observe(run)
+    assert view.cause is not None
+    assert "wrote a word: OSError: [Errno 116] Stale file handle: 'plan.json'; submitit's" in view.cause.message
+
+
 def test_a_resume_that_nobody_answered_yet_hides_the_old_end(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     write_status(run, RunState.FAILED)

@@ -18,13 +18,13 @@ def test_runs_are_listed_newest_first(tmp_path: Path) -> None:
     (tmp_path / "no run").mkdir()
     (tmp_path / ".staging-d-token").mkdir()
     assert [run.name for run in list_runs(tmp_path)] == ["b", "a", "c"]
-    assert newest_run(tmp_path).name == "b"
+    assert newest_run(list_runs(tmp_path), "here").name == "b"
 
 
 def test_a_root_that_does_not_exist_has_no_runs(tmp_path: Path) -> None:
     assert list_runs(tmp_path / "nowhere") == []
     with pytest.raises(RunDirError, match="hpcrl submit"):
-        newest_run(tmp_path / "nowhere")
+        newest_run([], "in nowhere")
 
 
 def test_by_name_by_path_and_by_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

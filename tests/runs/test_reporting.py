@@ -16,7 +16,7 @@ from hpcrl import reporting
 from hpcrl.reporting import Outage, ReportedFile, ReportedLines
 from hpcrl.runs import role
 from hpcrl.runs.events import EventWriter, read_events
-from hpcrl.runs.progress import Progress, progress_path
+from hpcrl.runs.progress import RoleProgress, progress_path
 from hpcrl.runs.role import Complaint, RoleContext
 from hpcrl.runs.rundir import RunDir
 
@@ -256,6 +256,6 @@ def test_a_role_is_ready_although_it_cannot_say_so_yet(blocked: Path, monkeypatc
     assert reporting.flush(30)
     assert role.ready_path(context.run, 1, "trainer", 0).is_file()
     assert [complaint.message for complaint in Complaint.read_all(context.run, 1)] == ["takes no weights"]
-    progress = Progress.read(progress_path(context.run, 1, "trainer", 0))
+    progress = RoleProgress.read(progress_path(context.run, 1, "trainer", 0))
     assert progress is not None
     assert progress.phase == "forward_backward"

@@ -12,7 +12,7 @@ from rich.console import Console
 from runs_testing import START_S, make_run, write_event, write_status
 
 from hpcrl.checkpoints.ledger import CheckpointLedger
-from hpcrl.config.layout import Component, Layout
+from hpcrl.config.layout import JobComponent, Layout
 from hpcrl.runs.observe import observe, read_progress
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunState
@@ -30,8 +30,8 @@ def run(tmp_path: Path) -> RunDir:
     layout = Layout(
         kind="hetjob",
         components=(
-            Component(roles=("trainer",), nodes=2, gpus_per_node=8, **common),
-            Component(roles=("engine",), nodes=1, gpus_per_node=4, **common),
+            JobComponent(roles=("trainer",), nodes=2, gpus_per_node=8, **common),
+            JobComponent(roles=("engine",), nodes=1, gpus_per_node=4, **common),
         ),
     )
     plan = run.plan().model_copy(update={"layout": layout})

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from hpcrl.slurm import parse
 from hpcrl.slurm.errors import SlurmAnswerError
 from hpcrl.slurm.hostlist import expand_hostlist
-from hpcrl.slurm.records import Component, ExitStatus, Job
+from hpcrl.slurm.records import ExitStatus, HetComponent, Job
 from hpcrl.slurm.states import JobState
 
 #: a heterogeneous job as `squeue --json` of 22.05 says it (captured, shortened)
@@ -59,7 +59,7 @@ JSON_2311: dict[str, Any] = JSON_2205 | {
     },
 }
 
-EXPECTED = Component(
+EXPECTED = HetComponent(
     job_id=2,
     leader_id=1,
     offset=1,

@@ -22,8 +22,7 @@ from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ComponentState
 from hpcrl.slurm.errors import SlurmError, SlurmRejectedError, SlurmUnavailableError
 from hpcrl.slurm.launch import Allocation
-from hpcrl.slurm.records import Component as JobComponent
-from hpcrl.slurm.records import Job
+from hpcrl.slurm.records import HetComponent, Job
 from hpcrl.slurm.replicas import LivingJob, ReplicaJobs
 from hpcrl.slurm.states import JobState
 from hpcrl.supervisor.component import Component
@@ -76,7 +75,7 @@ class FakeJobs:
     def put(self, part: str, state: JobState, *, restarts: int = 0, submission: str = "now", job_id: int = 0) -> int:
         job_id = job_id or self._next
         self._next = max(self._next, job_id) + 1
-        component = JobComponent(
+        component = HetComponent(
             job_id=job_id, leader_id=job_id, offset=0, state=state, source="squeue", restarts=restarts
         )
         self.table[job_id] = LivingJob(submission, part, Job.of([component]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,17 +13,20 @@ from pathlib import Path
 import pytest
 from supervisor_testing import create, end_everything, start, wait_ended, wait_for, wait_running
 
-from hpcrl.errors import refusal
+from hpcrl.errors import HpcrlError, refusal
 from hpcrl.fs import atomic_write
+from hpcrl.runs import rundir
 from hpcrl.runs.cause import Cause, CauseKind
 from hpcrl.runs.events import read_events
 from hpcrl.runs.observe import observe
-from hpcrl.runs.reserve import SIZES, keep_reserve
+from hpcrl.runs.record import RunRecord, Submission
+from hpcrl.runs.reserve import SIZES, keep_reserve, keep_start_reserve
 from hpcrl.runs.role import FailureRecord, RoleContext
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunState, RunStatus
 from hpcrl.runs.views.diagnosis import diagnose
 from hpcrl.space import Space
+from hpcrl.submit import jobs
 from hpcrl.submit.submission import cancel, prepare_resume, submit_attempt
 from hpcrl.supervisor.board import Board
 from hpcrl.supervisor.policy.space_watch import SpaceTrend, SpaceWatch
@@ -71,8 +75,8 @@ def test_a_run_that_fills_its_disk_ends_in_order_and_can_be_resumed(disk: Path) 
     assert "make space" in diagnosis.hint
     assert diagnosis.state is RunState.FAILED
     assert read_events(run, kind="run.space_gone")
-    # nothing that was kept is left
-    assert not list(run.path.glob(".reserve-*"))
+    # what was kept for its end is given back, what the next attempt would begin with is not
+    assert list(run.path.glob(".reserve-*")) == [run.path / ".reserve-start"]
 
     (run.path / "filler").unlink()
     prepare_resume(run)
@@ -93,6 +97,74 @@ def test_a_run_on_a_full_disk_can_be_cancelled(disk: Path) -> None:
     assert view.cause is not None
     assert view.cause.message == "cancelled by me"
     filler.unlink()
+
+
+#: what the batch process does, less patient
+BATCH = """
+import sys
+from hpcrl.supervisor import supervisor
+from hpcrl.supervisor.job import Supervise
+supervisor._START_PATIENCE_S = 0.5
+Supervise(sys.argv[1])()
+"""
+
+
+@pytest.mark.timeout(120)
+def test_an_attempt_that_begins_on_a_full_disk_says_so(disk: Path) -> None:
+    """There was room when it was submitted, and none any more when its turn came."""
+    run = create(disk / "runs")
+    keep_start_reserve(run)
+    filler = fill(disk)
+    done = subprocess.run([sys.executable, "-c", BATCH, run.path], capture_output=True, text=True, check=False)
+    assert "FAILED" in done.stderr
+    view = observe(run)
+    assert (view.state, view.attempt) == (RunState.FAILED, 1)
+    assert view.cause is not None
+    assert view.cause.kind is CauseKind.DISK_FULL
+    assert "No space left on device" in view.cause.message
+    assert [event.data["state"] for event in read_events(run, kind="run.state")] == ["STARTING", "STOPPING", "FAILED"]
+    assert not list(run.path.glob(".reserve-*"))
+    # the next one would have no words: it is not begun
+    with pytest.raises(OSError, match="No space left"):
+        submit_attempt(run)
+    filler.unlink()
+    submit_attempt(run)
+    assert (run.path / ".reserve-start").exists()
+    wait_running(run)
+    assert observe(run).attempt == 2
+    cancel(run, user="me")
+
+
+def test_a_hand_over_that_cannot_be_recorded_is_told_from_one_that_was_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "_RECORD_S", 0.3)
+    run = create(tmp_path / "runs")
+    submission = Submission(submitted_at_s=0.0, executor="local", job_id="77", folder="/f", after_attempt=0)
+    record, tries = RunRecord.read(run).with_submission(submission), []
+
+    def full(self: RunRecord, run: RunDir) -> None:
+        tries.append(1)
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr(RunRecord, "write", full)
+    with pytest.raises(HpcrlError, match=r"was handed over \(job 77\) and goes on, .* Disk quota exceeded\n    hint:"):
+        jobs.write_submission(run, record)
+    assert len(tries) > 1
+
+
+def test_an_attempt_that_could_not_begin_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = create(tmp_path / "runs")
+
+    def full(path: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(rundir, "fsync_dir", full)
+        with pytest.raises(OSError, match="No space left"):
+            run.start_attempt()
+    assert run.attempts() == []
+    assert run.start_attempt() == 1
 
 
 def test_a_role_says_why_it_fails_on_a_full_disk(disk: Path) -> None:
@@ -238,6 +310,10 @@ async def test_a_role_that_names_the_full_disk_is_believed(scene: Scene) -> None
     cause = Cause(kind=CauseKind.ERROR, time_s=time.time(), message=words)
     found = await scene.watch.explain(cause)
     assert found.kind is CauseKind.DISK_FULL
+    # what was seen, and not that it is full, which nobody has seen
+    begins = f"the filesystem at {scene.run.path} took no more ([Errno 122]); the filesystem leaves "
+    assert found.message.startswith(begins)
+    assert found.message.endswith(f" now; {words}")
     elsewhere = Cause(
         kind=CauseKind.ERROR, time_s=time.time(), message="OSError: [Errno 28] No space left: '/dev/shm/x'"
     )

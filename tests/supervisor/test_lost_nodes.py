@@ -18,7 +18,7 @@ from hpcrl.slurm.client import SlurmClient
 from hpcrl.slurm.command import CommandResult
 from hpcrl.supervisor.board import Board
 from hpcrl.supervisor.launch.launcher import LocalLauncher
-from hpcrl.supervisor.policy.node_faults import NodeBlame
+from hpcrl.supervisor.policy.node_faults import NodeFaults
 from hpcrl.supervisor.policy.nodes import find_lost_nodes
 
 BEGAN_S = 1000.0
@@ -90,7 +90,7 @@ async def test_a_node_that_one_look_found_down_stays_blamed_when_the_next_finds_
 ) -> None:
     run = create(tmp_path, attempts=AttemptPolicy(requeue=True, max_attempts=3, exclude_s=3600.0))
     launcher, board = OneLook(), Board(run, run_id="r", attempt=run.start_attempt())
-    blame = NodeBlame(run, attempt=1, plan=run.plan(), launcher=launcher, board=board)
+    blame = NodeFaults(run, attempt=1, plan=run.plan(), launcher=launcher, board=board)
     lost = Cause(kind=CauseKind.NODE_FAIL, time_s=BEGAN_S, message="engine 0 was lost: node n3 went down")
     blame.saw(["n3"], ours=ours)
     blame.investigate(lost)

@@ -25,6 +25,7 @@ from hpcrl.runs.exclusions import exclude
 from hpcrl.runs.record import RunRecord, Submission
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunState
+from hpcrl.runs.views.diagnosis import diagnose
 from hpcrl.supervisor import job
 from hpcrl.supervisor.board import Board
 from hpcrl.supervisor.component import Component
@@ -32,7 +33,7 @@ from hpcrl.supervisor.drain import Drain
 from hpcrl.supervisor.ending import Ending
 from hpcrl.supervisor.launch.launcher import Address, LocalLauncher
 from hpcrl.supervisor.launch.probes import Prober
-from hpcrl.supervisor.launch.replica import Lives
+from hpcrl.supervisor.launch.replica import ReplicaRunner
 from hpcrl.supervisor.notices import Notices
 from hpcrl.supervisor.process.guarded import GuardedProcess, ProcessSpec, guard_command, start_guarded
 
@@ -111,7 +112,7 @@ class Scene:
 
 async def test_the_deadline_of_a_start_counts_from_the_launch(tmp_path: Path) -> None:
     scene = Scene(tmp_path, start_timeout_s=1.0)
-    lives = Lives(
+    replicas = ReplicaRunner(
         scene.run,
         run_id="r",
         attempt=1,
@@ -121,10 +122,10 @@ async def test_the_deadline_of_a_start_counts_from_the_launch(tmp_path: Path) ->
         on_node_down=lambda *_: None,
     )
     component = scene.component(Role.ENGINE)
-    life = await asyncio.wait_for(lives.live(component), 60)
-    assert life.cause is not None
-    assert life.cause.kind is CauseKind.START_TIMEOUT
-    assert "engine 0 did not begin: srun has not started it after 1 s" in life.cause.message
+    end = await asyncio.wait_for(replicas.run(component), 60)
+    assert end.cause is not None
+    assert end.cause.kind is CauseKind.START_TIMEOUT
+    assert "engine 0 did not begin: srun has not started it after 1 s" in end.cause.message
     assert component.process is not None
     assert await component.process.gone() == []
     assert procfs.read_process(component.process.guard_pid) is None
@@ -161,7 +162,7 @@ class _Notices:
 
     def __init__(self, left_s: float | None, *, requeue: bool) -> None:
         self.left_s, self.requeue = left_s, requeue
-        self.asked_by_slurm, self.saving, self.hurry = False, requeue, asyncio.Event()
+        self.asked_by_slurm, self.saving, self.hurry, self.why = False, requeue, asyncio.Event(), "asked by Slurm"
 
 
 class _Drain:
@@ -323,3 +324,49 @@ async def test_who_cancels_decides_how_long_the_end_may_take(
     notices._cancel(signal.SIGTERM)
     assert notices.hurry.is_set()
     scene.board.close()
+
+
+@pytest.mark.parametrize(
+    ("taken", "words"),
+    [
+        (
+            (CauseKind.PREEMPTED, "Slurm gives the nodes to another job (preemption)"),
+            "Slurm gives the nodes to another",
+        ),
+        # what a requeue looks like while it is on its way, and where Slurm says nothing
+        (
+            (CauseKind.CANCELLED, "job 7 was ended by Slurm"),
+            "Slurm warned that the job is about to end (its time limit, ",
+        ),
+        (None, "Slurm warned that the job is about to end (its time limit, or a preemption); nothing could be saved"),
+    ],
+)
+async def test_a_requeued_attempt_says_what_it_was_warned_of(
+    tmp_path: Path, taken: tuple[CauseKind, str] | None, words: str
+) -> None:
+    scene = Scene(tmp_path)
+    attempts = scene.plan.attempts.model_copy(update={"requeue": True})
+    decided = asyncio.Event()
+    notices = Notices(
+        scene.run,
+        attempt=1,
+        plan=scene.plan.model_copy(update={"attempts": attempts}),
+        board=scene.board,
+        components=[],
+        decided=decided,
+        fail=lambda kind, message, time_s: None,
+        on_bug=lambda task: None,
+        in_step=True,
+        taken=lambda: taken,
+    )
+    notices._warned()
+    await asyncio.wait_for(decided.wait(), 30)
+    assert notices.requeue
+    assert notices.why.startswith(words)
+    scene.board.enter(RunState.REQUEUED, because=notices.why)
+    scene.board.close()
+    # the next attempt has begun: `why` says how this one ended
+    begun = Board(scene.run, run_id="r", attempt=2)
+    begun.enter(RunState.RUNNING)
+    begun.close()
+    assert diagnose(scene.run).earlier[1].startswith(f"REQUEUED: {words}")

@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 import math
+import time
+from pathlib import Path
 
-from hpcrl.config.plan import WatchPolicy
-from hpcrl.supervisor.policy.watchdog import Pulse, Sign, read_engine_metrics
+import aiohttp
+import msgspec
+import pytest
+from supervisor_testing import create
+
+from hpcrl import reporting
+from hpcrl.config.plan import Role, WatchPolicy
+from hpcrl.runs.progress import Progress, progress_path
+from hpcrl.supervisor.component import Component
+from hpcrl.supervisor.launch.launcher import Address
+from hpcrl.supervisor.policy.watchdog import Pulse, Sign, Watchdog, read_engine_metrics
 
 POLICY = WatchPolicy(floor_s=10.0, ceiling_s=100.0)
 
@@ -62,6 +73,33 @@ def test_after_a_false_alarm_it_waits_twice_as_long() -> None:
     pulse.excuse()
     assert pulse.problem(30.0) == ""
     assert pulse.problem(32.0)
+
+
+async def test_time_in_which_nothing_can_be_reported_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = create(tmp_path / "runs")
+    trainer = Component(
+        run.plan().group(Role.TRAINER), 0, address=Address("127.0.0.1", 1), log="log", on_change=lambda _: None
+    )
+    run.start_attempt()
+    watchdog = Watchdog(run, attempt=1, policy=POLICY, components=[trainer], on_hung=lambda *_: None)
+    path = progress_path(run, 1, "trainer", 0)
+    path.parent.mkdir()
+    path.write_bytes(msgspec.json.encode(Progress(time_s=time.time(), phase="publish")))
+    async with aiohttp.ClientSession() as session:
+        (sign,) = await watchdog._look(trainer, session)
+        assert sign is not None
+        assert not sign.pauses
+    monkeypatch.setattr(reporting, "problems", lambda: ["status.json cannot be written: [Errno 28]"])
+    async with aiohttp.ClientSession() as session:
+        (sign,) = await watchdog._look(trainer, session)
+    assert sign is not None
+    assert sign.pauses
+    pulse = Pulse(POLICY, 0.0)
+    pulse.see(sign._replace(longest_s=0.1), 0.0)
+    pulse.see(sign._replace(longest_s=0.1), 60.0)
+    assert pulse.problem(61.0) == ""
 
 
 def test_a_role_that_measures_itself_is_judged_by_its_own_phases() -> None:

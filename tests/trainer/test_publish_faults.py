@@ -17,6 +17,7 @@ import pytest
 from test_publish_kinds import change, load_model, make_publisher
 from trainer_testing import run_ranks, tiny_arch, write_model_dir
 
+from hpcrl import fence as fence_module
 from hpcrl.errors import DeadlineError, HandoffError
 from hpcrl.trainer.parallel.mesh import distributed
 from hpcrl.trainer.publish import version_writer as writer_module
@@ -110,6 +111,108 @@ def test_disk_that_fills_up_meanwhile(small_disk, model_dir, monkeypatch):
         publisher.wait()
     store.open(1).verify(content=True)
     store.open(2).verify(content=True)
+
+
+def test_a_version_is_tried_again_until_the_disk_takes_it(small_disk, model_dir):
+    """Said once with what the filesystem said and the space that there was; the training waits, and is not hung."""
+    store, waited, words = HandoffStore(small_disk / "weights"), [], []
+    with distributed(timeout_s=30) as parallel:
+        model = load_model(model_dir, parallel)
+        told = {"on_wait": lambda: waited.append(1), "on_refused": words.append}
+        publisher = make_publisher(store.root, parallel, model_dir, told=told, retry_s=60.0, overlap=False)
+        publisher.publish(model, 1)
+        fill(small_disk)
+        room = threading.Timer(2.5, (small_disk / "other").unlink)
+        room.start()
+        publisher.publish(model, 2)
+        room.join()
+    assert store.versions() == [1, 2]
+    store.open(2).verify(content=True)
+    (said,) = words
+    assert said.startswith("version 2 cannot be written, and is tried again for 60 s: a version needs ")
+    assert "the filesystem leaves 409,600 bytes and" in said
+    assert waited
+
+
+def test_what_stays_refused_is_given_up_with_the_reason(tmp_path, model_dir, monkeypatch):
+    def refused(*_):
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), "model.safetensors")
+
+    monkeypatch.setattr(writer_module, "preallocate", refused)
+    with distributed(timeout_s=30) as parallel:
+        publisher = make_publisher(tmp_path, parallel, model_dir, retry_s=0.5)
+        publisher.publish(load_model(model_dir, parallel), 1)
+        with pytest.raises(HandoffError) as failure:
+            publisher.wait()
+    said = str(failure.value)
+    assert said.startswith("version 1 could not be written in ")
+    assert "[Errno 122] Disk quota exceeded: 'model.safetensors'; the filesystem leaves " in said
+    assert "handoff.retry_s" in said
+    assert_only(tmp_path)
+
+
+def test_what_cannot_pass_is_not_tried_again(tmp_path, model_dir, monkeypatch):
+    tries = []
+
+    def refused(*_):
+        tries.append(1)
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(writer_module, "preallocate", refused)
+    with distributed(timeout_s=30) as parallel:
+        publisher = make_publisher(tmp_path, parallel, model_dir, retry_s=60.0)
+        publisher.publish(load_model(model_dir, parallel), 1)
+        with pytest.raises(PermissionError):
+            publisher.wait()
+    assert len(tries) == 1
+
+
+def test_a_version_that_got_its_name_before_the_failure_is_taken_as_it_is(tmp_path, model_dir, monkeypatch):
+    """The rename worked, what makes it durable did not: the next try finds the version, and does not refuse it."""
+    real, failures = fence_module.fsync_dir, [1]
+
+    def refused(path):
+        if path == tmp_path and (tmp_path / "v000001").exists() and failures:
+            failures.pop()
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        real(path)
+
+    monkeypatch.setattr(fence_module, "fsync_dir", refused)
+    published = []
+    with distributed(timeout_s=30) as parallel:
+        publisher = make_publisher(tmp_path, parallel, model_dir, retry_s=60.0)
+        publisher.publish(load_model(model_dir, parallel), 1, published.append)
+        publisher.wait()
+    assert failures == []
+    assert [(p.version, p.kind) for p in published] == [(1, "full")]
+    HandoffStore(tmp_path).open(1).verify(content=True)
+
+
+def refused_on_one_rank(rank, model_dir, root, failing):
+    """The second rank is refused twice; all ranks try again together."""
+    write, left = writer_module.write_units, [2]
+
+    def refused(*args):
+        if rank == failing and left[0]:
+            left[0] -= 1
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return write(*args)
+
+    words = []
+    with distributed(timeout_s=30) as parallel:
+        model = load_model(model_dir, parallel)
+        writer_module.write_units = refused
+        publisher = make_publisher(root, parallel, model_dir, told={"on_refused": words.append}, retry_s=60.0)
+        publisher.publish(model, 1)
+        publisher.wait()
+    return words
+
+
+def test_ranks_try_again_together(tmp_path, model_dir):
+    first, second = run_ranks(2, refused_on_one_rank, model_dir, tmp_path, 1)
+    assert "[Errno 116] Stale file handle" in first[0]  # rank 0 says what rank 1 met
+    assert (len(first), second) == (1, [])
+    HandoffStore(tmp_path).open(1).verify(content=True)
 
 
 def fail_then_work(rank, model_dir, root, failing):

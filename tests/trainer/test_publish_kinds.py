@@ -52,7 +52,7 @@ def load_model(model_dir, parallel):
     return model
 
 
-def make_publisher(root, parallel, model_dir, acknowledged=None, attempt=1, **settings):
+def make_publisher(root, parallel, model_dir, acknowledged=None, attempt=1, *, told=None, **settings):
     return Publisher(
         HandoffStore(root),
         parallel,
@@ -60,9 +60,10 @@ def make_publisher(root, parallel, model_dir, acknowledged=None, attempt=1, **se
         model_dir=model_dir,
         dtype=torch.bfloat16,
         attempt=attempt,
-        settings=HandoffConfig(**settings),
+        settings=HandoffConfig(**{"retry_s": 0.0, **settings}),
         acknowledged=acknowledged,
         chunk_bytes=CHUNK,
+        **(told or {}),
     )
 
 

@@ -9,7 +9,7 @@ from trainer_testing import Rollouts, make_recipe, pack, run_ranks, tiny_arch, t
 from hpcrl.dock.routes import RoutedExperts, joined
 from hpcrl.dock.wire import decode_shard, encode_shard
 from hpcrl.modeling.packed_attention import PackedAttention
-from hpcrl.trainer.batch.routed_experts import EngineRoutes, RouteComparison
+from hpcrl.trainer.batch.routed_experts import EngineRoutedExperts, RoutedExpertsComparison
 from hpcrl.trainer.batch.tensors import TokenBatch
 from hpcrl.trainer.parallel.mesh import distributed
 from hpcrl.trainer.step.policy import TrainerPolicy
@@ -183,7 +183,7 @@ def routes_of(shape, dtype=np.uint8):
 
 
 def compare(routes, layers, width=WIDTH):
-    comparison = RouteComparison(EngineRoutes.from_wire(routes, routes.shape[0], CPU))
+    comparison = RoutedExpertsComparison(EngineRoutedExperts.from_wire(routes, routes.shape[0], CPU))
     for layer in range(layers):
         comparison(layer, torch.arange(width - 1, -1, -1).expand(routes.shape[0], width))
     comparison.finish()

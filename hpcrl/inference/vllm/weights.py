@@ -39,7 +39,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from hpcrl.inference.vllm.staging import Staged
 from hpcrl.runs.refusals import gate_from_env
 from hpcrl.weights.format.adapters import Contents
-from hpcrl.weights.read.registration import Invitation, check_same_reader
+from hpcrl.weights.read.registration import ReaderIdentity, check_same_reader
 from hpcrl.weights.read.subscriber import ReaderSettings, Subscriber
 
 __all__ = ["HandoffInit", "HandoffTransferEngine", "HandoffUpdate", "StagingWorker"]
@@ -115,7 +115,7 @@ class HandoffTransferEngine(WeightTransferEngine[HandoffInit, HandoffUpdate]):
             check_same_reader(given, root=root, name=own.name, settings=own.settings)
         elif init_info.reader is not None:
             # the run's plan was made before engines were told: of a call only what leads nowhere else is believed
-            reader = msgspec.convert(init_info.reader, Invitation)
+            reader = msgspec.convert(init_info.reader, ReaderIdentity)
             own = msgspec.structs.replace(reader, cache_dir=None, fanout_host=None)
         if own is not None and self._subscriber is None:
             gate = gate_from_env("fanout")
@@ -127,7 +127,7 @@ class HandoffTransferEngine(WeightTransferEngine[HandoffInit, HandoffUpdate]):
         run_dir = os.environ.get("HPCRL_RUN_DIR")
         return None if run_dir is None else Path(run_dir, "weights").resolve()
 
-    def _own_reader(self) -> Invitation | None:
+    def _own_reader(self) -> ReaderIdentity | None:
         """As whom this engine's server reads, by its command line (``--additional-config``).
 
         None: without a registration, so that what is read may be collected meanwhile; and neither shared on the node
@@ -136,12 +136,12 @@ class HandoffTransferEngine(WeightTransferEngine[HandoffInit, HandoffUpdate]):
         own = self.vllm_config.additional_config.get("hpcrl")
         if own is None:
             return None
-        reader = msgspec.convert(own["reader"], Invitation)
+        reader = msgspec.convert(own["reader"], ReaderIdentity)
         if own["servers"] == 1:
             return reader
         return msgspec.structs.replace(reader, name=f"{reader.name}-{self.parallel_config.data_parallel_index}")
 
-    def _name_of(self, invitation: Invitation) -> str:
+    def _name_of(self, invitation: ReaderIdentity) -> str:
         """Of this worker: a server may have several, each with its part of the model."""
         rank = self.parallel_config.rank
         return f"{invitation.name}-w{rank}" if self.parallel_config.world_size > 1 else invitation.name

@@ -151,7 +151,7 @@ def vllm_variables(recipe: Recipe, *, gpus: bool) -> dict[str, str]:
 
 
 def _reader(recipe: Recipe, role: Role, host: str) -> dict[str, Any]:
-    """An `hpcrl.weights.read.registration.Invitation` as JSON.
+    """An `hpcrl.weights.read.registration.ReaderIdentity` as JSON.
 
     The number of a server is added to its name where a replica has several."""
     handoff = recipe.handoff

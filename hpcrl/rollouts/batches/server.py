@@ -14,7 +14,7 @@ from hpcrl.rollouts.sampling.scheduler import Scheduler
 from hpcrl.rollouts.state import OrchestratorState
 from hpcrl.rollouts.telemetry.counters import Counters
 
-__all__ = ["ConflictError", "TrainerDesk"]
+__all__ = ["BatchServer", "ConflictError"]
 
 _WRITE_S = 1.0
 """How long a batch waits for the file of its rollouts."""
@@ -24,7 +24,7 @@ class ConflictError(Exception):
     """What the trainer asks does not fit what happened so far."""
 
 
-class TrainerDesk:
+class BatchServer:
     """Hands out batches in step order.
 
     A step is *waited for* (rollouts are not there), *built* (they are taken), *handed out* (a rank has its shard), and

@@ -21,7 +21,7 @@ from hpcrl.rollouts.engines.client import EngineClient, EngineError
 from hpcrl.rollouts.engines.engine import Engine
 from hpcrl.rollouts.engines.routed_pool import RoutedPool
 
-__all__ = ["PREFILL", "SidedPool"]
+__all__ = ["PREFILL", "DisaggregatedPool"]
 
 PREFILL = "prefill"
 """How the names of engines of that side begin."""
@@ -30,7 +30,7 @@ _RESTART_S = 300.0
 """How long the supervisor may take to start the router again."""
 
 
-class SidedPool(RoutedPool):
+class DisaggregatedPool(RoutedPool):
     """Both sides of disaggregated serving.
 
     Parameters

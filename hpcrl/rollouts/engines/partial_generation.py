@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from hpcrl.rollouts.engines.client import Generation, SamplingParams
 from hpcrl.rollouts.sampling.seeding import stable_hash
 
-__all__ = ["Draft"]
+__all__ = ["PartialGeneration"]
 
 
-class Draft:
+class PartialGeneration:
     """One answer over all attempts to get it.
 
     An engine says with the end of an answer alone which versions sampled it. Of an answer without an end each token

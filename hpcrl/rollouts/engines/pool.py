@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from hpcrl.errors import DeadlineError, PeerLostError
 from hpcrl.rollouts.engines.client import EngineClient, EngineError, Generation, SamplingParams
 from hpcrl.rollouts.engines.engine import Engine
-from hpcrl.rollouts.engines.partial_generation import Draft
+from hpcrl.rollouts.engines.partial_generation import PartialGeneration
 from hpcrl.rollouts.telemetry.counters import Counters
 
 __all__ = ["LOST_AFTER_S", "WATCH_S", "EnginePool", "EngineSession"]
@@ -162,7 +162,7 @@ class EnginePool:
         EngineError
             The last failure, where the request was refused or there are no attempts left.
         """
-        draft, attempt = Draft(token_ids, params), 0
+        partial, attempt = PartialGeneration(token_ids, params), 0
         while True:
             await self.settle(session)
             salt = await cache_salt()
@@ -173,7 +173,7 @@ class EnginePool:
             oldest, life = engine.version, engine.life
             asked_s, candidates = time.monotonic(), self._behind(engine)
             try:
-                generation = await engine.call(self._ask(engine, draft, salt, session.key))
+                generation = await engine.call(self._ask(engine, partial, salt, session.key))
                 if min(generation.versions) < oldest:
                     what = f"an answer is of version {min(generation.versions)}, it had {oldest}"
                     raise EngineError(f"{engine.name}: {what}", forgot=True)
@@ -186,19 +186,19 @@ class EnginePool:
                     raise
                 # one that was seen since with the right weights had them when it sampled
                 if not error.forgot and all(candidate.proved_s >= asked_s for candidate in candidates):
-                    self._counters.tokens_kept += draft.keep()
+                    self._counters.tokens_kept += partial.keep()
                 _log.warning("attempt %d failed: %s", attempt + 1, error)
             else:
-                return draft.whole(generation)
+                return partial.whole(generation)
             self._counters.engine_retries += 1
             session.move_from(engine)
             await asyncio.sleep(min(_LONGEST_BACKOFF_S, _FIRST_BACKOFF_S * 2**attempt))
             attempt += 1
 
-    async def _ask(self, engine: Engine, draft: Draft, salt: str, key: str) -> Generation:
-        token_ids, params = draft.request(lambda: engine.version)
+    async def _ask(self, engine: Engine, partial: PartialGeneration, salt: str, key: str) -> Generation:
+        token_ids, params = partial.request(lambda: engine.version)
         return await engine.client.generate(
-            token_ids, params, cache_salt=salt, session_id=key, timeout_s=self._timeout_s, on_part=draft.receive
+            token_ids, params, cache_salt=salt, session_id=key, timeout_s=self._timeout_s, on_part=partial.receive
         )
 
     def _behind(self, engine: Engine) -> list[Engine]:

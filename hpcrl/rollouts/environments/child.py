@@ -54,7 +54,9 @@ def load(factory: str, args: dict[str, Any]) -> Environment:
         raise NotBuiltError(f"{what}{_indented(frames_of(error))}", "mend it") from error
     make = getattr(module, attribute, None)
     if not callable(make):
-        raise NotBuiltError(f"{module_name!r} has no callable {attribute!r}")
+        own = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module_name]
+        hint = f"it has {', '.join(own)}" if own else "name what makes the environment: package.module:Name"
+        raise NotBuiltError(f"{module_name!r} has no callable {attribute!r}", hint)
     try:
         environment = make(**args)
     except Exception as error:

@@ -20,7 +20,7 @@ from hpcrl.rollouts.engines.pool import EnginePool, EngineSession
 from hpcrl.rollouts.environments import Message, Outcome, Reply
 from hpcrl.rollouts.records import Rollout, Turn
 from hpcrl.rollouts.sampling.rendering import Transcript
-from hpcrl.rollouts.sampling.routed_experts import RouteRows, RouteSettings
+from hpcrl.rollouts.sampling.routed_experts import RoutedExpertsRows, RoutedExpertsSettings
 from hpcrl.rollouts.sampling.seeding import stable_hash
 
 __all__ = ["Conversation", "Sampler"]
@@ -38,7 +38,7 @@ class Sampler:
         sampling: SamplingConfig,
         max_model_len: int,
         stream_interval: int = 0,
-        routes: RouteSettings | None = None,
+        routes: RoutedExpertsSettings | None = None,
     ) -> None:
         """Remember settings.
 
@@ -91,7 +91,7 @@ class Conversation:
         self._logprobs: list[float] = []
         self._versions: list[int] = []
         self._first_version: int | None = None
-        self._routes = None if sampler.routes is None else RouteRows(sampler.routes)
+        self._routes = None if sampler.routes is None else RoutedExpertsRows(sampler.routes)
 
     @property
     def first_version(self) -> int | None:

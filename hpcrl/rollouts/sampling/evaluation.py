@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hpcrl.config.recipe import Recipe
-from hpcrl.errors import HpcrlError
+from hpcrl.errors import EnvironmentFailedError, HpcrlError
 from hpcrl.rollouts.engines.client import EngineError
-from hpcrl.rollouts.environments import Environment, prompt_of
+from hpcrl.rollouts.environments import Environment, EnvironmentLostError, EnvironmentRaisedError, prompt_of
 from hpcrl.rollouts.records import Rollout
 from hpcrl.rollouts.sampling.conversation import Conversation, Sampler
 from hpcrl.rollouts.sampling.data_order import heldout_shares
@@ -136,6 +136,8 @@ class Evaluator:
 
         Raises
         ------
+        EnvironmentFailedError
+            No held-out rollout was finished, and the first one that failed did so in an environment of the user's own.
         HpcrlError
             No held-out rollout was finished.
         """
@@ -153,9 +155,11 @@ class Evaluator:
     async def _evaluate(self, version: int, due: int) -> None:
         started = time.monotonic()
         results = await asyncio.gather(*(self._roll_out(task) for task in self._tasks))
-        finished = [(task, rollout) for task, rollout in zip(self._tasks, results, strict=True) if rollout is not None]
+        finished = [
+            (task, rollout) for task, rollout in zip(self._tasks, results, strict=True) if isinstance(rollout, Rollout)
+        ]
         if not finished:
-            raise HpcrlError(f"the evaluation of version {version} failed: none of {len(results)} rollouts finished")
+            raise _all_failed(version, [result for result in results if isinstance(result, Exception)])
         by_env: dict[str, list[float]] = defaultdict(list)
         parts: dict[str, list[float]] = defaultdict(list)
         for task, rollout in finished:
@@ -180,8 +184,8 @@ class Evaluator:
             seconds=time.monotonic() - started,
         )
 
-    async def _roll_out(self, task: _Task) -> Rollout | None:
-        """One held-out rollout; None where it failed."""
+    async def _roll_out(self, task: _Task) -> Rollout | Exception:
+        """One held-out rollout, or why it failed."""
         started = time.monotonic()
         session = self._sampler.pool.session(f"heldout-{task.environment.name}-{task.index}")
         conversation = Conversation(
@@ -192,15 +196,28 @@ class Evaluator:
             outcome = await task.environment.rollout(prompt, conversation)
         except EngineError as error:
             _log.warning("a held-out rollout failed: %s", error)
-            return None
+            return error
         except HpcrlError:
             raise
-        except Exception:  # noqa: BLE001 - foreign code
-            _log.exception("a held-out rollout of %r failed", task.environment.name)
-            return None
+        except Exception as error:  # noqa: BLE001 - foreign code
+            told = isinstance(error, EnvironmentRaisedError | EnvironmentLostError)
+            name, trace = task.environment.name, None if told else error
+            _log.warning("a held-out rollout of %r failed: %s", name, error, exc_info=trace)
+            return error
         finally:
             session.leave()
-        return conversation.rollout(0, outcome, seconds=time.monotonic() - started)
+        rollout = conversation.rollout(0, outcome, seconds=time.monotonic() - started)
+        return rollout or ValueError("the prompt leaves no room for an answer (engine.max_model_len)")
+
+
+def _all_failed(version: int, errors: Sequence[Exception]) -> HpcrlError:
+    """What an evaluation in which nothing was finished fails with: the environment's own exception, where it is one."""
+    what = f"none of the {len(errors)} rollouts that evaluate version {version} was finished"
+    for error in errors:
+        if isinstance(error, EnvironmentRaisedError | EnvironmentLostError):
+            first, *more = str(error).splitlines()
+            return EnvironmentFailedError("\n".join([f"{first} ({what})", *more]))
+    return HpcrlError(f"{what}; the first: {type(errors[0]).__name__}: {errors[0]}")
 
 
 def _mean(values: Sequence[float]) -> float:

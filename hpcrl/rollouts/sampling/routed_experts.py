@@ -19,7 +19,7 @@ from hpcrl.config.recipe import Recipe
 from hpcrl.dock.routes import RoutedExperts, exact_dtype
 from hpcrl.models import load_facts
 
-__all__ = ["RouteRows", "RouteSettings", "read_rows"]
+__all__ = ["RoutedExpertsRows", "RoutedExpertsSettings", "read_rows"]
 
 _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
@@ -43,7 +43,7 @@ def read_rows(payload: bytes) -> NDArray[Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class RouteSettings:
+class RoutedExpertsSettings:
     """What is to be known of routes.
 
     Attributes
@@ -62,22 +62,22 @@ class RouteSettings:
     keep: bool = True
 
     @classmethod
-    def of(cls, recipe: Recipe) -> RouteSettings | None:
+    def of(cls, recipe: Recipe) -> RoutedExpertsSettings | None:
         """None where engines do not return experts (FileNotFoundError, ValueError: the model is not known)."""
         if not recipe.engine.return_routed_experts:
             return None
         dtype = exact_dtype(load_facts(recipe.model.path).num_experts)
         return cls(dtype, prompts=recipe.engine.kv_store is None)
 
-    def unkept(self) -> RouteSettings:
+    def unkept(self) -> RoutedExpertsSettings:
         """The same for who does not want to know."""
         return replace(self, keep=False)
 
 
-class RouteRows:
+class RoutedExpertsRows:
     """Rows of one conversation, as they come."""
 
-    def __init__(self, settings: RouteSettings) -> None:
+    def __init__(self, settings: RoutedExpertsSettings) -> None:
         self._settings = settings
         self._pieces: list[tuple[int, NDArray[Any]]] = []
         self._end = 0

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from hpcrl.config.recipe import RolloutConfig
-from hpcrl.errors import HpcrlError, PeerLostError
+from hpcrl.errors import EnvironmentFailedError, HpcrlError, PeerLostError
 from hpcrl.rollouts.batches.taken import Pending, TakenStep, TakenSteps
 from hpcrl.rollouts.engines.client import EngineError
 from hpcrl.rollouts.engines.pool import EngineSession
@@ -267,9 +267,14 @@ class Scheduler:
         text = str(error) if told else f"{type(error).__name__}: {error}"
         _log.warning("a rollout failed: %s", text, exc_info=None if told or isinstance(error, EngineError) else error)
         if self._failures_in_a_row >= _MAX_FAILURES_IN_A_ROW:
+            count = f"{self._failures_in_a_row} rollouts failed one after the other"
+            if told:
+                first, *more = text.splitlines()
+                self._error = EnvironmentFailedError("\n".join([f"{first} ({count})", *more]))
+                return
             lost = isinstance(error, EngineError) and error.unreachable
             kind = PeerLostError if lost else HpcrlError
-            self._error = kind(f"{self._failures_in_a_row} rollouts failed one after the other; the last: {text}")
+            self._error = kind(f"{count}; the last: {text}")
 
     def _finish(self, running: _Running) -> None:
         """All members have ended: keep the group or drop it."""

@@ -14,14 +14,14 @@ import msgspec
 
 from hpcrl.config.recipe import HandoffConfig, Recipe
 from hpcrl.rollouts.engines.client import EngineClient
-from hpcrl.weights.read.registration import Invitation
+from hpcrl.weights.read.registration import ReaderIdentity
 
-__all__ = ["Inviter"]
+__all__ = ["ReaderRegistration"]
 
 _CALL = "/init_weight_transfer_engine"
 
 
-class Inviter:
+class ReaderRegistration:
     """Introduces engines to a store of versions."""
 
     def __init__(self, handoff: HandoffConfig, root: Path, *, fans_out: bool) -> None:
@@ -39,7 +39,7 @@ class Inviter:
         self._handoff, self._root, self._fans_out = handoff, root, fans_out
 
     @classmethod
-    def of(cls, recipe: Recipe, root: Path) -> Inviter:
+    def of(cls, recipe: Recipe, root: Path) -> ReaderRegistration:
         """By the recipe of a run."""
         return cls(recipe.handoff, root, fans_out=recipe.fans_out)
 
@@ -58,7 +58,7 @@ class Inviter:
 
     def _info(self, name: str, server: EngineClient) -> dict[str, Any]:
         handoff = self._handoff
-        invitation = Invitation(
+        invitation = ReaderIdentity(
             name=name,
             expiry_s=handoff.lease_timeout_s,
             floor_s=handoff.update_timeout_s,

@@ -15,7 +15,7 @@ from hpcrl.rollouts.engines.client import EngineError
 from hpcrl.rollouts.engines.engine import Engine
 from hpcrl.rollouts.engines.pool import EnginePool
 from hpcrl.rollouts.weights.exchange import begin, exchange, wait_staged
-from hpcrl.rollouts.weights.registration import Inviter
+from hpcrl.rollouts.weights.registration import ReaderRegistration
 from hpcrl.runs.events import EventWriter
 from hpcrl.weights import HandoffStore
 from hpcrl.weights.lifetime.collector import Collector
@@ -49,7 +49,7 @@ class WeightUpdater:
         store: HandoffStore,
         events: EventWriter,
         pause: bool,
-        inviter: Inviter,
+        registration: ReaderRegistration,
         collector: Collector,
         pace: Pace,
         on_served: Callable[[int], None],
@@ -61,7 +61,7 @@ class WeightUpdater:
         ----------
         pause:
             Freeze requests while weights change.
-        inviter:
+        registration:
             Tells engines how they read versions.
         collector:
             Removes what nobody needs any more.
@@ -73,7 +73,7 @@ class WeightUpdater:
             Called with an engine that answers and does not take a version: somebody should start it anew.
         """
         self._pool, self._store, self._events, self._pause = pool, store, events, pause
-        self._inviter, self._collector, self._pace, self._on_served = inviter, collector, pace, on_served
+        self._registration, self._collector, self._pace, self._on_served = registration, collector, pace, on_served
         self._on_stale = on_stale
         self._target: int | None = None
         self._loading: dict[Engine, int] = {}
@@ -305,7 +305,7 @@ class WeightUpdater:
         raise EngineError(f"could not {what} in {_ATTEMPTS} attempts: {last}")
 
     async def _initialise(self, engine: Engine) -> None:
-        await self._inviter.invite(engine.client, limit_s=self._pace.floor_s)
+        await self._registration.invite(engine.client, limit_s=self._pace.floor_s)
 
     async def _catch_up(self, engine: Engine, version: int) -> tuple[int, float]:
         """`_load`, which must not leave the engine behind: what another engine could load, this one must.

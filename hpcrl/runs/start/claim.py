@@ -17,6 +17,7 @@ import msgspec
 
 from hpcrl.errors import RunDirError
 from hpcrl.fs import atomic_create
+from hpcrl.runs.registry import reference
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ProcessId
 
@@ -100,5 +101,5 @@ def _refuse(run: RunDir, claims: dict[int, _Claim]) -> None:
 def _busy(run: RunDir, who: str) -> str:
     return (
         f"another resume of {run.name} is under way ({who}); this one has changed nothing\n"
-        f"    hint: see what it does: hpcrl status {run.name}"
+        f"    hint: see what it does: hpcrl status {reference(run)}"
     )

@@ -21,7 +21,7 @@ from hpcrl.checkpoints.ledger import CheckpointLedger
 from hpcrl.errors import CheckpointError, HandoffError, RunFailedError, UsageError
 from hpcrl.fs import fsync_dir
 from hpcrl.runs.record import Origin, RunRecord
-from hpcrl.runs.registry import find_run
+from hpcrl.runs.registry import Roots, find_run
 from hpcrl.runs.rundir import RunDir
 from hpcrl.weights.format.manifest import MANIFEST, Handoff
 from hpcrl.weights.store import HandoffStore
@@ -50,10 +50,11 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     config_dir: Path
 
 
-def find_source(text: str, root: Path) -> Source:
+def find_source(text: str, root: Path, roots: Roots | None = None) -> Source:
     """The checkpoint or version that ``text`` means: ``RUN`` (its newest checkpoint), ``RUN@STEP`` or ``RUN@vVERSION``.
 
-    Sizes of files are compared; data is read when the start model is made.
+    Sizes of files are compared; data is read when the start model is made. Where the run is looked for, see
+    `hpcrl.runs.registry.find_run`.
 
     Raises
     ------
@@ -63,7 +64,7 @@ def find_source(text: str, root: Path) -> Source:
     match = _WANTED.fullmatch(text)
     if match is None:
         raise UsageError(f"--from {text!r} is not RUN, RUN@STEP or RUN@vVERSION\n    hint: --from my-run@120")
-    run = find_run(match["run"], root)
+    run = find_run(match["run"], root, roots)
     if match["version"] is not None:
         return _version(run, int(match["version"]))
     return _checkpoint(run, None if match["step"] is None else int(match["step"]))

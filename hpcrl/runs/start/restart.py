@@ -17,6 +17,7 @@ from hpcrl.checkpoints.restore import RestoreDecision
 from hpcrl.errors import CheckpointError, NothingToRestoreError
 from hpcrl.fs import write_json
 from hpcrl.runs.events import read_events
+from hpcrl.runs.registry import reference
 from hpcrl.runs.role import restore_path
 from hpcrl.runs.rundir import RunDir
 
@@ -126,10 +127,10 @@ def nothing_to_restore(
         lines.append(f"  put aside, and can be taken with --from-step: {', '.join(map(str, aside))}")
     lines += [
         f"    hint: begin at step 0, with the start model; what is there is put aside: "
-        f"hpcrl resume {run.name} --from-scratch",
-        f"    hint: bring the files back, then: hpcrl resume {run.name}",
-        f"    hint: a step of your choice: hpcrl checkpoint ls {run.name}, then "
-        f"hpcrl resume {run.name} --from-step STEP",
+        f"hpcrl resume {reference(run)} --from-scratch",
+        f"    hint: bring the files back, then: hpcrl resume {reference(run)}",
+        f"    hint: a step of your choice: hpcrl checkpoint ls {reference(run)}, then "
+        f"hpcrl resume {reference(run)} --from-step STEP",
     ]
     return NothingToRestoreError("\n".join(lines))
 

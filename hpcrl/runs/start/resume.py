@@ -10,6 +10,7 @@ from hpcrl.checkpoints.ledger import CheckpointEntry, CheckpointLedger
 from hpcrl.errors import CheckpointError, RunDirError
 from hpcrl.runs.metrics import read_metrics
 from hpcrl.runs.record import user_name
+from hpcrl.runs.registry import reference
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.start.restart import RestartRequest, ResumePoint, find_resume_point, nothing_to_restore
 
@@ -110,7 +111,7 @@ def _check_steps(run: RunDir, point: ResumePoint, *, completed: bool, steps: int
     raise RunDirError(
         f"the run {run.name} {'is completed: it' if completed else ''} has done {done} steps{asked}; "
         "there is nothing to resume, and nothing was changed\n"
-        f"    hint: more steps: hpcrl resume {run.name} --set trainer.steps={2 * done}\n"
-        f"    hint: look at it: hpcrl report {run.name}\n"
+        f"    hint: more steps: hpcrl resume {reference(run)} --set trainer.steps={2 * done}\n"
+        f"    hint: look at it: hpcrl report {reference(run)}\n"
         f"    hint: a new run with its weights: hpcrl submit RECIPE --from {run.name}"
     )

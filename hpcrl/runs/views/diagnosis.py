@@ -14,6 +14,7 @@ from hpcrl.runs.cause import Cause, CauseKind, describe_end, from_record
 from hpcrl.runs.events import read_events
 from hpcrl.runs.observe import RunView, observe
 from hpcrl.runs.record import RunRecord
+from hpcrl.runs.registry import reference
 from hpcrl.runs.role import FailureRecord
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.start.restart import ResumePoint, find_resume_point
@@ -117,7 +118,7 @@ def diagnose(run: RunDir) -> Diagnosis:
             if event.data["lost"]
         ],
         earlier=_earlier(run, view.attempt),
-        ways_on=_ways_on(view, point),
+        ways_on=_ways_on(view, point, reference(run)),
         resume_step=point.step,
     )
 
@@ -196,6 +197,8 @@ def _restarts(run: RunDir, view: RunView) -> list[Consequence]:
     for event in read_events(run, attempt=view.attempt, kind="component.went_on"):
         what = f"{event.data['role']} {event.data['replica']} seemed to hang ({event.data['problem']}) and went on"
         found.append(Consequence(time_s=event.time_s, what=what))
+    for event in read_events(run, attempt=view.attempt, kind="trainer.version_refused"):
+        found.append(Consequence(time_s=event.time_s, what=event.data["what"]))
     return found + _lost_segments(run, view)
 
 
@@ -260,22 +263,23 @@ def _earlier(run: RunDir, attempt: int) -> dict[int, str]:
     return ends
 
 
-def _ways_on(view: RunView, point: ResumePoint) -> list[str]:
+def _ways_on(view: RunView, point: ResumePoint, named: str) -> list[str]:
+    """Commands that go on from here; ``named`` is how they name the run."""
     if view.state is RunState.COMPLETED:
-        return [f"hpcrl report {view.name}", f"hpcrl resume {view.name} --set trainer.steps=...    # go on with more"]
+        return [f"hpcrl report {named}", f"hpcrl resume {named} --set trainer.steps=...    # go on with more"]
     if not view.state.ended:
-        return [f"hpcrl status {view.name} --watch", f"hpcrl logs {view.name} -f"]
+        return [f"hpcrl status {named} --watch", f"hpcrl logs {named} -f"]
     lost = view.cause is not None and view.cause.kind is CauseKind.NOTHING_TO_RESTORE
     if lost or (point.step is None and point.saved):
         return [
-            f"hpcrl checkpoint verify {view.name}    # what is wrong with each",
-            f"hpcrl resume {view.name} --from-step STEP    # one that is good again",
-            f"hpcrl resume {view.name} --from-scratch    # step 0; what there is is put aside",
+            f"hpcrl checkpoint verify {named}    # what is wrong with each",
+            f"hpcrl resume {named} --from-step STEP    # one that is good again",
+            f"hpcrl resume {named} --from-scratch    # step 0; what there is is put aside",
         ]
     where = "from the beginning: it has saved no checkpoint"
     if point.step is not None:
         where = f"from step {point.step}, if the trainer finds it good"
-    return [f"hpcrl resume {view.name}    # {where}", f"hpcrl logs {view.name}"]
+    return [f"hpcrl resume {named}    # {where}", f"hpcrl logs {named}"]
 
 
 def diagnosis_document(diagnosis: Diagnosis) -> str:

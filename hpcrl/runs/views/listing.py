@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
-from pathlib import Path
+from collections.abc import Collection, Sequence
 
 import msgspec
 from rich.console import Group
@@ -15,7 +14,7 @@ from hpcrl.errors import RunDirError
 from hpcrl.runs.metrics import read_newest
 from hpcrl.runs.observe import observe, prefetch
 from hpcrl.runs.record import RunRecord
-from hpcrl.runs.registry import list_runs
+from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunState
 from hpcrl.runs.views.liveview import duration, state_text
 
@@ -57,11 +56,15 @@ class RunRow(msgspec.Struct, frozen=True, kw_only=True):
     cause: str
 
 
-def list_rows(root: Path, *, states: Collection[str] = (), cluster: str | None = None, newest: int = 0) -> list[RunRow]:
-    """Rows of the runs below ``root``, newest first. What cannot be read is left out.
+def list_rows(
+    runs: Sequence[RunDir], *, states: Collection[str] = (), cluster: str | None = None, newest: int = 0
+) -> list[RunRow]:
+    """A row of each run, in their order. What cannot be read is left out.
 
     Parameters
     ----------
+    runs:
+        Newest first.
     states:
         Only runs in one of these; all where it is empty.
     cluster:
@@ -70,7 +73,6 @@ def list_rows(root: Path, *, states: Collection[str] = (), cluster: str | None =
         At most so many; 0 for all.
     """
     rows: list[RunRow] = []
-    runs = list_runs(root)
     if newest and not states and cluster is None:
         runs = runs[:newest]
     prefetch(runs)

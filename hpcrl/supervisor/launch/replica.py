@@ -1,4 +1,4 @@
-"""The lives of one replica: started, ready, ended, and started again in its place where its policy allows."""
+"""One replica from its start to its end: started, ready, ended; its policy says whether it is started again there."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from functools import cached_property
 
 import msgspec
 
@@ -25,13 +26,13 @@ from hpcrl.supervisor.launch.probes import Prober
 from hpcrl.supervisor.policy.explain import explain_end
 from hpcrl.supervisor.process.guarded import End, ProcessSpec, RunningProcess
 
-__all__ = ["Life", "Lives"]
+__all__ = ["ReplicaEnd", "ReplicaRunner"]
 
 _DUMP_S = 30.0
 
 
-class Life:
-    """How one life of a replica ended.
+class ReplicaEnd:
+    """How a replica ended, until it is started again where its policy allows.
 
     Attributes
     ----------
@@ -45,8 +46,10 @@ class Life:
         self.end, self.cause = end, cause
 
 
-class Lives:
-    """Leads replicas of one attempt through their lives. It decides nothing about the run.
+class ReplicaRunner:
+    """Starts replicas of one attempt, watches each until it ends, and says why it did.
+
+    It decides nothing about the run.
 
     Parameters
     ----------
@@ -68,10 +71,10 @@ class Lives:
         self._run, self._run_id, self._attempt = run, run_id, attempt
         self._plan, self._launcher, self._board, self._on_node_down = plan, launcher, board, on_node_down
 
-    async def live(self, component: Component) -> Life:
+    async def run(self, component: Component) -> ReplicaEnd:
         """Start a replica and wait for its end."""
         ready_file = ready_path(self._run, self._attempt, component.role.value, component.replica)
-        await asyncio.to_thread(ready_file.unlink, missing_ok=True)  # of a life before
+        await asyncio.to_thread(ready_file.unlink, missing_ok=True)  # of a start before
         launched = time.monotonic()  # the deadline of its start counts from here
         process = await self._launcher.start(self.spec(component))
         component.starting(process)
@@ -87,18 +90,23 @@ class Lives:
         asked = component.stop_asked_at_s is not None
         if asked or (end.clean and component.group.policy.ends_run):
             component.ended(end, as_it_should=True)
-            return Life(end, None)
-        return Life(end, late or component.verdict or await self._explain(component, end))
+            return ReplicaEnd(end, None)
+        return ReplicaEnd(end, late or component.verdict or await self._explain(component, end))
 
     async def leave_nothing(self, component: Component) -> None:
-        """Wait until the process of the last life is gone with all that it started: its memory is needed."""
+        """Wait until the process of the last start is gone with all that it started: its memory is needed."""
         assert component.process is not None
         left = await component.process.gone()
         if left:
             self._board.emit("supervisor.left_behind", pids=left)
 
+    @cached_property
+    def _credentials(self) -> Credentials:
+        # once: a file that cannot be read for a moment is no reason for a replica that starts again to fail
+        return Credentials.of_run(self._run.path, self._attempt)
+
     async def _explain(self, component: Component, end: End) -> Cause:
-        """The first error of this life."""
+        """The first error of this end."""
         cause = explain_end(component, end, self._run.path / component.log)
         records = [record for record in self.records(component) if record.time_s >= component.lives_since_s]
         first = choose_cause([cause], records) or cause
@@ -139,7 +147,7 @@ class Lives:
             component.group.ready,
             address=component.address,
             ready_file=ready_path(self._run, self._attempt, component.role.value, component.replica),
-            credentials=Credentials.of_run(self._run.path, self._attempt),
+            credentials=self._credentials,
         )
         probing = asyncio.create_task(prober.wait())
         deadline_s = component.group.start_timeout_s
@@ -184,8 +192,8 @@ class Lives:
         directory = self._run.attempt_dir(self._attempt) / "dumps"
         with contextlib.suppress(OSError):  # the guard says that it could not write
             directory.mkdir(exist_ok=True)
-        life = component.restarts.count
-        name = f"{component.role}-{component.replica}" + (f".{life}" if life else "")
+        ends = component.restarts.count
+        name = f"{component.role}-{component.replica}" + (f".{ends}" if ends else "")
         assert component.process is not None
         dump = await component.process.dump(str(directory / name), timeout_s=_DUMP_S)
         message = cause.message

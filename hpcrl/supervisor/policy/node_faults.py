@@ -19,7 +19,7 @@ from hpcrl.supervisor.board import Board
 from hpcrl.supervisor.launch.launcher import Launcher
 from hpcrl.supervisor.policy.attempts import retries
 
-__all__ = ["NodeBlame"]
+__all__ = ["NodeFaults"]
 
 _log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ _TAKEN = frozenset({CauseKind.CANCELLED, CauseKind.GUARD_LOST})
 """What we see where Slurm ends the job, or a component of it: a signal, or steps that end without a word."""
 
 
-class NodeBlame:
+class NodeFaults:
     """Nodes that one attempt has found broken.
 
     Attributes

@@ -19,7 +19,7 @@ import msgspec
 from hpcrl import reporting
 from hpcrl.runs.cause import Cause, CauseKind
 from hpcrl.runs.rundir import RunDir
-from hpcrl.space import Space, find_space
+from hpcrl.space import Space, describe_space, find_space
 from hpcrl.supervisor.board import Board
 
 __all__ = ["SpaceTrend", "SpaceWatch"]
@@ -152,12 +152,15 @@ class SpaceWatch:
         except TimeoutError:
             _log.warning("what space is left could not be seen within %g s", _VERDICT_S)
         said = f"{cause.message}\n{cause.traceback}"
-        here = any(sign in said for sign in _NO_SPACE) and str(self._run.path) in said
+        refused = next((sign for sign in _NO_SPACE if sign in said), "")
+        here = refused and str(self._run.path) in said
         at_s, what = self._gone
         gone = self._without or cause.time_s - at_s < _SHORTLY_S
         if cause.kind not in _FOLLOWS or not (gone or here):
             return cause
-        what = what if gone else f"the filesystem at {self._run.path} is full"
+        if not gone:  # a quota that cannot be asked for, or somebody made room meanwhile
+            left = await asyncio.to_thread(describe_space, self._run.path)
+            what = f"the filesystem at {self._run.path} took no more ({refused}); {left} now"
         return msgspec.structs.replace(cause, kind=CauseKind.DISK_FULL, message=f"{what}; {cause.message}")
 
 

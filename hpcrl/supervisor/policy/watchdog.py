@@ -17,11 +17,12 @@ from typing import NamedTuple
 
 import aiohttp
 
+from hpcrl import reporting
 from hpcrl.config.plan import HttpProbe, Role, WatchPolicy
 from hpcrl.credentials import Credentials
 from hpcrl.runs.engine_metrics import engine_samples
 from hpcrl.runs.fleet import EngineView, FleetView
-from hpcrl.runs.progress import Progress, progress_path
+from hpcrl.runs.progress import RoleProgress, progress_path
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ComponentState
 from hpcrl.supervisor.component import Component
@@ -72,7 +73,7 @@ class Sign(NamedTuple):
 
 
 class Pulse:
-    """Progress of one replica, and when its lack is too long.
+    """RoleProgress of one replica, and when its lack is too long.
 
     Parameters
     ----------
@@ -284,13 +285,14 @@ class Watchdog:
         if component.role is Role.ROUTER:
             return await self._look_at_router(component, session)
         path = progress_path(self._run, self._attempt, component.role.value, component.replica)
-        progress = await asyncio.to_thread(Progress.read, path)
+        progress = await asyncio.to_thread(RoleProgress.read, path)
         if progress is None or progress.time_s < component.lives_since_s:
             return None
         # whoever beats is judged by that; whoever measures its phases, by the longest of this one
         beats = progress.waits or progress.phase == _BEAT
         longest_s = _BEAT_S if beats else progress.longest_s.get(progress.phase, math.inf)
-        return Sign(progress.time_s, False, progress.words(), longest_s)
+        # where not even we can write there, nobody can show progress that way
+        return Sign(progress.time_s, False, progress.words(), longest_s, pauses=bool(reporting.problems()))
 
     async def _look_at_router(self, component: Component, session: aiohttp.ClientSession) -> Sign | None:
         """Whether it answers; what it forwards is seen in the engines."""

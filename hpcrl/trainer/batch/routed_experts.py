@@ -1,8 +1,8 @@
 """The engine's choice of experts beside the trainer's own.
 
 A mixture of experts is two models where engine and trainer disagree about the experts of a token, however well their
-weights agree. `RouteComparison` counts where they do. It only looks; a forward pass that takes the engine's choice
-instead would start from `EngineRoutes`, which is there before the pass.
+weights agree. `RoutedExpertsComparison` counts where they do. It only looks; a forward pass that takes the engine's
+choice instead would start from `EngineRoutedExperts`, which is there before the pass.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from torch import Tensor
 
 from hpcrl.dock.routes import RoutedExperts
 
-__all__ = ["EngineRoutes", "RouteComparison"]
+__all__ = ["EngineRoutedExperts", "RoutedExpertsComparison"]
 
 
-class EngineRoutes(NamedTuple):
+class EngineRoutedExperts(NamedTuple):
     """What engines said about ``T`` tokens.
 
     Attributes
@@ -33,7 +33,7 @@ class EngineRoutes(NamedTuple):
     known: Tensor
 
     @classmethod
-    def from_wire(cls, routes: RoutedExperts, tokens: int, device: torch.device) -> EngineRoutes:
+    def from_wire(cls, routes: RoutedExperts, tokens: int, device: torch.device) -> EngineRoutedExperts:
         """Tensors on ``device``.
 
         Raises
@@ -52,8 +52,8 @@ class EngineRoutes(NamedTuple):
         )
 
 
-class RouteComparison:
-    """A `hpcrl.modeling.qwen3_moe.RouteRecorder` that compares sets: the order of experts does not matter.
+class RoutedExpertsComparison:
+    """A `hpcrl.modeling.qwen3_moe.RoutedExpertsRecorder` that compares sets: the order of experts does not matter.
 
     Attributes
     ----------
@@ -65,7 +65,7 @@ class RouteComparison:
         How many there are.
     """
 
-    def __init__(self, routes: EngineRoutes) -> None:
+    def __init__(self, routes: EngineRoutedExperts) -> None:
         """Begin before a forward pass of the same tokens."""
         self.known, self.layers = routes.known, routes.experts.shape[1]
         self._experts = routes.experts
@@ -74,7 +74,7 @@ class RouteComparison:
 
     @torch.no_grad()
     def __call__(self, layer: int, experts: Tensor) -> None:
-        """See `RouteRecorder`.
+        """See `RoutedExpertsRecorder`.
 
         Raises
         ------

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hpcrl.dock.wire import MicroBatch
 from hpcrl.modeling.packed_attention import PackedAttention
-from hpcrl.trainer.batch.routed_experts import EngineRoutes
+from hpcrl.trainer.batch.routed_experts import EngineRoutedExperts
 
 __all__ = ["TokenBatch", "token_logprobs"]
 
@@ -51,7 +51,7 @@ class TokenBatch(NamedTuple):
     versions: Tensor
     context_versions: Tensor
     sequences: Tensor
-    routes: EngineRoutes | None = None
+    routes: EngineRoutedExperts | None = None
 
     @property
     def num_trained(self) -> int:
@@ -94,10 +94,10 @@ class TokenBatch(NamedTuple):
         )
 
 
-def _routes(batch: MicroBatch, device: torch.device) -> EngineRoutes | None:
+def _routes(batch: MicroBatch, device: torch.device) -> EngineRoutedExperts | None:
     if batch.routed_experts is None:
         return None
-    return EngineRoutes.from_wire(batch.routed_experts, len(batch.token_ids), device)
+    return EngineRoutedExperts.from_wire(batch.routed_experts, len(batch.token_ids), device)
 
 
 def _check(batch: MicroBatch) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,6 +27,7 @@ from hpcrl.config.recipe import HandoffConfig
 from hpcrl.errors import DeadlineError, HandoffError
 from hpcrl.models.arch import ModelArch
 from hpcrl.trainer.parallel.mesh import Parallel
+from hpcrl.trainer.publish.persistence import Persistence
 from hpcrl.trainer.publish.sources import find_sources
 from hpcrl.trainer.publish.staging import Staging, Window, held_blocks, new_image, plan_windows
 from hpcrl.trainer.publish.version_writer import Image, VersionWriter
@@ -40,6 +42,8 @@ __all__ = ["Published", "Publisher", "tensor_bytes"]
 _log = logging.getLogger(__name__)
 
 _CLOSE_S = 30.0
+_LOOK_S = 1.0
+"""How often who waits for a version looks whether it is tried again."""
 
 
 def tensor_bytes(name: str, tensor: Tensor, dtype: torch.dtype) -> TensorBytes:
@@ -91,6 +95,8 @@ class Publisher:
         attempt: int,
         settings: HandoffConfig,
         acknowledged: Callable[[], int | None] | None = None,
+        on_wait: Callable[[], None] = lambda: None,
+        on_refused: Callable[[str], None] = lambda words: None,
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
         """Become the one publisher of ``store``; no version is touched. Collective.
@@ -114,6 +120,11 @@ class Publisher:
         acknowledged:
             The newest version that every reader has loaded, None for none; asked on rank 0 before each publication.
             Without it the first full version stays the parent of all deltas until they grow too large.
+        on_wait:
+            Called again and again while a call waits for a version that the filesystem refuses, and that is tried
+            again.
+        on_refused:
+            Called on rank 0 when a version begins to be tried again, with words for people.
         chunk_bytes:
             Size of hash chunks.
 
@@ -130,6 +141,8 @@ class Publisher:
         self.output: HandoffWriter = self._ranks.on_leader(
             lambda: HandoffWriter.claim(store.root, attempt), "claiming the store of versions"
         )
+        self._persistence = Persistence(self._ranks, store.root, limit_s=settings.retry_s, on_refused=on_refused)
+        self._on_wait = on_wait
         self._model: nn.Module | None = None
         self._windows: list[Window] = []
         self._staging: Staging | None = None
@@ -181,42 +194,44 @@ class Publisher:
         Raises
         ------
         OSError, HandoffError, PeerLostError
-            On every rank, when any rank failed, for this version or (with ``overlap``) for the previous one. What
-            was staged is removed, earlier versions are untouched, and the next call works.
+            On every rank, when any rank failed, for this version or (with ``overlap``) for the previous one, also after
+            it was tried again for ``retry_s``. What was staged is removed, earlier versions are untouched, and the next
+            call works.
         FencedError
             A newer attempt publishes there.
         DeadlineError
-            The previous version is still being written after ``publish_timeout_s``.
+            The previous version is still being written after ``publish_timeout_s`` and ``retry_s``.
         """
         self.wait()
         self._prepare(model)
         assert self._staging is not None
-        base, why_whole = self._choose_base()
-        self._ranks.on_leader(lambda: self._open_stage(version, base), f"preparing version {version}")
+        base, why_whole = self._persistence.persist("the parent of a version", self._choose_base, self._on_wait)
         image = Image(version, (), self._take_image())
         if len(self._windows) == 1:
-            self._guarded(version, partial(self._staging.fill, self._windows[0], image.data))
+            self._staging.fill(self._windows[0], image.data)
 
             def write() -> None:
-                published = self._write(image, base, why_whole)
+                published = self._publish(image, base, why_whole)
                 if self._ranks.rank == 0:
                     on_published(published)
 
             self._start(version, write)
         else:
-            assert self._writer is not None
-            self._guarded(version, partial(self._writer.write_windows, image, self._staging.fill))
-            self._spare = image.data
+            published = self._publish(image, None, "")
             if self._ranks.rank == 0:
-                on_published(Published(version, self._settings.kind))
+                on_published(published)
         if not self._settings.overlap:
             self.wait()
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until nothing is being written; raises what `publish` says of the previous version."""
-        limit = self._settings.publish_timeout_s if timeout_s is None else timeout_s
+        limit = self._settings.publish_timeout_s + self._settings.retry_s if timeout_s is None else timeout_s
         if self._thread is not None:
-            self._thread.join(limit)
+            deadline = time.monotonic() + limit
+            while self._thread.is_alive() and (left_s := deadline - time.monotonic()) > 0:
+                self._thread.join(min(left_s, _LOOK_S))
+                if self._persistence.trying:
+                    self._on_wait()
             if self._thread.is_alive():
                 raise DeadlineError(
                     f"version {self._pending} is still being written to {self._store.root} after {limit:g} s\n"
@@ -322,22 +337,32 @@ class Publisher:
                 self.output.fence.check()
             raise
 
-    def _write(self, image: Image, base: Image | None, why_whole: str) -> Published:
-        """Write a version from its image, as a delta where there is a ``base`` and it pays."""
-        published: Published | None = None
+    def _publish(self, image: Image, base: Image | None, why_whole: str) -> Published:
+        """Make a version from its image, again where the filesystem refuses for a while. Collective."""
+        version = image.version
 
-        def write() -> None:
-            nonlocal published
-            reason = why_whole if base is None else self._write_delta(image, base)
-            if base is not None and not reason:
-                published = Published(image.version, "delta")
-                return
-            assert self._writer is not None
-            self._writer.write_full(image)
-            published = Published(image.version, self._settings.kind, reason)
+        def attempt() -> Published:
+            ranks = self._ranks
+            # the try before may have got as far as its name
+            done = ranks.on_leader(lambda: self.output.settle(version), f"looking for version {version}")
+            if done is not None:
+                image.needs = done.needs
+                return Published(version, done.kind, "" if done.kind == "delta" else why_whole)
+            ranks.on_leader(lambda: self._open_stage(version, base), f"preparing version {version}")
+            published: Published | None = None
+
+            def write() -> None:
+                nonlocal published
+                published = self._write(image, base, why_whole)
+
+            self._guarded(version, write)
+            assert published is not None
+            return published
 
         try:
-            self._guarded(image.version, write)
+            # from a thread nobody is told: who waits for it tells
+            told = self._on_wait if len(self._windows) > 1 else lambda: None
+            published = self._persistence.persist(f"version {version}", attempt, told)
         except BaseException:
             self._spare = image.data
             raise
@@ -345,8 +370,20 @@ class Publisher:
             self._last = image
         else:
             self._spare = image.data
-        assert published is not None
         return published
+
+    def _write(self, image: Image, base: Image | None, why_whole: str) -> Published:
+        """Write a staged version, as a delta where there is a ``base`` and it pays."""
+        assert self._writer is not None
+        assert self._staging is not None
+        if len(self._windows) > 1:
+            self._writer.write_windows(image, self._staging.fill)
+            return Published(image.version, self._settings.kind)
+        reason = why_whole if base is None else self._write_delta(image, base)
+        if base is not None and not reason:
+            return Published(image.version, "delta")
+        self._writer.write_full(image)
+        return Published(image.version, self._settings.kind, reason)
 
     def _write_delta(self, image: Image, base: Image) -> str:
         """Write the changes since ``base``; why not, where a full version has to be written instead."""

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from hpcrl.config.recipe import HandoffConfig
-from hpcrl.errors import HandoffError
-from hpcrl.space import find_shortage
+from hpcrl.space import ShortageError, find_shortage
 from hpcrl.trainer.parallel.mesh import Parallel
 from hpcrl.trainer.publish.staging import Window
 from hpcrl.weights.format.layout import PublishedTensor, ShardLayout
@@ -96,7 +95,7 @@ class VersionWriter:
         self._layouts: list[ShardLayout] = [shard for window in windows for shard in window.shards]
 
     def check_space(self) -> None:
-        """Whether a full version fits (HandoffError where it does not); for one rank."""
+        """Whether a full version fits (ShortageError where it does not); for one rank."""
         self._check_space(sum(shard.bytes for shard in self._layouts), len(self._layouts))
 
     def _check_space(self, size: int, files: int) -> None:
@@ -107,7 +106,7 @@ class VersionWriter:
         needed = size + small + 40 * digests + records + (64 << 10)
         shortage = find_shortage(self._output.root, size=needed, files=files + _SMALL_FILES)
         if shortage is not None:
-            raise HandoffError(
+            raise ShortageError(
                 f"a version needs {shortage}\n"
                 "    hint: free space there, keep fewer versions (handoff.keep_last), or point the run "
                 "to a larger filesystem"

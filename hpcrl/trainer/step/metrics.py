@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hpcrl.trainer.batch.routed_experts import RouteComparison
+from hpcrl.trainer.batch.routed_experts import RoutedExpertsComparison
 from hpcrl.trainer.batch.tensors import TokenBatch
 from hpcrl.trainer.parallel.mesh import Parallel
 from hpcrl.trainer.step.losses import PolicyLoss
@@ -99,7 +99,7 @@ class TokenSums:
             return
         self._lags.append(_by_lag(self._buckets(versions, context_versions), torch.ones_like(k3), k3))
 
-    def add_routes(self, comparison: RouteComparison, batch: TokenBatch) -> None:
+    def add_routes(self, comparison: RoutedExpertsComparison, batch: TokenBatch) -> None:
         """Add the experts of a micro-batch: over all tokens that engines spoke of, and by lag over trained ones.
 
         The row that decides over a trained token is that of the token before it.

@@ -15,7 +15,7 @@ from hpcrl.errors import RunFailedError, UsageError
 from hpcrl.modeling.hf import load_hf_tensors
 from hpcrl.modeling.qwen3_moe import Qwen3Moe
 from hpcrl.models.arch import ModelArch
-from hpcrl.trainer.batch.routed_experts import RouteComparison
+from hpcrl.trainer.batch.routed_experts import RoutedExpertsComparison
 from hpcrl.trainer.batch.tensors import TokenBatch, token_logprobs
 from hpcrl.trainer.parallel.mesh import Parallel, shard_model
 from hpcrl.trainer.step.losses import TrainedTokens, policy_loss
@@ -90,7 +90,7 @@ class TrainerPolicy:
         sums = TokenSums(shard.step - 1)
         for micro_batch in shard.micro_batches:
             batch = TokenBatch.from_wire(micro_batch, self.parallel.device)
-            comparison = None if batch.routes is None else RouteComparison(batch.routes)
+            comparison = None if batch.routes is None else RoutedExpertsComparison(batch.routes)
             logits = self.model(
                 batch.input_ids, batch.positions, batch.attention, select=batch.select, record=comparison
             )

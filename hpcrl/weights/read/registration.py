@@ -15,10 +15,10 @@ import msgspec
 from hpcrl.weights.read.reading import ReaderSettings
 from hpcrl.weights.read.share import Pace
 
-__all__ = ["Invitation", "check_same_reader"]
+__all__ = ["ReaderIdentity", "check_same_reader"]
 
 
-class Invitation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class ReaderIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """One reader of a run, as its orchestrator names it; JSON with these keys.
 
     Attributes
@@ -62,7 +62,7 @@ def check_same_reader(
     Parameters
     ----------
     given:
-        ``root`` and ``reader`` (an `Invitation`) of the call; what is not there is not compared.
+        ``root`` and ``reader`` (an `ReaderIdentity`) of the call; what is not there is not compared.
     root, name, settings:
         What the engine was started with. None: it was not said.
 

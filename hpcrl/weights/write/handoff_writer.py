@@ -17,7 +17,7 @@ import msgspec
 from hpcrl.aside import put_aside
 from hpcrl.errors import HandoffError
 from hpcrl.fence import Fence
-from hpcrl.fs import FileRecord, atomic_write, write_json
+from hpcrl.fs import FileRecord, atomic_write, fsync_dir, write_json
 from hpcrl.weights.format.manifest import (
     CHUNK_BYTES,
     MANIFEST,
@@ -196,11 +196,33 @@ class HandoffWriter:
             if isinstance(error, FileNotFoundError):
                 self.fence.check()  # the likely reason
             raise
+        self._has_parents(version, needs)
+        return Handoff(self.store.path_of(version), manifest)
+
+    def settle(self, version: int) -> Manifest | None:
+        """Make a version durable that has got its name, where only what came after that failed; None where there is
+        none, or what it needs is not there any more.
+
+        Raises
+        ------
+        OSError
+            The filesystem refuses.
+        """
+        if version not in self.store.versions():
+            return None
+        fsync_dir(self.root)
+        manifest = self.store.open(version).manifest
+        try:
+            self._has_parents(version, manifest.needs)
+        except ParentGoneError:
+            return None
+        return manifest
+
+    def _has_parents(self, version: int, needs: tuple[int, ...]) -> None:
         if missing := missing_names([self.store.path_of(needed) for needed in needs]):
             # the collector took it between the choice of the parent and now: nobody could read what we made
             self.remove(version)
             raise ParentGoneError(f"version {version} was not published: what it needs is gone: {missing[0]}")
-        return Handoff(self.store.path_of(version), manifest)
 
     def remove(self, version: int) -> None:
         """Remove a version: out of sight at once, then deleted, so that no reader opens a half-deleted one.

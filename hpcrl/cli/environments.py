@@ -1,0 +1,104 @@
+"""``hpcrl env``: try an environment of a recipe before there is a run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hpcrl.cli.options import ClusterOption, JsonOption, RecipeArgument, SetOption
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from hpcrl.config.recipe import Recipe
+
+__all__ = ["register"]
+
+environment_app = typer.Typer(help="Environments: where tasks and rewards come from.", no_args_is_help=True)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command group."""
+    app.add_typer(environment_app, name="env")
+
+
+@environment_app.command("try")
+def try_(
+    recipe: RecipeArgument,
+    task: Annotated[int, typer.Option("--task", metavar="N", min=0, help="Number of the training task.")] = 0,
+    name: Annotated[
+        str | None, typer.Option("--env", "-e", metavar="NAME", help="Which environment; all of them by default.")
+    ] = None,
+    cluster: ClusterOption = "local",
+    overrides: SetOption = None,
+    timeout_s: Annotated[float, typer.Option("--timeout", metavar="SECONDS", help="Longest time for each.")] = 300.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Show a prompt, the demonstration, and one rollout with a policy that says nothing, with its reward.
+
+    It runs as in a run, in a process of its own with the orchestrator's Python; no model is needed.
+
+    Exit code: 0 all went well, 1 an environment failed, 2 one cannot be made.
+    """
+    import json
+    import os
+
+    from rich.console import Console
+
+    from hpcrl.cli.configuration import plan_for_checks
+    from hpcrl.config.joined import load_both
+    from hpcrl.errors import ExitCode
+    from hpcrl.jobplan.environment_trial import try_environment
+
+    loaded, site = load_both(recipe, cluster, overrides or (), environ=os.environ)
+    plan = plan_for_checks(loaded.value, site.value)
+    found = {
+        each: try_environment(loaded, plan, site.value, name=each, task=task, timeout_s=timeout_s)
+        for each in _wanted(loaded.value, name)
+    }
+    if as_json:
+        typer.echo(json.dumps({"format_version": 1, "task": task, "environments": found}, indent=2))
+    else:
+        for each, shown in found.items():
+            _print(each, task, shown, Console())
+    raise typer.Exit(ExitCode.FAILED if any("error" in shown for shown in found.values()) else ExitCode.OK)
+
+
+def _wanted(recipe: Recipe, name: str | None) -> list[str]:
+    from hpcrl.errors import UsageError
+
+    names = [each.name for each in recipe.environments]
+    if name is not None and name not in names:
+        raise UsageError(f"the recipe has no environment {name!r}\n    hint: it has {', '.join(names)}")
+    return names if name is None else [name]
+
+
+def _print(name: str, task: int, found: dict[str, Any], console: Console) -> None:
+    from rich.text import Text
+
+    def say(text: str, style: str = "") -> None:
+        console.print(Text(text, style=style), soft_wrap=True)
+
+    def show(messages: list[dict[str, str]]) -> None:
+        for message in messages:
+            lines = message["content"].splitlines() or ["(nothing)"]
+            say("\n".join([f"  {message['role']}: {lines[0]}", *(f"    {line}" for line in lines[1:])]))
+
+    say(f"{name}, training task {task}", "bold")
+    if "prompt" in found:
+        say("prompt", "dim")
+        show(found["prompt"])
+    if "demonstration" in found:
+        say("demonstration", "dim")
+        if found["demonstration"] is None:
+            say("  none: the environment has no demonstrations, and `hpcrl warmup` needs them")
+        else:
+            show(found["demonstration"])
+    if "reward" in found:
+        say("rollout with a policy that says nothing", "dim")
+        show(found["conversation"])
+        parts = "".join(f", {part} {value:g}" for part, value in found["parts"].items())
+        say(f"  reward {found['reward']:g}{parts}")
+    if "error" in found:
+        say(f"{found['failed']}: {found['error']}", "red")

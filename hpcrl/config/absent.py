@@ -1,0 +1,45 @@
+"""What a recipe cannot say because hpcrl does not do it: refused by its name, with what there is in its place.
+
+Other trainers and engines have these settings, so recipes that come from them use their keys. That such a key is
+unknown would be true, and no help: a reader would look for another spelling.
+"""
+
+from __future__ import annotations
+
+__all__ = ["ABSENT", "absent"]
+
+_PIPELINE = (
+    "there is no pipeline parallelism, and no plan computes with stages: a trainer is cut by FSDP over all its ranks, "
+    "with parallelism.ep and parallelism.cp; an engine by tp and its experts"
+)
+_TENSOR = (
+    "the trainer has no tensor parallelism, and no plan computes with it: it is cut by FSDP over all its ranks, with "
+    "parallelism.ep and parallelism.cp"
+)
+_VERSIONS = "weights go through the shared filesystem and from node to node; there is no other transport in a plan"
+_SPECULATION = "engines do not speculate, and no plan computes with draft tokens"
+_REPLICATED = "parameters are sharded over all ranks (FSDP); there is no plan with copies of them"
+
+ABSENT: dict[str, dict[str, str]] = {
+    "trainer": {
+        **dict.fromkeys(("pp", "vp", "vpp", "pipeline_parallel", "pipeline_model_parallel_size", "stages"), _PIPELINE),
+        **dict.fromkeys(("tp", "etp", "tensor_parallel", "tensor_model_parallel_size", "sequence_parallel"), _TENSOR),
+        **dict.fromkeys(("dp_replicate", "hsdp", "zero_stage"), _REPLICATED),
+    },
+    "engine": {
+        **dict.fromkeys(("pp", "pipeline_parallel", "pipeline_parallel_size"), _PIPELINE),
+        **dict.fromkeys(("speculative", "speculative_config", "draft_model", "mtp"), _SPECULATION),
+    },
+    "handoff": dict.fromkeys(("transport", "nccl", "nixl", "rdma", "reshard"), _VERSIONS),
+    "rollouts": dict.fromkeys(
+        ("colocate", "colocated"), "trainer and engines have nodes of their own; no plan lets them share GPUs in turns"
+    ),
+}
+"""Why a key is absent, by section of the recipe and key, at any depth below it."""
+
+
+def absent(path: tuple[str | int, ...]) -> str | None:
+    """Why there is no such setting; None where the key is just unknown."""
+    if not path:
+        return None
+    return ABSENT.get(str(path[0]), {}).get(str(path[-1]).lower().replace("-", "_"))

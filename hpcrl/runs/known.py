@@ -1,0 +1,133 @@
+"""Which runs this user has, wherever they lie: one symbolic link a run in the user's state directory.
+
+::
+
+    $XDG_STATE_HOME/hpcrl/runs/<name>,<run id>  ->  the run directory       (~/.local/state by default)
+
+A link is only a hint where to look. What a run is, its ``run.json`` says; a link whose run is gone, or has become
+another one, counts for nothing, and what is missing is entered again when somebody finds the run. There is one file a
+run, so that several login nodes with one home directory never write the same one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from hpcrl.runs.rundir import RunDir
+
+__all__ = ["forget", "known_runs", "own_run_id", "remember", "state_directory"]
+
+
+class _Identity(msgspec.Struct, frozen=True):
+    """What the registry reads of a ``run.json``, of any format."""
+
+    run_id: str = ""
+
+
+def state_directory() -> Path | None:
+    """``$XDG_STATE_HOME/hpcrl``; None where the user has no home."""
+    given = os.environ.get("XDG_STATE_HOME")
+    try:
+        base = Path(given) if given and os.path.isabs(given) else Path.home() / ".local" / "state"
+    except RuntimeError:  # a user without an entry in the password database
+        return None
+    return base / "hpcrl"
+
+
+def remember(run: RunDir) -> bool:
+    """Enter a run of our own; returns whether the registry knows it now. A home that refuses it is no error."""
+    run_id = own_run_id(run)
+    directory = _links()
+    if run_id is None or directory is None:
+        return False
+    link, target = directory / f"{run.name},{run_id}", str(run.path.resolve())
+    try:
+        if _target(link) == target:
+            return True
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        temporary = directory / f".{uuid.uuid4().hex}"
+        temporary.symlink_to(target)
+        os.replace(temporary, link)
+    except OSError:
+        return False
+    return True
+
+
+def forget(run: RunDir) -> None:
+    """Take a run out of the registry that is about to be removed, or that never came to be."""
+    directory = _links()
+    if directory is None:
+        return
+    for name in _entries(directory):
+        link = directory / name
+        if _target(link) == str(run.path.resolve()):
+            with contextlib.suppress(OSError):
+                link.unlink()
+
+
+def known_runs(name: str | None = None) -> Iterator[tuple[str, RunDir]]:
+    """Run id and directory of the runs that are there, in no order; with ``name`` only those of that name.
+
+    A link whose run has gone is removed, unless the directory that it lay in is not there either: then a filesystem
+    may be away.
+    """
+    directory = _links()
+    if directory is None:
+        return
+    for entry in _entries(directory):
+        run_name, _, run_id = entry.rpartition(",")
+        if name is not None and run_name != name:
+            continue
+        target = _target(directory / entry)
+        if target is None:
+            continue
+        run = RunDir(Path(target))
+        if own_run_id(run) == run_id:
+            yield run_id, run
+        elif _is_gone(run):
+            with contextlib.suppress(OSError):
+                (directory / entry).unlink()
+
+
+def own_run_id(run: RunDir) -> str | None:
+    """The id of a run of ours; None where it is no run, cannot be read, or is somebody else's."""
+    try:
+        with run.record_path.open("rb") as stream:
+            if os.fstat(stream.fileno()).st_uid != os.geteuid():
+                return None
+            return msgspec.json.decode(stream.read(), type=_Identity).run_id or None
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def _is_gone(run: RunDir) -> bool:
+    """Whether there is no run any more, or another one, in a directory that can be looked into."""
+    try:
+        return run.record_path.is_file() or run.path.name not in os.listdir(run.path.parent)
+    except OSError:
+        return False
+
+
+def _links() -> Path | None:
+    base = state_directory()
+    return None if base is None else base / "runs"
+
+
+def _entries(directory: Path) -> list[str]:
+    try:
+        return [name for name in os.listdir(directory) if not name.startswith(".")]
+    except OSError:
+        return []
+
+
+def _target(link: Path) -> str | None:
+    try:
+        return os.readlink(link)
+    except OSError:
+        return None
