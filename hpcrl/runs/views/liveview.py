@@ -115,6 +115,7 @@ class _LiveScreen:
     def __init__(self, console: Console) -> None:
         self._live = Live(console=console, auto_refresh=False, transient=False)
         self._note = ""
+        self._body: RenderableType = ""
 
     def __enter__(self) -> _LiveScreen:
         self._live.start()
@@ -127,14 +128,19 @@ class _LiveScreen:
         self._note = note
 
     def show(self, view: RunView, progress: Progress, metrics: list[StepRecord], usage: Usage, fleet: Fleet) -> None:
-        parts: list[RenderableType] = [Text(self._note, style="yellow")] if self._note else []
+        note: list[RenderableType] = [Text(self._note, style="yellow")] if self._note else []
         console = self._live.console
         for room in ROOMS:
-            body = Group(render(view, progress, metrics, usage, fleet, room=room, width=console.width), *parts)
+            self._body = Group(render(view, progress, metrics, usage, fleet, room=room, width=console.width), *note)
             # a line is left for the cursor; what does not fit would be cut at the bottom, where the engines are
-            if len(console.render_lines(body, pad=False)) < console.height:
+            if len(self.lines(console)) < console.height:
                 break
-        self._live.update(body, refresh=True)
+        self._live.update(self._body, refresh=True)
+
+    def lines(self, console: Console) -> list[str]:
+        """What is on the screen now, without colours."""
+        lines = console.render_lines(self._body, pad=False)
+        return ["".join(segment.text for segment in line).rstrip() for line in lines]
 
 
 class _LineScreen:
@@ -390,7 +396,7 @@ def _components_line(view: RunView) -> Text:
     counts = Counter((component.state.value, component.role) for component in view.components)
     text = Text("roles  ", style="dim")
     for i, ((state, role), count) in enumerate(counts.items()):
-        text.append_text(Text.assemble("  " if i else "", (f"{count} " if count > 1 else "") + f"{role} "))
+        text.append_text(Text.assemble("  " if i else "", f"{count} {role}s " if count > 1 else f"{role} "))
         text.append_text(state_text(state))
     return text
 
