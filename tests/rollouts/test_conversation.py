@@ -60,8 +60,8 @@ class Bench:
         client = EngineClient(http, name="engine-0", url=stub.url)
         self.counters = Counters()
         self.pool = EnginePool([client], counters=self.counters, request_timeout_s=5.0, max_retries=0)
-        self.pool.engines[0].version = 3
-        self.pool.engines[0].open_for_new.set()
+        self.pool.engines[0].serve(3, proved_s=0.0)
+        self.pool.engines[0].end_exchange()
         stub.version = "3"
         self.transcript = transcript
 

@@ -201,7 +201,7 @@ async def test_who_waits_for_an_engine_leaves_the_event_loop_to_others() -> None
     async with aiohttp.ClientSession() as http:
         client = EngineClient(http, name="engine-0", url="http://127.0.0.1:9")
         pool = engine_pool.EnginePool([client], counters=Counters(), request_timeout_s=1.0, max_retries=0)
-        pool.engines[0].version = 0
+        pool.engines[0].serve(0, proved_s=0.0)
         await pool.notify()
         session = pool.session("group-0")
         assert await pool.settle(session) is pool.engines[0]

@@ -196,8 +196,8 @@ class Bench:
     def __init__(self, transcript: Transcript, stub: StubEngine, http: aiohttp.ClientSession) -> None:
         client = EngineClient(http, name="engine-0", url=stub.url)
         self.pool = EnginePool([client], counters=Counters(), request_timeout_s=5.0, max_retries=0)
-        self.pool.engines[0].version = 3
-        self.pool.engines[0].open_for_new.set()
+        self.pool.engines[0].serve(3, proved_s=0.0)
+        self.pool.engines[0].end_exchange()
         stub.version = "3"
         self.stub, self.transcript = stub, transcript
 

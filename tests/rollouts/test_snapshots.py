@@ -44,7 +44,7 @@ class Pool:
     """Requests that wait until they are answered, with the version that is served when they are sent."""
 
     def __init__(self, version: int) -> None:
-        self.version, self.life, self.name = version, 1, "pool"
+        self.version, self.incarnation, self.name = version, 1, "pool"
         self.waiting: list[asyncio.Future[None]] = []
         #: version of the oldest request of each group
         self.versions: dict[int, int] = {}

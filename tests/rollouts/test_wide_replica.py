@@ -305,8 +305,8 @@ async def test_the_router_gets_all_servers_of_a_replica_or_none(tmp_path: Path, 
         max_retries=0,
     )
     for engine in pool.engines:
-        engine.version = 4
-        engine.open_for_new.set()
+        engine.serve(4, proved_s=0.0)
+        engine.end_exchange()
     router.refused = {urls[2]}
     assert await pool._reconcile()
     assert set(router.known) == {urls[3]}

@@ -11,7 +11,20 @@ from dataclasses import dataclass
 
 from hpcrl.models.layers import DenseMlp, GatedDeltaNet, Gqa, Layer, Mamba2, Mixer, Mla, Moe
 
-__all__ = ["ActivationShape", "attention_output_bytes", "gradient_bytes", "saved_bytes"]
+__all__ = [
+    "ActivationShape",
+    "attention_output_bytes",
+    "fp8_copies_bytes",
+    "gradient_bytes",
+    "indexer_bytes",
+    "saved_bytes",
+]
+
+_SCORES_BYTES = 1 << 30
+"""Scores of an indexer that exist at a time: whole they are queries times the context in float32, 17 GB at 131,072
+tokens over four ranks, so that a trainer cuts the queries into pieces."""
+_BLOCK = 128
+"""Channels of an activation that share a float32 scale in FP8."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +86,33 @@ def gradient_bytes(layer: Layer, shape: ActivationShape) -> int:
         return round(b * (routed * (3 * mlp.moe_intermediate_size + mlp.expert_width) + 2 * t * d))
     width = mlp.intermediate_size if mlp is not None else 2 * d
     return round(b * t * (3 * width + 2 * d))
+
+
+def fp8_copies_bytes(layer: Layer, shape: ActivationShape) -> int:
+    """Of the matrix product with the most of it: its input and the gradient of its output in FP8, each once with the
+    scales of its rows (for the product itself) and once with those of its columns (for the gradient of the weights)."""
+    mlp = layer.mlp
+    each = 1 + 4 / _BLOCK
+    if isinstance(mlp, Moe):
+        rows = shape.tokens * mlp.num_experts_per_tok * shape.imbalance
+        widest = mlp.expert_width + (2 if mlp.gated else 1) * mlp.moe_intermediate_size
+        return round(2 * each * rows * widest)
+    hidden = _hidden(layer)
+    widest = hidden + (0 if mlp is None else (2 if mlp.gated else 1) * mlp.intermediate_size)
+    return round(2 * each * shape.tokens * widest)
+
+
+def indexer_bytes(layer: Layer, shape: ActivationShape, context: int) -> int:
+    """What the indexer of sparse attention holds while it chooses; nothing of it is kept, for it has no gradient.
+
+    Queries of all its heads, the keys of the whole ``context``, a piece of the scores, and the choice itself.
+    """
+    indexer = layer.mixer.indexer if isinstance(layer.mixer, Mla) else None
+    if indexer is None:
+        return 0
+    b, t = shape.element_bytes, shape.tokens
+    queries, keys = b * t * indexer.n_heads * indexer.head_dim, b * context * indexer.head_dim
+    return queries + keys + min(_SCORES_BYTES, 4 * t * context)
 
 
 def _hidden(layer: Layer) -> int:

@@ -8,7 +8,7 @@ from functools import lru_cache
 from math import ceil
 
 from hpcrl.models.facts import ModelFacts, weight_bytes
-from hpcrl.models.layers import Gqa, Layer
+from hpcrl.models.layers import Gqa, Layer, Mla
 from hpcrl.models.tensors import DTYPE_BYTES, Part
 from hpcrl.planning.ledger import GIB, Ledger, Term
 
@@ -23,6 +23,13 @@ DEEPEP_BUFFER_BYTES = int(1.0 * GIB)
 (``VLLM_DEEPEP_BUFFER_SIZE_MB``, 1,024 unless it is set)."""
 _SCALED_CHANNELS = 128
 """Channels of a combined token that share a bfloat16 minimum and maximum in DeepEP's low-latency messages."""
+
+_KEYS_A_LATENT = 8
+"""Indexer keys that vLLM gathers where it would unpack one latent (``get_max_prefill_buffer_size``)."""
+_PADDED_HEADS = 64
+"""FlashMLA's sparse kernel for prompts takes a multiple of so many heads on Hopper."""
+_SCORES_BYTES = 512 << 20
+"""Scores of indexers that vLLM holds at a time (``VLLM_SPARSE_INDEXER_MAX_LOGITS_MB``, 512 unless it is set)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +136,8 @@ def _terms(facts: ModelFacts, m: EngineMemory) -> Iterator[Term | None]:
     cut, whole = _dense_weights(facts, m.dtype, m.fp8_weights)
     value = cut // m.tp + whole
     yield Term("other weights", value, "W_cut / TP + W_whole", {"W_cut": cut, "W_whole": whole, "TP": m.tp})
+    yield _absorbed(facts, m)
+    yield from _sparse_attention(facts, m)
     d, v, b, t = facts.hidden_size, facts.vocab_size, 2 if m.dtype != "float32" else 4, m.max_num_batched_tokens
     k = max(facts.num_experts_per_tok, 1)
     width = facts.moe_layers[0][1].moe_intermediate_size if facts.moe_layers else 0
@@ -143,6 +152,77 @@ def _terms(facts: ModelFacts, m: EngineMemory) -> Iterator[Term | None]:
     yield Term("runtime", RUNTIME_BYTES, "constant", {}, "assumed")
     if not m.prompts_only:
         yield Term("CUDA graphs", GRAPH_BYTES, "constant", {}, "assumed")
+
+
+def _latent_layers(facts: ModelFacts) -> list[Mla]:
+    return [layer.mixer for layer in facts.layers if isinstance(layer.mixer, Mla)]
+
+
+def _absorbed(facts: ModelFacts, m: EngineMemory) -> Term | None:
+    """The two halves of ``kv_b_proj``, which vLLM multiplies into queries and outputs when it decodes.
+
+    Where the weights are in FP8 it makes a copy of them in bfloat16 and keeps the FP8 ones for prompts
+    (``MLACommonImpl.process_weights_after_loading``); in bfloat16 both halves are views.
+    """
+    layers = _latent_layers(facts)
+    if not layers or not m.fp8_weights:
+        return None
+    value = 0
+    for mixer in layers:
+        heads = ceil(mixer.num_attention_heads / m.tp)
+        value += 2 * heads * mixer.kv_lora_rank * (mixer.qk_nope_head_dim + mixer.v_head_dim)
+    first = layers[0]
+    inputs: dict[str, float | str] = {
+        "layers": len(layers),
+        "H": first.num_attention_heads,
+        "TP": m.tp,
+        "kv_lora": first.kv_lora_rank,
+        "nope + v": first.qk_nope_head_dim + first.v_head_dim,
+    }
+    formula = "2 · layers · H / TP · kv_lora (nope + v)"
+    return Term("absorbed projections", value, formula, inputs, "vLLM, MLA beside FP8 weights")
+
+
+def _sparse_attention(facts: ModelFacts, m: EngineMemory) -> Iterator[Term | None]:
+    """Workspaces of sparse attention, which all layers share.
+
+    One holds either the latents that are unpacked for a kernel in bfloat16, beside its queries, or the indexer's keys
+    gathered from the cache; another the scores of queries against keys, cut into pieces of a fixed size.
+    """
+    sparse = [mixer for mixer in _latent_layers(facts) if mixer.indexer is not None]
+    if not sparse or sparse[0].indexer is None:
+        return
+    mixer, length, t = sparse[0], m.max_model_len, m.max_num_batched_tokens
+    width = mixer.kv_lora_rank + mixer.qk_rope_head_dim
+    # vLLM's `sparse_mla_prefill_workspace_factor`, as it is resolved where nothing is set
+    contexts = 5 if length <= 256 << 10 else 2
+    key = sparse[0].indexer.kv_bytes_per_token
+    keys = _KEYS_A_LATENT * contexts * length * key
+    heads = ceil(mixer.num_attention_heads / m.tp)
+    latents = 2 * t * heads * width
+    if m.kv_dtype == "fp8":
+        padded = -(-heads // _PADDED_HEADS) * _PADDED_HEADS
+        outputs = t * (padded * (width + mixer.kv_lora_rank) + heads * mixer.kv_lora_rank)
+        latents += 2 * (contexts * length * width + outputs)
+    inputs: dict[str, float | str] = {
+        "max_model_len": length,
+        "contexts": contexts,
+        "key": key,
+        "kv_lora + rope": width,
+        "T": t,
+        "H": heads,
+    }
+    formula = (
+        "max(8 · contexts · max_model_len · key, 2 (kv_lora + rope) contexts · max_model_len + queries and outputs)"
+    )
+    yield Term("sparse attention workspace", max(keys, latents), formula, inputs, "vLLM, FlashMLA sparse")
+    yield Term(
+        "indexer scores",
+        min(_SCORES_BYTES, 4 * t * length),
+        "min(512 MiB, 4 · T · max_model_len)",
+        {"T": t, "max_model_len": length},
+        "vLLM, sparse indexer",
+    )
 
 
 def _dispatch(facts: ModelFacts, m: EngineMemory) -> Term:

@@ -13,7 +13,14 @@ from hpcrl.models.facts import ModelFacts
 from hpcrl.models.layers import Layer
 from hpcrl.models.tensors import DTYPE_BYTES, Part
 from hpcrl.planning.ledger import Ledger, Term
-from hpcrl.planning.memory.activations import ActivationShape, attention_output_bytes, gradient_bytes, saved_bytes
+from hpcrl.planning.memory.activations import (
+    ActivationShape,
+    attention_output_bytes,
+    fp8_copies_bytes,
+    gradient_bytes,
+    indexer_bytes,
+    saved_bytes,
+)
 from hpcrl.planning.memory.settings import (
     CUDA_BYTES,
     FRAGMENTATION,
@@ -166,7 +173,7 @@ class _Trainer:
     def _candidates(self) -> list[int]:
         """Layers where a peak may be: in a row of equal layers each term changes steadily, so at its ends."""
         last = len(self.layers) - 1
-        kinds = list(zip(self.gathered, self.saved, self.working, strict=True))
+        kinds = list(zip(self.gathered, self.saved, self.working, map(_has_indexer, self.layers), strict=True))
         edges = {i for i in range(last) if kinds[i] != kinds[i + 1]}
         near = {0, 1, last - 1, last} | edges | {i + 1 for i in edges} | {i + 2 for i in edges}
         return sorted(i for i in near if 0 <= i <= last)
@@ -200,6 +207,17 @@ class _Trainer:
             return None
         return Term("FP8 copies", 2 * self.gathered[i], "2 p_l", {"p_l": self.gathered[i]})
 
+    def _kernels(self, i: int) -> Iterator[Term | None]:
+        """What kernels of a layer hold beside what is kept: both go when the layer is done."""
+        m = self.m
+        if m.fp8:
+            copies = fp8_copies_bytes(self.layers[i], m.activations)
+            yield Term("FP8 copies of activations", copies, "2 (1 + 4/128) rows · (in + out)", {"layer": i})
+        context = m.tokens * m.cp
+        if value := indexer_bytes(self.layers[i], m.activations, context):
+            formula = "b T H_i d_i + b T CP d_i + min(1 GiB, 4 T · T CP)"
+            yield Term("indexer", value, formula, {"T": m.tokens, "CP": m.cp, "layer": i})
+
     def _backward(self, i: int) -> Iterator[Term | None]:
         m, b, p = self.m, self.m.element_bytes, self.gathered[i]
         yield from self.standing(gradients=self._reduced(i))
@@ -212,6 +230,7 @@ class _Trainer:
         yield Term("gathered layer", b * p, "b · p_l", {"b": b, "p_l": p})
         yield self._prefetched(i)
         yield self._fp8_copies(i)
+        yield from self._kernels(i)
         if m.lora_rank is None:
             yield Term("layer gradient", b * p, "b · p_l", {"b": b, "p_l": p})
             if i + 1 < len(self.layers):
@@ -292,6 +311,10 @@ def _cached_saved(layer: Layer, shape: ActivationShape) -> int:
             _SAVED.clear()
         _SAVED[key] = saved_bytes(layer, shape)
     return _SAVED[key]
+
+
+def _has_indexer(layer: Layer) -> bool:
+    return getattr(layer.mixer, "indexer", None) is not None
 
 
 def _rotary_dim(facts: ModelFacts) -> int:

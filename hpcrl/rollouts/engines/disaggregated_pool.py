@@ -56,9 +56,7 @@ class DisaggregatedPool(RoutedPool):
             self._use(set())
             if engine.name.startswith(PREFILL):
                 self._renewed.add(engine.name)
-                self.front.life += 1
-                for task in list(self.front.work):
-                    task.cancel()
+                self.front.forget()
         await super().lose(engine, why)
 
     def _routed_now(self) -> list[Engine]:

@@ -49,19 +49,19 @@ class EngineSession:
     def __init__(self, pool: EnginePool, key: str, rollouts: int) -> None:
         self.key, self._pool, self._rollouts = key, pool, rollouts
         self.engine = pool.least_loaded(None)
-        self.engine.load += rollouts
+        self.engine.assign(rollouts)
 
     def move_from(self, failed: Engine) -> None:
         """Go to another engine, unless another rollout of the group has done so already."""
         if self.engine is failed:
-            failed.load -= self._rollouts
+            failed.assign(-self._rollouts)
             self.engine = self._pool.least_loaded(failed)
-            self.engine.load += self._rollouts
+            self.engine.assign(self._rollouts)
 
     def leave(self) -> None:
         """One rollout has ended."""
         self._rollouts -= 1
-        self.engine.load -= 1
+        self.engine.assign(-1)
 
 
 class EnginePool:
@@ -140,7 +140,7 @@ class EnginePool:
         """The session's engine when it serves and its weights do not change just now."""
         while True:
             engine = await self.settle(session)
-            await engine.open_for_new.wait()
+            await engine.opened()
             if engine is session.engine and engine.serving:
                 return engine
 
@@ -170,7 +170,7 @@ class EnginePool:
             if not engine.serving:
                 continue
             self._counters.engine_requests += 1
-            oldest, life = engine.version, engine.life
+            oldest, incarnation = engine.version, engine.incarnation
             asked_s, candidates = time.monotonic(), self._behind(engine)
             try:
                 generation = await engine.call(self._ask(engine, partial, salt, session.key))
@@ -178,9 +178,9 @@ class EnginePool:
                     what = f"an answer is of version {min(generation.versions)}, it had {oldest}"
                     raise EngineError(f"{engine.name}: {what}", forgot=True)
             except EngineError as error:
-                if error.forgot and life == engine.life:
+                if error.forgot and incarnation == engine.incarnation:
                     await self.lose(engine, str(error))
-                elif error.unreachable and engine.unreachable_since is None:
+                elif error.unreachable and not engine.suspected:
                     self._suspect(engine)
                 if not error.retryable or attempt >= self._max_retries:
                     raise
@@ -228,9 +228,7 @@ class EnginePool:
     async def remove(self, engine: Engine) -> None:
         """An engine was lost, or leaves: it gets nothing new, and what it is working on may still end there."""
         self.engines.remove(engine)
-        engine.away, engine.version = True, -1
-        engine.life += 1
-        engine.open_for_new.set()  # who waits for it looks again, and goes elsewhere
+        engine.leave()
         await self.notify()
 
     async def lose(self, engine: Engine, why: str) -> None:
@@ -239,11 +237,7 @@ class EnginePool:
         if engine.away:
             return
         _log.warning("%s went away: %s", engine.name, why)
-        engine.away, engine.version, engine.why = True, -1, why
-        engine.life += 1
-        for task in list(engine.work):
-            task.cancel()
-        engine.open_for_new.set()  # who waits for it looks again, and goes elsewhere
+        engine.lose(why)
         self._on_change(True, engine, why)
         await self.notify()
 
@@ -265,7 +259,7 @@ class EnginePool:
 
     def _suspect(self, engine: Engine) -> None:
         """A request failed there: send nothing more before it was looked at."""
-        engine.unreachable_since = time.monotonic()
+        engine.suspect()
         self._note_serving()
         self._look.set()
 
@@ -302,7 +296,7 @@ class EnginePool:
             self._look.clear()
             await asyncio.gather(*(self._check(engine) for engine in self.engines))
             now = time.monotonic()
-            if any(engine.unreachable_since is None and not engine.away for engine in self.engines):
+            if any(engine.answers for engine in self.engines):
                 there = now
             if now - there > self._lost_after_s:
                 names = ", ".join(f"{engine.name} ({engine.client.url})" for engine in self.engines)
@@ -315,40 +309,34 @@ class EnginePool:
 
     async def _check(self, engine: Engine) -> None:
         problem = await engine.client.problem(timeout_s=_HEALTH_S)
-        now = time.monotonic()
         if problem is not None:
-            engine.unreachable_since = engine.unreachable_since or now
+            silent_s = engine.silent(refused=problem.refused)
             self._note_serving()
-            engine.refused |= problem.refused
-            if not problem.unreachable or problem.refused or now - engine.unreachable_since > _SILENT_S:
+            if not problem.unreachable or problem.refused or silent_s > _SILENT_S:
                 await self.lose(engine, str(problem))
             return
         await self.check_weights(engine)
-        news = engine.away or engine.unreachable_since is not None
-        engine.unreachable_since = None
-        if engine.away:
-            engine.away = False
-            engine.life += engine.refused
-            engine.refused = False
+        news = not engine.answers
+        if engine.answered():
             self._on_change(False, engine, "")
         if news:
             await self.notify()
 
     async def check_weights(self, engine: Engine) -> None:
         """Find out whether the engine still has the weights that it was given, as far as it says."""
-        version, life = engine.version, engine.life
-        if engine.away or version < 0 or not engine.open_for_new.is_set():
+        version, incarnation = engine.version, engine.incarnation
+        if engine.away or version < 0 or not engine.open_for_new:
             return
         asked_s = time.monotonic()
         labels = await engine.client.weight_labels(timeout_s=_HEALTH_S)
         # an update that began meanwhile changes the label before it is ours
-        if (version, life) != (engine.version, engine.life) or not engine.open_for_new.is_set():
+        if (version, incarnation) != (engine.version, engine.incarnation) or not engine.open_for_new:
             return
         others = [label for label in labels if label not in (None, str(version))]
         if others:
             await self.lose(engine, f"it was started anew: it has weights {others[0]!r}, not {version}")
         elif None not in labels:
-            engine.proved_s = asked_s
+            engine.proved(asked_s)
 
 
 class _Nowhere(EngineClient):

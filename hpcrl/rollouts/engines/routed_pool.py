@@ -157,12 +157,12 @@ class RoutedPool(EnginePool):
         return [engine for engine in self.engines if engine in self._routed and engine.serving]
 
     def _refresh(self) -> None:
-        self.front.version = min((engine.version for engine in self._routed_now()), default=-1)
+        self.front.follow(min((engine.version for engine in self._routed_now()), default=-1))
 
     def _one_version(self) -> bool:
         self._refresh()
         routed = self._routed_now()
-        return len({engine.version for engine in routed}) == 1 and all(e.open_for_new.is_set() for e in routed)
+        return len({engine.version for engine in routed}) == 1 and all(e.open_for_new for e in routed)
 
     # -- keeping the router right
 
@@ -173,14 +173,12 @@ class RoutedPool(EnginePool):
             try:
                 changed = await self._reconcile()
             except EngineError as error:
-                if not self.front.away:
-                    self.front.away = changed = True
+                if changed := self.front.absent():
                     _log.warning("the router went away: %s", error)
                     self._events.emit("router.away", why=str(error))
             else:
-                self.front.unreachable_since = None
-                if self.front.away:
-                    self.front.away, changed = False, True
+                if self.front.answered():
+                    changed = True
                     self._events.emit("router.back")
                 elif not self._some_serve.is_set():
                     changed = True
@@ -243,14 +241,14 @@ class RoutedPool(EnginePool):
         serving = [engine for engine in self.engines if engine.serving]
         serving = [engine for engine in serving if not engine.stuck] or serving
         newest = max((engine.version for engine in serving), default=-1)
-        late = {e for e in serving if e.version < newest and e.open_for_new.is_set()}
+        late = {e for e in serving if e.version < newest and e.open_for_new}
         self._behind_since = {engine: self._behind_since.get(engine, now) for engine in late}
         return [engine for engine in serving if now - self._behind_since.get(engine, now) < _BEHIND_S]
 
     def _note_loads(self, known: dict[str, Worker]) -> None:
         self._unhealthy = {url for url, worker in known.items() if not worker.is_healthy}
         for engine in self.engines:
-            engine.load = sum(known[url].load for url in _urls(engine) if url in known)
+            engine.measured(sum(known[url].load for url in _urls(engine) if url in known))
 
 
 def _urls(engine: Engine) -> list[str]:

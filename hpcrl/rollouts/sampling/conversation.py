@@ -208,8 +208,8 @@ class Conversation:
         """
         if self._first_version is None:
             engine = await self._sampler.pool.wait_open(self._session)
-            self._salt, self._salt_engine = engine.version, (engine, engine.life)
+            self._salt, self._salt_engine = engine.version, (engine, engine.incarnation)
             return str(self._salt)
-        if (self._session.engine, self._session.engine.life) == self._salt_engine:
+        if (self._session.engine, self._session.engine.incarnation) == self._salt_engine:
             return str(self._salt)
         return f"{self._salt}-{self.seed:x}"

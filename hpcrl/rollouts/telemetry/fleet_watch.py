@@ -133,7 +133,7 @@ class Reading(NamedTuple):
 
 
 class _Seen:
-    """What was seen of a server of an engine in the engine's present life.
+    """What was seen of a server of an engine in the engine's present incarnation.
 
     Attributes
     ----------
@@ -169,10 +169,10 @@ class _Seen:
 
 
 class _SeenEngine:
-    """What was seen of an engine in its present life: of each of its servers, and of all of them together."""
+    """What was seen of an engine in its present incarnation: of each of its servers, and of all of them together."""
 
-    def __init__(self, life: int, servers: int, now: float) -> None:
-        self.life = life
+    def __init__(self, incarnation: int, servers: int, now: float) -> None:
+        self.incarnation = incarnation
         self.servers = [_Seen(now) for _ in range(servers)]
         self.last: Reading | None = None
 
@@ -253,7 +253,7 @@ class FleetWatch:
             changed |= stuck != engine.stuck
             if stuck and not engine.stuck:
                 _log.warning("%s has sampled nothing for %.0f s", self._silent(engine), self._seen[engine].quiet_s)
-            engine.stuck = stuck
+            engine.note_stuck(stuck)
             self._probe_idle(engine)
         if changed:
             await self._pool.notify()
@@ -292,8 +292,8 @@ class FleetWatch:
 
     def _seen_of(self, engine: Engine, now: float) -> _SeenEngine:
         seen = self._seen.get(engine)
-        if seen is None or seen.life != engine.life:
-            return _SeenEngine(engine.life, len(engine.client.servers), now)
+        if seen is None or seen.incarnation != engine.incarnation:
+            return _SeenEngine(engine.incarnation, len(engine.client.servers), now)
         return seen
 
     def _updating(self, engine: Engine) -> bool:
@@ -338,7 +338,7 @@ class FleetWatch:
             replica=int(replica),
             version=engine.version,
             loading=self._updater.loading(engine),
-            answers=not engine.away and engine.unreachable_since is None,
+            answers=engine.answers,
             updating=self._updating(engine),
             quiet_s=round(seen.quiet_s, 1),
             stuck=engine.stuck,

@@ -235,34 +235,34 @@ class WeightUpdater:
                 self._loading[engine] = version
             try:
                 await self._pool.check_weights(engine)
-                life = engine.life
+                incarnation = engine.incarnation
                 if engine.away:
                     continue
-                if initialised != life:
+                if initialised != incarnation:
                     await self._persist(engine, "initialise weight transfer", lambda: self._initialise(engine))
-                    initialised = life
+                    initialised = incarnation
                 await self._update(engine, version)
             except EngineError as error:
-                await self._unfit(engine, life, error)
+                await self._unfit(engine, incarnation, error)
             finally:
                 async with self._changed:
                     del self._loading[engine]
                     self._changed.notify_all()
 
-    async def _unfit(self, engine: Engine, life: int, error: EngineError) -> None:
+    async def _unfit(self, engine: Engine, incarnation: int, error: EngineError) -> None:
         """An engine went away during an update, or does not take it. It serves nothing until it has the version.
 
         As long as another engine serves, the run goes on without it.
         """
-        if engine.life != life:
+        if engine.incarnation != incarnation:
             return
         if not error.unreachable or await self._waits_for_ever(engine, error):
-            strikes = self._strikes[engine, life] = self._strikes.get((engine, life), 0) + 1
+            strikes = self._strikes[engine, incarnation] = self._strikes.get((engine, incarnation), 0) + 1
             if strikes > 1 and self._others_serve(engine) < 0:
                 raise PeerLostError(f"{engine.name} ({engine.client.url}) {error}")
             self._on_stale(engine, str(error))
             # counts on where the next look finds the same process healthy
-            self._strikes[engine, life + 1] = strikes
+            self._strikes[engine, incarnation + 1] = strikes
         await self._pool.lose(engine, str(error))
 
     async def _waits_for_ever(self, engine: Engine, error: EngineError) -> bool:
@@ -273,16 +273,16 @@ class WeightUpdater:
         return await engine.client.problem(timeout_s=_HEALTH_S) is None
 
     async def _update(self, engine: Engine, version: int) -> None:
-        started, life = time.monotonic(), engine.life
+        started, incarnation = time.monotonic(), engine.incarnation
         try:
             version, pause_s = await self._persist(
                 engine, f"load version {version}", lambda: self._catch_up(engine, version)
             )
-            if engine.life == life:
-                engine.version, engine.proved_s, engine.why = version, started, ""
+            if engine.incarnation == incarnation:
+                engine.serve(version, proved_s=started)
         finally:
             self._exchanging.pop(engine, None)
-            engine.open_for_new.set()
+            engine.end_exchange()
         await self._pool.notify()
         seconds = time.monotonic() - started
         self._events.emit(
@@ -291,14 +291,14 @@ class WeightUpdater:
 
     async def _persist(self, engine: Engine, what: str, call: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
         """Try ``call`` several times, for as long as the engine does not go away (EngineError then)."""
-        life = engine.life
+        incarnation = engine.incarnation
         for attempt in range(1, _ATTEMPTS + 1):
             try:
                 return await engine.call(call())
             except EngineError as error:
                 last = error
                 # whoever does not answer may be another process when it does, and needs the whole beginning
-                if engine.life != life or error.unreachable:
+                if engine.incarnation != incarnation or error.unreachable:
                     raise
                 _log.warning("%s: attempt %d to %s failed: %s", engine.name, attempt, what, error)
                 await asyncio.sleep(_RETRY_S * attempt)
@@ -342,7 +342,7 @@ class WeightUpdater:
                 self._unloadable.get(engine, (-1, "")), (skipped["version"], skipped["reason"])
             )
         version = answer.get("version", version)
-        engine.open_for_new.clear()
+        engine.begin_exchange()
         self._exchanging[engine] = paused = time.monotonic()
         await exchange(engine.client, info, version, pause=self._pause, in_place=in_place, limit_s=limit)
         seconds = time.monotonic() - paused
