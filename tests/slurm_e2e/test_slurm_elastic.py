@@ -77,7 +77,7 @@ def test_cancelled_engine_job_is_replaced_and_the_run_goes_on(running: RunDir, s
     wait_step(running, step + 5)
     status = slurm_lab.json("status", running.name)
     assert (status["state"], status["attempt"]) == ("RUNNING", 1)
-    assert f"job {before[1]['job']['job_id']} is CANCELLED" in slurm_lab.hpcrl("why", running.name).stdout
+    assert f"job {before[1]['job']['job_id']} is CANCELLED" in slurm_lab.hpcrl("why", running.name, "--events").stdout
     slurm_lab.hpcrl("cancel", running.name, "--yes")
     slurm_lab.wait_empty()
 
