@@ -1,6 +1,6 @@
 """Published figures beside what the planner's formulas give for the same hardware, and the reason where it is wrong.
 
-No formula or constant is fitted to the figures of the reference run (GLM-5 on 28 nodes of 8 H200). Four constants of
+No formula or constant is fitted to the figures of the reference run (GLM-5 on 28 nodes of 8 H200). Three constants of
 the calibration file come from one published figure each: these rows are marked `calibrates`, the others are
 predictions.
 """
@@ -20,13 +20,12 @@ from hpcrl.config.plan import Role
 from hpcrl.models import Part, load_facts
 from hpcrl.planning.calibration.file import DistributionConfig, load_calibration
 from hpcrl.planning.hardware import NodeHardware, node_hardware
-from hpcrl.planning.times.collectives import Group
 from hpcrl.planning.times.engine import decode_step, prefill_token
 from hpcrl.planning.times.forecast import forecast, site_rates
 from hpcrl.planning.times.from_recipe import planned_layout
-from hpcrl.planning.times.handoff import broadcast_update_s, reshard_update_s
+from hpcrl.planning.times.handoff import Handoff, handoff
 from hpcrl.planning.times.lengths import Quantiles
-from hpcrl.planning.times.rates import Rates
+from hpcrl.planning.times.rates import Rates, StorageRates
 from hpcrl.planning.times.shapes import EngineShape, TrainerShape
 from hpcrl.planning.times.trainer import TrainerBatch, trainer_step
 from hpcrl.planning.times.work import tensor_counts
@@ -85,66 +84,50 @@ def tensors(model: str, *, fp8: bool = False) -> int:
 
 
 def checkpoint_engine() -> Iterator[Row]:
-    """Every GPU receives the whole model by broadcast and takes its part out, tensor by tensor."""
+    """The load of a version that lies in the memory of the engines' hosts, by the hand-off that plans use.
+
+    checkpoint-engine has the model spread over the hosts of an update, as a fan-out has it in their node caches: nodes
+    pass each other what they lack, and every GPU takes its part of every tensor.
+    """
     source = "checkpoint-engine README, update by broadcast"
+    #: model, FP8, GPU, GPUs of the update, GPUs of an engine, seconds
     table = [
-        ("GLM-4.5-Air", False, "H800", 8, 3.47, False),
-        ("Qwen3-235B-A22B", False, "H800", 8, 6.22, True),
-        ("DeepSeek-V3", True, "H20", 16, 10.19, False),
-        ("Kimi-K2-Instruct", True, "H20", 16, 14.36, False),
-        ("DeepSeek-V3", True, "H20", 256, 11.33, False),
-        ("Kimi-K2-Instruct", True, "H20", 256, 16.04, False),
+        ("GLM-4.5-Air", False, "H800", 8, 8, 3.47),
+        ("Qwen3-235B-A22B", False, "H800", 8, 8, 6.22),
+        ("DeepSeek-V3", True, "H20", 16, 16, 10.19),
+        ("Kimi-K2-Instruct", True, "H20", 16, 16, 14.36),
+        ("DeepSeek-V3", True, "H20", 256, 16, 11.33),
+        ("Kimi-K2-Instruct", True, "H20", 256, 16, 16.04),
     ]
-    reason = "host work of each tensor is one number; buckets and their size are not in the formula"
-    for model, fp8, gpu, ranks, published, calibrates in table:
-        own = rates(gpu)
-        predicted = broadcast_update_s(
-            weights(model, fp8=fp8),
-            tensors(model, fp8=fp8),
-            Group(ranks, 8),
-            own.collectives,
-            tensor_s=own.calibration.constant("tensor_load_s"),
+    reason = (
+        "checkpoint-engine sends the whole model through every GPU, a plan's engine takes its part alone; "
+        "tensor_load_s comes from one of these rows, so they test how it carries over, not the bytes"
+    )
+    for model, fp8, gpu, ranks, width, published in table:
+        own, total = rates(gpu), weights(model, fp8=fp8)
+        nodes = ranks // 8
+        version = Handoff(
+            path="fan_out",
+            bytes=total,
+            trainer_nodes=nodes,
+            engine_nodes=nodes,
+            node_bytes=total * 8 / width,
+            gpu_bytes=total / width,
+            gpu_tensors=tensors(model, fp8=fp8),
         )
+        terms = handoff(version, own, own, hosts_as_share(own, nodes))
+        predicted = sum(terms.term(f"handoff.{name}").seconds or 0.0 for name in ("read", "load"))
         what = f"weight sync {model} {'FP8' if fp8 else 'BF16'}, {ranks} {gpu}"
-        yield Row(what, "s", published, predicted, source, reason, calibrates)
+        yield Row(what, "s", published, predicted, source, reason)
 
 
-def nemo_reshard() -> Iterator[Row]:
-    """Each engine rank receives its own shard of the experts; the rest is broadcast."""
-    source = "NeMo-RL docs/design-docs/nccl-reshard-refit.md, expected performance (middle of the range)"
-    table = [
-        ("Qwen3-30B-A3B", 8, 0.950, 32, (0.74 + 1.00) / 2),
-        ("DeepSeek-V3", 32, 0.976, 512, (2.39 + 2.83) / 2),
-    ]
-    reason = "one transfer a layer and matrix with staging copies before and after; only its bytes are in the formula"
-    own = rates("H100")
-    load_s = own.calibration.constant("tensor_load_s")
-    for model, shards, share, ranks, published in table:
-        total = weights(model)
-        outside, _ = tensor_counts(load_facts(model))
-        rest_s = broadcast_update_s(total * (1 - share), outside, Group(ranks, 8), own.collectives, tensor_s=load_s)
-        predicted = reshard_update_s(total * share / shards, rest_s, own.collectives)
-        yield Row(f"NCCL reshard {model} BF16, {ranks} H100", "s", published, predicted, source, reason)
-    model = "DeepSeek-V3"
-    predicted = broadcast_update_s(weights(model), tensors(model), Group(288, 8), own.collectives, tensor_s=load_s)
-    reason = "the export from pipeline stages, a gather and a conversion of each tensor, is not in the formula"
-    yield Row("NCCL broadcast DeepSeek-V3, 36 nodes H100", "s", 14.21, predicted, "NeMo-RL #3186", reason)
-
-
-def verl() -> Iterator[Row]:
-    """FSDP gathers each tensor whole, then the model is broadcast in buckets."""
-    own = rates("H100")
-    gather_s, load_s = (own.calibration.constant(name) for name in ("tensor_gather_s", "tensor_load_s"))
-    model = "Qwen3-30B-A3B"
-    predicted = broadcast_update_s(weights(model), tensors(model), Group(32, 8), own.collectives, tensor_s=gather_s)
-    source = "verl checkpoint_engine/README.md, NCCL, 2 trainer + 30 rollout GPUs, receiving only"
-    yield Row(f"broadcast {model} BF16, 32 H100", "s", 7.0, predicted, source, "", calibrates=True)
-    for model, ranks, published in (("Qwen3-30B-A3B", 128, 4.38), ("Qwen3-235B-A22B", 128, 23.70)):
-        predicted = broadcast_update_s(
-            weights(model), tensors(model), Group(ranks, 8), own.collectives, tensor_s=gather_s + load_s
-        )
-        reason = "another setup than the one that the gather was measured in; its buckets and overlap are not published"
-        yield Row(f"sync {model}, after tuning", "s", published, predicted, "verl docs, async training", reason)
+def hosts_as_share(own: Rates, nodes: int) -> StorageRates:
+    """A share that is the memory of the hosts themselves: the version is there already."""
+    cluster = load_cluster("h200-28").value
+    assert isinstance(cluster, SlurmCluster)
+    gb_s = own.host_memory / 1e9
+    memory = cluster.filesystem.model_copy(update={"read_gb_s": nodes * gb_s, "node_read_gb_s": gb_s})
+    return StorageRates(cluster.model_copy(update={"filesystem": memory}), own.calibration)
 
 
 def megatron() -> Row:
@@ -293,8 +276,6 @@ def main() -> None:
     rows = [
         *reference_run(),
         *checkpoint_engine(),
-        *nemo_reshard(),
-        *verl(),
         megatron(),
         *engines(),
         slime_ratio(),

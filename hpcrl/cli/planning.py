@@ -84,6 +84,7 @@ def show(
     explain: Annotated[
         bool, typer.Option("--explain", help="Show each number with its formula, its inputs and its source.")
     ] = False,
+    commands: Annotated[bool, typer.Option("--commands", help="Show the command of each role.")] = False,
     environment: Annotated[
         bool, typer.Option("--env", help="Show the environment of each role and where each variable comes from.")
     ] = False,
@@ -100,7 +101,8 @@ def show(
     from pathlib import Path
 
     from hpcrl.cli.output import table_console
-    from hpcrl.cli.planning_tables import print_explanation, print_outlook, print_unstartable, print_verdict
+    from hpcrl.cli.planning_answers import print_answers, print_verdict
+    from hpcrl.cli.planning_tables import print_explanation, print_outlook
     from hpcrl.config.rules.table import unstartable
     from hpcrl.jobplan import (
         absolute_paths,
@@ -110,6 +112,7 @@ def show(
         resolve_runs_root,
     )
     from hpcrl.planning.report import find_facts, make_outlook, outlook_document
+    from hpcrl.planning.search.recipe import better_document, better_split
     from hpcrl.planning.verdict import judge
 
     loaded, site = load_for_planning(recipe, cluster, overrides)
@@ -124,16 +127,18 @@ def show(
     facts = find_facts(wanted)
     outlook = make_outlook(wanted, site.value, measured, facts)
     verdict = judge(outlook, facts)
+    better = better_split(outlook, measured) if verdict.fits else None
+    blocked = unstartable(wanted, site.value)
     if as_json:
-        parts = {"verdict": verdict.document(), "unstartable": unstartable(wanted, site.value)}
+        parts = {"verdict": verdict.document(), "unstartable": blocked, "better": better_document(better)}
         document = {**json.loads(resolved.model_dump_json()), "forecast": {**outlook_document(outlook), **parts}}
         typer.echo(json.dumps(document, indent=2))
         raise typer.Exit(verdict.exit_code)
     console = table_console()
-    print_verdict(console, verdict)
-    print_plan(resolved, site)
+    print_verdict(console, verdict, outlook)
+    print_answers(console, verdict, outlook, blocked, better)
+    print_plan(resolved, site, commands=commands)
     print_outlook(console, outlook)
-    print_unstartable(console, unstartable(wanted, site.value))
     if explain:
         print_explanation(console, outlook, measured)
     if environment:
@@ -162,11 +167,18 @@ def search(
     cluster: ClusterOption = "local",
     overrides: SetOption = None,
     picture: Annotated[str | None, typer.Option("--picture", metavar="FILE", help="Write an SVG.")] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Not only layouts that no other one beats.")] = False,
+    everything: Annotated[
+        bool,
+        typer.Option("--all", help="All layouts that were found, not the marked ones alone."),
+    ] = False,
     calibration: CalibrationOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Find the best splits of nodes among trainer and engines, and the best layouts for each. Changes nothing."""
+    """Find the best splits of nodes among trainer and engines, and the best layouts for each. Changes nothing.
+
+    Shown are the layout with the fewest GPU-hours a step, the knee (from which on more nodes shorten a step little),
+    the fastest, and the recipe's own.
+    """
     import json
     from pathlib import Path
 
@@ -176,7 +188,7 @@ def search(
     from hpcrl.fs import atomic_write
     from hpcrl.planning.search.picture import search_svg
     from hpcrl.planning.search.recipe import node_range, run_search, search_document
-    from hpcrl.planning.search.splits import pareto
+    from hpcrl.planning.search.splits import marked, pareto
 
     loaded, site = load_for_planning(recipe, cluster, overrides)
     found = run_search(loaded.value, site.value, _calibration(calibration), node_range(nodes))
@@ -184,12 +196,18 @@ def search(
         typer.echo(json.dumps(search_document(found), indent=2))
     else:
         console = table_console()
-        best = pareto(found.candidates)
-        rows = [("best" if c in best else "", c) for c in (found.candidates if everything else best)]
+        best, marks = pareto(found.candidates), marked(found.candidates)
+        names = {id(candidate): mark for mark, candidate in marks}
+        rows = marks
+        if everything:
+            rows = [(names.get(id(c), "best" if c in best else ""), c) for c in found.candidates]
         if found.own is not None:
             rows.append(("recipe", found.own))
         if rows:
             print_candidates(console, rows)
+        if not everything and len(found.candidates) > len(marks):
+            left = f"{len(found.candidates)} layouts were found, {len(best)} of them not beaten in nodes and in time"
+            console.print(f"{left}: --all shows them", highlight=False, soft_wrap=True)
         for note in found.notes:
             console.print(note, highlight=False, soft_wrap=True)
     if not found.candidates:

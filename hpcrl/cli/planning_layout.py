@@ -15,15 +15,16 @@ if TYPE_CHECKING:
 __all__ = ["print_environment", "print_plan"]
 
 
-def print_plan(resolved: Plan, site: Loaded[ClusterProfile]) -> None:
-    """Print a plan as a table and the commands of each role; ``site`` says where its values come from."""
+def print_plan(resolved: Plan, site: Loaded[ClusterProfile], *, commands: bool) -> None:
+    """Print a plan as a table, with ``commands`` those of each role; ``site`` says where its values come from."""
     import shlex
 
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    console = Console()
+    from hpcrl.cli.output import table_console
+
+    console = table_console()
     console.print(f"[bold]{resolved.run}[/bold]: recipe {resolved.recipe} on cluster {resolved.cluster}")
     console.print(f"directory {resolved.run_dir}", highlight=False, soft_wrap=True)
     console.print(
@@ -32,8 +33,8 @@ def print_plan(resolved: Plan, site: Loaded[ClusterProfile]) -> None:
     )
     _print_layout(console, resolved, site)
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in ("role", "replicas", "ranks", "starts after", "ready when", "deadline", "its clean end"):
-        table.add_column(column)
+    for column in ("role", "replicas", "ranks", "starts after", "ready when", "deadline"):
+        table.add_column(column, justify="right" if column in ("replicas", "ranks", "deadline") else "left")
     for group in resolved.groups:
         table.add_row(
             group.role,
@@ -42,10 +43,15 @@ def print_plan(resolved: Plan, site: Loaded[ClusterProfile]) -> None:
             ", ".join(group.after) or "-",
             f"GET {group.ready.path}" if group.ready.kind == "http" else "ready file",
             f"{group.start_timeout_s:g} s",
-            "ends the run" if group.policy.ends_run else "is a failure",
         )
     console.print(table)
-    console.print(f"\n{resolved.processes} role processes. Commands:")
+    ends = [group.role for group in resolved.groups if group.policy.ends_run]
+    rest = "; a clean end of another one is a failure" if len(ends) < len(resolved.groups) else ""
+    text = f"\n{resolved.processes} role processes; the run ends with the {' and the '.join(ends)}{rest}."
+    console.print(text, highlight=False)
+    if not commands:
+        return
+    console.print("\nCommands:")
     for group in resolved.groups:
         env = "".join(f"{key}={shlex.quote(value)} " for key, value in group.env.items())
         # where Slurm is, the environment is long: `hpcrl plan --env` shows it

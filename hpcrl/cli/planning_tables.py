@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from hpcrl.cli.planning_answers import duration_text, lines_table, mesh_text, range_text, side_text
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -14,54 +16,18 @@ if TYPE_CHECKING:
     from hpcrl.planning.report import Outlook
     from hpcrl.planning.search.splits import Candidate
     from hpcrl.planning.times.terms import TimeTable, TimeTerm
-    from hpcrl.planning.verdict import Verdict
 
-__all__ = [
-    "duration_text",
-    "print_candidates",
-    "print_explanation",
-    "print_outlook",
-    "print_unstartable",
-    "print_verdict",
-]
+__all__ = ["print_candidates", "print_explanation", "print_outlook"]
 
 _BAR = 12
-_KNOBS = 4
+_NARROW = 100
+"""Columns under which tables leave out what `--explain` or `--json` has."""
 
 
-def duration_text(seconds: float | None) -> str:
-    """Seconds, minutes or hours with a sensible number of digits; ``?`` where unknown."""
-    if seconds is None:
-        return "?"
-    if seconds >= 5400:
-        return f"{seconds / 3600:.1f} h"
-    if seconds >= 90:
-        return f"{seconds / 60:.1f} min"
-    if seconds >= 0.1 or seconds == 0:
-        return f"{seconds:.1f} s"
-    return f"{seconds * 1e3:.3g} ms"
-
-
-def _bar(share: float) -> str:
-    full = round(min(max(share, 0.0), 1.0) * _BAR)
-    return f"[{'red' if share > 1 else 'green'}]{'█' * full}[/]{'░' * (_BAR - full)}"
-
-
-def print_verdict(console: Console, verdict: Verdict) -> None:
-    """Say first whether the plan fits, and what nobody knows."""
-    from rich.markup import escape
-
-    if verdict.fits:
-        tightest = f"; tightest: {verdict.tightest}" if verdict.tightest else ""
-        console.print(f"[green]fits[/]{tightest}\n", highlight=False, soft_wrap=True)
-        return
-    for what in verdict.short:
-        console.print(f"[bold red]DOES NOT FIT[/] {escape(what)}", highlight=False, soft_wrap=True)
-    for what in verdict.unknown:
-        console.print(f"[bold red]NOT KNOWN[/] {escape(what)}", highlight=False, soft_wrap=True)
-    if verdict.skipped:
-        console.print(f"[bold yellow]SKIPPED[/] {'; '.join(verdict.skipped)}", highlight=False, soft_wrap=True)
-    console.print()
+def _bar(share: float, console: Console) -> str:
+    whole = _BAR // 2 if console.width < _NARROW else _BAR
+    full = round(min(max(share, 0.0), 1.0) * whole)
+    return f"[{'red' if share > 1 else 'green'}]{'█' * full}[/]{'░' * (whole - full)}"
 
 
 def print_outlook(console: Console, outlook: Outlook) -> None:
@@ -69,12 +35,9 @@ def print_outlook(console: Console, outlook: Outlook) -> None:
     console.print()
     _print_memory(console, outlook)
     if outlook.loop is None:
-        console.print(f"no step time: {outlook.because}", highlight=False)
-        _print_warnings(console, outlook)
         return
     _print_roles(console, outlook)
     _print_loop(console, outlook)
-    _print_warnings(console, outlook)
 
 
 def _gib(value: float) -> str:
@@ -87,12 +50,13 @@ def _print_memory(console: Console, outlook: Outlook) -> None:
 
     if outlook.memory is None:
         return
+    narrow = console.width < _NARROW
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in ("memory", "", "GiB of", "GiB", "free", "at", "largest"):
+    for column in ("memory", "", "GiB of", "GiB", "free", *(() if narrow else ("at",)), "largest"):
         table.add_column(column, justify="right" if column in ("GiB of", "GiB", "free") else "left")
     for place in outlook.memory.places:
         largest = place.ledger.largest
-        bar = "" if not place.capacity else _bar(place.needed / place.capacity)
+        bar = "" if not place.capacity else _bar(place.needed / place.capacity, console)
         free = "?" if place.headroom is None else _gib(place.headroom) if place.ok else f"-{_gib(-place.headroom)}"
         table.add_row(
             f"{place.role.value} {place.kind}",
@@ -100,15 +64,15 @@ def _print_memory(console: Console, outlook: Outlook) -> None:
             _gib(place.needed),
             "?" if place.capacity is None else _gib(place.capacity),
             f"{free} KV" if place.ok and place.kv is not None else free if place.ok else f"[red]{free}[/]",
-            place.ledger.moment,
+            *(() if narrow else (place.ledger.moment,)),
             f"{largest.name} {_gib(largest.value)}",
         )
     console.print(table)
-    for place in outlook.memory.places:
-        if place.kv is not None:
-            console.print(_kv_line(place, outlook), highlight=False, soft_wrap=True)
+    lines = [("KV cache", _kv_line(place, outlook)) for place in outlook.memory.places if place.kv is not None]
     if outlook.expert_margin is not None:
-        console.print(f"experts    {outlook.expert_margin}", highlight=False, soft_wrap=True)
+        lines.append(("experts", str(outlook.expert_margin)))
+    if lines:
+        console.print(lines_table(lines))
     console.print()
 
 
@@ -117,7 +81,7 @@ def _kv_line(place: Place, outlook: Outlook) -> str:
     assert place.kv is not None
     length = outlook.recipe.engine.max_model_len
     return (
-        f"KV cache   {place.role.value}: {_gib(place.kv.cache_bytes)} GiB a GPU hold {place.kv.tokens:,} tokens of a "
+        f"{place.role.value}: {_gib(place.kv.cache_bytes)} GiB a GPU hold {place.kv.tokens:,} tokens of a "
         f"rank, {place.kv.sequences:.1f} sequences of {length:,}"
     )
 
@@ -128,11 +92,11 @@ def _print_roles(console: Console, outlook: Outlook) -> None:
     loop = outlook.loop
     assert loop is not None
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in ("role", "nodes", "GPUs", "layout", "its time a step", "of the step"):
+    for column in ("role", "nodes", "GPUs", "layout", "its work", "of the step"):
         table.add_column(column, overflow="fold")
     for name, nodes, gpus, text, seconds in _role_rows(outlook):
         share = seconds / loop.step_s
-        table.add_row(name, nodes, gpus, text, duration_text(seconds), f"{_bar(share)} {share:.0%}")
+        table.add_row(name, nodes, gpus, text, duration_text(seconds), f"{_bar(share, console)} {share:.0%}")
     console.print(table)
 
 
@@ -166,9 +130,6 @@ def _print_loop(console: Console, outlook: Outlook) -> None:
     durations = loop.served.durations
     holder = "the trainer" if loop.in_flight_limit == "trainer" else loop.in_flight_limit
     lines = [
-        ("step", f"{duration_text(loop.step_s)}"),
-        ("binds", _binding(outlook)),
-        ("waiting", f"trainer {loop.trainer_waits:.0%}, engines {loop.engines_wait:.0%} of a step"),
         (
             "rollouts",
             f"median {duration_text(durations.quantile(0.5))}, 99 % within {duration_text(durations.quantile(0.99))}; "
@@ -179,14 +140,16 @@ def _print_loop(console: Console, outlook: Outlook) -> None:
     ]
     whole = outlook.forecast
     if whole is not None:
-        lines.append(
-            ("decode", f"{loop.served.batch:.0f} sequences a rank, {duration_text(loop.served.token_s)} a token")
-        )
+        lines.append(("decode", f"{loop.served.batch:.0f} sequences a rank, {_token_text(outlook)} a token"))
         for name, what in (("handoff", "hand-off"), ("checkpoint", "checkpoint"), ("startup", "start-up")):
             table = whole.tables[name]
             beside = sum(term.seconds or 0.0 for term in table if not term.counts)
-            text = duration_text(table.seconds) + (
-                f", {duration_text(beside)} more beside the next steps" if beside else ""
+            known = outlook.ranges.get(name)
+            within = "" if known is None else f", {range_text(known)}"
+            text = (
+                duration_text(table.seconds)
+                + within
+                + (f", {duration_text(beside)} more beside the next steps" if beside else "")
             )
             if name == "handoff":
                 text += _other_ways(whole.tables)
@@ -197,8 +160,14 @@ def _print_loop(console: Console, outlook: Outlook) -> None:
         hours = whole.layout.gpus * loop.step_s / 3600
         lines.append(("cost", f"{hours:,.1f} GPU-hours a step, {whole.gpu_hours_per_day:,.0f} a day"))
     console.print()
-    for name, text in lines:
-        console.print(f"{name:<11}{text}", highlight=False)
+    console.print(lines_table(lines))
+    console.print("Estimates; `--explain` shows each with its formula and what it rests on.", highlight=False)
+
+
+def _token_text(outlook: Outlook) -> str:
+    assert outlook.loop is not None
+    known = outlook.ranges.get("sampled_token")
+    return duration_text(outlook.loop.served.token_s) + ("" if known is None else f" ({range_text(known)})")
 
 
 _WAYS = {
@@ -215,43 +184,6 @@ def _other_ways(tables: Mapping[str, TimeTable]) -> str:
     return f" {own}; it would be {', '.join(found)}" if found else f" {own}"
 
 
-def _binding(outlook: Outlook) -> str:
-    """What holds the plan back, in time and in memory."""
-    assert outlook.loop is not None
-    text = f"time: the {outlook.loop.bound}" if outlook.loop.bound == "trainer" else "time: rollouts"
-    if outlook.loop.bound == "rollouts":
-        served = outlook.loop.served.limit
-        text += f" ({outlook.loop.in_flight_limit if served == 'in flight' else served})"
-    place = outlook.tightest
-    if place is not None and place.headroom is not None and place.capacity:
-        word = "free" if place.ok else "short"
-        text += f"; memory: {place.role.value} {place.kind}, {abs(place.headroom) / place.capacity:.0%} {word}"
-    return text
-
-
-def _print_warnings(console: Console, outlook: Outlook) -> None:
-    for shortage in outlook.shortages:
-        console.print(f"[red]does not fit[/] {shortage.place.summary()}", highlight=False, soft_wrap=True)
-        for knob in shortage.knobs[:_KNOBS]:
-            console.print(f"    hint: {knob}", highlight=False, soft_wrap=True, markup=False)
-        if not shortage.knobs:
-            console.print("    no single setting that hpcrl knows of makes it fit", highlight=False)
-    if outlook.forecast is not None:
-        for warning in outlook.forecast.warnings:
-            console.print(f"[yellow]warning[/]   {warning}", highlight=False, soft_wrap=True)
-        if outlook.loop is not None:
-            console.print("Estimates; `--explain` shows each with its formula and what it rests on.", highlight=False)
-
-
-def print_unstartable(console: Console, keys: Sequence[str]) -> None:
-    """Say which settings are planned here and refused by a submit."""
-    if keys:
-        sections = dict.fromkeys(".".join(key.split(".")[:2]) for key in keys)
-        text = f"planned here, but no part of what this version can start: {', '.join(sections)}"
-        console.print(f"[yellow]warning[/]   {text}", highlight=False, soft_wrap=True)
-        console.print("    hint: `--set job.payload=probe` submits the shape of the job", highlight=False)
-
-
 def print_explanation(console: Console, outlook: Outlook, calibration: Calibration) -> None:
     """Print every term with its formula and inputs, all assumptions, and all efficiencies with their sources."""
     from rich.table import Table
@@ -260,13 +192,15 @@ def print_explanation(console: Console, outlook: Outlook, calibration: Calibrati
         console.print(f"\n[bold]{place.role.value} {place.kind}[/bold] at {place.ledger.moment}", highlight=False)
         for amount in place.ledger.terms:
             console.print(f"  {amount.explain()}", highlight=False, soft_wrap=True, markup=False)
-    for table in outlook.tables.values():
+    for key, table in outlook.tables.items():
         console.print(f"\n[bold]{table.name}[/bold]: {duration_text(table.seconds)}", highlight=False)
         grid = Table(box=None, header_style="bold", pad_edge=False)
-        for column in ("term", "time", "formula", "inputs"):
+        for column in ("term", "time", "range", "rests on", "formula", "inputs"):
             grid.add_column(column, overflow="fold")
         for term in table:
-            grid.add_row(term.name, _term_time(term), term.formula, _inputs(term))
+            known = outlook.ranges.get(f"{key}/{term.name}")
+            within, origin = ("", "") if known is None else (range_text(known), known.origin)
+            grid.add_row(term.name, _term_time(term), within, origin, term.formula, _inputs(term))
         console.print(grid)
     if outlook.forecast is not None and outlook.forecast.assumptions:
         console.print("\n[bold]What it rests on[/bold]")
@@ -301,47 +235,35 @@ def print_candidates(console: Console, rows: Sequence[tuple[str, Candidate]]) ->
     """Print layouts of a search, each with a mark."""
     from rich.table import Table
 
+    narrow = console.width < _NARROW
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in (
-        "",
-        "nodes",
-        "trainer",
-        "prefill",
-        "decode",
-        "step",
-        "GPU-hours",
-        "slower",
-        "trainer waits",
-        "engines wait",
-    ):
+    for column in ("", "nodes", "trainer", "prefill", "decode", "step", "GPU-hours"):
         table.add_column(column, justify="right" if column in ("nodes", "step", "GPU-hours") else "left")
+    if not narrow:
+        for column in ("slower", "trainer waits", "engines wait"):
+            table.add_column(column)
     for mark, candidate in rows:
-        table.add_row(mark, *_candidate_row(candidate))
+        table.add_row(mark.replace(", ", "\n") if narrow else mark, *_candidate_row(candidate, narrow))
     console.print(table)
 
 
-def _candidate_row(candidate: Candidate) -> tuple[Any, ...]:
+def _candidate_row(candidate: Candidate, narrow: bool) -> tuple[Any, ...]:
     layout, loop = candidate.layout, candidate.forecast.loop
     assert loop is not None
-    trainer = layout.trainer
-    features = [
-        name
-        for on, name in ((trainer.offload_optimizer, "opt. on host"), (trainer.offload_activations, "act. on host"))
-        if on
-    ]
-    mesh = ", ".join([f"CP {trainer.context_parallel}", f"EP {trainer.expert_parallel}", *features])
+    mesh = mesh_text(candidate)
+    if narrow:
+        mesh = mesh.replace(", ", " ").replace(" on host", "")
+    waits = () if narrow else (loop.bound, f"{loop.trainer_waits:.0%}", f"{loop.engines_wait:.0%}")
 
     def side(shape: Any) -> str:
-        return "-" if shape is None else f"{shape.all_nodes} ({shape.replicas} x EP {shape.expert_parallel})"
+        return "-" if shape is None else side_text(shape) if narrow else f"{shape.all_nodes} ({side_text(shape)})"
 
     return (
         str(candidate.nodes),
-        f"{trainer.nodes} ({mesh})",
+        f"{layout.trainer.nodes} {mesh}" if narrow else f"{layout.trainer.nodes} ({mesh})",
         side(layout.prefill),
         side(layout.decode),
         duration_text(candidate.step_s),
         f"{candidate.gpu_hours:.1f}",
-        loop.bound,
-        f"{loop.trainer_waits:.0%}",
-        f"{loop.engines_wait:.0%}",
+        *waits,
     )

@@ -92,11 +92,6 @@ class NodeHardware:
         """Bandwidth of the host memory."""
         return self._number(self.node.memory_gb_s, "memory_gb_s", "bandwidth of the host memory", 1e9)
 
-    @property
-    def scratch_rate(self) -> float:
-        """Rate of the node's own disk."""
-        return self._number(self.node.scratch_gb_s, "scratch_gb_s", "rate of the node's disk", 1e9)
-
 
 def node_hardware(cluster: SlurmCluster, role: Role) -> NodeHardware:
     """The nodes that a role runs on (the trainer's for roles beside it)."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from hpcrl.planning.times.forecast import Forecast, forecast, site_rates
 from hpcrl.planning.times.from_recipe import PlannedLayout, planned_layout
 from hpcrl.planning.times.loop import LoopEstimate
 from hpcrl.planning.times.measured import measured_loop, measured_trainer
+from hpcrl.planning.times.ranges import Range, calibration_variations, ranges_of, step_range, workload_variations
 from hpcrl.planning.times.terms import TimeTable
 from hpcrl.planning.times.workload import Workload, resolve_workload
 
@@ -51,6 +53,8 @@ class Outlook:
         How uneven experts may be until the trainer's GPUs overflow; None where nothing is dealt out.
     because:
         Why there is no loop; empty where there is one.
+    find_ranges:
+        Computes `ranges`, which take as long as everything else: only who shows them asks.
     """
 
     recipe: Recipe
@@ -64,6 +68,18 @@ class Outlook:
     lacking: tuple[str, ...] = ()
     expert_margin: ExpertMargin | None = None
     because: str = ""
+    find_ranges: Callable[[], Mapping[str, Range]] = dict
+
+    @cached_property
+    def ranges(self) -> Mapping[str, Range]:
+        """Of times: ``step``, ``trainer side``, ``rollouts``, ``rollout``, ``sampled_token``, each table by its name
+        (``handoff``) and each term by that of its table (``handoff/handoff.read``)."""
+        return self.find_ranges()
+
+    @property
+    def step(self) -> Range | None:
+        """Seconds of a step, and what makes the range; None where there is no loop."""
+        return self.ranges.get("step")
 
     @property
     def tightest(self) -> Place | None:
@@ -107,8 +123,8 @@ def make_outlook(
     if memory is not None and not memory.ok and not isinstance(facts, str):
         short = why_not(recipe, cluster, facts)
     margin = expert_margin(recipe, cluster, facts) if memory is not None and not isinstance(facts, str) else None
-    whole: Forecast | None = None
     because = ""
+    layout: PlannedLayout | None = None
     if not isinstance(cluster, SlurmCluster):
         because = (
             f"cluster profile {cluster.name} describes no hardware; measure a run: "
@@ -118,16 +134,83 @@ def make_outlook(
         because = facts
     else:
         layout = planned_layout(recipe, cluster, facts)
-        slots = _slots(recipe, memory, workload)
-        whole = forecast(recipe, facts, layout, site_rates(cluster, calibration), workload=workload, slots=slots)
-        lacking = tuple(dict.fromkeys((*whole.missing, *lacking)))
-        because = f"the cluster profile lacks {', '.join(lacking)}" if whole.missing else ""
-    loop, tables = (None, {}) if whole is None else (whole.loop, dict(whole.tables))
-    measured = calibration.measured_for(recipe.name, cluster.name)
-    if measured is not None:
-        tables["trainer"] = measured_trainer(recipe, measured, workload)
-        loop, because = measured_loop(recipe, measured, workload), ""
-    return Outlook(recipe, cluster, whole, loop, tables, workload, memory, short, lacking, margin, because)
+    slots = _slots(recipe, memory, workload)
+
+    def predict(own: Calibration, rollouts: Workload) -> _Prediction:
+        whole: Forecast | None = None
+        if layout is not None and isinstance(cluster, SlurmCluster) and not isinstance(facts, str):
+            whole = forecast(recipe, facts, layout, site_rates(cluster, own), workload=rollouts, slots=slots)
+        loop, tables = (None, {}) if whole is None else (whole.loop, dict(whole.tables))
+        measured = own.measured_for(recipe.name, cluster.name)
+        if measured is not None:
+            tables["trainer"] = measured_trainer(recipe, measured, rollouts)
+            loop = measured_loop(recipe, measured, rollouts)
+        return _Prediction(whole, loop, tables)
+
+    found = predict(calibration, workload)
+    if found.whole is not None:
+        lacking = tuple(dict.fromkeys((*found.whole.missing, *lacking)))
+        because = f"the cluster profile lacks {', '.join(lacking)}" if found.whole.missing else ""
+    if calibration.measured_for(recipe.name, cluster.name) is not None:
+        because = ""
+    return Outlook(
+        recipe,
+        cluster,
+        forecast=found.whole,
+        loop=found.loop,
+        tables=found.tables,
+        workload=workload,
+        memory=memory,
+        shortages=short,
+        lacking=lacking,
+        expert_margin=margin,
+        because=because,
+        find_ranges=lambda: _ranges(found, calibration, workload, predict),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Prediction:
+    whole: Forecast | None
+    loop: LoopEstimate | None
+    tables: Mapping[str, TimeTable]
+
+    def seconds(self) -> dict[str, float]:
+        """Every predicted time by its name."""
+        found: dict[str, float] = {}
+        for name, table in self.tables.items():
+            found |= {f"{name}/{term.name}": term.seconds for term in table if term.seconds is not None}
+            if table.seconds is not None:
+                found[name] = table.seconds
+        if self.loop is not None:
+            # what a step's work takes each side alone; `trainer` is more than the table of that name
+            found |= {
+                "step": self.loop.step_s,
+                "trainer side": self.loop.trainer_s,
+                "rollouts": self.loop.rollout_s,
+                "rollout": self.loop.served.durations.mean,
+                "sampled_token": self.loop.served.token_s,
+            }
+        return found
+
+
+def _ranges(
+    found: _Prediction,
+    calibration: Calibration,
+    workload: Workload,
+    predict: Callable[[Calibration, Workload], _Prediction],
+) -> dict[str, Range]:
+    if not found.tables:
+        return {}
+    coarse = workload.coarse()
+    variations = [*calibration_variations(calibration, coarse), *workload_variations(calibration, coarse)]
+    ranges = ranges_of(
+        found.seconds(), (calibration, coarse), variations, lambda own, load: predict(own, load).seconds()
+    )
+    if "step" in ranges:
+        sides = [ranges[name] for name in ("trainer side", "rollouts") if name in ranges]
+        ranges["step"] = step_range(ranges["step"], sides)
+    return ranges
 
 
 def _memory(
@@ -204,7 +287,12 @@ def outlook_document(outlook: Outlook) -> dict[str, Any]:
         "assumptions": [] if whole is None else list(whole.assumptions),
         "warnings": [] if whole is None else list(whole.warnings),
         "missing": list(outlook.lacking),
-        "times": {name: _table_document(table) for name, table in outlook.tables.items()},
+        "ranges": {
+            name: range_document(outlook.ranges[name])
+            for name in ("step", "trainer side", "rollouts", "rollout", "sampled_token")
+            if name in outlook.ranges
+        },
+        "times": {name: _table_document(name, table, outlook.ranges) for name, table in outlook.tables.items()},
     }
 
 
@@ -258,13 +346,29 @@ def _layout_document(layout: PlannedLayout) -> dict[str, Any]:
     }
 
 
-def _table_document(table: TimeTable) -> dict[str, Any]:
+def range_document(found: Range, *, causes: bool = True) -> dict[str, Any]:
+    """A range as JSON: seconds, and what makes it wide, the largest part first."""
+    document: dict[str, Any] = {"low_s": found.low, "mid_s": found.mid, "high_s": found.high, "origin": found.origin}
+    if causes:
+        document["causes"] = [
+            {"name": cause.name, "origin": cause.origin, "low_s": cause.low, "high_s": cause.high}
+            for cause in found.causes
+        ]
+    return document
+
+
+def _table_document(name: str, table: TimeTable, ranges: Mapping[str, Range]) -> dict[str, Any]:
+    def within(key: str) -> dict[str, Any] | None:
+        return range_document(ranges[key], causes=False) if key in ranges else None
+
     return {
         "seconds": table.seconds,
+        "range": within(name),
         "terms": [
             {
                 "name": term.name,
                 "seconds": term.seconds,
+                "range": within(f"{name}/{term.name}"),
                 "counts": term.counts,
                 "formula": term.formula,
                 "inputs": dict(term.inputs),

@@ -30,7 +30,6 @@ def test_h200() -> None:
     assert node.pcie_rate == 64e9
     assert node.gpu_memory_rate == 4800e9
     assert node.host_memory_rate == 614e9
-    assert node.scratch_rate == 40e9
     assert filesystem_rate(site, "node_read_gb_s") == 20e9
     assert node_hardware(site, Role.ORCHESTRATOR).partition == "gpu"
 
@@ -44,7 +43,6 @@ def test_h200() -> None:
         ("pcie_rate", "gpu.pcie_gb_s"),
         ("nic_rate", "nics.0.gb_s"),
         ("host_memory_rate", "memory_gb_s"),
-        ("scratch_rate", "scratch_gb_s"),
     ],
 )
 def test_a_missing_number_is_named(number: str, key: str) -> None:

@@ -16,6 +16,7 @@ from hpcrl.jobplan.model_rules import MODEL_RULES
 
 Hpcrl = Callable[..., tuple[int, str, str]]
 GLM5 = ("glm5_swe", "-c", "h200-28")
+_ASKED: dict[tuple[str, ...], tuple[int, str, str]] = {}
 
 
 @pytest.fixture
@@ -25,6 +26,9 @@ def hpcrl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     monkeypatch.setenv("HPCRL_RUNS_ROOT", str(tmp_path / "runs"))
 
     def call(*arguments: str) -> tuple[int, str, str]:
+        # the reference plan is asked for by many tests, and is the same each time but for its name
+        if arguments in _ASKED:
+            return _ASKED[arguments]
         monkeypatch.setattr(sys, "argv", ["hpcrl", "plan", *arguments])
         code = 0
         try:
@@ -32,6 +36,8 @@ def hpcrl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
         except SystemExit as end:
             code = int(end.code or 0)
         out, err = capsys.readouterr()
+        if arguments in (GLM5, (*GLM5, "--json")):
+            _ASKED[arguments] = code, out, err
         return code, out, err
 
     return call
@@ -43,6 +49,11 @@ def test_the_reference_run_fits_and_is_forecast(hpcrl: Hpcrl, tmp_path: Path) ->
     assert out.startswith("fits; tightest: trainer gpu, ")
     for word in ("trainer gpu", "decode host", "binds", "GPU-hours a step", "GB weights written", "of the step"):
         assert word in out
+    # answers first: fits, starts, step, binds, better, and only then tables
+    places = [out.index(f"\n{word} ") for word in ("starts", "step", "binds", "better", "role", "memory")]
+    assert places == sorted(places)
+    assert "hpcrl.trainer" not in out
+    assert "-m hpcrl.trainer" in hpcrl(*GLM5, "--commands")[1]
     assert "does not fit" not in out
     # what is planned is more than this version can start
     assert "trainer.parallelism" in out
@@ -84,7 +95,7 @@ def test_a_smaller_trainer_fails_with_reason_and_hint(hpcrl: Hpcrl) -> None:
     code, out, _ = hpcrl(*GLM5, "--set", "trainer.nodes=6", "--set", "trainer.ranks=48")
     assert code == ExitCode.DOES_NOT_FIT
     assert out.startswith("DOES NOT FIT trainer gpu: ")
-    assert "does not fit trainer gpu" in out
+    assert out.index("hint: ") < out.index("\nbinds ")
     assert "GiB short" in out
     assert "hint: --set trainer.nodes=" in out
 
@@ -133,8 +144,10 @@ def test_the_quickstart_says_how_to_get_times(hpcrl: Hpcrl) -> None:
 def test_search_prints_a_table_and_draws(hpcrl: Hpcrl, tmp_path: Path) -> None:
     code, out, err = hpcrl("search", *GLM5, "--nodes", "27..28", "--picture", "p.svg")
     assert code == 0, err
-    assert "best" in out
-    assert "recipe" in out
+    rows = [line.split("  ")[0] for line in out.splitlines() if line[:1] not in (" ", "")]
+    assert {"recipe"} < set(rows)
+    assert {name for row in rows for name in row.split(", ")} >= {"cheapest", "knee", "fastest"}
+    assert len(hpcrl("search", *GLM5, "--nodes", "27..28", "--all")[1].splitlines()) > len(out.splitlines())
     assert (tmp_path / "p.svg").read_text().startswith("<svg")
     code, out, _ = hpcrl("search", *GLM5, "--nodes", "27..28", "--json")
     document = json.loads(out)
@@ -235,3 +248,56 @@ def test_the_printed_loop_obeys_littles_law_and_is_as_stale_as_simulated(hpcrl: 
     out = hpcrl(*GLM5)[1]
     assert f"{loop['in_flight']:.0f} in flight ({loop['started_per_s']:.4g} a second" in out
     assert "held by the trainer" in out
+
+
+def test_the_step_is_a_range_with_what_makes_it(hpcrl: Hpcrl) -> None:
+    forecast = json.loads(hpcrl(*GLM5, "--json")[1])["forecast"]
+    step = forecast["ranges"]["step"]
+    assert step["low_s"] < step["mid_s"] < step["high_s"]
+    assert step["mid_s"] == forecast["loop"]["step_s"]
+    widths = [cause["high_s"] / cause["low_s"] for cause in step["causes"]]
+    assert widths == sorted(widths, reverse=True)
+    # as wide as all of them together, wider than any of them alone
+    assert step["high_s"] / step["low_s"] > widths[0] > 1.2
+    origins = {cause["name"]: cause["origin"] for cause in forecast["ranges"]["rollouts"]["causes"]}
+    assert origins["workloads.swe.sampled_share"] == "assumed"
+    assert origins["workloads.swe.tokens"] == "published"
+    # each table and each term has its own
+    for table in forecast["times"].values():
+        assert table["range"]["low_s"] <= table["seconds"] <= table["range"]["high_s"]
+    kernels = next(term for term in forecast["times"]["decode"]["terms"] if term["name"] == "decode.kernels")
+    assert kernels["range"]["origin"] == "assumed"
+    assert kernels["range"]["high_s"] == pytest.approx(1.5 * kernels["seconds"])
+    out = hpcrl(*GLM5)[1]
+    line = next(line for line in out.splitlines() if line.startswith("step "))
+    assert f"{step['low_s'] / 60:.1f} to {step['high_s'] / 60:.1f} min, expected {step['mid_s'] / 60:.1f} min" in line
+    assert f"{step['causes'][0]['name'].rpartition('.')[2]} ({step['causes'][0]['origin']}) alone" in out
+
+
+def test_a_better_split_of_the_same_nodes_is_named(hpcrl: Hpcrl) -> None:
+    forecast = json.loads(hpcrl(*GLM5, "--json")[1])["forecast"]
+    better = forecast["better"]
+    assert better["nodes"] == 28
+    assert better["loop"]["step_s"] < forecast["loop"]["step_s"]
+    # what a search finds, too
+    document = json.loads(hpcrl("search", *GLM5, "--nodes", "28", "--json")[1])
+    assert better["loop"]["step_s"] == min(candidate["loop"]["step_s"] for candidate in document["candidates"])
+    assert "knee" in next(candidate["mark"] for candidate in document["candidates"] if candidate["mark"])
+    # that one has no better one
+    assert json.loads(hpcrl(*GLM5, "--nodes", "28", "--json")[1])["forecast"]["better"] is None
+
+
+@pytest.mark.parametrize("arguments", [GLM5, ("search", *GLM5, "--nodes", "27..29")])
+def test_nothing_is_cut_or_broken_at_eighty_columns(
+    hpcrl: Hpcrl, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
+    import rich.console
+
+    def narrow() -> rich.console.Console:
+        return rich.console.Console(width=80)
+
+    monkeypatch.setattr("hpcrl.cli.output.table_console", narrow)
+    out = hpcrl(*arguments, "--set", "seed=1")[1]
+    lines = [line for line in out.splitlines() if not line.startswith(("directory ", "gpu "))]
+    assert "…" not in out
+    assert [line for line in lines if len(line.rstrip()) > 84] == []

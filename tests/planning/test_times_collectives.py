@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from hpcrl.planning.times.collectives import Group, Links, all_gather, all_reduce, all_to_all, broadcast
+from hpcrl.planning.times.collectives import Group, Links, all_gather, all_reduce, all_to_all
 
 LINKS = Links(gpu=400e9, node=400e9, gpus_per_node=8, hop_s=0.0, local_hop_s=0.0)
 
 
 def test_one_rank_sends_nothing() -> None:
     alone = Group(1, 1)
-    assert all_gather(1e9, alone, LINKS) == all_to_all(1e9, alone, LINKS) == broadcast(1e9, alone, LINKS) == 0.0
+    assert all_gather(1e9, alone, LINKS) == all_to_all(1e9, alone, LINKS) == 0.0
 
 
 def test_within_a_node_a_rank_receives_what_it_lacks() -> None:

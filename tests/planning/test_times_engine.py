@@ -13,6 +13,7 @@ from hpcrl.models import load_facts
 from hpcrl.planning.calibration.file import load_calibration
 from hpcrl.planning.hardware import NodeHardware, node_hardware
 from hpcrl.planning.report import make_outlook
+from hpcrl.planning.times.collectives import Group, all_reduce
 from hpcrl.planning.times.engine import decode_step, kv_read_bytes, prefill_token
 from hpcrl.planning.times.rates import Rates
 from hpcrl.planning.times.serving import Serving
@@ -118,3 +119,42 @@ def test_a_side_decodes_as_many_sequences_as_it_may_itself() -> None:
     assert outlook.layout.decode.max_num_seqs == 5
     assert outlook.loop is not None
     assert outlook.loop.served.batch <= 5
+
+
+def sums(shape: EngineShape, batch: float) -> tuple[float, float]:
+    """Seconds of a decode step in all-to-alls, and in collectives of tensor parallelism."""
+    table = decode_step(V3, shape, rates(), batch=batch, context=4000)
+    found = {term.name: term.seconds or 0.0 for term in table}
+    return found.get("decode.all_to_all", 0.0), found.get("decode.tensor_parallel", 0.0)
+
+
+def test_outputs_of_experts_are_brought_together_once() -> None:
+    """By the combine where tokens were dispatched, by an all-reduce where every rank has all of them; never by both."""
+    layers, sparse, batch = len(V3.layers), len(V3.moe_layers), 512.0
+    own = rates()
+    each = all_reduce(batch * V3.hidden_size * 2, Group.inner(8, 8), own.collectives)
+    within = replace(WIDE, nodes=1, expert_parallel=8, tensor_parallel=8)
+    assert sums(within, batch) == (0.0, pytest.approx(2 * layers * each))
+    across = replace(within, nodes=2, expert_parallel=16)
+    dispatch, reduce = sums(across, batch)
+    # attention and dense blocks in whole; of a sparse block the gather of what the combine dealt out
+    assert reduce == pytest.approx((2 * layers - sparse / 2) * each)
+    assert dispatch > 0
+    assert sums(replace(across, tensor_parallel=1), batch / 8) == (pytest.approx(dispatch), 0.0)
+    # experts that are cut, not dealt out
+    cut = replace(within, expert_parallel=1)
+    assert sums(cut, batch) == sums(within, batch)
+    assert cut.expert_shards == 8
+
+
+def test_prompts_pay_for_tensor_parallelism() -> None:
+    own = rates()
+    alone = replace(WIDE, nodes=1, expert_parallel=8)
+    shared = replace(alone, tensor_parallel=8)
+    term = prefill_token(V3, shared, own, context=1000).term("prefill.tensor_parallel")
+    group = Group.inner(8, 8)
+    links = replace(own.collectives, hop_s=0.0, local_hop_s=0.0)
+    assert term.seconds == pytest.approx(8 * 2 * len(V3.layers) * all_reduce(V3.hidden_size * 2, group, links))
+    names = [term.name for term in prefill_token(V3, shared, own, context=1000)]
+    assert "prefill.all_to_all" not in names
+    assert "prefill.all_to_all" in [term.name for term in prefill_token(V3, alone, own, context=1000)]

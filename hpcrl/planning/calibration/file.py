@@ -6,6 +6,7 @@ makes a file from a run.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Literal
@@ -23,6 +24,7 @@ __all__ = [
     "DistributionConfig",
     "EfficiencyName",
     "Measured",
+    "Origin",
     "Sourced",
     "WorkloadConfig",
     "load_calibration",
@@ -63,11 +65,24 @@ ConstantName = Literal[
     "file_overhead_s",
     "tensor_load_s",
     "delta_share",
-    "tensor_gather_s",
     "backward_attention_share",
     "process_start_s",
 ]
 """Seconds, rates and ratios that no data sheet has."""
+
+
+Origin = Literal["assumed", "published", "measured"]
+"""Where a number comes from: nobody measured it, somebody did elsewhere, or a run of this site."""
+
+FACTORS: dict[Origin, float] = {"assumed": 1.5, "published": 1.15, "measured": 1.05}
+"""Factor by which the truth may be larger or smaller than a number, by where it comes from."""
+
+
+def origin_of(source: str) -> Origin:
+    """By the first words of a source: ``assumed`` is nobody's measurement, ``run NAME`` is a run of this site."""
+    if source.startswith("assumed"):
+        return "assumed"
+    return "measured" if source.startswith("run ") else "published"
 
 
 class Sourced(StrictModel):
@@ -77,6 +92,19 @@ class Sourced(StrictModel):
     """The number."""
     source: Annotated[str, Field(min_length=1)]
     """Who measured it on what; ``assumed`` where nobody did."""
+    spread: Annotated[float, Field(ge=1, le=10)] | None = None
+    """Factor by which the truth may be larger or smaller. None: 1.5 where the source is ``assumed``, 1.05 for a run of
+    the site, 1.15 for others."""
+
+    @property
+    def origin(self) -> Origin:
+        """Where it comes from, in a word."""
+        return origin_of(self.source)
+
+    @property
+    def factor(self) -> float:
+        """`spread`, or what is usual for its origin."""
+        return self.spread or FACTORS[self.origin]
 
 
 class DistributionConfig(StrictModel):
@@ -115,6 +143,11 @@ class WorkloadConfig(StrictModel):
     """Seconds of a tool call, one between two turns. None: no tools."""
     judge_s: DistributionConfig | None = None
     """Seconds from the last token to the reward. None: none."""
+    assumed: Annotated[
+        tuple[Literal["tokens", "prompt_tokens", "turns", "sampled_share", "tool_s", "judge_s"], ...],
+        Field(strict=False),
+    ] = ()
+    """Of these, what the source does not say: predicted times have a wider range for it."""
 
 
 class Measured(StrictModel):
@@ -151,6 +184,18 @@ class Measured(StrictModel):
     """Mean tokens of a batch."""
 
 
+MEASURED_TIMES = (
+    "train_s_per_token",
+    "optimizer_s",
+    "publish_s",
+    "other_s",
+    "checkpoint_s",
+    "update_s",
+    "sampled_tokens_per_s",
+)
+"""What of a measured run is a time or a rate."""
+
+
 class Calibration(StrictModel):
     """A calibration file. What a file does not say is taken from the one that comes with hpcrl."""
 
@@ -181,6 +226,27 @@ class Calibration(StrictModel):
     def constant(self, name: ConstantName) -> float:
         """A constant."""
         return self.constants[name].value
+
+    def uncertain(self) -> Iterator[tuple[str, float, Origin]]:
+        """Names of all numbers, the factor by which each may be wrong, and where it comes from."""
+        for name, entry in self.efficiencies.items():
+            yield f"efficiencies.{name}", entry.factor, entry.origin
+        for constant, own in self.constants.items():
+            yield f"constants.{constant}", own.factor, own.origin
+        if self.measured:
+            for field in MEASURED_TIMES:
+                yield f"measured.{field}", FACTORS["measured"], "measured"
+
+    def moved(self, name: str, factor: float) -> Calibration:
+        """The same with one number of `uncertain` times ``factor``; a share stays at most 1."""
+        group, key = name.split(".")
+        if group == "measured":
+            runs = tuple(run.model_copy(update={key: getattr(run, key) * factor}) for run in self.measured)
+            return self.model_copy(update={"measured": runs})
+        entries = getattr(self, group)
+        value = entries[key].value * factor
+        value = min(1.0, value) if group == "efficiencies" else value
+        return self.model_copy(update={group: {**entries, key: entries[key].model_copy(update={"value": value})}})
 
     def measured_for(self, recipe: str, cluster: str) -> Measured | None:
         """The measurement of a recipe on a cluster, the last one where there are several."""

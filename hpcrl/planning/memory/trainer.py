@@ -32,12 +32,7 @@ from hpcrl.planning.memory.settings import (
     lora_parameters,
 )
 
-__all__ = ["layer_gather_bytes", "trainer_moments", "trainer_peak"]
-
-
-def layer_gather_bytes(facts: ModelFacts, *, dtype: str, ep: int = 1) -> int:
-    """Bytes of the largest layer after FSDP's all-gather: experts of this rank only, everything else whole."""
-    return max(_gathered(facts, index, ep) for index in range(len(facts.layers))) * DTYPE_BYTES[dtype]
+__all__ = ["trainer_moments", "trainer_peak"]
 
 
 def trainer_peak(facts: ModelFacts, memory: TrainerMemory) -> Ledger:

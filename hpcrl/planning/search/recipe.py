@@ -10,17 +10,25 @@ from typing import Any
 from hpcrl.config.cluster import ClusterProfile, SlurmCluster
 from hpcrl.config.plan import Role
 from hpcrl.config.recipe import Recipe
-from hpcrl.errors import UnknownSizesError, UsageError
+from hpcrl.errors import ConfigError, UnknownSizesError, UsageError
 from hpcrl.planning.calibration.file import Calibration
 from hpcrl.planning.memory.remedies import why_not
-from hpcrl.planning.report import find_facts, loop_document
+from hpcrl.planning.report import Outlook, find_facts, loop_document
 from hpcrl.planning.search.memory import memory_fits
-from hpcrl.planning.search.splits import Candidate, Problem, pareto, search
+from hpcrl.planning.search.splits import Candidate, Problem, marked, pareto, search
 from hpcrl.planning.times.forecast import forecast, site_rates
 from hpcrl.planning.times.from_recipe import PlannedLayout, planned_layout, with_layout
 from hpcrl.planning.times.workload import resolve_workload
 
-__all__ = ["MOST_NODES", "SearchResult", "node_range", "run_search", "search_document"]
+__all__ = [
+    "MOST_NODES",
+    "SearchResult",
+    "better_document",
+    "better_split",
+    "node_range",
+    "run_search",
+    "search_document",
+]
 
 
 MOST_NODES = 1024
@@ -124,6 +132,31 @@ def run_search(
     return SearchResult(found, candidate, "; ".join(shorts), "\n    ".join(reasons), tuple(notes))
 
 
+_LOOKED_AT = 64
+"""Nodes up to which a plan looks for a better split of its own accord: that takes about a second."""
+_WORTH = 0.98
+
+
+def better_split(outlook: Outlook, calibration: Calibration) -> Candidate | None:
+    """A split of the same nodes with a shorter step than a plan's own; None where there is none, or nobody looked."""
+    layout, loop = outlook.layout, outlook.loop
+    if layout is None or loop is None or not 2 <= layout.nodes <= _LOOKED_AT:
+        return None
+    if calibration.measured_for(outlook.recipe.name, outlook.cluster.name) is not None:
+        return None
+    try:
+        found = run_search(outlook.recipe, outlook.cluster, calibration, range(layout.nodes, layout.nodes + 1))
+    except (ConfigError, UsageError):
+        return None
+    best = min(found.candidates, key=lambda candidate: candidate.step_s, default=None)
+    return best if best is not None and best.step_s < _WORTH * loop.step_s else None
+
+
+def better_document(better: Candidate | None) -> dict[str, Any] | None:
+    """A better split as JSON."""
+    return None if better is None else _candidate_document(better)
+
+
 def _cut(base: PlannedLayout, nodes: int) -> PlannedLayout:
     """The recipe's layout cut down to so many nodes in its own proportions: what to say why nothing fits about."""
     share = nodes / base.nodes
@@ -161,9 +194,12 @@ def cluster_nodes(cluster: SlurmCluster) -> dict[str, int]:
 def search_document(found: SearchResult) -> dict[str, Any]:
     """A search as JSON."""
     best = pareto(found.candidates)
+    marks = {id(candidate): mark for mark, candidate in marked(found.candidates)}
     return {
         "schema_version": 1,
-        "candidates": [{**_candidate_document(c), "best": c in best} for c in found.candidates],
+        "candidates": [
+            {**_candidate_document(c), "best": c in best, "mark": marks.get(id(c))} for c in found.candidates
+        ],
         "recipe": None if found.own is None else {**_candidate_document(found.own), "short": found.own_short or None},
         "notes": list(found.notes),
     }

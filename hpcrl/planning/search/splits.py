@@ -6,6 +6,7 @@ nodes it might get; all splits are compared by the slower side; and only the bes
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,7 +21,7 @@ from hpcrl.planning.times.shapes import EngineShape, TrainerShape
 from hpcrl.planning.times.trainer import TrainerBatch, trainer_step
 from hpcrl.planning.times.workload import Workload, resolve_workload
 
-__all__ = ["Candidate", "Fit", "Fits", "Problem", "pareto", "search"]
+__all__ = ["Candidate", "Fit", "Fits", "Problem", "marked", "pareto", "search"]
 
 _CONTEXT_PARALLEL = (1, 2, 4, 8, 16)
 _FINALISTS = 12
@@ -281,3 +282,29 @@ def pareto(candidates: Sequence[Candidate]) -> list[Candidate]:
             best = candidate.step_s
             kept.append(candidate)
     return kept
+
+
+def marked(candidates: Sequence[Candidate]) -> list[tuple[str, Candidate]]:
+    """The few to choose from, by nodes: ``cheapest`` in GPU-hours a step, ``knee``, ``fastest``.
+
+    The knee is the one of the unbeaten that is farthest below the straight line from the smallest to the fastest, both
+    axes as logarithms: from there on, more nodes shorten a step by a smaller share than before.
+    """
+    best = pareto(candidates)
+    if not best:
+        return []
+    first, last = best[0], best[-1]
+    cheapest = min(best, key=lambda candidate: candidate.gpu_hours)
+    knee = max(best, key=lambda candidate: _below_line(candidate, first, last))
+    names: dict[int, list[str]] = {}
+    for name, candidate in (("cheapest", cheapest), ("knee", knee), ("fastest", last)):
+        names.setdefault(id(candidate), []).append(name)
+    return [(", ".join(names[id(candidate)]), candidate) for candidate in best if id(candidate) in names]
+
+
+def _below_line(candidate: Candidate, first: Candidate, last: Candidate) -> float:
+    if first.nodes == last.nodes:
+        return 0.0
+    part = math.log(candidate.nodes / first.nodes) / math.log(last.nodes / first.nodes)
+    line = math.log(first.step_s) + part * math.log(last.step_s / first.step_s)
+    return line - math.log(candidate.step_s)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-__all__ = ["Group", "Links", "all_gather", "all_reduce", "all_to_all", "broadcast"]
+__all__ = ["Group", "Links", "all_gather", "all_reduce", "all_to_all"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,14 +97,6 @@ def all_to_all(sent_bytes: float, group: Group, links: Links) -> float:
     # messages go out side by side: one hop, not one a rank
     hop = links.hop_s if group.nodes > 1 else links.local_hop_s
     return max(local, far) + hop
-
-
-def broadcast(total_bytes: float, group: Group, links: Links) -> float:
-    """One rank sends to all, pipelined in chunks: bound by the slowest link on the way."""
-    if group.size <= 1:
-        return 0.0
-    rate = links.gpu if group.nodes == 1 else min(links.gpu, links.node)
-    return total_bytes / rate + _latency(group, links)
 
 
 def _latency(group: Group, links: Links) -> float:

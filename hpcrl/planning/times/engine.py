@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from hpcrl.models.facts import ModelFacts
-from hpcrl.models.layers import Gqa, Layer, Mla
+from hpcrl.models.layers import DenseMlp, Gqa, Layer, Mla
 from hpcrl.models.tensors import Part
 from hpcrl.planning.times.collectives import Group, all_reduce, all_to_all
 from hpcrl.planning.times.rates import Rates
@@ -71,7 +71,7 @@ class DecodeModel:
     def _read(self) -> tuple[float, float]:
         """Weight bytes of a GPU outside of experts, and in experts."""
         dense, experts = _weights(self.facts, self.shape.weight_dtype)
-        return dense / self.shape.tensor_parallel, experts / self.shape.expert_parallel
+        return dense / self.shape.tensor_parallel, experts / self.shape.expert_shards
 
     def seconds(self, batch: float, context: float) -> float:
         """A step in which each data-parallel rank decodes ``batch`` sequences of ``context`` tokens."""
@@ -114,7 +114,7 @@ class DecodeModel:
     def _all_to_all_s(self, batch: float) -> float:
         facts, shape = self.facts, self.shape
         layers = facts.moe_layers
-        if shape.expert_parallel <= 1 or not layers:
+        if not shape.dispatches or not layers:
             return 0.0
         group = Group.inner(shape.expert_parallel, shape.gpus_per_node)
         width = layers[0][1].expert_width
@@ -131,7 +131,18 @@ class DecodeModel:
             return 0.0
         group = Group.inner(shape.tensor_parallel, shape.gpus_per_node)
         each = all_reduce(batch * self.facts.hidden_size * 2, group, self.rates.collectives)
-        return 2 * len(self.facts.layers) * each
+        return tensor_parallel_sums(self.facts, shape) * each
+
+
+def tensor_parallel_sums(facts: ModelFacts, shape: EngineShape) -> float:
+    """All-reduces of the hidden state over the ranks of tensor parallelism, in all layers.
+
+    One after each mixer and each feed-forward block. Where experts have ranks of their own to go to, their outputs come
+    back by the combine, to one rank of the tensor-parallel group each: what is left is an all-gather, half of it.
+    """
+    mixers = sum(layer.mixer is not None for layer in facts.layers)
+    dense = sum(isinstance(layer.mlp, DenseMlp) for layer in facts.layers)
+    return mixers + dense + len(facts.moe_layers) * (0.5 if shape.dispatches else 1.0)
 
 
 def _latent(facts: ModelFacts) -> bool:
@@ -143,7 +154,7 @@ _FORMULAS = {
     "experts": "max(chosen experts' weights / GPU memory, batch * operations / rate)",
     "attention": "max(KV read / GPU memory, batch * (scores + indexer) / rate)",
     "all_to_all": "sparse layers * (dispatch + combine + 2 * latency)",
-    "tensor_parallel": "2 * layers * all_reduce(batch * hidden * 2 B)",
+    "tensor_parallel": "(mixers + blocks, sparse ones half where they dispatch) * all_reduce(batch * hidden * 2 B)",
     "kernels": "layers * layer_overhead_s",
     "host": "engine_step_overhead_s",
 }
@@ -155,7 +166,7 @@ def decode_step(facts: ModelFacts, shape: EngineShape, rates: Rates, *, batch: f
     dense, experts = _weights(facts, shape.weight_dtype)
     inputs: dict[str, dict[str, float | str]] = {
         "linear": {"weight bytes": dense / shape.tensor_parallel, "dtype": shape.weight_dtype},
-        "experts": {"weight bytes": experts / shape.expert_parallel, "EP": shape.expert_parallel},
+        "experts": {"weight bytes": experts / shape.expert_shards, "EP": shape.expert_parallel},
         "attention": {"KV bytes a sequence": kv_read_bytes(facts, context, shape.kv_dtype), "context": context},
         "all_to_all": {"EP": shape.expert_parallel, "sparse layers": len(facts.moe_layers)},
         "kernels": {"layers": len(facts.layers)},
@@ -196,13 +207,32 @@ def prefill_token(facts: ModelFacts, shape: EngineShape, rates: Rates, *, contex
         terms.insert(1, attempt("prefill.experts", lambda: work.experts / rates.gemm(dtype, True) / busy, _PREFILL))
     if work.indexer:
         terms.append(attempt("prefill.indexer", lambda: work.indexer / rates.indexer / busy, _PREFILL))
-    if shape.expert_parallel > 1 and facts.moe_layers:
-        compute = sum(term.seconds or 0.0 for term in terms)
+    if shape.tensor_parallel > 1:
+        terms.append(_prefill_tensor_parallel(facts, shape, rates))
+    if shape.dispatches and facts.moe_layers:
+        compute = sum(term.seconds or 0.0 for term in terms if term.name != "prefill.tensor_parallel")
         terms += _prefill_all_to_all(facts, shape, rates, compute)
     return TimeTable("prompt token", tuple(terms))
 
 
 _PREFILL = "operations / rate / prefill_busy"
+
+
+def _prefill_tensor_parallel(facts: ModelFacts, shape: EngineShape, rates: Rates) -> TimeTerm:
+    """Bytes of one token's sums; the ranks of a group are all at it, so a token costs each of them."""
+    group = Group.inner(shape.tensor_parallel, shape.gpus_per_node)
+    sums, token_bytes = tensor_parallel_sums(facts, shape), facts.hidden_size * 2
+
+    def seconds() -> float:
+        links = replace(rates.collectives, hop_s=0.0, local_hop_s=0.0)
+        return shape.tensor_parallel * sums * all_reduce(token_bytes, group, links)
+
+    return attempt(
+        "prefill.tensor_parallel",
+        seconds,
+        "TP * sums * all_reduce(hidden * 2 B), without latency",
+        {"TP": shape.tensor_parallel, "sums": sums, "bytes": token_bytes},
+    )
 
 
 def _prefill_all_to_all(facts: ModelFacts, shape: EngineShape, rates: Rates, compute_s: float) -> list[TimeTerm]:

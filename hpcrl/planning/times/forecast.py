@@ -132,7 +132,7 @@ def engine_bytes(facts: ModelFacts, shape: EngineShape) -> tuple[float, float]:
     total, experts = _weight_bytes(facts, shape.weight_dtype)
     dense = total - experts
     node = dense + experts * min(1.0, shape.gpus_per_node / shape.expert_parallel)
-    gpu = dense / shape.tensor_parallel + experts / max(shape.expert_parallel, shape.tensor_parallel)
+    gpu = dense / shape.tensor_parallel + experts / shape.expert_shards
     return node, gpu
 
 

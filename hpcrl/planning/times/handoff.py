@@ -6,20 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from hpcrl.planning.times.collectives import Group, Links, broadcast
 from hpcrl.planning.times.rates import Rates, StorageRates
 from hpcrl.planning.times.terms import TimeTable, attempt
 
-__all__ = [
-    "HANDOFF_PATHS",
-    "Handoff",
-    "HandoffPath",
-    "broadcast_update_s",
-    "checkpoint_save",
-    "handoff",
-    "reshard_update_s",
-    "startup",
-]
+__all__ = ["HANDOFF_PATHS", "Handoff", "HandoffPath", "checkpoint_save", "handoff", "startup"]
 
 HandoffPath = Literal["filesystem", "fan_out"]
 HANDOFF_PATHS: tuple[HandoffPath, ...] = ("filesystem", "fan_out")
@@ -161,13 +151,3 @@ def startup(
             attempt("startup.processes", lambda: rates.calibration.constant("process_start_s"), "process_start_s"),
         ),
     )
-
-
-def broadcast_update_s(total_bytes: float, tensors: float, group: Group, links: Links, *, tensor_s: float) -> float:
-    """Every rank gets the whole model by broadcast and takes its part out, tensor by tensor (checkpoint-engine)."""
-    return broadcast(total_bytes, group, links) + tensors * tensor_s
-
-
-def reshard_update_s(shard_bytes: float, rest_s: float, links: Links) -> float:
-    """Each rank gets its own shard from those who have it, and the rest in ``rest_s``: NCCL resharding."""
-    return shard_bytes * links.gpus_per_node / links.node + rest_s

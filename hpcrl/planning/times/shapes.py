@@ -106,6 +106,16 @@ class EngineShape:
         return max(1, self.ranks // self.tensor_parallel)
 
     @property
+    def expert_shards(self) -> int:
+        """Ranks that one copy of the experts is spread over: dealt out whole, or cut by tensor parallelism."""
+        return max(self.expert_parallel, self.tensor_parallel)
+
+    @property
+    def dispatches(self) -> bool:
+        """Whether tokens travel to their experts. Within one data-parallel rank all have all tokens, and add up."""
+        return self.expert_parallel > 1 and self.data_parallel > 1
+
+    @property
     def all_nodes(self) -> int:
         """Nodes of all replicas."""
         return self.replicas * self.nodes

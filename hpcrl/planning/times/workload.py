@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from hpcrl.config.recipe import CalculatorEnv, EnvironmentConfig, LatencyConfig, Recipe
-from hpcrl.planning.calibration.file import Calibration, DistributionConfig, WorkloadConfig
+from hpcrl.planning.calibration.file import FACTORS, Calibration, DistributionConfig, Origin, WorkloadConfig, origin_of
 from hpcrl.planning.times.lengths import Quantiles, lognormal
 
 __all__ = ["EnvironmentLoad", "RolloutPace", "Workload", "resolve_workload"]
 
-_GRID = 32
-"""Points along lengths and along waiting times; a rollout's duration is a sum of both."""
+_GRID, _COARSE = 32, 8
+"""Points along lengths and along waiting times; a rollout's duration is a sum of both. Few are enough for how a time
+changes with a number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,12 @@ class EnvironmentLoad:
         Where the figures come from.
     assumed:
         They are upper limits of the recipe, because nothing is known.
+    unsure:
+        Fields that the source does not say.
+    limit:
+        Most tokens of a rollout.
+    grid:
+        Points along lengths and along waiting times.
     """
 
     name: str
@@ -65,6 +73,9 @@ class EnvironmentLoad:
     judge: Quantiles
     source: str
     assumed: bool
+    unsure: tuple[str, ...] = ()
+    limit: float = math.inf
+    grid: int = _GRID
 
     __hash__ = object.__hash__
 
@@ -80,14 +91,33 @@ class EnvironmentLoad:
     def _median(self) -> float:
         return self.tokens.quantile(0.5)
 
+    def uncertain(self) -> Iterator[tuple[str, float, Origin]]:
+        """Names of what describes rollouts, the factor by which each may be wrong, and where it comes from."""
+        for name in _MOVABLE:
+            if name not in _DISTRIBUTIONS or getattr(self, _DISTRIBUTIONS[name]).values[-1] > 0.0:
+                origin = "assumed" if self.assumed or name in self.unsure else origin_of(self.source)
+                yield name, FACTORS[origin], origin
+
+    def moved(self, name: str, factor: float) -> EnvironmentLoad:
+        """The same with one of `uncertain` times ``factor``, within what is possible."""
+        if name in _DISTRIBUTIONS:
+            field, limit = _DISTRIBUTIONS[name], self.limit if name == "tokens" else math.inf
+            values = getattr(self, field).mapped(lambda value: min(limit, value * factor))
+            if name != "tokens":
+                return replace(self, **{field: values})
+            return replace(self, tokens=values, prompt_tokens=min(self.prompt_tokens, values.values[0]))
+        value = getattr(self, name) * factor
+        most = {"sampled_share": 1.0, "prompt_tokens": self.tokens.values[0]}.get(name, math.inf)
+        return replace(self, **{name: min(most, max(1.0, value) if name == "turns" else value)})
+
     def durations(self, pace: RolloutPace) -> list[float]:
         """Seconds of rollouts; every value is as likely as the others."""
-        waits = [(2 * i + 1) / (2 * _GRID) for i in range(_GRID)]
+        waits = [(2 * i + 1) / (2 * self.grid) for i in range(self.grid)]
         tool_mean = self.tool.mean
         tool_spread = [self.tool.quantile(share) - tool_mean for share in waits]
         judge = [self.judge.quantile(share) for share in waits]
         result = []
-        for length in self.tokens.sample(min(_GRID, len(self.tokens.values))):
+        for length in self.tokens.sample(min(self.grid, len(self.tokens.values))):
             turns = self.turns_of(length)
             sampled = self.sampled(length)
             served = sampled * pace.token_s + (length - sampled) * pace.prompt_token_s + turns * pace.request_s
@@ -97,6 +127,10 @@ class EnvironmentLoad:
             for deviation, judged in zip(tool_spread, judge, strict=True):
                 result.append(served + max(0.0, calls * tool_mean + spread * deviation) + judged)
         return result
+
+
+_DISTRIBUTIONS = {"tokens": "tokens", "tool_s": "tool", "judge_s": "judge"}
+_MOVABLE = ("tokens", "prompt_tokens", "turns", "sampled_share", "tool_s", "judge_s")
 
 
 @dataclass(frozen=True)
@@ -111,6 +145,16 @@ class Workload:
     def lengths(self) -> Quantiles:
         """Tokens of a rollout, over all environments."""
         return _mixture([(load.weight, list(load.tokens.values)) for load in self.environments])
+
+    def moved(self, index: int, name: str, factor: float) -> Workload:
+        """The same with one number of one environment times ``factor``."""
+        loads = list(self.environments)
+        loads[index] = loads[index].moved(name, factor)
+        return Workload(tuple(loads))
+
+    def coarse(self) -> Workload:
+        """The same with fewer points: enough for how times change, not for what they are."""
+        return Workload(tuple(replace(load, grid=_COARSE) for load in self.environments))
 
     def mean(self, what: str) -> float:
         """Mean over rollouts of ``tokens``, ``sampled``, ``turns``, ``waits`` (seconds of tools and rewards), or
@@ -191,6 +235,8 @@ def _known(recipe: Recipe, env: EnvironmentConfig, weight: float, config: Worklo
         judge=_sum(Quantiles((0.0,)) if config.judge_s is None else _quantiles(config.judge_s), _latency(env.latency)),
         source=config.source,
         assumed=False,
+        unsure=config.assumed,
+        limit=limit,
     )
 
 
@@ -209,6 +255,7 @@ def _limits(recipe: Recipe, env: EnvironmentConfig, weight: float) -> Environmen
         judge=_latency(env.latency),
         source="nothing is known: every rollout fills engine.max_model_len and says sampling.max_new_tokens a turn",
         assumed=True,
+        limit=length,
     )
 
 

@@ -1,0 +1,170 @@
+"""What ``hpcrl plan`` says first: does it fit, can it start, how long is a step, what binds, what would be better."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import Console
+
+    from hpcrl.planning.report import Outlook
+    from hpcrl.planning.search.splits import Candidate
+    from hpcrl.planning.times.ranges import Range
+    from hpcrl.planning.verdict import Verdict
+
+__all__ = ["duration_text", "lines_table", "mesh_text", "print_answers", "print_verdict", "range_text", "side_text"]
+
+_KNOBS = 4
+_CAUSES = 4
+
+
+def duration_text(seconds: float | None) -> str:
+    """Seconds, minutes or hours with a sensible number of digits; ``?`` where unknown."""
+    if seconds is None:
+        return "?"
+    scale, unit, digits = _unit(seconds)
+    return f"{seconds * scale:{digits}} {unit}"
+
+
+def range_text(found: Range) -> str:
+    """``2.7 to 4.8 min``: both ends in the unit of the longer one."""
+    scale, unit, digits = _unit(found.high)
+    low, high = (f"{value * scale:{digits}}" for value in (found.low, found.high))
+    return f"{high} {unit}" if low == high else f"{low} to {high} {unit}"
+
+
+def _unit(seconds: float) -> tuple[float, str, str]:
+    if seconds >= 5400:
+        return 1 / 3600, "h", ".1f"
+    if seconds >= 90:
+        return 1 / 60, "min", ".1f"
+    if seconds >= 0.1 or seconds == 0:
+        return 1.0, "s", ".1f"
+    return 1e3, "ms", ".3g"
+
+
+def print_verdict(console: Console, verdict: Verdict, outlook: Outlook) -> None:
+    """Say first whether the plan fits, what would make it fit, and what nobody knows."""
+    from rich.markup import escape
+
+    if verdict.fits:
+        tightest = f"; tightest: {verdict.tightest}" if verdict.tightest else ""
+        console.print(f"[green]fits[/]{tightest}\n", highlight=False, soft_wrap=True)
+        return
+    knobs = {shortage.place.summary(): shortage.knobs for shortage in outlook.shortages}
+    for what in verdict.short:
+        console.print(f"[bold red]DOES NOT FIT[/] {escape(what)}", highlight=False, soft_wrap=True)
+        for knob in knobs.get(what, ())[:_KNOBS]:
+            console.print(f"    hint: {knob}", highlight=False, soft_wrap=True, markup=False)
+        if what in knobs and not knobs[what]:
+            console.print("    no single setting that hpcrl knows of makes it fit", highlight=False)
+    for what in verdict.unknown:
+        console.print(f"[bold red]NOT KNOWN[/] {escape(what)}", highlight=False, soft_wrap=True)
+    if verdict.skipped:
+        console.print(f"[bold yellow]SKIPPED[/] {'; '.join(verdict.skipped)}", highlight=False, soft_wrap=True)
+    console.print()
+
+
+def print_answers(
+    console: Console, verdict: Verdict, outlook: Outlook, unstartable: Sequence[str], better: Candidate | None
+) -> None:
+    """Whether it can start, the step as a range with what makes it, what binds, what would be better."""
+    lines = [("starts", _starts(unstartable))]
+    step, loop = outlook.step, outlook.loop
+    if loop is None:
+        lines.append(("step", f"not known: {outlook.because}"))
+    else:
+        known = "" if step is None else f"{range_text(step)}, expected "
+        lines.append(("step", f"[bold]{known}{duration_text(loop.step_s)}[/]"))
+        lines += [("", text) for text in _causes(step)]
+        lines.append(("binds", _binding(outlook)))
+        lines.append(("better", _better(outlook, better) if verdict.fits else "make it fit first (hints above)"))
+    for warning in () if outlook.forecast is None else outlook.forecast.warnings:
+        lines.append(("[yellow]warning[/]", warning))
+    console.print(lines_table(lines))
+    console.print()
+
+
+def lines_table(lines: Sequence[tuple[str, str]]) -> object:
+    """A word and a sentence each; long sentences go on below themselves."""
+    from rich.table import Table
+
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(no_wrap=True, min_width=9)
+    grid.add_column(overflow="fold")
+    for name, text in lines:
+        grid.add_row(name, text)
+    return grid
+
+
+def _starts(unstartable: Sequence[str]) -> str:
+    if not unstartable:
+        return "yes: hpcrl submit starts all of it"
+    sections = dict.fromkeys(".".join(key.split(".")[:2]) for key in unstartable)
+    return (
+        f"[bold yellow]no[/]: planned here, but no part of what this version can start: {', '.join(sections)}\n"
+        "hint: `--set job.payload=probe` submits the shape of the job"
+    )
+
+
+def _causes(step: Range | None) -> list[str]:
+    """The numbers that make the range, as long as each is worth a line."""
+    if step is None or not step.causes:
+        return []
+    lines = []
+    for cause in step.causes[:_CAUSES]:
+        name = cause.name.removeprefix("efficiencies.").removeprefix("constants.").removeprefix("workloads.")
+        ends = range_text(type(step)(cause.low, step.mid, cause.high))
+        lines.append(f"{name} ({cause.origin}) alone: {ends}")
+    left = len(step.causes) - _CAUSES
+    if left > 0:
+        lines.append(f"and {left} more (--json)")
+    return lines
+
+
+def _binding(outlook: Outlook) -> str:
+    """What holds the plan back, in time and in memory."""
+    loop = outlook.loop
+    assert loop is not None
+    text = "time: the trainer" if loop.bound == "trainer" else "time: rollouts"
+    if loop.bound == "rollouts":
+        text += f" ({loop.in_flight_limit if loop.served.limit == 'in flight' else loop.served.limit})"
+    text += f" (trainer waits {loop.trainer_waits:.0%} of a step, engines {loop.engines_wait:.0%})"
+    place = outlook.tightest
+    if place is not None and place.headroom is not None and place.capacity:
+        word = "free" if place.ok else "short"
+        text += f"; memory: {place.role.value} {place.kind}, {abs(place.headroom) / place.capacity:.0%} {word}"
+    return text
+
+
+def _better(outlook: Outlook, better: Candidate | None) -> str:
+    layout, loop = outlook.layout, outlook.loop
+    if layout is None or loop is None:
+        return "measure a run: hpcrl plan calibrate RUN"
+    if better is None:
+        return f"no other split of {layout.nodes} nodes that hpcrl looks at is faster; `hpcrl plan search` tries others"
+    own = better.layout
+    prefill = "" if own.prefill is None else f", prefill {own.prefill.all_nodes} ({side_text(own.prefill)})"
+    return (
+        f"trainer {own.trainer.nodes} ({mesh_text(better)}){prefill}, decode {own.decode.all_nodes} "
+        f"({side_text(own.decode)}): {duration_text(better.step_s)} on the same {better.nodes} nodes, "
+        f"{1 - better.step_s / loop.step_s:.0%} less (`--nodes {better.nodes}` takes it)"
+    )
+
+
+def mesh_text(candidate: Candidate) -> str:
+    """Degrees of a trainer and what it keeps on the host."""
+    trainer = candidate.layout.trainer
+    features = ((trainer.offload_optimizer, "opt. on host"), (trainer.offload_activations, "act. on host"))
+    names = [name for on, name in features if on]
+    return ", ".join([f"CP {trainer.context_parallel}", f"EP {trainer.expert_parallel}", *names])
+
+
+def side_text(shape: object) -> str:
+    """Replicas of an engine and the ranks of each."""
+    from hpcrl.planning.times.shapes import EngineShape
+
+    assert isinstance(shape, EngineShape)
+    return f"{shape.replicas} x EP {shape.expert_parallel}"
