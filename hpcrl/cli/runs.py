@@ -134,7 +134,7 @@ def list_runs(
     if as_json:
         typer.echo(listing_document(rows))
     elif rows:
-        console.print(listing_table(rows, console.width))
+        console.print(listing_table(rows, console.width, cut=console.is_terminal), soft_wrap=True)
     elif wanted or cluster:
         typer.echo("no run is like that; hpcrl ls lists all", err=True)
     else:

@@ -87,6 +87,7 @@ def test_the_list_at_80_columns_has_whole_names(monkeypatch: pytest.MonkeyPatch)
     long = [row("a" * 63, RunState.RUNNING), *rows]
     text = shown(listing_table(long, 80), width=80)
     assert f"{'a' * 63}  RUNNING" in text
+    assert why in shown(listing_table(rows, 200, cut=False), width=260)
     assert max(map(len, text.splitlines())) <= 100
 
 
