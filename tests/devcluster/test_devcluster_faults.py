@@ -128,6 +128,12 @@ def test_a_strangers_job_with_our_name_and_comment_is_not_ours(client: SlurmClie
     own = client.submit(script, name="mine", token="t:main")
     assert (own.job_id != stranger, own.recovered) == (True, False)
     assert [job.job_id for job in client.find(name="mine", token="t:main")] == [own.job_id]
+    # beside both the same submit finds ours again, and the next one of the run gets a job of its own
+    again = client.submit(script, name="mine", token="t:main")
+    assert (again.job_id, again.recovered) == (own.job_id, True)
+    second = client.submit(script, name="mine", token="t:main-2")
+    assert not second.recovered
+    assert set(client.of_run("t")) == {own.job_id, second.job_id}
 
 
 def test_refusals(client: SlurmClient, tmp_path: Path) -> None:
