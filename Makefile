@@ -1,5 +1,5 @@
-# The two commands of the README: `make quickstart` and `make test`. Both set up all they need.
-.PHONY: quickstart test test-vllm lint format docs wheel clean
+# The two commands of the README are `make quickstart` and `make test`. Each target sets up all it needs.
+.PHONY: quickstart test test-long test-all lint format docs wheel clean
 .DELETE_ON_ERROR:
 
 BIN := .venv/bin
@@ -13,20 +13,26 @@ quickstart:
 models/quickstart/config.json: recipes/quickstart.yaml
 	$(BIN)/hpcrl warmup recipes/quickstart.yaml --replace
 
-# tests at a time: faults of whole runs mostly wait
-WORKERS ?= 2
+# Tests at a time. Those of runs and clusters mostly wait, so there are more than processors. All tests of a file, which
+# may share a run or a cluster, are one worker's; the long ones begin first (tests/conftest.py).
+WORKERS ?= 3
+PYTEST = $(BIN)/python -m pytest -p no:cacheprovider
+PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-# real vLLM engines have an environment of their own (2.7 GB), and come one test at a time: an engine needs all cores
-# when it starts, and a run has several
+# everything but real vLLM engines and long campaigns; with the start model of the quickstart, which takes a minute
 test: lint
-	@python3 tools/bootstrap.py all dev --slurm --vllm
-	@$(BIN)/python tools/run_tests.py --workers $(WORKERS) -m "not vllm"
-	@$(BIN)/python tools/run_tests.py -m "vllm and not nightly"
+	@python3 tools/bootstrap.py all dev --slurm
+	@$(MAKE) --no-print-directory models/quickstart/config.json
+	@HPCRL_TEST_TAUGHT_MODEL=$(CURDIR)/models/quickstart $(PYTEST) $(PARALLEL) -m "not vllm and not campaign"
 
-# those that lose engines, sides and nodes of whole runs, too
-test-vllm:
+# what `make test` leaves out. Real vLLM engines have an environment of their own (2.7 GB), and come one test at a time:
+# an engine needs all cores when it starts, and a run has several
+test-long:
 	@python3 tools/bootstrap.py all dev --slurm --vllm
-	@$(BIN)/python tools/run_tests.py -m vllm
+	@$(PYTEST) $(PARALLEL) -m "campaign and not vllm"
+	@$(PYTEST) -p no:xdist -m vllm
+
+test-all: test test-long
 
 lint:
 	@python3 tools/bootstrap.py all dev

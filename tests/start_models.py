@@ -62,5 +62,8 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def taught_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The quickstart's own start model, from which it learns in a few steps: a minute of warm-up."""
+    """The quickstart's own start model, from which it learns in a few steps: a minute of warm-up, unless
+    ``HPCRL_TEST_TAUGHT_MODEL`` names one that is there already, as `make test` does."""
+    if given := os.environ.get("HPCRL_TEST_TAUGHT_MODEL"):
+        return Path(given)
     return start_model(tmp_path_factory, "taught")

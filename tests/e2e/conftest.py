@@ -27,6 +27,18 @@ def lab(tmp_path: Path, small_model: Path) -> Iterator[Lab]:
     """A lab whose runs are ended with the test."""
     lab = Lab(tmp_path, small_model)
     yield lab
+    end_all(lab)
+
+
+@pytest.fixture(scope="module")
+def shared_lab(tmp_path_factory: pytest.TempPathFactory, small_model: Path) -> Iterator[Lab]:
+    """A lab for the tests of a module that share a run."""
+    lab = Lab(tmp_path_factory.mktemp("shared"), small_model)
+    yield lab
+    end_all(lab)
+
+
+def end_all(lab: Lab) -> None:
     for path in lab.runs_root.iterdir() if lab.runs_root.is_dir() else ():
         for process in processes(RunDir(path)):
             process.send_signal(signal.SIGKILL)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 from patience import patience, wait_for
 
 from hpcrl.runs.events import Event, read_events
@@ -25,6 +28,17 @@ SMALL_RUN = (
     "rollouts.rollouts_per_step=16",
     "rollouts.group_size=4",
     "rollouts.max_in_flight=32",
+    "evaluation.every_steps=0",
+    "evaluation.prompts=8",
+)
+
+#: one task, and processors are free between steps, of which there are two a second: for runs that are watched
+SLOW_RUN = (
+    "environments=[{name: reverse, kind: words, task: reverse, latency: {median_s: 1.0}}]",
+    "trainer.steps=100000",
+    "rollouts.rollouts_per_step=8",
+    "rollouts.group_size=4",
+    "rollouts.max_in_flight=16",
     "evaluation.every_steps=0",
     "evaluation.prompts=8",
 )
@@ -65,6 +79,39 @@ class Lab:
         return wait_for(lambda: s if (s := self.state(run)).upper() not in alive else None, timeout_s, "end of run")
 
 
+class SharedRun:
+    """One run for all tests of a module, in any order: after one that has ended, or failed a test, comes another."""
+
+    def __init__(self, lab: Lab, *settings: str) -> None:
+        self.lab, self._settings = lab, settings
+        self._run: RunDir | None = None
+        self._count = 0
+
+    def taken(self, request: pytest.FixtureRequest) -> Iterator[RunDir]:
+        """The run with some steps of its newest attempt, for the fixture of a test; it leaves it so, or ends it."""
+        failed = request.session.testsfailed
+        yield self._take()
+        if request.session.testsfailed > failed:
+            self.end()
+
+    def end(self) -> None:
+        """Nobody takes this run again."""
+        for process in processes(self._run) if self._run is not None else ():
+            process.send_signal(signal.SIGKILL)
+        self._run = None
+
+    def _take(self) -> RunDir:
+        if self._run is None or self.lab.state(self._run).upper() != "RUNNING":
+            self.end()
+            self._count += 1
+            self._run = self.lab.submit(f"shared-{self._count}", *self._settings)
+        run = self._run
+        wait_for(lambda: self.lab.state(run).upper() == "RUNNING", 120, "a run that runs")
+        attempt = run.attempts()[-1]
+        wait_for(lambda: len([r for r in read_metrics(run) if r.attempt == attempt]) >= 4, 120, "four steps")
+        return run
+
+
 def wait_step(run: RunDir, step: int, timeout_s: float = 120.0) -> None:
     """Wait until a step was recorded."""
     wait_for(lambda: [r for r in read_metrics(run) if r.step >= step], timeout_s, f"step {step}")
@@ -82,8 +129,9 @@ def processes(run: RunDir) -> list[psutil.Process]:
     return found
 
 
-def events(run: RunDir, kind: str) -> list[Event]:
-    return [event for event in read_events(run) if event.kind == kind]
+def events(run: RunDir, kind: str, *, since_s: float = 0.0) -> list[Event]:
+    """Events of a kind, the oldest first; ``since_s``: those that are later (Unix time)."""
+    return [event for event in read_events(run, kind=kind) if event.time_s > since_s]
 
 
 def steps(run: RunDir) -> dict[int, StepRecord]:

@@ -19,9 +19,11 @@ from hpcrl.checkpoints import CheckpointLedger
 from hpcrl.runs.metrics import StepRecord
 from hpcrl.runs.rundir import RunDir
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
-STEPS = 10
+STEPS = 12
+#: of the asynchronous run
+AHEAD = 10
 SYNCHRONOUS = (
     f"trainer.steps={STEPS}",
     "trainer.ranks=2",
@@ -62,37 +64,41 @@ def whole(tmp_path_factory: pytest.TempPathFactory, small_model: Path) -> dict[i
     return steps(run)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_killed_on_two_ranks_and_resumed(lab: Lab, whole: dict[int, StepRecord], ranks: int) -> None:
+def test_killed_and_resumed_on_other_numbers_of_ranks(lab: Lab, whole: dict[int, StepRecord]) -> None:
+    """Three kills, each of all processes at a random step; then as many ranks as before, one, and four."""
     run = lab.submit("broken", "checkpoint.every_steps=2", *SYNCHRONOUS)
-    # the save of the step before the last one may be under way
-    last = random.randint(4, STEPS - 2)
-    wait_step(run, last)
-    kill_all(run)
-    assert lab.wait_end(run, 20.0).upper() == "LOST"
-    saved = CheckpointLedger(run.checkpoints_dir).newest_verified()
-    assert saved.entry is not None
-    assert not saved.skipped
-    assert saved.entry.step >= last - 3  # at most the save that was under way is lost
+    before = 2
+    for attempt, (first, ranks) in enumerate(((3, 2), (6, 1), (9, 4)), start=2):
+        # the save of the step before the last one may be under way
+        last = random.randint(first, first + 1)
+        wait_step(run, last)
+        kill_all(run)
+        assert lab.wait_end(run, 20.0).upper() == "LOST"
+        saved = CheckpointLedger(run.checkpoints_dir).newest_verified()
+        assert saved.entry is not None
+        assert not saved.skipped
+        assert saved.entry.step >= last - 3  # at most the save that was under way is lost
+        lab.hpcrl("resume", run.name, "--set", f"trainer.ranks={ranks}", *(["--follow"] if ranks == 4 else []))
+        print(f"killed after step {last}, resumed at {saved.entry.step} on {ranks} ranks")
+        wait_for(
+            lambda a=attempt: [e for e in events(run, "trainer.restored") if e.attempt == a], 120, "restored state"
+        )
+        restored = events(run, "trainer.restored")[-1].data
+        assert (restored["step"], restored["saved_by_ranks"], restored["ranks"]) == (saved.entry.step, before, ranks)
+        before = ranks
 
-    lab.hpcrl("resume", run.name, "--set", f"trainer.ranks={ranks}", "--follow")
     records = steps(run)
     assert list(records) == list(range(1, STEPS + 1))
-    (restored,) = events(run, "trainer.restored")
-    assert (restored.data["step"], restored.data["saved_by_ranks"], restored.data["ranks"]) == (
-        saved.entry.step,
-        2,
-        ranks,
-    )
+    assert {record.attempt for record in records.values()} >= {2, 4}
     errors = {step: abs(records[step].loss - r.loss) / max(abs(r.loss), 1e-3) for step, r in whole.items()}
-    worst = max(errors.values())
-    print(f"killed after step {last}, resumed at {saved.entry.step} on {ranks} ranks: largest difference {worst:.2g}")
-    assert max(errors.values()) <= (RESHARDED if ranks != 2 else 1e-5), errors
+    print(f"largest difference {max(errors.values()):.2g}")
+    for step, error in errors.items():
+        assert error <= (1e-5 if records[step].attempt <= 2 else RESHARDED), errors
     for step, record in whole.items():
         assert records[step].reward_mean == record.reward_mean, step
         assert records[step].learning_rate == record.learning_rate, step
 
-    # synchronous: all groups in order, each rollout once, over both attempts
+    # synchronous: all groups in order, each rollout once, over all attempts
     groups = STEPS * 16 // 4
     assert consumed(run) == {(group, member): 1 for group in range(groups) for member in range(4)}
 
@@ -101,7 +107,7 @@ def test_finished_rollouts_survive_and_none_is_used_twice(lab: Lab) -> None:
     """Asynchronous: rollouts that wait in the dock are in the checkpoint, and those in flight start again."""
     run = lab.submit(
         "ahead",
-        f"trainer.steps={STEPS}",
+        f"trainer.steps={AHEAD}",
         "checkpoint.every_steps=1",
         "rollouts.max_off_policy_steps=8",
         *(setting for setting in SMALL_RUN if not setting.startswith("rollouts.max_in_flight")),
@@ -118,8 +124,8 @@ def test_finished_rollouts_survive_and_none_is_used_twice(lab: Lab) -> None:
     assert started.data["finished_groups"] == shown["finished_groups"]
     used = consumed(run)
     assert max(used.values()) == 1
-    assert len(used) == STEPS * 16
+    assert len(used) == AHEAD * 16
     # what was not used by the end had been started too late, or was dropped and counted
-    last = steps(run)[STEPS].rollouts
+    last = steps(run)[AHEAD].rollouts
     assert last["consumed"] == len(used)
     assert last["finished"] >= last["consumed"]

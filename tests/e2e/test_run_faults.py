@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterator
 
 import psutil
 import pytest
-from lab import SMALL_RUN, Lab, processes, steps, wait_step
+from lab import SLOW_RUN, Lab, SharedRun, processes, steps
 from patience import wait_for
 
 from hpcrl.checkpoints import CheckpointLedger
@@ -45,33 +46,51 @@ def processes_of_tree(run: RunDir) -> list[psutil.Process]:
     return list(found.values())
 
 
+@pytest.fixture(scope="module")
+def shared(shared_lab: Lab) -> SharedRun:
+    return SharedRun(shared_lab, "checkpoint.every_steps=2", *SLOW_RUN)
+
+
+@pytest.fixture
+def run(shared: SharedRun, request: pytest.FixtureRequest) -> Iterator[RunDir]:
+    """A run with some steps behind it, which the tests of this file share."""
+    yield from shared.taken(request)
+
+
 @pytest.mark.parametrize("role", ["orchestrator", "trainer", "trainer worker", "supervisor"])
-def test_killed_role_ends_the_run_and_resume_goes_on(lab: Lab, role: str) -> None:
-    run = lab.submit("victim", "trainer.steps=14", "checkpoint.every_steps=2", *SMALL_RUN)
-    wait_step(run, 4)
+def test_killed_role_ends_the_run_and_resume_goes_on(run: RunDir, shared_lab: Lab, role: str) -> None:
+    attempt = run.attempts()[-1]
     os.kill(victim(run, role).pid, signal.SIGKILL)
     killed = time.monotonic()
-    state = lab.wait_end(run, 10.0)
+    state = shared_lab.wait_end(run, 10.0)
     wait_for(lambda: not processes(run), 10.0 - (time.monotonic() - killed), "end of all processes")
     assert state.upper() == ("LOST" if role == "supervisor" else "FAILED")
-    why = lab.hpcrl("why", run.name).stdout
+    why = shared_lab.hpcrl("why", run.name).stdout
     assert role.split(maxsplit=1)[0] in why
     assert "SIGKILL" in why or role == "supervisor"
 
     saved = CheckpointLedger(run.checkpoints_dir).newest_verified().entry
     assert saved is not None
-    lab.hpcrl("resume", run.name, "--follow")
-    assert lab.state(run).upper() == "COMPLETED"
+    shared_lab.hpcrl("resume", run.name)
+    wait_for(lambda: steps_of(run, attempt + 1), 120, "a step of the next attempt")
+    assert min(steps_of(run, attempt + 1)) == saved.step + 1
     records = steps(run)
-    assert list(records) == list(range(1, 15))
-    first_again = min(step for step, record in records.items() if record.attempt == 2)
-    assert first_again == saved.step + 1
+    assert list(records) == list(range(1, max(records) + 1))
+
+
+def test_cancel_leaves_nothing_and_a_resumed_run_completes(run: RunDir, shared_lab: Lab) -> None:
+    shared_lab.hpcrl("cancel", run.name, "-y")
+    assert shared_lab.wait_end(run, 10.0).upper() == "CANCELLED"
+    assert processes(run) == []
+    attempt, total = run.attempts()[-1], max(steps(run)) + 3
+    saved = CheckpointLedger(run.checkpoints_dir).newest_verified().entry
+    assert saved is not None
+    shared_lab.hpcrl("resume", run.name, "--set", f"trainer.steps={total}", "--follow")
+    assert shared_lab.state(run).upper() == "COMPLETED"
+    assert list(steps(run)) == list(range(1, total + 1))
+    assert min(steps_of(run, attempt + 1)) == saved.step + 1
     assert processes(run) == []
 
 
-def test_cancel_leaves_nothing(lab: Lab) -> None:
-    run = lab.submit("unwanted", "trainer.steps=1000", *SMALL_RUN)
-    wait_step(run, 2)
-    lab.hpcrl("cancel", run.name, "-y")
-    assert lab.wait_end(run, 10.0).upper() == "CANCELLED"
-    assert processes(run) == []
+def steps_of(run: RunDir, attempt: int) -> list[int]:
+    return [step for step, record in steps(run).items() if record.attempt == attempt]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import contract
 import pytest
 import torch
-from engine_helpers import write_model
+from engine_helpers import Server, write_model
 
 from hpcrl.modeling.qwen3_moe import Qwen3Moe
 
@@ -21,3 +24,18 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Qwen3Moe]:
     """A model directory and the model in it."""
     path = tmp_path_factory.mktemp("tiny-model")
     return path, write_model(path, seed=1)
+
+
+@pytest.fixture(scope="session")
+def contract_server(tiny: tuple[Path, Qwen3Moe], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The engine that all tests of the contract ask."""
+    path, model = tiny
+    running = contract.start(path, model, tmp_path_factory.mktemp("log") / "server.log")
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(32) as executor:
+        yield executor

@@ -85,6 +85,8 @@ class StubEngine:
         The same for every version from now on.
     update_s, exchange_s:
         How long reading a version takes, and exchanging it, for which requests are frozen.
+    reads:
+        Cleared, the version that it was asked to load is not read before this is set.
     in_place:
         Whether weights are loaded in place, as by vLLM: what was read is asked for, and loaded while requests are
         frozen.
@@ -112,6 +114,8 @@ class StubEngine:
         self.skip: int | None = None
         self.torn = False
         self.update_s = self.exchange_s = 0.0
+        self.reads = asyncio.Event()
+        self.reads.set()
         self.in_place = False
         self.slots = 1 << 20
         self.hung = False
@@ -251,6 +255,7 @@ class StubEngine:
             return web.json_response({"message": "Weights updated"})
         assert self.unpaused.is_set()
         await asyncio.sleep(self.update_s)
+        await self.reads.wait()
         wanted = int(info["path"].rpartition("v")[2])
         if (self.torn or wanted == self.skip) and self.version.isdecimal():
             self._staged = info["path"].replace(f"v{wanted:06d}", f"v{int(self.version):06d}")
@@ -338,6 +343,7 @@ class StubEngine:
         self.version, self._staged = "initial", None
         self.awake.set()
         self.unpaused.set()
+        self.reads.set()
         self.calls.clear()
         self.requests.clear()
         await self.start()

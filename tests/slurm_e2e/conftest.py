@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import start_models
+import yaml
 from slurm_lab import SlurmLab
 
 from hpcrl.devcluster.cluster import DevCluster
@@ -44,7 +45,28 @@ def site() -> Iterator[DevCluster]:
 
 @pytest.fixture
 def slurm_lab(tmp_path: Path, start_model: Path, site: DevCluster) -> Iterator[SlurmLab]:
-    """A lab whose jobs are ended with the test."""
+    """A lab of its own, on an empty cluster; its jobs are ended with the test."""
     lab = SlurmLab(tmp_path, start_model, site)
+    lab.end_all()
+    yield lab
+    lab.end_all()
+
+
+@pytest.fixture(scope="module")
+def shared_lab(tmp_path_factory: pytest.TempPathFactory, start_model: Path, site: DevCluster) -> Iterator[SlurmLab]:
+    """A lab for the tests of a module that share a run."""
+    lab = SlurmLab(tmp_path_factory.mktemp("shared"), start_model, site)
+    yield lab
+    lab.end_all()
+
+
+@pytest.fixture
+def probe_lab(tmp_path: Path, site: DevCluster) -> Iterator[SlurmLab]:
+    """A lab without a model, in which probes stay on their nodes; its jobs are ended with the test."""
+    lab = SlurmLab(tmp_path, tmp_path, site)
+    profile = yaml.safe_load(lab.profile.read_text())
+    profile["env"] = {**profile.get("env", {}), "PROBE_HOLD_S": "600"}
+    lab.profile.write_text(yaml.safe_dump(profile))
+    lab.end_all()
     yield lab
     lab.end_all()

@@ -8,11 +8,12 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 import yaml
 from observed import status_of
 from patience import patience, wait_for
@@ -28,17 +29,23 @@ from hpcrl.slurm.client import SlurmClient
 
 ROOT = Path(__file__).resolve().parents[2]
 HPCRL = Path(sys.executable).with_name("hpcrl")
-#: short steps, no evaluation on the way, two trainer nodes and two engine nodes
+#: small steps of which there are two a second, and processors are free meanwhile; no evaluation on the way, two trainer
+#: nodes and two engine nodes
 SMALL_RUN = (
-    "rollouts.rollouts_per_step=16",
+    "environments=[{name: reverse, kind: words, task: reverse, latency: {median_s: 1.0}}]",
+    "rollouts.rollouts_per_step=8",
     "rollouts.group_size=4",
-    "rollouts.max_in_flight=32",
+    "rollouts.max_in_flight=16",
     "evaluation.every_steps=0",
     "evaluation.prompts=8",
     "trainer.nodes=2",
     "trainer.ranks=2",
     "engine.replicas=2",
 )
+#: one node a role, where more prove nothing
+ONE_NODE_EACH = ("trainer.nodes=1", "trainer.ranks=1", "engine.replicas=1")
+#: a run of probes, which are light: what Slurm and the supervisor do is the same
+PROBES = ("trainer.nodes=2", "trainer.ranks=2", "engine.replicas=2", "job.payload=probe")
 
 
 class SlurmLab:
@@ -139,7 +146,7 @@ class SlurmLab:
     def wait_empty(self, timeout_s: float = 60.0) -> None:
         """Nothing of any run is left: no job, no process."""
         wait_for(lambda: not self.alive_jobs(), timeout_s, "empty queue")
-        for run in self.runs_root.iterdir():
+        for run in self.runs_root.iterdir() if self.runs_root.is_dir() else ():
             run_id = RunRecord.read(RunDir(run)).run_id
             wait_for(lambda run_id=run_id: not procfs.with_environ("HPCRL_RUN_ID", run_id), 20.0, "processes gone")
 
@@ -150,6 +157,39 @@ class SlurmLab:
 
     def client(self) -> SlurmClient:
         return self.cluster.client()
+
+
+class SharedRun:
+    """One run for all tests of a module, in any order: after one that has ended, or failed a test, comes another.
+
+    A test that takes it finds it running with all of its replicas, and leaves it so, or ends it.
+    """
+
+    def __init__(self, lab: SlurmLab, *settings: str) -> None:
+        self.lab, self._settings = lab, settings
+        self._run: RunDir | None = None
+        self._count = 0
+
+    def taken(self, request: pytest.FixtureRequest) -> Iterator[RunDir]:
+        """The run, for the fixture of a test; nobody else gets one that a failed test has left."""
+        failed = request.session.testsfailed
+        yield self._take()
+        if request.session.testsfailed > failed:
+            self._run = None
+
+    def _take(self) -> RunDir:
+        if self._run is None or not self._runs(self._run):
+            self.lab.end_all()
+            self._count += 1
+            self._run = self.lab.submit(f"shared-{self._count}", *self._settings)
+        run = self._run
+        wait_for(lambda: self._runs(run), 120.0, f"{run.name} with all replicas")
+        wait_saved(run, 4)
+        return run
+
+    def _runs(self, run: RunDir) -> bool:
+        status = status_of(run)
+        return status["state"] == "RUNNING" and {c["state"] for c in status["components"]} == {"READY"}
 
 
 def job_id(run: RunDir) -> int:
@@ -166,5 +206,6 @@ def wait_saved(run: RunDir, step: int, timeout_s: float = 120.0) -> None:
     wait_for(lambda: [saved for saved in ledger.steps() if saved >= step], timeout_s, f"checkpoint of step {step}")
 
 
-def events(run: RunDir, kind: str) -> list[Event]:
-    return read_events(run, kind=kind)
+def events(run: RunDir, kind: str, *, since_s: float = 0.0) -> list[Event]:
+    """Events of a kind, the oldest first; ``since_s``: those that are later (Unix time)."""
+    return [event for event in read_events(run, kind=kind) if event.time_s > since_s]

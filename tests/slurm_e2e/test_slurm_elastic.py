@@ -7,13 +7,13 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
 from observed import status_of
 from patience import wait_for
-from slurm_lab import HPCRL, ROOT, SlurmLab, events, wait_saved, wait_step
+from slurm_lab import HPCRL, ROOT, SharedRun, SlurmLab, events, wait_step
 
 from hpcrl.runs.exclusions import read_exclusions
 from hpcrl.runs.metrics import read_metrics
@@ -52,120 +52,118 @@ def served(run: RunDir, engine: str, after_s: float) -> bool:
     return any(e.data["engine"] == engine and e.time_s > after_s for e in events(run, "engine.weights_updated"))
 
 
+@pytest.fixture(scope="module")
+def shared(shared_lab: SlurmLab) -> SharedRun:
+    return SharedRun(shared_lab, *LONG)
+
+
 @pytest.fixture
-def running(slurm_lab: SlurmLab) -> RunDir:
-    """An elastic run with two engines and some steps behind it."""
-    run = slurm_lab.submit("elastic", *LONG)
-    ready(run, 2)
-    wait_saved(run, 4)
-    return run
+def running(shared: SharedRun, request: pytest.FixtureRequest) -> Iterator[RunDir]:
+    """An elastic run with two engines and some steps behind it, which the tests of this file share."""
+    for run in shared.taken(request):
+        ready(run, 2)
+        yield run
 
 
-def test_cancelled_engine_job_is_replaced_and_the_run_goes_on(running: RunDir, slurm_lab: SlurmLab) -> None:
-    before = engines(running)
-    slurm_lab.client().cancel(before[1]["job"]["job_id"])
-    wait_for(lambda: events(running, "replica.lost"), 30.0, "notice of the loss")
-    lost = events(running, "replica.lost")[0]
+def test_cancelled_engine_job_is_replaced_and_the_run_goes_on(running: RunDir, shared_lab: SlurmLab) -> None:
+    before, attempt, fault_s = engines(running), running.attempts()[-1], time.time()
+    shared_lab.client().cancel(before[1]["job"]["job_id"])
+    (lost,) = wait_for(lambda: events(running, "replica.lost", since_s=fault_s), 30.0, "notice of the loss")
     assert lost.data["replica"] == 1
     step = read_metrics(running)[-1].step
     after = ready(running, 2, {1: before[1]})
     assert after[1]["job"]["job_id"] != before[1]["job"]["job_id"]
-    assert after[1]["job"]["replaced"] == 1
+    assert after[1]["job"]["replaced"] == before[1]["job"]["replaced"] + 1
     assert f"job {before[1]['job']['job_id']} is CANCELLED" in after[1]["job"]["lost"]
     assert after[0]["job"]["job_id"] == before[0]["job"]["job_id"]
     wait_for(lambda: served(running, "engine-1", lost.time_s), 60.0, "policy version in the new engine")
     wait_step(running, step + 5)
-    status = slurm_lab.json("status", running.name)
-    assert (status["state"], status["attempt"]) == ("RUNNING", 1)
-    assert f"job {before[1]['job']['job_id']} is CANCELLED" in slurm_lab.hpcrl("why", running.name).stdout
-    slurm_lab.hpcrl("cancel", running.name, "--yes")
-    slurm_lab.wait_empty()
+    status = shared_lab.json("status", running.name)
+    assert (status["state"], status["attempt"]) == ("RUNNING", attempt)
+    assert f"job {before[1]['job']['job_id']} is CANCELLED" in shared_lab.hpcrl("why", running.name).stdout
 
 
-def test_requeued_engine_job_joins_again(running: RunDir, slurm_lab: SlurmLab) -> None:
-    before = engines(running)
-    slurm_lab.client().requeue(before[0]["job"]["job_id"])
-    wait_for(lambda: events(running, "replica.lost"), 30.0, "notice of the loss")
+def test_requeued_engine_job_joins_again(running: RunDir, shared_lab: SlurmLab) -> None:
+    before, fault_s = engines(running), time.time()
+    shared_lab.client().requeue(before[0]["job"]["job_id"])
+    wait_for(lambda: events(running, "replica.lost", since_s=fault_s), 30.0, "notice of the loss")
     after = ready(running, 2, {0: before[0]})
     assert after[0]["job"]["job_id"] == before[0]["job"]["job_id"]
-    assert after[0]["job"]["replaced"] == 0
-    assert slurm_lab.json("status", running.name)["state"] == "RUNNING"
-    slurm_lab.hpcrl("cancel", running.name, "--yes")
+    assert after[0]["job"]["replaced"] == before[0]["job"]["replaced"]
+    assert shared_lab.json("status", running.name)["state"] == "RUNNING"
 
 
-def test_engine_node_down_is_a_lost_replica(running: RunDir, slurm_lab: SlurmLab) -> None:
-    before = engines(running)[0]
-    (node,) = before["nodes"]
-    slurm_lab.cluster.kill_node(node)
-    try:
-        wait_for(lambda: events(running, "replica.lost"), 60.0, "notice of the loss")
-        step = read_metrics(running)[-1].step
-        after = ready(running, 2, {0: before})
-    finally:
-        slurm_lab.cluster.revive_node(node)
-    assert after[0]["nodes"] != [node]
-    (entry,) = read_exclusions(running, now_s=time.time())
-    assert entry.node == node
-    wait_step(running, step + 3)
-    assert slurm_lab.json("status", running.name)["attempt"] == 1
-    slurm_lab.hpcrl("cancel", running.name, "--yes")
-
-
-def test_scale_down_and_up_while_running(running: RunDir, slurm_lab: SlurmLab) -> None:
-    slurm_lab.hpcrl("scale", running.name, "engine=1")
+def test_scale_down_and_up_while_running(running: RunDir, shared_lab: SlurmLab) -> None:
+    begin_s = time.time()
+    shared_lab.hpcrl("scale", running.name, "engine=1")
     ready(running, 1)
-    wait_for(lambda: len(slurm_lab.alive_jobs()) == 2, 30.0, "two jobs")
+    wait_for(lambda: len(shared_lab.alive_jobs()) == 2, 30.0, "two jobs")
     step = read_metrics(running)[-1].step
     wait_step(running, step + 3)
-    slurm_lab.hpcrl("scale", running.name, "engine=3")
+    shared_lab.hpcrl("scale", running.name, "engine=3")
     ready(running, 3)
     step = read_metrics(running)[-1].step
     wait_step(running, step + 3)
-    assert slurm_lab.json("status", running.name)["state"] == "RUNNING"
-    assert not events(running, "replica.lost")
-    added = {event.data["engine"] for event in events(running, "engine.added")}
+    assert shared_lab.json("status", running.name)["state"] == "RUNNING"
+    assert not events(running, "replica.lost", since_s=begin_s)
+    added = {event.data["engine"] for event in events(running, "engine.added", since_s=begin_s)}
     assert added >= {"engine-1", "engine-2"}
-    slurm_lab.hpcrl("cancel", running.name, "--yes")
-    slurm_lab.wait_empty()
+    shared_lab.hpcrl("scale", running.name, "engine=2")
+    ready(running, 2)
 
 
-def test_all_engines_lost_then_back(running: RunDir, slurm_lab: SlurmLab) -> None:
-    before = engines(running)
+def test_all_engines_lost_then_back(running: RunDir, shared_lab: SlurmLab) -> None:
+    before, attempt, fault_s = engines(running), running.attempts()[-1], time.time()
     for engine in before.values():
-        slurm_lab.client().cancel(engine["job"]["job_id"])
-    wait_for(lambda: len(events(running, "replica.lost")) == 2, 30.0, "notice of both losses")
+        shared_lab.client().cancel(engine["job"]["job_id"])
+    wait_for(lambda: len(events(running, "replica.lost", since_s=fault_s)) == 2, 30.0, "notice of both losses")
     ready(running, 2, before)
     step = read_metrics(running)[-1].step
     wait_step(running, step + 3)
-    assert slurm_lab.json("status", running.name)["attempt"] == 1
-    slurm_lab.hpcrl("cancel", running.name, "--yes")
+    assert shared_lab.json("status", running.name)["attempt"] == attempt
 
 
-def test_trainer_node_down_goes_on_with_the_same_engine_jobs(running: RunDir, slurm_lab: SlurmLab) -> None:
-    status = RunStatus.read(running)
+def test_engine_node_down_is_a_lost_replica(running: RunDir, shared_lab: SlurmLab) -> None:
+    before, attempt, fault_s = engines(running)[0], running.attempts()[-1], time.time()
+    (node,) = before["nodes"]
+    known = {entry.node for entry in read_exclusions(running, now_s=fault_s)}
+    shared_lab.cluster.kill_node(node)
+    try:
+        wait_for(lambda: events(running, "replica.lost", since_s=fault_s), 60.0, "notice of the loss")
+        step = read_metrics(running)[-1].step
+        after = ready(running, 2, {0: before})
+    finally:
+        shared_lab.cluster.revive_node(node)
+    assert after[0]["nodes"] != [node]
+    assert {entry.node for entry in read_exclusions(running, now_s=time.time())} - known == {node}
+    wait_step(running, step + 3)
+    assert shared_lab.json("status", running.name)["attempt"] == attempt
+
+
+def test_trainer_node_down_goes_on_with_the_same_engine_jobs(running: RunDir, shared_lab: SlurmLab) -> None:
+    status, fault_s = RunStatus.read(running), time.time()
     assert status is not None
+    attempt = status.attempt + 1
     jobs = {replica: c["job"]["job_id"] for replica, c in engines(running).items()}
     node = next(c.nodes[0] for c in status.components if c.role == "trainer")
-    slurm_lab.cluster.kill_node(node)
+    shared_lab.cluster.kill_node(node)
     try:
-        wait_for(lambda: status_of(running)["attempt"] == 2, 90.0, "second attempt")
-        slurm_lab.wait_state(running, ["RUNNING"], 90)
+        wait_for(lambda: status_of(running)["attempt"] == attempt, 90.0, "next attempt")
+        shared_lab.wait_state(running, ["RUNNING"], 90)
         ready(running, 2)
     finally:
-        slurm_lab.cluster.revive_node(node)
+        shared_lab.cluster.revive_node(node)
     assert {replica: c["job"]["job_id"] for replica, c in engines(running).items()} == jobs
-    assert events(running, "trainer.restored")[0].data["step"] >= 4
-    wait_for(lambda: [r for r in read_metrics(running) if r.attempt == 2], 60.0, "step of attempt 2")
-    slurm_lab.hpcrl("cancel", running.name, "--yes")
-    slurm_lab.wait_empty()
+    assert events(running, "trainer.restored", since_s=fault_s)[0].data["step"] >= 4
+    wait_for(lambda: [r for r in read_metrics(running) if r.attempt == attempt], 60.0, "step of the next attempt")
 
 
-def test_killed_supervisor_ends_all_jobs(running: RunDir, slurm_lab: SlurmLab) -> None:
+def test_killed_supervisor_ends_all_jobs(running: RunDir, shared_lab: SlurmLab) -> None:
     status = RunStatus.read(running)
     assert status is not None
     os.kill(status.supervisor.pid, signal.SIGKILL)
-    slurm_lab.wait_state(running, ["LOST"], 60)
-    slurm_lab.wait_empty()
+    shared_lab.wait_state(running, ["LOST"], 60)
+    shared_lab.wait_empty()
 
 
 @pytest.mark.parametrize(
@@ -181,7 +179,8 @@ def test_submit_killed_half_way(dies_at: str, then: str, slurm_lab: SlurmLab) ->
     script.write_text(f'#!/bin/sh\n{sbatch} "$@"\ncase " $* " in *"--job-name={dies_at} "*) kill -9 $PPID ;; esac\n')
     script.chmod(0o755)
     env = {**slurm_lab.env, "PATH": f"{wrapper}:{slurm_lab.env['PATH']}"}
-    sets = [part for s in slurm_lab.settings(*LONG) for part in ("--set", s)]
+    shape = ("trainer.nodes=1", "trainer.ranks=1")
+    sets = [part for s in slurm_lab.settings(*LONG, *shape) for part in ("--set", s)]
     command = [HPCRL, "submit", "quickstart", "--cluster", str(slurm_lab.profile), "--name", "half", *sets]
     result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, check=False)
     assert result.returncode == -signal.SIGKILL, result.stderr

@@ -6,29 +6,42 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import psutil
 import pytest
 from patience import wait_for
-from slurm_lab import SlurmLab, events, job_id, wait_saved, wait_step
+from slurm_lab import ONE_NODE_EACH, PROBES, SharedRun, SlurmLab, events, job_id, wait_saved, wait_step
 
 from hpcrl import procfs
 from hpcrl.runs.exclusions import exclude
 from hpcrl.runs.metrics import read_metrics
 from hpcrl.runs.record import RunRecord
 from hpcrl.runs.rundir import RunDir
-from hpcrl.runs.status import RunStatus
+from hpcrl.runs.status import ComponentStatus, RunStatus
 
+HETJOB = "job.layout=hetjob"
 ENDS = ["COMPLETED", "FAILED", "LOST", "CANCELLED"]
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
+@pytest.fixture(scope="module")
+def shared(shared_lab: SlurmLab) -> SharedRun:
+    return SharedRun(shared_lab, "trainer.steps=100000", "checkpoint.every_steps=2", "job.retry_failures=20", HETJOB)
+
+
 @pytest.fixture
-def running(slurm_lab: SlurmLab) -> RunDir:
-    """A heterogeneous job with some steps and checkpoints behind it."""
-    run = slurm_lab.submit("victim", "trainer.steps=4000", "checkpoint.every_steps=2", "job.layout=hetjob")
-    wait_saved(run, 4)
+def running(shared: SharedRun, request: pytest.FixtureRequest) -> Iterator[RunDir]:
+    """A heterogeneous job with some steps and checkpoints behind it, which the tests of this file share."""
+    yield from shared.taken(request)
+
+
+@pytest.fixture
+def held(probe_lab: SlurmLab) -> RunDir:
+    """A heterogeneous job whose ranks are probes that stay: what Slurm and the supervisor do is the same."""
+    run = probe_lab.submit("held", *PROBES, HETJOB, small=False)
+    probe_lab.wait_state(run, ["RUNNING"], 90)
     return run
 
 
@@ -54,99 +67,119 @@ def why(slurm_lab: SlurmLab, run: RunDir) -> Any:
     return slurm_lab.json("why", run.name)
 
 
-@pytest.mark.parametrize("role", ["orchestrator", "trainer", "trainer rank"])
-def test_after_a_killed_role_the_next_attempt_begins_in_the_same_job(
-    role: str, running: RunDir, slurm_lab: SlurmLab
-) -> None:
-    job = job_id(running)
-    os.kill(pid(running, role), signal.SIGKILL)
-    wait_for(lambda: (status := RunStatus.read(running)) and status.attempt == 2, 60, "second attempt")
-    slurm_lab.wait_state(running, ["RUNNING"], 60)
-    wait_for(lambda: events(running, "trainer.restored"), 60, "the checkpoint")
-    assert events(running, "trainer.restored")[0].data["step"] >= 4
-    assert job_id(running) == job
-    told = "trainer 0 lost its rank 1, which" if role == "trainer rank" else f"{role} 0"
-    assert f"{told} was killed by SIGKILL" in why(slurm_lab, running)["earlier"]["1"]
-    slurm_lab.hpcrl("cancel", running.name, "--yes")
-    slurm_lab.wait_empty()
+def test_killed_engine_is_restarted_in_its_step(running: RunDir, shared_lab: SlurmLab) -> None:
+    def engine() -> ComponentStatus:
+        status = RunStatus.read(running)
+        assert status is not None
+        return next(c for c in status.components if c.role == "engine")
 
-
-def test_without_retries_a_killed_role_ends_the_run_and_is_named(slurm_lab: SlurmLab) -> None:
-    run = slurm_lab.submit("once", "trainer.steps=4000", "checkpoint.every_steps=2", "job.retry_failures=0")
-    wait_step(run, 5)
-    os.kill(pid(run, "trainer"), signal.SIGKILL)
-    slurm_lab.wait_state(run, ["FAILED"], 60)
-    cause = why(slurm_lab, run)["cause"]
-    assert (cause["role"], cause["signal"]) == ("trainer", signal.SIGKILL)
-    slurm_lab.wait_empty()
-
-
-def test_killed_engine_is_restarted_in_its_step(running: RunDir, slurm_lab: SlurmLab) -> None:
+    attempts, before = running.attempts(), engine()
     os.kill(pid(running, "engine"), signal.SIGKILL)
 
     def back() -> bool:
-        status = RunStatus.read(running)
-        assert status is not None
-        engine = next(c for c in status.components if c.role == "engine")
-        return engine.restarts == 1 and engine.state == "READY"
+        now = engine()
+        return now.restarts == before.restarts + 1 and now.state == "READY"
 
     wait_for(back, 90, "engine to be back")
-    assert slurm_lab.json("status", running.name)["state"] == "RUNNING"
-    assert RunDir(running.path).attempts() == [1]
-    slurm_lab.hpcrl("cancel", running.name, "--yes")
-    slurm_lab.wait_empty()
+    assert shared_lab.json("status", running.name)["state"] == "RUNNING"
+    assert running.attempts() == attempts
 
 
-def test_killed_supervisor_leaves_nothing(running: RunDir, slurm_lab: SlurmLab) -> None:
+@pytest.mark.parametrize("role", ["orchestrator", "trainer", "trainer rank"])
+def test_after_a_killed_role_the_next_attempt_begins_in_the_same_job(
+    role: str, running: RunDir, shared_lab: SlurmLab
+) -> None:
+    job, attempt, fault_s = job_id(running), running.attempts()[-1], time.time()
+    os.kill(pid(running, role), signal.SIGKILL)
+    wait_for(lambda: (status := RunStatus.read(running)) and status.attempt == attempt + 1, 60, "next attempt")
+    shared_lab.wait_state(running, ["RUNNING"], 60)
+    wait_for(lambda: events(running, "trainer.restored", since_s=fault_s), 60, "the checkpoint")
+    assert events(running, "trainer.restored", since_s=fault_s)[0].data["step"] >= 4
+    assert job_id(running) == job
+    told = "trainer 0 lost its rank 1, which" if role == "trainer rank" else f"{role} 0"
+    assert f"{told} was killed by SIGKILL" in why(shared_lab, running)["earlier"][str(attempt)]
+
+
+def test_run_goes_on_after_a_node_went_down(running: RunDir, shared_lab: SlurmLab) -> None:
+    status = RunStatus.read(running)
+    assert status is not None
+    fault_s = time.time()
+    node = next(c.nodes[0] for c in status.components if c.role == "engine")
+    shared_lab.cluster.kill_node(node)
+    try:
+        shared_lab.wait_state(running, ["REQUEUED"], 60)
+        # told by the dying supervisor: Slurm would take the node again as soon as it answers
+        wait_for(lambda: excluded(shared_lab, running) == [node, node], 20, "excluded nodes")
+        status_now = shared_lab.wait_state(running, ["RUNNING"], 90)
+    finally:
+        shared_lab.cluster.revive_node(node)
+    assert status_now["attempt"] == status.attempt + 1
+    assert node not in {name for c in status_now["components"] for name in c["nodes"]}
+    assert events(running, "trainer.restored", since_s=fault_s)[0].data["step"] >= 4
+    assert f"node {node} went down" in why(shared_lab, running)["earlier"][str(status.attempt)]
+
+
+def test_a_cancelled_run_is_resumed_away_from_broken_nodes(running: RunDir, shared_lab: SlurmLab) -> None:
+    wait_saved(running, 6)
+    shared_lab.hpcrl("cancel", running.name, "--yes")
+    told = shared_lab.json("status", running.name)
+    assert (told["state"], told["cause"]["kind"]) == ("CANCELLED", "cancelled")
+    shared_lab.wait_empty()
+    status = RunStatus.read(running)
+    assert status is not None
+    used = sorted({node for c in status.components for node in c.nodes})
+    exclude(running, dict.fromkeys(used, "a test"), attempt=status.attempt, now_s=time.time(), seconds=3600.0)
+    resumed_s = time.time()
+    shared_lab.hpcrl("resume", running.name)
+    shared_lab.wait_state(running, ["RUNNING"], 90)
+    status = RunStatus.read(running)
+    assert status is not None
+    assert not set(used) & {node for c in status.components for node in c.nodes}
+    assert events(running, "trainer.restored", since_s=resumed_s)[-1].data["step"] >= 6
+
+
+def test_killed_supervisor_leaves_nothing(running: RunDir, shared_lab: SlurmLab) -> None:
     os.kill(pid(running, "supervisor"), signal.SIGKILL)
-    slurm_lab.wait_state(running, ["LOST"], 60)
-    assert "Slurm says" in why(slurm_lab, running)["sentence"]
-    slurm_lab.wait_empty()
+    shared_lab.wait_state(running, ["LOST"], 60)
+    assert "Slurm says" in why(shared_lab, running)["sentence"]
+    shared_lab.wait_empty()
+
+
+def test_without_retries_a_killed_role_ends_the_run_and_is_named(probe_lab: SlurmLab) -> None:
+    run = probe_lab.submit("once", *PROBES, "job.retry_failures=0", small=False)
+    probe_lab.wait_state(run, ["RUNNING"], 90)
+    os.kill(pid(run, "trainer"), signal.SIGKILL)
+    probe_lab.wait_state(run, ["FAILED"], 60)
+    cause = why(probe_lab, run)["cause"]
+    assert (cause["role"], cause["signal"]) == ("trainer", signal.SIGKILL)
+    probe_lab.wait_empty()
 
 
 @pytest.mark.parametrize("component", [0, 1])
-def test_cancelled_component_is_named(component: int, running: RunDir, slurm_lab: SlurmLab) -> None:
-    slurm_lab.client().cancel(job_id(running), component=component)
-    slurm_lab.wait_state(running, ["CANCELLED"], 60)
-    told = why(slurm_lab, running)
+def test_cancelled_component_is_named(component: int, held: RunDir, probe_lab: SlurmLab) -> None:
+    probe_lab.client().cancel(job_id(held), component=component)
+    probe_lab.wait_state(held, ["CANCELLED"], 60)
+    told = why(probe_lab, held)
     assert told["cause"]["kind"] == "cancelled"
-    assert f"job {job_id(running)} was ended by Slurm (scancel" in told["sentence"]
-    slurm_lab.wait_empty()
+    assert f"job {job_id(held)} was ended by Slurm (scancel" in told["sentence"]
+    probe_lab.wait_empty()
 
 
-def test_run_goes_on_after_a_node_went_down(running: RunDir, slurm_lab: SlurmLab) -> None:
-    status = RunStatus.read(running)
-    assert status is not None
-    node = next(c.nodes[0] for c in status.components if c.role == "engine")
-    slurm_lab.cluster.kill_node(node)
+def test_silent_controller_is_a_warning(held: RunDir, probe_lab: SlurmLab) -> None:
+    probe_lab.cluster.pause_controller(kill=True)
     try:
-        slurm_lab.wait_state(running, ["REQUEUED"], 60)
-        # told by the dying supervisor: Slurm would take the node again as soon as it answers
-        wait_for(lambda: excluded(slurm_lab, running) == [node, node], 20, "excluded nodes")
-        status_now = slurm_lab.wait_state(running, ["RUNNING"], 90)
-    finally:
-        slurm_lab.cluster.revive_node(node)
-    assert status_now["attempt"] == 2
-    assert node not in {name for c in status_now["components"] for name in c["nodes"]}
-    assert events(running, "trainer.restored")[0].data["step"] >= 4
-    assert f"node {node} went down" in why(slurm_lab, running)["earlier"]["1"]
-    slurm_lab.hpcrl("cancel", running.name, "--yes")
-
-
-def test_silent_controller_is_a_warning(running: RunDir, slurm_lab: SlurmLab) -> None:
-    slurm_lab.cluster.pause_controller(kill=True)
-    try:
-        status = slurm_lab.json("status", running.name)
+        status = probe_lab.json("status", held.name)
         assert status["state"] == "RUNNING"
         assert status["job"]["warning"]
     finally:
-        slurm_lab.cluster.resume_controller()
-    slurm_lab.hpcrl("cancel", running.name, "--yes")
-    assert slurm_lab.json("status", running.name)["state"] == "CANCELLED"
+        probe_lab.cluster.resume_controller()
+    probe_lab.hpcrl("cancel", held.name, "--yes")
+    assert probe_lab.json("status", held.name)["state"] == "CANCELLED"
 
 
+@pytest.mark.campaign
 def test_run_completes_although_the_controller_was_away_for_two_minutes(slurm_lab: SlurmLab) -> None:
-    run = slurm_lab.submit("away", "trainer.steps=250", "job.layout=hetjob")
+    run = slurm_lab.submit("away", *ONE_NODE_EACH, "trainer.steps=400", HETJOB)
     wait_step(run, 5)
     slurm_lab.cluster.pause_controller()
     try:
@@ -174,7 +207,7 @@ def goes_on_and_completes(slurm_lab: SlurmLab, run: RunDir) -> None:
 
 def test_preempted_run_saves_and_goes_on(slurm_lab: SlurmLab) -> None:
     """The site sends our signal when it preempts (`PreemptParameters=send_user_signal`)."""
-    run = slurm_lab.submit("preempted", "trainer.steps=120", "checkpoint.every_steps=0", "job.layout=hetjob")
+    run = slurm_lab.submit("preempted", *ONE_NODE_EACH, "trainer.steps=60", "checkpoint.every_steps=0", HETJOB)
     wait_step(run, 5)
     slurm_lab.preempt()
     goes_on_and_completes(slurm_lab, run)
@@ -191,7 +224,7 @@ def test_preempted_run_goes_on_where_the_site_sends_no_signal(slurm_lab: SlurmLa
     conf.write_text(before.replace(signalling[0], ""))
     reconfigure(slurm_lab)
     try:
-        run = slurm_lab.submit("terminated", "trainer.steps=120", "checkpoint.every_steps=2", "job.layout=hetjob")
+        run = slurm_lab.submit("terminated", *ONE_NODE_EACH, "trainer.steps=60", "checkpoint.every_steps=2", HETJOB)
         wait_saved(run, 4)
         slurm_lab.preempt()
         goes_on_and_completes(slurm_lab, run)
@@ -206,28 +239,19 @@ def reconfigure(slurm_lab: SlurmLab) -> None:
     subprocess.run(["scontrol", "reconfigure"], env=slurm_lab.env, check=True, capture_output=True)
 
 
+@pytest.mark.campaign
 def test_time_limit_saves_and_goes_on(slurm_lab: SlurmLab) -> None:
     """The warning comes 90 to 150 s before the end, which leaves the first attempt a minute or two."""
     run = slurm_lab.submit(
-        "limited", "trainer.steps=100000", "checkpoint.every_steps=0", "job.layout=hetjob", "job.time_limit_h=0.066"
+        "limited",
+        *ONE_NODE_EACH,
+        "trainer.steps=100000",
+        "checkpoint.every_steps=0",
+        HETJOB,
+        "job.time_limit_h=0.066",
     )
     wait_for(lambda: events(run, "trainer.restored"), 240, "second attempt")
     saved, restored = events(run, "supervisor.saved"), events(run, "trainer.restored")
     assert saved[0].data["step"] == restored[0].data["step"] >= 1
     slurm_lab.hpcrl("cancel", run.name, "--yes")
     slurm_lab.wait_empty()
-
-
-def test_broken_nodes_are_avoided_by_a_resume_until_they_are_needed(running: RunDir, slurm_lab: SlurmLab) -> None:
-    slurm_lab.hpcrl("cancel", running.name, "--yes")
-    slurm_lab.wait_empty()
-    status = RunStatus.read(running)
-    assert status is not None
-    used = sorted({node for c in status.components for node in c.nodes})
-    exclude(running, dict.fromkeys(used, "a test"), attempt=1, now_s=time.time(), seconds=3600.0)
-    slurm_lab.hpcrl("resume", running.name)
-    slurm_lab.wait_state(running, ["RUNNING"], 90)
-    status = RunStatus.read(running)
-    assert status is not None
-    assert not set(used) & {node for c in status.components for node in c.nodes}
-    slurm_lab.hpcrl("cancel", running.name, "--yes")

@@ -6,37 +6,20 @@ With the probe as payload: what Slurm and the supervisor do is the same, and the
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-import yaml
 from patience import wait_for
-from slurm_lab import SlurmLab, job_id
+from slurm_lab import PROBES, SlurmLab, job_id
 
-from hpcrl.devcluster.cluster import DevCluster
 from hpcrl.runs.exclusions import read_exclusions
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ComponentState, RunState, RunStatus
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(600)]
 
-SHAPE = ("trainer.nodes=2", "trainer.ranks=2", "engine.replicas=2", "job.payload=probe")
-
-
-@pytest.fixture
-def probes(tmp_path: Path, site: DevCluster) -> Iterator[SlurmLab]:
-    """A lab without a model, in which probes stay on their nodes."""
-    lab = SlurmLab(tmp_path, tmp_path, site)
-    profile = yaml.safe_load(lab.profile.read_text())
-    profile["env"] = {**profile.get("env", {}), "PROBE_HOLD_S": "600"}
-    lab.profile.write_text(yaml.safe_dump(profile))
-    yield lab
-    lab.end_all()
-
 
 def submit(lab: SlurmLab, layout: str) -> tuple[RunDir, RunStatus]:
-    run = lab.submit("holds", *SHAPE, f"job.layout={layout}", small=False)
+    run = lab.submit("holds", *PROBES, f"job.layout={layout}", small=False)
     return run, running(run, attempt=1)
 
 
@@ -65,22 +48,22 @@ def nodes_of(status: RunStatus, role: str) -> list[str]:
         ("hetjob", "trainer", True),  # the supervisor dies with its node: the next attempt finds out
     ],
 )
-def test_the_next_attempt_stays_away(layout: str, role: str, at_once: bool, probes: SlurmLab) -> None:
-    run, before = submit(probes, layout)
+def test_the_next_attempt_stays_away(layout: str, role: str, at_once: bool, probe_lab: SlurmLab) -> None:
+    run, before = submit(probe_lab, layout)
     node = nodes_of(before, role)[0]
-    probes.cluster.kill_node(node)
+    probe_lab.cluster.kill_node(node)
     if at_once:
-        probes.cluster.revive_node(node)
+        probe_lab.cluster.revive_node(node)
     try:
         after = running(run, attempt=2)
     finally:
-        probes.cluster.revive_node(node)
+        probe_lab.cluster.revive_node(node)
     assert node not in {name for c in after.components for name in c.nodes}
     (entry,) = read_exclusions(run, now_s=time.time())
     assert (entry.node, entry.attempt) == (node, 1)
     assert entry.reason.startswith("the node went down")
-    assert f"node {node} went down" in probes.json("why", run.name)["earlier"]["1"]
-    records = probes.client().details(job_id(run))
+    assert f"node {node} went down" in probe_lab.json("why", run.name)["earlier"]["1"]
+    records = probe_lab.client().details(job_id(run))
     told = {record["ExcNodeList"] for record in records}
     # a job that began elsewhere by itself, because the node was still down, needs no list; and Slurm may begin before
     # all of its components have one

@@ -1,4 +1,4 @@
-"""Runs on a real Slurm of virtual nodes: every layout, the shape of the reference run, cancel, resume, requeue."""
+"""Runs on a real Slurm of virtual nodes: every layout, the shape of the reference run, inside of an allocation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from slurm_lab import SlurmLab, events, job_id, wait_saved, wait_step
+from slurm_lab import SlurmLab, events, job_id
 
 from hpcrl.runs.metrics import read_metrics
 from hpcrl.runs.record import RunRecord
@@ -74,24 +74,9 @@ def test_reference_run_has_its_shape_on_28_nodes(slurm_lab: SlurmLab) -> None:
     assert (len(reports), len(gpus)) == (226, 224)
 
 
-def test_cancel_and_resume(slurm_lab: SlurmLab) -> None:
-    run = slurm_lab.submit("again", "trainer.steps=2000", "checkpoint.every_steps=2")
-    wait_saved(run, 6)
-    slurm_lab.hpcrl("cancel", run.name, "--yes")
-    status = slurm_lab.json("status", run.name)
-    assert (status["state"], status["cause"]["kind"]) == ("CANCELLED", "cancelled")
-    slurm_lab.wait_empty()
-    slurm_lab.hpcrl("resume", run.name)
-    slurm_lab.wait_state(run, ["RUNNING"])
-    restored = events(run, "trainer.restored")
-    assert restored
-    assert restored[-1].data["step"] >= 6
-    slurm_lab.hpcrl("cancel", run.name, "--yes")
-
-
 def test_a_run_inside_of_an_allocation(slurm_lab: SlurmLab) -> None:
     """Nothing is submitted, and the job is the shell's: it is there after the run as it was before."""
-    settings = [word for setting in slurm_lab.settings("trainer.steps=6") for word in ("--set", setting)]
+    settings = [word for setting in slurm_lab.settings("trainer.steps=3") for word in ("--set", setting)]
     submit = ["submit", "quickstart", "--cluster", str(slurm_lab.profile), "--in-job", *settings]
     refused = slurm_lab.salloc(2, *submit, "--name", "narrow")
     assert refused.returncode == 2
@@ -100,7 +85,7 @@ def test_a_run_inside_of_an_allocation(slurm_lab: SlurmLab) -> None:
     done = slurm_lab.salloc(5, *submit, "--name", "inside", "--follow")
     run = RunDir(slurm_lab.runs_root / "inside")
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{slurm_lab.hpcrl('why', run.name).stdout}"
-    assert [record.step for record in read_metrics(run)] == list(range(1, 7))
+    assert [record.step for record in read_metrics(run)] == list(range(1, 4))
     (submission,) = RunRecord.read(run).submissions
     job = slurm_lab.client().jobs([int(submission.in_job)])[int(submission.in_job)]
     assert f"inside of job {job.job_id}" in done.stderr
@@ -108,19 +93,3 @@ def test_a_run_inside_of_an_allocation(slurm_lab: SlurmLab) -> None:
     status = slurm_lab.json("status", run.name)
     used = {node for component in status["components"] for node in component["nodes"]}
     assert (len(job.nodes), used) == (5, set(job.nodes[:4]))
-
-
-def test_warning_before_the_limit_saves_and_requeues(slurm_lab: SlurmLab) -> None:
-    passed_on = "job.sbatch_options=[--nice=7, --contiguous]"
-    run = slurm_lab.submit("limit", "trainer.steps=2000", "checkpoint.every_steps=0", passed_on)
-    records = slurm_lab.client().details(job_id(run))
-    assert {(record["Nice"], record["Contiguous"]) for record in records} == {("7", "1")}
-    wait_step(run, 4)
-    slurm_lab.client().cancel(job_id(run), signal="USR2", batch=True)
-    slurm_lab.wait_state(run, ["REQUEUED"])
-    wait_state = slurm_lab.wait_state(run, ["RUNNING"])
-    assert wait_state["attempt"] == 2
-    assert wait_state["job"]["restarts"] == 1
-    saved, restored = events(run, "supervisor.saved"), events(run, "trainer.restored")
-    assert saved[0].data["step"] == restored[0].data["step"] >= 4
-    slurm_lab.hpcrl("cancel", run.name, "--yes")

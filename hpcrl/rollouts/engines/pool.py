@@ -99,7 +99,7 @@ class EnginePool:
             How long there may be no engine at all: longer than it takes to notice that one hangs and to start it
             again.
         on_change:
-            Told of engines that went away (True), and why, or came back (False).
+            Told of engines that went away (True), and why, or serve again (False).
         """
         self.engines = [Engine(client) for client in clients]
         self.changed = asyncio.Condition()
@@ -107,6 +107,9 @@ class EnginePool:
         self._lost_after_s, self._on_change = lost_after_s, on_change
         #: where sessions wait while there is no engine at all; nothing is ever sent to it
         self._nobody = Engine(_Nowhere(), away=True)
+        #: that went away and have served nothing since: one that answers and cannot load what others serve is tried
+        #: again and again, which is one absence
+        self._missed: set[Engine] = set()
         self._some_serve = asyncio.Event()
         self._look = asyncio.Event()
 
@@ -228,6 +231,7 @@ class EnginePool:
     async def remove(self, engine: Engine) -> None:
         """An engine was lost, or leaves: it gets nothing new, and what it is working on may still end there."""
         self.engines.remove(engine)
+        self._missed.discard(engine)
         engine.leave()
         await self.notify()
 
@@ -238,7 +242,9 @@ class EnginePool:
             return
         _log.warning("%s went away: %s", engine.name, why)
         engine.lose(why)
-        self._on_change(True, engine, why)
+        if engine not in self._missed:
+            self._missed.add(engine)
+            self._on_change(True, engine, why)
         await self.notify()
 
     async def notify(self) -> None:
@@ -252,6 +258,9 @@ class EnginePool:
 
     def _note_serving(self) -> None:
         """At each change of `Engine.serving`: who waits for the event goes on only when somebody serves."""
+        for engine in [engine for engine in self._missed if engine.serving]:
+            self._missed.remove(engine)
+            self._on_change(False, engine, "")
         if self._someone_serves():
             self._some_serve.set()
         else:
@@ -317,8 +326,7 @@ class EnginePool:
             return
         await self.check_weights(engine)
         news = not engine.answers
-        if engine.answered():
-            self._on_change(False, engine, "")
+        engine.answered()
         if news:
             await self.notify()
 
