@@ -107,13 +107,23 @@ class Fence:
     def create(self, name: str) -> Path:
         """An empty directory in which the entry ``name`` is built; what a failure of ours had left there goes."""
         path = self.path / name
-        shutil.rmtree(path, ignore_errors=True)
+        self._clear(path)
         try:
             path.mkdir()  # without its parent: see the module
         except FileNotFoundError:
             self.check()
             raise
         return path
+
+    def _clear(self, path: Path) -> None:
+        """Remove what a failure had left, or put it out of the way; OSError where the filesystem lets us do neither."""
+        try:
+            shutil.rmtree(path)
+        except FileNotFoundError:
+            return
+        except OSError:
+            # a file that is still open stays in its directory on NFS; the next claim removes it
+            os.rename(path, self.path / f"deleting-{uuid.uuid4().hex[:8]}")
 
     def discard(self, name: str) -> None:
         """Remove what was being built."""

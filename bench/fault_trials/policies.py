@@ -71,7 +71,12 @@ _PROCESSES = (
     Fault("stop", "trainer rank", "attempt", r"trainer 0 hangs: .*stopped by a signal: pid .*{pid}"),
     Fault("kill", "orchestrator", "attempt", r"orchestrator 0 was killed by SIGKILL"),
     Fault("stop", "orchestrator", "attempt", r"orchestrator 0 hangs: .*stopped by a signal: pid .*{pid}"),
-    Fault("kill", "guard of engine", "restart", r"guard of {role} {replica}|{role} {replica}.*guard"),
+    Fault(
+        "kill",
+        "guard of engine",
+        "restart",
+        r"guard of {role} {replica}|{role} {replica}.*guard|{role} {replica} was lost: its step",
+    ),
     Fault("kill", "guard of trainer", "attempt", r"guard of trainer 0|trainer 0.*guard"),
     Fault("stop", "guard of engine", "nothing", "", 1.5 * FLOOR_S),
     Fault("kill", "supervisor", "end", r"supervisor"),

@@ -58,9 +58,15 @@ def submit(
     follow: FollowOption = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and the commands; change nothing.")] = False,
     in_job: InJobOption = False,
+    queue_anyway: Annotated[
+        bool, typer.Option("--queue-anyway", help="Submit also what Slurm could not start as things are.")
+    ] = False,
     root: RunsRootOption = None,
 ) -> None:
     """Start a run of a recipe.
+
+    Slurm is asked first whether it would ever start the jobs: nodes that can be used, limits of partitions, and what
+    `sbatch --test-only` says.
 
     With --from the start model is what another run has learned, in place of model.path, which must be of the same
     shape where it is there; optimizer, data order and counters begin anew.
@@ -72,7 +78,7 @@ def submit(
     from pathlib import Path
 
     from hpcrl.cli.planning import print_plan
-    from hpcrl.config.joined import load_both, unused_variables
+    from hpcrl.config.joined import load_both
     from hpcrl.config.rules.table import check_rules
     from hpcrl.jobplan import (
         absolute_paths,
@@ -107,9 +113,7 @@ def submit(
     if dry_run:
         print_plan(plan, site, commands=True)
     allocation = find_allocation(plan, os.environ, SlurmClient()) if in_job else None
-    if plan.layout.kind != "local" and not in_job:
-        for variable in unused_variables(os.environ):
-            typer.echo(f"note: {variable} is not read: the plan says what sbatch is told (hpcrl plan)", err=True)
+    _name_unread_variables(plan, in_job=in_job)
     check_secrets(plan, site)
     if loaded.value.job.payload == "roles":
         check_model(loaded, Path(resolved.model.path) if source is None else source.config_dir)
@@ -118,18 +122,40 @@ def submit(
         typer.echo("\nnothing was started or written (--dry-run)", err=True)
         return
 
-    from hpcrl.submit.submission import create_run, submit_attempt
+    from hpcrl.submit.new_run import submit_new
+    from hpcrl.submit.submission import create_run
 
     ask_slurm()
+    _ask_whether_it_could_start(plan, profile, wanted=not (queue_anyway or in_job))
     provenance = {".".join(map(str, path)): origin for path, origin in loaded.origins.items()}
     if source is not None:
         typer.echo(f"taking the weights of {source.origin}", err=True)
         provenance["model.path"] = f"--from {from_run}"
     run = create_run(resolved, profile, plan, provenance=provenance, source=source)
-    submit_attempt(run, in_job=allocation)
+    submit_new(run, in_job=allocation)
     where = "" if allocation is None else f", inside of job {allocation.job_id}"
     typer.echo(f"submitted {run_name} in {run.path}{where}", err=True)
     _follow_or_tell(run, follow)
+
+
+def _name_unread_variables(plan: Plan, *, in_job: bool) -> None:
+    """Say which variables of the shell sbatch is not told about."""
+    import os
+
+    from hpcrl.config.joined import unused_variables
+
+    for variable in () if in_job or plan.layout.kind == "local" else unused_variables(os.environ):
+        typer.echo(f"note: {variable} is not read: the plan says what sbatch is told (hpcrl plan)", err=True)
+
+
+def _ask_whether_it_could_start(plan: Plan, profile: ClusterProfile, *, wanted: bool) -> None:
+    """Refuse what Slurm could not start (UsageError with the reasons), where that is wanted."""
+    from hpcrl.config.cluster import SlurmCluster
+    from hpcrl.slurm.admission import check_admission
+    from hpcrl.slurm.client import SlurmClient
+
+    if wanted and isinstance(profile, SlurmCluster) and plan.layout.components:
+        check_admission(plan, profile, SlurmClient())
 
 
 def _check_programs(recipe: Loaded[Recipe], site: Loaded[ClusterProfile], plan: Plan) -> None:

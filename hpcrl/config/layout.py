@@ -61,6 +61,11 @@ class Layout(StrictModel):
         return sum(component.nodes * component.jobs for component in self.components)
 
     @property
+    def main_nodes(self) -> int:
+        """Nodes of the job that the supervisor is in: in the layout ``elastic`` engines have jobs of their own."""
+        return self.components[0].nodes if self.kind == "elastic" else self.nodes
+
+    @property
     def gpus(self) -> int:
         """All GPUs of the run."""
         return sum(c.nodes * c.jobs * c.gpus_per_node for c in self.components)

@@ -32,6 +32,8 @@ class JobFact(msgspec.Struct, frozen=True, kw_only=True):
         Requeues so far; None where Slurm does not say.
     start_s, end_s:
         Seconds since the epoch: start (of a waiting job Slurm's guess), and end (of a running one its limit).
+    usable_nodes:
+        Nodes of its partitions on which jobs run or could start, while it waits; None where nobody asked.
     warning:
         Why the state is unknown.
     """
@@ -47,6 +49,7 @@ class JobFact(msgspec.Struct, frozen=True, kw_only=True):
     restarts: int | None = None
     start_s: float | None = None
     end_s: float | None = None
+    usable_nodes: int | None = None
     warning: str = ""
 
 

@@ -61,6 +61,10 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True):
         What the supervisor warns of (`hpcrl.runs.status.RunStatus`).
     job:
         What Slurm says about the job; None for a local run, and where nobody asked.
+    nodes_needed:
+        Nodes that its (main) job asks for, while that waits; else 0.
+    elastic:
+        It waits, and its replicas have jobs of their own.
     origin:
         Whose weights it began with, in words; empty where ``model.path`` says it.
     clocks:
@@ -86,6 +90,8 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True):
     components: list[ComponentStatus] = []
     warnings: list[str] = []
     job: JobFact | None = None
+    nodes_needed: int = 0
+    elastic: bool = False
     origin: str = ""
     clocks: dict[str, Clock] = {}
 
@@ -128,6 +134,9 @@ def observe(run: RunDir, *, now_s: float | None = None) -> RunView:
         origin="" if record.origin is None else str(record.origin),
         job=None if submission is None or _has_last_word(status, submission) else _ask(submission),
     )
+    if view.job is not None and view.job.waiting:
+        layout = run.plan().layout
+        view = msgspec.structs.replace(view, nodes_needed=layout.main_nodes, elastic=layout.kind == "elastic")
     if status is None or (submission is not None and status.attempt <= submission.after_attempt):
         return _before_first_word(view, submission, now_s)
     view = msgspec.structs.replace(

@@ -321,6 +321,16 @@ class SlurmClient:
         for name in names:
             self._run(["scontrol", "update", f"JobId={name}", f"ExcNodeList={','.join(nodes)}"])
 
+    def start_after(self, job_ids: Sequence[int], first: int) -> None:
+        """Let waiting jobs start only once another one has started; in one call, as there may be little time.
+
+        Raises
+        ------
+        SlurmRejectedError
+            One of them does not wait: Slurm changes only those that do.
+        """
+        self._run(["scontrol", "update", f"JobId={_join(job_ids)}", f"Dependency=after:{first}"])
+
     def update_node(self, name: str, state: str, *, reason: str = "") -> None:
         """Set the state of a node (for administrators)."""
         reasons = [f"Reason={reason}"] if reason else []

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+import msgspec
 
 from hpcrl.runs.jobs import JobFact
 from hpcrl.runs.record import Submission
 from hpcrl.slurm.client import SlurmClient
 from hpcrl.slurm.errors import SlurmError
+from hpcrl.slurm.records import Node
 from hpcrl.slurm.watch import JobView, JobWatcher
 
 __all__ = ["client_of", "look_up"]
@@ -16,6 +20,9 @@ __all__ = ["client_of", "look_up"]
 _INTERVAL_S = 2.0
 """Between two questions of one command that follows a run."""
 _TIMEOUT_S = 10.0
+_NODES_INTERVAL_S = 20.0
+"""Between two questions about all nodes, where a job waits."""
+_nodes: dict[str, tuple[float, list[Node]]] = {}
 _watchers: dict[str, JobWatcher] = {}
 #: components by job id, of all jobs that were ever asked about: one question is for all of them
 _watched: dict[str, dict[int, int]] = {}
@@ -44,8 +51,33 @@ def look_up(submissions: Sequence[Submission]) -> dict[str, JobFact]:
             facts |= {s.job_id: JobFact(job_id=s.job_id, state="UNKNOWN", warning=warning) for s in mine}
             continue
         owners = {int(submission.job_id): submission.user_id for submission in mine}
-        facts |= {str(job_id): _fact(job_id, view, owners.get(job_id)) for job_id, view in views.items()}
+        found = {str(job_id): _fact(job_id, view, owners.get(job_id)) for job_id, view in views.items()}
+        facts |= _with_usable_nodes(conf, client_of(mine[0], timeout_s=_TIMEOUT_S), found, views)
     return facts
+
+
+def _with_usable_nodes(
+    conf: str, client: SlurmClient, facts: Mapping[str, JobFact], views: Mapping[int, JobView]
+) -> dict[str, JobFact]:
+    """The facts, with how many nodes waiting jobs could have; asked now and then, and only where a job waits."""
+    if not any(fact.waiting for fact in facts.values()):
+        return dict(facts)
+    asked = _nodes.get(conf)
+    if asked is None or time.monotonic() - asked[0] > _NODES_INTERVAL_S:
+        try:
+            asked = _nodes[conf] = (time.monotonic(), client.nodes())
+        except SlurmError:
+            return dict(facts)
+    counted = {}
+    for job_id, fact in facts.items():
+        last = views[int(job_id)].last
+        if fact.waiting and last is not None:
+            # a job may name several partitions, with commas between
+            wanted = {name for component in last.components for name in component.partition.split(",")}
+            usable = sum(node.usable and bool(wanted & set(node.partitions)) for node in asked[1])
+            fact = msgspec.structs.replace(fact, usable_nodes=usable)  # noqa: PLW2901
+        counted[job_id] = fact
+    return counted
 
 
 def _fact(job_id: int, view: JobView, owner: int | None) -> JobFact:

@@ -114,7 +114,7 @@ def _squeue_component(row: Mapping[str, str]) -> HetComponent | None:
         submit_time_s=_time(row["SubmitTime"]),
         start_time_s=_time(row["StartTime"]),
         end_time_s=_time(row["EndTime"]),
-        time_limit_s=_duration(row["TimeLimit"]),
+        time_limit_s=parse_duration(row["TimeLimit"]),
         restarts=_int(row["RestartCnt"]),
         user_id=_int(row["UserID"]),
         exit=_exit(row["exit_code"]),
@@ -312,7 +312,7 @@ def _time(text: str) -> float | None:
     return float(text) if text.isdecimal() and int(text) > 0 else None
 
 
-def _duration(text: str) -> float | None:
+def parse_duration(text: str) -> float | None:
     """``[days-]hours:minutes:seconds`` or ``minutes:seconds`` in seconds; None for no limit."""
     match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
     if match is None:

@@ -54,8 +54,14 @@ class ReplicaJobs:
         self._run_id = RunRecord.read(run).run_id
         self.number = number
 
-    def submit(self, group: RoleGroup, replica: int) -> int:
-        """Submit the job of a replica, or find the living one; returns its id (`hpcrl.slurm.errors.SlurmError`)."""
+    def submit(self, group: RoleGroup, replica: int, *, after: int | None = None) -> int:
+        """Submit the job of a replica, or find the living one; returns its id (`hpcrl.slurm.errors.SlurmError`).
+
+        Parameters
+        ----------
+        after:
+            The run's main job, where that has not begun yet: the replica must not take the nodes that it waits for.
+        """
         token = submission_id(self._run_id, self.number)
         (script,) = run_scripts(
             self._plan,
@@ -69,7 +75,21 @@ class ReplicaJobs:
         path = self._run.path / script.file_name
         atomic_write(path, script.text.encode())
         identity = JobIdentity(self._run.name, token, script.part)
-        return self._client.submit(path, name=identity.name, token=identity.token, again=True).job_id
+        options = [] if after is None else [f"--dependency=after:{after}"]
+        submitted = self._client.submit(path, name=identity.name, token=identity.token, options=options, again=True)
+        return submitted.job_id
+
+    def let_main_go_first(self, main: int) -> None:
+        """Let those that wait start only after the main job, which waits, too; Slurm lets them go by itself then.
+
+        Raises
+        ------
+        hpcrl.slurm.errors.SlurmError
+            Slurm does not say which jobs there are, does not answer, or one of them has just started.
+        """
+        waiting = [each.job.job_id for each in self.living() if each.part != "main" and each.job.state.waiting]
+        if waiting:
+            self._client.start_after(waiting, main)
 
     def living(self) -> list[LivingJob]:
         """All jobs of the run that have not ended, of all submissions, oldest first."""

@@ -51,7 +51,7 @@ def submit_jobs(run: RunDir) -> Submission:
         wanted = wanted_replicas(run, plan)
         for group in plan.groups:
             for replica in range(wanted.get(group.role.value, 0)):
-                replicas.submit(group, replica)
+                replicas.submit(group, replica, after=int(submission.job_id))
     return submission
 
 

@@ -202,6 +202,8 @@ def prepare_resume(run: RunDir, begin: Begin | None = None, *, steps: int | None
             facts.append(f"supervisor pid {view.pid} on {view.host}")
         if record.submissions and (who := record.submissions[-1].submitted_by):
             facts.append(f"started by {who}")
+        if not record.submissions:
+            facts.append("a submit has just made it, and no job or process of it is known; ask again in a minute")
         raise RunDirError(
             f"the run {run.name} is alive ({', '.join(facts)}); nothing was changed\n"
             f"    hint: watch it: hpcrl status {reference(run)} --watch\n"
@@ -285,7 +287,11 @@ def _whom_to_ask(run: RunDir, record: RunRecord, view: RunView) -> ProcessId:
         return view.supervisor
     if record.submissions and record.submissions[-1].process is not None:
         return record.submissions[-1].process
-    raise RunDirError(f"nobody knows who supervises {run.name}")
+    raise RunDirError(
+        f"the run {run.name} was made and never submitted, as far as can be seen; there is nothing to cancel\n"
+        f"    hint: go on with it: hpcrl resume {reference(run)}\n"
+        f"    hint: or begin anew under its name, once {run.path} is removed"
+    )
 
 
 def request_stop(process: ProcessId) -> None:

@@ -98,14 +98,14 @@ class Supervise:
                 end = await supervisor.run()
                 if end[0] is RunState.REQUEUED:
                     # before the loop is closed: that waits for threads, which Slurm or the filesystem may keep
-                    _requeue(run, plan)
+                    _requeue(run, plan, self.submission)
                 if not supervisor.again:  # no await until the next one listens to signals: none is lost
                     return end
 
         if requeued:
             _record_lost_nodes(run, plan, status)
         if requeued and _begins_on_excluded_node(run, plan):
-            _requeue(run, plan)
+            _requeue(run, plan, self.submission)
             return RunState.REQUEUED.value
         state, cause = asyncio.run(supervise())
         if plan.layout.kind == "elastic" and state is not RunState.REQUEUED:
@@ -174,7 +174,7 @@ def _begins_on_excluded_node(run: RunDir, plan: Plan) -> bool:
     return True
 
 
-def _requeue(run: RunDir, plan: Plan) -> None:
+def _requeue(run: RunDir, plan: Plan, submission: int) -> None:
     """Put our job back into the queue, however long Slurm takes to answer: the time limit ends us otherwise."""
     client, job_id = SlurmClient(), int(os.environ["SLURM_JOB_ID"])
     # Slurm's SIGTERM follows the requeue at once, to us and to the commands that we run (they inherit the mask). What
@@ -198,7 +198,13 @@ def _requeue(run: RunDir, plan: Plan) -> None:
             if "job is pending" in str(error).lower() or (job is not None and job.state.waiting):
                 break
             raise RunFailedError(f"Slurm does not requeue job {job_id}: {error}") from error
-    # the job waits now, also while we still end: the moment in which Slurm takes the list
+    # the job waits now, also while we still end: the moment in which Slurm takes the list. And our nodes are not free
+    # yet: replicas that wait for theirs could take them, and would then wait for a trainer that cannot begin
+    if plan.layout.kind == "elastic":
+        try:
+            ReplicaJobs(run, plan=plan, client=client, number=submission).let_main_go_first(job_id)
+        except (HpcrlError, OSError) as error:
+            _log.warning("replicas that wait are not told to let the trainer begin first: %s", error)
     try:
         stay_away(plan, client, job_id, finding.result(), within_s=_KILLED_WITHIN_S / 4)
     except (HpcrlError, OSError) as error:

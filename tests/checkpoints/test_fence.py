@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -144,3 +146,37 @@ def test_who_dies_while_taking_back_leaves_it_to_the_next(tmp_path: Path, monkey
     monkeypatch.undo()
     later = CheckpointWriter.claim(tmp_path, 2)
     later.ledger.open(20).verify()
+
+
+def test_what_cannot_be_removed_is_put_out_of_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On NFS the directory of a file that is still open cannot be removed."""
+    fence = Fence.claim(tmp_path, 1)
+    (fence.create("step-000001") / "part").touch()
+
+    def stays(path: Path, *_: object) -> None:
+        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", stays)
+        assert os.listdir(fence.create("step-000001")) == []
+    fence.commit("step-000001")
+    Fence.claim(tmp_path, 2)
+    assert [name for name in sorted(os.listdir(tmp_path)) if not name.startswith(".writer-000002")] == ["step-000001"]
+
+
+def test_a_filesystem_that_removes_nothing_now_is_named_not_a_name_that_exists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that whoever tries again knows that it may pass."""
+    fence = Fence.claim(tmp_path, 1)
+    (fence.create("step-000001") / "part").touch()
+
+    def stale(path: Path, *_: object) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", stale)
+        patched.setattr(os, "rename", stale)
+        with pytest.raises(OSError, match="Stale file handle"):
+            fence.create("step-000001")
+    assert os.listdir(fence.create("step-000001")) == []

@@ -10,9 +10,13 @@ from pathlib import Path
 import pytest
 from devcluster_testing import wait_until
 
+from hpcrl.config.joined import load_both
 from hpcrl.devcluster.cluster import DevCluster
+from hpcrl.jobplan import make_plan
+from hpcrl.runs.record import RunRecord
 from hpcrl.slurm.client import SlurmClient
 from hpcrl.slurm.command import CommandResult, command_environment, run_command
+from hpcrl.slurm.directives import JobIdentity
 from hpcrl.slurm.errors import (
     NoSuchJobError,
     SlurmRejectedError,
@@ -20,8 +24,10 @@ from hpcrl.slurm.errors import (
     SubmitUnclearError,
 )
 from hpcrl.slurm.records import Job
+from hpcrl.slurm.replicas import ReplicaJobs
 from hpcrl.slurm.states import JobState
 from hpcrl.slurm.watch import JobWatcher
+from hpcrl.submit.submission import create_run
 
 pytestmark = pytest.mark.slurm
 
@@ -122,6 +128,12 @@ def test_a_strangers_job_with_our_name_and_comment_is_not_ours(client: SlurmClie
     own = client.submit(script, name="mine", token="t:main")
     assert (own.job_id != stranger, own.recovered) == (True, False)
     assert [job.job_id for job in client.find(name="mine", token="t:main")] == [own.job_id]
+    # beside both the same submit finds ours again, and the next one of the run gets a job of its own
+    again = client.submit(script, name="mine", token="t:main")
+    assert (again.job_id, again.recovered) == (own.job_id, True)
+    second = client.submit(script, name="mine", token="t:main-2")
+    assert not second.recovered
+    assert set(client.of_run("t")) == {own.job_id, second.job_id}
 
 
 def test_refusals(client: SlurmClient, tmp_path: Path) -> None:
@@ -147,6 +159,39 @@ def test_start_estimate(client: SlurmClient, tmp_path: Path) -> None:
     assert estimate.start_time_s is not None
     assert abs(estimate.start_time_s - time.time()) < 3600
     assert client.find(name="job.sh", token="") == []
+
+
+def test_replicas_wait_for_a_trainer_that_was_requeued(client: SlurmClient, tmp_path: Path) -> None:
+    """A replica without nodes does not take those that the trainer has just given back, and waits for."""
+    recipe, site = load_both("quickstart", "devcluster", ["job.layout=elastic", "engine.replicas=2"], environ={})
+    plan = make_plan(recipe.value, site.value, "mine", tmp_path / "runs/mine")
+    run = create_run(recipe.value, site.value, plan)
+    script = tmp_path / "sleep.sh"
+    # as a supervisor, which asks for the requeue and tells Slurm about the replicas before it ends
+    script.write_text("#!/bin/bash\ntrap 'sleep 5; exit' TERM\nsleep 1000 &\nwait\n")
+
+    def submit(part: str, nodes: int) -> int:
+        token = JobIdentity("mine", RunRecord.read(run).run_id, part).token
+        options = ["--partition=gpu", f"--nodes={nodes}", "--exclusive", "--requeue", "--output=/dev/null"]
+        return client.submit(script, name="mine", token=token, options=options).job_id
+
+    def state(job_id: int) -> JobState:
+        return client.jobs([job_id])[job_id].state
+
+    main, first = submit("main", 4), submit("engine-0", 2)
+    wait_until("both run", lambda: {state(main), state(first)} == {JobState.RUNNING})
+    waiting, another = submit("engine-1", 1), submit("engine-2", 1)
+    client.requeue(main)
+    ReplicaJobs(run, plan=plan, client=client, number=1).let_main_go_first(main)
+    wait_until("the trainer waits", lambda: state(main) is JobState.PENDING)
+    # Slurm lets a requeued job wait for a while, in which others are started
+    time.sleep(5)
+    assert {state(waiting), state(another)} == {JobState.PENDING}
+    client._run(["scontrol", "update", f"JobId={main}", "StartTime=now"])
+    wait_until("the trainer runs", lambda: state(main) is JobState.RUNNING)
+    assert state(first) is JobState.RUNNING
+    client.cancel(first)
+    wait_until("replicas have nodes, too", lambda: {state(waiting), state(another)} == {JobState.RUNNING})
 
 
 def test_signal_to_the_batch_script_alone(client: SlurmClient, tmp_path: Path) -> None:

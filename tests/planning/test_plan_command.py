@@ -266,7 +266,7 @@ def test_the_step_is_a_range_with_what_makes_it(hpcrl: Hpcrl) -> None:
     for table in forecast["times"].values():
         assert table["range"]["low_s"] <= table["seconds"] <= table["range"]["high_s"]
     kernels = next(term for term in forecast["times"]["decode"]["terms"] if term["name"] == "decode.kernels")
-    assert kernels["range"]["origin"] == "assumed"
+    assert kernels["range"]["origin"] == "published"
     assert kernels["range"]["high_s"] == pytest.approx(1.5 * kernels["seconds"])
     out = hpcrl(*GLM5)[1]
     line = next(line for line in out.splitlines() if line.startswith("step "))

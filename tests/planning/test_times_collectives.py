@@ -41,3 +41,14 @@ def test_latency_grows_with_the_depth_of_the_tree() -> None:
     slow = Links(gpu=1e30, node=1e30, gpus_per_node=8, hop_s=1.0, local_hop_s=0.0)
     assert all_gather(1.0, Group.inner(16, 8), slow) == pytest.approx(1.0)
     assert all_gather(1.0, Group.inner(128, 8), slow) == pytest.approx(4.0)
+
+
+def test_little_within_a_node_is_reduced_in_one_shot() -> None:
+    """A ring of eight waits fourteen times; one shot waits twice, and reads what the other seven have."""
+    links = Links(gpu=400e9, node=400e9, gpus_per_node=8, hop_s=10e-6, local_hop_s=3e-6)
+    node = Group.inner(8, 8)
+    assert all_reduce(16e3, node, links) == pytest.approx(7 * 16e3 / 400e9 + 2 * 3e-6)
+    assert all_reduce(8e9, node, links) == pytest.approx(2 * all_gather(8e9, node, links))
+    # between nodes there is no such kernel
+    assert all_reduce(16e3, Group.inner(16, 8), links) == 2 * all_gather(16e3, Group.inner(16, 8), links)
+    assert all_reduce(16e3, Group(1, 1), links) == 0.0

@@ -105,6 +105,9 @@ def test_render_writes_what_submit_sends(
     shown = {path.name: path.read_text() for path in (tmp_path / "out").glob("*.sbatch")}
     sent = {path.name: path.read_text() for path in stub_slurm.glob("*.sbatch")}
     assert len(sent) == (3 if layout == "elastic" else 1)
+    # a replica that begins first would keep its nodes from the trainer
+    told = (stub_slurm / "arguments").read_text().splitlines()
+    assert (f"--dependency=after:{submission.job_id}" in told) == (layout == "elastic")
     assert {name: text.replace(run_id, STAND_IN_ID) for name, text in sent.items()} == shown
     assert sent["job.sbatch"] == (directory.path / "job.sbatch").read_text()
     assert "x" not in [line.partition("=")[2] for line in (stub_slurm / "environment").read_text().splitlines()]

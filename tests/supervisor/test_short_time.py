@@ -222,7 +222,7 @@ def test_the_requeue_does_not_wait_for_a_list_of_nodes(tmp_path: Path, monkeypat
     monkeypatch.setattr(job, "_FIND_NODES_S", 0.1)
     monkeypatch.setattr(job, "_KILLED_WITHIN_S", 0.0)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    job._requeue(run, run.plan())
+    job._requeue(run, run.plan(), 1)
     assert slurm.asked.is_set()
     assert slurm.late, "the requeue was asked for first"
 
@@ -246,7 +246,7 @@ job.SlurmClient = Slurm
 job.nodes_to_exclude = lambda *_: ["n1"]
 job.stay_away = lambda plan, client, job_id, nodes, *, within_s: print("stays away from", *nodes, flush=True)
 run = RunDir(Path(sys.argv[1]))
-job._requeue(run, run.plan())
+job._requeue(run, run.plan(), 1)
 print("lived on", flush=True)
 """
 

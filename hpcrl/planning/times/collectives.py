@@ -90,10 +90,20 @@ def all_gather(total_bytes: float, group: Group, links: Links) -> float:
 
 
 def all_reduce(total_bytes: float, group: Group, links: Links) -> float:
-    """A reduce-scatter and an all-gather."""
-    if links.measured is not None and (found := links.measured("all_reduce", total_bytes, group)) is not None:
-        return found
-    return 2.0 * all_gather(total_bytes, group, links)
+    """A reduce-scatter and an all-gather; of little within a node, one shot: every rank reads what all others have.
+
+    A ring waits for every rank in turn, which for the few kilobytes of a decode step is all that it does. Engines have
+    kernels of their own for that (vLLM's and SGLang's custom all-reduce): ``total (n - 1)`` over a GPU's NVLink, and
+    two hops, because ranks wait for each other before and after.
+    """
+    if group.size > 1 and links.measured is not None:
+        found = links.measured("all_reduce", total_bytes, group)
+        if found is not None:
+            return found
+    ring = 2.0 * all_gather(total_bytes, group, links)
+    if group.size <= 1 or group.nodes > 1:
+        return ring
+    return min(ring, total_bytes * (group.size - 1) / links.gpu + 2.0 * links.local_hop_s)
 
 
 def all_to_all(sent_bytes: float, group: Group, links: Links) -> float:

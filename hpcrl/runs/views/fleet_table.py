@@ -47,11 +47,17 @@ def _head(view: FleetView | None) -> Text:
 
 
 def _row(replica: Replica) -> list[str | Text]:
-    view = replica.view
+    # what is dead does nothing, whatever was measured last
+    view = None if replica.state is ReplicaState.DEAD else replica.view
     state = Text(replica.state.value, style=_STYLES[replica.state])
     name = f"{replica.role} {replica.replica}"
     if view is None:
-        return [name, state, *["?"] * 7, Text(replica.why, overflow="fold")]
+        return [
+            name,
+            state,
+            *["-" if replica.state is ReplicaState.DEAD else "?"] * 7,
+            Text(replica.why, overflow="fold"),
+        ]
     return [
         name,
         state,
@@ -94,7 +100,7 @@ def fleet_document(fleet: Fleet) -> dict[str, Any]:
                 "replica": replica.replica,
                 "state": replica.state.value,
                 "why": replica.why,
-                **_facts(replica.view),
+                **_facts(None if replica.state is ReplicaState.DEAD else replica.view),
             }
             for replica in fleet.replicas
         ],

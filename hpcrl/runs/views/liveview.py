@@ -20,6 +20,7 @@ from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ReplicaJob, RunState
 from hpcrl.runs.views.fleet_table import fleet_table
 from hpcrl.runs.views.usage import Usage, read_usage
+from hpcrl.runs.views.waiting import waiting_words
 
 __all__ = ["components_table", "duration", "follow", "render", "state_text", "summary"]
 
@@ -197,7 +198,8 @@ def render(
         parts += [Text(f"held-out reward {progress.evaluations[0].reward:.3f} before the first step"), Text()]
     if view.components:
         parts.append(components_table(view))
-    if fleet is not None and fleet.replicas and not view.state.ended:
+    waits = view.state in (RunState.SUBMITTED, RunState.REQUEUED)  # engines of the attempt before are gone
+    if fleet is not None and fleet.replicas and not view.state.ended and not waits:
         parts += [Text(), fleet_table(fleet)]
     parts += [Text(f"warning: {warning}", style="bold yellow") for warning in view.warnings]
     parts += restored_lines(progress)
@@ -225,7 +227,7 @@ def restored_lines(progress: Progress) -> list[Text]:
 def _head(view: RunView, progress: Progress, usage: Usage | None) -> Text:
     head = Text.assemble((view.name, "bold"), "  ", state_text(view.state), f"  attempt {max(view.attempt, 1)}")
     head.append(f"  {duration(view.wall_s)} elapsed")
-    if progress.eta_s is not None and not view.state.ended:
+    if progress.eta_s is not None and view.state is RunState.RUNNING:  # else nothing is being done
         head.append(f", about {duration(progress.eta_s)} left")
     if usage is not None and usage.gpu_hours:
         head.append(f"  {usage.gpu_hours:,.1f} GPU-hours")
@@ -247,9 +249,7 @@ def _job_line(view: RunView) -> list[Text]:
     if job.restarts:
         text.append(f", requeued {job.restarts} time{'s' if job.restarts > 1 else ''}")
     if job.waiting:
-        text.append(f" ({job.reason})" if job.reason else "")
-        if job.start_s is not None and job.start_s > time.time():
-            text.append(f", starts in about {duration(job.start_s - time.time())}")
+        text.append(waiting_words(view, job))
     if job.warning:
         text.append(f"  {job.warning.splitlines()[0]}", style="yellow")
     return [*begun, text]

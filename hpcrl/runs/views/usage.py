@@ -11,6 +11,7 @@ from hpcrl.runs.events import Event
 from hpcrl.runs.fleet import read_fleet
 from hpcrl.runs.observe import RunView, observe, read_progress
 from hpcrl.runs.rundir import RunDir
+from hpcrl.runs.status import RunState
 from hpcrl.runs.views.fleet_table import fleet_document
 
 __all__ = ["STATUS_SCHEMA", "Usage", "read_usage", "status_document"]
@@ -90,11 +91,13 @@ def _time_s(line: bytes) -> float | None:
 
 def status_document(run: RunDir) -> str:
     """State, progress and usage as JSON (schema `STATUS_SCHEMA`)."""
-    view = observe(run)
+    view, progress = observe(run), read_progress(run)
+    if view.state is not RunState.RUNNING:  # nothing is being done: the pace of before tells nothing
+        progress = msgspec.structs.replace(progress, eta_s=None)
     document = {
         "schema": STATUS_SCHEMA,
         **msgspec.to_builtins(view),
-        "progress": msgspec.to_builtins(read_progress(run)),
+        "progress": msgspec.to_builtins(progress),
         "usage": msgspec.to_builtins(read_usage(run, view)),
         "fleet": fleet_document(read_fleet(run, view.attempt, view.components)),
     }

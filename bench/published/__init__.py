@@ -1,0 +1,1 @@
+"""Published figures as cases, by subject; `bench/planner_published.py` computes and prints them."""

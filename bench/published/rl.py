@@ -1,0 +1,169 @@
+"""Whole steps of asynchronous RL that others published, with lengths as published; no constant is fitted to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from hpcrl.models import load_facts
+from hpcrl.planning.times.lengths import Quantiles, lognormal
+from hpcrl.planning.times.loop import LoopEstimate, LoopInputs, steady_state
+from hpcrl.planning.times.serving import Serving
+from hpcrl.planning.times.shapes import EngineShape, TrainerShape
+from hpcrl.planning.times.trainer import TrainerBatch, trainer_step
+from hpcrl.planning.times.work import pack_rows
+from hpcrl.planning.times.workload import EnvironmentLoad, Workload
+from published.cases import Case, cannot, rates, weights
+
+__all__ = ["NemoRun", "estimate", "rl_steps"]
+
+SOURCE = "NeMo-RL docs/about/performance-summary.md, one-off asynchronous GRPO on OpenMathInstruct-2, H100, BF16, v0.7"
+SPREAD = 0.5
+"""Of the logarithm of lengths: not published. With 0.3 or 0.8 in its place steps move by 3 % at most, because the mean
+and the most are published."""
+PROMPT = 120.0
+"""Tokens of a prompt: tokens per second, GPU and step less the mean answer, 110 to 140 in three of the four rows."""
+UPDATE = 14.21 / 1342e9
+"""Seconds a byte of their broadcast of weights, for which their trainer stands (NeMo-RL#3186: DeepSeek-V3 in BF16)."""
+
+
+@dataclass(frozen=True)
+class NemoRun:
+    """One row of the table, and of its recipe.
+
+    Attributes
+    ----------
+    step_s:
+        Seconds by release, the last one last: the shapes are the same, the software is not.
+    tokens, most:
+        Mean and largest tokens of a rollout.
+    engine_tp:
+        GPUs of an engine; half of the GPUs serve.
+    tp, stages, experts:
+        Degrees of the trainer.
+    """
+
+    model: str
+    gpus: int
+    rollouts: int
+    group: int
+    tokens: float
+    most: int
+    engine_tp: int
+    tp: int
+    stages: int
+    experts: int
+    recompute: bool
+    passes: int
+    """Passes for log-probabilities beside training: of the reference, and of the policy (not where its ratio is 1)."""
+    step_s: dict[str, float]
+
+
+RUNS = (
+    NemoRun(
+        *("Qwen3-32B", 64, 2048, 32, 3258.0, 4096, 4, 4, 4, 1, False, 1),
+        {"v0.4": 215, "v0.5": 200, "v0.7": 161},
+    ),
+    NemoRun(
+        *("Qwen3-30B-A3B", 32, 2048, 32, 3203.0, 4096, 2, 1, 2, 8, False, 1),
+        {"v0.4": 244, "v0.5": 154, "v0.6": 152, "v0.7": 141},
+    ),
+    NemoRun(
+        *("Qwen3-235B-A22B", 256, 512, 32, 5695.0, 8192, 8, 4, 8, 16, True, 1),
+        {"v0.4": 241, "v0.5": 203, "v0.6": 231, "v0.7": 204},
+    ),
+    NemoRun(
+        *("DeepSeek-V3", 512, 512, 16, 729.0, 1536, 32, 1, 16, 16, True, 1),
+        {"v0.4": 77.9, "v0.5": 64.9, "v0.6": 64.1, "v0.7": 46.6},
+    ),
+)
+REASONS = {
+    "Qwen3-30B-A3B": (
+        "missing are the seconds of training, of log-probabilities and of waiting for rollouts, which the table does "
+        "not give: the same run takes as many GPU-seconds on GB200 as on H100 (v0.6: 16 x 301 and 32 x 152), so work "
+        "of the host binds it, and of which side cannot be told"
+    ),
+    "DeepSeek-V3": "lengths, the release and the transport move it: v0.4 to v0.7 took 77.9 to 46.6 s in the same shape",
+}
+
+
+def rl_steps() -> Iterator[Case]:
+    """All cases: against the last release, which is nearest to the software that the constants come from."""
+    for run in RUNS:
+        release, seconds = list(run.step_s.items())[-1]
+        loop = estimate(run)
+        before = ", ".join(f"{name} {value:g}" for name, value in run.step_s.items() if name != release)
+        missing = [*cannot("trainer", "pp"), *(cannot("trainer", "tp") if run.tp > 1 else ())]
+        yield Case(
+            "rl step",
+            f"{run.model}, {run.gpus} H100, one-off",
+            "s a step",
+            seconds,
+            loop.step_s,
+            SOURCE,
+            "; ".join(filter(None, (REASONS.get(run.model, ""), f"earlier releases: {before} s"))),
+            cannot=tuple(missing),
+        )
+
+
+def estimate(run: NemoRun, spread: float = SPREAD) -> LoopEstimate:
+    """The planner's loop with the trainer as a plan would lay it out, and what theirs does beside it."""
+    facts, own = load_facts(run.model), rates("H100")
+    lengths = with_mean(run.tokens, run.most, spread)
+    load = EnvironmentLoad("math", 1.0, lengths, PROMPT, 1.0, 1.0, Quantiles((0.0,)), Quantiles((0.0,)), SOURCE, False)
+    shape = EngineShape(
+        replicas=run.gpus // 2 // run.engine_tp,
+        nodes=max(1, run.engine_tp // 8),
+        gpus_per_node=min(8, run.engine_tp),
+        tensor_parallel=run.engine_tp,
+        max_num_seqs=256,
+    )
+    update_s = weights(run.model) * UPDATE
+    return steady_state(
+        LoopInputs(
+            rollouts_per_step=run.rollouts,
+            group_size=run.group,
+            # a rollout of version v may be consumed by the step to v + 1
+            max_in_flight=2 * run.rollouts,
+            max_off_policy_steps=1,
+            ready_batches=1,
+            trainer_s=trainer_s(run, lengths) + update_s,
+            handoff_s=update_s,
+            pause_s=update_s,
+            serve=Serving(facts, Workload((load,)), shape, own),
+        )
+    )
+
+
+def trainer_s(run: NemoRun, lengths: Quantiles) -> float:
+    """Seconds of their trainer: a plan's step and forward passes on the same GPUs, times the bubble of the pipeline.
+
+    A pipeline of p stages with m micro-batches runs ``m + p - 1`` of them one after another.
+    """
+    facts, own, gpus = load_facts(run.model), rates("H100"), run.gpus // 2
+    shape = TrainerShape(
+        nodes=gpus // 8,
+        gpus_per_node=8,
+        expert_parallel=run.experts,
+        recompute="full" if run.recompute else "none",
+        micro_batch_tokens=run.most,
+    )
+    batch = TrainerBatch(run.rollouts, lengths)
+    step = trainer_step(facts, shape, batch, own)
+    forward = 0.0
+    for term in trainer_step(facts, replace(shape, recompute="none"), batch, own):
+        if term.name.startswith("compute."):
+            forward += (term.seconds or 0.0) / (1.0 + float(term.inputs["backward"]))
+        elif term.name == "ep.all_to_all":
+            forward += (term.seconds or 0.0) / 2.0
+    rows = pack_rows(lengths, run.rollouts, gpus // (run.tp * run.stages), run.most).micro_batches
+    return (step.known_seconds + run.passes * forward) * (rows + run.stages - 1) / rows
+
+
+def with_mean(mean: float, most: float, spread: float) -> Quantiles:
+    """A log-normal that is cut at ``most`` and has this mean."""
+    low, high = 1.0, 100.0 * most
+    for _ in range(60):
+        median = (low * high) ** 0.5
+        low, high = (median, high) if lognormal(median, spread, most).mean < mean else (low, median)
+    return lognormal(low, spread, most)

@@ -1,0 +1,70 @@
+"""The first submission of a run that was just made: where Slurm refuses it, nothing is left of the run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+
+from hpcrl.runs.known import forget
+from hpcrl.runs.record import RunRecord, Submission
+from hpcrl.runs.registry import reference
+from hpcrl.runs.rundir import RunDir
+from hpcrl.slurm.client import SlurmClient
+from hpcrl.slurm.errors import (
+    NoClusterError,
+    SlurmAnswerError,
+    SlurmError,
+    SlurmMissingError,
+    SubmitUnclearError,
+)
+from hpcrl.slurm.in_job import InJob
+from hpcrl.slurm.replicas import cancel_all
+from hpcrl.submit.submission import submit_attempt
+
+__all__ = ["submit_new"]
+
+
+def submit_new(run: RunDir, *, in_job: InJob | None = None) -> Submission:
+    """As `hpcrl.submit.submission.submit_attempt`, for a run that nobody has submitted yet.
+
+    Raises
+    ------
+    SlurmError
+        Slurm refused a job of it, or is not here: jobs that it had taken before are cancelled, and the run is gone, so
+        that its name is free and the next try reads the site's profile anew. Or it is not known whether Slurm has a job
+        of it: then the run is kept, and the message says how to go on.
+    """
+    try:
+        return submit_attempt(run, in_job=in_job)
+    except SlurmError as error:
+        unclear = isinstance(error, SubmitUnclearError | SlurmAnswerError)
+        if not unclear and _withdraw(run):
+            raise
+        kept = type(error)(_how_to_go_on(run, error))
+        raise kept from error
+
+
+def _withdraw(run: RunDir) -> bool:
+    """Cancel what Slurm has of a run, and remove it; returns whether that could be done."""
+    try:
+        cancel_all(SlurmClient(), RunRecord.read(run).run_id)
+    except (SlurmMissingError, NoClusterError):
+        pass  # where there are no commands, nothing was submitted
+    except SlurmError:
+        return False
+    forget(run)
+    # the name is free at once, whatever takes its time to be removed
+    doomed = run.path.with_name(f".removed-{run.name}-{uuid.uuid4().hex}")
+    os.rename(run.path, doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+    return True
+
+
+def _how_to_go_on(run: RunDir, error: SlurmError) -> str:
+    named = reference(run)
+    return (
+        f"{error}\n"
+        f"    hint: the run is kept in {run.path}; when Slurm answers: hpcrl resume {named} (it finds its jobs)\n"
+        f"    hint: or end what Slurm has of it: hpcrl cancel {named}"
+    )
