@@ -25,9 +25,10 @@ from harness import record
 from hpcrl.checkpoints import CheckpointLedger, CheckpointWriter
 from hpcrl.config.recipe import CheckpointConfig
 from hpcrl.modeling.packed_attention import PackedAttention
-from hpcrl.modeling.qwen3_moe import Qwen3Moe
-from hpcrl.models.arch import ModelArch
-from hpcrl.trainer.parallel.mesh import Parallel, distributed, shard_model
+from hpcrl.modeling.parallelize import parallelize_decoder
+from hpcrl.modeling.spec import build_model
+from hpcrl.models.arch import ModelArch, Qwen3MoeArch
+from hpcrl.trainer.parallel.mesh import Parallel, distributed
 from hpcrl.trainer.state.saver import CheckpointSaver
 
 RANKS = 2
@@ -38,14 +39,14 @@ _PORT = 29671
 
 def make_policy(arch: ModelArch, parallel: Parallel) -> Any:
     """A sharded model with an optimizer that has moments."""
-    model = Qwen3Moe(arch)
+    model = build_model(arch, device="cpu")
     model.init_weights(torch.Generator().manual_seed(0), std=0.02)
-    shard_model(model, parallel.mesh, dtype=torch.float32)
+    parallelize_decoder(model, parallel.mesh, dtype=torch.float32)
     return SimpleNamespace(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-4))
 
 
 def train_step(policy: Any, tokens: torch.Tensor, attention: PackedAttention) -> None:
-    logits = policy.model(tokens, attention.positions, attention)
+    logits = policy.model(tokens, attention.context())
     logits.logsumexp(-1).mean().backward()
     policy.optimizer.step()
     policy.optimizer.zero_grad()
@@ -138,7 +139,7 @@ def main() -> None:
     parser.add_argument("--disk", type=Path)
     parser.add_argument("--memory", type=Path, default=Path("/dev/shm"))
     arguments = parser.parse_args()
-    arch = ModelArch(
+    arch = Qwen3MoeArch(
         vocab_size=4096,
         hidden_size=arguments.hidden,
         num_hidden_layers=arguments.layers,

@@ -31,11 +31,13 @@ from torch.distributed.tensor import DTensor
 
 from hpcrl.config.recipe import HandoffConfig, OptimizerConfig
 from hpcrl.fs import write_json
-from hpcrl.modeling.hf import to_hf_tensors
+from hpcrl.modeling.decoder import Decoder
+from hpcrl.modeling.hf import HfAdapter
 from hpcrl.modeling.packed_attention import PackedAttention
-from hpcrl.modeling.qwen3_moe import Qwen3Moe
-from hpcrl.models.arch import ModelArch
-from hpcrl.trainer.parallel.mesh import Parallel, distributed, shard_model
+from hpcrl.modeling.parallelize import parallelize_decoder
+from hpcrl.modeling.spec import build_model
+from hpcrl.models.arch import ModelArch, Qwen3MoeArch
+from hpcrl.trainer.parallel.mesh import Parallel, distributed
 from hpcrl.trainer.publish.publisher import Publisher
 from hpcrl.trainer.step.optim import clip_gradients, make_optimizer
 from hpcrl.weights import HandoffStore
@@ -47,7 +49,7 @@ BLOCK = 4 << 20
 
 def arch_of(layers: int, **changes: int) -> ModelArch:
     sizes = {"hidden_size": 1024, "moe_intermediate_size": 512, "num_experts": 32, "vocab_size": 16384, **changes}
-    return ModelArch(
+    return Qwen3MoeArch(
         num_hidden_layers=layers,
         num_attention_heads=16,
         num_key_value_heads=4,
@@ -111,7 +113,7 @@ class Stage:
         for name, parameter in model.named_parameters():
             full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
             if self.parallel.rank == 0:
-                tensors.update((n, t.to(torch.bfloat16).contiguous()) for n, t in to_hf_tensors(name, full, arch))
+                tensors.update((n, t.to(torch.bfloat16).contiguous()) for n, t in HfAdapter(arch).to_hf(name, full))
         if self.parallel.rank == 0:
             path = self.root / "model.safetensors"
             save_file(tensors, path)
@@ -139,8 +141,8 @@ def rank_main(rank: int, *, world_size: int, port: int, root: str, layers: int, 
     arch = arch_of(layers)
     with distributed(timeout_s=280) as parallel:
         with torch.device("meta"):
-            model = Qwen3Moe(arch).to(torch.bfloat16)
-        shard_model(model, parallel.mesh, dtype=torch.bfloat16)
+            model = build_model(arch, device="cpu").to(torch.bfloat16)
+        parallelize_decoder(model, parallel.mesh, dtype=torch.bfloat16)
         model.to_empty(device="cpu")
         generator = torch.Generator().manual_seed(rank)
         with torch.no_grad():
@@ -246,11 +248,11 @@ def summary(answers: dict[int, dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def train_step(model: Qwen3Moe, optimizer: torch.optim.Optimizer, generator: torch.Generator) -> None:
+def train_step(model: Decoder, optimizer: torch.optim.Optimizer, generator: torch.Generator) -> None:
     """A step on random tokens: next-token loss with random advantages, as a policy gradient has them."""
     tokens = torch.randint(0, model.arch.vocab_size, (64,), generator=generator)
     attention = PackedAttention(torch.tensor([0, 32, 64]))
-    logprobs = model(tokens, attention.positions, attention).log_softmax(-1)
+    logprobs = model(tokens, attention.context()).log_softmax(-1)
     advantages = torch.randn(63, generator=generator)
     (-(logprobs[:-1].gather(1, tokens[1:, None])[:, 0] * advantages).mean()).backward()
     clip_gradients(model.parameters(), 1.0, None)
@@ -263,7 +265,7 @@ def deltas(root: Path, learning_rate: float = 1e-6) -> dict[str, Any]:
     arch = arch_of(2, hidden_size=768, num_experts=16)
     model_dir = make_model_dir(root / "delta-start", arch)
     store = HandoffStore(root / "deltas")
-    model = Qwen3Moe(arch)
+    model = build_model(arch, device="cpu")
     model.init_weights(torch.Generator().manual_seed(0))
     optimizer = make_optimizer(model.parameters(), OptimizerConfig(learning_rate=learning_rate))
     generator = torch.Generator().manual_seed(1)

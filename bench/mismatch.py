@@ -23,11 +23,12 @@ from vllm_lab import Engine, make_arch, random_model, started_engines, write_mod
 from vllm_pause import update
 
 from hpcrl.config.recipe import HandoffConfig
+from hpcrl.modeling.decoder import Decoder
 from hpcrl.modeling.packed_attention import PackedAttention
-from hpcrl.modeling.qwen3_moe import Qwen3Moe
+from hpcrl.modeling.parallelize import parallelize_decoder
 from hpcrl.models.arch import ModelArch
 from hpcrl.trainer.batch.tensors import token_logprobs
-from hpcrl.trainer.parallel.mesh import Parallel, distributed, shard_model
+from hpcrl.trainer.parallel.mesh import Parallel, distributed
 from hpcrl.trainer.publish.publisher import Publisher
 from hpcrl.weights import HandoffStore
 
@@ -39,15 +40,15 @@ TRAINERS = {"float32": ("float32",), "bfloat16": ("bfloat16", "float32")}
 """Dtypes of the trainer's forward pass, by that of the engine."""
 
 
-def make_trainer(arch: ModelArch, parallel: Parallel, version: int, dtype: torch.dtype) -> Qwen3Moe:
+def make_trainer(arch: ModelArch, parallel: Parallel, version: int, dtype: torch.dtype) -> Decoder:
     """The trainer's model: float32 masters, forward passes in ``dtype``."""
     model = random_model(arch, version, std=STD)
-    shard_model(model, parallel.mesh, dtype=dtype)
+    parallelize_decoder(model, parallel.mesh, dtype=dtype)
     return model
 
 
 @torch.no_grad()
-def become(model: Qwen3Moe, version: int) -> None:
+def become(model: Decoder, version: int) -> None:
     """Give it the weights of a version, before its first forward pass; one rank has all of each parameter."""
     other = dict(random_model(model.arch, version, std=STD).named_parameters())
     for name, parameter in model.named_parameters():
@@ -68,13 +69,13 @@ def sampled(engine: Engine, rollouts: int) -> list[tuple[list[int], list[int], l
 
 
 @torch.no_grad()
-def compare(model: Qwen3Moe, rollouts: list[tuple[list[int], list[int], list[float]]]) -> dict[str, float]:
+def compare(model: Decoder, rollouts: list[tuple[list[int], list[int], list[float]]]) -> dict[str, float]:
     """Distances over all sampled tokens; one packed batch."""
     ids = [torch.tensor(prompt + said) for prompt, said, _ in rollouts]
     ends = torch.tensor([0, *(len(row) for row in ids)]).cumsum(0)
     attention = PackedAttention(ends)
     select = torch.cat([torch.arange(begin + PROMPT - 1, end - 1) for begin, end in pairwise(ends)])
-    logits = model(torch.cat(ids), attention.positions, attention, select=select)
+    logits = model(torch.cat(ids), attention.context(select))
     targets = torch.cat([torch.tensor(said) for _, said, _ in rollouts])
     trainer, entropy = token_logprobs(logits, targets, 1.0)
     engine = torch.tensor([value for *_, values in rollouts for value in values], dtype=torch.float64)

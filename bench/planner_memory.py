@@ -21,7 +21,7 @@ import planner_memory_worker
 import torch
 from harness import ROOT, record, scratch
 
-from hpcrl.models.arch import ModelArch
+from hpcrl.models.arch import ModelArch, Qwen3MoeArch
 from hpcrl.planning.memory.settings import TrainerMemory
 from hpcrl.planning.memory.trainer import trainer_moments
 
@@ -140,7 +140,7 @@ def main() -> None:
     for name, row in ROWS.items():
         if (names and name not in names) or (on_gpu and row.ranks > 1):
             continue
-        arch = ModelArch(**{**BASE, **row.sizes})
+        arch = Qwen3MoeArch(**{**BASE, **row.sizes})
         started = time.monotonic()
         ours, theirs = predicted(row, arch), measured(row, arch)
         where, peak = max(theirs, key=lambda phase: theirs[phase]), max(theirs.values())

@@ -25,8 +25,8 @@ from hpcrl.config.load import load_recipe
 from hpcrl.config.recipe import Recipe
 from hpcrl.dock.wire import BatchShard, BatchStats, MicroBatch
 from hpcrl.fs import write_json
-from hpcrl.modeling.hf import to_hf_tensors
-from hpcrl.modeling.qwen3_moe import Qwen3Moe
+from hpcrl.modeling.hf import published_tensors
+from hpcrl.modeling.spec import build_model
 from hpcrl.models.arch import ModelArch, load_arch
 from hpcrl.models.tokenizer import write_character_tokenizer
 from hpcrl.trainer.parallel.mesh import Parallel, distributed
@@ -135,13 +135,9 @@ def batch(settings: dict[str, Any], *, step: int, rank: int, world_size: int, vo
 
 def write_model(directory: Path, arch: ModelArch) -> None:
     """A model directory with random weights."""
-    model = Qwen3Moe(arch)
+    model = build_model(arch, device="cpu")
     model.init_weights(torch.Generator().manual_seed(0))
-    tensors = [
-        tensor_bytes(name, tensor, torch.float32)
-        for own, parameter in model.named_parameters()
-        for name, tensor in to_hf_tensors(own, parameter.detach(), arch)
-    ]
+    tensors = [tensor_bytes(name, tensor, torch.float32) for name, tensor in published_tensors(model, model.adapter)]
     directory.mkdir(parents=True)
     write_character_tokenizer(directory)
     write_shard(directory / "model.safetensors", tensors)

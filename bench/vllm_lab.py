@@ -22,9 +22,10 @@ from hpcrl.config.load import load_cluster, load_recipe
 from hpcrl.config.plan import Role, RoleGroup
 from hpcrl.fs import write_json
 from hpcrl.jobplan.groups import make_groups
-from hpcrl.modeling.hf import to_hf_tensors
-from hpcrl.modeling.qwen3_moe import Qwen3Moe
-from hpcrl.models.arch import ModelArch
+from hpcrl.modeling.decoder import Decoder
+from hpcrl.modeling.hf import published_tensors
+from hpcrl.modeling.spec import build_model
+from hpcrl.models.arch import ModelArch, Qwen3MoeArch
 from hpcrl.models.tokenizer import write_character_tokenizer
 from hpcrl.ports import choose_blocks
 from hpcrl.supervisor.launch.commands import fill_placeholders
@@ -171,24 +172,24 @@ def make_arch(path: Path, **sizes: int) -> ModelArch:
         "max_position_embeddings": 4096,
         "eos_token_id": eos,
     }
-    return ModelArch(**{**defaults, **sizes})
+    return Qwen3MoeArch(**{**defaults, **sizes})
 
 
-def random_model(arch: ModelArch, seed: int, std: float = 0.25) -> Qwen3Moe:
+def random_model(arch: ModelArch, seed: int, std: float = 0.25) -> Decoder:
     """Weights large enough that distributions are far from uniform and differ much between seeds."""
-    model = Qwen3Moe(arch).requires_grad_(False).eval()
+    model = build_model(arch, device="cpu").requires_grad_(False).eval()
     model.init_weights(torch.Generator().manual_seed(seed), std=std)
     return model
 
 
-def write_model(path: Path, model: Qwen3Moe, dtype: torch.dtype) -> None:
+def write_model(path: Path, model: Decoder, dtype: torch.dtype) -> None:
     """The start model of engines."""
     config = {**model.arch.to_hf_config(), "torch_dtype": str(dtype).removeprefix("torch.")}
     write_json(path / "config.json", config)
     write_shard(path / "model.safetensors", _tensor_bytes(model, dtype))
 
 
-def publish(store: HandoffStore, version: int, model_dir: Path, model: Qwen3Moe, dtype: torch.dtype) -> Handoff:
+def publish(store: HandoffStore, version: int, model_dir: Path, model: Decoder, dtype: torch.dtype) -> Handoff:
     """A hand-off of a model."""
     writer = HandoffWriter.claim(store.root, 1)
     path = writer.stage(version) / "model-00001-of-00001.safetensors"
@@ -197,12 +198,8 @@ def publish(store: HandoffStore, version: int, model_dir: Path, model: Qwen3Moe,
     return writer.publish(version=version, shards=[shard], model_dir=model_dir, producer="bench")
 
 
-def _tensor_bytes(model: Qwen3Moe, dtype: torch.dtype) -> list[TensorBytes]:
-    tensors = (
-        (name, tensor.to(dtype).contiguous())
-        for own, parameter in model.named_parameters()
-        for name, tensor in to_hf_tensors(own, parameter.detach(), model.arch)
-    )
+def _tensor_bytes(model: Decoder, dtype: torch.dtype) -> list[TensorBytes]:
+    tensors = ((name, tensor.to(dtype).contiguous()) for name, tensor in published_tensors(model, model.adapter))
     return [
         TensorBytes(
             name,

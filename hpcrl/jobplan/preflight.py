@@ -17,7 +17,7 @@ from hpcrl.config.recipe import Recipe
 from hpcrl.errors import ConfigError, Finding, UsageError
 from hpcrl.interpreter import module_command
 from hpcrl.jobplan.model_rules import check_model_rules
-from hpcrl.models import ModelFacts, load_arch, load_facts
+from hpcrl.models import ModelArch, ModelFacts, load_arch, load_facts
 from hpcrl.ours import read_secret
 
 __all__ = ["check_engine_flags", "check_model", "check_pythons", "check_router", "check_sizes", "find_facts"]
@@ -37,6 +37,9 @@ sys.exit(0 if found else {_NO_PACKAGE})
 """Finds it without loading it."""
 _PLACEHOLDER = re.compile(r"\{(run_dir|replica|host|port|node_rank|node_host)(?:[+*](\d+))?\}")
 _ANY_PORT = 20000
+_OTHER_FAMILY = (
+    "choose a model of a family that the trainer has (docs/training.md); more families can be planned than trained"
+)
 _CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes of a head that vLLM's attention on CPUs has."""
 
@@ -60,7 +63,7 @@ def with_model_of(recipe: Loaded[Recipe], config_dir: Path, *, named: str) -> Lo
         try:
             wanted, given = dataclasses.asdict(load_arch(own)), dataclasses.asdict(load_arch(config_dir))
         except ValueError as error:
-            raise ConfigError([Finding(where, "model.path", str(error), "choose a Qwen3-MoE model")]) from error
+            raise ConfigError([Finding(where, "model.path", str(error), _OTHER_FAMILY)]) from error
         different = [f"{key} is {given[key]}, not {wanted[key]}" for key in wanted if given[key] != wanted[key]]
         if different:
             what = f"the model of {named} is another one than the recipe's, {own}: {'; '.join(different)}"
@@ -90,11 +93,11 @@ def check_model(recipe: Loaded[Recipe], model_dir: Path) -> None:
     try:
         arch = load_arch(model_dir)
     except ValueError as error:
-        raise ConfigError([Finding(where, "model.path", str(error), "choose a Qwen3-MoE model")]) from error
+        raise ConfigError([Finding(where, "model.path", str(error), _OTHER_FAMILY)]) from error
     engine = recipe.value.engine
-    if engine.backend == "vllm" and engine.device == "cpu" and arch.head_dim not in _CPU_HEADS:
+    if engine.backend == "vllm" and engine.device == "cpu" and _no_cpu_heads(arch):
         sizes = ", ".join(map(str, _CPU_HEADS))
-        what = f"heads of {model_dir} have size {arch.head_dim}; vLLM on CPUs can {sizes}"
+        what = f"heads of {model_dir} have size {arch.kv.key_dim}; vLLM on CPUs can {sizes}"
         raise ConfigError([Finding(where, "model.path", what, "choose another model, or engine.backend: embedded")])
     if recipe.value.engine.max_model_len > arch.max_position_embeddings:
         raise ConfigError(
@@ -113,6 +116,10 @@ def check_model(recipe: Loaded[Recipe], model_dir: Path) -> None:
 def _output(where: str, model_dir: Path) -> str:
     """The option of ``hpcrl warmup`` for a ``model.path`` that the recipe does not say."""
     return f" --output {shlex.quote(str(model_dir))}" if where == "--set" else ""
+
+
+def _no_cpu_heads(arch: ModelArch) -> bool:
+    return not arch.has_latent_attention and arch.kv.key_dim not in _CPU_HEADS
 
 
 def find_facts(recipe: Recipe) -> ModelFacts | None:

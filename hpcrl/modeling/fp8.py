@@ -46,9 +46,9 @@ def quantise(part: Tensor, low: tuple[int, ...], scales: Tensor) -> Tensor:
     return (part.float() / spread).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
-def dequantise(quantised: Tensor, scales: Tensor) -> Tensor:
-    """The whole matrix in float32."""
-    return quantised.float() * _spread(scales, (0, 0), tuple(quantised.shape))
+def dequantise(quantised: Tensor, scales: Tensor, low: tuple[int, ...] = (0, 0)) -> Tensor:
+    """In float32 a whole matrix, or the part of it from index ``low`` with the scales of the blocks that it touches."""
+    return quantised.float() * _spread(scales, low, tuple(quantised.shape))
 
 
 def _spread(scales: Tensor, low: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:

@@ -2,40 +2,97 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from hpcrl.models.arch import ModelArch
 
-__all__ = ["load_hf_tensors", "to_hf_tensors"]
+__all__ = ["HfAdapter", "Region", "load_hf_tensors", "model_tensors", "published_tensors"]
 
 
-def to_hf_tensors(name: str, tensor: Tensor, arch: ModelArch) -> Iterator[tuple[str, Tensor]]:
-    """The published tensors that the parameter ``name`` of `Qwen3Moe` becomes, as views of ``tensor``.
+class Region(NamedTuple):
+    """Where a published tensor lies in one of ours.
 
-    A tied ``lm_head`` becomes nothing: published models with tied embeddings carry one copy.
+    Attributes
+    ----------
+    name:
+        As published.
+    low:
+        First index in our tensor.
+    shape:
+        Of the published tensor: of the region, without the leading dimensions in which it has one element (the
+        number of an expert).
     """
-    if name == "lm_head.weight":
-        if not arch.tie_word_embeddings:
-            yield name, tensor
-    elif name.endswith("experts.gate_up_proj"):
-        prefix = "model." + name.removesuffix(".gate_up_proj")
-        half = arch.moe_intermediate_size
-        for e in range(arch.num_experts):
-            yield f"{prefix}.{e}.gate_proj.weight", tensor[e, :half]
-            yield f"{prefix}.{e}.up_proj.weight", tensor[e, half:]
-    elif name.endswith("experts.down_proj"):
-        prefix = "model." + name.removesuffix(".down_proj")
-        for e in range(arch.num_experts):
-            yield f"{prefix}.{e}.down_proj.weight", tensor[e]
-    else:
-        yield f"model.{name}", tensor
+
+    name: str
+    low: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+class HfAdapter:
+    """Names of a family whose published experts have tensors of their own, ``experts.7.gate_proj.weight`` and so on."""
+
+    def __init__(self, arch: ModelArch) -> None:
+        self.arch = arch
+
+    def regions(self, name: str, shape: Sequence[int]) -> list[Region]:
+        """The published tensors that our tensor ``name`` of ``shape`` becomes.
+
+        A tied ``lm_head`` becomes nothing: published models with tied embeddings carry one copy.
+        """
+        shape = tuple(shape)
+        if name == "lm_head.weight":
+            return [] if self.arch.tie_word_embeddings else [Region(name, (0, 0), shape)]
+        prefix, _, leaf = name.rpartition(".")
+        if prefix.endswith(".experts") and leaf == "gate_up_proj":
+            experts, both, width = shape
+            half = both // 2
+            return [
+                Region(f"model.{prefix}.{expert}.{own}.weight", (expert, row, 0), (half, width))
+                for expert in range(experts)
+                for own, row in (("gate_proj", 0), ("up_proj", half))
+            ]
+        if prefix.endswith(".experts") and leaf == "down_proj":
+            return [
+                Region(f"model.{prefix}.{expert}.down_proj.weight", (expert, 0, 0), shape[1:])
+                for expert in range(shape[0])
+            ]
+        return [Region(f"model.{name}", (0,) * len(shape), shape)]
+
+    def to_hf(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """The same as views of ``tensor`` (IndexError where it has too few elements)."""
+        for region in self.regions(name, tensor.shape):
+            leading = tensor.dim() - len(region.shape)
+            view = tensor[region.low[:leading]]
+            for dim, (low, size) in enumerate(zip(region.low[leading:], region.shape, strict=True)):
+                view = view.narrow(dim, low, size)
+            yield region.name, view
+
+    def is_redundant(self, name: str) -> bool:
+        """Whether the published tensor ``name`` says nothing that others do not say too.
+
+        Some published models with tied embeddings have the head as well; older ones have the frequencies of rotary
+        embeddings, which follow from ``config.json``.
+        """
+        return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and self.arch.tie_word_embeddings)
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """All that is loaded, saved and published of ``model``: parameters (tied ones once), then buffers."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def published_tensors(model: nn.Module, adapter: HfAdapter) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a whole (unsharded) ``model`` by their published names, as detached views."""
+    for name, tensor in model_tensors(model).items():
+        yield from adapter.to_hf(name, tensor.detach())
 
 
 @torch.no_grad()
-def load_hf_tensors(model: nn.Module, arch: ModelArch, tensors: Iterable[tuple[str, Tensor]]) -> None:
+def load_hf_tensors(model: nn.Module, adapter: HfAdapter, tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Copy published tensors into ``model`` in place, whole (unsharded) parameters only.
 
     Raises
@@ -44,13 +101,13 @@ def load_hf_tensors(model: nn.Module, arch: ModelArch, tensors: Iterable[tuple[s
         A tensor is unknown, has the wrong shape, comes twice, or is missing. The model may be half
         written then: callers load into a spare copy or stop.
     """
-    targets: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=True):
-        targets.update(to_hf_tensors(name, parameter, arch))
+    targets = dict(published_tensors(model, adapter))
     missing = set(targets)
     for name, tensor in tensors:
         target = targets.get(name)
         if target is None:
+            if adapter.is_redundant(name):
+                continue
             raise ValueError(f"tensor {name!r} is not part of this model")
         if target.shape != tensor.shape:
             raise ValueError(f"tensor {name!r} has shape {tuple(tensor.shape)}, not {tuple(target.shape)}")

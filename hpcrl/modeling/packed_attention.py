@@ -6,11 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hpcrl.modeling.context import BatchContext, RoutedExpertsRecorder
+
 __all__ = ["PackedAttention"]
 
 
 class PackedAttention:
-    """An `hpcrl.modeling.qwen3_moe.AttentionFn` for packed batches.
+    """An `hpcrl.modeling.context.AttentionFn` for packed batches.
 
     Tokens are scattered to ``[n, longest, …]``, padded on the right, attended causally and gathered back. A
     query sees only keys before it, so padding behind a sequence never reaches one of its tokens, and the
@@ -35,12 +37,17 @@ class PackedAttention:
         """``[tokens]`` int64: position of each token in its sequence."""
         self._places = sequence * self._longest + self.positions
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Tensor:
         """See `AttentionFn`; ``layer`` is not used because nothing is cached."""
+        grouped = q.shape[1] != k.shape[1]
         y = F.scaled_dot_product_attention(
-            self._pad(q), self._pad(k), self._pad(v), is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+            self._pad(q), self._pad(k), self._pad(v), is_causal=True, enable_gqa=grouped, scale=scale
         )
-        return y.transpose(1, 2).reshape(-1, *q.shape[1:])[self._places]
+        return y.transpose(1, 2).reshape(-1, q.shape[1], v.shape[2])[self._places]
+
+    def context(self, select: Tensor | None = None, record: RoutedExpertsRecorder | None = None) -> BatchContext:
+        """What a forward pass over these sequences needs."""
+        return BatchContext(self.positions, self, select, record)
 
     def _pad(self, x: Tensor) -> Tensor:
         """``[tokens, heads, dim]`` to ``[n, heads, longest, dim]``."""

@@ -12,6 +12,7 @@ from start_models import TINY_CONFIG
 
 from hpcrl import models
 from hpcrl.cli.main import main
+from hpcrl.models.arch import trainable_types
 
 Hpcrl = Callable[..., tuple[int, str, str]]
 
@@ -78,8 +79,8 @@ def test_a_model_that_nothing_here_runs_is_refused_by_name(hpcrl: Hpcrl, tmp_pat
     kind = json.loads(config)["model_type"]
     code, _, err = hpcrl("--name", "x")
     assert code == 2
-    assert f"model_type is {kind!r}; this engine and trainer know 'qwen3_moe'" in err
-    assert "hint: choose a Qwen3-MoE model" in err
+    assert f"model_type is {kind!r}; trainer and embedded engine know {', '.join(trainable_types())}" in err
+    assert "hint: choose a model of a family that the trainer has" in err
     assert not (tmp_path / "runs").exists()
 
 

@@ -12,8 +12,8 @@ import torch
 from engine_helpers import random_model, tensors_of
 from numpy.typing import NDArray
 
+from hpcrl.modeling.decoder import Decoder
 from hpcrl.modeling.hf import load_hf_tensors
-from hpcrl.modeling.qwen3_moe import Qwen3Moe
 from hpcrl.weights import Handoff, HandoffStore, HandoffWriter
 from hpcrl.weights.write.lora import ExpertAdapter, ExpertLayout, adapter_config, adapter_tensors, publish_adapter
 
@@ -67,7 +67,7 @@ def changes(given: Factors, scale: float = ALPHA / RANK) -> dict[str, _Array]:
     return result
 
 
-def merged(base: Qwen3Moe, given: Factors) -> Qwen3Moe:
+def merged(base: Decoder, given: Factors) -> Decoder:
     """A model with the adapter in its weights."""
     delta, dtype = changes(given), next(base.parameters()).dtype
     tensors = tensors_of(base)
@@ -75,7 +75,7 @@ def merged(base: Qwen3Moe, given: Factors) -> Qwen3Moe:
     for name, change in delta.items():
         tensors[name] = (tensors[name].float() + torch.from_numpy(change)).to(dtype)
     result = random_model(base.arch, 0).to(dtype)
-    load_hf_tensors(result, base.arch, tensors.items())
+    load_hf_tensors(result, result.adapter, tensors.items())
     return result
 
 

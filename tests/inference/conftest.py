@@ -11,7 +11,7 @@ import pytest
 import torch
 from engine_helpers import Server, write_model
 
-from hpcrl.modeling.qwen3_moe import Qwen3Moe
+from hpcrl.modeling.decoder import Decoder
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -20,14 +20,14 @@ def _one_thread() -> None:
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Qwen3Moe]:
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Decoder]:
     """A model directory and the model in it."""
     path = tmp_path_factory.mktemp("tiny-model")
     return path, write_model(path, seed=1)
 
 
 @pytest.fixture(scope="session")
-def contract_server(tiny: tuple[Path, Qwen3Moe], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def contract_server(tiny: tuple[Path, Decoder], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The engine that all tests of the contract ask."""
     path, model = tiny
     running = contract.start(path, model, tmp_path_factory.mktemp("log") / "server.log")

@@ -16,7 +16,7 @@ import pytest
 from engine_helpers import SERVED_NAME, Server, embedded_command, start_server
 from vllm_environment import SKIPPED, VLLM_PYTHON
 
-from hpcrl.modeling.qwen3_moe import Qwen3Moe
+from hpcrl.modeling.decoder import Decoder
 
 KIND = os.environ.get("HPCRL_TEST_ENGINE", "embedded")
 EMBEDDED = KIND == "embedded"
@@ -35,7 +35,7 @@ FLAGS = (
 GENERATE = "/inference/v1/generate"
 
 
-def start(path: Path, model: Qwen3Moe, log: Path) -> Server:
+def start(path: Path, model: Decoder, log: Path) -> Server:
     """The server of a model directory, ready."""
     if EMBEDDED:
         command = embedded_command(*FLAGS, "--enable-return-routed-experts")

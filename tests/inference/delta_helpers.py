@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from engine_helpers import random_model, tensors_of, tiny_arch
 
-from hpcrl.modeling.qwen3_moe import Qwen3Moe
+from hpcrl.modeling.decoder import Decoder
 from hpcrl.trainer.publish.publisher import tensor_bytes
 from hpcrl.weights import Handoff, HandoffStore, HandoffWriter, TensorRecord, write_shard
 from hpcrl.weights.format.delta import encode_chunk
@@ -19,7 +19,7 @@ ARCH = tiny_arch()
 BF16 = torch.bfloat16
 
 
-def model(seed: int) -> Qwen3Moe:
+def model(seed: int) -> Decoder:
     return random_model(ARCH, seed).to(BF16)
 
 
@@ -27,7 +27,7 @@ def raw(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
-def publish_bf16(store: HandoffStore, version: int, source: Qwen3Moe, path: Path) -> Handoff:
+def publish_bf16(store: HandoffStore, version: int, source: Decoder, path: Path) -> Handoff:
     writer = HandoffWriter.claim(store.root, 1)
     stage = writer.stage(version)
     shard = shard_of_any(stage / "model-00001-of-00001.safetensors", tensors_of(source))
@@ -40,7 +40,7 @@ def shard_of_any(path: Path, tensors: dict[str, torch.Tensor]) -> ShardResult:
     return ShardResult(path.name, record, records)
 
 
-def publish_delta(store: HandoffStore, version: int, needs: tuple[int, ...], old: Qwen3Moe, new: Qwen3Moe) -> Handoff:
+def publish_delta(store: HandoffStore, version: int, needs: tuple[int, ...], old: Decoder, new: Decoder) -> Handoff:
     writer = HandoffWriter.claim(store.root, 1)
     stage = writer.stage(version)
     before, after = tensors_of(old), tensors_of(new)
@@ -64,7 +64,7 @@ def publish_delta(store: HandoffStore, version: int, needs: tuple[int, ...], old
     )
 
 
-def nudged(source: Qwen3Moe, seed: int) -> Qwen3Moe:
+def nudged(source: Decoder, seed: int) -> Decoder:
     """A few elements moved, as by an optimizer step."""
     result = model(0)
     result.load_state_dict(source.state_dict())

@@ -25,9 +25,11 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from hpcrl.fs import write_json
-from hpcrl.modeling.hf import to_hf_tensors
-from hpcrl.modeling.qwen3_moe import Qwen3Moe
-from hpcrl.models.arch import ModelArch
+from hpcrl.modeling.context import BatchContext
+from hpcrl.modeling.decoder import Decoder
+from hpcrl.modeling.hf import published_tensors
+from hpcrl.modeling.spec import build_model
+from hpcrl.models.arch import ModelArch, Qwen3MoeArch
 from hpcrl.models.tokenizer import write_character_tokenizer
 from hpcrl.weights import Handoff, HandoffStore, HandoffWriter, write_shard
 from hpcrl.weights.format.shard import TensorBytes
@@ -37,7 +39,7 @@ SERVED_NAME = "tiny"
 
 
 def tiny_arch(vocab_size: int = 103, eos_token_id: int = 2) -> ModelArch:
-    return ModelArch(
+    return Qwen3MoeArch(
         vocab_size=vocab_size,
         hidden_size=64,
         num_hidden_layers=2,
@@ -52,19 +54,15 @@ def tiny_arch(vocab_size: int = 103, eos_token_id: int = 2) -> ModelArch:
     )
 
 
-def random_model(arch: ModelArch, seed: int) -> Qwen3Moe:
+def random_model(arch: ModelArch, seed: int) -> Decoder:
     """Weights large enough that distributions are far from uniform and differ much between seeds."""
-    model = Qwen3Moe(arch).requires_grad_(False).eval()
+    model = build_model(arch, device="cpu").requires_grad_(False).eval()
     model.init_weights(torch.Generator().manual_seed(seed), std=0.25)
     return model
 
 
-def tensors_of(model: Qwen3Moe) -> dict[str, torch.Tensor]:
-    return {
-        name: tensor.contiguous()
-        for own, parameter in model.named_parameters()
-        for name, tensor in to_hf_tensors(own, parameter.detach(), model.arch)
-    }
+def tensors_of(model: Decoder) -> dict[str, torch.Tensor]:
+    return {name: tensor.contiguous() for name, tensor in published_tensors(model, model.adapter)}
 
 
 def shard_of(path: Path, tensors: dict[str, torch.Tensor]) -> ShardResult:
@@ -76,7 +74,7 @@ def shard_of(path: Path, tensors: dict[str, torch.Tensor]) -> ShardResult:
     return ShardResult(path.name, record, records)
 
 
-def write_model(path: Path, seed: int) -> Qwen3Moe:
+def write_model(path: Path, seed: int) -> Decoder:
     """A model directory with tokenizer; returns the model in it."""
     vocab_size, eos = write_character_tokenizer(path)
     model = random_model(tiny_arch(vocab_size, eos), seed)
@@ -99,7 +97,7 @@ def publish(
     return writer.publish(version=version, shards=results, model_dir=model_dir, producer="test")
 
 
-def forward(model: Qwen3Moe, token_ids: Sequence[int]) -> tuple[torch.Tensor, NDArray[np.int64]]:
+def forward(model: Decoder, token_ids: Sequence[int]) -> tuple[torch.Tensor, NDArray[np.int64]]:
     """Plain forward pass of a sequence: log-probabilities ``[tokens, vocab]``, experts ``[tokens, layers, k]``."""
     chosen: list[torch.Tensor] = []
 
@@ -110,11 +108,13 @@ def forward(model: Qwen3Moe, token_ids: Sequence[int]) -> tuple[torch.Tensor, ND
 
     with torch.inference_mode():
         ids = torch.tensor(list(token_ids))
-        logits = model(ids, torch.arange(len(ids)), attention, record=lambda _, experts: chosen.append(experts))
+        logits = model(
+            ids, BatchContext(torch.arange(len(ids)), attention, record=lambda _, experts: chosen.append(experts))
+        )
         return logits.log_softmax(-1), torch.stack(chosen, dim=1).numpy()
 
 
-def logprob_error(model: Qwen3Moe, prompt: Sequence[int], output: Sequence[int], logprobs: Sequence[float]) -> float:
+def logprob_error(model: Decoder, prompt: Sequence[int], output: Sequence[int], logprobs: Sequence[float]) -> float:
     """The largest difference between reported log-probabilities and those of the plain forward pass."""
     expected, _ = forward(model, [*prompt, *output])
     rows = expected[len(prompt) - 1 : len(prompt) + len(output) - 1]
@@ -141,7 +141,7 @@ class Server:
     process: subprocess.Popen[bytes]
     url: str
     log: Path
-    model: Qwen3Moe
+    model: Decoder
     model_dir: Path
     kind: str = "embedded"
     timeout_s: float = 60.0
@@ -240,7 +240,7 @@ class Server:
 def start_server(
     command: list[str],
     model_dir: Path,
-    model: Qwen3Moe,
+    model: Decoder,
     log: Path,
     *,
     kind: str = "embedded",

@@ -17,7 +17,7 @@ from hpcrl.inference.embedded.engine.engine import Delivery, Engine, EngineConfi
 from hpcrl.inference.embedded.engine.params import SamplingParams
 from hpcrl.inference.embedded.engine.request import EngineRequest, Output
 from hpcrl.inference.metrics import EngineMetrics, Registry
-from hpcrl.modeling.qwen3_moe import Qwen3Moe
+from hpcrl.modeling.decoder import Decoder
 
 TOLERANCE = 1e-4
 
@@ -74,10 +74,10 @@ StartEngine = Callable[..., Client]
 
 
 @pytest.fixture
-def start(tiny: tuple[Path, Qwen3Moe]) -> Iterator[StartEngine]:
+def start(tiny: tuple[Path, Decoder]) -> Iterator[StartEngine]:
     engines: list[Engine] = []
 
-    def make(model: Qwen3Moe | None = None, **changes: Any) -> Client:
+    def make(model: Decoder | None = None, **changes: Any) -> Client:
         sizes = {"max_num_seqs": 16, "max_model_len": 256, "max_num_batched_tokens": 128, "block_size": 4}
         config = EngineConfig(**{**sizes, "num_blocks": 1024, "return_routed_experts": True, **changes})
         engine = Engine(model or tiny[1], config, EngineMetrics(Registry({})))
@@ -101,7 +101,7 @@ def in_use(client: Client) -> float:
     return client.engine.call(lambda: client.engine._pool.usage).result()
 
 
-def check_outputs(model: Qwen3Moe, prompts: list[list[int]], outputs: list[Output]) -> None:
+def check_outputs(model: Decoder, prompts: list[list[int]], outputs: list[Output]) -> None:
     for prompt, output in zip(prompts, outputs, strict=True):
         assert logprob_error(model, prompt, output.token_ids, output.logprobs) < TOLERANCE
         _, experts = forward(model, [*prompt, *output.token_ids])
@@ -111,20 +111,20 @@ def check_outputs(model: Qwen3Moe, prompts: list[list[int]], outputs: list[Outpu
 
 
 def test_log_probabilities_and_routes_are_those_of_the_plain_forward_pass(
-    start: StartEngine, tiny: tuple[Path, Qwen3Moe]
+    start: StartEngine, tiny: tuple[Path, Decoder]
 ) -> None:
     prompts = prompts_of(24, 1, 60)
     check_outputs(tiny[1], prompts, start().run(prompts, max_tokens=12))
 
 
 @pytest.mark.parametrize("budget", [16, 17, 100])
-def test_chunked_prefill(start: StartEngine, tiny: tuple[Path, Qwen3Moe], budget: int) -> None:
+def test_chunked_prefill(start: StartEngine, tiny: tuple[Path, Decoder], budget: int) -> None:
     client = start(max_num_batched_tokens=budget)
     prompts = prompts_of(6, 90, 200)
     check_outputs(tiny[1], prompts, client.run(prompts, max_tokens=6))
 
 
-def test_prefix_hits_keep_values_and_routes(start: StartEngine, tiny: tuple[Path, Qwen3Moe]) -> None:
+def test_prefix_hits_keep_values_and_routes(start: StartEngine, tiny: tuple[Path, Decoder]) -> None:
     client = start()
     base = prompts_of(1, 50, 50)[0]
     client.run([base])
@@ -135,7 +135,7 @@ def test_prefix_hits_keep_values_and_routes(start: StartEngine, tiny: tuple[Path
     check_outputs(tiny[1], prompts, outputs)
 
 
-def test_routes_can_start_behind_a_known_prefix(start: StartEngine, tiny: tuple[Path, Qwen3Moe]) -> None:
+def test_routes_can_start_behind_a_known_prefix(start: StartEngine, tiny: tuple[Path, Decoder]) -> None:
     prompt = prompts_of(1, 20, 20)[0]
     (output,) = start().run([prompt], max_tokens=5, routed_experts_prompt_start=20)
     assert output.routed_experts is not None
@@ -144,7 +144,7 @@ def test_routes_can_start_behind_a_known_prefix(start: StartEngine, tiny: tuple[
     assert (output.routed_experts == experts[20:-1]).all()
 
 
-def test_preemption_loses_nothing(start: StartEngine, tiny: tuple[Path, Qwen3Moe]) -> None:
+def test_preemption_loses_nothing(start: StartEngine, tiny: tuple[Path, Decoder]) -> None:
     """Far more sequences than blocks: each is computed again now and then, and ends as if alone."""
     plain, tight = start(), start(num_blocks=64, enable_prefix_caching=False)
     prompts = prompts_of(16, 10, 60, seed=3)
@@ -157,7 +157,7 @@ def test_preemption_loses_nothing(start: StartEngine, tiny: tuple[Path, Qwen3Moe
     assert in_use(tight) == 0
 
 
-def test_distributions_are_the_models(start: StartEngine, tiny: tuple[Path, Qwen3Moe]) -> None:
+def test_distributions_are_the_models(start: StartEngine, tiny: tuple[Path, Decoder]) -> None:
     """Whole distributions, with chunked prefill, prefix hits and preemption at once: KL below 1e-5."""
     client = start(num_blocks=64, max_num_batched_tokens=24)
     base = prompts_of(1, 40, 40)[0]
@@ -174,7 +174,7 @@ def test_distributions_are_the_models(start: StartEngine, tiny: tuple[Path, Qwen
         assert np.abs(kl).max() < 1e-5
 
 
-def test_a_failed_step_is_heard_of(tiny: tuple[Path, Qwen3Moe], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_step_is_heard_of(tiny: tuple[Path, Decoder], monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"max_num_seqs": 1, "max_model_len": 16, "max_num_batched_tokens": 16, "block_size": 4, "num_blocks": 4}
     engine = Engine(tiny[1], EngineConfig(**sizes), EngineMetrics(Registry({})))
     heard = threading.Event()
@@ -248,7 +248,7 @@ def test_unseeded_sequences_differ_and_repeat_with_the_engine_seed(start: StartE
     assert start(seed=4).run([[5, 6, 7]], max_tokens=20)[0].token_ids != first[0].token_ids
 
 
-def test_prompt_logprobs(start: StartEngine, tiny: tuple[Path, Qwen3Moe]) -> None:
+def test_prompt_logprobs(start: StartEngine, tiny: tuple[Path, Decoder]) -> None:
     client = start(max_num_batched_tokens=32)
     prompts = prompts_of(5, 1, 100)
     client.run(prompts)  # a cached prefix must not shorten them
@@ -261,7 +261,7 @@ def test_prompt_logprobs(start: StartEngine, tiny: tuple[Path, Qwen3Moe]) -> Non
             assert score.top.token_ids == expected[i].topk(2).indices.tolist()
 
 
-def test_new_weights_between_two_tokens(start: StartEngine, tiny: tuple[Path, Qwen3Moe]) -> None:
+def test_new_weights_between_two_tokens(start: StartEngine, tiny: tuple[Path, Decoder]) -> None:
     """Tokens before and after carry their versions; the KV of the prompt stays that of the old weights."""
     new = random_model(tiny[1].arch, seed=2)
     client = start(weight_version="1")
@@ -284,7 +284,7 @@ def test_new_weights_between_two_tokens(start: StartEngine, tiny: tuple[Path, Qw
     check_outputs(new, [prompt], client.run([prompt], salt="2"))
 
 
-def test_a_new_salt_never_sees_an_old_prefix(start: StartEngine, tiny: tuple[Path, Qwen3Moe]) -> None:
+def test_a_new_salt_never_sees_an_old_prefix(start: StartEngine, tiny: tuple[Path, Decoder]) -> None:
     new = random_model(tiny[1].arch, seed=2)
     client = start()
     prompt = prompts_of(1, 60, 60)[0]
@@ -301,7 +301,7 @@ def test_a_new_salt_never_sees_an_old_prefix(start: StartEngine, tiny: tuple[Pat
     check_outputs(new, [prompt], client.run([prompt], salt="1"))
 
 
-def test_preemption_across_new_weights_keeps_old_versions(start: StartEngine, tiny: tuple[Path, Qwen3Moe]) -> None:
+def test_preemption_across_new_weights_keeps_old_versions(start: StartEngine, tiny: tuple[Path, Decoder]) -> None:
     client = start(weight_version="1")
     request = client.submit(prompts_of(1, 30, 30)[0], max_tokens=40, stream=True)
     client.wait(lambda: len(client.outputs.get(request, [])) >= 3)
@@ -355,7 +355,7 @@ def test_pause_abort_ends_all(start: StartEngine) -> None:
     assert client.run([[1, 2]])[0].finish_reason == "length"
 
 
-def test_abort_frees_blocks_and_reports_what_there_is(start: StartEngine, tiny: tuple[Path, Qwen3Moe]) -> None:
+def test_abort_frees_blocks_and_reports_what_there_is(start: StartEngine, tiny: tuple[Path, Decoder]) -> None:
     client = start()
     prompt = prompts_of(1, 20, 20)[0]
     request = client.submit(prompt, max_tokens=200, stream=True)

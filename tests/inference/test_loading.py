@@ -13,8 +13,8 @@ from engine_helpers import publish, random_model, tensors_of
 
 from hpcrl.errors import HandoffError
 from hpcrl.inference.embedded.weights.updates import ReaderConfig, Update, WeightUpdater
+from hpcrl.modeling.decoder import Decoder
 from hpcrl.modeling.fp8 import block_amax, quantise, scales_of
-from hpcrl.modeling.qwen3_moe import Qwen3Moe
 from hpcrl.weights import HandoffStore, HandoffWriter
 from hpcrl.weights.format.quantize import is_quantised
 from hpcrl.weights.lifetime.collector import Collector
@@ -30,7 +30,7 @@ DENSE = [
 ]
 
 
-def same(one: Qwen3Moe, other: Qwen3Moe) -> bool:
+def same(one: Decoder, other: Decoder) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
 

@@ -29,7 +29,7 @@ from engine_helpers import (
 
 from hpcrl.inference.embedded.server import main
 from hpcrl.inference.embedded.serving.settings import parse_settings
-from hpcrl.modeling.qwen3_moe import Qwen3Moe
+from hpcrl.modeling.decoder import Decoder
 from hpcrl.weights import HandoffStore
 
 PROMPT = list(range(10, 90))
@@ -37,7 +37,7 @@ GENERATE = "/inference/v1/generate"
 
 
 @pytest.fixture(scope="module")
-def store(tiny: tuple[Path, Qwen3Moe], tmp_path_factory: pytest.TempPathFactory) -> HandoffStore:
+def store(tiny: tuple[Path, Decoder], tmp_path_factory: pytest.TempPathFactory) -> HandoffStore:
     """Versions 1 and 2 (whole), and 11 to 16, each wrong in its own way."""
     path, model = tiny
     store = HandoffStore(tmp_path_factory.mktemp("run") / "weights")
@@ -60,7 +60,7 @@ def store(tiny: tuple[Path, Qwen3Moe], tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture(scope="module")
 def server(
-    tiny: tuple[Path, Qwen3Moe], store: HandoffStore, tmp_path_factory: pytest.TempPathFactory
+    tiny: tuple[Path, Decoder], store: HandoffStore, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     command = embedded_command(
         *("--max-model-len", "512", "--max-num-seqs", "32", "--block-size", "16", "--weight-version", "0"),
@@ -72,7 +72,7 @@ def server(
     assert running.stop() == 0
 
 
-def error_of(server: Server, model: Qwen3Moe, salt: str) -> float:
+def error_of(server: Server, model: Decoder, salt: str) -> float:
     """Distance of the served log-probabilities from those of ``model``."""
     choice = server.generate(PROMPT, max_tokens=8, logprobs=0, ignore_eos=True, request={"cache_salt": salt})
     (choice,) = choice["choices"]
@@ -186,7 +186,7 @@ def test_updates_follow_each_other(server: Server, store: HandoffStore) -> None:
 
 
 def test_adapters_are_merged_into_their_base(
-    server: Server, store: HandoffStore, tiny: tuple[Path, Qwen3Moe], tmp_path: Path
+    server: Server, store: HandoffStore, tiny: tuple[Path, Decoder], tmp_path: Path
 ) -> None:
     """Two in a row: log-probabilities are those of a server that was started on the merged weights."""
     path, _ = tiny
@@ -260,7 +260,7 @@ def run_main(*arguments: str) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_a_wrong_command_line_is_one_clear_line(
-    tiny: tuple[Path, Qwen3Moe],
+    tiny: tuple[Path, Decoder],
     arguments: list[str],
     reason: str,
     capsys: pytest.CaptureFixture[str],
@@ -289,7 +289,7 @@ def test_flags_of_both_servers_are_taken() -> None:
     assert settings.logprobs_mode == "raw_logprobs"
 
 
-def test_sigterm_ends_the_server_at_once(tiny: tuple[Path, Qwen3Moe], tmp_path: Path) -> None:
+def test_sigterm_ends_the_server_at_once(tiny: tuple[Path, Decoder], tmp_path: Path) -> None:
     """With requests in flight and a pause that will not end."""
     running = start_server(embedded_command("--max-num-seqs", "8"), *tiny, tmp_path / "log")
     with ThreadPoolExecutor(16) as pool:
@@ -308,7 +308,7 @@ def test_sigterm_ends_the_server_at_once(tiny: tuple[Path, Qwen3Moe], tmp_path: 
     assert "Traceback" not in (tmp_path / "log").read_text()
 
 
-def test_processed_logprobs_and_a_small_cache(tiny: tuple[Path, Qwen3Moe], tmp_path: Path) -> None:
+def test_processed_logprobs_and_a_small_cache(tiny: tuple[Path, Decoder], tmp_path: Path) -> None:
     command = embedded_command(
         *("--logprobs-mode", "processed_logprobs", "--max-model-len", "128", "--max-num-seqs", "8"),
         *("--num-gpu-blocks-override", "12", "--scheduling-policy", "priority", "--skip-tokenizer-init"),

@@ -29,13 +29,15 @@ from engine_helpers import (
 from vllm_environment import VLLM_PYTHON
 
 from hpcrl.config.recipe import HandoffConfig
-from hpcrl.modeling.qwen3_moe import Qwen3Moe
+from hpcrl.modeling.decoder import Decoder
+from hpcrl.modeling.load import load_model_dir
+from hpcrl.modeling.parallelize import parallelize_decoder
+from hpcrl.modeling.spec import build_model
 from hpcrl.models.arch import load_arch
 from hpcrl.rollouts.engines.client import EngineClient, SamplingParams
 from hpcrl.rollouts.sampling.routed_experts import RoutedExpertsRows, RoutedExpertsSettings
-from hpcrl.trainer.parallel.mesh import distributed, shard_model
+from hpcrl.trainer.parallel.mesh import distributed
 from hpcrl.trainer.publish.publisher import Publisher
-from hpcrl.trainer.step.policy import load_start_model
 from hpcrl.weights import Handoff, HandoffStore
 from hpcrl.weights.format.manifest import FORMAT_VERSION
 
@@ -61,7 +63,7 @@ ENVIRONMENT = {
 
 
 @pytest.fixture(scope="module")
-def server(tiny: tuple[Path, Qwen3Moe], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(tiny: tuple[Path, Decoder], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     path, model = tiny
     path = publish_as_trainer(path, tmp_path_factory.mktemp("published") / "weights")
     log = tmp_path_factory.mktemp("log") / "server.log"
@@ -75,9 +77,9 @@ def server(tiny: tuple[Path, Qwen3Moe], tmp_path_factory: pytest.TempPathFactory
 def publish_as_trainer(model_dir: Path, root: Path) -> Path:
     """Publish a start model as version 0, as the trainer does; its directory."""
     with distributed(timeout_s=60) as parallel:
-        model = Qwen3Moe(load_arch(model_dir))
-        load_start_model(model, model_dir)
-        shard_model(model, parallel.mesh, dtype=torch.float32)
+        model = build_model(load_arch(model_dir), device="cpu")
+        load_model_dir(model, model.adapter, model_dir)
+        parallelize_decoder(model, parallel.mesh, dtype=torch.float32)
         publisher = Publisher(
             HandoffStore(root),
             parallel,
@@ -97,7 +99,7 @@ def prompt_of(length: int, seed: int) -> list[int]:
     return [rng.randrange(7, 103) for _ in range(length)]
 
 
-def error_against(server: Server, model: Qwen3Moe, seed: int, length: int = 40) -> float:
+def error_against(server: Server, model: Decoder, seed: int, length: int = 40) -> float:
     prompt = prompt_of(length, seed)
     choice = server.generate(prompt, max_tokens=20, logprobs=0, seed=1, ignore_eos=True)["choices"][0]
     logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]

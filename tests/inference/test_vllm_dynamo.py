@@ -16,7 +16,7 @@ from patience import wait_for
 from vllm_fleet import HOST, Fleet, generate
 
 from hpcrl.config.plan import Role
-from hpcrl.modeling.qwen3_moe import Qwen3Moe
+from hpcrl.modeling.decoder import Decoder
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(2400)]
 
@@ -34,7 +34,7 @@ SETTINGS = (
 
 
 @pytest.fixture(scope="module")
-def fleet(tiny: tuple[Path, Qwen3Moe], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def fleet(tiny: tuple[Path, Decoder], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     fleet = Fleet(tmp_path_factory.mktemp("dynamo") / "run", tiny, *SETTINGS)
     try:
         engines = fleet.start(Role.ENGINE)
@@ -60,7 +60,7 @@ def counted(fleet: Fleet, name: str) -> dict[str, float]:
     return {url: float(value) for url, value in re.findall(rf'^{name}{{worker="(.*)"}} (\S+)$', text, re.MULTILINE)}
 
 
-def test_a_prompt_goes_where_it_is_cached(fleet: Fleet, tiny: tuple[Path, Qwen3Moe]) -> None:
+def test_a_prompt_goes_where_it_is_cached(fleet: Fleet, tiny: tuple[Path, Decoder]) -> None:
     router = fleet.servers[Role.ROUTER, 0]
     prompts = {seed: prompt_of(10 * BLOCK, seed) for seed in range(4)}
 

@@ -13,7 +13,7 @@ from engine_helpers import Server, decode_experts, forward, logprob_error, publi
 from vllm_fleet import Fleet, generate
 
 from hpcrl.config.plan import Role
-from hpcrl.modeling.qwen3_moe import Qwen3Moe
+from hpcrl.modeling.decoder import Decoder
 from hpcrl.rollouts.sampling.routed_experts import RoutedExpertsRows, RoutedExpertsSettings
 from hpcrl.weights import HandoffStore
 
@@ -30,7 +30,7 @@ SETTINGS = (
 
 
 @pytest.fixture(scope="module")
-def engines(tiny: tuple[Path, Qwen3Moe], tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
+def engines(tiny: tuple[Path, Decoder], tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
     fleet = Fleet(tmp_path_factory.mktemp("pool") / "run", tiny, *SETTINGS)
     try:
         fleet.start(Role.STORE, timeout_s=120.0)
@@ -69,11 +69,11 @@ class Ask:
             risen("vllm:external_prefix_cache_hits_total"),
         )
 
-    def error(self, model: Qwen3Moe) -> float:
+    def error(self, model: Decoder) -> float:
         logprobs = [entry["logprob"] for entry in self.choice["logprobs"]["content"]]
         return logprob_error(model, self.prompt, self.choice["token_ids"], logprobs)
 
-    def check_experts(self, model: Qwen3Moe) -> None:
+    def check_experts(self, model: Decoder) -> None:
         """A row for the last token of the prompt, and for each that was sampled but the last: those of the model."""
         experts = decode_experts(self.choice["routed_experts"])
         sequence = [*self.prompt, *self.choice["token_ids"]]
@@ -81,7 +81,7 @@ class Ask:
         assert (experts == forward(model, sequence)[1][len(self.prompt) - 1 : -1]).all()
 
 
-def test_a_prefix_of_one_engine_is_read_by_the_other(engines: list[Server], tiny: tuple[Path, Qwen3Moe]) -> None:
+def test_a_prefix_of_one_engine_is_read_by_the_other(engines: list[Server], tiny: tuple[Path, Decoder]) -> None:
     """From the pool, by the other's own counters, and it is the right one: log-probabilities are the model's."""
     one, two = engines
     asked: list[tuple[Ask, Ask]] = []
@@ -106,7 +106,7 @@ def test_a_prefix_of_one_engine_is_read_by_the_other(engines: list[Server], tiny
     assert read.choice["token_ids"] == first.choice["token_ids"]
 
 
-def test_a_prefix_of_another_salt_is_not(engines: list[Server], tiny: tuple[Path, Qwen3Moe]) -> None:
+def test_a_prefix_of_another_salt_is_not(engines: list[Server], tiny: tuple[Path, Decoder]) -> None:
     """What another version computed is in neither cache."""
     one, two = engines
     prompt = prompt_of(300, 11)
@@ -118,7 +118,7 @@ def test_a_prefix_of_another_salt_is_not(engines: list[Server], tiny: tuple[Path
     assert Ask(one, prompt, salt="third").pool == 0
 
 
-def test_after_an_update_no_new_request_meets_old_kv(engines: list[Server], tiny: tuple[Path, Qwen3Moe]) -> None:
+def test_after_an_update_no_new_request_meets_old_kv(engines: list[Server], tiny: tuple[Path, Decoder]) -> None:
     """The pool holds the prompt's old KV, and so does each engine; under the new salt both compute it anew.
 
     The control: under the old salt the old KV is found, and the log-probabilities are of neither version.

@@ -12,7 +12,7 @@ from engine_helpers import forward, logprob_error, publish, random_model, tensor
 from vllm_fleet import Fleet, generate
 
 from hpcrl.config.plan import Role
-from hpcrl.modeling.qwen3_moe import Qwen3Moe
+from hpcrl.modeling.decoder import Decoder
 from hpcrl.weights import HandoffStore
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(2400)]
@@ -28,7 +28,7 @@ SETTINGS = (
 
 
 @pytest.fixture(scope="module")
-def fleet(tiny: tuple[Path, Qwen3Moe], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def fleet(tiny: tuple[Path, Decoder], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     fleet = Fleet(tmp_path_factory.mktemp("sides") / "run", tiny, *SETTINGS)
     try:
         fleet.start(Role.PREFILL, Role.DECODE)
@@ -43,9 +43,7 @@ def prompt_of(length: int, seed: int) -> list[int]:
     return [rng.randrange(7, 103) for _ in range(length)]
 
 
-def test_answers_are_those_of_one_model_and_prompts_come_from_prefill(
-    fleet: Fleet, tiny: tuple[Path, Qwen3Moe]
-) -> None:
+def test_answers_are_those_of_one_model_and_prompts_come_from_prefill(fleet: Fleet, tiny: tuple[Path, Decoder]) -> None:
     """Greedy tokens and log-probabilities are those of a plain forward pass; decode has read the prompts' KV."""
     router, decode = fleet.servers[Role.ROUTER, 0], fleet.servers[Role.DECODE, 0]
     prefill, model = fleet.servers[Role.PREFILL, 0], tiny[1]
@@ -71,7 +69,7 @@ def test_answers_are_those_of_one_model_and_prompts_come_from_prefill(
     assert prefill.metrics()["vllm:generation_tokens_total"] == 8
 
 
-def test_turns_of_a_rollout_go_on_where_they_were(fleet: Fleet, tiny: tuple[Path, Qwen3Moe]) -> None:
+def test_turns_of_a_rollout_go_on_where_they_were(fleet: Fleet, tiny: tuple[Path, Decoder]) -> None:
     router, model = fleet.servers[Role.ROUTER, 0], tiny[1]
     text = prompt_of(150, 77)
     for turn in range(3):
@@ -81,7 +79,7 @@ def test_turns_of_a_rollout_go_on_where_they_were(fleet: Fleet, tiny: tuple[Path
         text = [*text, *choice["token_ids"], *prompt_of(40, 100 + turn)]
 
 
-def test_both_sides_take_weights_and_a_new_salt_finds_no_old_prompt(fleet: Fleet, tiny: tuple[Path, Qwen3Moe]) -> None:
+def test_both_sides_take_weights_and_a_new_salt_finds_no_old_prompt(fleet: Fleet, tiny: tuple[Path, Decoder]) -> None:
     """Weights are updated at each engine; a prompt that both sides know of the old version is computed anew."""
     router = fleet.servers[Role.ROUTER, 0]
     prompt = prompt_of(200, 55)

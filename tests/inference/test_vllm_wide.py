@@ -26,7 +26,7 @@ from hpcrl.config.load import load_recipe
 from hpcrl.config.plan import Role
 from hpcrl.credentials import Credentials
 from hpcrl.jobplan.commands.vllm import vllm_command, vllm_ports, vllm_variables
-from hpcrl.modeling.qwen3_moe import Qwen3Moe
+from hpcrl.modeling.decoder import Decoder
 from hpcrl.ports import choose_blocks
 from hpcrl.rollouts.engines.client import EngineError
 from hpcrl.rollouts.engines.replica_client import ReplicaClient
@@ -60,7 +60,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 
 
 @pytest.fixture(scope="module")
-def servers(tiny: tuple[Path, Qwen3Moe], run: RunDir) -> Iterator[list[Server]]:
+def servers(tiny: tuple[Path, Decoder], run: RunDir) -> Iterator[list[Server]]:
     path, model = tiny
     settings = [f"model.path={path}", "engine.max_model_len=1024", "engine.kv_store=null"]
     recipe = load_recipe(NAME, settings).value
@@ -146,7 +146,7 @@ def long_answer(servers: list[Server]) -> int:
     return min(most, max(least, int(20 * LONG_S / (time.monotonic() - began))))
 
 
-def errors(servers: list[Server], model: Qwen3Moe, seed: int) -> list[float]:
+def errors(servers: list[Server], model: Decoder, seed: int) -> list[float]:
     """Of each rank, all asked at once: the largest difference from the model's own log-probabilities."""
     with ThreadPoolExecutor(len(servers)) as pool:
         asked = [pool.submit(ask, server, seed + i) for i, server in enumerate(servers)]
@@ -158,7 +158,7 @@ def errors(servers: list[Server], model: Qwen3Moe, seed: int) -> list[float]:
     return found
 
 
-def test_each_rank_answers_as_the_one_model_does(servers: list[Server], tiny: tuple[Path, Qwen3Moe]) -> None:
+def test_each_rank_answers_as_the_one_model_does(servers: list[Server], tiny: tuple[Path, Decoder]) -> None:
     """Each has half of the experts, and gets the rest of a layer from the other."""
     for seed in (10, 20):
         assert max(errors(servers, tiny[1], seed)) < TOLERANCE

@@ -17,7 +17,7 @@ from hpcrl.config.load import load_cluster, load_recipe
 from hpcrl.config.plan import HttpProbe, Role, RoleGroup
 from hpcrl.credentials import Credentials
 from hpcrl.jobplan.groups import make_groups
-from hpcrl.modeling.qwen3_moe import Qwen3Moe
+from hpcrl.modeling.decoder import Decoder
 from hpcrl.ports import choose_blocks
 from hpcrl.runs.record import RunRecord
 from hpcrl.runs.role import Endpoints, ready_path
@@ -38,7 +38,7 @@ class Fleet:
         By role and replica, as far as they were started.
     """
 
-    def __init__(self, path: Path, model: tuple[Path, Qwen3Moe], *settings: str) -> None:
+    def __init__(self, path: Path, model: tuple[Path, Decoder], *settings: str) -> None:
         self.run, (self._model_dir, self._model) = RunDir(path), model
         self.run.path.mkdir()
         self.attempt = self.run.start_attempt()

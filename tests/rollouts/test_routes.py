@@ -18,7 +18,7 @@ from stub_engine import EOS, StubEngine, encode, npy
 from hpcrl.dock.routes import RoutedExperts, exact_dtype, joined
 from hpcrl.dock.wire import BatchShard, BatchStats, MicroBatch, decode_shard, encode_shard
 from hpcrl.fs import write_json
-from hpcrl.models.arch import ModelArch
+from hpcrl.models.arch import Qwen3MoeArch
 from hpcrl.models.tokenizer import ChatTokenizer, write_character_tokenizer
 from hpcrl.rollouts import orchestrator
 from hpcrl.rollouts.engines import pool as engine_pool
@@ -37,7 +37,7 @@ LAYERS, WIDTH, EXPERTS = 3, 2, 8
 USER = ({"role": "user", "content": "1+1"},)
 TOOL = ({"role": "tool", "content": "2"},)
 SETTINGS = RoutedExpertsSettings(np.dtype(np.uint8))
-ARCH = ModelArch(
+ARCH = Qwen3MoeArch(
     vocab_size=103,
     hidden_size=32,
     num_hidden_layers=LAYERS,

@@ -54,14 +54,14 @@ def test_logprobs_equal_one_rollout_at_a_time():
     """Packing changes nothing: every sampled token is predicted by the tokens before it in its own rollout."""
     model, rollouts = tiny_model(tiny_arch()), Rollouts(3, count=5).rollouts
     batch = TokenBatch.from_wire(pack(rollouts), CPU)
-    logits = model(batch.input_ids, batch.positions, batch.attention, select=batch.select)
+    logits = model(batch.input_ids, batch.context())
     packed, _ = token_logprobs(logits, batch.targets, 0.7)
     expected = []
     for rollout in rollouts:
         ids = torch.from_numpy(rollout.token_ids.astype(np.int64))
         for t in np.flatnonzero(rollout.loss_mask):
             attention = PackedAttention(torch.tensor([0, t]))
-            last = model(ids[:t], attention.positions, attention)[-1]
+            last = model(ids[:t], attention.context())[-1]
             expected.append(F.log_softmax(last / 0.7, -1)[ids[t]])
     assert torch.allclose(packed, torch.stack(expected), atol=2e-6)
 
@@ -90,7 +90,7 @@ def test_nothing_to_train_still_runs_through_the_model(empty):
     batch = TokenBatch.from_wire(wire, CPU)
     assert batch.num_trained == 0
     model = tiny_model(tiny_arch())
-    logits = model(batch.input_ids, batch.positions, batch.attention, select=batch.select)
+    logits = model(batch.input_ids, batch.context())
     assert logits.shape == (1, VOCAB)
     (logits.sum() * 0.0).backward()
     assert all((p.grad == 0).all() for p in model.parameters())

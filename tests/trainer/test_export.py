@@ -65,9 +65,9 @@ def test_transformers_gives_the_logits_of_the_trainer(run, model_dir, tmp_path):
     attention = PackedAttention(torch.tensor([0, 12]))
     with torch.no_grad(), distributed(timeout_s=30) as parallel:
         policy = TrainerPolicy(make_recipe(model_dir, steps=9), tiny_arch(), parallel, model_dir=model_dir)
-        start = policy.model(tokens, attention.positions, attention)
+        start = policy.model(tokens, attention.context())
         load_checkpoint(entry, policy.model, policy.optimizer, parallel)
-        ours = policy.model(tokens, attention.positions, attention)
+        ours = policy.model(tokens, attention.context())
         torch.testing.assert_close(theirs(tokens[None]).logits[0], ours, atol=1e-5, rtol=1e-5)
     # it is the trained model and not the one that the run began with
     assert float((start - ours).abs().max()) > 1e-3

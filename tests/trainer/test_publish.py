@@ -38,7 +38,7 @@ def publish_after_a_step(rank, model_dir, weights_dir, dtype="float32", version=
         assert publisher.is_intact(version)
         with torch.no_grad():
             attention = PackedAttention(torch.tensor([0, len(PROBE)]))
-            return policy.model(PROBE, attention.positions, attention).tolist()
+            return policy.model(PROBE, attention.context()).tolist()
 
 
 def make_publisher(store, parallel, model_dir, *, dtype=torch.float32, chunk_bytes=4096, **settings):

@@ -19,11 +19,12 @@ from trainer_testing import run_ranks, tiny_arch, write_model_dir
 
 from hpcrl.config.recipe import HandoffConfig
 from hpcrl.modeling.fp8 import dequantise
-from hpcrl.modeling.qwen3_moe import Qwen3Moe
+from hpcrl.modeling.load import load_model_dir
+from hpcrl.modeling.parallelize import parallelize_decoder
+from hpcrl.modeling.spec import build_model
 from hpcrl.models.arch import load_arch
-from hpcrl.trainer.parallel.mesh import distributed, shard_model
+from hpcrl.trainer.parallel.mesh import distributed
 from hpcrl.trainer.publish.publisher import Publisher
-from hpcrl.trainer.step.policy import load_start_model
 from hpcrl.weights.format.quantize import is_quantised
 from hpcrl.weights.read.reconstruct import read_tensors
 from hpcrl.weights.store import HandoffStore
@@ -46,9 +47,9 @@ def model_dir(tmp_path_factory):
 
 
 def load_model(model_dir, parallel):
-    model = Qwen3Moe(load_arch(model_dir))
-    load_start_model(model, model_dir)
-    shard_model(model, parallel.mesh, dtype=torch.bfloat16)
+    model = build_model(load_arch(model_dir), device="cpu")
+    load_model_dir(model, model.adapter, model_dir)
+    parallelize_decoder(model, parallel.mesh, dtype=torch.bfloat16)
     return model
 
 
@@ -104,8 +105,8 @@ def publish_mixed(rank, model_dir, root):
     )
     with distributed(timeout_s=60) as parallel:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
-        model = Qwen3Moe(load_arch(model_dir))
-        load_start_model(model, model_dir)
+        model = build_model(load_arch(model_dir), device="cpu")
+        load_model_dir(model, model.adapter, model_dir)
         for name, parameter in list(model.named_parameters()):
             placement = next(placements)
             module, _, leaf = name.rpartition(".")

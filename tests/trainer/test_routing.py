@@ -29,7 +29,7 @@ def chosen(token_ids):
     attention = PackedAttention(torch.tensor([0, len(token_ids)]))
     ids = torch.from_numpy(token_ids.astype(np.int64))
     with torch.no_grad():
-        tiny_model(tiny_arch())(ids, attention.positions, attention, record=lambda _, experts: found.append(experts))
+        tiny_model(tiny_arch())(ids, attention.context(record=lambda _, experts: found.append(experts)))
     return torch.stack(found, 1).numpy().astype(np.uint8)
 
 

@@ -5,6 +5,7 @@ import os
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from toy_environment import ToyEnvironment
 from trainer_testing import make_recipe
 
@@ -12,7 +13,6 @@ from hpcrl.config.recipe import WarmupConfig
 from hpcrl.errors import UsageError
 from hpcrl.models.tokenizer import ChatTokenizer, write_character_tokenizer
 from hpcrl.rollouts.sampling.rendering import Transcript
-from hpcrl.trainer.step.policy import read_model_tensors
 from hpcrl.trainer.warmup import make as warmup
 from hpcrl.trainer.warmup.demonstrations import DemonstrationSource, render_demonstration
 from hpcrl.trainer.warmup.make import make_start_model
@@ -133,7 +133,7 @@ def test_equal_seeds_make_equal_models(tmp_path):
     models = []
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         make_start_model(recipe_with(steps=2), tmp_path / name, seed=seed)
-        models.append(dict(read_model_tensors(tmp_path / name)))
+        models.append(load_file(tmp_path / name / "model.safetensors"))
     same = [all(torch.equal(models[0][n], other[n]) for n in other) for other in models[1:]]
     assert same == [True, False]
 

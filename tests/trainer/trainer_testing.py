@@ -23,9 +23,10 @@ import yaml
 from hpcrl.config.recipe import Recipe
 from hpcrl.dock.wire import BatchShard, BatchStats, MicroBatch, encode_shard
 from hpcrl.fs import write_json
-from hpcrl.modeling.hf import to_hf_tensors
-from hpcrl.modeling.qwen3_moe import Qwen3Moe
-from hpcrl.models.arch import ModelArch
+from hpcrl.modeling.decoder import Decoder
+from hpcrl.modeling.hf import published_tensors
+from hpcrl.modeling.spec import build_model
+from hpcrl.models.arch import ModelArch, Qwen3MoeArch
 from hpcrl.models.tokenizer import write_character_tokenizer
 from hpcrl.runs.role import Endpoints, RoleContext
 from hpcrl.runs.rundir import RunDir
@@ -49,11 +50,11 @@ def tiny_arch(**changes: Any) -> ModelArch:
         "max_position_embeddings": 128,
         "eos_token_id": 2,
     }
-    return ModelArch(**{**sizes, **changes})
+    return Qwen3MoeArch(**{**sizes, **changes})
 
 
-def tiny_model(arch: ModelArch, seed: int = 0, std: float = 0.2) -> Qwen3Moe:
-    model = Qwen3Moe(arch)
+def tiny_model(arch: ModelArch, seed: int = 0, std: float = 0.2) -> Decoder:
+    model = build_model(arch, device="cpu")
     model.init_weights(torch.Generator().manual_seed(seed), std=std)
     return model
 
@@ -62,10 +63,9 @@ def write_model_dir(path: Path, arch: ModelArch | None = None, seed: int = 0) ->
     """A model directory with random weights and the character tokenizer."""
     arch = arch or tiny_arch()
     write_character_tokenizer(path)
+    model = tiny_model(arch, seed)
     tensors = [
-        tensor_bytes(hf_name, tensor, torch.float32)
-        for name, parameter in tiny_model(arch, seed).named_parameters()
-        for hf_name, tensor in to_hf_tensors(name, parameter.detach(), arch)
+        tensor_bytes(hf_name, tensor, torch.float32) for hf_name, tensor in published_tensors(model, model.adapter)
     ]
     write_shard(path / "model.safetensors", tensors)
     write_json(path / "config.json", arch.to_hf_config())

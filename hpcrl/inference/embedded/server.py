@@ -28,7 +28,7 @@ from hpcrl.inference.embedded.serving.settings import ServerSettings, parse_sett
 from hpcrl.inference.embedded.weights.loading import load_model
 from hpcrl.inference.embedded.weights.updates import WeightUpdater
 from hpcrl.inference.metrics import EngineMetrics, Registry
-from hpcrl.modeling.qwen3_moe import Qwen3Moe
+from hpcrl.modeling.decoder import Decoder
 from hpcrl.models.tokenizer import ChatTokenizer
 from hpcrl.runs.refusals import gate_from_env
 
@@ -39,7 +39,7 @@ _MAX_BODY_BYTES = 256 << 20
 _SHUTDOWN_GRACE_S = 0.5
 
 
-def engine_config(settings: ServerSettings, model: Qwen3Moe) -> EngineConfig:
+def engine_config(settings: ServerSettings, model: Decoder) -> EngineConfig:
     """Sizes of the engine.
 
     Raises
@@ -89,7 +89,7 @@ def _tokenizer(settings: ServerSettings) -> ChatTokenizer | None:
         raise UsageError(f"{settings.model}: the tokenizer cannot be loaded: {error}") from error
 
 
-def _facts(settings: ServerSettings, model: Qwen3Moe, tokenizer: ChatTokenizer | None) -> ModelFacts:
+def _facts(settings: ServerSettings, model: Decoder, tokenizer: ChatTokenizer | None) -> ModelFacts:
     """End-of-sequence tokens and sampling defaults, found where vLLM finds them."""
     config: dict[str, Any] = {}
     path = settings.model / "generation_config.json"
@@ -140,7 +140,7 @@ def engine_app(gate: Gate, serving: Serving, updater: WeightUpdater, metrics: En
     return app
 
 
-async def _serve(settings: ServerSettings, gate: Gate, model: Qwen3Moe, listener: socket.socket) -> int:
+async def _serve(settings: ServerSettings, gate: Gate, model: Decoder, listener: socket.socket) -> int:
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -53,7 +53,7 @@ class EngineRoutedExperts(NamedTuple):
 
 
 class RoutedExpertsComparison:
-    """A `hpcrl.modeling.qwen3_moe.RoutedExpertsRecorder` that compares sets: the order of experts does not matter.
+    """A `hpcrl.modeling.context.RoutedExpertsRecorder` that compares sets: the order of experts does not matter.
 
     Attributes
     ----------
@@ -62,12 +62,19 @@ class RoutedExpertsComparison:
     differing:
         ``[T]`` int64: layers in which the set of a known token is another one; 0 where it is not known.
     layers:
-        How many there are.
+        How many are compared.
     """
 
-    def __init__(self, routes: EngineRoutedExperts) -> None:
-        """Begin before a forward pass of the same tokens."""
-        self.known, self.layers = routes.known, routes.experts.shape[1]
+    def __init__(self, routes: EngineRoutedExperts, *, dense_layers: int = 0) -> None:
+        """Begin before a forward pass of the same tokens.
+
+        Parameters
+        ----------
+        dense_layers:
+            Layers of the model without experts: engines report them too, with nothing in them.
+        """
+        self._all_layers = routes.experts.shape[1]
+        self.known, self.layers = routes.known, self._all_layers - dense_layers
         self._experts = routes.experts
         self._seen = 0
         self.differing = torch.zeros_like(routes.known, dtype=torch.int64)
@@ -81,9 +88,9 @@ class RoutedExpertsComparison:
         ValueError
             The engine's model has other layers, or takes another number of experts a token.
         """
-        if layer >= self.layers or experts.shape[-1] != self._experts.shape[-1]:
+        if layer >= self._all_layers or experts.shape[-1] != self._experts.shape[-1]:
             raise ValueError(
-                f"engines report {self._experts.shape[-1]} experts a token in {self.layers} layers; "
+                f"engines report {self._experts.shape[-1]} experts a token in {self._all_layers} layers; "
                 f"layer {layer} of the trainer's model has {experts.shape[-1]}"
             )
         # a layer at a time: sorting also makes indices of eight bytes each
@@ -94,4 +101,5 @@ class RoutedExpertsComparison:
     def finish(self) -> None:
         """Call after the forward pass (ValueError where the engine's model has more layers)."""
         if self._seen != self.layers:
-            raise ValueError(f"engines report experts of {self.layers} layers, the trainer's model has {self._seen}")
+            own = self._seen + self._all_layers - self.layers
+            raise ValueError(f"engines report experts of {self._all_layers} layers, the trainer's model has {own}")

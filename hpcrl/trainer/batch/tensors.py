@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hpcrl.dock.wire import MicroBatch
+from hpcrl.modeling.context import BatchContext, RoutedExpertsRecorder
 from hpcrl.modeling.packed_attention import PackedAttention
 from hpcrl.trainer.batch.routed_experts import EngineRoutedExperts
 
@@ -20,10 +21,10 @@ class TokenBatch(NamedTuple):
 
     Attributes
     ----------
-    input_ids, positions:
+    input_ids:
         ``[T]`` int64.
     attention:
-        Knows the sequence boundaries.
+        Knows positions and sequence boundaries.
     select:
         ``[max(N, 1)]`` int64: the tokens whose logits predict the trained ones, that is, those before them.
         Without trained tokens it is the first token: its logits keep this rank in the collectives.
@@ -42,7 +43,6 @@ class TokenBatch(NamedTuple):
     """
 
     input_ids: Tensor
-    positions: Tensor
     attention: PackedAttention
     select: Tensor
     targets: Tensor
@@ -56,6 +56,10 @@ class TokenBatch(NamedTuple):
     @property
     def num_trained(self) -> int:
         return len(self.targets)
+
+    def context(self, record: RoutedExpertsRecorder | None = None) -> BatchContext:
+        """What the forward pass needs beside ``input_ids``."""
+        return self.attention.context(self.select, record)
 
     @classmethod
     def from_wire(cls, batch: MicroBatch, device: torch.device) -> TokenBatch:
@@ -81,7 +85,6 @@ class TokenBatch(NamedTuple):
         input_ids = torch.from_numpy(ids).to(device)
         return cls(
             input_ids=input_ids,
-            positions=attention.positions,
             attention=attention,
             select=where - 1 if len(trained) else torch.zeros(1, dtype=torch.int64, device=device),
             targets=input_ids[where],

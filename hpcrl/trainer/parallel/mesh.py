@@ -1,4 +1,4 @@
-"""Ranks, mesh and sharding. Model code sees a mesh, never a world size; collectives run in named groups."""
+"""Ranks and their mesh. Model code sees a mesh, never a world size; collectives run in named groups."""
 
 from __future__ import annotations
 
@@ -14,17 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from hpcrl.errors import PeerLostError
-from hpcrl.modeling.qwen3_moe import Qwen3Moe
+from hpcrl.modeling.parallelize import FSDP_AXIS
 
-__all__ = ["FSDP_AXIS", "Parallel", "distributed", "is_lost_rank", "shard_model"]
+__all__ = ["Parallel", "distributed", "is_lost_rank"]
 
 T = TypeVar("T")
-
-FSDP_AXIS = "fsdp"
-"""Mesh axis over which parameters, gradients and optimizer state are sharded and batches are split."""
 
 
 @dataclass(frozen=True)
@@ -147,31 +143,3 @@ def distributed(*, timeout_s: float) -> Iterator[Parallel]:
         dist.barrier(group=mesh.get_group(FSDP_AXIS))
     finally:
         dist.destroy_process_group()
-
-
-def shard_model(model: Qwen3Moe, mesh: DeviceMesh, *, dtype: torch.dtype) -> None:
-    """Shard ``model`` in place with FSDP2: one group a block and one for the rest.
-
-    Gradients are *summed* over ranks: the loss of each rank is already divided by the tokens of the whole
-    batch. Master weights, and so optimizer state and gradients after the reduction, are float32.
-
-    Parameters
-    ----------
-    model:
-        Whole and equal on every rank.
-    mesh:
-        With the axis ``fsdp``.
-    dtype:
-        Of parameters and activations in forward and backward.
-    """
-    # inputs are not cast: rotary tables stay float32, and activations have the dtype of the weights already
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    axis = mesh[FSDP_AXIS]
-    for block in model.layers:
-        fully_shard(block, mesh=axis, mp_policy=policy)
-    fully_shard(model, mesh=axis, mp_policy=policy, reshard_after_forward=False)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            # gloo cannot pre-multiply in a reduction
-            module.set_force_sum_reduction_for_comms(True)

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from hpcrl.config.recipe import HandoffConfig
 from hpcrl.errors import DeadlineError, HandoffError
+from hpcrl.modeling.spec import spec_of
 from hpcrl.models.arch import ModelArch
 from hpcrl.trainer.parallel.mesh import Parallel
 from hpcrl.trainer.publish.persistence import Persistence
@@ -133,7 +134,8 @@ class Publisher:
         FencedError
             A newer attempt publishes there.
         """
-        self._store, self._arch, self._dtype, self._chunk_bytes = store, arch, dtype, chunk_bytes
+        self._store, self._dtype, self._chunk_bytes = store, dtype, chunk_bytes
+        self._adapter = spec_of(arch).adapter(arch)
         self._settings, self._acknowledged = settings, acknowledged
         timeout = timedelta(seconds=settings.publish_timeout_s)
         group = dist.new_group(backend="gloo", timeout=timeout)
@@ -268,7 +270,7 @@ class Publisher:
             assert self._model is model
             return
         settings = self._settings
-        sources = find_sources(model, self._arch, self._dtype, fp8=settings.kind == "fp8")
+        sources = find_sources(model, self._adapter, self._dtype, fp8=settings.kind == "fp8")
         tensors = [source.tensor for source in sources]
         blocks = held_blocks(model, self._ranks)
         whole = settings.overlap or settings.delta_chain > 0

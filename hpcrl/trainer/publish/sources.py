@@ -10,22 +10,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from hpcrl.modeling.hf import to_hf_tensors
-from hpcrl.models.arch import ModelArch
+from hpcrl.modeling.blocks import Block, local_block, overlap
+from hpcrl.modeling.hf import HfAdapter, model_tensors
 from hpcrl.weights.format.layout import PublishedTensor, Run, block_runs
 from hpcrl.weights.format.quantize import BLOCK, FP8_DTYPE, is_quantised, scale_tensor
 from hpcrl.weights.format.shard import SAFETENSORS_DTYPES
 
-__all__ = ["Block", "Form", "Source", "find_sources", "is_cut", "local_block", "local_part", "source_runs"]
-
-
-class Block(NamedTuple):
-    """The part of a parameter that a rank holds: ``low <= index < high``."""
-
-    low: tuple[int, ...]
-    high: tuple[int, ...]
+__all__ = ["Form", "Source", "find_sources", "is_cut", "local_part", "source_runs"]
 
 
 class Form(Enum):
@@ -44,7 +36,7 @@ class Source(NamedTuple):
     tensor:
         What is published.
     parameter:
-        Name of the parameter.
+        Name of the parameter or buffer.
     low:
         First index of the region of the parameter.
     shape:
@@ -60,69 +52,29 @@ class Source(NamedTuple):
     form: Form
 
 
-def find_sources(model: nn.Module, arch: ModelArch, dtype: torch.dtype, *, fp8: bool) -> list[Source]:
-    """The published tensors of ``model`` in its order of parameters.
-
-    Raises
-    ------
-    ValueError
-        A published tensor is no block of one parameter.
-    """
-    name_of_dtype = str(dtype).removeprefix("torch.")
+def find_sources(model: nn.Module, adapter: HfAdapter, dtype: torch.dtype, *, fp8: bool) -> list[Source]:
+    """The published tensors of ``model`` in its order of parameters, then of buffers (which stay in their dtype)."""
+    name_of_dtype = _name(dtype)
     sources = []
-    for name, parameter in model.named_parameters():
-        whole = torch.empty(parameter.shape, device="meta")
-        for hf_name, view in to_hf_tensors(name, whole, arch):
-            low, shape = _unravel(int(view.storage_offset()), whole.shape), tuple(view.shape)
-            leading = whole.dim() - view.dim()
-            fits = all(a + b <= c for a, b, c in zip(low[leading:], shape, whole.shape[leading:], strict=True))
-            if leading < 0 or not view.is_contiguous() or not fits or view.stride() != whole.stride()[leading:]:
-                raise ValueError(f"published tensor {hf_name!r} is no block of the parameter {name!r}")
+    for name, own in model_tensors(model).items():
+        plain = name_of_dtype if isinstance(own, nn.Parameter) else _name(own.dtype)
+        for hf_name, low, shape in adapter.regions(name, own.shape):
             if fp8 and is_quantised(hf_name, shape):
                 quantised = PublishedTensor(hf_name, FP8_DTYPE, shape)
                 sources.append(Source(quantised, name, low, shape, Form.QUANTISED))
                 sources.append(Source(scale_tensor(hf_name, shape), name, low, shape, Form.SCALES))
             else:
-                tensor = PublishedTensor(hf_name, name_of_dtype, shape)
-                sources.append(Source(tensor, name, low, shape, Form.PLAIN))
+                sources.append(Source(PublishedTensor(hf_name, plain, shape), name, low, shape, Form.PLAIN))
     return sources
 
 
-def _unravel(position: int, shape: Sequence[int]) -> tuple[int, ...]:
-    index = []
-    for size in reversed(shape):
-        position, i = divmod(position, size)
-        index.append(i)
-    return tuple(reversed(index))
-
-
-def local_block(parameter: Tensor) -> Block:
-    """The part of ``parameter`` that this rank holds: all of it where it is not sharded."""
-    if not isinstance(parameter, DTensor):
-        return Block((0,) * parameter.dim(), tuple(parameter.shape))
-    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    if len(offset) != len(shape):  # this rank is not in the mesh of the parameter
-        return Block((0,) * parameter.dim(), (0,) * parameter.dim())
-    return Block(tuple(offset), tuple(o + s for o, s in zip(offset, shape, strict=True)))
-
-
-def _overlap(source: Source, block: Block) -> Block:
-    """What ``block`` holds of the source, in the region's own indices; an empty block where that is nothing."""
-    leading = len(source.low) - len(source.shape)
-    nothing = Block((0,) * len(source.shape), (0,) * len(source.shape))
-    for i in range(leading):
-        if not block.low[i] <= source.low[i] < block.high[i]:
-            return nothing
-    low, high = [], []
-    for i, size in enumerate(source.shape, start=leading):
-        low.append(max(block.low[i] - source.low[i], 0))
-        high.append(min(block.high[i] - source.low[i], size))
-    return Block(tuple(low), tuple(high)) if all(a < b for a, b in zip(low, high, strict=True)) else nothing
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _published_block(source: Source, block: Block) -> Block:
     """What ``block`` holds of the published tensor. A scale goes with the first element of its 128 x 128."""
-    part = _overlap(source, block)
+    part = overlap(block, source.low, source.shape)
     if source.form is not Form.SCALES:
         return part
     if part.high[0] == 0:
@@ -158,7 +110,7 @@ def source_runs(source: Source, blocks: Sequence[Block], spread: int) -> list[Ru
 def is_cut(source: Source, blocks: Sequence[Block]) -> bool:
     """Whether some 128 x 128 of the source lies on several ranks."""
     for block in blocks:
-        part = _overlap(source, block)
+        part = overlap(block, source.low, source.shape)
         if math.prod(part.high) == 0:
             continue
         for low, high, size in zip(part.low, part.high, source.shape, strict=True):
@@ -171,7 +123,7 @@ def local_part(parameters: Mapping[str, Tensor], source: Source) -> tuple[Block,
     """What this rank holds of a source: where in the region, and a view of it with the region's dimensions."""
     parameter = parameters[source.parameter]
     block = local_block(parameter)
-    part = _overlap(source, block)
+    part = overlap(block, source.low, source.shape)
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     if math.prod(part.high) == 0:
         return part, local.new_empty((0,) * len(source.shape))

@@ -15,9 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hpcrl.modeling.blocks import Block, local_block
 from hpcrl.modeling.fp8 import block_amax, quantise, scales_of
+from hpcrl.modeling.hf import model_tensors
 from hpcrl.trainer.parallel.mesh import Parallel
-from hpcrl.trainer.publish.sources import Block, Form, Source, is_cut, local_block, local_part, source_runs
+from hpcrl.trainer.publish.sources import Form, Source, is_cut, local_part, source_runs
 from hpcrl.weights.format.layout import PAGE_BYTES, ShardLayout, Unit, assign_units
 from hpcrl.weights.format.quantize import BLOCK
 from hpcrl.weights.format.shard import SAFETENSORS_DTYPES
@@ -92,7 +94,7 @@ class Window:
 
 def held_blocks(model: nn.Module, ranks: Parallel) -> list[dict[str, Block]]:
     """What each rank holds of each parameter; collective."""
-    return ranks.gather({name: local_block(parameter) for name, parameter in model.named_parameters()})
+    return ranks.gather({name: local_block(own) for name, own in model_tensors(model).items()})
 
 
 def plan_windows(
@@ -193,7 +195,7 @@ class Staging:
         ranks:
             That publish; their group carries host memory.
         """
-        self._parameters = dict(model.named_parameters())
+        self._parameters = model_tensors(model)
         self._dtype, self._ranks = dtype, ranks
         self._is_cut = {
             (s.parameter, s.low): is_cut(s, [held[s.parameter] for held in blocks])
@@ -236,7 +238,7 @@ class Staging:
         """This rank's part of a published tensor, ``[bytes]`` on its device."""
         part, local = local_part(self._parameters, source)
         if source.form is Form.PLAIN:
-            result = local.to(self._dtype)
+            result = local.to(getattr(torch, source.tensor.dtype))
         elif source.form is Form.QUANTISED:
             scales = self._local_scales(source, part, local)
             result = quantise(local.to(self._dtype), _low2(part), scales) if local.numel() else local

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from hpcrl.checkpoints.ledger import CheckpointEntry
 from hpcrl.errors import CheckpointError
 from hpcrl.fs import FileRecord
+from hpcrl.modeling.hf import model_tensors
 from hpcrl.ours import NotOursError, check_private, check_tree
 from hpcrl.trainer.parallel.mesh import Parallel
 
@@ -44,6 +45,8 @@ def trainer_state(model: nn.Module, optimizer: torch.optim.AdamW, step: int) -> 
     parameters = dict(model.named_parameters())
     moments: dict[str, Any] = {}
     for name, parameter in parameters.items():
+        if not parameter.requires_grad:
+            continue  # frozen: no optimizer has it
         state = optimizer.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
@@ -52,7 +55,7 @@ def trainer_state(model: nn.Module, optimizer: torch.optim.AdamW, step: int) -> 
         moments[name] = {key: state[key] for key in ("step", *_MOMENTS)}
     # ranks draw the same random numbers, so one state serves any number of them
     whole: dict[str, Any] = {
-        "model": {name: parameter.detach() for name, parameter in parameters.items()},
+        "model": {name: tensor.detach() for name, tensor in model_tensors(model).items()},
         "optimizer": moments,
         "step": torch.tensor(step),
         "rng": torch.get_rng_state(),

@@ -12,7 +12,7 @@ import os
 import shutil
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,10 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from hpcrl.checkpoints.ledger import CheckpointEntry, CheckpointLedger
 from hpcrl.errors import CheckpointError, HpcrlError, UsageError
 from hpcrl.fs import StagedDirectory, fsync_dir, write_json
-from hpcrl.modeling.hf import to_hf_tensors
-from hpcrl.models.arch import ModelArch, load_arch
+from hpcrl.modeling.decoder import Decoder
+from hpcrl.modeling.hf import model_tensors
+from hpcrl.modeling.spec import spec_of
+from hpcrl.models.arch import load_arch
 from hpcrl.runs.rundir import RunDir
 from hpcrl.trainer.state.checkpoint import check_owner
 
@@ -67,11 +69,13 @@ def export_checkpoint(
     """
     check_owner(entry)
     arch = load_arch(model_dir)
+    # without memory: it says what a checkpoint of this model holds
+    model = spec_of(arch).build(arch, device="meta")
     stage = StagedDirectory(output, token=f"export-{os.getpid()}")
     stage.create()
     try:
         total, weight_map = 0, {}
-        names = _write_shards(entry, arch, stage.path, getattr(torch, dtype), shard_bytes)
+        names = _write_shards(entry, model, stage.path, getattr(torch, dtype), shard_bytes)
         for file, tensors in names:
             for name, size in tensors.items():
                 weight_map[name] = file
@@ -87,44 +91,49 @@ def export_checkpoint(
 
 
 def _write_shards(
-    entry: CheckpointEntry, arch: ModelArch, directory: Path, dtype: torch.dtype, shard_bytes: int
+    entry: CheckpointEntry, model: Decoder, directory: Path, dtype: torch.dtype, shard_bytes: int
 ) -> Iterator[tuple[str, dict[str, int]]]:
     """Write file after file; yields the name of each, and the bytes of each tensor in it."""
-    for number, shapes in enumerate(_shards(entry, dtype, shard_bytes), start=1):
+    # they keep their dtype: a rounded bias of a router chooses other experts
+    buffers = {name for name, _ in model.named_buffers()}
+    expected = {name: tensor.shape for name, tensor in model_tensors(model).items()}
+    for number, shapes in enumerate(_shards(entry, expected, dtype, shard_bytes), start=1):
         state = {"model": {name: torch.empty(shape, dtype=torch.float32) for name, shape in shapes.items()}}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # that is what we want here
             load(state, storage_reader=FileSystemReader(entry.trainer_dir), no_dist=True)
         tensors: dict[str, torch.Tensor] = {}
         for name in shapes:
-            try:
-                for hf_name, tensor in to_hf_tensors(name, state["model"].pop(name), arch):
-                    # a copy of its own: views of one parameter share memory, which a safetensors file cannot say
-                    tensors[hf_name] = tensor.to(dtype, copy=True).contiguous()
-            except IndexError as error:
-                raise CheckpointError(f"parameter {name} of {entry.path} does not fit the model: {error}") from error
+            for hf_name, tensor in model.adapter.to_hf(name, state["model"].pop(name)):
+                # a copy of its own: views of one parameter share memory, which a safetensors file cannot say
+                kind = tensor.dtype if name in buffers else dtype
+                tensors[hf_name] = tensor.to(kind, copy=True).contiguous()
         file = f"model-{number:05d}.safetensors"
         save_file(tensors, directory / file, metadata={"format": "pt"})
         _fsync(directory / file)
         yield file, {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
 
 
-def _shards(entry: CheckpointEntry, dtype: torch.dtype, shard_bytes: int) -> Iterator[dict[str, torch.Size]]:
-    """Parameters with their shapes, in portions of about ``shard_bytes`` of output."""
+def _shards(
+    entry: CheckpointEntry, expected: Mapping[str, torch.Size], dtype: torch.dtype, shard_bytes: int
+) -> Iterator[dict[str, torch.Size]]:
+    """Tensors with their shapes, in portions of about ``shard_bytes`` of output."""
     metadata = FileSystemReader(entry.trainer_dir).read_metadata().state_dict_metadata
+    held = {key.removeprefix(_PREFIX): value for key, value in metadata.items() if key.startswith(_PREFIX)}
+    for name, shape in expected.items():
+        value = held.get(name)
+        found = tuple(value.size) if isinstance(value, TensorStorageMetadata) else "nothing"
+        if found != tuple(shape):
+            raise CheckpointError(f"{entry.path} does not fit the model: {name} is {found}, not {tuple(shape)}")
     portion: dict[str, torch.Size] = {}
     size = 0
-    for key, value in metadata.items():
-        if not key.startswith(_PREFIX) or not isinstance(value, TensorStorageMetadata):
-            continue
-        own = value.size.numel() * dtype.itemsize
+    for name, shape in expected.items():
+        own = shape.numel() * dtype.itemsize
         if portion and size + own > shard_bytes:
             yield portion
             portion, size = {}, 0
-        portion[key.removeprefix(_PREFIX)] = value.size
+        portion[name] = shape
         size += own
-    if not portion:
-        raise CheckpointError(f"{entry.path} holds no parameters")
     yield portion
 
 

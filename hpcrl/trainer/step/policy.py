@@ -2,59 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from torch import Tensor
 
 from hpcrl.config.recipe import Recipe
 from hpcrl.dock.wire import BatchShard
-from hpcrl.errors import RunFailedError, UsageError
-from hpcrl.modeling.hf import load_hf_tensors
-from hpcrl.modeling.qwen3_moe import Qwen3Moe
+from hpcrl.errors import RunFailedError
+from hpcrl.modeling.load import load_model_dir
+from hpcrl.modeling.spec import spec_of
 from hpcrl.models.arch import ModelArch
 from hpcrl.trainer.batch.routed_experts import RoutedExpertsComparison
 from hpcrl.trainer.batch.tensors import TokenBatch, token_logprobs
-from hpcrl.trainer.parallel.mesh import Parallel, shard_model
+from hpcrl.trainer.parallel.mesh import Parallel
 from hpcrl.trainer.step.losses import TrainedTokens, policy_loss
 from hpcrl.trainer.step.metrics import TokenSums
 from hpcrl.trainer.step.optim import clip_gradients, learning_rate, make_optimizer, set_learning_rate
 
-__all__ = ["TrainerPolicy", "load_start_model", "read_model_tensors"]
-
-
-def read_model_tensors(model_dir: Path) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of a Hugging Face model directory, one at a time.
-
-    Raises
-    ------
-    UsageError
-        The directory has no safetensors files.
-    """
-    files = sorted(model_dir.glob("*.safetensors"))
-    if not files:
-        raise UsageError(f"{model_dir} has no *.safetensors: it is not a model directory")
-    for path in files:
-        with safe_open(path, framework="pt") as shard:
-            for name in shard.keys():  # noqa: SIM118 - not a dict
-                yield name, shard.get_tensor(name)
-
-
-def load_start_model(model: Qwen3Moe, model_dir: Path) -> None:
-    """Fill a whole ``model`` from a model directory (ValueError names the file where it does not fit)."""
-    try:
-        load_hf_tensors(model, model.arch, read_model_tensors(model_dir))
-    except ValueError as error:
-        raise ValueError(f"{model_dir}: {error}") from error
+__all__ = ["TrainerPolicy"]
 
 
 class TrainerPolicy:
     """Sharded model and optimizer, and the steps they make. All ranks call every method together."""
 
     def __init__(self, recipe: Recipe, arch: ModelArch, parallel: Parallel, *, model_dir: Path | None) -> None:
-        """Build the model and shard it.
+        """Build the model, shard it, and read this rank's shards. Collective.
 
         Parameters
         ----------
@@ -66,17 +39,22 @@ class TrainerPolicy:
             The ranks.
         model_dir:
             Where the weights come from; None leaves them unset, for a checkpoint to fill.
+
+        Raises
+        ------
+        UsageError, ValueError, PeerLostError
+            On all ranks, where one of them cannot read the model (see `load_model_dir`).
         """
         self.recipe, self.arch, self.parallel = recipe, arch, parallel
-        with torch.device("meta") if model_dir is None else torch.device("cpu"):
-            self.model = Qwen3Moe(arch)
-        if model_dir is None:
-            self.model.to_empty(device="cpu")
-            self.model.tie_weights()
-        else:
-            load_start_model(self.model, model_dir)
-        self.model.to(parallel.device)
-        shard_model(self.model, parallel.mesh, dtype=getattr(torch, recipe.trainer.dtype))
+        self._dense_layers = sum(not arch.is_sparse(layer) for layer in range(arch.num_hidden_layers))
+        spec = spec_of(arch)
+        # nothing is whole anywhere: shards get their memory after the model is cut
+        self.model = spec.build(arch, device="meta")
+        spec.parallelize(self.model, parallel.mesh, dtype=getattr(torch, recipe.trainer.dtype))
+        self.model.materialise(parallel.device)
+        if model_dir is not None:
+            read = partial(load_model_dir, self.model, self.model.adapter, model_dir)
+            parallel.all_succeed(read, f"reading {model_dir}")
         self.optimizer = make_optimizer(self.model.parameters(), recipe.trainer.optimizer)
 
     def forward_backward(self, shard: BatchShard) -> TokenSums:
@@ -90,10 +68,10 @@ class TrainerPolicy:
         sums = TokenSums(shard.step - 1)
         for micro_batch in shard.micro_batches:
             batch = TokenBatch.from_wire(micro_batch, self.parallel.device)
-            comparison = None if batch.routes is None else RoutedExpertsComparison(batch.routes)
-            logits = self.model(
-                batch.input_ids, batch.positions, batch.attention, select=batch.select, record=comparison
+            comparison = (
+                None if batch.routes is None else RoutedExpertsComparison(batch.routes, dense_layers=self._dense_layers)
             )
+            logits = self.model(batch.input_ids, batch.context(comparison))
             if comparison is not None:
                 comparison.finish()
                 sums.add_routes(comparison, batch)

@@ -19,9 +19,10 @@ import torch.nn.functional as F
 from hpcrl.config.recipe import OptimizerConfig, Recipe, WarmupConfig
 from hpcrl.errors import HpcrlError, UsageError, refusal
 from hpcrl.fs import StagedDirectory, write_json
-from hpcrl.modeling.hf import to_hf_tensors
-from hpcrl.modeling.qwen3_moe import Qwen3Moe
-from hpcrl.models.arch import ModelArch
+from hpcrl.modeling.decoder import Decoder
+from hpcrl.modeling.hf import published_tensors
+from hpcrl.modeling.spec import build_model
+from hpcrl.models.arch import ModelArch, Qwen3MoeArch
 from hpcrl.models.tokenizer import ChatTokenizer, write_character_tokenizer
 from hpcrl.rollouts.environments import build_environments, hosted
 from hpcrl.trainer.publish.publisher import tensor_bytes
@@ -92,7 +93,7 @@ def make_start_model(
             correct_share=config.correct_share,
             seed=seed,
         )
-        model = Qwen3Moe(arch)
+        model = build_model(arch, device="cpu")
         model.init_weights(torch.Generator().manual_seed(seed))
         loss = _train(model, source, config, progress)
         _write_model(stage.path, model)
@@ -106,7 +107,7 @@ def make_start_model(
 
 
 def _arch(config: WarmupConfig, vocab_size: int, eos_token_id: int) -> ModelArch:
-    return ModelArch(
+    return Qwen3MoeArch(
         vocab_size=vocab_size,
         eos_token_id=eos_token_id,
         hidden_size=config.hidden_size,
@@ -121,7 +122,7 @@ def _arch(config: WarmupConfig, vocab_size: int, eos_token_id: int) -> ModelArch
     )
 
 
-def _train(model: Qwen3Moe, source: DemonstrationSource, config: WarmupConfig, progress: Progress | None) -> float:
+def _train(model: Decoder, source: DemonstrationSource, config: WarmupConfig, progress: Progress | None) -> float:
     """Minimise the cross entropy of what the assistant says; returns the mean loss of the last tenth."""
     schedule = OptimizerConfig(
         learning_rate=config.learning_rate, schedule="cosine", warmup_steps=round(config.steps * _RISE_SHARE)
@@ -133,7 +134,7 @@ def _train(model: Qwen3Moe, source: DemonstrationSource, config: WarmupConfig, p
             batch = source.batch(config.batch_size)
         except NotImplementedError as error:
             raise UsageError(f"an environment of the recipe has no demonstrations to warm up on: {error}") from error
-        logits = model(batch.input_ids, batch.attention.positions, batch.attention, select=batch.select)
+        logits = model(batch.input_ids, batch.attention.context(batch.select))
         loss = F.cross_entropy(logits, batch.targets)
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
@@ -147,11 +148,9 @@ def _train(model: Qwen3Moe, source: DemonstrationSource, config: WarmupConfig, p
     return sum(last) / len(last)
 
 
-def _write_model(path: Path, model: Qwen3Moe) -> None:
+def _write_model(path: Path, model: Decoder) -> None:
     tensors = [
-        tensor_bytes(hf_name, tensor, torch.float32)
-        for name, parameter in model.named_parameters()
-        for hf_name, tensor in to_hf_tensors(name, parameter.detach(), model.arch)
+        tensor_bytes(hf_name, tensor, torch.float32) for hf_name, tensor in published_tensors(model, model.adapter)
     ]
     write_shard(path / "model.safetensors", tensors)
     write_json(path / "config.json", model.arch.to_hf_config())

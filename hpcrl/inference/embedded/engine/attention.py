@@ -1,4 +1,4 @@
-"""Paged attention over the KV cache, as the attention that `Qwen3Moe` is called with.
+"""Paged attention over the KV cache, as the attention that `Decoder` is called with.
 
 Sequences of a step are attended to in groups of equal shape: all those with one new token in one call (a step
 of decoding is one call a layer), short prefill chunks padded into one, long chunks one by one. Within a group
@@ -31,7 +31,7 @@ class KVCache:
     Attributes
     ----------
     keys, values:
-        ``[layers, num_blocks, block_size * num_key_value_heads * head_dim]``: a block is one row, so gathering
+        ``[layers, num_blocks, block_size * heads * key_dim]`` (or ``value_dim``): a block is one row, so gathering
         copies whole blocks.
     experts:
         ``[num_blocks * block_size, layers, num_experts_per_tok]``; they lie beside the KV so that a prefix found in
@@ -40,20 +40,20 @@ class KVCache:
 
     def __init__(self, arch: ModelArch, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
         self.arch, self.num_blocks, self.block_size = arch, num_blocks, block_size
-        width = block_size * arch.num_key_value_heads * arch.head_dim
+        heads, key_dim, value_dim = arch.kv
         # zeros, not empty: masked slots are multiplied by zero, and zero times NaN is NaN
-        self.keys = torch.zeros(arch.num_hidden_layers, num_blocks, width, dtype=dtype)
-        self.values = torch.zeros(arch.num_hidden_layers, num_blocks, width, dtype=dtype)
-        code: type[np.generic] = np.uint8 if arch.num_experts <= 256 else np.uint16
+        self.keys = torch.zeros(arch.num_hidden_layers, num_blocks, block_size * heads * key_dim, dtype=dtype)
+        self.values = torch.zeros(arch.num_hidden_layers, num_blocks, block_size * heads * value_dim, dtype=dtype)
+        code: type[np.generic] = np.uint8 if arch.routed_experts <= 256 else np.uint16
         self.experts: NDArray[np.generic] = np.zeros(
-            (num_blocks * block_size, arch.num_hidden_layers, arch.num_experts_per_tok), code
+            (num_blocks * block_size, arch.num_hidden_layers, arch.experts_per_token), code
         )
 
     @staticmethod
     def bytes_per_block(arch: ModelArch, block_size: int, dtype: torch.dtype) -> int:
         """Bytes of keys and values of one block over all layers."""
-        per_token = 2 * arch.num_hidden_layers * arch.num_key_value_heads * arch.head_dim
-        return per_token * block_size * dtype.itemsize
+        heads, key_dim, value_dim = arch.kv
+        return arch.num_hidden_layers * heads * (key_dim + value_dim) * block_size * dtype.itemsize
 
 
 @dataclass(slots=True)
@@ -88,34 +88,33 @@ class PagedAttention:
 
     def __init__(self, cache: KVCache, inputs: StepInputs) -> None:
         self._cache, self._inputs = cache, inputs
-        arch = cache.arch
-        self._kv_heads, self._head_dim = arch.num_key_value_heads, arch.head_dim
-        self._per_kv_head = arch.num_attention_heads // arch.num_key_value_heads
+        self._kv_heads, self._key_dim, self._value_dim = cache.arch.kv
+        self._per_kv_head = cache.arch.num_attention_heads // self._kv_heads
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Tensor:
         keys, values = self._cache.keys[layer], self._cache.values[layer]
-        slots, width = self._inputs.slots, self._kv_heads * self._head_dim
-        keys.view(-1, width).index_copy_(0, slots, k.reshape(-1, width))
-        values.view(-1, width).index_copy_(0, slots, v.reshape(-1, width))
+        slots, heads = self._inputs.slots, self._kv_heads
+        keys.view(-1, heads * self._key_dim).index_copy_(0, slots, k.reshape(-1, heads * self._key_dim))
+        values.view(-1, heads * self._value_dim).index_copy_(0, slots, v.reshape(-1, heads * self._value_dim))
         groups = self._inputs.groups
         if len(groups) == 1 and groups[0].real is None:
-            return self._attend(groups[0], q, keys, values)
-        out = torch.empty_like(q)
+            return self._attend(groups[0], q, keys, values, scale)
+        out = q.new_empty(q.shape[0], q.shape[1], self._value_dim)
         for group in groups:
-            attended = self._attend(group, q[group.query.view(-1)], keys, values)
+            attended = self._attend(group, q[group.query.view(-1)], keys, values, scale)
             out.index_copy_(0, group.target, attended if group.real is None else attended[group.real])
         return out
 
-    def _attend(self, group: _Group, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Attention of one group; ``q`` and the result are ``[sequences * width, heads, head_dim]``."""
+    def _attend(self, group: _Group, q: Tensor, keys: Tensor, values: Tensor, scale: float | None) -> Tensor:
+        """Attention of one group: queries ``[sequences * width, heads, key_dim]`` to as many ``value_dim``."""
         n, width = group.query.shape
-        h, g, d = self._kv_heads, self._per_kv_head, self._head_dim
+        h, g, d, e = self._kv_heads, self._per_kv_head, self._key_dim, self._value_dim
         # the query heads that share a key head become further queries of it: no key is copied for them
         query = q.view(n, width, h, g, d).permute(0, 2, 3, 1, 4).reshape(n, h, g * width, d)
         k = keys.index_select(0, group.blocks).view(n, -1, h, d).transpose(1, 2)
-        v = values.index_select(0, group.blocks).view(n, -1, h, d).transpose(1, 2)
-        y = F.scaled_dot_product_attention(query, k, v, attn_mask=group.mask)
-        return y.view(n, h, g, width, d).permute(0, 3, 1, 2, 4).reshape(n * width, h * g, d)
+        v = values.index_select(0, group.blocks).view(n, -1, h, e).transpose(1, 2)
+        y = F.scaled_dot_product_attention(query, k, v, attn_mask=group.mask, scale=scale)
+        return y.view(n, h, g, width, e).permute(0, 3, 1, 2, 4).reshape(n * width, h * g, e)
 
 
 def prepare_inputs(step: Step, rows: Rows, cache: KVCache) -> StepInputs:
@@ -154,7 +153,7 @@ def _group(members: NDArray[np.int64], step: Step, starts: NDArray[np.int64], ro
     last_key = computed[:, None] + np.minimum(offsets[None, :], counts[:, None] - 1)
     visible = torch.from_numpy(np.arange(blocks * cache.block_size)[None, None, :] <= last_key[:, :, None])
     mask = torch.zeros(visible.shape, dtype=cache.keys.dtype).masked_fill_(~visible, -torch.inf)
-    repeat = cache.arch.num_attention_heads // cache.arch.num_key_value_heads
+    repeat = cache.arch.num_attention_heads // cache.arch.kv.heads
     padded = not valid.all()
     return _Group(
         query=torch.from_numpy(query),

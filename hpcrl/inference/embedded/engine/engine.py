@@ -24,7 +24,7 @@ from hpcrl.inference.embedded.engine.runner import ModelRunner, StepResult
 from hpcrl.inference.embedded.engine.sampler import Sampler
 from hpcrl.inference.embedded.engine.scheduler import Scheduler
 from hpcrl.inference.metrics import EngineMetrics, Gauge
-from hpcrl.modeling.qwen3_moe import Qwen3Moe
+from hpcrl.modeling.decoder import Decoder
 
 __all__ = ["PAUSE_MODES", "Engine", "EngineConfig"]
 
@@ -75,7 +75,7 @@ class EngineConfig:
 class Engine:
     """Continuous batching over one model. `start` begins the thread, `stop` ends it."""
 
-    def __init__(self, model: Qwen3Moe, config: EngineConfig, metrics: EngineMetrics) -> None:
+    def __init__(self, model: Decoder, config: EngineConfig, metrics: EngineMetrics) -> None:
         """Allocate the KV cache; nothing runs yet."""
         arch, dtype = model.arch, model.embed_tokens.weight.dtype
         self.config, self.arch, self._metrics = config, arch, metrics
@@ -213,7 +213,7 @@ class Engine:
 
         return self.call(command)
 
-    def exchange_weights(self, model: Qwen3Moe | None, version: str | None) -> Future[Qwen3Moe | None]:
+    def exchange_weights(self, model: Decoder | None, version: str | None) -> Future[Decoder | None]:
         """Serve another copy of the model from the next step on; KV of requests in flight stays.
 
         Parameters
@@ -229,7 +229,7 @@ class Engine:
             The copy that was served before.
         """
 
-        def command() -> Qwen3Moe | None:
+        def command() -> Decoder | None:
             began = time.perf_counter()
             old = None
             if model is not None:
@@ -245,7 +245,7 @@ class Engine:
 
         return self.call(command)
 
-    def inspect_model(self, function: Callable[[Qwen3Moe], T]) -> Future[T]:
+    def inspect_model(self, function: Callable[[Decoder], T]) -> Future[T]:
         """Look at the served model between two steps."""
         return self.call(lambda: function(self._runner.model))
 

@@ -14,7 +14,8 @@ from hpcrl.inference.embedded.engine.request import EngineRequest, PromptLogprob
 from hpcrl.inference.embedded.engine.rows import Rows
 from hpcrl.inference.embedded.engine.sampler import SampledTokens, Sampler, SamplingBatch, rank_and_top
 from hpcrl.inference.embedded.engine.scheduler import Step
-from hpcrl.modeling.qwen3_moe import Qwen3Moe
+from hpcrl.modeling.context import BatchContext
+from hpcrl.modeling.decoder import Decoder
 
 __all__ = ["ModelRunner", "StepResult"]
 
@@ -42,9 +43,9 @@ class ModelRunner:
     `model` may be replaced between steps by another of the same architecture.
     """
 
-    def __init__(self, model: Qwen3Moe, cache: KVCache, rows: Rows, sampler: Sampler, *, record_experts: bool) -> None:
+    def __init__(self, model: Decoder, cache: KVCache, rows: Rows, sampler: Sampler, *, record_experts: bool) -> None:
         self.model, self._cache, self._rows, self._sampler = model, cache, rows, sampler
-        self._record_experts = record_experts
+        self._record_experts = record_experts and model.arch.routed_experts > 0
 
     @torch.inference_mode()
     def run(self, step: Step) -> tuple[StepInputs, Tensor, NDArray[np.int64]]:
@@ -68,20 +69,22 @@ class ModelRunner:
             selected = np.flatnonzero(wanted)
         else:
             selected = last[complete]
-        chosen: list[Tensor] = []
+        chosen: dict[int, Tensor] = {}
 
         def record(layer: int, experts: Tensor) -> None:
-            chosen.append(experts)
+            chosen[layer] = experts
 
-        logits = self.model(
-            inputs.input_ids,
+        context = BatchContext(
             inputs.positions,
             PagedAttention(self._cache, inputs),
             select=torch.from_numpy(selected),
             record=record if self._record_experts else None,
         )
+        logits = self.model(inputs.input_ids, context)
         if chosen:
-            self._cache.experts[inputs.slots.numpy()] = torch.stack(chosen, dim=1).numpy()
+            # rows of dense layers stay zero
+            slots, layers = inputs.slots.numpy(), np.asarray(list(chosen))
+            self._cache.experts[slots[:, None], layers] = torch.stack(list(chosen.values()), dim=1).numpy()
         return inputs, logits, selected
 
     @torch.inference_mode()

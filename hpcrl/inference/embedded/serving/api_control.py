@@ -20,8 +20,8 @@ from hpcrl.inference.embedded.serving.errors import bad_request
 from hpcrl.inference.embedded.serving.serving import Serving
 from hpcrl.inference.embedded.weights.updates import WeightUpdater
 from hpcrl.inference.metrics import EngineMetrics
-from hpcrl.modeling.hf import to_hf_tensors
-from hpcrl.modeling.qwen3_moe import Qwen3Moe
+from hpcrl.modeling.decoder import Decoder
+from hpcrl.modeling.hf import published_tensors
 
 __all__ = ["ControlApi"]
 
@@ -198,11 +198,10 @@ class ControlApi:
             self._metrics.weight_operation.observe(time.perf_counter() - began, value=operation)
 
 
-def _checksums(model: Qwen3Moe) -> dict[str, str]:
+def _checksums(model: Decoder) -> dict[str, str]:
     return {
         name: xxhash.xxh3_128_hexdigest(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
-        for own, parameter in model.named_parameters()
-        for name, tensor in to_hf_tensors(own, parameter, model.arch)
+        for name, tensor in published_tensors(model, model.adapter)
     }
 
 

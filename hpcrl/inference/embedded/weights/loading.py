@@ -1,4 +1,4 @@
-"""Weights into a `Qwen3Moe`: from a model directory at the start, from a hand-off later."""
+"""Weights into a `Decoder`: from a model directory at the start, from a hand-off later."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hpcrl.errors import HandoffError, UsageError
 from hpcrl.inference.adapters import Adapter, as_tensor
+from hpcrl.modeling.decoder import Decoder
 from hpcrl.modeling.fp8 import dequantise
-from hpcrl.modeling.hf import load_hf_tensors, to_hf_tensors
-from hpcrl.modeling.qwen3_moe import Qwen3Moe
+from hpcrl.modeling.hf import published_tensors
+from hpcrl.modeling.load import load_model_dir
+from hpcrl.modeling.spec import build_model
 from hpcrl.models.arch import ModelArch, load_arch
 from hpcrl.weights import Handoff, TensorRecord
 from hpcrl.weights.format.adapters import Contents
@@ -28,7 +29,7 @@ __all__ = ["DTYPES", "adapted_tensors", "check_fits", "load_model", "model_bytes
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def load_model(model_dir: Path, dtype: str) -> Qwen3Moe:
+def load_model(model_dir: Path, dtype: str) -> Decoder:
     """Read a published model directory.
 
     Parameters
@@ -54,22 +55,12 @@ def load_model(model_dir: Path, dtype: str) -> Qwen3Moe:
         dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
     if dtype not in DTYPES:
         raise UsageError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
-    files = sorted(model_dir.glob("*.safetensors"))
-    if not files:
-        raise UsageError(f"{model_dir} has no *.safetensors files")
-    model = Qwen3Moe(arch).to(DTYPES[dtype]).requires_grad_(False).eval()
+    model = build_model(arch, device="cpu", dtype=DTYPES[dtype]).requires_grad_(False).eval()
     try:
-        load_hf_tensors(model, arch, _stored_tensors(files))
-    except (ValueError, SafetensorError) as error:
-        raise UsageError(f"{model_dir}: {error}") from error
+        load_model_dir(model, model.adapter, model_dir)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
     return model
-
-
-def _stored_tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
-    for file in files:
-        with safe_open(file, framework="pt") as shard:
-            for name in shard.keys():  # noqa: SIM118 - a safetensors handle is no mapping
-                yield name, shard.get_tensor(name)
 
 
 def check_fits(handoff: Handoff, arch: ModelArch) -> None:
@@ -132,7 +123,7 @@ def read_tensors(reading: Reading, served: Served | None = None) -> Iterator[tup
 
 
 def adapted_tensors(
-    reading: Reading, adapter: Adapter, contents: Contents | None = None, model: Qwen3Moe | None = None
+    reading: Reading, adapter: Adapter, contents: Contents | None = None, model: Decoder | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """All tensors of a base whose manifest `check_fits`, with an adapter merged into them.
 
@@ -156,7 +147,7 @@ def adapted_tensors(
     yield from adapter.merged(reading.base_tensors(different))
 
 
-def model_bytes(model: Qwen3Moe) -> Callable[[str, TensorRecord], bytearray | None]:
+def model_bytes(model: Decoder) -> Callable[[str, TensorRecord], bytearray | None]:
     """Gives copies of the bytes of published tensors of ``model``; None where its dtype is another."""
     tensors = _published(model)
 
@@ -169,10 +160,6 @@ def model_bytes(model: Qwen3Moe) -> Callable[[str, TensorRecord], bytearray | No
     return copy
 
 
-def _published(model: Qwen3Moe) -> dict[str, Tensor]:
+def _published(model: Decoder) -> dict[str, Tensor]:
     """The tensors of ``model`` by their published names, as views."""
-    return {
-        name: tensor
-        for own, parameter in model.named_parameters()
-        for name, tensor in to_hf_tensors(own, parameter.detach(), model.arch)
-    }
+    return dict(published_tensors(model, model.adapter))

@@ -20,8 +20,8 @@ from hpcrl.errors import HandoffError
 from hpcrl.gate import Gate
 from hpcrl.inference.adapters import Adapter
 from hpcrl.inference.embedded.weights.loading import adapted_tensors, check_fits, model_bytes, read_tensors
+from hpcrl.modeling.decoder import Decoder
 from hpcrl.modeling.hf import load_hf_tensors
-from hpcrl.modeling.qwen3_moe import Qwen3Moe
 from hpcrl.weights import HandoffStore, Manifest
 from hpcrl.weights.format.adapters import Contents, contents_of
 from hpcrl.weights.read.assemble import Served
@@ -90,13 +90,13 @@ class _Weights(NamedTuple):
     """A model and what is in it."""
 
     version: _Version
-    model: Qwen3Moe
+    model: Decoder
 
 
 class WeightUpdater:
     """State of the update session. Calls may come from any thread; one runs at a time."""
 
-    def __init__(self, model: Qwen3Moe, reader: ReaderConfig, gate: Gate | None = None) -> None:
+    def __init__(self, model: Decoder, reader: ReaderConfig, gate: Gate | None = None) -> None:
         """Start without a session; nothing is registered yet.
 
         Parameters
@@ -113,7 +113,7 @@ class WeightUpdater:
         self._reader = reader._replace(root=None if reader.root is None else reader.root.resolve())
         self._lock = threading.Lock()
         self._subscriber: Subscriber | None = None
-        self._spare: Qwen3Moe | None = None
+        self._spare: Decoder | None = None
         self._ready: _Version | None = None
         self._served: _Weights | None = None
         self._initialised = False
@@ -199,7 +199,7 @@ class WeightUpdater:
                 self._active = False
                 raise
 
-    def take(self) -> Qwen3Moe | None:
+    def take(self) -> Decoder | None:
         """End the session and hand out the loaded copy; None where nothing was loaded.
 
         The version is acknowledged: from now on deltas may refer to it.
@@ -221,7 +221,7 @@ class WeightUpdater:
                 self._subscriber.acknowledge(self._served.version.manifest.version)
             return model
 
-    def give_back(self, model: Qwen3Moe) -> None:
+    def give_back(self, model: Decoder) -> None:
         """Receive the model that is no longer served, as room for the next update."""
         with self._lock:
             self._template = self._spare = model
@@ -271,7 +271,7 @@ class WeightUpdater:
         if self._spare is None:
             self._spare = copy.deepcopy(self._template)
         try:
-            load_hf_tensors(self._spare, self._arch, tensors)
+            load_hf_tensors(self._spare, self._spare.adapter, tensors)
         except ValueError as error:
             raise HandoffError(f"{reading.handoff.path}: {error}") from error
 

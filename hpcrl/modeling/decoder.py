@@ -1,0 +1,103 @@
+"""The decoder of all families, shared by the trainer and the embedded engine; families say what its layers are.
+
+Tokens are laid out flat, ``[tokens]``: several sequences lie one behind the other, and the attention of the batch
+context knows where each begins. So the trainer runs packed batches and the engine runs prefill and decode
+of many requests through the same weights and the same arithmetic, which is what keeps their log-probabilities equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from hpcrl.modeling.context import BatchContext
+from hpcrl.modeling.hf import HfAdapter
+from hpcrl.modeling.layers.moe import SparseMLP
+from hpcrl.modeling.layers.norm import RMSNorm
+from hpcrl.modeling.rope import RotaryTables, rotary_tables
+from hpcrl.models.arch import ModelArch
+
+__all__ = ["Block", "Decoder"]
+
+
+class Block(nn.Module):
+    """One decoder layer: a mixer of tokens, then a feed-forward block, each behind a norm and with a residual."""
+
+    def __init__(self, arch: ModelArch, self_attn: nn.Module, mlp: nn.Module) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(arch.hidden_size, arch.rms_norm_eps)
+        self.self_attn = self_attn
+        self.post_attention_layernorm = RMSNorm(arch.hidden_size, arch.rms_norm_eps)
+        self.mlp = mlp
+
+    def forward(self, x: Tensor, rotary: RotaryTables, context: BatchContext) -> Tensor:
+        """``[T, hidden_size]`` to the same."""
+        x = x + self.self_attn(self.input_layernorm(x), rotary, context)
+        normed = self.post_attention_layernorm(x)
+        x = x + (self.mlp(normed, context) if isinstance(self.mlp, SparseMLP) else self.mlp(normed))
+        return x  # noqa: RET504 - gives the sum its type
+
+
+class Decoder(nn.Module):
+    """Embedding, layers, norm and head. Made by `hpcrl.modeling.spec.ModelSpec.build`.
+
+    Weights are uninitialised until `init_weights` or a load.
+    """
+
+    def __init__(self, arch: ModelArch, adapter: HfAdapter, block: Callable[[int], nn.Module]) -> None:
+        """Make the modules.
+
+        Parameters
+        ----------
+        adapter:
+            Names of the published model.
+        block:
+            Makes the layer of a number; called with ``x``, rotary tables and context.
+        """
+        super().__init__()
+        self.arch, self.adapter = arch, adapter
+        self.embed_tokens = nn.Embedding(arch.vocab_size, arch.hidden_size)
+        self.layers = nn.ModuleList(block(i) for i in range(arch.num_hidden_layers))
+        self.norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps)
+        self.lm_head = nn.Linear(arch.hidden_size, arch.vocab_size, bias=False)
+        self.tie_weights()
+
+    def tie_weights(self) -> None:
+        """Make head and embeddings one parameter, where the model has them tied."""
+        if self.arch.tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    def materialise(self, device: torch.device | str) -> None:
+        """Give a model that was built on ``meta`` memory on ``device``, uninitialised; sharded or not."""
+        self.to_empty(device=device)
+        # it made a parameter of its own for each name
+        self.tie_weights()
+
+    def forward(self, input_ids: Tensor, context: BatchContext) -> Tensor:
+        """Logits of the flat tokens ``[T]`` that ``context.select`` names: ``[selected, vocab_size]``, float32."""
+        rotary = rotary_tables(self.arch, context.positions)
+        x = self.embed_tokens(input_ids)
+        for block in self.layers:
+            x = block(x, rotary, context)
+        x = self.norm(x)
+        if context.select is not None:
+            x = x[context.select]
+        logits: Tensor = self.lm_head(x)
+        return logits.float()
+
+    @torch.no_grad()
+    def init_weights(self, generator: torch.Generator, std: float = 0.02) -> None:
+        """Normal weights of ``std``; projections back into the residual stream are scaled by depth. Biases are 0."""
+        residual_std = std / (2 * self.arch.num_hidden_layers) ** 0.5
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                parameter.zero_()
+            elif parameter.dim() == 1:
+                parameter.fill_(1.0)
+            else:
+                back = name.endswith(("o_proj.weight", "down_proj", "down_proj.weight"))
+                parameter.normal_(0.0, residual_std if back else std, generator=generator)
+        for buffer in self.buffers():
+            buffer.zero_()

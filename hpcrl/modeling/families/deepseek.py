@@ -1,0 +1,51 @@
+"""DeepSeek-V3, Kimi K2, and GLM-4.5 to 4.7: sigmoid routers with a correction bias, and shared experts."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from hpcrl.modeling.decoder import Block
+from hpcrl.modeling.layers.attention import GroupedQueryAttention
+from hpcrl.modeling.layers.mla import LatentAttention
+from hpcrl.modeling.layers.mlp import GatedMLP
+from hpcrl.modeling.layers.moe import Experts, SigmoidRouter, SparseMLP
+from hpcrl.models.arch import DeepseekV3Arch, Glm4MoeArch, SigmoidMoeArch
+
+__all__ = ["deepseek_v3_block", "glm4_moe_block"]
+
+
+def _mlp(arch: SigmoidMoeArch, layer: int) -> nn.Module:
+    if not arch.is_sparse(layer):
+        return GatedMLP(arch.hidden_size, arch.intermediate_size)
+    gate = SigmoidRouter(
+        arch.hidden_size,
+        arch.n_routed_experts,
+        top_k=arch.num_experts_per_tok,
+        normalise=arch.norm_topk_prob,
+        groups=arch.n_group,
+        top_groups=arch.topk_group,
+        scale=arch.routed_scaling_factor,
+    )
+    experts = Experts(arch.hidden_size, arch.n_routed_experts, arch.moe_intermediate_size)
+    shared = arch.moe_intermediate_size * arch.n_shared_experts
+    return SparseMLP(layer, gate, experts, GatedMLP(arch.hidden_size, shared) if shared else None)
+
+
+def deepseek_v3_block(arch: DeepseekV3Arch, layer: int) -> nn.Module:
+    """A layer of DeepSeek-V3 or Kimi K2."""
+    return Block(arch, LatentAttention(arch, layer), _mlp(arch, layer))
+
+
+def glm4_moe_block(arch: Glm4MoeArch, layer: int) -> nn.Module:
+    """A layer of GLM-4.5, 4.6 or 4.7."""
+    attention = GroupedQueryAttention(
+        arch.hidden_size,
+        layer,
+        heads=arch.num_attention_heads,
+        key_heads=arch.num_key_value_heads,
+        head_dim=arch.head_dim,
+        qk_norm_eps=arch.rms_norm_eps if arch.use_qk_norm else None,
+        bias=arch.attention_bias,
+        output_bias=False,
+    )
+    return Block(arch, attention, _mlp(arch, layer))

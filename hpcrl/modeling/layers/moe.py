@@ -1,0 +1,142 @@
+"""Routed experts: routers that choose them, the experts themselves, and the block of a sparse layer.
+
+Experts are fused, ``gate_up_proj [E, 2F, D]`` and ``down_proj [E, D, F]``, so that FSDP and expert parallelism
+shard one tensor a layer; `hpcrl.modeling.hf` maps them to the per-expert names of a published model.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hpcrl.modeling.context import BatchContext
+
+__all__ = ["Choice", "Experts", "SigmoidRouter", "SoftmaxRouter", "SparseMLP"]
+
+
+class Choice(NamedTuple):
+    """What a router says of ``T`` tokens.
+
+    Attributes
+    ----------
+    weights:
+        ``[T, k]`` float32, with gradient.
+    experts:
+        ``[T, k]`` int64, ordered by falling preference.
+    """
+
+    weights: Tensor
+    experts: Tensor
+
+
+class SoftmaxRouter(nn.Linear):
+    """The most likely experts by a softmax in float32."""
+
+    def __init__(self, hidden_size: int, experts: int, *, top_k: int, normalise: bool) -> None:
+        super().__init__(hidden_size, experts, bias=False)
+        self.top_k, self.normalise = top_k, normalise
+
+    def choose(self, x: Tensor) -> Choice:
+        """Of tokens ``[T, hidden_size]``."""
+        probabilities = self(x).softmax(-1, dtype=torch.float32)
+        weights, chosen = probabilities.topk(self.top_k, dim=-1)
+        if self.normalise:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return Choice(weights, chosen)
+
+
+class SigmoidRouter(nn.Linear):
+    """Scores by a sigmoid in float32; a correction bias takes part in the choice alone, and groups are chosen first.
+
+    The bias is a buffer: no gradient reaches it, and RL does not move it.
+    """
+
+    e_score_correction_bias: Tensor
+
+    def __init__(
+        self, hidden_size: int, experts: int, *, top_k: int, normalise: bool, groups: int, top_groups: int, scale: float
+    ) -> None:
+        """Make the router.
+
+        Parameters
+        ----------
+        groups, top_groups:
+            Experts lie in ``groups`` groups of equal size; the best ``top_groups``, by their two best experts, are
+            chosen from.
+        scale:
+            Of the weights.
+        """
+        super().__init__(hidden_size, experts, bias=False)
+        self.top_k, self.normalise, self.scale = top_k, normalise, scale
+        self.groups, self.top_groups = groups, top_groups
+        self.register_buffer("e_score_correction_bias", torch.zeros(experts))
+
+    def choose(self, x: Tensor) -> Choice:
+        """Of tokens ``[T, hidden_size]``."""
+        scores = F.linear(x.float(), self.weight.float()).sigmoid()
+        with torch.no_grad():
+            preferred = scores + self.e_score_correction_bias
+            if self.top_groups < self.groups:
+                by_group = preferred.view(x.shape[0], self.groups, -1)
+                best = by_group.topk(2, dim=-1).values.sum(-1).topk(self.top_groups, dim=-1).indices
+                closed = torch.ones_like(by_group[..., 0], dtype=torch.bool).scatter_(1, best, value=False)
+                preferred = by_group.masked_fill(closed[..., None], float("-inf")).flatten(1)
+            chosen = preferred.topk(self.top_k, dim=-1).indices
+        weights = scores.gather(1, chosen)
+        if self.normalise:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return Choice(weights * self.scale, chosen)
+
+
+class Experts(nn.Module):
+    """All experts of a layer in two tensors."""
+
+    def __init__(self, hidden_size: int, experts: int, intermediate_size: int) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * intermediate_size, hidden_size))
+        self.down_proj = nn.Parameter(torch.empty(experts, hidden_size, intermediate_size))
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        """Run tokens that are sorted by expert.
+
+        Parameters
+        ----------
+        x:
+            ``[assignments, hidden_size]``, sorted by expert.
+        counts:
+            ``[num_experts]`` assignments of each expert.
+        """
+        ends = counts.cumsum(0).to(torch.int32)
+        gate, up = F.grouped_mm(x, self.gate_up_proj.transpose(1, 2), offs=ends).chunk(2, dim=-1)
+        return F.grouped_mm(F.silu(gate) * up, self.down_proj.transpose(1, 2), offs=ends)
+
+
+class SparseMLP(nn.Module):
+    """A router, the experts that it chooses, and shared experts beside them where there are any."""
+
+    def __init__(
+        self, layer: int, gate: SoftmaxRouter | SigmoidRouter, experts: Experts, shared_experts: nn.Module | None = None
+    ) -> None:
+        super().__init__()
+        self.layer = layer
+        self.gate = gate
+        self.experts = experts
+        self.shared_experts = shared_experts
+
+    def forward(self, x: Tensor, context: BatchContext) -> Tensor:
+        """``[T, hidden_size]`` to the same."""
+        weights, chosen = self.gate.choose(x)
+        if context.record is not None:
+            context.record(self.layer, chosen)
+        top_k = chosen.shape[-1]
+        flat = chosen.reshape(-1)
+        order = flat.argsort(stable=True)
+        counts = torch.bincount(flat, minlength=self.gate.out_features)
+        y = self.experts(x[order // top_k], counts)
+        # back to token order and a sum over k in fixed order: index_add would sum in arrival order
+        unsorted = torch.empty_like(y).index_copy(0, order, y).view(x.shape[0], top_k, -1)
+        mixed: Tensor = (unsorted * weights.to(x.dtype)[..., None]).sum(1)
+        return mixed if self.shared_experts is None else mixed + self.shared_experts(x)

@@ -1,0 +1,117 @@
+"""Weights of a model directory into a model: each rank reads the bytes of its own shards, and no others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hpcrl.modeling.blocks import Block, local_block, overlap
+from hpcrl.modeling.fp8 import dequantise
+from hpcrl.modeling.hf import HfAdapter, Region, model_tensors
+from hpcrl.weights.format.quantize import BLOCK, FP8_DTYPE, scale_tensor
+from hpcrl.weights.read.model_files import ModelFiles
+
+__all__ = ["load_model_dir"]
+
+_PORTION_BYTES = 64 << 20
+"""Most bytes that are held beside the model."""
+_SCALE = "_scale_inv"
+
+
+@torch.no_grad()
+def load_model_dir(model: nn.Module, adapter: HfAdapter, model_dir: Path) -> None:
+    """Fill ``model``, whole or sharded, on any device. Not collective.
+
+    Values are converted to the dtype of the model's tensors; matrices in FP8 are multiplied with their block scales.
+    Memory beside the model: some 64 MiB, or a row of a tensor in float32 where that is larger.
+
+    Raises
+    ------
+    UsageError
+        The directory has no whole safetensors files.
+    ValueError
+        They are not of this model (the message names directory and tensor): a tensor is missing, unknown or of
+        another shape, or its dtype cannot be read. Nothing was written then.
+    """
+    with ModelFiles(model_dir) as files:
+        tensors = model_tensors(model)
+        wanted = [(name, region) for name, own in tensors.items() for region in adapter.regions(name, own.shape)]
+        try:
+            _check(files, [region for _, region in wanted], adapter)
+        except ValueError as error:
+            raise ValueError(f"{model_dir}: {error}") from error
+        blocks = {name: local_block(own) for name, own in tensors.items()}
+        locals_ = {name: own.to_local() if isinstance(own, DTensor) else own for name, own in tensors.items()}
+        for name, region in wanted:
+            part = overlap(blocks[name], region.low, region.shape)
+            if not part.is_empty:
+                _fill(_view(locals_[name], blocks[name], region, part), files, region.name, part)
+
+
+def _check(files: ModelFiles, regions: list[Region], adapter: HfAdapter) -> None:
+    expected = {region.name: region.shape for region in regions}
+    for name, shape in expected.items():
+        stored = files.tensors.get(name)
+        if stored is None:
+            missing = sum(other not in files.tensors for other in expected)
+            raise ValueError(f"{missing} tensors are missing, the first is {name!r}")
+        if stored.shape != shape:
+            raise ValueError(f"tensor {name!r} has shape {stored.shape}, not {shape}")
+        if not stored.width:
+            raise ValueError(f"tensor {name!r} has dtype {stored.dtype}, which cannot be read")
+        if stored.dtype == FP8_DTYPE:
+            _check_scales(files, name, shape)
+    for name, stored in files.tensors.items():
+        own = name.removesuffix(_SCALE)
+        of_quantised = own != name and own in expected and files.tensors[own].dtype == FP8_DTYPE
+        if name not in expected and not of_quantised and not adapter.is_redundant(name):
+            raise ValueError(f"tensor {name!r} of {stored.file.name} is not part of this model")
+
+
+def _check_scales(files: ModelFiles, name: str, shape: tuple[int, ...]) -> None:
+    if len(shape) != 2:
+        raise ValueError(f"tensor {name!r} is in FP8 and no matrix: the layout of its scales is not known")
+    wanted = scale_tensor(name, shape)
+    stored = files.tensors.get(wanted.name)
+    if stored is None:
+        raise ValueError(f"tensor {name!r} is in FP8, but its scales, {wanted.name!r}, are missing")
+    if stored.shape != wanted.shape:
+        raise ValueError(
+            f"tensor {wanted.name!r} has shape {stored.shape}, not {wanted.shape}: blocks are {BLOCK} wide"
+        )
+
+
+def _view(local: Tensor, block: Block, region: Region, part: Block) -> Tensor:
+    """The elements of ``local`` that hold ``part`` of the region, with the region's dimensions."""
+    leading = len(region.low) - len(region.shape)
+    view = local[tuple(region.low[i] - block.low[i] for i in range(leading))]
+    for dim, (low, high) in enumerate(zip(part.low, part.high, strict=True)):
+        view = view.narrow(dim, region.low[leading + dim] + low - block.low[leading + dim], high - low)
+    return view
+
+
+def _fill(target: Tensor, files: ModelFiles, name: str, part: Block) -> None:
+    """Read ``part`` of a tensor into ``target``, some rows at a time."""
+    if not target.dim():
+        target.copy_(_read(files, name, part).view(()))
+        return
+    row = max(1, target[0].numel()) * 4
+    step = max(1, _PORTION_BYTES // row)
+    for begin in range(part.low[0], part.high[0], step):
+        end = min(begin + step, part.high[0])
+        rows = Block((begin, *part.low[1:]), (end, *part.high[1:]))
+        target[begin - part.low[0] : end - part.low[0]].copy_(_read(files, name, rows))
+
+
+def _read(files: ModelFiles, name: str, part: Block) -> Tensor:
+    stored = files.tensors[name]
+    shape = tuple(high - low for low, high in zip(part.low, part.high, strict=True))
+    data = torch.frombuffer(files.read(name, *part), dtype=getattr(torch, stored.dtype)).view(shape)
+    if stored.dtype != FP8_DTYPE:
+        return data
+    low = tuple(i // BLOCK for i in part.low)
+    high = tuple(-(-i // BLOCK) for i in part.high)
+    return dequantise(data, _read(files, name + _SCALE, Block(low, high)).float(), part.low)

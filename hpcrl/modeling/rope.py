@@ -1,0 +1,110 @@
+"""Rotary position embeddings: frequencies as transformers computes them, and the rotation of queries and keys."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hpcrl.models.arch import ModelArch, RopeScaling
+
+__all__ = ["RotaryTables", "apply_rotary", "rotary_tables", "yarn_mscale"]
+
+
+class RotaryTables(NamedTuple):
+    """Cosines and sines of ``T`` tokens, ``[T, 1, rotary_dim]`` in float32; both halves of the last axis are equal."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+def rotary_tables(arch: ModelArch, positions: Tensor) -> RotaryTables:
+    """Tables for ``positions`` ``[T]``."""
+    frequencies, factor = _frequencies(arch, positions.device)
+    angles = positions.float()[:, None] * frequencies
+    angles = torch.cat((angles, angles), dim=-1)[:, None, :]
+    cos, sin = angles.cos(), angles.sin()
+    return RotaryTables(cos, sin) if factor == 1.0 else RotaryTables(cos * factor, sin * factor)
+
+
+def apply_rotary(x: Tensor, tables: RotaryTables, *, interleaved: bool = False) -> Tensor:
+    """Rotate the first ``rotary_dim`` channels of each head; the others stay.
+
+    Parameters
+    ----------
+    x:
+        ``[T, heads, channels]``.
+    tables:
+        Of the same tokens.
+    interleaved:
+        Pairs are neighbours (0, 1), (2, 3), … as DeepSeek stores them, and the result has their first members before
+        their second ones; otherwise a pair is a channel of the first half and the same of the second half.
+    """
+    width = tables.cos.shape[-1]
+    rotated, rest = x[..., :width], x[..., width:]
+    if interleaved:
+        rotated = torch.cat((rotated[..., 0::2], rotated[..., 1::2]), dim=-1)
+    half = width // 2
+    turned = torch.cat((-rotated[..., half:], rotated[..., :half]), dim=-1)
+    result = (rotated * tables.cos + turned * tables.sin).to(x.dtype)
+    return result if not rest.shape[-1] else torch.cat((result, rest), dim=-1)
+
+
+def _frequencies(arch: ModelArch, device: torch.device) -> tuple[Tensor, float]:
+    """Angle a position of each pair of channels, and what cosines and sines are multiplied with."""
+    dim, theta, scaling = arch.rotary_dim, arch.rope_theta, arch.rope_scaling
+    exponent = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
+    plain = theta**-exponent
+    if scaling is None:
+        return plain, 1.0
+    if scaling.rope_type == "linear":
+        return plain / scaling.factor, 1.0
+    if scaling.rope_type == "llama3":
+        return _llama3(plain, scaling), 1.0
+    return _yarn(plain, scaling, theta), _yarn_factor(scaling)
+
+
+def _llama3(plain: Tensor, scaling: RopeScaling) -> Tensor:
+    """Long waves are stretched, short ones are not, and those between are in part."""
+    assert scaling.original_max_position_embeddings
+    assert scaling.low_freq_factor
+    assert scaling.high_freq_factor
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    # how often a wave turns in the old context
+    turns = scaling.original_max_position_embeddings * plain / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return (1 - kept) * plain / scaling.factor + kept * plain
+
+
+def _yarn(plain: Tensor, scaling: RopeScaling, theta: float) -> Tensor:
+    """Waves that turn over ``beta_fast`` times in the old context stay, those below ``beta_slow`` are stretched."""
+    assert scaling.original_max_position_embeddings
+    half = len(plain)
+
+    def pair_of(turns: float) -> float:
+        wave = scaling.original_max_position_embeddings / (turns * 2 * math.pi)  # type: ignore[operator]
+        return half * math.log(wave) / math.log(theta)
+
+    low, high = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * half - 1)
+    width = high - low or 0.001
+    index = torch.arange(half, dtype=torch.float32, device=plain.device)
+    stretched = ((index - low) / width).clamp(0.0, 1.0)
+    return plain / scaling.factor * stretched + plain * (1 - stretched)
+
+
+def _yarn_factor(scaling: RopeScaling) -> float:
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    if scaling.mscale and scaling.mscale_all_dim:
+        return yarn_mscale(scaling.factor, scaling.mscale) / yarn_mscale(scaling.factor, scaling.mscale_all_dim)
+    return yarn_mscale(scaling.factor)
+
+
+def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
+    """``0.1 · mscale · ln(factor) + 1``: how much sharper attention gets in a longer context."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

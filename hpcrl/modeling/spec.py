@@ -1,0 +1,99 @@
+"""Families behind one interface: how a model is built, sharded, and named when it is published.
+
+Trainer, publishing, checkpoints and embedded engine take a model from here and know no class of it. A family is one
+`ModelSpec` in `SPECS`; its facts without torch are those of its `hpcrl.models.arch.ModelArch`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from hpcrl.modeling.decoder import Decoder
+from hpcrl.modeling.families.deepseek import deepseek_v3_block, glm4_moe_block
+from hpcrl.modeling.families.qwen3 import qwen3_block, qwen3_moe_block
+from hpcrl.modeling.hf import HfAdapter
+from hpcrl.modeling.parallelize import parallelize_decoder
+from hpcrl.models.arch import DeepseekV3Arch, Glm4MoeArch, ModelArch, Qwen3Arch, Qwen3MoeArch
+
+__all__ = ["SPECS", "ModelSpec", "Parallelize", "build_model", "spec_of"]
+
+
+class Parallelize(Protocol):
+    """Shards a model in place over a mesh."""
+
+    def __call__(self, model: nn.Module, mesh: DeviceMesh, *, dtype: torch.dtype) -> None: ...
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A family of models.
+
+    Attributes
+    ----------
+    arch:
+        Its sizes, which also read and write its ``config.json`` and give the planner's facts.
+    block:
+        Makes the layer of a number.
+    adapter:
+        Makes the map to and from published names.
+    parallelize:
+        Shards a model of the family.
+    """
+
+    arch: type[ModelArch]
+    block: Callable[[Any, int], nn.Module]
+    adapter: Callable[[ModelArch], HfAdapter] = HfAdapter
+    parallelize: Parallelize = parallelize_decoder
+
+    def build(
+        self, arch: ModelArch, *, device: torch.device | str = "meta", dtype: torch.dtype = torch.float32
+    ) -> Decoder:
+        """A model with uninitialised weights.
+
+        Parameters
+        ----------
+        arch:
+            Of this family.
+        device:
+            ``meta`` takes no memory: shard it, then `Decoder.materialise` it.
+        dtype:
+            Of parameters; buffers (what routers add to scores) are float32 always.
+        """
+        assert isinstance(arch, self.arch), type(arch)
+        with torch.device("meta"):
+            model = Decoder(arch, self.adapter(arch), lambda layer: self.block(arch, layer))
+            if dtype != torch.float32:
+                model.to(dtype)
+                for module in model.modules():
+                    for name, buffer in module.named_buffers(recurse=False):
+                        module.register_buffer(name, buffer.float())
+                model.tie_weights()
+        if torch.device(device).type != "meta":
+            model.materialise(device)
+        return model
+
+
+SPECS: tuple[ModelSpec, ...] = (
+    ModelSpec(DeepseekV3Arch, deepseek_v3_block),
+    ModelSpec(Glm4MoeArch, glm4_moe_block),
+    ModelSpec(Qwen3Arch, qwen3_block),
+    ModelSpec(Qwen3MoeArch, qwen3_moe_block),
+)
+"""All families that can be run."""
+
+
+def spec_of(arch: ModelArch) -> ModelSpec:
+    """The family of ``arch``."""
+    (spec,) = (spec for spec in SPECS if spec.arch is type(arch))
+    return spec
+
+
+def build_model(arch: ModelArch, *, device: torch.device | str = "meta", dtype: torch.dtype = torch.float32) -> Decoder:
+    """`ModelSpec.build` of the family of ``arch``."""
+    return spec_of(arch).build(arch, device=device, dtype=dtype)

@@ -1,0 +1,73 @@
+"""Architectures that trainer and embedded engine run, from the ``config.json`` of a model; without torch.
+
+`hpcrl.models.facts` knows more families than these: what can be planned is more than what can be trained here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hpcrl.models.arch.base import KvShape, ModelArch
+from hpcrl.models.arch.deepseek import DeepseekV3Arch, Glm4MoeArch, SigmoidMoeArch
+from hpcrl.models.arch.qwen3 import Qwen3Arch, Qwen3MoeArch
+from hpcrl.models.arch.rope import RopeScaling
+
+__all__ = [
+    "ARCHS",
+    "DeepseekV3Arch",
+    "Glm4MoeArch",
+    "KvShape",
+    "ModelArch",
+    "Qwen3Arch",
+    "Qwen3MoeArch",
+    "RopeScaling",
+    "SigmoidMoeArch",
+    "arch_from_config",
+    "load_arch",
+    "trainable_types",
+]
+
+ARCHS: tuple[type[ModelArch], ...] = (DeepseekV3Arch, Glm4MoeArch, Qwen3Arch, Qwen3MoeArch)
+"""One a family."""
+
+
+def trainable_types() -> tuple[str, ...]:
+    """Every ``model_type`` that can be run."""
+    return tuple(sorted(kind for arch in ARCHS for kind in arch.MODEL_TYPES))
+
+
+def arch_from_config(config: Mapping[str, Any]) -> ModelArch:
+    """Read a ``config.json``.
+
+    Raises
+    ------
+    ValueError
+        The family is none of these, it asks for what its model does not compute, or a size is missing.
+    """
+    kind = config.get("model_type")
+    for arch in ARCHS:
+        if kind in arch.MODEL_TYPES:
+            return arch.from_hf_config(config)
+    raise ValueError(f"model_type is {kind!r}; trainer and embedded engine know {', '.join(trainable_types())}")
+
+
+def load_arch(model_dir: Path) -> ModelArch:
+    """Read ``model_dir/config.json``.
+
+    Raises
+    ------
+    FileNotFoundError
+        There is no ``config.json``.
+    ValueError
+        It is not a model this project can run (the message names the file).
+    """
+    path = model_dir / "config.json"
+    with path.open(encoding="utf-8") as stream:
+        config = json.load(stream)
+    try:
+        return arch_from_config(config)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error

@@ -1,0 +1,146 @@
+"""What every family of decoders has in its ``config.json``, and how it is read and written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple, Self
+
+from hpcrl.models.arch.rope import RopeScaling, read_rope
+from hpcrl.models.facts import ModelFacts
+from hpcrl.models.families import facts_from_config
+from hpcrl.models.tensors import TensorSpec
+
+__all__ = ["KvShape", "ModelArch"]
+
+
+class KvShape(NamedTuple):
+    """What attention keeps of a token in each layer: ``heads`` keys and as many values, of these sizes."""
+
+    heads: int
+    key_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelArch:
+    """A decoder that trainer and embedded engine can run; field names are those of transformers.
+
+    Families derive from it (`hpcrl.models.arch.load_arch` finds the one of a model).
+    """
+
+    MODEL_TYPES: ClassVar[tuple[str, ...]]
+    """Values of ``model_type``; the first is written."""
+    ARCHITECTURE: ClassVar[str]
+    """Name of the class of transformers and vLLM."""
+    CONSTANTS: ClassVar[Mapping[str, Any]] = {}
+    """Further keys that readers of ``config.json`` need."""
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    max_position_embeddings: int
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    num_nextn_predict_layers: int = 0
+    bos_token_id: int | None = None
+    eos_token_id: int | tuple[int, ...] | None = None
+    pad_token_id: int | None = None
+    model_type: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.model_type:
+            object.__setattr__(self, "model_type", self.MODEL_TYPES[0])
+
+    # -- what differs between families -----------------------------------------------------------------------------
+
+    @property
+    def kv(self) -> KvShape:
+        """What attention keeps of a token."""
+        raise NotImplementedError
+
+    @property
+    def rotary_dim(self) -> int:
+        """Channels of a head that are rotated by the token's position."""
+        raise NotImplementedError
+
+    @property
+    def routed_experts(self) -> int:
+        """Experts of a sparse layer; 0 where the model is dense."""
+        return 0
+
+    @property
+    def experts_per_token(self) -> int:
+        """Experts that a token visits in a sparse layer; 0 where the model is dense."""
+        return 0
+
+    @property
+    def has_latent_attention(self) -> bool:
+        """Whether keys and values of all heads come from one latent vector a token."""
+        return False
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether ``layer`` has experts."""
+        return False
+
+    @classmethod
+    def check_config(cls, config: Mapping[str, Any]) -> None:
+        """Refuse what the family's model does not compute (ValueError)."""
+
+    # -- what is the same in all -----------------------------------------------------------------------------------
+
+    @cached_property
+    def facts(self) -> ModelFacts:
+        """Everything else that can be known of this model."""
+        return facts_from_config(self.to_hf_config(), name=self.model_type)
+
+    def tensors(self) -> Iterator[TensorSpec]:
+        """Every tensor of a published checkpoint, by its Hugging Face name."""
+        return self.facts.tensors()
+
+    def num_parameters(self) -> int:
+        """Parameters of the published checkpoint (tied embeddings counted once)."""
+        return self.facts.num_parameters()
+
+    def to_hf_config(self, dtype: str = "float32") -> dict[str, Any]:
+        """The ``config.json`` that transformers and vLLM read."""
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        own["rope_scaling"] = None if self.rope_scaling is None else self.rope_scaling.to_hf()
+        if isinstance(self.eos_token_id, tuple):
+            own["eos_token_id"] = list(self.eos_token_id)
+        return {
+            "architectures": [self.ARCHITECTURE],
+            "attention_dropout": 0.0,
+            "dtype": dtype,
+            "hidden_act": "silu",
+            "initializer_range": 0.02,
+            "use_cache": True,
+            **self.CONSTANTS,
+            **own,
+        }
+
+    @classmethod
+    def from_hf_config(cls, config: Mapping[str, Any]) -> Self:
+        """Read a ``config.json`` of this family.
+
+        Raises
+        ------
+        ValueError
+            It asks for what the model does not compute, or a size is missing.
+        """
+        found = {key: value for key, value in config.items() if value is not None}
+        if found.get("hidden_act", "silu") != "silu":
+            raise ValueError(f"hidden_act is {found['hidden_act']!r}; this model computes 'silu'")
+        cls.check_config(found)
+        values = {field.name: found[field.name] for field in fields(cls) if field.name in found}
+        values |= {key: value for key, value in read_rope(found).items() if key in cls.__dataclass_fields__}
+        values = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+        missing = [f.name for f in fields(cls) if f.name not in values and f.default is f.default_factory]
+        if missing:
+            raise ValueError(f"config.json lacks {', '.join(missing)}")
+        return cls(**values)

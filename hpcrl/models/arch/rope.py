@@ -1,0 +1,85 @@
+"""What a ``config.json`` says about rotary embeddings, in the keys of transformers 5 and of earlier versions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+__all__ = ["RopeScaling", "read_rope"]
+
+_KINDS = ("linear", "llama3", "yarn")
+_PLAIN = ("default", None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """How frequencies are stretched to longer contexts; names and meaning are those of transformers.
+
+    Attributes
+    ----------
+    rope_type:
+        ``linear``, ``llama3`` or ``yarn``.
+    factor:
+        By how much.
+    original_max_position_embeddings:
+        Context that the model was trained with before (``llama3`` and ``yarn``).
+    attention_factor, beta_fast, beta_slow, mscale, mscale_all_dim, truncate:
+        Of ``yarn``.
+    low_freq_factor, high_freq_factor:
+        Of ``llama3``.
+    """
+
+    rope_type: str
+    factor: float
+    original_max_position_embeddings: int | None = None
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.rope_type not in _KINDS:
+            raise ValueError(f"rope_type is {self.rope_type!r}; known are default, {', '.join(_KINDS)}")
+        needed = {
+            "linear": (),
+            "llama3": ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+            "yarn": ("original_max_position_embeddings",),
+        }
+        missing = [name for name in needed[self.rope_type] if getattr(self, name) is None]
+        if missing:
+            raise ValueError(f"rope scaling of type {self.rope_type} lacks {', '.join(missing)}")
+
+    def to_hf(self) -> dict[str, Any]:
+        """As it stands in a ``config.json``, without what it does not say."""
+        return {key: value for key, value in asdict(self).items() if value is not None}
+
+
+def read_rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys ``rope_theta``, ``rope_scaling`` and ``partial_rotary_factor``, as far as a config has them.
+
+    Raises
+    ------
+    ValueError
+        Frequencies are stretched in a way that is not known, or what it needs is missing.
+    """
+    # transformers 5 writes one group, rope_parameters; earlier versions rope_theta and rope_scaling
+    given = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    if any(isinstance(value, Mapping) for value in given.values()):
+        raise ValueError("rope_parameters differ between kinds of layers, which no known family does")
+    found: dict[str, Any] = {}
+    for key in ("rope_theta", "partial_rotary_factor"):
+        value = given.get(key, config.get(key))
+        if value is not None:
+            found[key] = float(value)
+    kind = given.get("rope_type", given.get("type"))
+    if kind not in _PLAIN:
+        if given.get("factor") is None:
+            raise ValueError(f"rope scaling of type {kind} lacks factor")
+        known = {key: given[key] for key in RopeScaling.__dataclass_fields__ if given.get(key) is not None}
+        found["rope_scaling"] = RopeScaling(**{**known, "rope_type": str(kind)})
+    return found

@@ -1,0 +1,102 @@
+"""Every family from its published form through shards, a step, a checkpoint and a hand-off, and back to its readers."""
+
+import pytest
+import torch
+from model_agreement import VOCAB, save_model
+from safetensors.torch import load_file
+from test_checkpoint import save, whole
+from test_publish import PROBE, make_publisher
+from trainer_testing import make_recipe, run_ranks
+
+from hpcrl.checkpoints import CheckpointLedger
+from hpcrl.inference.embedded.weights.loading import load_model
+from hpcrl.modeling.hf import model_tensors
+from hpcrl.modeling.packed_attention import PackedAttention
+from hpcrl.models.arch import load_arch
+from hpcrl.trainer.parallel.mesh import distributed
+from hpcrl.trainer.state.checkpoint import load_checkpoint
+from hpcrl.trainer.state.export import export_checkpoint
+from hpcrl.trainer.step.policy import TrainerPolicy
+from hpcrl.weights.store import HandoffStore
+
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "intermediate_size": 40,
+    "moe_intermediate_size": 24,
+    "max_position_embeddings": 64,
+}
+SIGMOID = {
+    **SIZES,
+    "n_routed_experts": 5,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_nextn_predict_layers": 0,
+}
+LATENT = {"q_lora_rank": 20, "kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 6, "v_head_dim": 10}
+FAMILIES = {
+    "qwen3": {**SIZES, "tie_word_embeddings": True, "attention_bias": True},
+    "qwen3_moe": {**SIZES, "num_experts": 5, "num_experts_per_tok": 2, "mlp_only_layers": [0]},
+    "deepseek_v3": {**SIGMOID, **LATENT, "attention_bias": True, "head_dim": LATENT["qk_rope_head_dim"]},
+    "glm4_moe": {**SIGMOID, "attention_bias": True, "use_qk_norm": True},
+}
+
+
+def restore_and_publish(rank, model_dir, checkpoints, weights):
+    """Everything that was restored, and the logits of this model."""
+    with distributed(timeout_s=30) as parallel:
+        policy = TrainerPolicy(make_recipe(model_dir, steps=9), load_arch(model_dir), parallel, model_dir=None)
+        entry = CheckpointLedger(checkpoints).newest_verified().entry
+        load_checkpoint(entry, policy.model, policy.optimizer, parallel)
+        publisher = make_publisher(HandoffStore(weights), parallel, model_dir)
+        publisher.publish(policy.model, 2)
+        publisher.wait()
+        with torch.no_grad():
+            logits = policy.model(PROBE, PackedAttention(torch.tensor([0, len(PROBE)])).context())
+        return {n: whole(t).tolist() for n, t in model_tensors(policy.model).items()}, logits.tolist()
+
+
+def published(directory):
+    found = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        found |= load_file(file)
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_goes_all_the_way(tmp_path, family):
+    transformers = pytest.importorskip("transformers")
+    model_dir = tmp_path / "model"
+    assert int(PROBE.max()) < VOCAB
+    save_model(model_dir, {"model_type": family, **FAMILIES[family]})
+    start = published(model_dir)
+    run_ranks(2, save, model_dir, tmp_path / "checkpoints", timeout_s=240.0)
+    one = restore_and_publish(0, model_dir, tmp_path / "checkpoints", tmp_path / "one")
+    two = run_ranks(2, restore_and_publish, model_dir, tmp_path / "checkpoints", tmp_path / "two", timeout_s=240.0)
+    assert two[0][0] == two[1][0] == one[0]
+    # the same bytes from one rank and from two
+    versions = [published(tmp_path / ranks / "v000002") for ranks in ("one", "two")]
+    assert versions[0].keys() == versions[1].keys() == start.keys()
+    assert all(torch.equal(versions[0][name], versions[1][name]) for name in start)
+    moved = {name for name in start if not torch.equal(start[name], versions[0][name])}
+    # gradients reach all but what only chooses; an expert that no token visits decays all the same
+    assert start.keys() - moved == {name for name in start if name.endswith("e_score_correction_bias")}
+    assert bool(start.keys() - moved) == (family in {"deepseek_v3", "glm4_moe"})
+
+    logits = torch.tensor(one[1])
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "two/v000002", attn_implementation="eager")
+    with torch.no_grad():
+        torch.testing.assert_close(logits, theirs(PROBE[None]).logits[0].float(), rtol=2e-4, atol=2e-5)
+        engine = load_model(tmp_path / "two/v000002", "auto")
+        served = engine(PROBE, PackedAttention(torch.tensor([0, len(PROBE)])).context())
+    assert torch.equal(served, logits)
+    entry = CheckpointLedger(tmp_path / "checkpoints").newest_verified().entry
+    export_checkpoint(entry, model_dir, tmp_path / "export", dtype="float32")
+    exported = published(tmp_path / "export")
+    assert exported.keys() == start.keys()
+    assert all(torch.equal(exported[name], versions[0][name]) for name in start)
