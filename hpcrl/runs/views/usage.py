@@ -92,7 +92,7 @@ def _time_s(line: bytes) -> float | None:
 def status_document(run: RunDir) -> str:
     """State, progress and usage as JSON (schema `STATUS_SCHEMA`)."""
     view, progress = observe(run), read_progress(run)
-    if view.state is not RunState.RUNNING:  # nothing is being done: the pace of before tells nothing
+    if not view.state.ended and view.state is not RunState.RUNNING:  # the pace of before tells nothing
         progress = msgspec.structs.replace(progress, eta_s=None)
     document = {
         "schema": STATUS_SCHEMA,
