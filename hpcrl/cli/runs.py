@@ -43,6 +43,7 @@ def status(
     and how each engine is."""
     from rich.console import Console
 
+    from hpcrl.cli.output import table_console
     from hpcrl.runs.fleet import read_fleet
     from hpcrl.runs.metrics import read_metrics
     from hpcrl.runs.observe import observe, read_progress
@@ -68,7 +69,9 @@ def status(
     else:
         view = observe(found)
         fleet = read_fleet(found, view.attempt, view.components)
-        Console().print(render(view, read_progress(found), read_metrics(found), read_usage(found, view), fleet))
+        console, metrics = table_console(), read_metrics(found)
+        usage, progress = read_usage(found, view), read_progress(found, metrics)
+        console.print(render(view, progress, metrics, usage, fleet, width=console.width))
 
 
 def _status_of_all(watch: bool, as_json: bool, root: str | None) -> None:
@@ -131,7 +134,7 @@ def list_runs(
     if as_json:
         typer.echo(listing_document(rows))
     elif rows:
-        console.print(listing_table(rows, console.width))
+        console.print(listing_table(rows, console.width, cut=console.is_terminal), soft_wrap=True)
     elif wanted or cluster:
         typer.echo("no run is like that; hpcrl ls lists all", err=True)
     else:
@@ -169,8 +172,15 @@ def logs(
         raise typer.Exit from None
 
 
-def why(run: OptionalRunArgument = None, as_json: JsonOption = False, root: RunsRootOption = None) -> None:
-    """Say what ended a run: the first cause, its last words, what followed, and how to go on."""
+def why(
+    run: OptionalRunArgument = None,
+    events: Annotated[
+        bool, typer.Option("--events", "-e", help="All that followed, each with its time, and the whole last words.")
+    ] = False,
+    as_json: JsonOption = False,
+    root: RunsRootOption = None,
+) -> None:
+    """Say what ended a run: the first cause, how to go on, its last words; and with --events all that followed."""
     from rich.console import Console
 
     from hpcrl.runs.views.diagnosis import diagnose, diagnosis_document, print_diagnosis
@@ -179,7 +189,7 @@ def why(run: OptionalRunArgument = None, as_json: JsonOption = False, root: Runs
     if as_json:
         typer.echo(diagnosis_document(diagnosis))
     else:
-        print_diagnosis(diagnosis, Console())
+        print_diagnosis(diagnosis, Console(), events=events)
 
 
 def report(

@@ -332,6 +332,8 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     ----------
     steps, total_steps:
         Optimizer steps done, and of the whole run.
+    staleness_bound:
+        ``rollouts.max_off_policy_steps`` of the recipe: what is older is not trained on.
     last:
         The newest step record; None before the first step.
     evaluations:
@@ -352,6 +354,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     evaluations: list[Evaluation]
     checkpoint_step: int | None
     eta_s: float | None
+    staleness_bound: int | None = None
     checkpoint_age_s: float | None = None
     restored: RestoreDecision | None = None
     changes: list[str] = []
@@ -375,15 +378,16 @@ def read_evaluations(run: RunDir) -> list[Evaluation]:
 
 
 @functools.lru_cache
-def _total_steps(run_path: Path, written_ns: int) -> int:
+def _steps_and_bound(run_path: Path, written_ns: int) -> tuple[int, int]:
     # written at submit and by a resume; parsing YAML at each look would cost more than all the rest
-    return RunDir(run_path).recipe().trainer.steps
+    recipe = RunDir(run_path).recipe()
+    return recipe.trainer.steps, recipe.rollouts.max_off_policy_steps
 
 
 def read_progress(run: RunDir, metrics: list[StepRecord] | None = None) -> Progress:
     """How far a run is. ``metrics`` saves reading them where the caller has them already."""
     metrics = read_metrics(run) if metrics is None else metrics
-    total = _total_steps(run.path, run.recipe_path.stat().st_mtime_ns)
+    total, bound = _steps_and_bound(run.path, run.recipe_path.stat().st_mtime_ns)
     recent = metrics[-_RATE_STEPS:]
     eta_s = None
     if len(recent) > 1 and recent[0].attempt == recent[-1].attempt:
@@ -395,6 +399,7 @@ def read_progress(run: RunDir, metrics: list[StepRecord] | None = None) -> Progr
     return Progress(
         steps=metrics[-1].step if metrics else 0,
         total_steps=total,
+        staleness_bound=bound,
         last=metrics[-1] if metrics else None,
         evaluations=read_evaluations(run),
         checkpoint_step=checkpoints[-1] if checkpoints else None,

@@ -89,7 +89,7 @@ def test_quickstart_learns_and_shows_it(quickstart_lab: Lab) -> None:
     status = lab.json("status", run.name)
     assert status["state"].upper() == "COMPLETED"
     assert any(row["name"] == run.name for row in lab.json("ls")["runs"])
-    assert "completed" in lab.hpcrl("why", run.name).stdout.lower()
+    assert "completed" in lab.hpcrl("why", run.name, "--events").stdout.lower()
     logs = lab.hpcrl("logs", run.name, "--role", "trainer").stdout
     assert re.search(rf"step={total}\b", logs)
     assert CheckpointLedger(run.checkpoints_dir).steps()[-1] == total

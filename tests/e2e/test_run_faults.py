@@ -65,7 +65,7 @@ def test_killed_role_ends_the_run_and_resume_goes_on(run: RunDir, shared_lab: La
     state = shared_lab.wait_end(run, 10.0)
     wait_for(lambda: not processes(run), 10.0 - (time.monotonic() - killed), "end of all processes")
     assert state.upper() == ("LOST" if role == "supervisor" else "FAILED")
-    why = shared_lab.hpcrl("why", run.name).stdout
+    why = shared_lab.hpcrl("why", run.name, "--events").stdout
     assert role.split(maxsplit=1)[0] in why
     assert "SIGKILL" in why or role == "supervisor"
 

@@ -82,7 +82,7 @@ def test_a_killed_engine_is_restarted_and_the_run_goes_on(run: RunDir, shared_la
     status = shared_lab.json("status", run.name)
     restarts = [before.restarts + 1, other.restarts]
     assert [c["restarts"] for c in status["components"] if c["role"] == "engine"] == restarts
-    why = shared_lab.hpcrl("why", run.name).stdout
+    why = shared_lab.hpcrl("why", run.name, "--events").stdout
     assert f"engine 0 was killed by SIGKILL; engine 0 is restarted (restart {restarts[0]})" in why
 
 
@@ -95,7 +95,7 @@ def test_a_stopped_engine_is_found_dumped_and_restarted(run: RunDir, shared_lab:
     (hung,) = events(run, "component.hung", since_s=fault_s)
     assert "has not answered" in hung.data["problem"]
     assert hung.data["frames"], (run.path / hung.data["dumps"][0]).read_text()
-    why = shared_lab.hpcrl("why", run.name).stdout
+    why = shared_lab.hpcrl("why", run.name, "--events").stdout
     assert hung.data["dumps"][0] in why
     check_goes_on(run, attempt)
 

@@ -87,7 +87,7 @@ def test_an_update_that_fails_on_one_of_two_engines(lab: Lab, tmp_path: Path, ca
     wait_step(run, last_step(run) + 2)
     assert seen[1] == "healthy"
     assert lost(run) == {"dropped_engine": 0, "dropped_environment": 0, "dropped_group": 0}
-    why = lab.hpcrl("why", run.name).stdout
+    why = lab.hpcrl("why", run.name, "--events").stdout
     assert "engine 0 could not load version" in why
     assert "engine 0 is restarted (restart 1)" in why
     with capsys.disabled():
@@ -111,7 +111,7 @@ def test_an_update_that_fails_on_one_of_two_engines(lab: Lab, tmp_path: Path, ca
     wait_step(run, last_step(run) + 2)
     assert lost(run) == {"dropped_engine": 0, "dropped_environment": 0, "dropped_group": 0}
     # on a slow machine the torn load may have failed before
-    assert "engine 0 is restarted (restart 2)" in lab.hpcrl("why", run.name).stdout
+    assert "engine 0 is restarted (restart 2)" in lab.hpcrl("why", run.name, "--events").stdout
     wait_for(lambda: health(run) == ["healthy", "healthy"], 60, "two healthy engines")
     with capsys.disabled():
         print(f"killed during a load: {killed}; steps {last_step(run)}")
@@ -143,7 +143,7 @@ def test_an_engine_that_answers_and_samples_nothing_is_restarted(lab: Lab, capsy
     wait_step(run, last_step(run) + 3)
     (hung,) = events(run, "component.hung")
     assert "no progress for" in hung.data["problem"]
-    assert "engine 0 hangs: no progress for" in lab.hpcrl("why", run.name).stdout
+    assert "engine 0 hangs: no progress for" in lab.hpcrl("why", run.name, "--events").stdout
     counters = steps(run)[last_step(run)].rollouts
     with capsys.disabled():
         kept = f"{counters['engine_retries']:.0f} requests went on elsewhere, {counters['tokens_kept']:.0f} tokens kept"

@@ -96,7 +96,7 @@ def recover(run: RunDir, role: str, replica: int, fault_s: float) -> dict[str, f
 
 def check(lab: Lab, run: RunDir, words: str, times: dict[str, float], capsys: Any) -> None:
     """The run goes on, has lost no rollout, and says what happened."""
-    assert words in lab.hpcrl("why", run.name).stdout
+    assert words in lab.hpcrl("why", run.name, "--events").stdout
     counters = steps(run)[last_step(run)].rollouts
     lost = {name: counters[name] for name in ("dropped_engine", "dropped_environment", "dropped_group")}
     with capsys.disabled():
@@ -166,7 +166,7 @@ def a_killed_engine_comes_back_behind_the_router(lab: Lab, run: RunDir, capsys: 
     lost = [e.time_s for e in events(run, "store.segment_lost") if e.time_s > fault_s]
     assert lost
     times["segment_lost"] = round(lost[0] - fault_s, 1)
-    assert "left the KV pool with its blocks (segments left: 1)" in lab.hpcrl("why", run.name).stdout
+    assert "left the KV pool with its blocks (segments left: 1)" in lab.hpcrl("why", run.name, "--events").stdout
     check(lab, run, "engine 1 was killed by SIGKILL; engine 1 is restarted", times, capsys)
 
 

@@ -142,7 +142,7 @@ def test_an_engine_killed_in_long_answers_and_an_update_that_fails_on_one_of_two
     # of each at least one part, on average
     assert kept >= INTERVAL * retries
     nothing_is_lost(run)
-    assert "engine 1 was killed by SIGKILL; engine 1 is restarted" in lab.hpcrl("why", run.name).stdout
+    assert "engine 1 was killed by SIGKILL; engine 1 is restarted" in lab.hpcrl("why", run.name, "--events").stdout
 
     times = serves_again(run, fault_s, "engine", 1)
     wait_for(lambda: acknowledged(run).keys() == {"engine-0", "engine-1"}, 120, "two readers of the versions")
@@ -160,7 +160,7 @@ def test_an_engine_killed_in_long_answers_and_an_update_that_fails_on_one_of_two
     assert len(after(run, fault_s, "engine.away", engine="engine-0")) == 1
     assert not after(run, fault_s, "engine.away", engine="engine-1")
     assert last_step(run) > step
-    why = lab.hpcrl("why", run.name).stdout
+    why = lab.hpcrl("why", run.name, "--events").stdout
     assert "engine 0 could not load version" in why
     assert "engine 0 is restarted" in why
     nothing_is_lost(run)
@@ -211,4 +211,4 @@ def test_a_killed_engine_of_two_sides_comes_back(lab: Lab, submit: Submit, capsy
         assert asked["tokens_kept"] == 0
         nothing_is_lost(run)
         words = f"{role} 0 was killed by SIGKILL; {role} 0 is restarted"
-        assert words in lab.hpcrl("why", run.name).stdout
+        assert words in lab.hpcrl("why", run.name, "--events").stdout

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
-from runs_testing import START_S, make_run, write_log, write_status, write_steps
+from runs_testing import GONE, START_S, make_run, write_log, write_status, write_steps
 
 from hpcrl import procfs
 from hpcrl.cli.main import main
 from hpcrl.runs.cause import Cause, CauseKind
 from hpcrl.runs.rundir import RunDir
-from hpcrl.runs.status import RunState
+from hpcrl.runs.status import ProcessId, RunState
 
 GOLDEN = Path(__file__).with_name("golden")
 Hpcrl = Callable[..., tuple[int, str, str]]
@@ -165,3 +168,48 @@ def test_a_resume_to_fewer_steps_than_are_done_is_refused(failed: RunDir, hpcrl:
     assert "has done 10 steps, trainer.steps=8 asks for fewer; nothing was changed" in err
     assert "--set trainer.steps=20" in err
     assert failed.recipe().trainer.steps == 10
+
+
+def test_rm_says_what_it_frees_and_asks(
+    failed: RunDir, hpcrl: Hpcrl, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (failed.checkpoints_dir / "step-000010").mkdir(parents=True)
+    (failed.checkpoints_dir / "step-000010" / "data").write_bytes(b"x" * 3_000_000)
+    code, out, err = hpcrl("rm", "run-1", "--dry-run")
+    assert (code, out) == (0, "")
+    assert re.search(r"2\.9 MiB +1 files  checkpoints\n", err)
+    assert "nothing was removed" in err
+    monkeypatch.setattr("sys.stdin", io.StringIO("n\n"))
+    assert hpcrl("rm", "run-1")[0] == 1
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))  # nobody is there to ask
+    code, _, err = hpcrl("rm", "run-1")
+    assert code == 2
+    assert "hint: --yes" in err
+    assert failed.path.is_dir()
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
+    code, out, _ = hpcrl("rm", "run-1")
+    assert (code, out.strip()) == (0, "removed run-1")
+    assert list(root.iterdir()) == []
+
+
+def test_rm_leaves_what_is_alive_or_pinned(root: Path, hpcrl: Hpcrl) -> None:
+    run = make_run(root)
+    me = ProcessId.of(os.getpid())
+    assert me is not None
+    write_status(run, RunState.RUNNING, supervisor=me)
+    code, _, err = hpcrl("rm", "run-1", "--yes")
+    assert code == 2
+    assert "has not ended (RUNNING); nothing was changed\n    hint: end it first: hpcrl cancel run-1" in err
+    write_status(run, RunState.COMPLETED)
+    run.checkpoints_dir.mkdir()
+    (run.checkpoints_dir / "step-000010.pin.json").write_text("{}")
+    code, _, err = hpcrl("rm", "run-1", "--yes")
+    assert code == 2
+    assert "are pinned: steps 10" in err
+    (run.checkpoints_dir / "step-000010.pin.json").unlink()
+    # lost, as seen from a machine that cannot see its supervisor
+    write_status(run, RunState.RUNNING, supervisor=msgspec.structs.replace(GONE, host="elsewhere"))
+    code, _, err = hpcrl("rm", "run-1", "--yes")
+    assert code == 2
+    assert "was supervised on elsewhere, which cannot be seen from here" in err
+    assert run.path.is_dir()

@@ -6,27 +6,30 @@ import contextlib
 import io
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from rich.console import Console
-from runs_testing import START_S, make_run, step_record, write_log, write_status, write_steps
+from runs_testing import START_S, make_run, step_record, write_event, write_log, write_status, write_steps
 
 from hpcrl.errors import MissingExtraError, UsageError
 from hpcrl.runs.cause import Cause, CauseKind
 from hpcrl.runs.clocks import Clock
 from hpcrl.runs.events import EventWriter
-from hpcrl.runs.metrics import MetricsWriter, read_metrics, read_newest
-from hpcrl.runs.observe import observe, read_progress
+from hpcrl.runs.fleet import EngineView, Fleet, FleetView, Replica, judge
+from hpcrl.runs.metrics import MetricsWriter, StepRecord, read_metrics, read_newest
+from hpcrl.runs.observe import Progress, RunView, observe, read_progress
 from hpcrl.runs.rundir import RunDir
-from hpcrl.runs.status import ComponentState, ProcessId, RunState
-from hpcrl.runs.views import report
+from hpcrl.runs.status import ComponentState, ComponentStatus, ProcessId, RunState
+from hpcrl.runs.views import liveview, report
 from hpcrl.runs.views.diagnosis import diagnose, print_diagnosis
 from hpcrl.runs.views.listing import RunRow, listing_table
 from hpcrl.runs.views.liveview import duration, follow, render, summary
 from hpcrl.runs.views.report import write_report
+from hpcrl.runs.views.usage import Usage
 
 
 def shown(*what: object, width: int = 120) -> str:
@@ -84,6 +87,7 @@ def test_the_list_at_80_columns_has_whole_names(monkeypatch: pytest.MonkeyPatch)
     long = [row("a" * 63, RunState.RUNNING), *rows]
     text = shown(listing_table(long, 80), width=80)
     assert f"{'a' * 63}  RUNNING" in text
+    assert why in shown(listing_table(rows, 200, cut=False), width=260)
     assert max(map(len, text.splitlines())) <= 100
 
 
@@ -95,6 +99,94 @@ def test_the_newest_step_is_read_from_the_end_of_a_file(run: RunDir) -> None:
     # the next attempt has no step yet
     write_status(run, RunState.RUNNING)
     assert read_newest(run) == read_metrics(run)[-1]
+
+
+def running(tmp_path: Path, engines: int) -> tuple[RunView, Progress, list[StepRecord], Fleet]:
+    """A run with many engines, one of which is stuck."""
+    run = make_run(tmp_path, steps=80)
+    write_status(run, RunState.RUNNING)
+    write_steps(run, 40, total=80)
+    newest, now_s = read_metrics(run), START_S + 200
+    common = {"state": ComponentState.READY, "pid": 4242, "port": 20000, "started_at_s": START_S, "log": ""}
+    components = [
+        *(ComponentStatus(role="engine", replica=i, **common) for i in range(engines)),
+        ComponentStatus(role="orchestrator", replica=0, **common),
+        ComponentStatus(role="trainer", replica=0, **common),
+    ]
+    view = msgspec.structs.replace(
+        observe(run), state=RunState.RUNNING, components=components, ended_at_s=now_s, heartbeat_s=now_s, cause=None
+    )
+    seen = [
+        EngineView(
+            replica=i,
+            version=40,
+            in_flight=12,
+            running=11,
+            waiting=1,
+            kv_usage=0.42,
+            prefix_hit_rate=0.61,
+            tokens_per_s=1234.0,
+            stuck=i == 3,
+            quiet_s=95.0 if i == 3 else 0.0,
+        )
+        for i in range(engines)
+    ]
+    replicas = []
+    for engine, component in zip(seen, components, strict=False):
+        state, why = judge(component, engine, 40)
+        replicas.append(Replica(role="engine", replica=engine.replica, state=state, why=why, view=engine))
+    fleet = Fleet(FleetView(time_s=now_s, newest=40, in_flight=96, limit=128, engines=seen), replicas)
+    return view, read_progress(run, newest), newest, fleet
+
+
+@pytest.mark.parametrize("engines", [2, 8, 40])
+def test_the_live_screen_of_24_lines_keeps_the_engines(
+    tmp_path: Path, engines: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hpcrl.runs.views.liveview.time.time", lambda: START_S + 200)
+    view, progress, metrics, fleet = running(tmp_path, max(engines, 4) if engines > 2 else 2)
+    console = Console(file=io.StringIO(), width=80, height=24, force_terminal=True, color_system=None)
+    screen = liveview._LiveScreen(console)
+    screen.show(view, progress, metrics, Usage(wall_h=1.0, gpu_hours=0.0, gpu_hours_by_role={}), fleet)
+    lines = screen.lines(console)
+    assert len(lines) < 24
+    assert max(map(len, lines)) <= 80
+    compare_screen(f"live-80x24-{engines}", "\n".join(lines))
+    if engines > 2:
+        assert any(line.startswith("engine 3: no token for 95 s") for line in lines)
+
+
+def test_the_status_at_80_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hpcrl.runs.views.liveview.time.time", lambda: START_S + 200)
+    view, progress, metrics, fleet = running(tmp_path, 4)
+    text = shown(render(view, progress, metrics, None, fleet, width=80), width=80)
+    compare_screen("status-80", text)
+    assert text.count("version") == 2  # what engines serve: the newest, and the column
+
+
+def test_why_is_short_unless_events_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    run = make_run(tmp_path)
+    trace = "".join(f'  File "loss.py", line {i}, in step_{i}\n' for i in range(20))
+    cause = Cause(
+        kind=CauseKind.ERROR,
+        time_s=START_S + 99,
+        message="trainer 0 failed: ValueError: the loss is not finite",
+        role="trainer",
+        replica=0,
+        rank=0,
+        error="ValueError",
+        traceback=f"Traceback (most recent call last):\n{trace}ValueError: the loss is not finite\n",
+    )
+    write_status(run, RunState.FAILED, cause=cause)
+    for i in range(12):
+        data = {"role": "engine", "replica": i % 4, "cause": "engine was killed by SIGKILL", "restart": 1}
+        write_event(run, "component.restarting", time_s=START_S + i, writer="supervisor", **data)
+    for name, events in (("why-80", False), ("why-events-80", True)):
+        console = Console(file=io.StringIO(), width=80)
+        print_diagnosis(diagnose(run), console, events=events)
+        compare_screen(name, console.file.getvalue())  # type: ignore[attr-defined]
 
 
 def test_durations() -> None:
@@ -143,8 +235,8 @@ def test_a_run_without_a_step_has_a_view_too(tmp_path: Path) -> None:
 
 def test_the_summary(run: RunDir) -> None:
     text = shown(summary(observe(run), read_progress(run), read_metrics(run), picture="/x/report.png"))
-    assert "0.137 -> 0.733 (version 0 -> 40)" in text
-    assert "at most 3" in text
+    assert "0.137 -> 0.733 (after step 0 -> 40)" in text
+    assert "largest 3, bound 4" in text
     assert "of the trainer's time" in text
     assert "/x/report.png" in text
 
@@ -175,7 +267,7 @@ def test_lines_of_a_resumed_run_begin_with_its_new_attempt(run: RunDir) -> None:
         ["step", "36/40"],
         ["step", "37/40"],
     ]
-    assert [line for line in lines if line.startswith("held-out")] == ["held-out reward 0.500 at version 36"]
+    assert [line for line in lines if line.startswith("held-out")] == ["held-out reward 0.500 after step 36"]
 
 
 def test_ctrl_c_is_answered(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,7 +80,7 @@ def test_cancelled_engine_job_is_replaced_and_the_run_goes_on(running: RunDir, s
     wait_step(running, step + 5)
     status = shared_lab.json("status", running.name)
     assert (status["state"], status["attempt"]) == ("RUNNING", attempt)
-    assert f"job {before[1]['job']['job_id']} is CANCELLED" in shared_lab.hpcrl("why", running.name).stdout
+    assert f"job {before[1]['job']['job_id']} is CANCELLED" in shared_lab.hpcrl("why", running.name, "--events").stdout
 
 
 def test_requeued_engine_job_joins_again(running: RunDir, shared_lab: SlurmLab) -> None:

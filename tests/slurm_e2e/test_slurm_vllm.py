@@ -66,7 +66,7 @@ def test_the_quickstart_learns_on_three_nodes(vllm_lab: SlurmLab, capsys: Any) -
     assert addresses(vllm_lab, run, "router")["router-0"] == addresses(vllm_lab, run, "trainer")["trainer-0"]
     assert segments(run) == sorted(engines.values())
     status = vllm_lab.wait_state(run, ["COMPLETED", "FAILED", "LOST", "CANCELLED"], timeout_s=300)
-    assert status["state"] == "COMPLETED", vllm_lab.hpcrl("why", run.name).stdout
+    assert status["state"] == "COMPLETED", vllm_lab.hpcrl("why", run.name, "--events").stdout
     rewards = [event.data["reward"] for event in events(run, "evaluation")]
     with capsys.disabled():
         print(f"\nreward of held-out prompts {rewards}, {time.time() - started_s:.0f} s in all")
@@ -98,7 +98,7 @@ def test_a_replica_of_two_nodes_learns(vllm_lab: SlurmLab, capsys: Any) -> None:
     assert [urlsplit(url).hostname for url in member.servers] == [known[node] for node in engine.nodes]
     assert segments(run) == sorted(known[node] for node in engine.nodes)
     final = vllm_lab.wait_state(run, ["COMPLETED", "FAILED", "LOST", "CANCELLED"], timeout_s=600)
-    assert final["state"] == "COMPLETED", vllm_lab.hpcrl("why", run.name).stdout
+    assert final["state"] == "COMPLETED", vllm_lab.hpcrl("why", run.name, "--events").stdout
     rewards = [event.data["reward"] for event in events(run, "evaluation")]
     logs = run.attempt_dir(1) / "logs"
     log = "".join(path.read_text(errors="replace") for path in logs.rglob("*") if path.is_file())
@@ -157,7 +157,7 @@ def test_a_lost_node_takes_its_segment_and_the_run_goes_on(vllm_lab: SlurmLab, c
     with capsys.disabled():
         print(f"\nnode of engine 1 went down: {times}")
     assert {counters[name] for name in ("dropped_engine", "dropped_environment", "dropped_group")} == {0}
-    why = vllm_lab.hpcrl("why", run.name).stdout
+    why = vllm_lab.hpcrl("why", run.name, "--events").stdout
     assert f"the segment {address}:" in why
     assert "of engine 1 left the KV pool with its blocks (segments left: 1)" in why
     assert "engine 1 was lost" in why

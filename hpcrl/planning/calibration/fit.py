@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from hpcrl.planning.times.forecast import site_rates
 from hpcrl.planning.times.from_recipe import planned_layout
 from hpcrl.planning.times.lengths import Quantiles
 from hpcrl.planning.times.trainer import TrainerBatch, trainer_step
+from hpcrl.runs.consumed import ConsumedRollouts
 from hpcrl.runs.events import read_events
 from hpcrl.runs.metrics import StepRecord, read_metrics
 from hpcrl.runs.rundir import RunDir
@@ -157,17 +157,12 @@ def _workloads(run: RunDir, recipe: Recipe) -> dict[str, WorkloadConfig]:
 
 
 def _rollout_lines(directory: Path) -> list[dict[str, Any]]:
-    if not directory.is_dir():
-        return []
     found: list[dict[str, Any]] = []
-    for name in sorted(os.listdir(directory)):
-        if not name.startswith("step-") or not name.endswith(".jsonl"):
-            continue
-        for line in (directory / name).read_bytes().splitlines():
-            try:
-                found.append(json.loads(line))
-            except ValueError:
-                continue  # the torn last line of a process that was killed
+    for line in ConsumedRollouts(directory):
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue  # the torn last line of a process that was killed
     return found
 
 

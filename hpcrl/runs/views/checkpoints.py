@@ -23,11 +23,17 @@ __all__ = [
     "checkpoint_details",
     "checkpoint_items",
     "items_document",
+    "pinned_steps",
     "plan_prune",
     "verify_checkpoints",
 ]
 
 SCHEMA = "hpcrl.checkpoints/1"
+
+
+def pinned_steps(run: RunDir) -> list[int]:
+    """Steps of the checkpoints that somebody wants to be kept, ascending."""
+    return sorted(pins_of(run.checkpoints_dir).numbers())
 
 
 class CheckpointItem(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 
 import msgspec
 from rich.console import Console
@@ -26,6 +27,8 @@ __all__ = ["WHY_SCHEMA", "Consequence", "Diagnosis", "diagnose", "diagnosis_docu
 WHY_SCHEMA = "hpcrl.why/1"
 _LOG_LINES = 15
 _TRACEBACK_LINES = 25
+_SHORT_LINES = 8
+_SHORT_EVENTS = 3
 _OOM_HINT = "nobody in the run sent it: the kernel's out-of-memory killer does that (look in dmesg), or a person"
 _HINTS = {
     CauseKind.START_TIMEOUT: "if it was only slow, raise limits.start_timeout_s in the cluster profile",
@@ -284,8 +287,8 @@ def diagnosis_document(diagnosis: Diagnosis) -> str:
     return msgspec.json.format(msgspec.json.encode(diagnosis), indent=2).decode()
 
 
-def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
-    """The diagnosis for a person."""
+def print_diagnosis(diagnosis: Diagnosis, console: Console, *, events: bool = False) -> None:
+    """The diagnosis for a person: what happened, how to go on, its last words; all that followed with ``events``."""
 
     def say(*parts: str | Text | tuple[str, str]) -> None:
         console.print(Text.assemble(*parts), soft_wrap=True)
@@ -293,36 +296,50 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
     attempt = f"  attempt {diagnosis.attempt}, {duration(diagnosis.wall_s)}" if diagnosis.attempt else ""
     say((diagnosis.name, "bold"), "  ", state_text(diagnosis.state), attempt)
     cause = diagnosis.cause
-    when = f"{_clock(cause.time_s)}  " if cause is not None else ""
+    if cause is None:
+        when = ""
+    else:
+        when = f"{_clock(cause.time_s)}  " if events else time.strftime("%H:%M  ", time.localtime(cause.time_s))
     say("\n", when, (diagnosis.sentence, "bold"))
     for line in cause.details if cause is not None else ():
         say(line)
     if cause is not None and cause.doubt:
         say((cause.doubt, "yellow"))
     if diagnosis.hint:
-        say((diagnosis.hint, "dim"))
-    if diagnosis.last_words:
-        say(
-            "\n",
-            (f"end of {diagnosis.log}" if diagnosis.log else f"traceback of {cause.where if cause else ''}", "dim"),
-        )
-        for line in diagnosis.last_words:
-            say("  ", line)
-    if diagnosis.consequences:
-        say("\n", ("then" if diagnosis.cause is not None else "until now", "dim"))
-        for consequence in diagnosis.consequences:
-            say(f"  {_clock(consequence.time_s)}  {consequence.what}")
-    if diagnosis.lost_replicas:
-        say("\n", ("replicas that were lost and are replaced", "dim"))
-        for lost in diagnosis.lost_replicas:
-            say(f"  {_clock(lost.time_s)}  {lost.what}")
-    if diagnosis.earlier:
-        say("\n", ("earlier attempts", "dim"))
-        for number, end in sorted(diagnosis.earlier.items()):
-            say(f"  {number}  {end}")
+        say((f"hint: {diagnosis.hint}", "dim"))
     say("\n", ("next", "dim"))
     for way in diagnosis.ways_on:
         say(f"  {way}")
+    if diagnosis.last_words:
+        last_words = diagnosis.last_words if events else diagnosis.last_words[-_SHORT_LINES:]
+        where = f"end of {diagnosis.log}" if diagnosis.log else f"traceback of {cause.where if cause else ''}"
+        left_out = "" if len(last_words) == len(diagnosis.last_words) else f", the last {_SHORT_LINES} lines"
+        say("\n", (f"{where}{left_out}", "dim"))
+        for line in last_words:
+            say("  ", line)
+    _say_events(diagnosis, say, most=None if events else _SHORT_EVENTS)
+
+
+def _say_events(diagnosis: Diagnosis, say: Callable[..., None], *, most: int | None) -> None:
+    """What followed, what was lost, and how attempts before ended; the first of each where not all is wanted."""
+    then = "then" if diagnosis.cause is not None else "until now"
+    earlier = [f"{number}  {end}" for number, end in sorted(diagnosis.earlier.items(), reverse=most is not None)]
+    lists = (
+        (then, [(item.time_s, item.what) for item in diagnosis.consequences]),
+        ("replicas that were lost and are replaced", [(item.time_s, item.what) for item in diagnosis.lost_replicas]),
+        ("earlier attempts", [(None, line) for line in earlier]),
+    )
+    left_out = 0
+    for title, items in lists:
+        shown = items[:most]
+        left_out += len(items) - len(shown)
+        if shown:
+            say("\n", (title, "dim"))
+        for time_s, what in shown:
+            clock = "" if time_s is None or most is not None else f"{_clock(time_s)}  "
+            say(f"  {clock}{what}")
+    if left_out:
+        say("\n", (f"and {left_out} more: hpcrl why {diagnosis.name} --events", "dim"))
 
 
 def _clock(time_s: float) -> str:

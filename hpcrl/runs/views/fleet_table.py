@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import msgspec
@@ -22,17 +23,43 @@ _STYLES = {
     ReplicaState.DEAD: "bold red",
     ReplicaState.UNKNOWN: "dim",
 }
+_WIDE = 110
+"""From this width the table has all columns and says beside an engine what is wrong with it, below it otherwise."""
 _COLUMNS = ("engine", "health", "version", "in flight", "running", "waiting", "KV", "prefix hits", "tokens/s", "")
+_LEFT_OUT = ("prefix hits", "")
 
 
-def fleet_table(fleet: Fleet) -> RenderableType:
-    """A line for the fleet, and one for each engine; ``?`` is what nobody knows now."""
+def fleet_table(fleet: Fleet, *, width: int = 120, most: int | None = None) -> RenderableType:
+    """A line for the fleet, and one for each engine; ``?`` is what nobody knows now.
+
+    Parameters
+    ----------
+    width:
+        Columns that there are.
+    most:
+        Engines to show, those first that are not healthy; all by default.
+    """
+    wide = width >= _WIDE
+    shown = [i for i, column in enumerate(_COLUMNS) if wide or column not in _LEFT_OUT]
     table = Table(box=None, header_style="dim", pad_edge=False)
-    for i, column in enumerate(_COLUMNS):
-        table.add_column(column, justify="left" if i < 2 or not column else "right")
-    for replica in fleet.replicas:
-        table.add_row(*_row(replica))
-    return Group(_head(fleet.view), table)
+    for i in shown:
+        # nothing here is longer than its column: names and figures are not broken over two lines
+        last = not _COLUMNS[i]
+        table.add_column(_COLUMNS[i], justify="left" if i < 2 or last else "right", no_wrap=not last)
+    replicas = fleet.replicas
+    if most is not None and len(replicas) > most:
+        replicas = sorted(replicas, key=lambda replica: replica.state is ReplicaState.HEALTHY)[:most]
+    for replica in replicas:
+        row = _row(replica)
+        table.add_row(*(row[i] for i in shown))
+    parts: list[RenderableType] = [_head(fleet.view), *([table] if replicas else [])]
+    if not wide:
+        parts += [Text(f"{replica.role} {replica.replica}: {why}") for replica in replicas if (why := _why(replica))]
+    if hidden := len(fleet.replicas) - len(replicas):
+        kinds = Counter(replica.state.value for replica in fleet.replicas if replica not in replicas)
+        what = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+        parts.append(Text(f"and {hidden} more: {what}", style="dim"))
+    return Group(*parts)
 
 
 def _head(view: FleetView | None) -> Text:
@@ -52,12 +79,8 @@ def _row(replica: Replica) -> list[str | Text]:
     state = Text(replica.state.value, style=_STYLES[replica.state])
     name = f"{replica.role} {replica.replica}"
     if view is None:
-        return [
-            name,
-            state,
-            *["-" if replica.state is ReplicaState.DEAD else "?"] * 7,
-            Text(replica.why, overflow="fold"),
-        ]
+        unknown = "-" if replica.state is ReplicaState.DEAD else "?"
+        return [name, state, *[unknown] * 7, Text(_why(replica), overflow="fold")]
     return [
         name,
         state,
@@ -68,8 +91,13 @@ def _row(replica: Replica) -> list[str | Text]:
         _share(view.kv_usage),
         _share(view.prefix_hit_rate),
         "?" if view.tokens_per_s is None else f"{view.tokens_per_s:,.0f}",
-        Text(replica.why or ("not in the router" if view.routed is False else ""), overflow="fold"),
+        Text(_why(replica), overflow="fold"),
     ]
+
+
+def _why(replica: Replica) -> str:
+    outside = replica.view is not None and replica.view.routed is False
+    return replica.why or ("not in the router" if outside else "")
 
 
 def _version(view: EngineView) -> str:

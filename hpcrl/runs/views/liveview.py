@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
+from typing import NamedTuple
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -22,7 +24,7 @@ from hpcrl.runs.views.fleet_table import fleet_table
 from hpcrl.runs.views.usage import Usage, read_usage
 from hpcrl.runs.views.waiting import waiting_words
 
-__all__ = ["components_table", "duration", "follow", "render", "state_text", "summary"]
+__all__ = ["ROOMS", "Room", "components_table", "duration", "follow", "render", "state_text", "summary"]
 
 _POLL_S = 1.0
 _SILENCE_S = 20.0
@@ -114,6 +116,7 @@ class _LiveScreen:
     def __init__(self, console: Console) -> None:
         self._live = Live(console=console, auto_refresh=False, transient=False)
         self._note = ""
+        self._body: RenderableType = ""
 
     def __enter__(self) -> _LiveScreen:
         self._live.start()
@@ -126,8 +129,19 @@ class _LiveScreen:
         self._note = note
 
     def show(self, view: RunView, progress: Progress, metrics: list[StepRecord], usage: Usage, fleet: Fleet) -> None:
-        body = render(view, progress, metrics, usage, fleet)
-        self._live.update(Group(body, Text(self._note, style="yellow")) if self._note else body, refresh=True)
+        note: list[RenderableType] = [Text(self._note, style="yellow")] if self._note else []
+        console = self._live.console
+        for room in ROOMS:
+            self._body = Group(render(view, progress, metrics, usage, fleet, room=room, width=console.width), *note)
+            # a line is left for the cursor; what does not fit would be cut at the bottom, where the engines are
+            if len(self.lines(console)) < console.height:
+                break
+        self._live.update(self._body, refresh=True)
+
+    def lines(self, console: Console) -> list[str]:
+        """What is on the screen now, without colours."""
+        lines = console.render_lines(self._body, pad=False)
+        return ["".join(segment.text for segment in line).rstrip() for line in lines]
 
 
 class _LineScreen:
@@ -166,8 +180,14 @@ class _LineScreen:
         for evaluation in progress.evaluations:
             if (evaluation.attempt, evaluation.version) > self._version:
                 late = "" if evaluation.due is None else f" (due at {evaluation.due}, which the engines skipped)"
-                self.say(f"held-out reward {evaluation.reward:.3f} at version {evaluation.version}{late}")
+                self.say(f"held-out reward {evaluation.reward:.3f} after step {evaluation.version}{late}")
                 self._version = (evaluation.attempt, evaluation.version)
+
+
+def staleness(record: StepRecord, progress: Progress) -> str:
+    """How many versions behind the rollouts of a step were, on average, at worst, and at most by the recipe."""
+    bound = "" if progress.staleness_bound is None else f", bound {progress.staleness_bound}"
+    return f"staleness {record.staleness_mean:.1f} (largest {record.staleness_max}{bound})"
 
 
 def _step_line(record: StepRecord, progress: Progress) -> str:
@@ -177,9 +197,37 @@ def _step_line(record: StepRecord, progress: Progress) -> str:
     routes = "" if record.routing_mismatch is None else f"  routes {record.routing_mismatch:.1e}"
     return (
         f"step {record.step}/{progress.total_steps}  reward {record.reward_mean:.3f}"
-        f"  staleness {record.staleness_mean:.1f} (max {record.staleness_max})  kl {record.mismatch_kl:.1e}{routes}"
+        f"  {staleness(record, progress)}  kl {record.mismatch_kl:.1e}{routes}"
         f"  {record.tokens_per_s:,.0f} tokens/s  {seconds:.1f} s (waiting {waiting:.0%}){left}"
     )
+
+
+class Room(NamedTuple):
+    """How much of a run a screen has room for.
+
+    Attributes
+    ----------
+    steps:
+        Newest steps, a line each.
+    roles:
+        Whether roles have a line each, or one line together.
+    engines:
+        Engines with a line each; those that are not well come first. None: all.
+    """
+
+    steps: int = 6
+    roles: bool = True
+    engines: int | None = None
+
+
+ROOMS = (
+    Room(),
+    Room(steps=3),
+    Room(steps=3, roles=False),
+    Room(steps=1, roles=False),
+    *(Room(steps=0, roles=False, engines=engines) for engines in (None, 16, 8, 4, 1, 0)),
+)
+"""From all that there is to say to what a small screen holds."""
 
 
 def render(
@@ -188,19 +236,23 @@ def render(
     metrics: list[StepRecord],
     usage: Usage | None = None,
     fleet: Fleet | None = None,
+    *,
+    room: Room = ROOMS[0],
+    width: int = 120,
 ) -> RenderableType:
     """The live table: head, progress, measurements, phases, newest steps, roles, engines."""
     parts: list[RenderableType] = [_head(view, progress, usage), *_job_line(view), *_clock_line(view), _bar(progress)]
     if progress.last is not None:
         parts += [_measurements(progress, progress.last), _phases(progress.last), Text()]
-        parts += [_steps_table(metrics[-6:], progress), Text()]
+        if room.steps:
+            parts += [_steps_table(metrics[-room.steps :], progress), Text()]
     elif progress.evaluations:
         parts += [Text(f"held-out reward {progress.evaluations[0].reward:.3f} before the first step"), Text()]
     if view.components:
-        parts.append(components_table(view))
+        parts.append(components_table(view) if room.roles else _components_line(view))
     waits = view.state in (RunState.SUBMITTED, RunState.REQUEUED)  # engines of the attempt before are gone
     if fleet is not None and fleet.replicas and not view.state.ended and not waits:
-        parts += [Text(), fleet_table(fleet)]
+        parts += [Text(), fleet_table(fleet, width=width, most=room.engines)]
     parts += [Text(f"warning: {warning}", style="bold yellow") for warning in view.warnings]
     parts += restored_lines(progress)
     if view.cause is not None:
@@ -279,8 +331,8 @@ def _measurements(progress: Progress, last: StepRecord) -> Text:
         first, newest = progress.evaluations[0], progress.evaluations[-1]
         text.append("   held-out ")
         text.append(f"{newest.reward:.3f}", style="bold")
-        text.append(f" at version {newest.version} (start {first.reward:.3f})")
-    text.append(f"   version {last.step}   staleness {last.staleness_mean:.1f} (max {last.staleness_max})")
+        text.append(f" after step {newest.version} (start {first.reward:.3f})")
+    text.append(f"   {staleness(last, progress)}")
     text.append(f"   {last.tokens_per_s:,.0f} tokens/s")
     if progress.checkpoint_step is not None:
         text.append(f"   checkpoint at step {progress.checkpoint_step}")
@@ -339,6 +391,16 @@ def components_table(view: RunView) -> Table:
     return table
 
 
+def _components_line(view: RunView) -> Text:
+    """Roles in one line: how many are in which state."""
+    counts = Counter((component.state.value, component.role) for component in view.components)
+    text = Text("roles  ", style="dim")
+    for i, ((state, role), count) in enumerate(counts.items()):
+        text.append_text(Text.assemble("  " if i else "", f"{count} {role}s " if count > 1 else f"{role} "))
+        text.append_text(state_text(state))
+    return text
+
+
 def _own_job(job: ReplicaJob | None) -> Text:
     """The job of one replica, and what is wrong with it."""
     if job is None:
@@ -371,15 +433,16 @@ def summary(view: RunView, progress: Progress, metrics: list[StepRecord], *, pic
     if len(progress.evaluations) > 1:
         first, last = progress.evaluations[0], progress.evaluations[-1]
         table.add_row(
-            "held-out reward", f"{first.reward:.3f} -> {last.reward:.3f} (version {first.version} -> {last.version})"
+            "held-out reward", f"{first.reward:.3f} -> {last.reward:.3f} (after step {first.version} -> {last.version})"
         )
     table.add_row("steps", f"{progress.steps} of {progress.total_steps} in {duration(view.wall_s)}")
     if metrics:
         seconds = sum(sum(record.phases_s.values()) for record in metrics)
         waiting = sum(record.phases_s.get("wait_batch", 0.0) for record in metrics)
-        staleness = sum(record.staleness_mean for record in metrics) / len(metrics)
+        mean = sum(record.staleness_mean for record in metrics) / len(metrics)
         worst = max(record.staleness_max for record in metrics)
-        table.add_row("staleness", f"{staleness:.2f} on average, at most {worst}")
+        bound = "" if progress.staleness_bound is None else f", bound {progress.staleness_bound}"
+        table.add_row("staleness", f"{mean:.2f} on average, largest {worst}{bound}")
         table.add_row("waiting", f"{waiting / seconds:.0%} of the trainer's time" if seconds else "-")
     if picture:
         table.add_row("picture", Text(picture, overflow="fold"))

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.recipe import CalculatorEnv, Recipe
 from hpcrl.errors import UsageError
+from hpcrl.runs.consumed import ConsumedRollouts
 from hpcrl.runs.events import Event, read_events
 from hpcrl.runs.metrics import StepRecord, read_metrics
 from hpcrl.runs.rundir import RunDir
@@ -119,7 +120,8 @@ def read_evidence(run: RunDir) -> Evidence:
         raise UsageError(
             f"{run.name} has {len(records)} steps; durations are measured from {_SKIPPED_STEPS + MIN_STEPS} or more"
         )
-    by_step = [list(_rollouts(run, step.step)) for step in steps]
+    consumed = ConsumedRollouts(run.rollouts_dir)
+    by_step = [list(_rollouts(consumed, step.step)) for step in steps]
     rollouts = [rollout for found in by_step for rollout in found]
     if not rollouts:
         raise UsageError(
@@ -144,12 +146,8 @@ def read_evidence(run: RunDir) -> Evidence:
     )
 
 
-def _rollouts(run: RunDir, step: int) -> Iterator[Recorded]:
-    try:
-        lines = (run.rollouts_dir / f"step-{step:06d}.jsonl").read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
-        return
-    for line in lines:
+def _rollouts(consumed: ConsumedRollouts, step: int) -> Iterator[Recorded]:
+    for line in consumed.of(step):
         value = json.loads(line)
         turns = value.get("turns")
         if not turns or not value.get("ended_s"):

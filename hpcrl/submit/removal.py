@@ -1,0 +1,103 @@
+"""Removing a run that has ended: what it holds, whether it may go, and its removal."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from pathlib import Path
+from typing import NamedTuple
+
+from hpcrl import procfs
+from hpcrl.errors import RunDirError
+from hpcrl.runs.observe import RunView, observe
+from hpcrl.runs.record import user_name
+from hpcrl.runs.rundir import RunDir
+from hpcrl.runs.start.claim import claimed
+from hpcrl.runs.status import RunState
+from hpcrl.runs.views.checkpoints import pinned_steps
+from hpcrl.submit.submission import end_leftovers
+
+__all__ = ["Size", "measure", "removable", "remove_run"]
+
+_PARTS = ("checkpoints", "weights", "rollouts", "attempts", "metrics", "events")
+_OTHER = "the rest"
+
+
+class Size(NamedTuple):
+    """What one part of a run has on disk: bytes of blocks that its files take, a hard link counted once."""
+
+    bytes: int
+    files: int
+
+
+def removable(run: RunDir) -> RunView:
+    """The state of a run that may be removed.
+
+    Raises
+    ------
+    RunDirError
+        It has not ended, as far as anybody can say; or it has pinned checkpoints.
+    """
+    view = observe(run)
+    if not view.state.ended:
+        raise RunDirError(
+            f"the run {run.name} has not ended ({view.state}); nothing was changed\n"
+            f"    hint: end it first: hpcrl cancel {run.name}"
+        )
+    # a supervisor on another machine that has been silent may be cut off, not dead
+    host = None if view.supervisor is None else view.supervisor.host
+    if view.state is RunState.LOST and view.job is None and host not in (None, procfs.hostname()):
+        raise RunDirError(
+            f"{run.name} was supervised on {host}, which cannot be seen from here: it may be alive; "
+            f"nothing was changed\n    hint: call hpcrl rm {run.name} there"
+        )
+    if pinned := pinned_steps(run):
+        raise RunDirError(
+            f"checkpoints of {run.name} are pinned: steps {', '.join(map(str, pinned))}; nothing was changed\n"
+            f"    hint: hpcrl checkpoint unpin {run.name} {pinned[0]}"
+        )
+    return view
+
+
+def measure(run: RunDir) -> dict[str, Size]:
+    """What the parts of a run have on disk, the largest first. What vanishes meanwhile does not count."""
+    sizes = dict.fromkeys((*_PARTS, _OTHER), Size(0, 0))
+    seen: set[tuple[int, int]] = set()
+    for folder, _, names in os.walk(run.path):
+        top = Path(folder).relative_to(run.path).parts[:1]
+        part = top[0] if top and top[0] in _PARTS else _OTHER
+        for name in names:
+            try:
+                status = os.lstat(os.path.join(folder, name))
+            except FileNotFoundError:
+                continue
+            size = sizes[part]
+            new = (status.st_dev, status.st_ino) not in seen
+            seen.add((status.st_dev, status.st_ino))
+            sizes[part] = Size(size.bytes + (512 * status.st_blocks if new else 0), size.files + 1)
+    found = [(part, size) for part, size in sizes.items() if size.files]
+    return dict(sorted(found, key=lambda item: item[1].bytes, reverse=True))
+
+
+def remove_run(run: RunDir) -> None:
+    """Remove a run: it leaves the list at once, by a rename, and then its files go.
+
+    Raises
+    ------
+    RunDirError
+        It may not be removed (`removable`); or files of it could not be: the message says where they are.
+    """
+    with claimed(run, user=user_name()):
+        removable(run)  # again: nobody can resume it from here on
+        end_leftovers(run)
+        path = run.path.resolve()
+        doomed = path.with_name(f".removed-{run.name}-{uuid.uuid4().hex[:8]}")
+        os.rename(path, doomed)
+    try:
+        shutil.rmtree(doomed)
+    except OSError as error:
+        raise RunDirError(
+            f"{run.name} is no longer a run, but not all of its files could be removed: {error}\n"
+            f"    hint: remove the rest: rm -r {doomed}"
+        ) from error
