@@ -9,7 +9,7 @@ import typer
 
 from hpcrl.cli.completion import complete_clusters, complete_recipes, complete_settings
 
-__all__ = ["CalibrationOption", "ClusterOption", "JsonOption", "RecipeArgument", "SetOption", "confirm"]
+__all__ = ["CalibrationOption", "ClusterOption", "JsonOption", "RecipeArgument", "SetOption", "TablesOption", "confirm"]
 
 RecipeArgument = Annotated[
     str,
@@ -41,6 +41,15 @@ CalibrationOption = Annotated[
     str | None,
     typer.Option(
         "--calibration", metavar="FILE", help="Efficiencies and workloads (of `hpcrl plan calibrate`) in place of ours."
+    ),
+]
+
+TablesOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--tables",
+        metavar="FILE",
+        help="Kernel times of `hpcrl plan profile`, beside those of the profile. Repeatable.",
     ),
 ]
 

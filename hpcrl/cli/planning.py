@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from hpcrl.cli.options import CalibrationOption, ClusterOption, JsonOption, RecipeArgument, SetOption
+from hpcrl.cli.options import CalibrationOption, ClusterOption, JsonOption, RecipeArgument, SetOption, TablesOption
 from hpcrl.cli.planning_layout import print_environment, print_plan
 from hpcrl.cli.selection import RunArgument, RunsRootOption
 
@@ -46,19 +47,22 @@ def register(parent: typer.Typer) -> None:
     parent.add_typer(app, name="plan")
 
 
-def _calibration(path: str | None) -> Calibration:
+def _calibration(path: str | None, cluster: ClusterProfile, tables: list[str] | None = None) -> Calibration:
+    """The calibration file, with the kernel times of the site and those that were named."""
     from pathlib import Path
 
+    from hpcrl.config.cluster import SlurmCluster
     from hpcrl.planning.calibration.file import load_calibration
 
-    return load_calibration(None if path is None else Path(path))
+    own = cluster.paths.tables if isinstance(cluster, SlurmCluster) else ()
+    files = [Path(os.path.expandvars(name)).expanduser() for name in (*own, *(tables or ()))]
+    return load_calibration(None if path is None else Path(path), files)
 
 
 def load_for_planning(
     recipe: str, cluster: str, overrides: list[str] | None
 ) -> tuple[Loaded[Recipe], Loaded[ClusterProfile]]:
     """Load both and check all rules but those about what this version can start."""
-    import os
 
     from hpcrl.config.joined import load_both
     from hpcrl.config.rules.table import check_rules
@@ -89,6 +93,7 @@ def show(
         bool, typer.Option("--env", help="Show the environment of each role and where each variable comes from.")
     ] = False,
     calibration: CalibrationOption = None,
+    tables: TablesOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show the resolved plan and its forecast (`hpcrl plan RECIPE` does the same). Changes nothing.
@@ -117,7 +122,7 @@ def show(
 
     loaded, site = load_for_planning(recipe, cluster, overrides)
     cwd = Path.cwd()
-    measured = _calibration(calibration)
+    measured = _calibration(calibration, site.value, tables)
     wanted = loaded.value
     if nodes is not None:
         wanted = _best_split(wanted, site.value, measured, nodes)
@@ -172,6 +177,7 @@ def search(
         typer.Option("--all", help="All layouts that were found, not the marked ones alone."),
     ] = False,
     calibration: CalibrationOption = None,
+    tables: TablesOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Find the best splits of nodes among trainer and engines, and the best layouts for each. Changes nothing.
@@ -191,7 +197,7 @@ def search(
     from hpcrl.planning.search.splits import marked, pareto
 
     loaded, site = load_for_planning(recipe, cluster, overrides)
-    found = run_search(loaded.value, site.value, _calibration(calibration), node_range(nodes))
+    found = run_search(loaded.value, site.value, _calibration(calibration, site.value, tables), node_range(nodes))
     if as_json:
         typer.echo(json.dumps(search_document(found), indent=2))
     else:
@@ -229,11 +235,13 @@ def diff(
 ) -> None:
     """Show what differs between two recipes or runs, field by field, and what that does to times. Changes nothing."""
     import json
+    from pathlib import Path
 
     from hpcrl.cli.output import table_console
     from hpcrl.cli.planning_diff import compare, print_difference
+    from hpcrl.planning.calibration.file import load_calibration
 
-    found = compare(first, second, cluster, root, _calibration(calibration))
+    found = compare(first, second, cluster, root, load_calibration(None if calibration is None else Path(calibration)))
     if as_json:
         typer.echo(json.dumps(found.document(), indent=2))
     else:
@@ -265,3 +273,35 @@ def calibrate(
     else:
         atomic_write(Path(output), text.encode())
         typer.echo(f"wrote {output}", err=True)
+
+
+@app.command()
+def profile(
+    output: Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="Where to write the measured times.")],
+    cluster: ClusterOption = "local",
+    model: Annotated[
+        str | None, typer.Option("--model", metavar="NAME|DIR", help="Measure this model's shapes. Default: a grid.")
+    ] = None,
+    device: Annotated[str, typer.Option("--device", metavar="cuda|cpu", help="What to measure.")] = "cuda",
+    ranks: Annotated[int, typer.Option("--ranks", min=1, help="Processes of the collectives; 1: none.")] = 2,
+    minutes: Annotated[float, typer.Option("--minutes", min=0.05, max=60, help="Time after which it stops.")] = 5.0,
+    timed: Annotated[str | None, typer.Option("--python", metavar="PATH", help="Interpreter with torch.")] = None,
+) -> None:
+    """Measure kernels on this machine: matrix products, attention, collectives, by shape. Takes minutes.
+
+    Run it on one node of the site, with all of its GPUs free. What it writes is given to `--tables` or named in
+    `paths.tables` of the cluster profile.
+    """
+    from pathlib import Path
+
+    from hpcrl.config.load import load_cluster
+    from hpcrl.fs import atomic_write
+    from hpcrl.planning.tables.profile import measure, table_yaml
+
+    site = load_cluster(cluster).value
+    found, left_out = measure(site, model, device=device, ranks=ranks, limit_s=60 * minutes, python=timed)
+    atomic_write(Path(output), table_yaml(found).encode())
+    for what in left_out:
+        typer.echo(f"left out: {what}", err=True)
+    count = sum(len(kind) for kind in (found.gemm, found.grouped_gemm, found.attention, found.collectives))
+    typer.echo(f"wrote {output}: {count} measured times on {found.device}", err=True)

@@ -48,6 +48,8 @@ class SlurmPathsConfig(PathsConfig):
     """Shared directory for downloads (Hugging Face); visible from all nodes. None: what the tools choose."""
     scratch: str | None = None
     """Directory on a disk of each node, for compile caches of single runs. None: what the tools choose."""
+    tables: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Files of kernel times that `hpcrl plan profile` measured on this site; the last one counts for what it has."""
 
 
 SIGNAL_EARLY_S = 60

@@ -6,17 +6,19 @@ makes a file from a run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
 from hpcrl.config.base import Fraction, Name, NonNegativeFloat, PositiveFloat, StrictModel
 from hpcrl.config.explain import explain_errors
 from hpcrl.config.yamltree import parse_file
 from hpcrl.errors import ConfigError, UsageError
+from hpcrl.planning.tables.file import load_table, shipped_tables
+from hpcrl.planning.tables.lookup import Tables
 
 __all__ = [
     "Calibration",
@@ -211,6 +213,18 @@ class Calibration(StrictModel):
     """Rollouts by the name of their environment in a recipe."""
     measured: tuple[Measured, ...] = Field(default=(), strict=False)
     """Runs that were measured as a whole."""
+    _tables: Tables = PrivateAttr(default_factory=Tables)
+
+    @property
+    def tables(self) -> Tables:
+        """Measured times of kernels, from files of their own; where there are some, they count, not efficiencies."""
+        return self._tables
+
+    def with_tables(self, tables: Tables) -> Calibration:
+        """The same with these measured times."""
+        copy = self.model_copy()
+        copy._tables = tables
+        return copy
 
     @model_validator(mode="after")
     def _shares(self) -> Calibration:
@@ -233,13 +247,18 @@ class Calibration(StrictModel):
             yield f"efficiencies.{name}", entry.factor, entry.origin
         for constant, own in self.constants.items():
             yield f"constants.{constant}", own.factor, own.origin
+        for kind in self.tables.kinds:
+            factor = self.tables.factor(kind)
+            yield f"tables.{kind}", factor, "measured" if factor <= FACTORS["measured"] else "published"
         if self.measured:
             for field in MEASURED_TIMES:
                 yield f"measured.{field}", FACTORS["measured"], "measured"
 
     def moved(self, name: str, factor: float) -> Calibration:
         """The same with one number of `uncertain` times ``factor``; a share stays at most 1."""
-        group, key = name.split(".")
+        group, _, key = name.partition(".")
+        if group == "tables":
+            return self.with_tables(self.tables.moved(key, factor))
         if group == "measured":
             runs = tuple(run.model_copy(update={key: getattr(run, key) * factor}) for run in self.measured)
             return self.model_copy(update={"measured": runs})
@@ -259,13 +278,15 @@ def shipped_calibration_path() -> Path:
     return Path(__file__).parent / "data" / "calibration.yaml"
 
 
-def load_calibration(path: Path | None = None) -> Calibration:
-    """Read a calibration file on top of the shipped one.
+def load_calibration(path: Path | None = None, tables: Sequence[Path] = ()) -> Calibration:
+    """Read a calibration file on top of the shipped one, and files of measured times.
 
     Parameters
     ----------
     path:
         None: the shipped file alone.
+    tables:
+        Files of measured times on top of the shipped ones; the last one counts where several measured a kind of kernel.
 
     Raises
     ------
@@ -274,13 +295,13 @@ def load_calibration(path: Path | None = None) -> Calibration:
     UsageError
         There is no such file.
     """
-    shipped = _shipped()
+    shipped = _shipped().with_tables(Tables((*shipped_tables(), *(load_table(table) for table in tables))))
     if path is None:
         return shipped
     if not path.is_file():
         raise UsageError(f"{path}: no such file\n    hint: `hpcrl plan calibrate RUN -o FILE` makes one from a run")
     own = _read(path)
-    return own.model_copy(
+    return own.with_tables(shipped.tables).model_copy(
         update={
             "efficiencies": {**shipped.efficiencies, **own.efficiencies},
             "constants": {**shipped.constants, **own.constants},

@@ -8,9 +8,10 @@ that its GPUs belong to.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["Group", "Links", "all_gather", "all_reduce", "all_to_all"]
+__all__ = ["Group", "Links", "all_gather", "all_reduce", "all_to_all", "bytes_s"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +30,8 @@ class Links:
         Latency of a step between nodes.
     local_hop_s:
         Latency of a step within a node.
+    measured:
+        Seconds of a kind of collective, from measured times; None where its kind was not measured.
     """
 
     gpu: float
@@ -36,6 +39,7 @@ class Links:
     gpus_per_node: int
     hop_s: float
     local_hop_s: float
+    measured: Callable[[str, float, Group], float | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,8 @@ def all_gather(total_bytes: float, group: Group, links: Links) -> float:
     """
     if group.size <= 1:
         return 0.0
+    if links.measured is not None and (found := links.measured("all_gather", total_bytes, group)) is not None:
+        return found
     local = total_bytes * (group.size - 1) / group.size / links.gpu if group.per_node > 1 else 0.0
     groups_on_node = links.gpus_per_node / group.per_node
     far = total_bytes * (group.nodes - 1) / group.nodes * groups_on_node / links.node
@@ -90,6 +96,10 @@ def all_reduce(total_bytes: float, group: Group, links: Links) -> float:
     kernels of their own for that (vLLM's and SGLang's custom all-reduce): ``total (n - 1)`` over a GPU's NVLink, and
     two hops, because ranks wait for each other before and after.
     """
+    if group.size > 1 and links.measured is not None:
+        found = links.measured("all_reduce", total_bytes, group)
+        if found is not None:
+            return found
     ring = 2.0 * all_gather(total_bytes, group, links)
     if group.size <= 1 or group.nodes > 1:
         return ring
@@ -100,11 +110,24 @@ def all_to_all(sent_bytes: float, group: Group, links: Links) -> float:
     """Every rank sends ``sent_bytes``, spread evenly over the group, itself included."""
     if group.size <= 1:
         return 0.0
+    if links.measured is not None and (found := links.measured("all_to_all", sent_bytes, group)) is not None:
+        return found
     local = sent_bytes * (group.per_node - 1) / group.size / links.gpu
     far = sent_bytes * (group.size - group.per_node) / group.size * links.gpus_per_node / links.node
     # messages go out side by side: one hop, not one a rank
     hop = links.hop_s if group.nodes > 1 else links.local_hop_s
     return max(local, far) + hop
+
+
+def bytes_s(kind: str, size: float, group: Group, links: Links) -> float:
+    """Seconds of a collective by its kind; a reduce-scatter takes as long as a gather, a dispatch is an all-to-all."""
+    match kind:
+        case "all_reduce":
+            return all_reduce(size, group, links)
+        case "all_to_all" | "low_latency":
+            return all_to_all(size, group, links)
+        case _:
+            return all_gather(size, group, links)
 
 
 def _latency(group: Group, links: Links) -> float:

@@ -13,7 +13,7 @@ from hpcrl.planning.times.collectives import Group, all_reduce, all_to_all
 from hpcrl.planning.times.rates import Rates
 from hpcrl.planning.times.shapes import EngineShape
 from hpcrl.planning.times.terms import TimeTable, TimeTerm, attempt
-from hpcrl.planning.times.work import Work, token_work
+from hpcrl.planning.times.work import Work, matrices, token_work
 
 __all__ = ["DecodeModel", "decode_step", "prefill_token", "prefill_work"]
 
@@ -81,13 +81,12 @@ class DecodeModel:
         shape, rates = self.shape, self.rates
         work = token_work(self.facts, context)
         dense, experts = self._read
-        dtype = shape.weight_dtype
         tp = shape.tensor_parallel
         kv = batch * kv_read_bytes(self.facts, context, shape.kv_dtype)
         # latent attention: every rank of tensor parallelism reads the whole latent
         kv_share = 1 if _latent(self.facts) else tp
         return {
-            "linear": max(dense / rates.memory, batch * work.linear / tp / rates.gemm(dtype)),
+            "linear": self._linear_s(batch, work, dense),
             "experts": self._experts_s(batch, work, experts),
             "attention": max(kv / kv_share / rates.memory, self._scores_s(batch, work) / tp),
             "all_to_all": self._all_to_all_s(batch),
@@ -95,6 +94,15 @@ class DecodeModel:
             "kernels": len(self.facts.layers) * rates.calibration.constant("layer_overhead_s"),
             "host": rates.calibration.constant("engine_step_overhead_s"),
         }
+
+    def _linear_s(self, batch: float, work: Work, weight_bytes: float) -> float:
+        shape, rates = self.shape, self.rates
+        operations = batch * work.linear / shape.tensor_parallel
+        own = matrices(self.facts, experts=False, tensor_parallel=shape.tensor_parallel)
+        if share := rates.matrix_share(own, batch, shape.weight_dtype, "gemm"):
+            peak = rates.hardware.gpu_flops(shape.weight_dtype)
+            return max(weight_bytes / rates.hardware.gpu_memory_rate, operations / peak) / share
+        return max(weight_bytes / rates.memory, operations / rates.gemm(shape.weight_dtype))
 
     def _scores_s(self, batch: float, work: Work) -> float:
         scores = batch * work.scores / self.rates.attention
@@ -109,6 +117,10 @@ class DecodeModel:
         tokens = batch * max(1.0, shape.expert_parallel / shape.tensor_parallel)
         chosen = 1.0 - math.pow(1.0 - facts.num_experts_per_tok / facts.num_experts, tokens)
         operations = batch * work.experts / shape.tensor_parallel
+        rows = max(1.0, tokens * facts.num_experts_per_tok / facts.num_experts)
+        if share := self.rates.matrix_share(matrices(facts, experts=True), rows, shape.weight_dtype, "grouped_gemm"):
+            peak, memory = self.rates.hardware.gpu_flops(shape.weight_dtype), self.rates.hardware.gpu_memory_rate
+            return max(chosen * expert_bytes / memory, operations / peak) / share
         return max(chosen * expert_bytes / self.rates.memory, operations / self.rates.gemm(shape.weight_dtype, True))
 
     def _all_to_all_s(self, batch: float) -> float:
@@ -120,10 +132,9 @@ class DecodeModel:
         width = layers[0][1].expert_width
         copies = batch / shape.tensor_parallel * facts.num_experts_per_tok
         links = self.rates.low_latency
-        wait = self.rates.calibration.constant("all_to_all_latency_s")
         dispatch = copies * width * (_FP8_SCALES if shape.weight_dtype == "fp8" else 2)
         both = all_to_all(dispatch, group, links) + all_to_all(copies * width * 2, group, links)
-        return len(layers) * (both + 2 * wait)
+        return len(layers) * both
 
     def _tensor_parallel_s(self, batch: float) -> float:
         shape = self.shape
@@ -199,12 +210,24 @@ def prefill_token(facts: ModelFacts, shape: EngineShape, rates: Rates, *, contex
     work = prefill_work(facts, context)
     busy = rates.calibration.share("prefill_busy")
     dtype = shape.weight_dtype
+    dense = matrices(facts, experts=False, tensor_parallel=shape.tensor_parallel)
+    rows = max(1.0, _PROMPT_ROWS * shape.data_parallel * facts.num_experts_per_tok / max(1, facts.num_experts))
+
+    def rate(kind: str) -> float:
+        own, each = (dense, _PROMPT_ROWS) if kind == "gemm" else (matrices(facts, experts=True), rows)
+        share = rates.matrix_share(own, each, dtype, kind)
+        return rates.hardware.gpu_flops(dtype) * share if share else rates.gemm(dtype, kind == "grouped_gemm")
+
+    def attention() -> float:
+        share = rates.attention_share(facts, context, context)
+        return rates.hardware.gpu_flops("bfloat16") * share if share else rates.attention
+
     terms = [
-        attempt("prefill.linear", lambda: work.linear / rates.gemm(dtype) / busy, _PREFILL, {"dtype": dtype}),
-        attempt("prefill.attention", lambda: work.scores / rates.attention / busy, _PREFILL, {"context": context}),
+        attempt("prefill.linear", lambda: work.linear / rate("gemm") / busy, _PREFILL, {"dtype": dtype}),
+        attempt("prefill.attention", lambda: work.scores / attention() / busy, _PREFILL, {"context": context}),
     ]
     if work.experts:
-        terms.insert(1, attempt("prefill.experts", lambda: work.experts / rates.gemm(dtype, True) / busy, _PREFILL))
+        terms.insert(1, attempt("prefill.experts", lambda: work.experts / rate("grouped_gemm") / busy, _PREFILL))
     if work.indexer:
         terms.append(attempt("prefill.indexer", lambda: work.indexer / rates.indexer / busy, _PREFILL))
     if shape.tensor_parallel > 1:
@@ -215,6 +238,8 @@ def prefill_token(facts: ModelFacts, shape: EngineShape, rates: Rates, *, contex
     return TimeTable("prompt token", tuple(terms))
 
 
+_PROMPT_ROWS = 8192.0
+"""Tokens of a prompt step of one data-parallel rank, as far as measured times of matrix products depend on them."""
 _PREFILL = "operations / rate / prefill_busy"
 
 

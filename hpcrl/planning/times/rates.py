@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from hpcrl.config.cluster import SlurmCluster
+from hpcrl.models.facts import ModelFacts
+from hpcrl.models.layers import Gqa
 from hpcrl.planning.calibration.file import Calibration, EfficiencyName
 from hpcrl.planning.hardware import NodeHardware, filesystem_rate
-from hpcrl.planning.times.collectives import Links
+from hpcrl.planning.tables.lookup import Tables, gemm_roofline
+from hpcrl.planning.times.collectives import Group, Links, bytes_s
 
 __all__ = ["Rates", "StorageRates"]
 
@@ -38,6 +42,41 @@ class Rates:
         """Matrix products in ``dtype``; ``grouped``: many small ones, one an expert."""
         share = self.calibration.share(_GEMM[dtype]) * (self.calibration.share("grouped_gemm") if grouped else 1.0)
         return self.hardware.gpu_flops(dtype) * share
+
+    @cached_property
+    def tables(self) -> Tables:
+        """Measured times of these GPUs."""
+        return self.calibration.tables.for_device(self.hardware.node.gpu_type)
+
+    def matrix_share(self, matrices: Sequence[tuple[float, float, float]], rows: float, dtype: str, kind: str) -> float:
+        """Share of their roofline that matrix products reach together; 0 where their kind was not measured.
+
+        Parameters
+        ----------
+        matrices:
+            Width of the result, inner width, and how many there are of each.
+        rows:
+            Rows of each product.
+        kind:
+            ``gemm`` or ``grouped_gemm``.
+        """
+        name = f"{kind}.{dtype}"
+        if name not in self.tables.kinds or not matrices:
+            return 0.0
+        flops, memory, least, taken = self.hardware.gpu_flops(dtype), self.hardware.gpu_memory_rate, 0.0, 0.0
+        for n, k, count in matrices:
+            one = count * gemm_roofline((rows, n, k), dtype, flops, memory)
+            least, taken = least + one, taken + one / (self.tables.share(name, (n, k), rows) or 1.0)
+        return least / taken
+
+    def attention_share(self, facts: ModelFacts, queries: float, context: float) -> float:
+        """Share of its roofline that attention with grouped queries reaches; 0 where that was not measured."""
+        mixers = [layer.mixer for layer in facts.layers if isinstance(layer.mixer, Gqa)]
+        if "attention.bfloat16" not in self.tables.kinds or not mixers:
+            return 0.0
+        one = mixers[0]
+        family = (one.num_attention_heads, one.num_key_value_heads, one.head_dim, queries)
+        return self.tables.share("attention.bfloat16", family, context) or 0.0
 
     @cached_property
     def attention(self) -> float:
@@ -82,10 +121,32 @@ class Rates:
     @cached_property
     def low_latency(self) -> Links:
         """Dispatch and combine of few tokens (decode)."""
-        return self._links("all_to_all_nvlink", "low_latency_nic")
+        wait = self.calibration.constant("all_to_all_latency_s")
+        links = self._links("all_to_all_nvlink", "low_latency_nic", "low_latency")
+        return replace(links, hop_s=links.hop_s + wait, local_hop_s=links.local_hop_s + wait)
 
-    def _links(self, nvlink: EfficiencyName, nic: EfficiencyName) -> Links:
+    def _links(self, nvlink: EfficiencyName, nic: EfficiencyName, dispatch: str = "all_to_all") -> Links:
+        peak = Links(
+            gpu=self.hardware.nvlink_rate,
+            node=self.hardware.nic_rate,
+            gpus_per_node=self.gpus_per_node,
+            hop_s=0.0,
+            local_hop_s=0.0,
+        )
+        hops = self.calibration.constant("hop_s"), self.calibration.constant("local_hop_s")
+
+        def measured(kind: str, size: float, group: Group) -> float | None:
+            name = f"collectives.{dispatch if kind == 'all_to_all' else kind}"
+            if name not in self.tables.kinds:
+                return None
+            share = self.tables.share(name, (group.size, group.nodes), size) or 1.0
+            # measured times have their latency within; smaller messages than these keep a growing part of it
+            missing = max(0.0, 1.0 - size / self.tables.smallest(name))
+            wait = self.calibration.constant("all_to_all_latency_s") if dispatch == "low_latency" else 0.0
+            return bytes_s(kind, size, group, peak) / share + missing * (hops[group.nodes == 1] + wait)
+
         return Links(
+            measured=measured,
             gpu=self.hardware.nvlink_rate * self.calibration.share(nvlink),
             node=self.hardware.nic_rate * self.calibration.share(nic),
             gpus_per_node=self.gpus_per_node,

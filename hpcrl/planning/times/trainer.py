@@ -12,7 +12,7 @@ from hpcrl.planning.times.lengths import Quantiles
 from hpcrl.planning.times.rates import Rates
 from hpcrl.planning.times.shapes import TrainerShape
 from hpcrl.planning.times.terms import TimeTable, TimeTerm, attempt
-from hpcrl.planning.times.work import Packing, Work, pack_rows, sequence_work
+from hpcrl.planning.times.work import Packing, Work, matrices, pack_rows, sequence_work
 
 __all__ = ["TrainerBatch", "trainer_step"]
 
@@ -96,15 +96,26 @@ class _Step:
     def rate(self, part: str) -> float:
         dtype = self.shape.compute_dtype
         match part:
-            case "linear":
-                return self.rates.gemm(dtype)
-            case "experts":
-                return self.rates.gemm(dtype, True)
+            case "linear" | "experts":
+                return self._matrix_rate(part == "experts", dtype)
             case "scores":
                 # attention stays in bfloat16 (or float32 without tensor cores for it)
+                length = self.packing.tokens / self.packing.rollouts
+                share = self.rates.attention_share(self.facts, length, length)
+                if share and dtype != "float32":
+                    return self.rates.hardware.gpu_flops("bfloat16") * share
                 return self.rates.gemm("float32") if dtype == "float32" else self.rates.attention
             case _:
                 return self.rates.gemm("float32") if dtype == "float32" else self.rates.indexer
+
+    def _matrix_rate(self, experts: bool, dtype: str) -> float:
+        """By measured times of these shapes, else by the efficiency of all."""
+        rows, facts = self.gpu_tokens / self.packing.micro_batches, self.facts
+        if experts:
+            rows *= self.shape.expert_parallel * facts.num_experts_per_tok / facts.num_experts
+        kind = "grouped_gemm" if experts else "gemm"
+        share = self.rates.matrix_share(matrices(facts, experts=experts), max(1.0, rows), dtype, kind)
+        return self.rates.hardware.gpu_flops(dtype) * share if share else self.rates.gemm(dtype, experts)
 
     def backward_s(self) -> float:
         """Kernels of the backward pass without recomputation."""

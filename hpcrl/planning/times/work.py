@@ -11,7 +11,7 @@ from hpcrl.models.facts import Flops, ModelFacts
 from hpcrl.models.tensors import Part
 from hpcrl.planning.times.lengths import Quantiles
 
-__all__ = ["Packing", "Work", "pack_rows", "sequence_work", "tensor_counts", "token_work"]
+__all__ = ["Packing", "Work", "matrices", "pack_rows", "sequence_work", "tensor_counts", "token_work"]
 
 _POINTS = 48
 """Lengths at which operations of a sequence are computed; they are smooth in the length."""
@@ -60,6 +60,34 @@ def tensor_counts(facts: ModelFacts, *, fp8: bool = False) -> tuple[int, int]:
     return outside, experts
 
 
+@lru_cache(maxsize=64)
+def matrices(facts: ModelFacts, *, experts: bool, tensor_parallel: int = 1) -> tuple[tuple[float, float, float], ...]:
+    """Matrix products of a forward pass as one rank does them: width of the result, inner width, how many.
+
+    Of experts one is taken for all of a layer. Gate and up projection are one product, as kernels do them.
+    """
+    found: dict[tuple[float, float], float] = {}
+    heads = 0 if experts else 1
+    if heads:
+        found[facts.vocab_size / tensor_parallel, float(facts.hidden_size)] = 1.0
+    for layer in facts.layers:
+        for weight in layer.weights:
+            if (
+                len(weight.shape) < 2
+                or weight.name.endswith("bias")
+                or (weight.part is Part.EXPERT) != experts
+                or "gate_proj" in weight.name
+            ):
+                continue
+            n, k = (float(size) for size in weight.shape[-2:])
+            if "up_proj" in weight.name and "gate_up" not in weight.name:
+                n *= 2.0
+            if weight.tp_dim is not None and not experts:
+                n, k = (n / tensor_parallel, k) if weight.tp_dim == 0 else (n, k / tensor_parallel)
+            found[n, k] = found.get((n, k), 0.0) + 1.0
+    return tuple((n, k, count) for (n, k), count in found.items())
+
+
 def is_sparse(facts: ModelFacts) -> bool:
     """Whether attention is sparse: its kernels work in the absorbed form."""
     return "mla+dsa" in facts.attention_kinds
@@ -89,8 +117,8 @@ class Packing:
     ----------
     micro_batches:
         Of each group of ranks; all have the same number.
-    tokens:
-        Tokens of the whole batch.
+    tokens, rollouts:
+        Of the whole batch.
     critical_tokens:
         Sum over micro-batches of the fullest group's tokens: what the step waits for, because groups meet in
         collectives after each layer.
@@ -99,6 +127,7 @@ class Packing:
     micro_batches: int
     tokens: float
     critical_tokens: float
+    rollouts: int = 1
 
     def imbalance(self, groups: int) -> float:
         """``critical_tokens`` over an even share; 1 is perfect."""
@@ -133,7 +162,7 @@ def pack_rows(lengths: Quantiles, rollouts: int, groups: int, budget: int) -> Pa
         rows += max(1, rows // 256)
     loads.sort(reverse=True)
     times = rollouts / packed
-    return Packing(math.ceil(times * rows), times * tokens, times * sum(loads[::groups]))
+    return Packing(math.ceil(times * rows), times * tokens, times * sum(loads[::groups]), rollouts)
 
 
 def _fill(sizes: list[float], bins: int, budget: float) -> list[float] | None:
