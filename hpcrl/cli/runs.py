@@ -48,7 +48,8 @@ def status(
     from hpcrl.runs.metrics import read_metrics
     from hpcrl.runs.observe import observe, read_progress
     from hpcrl.runs.registry import reference
-    from hpcrl.runs.views.liveview import follow, render, summary
+    from hpcrl.runs.views.follow import follow
+    from hpcrl.runs.views.liveview import render, summary
     from hpcrl.runs.views.usage import read_usage, status_document
 
     if everything:

@@ -351,7 +351,8 @@ def _follow(run: RunDir, console: Console) -> int:
     from hpcrl.runs.record import RunRecord
     from hpcrl.runs.registry import reference
     from hpcrl.runs.status import RunState
-    from hpcrl.runs.views.liveview import follow, summary
+    from hpcrl.runs.views.follow import follow
+    from hpcrl.runs.views.liveview import summary
     from hpcrl.runs.views.report import write_report
     from hpcrl.submit.submission import interrupt
 

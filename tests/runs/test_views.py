@@ -24,12 +24,14 @@ from hpcrl.runs.metrics import MetricsWriter, StepRecord, read_metrics, read_new
 from hpcrl.runs.observe import Progress, RunView, observe, read_progress
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ComponentState, ComponentStatus, ProcessId, RunState
-from hpcrl.runs.views import liveview, report
+from hpcrl.runs.views import follow as follow_module
 from hpcrl.runs.views.diagnosis import diagnose, print_diagnosis
+from hpcrl.runs.views.follow import follow
 from hpcrl.runs.views.listing import RunRow, listing_table
-from hpcrl.runs.views.liveview import duration, follow, render, summary
+from hpcrl.runs.views.liveview import render, summary
 from hpcrl.runs.views.report import write_report
 from hpcrl.runs.views.usage import Usage
+from hpcrl.runs.views.words import duration
 
 
 def shown(*what: object, width: int = 120) -> str:
@@ -146,7 +148,7 @@ def test_the_live_screen_of_24_lines_keeps_the_engines(
     monkeypatch.setattr("hpcrl.runs.views.liveview.time.time", lambda: START_S + 200)
     view, progress, metrics, fleet = running(tmp_path, max(engines, 4) if engines > 2 else 2)
     console = Console(file=io.StringIO(), width=80, height=24, force_terminal=True, color_system=None)
-    screen = liveview._LiveScreen(console)
+    screen = follow_module._LiveScreen(console)
     screen.show(view, progress, metrics, Usage(wall_h=1.0, gpu_hours=0.0, gpu_hours_by_role={}), fleet)
     lines = screen.lines(console)
     assert len(lines) < 24
@@ -284,7 +286,7 @@ def test_ctrl_c_is_answered(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Non
             write_status(run, RunState.CANCELLED)
         return f"told {count}"
 
-    monkeypatch.setattr("hpcrl.runs.views.liveview.time.sleep", sleep)
+    monkeypatch.setattr("hpcrl.runs.views.follow.time.sleep", sleep)
     console = Console(file=io.StringIO(), width=80)
     assert follow(run, console, on_interrupt=stop).state is RunState.CANCELLED
     assert "told 1\ntold 2" in console.file.getvalue()  # type: ignore[attr-defined]

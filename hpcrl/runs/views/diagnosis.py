@@ -19,8 +19,8 @@ from hpcrl.runs.role import FailureRecord
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.start.restart import ResumePoint, find_resume_point
 from hpcrl.runs.status import ComponentState, RunState
-from hpcrl.runs.views.liveview import duration, state_text
 from hpcrl.runs.views.logs import LogFilter, find_log_files, read_logs
+from hpcrl.runs.views.words import duration, state_text
 
 __all__ = ["WHY_SCHEMA", "Consequence", "Diagnosis", "diagnose", "diagnosis_document", "print_diagnosis"]
 

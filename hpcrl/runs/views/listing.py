@@ -15,7 +15,7 @@ from hpcrl.runs.observe import observe, prefetch
 from hpcrl.runs.record import RunRecord
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunState
-from hpcrl.runs.views.liveview import duration, state_text
+from hpcrl.runs.views.words import duration, state_text
 
 __all__ = ["LISTING_SCHEMA", "RunRow", "list_rows", "listing_document", "listing_table"]
 

@@ -1,205 +1,30 @@
-"""Following a run: a live table in a terminal, one line a step elsewhere, a summary at the end."""
+"""The screen of a run: its state, roles, engines and newest steps; and the summary at its end."""
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import Counter
-from collections.abc import Callable
 from typing import NamedTuple
 
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
+from rich.console import Group, RenderableType
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from hpcrl.runs.clocks import Clocks
-from hpcrl.runs.fleet import Fleet, read_fleet
-from hpcrl.runs.metrics import StepRecord, read_metrics
-from hpcrl.runs.observe import Progress, RunView, observe, read_progress
-from hpcrl.runs.rundir import RunDir
+from hpcrl.runs.fleet import Fleet
+from hpcrl.runs.metrics import StepRecord
+from hpcrl.runs.observe import Progress, RunView
 from hpcrl.runs.status import ReplicaJob, RunState
 from hpcrl.runs.views.fleet_table import fleet_table
-from hpcrl.runs.views.usage import Usage, read_usage
+from hpcrl.runs.views.usage import Usage
 from hpcrl.runs.views.waiting import waiting_words
+from hpcrl.runs.views.words import PHASES, duration, staleness, state_text
 
-__all__ = ["ROOMS", "Room", "components_table", "duration", "follow", "render", "state_text", "summary"]
+__all__ = ["ROOMS", "Room", "components_table", "render", "summary"]
 
-_POLL_S = 1.0
 _SILENCE_S = 20.0
 """A supervisor that lives but has not written for so long hangs, or its filesystem does."""
-_ALL = sys.maxsize
-_STYLES = {
-    "RUNNING": "green",
-    "READY": "green",
-    "COMPLETED": "bold green",
-    "EXITED": "dim",
-    "STARTING": "yellow",
-    "SUBMITTED": "yellow",
-    "STOPPING": "yellow",
-    "REQUEUED": "yellow",
-    "PENDING": "dim",
-    "CANCELLED": "yellow",
-    "FAILED": "bold red",
-    "LOST": "bold red",
-}
-#: phases in the order of a step, with a colour each
-PHASES = {
-    "wait_batch": ("waiting", "red"),
-    "forward_backward": ("forward+backward", "blue"),
-    "optimizer": ("optimizer", "cyan"),
-    "publish": ("publish", "magenta"),
-    "checkpoint": ("checkpoint", "yellow"),
-    "other": ("other", "white"),
-}
-
-
-def duration(seconds: float | None) -> str:
-    """``75`` as ``1:15``, from an hour ``2:01:15``; ``-`` for None."""
-    if seconds is None:
-        return "-"
-    minutes, rest = divmod(max(0, round(seconds)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
-def state_text(state: str) -> Text:
-    """A state in its colour."""
-    return Text(state, style=_STYLES.get(state, ""))
-
-
-def follow(
-    run: RunDir,
-    console: Console,
-    *,
-    on_interrupt: Callable[[int], str] | None = None,
-    poll_s: float = _POLL_S,
-    after_attempt: int = 0,
-) -> RunView:
-    """Show a run until it has ended; returns its last state.
-
-    Parameters
-    ----------
-    run:
-        The run.
-    console:
-        Where to show it; a live table if it is a terminal, else lines.
-    on_interrupt:
-        Called at each Ctrl-C with its number (1, 2 …); returns what to tell. Without it Ctrl-C ends the
-        following only (KeyboardInterrupt).
-    poll_s:
-        Seconds between looks.
-    after_attempt:
-        What attempts up to this one did is not said again, where lines are written.
-    """
-    interrupts = 0
-    screen = _LiveScreen(console) if console.is_terminal else _LineScreen(console, after_attempt)
-    with screen:
-        while True:
-            try:
-                view = observe(run)
-                metrics = read_metrics(run)
-                fleet = read_fleet(run, view.attempt, view.components)
-                screen.show(view, read_progress(run, metrics), metrics, read_usage(run, view), fleet)
-                if view.state.ended:
-                    return view
-                time.sleep(poll_s)
-            except KeyboardInterrupt:
-                if on_interrupt is None:
-                    raise
-                interrupts += 1
-                screen.say(on_interrupt(interrupts))
-
-
-class _LiveScreen:
-    def __init__(self, console: Console) -> None:
-        self._live = Live(console=console, auto_refresh=False, transient=False)
-        self._note = ""
-        self._body: RenderableType = ""
-
-    def __enter__(self) -> _LiveScreen:
-        self._live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._live.stop()
-
-    def say(self, note: str) -> None:
-        self._note = note
-
-    def show(self, view: RunView, progress: Progress, metrics: list[StepRecord], usage: Usage, fleet: Fleet) -> None:
-        note: list[RenderableType] = [Text(self._note, style="yellow")] if self._note else []
-        console = self._live.console
-        for room in ROOMS:
-            self._body = Group(render(view, progress, metrics, usage, fleet, room=room, width=console.width), *note)
-            # a line is left for the cursor; what does not fit would be cut at the bottom, where the engines are
-            if len(self.lines(console)) < console.height:
-                break
-        self._live.update(self._body, refresh=True)
-
-    def lines(self, console: Console) -> list[str]:
-        """What is on the screen now, without colours."""
-        lines = console.render_lines(self._body, pad=False)
-        return ["".join(segment.text for segment in line).rstrip() for line in lines]
-
-
-class _LineScreen:
-    """For pipes and log files: a line when something happened, nothing otherwise."""
-
-    def __init__(self, console: Console, after_attempt: int) -> None:
-        self._console = console
-        self._state = ""
-        self._warnings: list[str] = []
-        # attempt, then step or version: what a later attempt does again is said again
-        self._step = self._version = (after_attempt, _ALL)
-
-    def __enter__(self) -> _LineScreen:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def say(self, note: str) -> None:
-        self._console.print(Text(note), soft_wrap=True)
-
-    def show(self, view: RunView, progress: Progress, metrics: list[StepRecord], usage: Usage, fleet: Fleet) -> None:
-        if view.state != self._state:
-            self._state = view.state
-            reason = f": {view.cause.message}" if view.cause is not None else ""
-            self.say(f"{view.name} {view.state}{reason}")
-            for line in view.cause.details if view.cause is not None else ():
-                self.say(line)
-        if view.warnings and not self._warnings:
-            self.say(f"warning: {view.warnings[0]}")
-        self._warnings = view.warnings
-        for record in metrics:
-            if (record.attempt, record.step) > self._step:
-                self.say(_step_line(record, progress))
-                self._step = (record.attempt, record.step)
-        for evaluation in progress.evaluations:
-            if (evaluation.attempt, evaluation.version) > self._version:
-                late = "" if evaluation.due is None else f" (due at {evaluation.due}, which the engines skipped)"
-                self.say(f"held-out reward {evaluation.reward:.3f} after step {evaluation.version}{late}")
-                self._version = (evaluation.attempt, evaluation.version)
-
-
-def staleness(record: StepRecord, progress: Progress) -> str:
-    """How many versions behind the rollouts of a step were, on average, at worst, and at most by the recipe."""
-    bound = "" if progress.staleness_bound is None else f", bound {progress.staleness_bound}"
-    return f"staleness {record.staleness_mean:.1f} (largest {record.staleness_max}{bound})"
-
-
-def _step_line(record: StepRecord, progress: Progress) -> str:
-    seconds = sum(record.phases_s.values())
-    waiting = record.phases_s.get("wait_batch", 0.0) / seconds if seconds else 0.0
-    left = f"  left {duration(progress.eta_s)}" if record is progress.last and progress.eta_s is not None else ""
-    routes = "" if record.routing_mismatch is None else f"  routes {record.routing_mismatch:.1e}"
-    return (
-        f"step {record.step}/{progress.total_steps}  reward {record.reward_mean:.3f}"
-        f"  {staleness(record, progress)}  kl {record.mismatch_kl:.1e}{routes}"
-        f"  {record.tokens_per_s:,.0f} tokens/s  {seconds:.1f} s (waiting {waiting:.0%}){left}"
-    )
 
 
 class Room(NamedTuple):

@@ -12,7 +12,7 @@ from hpcrl.fs import atomic_write
 from hpcrl.runs.metrics import StepRecord, read_metrics
 from hpcrl.runs.observe import Progress, RunView, observe, read_progress
 from hpcrl.runs.rundir import RunDir
-from hpcrl.runs.views.liveview import PHASES, duration
+from hpcrl.runs.views.words import PHASES, duration
 
 __all__ = ["REPORT_NAME", "write_report"]
 

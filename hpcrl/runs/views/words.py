@@ -1,0 +1,54 @@
+"""Words and colours that several views of a run share."""
+
+from __future__ import annotations
+
+from rich.text import Text
+
+from hpcrl.runs.metrics import StepRecord
+from hpcrl.runs.observe import Progress
+
+__all__ = ["PHASES", "duration", "staleness", "state_text"]
+
+_STYLES = {
+    "RUNNING": "green",
+    "READY": "green",
+    "COMPLETED": "bold green",
+    "EXITED": "dim",
+    "STARTING": "yellow",
+    "SUBMITTED": "yellow",
+    "STOPPING": "yellow",
+    "REQUEUED": "yellow",
+    "PENDING": "dim",
+    "CANCELLED": "yellow",
+    "FAILED": "bold red",
+    "LOST": "bold red",
+}
+#: phases in the order of a step, with a colour each
+PHASES = {
+    "wait_batch": ("waiting", "red"),
+    "forward_backward": ("forward+backward", "blue"),
+    "optimizer": ("optimizer", "cyan"),
+    "publish": ("publish", "magenta"),
+    "checkpoint": ("checkpoint", "yellow"),
+    "other": ("other", "white"),
+}
+
+
+def duration(seconds: float | None) -> str:
+    """``75`` as ``1:15``, from an hour ``2:01:15``; ``-`` for None."""
+    if seconds is None:
+        return "-"
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def state_text(state: str) -> Text:
+    """A state in its colour."""
+    return Text(state, style=_STYLES.get(state, ""))
+
+
+def staleness(record: StepRecord, progress: Progress) -> str:
+    """How many versions behind the rollouts of a step were, on average, at worst, and at most by the recipe."""
+    bound = "" if progress.staleness_bound is None else f", bound {progress.staleness_bound}"
+    return f"staleness {record.staleness_mean:.1f} (largest {record.staleness_max}{bound})"
