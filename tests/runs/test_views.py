@@ -25,6 +25,7 @@ from hpcrl.runs.observe import Progress, RunView, observe, read_progress
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ComponentState, ComponentStatus, ProcessId, RunState
 from hpcrl.runs.views import follow as follow_module
+from hpcrl.runs.views import report
 from hpcrl.runs.views.diagnosis import diagnose, print_diagnosis
 from hpcrl.runs.views.follow import follow
 from hpcrl.runs.views.listing import RunRow, listing_table
