@@ -17,10 +17,10 @@ from hpcrl.config.recipe import Recipe
 from hpcrl.errors import ConfigError, Finding, UsageError
 from hpcrl.interpreter import module_command
 from hpcrl.jobplan.model_rules import check_model_rules
-from hpcrl.models import ModelArch, ModelFacts, load_arch, load_facts
+from hpcrl.models import ModelArch, load_arch, load_facts
 from hpcrl.ours import read_secret
 
-__all__ = ["check_engine_flags", "check_model", "check_pythons", "check_router", "check_sizes", "find_facts"]
+__all__ = ["check_engine_flags", "check_model", "check_pythons", "check_router", "check_sizes"]
 
 _FLAGS_TIMEOUT_S = 900.0
 """Loading vLLM takes half a minute of one core, on a busy login node many times that."""
@@ -122,27 +122,23 @@ def _no_cpu_heads(arch: ModelArch) -> bool:
     return not arch.has_latent_attention and arch.kv.key_dim not in _CPU_HEADS
 
 
-def find_facts(recipe: Recipe) -> ModelFacts | None:
-    """Facts of a recipe's model; None where neither its directory nor its name is known (it may be made later).
+def check_sizes(recipe: Loaded[Recipe], cluster: Loaded[ClusterProfile]) -> None:
+    """Check a recipe against the sizes of its model, where these are known: the model may be made later.
 
     Raises
     ------
+    ConfigError
+        With every conflict.
     UsageError
         There is a ``config.json``, but of an architecture that hpcrl has no facts of.
     """
     try:
-        return load_facts(recipe.model.path)
+        facts = load_facts(recipe.value.model.path)
     except FileNotFoundError:
-        return None
+        return
     except ValueError as error:
         raise UsageError(f"{error}\n    hint: choose a model of a known architecture") from error
-
-
-def check_sizes(recipe: Loaded[Recipe], cluster: Loaded[ClusterProfile]) -> None:
-    """Check a recipe against the sizes of its model, where these are known (ConfigError with every conflict)."""
-    facts = find_facts(recipe.value)
-    if facts is not None:
-        check_model_rules(recipe, cluster, facts)
+    check_model_rules(recipe, cluster, facts)
 
 
 def check_pythons(plan: Plan, site: Loaded[ClusterProfile]) -> None:

@@ -120,7 +120,7 @@ def _qwen3_next(rng: random.Random) -> dict[str, Any]:
 FAMILIES = {
     "qwen3": ("Qwen3", lambda rng: {**_gqa(rng), "intermediate_size": 24}),
     "qwen3_moe": (
-        "Decoder",
+        "Qwen3Moe",
         lambda rng: {
             **_gqa(rng),
             **_moe(rng),
