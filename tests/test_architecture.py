@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -100,3 +101,9 @@ def test_command_line_is_light() -> None:
     code = "import sys, hpcrl.cli.main; print('\\n'.join(sys.modules))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not set(out) & {*HEAVY, "pydantic", "submitit", "aiohttp", "yaml"}
+
+
+def test_no_two_test_modules_have_one_name() -> None:
+    """pytest imports them by their names alone: of two, one run cannot collect the second."""
+    names = Counter(path.name for path in Path(__file__).parent.rglob("*.py") if path.name != "conftest.py")
+    assert [name for name, count in names.items() if count > 1] == []

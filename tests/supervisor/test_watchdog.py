@@ -13,7 +13,7 @@ from supervisor_testing import create
 
 from hpcrl import reporting
 from hpcrl.config.plan import Role, WatchPolicy
-from hpcrl.runs.progress import Progress, progress_path
+from hpcrl.runs.progress import RoleProgress, progress_path
 from hpcrl.supervisor.component import Component
 from hpcrl.supervisor.launch.launcher import Address
 from hpcrl.supervisor.policy.watchdog import Pulse, Sign, Watchdog, read_engine_metrics
@@ -86,7 +86,7 @@ async def test_time_in_which_nothing_can_be_reported_does_not_count(
     watchdog = Watchdog(run, attempt=1, policy=POLICY, components=[trainer], on_hung=lambda *_: None)
     path = progress_path(run, 1, "trainer", 0)
     path.parent.mkdir()
-    path.write_bytes(msgspec.json.encode(Progress(time_s=time.time(), phase="publish")))
+    path.write_bytes(msgspec.json.encode(RoleProgress(time_s=time.time(), phase="publish")))
     async with aiohttp.ClientSession() as session:
         (sign,) = await watchdog._look(trainer, session)
         assert sign is not None
