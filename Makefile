@@ -1,5 +1,5 @@
 # The two commands of the README are `make quickstart` and `make test`. Each target sets up all it needs.
-.PHONY: quickstart test test-long test-all lint format docs wheel clean
+.PHONY: quickstart test test-long test-nightly test-all lint format docs wheel clean
 .DELETE_ON_ERROR:
 
 BIN := .venv/bin
@@ -30,7 +30,12 @@ test: lint
 test-long:
 	@python3 tools/bootstrap.py all dev --slurm --vllm
 	@$(PYTEST) $(PARALLEL) -m "campaign and not vllm"
-	@$(PYTEST) -p no:xdist -m vllm
+	@$(PYTEST) -p no:xdist -m "vllm and not nightly"
+
+# whole runs with real vLLM that lose engines, sides and nodes: minutes each, so not in every continuous integration
+test-nightly:
+	@python3 tools/bootstrap.py all dev --slurm --vllm
+	@$(PYTEST) -p no:xdist -m nightly
 
 test-all: test test-long
 

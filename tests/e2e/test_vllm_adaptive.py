@@ -16,7 +16,7 @@ from vllm_environment import VLLM_PYTHON
 from hpcrl.runs.fleet import FleetView
 from hpcrl.runs.rundir import RunDir
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.vllm, pytest.mark.nightly, pytest.mark.timeout(2400)]
 
 MOST, GROUP = 96, 8
 SETTINGS = (

@@ -24,7 +24,7 @@ from hpcrl.runs.fleet import EngineView, FleetView
 from hpcrl.runs.rundir import RunDir
 from hpcrl.weights.lifetime.leases import ReaderWatch
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.vllm, pytest.mark.nightly, pytest.mark.timeout(3600)]
 
 INTERVAL = 8
 SETTINGS = (

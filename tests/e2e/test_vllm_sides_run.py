@@ -12,7 +12,7 @@ from vllm_environment import VLLM_PYTHON
 
 from hpcrl.runs.rundir import RunDir
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.vllm, pytest.mark.nightly, pytest.mark.timeout(3600)]
 
 STEPS = 5
 

@@ -84,6 +84,7 @@ def test_the_quickstart_learns_on_three_nodes(vllm_lab: SlurmLab, capsys: Any) -
     vllm_lab.wait_empty()
 
 
+@pytest.mark.nightly
 def test_a_replica_of_two_nodes_learns(vllm_lab: SlurmLab, capsys: Any) -> None:
     """Wide expert parallelism: a rank with half of the experts on each node, each with a server of its own."""
     settings = (f"trainer.steps={STEPS}", "evaluation.every_steps=0", "evaluation.prompts=32", "engine.replicas=1")
@@ -114,6 +115,7 @@ def test_a_replica_of_two_nodes_learns(vllm_lab: SlurmLab, capsys: Any) -> None:
     vllm_lab.wait_empty()
 
 
+@pytest.mark.nightly
 def test_a_lost_node_takes_its_segment_and_the_run_goes_on(vllm_lab: SlurmLab, capsys: Any) -> None:
     """Engines with jobs of their own: the node of one has a power failure."""
     small = ("rollouts.rollouts_per_step=16", "rollouts.group_size=4", "rollouts.max_in_flight=32")
