@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hpcrl.cli.options import JsonOption, confirm
+from hpcrl.cli.options import STEP, JsonOption, confirm
 from hpcrl.cli.selection import RunArgument, RunsRootOption, find
 
 if TYPE_CHECKING:
@@ -17,9 +17,11 @@ __all__ = ["register"]
 
 checkpoint_app = typer.Typer(help="Joint checkpoints of a run.", no_args_is_help=True)
 
-AllStepsArgument = Annotated[int | None, typer.Argument(metavar="[STEP]", help="Step; all by default.")]
-NewestStepArgument = Annotated[int | None, typer.Argument(metavar="[STEP]", help="Step; the newest by default.")]
-StepArgument = Annotated[int, typer.Argument(metavar="STEP", help="Step.")]
+AllStepsArgument = Annotated[int | None, typer.Argument(metavar="[STEP]", parser=STEP, help="Step; all by default.")]
+NewestStepArgument = Annotated[
+    int | None, typer.Argument(metavar="[STEP]", parser=STEP, help="Step; the newest by default.")
+]
+StepArgument = Annotated[int, typer.Argument(metavar="STEP", parser=STEP, help="Step.")]
 SizesOption = Annotated[bool, typer.Option("--sizes", help="Compare sizes of files only; read no data.")]
 
 
@@ -219,6 +221,7 @@ def _print(run: RunDir, items: list[CheckpointItem], document: str | None) -> No
     from hpcrl.aside import list_asides
     from hpcrl.cli.output import table_console
     from hpcrl.errors import ExitCode
+    from hpcrl.runs.views.words import age
 
     if document is not None:
         typer.echo(document)
@@ -231,7 +234,7 @@ def _print(run: RunDir, items: list[CheckpointItem], document: str | None) -> No
         for item in items:
             table.add_row(
                 str(item.step),
-                "?" if item.age_s is None else f"{item.age_s:,.0f} s",
+                "?" if item.age_s is None else age(item.age_s),
                 decimal(item.bytes),
                 str(item.files),
                 "?" if item.attempt is None else str(item.attempt),

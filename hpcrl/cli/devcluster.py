@@ -138,6 +138,9 @@ def list_(home: HomeOption = None, as_json: JsonOption = False) -> None:
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
         return
+    if not rows:
+        typer.echo("there is no virtual cluster; hpcrl devcluster up makes one", err=True)
+        return
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in ("name", "nodes", "processes", "path"):
         table.add_column(column, overflow="fold")

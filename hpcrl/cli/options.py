@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
 
 from hpcrl.cli.completion import complete_clusters, complete_recipes, complete_settings
 
-__all__ = ["CalibrationOption", "ClusterOption", "JsonOption", "RecipeArgument", "SetOption", "TablesOption", "confirm"]
+__all__ = [
+    "STEP",
+    "VERSION",
+    "CalibrationOption",
+    "ClusterOption",
+    "JsonOption",
+    "RecipeArgument",
+    "SetOption",
+    "TablesOption",
+    "confirm",
+]
 
 RecipeArgument = Annotated[
     str,
@@ -52,6 +64,22 @@ TablesOption = Annotated[
         help="Kernel times of `hpcrl plan profile`, beside those of the profile. Repeatable.",
     ),
 ]
+
+
+def _number_behind(prefix: str, what: str) -> Callable[[str | int], int]:
+    """Reads a number, also as it stands in the name of a directory: ``80``, ``v80``, ``v000080``."""
+
+    def read(word: str | int) -> int:
+        found = re.fullmatch(rf"(?:{prefix})?(\d{{1,18}})", str(word))
+        if found is None:
+            raise typer.BadParameter(f"{word!r} is no {what}: a whole number, also as {prefix}{80:06d}")
+        return int(found[1])
+
+    return read
+
+
+STEP = _number_behind("step-", "step")
+VERSION = _number_behind("v", "version")
 
 
 def confirm(question: str) -> None:

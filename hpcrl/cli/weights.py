@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hpcrl.cli.options import JsonOption, confirm
+from hpcrl.cli.options import VERSION, JsonOption, confirm
 from hpcrl.cli.selection import RunArgument, RunsRootOption, find
 
 if TYPE_CHECKING:
@@ -17,11 +17,13 @@ __all__ = ["register"]
 
 weights_app = typer.Typer(help="Weight hand-offs of a run.", no_args_is_help=True)
 
-AllVersionsArgument = Annotated[int | None, typer.Argument(metavar="[VERSION]", help="Policy version; all by default.")]
-NewestArgument = Annotated[
-    int | None, typer.Argument(metavar="[VERSION]", help="Policy version; the newest by default.")
+AllVersionsArgument = Annotated[
+    int | None, typer.Argument(metavar="[VERSION]", parser=VERSION, help="Policy version; all by default.")
 ]
-VersionArgument = Annotated[int, typer.Argument(metavar="VERSION", help="Policy version.")]
+NewestArgument = Annotated[
+    int | None, typer.Argument(metavar="[VERSION]", parser=VERSION, help="Policy version; the newest by default.")
+]
+VersionArgument = Annotated[int, typer.Argument(metavar="VERSION", parser=VERSION, help="Policy version.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -181,6 +183,7 @@ def _print(run: RunDir, items: list[StoredItem], as_json: bool, *, verified: boo
     from hpcrl.cli.output import table_console
     from hpcrl.errors import ExitCode
     from hpcrl.runs.views.stores import items_document
+    from hpcrl.runs.views.words import age
 
     if as_json:
         typer.echo(items_document(run, "version", items))
@@ -191,9 +194,9 @@ def _print(run: RunDir, items: list[StoredItem], as_json: bool, *, verified: boo
         for column in ("version", "age", "size", "files", "by", "state"):
             table.add_column(column, overflow="fold")
         for item in items:
-            age = "?" if item.age_s is None else f"{item.age_s:,.0f} s"
+            old = "?" if item.age_s is None else age(item.age_s)
             state = f"[red]{item.problem}[/red]" if item.problem else "whole" if verified else "complete"
-            table.add_row(str(item.number), age, decimal(item.bytes), str(item.files), item.by, state)
+            table.add_row(str(item.number), old, decimal(item.bytes), str(item.files), item.by, state)
         table_console().print(table)
     if any(item.problem for item in items):
         raise typer.Exit(ExitCode.FAILED)

@@ -116,6 +116,7 @@ def test_show(run: RunDir, checkpoint: Command) -> None:
     checkpoint("pin", "1", "--reason", "first")
     out, _ = checkpoint("show", "1")
     assert "first" in out
+    assert checkpoint("show", "step-000001")[0] == out
     (run.checkpoints_dir / "step-000004" / "manifest.json").write_text("torn")
     assert "cannot be read" in checkpoint("show", code=1)[0]
 

@@ -61,6 +61,10 @@ def test_show(cli: Cli, run: RunDir) -> None:
     assert "changes 4 tensors of version 3; made from 3" in out
     assert "leased by engine-0" in out
     assert json.loads(cli("show", "mine", "--json")[1])["version"] == 6
+    assert cli("show", "mine", "v000005")[1] == cli("show", "mine", "v5")[1]
+    code, _, error = cli("show", "mine", "v5x")
+    assert code == 2
+    assert "also as v000080" in error
     code, _, error = cli("show", "mine", "9")
     assert code == 1
     assert "there are 1, 2, 3, 4, 5, 6" in error

@@ -15,7 +15,7 @@ from hpcrl.runs.observe import observe, prefetch
 from hpcrl.runs.record import RunRecord
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunState
-from hpcrl.runs.views.words import duration, state_text
+from hpcrl.runs.views.words import age, duration, state_text
 
 __all__ = ["LISTING_SCHEMA", "RunRow", "list_rows", "listing_document", "listing_table"]
 
@@ -158,7 +158,7 @@ def _cell(row: RunRow, column: str) -> Text:
         "run": row.name,
         "cluster": row.cluster,
         "job": row.job or "-",
-        "age": _age(time.time() - row.created_at_s),
+        "age": age(time.time() - row.created_at_s),
         "time": duration(row.wall_s),
         "steps": str(row.steps),
         "reward": "-" if row.reward_mean is None else f"{row.reward_mean:.3f}",
@@ -166,14 +166,6 @@ def _cell(row: RunRow, column: str) -> Text:
         "cause": row.cause,
     }
     return Text(values[column])
-
-
-def _age(seconds: float) -> str:
-    """``45s``, ``12m``, ``5h``, ``3d``: since the submit, in the largest unit that fits."""
-    for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
-        if seconds >= size:
-            return f"{seconds / size:.0f}{unit}"
-    return f"{max(0.0, seconds):.0f}s"
 
 
 def _widths(columns: list[str], cells: list[list[Text]]) -> list[int]:

@@ -7,7 +7,7 @@ from rich.text import Text
 from hpcrl.runs.metrics import StepRecord
 from hpcrl.runs.observe import Progress
 
-__all__ = ["PHASES", "duration", "staleness", "state_text"]
+__all__ = ["PHASES", "age", "duration", "staleness", "state_text"]
 
 _STYLES = {
     "RUNNING": "green",
@@ -41,6 +41,14 @@ def duration(seconds: float | None) -> str:
     minutes, rest = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def age(seconds: float) -> str:
+    """``45s``, ``12m``, ``5h``, ``3d``: in the largest unit that fits."""
+    for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.0f}{unit}"
+    return f"{max(0.0, seconds):.0f}s"
 
 
 def state_text(state: str) -> Text:
