@@ -162,7 +162,8 @@ class SlurmLab:
 class SharedRun:
     """One run for all tests of a module, in any order: after one that has ended, or failed a test, comes another.
 
-    A test that takes it finds it running with all of its replicas, and leaves it so, or ends it.
+    A test that takes it finds it running with all of its replicas and a checkpoint of its newest attempt, and leaves it
+    running, or ends it.
     """
 
     def __init__(self, lab: SlurmLab, *settings: str) -> None:
@@ -184,7 +185,11 @@ class SharedRun:
             self._run = self.lab.submit(f"shared-{self._count}", *self._settings)
         run = self._run
         wait_for(lambda: self._runs(run), 120.0, f"{run.name} with all replicas")
-        wait_saved(run, 4)
+        # and with progress of its newest attempt: one that ends without any is not tried again
+        attempt = run.attempts()[-1]
+        wait_for(lambda: [r for r in read_metrics(run) if r.attempt == attempt], 120.0, "a step of the newest attempt")
+        first = min(record.step for record in read_metrics(run) if record.attempt == attempt)
+        wait_saved(run, max(4, first))
         return run
 
     def _runs(self, run: RunDir) -> bool:
