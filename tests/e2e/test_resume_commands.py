@@ -45,10 +45,12 @@ def test_resume_says_what_is_true(lab: Lab) -> None:
 
 def check_a_completed_run_wants_more_steps(lab: Lab, run: RunDir) -> None:
     recipe = run.recipe_path.read_text()
-    for arguments in ((), ("--set", "trainer.steps=3"), ("--set", "trainer.steps=2")):
+    done = "nothing to resume"
+    for steps, why in ((None, done), (3, done), (2, "has done 3 steps, trainer.steps=2 asks for fewer")):
+        arguments = () if steps is None else ("--set", f"trainer.steps={steps}")
         refused = lab.hpcrl("resume", run.name, *arguments, check=False)
         assert refused.returncode == 2, refused.stderr
-        assert "nothing to resume" in refused.stderr
+        assert why in refused.stderr
     assert run.recipe_path.read_text() == recipe
 
 
