@@ -46,8 +46,8 @@ def test_resume_says_what_is_true(lab: Lab) -> None:
 def check_a_completed_run_wants_more_steps(lab: Lab, run: RunDir) -> None:
     recipe = run.recipe_path.read_text()
     done = "nothing to resume"
-    for steps, why in ((None, done), (3, done), (2, "has done 3 steps, trainer.steps=2 asks for fewer")):
-        arguments = () if steps is None else ("--set", f"trainer.steps={steps}")
+    for asked, why in ((None, done), (3, done), (2, "has done 3 steps, trainer.steps=2 asks for fewer")):
+        arguments = () if asked is None else ("--set", f"trainer.steps={asked}")
         refused = lab.hpcrl("resume", run.name, *arguments, check=False)
         assert refused.returncode == 2, refused.stderr
         assert why in refused.stderr
