@@ -119,21 +119,21 @@ def test_submit_is_idempotent(client: SlurmClient, tmp_path: Path) -> None:
 def test_a_strangers_job_with_our_name_and_comment_is_not_ours(client: SlurmClient, tmp_path: Path) -> None:
     script = tmp_path / "job.sh"
     script.write_text("#!/bin/bash\n#SBATCH --nodes=1 --hold --output=/dev/null --chdir=/\ntrue\n")
-    forged = ["sbatch", "--parsable", "--uid=65534", "--gid=65534", "--job-name=mine", "--comment=hpcrl:t:main"]
+    forged = ["sbatch", "--parsable", "--uid=65534", "--gid=65534", "--job-name=mine", "--comment=hpcrl:stranger:main"]
     sent = run_command([*forged, str(script)], env=command_environment(conf=client.conf, reading=False), timeout_s=60)
     stranger = int(sent.stdout)
     assert client.jobs([stranger])[stranger].leader.user_id == 65534
-    assert client.find(name="mine", token="t:main") == []
-    assert client.of_run("t") == {}
-    own = client.submit(script, name="mine", token="t:main")
+    assert client.find(name="mine", token="stranger:main") == []
+    assert client.of_run("stranger") == {}
+    own = client.submit(script, name="mine", token="stranger:main")
     assert (own.job_id != stranger, own.recovered) == (True, False)
-    assert [job.job_id for job in client.find(name="mine", token="t:main")] == [own.job_id]
+    assert [job.job_id for job in client.find(name="mine", token="stranger:main")] == [own.job_id]
     # beside both the same submit finds ours again, and the next one of the run gets a job of its own
-    again = client.submit(script, name="mine", token="t:main")
+    again = client.submit(script, name="mine", token="stranger:main")
     assert (again.job_id, again.recovered) == (own.job_id, True)
-    second = client.submit(script, name="mine", token="t:main-2")
+    second = client.submit(script, name="mine", token="stranger:main-2")
     assert not second.recovered
-    assert set(client.of_run("t")) == {own.job_id, second.job_id}
+    assert set(client.of_run("stranger")) == {own.job_id, second.job_id}
 
 
 def test_refusals(client: SlurmClient, tmp_path: Path) -> None:
