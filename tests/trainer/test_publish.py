@@ -49,7 +49,7 @@ def make_publisher(store, parallel, model_dir, *, dtype=torch.float32, chunk_byt
         model_dir=model_dir,
         dtype=dtype,
         attempt=1,
-        settings=HandoffConfig(**settings),
+        settings=HandoffConfig(**{"retry_s": 0.0, **settings}),
         chunk_bytes=chunk_bytes,
     )
 

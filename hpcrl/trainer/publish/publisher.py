@@ -341,12 +341,15 @@ class Publisher:
 
     def _publish(self, image: Image, base: Image | None, why_whole: str) -> Published:
         """Make a version from its image, again where the filesystem refuses for a while. Collective."""
-        version = image.version
+        version, tries = image.version, 0
 
         def attempt() -> Published:
-            ranks = self._ranks
-            # the try before may have got as far as its name
-            done = ranks.on_leader(lambda: self.output.settle(version), f"looking for version {version}")
+            nonlocal tries
+            ranks, tries = self._ranks, tries + 1
+            # the try before may have got as far as its name; before the first, a version of this name is not ours
+            done = None
+            if tries > 1:
+                done = ranks.on_leader(lambda: self.output.settle(version), f"looking for version {version}")
             if done is not None:
                 image.needs = done.needs
                 return Published(version, done.kind, "" if done.kind == "delta" else why_whole)
