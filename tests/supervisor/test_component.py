@@ -15,7 +15,7 @@ from hpcrl.runs.status import ComponentState
 from hpcrl.supervisor.component import Component
 from hpcrl.supervisor.launch.commands import fill_placeholders, role_environment
 from hpcrl.supervisor.launch.launcher import Address
-from hpcrl.supervisor.policy.explain import name_lost_rank
+from hpcrl.supervisor.policy.explain import explain_end, name_lost_rank
 from hpcrl.supervisor.process.guarded import Dump, End
 
 
@@ -149,6 +149,18 @@ def test_what_a_replica_has_lost_is_found_in_the_logs_of_its_nodes(component: Co
     named = name_lost_rank(said, component, logs)
     assert (named.rank, named.signal, named.secondary) == (3, 9, False)
     assert named.message == "trainer 0 lost its rank 3, which was killed by SIGKILL"
+
+
+def test_the_launcher_of_any_node_tells_which_rank_was_killed(component: Component, tmp_path: Path) -> None:
+    component.address = Address("h", 1, ("n1", "n2"))
+    component.starting(FakeProcess())
+    logs = [tmp_path / "0-0.log", tmp_path / "0-1.log"]
+    end = End(exit_code=1, signal=None, time_s=1.0)
+    assert explain_end(component, end, logs).message == "trainer 0 exited with code 1"
+    logs[0].write_text("torch.distributed.elastic...SignalException: Process 7499 got signal: 15")
+    logs[1].write_text("failed (exitcode: -9) local_rank: 1 (pid: 4242) of binary: python3")
+    told = explain_end(component, end, logs)
+    assert (told.message, told.rank) == ("trainer 0 lost its rank 1, which was killed by SIGKILL", 1)
 
 
 def test_a_guard_without_a_last_word_is_named_with_its_node(component: Component, tmp_path: Path) -> None:

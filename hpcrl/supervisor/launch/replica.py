@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from functools import cached_property
+from pathlib import Path
 
 import msgspec
 
@@ -107,7 +108,7 @@ class ReplicaRunner:
 
     async def _explain(self, component: Component, end: End) -> Cause:
         """The first error of this end."""
-        cause = explain_end(component, end, self._run.path / component.log)
+        cause = explain_end(component, end, [Path(log) for log in self.spec(component).logs])
         records = [record for record in self.records(component) if record.time_s >= component.lives_since_s]
         first = choose_cause([cause], records) or cause
         if end.guard_lost and component.address.nodes:

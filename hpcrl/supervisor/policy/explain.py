@@ -17,15 +17,15 @@ __all__ = ["explain_end", "name_lost_rank"]
 _LOG_TAIL_BYTES = 1 << 18
 
 
-def explain_end(component: Component, end: End, log: Path) -> Cause:
+def explain_end(component: Component, end: End, logs: Sequence[Path]) -> Cause:
     """What the end of a replica that nobody had asked to stop means.
 
     Parameters
     ----------
     component, end:
         Who ended, and how.
-    log:
-        Its log; a launcher of ranks says there which of them was killed.
+    logs:
+        Of its tasks; a launcher of ranks says in that of its node which of them was killed.
     """
     what, kind = describe_end(end.exit_code, end.signal), CauseKind.EXIT
     rank, signum = None, end.signal
@@ -40,7 +40,7 @@ def explain_end(component: Component, end: End, log: Path) -> Cause:
         what, kind = f"was ended by Slurm ({signal_name(end.guard_signal)} to its step)", CauseKind.CANCELLED
     elif end.clean:
         what, kind = "exited with code 0, but the run was not over", CauseKind.EARLY_EXIT
-    elif worker := find_dead_worker(_tail(log)):
+    elif worker := _find_dead_worker(logs):
         rank, signum = worker
         what = _lost_rank(rank, signum)
     return Cause(
@@ -71,11 +71,10 @@ def name_lost_rank(cause: Cause, component: Component, logs: Sequence[Path]) -> 
         Of its tasks.
     """
     primary = msgspec.structs.replace(cause, error="", traceback="", secondary=False)
-    for log in logs:
-        if worker := find_dead_worker(_tail(log)):
-            rank, signum = worker
-            message = f"{component.label} {_lost_rank(rank, signum)}"
-            return msgspec.structs.replace(primary, message=message, rank=rank, signal=signum)
+    if worker := _find_dead_worker(logs):
+        rank, signum = worker
+        message = f"{component.label} {_lost_rank(rank, signum)}"
+        return msgspec.structs.replace(primary, message=message, rank=rank, signal=signum)
     silent = component.process.silent if component.process is not None else []
     nodes = component.address.nodes
     if silent and nodes:
@@ -83,6 +82,11 @@ def name_lost_rank(cause: Cause, component: Component, logs: Sequence[Path]) -> 
         message = f"{component.label} was lost on {names}: the guard there was killed, and its ranks with it"
         return msgspec.structs.replace(primary, kind=CauseKind.GUARD_LOST, message=message)
     return cause
+
+
+def _find_dead_worker(logs: Sequence[Path]) -> tuple[int, int] | None:
+    """Rank and signal of a worker that was killed, from the first log whose launcher says so."""
+    return next((worker for log in logs if (worker := find_dead_worker(_tail(log)))), None)
 
 
 def _lost_rank(rank: int, signum: int) -> str:
