@@ -341,14 +341,12 @@ class Publisher:
 
     def _publish(self, image: Image, base: Image | None, why_whole: str) -> Published:
         """Make a version from its image, again where the filesystem refuses for a while. Collective."""
-        version, tries = image.version, 0
+        version = image.version
 
         def attempt() -> Published:
-            nonlocal tries
-            ranks, tries = self._ranks, tries + 1
+            ranks, done = self._ranks, None
             # the try before may have got as far as its name; before the first, a version of this name is not ours
-            done = None
-            if tries > 1:
+            if self._persistence.trying:
                 done = ranks.on_leader(lambda: self.output.settle(version), f"looking for version {version}")
             if done is not None:
                 image.needs = done.needs
