@@ -12,7 +12,7 @@ from hpcrl.models.facts import ModelFacts
 from hpcrl.models.families import facts_from_config
 from hpcrl.models.tensors import TensorSpec
 
-__all__ = ["KvShape", "ModelArch"]
+__all__ = ["GroupedQueryArch", "KvShape", "ModelArch"]
 
 
 class KvShape(NamedTuple):
@@ -144,3 +144,23 @@ class ModelArch:
         if missing:
             raise ValueError(f"config.json lacks {', '.join(missing)}")
         return cls(**values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedQueryArch(ModelArch):
+    """Families in which several query heads share the keys and values of one."""
+
+    num_key_value_heads: int
+    head_dim: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "
+                f"num_key_value_heads ({self.num_key_value_heads})"
+            )
+
+    @property
+    def kv(self) -> KvShape:
+        return KvShape(self.num_key_value_heads, self.head_dim, self.head_dim)

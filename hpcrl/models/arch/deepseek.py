@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from hpcrl.models.arch.base import KvShape, ModelArch
+from hpcrl.models.arch.base import GroupedQueryArch, KvShape, ModelArch
 
 __all__ = ["DeepseekV3Arch", "Glm4MoeArch", "SigmoidMoeArch"]
 
@@ -109,30 +109,19 @@ class DeepseekV3Arch(SigmoidMoeArch):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Glm4MoeArch(SigmoidMoeArch):
+class Glm4MoeArch(SigmoidMoeArch, GroupedQueryArch):
     """GLM-4.5, 4.6 and 4.7: grouped queries, of which only a part of the channels is rotated."""
 
     MODEL_TYPES: ClassVar[tuple[str, ...]] = ("glm4_moe",)
     ARCHITECTURE: ClassVar[str] = "Glm4MoeForCausalLM"
 
-    num_key_value_heads: int
-    head_dim: int
     use_qk_norm: bool = False
     partial_rotary_factor: float = 0.5
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "
-                f"num_key_value_heads ({self.num_key_value_heads})"
-            )
         if self.rotary_dim < 2 or self.rotary_dim % 2:
             raise ValueError(f"partial_rotary_factor ({self.partial_rotary_factor}) rotates {self.rotary_dim} channels")
-
-    @property
-    def kv(self) -> KvShape:
-        return KvShape(self.num_key_value_heads, self.head_dim, self.head_dim)
 
     @property
     def rotary_dim(self) -> int:

@@ -6,31 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from hpcrl.models.arch.base import KvShape, ModelArch
+from hpcrl.models.arch.base import GroupedQueryArch
 
 __all__ = ["Qwen3Arch", "Qwen3MoeArch"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Qwen3(ModelArch):
+class _Qwen3(GroupedQueryArch):
     """What both have."""
-
-    num_key_value_heads: int
-    head_dim: int
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "
-                f"num_key_value_heads ({self.num_key_value_heads})"
-            )
         if self.head_dim % 2:
             raise ValueError(f"head_dim ({self.head_dim}) must be even for rotary embeddings")
-
-    @property
-    def kv(self) -> KvShape:
-        return KvShape(self.num_key_value_heads, self.head_dim, self.head_dim)
 
     @property
     def rotary_dim(self) -> int:
