@@ -193,6 +193,11 @@ class TrainerConfig(StrictModel):
     router_replay: bool = False
     """Train with the experts that the engines chose (planned)."""
 
+    @property
+    def data_ranks(self) -> int:
+        """Data-parallel ranks: a batch is cut into so many shards. Ranks of a context-parallel group share one."""
+        return self.ranks // self.parallelism.cp
+
 
 class EvaluationConfig(StrictModel):
     """Held-out evaluation during the run."""

@@ -54,7 +54,7 @@ class TrainerPolicy:
         self.model.materialise(parallel.device)
         if model_dir is not None:
             read = partial(load_model_dir, self.model, self.model.adapter, model_dir)
-            parallel.all_succeed(read, f"reading {model_dir}")
+            parallel.world.all_succeed(read, f"reading {model_dir}")
         self.optimizer = make_optimizer(self.model.parameters(), recipe.trainer.optimizer)
 
     def forward_backward(self, shard: BatchShard) -> TokenSums:
@@ -95,7 +95,7 @@ class TrainerPolicy:
             The gradient is not finite; the weights are as before.
         """
         config = self.recipe.trainer.optimizer
-        norm = clip_gradients(self.model.parameters(), config.max_grad_norm, self.parallel.fsdp_group)
+        norm = clip_gradients(self.model.parameters(), config.max_grad_norm, self.parallel.sharding.group)
         if not norm < float("inf"):
             raise RunFailedError(
                 f"the gradient norm of step {step} is {norm}; the weights were left as they are\n"
