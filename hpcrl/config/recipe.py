@@ -200,6 +200,11 @@ class TrainerConfig(StrictModel):
     """What becomes of the model's tensors of multi-token prediction, which are not trained: ``keep`` carries them
     through as they are, into checkpoints, versions and exports; ``drop`` leaves them out of all three."""
 
+    @property
+    def data_ranks(self) -> int:
+        """Data-parallel ranks: a batch is cut into so many shards. Ranks of a context-parallel group share one."""
+        return self.ranks // self.parallelism.cp
+
 
 class EvaluationConfig(StrictModel):
     """Held-out evaluation during the run."""

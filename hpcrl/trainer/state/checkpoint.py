@@ -128,7 +128,7 @@ def load_checkpoint(entry: CheckpointEntry, model: nn.Module, optimizer: torch.o
         _check_moments(entry, state, reader)
         if _ACCELERATOR_RNG in state and _ACCELERATOR_RNG not in reader.read_metadata().state_dict_metadata:
             del state[_ACCELERATOR_RNG]  # saved without an accelerator: its random numbers begin at the seed
-        load(state, storage_reader=reader, process_group=parallel.fsdp_group)
+        load(state, storage_reader=reader, process_group=parallel.world.group)
     except (CheckpointException, RuntimeError, ValueError) as error:
         raise CheckpointError(f"checkpoint {entry.path} does not fit the model: {error}") from error
     if int(state["step"]) != entry.step:

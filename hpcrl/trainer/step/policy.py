@@ -16,7 +16,6 @@ from hpcrl.dock.wire import BatchShard
 from hpcrl.errors import RunFailedError
 from hpcrl.modeling.carried import CarriedTensor, carry, find_mtp_tensors
 from hpcrl.modeling.load import load_model_dir
-from hpcrl.modeling.parallelize import FSDP_AXIS
 from hpcrl.modeling.spec import spec_of
 from hpcrl.models.arch import ModelArch
 from hpcrl.trainer.batch.routed_experts import RoutedExpertsComparison
@@ -66,7 +65,7 @@ class TrainerPolicy:
         self._carry_mtp()
         if model_dir is not None:
             read = partial(load_model_dir, self.model, self.model.adapter, model_dir)
-            parallel.all_succeed(read, f"reading {model_dir}")
+            parallel.world.all_succeed(read, f"reading {model_dir}")
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer = make_optimizer(trained, recipe.trainer.optimizer)
 
@@ -76,13 +75,13 @@ class TrainerPolicy:
             return
         model_dir, keep = Path(self.recipe.model.path), self.recipe.trainer.mtp_tensors == "keep"
         find = partial(find_mtp_tensors, model_dir, self.model.adapter)
-        found = self.parallel.on_leader(find, f"looking for multi-token prediction in {model_dir}")
-        if found and self.parallel.rank == 0:
+        found = self.parallel.world.on_leader(find, f"looking for multi-token prediction in {model_dir}")
+        if found and self.parallel.world.rank == 0:
             what = "carried through as they are" if keep else "left out (trainer.mtp_tensors: drop)"
             _log.info("%d tensors of multi-token prediction are %s", len(found), what)
         if not keep:
             return
-        mesh = self.parallel.mesh[FSDP_AXIS]
+        mesh = self.parallel.mesh.get_mesh("fsdp")
 
         def empty(own: CarriedTensor) -> Tensor:
             cut = Shard(0) if own.shape else Replicate()
@@ -128,7 +127,7 @@ class TrainerPolicy:
             The gradient is not finite; the weights are as before.
         """
         config = self.recipe.trainer.optimizer
-        norm = clip_gradients(self.model.parameters(), config.max_grad_norm, self.parallel.fsdp_group)
+        norm = clip_gradients(self.model.parameters(), config.max_grad_norm, self.parallel.sharding.group)
         if not norm < float("inf"):
             raise RunFailedError(
                 f"the gradient norm of step {step} is {norm}; the weights were left as they are\n"
