@@ -33,7 +33,7 @@ from torch.distributed.fsdp import fully_shard
 
 from hpcrl.checkpoints import CheckpointLedger, CheckpointWriter
 from hpcrl.config.recipe import CheckpointConfig
-from hpcrl.trainer.parallel.mesh import FSDP_AXIS, distributed
+from hpcrl.trainer.parallel.mesh import distributed
 from hpcrl.trainer.state.saver import CheckpointSaver
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "checkpoints"))
@@ -68,12 +68,12 @@ def save_for_ever(rank: int, port: int, root: Path, attempt: int) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     with distributed(timeout_s=60) as parallel:
         model = nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 64))
-        fully_shard(model, mesh=parallel.mesh[FSDP_AXIS])
+        fully_shard(model, mesh=parallel.mesh.sharding)
         optimizer = torch.optim.AdamW(model.parameters())
-        writer = parallel.on_leader(lambda: CheckpointWriter.claim(root, attempt), "claiming")
-        saver = CheckpointSaver(writer, parallel, CheckpointConfig(keep_last=2), lambda kind, **data: None)
+        writer = parallel.world.on_leader(lambda: CheckpointWriter.claim(root, attempt), "claiming")
+        saver = CheckpointSaver(writer, parallel.world, CheckpointConfig(keep_last=2), lambda kind, **data: None)
         policy: Any = SimpleNamespace(model=model, optimizer=optimizer)
-        step = parallel.on_leader(lambda: max(writer.ledger.steps(), default=0), "listing")
+        step = parallel.world.on_leader(lambda: max(writer.ledger.steps(), default=0), "listing")
         while True:
             step += 1
             with torch.no_grad():

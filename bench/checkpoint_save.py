@@ -60,10 +60,11 @@ def measure(rank: int, arch: ModelArch, root: Path, mode: Literal["none", "sync"
         policy = make_policy(arch, parallel)
         tokens = torch.randint(arch.vocab_size, (512,), generator=torch.Generator().manual_seed(rank))
         attention = PackedAttention(torch.tensor([0, 256, 512]))
-        writer = parallel.on_leader(partial(CheckpointWriter.claim, root, 1), "claiming")
+        writer = parallel.world.on_leader(partial(CheckpointWriter.claim, root, 1), "claiming")
         config = CheckpointConfig(mode="async" if mode == "none" else mode, keep_last=2)
         events: list[dict[str, Any]] = []
-        saver = CheckpointSaver(writer, parallel, config, lambda kind, **data: events.append({"kind": kind, **data}))
+        emit = lambda kind, **data: events.append({"kind": kind, **data})  # noqa: E731
+        saver = CheckpointSaver(writer, parallel.world, config, emit)
         train_step(policy, tokens, attention)  # makes the moments
         seconds = []
         for step in range(1, STEPS + 1):
@@ -71,7 +72,7 @@ def measure(rank: int, arch: ModelArch, root: Path, mode: Literal["none", "sync"
             train_step(policy, tokens, attention)
             if mode != "none" and step % EVERY == 0:
                 saver.start(policy, step, orchestrator_state=lambda: b"state")
-            parallel.sum(torch.zeros(1))
+            parallel.world.sum(torch.zeros(1))
             seconds.append(time.monotonic() - started)
         saver.wait(300.0)
         if rank == 0:

@@ -87,7 +87,7 @@ class Stage:
 
     def timed(self, action: Callable[[], object]) -> float:
         """Seconds until all ranks are through. What earlier rounds left is removed, and written back, before."""
-        if self.parallel.rank == 0:
+        if self.parallel.world.rank == 0:
             # publishers keep their own directories: who has lost his may not publish any more
             for path in (*self.root.glob("*/v*"), *self.root.glob("raw*"), *self.root.glob("model*")):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -101,8 +101,8 @@ class Stage:
     def raw(self, size: int) -> None:
         """As many bytes from memory into one file a rank."""
         data = memoryview(bytearray(os.urandom(1 << 20) * (BLOCK >> 20)))
-        share = size // self.parallel.world_size
-        with (self.root / f"raw-{self.parallel.rank}").open("wb", buffering=0) as stream:
+        share = size // self.parallel.world.size
+        with (self.root / f"raw-{self.parallel.world.rank}").open("wb", buffering=0) as stream:
             for begin in range(0, share, BLOCK):
                 stream.write(data[: min(BLOCK, share - begin)])
             os.fsync(stream.fileno())
@@ -112,9 +112,9 @@ class Stage:
         tensors: dict[str, torch.Tensor] = {}
         for name, parameter in model.named_parameters():
             full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-            if self.parallel.rank == 0:
+            if self.parallel.world.rank == 0:
                 tensors.update((n, t.to(torch.bfloat16).contiguous()) for n, t in HfAdapter(arch).to_hf(name, full))
-        if self.parallel.rank == 0:
+        if self.parallel.world.rank == 0:
             path = self.root / "model.safetensors"
             save_file(tensors, path)
             if sync:

@@ -173,7 +173,7 @@ def main(settings_file: str) -> None:
         with counter.counting():
             run(settings, counter, base, recipe, parallel)
         peaks = {name: base[name] + rise for name, rise in counter.rises.items()}
-        (Path(settings["out"]) / f"rank-{parallel.rank}.json").write_text(json.dumps(peaks))
+        (Path(settings["out"]) / f"rank-{parallel.world.rank}.json").write_text(json.dumps(peaks))
 
 
 def run(
@@ -200,18 +200,19 @@ def run(
         publish(version)
     aside: dict[str, Any] = {}
     for step in (1, 2, 3):
-        shard = batch(settings, step=step, rank=parallel.rank, world_size=parallel.world_size, vocab=arch.vocab_size)
+        data = parallel.data
+        shard = batch(settings, step=step, rank=data.rank, world_size=data.size, vocab=arch.vocab_size)
         for name, work in (
             ("forward and backward", lambda shard=shard: policy.forward_backward(shard)),
             ("optimizer", lambda step=step: policy.optimizer_step(step)),
         ):
-            base[name] = held(policy) + images(publisher) + state_bytes(aside) // parallel.world_size
+            base[name] = held(policy) + images(publisher) + state_bytes(aside) // parallel.world.size
             with counter.phase(name if step > 1 else "warm-up"):
                 work()
         if settings["saves"] and step == 1:
             aside = copy_to_host(trainer_state(policy.model, policy.optimizer, step))
     base["warm-up"] = 0
-    base["publishing"] = held(policy) + images(publisher) + state_bytes(aside) // parallel.world_size
+    base["publishing"] = held(policy) + images(publisher) + state_bytes(aside) // parallel.world.size
     with counter.phase("publishing"):
         publish(9)
 

@@ -5,7 +5,7 @@ Endpoints that the orchestrator serves (`hpcrl.rollouts.batches.http`):
 =============================================== ==================================================================
 ``GET /health``                                 200 as soon as it serves
 ``GET /dock/batch/{step}?rank=R&world_size=W``  200 shard; 204 not ready yet (after waiting up to ``wait_s``);
-                                                409 the step or world size does not fit; 410 stopping
+                                                409 the step or number of ranks does not fit; 410 stopping
 ``POST /dock/published/{version}``              a version is on the shared filesystem
 ``POST /dock/snapshot/{step}``                  200 the orchestrator's state after step ``step``, opaque bytes
 ``POST /dock/finish/{version}``                 200 the last version was evaluated; 204 not yet
@@ -71,7 +71,7 @@ class DockClient:
         self._reached = False
 
     def batch(self, step: int, *, rank: int, world_size: int) -> BatchShard:
-        """Wait for the batch of ``step`` and return this rank's shard.
+        """Wait for the batch of ``step`` and return the shard of data-parallel rank ``rank``.
 
         Raises
         ------

@@ -84,12 +84,14 @@ class BatchStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchShard(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of a batch that one rank trains on.
+    """The part of a batch that one data-parallel rank trains on.
 
     Attributes
     ----------
     step:
         Optimizer step (from 1) that the batch is for; the trainer's policy version is ``step - 1``.
+    rank, world_size:
+        Whose part it is, and how many data-parallel ranks there are: ranks of one context-parallel group share one.
     """
 
     step: int

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-__all__ = ["FSDP_AXIS", "parallelize_decoder"]
+from hpcrl.modeling.mesh import ParallelDims
 
-FSDP_AXIS = "fsdp"
-"""Mesh axis over which parameters, gradients and optimizer state are sharded and batches are split."""
+__all__ = ["parallelize_decoder"]
 
 
-def parallelize_decoder(model: nn.Module, mesh: DeviceMesh, *, dtype: torch.dtype) -> None:
+def parallelize_decoder(model: nn.Module, mesh: ParallelDims, *, dtype: torch.dtype) -> None:
     """Shard ``model`` in place with FSDP2: one group a layer and one for the rest.
 
     Gradients are *summed* over ranks: the loss of each rank is already divided by the tokens of the whole
@@ -24,17 +22,16 @@ def parallelize_decoder(model: nn.Module, mesh: DeviceMesh, *, dtype: torch.dtyp
     model:
         Whole and equal on every rank, or on ``meta``.
     mesh:
-        With the axis ``fsdp``.
+        Of the ranks; built.
     dtype:
         Of parameters and activations in forward and backward.
     """
     # inputs are not cast: rotary tables stay float32, and activations have the dtype of the weights already
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    axis = mesh[FSDP_AXIS]
     layers = model.get_submodule("layers")
     for block in layers.children():
-        fully_shard(block, mesh=axis, mp_policy=policy)
-    fully_shard(model, mesh=axis, mp_policy=policy, reshard_after_forward=False)
+        fully_shard(block, mesh=mesh.sharding, mp_policy=policy)
+    fully_shard(model, mesh=mesh.sharding, mp_policy=policy, reshard_after_forward=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

@@ -12,12 +12,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from hpcrl.modeling.decoder import Decoder
 from hpcrl.modeling.families.deepseek import deepseek_v3_block, glm4_moe_block
 from hpcrl.modeling.families.qwen3 import qwen3_block, qwen3_moe_block
 from hpcrl.modeling.hf import HfAdapter
+from hpcrl.modeling.mesh import ParallelDims
 from hpcrl.modeling.parallelize import parallelize_decoder
 from hpcrl.models.arch import DeepseekV3Arch, Glm4MoeArch, ModelArch, Qwen3Arch, Qwen3MoeArch
 
@@ -27,7 +27,7 @@ __all__ = ["SPECS", "ModelSpec", "Parallelize", "build_model", "spec_of"]
 class Parallelize(Protocol):
     """Shards a model in place over a mesh."""
 
-    def __call__(self, model: nn.Module, mesh: DeviceMesh, *, dtype: torch.dtype) -> None: ...
+    def __call__(self, model: nn.Module, mesh: ParallelDims, *, dtype: torch.dtype) -> None: ...
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from hpcrl.runs.metrics import MetricsWriter, StepRecord
 from hpcrl.runs.progress import ProgressReporter
 from hpcrl.runs.role import RoleContext, save_answer_path, save_request_path
 from hpcrl.trainer.parallel.mesh import Parallel, distributed, is_lost_rank
+from hpcrl.trainer.parallel.ranks import Ranks
 from hpcrl.trainer.publish.publisher import Published, Publisher
 from hpcrl.trainer.state.checkpoint import load_checkpoint
 from hpcrl.trainer.state.restart import decide_restore
@@ -66,7 +67,8 @@ def train(context: RoleContext) -> None:
     refuse_planned_settings(recipe, str(context.run.recipe_path))
     torch.set_num_threads(recipe.trainer.threads)
     torch.manual_seed(recipe.seed)
-    with distributed(timeout_s=recipe.wait_for_batch_s + _COLLECTIVE_MARGIN_S) as parallel:
+    timeout_s = recipe.wait_for_batch_s + _COLLECTIVE_MARGIN_S
+    with distributed(timeout_s=timeout_s, parallelism=recipe.trainer.parallelism) as parallel:
         if parallel.device.type == "cpu":
             # costs nothing on CPU; accelerators would need slower kernels
             torch.use_deterministic_algorithms(True)
@@ -85,7 +87,7 @@ class Trainer:
 
     def __init__(self, context: RoleContext, recipe: Recipe, parallel: Parallel) -> None:
         self.context, self.recipe, self.parallel = context, recipe, parallel
-        self.leader = parallel.rank == 0
+        self.leader = parallel.world.rank == 0
         self.model_dir = Path(recipe.model.path)
         self.arch = load_arch(self.model_dir)
         self.store = HandoffStore(context.run.weights_dir)
@@ -112,8 +114,8 @@ class Trainer:
         self._progress: ProgressReporter | None = None
         self._saved_on_request = False
         claim = partial(CheckpointWriter.claim, context.run.checkpoints_dir, context.attempt)
-        self.checkpoints = parallel.on_leader(claim, "claiming the ledger of checkpoints")
-        self.saver = CheckpointSaver(self.checkpoints, parallel, recipe.checkpoint, self._emit)
+        self.checkpoints = parallel.world.on_leader(claim, "claiming the ledger of checkpoints")
+        self.saver = CheckpointSaver(self.checkpoints, parallel.world, recipe.checkpoint, self._emit)
 
     def run(self) -> None:
         """Restore, train, finish."""
@@ -172,7 +174,7 @@ class Trainer:
     def _restore(self) -> tuple[TrainerPolicy, int]:
         """The policy of the newest good checkpoint, or of the start model; and its step."""
         config = self.recipe.checkpoint
-        step = decide_restore(self.context, self.checkpoints, self.parallel, config, self._emit).step
+        step = decide_restore(self.context, self.checkpoints, self.parallel.world, config, self._emit).step
         if step is None:
             policy = TrainerPolicy(self.recipe, self.arch, self.parallel, model_dir=self.model_dir)
             self._emit("trainer.started", model=str(self.model_dir), parameters=self.arch.num_parameters())
@@ -184,7 +186,7 @@ class Trainer:
             "trainer.restored",
             step=step,
             saved_by_ranks=entry.manifest.world_size,
-            ranks=self.parallel.world_size,
+            ranks=self.parallel.world.size,
             attempt=entry.manifest.attempt,
         )
         return policy, step
@@ -202,7 +204,7 @@ class Trainer:
             output.put_aside(step)
             return False
 
-        if not self.parallel.on_leader(prepare, f"looking for version {step}"):
+        if not self.parallel.world.on_leader(prepare, f"looking for version {step}"):
             self.publisher.publish(policy.model, step, self._say_published)
             # engines cannot begin before it is there
             self.publisher.wait()
@@ -212,10 +214,10 @@ class Trainer:
         if self._progress is not None:
             self._progress.count(step=step)
         with clock.phase("wait_batch"):
-            shard = self.dock.batch(step, rank=parallel.rank, world_size=parallel.world_size)
+            shard = self.dock.batch(step, rank=parallel.data.rank, world_size=parallel.data.size)
         with clock.phase("forward_backward"):
-            _check_shard(shard, step, parallel)
-            tokens = policy.forward_backward(shard).reduce(parallel)
+            _check_shard(shard, step, parallel.data)
+            tokens = policy.forward_backward(shard).reduce(parallel.world)
         with clock.phase("optimizer"):
             norm, rate = policy.optimizer_step(step)
         with clock.phase("publish"):
@@ -269,7 +271,7 @@ class Trainer:
     def _checkpoint_due(self, step: int) -> tuple[bool, bool]:
         """Whether to save after this step, and whether the attempt is about to end, so that nothing else matters."""
         every = self.recipe.checkpoint.every_steps
-        wanted = self.parallel.on_leader(self._save_requested, "looking for a request to save")
+        wanted = self.parallel.world.on_leader(self._save_requested, "looking for a request to save")
         return wanted or step == self.recipe.trainer.steps or (every > 0 and step % every == 0), wanted
 
     def _answer(self, step: int, error: Exception | None) -> None:
@@ -300,8 +302,8 @@ class Trainer:
         return True
 
 
-def _check_shard(shard: BatchShard, step: int, parallel: Parallel) -> None:
-    got, wanted = (shard.step, shard.rank, shard.world_size), (step, parallel.rank, parallel.world_size)
+def _check_shard(shard: BatchShard, step: int, data: Ranks) -> None:
+    got, wanted = (shard.step, shard.rank, shard.world_size), (step, data.rank, data.size)
     if got != wanted:
         raise ValueError(f"the dock sent (step, rank, world size) {got}, asked for was {wanted}")
 

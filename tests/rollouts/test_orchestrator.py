@@ -46,7 +46,7 @@ async def test_steps_in_order_with_bounded_staleness(tmp_path: Path) -> None:
 
 async def test_a_batch_is_handed_out_again_until_the_next_is_asked_for(tmp_path: Path) -> None:
     async with running(make_run(tmp_path, trainer={"ranks": 2}), StubEngine()) as loop:
-        with pytest.raises(PeerLostError, match=r"409.*rank 0 of 1 asked; the run has 2 trainer ranks"):
+        with pytest.raises(PeerLostError, match=r"409.*rank 0 of 1 asked; the run has 2 data-parallel ranks"):
             await loop.ask("batch", 1, rank=0, world_size=1)
         assert loop.orchestrator._batch_server.step == 0
         first = await loop.ask("batch", 1, rank=0, world_size=2)

@@ -34,16 +34,17 @@ def state_of(policy):
 
 
 def one_step(policy, parallel, step):
-    shard = Rollouts(step).shard(parallel.rank, parallel.world_size)
-    metrics = policy.forward_backward(shard).reduce(parallel)
+    shard = Rollouts(step).shard(parallel.data.rank, parallel.data.size)
+    metrics = policy.forward_backward(shard).reduce(parallel.world)
     policy.optimizer_step(step)
     return metrics.loss
 
 
-def save(rank, model_dir, root, *, steps=2, state=b"orchestrator", fail=False, mode="async", keep_last=2):
+def save(rank, model_dir, root, *, steps=2, state=b"orchestrator", fail=False, mode="async", keep_last=2, **trainer):
     with distributed(timeout_s=30) as parallel:
         torch.manual_seed(5)
-        policy = TrainerPolicy(make_recipe(model_dir, steps=9), load_arch(model_dir), parallel, model_dir=model_dir)
+        recipe = make_recipe(model_dir, steps=9, **trainer)
+        policy = TrainerPolicy(recipe, load_arch(model_dir), parallel, model_dir=model_dir)
         for step in range(1, steps + 1):
             one_step(policy, parallel, step)
         torch.rand(3)
@@ -54,9 +55,9 @@ def save(rank, model_dir, root, *, steps=2, state=b"orchestrator", fail=False, m
                 raise OSError(5, "no answer")
             return state
 
-        writer = parallel.on_leader(lambda: CheckpointWriter.claim(root, 1), "claiming")
+        writer = parallel.world.on_leader(lambda: CheckpointWriter.claim(root, 1), "claiming")
         config = CheckpointConfig(mode=mode, keep_last=keep_last)
-        saver = CheckpointSaver(writer, parallel, config, lambda kind, **data: None)
+        saver = CheckpointSaver(writer, parallel.world, config, lambda kind, **data: None)
         saver.start(policy, steps, orchestrator_state=orchestrator_state)
         saved = state_of(policy)
         # while it is being written
@@ -122,7 +123,7 @@ def test_two_ranks_to_one(model_dir, tmp_path):
 
 def choose(rank, root, content):
     with distributed(timeout_s=30) as parallel:
-        decision = choose_checkpoint(CheckpointLedger(root), parallel, content=content, timeout_s=30.0)
+        decision = choose_checkpoint(CheckpointLedger(root), parallel.world, content=content, timeout_s=30.0)
         return decision.step, [(skipped.step, skipped.reason) for skipped in decision.skipped]
 
 

@@ -67,7 +67,7 @@ def test_micro_batches_add_up():
         sums = TokenSums(VERSION)
         for part in (tokens[:3], tokens[3:29], tokens[29:], []):
             add(sums, part)
-        check(sums.reduce(parallel), tokens, 4)
+        check(sums.reduce(parallel.world), tokens, 4)
 
 
 def rank_metrics(rank):
@@ -79,7 +79,7 @@ def rank_metrics(rank):
         nothing = TokenSums(VERSION)
         if rank == 1:
             add(nothing, tokens)
-        return sums.reduce(parallel), nothing.reduce(parallel)
+        return sums.reduce(parallel.world), nothing.reduce(parallel.world)
 
 
 def test_ranks_add_up():
@@ -90,7 +90,7 @@ def test_ranks_add_up():
 
 def test_nothing_trained():
     with distributed(timeout_s=20) as parallel:
-        metrics = TokenSums(VERSION).reduce(parallel)
+        metrics = TokenSums(VERSION).reduce(parallel.world)
     assert (metrics.tokens, metrics.loss, metrics.ess, metrics.mismatch_kl_by_lag) == (0, 0.0, 0.0, {})
 
 
@@ -98,7 +98,7 @@ def test_equal_policies_have_no_mismatch():
     with distributed(timeout_s=20) as parallel:
         sums = TokenSums(VERSION)
         add(sums, [{"log_ratio": 0.0, "entropy": 1.0, "masked": False, "version": VERSION}] * 5)
-        metrics = sums.reduce(parallel)
+        metrics = sums.reduce(parallel.world)
     assert (metrics.ess, metrics.mismatch_kl) == (1.0, 0.0)
 
 

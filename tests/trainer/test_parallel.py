@@ -24,8 +24,9 @@ def train_steps(rank, model_dir, micro_batches=2, count=6, **trainer):
         policy = TrainerPolicy(recipe, load_arch(model_dir), parallel, model_dir=model_dir)
         losses, norms, gradients = [], [], {}
         for step in range(1, STEPS + 1):
-            shard = Rollouts(step, count=count).shard(parallel.rank, parallel.world_size, micro_batches=micro_batches)
-            losses.append(policy.forward_backward(shard).reduce(parallel))
+            data = parallel.data
+            shard = Rollouts(step, count=count).shard(data.rank, data.size, micro_batches=micro_batches)
+            losses.append(policy.forward_backward(shard).reduce(parallel.world))
             if step == 1:
                 gradients = {n: p.grad.full_tensor().clone() for n, p in policy.model.named_parameters()}
             norms.append(policy.optimizer_step(step)[0])
@@ -116,9 +117,9 @@ def fail_on_rank_1(rank):
         return rank
 
     with distributed(timeout_s=20) as parallel:
-        assert parallel.on_leader(lambda: rank + 5, "asking") == 5
-        assert parallel.all_succeed(lambda: rank * 2, "counting") == [0, 2]
-        parallel.all_succeed(action, "writing")
+        assert parallel.world.on_leader(lambda: rank + 5, "asking") == 5
+        assert parallel.world.all_succeed(lambda: rank * 2, "counting") == [0, 2]
+        parallel.world.all_succeed(action, "writing")
 
 
 def test_a_failure_of_one_rank_is_known_to_all():
@@ -132,7 +133,7 @@ def lose_rank_1(rank):
         if rank == 1:
             raise KeyError("the cause")
         try:
-            parallel.sum(torch.zeros(1))
+            parallel.world.sum(torch.zeros(1))
         except RuntimeError as error:
             raise (PeerLostError if is_lost_rank(error) else ValueError)(error) from error
 
@@ -146,5 +147,5 @@ def test_a_dead_rank_is_recognised():
 
 def test_nothing_is_left_of_the_group():
     with distributed(timeout_s=20) as parallel:
-        assert parallel.world_size == 1
+        assert parallel.world.size == 1
     assert not dist.is_initialized()

@@ -28,7 +28,7 @@ def publish_after_a_step(rank, model_dir, weights_dir, dtype="float32", version=
         arch = load_arch(model_dir)
         recipe = make_recipe(model_dir, steps=2, dtype=dtype)
         policy = TrainerPolicy(recipe, arch, parallel, model_dir=model_dir)
-        policy.forward_backward(Rollouts(1).shard(parallel.rank, parallel.world_size)).reduce(parallel)
+        policy.forward_backward(Rollouts(1).shard(parallel.data.rank, parallel.data.size)).reduce(parallel.world)
         policy.optimizer_step(1)
         if fail_rank == rank:
             version_writer.write_units = no_space

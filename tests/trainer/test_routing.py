@@ -64,7 +64,7 @@ def shards_of(rollouts, said, world_size=1):
 def measure(model_dir, shard):
     with distributed(timeout_s=60) as parallel:
         policy = TrainerPolicy(make_recipe(model_dir, steps=9), tiny_arch(), parallel, model_dir=model_dir)
-        return policy.forward_backward(shard).reduce(parallel)
+        return policy.forward_backward(shard).reduce(parallel.world)
 
 
 def test_equal_models_choose_equal_experts(model_dir):
@@ -155,7 +155,7 @@ def test_comparing_changes_no_gradient(model_dir):
 def rank_measure(rank, model_dir, shards):
     with distributed(timeout_s=60) as parallel:
         policy = TrainerPolicy(make_recipe(model_dir, steps=9), tiny_arch(), parallel, model_dir=model_dir)
-        return policy.forward_backward(decode_shard(shards[rank])).reduce(parallel)
+        return policy.forward_backward(decode_shard(shards[rank])).reduce(parallel.world)
 
 
 def test_ranks_add_up(model_dir):

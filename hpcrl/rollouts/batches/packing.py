@@ -23,7 +23,7 @@ def pack(lengths: Sequence[int], *, budget: int, world_size: int) -> list[list[l
     budget:
         Tokens of a micro-batch.
     world_size:
-        Trainer ranks.
+        Data-parallel ranks of the trainer.
 
     Returns
     -------

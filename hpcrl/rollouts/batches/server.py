@@ -59,7 +59,7 @@ class BatchServer:
         """
         self._recipe, self._scheduler, self._counters, self._gauges = recipe, scheduler, counters, gauges
         self._decode, self._files, self._spawn = decode, files, spawn
-        self._world_size = recipe.trainer.ranks
+        self._data_ranks = recipe.trainer.data_ranks
         self._builds: dict[int, asyncio.Task[Batch]] = {}
         self._handed_out = self._begun = scheduler.account.step
 
@@ -75,9 +75,10 @@ class BatchServer:
         self._builds[step] = self._spawn(self._build(step))
 
     def check_asker(self, rank: int, world_size: int) -> None:
-        """Whether there is such a rank (ConflictError where not)."""
-        if world_size != self._world_size or not 0 <= rank < world_size:
-            raise ConflictError(f"rank {rank} of {world_size} asked; the run has {self._world_size} trainer ranks")
+        """Whether there is such a data-parallel rank (ConflictError where not)."""
+        if world_size != self._data_ranks or not 0 <= rank < world_size:
+            has = f"the run has {self._data_ranks} data-parallel ranks"
+            raise ConflictError(f"rank {rank} of {world_size} asked; {has}")
 
     async def batch(self, step: int, *, rank: int, world_size: int, wait_s: float) -> bytes | None:
         """The shard of ``rank``; None where the batch is not ready within ``wait_s``.
@@ -124,7 +125,7 @@ class BatchServer:
         batch = build_batch(
             groups,
             step=step,
-            world_size=self._world_size,
+            world_size=self._data_ranks,
             recipe=self._recipe,
             counters=counters,
             decode=self._decode,

@@ -15,7 +15,8 @@ from typing import TypeVar
 from hpcrl.errors import HandoffError, PeerLostError
 from hpcrl.passing import passes
 from hpcrl.space import ShortageError, describe_space
-from hpcrl.trainer.parallel.mesh import Parallel, is_lost_rank
+from hpcrl.trainer.parallel.mesh import is_lost_rank
+from hpcrl.trainer.parallel.ranks import Ranks
 
 __all__ = ["Persistence"]
 
@@ -45,7 +46,7 @@ class Persistence:
         Something was refused and is tried again: who waits for it is not hung.
     """
 
-    def __init__(self, ranks: Parallel, root: Path, *, limit_s: float, on_refused: Callable[[str], None]) -> None:
+    def __init__(self, ranks: Ranks, root: Path, *, limit_s: float, on_refused: Callable[[str], None]) -> None:
         self._ranks, self._root, self._limit_s, self._on_refused = ranks, root, limit_s, on_refused
         self.trying = False
 
@@ -57,7 +58,7 @@ class Persistence:
         what:
             For messages.
         action:
-            Fails on all ranks or on none, as `hpcrl.trainer.parallel.Parallel.all_succeed` does.
+            Fails on all ranks or on none, as `hpcrl.trainer.parallel.ranks.Ranks.all_succeed` does.
         on_retry:
             Called before each new try.
 

@@ -13,7 +13,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -28,6 +27,7 @@ from hpcrl.errors import DeadlineError, HandoffError
 from hpcrl.modeling.spec import spec_of
 from hpcrl.models.arch import ModelArch
 from hpcrl.trainer.parallel.mesh import Parallel
+from hpcrl.trainer.parallel.ranks import Ranks
 from hpcrl.trainer.publish.persistence import Persistence
 from hpcrl.trainer.publish.sources import find_sources
 from hpcrl.trainer.publish.staging import Staging, Window, held_blocks, new_image, plan_windows
@@ -69,17 +69,6 @@ class Published(NamedTuple):
     version: int
     kind: Kind
     instead_of_delta: str = ""
-
-
-@dataclass(frozen=True)
-class _Writers(Parallel):
-    """The same ranks with a group of their own, which carries host memory and may be used from a thread."""
-
-    group: dist.ProcessGroup
-
-    @property
-    def fsdp_group(self) -> dist.ProcessGroup:
-        return self.group
 
 
 class Publisher:
@@ -138,8 +127,8 @@ class Publisher:
         self._adapter = spec_of(arch).adapter(arch)
         self._settings, self._acknowledged = settings, acknowledged
         timeout = timedelta(seconds=settings.publish_timeout_s)
-        group = dist.new_group(backend="gloo", timeout=timeout)
-        self._ranks = _Writers(parallel.mesh, parallel.device, group)
+        # a group of their own, which carries host memory and may be used from a thread
+        self._ranks, self._device = Ranks(dist.new_group(backend="gloo", timeout=timeout)), parallel.device
         self.output: HandoffWriter = self._ranks.on_leader(
             lambda: HandoffWriter.claim(store.root, attempt), "claiming the store of versions"
         )
@@ -280,9 +269,9 @@ class Publisher:
             blocks,
             self._ranks.rank,
             chunk_bytes=self._chunk_bytes,
-            window_bytes=None if whole else int(settings.staging_gib * 2**30) * self._ranks.world_size,
+            window_bytes=None if whole else int(settings.staging_gib * 2**30) * self._ranks.size,
         )
-        self._staging = Staging(model, sources, blocks, self._dtype, self._ranks)
+        self._staging = Staging(model, sources, blocks, self._dtype, self._ranks, device=self._device)
         self._writer = self._new_writer(windows=self._windows, tensors=tensors)
         self._model = model
 
@@ -296,7 +285,7 @@ class Publisher:
     def _take_image(self) -> Tensor:
         if self._spare is None:
             size = max(window.image_bytes for window in self._windows)
-            self._spare = new_image(size, self._ranks.device)
+            self._spare = new_image(size, self._device)
         image, self._spare = self._spare, None
         return image
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hpcrl.modeling.blocks import Block, local_block
 from hpcrl.modeling.fp8 import block_amax, quantise, scales_of
 from hpcrl.modeling.hf import model_tensors
-from hpcrl.trainer.parallel.mesh import Parallel
+from hpcrl.trainer.parallel.ranks import Ranks
 from hpcrl.trainer.publish.sources import Form, Source, is_cut, local_part, source_runs
 from hpcrl.weights.format.layout import PAGE_BYTES, ShardLayout, Unit, assign_units
 from hpcrl.weights.format.quantize import BLOCK
@@ -92,7 +92,7 @@ class Window:
                 self.received[part.rank] += part.bytes
 
 
-def held_blocks(model: nn.Module, ranks: Parallel) -> list[dict[str, Block]]:
+def held_blocks(model: nn.Module, ranks: Ranks) -> list[dict[str, Block]]:
     """What each rank holds of each parameter; collective."""
     return ranks.gather({name: local_block(own) for name, own in model_tensors(model).items()})
 
@@ -178,7 +178,9 @@ class Staging:
         sources: Sequence[Source],
         blocks: Sequence[Mapping[str, Block]],
         dtype: torch.dtype,
-        ranks: Parallel,
+        ranks: Ranks,
+        *,
+        device: torch.device,
     ) -> None:
         """Remember the model.
 
@@ -194,9 +196,11 @@ class Staging:
             Of what is published unquantised; what is quantised is rounded to it before.
         ranks:
             That publish; their group carries host memory.
+        device:
+            Where the model is.
         """
         self._parameters = model_tensors(model)
-        self._dtype, self._ranks = dtype, ranks
+        self._dtype, self._ranks, self._device = dtype, ranks, device
         self._is_cut = {
             (s.parameter, s.low): is_cut(s, [held[s.parameter] for held in blocks])
             for s in sources
@@ -219,15 +223,15 @@ class Staging:
                 position += copy.bytes
             # a rank may hold a copy that another rank provides
             assert position in (0, data.numel()), source.tensor.name
-        if self._ranks.device.type != "cpu":
+        if self._device.type != "cpu":
             torch.accelerator.synchronize()
         self._scales = None
-        if self._ranks.world_size > 1:
+        if self._ranks.size > 1:
             self._exchange(window, send, image)
 
     def _exchange(self, window: Window, send: Tensor, image: Tensor) -> None:
         received = torch.empty(sum(window.received), dtype=torch.uint8)
-        dist.all_to_all_single(received, send, window.received, window.sent, group=self._ranks.fsdp_group)
+        dist.all_to_all_single(received, send, window.received, window.sent, group=self._ranks.group)
         position = 0
         for arrivals in window.arrivals:
             for at, size in arrivals:
@@ -260,7 +264,7 @@ class Staging:
             first, (rows, columns) = [i // BLOCK for i in low], amax.shape
             whole = torch.zeros([-(-size // BLOCK) for size in source.shape])
             whole[first[0] : first[0] + rows, first[1] : first[1] + columns] = amax.cpu()
-            dist.all_reduce(whole, op=dist.ReduceOp.MAX, group=self._ranks.fsdp_group)
+            dist.all_reduce(whole, op=dist.ReduceOp.MAX, group=self._ranks.group)
             amax = whole[first[0] : first[0] + rows, first[1] : first[1] + columns].to(local.device)
         self._scales = (key, scales_of(amax))
         return self._scales[1]

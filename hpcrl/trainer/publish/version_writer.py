@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from hpcrl.config.recipe import HandoffConfig
+from hpcrl.models.mtp import config_of_tensors
 from hpcrl.space import ShortageError, find_shortage
-from hpcrl.trainer.parallel.mesh import Parallel
+from hpcrl.trainer.parallel.ranks import Ranks
 from hpcrl.trainer.publish.staging import Window
 from hpcrl.weights.format.layout import PublishedTensor, ShardLayout
 from hpcrl.weights.format.manifest import Kind, TensorRecord
@@ -65,7 +66,7 @@ class VersionWriter:
     def __init__(
         self,
         output: HandoffWriter,
-        ranks: Parallel,
+        ranks: Ranks,
         *,
         windows: Sequence[Window],
         tensors: Sequence[PublishedTensor],
@@ -141,14 +142,14 @@ class VersionWriter:
         self._complete(image, full_results(window.shards, reports, self._chunk_bytes))
 
     def _turn(self, window: Window) -> int:
-        return self._ranks.rank * len(window.units) // self._ranks.world_size
+        return self._ranks.rank * len(window.units) // self._ranks.size
 
     def _allocate(self, version: int) -> None:
         """Ask for the space of all files: a full disk is known before data is written."""
         ranks = self._ranks
 
         def allocate() -> None:
-            for shard in self._layouts[ranks.rank :: ranks.world_size]:
+            for shard in self._layouts[ranks.rank :: ranks.size]:
                 preallocate(self._output.staged(version) / shard.file, shard.bytes, shard.head)
 
         ranks.all_succeed(allocate, "allocating space")
@@ -169,11 +170,11 @@ class VersionWriter:
         if any(size is None for size in sizes):
             return f"more changed since version {base.version} than handoff.delta_max_share ({share:g}) allows"
         size = sum(size or 0 for size in sizes)
-        ranks.on_leader(lambda: self._check_space(size, ranks.world_size), f"preparing version {image.version}")
+        ranks.on_leader(lambda: self._check_space(size, ranks.size), f"preparing version {image.version}")
 
         def write() -> tuple[ShardResult, Digests]:
             assert delta is not None
-            name = f"delta-{ranks.rank + 1:05d}-of-{ranks.world_size:05d}.bin"
+            name = f"delta-{ranks.rank + 1:05d}-of-{ranks.size:05d}.bin"
             directory = self._output.staged(image.version)
             return delta_result(directory, name, delta, self._chunk_bytes), delta.digests
 
@@ -224,6 +225,7 @@ class VersionWriter:
 
     def _config(self) -> bytes:
         config = json.loads((self._model_dir / "config.json").read_bytes())
+        config = config_of_tensors(config, (tensor.name for tensor in self._tensors))
         config.pop("torch_dtype", None)  # the name before transformers 5
         config["dtype"] = str(self._dtype).removeprefix("torch.")
         if self._settings.kind == "fp8":

@@ -17,7 +17,7 @@ from hpcrl.errors import NothingToRestoreError
 from hpcrl.runs.role import RoleContext, restore_path
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.start.restart import RestartRequest, ever_saved, nothing_to_restore
-from hpcrl.trainer.parallel.mesh import Parallel
+from hpcrl.trainer.parallel.ranks import Ranks
 from hpcrl.trainer.state.restore import choose_checkpoint
 from hpcrl.trainer.state.saver import Emit
 
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 def decide_restore(
-    context: RoleContext, writer: CheckpointWriter, parallel: Parallel, config: CheckpointConfig, emit: Emit
+    context: RoleContext, writer: CheckpointWriter, ranks: Ranks, config: CheckpointConfig, emit: Emit
 ) -> RestoreDecision:
     """Choose, carry out what a person asked for, and write all of it down. All ranks call it; all get the same.
 
@@ -43,13 +43,13 @@ def decide_restore(
         The comparison took too long; which entry is good is not known.
     """
     run, attempt = context.run, context.attempt
-    request = parallel.on_leader(lambda: RestartRequest.in_force(run), "reading where to begin")
-    decision = _choose(writer, parallel, config, request)
+    request = ranks.on_leader(lambda: RestartRequest.in_force(run), "reading where to begin")
+    decision = _choose(writer, ranks, config, request)
 
     def settle() -> RestoreDecision:
         return _settle(run, attempt, writer, decision, request, by=f"attempt {attempt}")
 
-    decision = parallel.on_leader(settle, "recording which checkpoint is restored")
+    decision = ranks.on_leader(settle, "recording which checkpoint is restored")
     for skipped in decision.skipped:
         _log.warning("checkpoint of step %d is skipped: %s", skipped.step, skipped.reason)
         emit("trainer.checkpoint_skipped", step=skipped.step, reason=skipped.reason)
@@ -61,10 +61,10 @@ def decide_restore(
 
 
 def _choose(
-    writer: CheckpointWriter, parallel: Parallel, config: CheckpointConfig, request: RestartRequest | None
+    writer: CheckpointWriter, ranks: Ranks, config: CheckpointConfig, request: RestartRequest | None
 ) -> RestoreDecision:
     content = config.verify == "content"
-    choose = partial(choose_checkpoint, writer.ledger, parallel, content=content, timeout_s=config.verify_timeout_s)
+    choose = partial(choose_checkpoint, writer.ledger, ranks, content=content, timeout_s=config.verify_timeout_s)
     if request is None:
         return choose()
     if request.begin == "scratch":
@@ -72,7 +72,7 @@ def _choose(
         return RestoreDecision(step=None, verified=config.verify, seconds=0.0, skipped=[], asked="--from-scratch")
     assert request.step is not None
     step = request.step
-    path = parallel.on_leader(lambda: _path_of(writer, step), f"looking for checkpoint {step}")
+    path = ranks.on_leader(lambda: _path_of(writer, step), f"looking for checkpoint {step}")
     return msgspec.structs.replace(choose(only=path), asked=f"--from-step {step}")
 
 

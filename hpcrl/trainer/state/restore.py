@@ -9,13 +9,13 @@ from hpcrl.checkpoints.ledger import CheckpointEntry, CheckpointLedger
 from hpcrl.checkpoints.restore import RestoreDecision, Skipped
 from hpcrl.checkpoints.verify import damaged_files, share_of
 from hpcrl.errors import CheckpointError
-from hpcrl.trainer.parallel.mesh import Parallel
+from hpcrl.trainer.parallel.ranks import Ranks
 
 __all__ = ["choose_checkpoint"]
 
 
 def choose_checkpoint(
-    ledger: CheckpointLedger, parallel: Parallel, *, content: bool, timeout_s: float, only: Path | None = None
+    ledger: CheckpointLedger, ranks: Ranks, *, content: bool, timeout_s: float, only: Path | None = None
 ) -> RestoreDecision:
     """The newest entry that is as its manifest says. All ranks call it; all get the same answer.
 
@@ -38,31 +38,31 @@ def choose_checkpoint(
     if only is not None:
         candidates = [(int(only.name.removeprefix("step-")), only)]
     else:
-        steps = parallel.on_leader(ledger.steps, "listing checkpoints")
+        steps = ranks.on_leader(ledger.steps, "listing checkpoints")
         candidates = [(step, ledger.path_of(step)) for step in reversed(steps)]
     for step, path in candidates:
         left_s = timeout_s - (time.monotonic() - started)
 
         def look(path: Path = path, left_s: float = left_s) -> list[str]:
-            return _problems(path, parallel, content=content, deadline_s=left_s)
+            return _problems(path, ranks, content=content, deadline_s=left_s)
 
-        reports = parallel.all_succeed(look, f"verifying checkpoint {step}")
+        reports = ranks.all_succeed(look, f"verifying checkpoint {step}")
         problems = sorted({problem for report in reports for problem in report})
         if not problems:
             return _decision(step, started, skipped, content=content)
         # else it was removed meanwhile
-        if only is not None or step in parallel.on_leader(ledger.steps, "listing checkpoints"):
+        if only is not None or step in ranks.on_leader(ledger.steps, "listing checkpoints"):
             skipped.append(Skipped(step, f"{path} is damaged: " + "; ".join(problems)))
     return _decision(None, started, skipped, content=content)
 
 
-def _problems(path: Path, parallel: Parallel, *, content: bool, deadline_s: float) -> list[str]:
+def _problems(path: Path, ranks: Ranks, *, content: bool, deadline_s: float) -> list[str]:
     """What this rank finds wrong with its share of an entry."""
     try:
         entry = CheckpointEntry.open(path)
     except CheckpointError as error:
         return [str(error)]
-    share = share_of(entry.manifest.files, parallel.rank, parallel.world_size)
+    share = share_of(entry.manifest.files, ranks.rank, ranks.size)
     return damaged_files(entry.path, share, content=content, deadline_s=max(0.0, deadline_s))
 
 

@@ -30,7 +30,7 @@ from hpcrl.config.recipe import CheckpointConfig
 from hpcrl.errors import CheckpointError, DeadlineError, FencedError
 from hpcrl.fs import FileRecord
 from hpcrl.space import find_shortage
-from hpcrl.trainer.parallel.mesh import Parallel
+from hpcrl.trainer.parallel.ranks import Ranks
 from hpcrl.trainer.state.checkpoint import copy_to_host, state_bytes, trainer_state, write_state
 from hpcrl.trainer.step.policy import TrainerPolicy
 
@@ -55,17 +55,6 @@ class Emit(Protocol):
     def __call__(self, kind: str, **data: Any) -> None: ...
 
 
-@dataclass(frozen=True)
-class _SaveRanks(Parallel):
-    """The same ranks, meeting in a group that only saves use."""
-
-    group: dist.ProcessGroup
-
-    @property
-    def fsdp_group(self) -> dist.ProcessGroup:
-        return self.group
-
-
 @dataclass
 class _Save:
     """One save. ``error`` is set by its thread, before the thread ends."""
@@ -82,24 +71,24 @@ class _Save:
 class CheckpointSaver:
     """Saves of one attempt, one at a time. All ranks call every method together."""
 
-    def __init__(self, writer: CheckpointWriter, parallel: Parallel, config: CheckpointConfig, emit: Emit) -> None:
+    def __init__(self, writer: CheckpointWriter, ranks: Ranks, config: CheckpointConfig, emit: Emit) -> None:
         """Prepare; nothing is written.
 
         Parameters
         ----------
         writer:
             Of the ledger, the same on every rank.
-        parallel:
-            The ranks.
+        ranks:
+            All of them.
         config:
             Of the recipe.
         emit:
             For ``trainer.checkpoint_saved`` and ``trainer.checkpoint_failed``; called from a thread.
         """
-        self._writer, self._parallel, self._config, self._emit = writer, parallel, config, emit
-        # made at once, because making it is a collective of its own that must not meet others
+        self._writer, self._all, self._config, self._emit = writer, ranks, config, emit
+        # only saves use it; made at once, because making it is a collective of its own that must not meet others
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.save_timeout_s), group_desc="save")
-        self._ranks = _SaveRanks(parallel.mesh, parallel.device, group)
+        self._ranks = Ranks(group)
         self._last: _Save | None = None
         self._failures = 0
 
@@ -126,7 +115,7 @@ class CheckpointSaver:
         """
         self._join(self._config.save_timeout_s)
         started, started_at_s = time.monotonic(), time.time()
-        answer = self._parallel.on_leader(orchestrator_state, f"asking for the orchestrator's state after step {step}")
+        answer = self._all.on_leader(orchestrator_state, f"asking for the orchestrator's state after step {step}")
         state = trainer_state(policy.model, policy.optimizer, step)
         save = self._last = _Save(step, state, answer, started_at_s)
         if not self._has_room(save):
@@ -175,7 +164,7 @@ class CheckpointSaver:
                 )
             return str(last.error) if isinstance(last.error, FencedError) else ""
 
-        fenced = "".join(self._parallel.all_succeed(ended, f"waiting for the save of step {last.step}"))
+        fenced = "".join(self._all.all_succeed(ended, f"waiting for the save of step {last.step}"))
         last.thread = None
         if fenced:
             raise FencedError(fenced)
@@ -184,7 +173,7 @@ class CheckpointSaver:
         """Whether the filesystem has room; where it has not, the save has failed."""
         size = state_bytes(save.state) + len(save.orchestrator_state)
         needed_bytes = int(size * (1 + _MARGIN)) + _MARGIN_BYTES
-        needed_files = self._ranks.world_size * _FILES_PER_RANK + _FILES_OF_AN_ENTRY
+        needed_files = self._ranks.size * _FILES_PER_RANK + _FILES_OF_AN_ENTRY
 
         def look() -> str:
             try:
@@ -193,7 +182,7 @@ class CheckpointSaver:
                 return str(error)
             return f"the next checkpoint needs {shortage}{_ROOM}" if shortage is not None else ""
 
-        problem = self._parallel.on_leader(look, "looking for room")
+        problem = self._all.on_leader(look, "looking for room")
         if problem:
             save.state, save.orchestrator_state = {}, b""
             self._failed(save, CheckpointError(problem))
@@ -230,7 +219,7 @@ class CheckpointSaver:
             def complete() -> list[int]:
                 writer.commit(
                     step=step,
-                    world_size=ranks.world_size,
+                    world_size=ranks.size,
                     files=files,
                     orchestrator_state=save.orchestrator_state,
                     started_at_s=save.started_at_s,

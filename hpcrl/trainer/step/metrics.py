@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hpcrl.trainer.batch.routed_experts import RoutedExpertsComparison
 from hpcrl.trainer.batch.tensors import TokenBatch
-from hpcrl.trainer.parallel.mesh import Parallel
+from hpcrl.trainer.parallel.ranks import Ranks
 from hpcrl.trainer.step.losses import PolicyLoss
 
 __all__ = ["TokenMetrics", "TokenSums"]
@@ -120,16 +120,16 @@ class TokenSums:
             raise ValueError(f"a token was sampled by version {int(versions.max())}, the trainer is at {self._version}")
         return torch.where(versions == context_versions, self._version - versions + 1, 0)
 
-    def reduce(self, parallel: Parallel) -> TokenMetrics:
+    def reduce(self, ranks: Ranks) -> TokenMetrics:
         """Means over all ranks (a collective). Where nothing was trained all values are 0."""
         kinds = (self._lags, self._route_lags)
-        longest = parallel.max(max((len(lags.counts) for kind in kinds for lags in kind), default=0))
+        longest = ranks.max(max((len(lags.counts) for kind in kinds for lags in kind), default=0))
         by_lag = torch.zeros(len(kinds), 2, longest, dtype=torch.float64)
         for sums, kind in zip(by_lag, kinds, strict=True):
             for lags in kind:
                 sums[0, : len(lags.counts)] += lags.counts
                 sums[1, : len(lags.counts)] += lags.sums
-        total = parallel.sum(torch.cat((self._scalars, by_lag.flatten())))
+        total = ranks.sum(torch.cat((self._scalars, by_lag.flatten())))
         return _means(total[: len(_SCALARS)], *total[len(_SCALARS) :].view_as(by_lag))
 
 
