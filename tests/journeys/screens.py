@@ -11,6 +11,7 @@ import fcntl
 import os
 import pty
 import re
+import shlex
 import signal
 import struct
 import subprocess
@@ -123,7 +124,7 @@ class Journey:
         answer:
             What the person types when they are asked.
         user:
-            Number of the user, where it is another one.
+            Number of the user, where it is another one; then ``command`` is one of hpcrl, and no shell reads it.
         """
         shown, code = _on_terminal(command, cwd=self.cwd, env=self.env, answer=answer, user=user)
         ended = f"(exit code {code})\n" if code else ""
@@ -152,9 +153,11 @@ def _on_terminal(command: str, *, cwd: Path, env: Mapping[str, str], answer: str
     settings = termios.tcgetattr(theirs)
     settings[3] &= ~termios.ECHO
     termios.tcsetattr(theirs, termios.TCSANOW, settings)
-    as_user = [] if user is None else ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups"]
+    argv = ["bash", "-c", command]
+    if user is not None:
+        argv = [sys.executable, str(Path(__file__).with_name("as_user.py")), str(user), *shlex.split(command)[1:]]
     process = subprocess.Popen(
-        [*as_user, "bash", "-c", command],
+        argv,
         cwd=cwd,
         env=dict(env),
         stdin=theirs,
