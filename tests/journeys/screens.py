@@ -6,6 +6,7 @@ replaced by words, nothing else; ``HPCRL_REWRITE_GOLDEN=1`` writes the files aga
 
 from __future__ import annotations
 
+import difflib
 import errno
 import fcntl
 import os
@@ -143,7 +144,9 @@ class Journey:
         path = GOLDEN / f"{name}.txt"
         if os.environ.get("HPCRL_REWRITE_GOLDEN"):
             path.write_text(self.text)
-        assert self.text == path.read_text()
+        golden = path.read_text()
+        difference = difflib.unified_diff(golden.splitlines(), self.text.splitlines(), "golden", "seen", lineterm="")
+        assert self.text == golden, "\n".join(difference)
 
 
 def _on_terminal(command: str, *, cwd: Path, env: Mapping[str, str], answer: str, user: int | None) -> tuple[str, int]:
