@@ -129,7 +129,7 @@ def fail_and_clean_up(ada: Journey, run: RunDir) -> None:
     # sizes are those of logs: the last words count
     ada.type("hpcrl rm second 2>&1 | tail -n 1 | cut -d: -f2", answer="n\n")
     ada.type("hpcrl rm second 2>&1 | tail -n 1 | cut -d: -f2", answer="y\n")
-    ada.type("hpcrl rm first --yes < /dev/null | tail -n 1")
+    ada.type("hpcrl rm first --yes 2>&1 < /dev/null | tail -n 1")
     ada.type("hpcrl ls")
 
 
