@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hpcrl.config.recipe import OptimizerConfig
@@ -42,13 +43,14 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
 
 def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
     """AdamW with decoupled decay of matrices; norm weights (vectors) are not decayed."""
-    matrices: list[nn.Parameter] = []
-    vectors: list[nn.Parameter] = []
+    kinds: dict[tuple[bool, DeviceMesh | None], list[nn.Parameter]] = {}
     for parameter in parameters:
-        (vectors if parameter.dim() == 1 else matrices).append(parameter)
+        # one kernel call cannot have parameters of two meshes
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        kinds.setdefault((parameter.dim() == 1, mesh), []).append(parameter)
     groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+        {"params": group, "weight_decay": 0.0 if is_vector else config.weight_decay}
+        for (is_vector, _), group in kinds.items()
     ]
     # fused: one kernel call a group, which on sharded parameters saves most of the dispatch
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=True)
@@ -73,7 +75,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, group: d
     max_norm:
         Largest global norm.
     group:
-        Ranks among which the parameters are sharded; None where they are whole.
+        Ranks that together have every parameter once, however each of them is cut; None where they are whole.
 
     Returns
     -------
