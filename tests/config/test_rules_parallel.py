@@ -16,7 +16,7 @@ UNQUANTIZED = ("engine.memory.weights=as_dtype", *NO_FLAG)
 
 #: rule, settings that break it, key of the finding
 BROKEN = {
-    "planned-settings": (("job.payload=roles",), "trainer.parallelism.ep"),
+    "planned-settings": (("job.payload=roles",), "trainer.memory.fp8"),
     "world-size": (("trainer.parallelism.cp=5",), "trainer.parallelism.cp"),
     "replica-size": (("engine.tp=3",), "engine.tp"),
     "replay-sees-prefixes": (("trainer.router_replay=true", "engine.kv_store.segment_gib=100.0"), "engine.kv_store"),
