@@ -51,6 +51,7 @@ def recipe_check(recipe: RecipeArgument, cluster: ClusterOption = "local", overr
     """
     import os
 
+    from hpcrl.cli.progress import working
     from hpcrl.config.joined import load_both
     from hpcrl.config.recipe import CustomEnv
     from hpcrl.config.rules.table import RULES, check_rules
@@ -59,7 +60,8 @@ def recipe_check(recipe: RecipeArgument, cluster: ClusterOption = "local", overr
     loaded, site = load_both(recipe, cluster, overrides or (), environ=os.environ)
     check_rules(loaded, site)
     own = [env for env in loaded.value.environments if isinstance(env, CustomEnv) and env.try_before_submit]
-    notes = check_environments(loaded, plan_for_checks(loaded.value, site.value), site.value) if own else []
+    with working("trying the recipe's environments"):
+        notes = check_environments(loaded, plan_for_checks(loaded.value, site.value), site.value) if own else []
     for note in notes:
         typer.echo(f"note: {note}", err=True)
     made = f", {len(own)} of your environments made" if own and not notes else ""

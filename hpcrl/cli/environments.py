@@ -47,16 +47,18 @@ def try_(
     from rich.console import Console
 
     from hpcrl.cli.configuration import plan_for_checks
+    from hpcrl.cli.progress import working
     from hpcrl.config.joined import load_both
     from hpcrl.errors import ExitCode
     from hpcrl.jobplan.environment_trial import try_environment
 
     loaded, site = load_both(recipe, cluster, overrides or (), environ=os.environ)
     plan = plan_for_checks(loaded.value, site.value)
-    found = {
-        each: try_environment(loaded, plan, site.value, name=each, task=task, timeout_s=timeout_s)
-        for each in _wanted(loaded.value, name)
-    }
+    with working("trying the recipe's environments"):
+        found = {
+            each: try_environment(loaded, plan, site.value, name=each, task=task, timeout_s=timeout_s)
+            for each in _wanted(loaded.value, name)
+        }
     if as_json:
         typer.echo(json.dumps({"format_version": 1, "task": task, "environments": found}, indent=2))
     else:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from hpcrl.cli.completion import complete_settings
 from hpcrl.cli.options import CalibrationOption, ClusterOption, JsonOption, RecipeArgument, SetOption, TablesOption
 from hpcrl.cli.planning_layout import print_environment, print_plan
 from hpcrl.cli.selection import RunArgument, RunsRootOption
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from hpcrl.config.recipe import Recipe
     from hpcrl.planning.calibration.file import Calibration
 
-__all__ = ["load_for_planning", "print_plan", "register"]
+__all__ = ["load_for_planning", "print_plan", "read_calibration", "register"]
 
 _DEFAULT = "show"
 
@@ -47,7 +48,7 @@ def register(parent: typer.Typer) -> None:
     parent.add_typer(app, name="plan")
 
 
-def _calibration(path: str | None, cluster: ClusterProfile, tables: list[str] | None = None) -> Calibration:
+def read_calibration(path: str | None, cluster: ClusterProfile, tables: list[str] | None = None) -> Calibration:
     """The calibration file, with the kernel times of the site and those that were named."""
     from pathlib import Path
 
@@ -108,6 +109,7 @@ def show(
     from hpcrl.cli.output import table_console
     from hpcrl.cli.planning_answers import print_answers, print_verdict
     from hpcrl.cli.planning_tables import print_explanation, print_outlook
+    from hpcrl.cli.progress import working
     from hpcrl.config.rules.table import unstartable
     from hpcrl.jobplan import (
         absolute_paths,
@@ -122,7 +124,7 @@ def show(
 
     loaded, site = load_for_planning(recipe, cluster, overrides)
     cwd = Path.cwd()
-    measured = _calibration(calibration, site.value, tables)
+    measured = read_calibration(calibration, site.value, tables)
     wanted = loaded.value
     if nodes is not None:
         wanted = _best_split(wanted, site.value, measured, nodes)
@@ -130,9 +132,13 @@ def show(
     profile = absolute_site_paths(site.value, cwd)
     resolved = make_plan(absolute_paths(wanted, cwd), profile, name, resolve_runs_root(profile, cwd) / name)
     facts = find_facts(wanted)
-    outlook = make_outlook(wanted, site.value, measured, facts)
-    verdict = judge(outlook, facts)
-    better = better_split(outlook, measured) if verdict.fits else None
+    with working("computing memory and times") as told:
+        outlook = make_outlook(wanted, site.value, measured, facts)
+        verdict = judge(outlook, facts)
+        told.share(0.2, "computing ranges")
+        _ = outlook.ranges
+        told.share(0.6, "looking at other splits of the nodes")
+        better = better_split(outlook, measured) if verdict.fits else None
     blocked = unstartable(wanted, site.value)
     if as_json:
         parts = {"verdict": verdict.document(), "unstartable": blocked, "better": better_document(better)}
@@ -167,8 +173,14 @@ def _best_split(recipe: Recipe, cluster: ClusterProfile, calibration: Calibratio
 def search(
     recipe: RecipeArgument,
     nodes: Annotated[
-        str, typer.Option("--nodes", metavar="N or A..B", help="Numbers of nodes to look at, for example 20..40.")
-    ],
+        str | None,
+        typer.Option(
+            "--nodes",
+            metavar="N or A..B",
+            help="Numbers of nodes to look at, for example 20..40. Default: from three quarters of the recipe's nodes "
+            "to a quarter more, as far as the profile has so many.",
+        ),
+    ] = None,
     cluster: ClusterOption = "local",
     overrides: SetOption = None,
     picture: Annotated[str | None, typer.Option("--picture", metavar="FILE", help="Write an SVG.")] = None,
@@ -183,28 +195,33 @@ def search(
     """Find the best splits of nodes among trainer and engines, and the best layouts for each. Changes nothing.
 
     Shown are the layout with the fewest GPU-hours a step, the knee (from which on more nodes shorten a step little),
-    the fastest, and the recipe's own.
+    the fastest, the fastest of the recipe's own number of nodes (`same nodes`), and the recipe's own. Below stands for
+    each what changes the recipe to it.
     """
     import json
     from pathlib import Path
 
     from hpcrl.cli.output import table_console
-    from hpcrl.cli.planning_tables import print_candidates
+    from hpcrl.cli.planning_tables import print_candidates, print_settings
+    from hpcrl.cli.progress import working
     from hpcrl.errors import DoesNotFitError
     from hpcrl.fs import atomic_write
     from hpcrl.planning.search.picture import search_svg
-    from hpcrl.planning.search.recipe import node_range, run_search, search_document
-    from hpcrl.planning.search.splits import marked, pareto
+    from hpcrl.planning.search.recipe import default_range, node_range, run_search, search_document
+    from hpcrl.planning.search.splits import pareto
 
     loaded, site = load_for_planning(recipe, cluster, overrides)
-    found = run_search(loaded.value, site.value, _calibration(calibration, site.value, tables), node_range(nodes))
+    wanted = default_range(loaded.value, site.value) if nodes is None else node_range(nodes)
+    measured = read_calibration(calibration, site.value, tables)
+    with working(f"looking at splits of {wanted[0]} to {wanted[-1]} nodes") as told:
+        found = run_search(loaded.value, site.value, measured, wanted, told.share)
     if as_json:
-        typer.echo(json.dumps(search_document(found), indent=2))
+        typer.echo(json.dumps(search_document(found, loaded.value), indent=2))
     else:
         console = table_console()
-        best, marks = pareto(found.candidates), marked(found.candidates)
+        best, marks = pareto(found.candidates), found.marks
         names = {id(candidate): mark for mark, candidate in marks}
-        rows = marks
+        rows = [*marks]
         if everything:
             rows = [(names.get(id(c), "best" if c in best else ""), c) for c in found.candidates]
         if found.own is not None:
@@ -214,6 +231,7 @@ def search(
         if not everything and len(found.candidates) > len(marks):
             left = f"{len(found.candidates)} layouts were found, {len(best)} of them not beaten in nodes and in time"
             console.print(f"{left}: --all shows them", highlight=False, soft_wrap=True)
+        print_settings(console, loaded.value, marks, ["hpcrl", "plan", recipe, "-c", cluster], overrides or ())
         for note in found.notes:
             console.print(note, highlight=False, soft_wrap=True)
     if not found.candidates:
@@ -227,21 +245,42 @@ def search(
 @app.command()
 def diff(
     first: Annotated[str, typer.Argument(metavar="A", help="Recipe, or a run.")],
-    second: Annotated[str, typer.Argument(metavar="B", help="Recipe, or a run.")],
+    second: Annotated[
+        str | None, typer.Argument(metavar="[B]", help="Recipe, or a run; with --set, A itself by default.")
+    ] = None,
     cluster: ClusterOption = "local",
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Change a value of the second one's recipe: trainer.steps=10. Repeatable.",
+            autocompletion=complete_settings,
+        ),
+    ] = None,
     calibration: CalibrationOption = None,
+    tables: TablesOption = None,
     root: RunsRootOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what differs between two recipes or runs, field by field, and what that does to times. Changes nothing."""
+    """Show what differs between two recipes or runs, field by field, and what that does to times. Changes nothing.
+
+    `hpcrl plan diff A --set KEY=VALUE` compares a recipe, or a run, with itself changed.
+    """
     import json
-    from pathlib import Path
 
     from hpcrl.cli.output import table_console
-    from hpcrl.cli.planning_diff import compare, print_difference
-    from hpcrl.planning.calibration.file import load_calibration
+    from hpcrl.cli.planning_diff import Side, compare, print_difference
+    from hpcrl.cli.progress import working
+    from hpcrl.errors import UsageError
 
-    found = compare(first, second, cluster, root, load_calibration(None if calibration is None else Path(calibration)))
+    if second is None and not overrides:
+        raise UsageError(
+            f"there is nothing to compare {first} with\n    hint: name another recipe or run, or --set KEY=VALUE"
+        )
+    changed = Side(second or first, tuple(overrides or ()))
+    with working("computing both forecasts"):
+        found = compare(Side(first), changed, cluster, root, lambda site: read_calibration(calibration, site, tables))
     if as_json:
         typer.echo(json.dumps(found.document(), indent=2))
     else:

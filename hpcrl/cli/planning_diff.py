@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,10 +10,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from hpcrl.config.cluster import ClusterProfile
+    from hpcrl.config.recipe import Recipe
     from hpcrl.planning.calibration.file import Calibration
     from hpcrl.planning.report import Outlook
 
-__all__ = ["Difference", "compare", "print_difference"]
+__all__ = ["Difference", "Side", "compare", "print_difference"]
+
+
+@dataclass(frozen=True)
+class Side:
+    """What is compared: the name of a recipe or a run, and changes of its recipe (``key=value``)."""
+
+    name: str
+    overrides: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -56,38 +67,55 @@ class Difference:
         }
 
 
-def compare(first: str, second: str, cluster: str, root: str | None, calibration: Calibration) -> Difference:
-    """Load both sides. A run is compared on the cluster that it ran on, a recipe on ``cluster``."""
+def compare(
+    first: Side, second: Side, cluster: str, root: str | None, calibration: Callable[[ClusterProfile], Calibration]
+) -> Difference:
+    """Load both sides. A run is compared on the cluster that it ran on, a recipe on ``cluster``.
+
+    Parameters
+    ----------
+    calibration:
+        What predictions rest on, by cluster: a profile may name kernel times of its own.
+    """
     return Difference(_subject(first, cluster, root, calibration), _subject(second, cluster, root, calibration))
 
 
-def _subject(name: str, cluster: str, root: str | None, calibration: Calibration) -> Subject:
-    import os
-    from statistics import median
-
-    from hpcrl.cli.selection import runs_root
-    from hpcrl.config.joined import load_both
+def _subject(
+    side: Side, cluster: str, root: str | None, calibration: Callable[[ClusterProfile], Calibration]
+) -> Subject:
     from hpcrl.config.load import leaves
     from hpcrl.planning.report import find_facts, make_outlook
+
+    name, recipe, site, step_s = _loaded(side, cluster, root)
+    if side.overrides:
+        name += " with --set"
+        step_s = None  # that was measured without
+    values = {f"recipe.{_key(path)}": value for path, value in leaves(recipe)}
+    values |= {f"cluster.{_key(path)}": value for path, value in leaves(site)}
+    return Subject(name, values, make_outlook(recipe, site, calibration(site), find_facts(recipe)), step_s)
+
+
+def _loaded(side: Side, cluster: str, root: str | None) -> tuple[str, Recipe, ClusterProfile, float | None]:
+    """Name, recipe, cluster and measured seconds of a step of one side."""
+    from statistics import median
+
+    from hpcrl.cli.planning import load_for_planning
+    from hpcrl.cli.selection import runs_root
+    from hpcrl.config.load import load_recipe
     from hpcrl.runs.known import known_runs
     from hpcrl.runs.metrics import read_metrics
     from hpcrl.runs.rundir import RunDir
 
-    step_s = None
     # a directory with a plan is a run, wherever it is; then names of runs, then recipes
-    places = [Path(name), runs_root(root) / name, *(known.path for _, known in known_runs(name))]
+    places = [Path(side.name), runs_root(root) / side.name, *(known.path for _, known in known_runs(side.name))]
     run = next((RunDir(path) for path in places if (path / "plan.json").is_file()), None)
-    if run is not None:
-        recipe, site = run.recipe(), run.cluster()
-        steps = read_metrics(run)
-        step_s = median(sum(step.phases_s.values()) for step in steps) if steps else None
-        name = f"run {run.name}"
-    else:
-        loaded, profile = load_both(name, cluster, environ=os.environ)
-        recipe, site = loaded.value, profile.value
-    values = {f"recipe.{_key(path)}": value for path, value in leaves(recipe)}
-    values |= {f"cluster.{_key(path)}": value for path, value in leaves(site)}
-    return Subject(name, values, make_outlook(recipe, site, calibration, find_facts(recipe)), step_s)
+    if run is None:
+        loaded, profile = load_for_planning(side.name, cluster, list(side.overrides))
+        return side.name, loaded.value, profile.value, None
+    steps = read_metrics(run)
+    measured = median(sum(step.phases_s.values()) for step in steps) if steps else None
+    recipe = load_recipe(str(run.recipe_path), side.overrides).value if side.overrides else run.recipe()
+    return f"run {run.name}", recipe, run.cluster(), measured
 
 
 def _key(path: tuple[str | int, ...]) -> str:

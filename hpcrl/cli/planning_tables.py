@@ -11,13 +11,14 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
+    from hpcrl.config.recipe import Recipe
     from hpcrl.planning.calibration.file import Calibration
     from hpcrl.planning.memory.fit import Place
     from hpcrl.planning.report import Outlook
     from hpcrl.planning.search.splits import Candidate
     from hpcrl.planning.times.terms import TimeTable, TimeTerm
 
-__all__ = ["print_candidates", "print_explanation", "print_outlook"]
+__all__ = ["print_candidates", "print_explanation", "print_outlook", "print_settings"]
 
 _BAR = 12
 _NARROW = 100
@@ -245,6 +246,29 @@ def print_candidates(console: Console, rows: Sequence[tuple[str, Candidate]]) ->
     for mark, candidate in rows:
         table.add_row(mark.replace(", ", "\n") if narrow else mark, *_candidate_row(candidate, narrow))
     console.print(table)
+
+
+def print_settings(
+    console: Console,
+    recipe: Recipe,
+    rows: Sequence[tuple[str, Candidate]],
+    command: Sequence[str],
+    overrides: Sequence[str],
+) -> None:
+    """Print for each row the command with the settings that make the recipe into it."""
+    import shlex
+
+    from hpcrl.planning.search.recipe import settings_of
+
+    for mark, candidate in rows:
+        settings = settings_of(recipe, candidate.layout)
+        if not settings:
+            console.print(f"\n{mark}: the recipe as it is", highlight=False)
+            continue
+        console.print(f"\n{mark} ({candidate.nodes} nodes):", highlight=False)
+        words = [shlex.join(command), *(f"--set {shlex.quote(setting)}" for setting in (*overrides, *settings))]
+        # a line each, so that a narrow terminal shows them whole and a shell takes them as they stand
+        console.print(" \\\n      ".join([f"  {words[0]}", *words[1:]]), highlight=False, markup=False, soft_wrap=True)
 
 
 def _candidate_row(candidate: Candidate, narrow: bool) -> tuple[Any, ...]:

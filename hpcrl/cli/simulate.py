@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hpcrl.cli.options import CalibrationOption, ClusterOption, JsonOption, RecipeArgument, SetOption
+from hpcrl.cli.options import CalibrationOption, ClusterOption, JsonOption, RecipeArgument, SetOption, TablesOption
 from hpcrl.cli.selection import RunsRootOption
 
 if TYPE_CHECKING:
     from hpcrl.config.cluster import ClusterProfile
     from hpcrl.config.recipe import Recipe
+    from hpcrl.planning.report import Outlook
     from hpcrl.simulation import Durations, SimulationResult
 
 __all__ = ["register"]
@@ -37,6 +38,7 @@ def simulate(
         ),
     ] = None,
     calibration: CalibrationOption = None,
+    tables: TablesOption = None,
     nodes: Annotated[
         str | None,
         typer.Option(
@@ -71,20 +73,24 @@ def simulate(
     as_json: JsonOption = False,
     root: RunsRootOption = None,
 ) -> None:
-    """Simulate the asynchronous loop: step times, who waits for whom, staleness, KV, failures, goodput."""
+    """Simulate the asynchronous loop: step times, who waits for whom, staleness, KV, failures, goodput.
+
+    A side waits what a step takes longer than it would if the other side took no time, as in `hpcrl plan`.
+    """
     import json
-    import sys
 
     from pydantic import ValidationError
 
     from hpcrl.cli.planning import load_for_planning
+    from hpcrl.cli.progress import working
     from hpcrl.errors import UsageError
     from hpcrl.simulation import Failures, make_scenario, save_durations
     from hpcrl.simulation import simulate as simulate_scenario
 
     checked, where = load_for_planning(recipe, cluster, overrides)
     loaded, site = checked.value, where.value
-    found = _durations(loaded, site, durations or [], calibration, root)
+    with working("predicting how long things take"):
+        outlook, found = _durations(loaded, site, durations or [], calibration, tables, root)
     try:
         failures = Failures(mtbf_h=mtbf_h, requeue_s=requeue_s)
     except ValidationError:
@@ -98,10 +104,8 @@ def simulate(
         )
         if size is not None and scenario.size.nodes != size:
             typer.echo(f"{size} nodes: {scenario.size.nodes} are simulated, because replicas are whole", err=True)
-        if sys.stderr.isatty():
-            # a minute a size without a word would look like a hang
-            typer.echo(f"simulating {scenario.size.nodes:,} nodes ...", err=True)
-        result = simulate_scenario(scenario)
+        with working(f"simulating {scenario.size.nodes:,} nodes") as told:
+            result = simulate_scenario(scenario, told.share)
         results.append(result)
         if output is not None:
             _write(result, output, quiet=as_json)
@@ -109,6 +113,8 @@ def simulate(
         typer.echo(json.dumps({"version": 1, "results": [result.model_dump(mode="json") for result in results]}))
     else:
         _print(results)
+        if outlook is not None and nodes is None and results[0].steps:
+            _print_beside_plan(outlook, results[0])
 
 
 def _sizes(text: str | None) -> list[int | None]:
@@ -123,28 +129,35 @@ def _sizes(text: str | None) -> list[int | None]:
 
 
 def _durations(
-    recipe: Recipe, cluster: ClusterProfile, sources: list[str], calibration: str | None, root: str | None
-) -> Durations:
-    """From one file, from runs, or from the planner."""
+    recipe: Recipe,
+    cluster: ClusterProfile,
+    sources: list[str],
+    calibration: str | None,
+    tables: list[str] | None,
+    root: str | None,
+) -> tuple[Outlook | None, Durations]:
+    """From one file, from runs, or from the planner, with what it predicts."""
+    from hpcrl.cli.planning import read_calibration
     from hpcrl.errors import UsageError
-    from hpcrl.planning.calibration.file import load_calibration
-    from hpcrl.simulation import durations_from_plan, load_durations
+    from hpcrl.planning.report import find_facts, make_outlook
+    from hpcrl.simulation import durations_from_outlook, load_durations
 
     if not sources:
-        return durations_from_plan(
-            recipe, cluster, load_calibration(None if calibration is None else Path(calibration))
-        )
-    if calibration is not None:
-        raise UsageError("--calibration is for what the planner predicts: leave it out beside --durations")
+        rests_on = read_calibration(calibration, cluster, tables)
+        outlook = make_outlook(recipe, cluster, rests_on, find_facts(recipe))
+        return outlook, durations_from_outlook(outlook, rests_on)
+    if calibration is not None or tables:
+        option = "--tables" if calibration is None else "--calibration"
+        raise UsageError(f"{option} is for what the planner predicts: leave it out beside --durations")
     files = [source for source in sources if Path(source).is_file() or Path(source).suffix in (".yaml", ".yml")]
     if not files:
         from hpcrl.cli.selection import find
         from hpcrl.simulation.inputs.measure import measure
 
-        return measure(*(find(source, root) for source in sources))
+        return None, measure(*(find(source, root) for source in sources))
     if len(sources) > 1:
         raise UsageError(f"--durations: one file or several runs, not {', '.join(sources)}")
-    return load_durations(Path(files[0]))
+    return None, load_durations(Path(files[0]))
 
 
 def _write(result: SimulationResult, directory: Path, *, quiet: bool) -> None:
@@ -195,3 +208,33 @@ def _print(results: list[SimulationResult]) -> None:
             console.print(note, highlight=False, soft_wrap=True)
         for warning in result.warnings:
             typer.echo(f"{result.nodes} nodes: {warning}", err=True)
+
+
+def _print_beside_plan(outlook: Outlook, result: SimulationResult) -> None:
+    """What `hpcrl plan` says of the same figures, and why they differ."""
+    from rich.table import Table
+
+    from hpcrl.cli.output import table_console
+    from hpcrl.cli.planning_answers import duration_text
+
+    loop = outlook.loop
+    if loop is None:
+        return
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in ("the same figures", "hpcrl plan", "simulated"):
+        table.add_column(column, justify="left" if column == "the same figures" else "right")
+    table.add_row("step", duration_text(loop.step_s), duration_text(result.step_s.mean))
+    waits = result.phases.get("wait_batch", 0.0)
+    table.add_row("trainer waits", f"{loop.trainer_waits:.1%}", f"{waits:.1%}")
+    engines = "?" if result.engines_wait is None else f"{result.engines_wait:.1%}"
+    table.add_row("engines wait", f"{loop.engines_wait:.1%}", engines)
+    table.add_row("staleness", f"{loop.staleness:.1f}", f"{result.staleness.mean:.1f}")
+    console = table_console()
+    console.print()
+    console.print(table)
+    console.print(
+        "Both rest on the same times. The plan is the mean of a steady state; the simulation also has what chance "
+        "does: batches that wait for their longest rollouts, rollouts that come in waves, and the filling of the loop.",
+        highlight=False,
+        soft_wrap=True,
+    )

@@ -192,6 +192,13 @@ class TrainerConfig(StrictModel):
     """What saves memory (planned)."""
     router_replay: bool = False
     """Train with the experts that the engines chose (planned)."""
+    freeze: list[str] | None = None
+    """Patterns (``*``, ``?``, ``[…]``) of published names of tensors that are not trained, such as
+    ``*.mlp.gate.weight``: they have no gradient and no optimizer state, and are saved and published all the same. The
+    experts of a layer are one parameter, frozen together. None: what its family says (the indexer of GLM-5)."""
+    mtp_tensors: Literal["keep", "drop"] = "keep"
+    """What becomes of the model's tensors of multi-token prediction, which are not trained: ``keep`` carries them
+    through as they are, into checkpoints, versions and exports; ``drop`` leaves them out of all three."""
 
     @property
     def data_ranks(self) -> int:

@@ -12,6 +12,7 @@ from hpcrl.config.recipe import Recipe
 from hpcrl.config.rules.rule import Conflicts
 from hpcrl.errors import ConfigError, Finding
 from hpcrl.models.facts import ModelFacts
+from hpcrl.models.freezing import freeze_problems
 from hpcrl.models.layers import GatedDeltaNet, Gqa, Mamba2
 from hpcrl.models.tensors import DTYPE_BYTES, FP8_BLOCK, Part
 
@@ -119,6 +120,11 @@ def _replay_has_routers(recipe: Recipe, _: ClusterProfile, facts: ModelFacts) ->
         yield "engine.return_routed_experts", f"{facts.name} has no routers"
 
 
+def _freeze_fits(recipe: Recipe, _: ClusterProfile, facts: ModelFacts) -> Conflicts:
+    if recipe.trainer.freeze is not None:
+        yield from (("trainer.freeze", problem) for problem in freeze_problems(facts, recipe.trainer.freeze))
+
+
 def _context_in_model(recipe: Recipe, _: ClusterProfile, facts: ModelFacts) -> Conflicts:
     length, most = recipe.engine.max_model_len, facts.max_position_embeddings
     if length > most:
@@ -193,6 +199,12 @@ MODEL_RULES: tuple[ModelRule, ...] = (
         "Routes are of models with experts.",
         "set trainer.router_replay and engine.return_routed_experts: false",
         _replay_has_routers,
+    ),
+    ModelRule(
+        "freeze-fits",
+        "What is frozen is there, and something is left to train.",
+        "give patterns of published names, such as '*.mlp.gate.weight', or remove trainer.freeze",
+        _freeze_fits,
     ),
     ModelRule(
         "context-in-model",

@@ -9,8 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from hpcrl.models.arch import ModelArch
+from hpcrl.models.mtp import is_mtp_tensor
 
-__all__ = ["HfAdapter", "Region", "load_hf_tensors", "model_tensors", "published_tensors"]
+__all__ = ["CARRIED", "HfAdapter", "Region", "load_hf_tensors", "model_tensors", "published_tensors"]
+
+
+CARRIED = "carried."
+"""Before the published names of tensors that no forward pass reads (`hpcrl.modeling.carried`)."""
 
 
 class Region(NamedTuple):
@@ -44,6 +49,8 @@ class HfAdapter:
         A tied ``lm_head`` becomes nothing: published models with tied embeddings carry one copy.
         """
         shape = tuple(shape)
+        if name.startswith(CARRIED):
+            return [Region(name.removeprefix(CARRIED), (0,) * len(shape), shape)]
         if name == "lm_head.weight":
             return [] if self.arch.tie_word_embeddings else [Region(name, (0, 0), shape)]
         prefix, _, leaf = name.rpartition(".")
@@ -71,6 +78,10 @@ class HfAdapter:
                 view = view.narrow(dim, low, size)
             yield region.name, view
 
+    def is_mtp(self, name: str) -> bool:
+        """Whether the published tensor ``name`` belongs to a module of multi-token prediction; nothing here runs it."""
+        return is_mtp_tensor(name, layers=self.arch.num_hidden_layers, modules=self.arch.num_nextn_predict_layers)
+
     def is_redundant(self, name: str) -> bool:
         """Whether the published tensor ``name`` says nothing that others do not say too.
 
@@ -95,6 +106,8 @@ def published_tensors(model: nn.Module, adapter: HfAdapter) -> Iterator[tuple[st
 def load_hf_tensors(model: nn.Module, adapter: HfAdapter, tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Copy published tensors into ``model`` in place, whole (unsharded) parameters only.
 
+    Tensors of multi-token prediction that ``model`` does not carry are left out.
+
     Raises
     ------
     ValueError
@@ -106,7 +119,7 @@ def load_hf_tensors(model: nn.Module, adapter: HfAdapter, tensors: Iterable[tupl
     for name, tensor in tensors:
         target = targets.get(name)
         if target is None:
-            if adapter.is_redundant(name):
+            if adapter.is_redundant(name) or adapter.is_mtp(name):
                 continue
             raise ValueError(f"tensor {name!r} is not part of this model")
         if target.shape != tensor.shape:

@@ -26,6 +26,7 @@ def load_model_dir(model: nn.Module, adapter: HfAdapter, model_dir: Path) -> Non
     """Fill ``model``, whole or sharded, on any device. Not collective.
 
     Values are converted to the dtype of the model's tensors; matrices in FP8 are multiplied with their block scales.
+    Tensors of multi-token prediction that the model does not carry (`hpcrl.modeling.carried`) are left out.
     Memory beside the model: some 64 MiB, or a row of a tensor in float32 where that is larger.
 
     Raises
@@ -67,7 +68,8 @@ def _check(files: ModelFiles, regions: list[Region], adapter: HfAdapter) -> None
     for name, stored in files.tensors.items():
         own = name.removesuffix(_SCALE)
         of_quantised = own != name and own in expected and files.tensors[own].dtype == FP8_DTYPE
-        if name not in expected and not of_quantised and not adapter.is_redundant(name):
+        left_out = adapter.is_redundant(name) or adapter.is_mtp(name)
+        if name not in expected and not of_quantised and not left_out:
             raise ValueError(f"tensor {name!r} of {stored.file.name} is not part of this model")
 
 

@@ -2,15 +2,57 @@
 
 from __future__ import annotations
 
-from hpcrl.simulation.inputs.scenario import Scenario
+from collections.abc import Callable
+from dataclasses import replace
+
+from hpcrl.planning.times.loop import waiting_share
+from hpcrl.simulation.inputs.durations import HandoffDurations, TrainerDurations
+from hpcrl.simulation.inputs.scenario import Failures, Scenario
 from hpcrl.simulation.loop.simulation import Simulation
 from hpcrl.simulation.results.result import SimulationResult, summarize
 
 __all__ = ["simulate"]
 
+_STEPS_ALONE = 16
+"""Steps beyond those in which the loop fills: enough for a mean, and few beside a simulated day."""
 
-def simulate(scenario: Scenario) -> SimulationResult:
-    """Simulate a scenario. Pure: equal scenarios give equal results."""
+
+def simulate(scenario: Scenario, progress: Callable[[float], None] = lambda share: None) -> SimulationResult:
+    """Simulate a scenario. Pure: equal scenarios give equal results.
+
+    Parameters
+    ----------
+    progress:
+        Told now and then how much is done, from 0 to 1.
+    """
     simulation = Simulation(scenario)
-    simulation.run()
-    return summarize(simulation)
+    simulation.run(progress)
+    result = summarize(simulation)
+    if not result.steps:
+        return result
+    alone_s = _engines_alone_s(scenario, result)
+    return result.model_copy(
+        update={"engines_alone_s": alone_s, "engines_wait": waiting_share(alone_s, result.step_s.mean)}
+    )
+
+
+def _engines_alone_s(scenario: Scenario, result: SimulationResult) -> float:
+    """Seconds of a step whose trainer takes no time: what `hpcrl plan` calls the work of the engines."""
+    steps = scenario.recipe.rollouts.max_off_policy_steps + 1 + _STEPS_ALONE
+    handoff = scenario.durations.handoff
+    durations = scenario.durations.model_copy(
+        update={
+            "trainer": TrainerDurations(forward_backward_per_token_s=0.0),
+            "handoff": HandoffDurations(read_s=handoff.read_s, load_s=handoff.load_s),
+        }
+    )
+    alone = Simulation(
+        replace(
+            scenario,
+            durations=durations,
+            failures=Failures(),
+            horizon_s=min(scenario.horizon_s, steps * result.step_s.mean + result.rollout_s.p90),
+        )
+    )
+    alone.run()
+    return summarize(alone).step_s.mean

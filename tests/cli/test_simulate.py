@@ -73,6 +73,14 @@ def test_without_durations_the_planner_gives_them() -> None:
     assert found.durations.startswith("predicted by the planner for glm5_swe on h200-28")
     assert found.steps
     assert 0 < found.engine.kv_peak < 1
+    # as `hpcrl plan` defines it, and beside what that says
+    assert found.engines_wait is not None
+    text = CliRunner().invoke(app, arguments[:-1], catch_exceptions=False).stdout
+    assert (
+        f"engines wait  {found.engines_wait:>20.1%}".split()
+        == [word for line in text.splitlines() if line.startswith("engines wait  ") for word in line.split()[:3]][:3]
+    )
+    assert "the same figures  hpcrl plan  simulated" in text
 
 
 def test_a_calibration_is_for_predictions(durations: str) -> None:

@@ -18,6 +18,7 @@ BROKEN = {
     "sequence-divides": (("trainer.micro_batch_tokens=131076",), "GLM-5", "trainer.micro_batch_tokens"),
     "fp8-blocks": (("engine.tp=8",), "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "engine.memory.weights"),
     "replay-has-routers": (("trainer.router_replay=true",), "Qwen3-8B", "trainer.router_replay"),
+    "freeze-fits": (("trainer.freeze=['*.mlp.gate.weight']",), "GLM-5", "trainer.freeze"),
     "context-in-model": (("engine.max_model_len=300000",), "GLM-5", "engine.max_model_len"),
     "time-to-move": (("handoff.update_timeout_s=60.0",), "GLM-5", "handoff.update_timeout_s"),
 }

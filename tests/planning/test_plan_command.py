@@ -149,9 +149,18 @@ def test_search_prints_a_table_and_draws(hpcrl: Hpcrl, tmp_path: Path) -> None:
     assert {name for row in rows for name in row.split(", ")} >= {"cheapest", "knee", "fastest"}
     assert len(hpcrl("search", *GLM5, "--nodes", "27..28", "--all")[1].splitlines()) > len(out.splitlines())
     assert (tmp_path / "p.svg").read_text().startswith("<svg")
+    table = out
     code, out, _ = hpcrl("search", *GLM5, "--nodes", "27..28", "--json")
     document = json.loads(out)
     assert {candidate["nodes"] for candidate in document["candidates"]} == {27, 28}
+    # each marked row stands below the table as a command
+    marked = [candidate for candidate in document["candidates"] if candidate["mark"]]
+    assert any("same nodes" in candidate["mark"] and candidate["nodes"] == 28 for candidate in marked)
+    for candidate in marked:
+        printed = table.split(f"\n{candidate['mark']} ({candidate['nodes']} nodes):\n")[1].split("\n\n")[0]
+        words = printed.replace("\\\n", " ").split()
+        assert words[:5] == ["hpcrl", "plan", *GLM5]
+        assert words[5:] == [word for setting in candidate["settings"] for word in ("--set", setting)]
     code, _, err = hpcrl("search", "quickstart", "--nodes", "2..4")
     assert code == 2
     assert "no Slurm site" in err
@@ -167,6 +176,36 @@ def test_diff_shows_fields_and_what_they_change(hpcrl: Hpcrl, tmp_path: Path) ->
     figures = {figure["name"]: figure for figure in document["figures"]}
     assert figures["trainer (s)"]["b"] == pytest.approx(figures["trainer (s)"]["a"] / 2, rel=0.1)
     assert "are the same" in hpcrl("diff", "quickstart", "quickstart")[1]
+
+
+def test_diff_compares_a_recipe_with_itself_changed(hpcrl: Hpcrl) -> None:
+    change = ("--set", "rollouts.rollouts_per_step=128", "-c", "h200-28", "--json")
+    document = json.loads(hpcrl("diff", "glm5_swe", *change)[1])
+    assert [field["key"] for field in document["fields"]] == ["recipe.rollouts.rollouts_per_step"]
+    assert (document["a"], document["b"]) == ("glm5_swe", "glm5_swe with --set")
+    figures = {figure["name"]: figure for figure in document["figures"]}
+    assert figures["trainer (s)"]["b"] < figures["trainer (s)"]["a"]
+    # of two recipes, the second one is changed
+    assert json.loads(hpcrl("diff", "glm5_swe", "glm5_swe", *change)[1])["fields"] == document["fields"]
+    code, _, err = hpcrl("diff", "glm5_swe")
+    assert code == ExitCode.USAGE
+    assert "--set KEY=VALUE" in err
+    code, _, err = hpcrl("diff", "quickstart", "--set", "steps=3")
+    assert code == ExitCode.USAGE
+    assert "trainer.steps" in err
+
+
+@pytest.mark.parametrize(
+    "command", [("plan", "diff", "glm5_swe", "--set", "seed=1"), ("simulate", "glm5_swe", "--days", "0.01")]
+)
+def test_kernel_times_are_read_by_all_that_predict(
+    hpcrl: Hpcrl, command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["hpcrl", *command, "-c", "h200-28", "--tables", "none.yaml"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == ExitCode.USAGE
+    assert "none.yaml" in capsys.readouterr().err
 
 
 def test_a_recipe_called_like_a_command_is_given_as_a_path(hpcrl: Hpcrl, tmp_path: Path) -> None:

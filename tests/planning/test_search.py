@@ -15,7 +15,7 @@ from hpcrl.models import load_facts
 from hpcrl.planning.calibration.file import load_calibration
 from hpcrl.planning.memory.fit import memory_report
 from hpcrl.planning.search.picture import search_svg
-from hpcrl.planning.search.recipe import node_range, run_search
+from hpcrl.planning.search.recipe import default_range, node_range, run_search, settings_of
 from hpcrl.planning.search.splits import Fit, Fits, Problem, pareto, search
 from hpcrl.planning.times.forecast import forecast, site_rates
 from hpcrl.planning.times.from_recipe import planned_layout, with_layout
@@ -101,6 +101,30 @@ def test_a_layout_written_into_a_recipe_reads_back() -> None:
     base = planned_layout(recipe(), site(), GLM5)
     changed = replace(base, trainer=replace(base.trainer, nodes=10, context_parallel=8, offload_activations=False))
     assert planned_layout(with_layout(recipe(), changed), site(), GLM5) == changed
+
+
+def test_settings_make_a_recipe_into_a_layout() -> None:
+    base = planned_layout(recipe(), site(), GLM5)
+    assert base.prefill is not None
+    trainer = replace(base.trainer, nodes=10, context_parallel=8, offload_activations=False)
+    changed = replace(base, trainer=trainer, prefill=replace(base.prefill, replicas=2))
+    settings = settings_of(recipe(), changed)
+    assert "trainer.memory.activation_offload=false" in settings
+    assert planned_layout(load_recipe("glm5_swe", settings).value, site(), GLM5) == changed
+    assert settings_of(recipe(), base) == []
+
+
+def test_without_a_number_the_recipes_own_is_looked_around() -> None:
+    # 28 nodes, and the profile has no more
+    assert default_range(recipe(), site()) == range(21, 29)
+    small = ("trainer.nodes=2", "trainer.ranks=16", "engine.prefill.replicas=1", "engine.decode.nodes=2")
+    assert default_range(load_recipe("glm5_swe", small).value, site()) == range(4, 9)
+    # where the numbers around are too many to look at, its own alone
+    many = load_recipe("glm5_swe", ("engine.prefill.replicas=200", "trainer.nodes=12")).value
+    large = site().model_copy(
+        update={"partitions": {"gpu": site().partitions["gpu"].model_copy(update={"nodes": 4000})}}
+    )
+    assert default_range(many, large) == range(420, 421)
 
 
 @pytest.mark.parametrize("text", ["", "x", "1", "9..8", "2..9999", "20-40"])

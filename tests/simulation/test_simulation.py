@@ -361,3 +361,24 @@ def test_of_very_many_nodes_a_sample_is_simulated_however_short_the_time() -> No
     short = scenario(days=1e-4, nodes=500_000, sample=None)
     assert short.thinning > 1
     assert short.max_in_flight < 1_000_000
+
+
+def test_a_side_waits_what_a_step_takes_longer_than_it_alone() -> None:
+    # 16 rollouts of 2 s, all in flight at once, and a trainer of 2 s: engines alone need about 2 s for a step
+    slow = simulate(scenario(days=0.01, trainer={"forward_backward_base_s": 7.5}))
+    assert slow.step_s.mean == pytest.approx(8.0, rel=0.05)
+    assert slow.engines_alone_s is not None
+    assert slow.engines_wait == pytest.approx(1 - slow.engines_alone_s / slow.step_s.mean)
+    # engines with as much to do and a slower trainer need as long alone, and wait for longer
+    slower = simulate(scenario(days=0.01, trainer={"forward_backward_base_s": 15.5}))
+    assert slower.engines_alone_s == pytest.approx(slow.engines_alone_s, rel=0.1)
+    assert slower.engines_wait is not None
+    assert slower.engines_wait > slow.engines_wait > 0.3
+    # without a trainer to speak of, nobody waits for it
+    fast = simulate(scenario(days=0.01, trainer={"forward_backward_base_s": 0.001, "optimizer_s": constant(0.0)}))
+    assert fast.engines_wait == pytest.approx(0.0, abs=0.05)
+    assert fast.phases["wait_batch"] > 0.9
+
+
+def test_without_a_step_nobody_knows_who_waits() -> None:
+    assert simulate(scenario(days=1e-6)).engines_wait is None

@@ -1,9 +1,11 @@
 """Every family from its published form through shards, a step, a checkpoint and a hand-off, and back to its readers."""
 
+from fnmatch import fnmatch
+
 import pytest
 import torch
-from model_agreement import VOCAB, save_model
-from safetensors.torch import load_file
+from model_agreement import VOCAB, save_model, write_config
+from safetensors.torch import load_file, save_file
 from test_checkpoint import save, whole
 from test_publish import PROBE, make_publisher
 from trainer_testing import make_recipe, run_ranks
@@ -47,10 +49,31 @@ FAMILIES = {
 }
 
 
-def restore_and_publish(rank, model_dir, checkpoints, weights):
+FROZEN = {"glm4_moe": "*.mlp.gate.weight"}
+"""What a recipe freezes, by family."""
+
+
+def add_mtp(model_dir, layers):
+    """Give a model the published tensors of a module of multi-token prediction; returns their names."""
+    draw = torch.Generator().manual_seed(7)
+    made = {
+        "eh_proj.weight": torch.randn(32, 64, generator=draw).bfloat16(),
+        "enorm.weight": torch.randn(32, generator=draw).bfloat16(),
+        "mlp.experts.3.down_proj.weight": torch.randn(5, 7, generator=draw).bfloat16(),
+        "mlp.gate.e_score_correction_bias": torch.randn(5, generator=draw),
+        "scalar": torch.randn((), generator=draw),
+    }
+    made = {f"model.layers.{layers}.{name}": tensor for name, tensor in made.items()}
+    save_file(made, model_dir / "mtp.safetensors")
+    write_config(model_dir, num_nextn_predict_layers=1)
+    return set(made)
+
+
+def restore_and_publish(rank, model_dir, checkpoints, weights, **trainer):
     """Everything that was restored, and the logits of this model."""
     with distributed(timeout_s=30) as parallel:
-        policy = TrainerPolicy(make_recipe(model_dir, steps=9), load_arch(model_dir), parallel, model_dir=None)
+        recipe = make_recipe(model_dir, steps=9, **trainer)
+        policy = TrainerPolicy(recipe, load_arch(model_dir), parallel, model_dir=None)
         entry = CheckpointLedger(checkpoints).newest_verified().entry
         load_checkpoint(entry, policy.model, policy.optimizer, parallel)
         publisher = make_publisher(HandoffStore(weights), parallel, model_dir)
@@ -74,19 +97,27 @@ def test_a_family_goes_all_the_way(tmp_path, family):
     model_dir = tmp_path / "model"
     assert int(PROBE.max()) < VOCAB
     save_model(model_dir, {"model_type": family, **FAMILIES[family]})
+    sigmoid = "n_routed_experts" in FAMILIES[family]
+    kept = add_mtp(model_dir, SIZES["num_hidden_layers"]) if sigmoid else set()
+    trainer = {"freeze": [FROZEN[family]]} if family in FROZEN else {}
     start = published(model_dir)
-    run_ranks(2, save, model_dir, tmp_path / "checkpoints", timeout_s=240.0)
-    one = restore_and_publish(0, model_dir, tmp_path / "checkpoints", tmp_path / "one")
-    two = run_ranks(2, restore_and_publish, model_dir, tmp_path / "checkpoints", tmp_path / "two", timeout_s=240.0)
+    run_ranks(2, save, model_dir, tmp_path / "checkpoints", timeout_s=240.0, **trainer)
+    one = restore_and_publish(0, model_dir, tmp_path / "checkpoints", tmp_path / "one", **trainer)
+    two = run_ranks(
+        2, restore_and_publish, model_dir, tmp_path / "checkpoints", tmp_path / "two", timeout_s=240.0, **trainer
+    )
     assert two[0][0] == two[1][0] == one[0]
     # the same bytes from one rank and from two
     versions = [published(tmp_path / ranks / "v000002") for ranks in ("one", "two")]
     assert versions[0].keys() == versions[1].keys() == start.keys()
     assert all(torch.equal(versions[0][name], versions[1][name]) for name in start)
     moved = {name for name in start if not torch.equal(start[name], versions[0][name])}
-    # gradients reach all but what only chooses; an expert that no token visits decays all the same
-    assert start.keys() - moved == {name for name in start if name.endswith("e_score_correction_bias")}
-    assert bool(start.keys() - moved) == (family in {"deepseek_v3", "glm4_moe"})
+    # gradients reach all but what only chooses, and what is frozen; an expert that no token visits decays all the same
+    kept |= {name for name in start if name.endswith("e_score_correction_bias")}
+    kept |= {name for name in start if fnmatch(name, FROZEN.get(family, ""))}
+    assert start.keys() - moved == kept
+    assert bool(kept) == sigmoid
+    assert all(versions[0][name].dtype == start[name].dtype for name in start)
 
     logits = torch.tensor(one[1])
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "two/v000002", attn_implementation="eager")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from hpcrl.config.cluster import ClusterProfile, SlurmCluster
+from hpcrl.config.load import leaves
 from hpcrl.config.plan import Role
 from hpcrl.config.recipe import Recipe
 from hpcrl.errors import ConfigError, UnknownSizesError, UsageError
@@ -25,9 +27,11 @@ __all__ = [
     "SearchResult",
     "better_document",
     "better_split",
+    "default_range",
     "node_range",
     "run_search",
     "search_document",
+    "settings_of",
 ]
 
 
@@ -52,6 +56,8 @@ class SearchResult:
         Where nothing fits: what is short.
     notes:
         For people.
+    nodes:
+        Of the recipe's own layout.
     """
 
     candidates: list[Candidate]
@@ -59,6 +65,32 @@ class SearchResult:
     own_short: str = ""
     why_not: str = ""
     notes: tuple[str, ...] = ()
+    nodes: int = 0
+
+    @property
+    def marks(self) -> list[tuple[str, Candidate]]:
+        """The few to choose from (`hpcrl.planning.search.splits.marked`)."""
+        return marked(self.candidates, self.nodes)
+
+
+def default_range(recipe: Recipe, cluster: ClusterProfile) -> range:
+    """Numbers of nodes to look at where nobody says any: around the recipe's own, as far as the profile has them."""
+    own = recipe.trainer.nodes + sum(
+        side.replicas * side.nodes
+        for side in ((recipe.engine.prefill, recipe.engine.decode) if recipe.engine.decode else (recipe.engine,))
+        if side is not None
+    )
+    high = max(own, math.ceil(own * 1.25))
+    if isinstance(cluster, SlurmCluster):
+        # roles may be in several partitions: those of all of them together
+        high = max(own, min(high, sum(cluster_nodes(cluster).values())))
+    found = range(max(2, math.floor(own * 0.75)), high + 1)
+    # where that is too much to look at, the recipe's own number alone, if it is not
+    return found if high <= MOST_NODES and _splits(found) <= _MOST_SPLITS else node_range(str(own))
+
+
+def _splits(nodes: range) -> int:
+    return sum(count * count for count in nodes)
 
 
 def node_range(text: str) -> range:
@@ -69,7 +101,7 @@ def node_range(text: str) -> range:
     if not match or low < 2 or high < low:
         raise UsageError(f"--nodes {text}: write a number, or a range such as 20..40, from 2 up to {MOST_NODES:,}")
     found = range(low, high + 1)
-    if high > MOST_NODES or sum(count * count for count in found) > _MOST_SPLITS:
+    if high > MOST_NODES or _splits(found) > _MOST_SPLITS:
         raise UsageError(
             f"--nodes {text}: every split is looked at, up to {MOST_NODES:,} nodes, and of a range up to "
             f"{_MOST_SPLITS:,} (the squares of its numbers added up)\n"
@@ -83,8 +115,9 @@ def run_search(
     cluster: ClusterProfile,
     calibration: Calibration,
     nodes: Sequence[int],
+    progress: Callable[[float], None] = lambda share: None,
 ) -> SearchResult:
-    """Search, and the recipe's own layout for comparison.
+    """Search, and the recipe's own layout for comparison; ``progress`` is told how much is done, from 0 to 1.
 
     Raises
     ------
@@ -105,7 +138,7 @@ def run_search(
     base = planned_layout(recipe, cluster, facts)
     mean_tokens = resolve_workload(recipe, calibration).mean("tokens")
     fits = memory_fits(recipe, cluster, facts, base, mean_tokens=mean_tokens)
-    found = search(Problem(recipe, facts, base, site, fits), nodes)
+    found = search(Problem(recipe, facts, base, site, fits), nodes, progress)
     shorts = [
         f"{name}: {fit.short}"
         for name, fit in (
@@ -129,7 +162,7 @@ def run_search(
         most = next(iter(cluster_nodes(cluster).values()))
         if max(nodes) > most:
             notes.append(f"the profile has {most} nodes; layouts with more are for a larger site")
-    return SearchResult(found, candidate, "; ".join(shorts), "\n    ".join(reasons), tuple(notes))
+    return SearchResult(found, candidate, "; ".join(shorts), "\n    ".join(reasons), tuple(notes), base.nodes)
 
 
 _LOOKED_AT = 64
@@ -191,14 +224,30 @@ def cluster_nodes(cluster: SlurmCluster) -> dict[str, int]:
     return {name: cluster.partitions[name].nodes for name in sorted(names)}
 
 
-def search_document(found: SearchResult) -> dict[str, Any]:
-    """A search as JSON."""
+def settings_of(recipe: Recipe, layout: PlannedLayout) -> list[str]:
+    """What ``--set`` has to say to make a recipe into one of this layout, ``key=value`` each; empty for its own."""
+    before, after = dict(leaves(recipe)), dict(leaves(with_layout(recipe, layout)))
+    return [
+        f"{'.'.join(map(str, path))}={str(value).lower() if isinstance(value, bool) else value}"
+        for path, value in after.items()
+        if path in before and before[path] != value
+    ]
+
+
+def search_document(found: SearchResult, recipe: Recipe) -> dict[str, Any]:
+    """A search over ``recipe`` as JSON."""
     best = pareto(found.candidates)
-    marks = {id(candidate): mark for mark, candidate in marked(found.candidates)}
+    marks = {id(candidate): mark for mark, candidate in found.marks}
     return {
         "schema_version": 1,
         "candidates": [
-            {**_candidate_document(c), "best": c in best, "mark": marks.get(id(c))} for c in found.candidates
+            {
+                **_candidate_document(c),
+                "best": c in best,
+                "mark": marks.get(id(c)),
+                "settings": settings_of(recipe, c.layout),
+            }
+            for c in found.candidates
         ],
         "recipe": None if found.own is None else {**_candidate_document(found.own), "short": found.own_short or None},
         "notes": list(found.notes),

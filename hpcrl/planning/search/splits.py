@@ -116,8 +116,15 @@ class _Side:
     slots: float | None
 
 
-def search(problem: Problem, nodes: Sequence[int]) -> list[Candidate]:
+def search(
+    problem: Problem, nodes: Sequence[int], progress: Callable[[float], None] = lambda share: None
+) -> list[Candidate]:
     """The best layouts of each number of nodes, the fastest first.
+
+    Parameters
+    ----------
+    progress:
+        Told how much is done, from 0 to 1.
 
     Raises
     ------
@@ -126,10 +133,13 @@ def search(problem: Problem, nodes: Sequence[int]) -> list[Candidate]:
     """
     most = max(nodes)
     trainers = dict(_trainers(problem, most))
+    progress(0.2)
     decodes = dict(_sides(problem, most, prompts=False))
+    progress(0.3)
     prefills = dict(_sides(problem, most, prompts=True)) if problem.base.prefill is not None else {}
     found: list[Candidate] = []
-    for count in nodes:
+    for done, count in enumerate(nodes):
+        progress(0.4 + 0.6 * done / len(nodes))
         splits = sorted(_splits(problem, count, trainers, decodes, prefills), key=lambda split: split[0])
         best = [_candidate(problem, split) for split in splits[:_FINALISTS]]
         found += sorted(best, key=lambda candidate: candidate.step_s)[:_KEPT]
@@ -284,8 +294,9 @@ def pareto(candidates: Sequence[Candidate]) -> list[Candidate]:
     return kept
 
 
-def marked(candidates: Sequence[Candidate]) -> list[tuple[str, Candidate]]:
-    """The few to choose from, by nodes: ``cheapest`` in GPU-hours a step, ``knee``, ``fastest``.
+def marked(candidates: Sequence[Candidate], nodes: int | None = None) -> list[tuple[str, Candidate]]:
+    """The few to choose from, by nodes: ``cheapest`` in GPU-hours a step, ``knee``, ``fastest``, and ``same nodes``,
+    which is the fastest of those with ``nodes`` nodes.
 
     The knee is the one of the unbeaten that is farthest below the straight line from the smallest to the fastest, both
     axes as logarithms: from there on, more nodes shorten a step by a smaller share than before.
@@ -297,9 +308,15 @@ def marked(candidates: Sequence[Candidate]) -> list[tuple[str, Candidate]]:
     cheapest = min(best, key=lambda candidate: candidate.gpu_hours)
     knee = max(best, key=lambda candidate: _below_line(candidate, first, last))
     names: dict[int, list[str]] = {}
-    for name, candidate in (("cheapest", cheapest), ("knee", knee), ("fastest", last)):
+    chosen = [("cheapest", cheapest), ("knee", knee), ("fastest", last)]
+    same = min((c for c in candidates if c.nodes == nodes), key=lambda candidate: candidate.step_s, default=None)
+    if same is not None:
+        chosen.append(("same nodes", same))
+    for name, candidate in chosen:
         names.setdefault(id(candidate), []).append(name)
-    return [(", ".join(names[id(candidate)]), candidate) for candidate in best if id(candidate) in names]
+    rows = {id(candidate): candidate for _, candidate in chosen}.values()
+    ordered = sorted(rows, key=lambda candidate: (candidate.nodes, candidate.step_s))
+    return [(", ".join(names[id(candidate)]), candidate) for candidate in ordered]
 
 
 def _below_line(candidate: Candidate, first: Candidate, last: Candidate) -> float:

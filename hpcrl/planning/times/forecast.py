@@ -320,9 +320,9 @@ def _warnings(recipe: Recipe, loop: LoopEstimate | None, workload: Workload) -> 
                 f"({recipe.rollouts.max_off_policy_steps}) and are thrown away: raise it, or shorten rollouts"
             )
         if loop.engines_wait > 0.3:
-            found.append(f"engines stand still {loop.engines_wait:.0%} of the time: fewer of them would do")
+            found.append(f"engines wait {loop.engines_wait:.0%} of a step for the trainer: fewer of them would do")
         if loop.trainer_waits > 0.3:
             found.append(
-                f"the trainer waits {loop.trainer_waits:.0%} of the time: more engines, or fewer trainer nodes"
+                f"the trainer waits {loop.trainer_waits:.0%} of a step for rollouts: more engines, or a smaller trainer"
             )
     return tuple(found)

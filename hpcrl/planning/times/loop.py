@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from hpcrl.planning.times.lengths import Quantiles, expected_later
 
-__all__ = ["LoopEstimate", "LoopInputs", "Served", "steady_state"]
+__all__ = ["LoopEstimate", "LoopInputs", "Served", "steady_state", "waiting_share"]
 
 _ROUNDS = 24
 
@@ -83,7 +83,7 @@ class LoopEstimate:
     in_flight_limit:
         What bounds them: ``max_in_flight``, ``max_off_policy_steps``; ``trainer`` where more would only wait for it.
     trainer_waits, engines_wait:
-        Shares of a step without work.
+        What a step takes longer than each side alone, as shares of the step (`waiting_share`).
     staleness:
         Mean staleness of a consumed rollout.
     dropped:
@@ -110,6 +110,15 @@ class LoopEstimate:
     def started_per_s(self) -> float:
         """Rollouts that start in a second."""
         return self.in_flight / self.served.durations.mean
+
+
+def waiting_share(alone_s: float, step_s: float) -> float:
+    """What a side of the loop waits for the other: how much shorter a step would be if the other took no time.
+
+    The one meaning of waiting in plans and in simulations. Engines that wait so are not empty: they serve fewer
+    requests at once than they could, or end what nobody takes yet.
+    """
+    return max(0.0, 1.0 - alone_s / step_s) if step_s else 0.0
 
 
 def steady_state(inputs: LoopInputs) -> LoopEstimate:
@@ -238,8 +247,8 @@ def _estimate(
         rollout_s=rollout_s,
         in_flight=in_flight,
         in_flight_limit=limit,
-        trainer_waits=max(0.0, 1.0 - inputs.trainer_s / step_s),
-        engines_wait=max(0.0, 1.0 - rollout_s / step_s),
+        trainer_waits=waiting_share(inputs.trainer_s, step_s),
+        engines_wait=waiting_share(rollout_s, step_s),
         staleness=0.0 if bound == 0 else min(float(bound), max(0.0, age)),
         dropped=dropped,
         bound="trainer" if trainer_bound else "rollouts",

@@ -10,7 +10,7 @@ from hpcrl.config.recipe import Recipe
 from hpcrl.errors import UsageError
 from hpcrl.planning.calibration.file import Calibration
 from hpcrl.planning.memory.fit import MemoryReport
-from hpcrl.planning.report import find_facts, make_outlook
+from hpcrl.planning.report import Outlook, find_facts, make_outlook
 from hpcrl.planning.times.forecast import Forecast, site_rates
 from hpcrl.planning.times.lengths import Quantiles
 from hpcrl.planning.times.serving import Serving
@@ -27,7 +27,7 @@ from hpcrl.simulation.inputs.durations import (
     TurnPlan,
 )
 
-__all__ = ["durations_from_plan"]
+__all__ = ["durations_from_outlook", "durations_from_plan"]
 
 _TRACE = 256
 """Rollouts that stand for an environment."""
@@ -42,8 +42,15 @@ def durations_from_plan(recipe: Recipe, cluster: ClusterProfile, calibration: Ca
     UsageError
         The planner has no times for this recipe on this cluster: no described hardware, no model, a number missing.
     """
-    outlook = make_outlook(recipe, cluster, calibration, find_facts(recipe))
-    whole = outlook.forecast
+    return durations_from_outlook(make_outlook(recipe, cluster, calibration, find_facts(recipe)), calibration)
+
+
+def durations_from_outlook(outlook: Outlook, calibration: Calibration) -> Durations:
+    """Durations of a plan that is there already; ``calibration`` is what it rests on.
+
+    Raises as `durations_from_plan`.
+    """
+    recipe, cluster, whole = outlook.recipe, outlook.cluster, outlook.forecast
     if whole is None or whole.loop is None or not isinstance(cluster, SlurmCluster):
         why = outlook.because or f"the recipe has no forecast on {cluster.name}"
         if not isinstance(cluster, SlurmCluster):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
 
 from hpcrl.config.engine_shape import step_limits
@@ -53,8 +54,9 @@ class Simulation:
         self._evaluated: set[int] = set()
         self._build(Checkpoint(0, 0.0, []))
 
-    def run(self) -> None:
-        """Go to the horizon, or to the recipe's last step."""
+    def run(self, progress: Callable[[float], None] = lambda share: None) -> None:
+        """Go to the horizon, or to the recipe's last step; ``progress`` is told how much of the time is over."""
+        self._progress = progress
         self._begin(None)
         self._interval_s = self.scenario.horizon_s / _KV_SAMPLES
         self.clock.at(0.0, self._observe)
@@ -205,6 +207,7 @@ class Simulation:
             self.prefill_busy_s += self.pool.busy_s
 
     def _observe(self, _: object) -> None:
+        self._progress(self.clock.now / self.scenario.horizon_s)
         capacity, engines = self.scenario.durations.engine.kv_tokens, self.fleet.engines
         used = [engine.kv_in_use / capacity if capacity else engine.kv_in_use for engine in engines]
         count = len(engines)

@@ -68,7 +68,7 @@ class EngineShares(StrictModel):
     frozen: float
     """Stopped by a weight update."""
     idle: float
-    """Waiting for requests: for tools, for the trainer, for the stragglers of others."""
+    """Without any request: tools, the trainer, or the stragglers of others hold all of them."""
     down: float
     """Between a node failure and the next attempt."""
     prefill_busy: float
@@ -169,6 +169,10 @@ class SimulationResult(StrictModel):
     """From the start of a consumed rollout to its reward."""
     phases: dict[str, float]
     """Shares of the trainer's time in steps, as in ``hpcrl report``; ``wait_batch`` is its waiting share."""
+    engines_alone_s: float | None = None
+    """Seconds of a step if the trainer took no time; None where no step was done."""
+    engines_wait: float | None = None
+    """What engines wait for the trainer, by the definition of `hpcrl.planning.times.loop.waiting_share`."""
     engine: EngineShares
     staleness: Staleness
     started: int

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hpcrl.config.recipe import HandoffConfig
+from hpcrl.models.mtp import config_of_tensors
 from hpcrl.space import ShortageError, find_shortage
 from hpcrl.trainer.parallel.ranks import Ranks
 from hpcrl.trainer.publish.staging import Window
@@ -224,6 +225,7 @@ class VersionWriter:
 
     def _config(self) -> bytes:
         config = json.loads((self._model_dir / "config.json").read_bytes())
+        config = config_of_tensors(config, (tensor.name for tensor in self._tensors))
         config.pop("torch_dtype", None)  # the name before transformers 5
         config["dtype"] = str(self._dtype).removeprefix("torch.")
         if self._settings.kind == "fp8":

@@ -125,6 +125,7 @@ def load_checkpoint(entry: CheckpointEntry, model: nn.Module, optimizer: torch.o
     state = trainer_state(model, optimizer, entry.step)
     reader = FileSystemReader(entry.trainer_dir)
     try:
+        _check_moments(entry, state, reader)
         if _ACCELERATOR_RNG in state and _ACCELERATOR_RNG not in reader.read_metadata().state_dict_metadata:
             del state[_ACCELERATOR_RNG]  # saved without an accelerator: its random numbers begin at the seed
         load(state, storage_reader=reader, process_group=parallel.world.group)
@@ -137,6 +138,20 @@ def load_checkpoint(entry: CheckpointEntry, model: nn.Module, optimizer: torch.o
     torch.set_rng_state(state["rng"])
     if _ACCELERATOR_RNG in state:
         torch.get_device_module(parallel.device).set_rng_state(state[_ACCELERATOR_RNG], parallel.device)
+
+
+def _check_moments(entry: CheckpointEntry, state: dict[str, Any], reader: FileSystemReader) -> None:
+    """Whether all that is trained now was trained then (CheckpointError)."""
+    held = reader.read_metadata().state_dict_metadata
+    moment = _MOMENTS[0]
+    lacking = [
+        name for name in state["optimizer"] if f"model.{name}" in held and f"optimizer.{name}.{moment}" not in held
+    ]
+    if lacking:
+        raise CheckpointError(
+            f"checkpoint {entry.path} has no optimizer state of {len(lacking)} parameters, the first is {lacking[0]}: "
+            "they were frozen when it was saved\n    hint: leave trainer.freeze as it was"
+        )
 
 
 def check_owner(entry: CheckpointEntry) -> None:

@@ -12,7 +12,7 @@ import os
 import shutil
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,12 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from hpcrl.checkpoints.ledger import CheckpointEntry, CheckpointLedger
 from hpcrl.errors import CheckpointError, HpcrlError, UsageError
 from hpcrl.fs import StagedDirectory, fsync_dir, write_json
+from hpcrl.modeling.carried import CarriedTensor, carry
 from hpcrl.modeling.decoder import Decoder
-from hpcrl.modeling.hf import model_tensors
+from hpcrl.modeling.hf import CARRIED, model_tensors
 from hpcrl.modeling.spec import spec_of
 from hpcrl.models.arch import load_arch
+from hpcrl.models.mtp import config_of_tensors
 from hpcrl.runs.rundir import RunDir
 from hpcrl.trainer.state.checkpoint import check_owner
 
@@ -71,6 +73,7 @@ def export_checkpoint(
     arch = load_arch(model_dir)
     # without memory: it says what a checkpoint of this model holds
     model = spec_of(arch).build(arch, device="meta")
+    carry(model, _carried(entry), lambda own: torch.empty(own.shape, dtype=getattr(torch, own.dtype), device="meta"))
     stage = StagedDirectory(output, token=f"export-{os.getpid()}")
     stage.create()
     try:
@@ -81,7 +84,7 @@ def export_checkpoint(
                 weight_map[name] = file
                 total += size
         write_json(stage.path / _INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-        _copy_companions(model_dir, stage.path, dtype)
+        _copy_companions(model_dir, stage.path, dtype, weight_map)
         fsync_dir(stage.path)
         stage.commit()
     except BaseException:
@@ -96,9 +99,10 @@ def _write_shards(
     """Write file after file; yields the name of each, and the bytes of each tensor in it."""
     # they keep their dtype: a rounded bias of a router chooses other experts
     buffers = {name for name, _ in model.named_buffers()}
-    expected = {name: tensor.shape for name, tensor in model_tensors(model).items()}
+    own = model_tensors(model)
+    expected = {name: tensor.shape for name, tensor in own.items()}
     for number, shapes in enumerate(_shards(entry, expected, dtype, shard_bytes), start=1):
-        state = {"model": {name: torch.empty(shape, dtype=torch.float32) for name, shape in shapes.items()}}
+        state = {"model": {name: torch.empty(shape, dtype=own[name].dtype) for name, shape in shapes.items()}}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # that is what we want here
             load(state, storage_reader=FileSystemReader(entry.trainer_dir), no_dist=True)
@@ -114,12 +118,26 @@ def _write_shards(
         yield file, {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
 
 
+def _metadata(entry: CheckpointEntry) -> dict[str, Any]:
+    """What the checkpoint holds of the model, by name."""
+    metadata = FileSystemReader(entry.trainer_dir).read_metadata().state_dict_metadata
+    return {key.removeprefix(_PREFIX): value for key, value in metadata.items() if key.startswith(_PREFIX)}
+
+
+def _carried(entry: CheckpointEntry) -> list[CarriedTensor]:
+    """What the checkpoint holds of a published model beside the parameters of its decoder."""
+    return [
+        CarriedTensor(name.removeprefix(CARRIED), str(value.properties.dtype).removeprefix("torch."), tuple(value.size))
+        for name, value in _metadata(entry).items()
+        if name.startswith(CARRIED) and isinstance(value, TensorStorageMetadata)
+    ]
+
+
 def _shards(
     entry: CheckpointEntry, expected: Mapping[str, torch.Size], dtype: torch.dtype, shard_bytes: int
 ) -> Iterator[dict[str, torch.Size]]:
     """Tensors with their shapes, in portions of about ``shard_bytes`` of output."""
-    metadata = FileSystemReader(entry.trainer_dir).read_metadata().state_dict_metadata
-    held = {key.removeprefix(_PREFIX): value for key, value in metadata.items() if key.startswith(_PREFIX)}
+    held = _metadata(entry)
     for name, shape in expected.items():
         value = held.get(name)
         found = tuple(value.size) if isinstance(value, TensorStorageMetadata) else "nothing"
@@ -137,13 +155,13 @@ def _shards(
     yield portion
 
 
-def _copy_companions(model_dir: Path, output: Path, dtype: str) -> None:
+def _copy_companions(model_dir: Path, output: Path, dtype: str, names: Iterable[str]) -> None:
     for path in sorted(model_dir.iterdir()):
         small = path.is_file() and path.stat().st_size <= _COMPANION_BYTES
         if small and path.suffix in _COMPANION_SUFFIXES and not path.name.endswith((".index.json", "manifest.json")):
             shutil.copyfile(path, output / path.name)
             _fsync(output / path.name)
-    config: dict[str, Any] = json.loads((model_dir / "config.json").read_bytes())
+    config: dict[str, Any] = config_of_tensors(json.loads((model_dir / "config.json").read_bytes()), names)
     config.pop("torch_dtype", None)  # the name before transformers 5
     config["dtype"] = dtype
     write_json(output / "config.json", config)

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
+from torch.distributed import tensor as dtensor
+from torch.distributed.tensor import Replicate, Shard
 
 from hpcrl.config.recipe import Recipe
 from hpcrl.dock.wire import BatchShard
 from hpcrl.errors import RunFailedError
+from hpcrl.modeling.carried import CarriedTensor, carry, find_mtp_tensors
 from hpcrl.modeling.load import load_model_dir
 from hpcrl.modeling.spec import spec_of
 from hpcrl.models.arch import ModelArch
 from hpcrl.trainer.batch.routed_experts import RoutedExpertsComparison
 from hpcrl.trainer.batch.tensors import TokenBatch, token_logprobs
 from hpcrl.trainer.parallel.mesh import Parallel
+from hpcrl.trainer.step.freezing import freeze_parameters
 from hpcrl.trainer.step.losses import TrainedTokens, policy_loss
 from hpcrl.trainer.step.metrics import TokenSums
 from hpcrl.trainer.step.optim import clip_gradients, learning_rate, make_optimizer, set_learning_rate
 
 __all__ = ["TrainerPolicy"]
+
+_log = logging.getLogger(__name__)
 
 
 class TrainerPolicy:
@@ -43,19 +51,43 @@ class TrainerPolicy:
         Raises
         ------
         UsageError, ValueError, PeerLostError
-            On all ranks, where one of them cannot read the model (see `load_model_dir`).
+            On all ranks, where one of them cannot read the model (see `load_model_dir`), or where what the recipe
+            freezes does not fit it (see `freeze_parameters`).
         """
         self.recipe, self.arch, self.parallel = recipe, arch, parallel
         self._dense_layers = sum(not arch.is_sparse(layer) for layer in range(arch.num_hidden_layers))
         spec = spec_of(arch)
         # nothing is whole anywhere: shards get their memory after the model is cut
         self.model = spec.build(arch, device="meta")
+        freeze_parameters(self.model, recipe.trainer.freeze)
         spec.parallelize(self.model, parallel.mesh, dtype=getattr(torch, recipe.trainer.dtype))
         self.model.materialise(parallel.device)
+        self._carry_mtp()
         if model_dir is not None:
             read = partial(load_model_dir, self.model, self.model.adapter, model_dir)
             parallel.world.all_succeed(read, f"reading {model_dir}")
-        self.optimizer = make_optimizer(self.model.parameters(), recipe.trainer.optimizer)
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer = make_optimizer(trained, recipe.trainer.optimizer)
+
+    def _carry_mtp(self) -> None:
+        """Give the model room for the published tensors of multi-token prediction, cut by rows. Collective."""
+        if not self.arch.num_nextn_predict_layers:
+            return
+        model_dir, keep = Path(self.recipe.model.path), self.recipe.trainer.mtp_tensors == "keep"
+        find = partial(find_mtp_tensors, model_dir, self.model.adapter)
+        found = self.parallel.world.on_leader(find, f"looking for multi-token prediction in {model_dir}")
+        if found and self.parallel.world.rank == 0:
+            what = "carried through as they are" if keep else "left out (trainer.mtp_tensors: drop)"
+            _log.info("%d tensors of multi-token prediction are %s", len(found), what)
+        if not keep:
+            return
+        mesh = self.parallel.mesh.get_mesh("fsdp")
+
+        def empty(own: CarriedTensor) -> Tensor:
+            cut = Shard(0) if own.shape else Replicate()
+            return dtensor.empty(own.shape, dtype=getattr(torch, own.dtype), device_mesh=mesh, placements=[cut])
+
+        carry(self.model, found, empty)
 
     def forward_backward(self, shard: BatchShard) -> TokenSums:
         """Add the gradient of this rank's micro-batches to ``grad``; returns sums of this rank.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from hpcrl.modeling.hf import published_tensors
 from hpcrl.modeling.load import load_model_dir
 from hpcrl.modeling.spec import build_model
 from hpcrl.models.arch import ModelArch, load_arch
+from hpcrl.models.mtp import is_mtp_tensor
 from hpcrl.weights import Handoff, TensorRecord
 from hpcrl.weights.format.adapters import Contents
 from hpcrl.weights.format.layout import PublishedTensor
@@ -66,6 +68,8 @@ def load_model(model_dir: Path, dtype: str) -> Decoder:
 def check_fits(handoff: Handoff, arch: ModelArch) -> None:
     """Compare the manifest of a hand-off (for an adapter: of its base) with a model, before any weight is read.
 
+    Tensors of multi-token prediction may be there: this engine does not speculate, and leaves them out.
+
     Raises
     ------
     HandoffError
@@ -76,7 +80,8 @@ def check_fits(handoff: Handoff, arch: ModelArch) -> None:
     scales = {scale.name: scale.shape for name in records if (scale := _scale_of(name, records)) is not None}
     expected |= scales
     problems = [f"{name} is missing" for name in expected if name not in records]
-    problems += [f"{name} is unknown" for name in records if name not in expected]
+    mtp = partial(is_mtp_tensor, layers=arch.num_hidden_layers, modules=arch.num_nextn_predict_layers)
+    problems += [f"{name} is unknown" for name in records if name not in expected and not mtp(name)]
     problems += [
         f"{name} has shape {tuple(record.shape)}, not {expected[name]}"
         for name, record in records.items()

@@ -1,0 +1,72 @@
+"""Published tensors that no forward pass reads: they are loaded, saved and published as they are.
+
+They are buffers of the model by the names that they have in the published one behind ``carried.``:
+no optimizer has them, no rank gathers them, and each keeps the dtype of its file. What a file has in block FP8 is
+brought back to bfloat16, as the rest of the model is brought back: a version says once how all of it is stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hpcrl.modeling.decoder import Decoder
+from hpcrl.modeling.hf import CARRIED, HfAdapter
+from hpcrl.weights.format.quantize import FP8_DTYPE, scale_tensor
+from hpcrl.weights.read.model_files import ModelFiles
+
+__all__ = ["CarriedTensor", "carry", "find_mtp_tensors"]
+
+
+class CarriedTensor(NamedTuple):
+    """A published tensor that is carried through.
+
+    Attributes
+    ----------
+    name:
+        As published.
+    dtype:
+        Torch's name of it.
+    shape:
+        As published.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def find_mtp_tensors(model_dir: Path, adapter: HfAdapter) -> list[CarriedTensor]:
+    """The tensors of multi-token prediction in the files of ``model_dir``, by name; only their heads are read.
+
+    Raises
+    ------
+    UsageError
+        The directory has no whole safetensors files.
+    """
+    with ModelFiles(model_dir) as files:
+        stored = {name: block for name, block in files.tensors.items() if adapter.is_mtp(name)}
+    scales = {scale_tensor(name, b.shape).name for name, b in stored.items() if b.dtype == FP8_DTYPE}
+    return [
+        CarriedTensor(name, "bfloat16" if block.dtype == FP8_DTYPE else block.dtype, block.shape)
+        for name, block in sorted(stored.items())
+        if name not in scales
+    ]
+
+
+def carry(model: Decoder, tensors: list[CarriedTensor], empty: Callable[[CarriedTensor], Tensor]) -> None:
+    """Give ``model`` a buffer for each of ``tensors``, as ``empty`` makes it: sharded, whole or without memory."""
+    for tensor in tensors:
+        *path, leaf = f"{CARRIED}{tensor.name}".split(".")
+        module: nn.Module = model
+        for name in path:
+            if name not in dict(module.named_children()):
+                module.add_module(name, nn.Module())
+            module = module.get_submodule(name)
+        made = empty(tensor)
+        assert made.dtype == getattr(torch, tensor.dtype), tensor.name
+        module.register_buffer(leaf, made)

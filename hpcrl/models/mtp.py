@@ -1,0 +1,37 @@
+"""Tensors of multi-token prediction in a published model: which they are, and what a config says of a model without."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+__all__ = ["config_of_tensors", "is_mtp_tensor"]
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_COUNT = "num_nextn_predict_layers"
+
+
+def is_mtp_tensor(name: str, *, layers: int, modules: int) -> bool:
+    """Whether the published tensor ``name`` belongs to a module of multi-token prediction.
+
+    Parameters
+    ----------
+    layers:
+        Decoder layers of the model; the modules count on after the last one.
+    modules:
+        How many there are by the model's config (``num_nextn_predict_layers``).
+    """
+    found = _LAYER.match(name)
+    return found is not None and layers <= int(found[1]) < layers + modules
+
+
+def config_of_tensors(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """``config`` as it is true of a model that has the tensors ``names``: without the modules that it lacks."""
+    count = config.get(_COUNT)
+    if not count:
+        return dict(config)
+    layers = config["num_hidden_layers"]
+    if any(is_mtp_tensor(name, layers=layers, modules=count) for name in names):
+        return dict(config)
+    return {**config, _COUNT: 0}
