@@ -8,7 +8,6 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hpcrl.config.recipe import OptimizerConfig
@@ -43,14 +42,13 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
 
 def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
     """AdamW with decoupled decay of matrices; norm weights (vectors) are not decayed."""
-    kinds: dict[tuple[bool, DeviceMesh | None], list[nn.Parameter]] = {}
+    matrices: list[nn.Parameter] = []
+    vectors: list[nn.Parameter] = []
     for parameter in parameters:
-        # one kernel call cannot have parameters of two meshes
-        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        kinds.setdefault((parameter.dim() == 1, mesh), []).append(parameter)
+        (vectors if parameter.dim() == 1 else matrices).append(parameter)
     groups = [
-        {"params": group, "weight_decay": 0.0 if is_vector else config.weight_decay}
-        for (is_vector, _), group in kinds.items()
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
     ]
     # fused: one kernel call a group, which on sharded parameters saves most of the dispatch
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=True)
