@@ -43,11 +43,14 @@ class PackedAttention:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Tensor:
         """See `AttentionFn`; ``layer`` is not used because nothing is cached."""
-        grouped = q.shape[1] != k.shape[1]
+        grouped, width = q.shape[1] != k.shape[1], v.shape[2]
+        if v.device.type == "cpu" and width < q.shape[2]:
+            # its fused kernel takes values as wide as keys; any other keeps every score, which grows as length squared
+            v = F.pad(v, (0, q.shape[2] - width))
         y = F.scaled_dot_product_attention(
             self._pad(q), self._pad(k), self._pad(v), is_causal=True, enable_gqa=grouped, scale=scale
         )
-        return y.transpose(1, 2).reshape(-1, q.shape[1], v.shape[2])[self._places]
+        return y.transpose(1, 2).reshape(-1, q.shape[1], v.shape[2])[self._places][..., :width]
 
     def choose(self, layer: int, index: IndexQuery, top_k: int) -> Tensor:
         """See `SparseAttentionFn`: indices into the flat tokens, ``[T, min(top_k, longest)]``."""
