@@ -1,7 +1,7 @@
 """Memory and time of a layer of GLM-5's sparse attention, beside the same with a mask over all pairs of tokens.
 
 One sequence goes through a layer forward and backward in a process of its own, which writes down the high-water mark of
-its resident memory (VmHWM) before and after. The layer is GLM-5's made 16 times smaller: shares of memory count, not times.
+its resident memory (VmHWM) before and after. The layer is GLM-5's, 16 times smaller: shares of memory count, not times.
 """
 
 from __future__ import annotations
