@@ -93,6 +93,10 @@ def show(
     environment: Annotated[
         bool, typer.Option("--env", help="Show the environment of each role and where each variable comes from.")
     ] = False,
+    real_model: Annotated[
+        bool,
+        typer.Option("--real-model", help="The trainer's activations from the model's own code, with torch: seconds."),
+    ] = False,
     calibration: CalibrationOption = None,
     tables: TablesOption = None,
     as_json: JsonOption = False,
@@ -118,6 +122,7 @@ def show(
         make_plan,
         resolve_runs_root,
     )
+    from hpcrl.planning.memory.real_model import measure_pass
     from hpcrl.planning.report import find_facts, make_outlook, outlook_document
     from hpcrl.planning.search.recipe import better_document, better_split
     from hpcrl.planning.verdict import judge
@@ -133,7 +138,8 @@ def show(
     resolved = make_plan(absolute_paths(wanted, cwd), profile, name, resolve_runs_root(profile, cwd) / name)
     facts = find_facts(wanted)
     with working("computing memory and times") as told:
-        outlook = make_outlook(wanted, site.value, measured, facts)
+        real = measure_pass(wanted, site.value) if real_model else None
+        outlook = make_outlook(wanted, site.value, measured, facts, real)
         verdict = judge(outlook, facts)
         told.share(0.2, "computing ranges")
         _ = outlook.ranges
@@ -150,6 +156,8 @@ def show(
     print_answers(console, verdict, outlook, blocked, better)
     print_plan(resolved, site, commands=commands)
     print_outlook(console, outlook)
+    if real is not None:
+        console.print(str(real), highlight=False, soft_wrap=True)
     if explain:
         print_explanation(console, outlook, measured)
     if environment:

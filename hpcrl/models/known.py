@@ -11,7 +11,7 @@ from typing import Any
 from hpcrl.models.facts import ModelFacts
 from hpcrl.models.families import facts_from_config
 
-__all__ = ["known_models", "load_facts"]
+__all__ = ["find_config", "known_models", "load_facts"]
 
 _MOST_BYTES = 16 << 20
 _CONFIGS = Path(__file__).parent / "configs"
@@ -38,6 +38,14 @@ def load_facts(model: str | Path) -> ModelFacts:
     ValueError
         The config is of an architecture that is not known, or lacks a size (the message names the file).
     """
+    path = find_config(model)
+    if path.parent == _CONFIGS:
+        return _read(path, path.stem, 0)
+    return _read(path, path.parent.name or str(path), path.stat().st_mtime_ns)
+
+
+def find_config(model: str | Path) -> Path:
+    """The ``config.json`` of what `load_facts` takes (FileNotFoundError as there)."""
     path = Path(model)
     try:
         if path.is_dir() and (path / "config.json").is_file():
@@ -47,8 +55,7 @@ def load_facts(model: str | Path) -> ModelFacts:
         # a name that no filesystem takes
         raise FileNotFoundError(f"{str(model)[:100]}…: {error.strerror}") from error
     if is_file:
-        stat = path.stat()
-        return _read(path, path.parent.name or str(path), stat.st_mtime_ns)
+        return path
     names = {name.lower(): name for name in known_models()}
     wanted = Path(model).name.lower()
     # the FP8 upload of a model has the same sizes
@@ -57,7 +64,7 @@ def load_facts(model: str | Path) -> ModelFacts:
         close = [names[match] for match in get_close_matches(wanted, names, n=3)]
         hint = f"did you mean {' or '.join(close)}?" if close else f"known names: {', '.join(known_models())}"
         raise FileNotFoundError(f"{model}: no config.json there, and no known model of this name; {hint}")
-    return _read(_CONFIGS / f"{name}.json", name, 0)
+    return _CONFIGS / f"{name}.json"
 
 
 @lru_cache(maxsize=64)

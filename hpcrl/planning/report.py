@@ -20,6 +20,7 @@ from hpcrl.planning.ledger import Ledger
 from hpcrl.planning.memory.fit import MemoryReport, Place, memory_report
 from hpcrl.planning.memory.margin import ExpertMargin, expert_margin
 from hpcrl.planning.memory.remedies import Shortage, why_not
+from hpcrl.planning.memory.settings import RealPass
 from hpcrl.planning.times.forecast import Forecast, forecast, site_rates
 from hpcrl.planning.times.from_recipe import PlannedLayout, planned_layout
 from hpcrl.planning.times.loop import LoopEstimate
@@ -111,14 +112,15 @@ def make_outlook(
     cluster: ClusterProfile,
     calibration: Calibration,
     facts: ModelFacts | str,
+    real: RealPass | None = None,
 ) -> Outlook:
-    """Memory and times of a recipe.
+    """Memory and times of a recipe; ``real`` is what the trainer's model takes, where that was measured.
 
     Where the calibration file has a measured run of this recipe on this cluster, that decides; otherwise the profile's
     hardware does.
     """
     workload = resolve_workload(recipe, calibration)
-    memory, lacking = _memory(recipe, cluster, facts)
+    memory, lacking = _memory(recipe, cluster, facts, real)
     short: tuple[Shortage, ...] = ()
     if memory is not None and not memory.ok and not isinstance(facts, str):
         short = why_not(recipe, cluster, facts)
@@ -214,13 +216,13 @@ def _ranges(
 
 
 def _memory(
-    recipe: Recipe, cluster: ClusterProfile, facts: ModelFacts | str
+    recipe: Recipe, cluster: ClusterProfile, facts: ModelFacts | str, real: RealPass | None
 ) -> tuple[MemoryReport | None, tuple[str, ...]]:
     """Memory, or the numbers that the profile lacks for it."""
     if isinstance(facts, str):
         return None, ()
     try:
-        return memory_report(recipe, cluster, facts), ()
+        return memory_report(recipe, cluster, facts, real), ()
     except ConfigError as error:
         return None, tuple(finding.key for finding in error.findings)
 

@@ -340,3 +340,14 @@ def test_nothing_is_cut_or_broken_at_eighty_columns(
     lines = [line for line in out.splitlines() if not line.startswith(("directory ", "gpu "))]
     assert "…" not in out
     assert [line for line in lines if len(line.rstrip()) > 84] == []
+
+
+def test_the_real_model_is_measured_only_as_it_would_run(hpcrl: Hpcrl) -> None:
+    code, _, err = hpcrl(*GLM5, "--real-model")
+    assert (code, "this one has GPUs" in err, "hint: " in err) == (ExitCode.USAGE, True, True)
+    local = ("quickstart", "--real-model")
+    code, _, err = hpcrl(*local, "--set", "model.path=gpt-oss-20b")
+    assert (code, "'gpt_oss'" in err) == (ExitCode.USAGE, True)
+    fp8 = ("--set", "model.path=Qwen3-8B", "--set", "trainer.memory.lm_head_chunk_tokens=64")
+    code, _, err = hpcrl(*local, *fp8)
+    assert (code, "without what trainer.memory asks for" in err) == (ExitCode.USAGE, True)

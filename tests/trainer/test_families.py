@@ -45,12 +45,21 @@ FAMILIES = {
     "qwen3": {**SIZES, "tie_word_embeddings": True, "attention_bias": True},
     "qwen3_moe": {**SIZES, "num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": [0]},
     "deepseek_v3": {**SIGMOID, **LATENT, "attention_bias": True, "head_dim": LATENT["qk_rope_head_dim"]},
+    "glm_moe_dsa": {
+        **SIGMOID,
+        **LATENT,
+        "index_n_heads": 8,
+        "index_head_dim": 8,
+        "index_topk": 4,
+        "indexer_types": ["full", "shared"],
+        "head_dim": LATENT["qk_rope_head_dim"],
+    },
     "glm4_moe": {**SIGMOID, "attention_bias": True, "use_qk_norm": True},
 }
 
 
-FROZEN = {"glm4_moe": "*.mlp.gate.weight"}
-"""What a recipe freezes, by family."""
+FROZEN = {"glm4_moe": "*.mlp.gate.weight", "glm_moe_dsa": "*.indexer.*"}
+"""What is frozen: by the recipe, or for GLM-5 by itself."""
 
 
 def add_mtp(model_dir, layers):
@@ -99,7 +108,7 @@ def test_a_family_goes_all_the_way(tmp_path, family):
     save_model(model_dir, {"model_type": family, **FAMILIES[family]})
     sigmoid = "n_routed_experts" in FAMILIES[family]
     kept = add_mtp(model_dir, SIZES["num_hidden_layers"]) if sigmoid else set()
-    trainer = {"freeze": [FROZEN[family]]} if family in FROZEN else {}
+    trainer = {"freeze": [FROZEN[family]]} if family == "glm4_moe" else {}
     start = published(model_dir)
     # saved by two ranks with half of the experts each, restored by ranks with all of them, or with shards of all
     dealt = {} if family == "qwen3" else {"parallelism": {"ep": 2}}

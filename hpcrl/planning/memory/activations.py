@@ -122,8 +122,8 @@ def _hidden(layer: Layer) -> int:
 
 
 def _norm(width: int, shape: ActivationShape) -> float:
-    """A float32 copy of the input, the normalised value before the weight, and the output."""
-    return shape.tokens * width * (4 + 2 * shape.element_bytes)
+    """A float32 copy of the input with a number a row, the normalised value before the weight, and the output."""
+    return shape.tokens * (width * (4 + 2 * shape.element_bytes) + 4)
 
 
 def _mixer(mixer: Mixer, shape: ActivationShape) -> float:
@@ -146,7 +146,8 @@ def _gqa(mixer: Gqa, shape: ActivationShape) -> float:
     # the gate of the output, and the output before it
     gate = 2 * q * b * t if mixer.output_gate else 0
     normed = (4 + b) * t if mixer.qk_norm != "none" else 0
-    queries_and_keys = (q + kv) * (normed + b * t + b * padded)
+    rows = 4 * t * (mixer.num_attention_heads + mixer.num_key_value_heads) if normed else 0
+    queries_and_keys = (q + kv) * (normed + b * t + b * padded) + rows
     values = kv * b * (t + padded)
     output = q * b * (padded if shape.eager else t) + 4 * (padded or t) * mixer.num_attention_heads
     projection_input = q * b * t if shape.eager else 0
@@ -157,6 +158,11 @@ def _mla(mixer: Mla, shape: ActivationShape) -> float:
     b, t, heads = shape.element_bytes, shape.tokens, mixer.num_attention_heads
     qk = mixer.qk_nope_head_dim + mixer.qk_rope_head_dim
     latents = (mixer.q_lora_rank or 0) + mixer.kv_lora_rank
+    if shape.eager:
+        # queries, keys and values (as wide as keys) as they are and padded; the kernel's output, and what is read of it
+        wide, padded = heads * qk, shape.padded_tokens
+        attention = 3 * wide * b * (t + padded) + wide * b * padded + 4 * padded * heads
+        return t * (latents * (4 + 2 * b) + 8 + heads * mixer.v_head_dim * b) + attention
     low_rank = t * (latents * (4 + 2 * b) + mixer.qk_rope_head_dim * b)
     queries = t * heads * qk * b
     statistics = 4 * t * heads
@@ -193,8 +199,13 @@ def _mlp(mlp: DenseMlp | Moe, shape: ActivationShape) -> float:
         return _dense(mlp, shape.tokens, shape)
     b, t, k = shape.element_bytes, shape.tokens, mlp.num_experts_per_tok
     routed = t * k * shape.imbalance
-    # probabilities, chosen experts and weights, order of the assignments
-    router = 4 * t * mlp.num_experts + 40 * t * k
+    # probabilities; chosen experts, their weights before and after they are normalised, and twice the order of the
+    # assignments
+    router = 4 * t * mlp.num_experts + t * (4 + (28 + b) * k)
+    if shape.eager and mlp.correction_bias and b < 4:
+        # scores are computed of float32 copies; what they are copied from is kept for shared experts alone
+        router += 4 * mlp.hidden_size * (t + mlp.num_experts)
+        router -= 0 if mlp.shared is not None else b * t * mlp.hidden_size
     # sorted inputs, gate and up, activation, product, outputs, outputs in token order
     widths = 3 * mlp.expert_width + (4 if mlp.gated else 3) * mlp.moe_intermediate_size
     shared = 0.0 if mlp.shared is None else _dense(mlp.shared, t, shape)

@@ -6,7 +6,7 @@ found by `hpcrl.planning.memory.remedies`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from hpcrl.config.cluster import ClusterProfile, LocalCluster, SlurmCluster
@@ -20,7 +20,7 @@ from hpcrl.planning.hardware import NodeHardware, node_hardware
 from hpcrl.planning.ledger import GIB, Ledger, Term
 from hpcrl.planning.memory.engine import EngineMemory, KvCapacity, engine_ledger, kv_bytes_of_rank, kv_capacity
 from hpcrl.planning.memory.host import engine_host, orchestrator_terms, trainer_host
-from hpcrl.planning.memory.settings import TrainerMemory
+from hpcrl.planning.memory.settings import RealPass, TrainerMemory
 from hpcrl.planning.memory.trainer import trainer_moments, trainer_peak
 
 __all__ = ["MemoryReport", "Place", "engine_host_place", "engine_memory", "memory_report", "trainer_memory"]
@@ -104,8 +104,15 @@ class MemoryReport:
         raise KeyError((role, kind))
 
 
-def memory_report(recipe: Recipe, cluster: ClusterProfile, facts: ModelFacts) -> MemoryReport:
+def memory_report(
+    recipe: Recipe, cluster: ClusterProfile, facts: ModelFacts, real: RealPass | None = None
+) -> MemoryReport:
     """Memory of every role of a recipe on a cluster.
+
+    Parameters
+    ----------
+    real:
+        Activations of the trainer's model (`hpcrl.planning.memory.real_model`); None: by formulas.
 
     Raises
     ------
@@ -113,8 +120,8 @@ def memory_report(recipe: Recipe, cluster: ClusterProfile, facts: ModelFacts) ->
         The profile lacks a number that this needs; it is named.
     """
     if isinstance(cluster, LocalCluster):
-        return MemoryReport((_local(recipe, cluster, facts),))
-    return MemoryReport((*_trainer_places(recipe, cluster, facts), *_engine_places(recipe, cluster, facts)))
+        return MemoryReport((_local(recipe, cluster, facts, real),))
+    return MemoryReport((*_trainer_places(recipe, cluster, facts, real), *_engine_places(recipe, cluster, facts)))
 
 
 # -- trainer ----------------------------------------------------------------------------------------------------
@@ -154,9 +161,11 @@ def _staging_bytes(recipe: Recipe) -> int | None:
     return None if handoff.overlap or handoff.delta_chain else round(handoff.staging_gib * GIB)
 
 
-def _trainer_places(recipe: Recipe, cluster: SlurmCluster, facts: ModelFacts) -> tuple[Place, ...]:
+def _trainer_places(
+    recipe: Recipe, cluster: SlurmCluster, facts: ModelFacts, real: RealPass | None
+) -> tuple[Place, ...]:
     node = node_hardware(cluster, Role.TRAINER)
-    memory = trainer_memory(recipe, device="cuda" if node.gpus else "cpu")
+    memory = replace(trainer_memory(recipe, device="cuda" if node.gpus else "cpu"), real=real)
     per_node = recipe.trainer.ranks // recipe.trainer.nodes
     host = trainer_host(facts, memory, recipe, ranks_per_node=per_node)
     available = round(node.host_bytes * (1 - HOST_RESERVE))
@@ -244,9 +253,9 @@ def _embedded(recipe: Recipe, facts: ModelFacts) -> Ledger:
     )
 
 
-def _local(recipe: Recipe, cluster: LocalCluster, facts: ModelFacts) -> Place:
+def _local(recipe: Recipe, cluster: LocalCluster, facts: ModelFacts, real: RealPass | None) -> Place:
     """Everything on one machine."""
-    memory = trainer_memory(recipe, device="cpu")
+    memory = replace(trainer_memory(recipe, device="cpu"), real=real)
     peak = trainer_peak(facts, memory)
     ranks, replicas = recipe.trainer.ranks, recipe.engine.replicas
     engine = _embedded(recipe, facts).total

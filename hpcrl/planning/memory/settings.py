@@ -10,7 +10,7 @@ from hpcrl.models.tensors import DTYPE_BYTES
 from hpcrl.planning.ledger import GIB, Term
 from hpcrl.planning.memory.activations import ActivationShape
 
-__all__ = ["EXPERT_IMBALANCE", "TrainerMemory", "checkpoint_term", "image_term", "lora_parameters"]
+__all__ = ["EXPERT_IMBALANCE", "RealPass", "TrainerMemory", "checkpoint_term", "image_term", "lora_parameters"]
 
 OFFLOAD_BUCKET = 512 << 20
 """Bytes that move between host and GPU at a time (two of them: one moves while the other is used)."""
@@ -22,6 +22,23 @@ FRAGMENTATION = 0.05
 """Share of what tensors take that the caching allocator holds beside it."""
 EXPERT_IMBALANCE = 1.25
 """Tokens of the busiest rank of expert parallelism relative to the mean."""
+
+
+@dataclass(frozen=True, slots=True)
+class RealPass:
+    """Activations of a micro-batch as the model's own code makes them, in bytes.
+
+    Attributes
+    ----------
+    head, whole:
+        At the highest point until the backward pass of the head is done, and of the whole pass.
+    """
+
+    head: int
+    whole: int
+
+    def __str__(self) -> str:
+        return f"a pass of the real model takes {self.whole / GIB:.2f} GiB of activations and logits on each rank"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +70,8 @@ class TrainerMemory:
         ``cuda`` adds what CUDA, NCCL and the caching allocator hold.
     eager:
         The project's own trainer as it is (see `hpcrl.planning.memory.activations`); it also loads the whole model.
+    real:
+        Activations of the real model; None: by formulas.
     """
 
     ranks: int
@@ -77,6 +96,7 @@ class TrainerMemory:
     expert_imbalance: float = EXPERT_IMBALANCE
     device: Literal["cpu", "cuda"] = "cuda"
     eager: bool = False
+    real: RealPass | None = None
 
     @property
     def element_bytes(self) -> int:

@@ -177,6 +177,9 @@ class _Trainer:
         m, d, v = self.m, self.facts.hidden_size, self.facts.vocab_size
         yield from self.standing(gradients=1.0 if m.accumulates else 0.0)
         yield self._root_gathered()
+        if m.real is not None:
+            yield _real_term(m.real.head)
+            return
         yield from self._kept(len(self.layers))
         n, b, t = m.logit_tokens, m.element_bytes, m.tokens
         inputs = {"T": t, "D": d, "n": n, "b": b}
@@ -218,10 +221,13 @@ class _Trainer:
         yield from self.standing(gradients=self._reduced(i))
         yield self._root_gathered()
         yield self._root_gradient()
-        yield from self._kept(i + 1)
-        yield Term("recomputed layer", self.working[i], "a_l without checkpointing", {"layer": i})
-        gradient = gradient_bytes(self.layers[i], m.activations)
-        yield Term("gradients of activations", gradient, "b (T k (3 F + D) + 2 T D)", {"layer": i})
+        if m.real is not None and m.real.whole > m.real.head:
+            yield _real_term(m.real.whole)
+        else:
+            yield from self._kept(i + 1)
+            yield Term("recomputed layer", self.working[i], "a_l without checkpointing", {"layer": i})
+            gradient = gradient_bytes(self.layers[i], m.activations)
+            yield Term("gradients of activations", gradient, "b (T k (3 F + D) + 2 T D)", {"layer": i})
         yield Term("gathered layer", b * p, "b · p_l", {"b": b, "p_l": p})
         yield self._prefetched(i)
         yield self._fp8_copies(i)
@@ -293,6 +299,10 @@ class _Trainer:
         # a layer's whole tensors go when all of the model is cut
         yield Term("model while it is cut", 4 * p, "4 P", {"P": p}, "measured")
         yield self._runtime()
+
+
+def _real_term(value: int) -> Term:
+    return Term("activations and logits", value, "most of a pass of the real model", source="measured")
 
 
 _SAVED: dict[tuple[Layer, ActivationShape], int] = {}

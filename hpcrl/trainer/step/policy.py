@@ -81,7 +81,7 @@ class TrainerPolicy:
             _log.info("%d tensors of multi-token prediction are %s", len(found), what)
         if not keep:
             return
-        mesh = self.parallel.mesh.get_mesh("fsdp")
+        mesh = self.parallel.mesh.sharding
 
         def empty(own: CarriedTensor) -> Tensor:
             cut = Shard(0) if own.shape else Replicate()

@@ -1,0 +1,162 @@
+"""Memory of a forward and backward pass, from the real model under fake tensors: shapes and dtypes, no numbers.
+
+Nothing is allocated and nothing computed, so that a model of any size is measured on any machine with torch. The
+planner has formulas for the same (`hpcrl.planning.memory`), for login nodes without torch; a test holds the two
+together for every family. As a program it is asked by `hpcrl.planning.memory.real_model`: JSON in, JSON out.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+
+from hpcrl.modeling.packed_attention import PackedAttention
+from hpcrl.modeling.spec import build_model
+from hpcrl.models.arch import ModelArch, arch_from_config
+from hpcrl.trainer.batch.tensors import token_logprobs
+
+__all__ = ["PassMemory", "estimate_model", "estimate_pass"]
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class PassMemory:
+    """Bytes at the highest points of a pass.
+
+    Attributes
+    ----------
+    parameters:
+        Of the model, in the dtype of the pass.
+    head:
+        The most tensors beside parameters, their gradients and the optimizer until the backward pass of the head is
+        done: what layers keep, and logits.
+    whole:
+        The same of the whole pass; more than ``head`` where the backward pass of some layer takes more.
+    """
+
+    parameters: int
+    head: int
+    whole: int
+
+
+def estimate_model(arch: ModelArch, lengths: Sequence[int], *, dtype: torch.dtype) -> PassMemory:
+    """`estimate_pass` of a model of many layers, from two of a few.
+
+    A layer takes about a second. Where all layers behind the first ones are equal, each adds the same.
+    """
+    layers = arch.facts.layers[: arch.num_hidden_layers]
+    first = len(layers)
+    while first > 0 and layers[first - 1] == layers[-1]:
+        first -= 1
+    few = first + 2
+    if few + 1 >= len(layers):
+        return estimate_pass(arch, lengths, dtype=dtype)
+    less, more = (estimate_pass(replace(arch, num_hidden_layers=n), lengths, dtype=dtype) for n in (few, few + 1))
+
+    def continued(name: str) -> int:
+        at_few, at_more = getattr(less, name), getattr(more, name)
+        return int(at_few + (len(layers) - few) * (at_more - at_few))
+
+    return PassMemory(continued("parameters"), continued("head"), continued("whole"))
+
+
+def estimate_pass(arch: ModelArch, lengths: Sequence[int], *, dtype: torch.dtype) -> PassMemory:
+    """The highest points of one micro-batch on the processor, without sharding: each rank holds these activations.
+
+    Parameters
+    ----------
+    lengths:
+        Tokens of the sequences of the micro-batch; all but the first token of each is trained.
+    dtype:
+        Of parameters and activations.
+    """
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    attention = PackedAttention(ends)
+    tokens, trained = int(ends[-1]), int(ends[-1]) - len(lengths)
+    model = build_model(arch, dtype=dtype)
+    # fake tensors of a processor: on `meta`, attention would take its plain form, which keeps every score
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with fake, _known_without_numbers(), warnings.catch_warnings():
+        # of gradients that are None: that is what they are to be
+        warnings.filterwarnings("ignore", message="Expected a tensor or a traceable wrapper-subclass")
+        model.materialise(_CPU)
+        for name, value in vars(attention).items():
+            if isinstance(value, Tensor):
+                setattr(attention, name, fake.from_tensor(value))
+        ids, select = torch.zeros(tokens, dtype=torch.long), torch.zeros(trained, dtype=torch.long)
+        for parameter in model.parameters():
+            # as where they are sharded: a layer's gradients go when they are reduced
+            parameter.register_post_accumulate_grad_hook(_forget)  # type: ignore[no-untyped-call]
+        tracker, at_head = MemTracker(), []
+        model.norm.register_full_backward_hook(lambda *_: at_head.append(_beside_weights(tracker)))
+        tracker.track_external(model)
+        with tracker:
+            logits = model(ids, attention.context(select))
+            logprobs, _ = token_logprobs(logits, torch.zeros(trained, dtype=torch.long), 1.0)
+            logprobs.sum().backward()  # type: ignore[no-untyped-call]
+    parameters = sum(p.numel() * p.element_size() for p in model.parameters())
+    return PassMemory(parameters, at_head[0], _beside_weights(tracker))
+
+
+def _forget(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+def _beside_weights(tracker: MemTracker) -> int:
+    """The most activations so far: whatever backward passes hold in between is among them."""
+    peak = tracker.get_tracker_snapshot("peak")[_CPU]
+    return sum(size for kind, size in peak.items() if getattr(kind, "name", "") in ("ACT", "TEMP"))
+
+
+@contextmanager
+def _known_without_numbers() -> Iterator[None]:
+    """Results whose shapes torch finds from numbers, or of dtypes for which it has kernels and no shapes."""
+
+    def bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+        # of as many bins as it is told of
+        return x.new_zeros(minlength)
+
+    def grouped_mm(x: Tensor, weights: Tensor, *, offs: Tensor) -> Tensor:
+        # the same of one matrix: what is kept for the backward pass is the same, and so are shapes
+        return _GroupedProduct.apply(x, weights, offs)  # type: ignore[no-any-return, no-untyped-call]
+
+    with mock.patch.object(torch, "bincount", bincount), mock.patch.object(F, "grouped_mm", grouped_mm):
+        yield
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """``grouped_mm`` of shapes alone; torch itself knows those of bfloat16 only."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+        context.save_for_backward(x, weights, ends)
+        return x.new_empty(x.shape[0], weights.shape[2])
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weights, _ = context.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weights), None
+
+
+def main() -> None:
+    """Read ``config`` (a ``config.json``), ``lengths`` and ``dtype``; write a `PassMemory`."""
+    asked = json.load(sys.stdin)
+    found = estimate_model(arch_from_config(asked["config"]), asked["lengths"], dtype=getattr(torch, asked["dtype"]))
+    json.dump(asdict(found), sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

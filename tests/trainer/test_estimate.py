@@ -1,0 +1,163 @@
+"""The planner's formulas of activations and the real model under fake tensors agree, for each family of the trainer."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+
+from hpcrl.config.load import load_cluster, load_recipe
+from hpcrl.modeling.spec import SPECS
+from hpcrl.models.arch import ModelArch, Qwen3Arch
+from hpcrl.models.known import find_config
+from hpcrl.planning.memory.real_model import measure_pass
+from hpcrl.planning.memory.settings import RealPass, TrainerMemory
+from hpcrl.planning.memory.trainer import trainer_moments, trainer_peak
+from hpcrl.trainer import estimate
+from hpcrl.trainer.estimate import estimate_model, estimate_pass
+
+#: by the names of all families; each takes those that it has
+SIZES: dict[str, Any] = {
+    "vocab_size": 1024,
+    "hidden_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "intermediate_size": 640,
+    "moe_intermediate_size": 288,
+    "num_experts": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "max_position_embeddings": 4096,
+    "kv_lora_rank": 64,
+    "q_lora_rank": 96,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    # narrower than the keys, as in published models
+    "v_head_dim": 32,
+}
+EXPERTS = {"num_experts": 16, "n_routed_experts": 16, "num_experts_per_tok": 4}
+CHANGES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
+    "as it is": ({}, (240,) * 4),
+    "one long sequence": ({}, (2048,)),
+    "uneven sequences": ({}, (700, 100, 60, 100)),
+    "top 4 of 16": (EXPERTS, (240,) * 4),
+    "norms of heads, no shared experts": ({"use_qk_norm": True, "n_shared_experts": 0}, (480,) * 2),
+    "plain queries, biases": ({"q_lora_rank": None, "attention_bias": True}, (480,) * 2),
+}
+KEPT = ("activations", "final norm and selection", "logits", "rotary tables")
+BACKWARD = ("activations", "rotary tables", "recomputed layer", "gradients of activations")
+FAMILIES = pytest.mark.parametrize("family", [spec.arch for spec in SPECS], ids=lambda arch: arch.MODEL_TYPES[0])
+
+
+def sizes_of(family: type[ModelArch], **changed: Any) -> ModelArch:
+    known = {field.name for field in fields(family)}
+    return family(**{name: value for name, value in {**SIZES, **changed}.items() if name in known})
+
+
+def settings(lengths: tuple[int, ...], dtype: str) -> TrainerMemory:
+    return TrainerMemory(
+        ranks=1,
+        dtype=dtype,
+        micro_batch_tokens=sum(lengths),
+        padded_tokens=len(lengths) * max(lengths),
+        trained_tokens=sum(lengths) - len(lengths),
+        accumulates=False,
+        device="cpu",
+        eager=True,
+    )
+
+
+def by_formulas(arch: ModelArch, lengths: tuple[int, ...], dtype: str) -> tuple[int, int]:
+    """Until the head is done, and in the backward pass of the layer with the most."""
+    moments = {
+        ledger.moment.split(" of ")[0]: ledger for ledger in trainer_moments(arch.facts, settings(lengths, dtype))
+    }
+    head, backward = moments["logits"], moments["backward"]
+    return (
+        sum(term.value for term in head.terms if term.name in KEPT),
+        sum(term.value for term in backward.terms if term.name in BACKWARD),
+    )
+
+
+@FAMILIES
+@pytest.mark.parametrize("change", CHANGES)
+def test_formulas_and_the_real_model_agree(family: type[ModelArch], change: str) -> None:
+    changed, lengths = CHANGES[change]
+    arch = sizes_of(family, **changed)
+    # the dtype matters to what is copied; one of them for each change
+    dtype = "float32" if change == "as it is" else "bfloat16"
+    real = estimate_pass(arch, lengths, dtype=getattr(torch, dtype))
+    head, backward = by_formulas(arch, lengths, dtype)
+    assert head == pytest.approx(real.head, rel=0.005)
+    assert max(head, backward) == pytest.approx(real.whole, rel=0.06)
+    assert real.parameters == pytest.approx(getattr(torch, dtype).itemsize * arch.num_parameters(), rel=0.001)
+
+
+@FAMILIES
+def test_where_logits_are_small_a_layer_binds(family: type[ModelArch]) -> None:
+    """The gradients of the widest layer beside what is kept, within a tenth."""
+    arch = sizes_of(family, vocab_size=64, intermediate_size=4096, first_k_dense_replace=2, mlp_only_layers=(0, 1))
+    real = estimate_pass(arch, (240,) * 4, dtype=torch.float32)
+    assert max(by_formulas(arch, (240,) * 4, "float32")) == pytest.approx(real.whole, rel=0.1)
+    assert real.whole > real.head
+
+
+@FAMILIES
+def test_many_layers_are_a_few_continued(family: type[ModelArch]) -> None:
+    arch = replace(sizes_of(family), num_hidden_layers=5)
+    lengths = (300, 200)
+    whole = estimate_pass(arch, lengths, dtype=torch.float32)
+    assert estimate_model(arch, lengths, dtype=torch.float32) == whole
+
+
+@FAMILIES
+def test_fake_tensors_take_what_real_ones_do(family: type[ModelArch], monkeypatch: pytest.MonkeyPatch) -> None:
+    class Real:
+        """In place of the mode: tensors are what they are."""
+
+        def __init__(self, **_: Any) -> None: ...
+
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def from_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+            return tensor
+
+    arch, lengths = sizes_of(family), (240, 100)
+    fake = estimate_pass(arch, lengths, dtype=torch.float32)
+    monkeypatch.setattr(estimate, "FakeTensorMode", Real)
+    monkeypatch.setattr(estimate, "_known_without_numbers", nullcontext)
+    real = estimate_pass(arch, lengths, dtype=torch.float32)
+    assert fake.parameters == real.parameters
+    assert fake.head == pytest.approx(real.head, rel=0.005)
+    assert fake.whole == pytest.approx(real.whole, rel=0.005)
+
+
+def test_what_the_real_model_takes_stands_in_the_ledger() -> None:
+    arch = sizes_of(SPECS[-1].arch)
+    own = settings((240,), "float32")
+    before = trainer_peak(arch.facts, own)
+    head = trainer_peak(arch.facts, replace(own, real=RealPass(head=1 << 40, whole=1 << 40)))
+    assert head.moment == "logits"
+    assert head.total > 1 << 40 > before.total
+    backward = trainer_peak(arch.facts, replace(own, real=RealPass(head=1 << 40, whole=1 << 41)))
+    assert backward.moment.startswith("backward")
+    assert backward.total > 1 << 41
+
+
+def test_a_plan_asks_a_process_with_torch() -> None:
+    recipe, site = load_recipe("quickstart", ["model.path=Qwen3-8B", "trainer.dtype=bfloat16"]), load_cluster("local")
+    real = measure_pass(recipe.value, site.value)
+    tokens = recipe.value.trainer.micro_batch_tokens
+    head, _ = by_formulas(
+        Qwen3Arch.from_hf_config(json.loads(find_config("Qwen3-8B").read_text())), (tokens,), "bfloat16"
+    )
+    assert real.head == pytest.approx(head, rel=0.005)
