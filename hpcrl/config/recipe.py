@@ -148,7 +148,7 @@ class TrainerParallelismConfig(StrictModel):
     ep: PositiveInt = 1
     """Expert parallelism: ranks among which the experts of a layer are dealt out; divides ``ranks`` and the experts."""
     cp: PositiveInt = 1
-    """Context parallelism: ranks among which a sequence is cut; divides ``ranks`` (planned)."""
+    """Context parallelism: ranks among which a sequence is cut; divides ``ranks``."""
 
 
 class TrainerMemoryConfig(StrictModel):

@@ -68,11 +68,11 @@ def whole(tmp_path_factory: pytest.TempPathFactory, small_model: Path) -> dict[i
 def test_killed_and_resumed_on_other_numbers_of_ranks(lab: Lab, whole: dict[int, StepRecord]) -> None:
     """Three kills, each of all processes at a random step; then as many ranks as before, one, and four.
 
-    Each rank has its share of the experts, so their shards are others each time.
+    Two ranks have half of the experts each; of four, two share a batch as well.
     """
     run = lab.submit("broken", "checkpoint.every_steps=2", *SYNCHRONOUS)
     before = 2
-    for attempt, (first, ranks) in enumerate(((3, 2), (6, 1), (9, 4)), start=2):
+    for attempt, (first, ranks, ep, cp) in enumerate(((3, 2, 2, 1), (6, 1, 1, 1), (9, 4, 2, 2)), start=2):
         # the save of the step before the last one may be under way
         last = random.randint(first, first + 1)
         wait_step(run, last)
@@ -82,7 +82,8 @@ def test_killed_and_resumed_on_other_numbers_of_ranks(lab: Lab, whole: dict[int,
         assert saved.entry is not None
         assert not saved.skipped
         assert saved.entry.step >= last - 3  # at most the save that was under way is lost
-        mesh = ("--set", f"trainer.ranks={ranks}", "--set", f"trainer.parallelism.ep={ranks}")
+        parallelism = f"trainer.parallelism={{ep: {ep}, cp: {cp}}}"
+        mesh = ("--set", f"trainer.ranks={ranks}", "--set", parallelism)
         lab.hpcrl("resume", run.name, *mesh, *(["--follow"] if ranks == 4 else []))
         print(f"killed after step {last}, resumed at {saved.entry.step} on {ranks} ranks")
         wait_for(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from hpcrl.modeling.exchange import exchange_rows
 
 __all__ = ["AllToAllDispatcher", "Dispatched", "Dispatcher", "LocalDispatcher"]
 
@@ -82,14 +84,14 @@ class AllToAllDispatcher:
         coming = torch.empty_like(leaving)
         dist.all_to_all_single(coming, leaving, group=self._group)
         sent, received = torch.stack((leaving.sum(1), coming.sum(1))).tolist()
-        rows = _exchange(x[order // chosen.shape[1]], sent, received, self._group)
+        rows = exchange_rows(x[order // chosen.shape[1]], sent, received, self._group)
         # from rank after rank to expert after expert
         local = torch.arange(coming.shape[1], device=x.device).repeat(self._ranks)
         by_expert = local.repeat_interleave(coming.flatten(), output_size=sum(received)).argsort(stable=True)
 
         def combine(y: Tensor) -> Tensor:
             by_rank = torch.empty_like(y).index_copy(0, by_expert, y)
-            return _mix(_exchange(by_rank, received, sent, self._group), order, weights)
+            return _mix(exchange_rows(by_rank, received, sent, self._group), order, weights)
 
         return Dispatched(rows[by_expert], coming.sum(0), combine)
 
@@ -99,24 +101,3 @@ def _mix(y: Tensor, order: Tensor, weights: Tensor) -> Tensor:
     # back to token order and a sum over k in fixed order: index_add would sum in arrival order
     unsorted = torch.empty_like(y).index_copy(0, order, y).view(*weights.shape, y.shape[1])
     return (unsorted * weights.to(y.dtype)[..., None]).sum(1)
-
-
-def _exchange(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    result: Tensor = _Exchange.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]
-    return result
-
-
-class _Exchange(torch.autograd.Function):
-    """All-to-all of rows, ``sent`` and ``received`` by rank; gradients go the other way."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.way_back = received, sent, group
-        result = rows.new_empty(sum(received), *rows.shape[1:])
-        dist.all_to_all_single(result, rows.contiguous(), received, sent, group=group)
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        (gradient,) = gradients
-        return _exchange(gradient, *ctx.way_back), None, None, None
