@@ -32,6 +32,8 @@ the names, and every value can be traced: `hpcrl recipe show RECIPE` prints wher
 
 - `extends: NAME_OR_PATH` starts a recipe from another one; mappings are merged, everything else is replaced.
 - `--set key.path=value` changes one value from the command line; list items by number (`environments.0.weight=2`).
+- A cluster profile may extend another one, too. A file of your own in `~/.config/hpcrl/clusters`, called like that of
+  the site and with `extends:` and its name, is on top of it ([admins.md](admins.md)).
 - Cluster profiles are looked up by name in `~/.config/hpcrl/clusters`, `/etc/hpcrl/clusters`, those that come with
   hpcrl, then `clusters/` of the current directory; the first hit wins. A path works as well.
 - Relative paths start at the directory where `hpcrl` is called. `HPCRL_RUNS_ROOT` overrides `paths.runs_root`.

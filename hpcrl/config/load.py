@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from hpcrl.config.cluster import CLUSTER_KINDS, ClusterProfile
 from hpcrl.config.explain import explain_errors
 from hpcrl.config.recipe import Recipe
-from hpcrl.config.resources import find_cluster, find_recipe
+from hpcrl.config.resources import find_cluster, find_cluster_below, find_recipe
 from hpcrl.config.secret_values import find_secrets, hide_setting
 from hpcrl.config.yamltree import KeyPath, Origins, parse_file, parse_value
 from hpcrl.errors import ConfigError, Finding
@@ -72,14 +72,20 @@ def load_recipe(name: str, overrides: Sequence[str] = ()) -> Loaded[Recipe]:
         With every finding: YAML, unknown keys, types, values, unknown overrides.
     """
     source = find_recipe(name)
-    tree, origins = _with_bases(source)
+    tree, origins = _with_bases(source, "recipe", lambda base, _: find_recipe(base))
     return _validate(Recipe, source, tree, origins, _apply_overrides(tree, origins, overrides))
 
 
 def load_cluster(name: str, overrides: Sequence[str] = ()) -> Loaded[ClusterProfile]:
-    """Load a cluster profile by path or name; parameters and errors as `load_recipe`, without ``extends``."""
+    """Load a cluster profile by path or name; parameters and errors as `load_recipe`.
+
+    A profile that ``extends`` another one, a user's own on top of the site's, is called like its file unless it says
+    another name itself.
+    """
     source = find_cluster(name)
-    tree, origins = parse_file(source)
+    tree, origins = _with_bases(source, "cluster profile", find_cluster_below)
+    if origins.get(("name",), "").rpartition(":")[0] != str(source) and "name" in tree:
+        tree["name"] = source.stem
     findings = _apply_overrides(tree, origins, overrides)
     kind = tree.get("kind")
     if not isinstance(kind, str) or kind not in CLUSTER_KINDS:
@@ -119,8 +125,18 @@ def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
         yield path, value
 
 
-def _with_bases(source: Path) -> tuple[dict[str, Any], Origins]:
-    """The tree of a recipe on top of what it extends, nearest last."""
+def _with_bases(
+    source: Path, what: str, find: Callable[[str, Collection[Path]], Path]
+) -> tuple[dict[str, Any], Origins]:
+    """The tree of a file on top of what it extends, nearest last.
+
+    Parameters
+    ----------
+    what:
+        Kind of file.
+    find:
+        The file that a name means, given those (resolved) that it has led to.
+    """
     chain: list[tuple[dict[str, Any], Origins]] = []
     seen: list[Path] = []
     path = source
@@ -136,10 +152,10 @@ def _with_bases(source: Path) -> tuple[dict[str, Any], Origins]:
             break
         where = origins[("extends",)]
         if not isinstance(base, str):
-            raise ConfigError([Finding(where, "extends", "must be the path or name of one recipe")])
+            raise ConfigError([Finding(where, "extends", f"must be the path or name of one {what}")])
         beside = path.parent / base
         try:
-            path = beside if _is_file(beside) else find_recipe(base)
+            path = beside if _is_file(beside) else find(base, seen)
         except ConfigError as error:
             finding = error.findings[0]
             shown = base if len(base) <= 200 else f"{base[:100]}…"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from hpcrl.errors import ConfigError, Finding
 __all__ = [
     "cluster_dirs",
     "find_cluster",
+    "find_cluster_below",
     "find_recipe",
     "list_clusters",
     "list_recipes",
@@ -93,6 +94,29 @@ def find_cluster(name: str) -> Path:
             *(path.stem, path, here, here),
         )
     return path
+
+
+def find_cluster_below(name: str, above: Collection[Path]) -> Path:
+    """The file of a profile that another one extends: of its name, the first that is none of ``above`` (resolved).
+
+    So a user's ``mysite`` extends the site's of the same name.
+
+    Raises
+    ------
+    ConfigError
+        There is none.
+    """
+    if Path(name).suffix not in _YAML and os.sep not in name:
+        for directory in cluster_dirs():
+            path = directory / f"{name}.yaml"
+            if path.is_file() and path.resolve() not in above:
+                if directory == Path("clusters"):
+                    _log.warning("cluster profile %s: taken from %s in the current directory", name, path)
+                return path
+        if name in list_clusters():
+            hint = "name another one, or where the site's lies: extends: /etc/hpcrl/clusters/NAME.yaml"
+            raise ConfigError([Finding(name, "", "there is no other cluster profile of this name", hint)])
+    return find_cluster(name)
 
 
 def find_recipe(name: str) -> Path:

@@ -24,6 +24,7 @@ __all__ = [
     "gpu_options",
     "launch_on_nodes",
     "launch_replica",
+    "launch_shell",
     "outside_environment",
     "step_environment",
 ]
@@ -255,6 +256,49 @@ def launch_on_nodes(plan: Plan, component: int, allocation: Allocation, *, comma
         *command,
     ]
     return Launch(tuple(argv), allocation.hosts, nodes)
+
+
+def launch_shell(
+    plan: Plan,
+    group: RoleGroup,
+    *,
+    job_id: int,
+    het_group: int | None = None,
+    node: str,
+    command: Sequence[str],
+    terminal: bool,
+) -> tuple[str, ...]:
+    """The command line of a person's shell beside a role, from outside of the job.
+
+    It overlaps with what runs there and sees the same GPUs; of a container it gets one of its own, of the same image.
+
+    Parameters
+    ----------
+    job_id, het_group:
+        The job with the node, and of a heterogeneous one the component that has it.
+    command:
+        What becomes the shell.
+    terminal:
+        Whether the caller has one.
+    """
+    component = plan.component(group)
+    argv = [
+        "srun",
+        f"--jobid={job_id}",
+        *([] if het_group is None else [f"--het-group={het_group}"]),
+        "--job-name=shell",
+        "--nodes=1",
+        f"--nodelist={node}",
+        "--ntasks=1",
+        "--overlap",
+        *(["--gres=none"] if group.beside and component.gres != "none" else []),
+        "--cpu-bind=none",
+        "--mpi=none",
+        *(["--pty"] if terminal else ["--unbuffered"]),
+        "--export=ALL",
+        f"--chdir={plan.run_dir}",
+    ]
+    return (*argv, *_contained(plan.container, group, component, command, plan.run_dir))
 
 
 def _hosts(plan: Plan, group: RoleGroup, replica: int, allocations: Allocations) -> tuple[Allocation, tuple[str, ...]]:

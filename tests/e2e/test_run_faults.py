@@ -78,6 +78,19 @@ def test_killed_role_ends_the_run_and_resume_goes_on(run: RunDir, shared_lab: La
     assert list(records) == list(range(1, max(records) + 1))
 
 
+def test_a_shell_is_beside_its_role_and_harms_nothing(run: RunDir, shared_lab: Lab) -> None:
+    attempt, reached = run.attempts()[-1], max(steps(run))
+    found = shared_lab.hpcrl("shell", run.name, "--role", "engine/0", "--", "sh", "-c", "env; exit 4", check=False)
+    assert found.returncode == 4, found.stderr
+    own = victim(run, "engine").environ()
+    seen = dict(line.split("=", 1) for line in found.stdout.splitlines() if "=" in line)
+    left_out = {"HPCRL_RUN_ID", "HPCRL_PROCESS", "_", "PWD", "OLDPWD", "SHLVL", "TERM"}
+    assert {name for name, value in own.items() if seen.get(name) != value} <= left_out
+    wait_for(lambda: max(steps(run)) > reached + 1, 60, "more steps")
+    assert run.attempts()[-1] == attempt
+    assert shared_lab.state(run).upper() == "RUNNING"
+
+
 def test_cancel_leaves_nothing_and_a_resumed_run_completes(run: RunDir, shared_lab: Lab) -> None:
     shared_lab.hpcrl("cancel", run.name, "-y")
     assert shared_lab.wait_end(run, 10.0).upper() == "CANCELLED"

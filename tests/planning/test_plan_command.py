@@ -70,7 +70,7 @@ def test_json_is_the_plan_with_its_forecast(hpcrl: Hpcrl) -> None:
     forecast = document["forecast"]
     assert forecast["memory"]["fits"]
     assert forecast["why_not"] == []
-    assert "trainer.parallelism.ep" in forecast["unstartable"]
+    assert "trainer.memory.fp8" in forecast["unstartable"]
     assert not [key for key in forecast["unstartable"] if key.startswith("engine")]
     loop = forecast["loop"]
     assert loop["step_s"] >= max(loop["trainer_s"], loop["rollout_s"]) * 0.999

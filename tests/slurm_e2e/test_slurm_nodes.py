@@ -51,6 +51,7 @@ def nodes_of(status: RunStatus, role: str) -> list[str]:
 def test_the_next_attempt_stays_away(layout: str, role: str, at_once: bool, probe_lab: SlurmLab) -> None:
     run, before = submit(probe_lab, layout)
     node = nodes_of(before, role)[0]
+    _shells_are_where_the_roles_are(probe_lab, run, before)
     probe_lab.cluster.kill_node(node)
     if at_once:
         probe_lab.cluster.revive_node(node)
@@ -69,3 +70,18 @@ def test_the_next_attempt_stays_away(layout: str, role: str, at_once: bool, prob
     # all of its components have one
     if at_once:
         assert node in told, records
+
+
+def _shells_are_where_the_roles_are(lab: SlurmLab, run: RunDir, status: RunStatus) -> None:
+    said = "echo $HPCRL_ROLE $HPCRL_REPLICA $SLURMD_NODENAME $PROBE_HOLD_S; exit 6"
+    for role, replica in (("engine", 1), ("trainer", 0), ("orchestrator", 0)):
+        (component,) = [c for c in status.components if (c.role, c.replica) == (role, replica)]
+        for node in component.nodes:
+            command = ("shell", run.name, "--role", f"{role}/{replica}", "--node", node, "--", "sh", "-c", said)
+            found = lab.hpcrl(*command, check=False)
+            assert found.returncode == 6, found.stderr
+            # a variable that the profile alone sets says whose environment it is
+            assert found.stdout.split() == [role, str(replica), node, "600"]
+    elsewhere = lab.hpcrl("shell", run.name, "--node", nodes_of(status, "trainer")[0], "--", "true", check=False)
+    assert elsewhere.returncode == 2
+    assert f"its nodes are {nodes_of(status, 'engine')[0]}" in elsewhere.stderr
