@@ -103,7 +103,9 @@ def assert_agreement(tmp_path: Path, config: dict[str, Any]) -> Decoder:
     assert gradients.keys() == trained
     for name in trained:
         torch.testing.assert_close(gradients[name], reference[name], **TOLERANCE, msg=lambda m, n=name: f"{n}: {m}")
-    assert sum(bool(g.abs().max() > 1e-4) for g in gradients.values()) > 0.8 * len(gradients)
+    # an indexer chooses, and no gradient goes through a choice
+    reached = {name: bool(g.abs().max() > 1e-4) for name, g in gradients.items() if ".indexer." not in name}
+    assert sum(reached.values()) > 0.8 * len(reached)
     return ours
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-__all__ = ["AttentionFn", "BatchContext", "RoutedExpertsRecorder"]
+__all__ = ["AttentionFn", "BatchContext", "IndexQuery", "RoutedExpertsRecorder", "SparseAttentionFn"]
 
 
 class AttentionFn(Protocol):
@@ -37,6 +37,47 @@ class AttentionFn(Protocol):
         ...
 
 
+class IndexQuery(NamedTuple):
+    """What an indexer says of ``T`` tokens: ``q [T, heads, dim]``, ``k [T, dim]`` and ``weights [T, heads]``."""
+
+    q: Tensor
+    k: Tensor
+    weights: Tensor
+
+
+class SparseAttentionFn(Protocol):
+    """Causal attention of which each query sees chosen tokens alone; owns sequence boundaries and any KV cache."""
+
+    def choose(self, layer: int, index: IndexQuery, top_k: int) -> Tensor:
+        """Choose at most ``top_k`` tokens of its sequence for each query.
+
+        Returns
+        -------
+        Tensor
+            ``[T, width]`` int32, for `attend` of the same layer and of others that share the choice.
+        """
+        ...
+
+    def attend(self, layer: int, q: Tensor, keys: Tensor, chosen: Tensor, *, value_dim: int, scale: float) -> Tensor:
+        """Attend.
+
+        Parameters
+        ----------
+        q:
+            ``[T, query_heads, key_dim]``.
+        keys:
+            ``[T, key_dim]``: one key for all heads, whose first ``value_dim`` channels are the value.
+        chosen:
+            From `choose`.
+
+        Returns
+        -------
+        Tensor
+            ``[T, query_heads, value_dim]``.
+        """
+        ...
+
+
 class RoutedExpertsRecorder(Protocol):
     """Receives the experts chosen by each sparse layer."""
 
@@ -59,9 +100,16 @@ class BatchContext:
         ``[selected]`` indices of the tokens whose logits are wanted; None for all.
     record:
         Told the chosen experts of every sparse layer.
+    sparse:
+        The same attention for layers that choose tokens; None where it cannot.
+    chosen:
+        What each layer with an indexer chose, where later layers share it. By layer, not the last one alone: a layer
+        that is computed again for the backward pass finds what it found in the forward pass.
     """
 
     positions: Tensor
     attention: AttentionFn
     select: Tensor | None = None
     record: RoutedExpertsRecorder | None = None
+    sparse: SparseAttentionFn | None = None
+    chosen: dict[int, Tensor] = field(default_factory=dict)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hpcrl.modeling.context import BatchContext, RoutedExpertsRecorder
+from hpcrl.modeling.context import BatchContext, IndexQuery, RoutedExpertsRecorder
+from hpcrl.modeling.sparse_attention import attend_chosen, choose_tokens
 
 __all__ = ["PackedAttention"]
 
 
 class PackedAttention:
-    """An `hpcrl.modeling.context.AttentionFn` for packed batches.
+    """An `hpcrl.modeling.context.AttentionFn` and `SparseAttentionFn` for packed batches.
 
     Tokens are scattered to ``[n, longest, …]``, padded on the right, attended causally and gathered back. A
     query sees only keys before it, so padding behind a sequence never reaches one of its tokens, and the
@@ -36,6 +39,9 @@ class PackedAttention:
         self.positions = torch.arange(len(sequence), device=lengths.device) - cu_seqlens[:-1][sequence]
         """``[tokens]`` int64: position of each token in its sequence."""
         self._places = sequence * self._longest + self.positions
+        self.starts = cu_seqlens
+        """``[n + 1]`` int64: start of each sequence and the end of the last."""
+        self._starts: list[int] = cu_seqlens.tolist()
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Tensor:
         """See `AttentionFn`; ``layer`` is not used because nothing is cached."""
@@ -48,9 +54,30 @@ class PackedAttention:
         )
         return y.transpose(1, 2).reshape(-1, q.shape[1], v.shape[2])[self._places][..., :width]
 
+    def choose(self, layer: int, index: IndexQuery, top_k: int) -> Tensor:
+        """See `SparseAttentionFn`: indices into the flat tokens, ``[T, min(top_k, longest)]``."""
+        return self.choose_for(slice(0, len(self.positions)), index, top_k)
+
+    def choose_for(self, own: slice, index: IndexQuery, top_k: int) -> Tensor:
+        """`choose` for the queries of some tokens, ``own``: ``index`` has their queries and weights, and all keys."""
+        chosen = index.k.new_full((len(index.q), min(top_k, self._longest)), -1, dtype=torch.int32)
+        for begin, end in pairwise(self._starts):
+            first, last = max(begin, own.start), min(end, own.stop)
+            if first >= last:
+                continue
+            here = slice(first - own.start, last - own.start)
+            visible = self.positions[first:last] + 1
+            best = choose_tokens(index.q[here], index.k[begin:last], index.weights[here], visible, top_k)
+            chosen[here, : best.shape[1]] = torch.where(best < 0, best, best + begin)
+        return chosen
+
+    def attend(self, layer: int, q: Tensor, keys: Tensor, chosen: Tensor, *, value_dim: int, scale: float) -> Tensor:
+        """See `SparseAttentionFn`; ``layer`` is not used because nothing is cached."""
+        return attend_chosen(q, keys, chosen, value_dim=value_dim, scale=scale)
+
     def context(self, select: Tensor | None = None, record: RoutedExpertsRecorder | None = None) -> BatchContext:
         """What a forward pass over these sequences needs."""
-        return BatchContext(self.positions, self, select, record)
+        return BatchContext(self.positions, self, select, record, sparse=self)
 
     def _pad(self, x: Tensor) -> Tensor:
         """``[tokens, heads, dim]`` to ``[n, heads, longest, dim]``."""

@@ -28,6 +28,7 @@ from hpcrl.fs import write_json
 from hpcrl.modeling.context import BatchContext
 from hpcrl.modeling.decoder import Decoder
 from hpcrl.modeling.hf import published_tensors
+from hpcrl.modeling.packed_attention import PackedAttention
 from hpcrl.modeling.spec import build_model
 from hpcrl.models.arch import ModelArch, Qwen3MoeArch
 from hpcrl.models.tokenizer import write_character_tokenizer
@@ -108,9 +109,10 @@ def forward(model: Decoder, token_ids: Sequence[int]) -> tuple[torch.Tensor, NDA
 
     with torch.inference_mode():
         ids = torch.tensor(list(token_ids))
-        logits = model(
-            ids, BatchContext(torch.arange(len(ids)), attention, record=lambda _, experts: chosen.append(experts))
-        )
+        # attention over chosen latents is compared with transformers; it is not written here once more
+        sparse = PackedAttention(torch.tensor([0, len(ids)])) if model.arch.has_latent_attention else None
+        record = lambda _, experts: chosen.append(experts)  # noqa: E731
+        logits = model(ids, BatchContext(torch.arange(len(ids)), sparse or attention, record=record, sparse=sparse))
         return logits.log_softmax(-1), torch.stack(chosen, dim=1).numpy()
 
 

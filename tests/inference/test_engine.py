@@ -18,6 +18,7 @@ from hpcrl.inference.embedded.engine.params import SamplingParams
 from hpcrl.inference.embedded.engine.request import EngineRequest, Output
 from hpcrl.inference.metrics import EngineMetrics, Registry
 from hpcrl.modeling.decoder import Decoder
+from hpcrl.models.arch import GlmMoeDsaArch
 
 TOLERANCE = 1e-4
 
@@ -155,6 +156,39 @@ def test_preemption_loses_nothing(start: StartEngine, tiny: tuple[Path, Decoder]
     assert [output.token_ids for output in outputs] == [output.token_ids for output in expected]
     check_outputs(tiny[1], prompts, outputs)
     assert in_use(tight) == 0
+
+
+def test_chosen_tokens_are_those_of_the_plain_forward_pass(start: StartEngine) -> None:
+    """GLM-5: latents and keys of the indexer come from the cache, with chunked prefill, prefix hits and preemption."""
+    arch = GlmMoeDsaArch(
+        vocab_size=103,
+        hidden_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        intermediate_size=24,
+        moe_intermediate_size=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        first_k_dense_replace=0,
+        max_position_embeddings=256,
+        q_lora_rank=16,
+        kv_lora_rank=12,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=4,
+        v_head_dim=8,
+        index_n_heads=8,
+        index_head_dim=8,
+        index_topk=8,
+        indexer_types=("full", "shared", "full"),
+    )
+    model = random_model(arch, 1)
+    client = start(model, num_blocks=64, max_num_batched_tokens=24)
+    base = prompts_of(1, 30, 30)[0]
+    prompts = [base + tail for tail in prompts_of(8, 1, 40, seed=6)]
+    outputs = client.run(prompts, max_tokens=30)
+    assert client.engine._scheduler.num_preemptions
+    assert client.engine._scheduler.prefix_hits
+    check_outputs(model, prompts, outputs)
 
 
 def test_distributions_are_the_models(start: StartEngine, tiny: tuple[Path, Decoder]) -> None:

@@ -1,4 +1,4 @@
-"""DeepSeek-V3, Kimi K2, and GLM-4.5 to 4.7: sigmoid routers with a correction bias, and shared experts."""
+"""DeepSeek-V3, Kimi K2, GLM-4.5 to 4.7 and GLM-5: sigmoid routers with a correction bias, and shared experts."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from torch import nn
 
 from hpcrl.modeling.decoder import Block
 from hpcrl.modeling.layers.attention import GroupedQueryAttention
+from hpcrl.modeling.layers.dsa import SparseLatentAttention
 from hpcrl.modeling.layers.mla import LatentAttention
 from hpcrl.modeling.layers.mlp import GatedMLP
 from hpcrl.modeling.layers.moe import Experts, SigmoidRouter, SparseMLP
-from hpcrl.models.arch import DeepseekV3Arch, Glm4MoeArch, SigmoidMoeArch
+from hpcrl.models.arch import DeepseekV3Arch, Glm4MoeArch, GlmMoeDsaArch, SigmoidMoeArch
 
-__all__ = ["deepseek_v3_block", "glm4_moe_block"]
+__all__ = ["deepseek_v3_block", "glm4_moe_block", "glm_moe_dsa_block"]
 
 
 def _mlp(arch: SigmoidMoeArch, layer: int) -> nn.Module:
@@ -34,6 +35,11 @@ def _mlp(arch: SigmoidMoeArch, layer: int) -> nn.Module:
 def deepseek_v3_block(arch: DeepseekV3Arch, layer: int) -> nn.Module:
     """A layer of DeepSeek-V3 or Kimi K2."""
     return Block(arch, LatentAttention(arch, layer), _mlp(arch, layer))
+
+
+def glm_moe_dsa_block(arch: GlmMoeDsaArch, layer: int) -> nn.Module:
+    """A layer of GLM-5."""
+    return Block(arch, SparseLatentAttention(arch, layer), _mlp(arch, layer))
 
 
 def glm4_moe_block(arch: Glm4MoeArch, layer: int) -> nn.Module:

@@ -12,6 +12,7 @@ from typing import Any
 
 from hpcrl.models.arch.base import KvShape, ModelArch
 from hpcrl.models.arch.deepseek import DeepseekV3Arch, Glm4MoeArch, SigmoidMoeArch
+from hpcrl.models.arch.glm5 import GlmMoeDsaArch
 from hpcrl.models.arch.qwen3 import Qwen3Arch, Qwen3MoeArch
 from hpcrl.models.arch.rope import RopeScaling
 
@@ -19,6 +20,7 @@ __all__ = [
     "ARCHS",
     "DeepseekV3Arch",
     "Glm4MoeArch",
+    "GlmMoeDsaArch",
     "KvShape",
     "ModelArch",
     "Qwen3Arch",
@@ -30,7 +32,7 @@ __all__ = [
     "trainable_types",
 ]
 
-ARCHS: tuple[type[ModelArch], ...] = (DeepseekV3Arch, Glm4MoeArch, Qwen3Arch, Qwen3MoeArch)
+ARCHS: tuple[type[ModelArch], ...] = (DeepseekV3Arch, Glm4MoeArch, GlmMoeDsaArch, Qwen3Arch, Qwen3MoeArch)
 """One a family."""
 
 

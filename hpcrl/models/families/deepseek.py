@@ -7,7 +7,7 @@ from hpcrl.models.families.common import Config, common, decoder_norms, dense, g
 from hpcrl.models.layers import Gqa, Indexer, Layer, Mla, Mlp, Moe
 from hpcrl.models.tensors import Part, Weight
 
-__all__ = ["deepseek", "glm4_moe"]
+__all__ = ["deepseek", "glm4_moe", "indexer_types"]
 
 
 def _mla(config: Config) -> Mla:
@@ -40,7 +40,7 @@ def _sparse_mla(config: Config) -> tuple[Mla, Mla]:
     return full, shared
 
 
-def _indexer_types(config: Config) -> list[str]:
+def indexer_types(config: Config) -> list[str]:
     """``full`` or ``shared`` for each layer; GLM-5.2 and later share, by list, pattern or period."""
     layers = config["num_hidden_layers"]
     given = config.get("indexer_types") or config.get("index_topk_pattern")
@@ -96,7 +96,7 @@ def deepseek(config: Config, name: str) -> ModelFacts:
     layers = config["num_hidden_layers"]
     if config.get("index_topk"):
         full, shared = _sparse_mla(config)
-        kinds = _indexer_types(config)
+        kinds = indexer_types(config)
         if len(kinds) != layers:
             raise ValueError(f"indexer_types names {len(kinds)} layers, num_hidden_layers is {layers}")
         mixers = [full if kind == "full" else shared for kind in kinds]

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from hpcrl.inference.embedded.engine.rows import Rows
 from hpcrl.inference.embedded.engine.scheduler import Step
+from hpcrl.modeling.context import IndexQuery
+from hpcrl.modeling.sparse_attention import attend_chosen, choose_tokens
 from hpcrl.models.arch import ModelArch
 
 __all__ = ["KVCache", "PagedAttention", "StepInputs", "prepare_inputs"]
@@ -102,6 +104,40 @@ class PagedAttention:
         out = q.new_empty(q.shape[0], q.shape[1], self._value_dim)
         for group in groups:
             attended = self._attend(group, q[group.query.view(-1)], keys, values, scale)
+            out.index_copy_(0, group.target, attended if group.real is None else attended[group.real])
+        return out
+
+    def choose(self, layer: int, index: IndexQuery, top_k: int) -> Tensor:
+        """See `hpcrl.modeling.context.SparseAttentionFn`: positions in the sequence of each token.
+
+        Keys of the indexer lie in the cache where other families have their values.
+        """
+        inputs, width = self._inputs, self._value_dim
+        cached = self._cache.values[layer]
+        cached.view(-1, width).index_copy_(0, inputs.slots, index.k)
+        keys = [cached.index_select(0, group.blocks).view(len(group.query), -1, width) for group in inputs.groups]
+        longest = min(top_k, max(k.shape[1] for k in keys))
+        chosen = inputs.slots.new_full((len(inputs.positions), longest), -1, dtype=torch.int32)
+        visible = inputs.positions + 1
+        for group, own in zip(inputs.groups, keys, strict=True):
+            for tokens, k in zip(group.query, own, strict=True):
+                best = choose_tokens(index.q[tokens], k, index.weights[tokens], visible[tokens], top_k)
+                # a group is padded with its first token, which chooses the same each time
+                chosen[tokens, : best.shape[1]] = best
+        return chosen
+
+    def attend(self, layer: int, q: Tensor, keys: Tensor, chosen: Tensor, *, value_dim: int, scale: float) -> Tensor:
+        """See `hpcrl.modeling.context.SparseAttentionFn`."""
+        cached, width = self._cache.keys[layer], self._key_dim
+        cached.view(-1, width).index_copy_(0, self._inputs.slots, keys)
+        out = q.new_empty(*q.shape[:2], value_dim)
+        for group in self._inputs.groups:
+            n, tokens = len(group.query), group.query.view(-1)
+            rows = cached.index_select(0, group.blocks).view(-1, width)
+            first = torch.arange(0, len(rows), len(rows) // n, dtype=torch.int32)
+            own = chosen[tokens].view(n, -1)
+            own = torch.where(own < 0, own, own + first[:, None]).view(len(tokens), -1)
+            attended = attend_chosen(q[tokens], rows, own, value_dim=value_dim, scale=scale)
             out.index_copy_(0, group.target, attended if group.real is None else attended[group.real])
         return out
 

@@ -74,9 +74,11 @@ class ModelRunner:
         def record(layer: int, experts: Tensor) -> None:
             chosen[layer] = experts
 
+        attention = PagedAttention(self._cache, inputs)
         context = BatchContext(
             inputs.positions,
-            PagedAttention(self._cache, inputs),
+            attention,
+            sparse=attention,
             select=torch.from_numpy(selected),
             record=record if self._record_experts else None,
         )
