@@ -88,6 +88,15 @@ def test_each_byte_has_one_writer_and_comes_from_who_has_it(seed: int) -> None:
         assert position == shard.bytes
 
 
+def test_ranks_that_have_equally_much_take_turns() -> None:
+    wanted = [PublishedTensor(name, "float32", (2, PAGE_BYTES)) for name in "ab"]
+    half = PAGE_BYTES // 2
+    runs = {tensor.name: [Run(i % 2, i * half, half) for i in range(tensor.bytes // half)] for tensor in wanted}
+    shards = layout_shards(wanted, wanted[0].bytes)
+    units, _, _ = assign_units(shards, *table_of(runs), 2, chunk_bytes=PAGE_BYTES)
+    assert units.writer.tolist() == [0, 1, 0, 1, 0, 1, 0, 1] * 2
+
+
 def test_layout_is_a_safetensors_file_and_keeps_the_limit(tmp_path) -> None:
     wanted = tensors(random.Random(0))
     shards = layout_shards(wanted, 60_000)
