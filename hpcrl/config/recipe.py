@@ -143,7 +143,7 @@ class OptimizerConfig(StrictModel):
 
 
 class TrainerParallelismConfig(StrictModel):
-    """How the ranks share the work. The planner computes with it; the trainer of this version knows sharding only."""
+    """How the ranks share the work, beside the sharding of parameters (docs/training.md, Meshes)."""
 
     ep: PositiveInt = 1
     """Expert parallelism: ranks among which the experts of a layer are dealt out; divides ``ranks`` and the experts."""
@@ -187,7 +187,7 @@ class TrainerConfig(StrictModel):
     threads: PositiveInt = 1
     """CPU threads of each rank."""
     parallelism: TrainerParallelismConfig = TrainerParallelismConfig()
-    """How the ranks share the work (planned)."""
+    """How the ranks share the work."""
     memory: TrainerMemoryConfig = TrainerMemoryConfig()
     """What saves memory (planned)."""
     router_replay: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from hpcrl.config.rules.rule import Conflicts
 from hpcrl.errors import ConfigError, Finding
 from hpcrl.models.facts import ModelFacts
 from hpcrl.models.freezing import freeze_problems
-from hpcrl.models.layers import GatedDeltaNet, Gqa, Mamba2
+from hpcrl.models.layers import GatedDeltaNet, Gqa, Mamba2, Mla
 from hpcrl.models.tensors import DTYPE_BYTES, FP8_BLOCK, Part
 
 __all__ = ["MODEL_RULES", "ModelRule", "check_model_rules"]
@@ -80,6 +81,23 @@ def _heads_divide(recipe: Recipe, _: ClusterProfile, facts: ModelFacts) -> Confl
             fits = mixer is None or mixer.num_attention_heads % tp == 0
         if not fits:
             yield "engine.tp", f"{tp} does not divide the heads of {facts.name}"
+            return
+
+
+def _heads_share_context(recipe: Recipe, _: ClusterProfile, facts: ModelFacts) -> Conflicts:
+    cp = recipe.trainer.parallelism.cp
+    for layer in facts.layers:
+        mixer = layer.mixer
+        if isinstance(mixer, Gqa):
+            heads, keys = mixer.num_attention_heads, mixer.num_key_value_heads
+        elif isinstance(mixer, Mla) and mixer.indexer is None:
+            heads = keys = mixer.num_attention_heads
+        else:
+            continue
+        # keys of fewer heads than ranks are repeated, which has to fit their groups of queries
+        if heads % math.lcm(keys, cp):
+            heads_of = f"{heads} query heads on {keys} key heads of {facts.name}"
+            yield "trainer.parallelism.cp", f"{cp} ranks cannot share the {heads_of}"
             return
 
 
@@ -181,6 +199,12 @@ MODEL_RULES: tuple[ModelRule, ...] = (
     ),
     ModelRule(
         "heads-divide", "Heads are dealt out evenly.", "choose engine.tp as a divisor of the heads", _heads_divide
+    ),
+    ModelRule(
+        "heads-share-context",
+        "Ranks of a context-parallel group have equal shares of the heads.",
+        "choose trainer.parallelism.cp as a divisor of the query heads that key heads fit into",
+        _heads_share_context,
     ),
     ModelRule(
         "sequence-divides",

@@ -39,6 +39,8 @@ class PackedAttention:
         self.positions = torch.arange(len(sequence), device=lengths.device) - cu_seqlens[:-1][sequence]
         """``[tokens]`` int64: position of each token in its sequence."""
         self._places = sequence * self._longest + self.positions
+        self.starts = cu_seqlens
+        """``[n + 1]`` int64: start of each sequence and the end of the last."""
         self._starts: list[int] = cu_seqlens.tolist()
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Tensor:
@@ -54,11 +56,19 @@ class PackedAttention:
 
     def choose(self, layer: int, index: IndexQuery, top_k: int) -> Tensor:
         """See `SparseAttentionFn`: indices into the flat tokens, ``[T, min(top_k, longest)]``."""
-        chosen = index.k.new_full((len(index.k), min(top_k, self._longest)), -1, dtype=torch.int32)
+        return self.choose_for(slice(0, len(self.positions)), index, top_k)
+
+    def choose_for(self, own: slice, index: IndexQuery, top_k: int) -> Tensor:
+        """`choose` for the queries of some tokens, ``own``: ``index`` has their queries and weights, and all keys."""
+        chosen = index.k.new_full((len(index.q), min(top_k, self._longest)), -1, dtype=torch.int32)
         for begin, end in pairwise(self._starts):
-            own = slice(begin, end)
-            best = choose_tokens(index.q[own], index.k[own], index.weights[own], self.positions[own] + 1, top_k)
-            chosen[own, : best.shape[1]] = torch.where(best < 0, best, best + begin)
+            first, last = max(begin, own.start), min(end, own.stop)
+            if first >= last:
+                continue
+            here = slice(first - own.start, last - own.start)
+            visible = self.positions[first:last] + 1
+            best = choose_tokens(index.q[here], index.k[begin:last], index.weights[here], visible, top_k)
+            chosen[here, : best.shape[1]] = torch.where(best < 0, best, best + begin)
         return chosen
 
     def attend(self, layer: int, q: Tensor, keys: Tensor, chosen: Tensor, *, value_dim: int, scale: float) -> Tensor:

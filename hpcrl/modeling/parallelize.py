@@ -1,18 +1,26 @@
-"""Sharding of a decoder over a mesh; model code sees a mesh, never a world size."""
+"""Sharding of a decoder over a mesh; model code sees named dimensions, never a world size."""
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
+from hpcrl.modeling.layers.dispatch import AllToAllDispatcher
+from hpcrl.modeling.layers.moe import SparseMLP
 from hpcrl.modeling.mesh import ParallelDims
 
 __all__ = ["parallelize_decoder"]
 
 
 def parallelize_decoder(model: nn.Module, mesh: ParallelDims, *, dtype: torch.dtype) -> None:
-    """Shard ``model`` in place with FSDP2: one group a layer and one for the rest.
+    """Shard ``model`` in place with FSDP2: one group a layer and one for the rest; experts have groups of their own.
+
+    With expert parallelism the experts of a layer are dealt out over ``ep`` in equal runs, each run is sharded over
+    ``efsdp``, and tokens travel to their experts.
 
     Gradients are *summed* over ranks: the loss of each rank is already divided by the tokens of the whole
     batch. Master weights, and so optimizer state and gradients after the reduction, are float32.
@@ -25,11 +33,22 @@ def parallelize_decoder(model: nn.Module, mesh: ParallelDims, *, dtype: torch.dt
         Of the ranks; built.
     dtype:
         Of parameters and activations in forward and backward.
+
+    Raises
+    ------
+    ValueError
+        Its experts cannot be dealt out over ``ep``, or it has none.
     """
     # inputs are not cast: rotary tables stay float32, and activations have the dtype of the weights already
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    layers = model.get_submodule("layers")
-    for block in layers.children():
+    layers = list(model.get_submodule("layers").children())
+    if mesh.ep > 1:
+        sparse = [module for module in model.modules() if isinstance(module, SparseMLP)]
+        if not sparse:
+            raise ValueError(f"the model has no experts to be dealt out over ep {mesh.ep}")
+        for mlp in sparse:
+            _deal_out(mlp, mesh, policy)
+    for block in layers:
         fully_shard(block, mesh=mesh.sharding, mp_policy=policy)
     fully_shard(model, mesh=mesh.sharding, mp_policy=policy, reshard_after_forward=False)
     for module in model.modules():
@@ -37,3 +56,35 @@ def parallelize_decoder(model: nn.Module, mesh: ParallelDims, *, dtype: torch.dt
             module.set_gradient_divide_factor(1.0)
             # gloo cannot pre-multiply in a reduction
             module.set_force_sum_reduction_for_comms(True)
+    if mesh.ep > 1:
+        _prefetch(layers)
+
+
+def _deal_out(mlp: SparseMLP, mesh: ParallelDims, policy: MixedPrecisionPolicy) -> None:
+    """Leave this rank its experts of a layer, shard them over the others that have the same, and let tokens travel."""
+    ep, number = mesh.get_mesh("ep"), mlp.gate.out_features
+    if number % mesh.ep:
+        raise ValueError(f"{number} experts cannot be dealt out evenly over ep {mesh.ep}")
+    here = number // mesh.ep
+    for name, parameter in list(mlp.experts.named_parameters(recurse=False)):
+        own = parameter.detach().narrow(0, ep.get_local_rank() * here, here).clone()
+        dealt = DTensor.from_local(own, ep, [Shard(0)], run_check=False)
+        mlp.experts.register_parameter(name, nn.Parameter(dealt, requires_grad=parameter.requires_grad))
+    widths = [parameter.shape[1] for parameter in mlp.experts.parameters(recurse=False)]
+    # whole experts where there are enough for all; else rows of each, which FSDP2 wants to be equal parts
+    by_row = here < mesh.efsdp and all(width % mesh.efsdp == 0 for width in widths)
+    fully_shard(
+        mlp.experts,
+        mesh=mesh.expert_sharding,
+        mp_policy=policy,
+        shard_placement_fn=lambda parameter: Shard(int(by_row)),
+    )
+    mlp.dispatcher = AllToAllDispatcher(number, ep.get_group())
+
+
+def _prefetch(layers: list[nn.Module]) -> None:
+    """Gather the next layer's parameters early: the host waits in every dispatch, so FSDP2 would ask for them late."""
+    groups: list[list[FSDPModule]] = [[m for m in layer.modules() if isinstance(m, FSDPModule)] for layer in layers]
+    for now, following in pairwise(groups):
+        now[0].set_modules_to_forward_prefetch(following)
+        following[0].set_modules_to_backward_prefetch(now)

@@ -42,10 +42,13 @@ class Flops:
     """Floating-point operations by part; a multiply-add is two."""
 
     attention_projections: float = 0.0
+    """Products with the weights of every kind of mixer."""
     attention_scores: float = 0.0
     indexer: float = 0.0
     mamba: float = 0.0
+    """The scan alone."""
     linear_attention: float = 0.0
+    """The rule alone."""
     router: float = 0.0
     experts: float = 0.0
     shared_experts: float = 0.0
@@ -358,12 +361,9 @@ def _sum_flops(facts: ModelFacts, scores: Callable[[Layer], Flops], *, tokens: i
 def _layer_fixed(layer: Layer) -> Flops:
     mixer, mlp = layer.mixer, layer.mlp
     projections = 0.0 if mixer is None else float(mixer.projection_flops)
-    is_mamba, is_linear = isinstance(mixer, Mamba2), isinstance(mixer, GatedDeltaNet)
     indexer = mixer.indexer if isinstance(mixer, Mla) else None
     return Flops(
-        attention_projections=0.0 if is_mamba or is_linear else projections,
-        mamba=projections if is_mamba else 0.0,
-        linear_attention=projections if is_linear else 0.0,
+        attention_projections=projections,
         indexer=0.0 if indexer is None else float(indexer.projection_flops),
         router=float(mlp.router_flops) if isinstance(mlp, Moe) else 0.0,
         experts=float(mlp.expert_flops) if isinstance(mlp, Moe) else 0.0,

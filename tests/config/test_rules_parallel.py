@@ -16,7 +16,7 @@ UNQUANTIZED = ("engine.memory.weights=as_dtype", *NO_FLAG)
 
 #: rule, settings that break it, key of the finding
 BROKEN = {
-    "planned-settings": (("job.payload=roles",), "trainer.parallelism.ep"),
+    "planned-settings": (("job.payload=roles",), "trainer.memory.fp8"),
     "world-size": (("trainer.parallelism.cp=5",), "trainer.parallelism.cp"),
     "replica-size": (("engine.tp=3",), "engine.tp"),
     "replay-sees-prefixes": (("trainer.router_replay=true", "engine.kv_store.segment_gib=100.0"), "engine.kv_store"),
@@ -79,6 +79,15 @@ def test_a_plan_may_ask_for_what_this_version_cannot_start() -> None:
     _check("job.payload=roles", planning=True)
     with pytest.raises(ConfigError, match="world-size"):
         _check("job.payload=roles", "trainer.parallelism.cp=5", planning=True)
+
+
+def test_a_loss_over_whole_rollouts_wants_them_on_one_rank() -> None:
+    with pytest.raises(ConfigError) as caught:
+        _check("job.payload=roles", "algorithm.loss.kind=gspo")
+    assert "algorithm.loss.kind" in [finding.key for finding in caught.value.findings]
+    with pytest.raises(ConfigError) as caught:
+        _check("job.payload=roles", "algorithm.loss.kind=gspo", "trainer.parallelism.cp=1")
+    assert "algorithm.loss.kind" not in [finding.key for finding in caught.value.findings]
 
 
 def test_ways_out_lead_out() -> None:

@@ -27,6 +27,7 @@ AHEAD = 10
 SYNCHRONOUS = (
     f"trainer.steps={STEPS}",
     "trainer.ranks=2",
+    "trainer.parallelism.ep=2",
     "rollouts.max_off_policy_steps=0",
     # log-probs move by up to 1e-5 with what else is in a batch of the engine, which is a matter of timing: among some
     # thousand tokens, one may then be sampled otherwise
@@ -65,10 +66,13 @@ def whole(tmp_path_factory: pytest.TempPathFactory, small_model: Path) -> dict[i
 
 
 def test_killed_and_resumed_on_other_numbers_of_ranks(lab: Lab, whole: dict[int, StepRecord]) -> None:
-    """Three kills, each of all processes at a random step; then as many ranks as before, one, and four."""
+    """Three kills, each of all processes at a random step; then as many ranks as before, one, and four.
+
+    Two ranks have half of the experts each; of four, two share a batch as well.
+    """
     run = lab.submit("broken", "checkpoint.every_steps=2", *SYNCHRONOUS)
     before = 2
-    for attempt, (first, ranks) in enumerate(((3, 2), (6, 1), (9, 4)), start=2):
+    for attempt, (first, ranks, ep, cp) in enumerate(((3, 2, 2, 1), (6, 1, 1, 1), (9, 4, 2, 2)), start=2):
         # the save of the step before the last one may be under way
         last = random.randint(first, first + 1)
         wait_step(run, last)
@@ -78,7 +82,9 @@ def test_killed_and_resumed_on_other_numbers_of_ranks(lab: Lab, whole: dict[int,
         assert saved.entry is not None
         assert not saved.skipped
         assert saved.entry.step >= last - 3  # at most the save that was under way is lost
-        lab.hpcrl("resume", run.name, "--set", f"trainer.ranks={ranks}", *(["--follow"] if ranks == 4 else []))
+        parallelism = f"trainer.parallelism={{ep: {ep}, cp: {cp}}}"
+        mesh = ("--set", f"trainer.ranks={ranks}", "--set", parallelism)
+        lab.hpcrl("resume", run.name, *mesh, *(["--follow"] if ranks == 4 else []))
         print(f"killed after step {last}, resumed at {saved.entry.step} on {ranks} ranks")
         wait_for(
             lambda a=attempt: [e for e in events(run, "trainer.restored") if e.attempt == a], 120, "restored state"

@@ -1,10 +1,13 @@
 """Named dimensions of the trainer's ranks: which ranks are in which group."""
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hpcrl.modeling.mesh import ParallelDims
+from hpcrl.modeling.spec import spec_of
+from hpcrl.models.arch import Qwen3Arch, Qwen3MoeArch
 
 
 def groups(rank, world_size, **degrees):
@@ -48,6 +51,37 @@ def test_every_dimension_at_once():
         "ep": [4, 5, 6, 7],
         "copies": [[1, 5], [9, 13]],
     }
+
+
+SIZES = {
+    "vocab_size": 16,
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 4,
+    "max_position_embeddings": 16,
+}
+EXPERTS = {"moe_intermediate_size": 4, "num_experts": 4, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize(
+    ("arch", "message"),
+    [
+        (Qwen3MoeArch(**SIZES, **EXPERTS), "4 experts cannot be dealt out evenly over ep 3"),
+        (Qwen3Arch(**SIZES, intermediate_size=8), "the model has no experts to be dealt out over ep 3"),
+    ],
+)
+def test_experts_that_cannot_be_dealt_out(arch, message):
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=3)
+    try:
+        dims = ParallelDims(world_size=3, ep=3)
+        dims.build_mesh("cpu")
+        spec = spec_of(arch)
+        with pytest.raises(ValueError, match=message):
+            spec.parallelize(spec.build(arch), dims, dtype=torch.float32)
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,47 @@ def test_kernels_take_their_operations_over_the_rate() -> None:
     assert linear == pytest.approx(expected, rel=0.01)
 
 
+def test_kernels_without_products_move_what_is_kept() -> None:
+    """By hand, of a dense layer in bfloat16: what a pass keeps goes once through memory in it, 1.25 times backwards."""
+    dense = load_facts("Qwen3-8B")
+    d, q, kv, f, layers, tokens = 4096, 4096, 1024, 12288, 36, 64 * 2048 / 8
+    norms = 2 * (8 * d + 4)
+    attention = (q + kv) * 8 + 4 * (32 + 8) + 2 * kv + 2 * q + 4 * 32
+    kept = layers * (norms + attention + 2 * 4 * f)
+    own = rates()
+    shape = TrainerShape(nodes=1, gpus_per_node=8, recompute="none", micro_batch_tokens=2048)
+    found = {
+        how: trainer_step(dense, replace(shape, recompute=how), TrainerBatch(64, Quantiles((2048.0,))), own)
+        for how in ("none", "full")
+    }
+    each = tokens / own.memory / own.calibration.share("trainer_busy")
+    once = found["none"].term("compute.memory").seconds
+    again = found["full"].term("compute.memory").seconds
+    assert once == pytest.approx((2.25 * kept + 20 * dense.vocab_size) * each, rel=0.001)
+    assert again is not None
+    assert again - once == pytest.approx(kept * each, rel=0.001)
+
+
+def test_dispatch_sends_the_rows_that_it_is_told_of() -> None:
+    def dispatch(shape: TrainerShape) -> float:
+        return trainer_step(GLM5, shape, BATCH, rates()).term("ep.all_to_all").seconds or 0.0
+
+    wide = replace(SHAPE, expert_parallel=32)
+    # torch sends a row to each of 8 experts, DeepEP one to each of 4 nodes
+    assert dispatch(replace(wide, rows_sent=4.0)) == pytest.approx(dispatch(wide) / 2, rel=0.01)
+    assert dispatch(replace(wide, rows_sent=8.0)) == dispatch(wide)
+
+
+@pytest.mark.parametrize("model", ["NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "Qwen3-Next-80B-A3B-Instruct"])
+def test_projections_of_linear_mixers_are_matrix_products(model: str) -> None:
+    facts = load_facts(model)
+    work = sequence_work(facts, Quantiles((4096.0,)))
+    projections = sum(layer.mixer.projection_flops for layer in facts.layers if layer.mixer is not None)
+    assert work.linear > projections + 2 * facts.vocab_size * facts.hidden_size
+    # the scans are small beside them
+    assert work.scores < projections
+
+
 def test_features_move_the_step_the_right_way() -> None:
     assert seconds(replace(SHAPE, recompute="none")) < seconds(replace(SHAPE, recompute="selective")) < seconds()
     assert seconds(replace(SHAPE, compute_dtype="bfloat16")) > seconds()

@@ -160,7 +160,7 @@ def test_real_roles_of_the_reference_run_are_refused(
 ) -> None:
     assert run(monkeypatch, "submit", "glm5_swe", "-c", "h200-28") == 2
     err = capsys.readouterr().err
-    assert "trainer.parallelism.ep: the planner reads it, but the trainer of this version cannot do it yet" in err
+    assert "trainer.memory.fp8: the planner reads it, but the trainer of this version cannot do it yet" in err
     assert "engine" not in err
     assert "--set job.payload=probe" in err
 

@@ -41,9 +41,9 @@ def one_step(policy, parallel, step):
 
 
 def save(rank, model_dir, root, *, steps=2, state=b"orchestrator", fail=False, mode="async", keep_last=2, **trainer):
-    with distributed(timeout_s=30) as parallel:
+    recipe = make_recipe(model_dir, steps=9, **trainer)
+    with distributed(timeout_s=30, parallelism=recipe.trainer.parallelism) as parallel:
         torch.manual_seed(5)
-        recipe = make_recipe(model_dir, steps=9, **trainer)
         policy = TrainerPolicy(recipe, load_arch(model_dir), parallel, model_dir=model_dir)
         for step in range(1, steps + 1):
             one_step(policy, parallel, step)

@@ -53,12 +53,12 @@ def run_steps(run, model_dir, dock, steps):
 
 @pytest.mark.parametrize("payload", ["roles", "probe"])
 def test_settings_that_are_only_planned_are_refused_without_a_submit(tmp_path, model_dir, dock, payload):
-    run = new_run(tmp_path / "run", model_dir, 2, router_replay=True, parallelism={"ep": 2})
+    run = new_run(tmp_path / "run", model_dir, 2, router_replay=True, memory={"fp8": True})
     recipe = run.recipe()
     write_recipe(run, recipe.model_copy(update={"job": recipe.job.model_copy(update={"payload": payload})}))
     with pytest.raises(ConfigError) as caught:
         train(start_attempt(run, dock))
-    assert [finding.key for finding in caught.value.findings] == ["trainer.parallelism.ep", "trainer.router_replay"]
+    assert [finding.key for finding in caught.value.findings] == ["trainer.memory.fp8", "trainer.router_replay"]
     assert str(run.recipe_path) in str(caught.value)
     assert "hint" in str(caught.value)
     # nothing was begun
@@ -275,8 +275,9 @@ def test_an_intact_start_version_stays_and_a_damaged_one_is_made_again(tmp_path,
 
 
 def test_two_ranks_equal_one_and_resume_from_each_other(tmp_path, model_dir, dock):
-    one, two = RunDir(tmp_path / "one"), new_run(tmp_path / "two", model_dir, 3)
-    run_steps(one, model_dir, dock, 5)
+    """Two ranks with two of four experts each; then one with all of them; then two that share a batch."""
+    one, two = RunDir(tmp_path / "one"), new_run(tmp_path / "two", model_dir, 3, parallelism={"ep": 2})
+    run_steps(one, model_dir, dock, 7)
     train_ranks(two, dock, 2)
     assert {(rank, size) for _, rank, size in dock.asked} == {(0, 1), (0, 2), (1, 2)}
     assert HandoffStore(two.weights_dir).versions() == [0, 1, 2, 3]
@@ -284,6 +285,10 @@ def test_two_ranks_equal_one_and_resume_from_each_other(tmp_path, model_dir, doc
     run_steps(two, model_dir, dock, 5)  # goes on with one rank
     (restored,) = events(two, "trainer.restored")
     assert (restored["saved_by_ranks"], restored["ranks"]) == (2, 1)
+    dock.asked.clear()
+    write_recipe(two, make_recipe(model_dir, steps=7, parallelism={"cp": 2}))
+    train_ranks(two, dock, 2)
+    assert sorted(dock.asked) == [(6, 0, 1), (6, 0, 1), (7, 0, 1), (7, 0, 1)]
     assert losses(two) == pytest.approx(losses(one), rel=1e-3, abs=1e-5)
 
 

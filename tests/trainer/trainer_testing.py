@@ -59,11 +59,14 @@ def tiny_model(arch: ModelArch, seed: int = 0, std: float = 0.2) -> Decoder:
     return model
 
 
-def write_model_dir(path: Path, arch: ModelArch | None = None, seed: int = 0) -> Path:
-    """A model directory with random weights and the character tokenizer."""
+def write_model_dir(
+    path: Path, arch: ModelArch | None = None, seed: int = 0, change: Callable[[Decoder], None] = lambda model: None
+) -> Path:
+    """A model directory with random weights, which ``change`` may change, and the character tokenizer."""
     arch = arch or tiny_arch()
     write_character_tokenizer(path)
     model = tiny_model(arch, seed)
+    change(model)
     tensors = [
         tensor_bytes(hf_name, tensor, torch.float32) for hf_name, tensor in published_tensors(model, model.adapter)
     ]

@@ -35,11 +35,14 @@ def _planned_settings(recipe: Recipe, _: ClusterProfile) -> Conflicts:
 
 def _planned_only(recipe: Recipe) -> Conflicts:
     trainer, engine = recipe.trainer, recipe.engine
-    for section in ("parallelism", "memory"):
-        for name in _changed(getattr(trainer, section)):
-            yield f"trainer.{section}.{name}", "the planner reads it, but the trainer of this version cannot do it yet"
+    planned = "the planner reads it, but the trainer of this version cannot do it yet"
+    if trainer.parallelism.cp > 1 and recipe.algorithm.loss.kind == "gspo":
+        what = "the mean over a rollout's tokens is not yet taken over the ranks that share it, as this loss needs"
+        yield "algorithm.loss.kind", what
+    for name in _changed(trainer.memory):
+        yield f"trainer.memory.{name}", planned
     if trainer.router_replay:
-        yield "trainer.router_replay", "the planner reads it, but the trainer of this version cannot do it yet"
+        yield "trainer.router_replay", planned
     if engine.tp != 1:
         yield "engine.tp", "the planner reads it, but the engines of this version are one process each"
 

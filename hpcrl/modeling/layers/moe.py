@@ -11,8 +11,10 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from hpcrl.modeling.context import BatchContext
+from hpcrl.modeling.layers.dispatch import Dispatcher, LocalDispatcher
 
 __all__ = ["Choice", "Experts", "SigmoidRouter", "SoftmaxRouter", "SparseMLP"]
 
@@ -92,7 +94,7 @@ class SigmoidRouter(nn.Linear):
 
 
 class Experts(nn.Module):
-    """All experts of a layer in two tensors."""
+    """The experts of a layer in two tensors; with expert parallelism these are DTensors: a rank has some experts."""
 
     def __init__(self, hidden_size: int, experts: int, intermediate_size: int) -> None:
         super().__init__()
@@ -107,11 +109,15 @@ class Experts(nn.Module):
         x:
             ``[assignments, hidden_size]``, sorted by expert.
         counts:
-            ``[num_experts]`` assignments of each expert.
+            ``[experts of this rank]`` assignments of each expert.
         """
         ends = counts.cumsum(0).to(torch.int32)
-        gate, up = F.grouped_mm(x, self.gate_up_proj.transpose(1, 2), offs=ends).chunk(2, dim=-1)
-        return F.grouped_mm(F.silu(gate) * up, self.down_proj.transpose(1, 2), offs=ends)
+        gate, up = F.grouped_mm(x, _local(self.gate_up_proj).transpose(1, 2), offs=ends).chunk(2, dim=-1)
+        return F.grouped_mm(F.silu(gate) * up, _local(self.down_proj).transpose(1, 2), offs=ends)
+
+
+def _local(weights: Tensor) -> Tensor:
+    return weights.to_local() if isinstance(weights, DTensor) else weights
 
 
 class SparseMLP(nn.Module):
@@ -125,18 +131,13 @@ class SparseMLP(nn.Module):
         self.gate = gate
         self.experts = experts
         self.shared_experts = shared_experts
+        self.dispatcher: Dispatcher = LocalDispatcher(gate.out_features)
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
         """``[T, hidden_size]`` to the same."""
         weights, chosen = self.gate.choose(x)
         if context.record is not None:
             context.record(self.layer, chosen)
-        top_k = chosen.shape[-1]
-        flat = chosen.reshape(-1)
-        order = flat.argsort(stable=True)
-        counts = torch.bincount(flat, minlength=self.gate.out_features)
-        y = self.experts(x[order // top_k], counts)
-        # back to token order and a sum over k in fixed order: index_add would sum in arrival order
-        unsorted = torch.empty_like(y).index_copy(0, order, y).view(x.shape[0], top_k, -1)
-        mixed: Tensor = (unsorted * weights.to(x.dtype)[..., None]).sum(1)
+        rows, counts, combine = self.dispatcher.dispatch(x, weights, chosen)
+        mixed = combine(self.experts(rows, counts))
         return mixed if self.shared_experts is None else mixed + self.shared_experts(x)

@@ -37,6 +37,9 @@ class TrainerShape:
         To host memory.
     micro_batch_tokens:
         Token budget of a micro-batch of one context-parallel group.
+    rows_sent:
+        Rows that a dispatch sends for each token. None: one for each of its experts, as torch's all-to-all does; DeepEP
+        sends one to each node that has some of them.
     """
 
     nodes: int
@@ -51,6 +54,7 @@ class TrainerShape:
     offload_optimizer: bool = False
     offload_activations: bool = False
     micro_batch_tokens: int = 32768
+    rows_sent: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("context_parallel", "expert_parallel"):

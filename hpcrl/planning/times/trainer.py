@@ -7,6 +7,7 @@ from functools import lru_cache
 
 from hpcrl.models.facts import ModelFacts
 from hpcrl.models.tensors import Part
+from hpcrl.planning.memory.activations import ActivationShape, saved_bytes
 from hpcrl.planning.times.collectives import Group, all_gather, all_to_all
 from hpcrl.planning.times.lengths import Quantiles
 from hpcrl.planning.times.rates import Rates
@@ -17,6 +18,14 @@ from hpcrl.planning.times.work import Packing, Work, matrices, pack_rows, sequen
 __all__ = ["TrainerBatch", "trainer_step"]
 
 _PARTS = ("linear", "experts", "scores", "indexer")
+_TOUCHED = 1.0
+"""How often kernels without products (norms, rotations, permutations, gates) move what a forward pass keeps, in it: a
+value lies between such a kernel and a product, and one of both is bound by memory. With fused kernels a layer of
+Qwen3-30B-A3B moves 190 KB a token and keeps 230."""
+_TOUCHED_BACKWARD = 1.25
+"""The same of the backward pass: values and gradients are read, gradients written, those of products apart. 300 KB."""
+_LOGIT_BYTES = 20
+"""Of a token and entry of the vocabulary, once each: logits, their normaliser, probabilities, and gradients."""
 _BACKWARD_SCORES = 2.5
 """Operations of attention's backward pass over its forward pass: the scores are computed again."""
 
@@ -83,11 +92,16 @@ class _Step:
 
     def again_s(self) -> float:
         """Kernels of the recomputation."""
-        return sum((self.part_passes(name) - 1) * self.part_s(name) for name in _PARTS)
+        products = sum((self.part_passes(name) - 1) * self.part_s(name) for name in _PARTS)
+        return products + self.moved_s((self.passes - 1) * _TOUCHED)
 
     def forward_s(self) -> float:
         """Kernels of one forward pass over the step's tokens, and of the gaps between them."""
-        return sum(self.part_s(name) for name in _PARTS)
+        return sum(self.part_s(name) for name in _PARTS) + self.moved_s(_TOUCHED)
+
+    def moved_s(self, times: float) -> float:
+        """What a forward pass keeps, moved so often through a GPU's memory."""
+        return times * _kept_bytes(self.facts) * self.gpu_tokens / self.rates.memory / self.busy
 
     def part_s(self, part: str) -> float:
         operations = getattr(self.work, part) * self.gpu_tokens
@@ -120,7 +134,8 @@ class _Step:
     def backward_s(self) -> float:
         """Kernels of the backward pass without recomputation."""
         scores = _BACKWARD_SCORES / self.rates.calibration.constant("backward_attention_share")
-        return 2.0 * (self.part_s("linear") + self.part_s("experts")) + scores * self.part_s("scores")
+        products = 2.0 * (self.part_s("linear") + self.part_s("experts")) + scores * self.part_s("scores")
+        return products + self.moved_s(_TOUCHED_BACKWARD)
 
 
 def _compute_terms(step: _Step) -> list[TimeTerm]:
@@ -157,7 +172,31 @@ def _compute_terms(step: _Step) -> list[TimeTerm]:
                 },
             )
         )
+    kept, logits = _kept_bytes(step.facts), _LOGIT_BYTES * step.facts.vocab_size
+    touched = step.passes * _TOUCHED + _TOUCHED_BACKWARD
+    terms.append(
+        attempt(
+            "compute.memory",
+            lambda: step.moved_s(touched) + logits * step.gpu_tokens / step.rates.memory / step.busy,
+            "(touched * kept bytes a token + 20 B * vocabulary) * tokens a GPU / GPU memory / trainer_busy",
+            {
+                "touched": touched,
+                "backward": _TOUCHED_BACKWARD / _TOUCHED,
+                "kept bytes a token": kept,
+                "tokens a GPU": step.gpu_tokens,
+                "trainer_busy": step.busy,
+            },
+        )
+    )
     return terms
+
+
+@lru_cache(maxsize=64)
+def _kept_bytes(facts: ModelFacts) -> float:
+    """Of a token, in bfloat16, where nothing is computed again."""
+    tokens = 4096
+    shape = ActivationShape(tokens=tokens, padded_tokens=tokens, element_bytes=2)
+    return sum(saved_bytes(layer, shape) for layer in facts.layers) / tokens
 
 
 @lru_cache(maxsize=64)
@@ -234,15 +273,22 @@ def _mesh_terms(step: _Step) -> list[TimeTerm]:
     passes = step.passes + 1
     count = step.packing.micro_batches
     if shape.expert_parallel > 1 and sparse_layers:
-        sent = tokens * facts.num_experts_per_tok * facts.moe_layers[0][1].expert_width * 2
+        rows = facts.num_experts_per_tok if shape.rows_sent is None else shape.rows_sent
+        sent = tokens * rows * facts.moe_layers[0][1].expert_width * 2
         group = Group.inner(shape.expert_parallel, shape.gpus_per_node)
         hidden = rates.calibration.share("expert_comm_overlap")
         terms.append(
             attempt(
                 "ep.all_to_all",
                 lambda: (1 - hidden) * 2 * passes * count * sparse_layers * all_to_all(sent, group, rates.all_to_all),
-                "(1 - overlap) * 2 * passes * micro-batches * sparse layers * all_to_all(tokens * top-k * width * 2 B)",
-                {"bytes sent": sent, "passes": passes, "micro-batches": count, "sparse layers": sparse_layers},
+                "(1 - overlap) * 2 * passes * micro-batches * sparse layers * all_to_all(tokens * rows * width * 2 B)",
+                {
+                    "bytes sent": sent,
+                    "rows": rows,
+                    "passes": passes,
+                    "micro-batches": count,
+                    "sparse layers": sparse_layers,
+                },
             )
         )
     if shape.context_parallel > 1:

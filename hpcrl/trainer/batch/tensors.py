@@ -6,10 +6,12 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from hpcrl.dock.wire import MicroBatch
 from hpcrl.modeling.context import BatchContext, RoutedExpertsRecorder
+from hpcrl.modeling.context_parallel import ContextParallelAttention
 from hpcrl.modeling.packed_attention import PackedAttention
 from hpcrl.trainer.batch.routed_experts import EngineRoutedExperts
 
@@ -43,7 +45,7 @@ class TokenBatch(NamedTuple):
     """
 
     input_ids: Tensor
-    attention: PackedAttention
+    attention: PackedAttention | ContextParallelAttention
     select: Tensor
     targets: Tensor
     engine_logprobs: Tensor
@@ -94,6 +96,38 @@ class TokenBatch(NamedTuple):
             context_versions=torch.from_numpy(contexts.astype(np.int64)).to(device),
             sequences=attention.sequences[where],
             routes=_routes(batch, device) if total else None,
+        )
+
+    def cut(self, group: dist.ProcessGroup) -> TokenBatch:
+        """This rank's part of a batch that the ranks of a context-parallel ``group`` have alike.
+
+        Each gets an equal run of the tokens. What is wanting for that is filled up with tokens of the batch, as a
+        sequence of their own, so that routers deal them out like others. A trained token belongs to the rank that has
+        the token before it, whose logits predict it.
+        """
+        assert isinstance(self.attention, PackedAttention)
+        ranks, total = dist.get_world_size(group), len(self.input_ids)
+        wanting = -total % ranks
+        fill = torch.arange(wanting, device=self.input_ids.device) % total
+        starts = self.attention.starts
+        ends = starts.new_tensor([total + wanting] if wanting else [])
+        attention = ContextParallelAttention(PackedAttention(torch.cat((starts, ends))), group)
+        own = attention.own
+        mine = (self.select >= own.start) & (self.select < own.stop)
+        select = self.select[mine] - own.start
+        # without trained tokens the batch selects a token all the same
+        trained = mine[: self.num_trained]
+        return TokenBatch(
+            input_ids=torch.cat((self.input_ids, self.input_ids[fill]))[own],
+            attention=attention,
+            select=select if len(select) else select.new_zeros(1),
+            targets=self.targets[trained],
+            engine_logprobs=self.engine_logprobs[trained],
+            advantages=self.advantages[trained],
+            versions=self.versions[trained],
+            context_versions=self.context_versions[trained],
+            sequences=self.sequences[trained],
+            routes=None if self.routes is None else self.routes.cut(own, wanting),
         )
 
 

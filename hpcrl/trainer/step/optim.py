@@ -73,7 +73,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, group: d
     max_norm:
         Largest global norm.
     group:
-        Ranks among which the parameters are sharded; None where they are whole.
+        Ranks that together have every parameter once, however each of them is cut; None where they are whole.
 
     Returns
     -------

@@ -98,8 +98,11 @@ class TrainerPolicy:
             The shard does not keep the dock's contract.
         """
         sums = TokenSums(shard.step - 1)
+        context = self.parallel.mesh.get_optional_mesh("cp")
         for micro_batch in shard.micro_batches:
             batch = TokenBatch.from_wire(micro_batch, self.parallel.device)
+            if context is not None:
+                batch = batch.cut(context.get_group())
             comparison = (
                 None if batch.routes is None else RoutedExpertsComparison(batch.routes, dense_layers=self._dense_layers)
             )

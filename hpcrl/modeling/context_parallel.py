@@ -1,0 +1,96 @@
+"""Attention over sequences that are cut among the ranks of a context-parallel group.
+
+Each rank has an equal run of the flat tokens of a batch. For ordinary attention ranks exchange tokens for heads and
+back (Ulysses): each attends over all tokens with its share of the heads, so all have the same work. Where queries
+choose tokens (DSA), heads share one small key: keys are gathered, and each rank attends for its own queries.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hpcrl.modeling.context import BatchContext, IndexQuery, RoutedExpertsRecorder
+from hpcrl.modeling.exchange import exchange_rows, gather_rows
+from hpcrl.modeling.packed_attention import PackedAttention
+
+__all__ = ["ContextParallelAttention", "heads_problem"]
+
+
+def heads_problem(heads: int, key_heads: int, cp: int) -> str:
+    """Why heads cannot be dealt out over ``cp`` ranks; empty where they can.
+
+    Keys of fewer heads than ranks are repeated as often as needed, which has to fit their groups of queries.
+    """
+    if heads % math.lcm(key_heads, cp):
+        return f"{heads} query heads on {key_heads} key heads cannot be dealt out over cp {cp}"
+    return ""
+
+
+class ContextParallelAttention:
+    """An `hpcrl.modeling.context.AttentionFn` and `SparseAttentionFn` for this rank's run of a packed batch."""
+
+    def __init__(self, whole: PackedAttention, group: dist.ProcessGroup) -> None:
+        """Find this rank's run.
+
+        Parameters
+        ----------
+        whole:
+            Of all tokens of the batch, a multiple of the ranks of ``group``; the same on all of them.
+        group:
+            The context-parallel ranks.
+        """
+        self._whole, self._group, self._ranks = whole, group, dist.get_world_size(group)
+        self._tokens, rest = divmod(len(whole.positions), self._ranks)
+        assert not rest, (len(whole.positions), self._ranks)
+        first = dist.get_rank(group) * self._tokens
+        self.own = slice(first, first + self._tokens)
+        """Where this rank's tokens are among those of the batch."""
+        self.positions = whole.positions[self.own]
+        """``[tokens of this rank]`` int64: position of each in its sequence."""
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Tensor:
+        """See `AttentionFn`; two collectives.
+
+        Raises
+        ------
+        ValueError
+            Heads cannot be dealt out.
+        """
+        heads, key_heads, width = q.shape[1], k.shape[1], v.shape[2]
+        if problem := heads_problem(heads, key_heads, self._ranks):
+            raise ValueError(problem)
+        repeats = math.lcm(key_heads, self._ranks) // key_heads
+        parts = (q, k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1))
+        # [tokens, ranks, numbers of a rank's heads], one collective for all three
+        by_rank = [part.reshape(self._tokens, self._ranks, -1) for part in parts]
+        mine = self._exchange(torch.cat(by_rank, -1).transpose(0, 1).flatten(0, 1))
+        sizes = [part.shape[-1] for part in by_rank]
+        shapes = [(part.shape[1] // self._ranks, part.shape[2]) for part in parts]
+        split = torch.split(mine, sizes, dim=-1)
+        q, k, v = (part.reshape(len(mine), *shape) for part, shape in zip(split, shapes, strict=True))
+        y = self._whole(layer, q, k, v, scale=scale)
+        # rows of all tokens by rank; what comes back are this rank's tokens with the heads of one rank after another
+        back = self._exchange(y.flatten(1))
+        return back.view(self._ranks, self._tokens, -1).transpose(0, 1).reshape(self._tokens, heads, width)
+
+    def _exchange(self, rows: Tensor) -> Tensor:
+        equal = [self._tokens] * self._ranks
+        return exchange_rows(rows, equal, equal, self._group)
+
+    def choose(self, layer: int, index: IndexQuery, top_k: int) -> Tensor:
+        """See `SparseAttentionFn`: indices into the tokens of the batch; one collective."""
+        keys = gather_rows(index.k.detach(), self._group)
+        return self._whole.choose_for(self.own, IndexQuery(index.q, keys, index.weights), top_k)
+
+    def attend(self, layer: int, q: Tensor, keys: Tensor, chosen: Tensor, *, value_dim: int, scale: float) -> Tensor:
+        """See `SparseAttentionFn`; one collective."""
+        everywhere = gather_rows(keys, self._group)
+        return self._whole.attend(layer, q, everywhere, chosen, value_dim=value_dim, scale=scale)
+
+    def context(self, select: Tensor | None = None, record: RoutedExpertsRecorder | None = None) -> BatchContext:
+        """What a forward pass over this rank's tokens needs."""
+        return BatchContext(self.positions, self, select, record, sparse=self)

@@ -1,0 +1,103 @@
+"""The way of tokens to their experts and back, on one rank or over the ranks among which experts are dealt out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hpcrl.modeling.exchange import exchange_rows
+
+__all__ = ["AllToAllDispatcher", "Dispatched", "Dispatcher", "LocalDispatcher"]
+
+
+class Dispatched(NamedTuple):
+    """What experts of this rank have to compute.
+
+    Attributes
+    ----------
+    rows:
+        ``[rows, hidden_size]``, sorted by expert; there may be none.
+    counts:
+        ``[experts of this rank]`` int64: rows of each; any may be 0.
+    combine:
+        Takes what the experts made of the rows, ``[rows, hidden_size]``, and returns ``[T, hidden_size]``: of each
+        token of this rank the sum over its experts, by weight.
+    """
+
+    rows: Tensor
+    counts: Tensor
+    combine: Callable[[Tensor], Tensor]
+
+
+class Dispatcher(Protocol):
+    """Brings tokens to the ranks of their experts."""
+
+    def dispatch(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Dispatched:
+        """Send tokens away; a collective of the ranks that share experts, whatever the number of their tokens.
+
+        Parameters
+        ----------
+        x:
+            ``[T, hidden_size]``.
+        weights:
+            ``[T, k]`` float32.
+        chosen:
+            ``[T, k]`` int64: global numbers of experts.
+        """
+        ...
+
+
+class LocalDispatcher:
+    """All experts are here: tokens are sorted by expert."""
+
+    def __init__(self, experts: int) -> None:
+        self._experts = experts
+
+    def dispatch(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Dispatched:
+        """See `Dispatcher`; no collective."""
+        flat = chosen.reshape(-1)
+        order = flat.argsort(stable=True)
+        counts = torch.bincount(flat, minlength=self._experts)
+        return Dispatched(x[order // chosen.shape[1]], counts, lambda y: _mix(y, order, weights))
+
+
+class AllToAllDispatcher:
+    """Experts are dealt out in equal runs over the ranks of a group; one all-to-all takes tokens there, one back.
+
+    Rows arrive in the order of ranks, and of tokens within one: equal input gives equal sums on every run.
+    """
+
+    def __init__(self, experts: int, group: dist.ProcessGroup) -> None:
+        """Remember the group; ``experts`` is a multiple of its size."""
+        assert experts % dist.get_world_size(group) == 0
+        self._group, self._ranks, self._experts = group, dist.get_world_size(group), experts
+
+    def dispatch(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Dispatched:
+        """See `Dispatcher`. One wait for the device: the host has to know how many rows come and go."""
+        flat = chosen.reshape(-1)
+        order = flat.argsort(stable=True)
+        leaving = torch.bincount(flat, minlength=self._experts).view(self._ranks, -1)
+        coming = torch.empty_like(leaving)
+        dist.all_to_all_single(coming, leaving, group=self._group)
+        sent, received = torch.stack((leaving.sum(1), coming.sum(1))).tolist()
+        rows = exchange_rows(x[order // chosen.shape[1]], sent, received, self._group)
+        # from rank after rank to expert after expert
+        local = torch.arange(coming.shape[1], device=x.device).repeat(self._ranks)
+        by_expert = local.repeat_interleave(coming.flatten(), output_size=sum(received)).argsort(stable=True)
+
+        def combine(y: Tensor) -> Tensor:
+            by_rank = torch.empty_like(y).index_copy(0, by_expert, y)
+            return _mix(exchange_rows(by_rank, received, sent, self._group), order, weights)
+
+        return Dispatched(rows[by_expert], coming.sum(0), combine)
+
+
+def _mix(y: Tensor, order: Tensor, weights: Tensor) -> Tensor:
+    """From rows ``[T · k, hidden_size]``, sorted as ``order`` says, to sums over ``k`` by weight."""
+    # back to token order and a sum over k in fixed order: index_add would sum in arrival order
+    unsorted = torch.empty_like(y).index_copy(0, order, y).view(*weights.shape, y.shape[1])
+    return (unsorted * weights.to(y.dtype)[..., None]).sum(1)

@@ -1,0 +1,67 @@
+"""A batch that ranks of a context-parallel group share: what each of them trains."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from trainer_testing import Rollouts
+
+from hpcrl.trainer.batch.routed_experts import EngineRoutedExperts
+from hpcrl.trainer.batch.tensors import TokenBatch
+
+CPU = torch.device("cpu")
+
+
+def cut(batch, rank, ranks):
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    try:
+        return batch.cut(dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()
+
+
+def batch_of(rollouts):
+    """With a row of experts that tells the token, known for every third."""
+    shard = Rollouts(3, count=rollouts).shard(micro_batches=1)
+    batch = TokenBatch.from_wire(shard.micro_batches[0], CPU)
+    tokens = torch.arange(len(batch.input_ids))
+    return batch._replace(routes=EngineRoutedExperts(tokens.int()[:, None, None].expand(-1, 2, 2), tokens % 3 == 0))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_every_trained_token_belongs_to_one_rank(ranks):
+    batch = batch_of(5)
+    total = len(batch.input_ids)
+    parts = [cut(batch, rank, ranks) for rank in range(ranks)]
+    tokens = torch.cat([part.input_ids for part in parts])
+    wanting = -total % ranks
+    assert torch.equal(tokens, torch.cat((batch.input_ids, batch.input_ids[:wanting])))
+    assert {len(part.input_ids) for part in parts} == {len(tokens) // ranks}
+    positions = torch.cat([part.attention.positions for part in parts])
+    assert positions[:total].tolist() == batch.attention.positions.tolist()
+    # what fills up is a sequence of its own
+    assert positions[total:].tolist() == list(range(wanting))
+    for name in ("targets", "engine_logprobs", "advantages", "versions", "context_versions", "sequences"):
+        assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(batch, name)), name
+    offset = len(tokens) // ranks
+    chosen = torch.cat([part.select + rank * offset for rank, part in enumerate(parts) if part.num_trained])
+    assert torch.equal(chosen, batch.select)
+    known = torch.cat([part.routes.known for part in parts])
+    assert known.tolist() == [*batch.routes.known.tolist(), *[False] * wanting]
+    assert torch.equal(torch.cat([part.routes.experts for part in parts])[:total], batch.routes.experts)
+
+
+def test_a_batch_without_tokens_gives_each_rank_one():
+    empty = TokenBatch.from_wire(Rollouts(3, count=0).shard(micro_batches=1).micro_batches[0], CPU)
+    for rank in range(4):
+        part = cut(empty, rank, 4)
+        assert (len(part.input_ids), part.num_trained, part.select.tolist()) == (1, 0, [0])
+
+
+def test_a_rank_without_trained_tokens_selects_one_all_the_same():
+    shard = Rollouts(3, count=1).shard(micro_batches=1).micro_batches[0]
+    shard.loss_mask[:-1] = 0
+    batch = TokenBatch.from_wire(shard, CPU)
+    parts = [cut(batch, rank, 2) for rank in range(2)]
+    assert [part.num_trained for part in parts] == [0, 1]
+    assert [len(part.select) for part in parts] == [1, 1]
