@@ -166,6 +166,7 @@ def test_cancelled_component_is_named(component: int, held: RunDir, probe_lab: S
 
 
 def test_silent_controller_is_a_warning(held: RunDir, probe_lab: SlurmLab) -> None:
+    probe_lab.wait_written()
     probe_lab.cluster.pause_controller(kill=True)
     try:
         status = probe_lab.json("status", held.name)
