@@ -213,6 +213,7 @@ def test_preempted_run_saves_and_goes_on(slurm_lab: SlurmLab) -> None:
     slurm_lab.preempt()
     goes_on_and_completes(slurm_lab, run)
     saved, restored = events(run, "supervisor.saved"), events(run, "trainer.restored")
+    assert saved, why(slurm_lab, run)["earlier"]
     assert saved[0].data["step"] == restored[0].data["step"] >= 5
 
 
