@@ -9,15 +9,14 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from hpcrl.modeling.blocks import Block, local_block, overlap
+from hpcrl.modeling.blocks import Block, local_block, local_part, overlap
 from hpcrl.modeling.hf import HfAdapter, model_tensors
 from hpcrl.weights.format.layout import PublishedTensor, Run, block_runs
 from hpcrl.weights.format.quantize import BLOCK, FP8_DTYPE, is_quantised, scale_tensor
 from hpcrl.weights.format.shard import SAFETENSORS_DTYPES
 
-__all__ = ["Form", "Source", "find_sources", "is_cut", "local_part", "source_runs"]
+__all__ = ["Form", "Source", "find_sources", "is_cut", "source_part", "source_runs"]
 
 
 class Form(Enum):
@@ -119,12 +118,12 @@ def is_cut(source: Source, blocks: Sequence[Block]) -> bool:
     return False
 
 
-def local_part(parameters: Mapping[str, Tensor], source: Source) -> tuple[Block, Tensor]:
+def source_part(parameters: Mapping[str, Tensor], source: Source) -> tuple[Block, Tensor]:
     """What this rank holds of a source: where in the region, and a view of it with the region's dimensions."""
     parameter = parameters[source.parameter]
     block = local_block(parameter)
     part = overlap(block, source.low, source.shape)
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    local = local_part(parameter)
     if math.prod(part.high) == 0:
         return part, local.new_empty((0,) * len(source.shape))
     leading = len(source.low) - len(source.shape)

@@ -19,7 +19,7 @@ from hpcrl.modeling.blocks import Block, local_block
 from hpcrl.modeling.fp8 import block_amax, quantise, scales_of
 from hpcrl.modeling.hf import model_tensors
 from hpcrl.trainer.parallel.ranks import Ranks
-from hpcrl.trainer.publish.sources import Form, Source, is_cut, local_part, source_runs
+from hpcrl.trainer.publish.sources import Form, Source, is_cut, source_part, source_runs
 from hpcrl.weights.format.layout import PAGE_BYTES, ShardLayout, Unit, assign_units
 from hpcrl.weights.format.quantize import BLOCK
 from hpcrl.weights.format.shard import SAFETENSORS_DTYPES
@@ -240,7 +240,7 @@ class Staging:
 
     def _bytes(self, source: Source) -> Tensor:
         """This rank's part of a published tensor, ``[bytes]`` on its device."""
-        part, local = local_part(self._parameters, source)
+        part, local = source_part(self._parameters, source)
         if source.form is Form.PLAIN:
             result = local.to(getattr(torch, source.tensor.dtype))
         elif source.form is Form.QUANTISED:
