@@ -1,5 +1,8 @@
 """Expert and context parallelism: losses, gradients, weights and versions as of one rank, on every mesh."""
 
+from collections import Counter
+from contextlib import contextmanager
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,6 +22,7 @@ from hpcrl.trainer.parallel.mesh import Parallel, distributed
 from hpcrl.trainer.state.checkpoint import load_checkpoint
 from hpcrl.trainer.state.saver import CheckpointSaver
 from hpcrl.trainer.step.policy import TrainerPolicy
+from hpcrl.weights.read.model_files import ModelFiles
 from hpcrl.weights.store import HandoffStore
 
 STEPS = 2
@@ -105,6 +109,23 @@ def train(policy):
     return losses, norms, gradients, {n: whole(p).tolist() for n, p in policy.model.named_parameters()}
 
 
+@contextmanager
+def counted_reads():
+    """Bytes that are read of safetensors, by name of the tensor."""
+    found, read = Counter(), ModelFiles.read
+
+    def counting(self, name, low, high):
+        data = read(self, name, low, high)
+        found[name] += len(data)
+        return data
+
+    ModelFiles.read = counting
+    try:
+        yield found
+    finally:
+        ModelFiles.read = read
+
+
 def new_policy(model_dir, parallel, *, load=True):
     recipe = make_recipe(model_dir, steps=9)
     return TrainerPolicy(recipe, load_arch(model_dir), parallel, model_dir=model_dir if load else None)
@@ -134,9 +155,10 @@ def on_meshes(rank, models, root):
             mesh = ParallelDims(world_size=size, **degrees)
             mesh.build_mesh("cpu")
             parallel = Parallel(mesh, start.device)
-            policy = new_policy(models[family], parallel)
+            with counted_reads() as read:
+                policy = new_policy(models[family], parallel)
             publish(policy, models[family], root / f"weights-{size}-{number}")
-            results.append((held_experts(policy), train(policy)))
+            results.append((held_experts(policy), train(policy), dict(read)))
             if number == 0:
                 save(policy, root / f"checkpoints-{size}")
                 saved = state_of(policy)
@@ -207,6 +229,11 @@ def test_every_mesh_trains_publishes_and_restores_as_one_rank(tmp_path, models, 
         published = load_file(file)
         assert published.keys() == start.keys()
         assert all(torch.equal(published[name], start[name]) for name in start), (family, degrees)
+        # each rank reads its own shards alone; buffers are whole on all
+        copies = degrees.get("dp_replicate", 1)
+        read = sum((Counter(rank[number][2]) for rank in ranks), Counter())
+        whole_on = {name: size if name.endswith("_correction_bias") else copies for name in start}
+        assert read == {name: whole_on[name] * tensor.nbytes for name, tensor in start.items()}, (family, degrees)
         check_shards([rank[number][0] for rank in ranks], family, degrees)
         losses, norms, gradients, weights = references[family]
         for rank in ranks:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from trainer_testing import run_ranks, tiny_arch, write_model_dir
 
-from hpcrl.config.recipe import HandoffConfig
+from hpcrl.config.recipe import HandoffConfig, TrainerParallelismConfig
 from hpcrl.modeling.fp8 import dequantise
 from hpcrl.modeling.load import load_model_dir
 from hpcrl.modeling.parallelize import parallelize_decoder
@@ -31,7 +31,7 @@ from hpcrl.weights.store import HandoffStore
 
 CHUNK = 8192
 #: rows and columns that are no multiples of 128, of ranks, of pages
-ARCH = {"hidden_size": 160, "moe_intermediate_size": 200, "num_experts": 3, "head_dim": 50, "vocab_size": 103}
+ARCH = {"hidden_size": 160, "moe_intermediate_size": 200, "num_experts": 6, "head_dim": 50, "vocab_size": 103}
 SETTINGS = {
     "full": {},
     "windowed": {"overlap": False, "staging_gib": 1e-4, "max_shard_gib": 2e-4},
@@ -77,9 +77,9 @@ def change(model, step):
         local[chosen] *= 1.02
 
 
-def publish_all(rank, model_dir, root):
+def publish_all(rank, model_dir, root, ep=1):
     """All settings, and a chain of deltas, from one start."""
-    with distributed(timeout_s=60) as parallel:
+    with distributed(timeout_s=60, parallelism=TrainerParallelismConfig(ep=ep)) as parallel:
         model = load_model(model_dir, parallel)
         for name, settings in SETTINGS.items():
             publisher = make_publisher(root / name, parallel, model_dir, **settings)
@@ -132,8 +132,9 @@ def published(model_dir, tmp_path_factory):
     """Directories by the number of ranks."""
     roots = {ranks: tmp_path_factory.mktemp(f"ranks{ranks}") for ranks in (1, 2, 4)}
     publish_all(0, model_dir, roots[1])
-    for ranks in (2, 4):
-        run_ranks(ranks, publish_all, model_dir, roots[ranks], timeout_s=120)
+    for ranks, ep in ((2, 1), (4, 2)):
+        # with expert parallelism, two ranks share three experts
+        run_ranks(ranks, publish_all, model_dir, roots[ranks], ep, timeout_s=120)
     return roots
 
 
