@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 from handoff_lab import content, model_directory, publish, publish_delta
 from kill_harness import Say, fork_child
 from ledger_testing import write_files
@@ -19,7 +20,8 @@ from hpcrl.aside import list_asides
 from hpcrl.checkpoints import CheckpointLedger, CheckpointWriter
 from hpcrl.checkpoints.pins import pin
 from hpcrl.weights import HandoffStore, HandoffWriter
-from hpcrl.weights.format.layout import PublishedTensor, Run, assign_units, layout_shards
+from hpcrl.weights.format.layout import PublishedTensor, layout_shards
+from hpcrl.weights.format.units import Runs, assign_units
 from hpcrl.weights.lifetime.collector import Collector
 from hpcrl.weights.lifetime.leases import ReaderWatch
 from hpcrl.weights.lifetime.pins import pins_of
@@ -38,7 +40,9 @@ def publish_from_memory(writer: HandoffWriter, version: int, model: Path, *, ten
     wanted = [PublishedTensor(f"t.{i}", "int64", (WORDS,)) for i in range(tensors)]
     stage = writer.stage(version)
     shards = layout_shards(wanted, 2 * 8 * WORDS)
-    runs = {tensor.name: [Run(0, 0, tensor.bytes)] for tensor in wanted}
+    numbers = {tensor.name: number for number, tensor in enumerate(wanted)}
+    whole = np.zeros(tensors, np.int64)
+    runs = Runs(np.arange(tensors), whole, whole, np.array([tensor.bytes for tensor in wanted]))
 
     def allocate(_: Say) -> None:
         for shard in shards:
@@ -52,13 +56,14 @@ def publish_from_memory(writer: HandoffWriter, version: int, model: Path, *, ten
         for shard in shards:
             image = bytearray()
             units = []
-            for unit in assign_units(shard, runs, 1, chunk_bytes=4096):
-                at = len(image)
-                for part in unit.parts:
-                    data = content(version, part.tensor, WORDS)
-                    image += data[part.start : part.start + part.bytes]
-                cuts = tuple(Cut(part.tensor, 0, part.bytes, 8) for part in unit.parts)
-                units.append(OwnUnit(shard.file, unit.offset, at, unit.bytes, cuts))
+            table = assign_units([shard], numbers, runs, 1, chunk_bytes=4096)
+            for number, (offset, size) in enumerate(zip(table.units.offset, table.units.bytes, strict=True)):
+                at, cuts = len(image), []
+                for part in np.flatnonzero(table.parts.unit == number):
+                    name, start, length = f"t.{table.parts.tensor[part]}", *(int(c[part]) for c in table.parts[3:5])
+                    image += content(version, name, WORDS)[start : start + length]
+                    cuts.append(Cut(name, 0, length, 8))
+                units.append(OwnUnit(shard.file, int(offset), at, int(size), tuple(cuts)))
             reports.append(write_units(files, units, memoryview(bytes(image)), 0))
         files.sync()
     results = full_results(shards, reports, 4096)

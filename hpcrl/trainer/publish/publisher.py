@@ -29,10 +29,9 @@ from hpcrl.models.arch import ModelArch
 from hpcrl.trainer.parallel.mesh import Parallel
 from hpcrl.trainer.parallel.ranks import Ranks
 from hpcrl.trainer.publish.persistence import Persistence
-from hpcrl.trainer.publish.sources import find_sources
-from hpcrl.trainer.publish.staging import Staging, Window, held_blocks, new_image, plan_windows
+from hpcrl.trainer.publish.plan import Window, held_blocks, make_plan
+from hpcrl.trainer.publish.staging import Staging, new_image
 from hpcrl.trainer.publish.version_writer import Image, VersionWriter
-from hpcrl.weights.format.layout import layout_shards
 from hpcrl.weights.format.manifest import CHUNK_BYTES, Kind
 from hpcrl.weights.format.shard import TensorBytes
 from hpcrl.weights.store import HandoffStore
@@ -259,20 +258,21 @@ class Publisher:
             assert self._model is model
             return
         settings = self._settings
-        sources = find_sources(model, self._adapter, self._dtype, fp8=settings.kind == "fp8")
-        tensors = [source.tensor for source in sources]
-        blocks = held_blocks(model, self._ranks)
         whole = settings.overlap or settings.delta_chain > 0
-        self._windows = plan_windows(
-            sources,
-            layout_shards(tensors, int(settings.max_shard_gib * 2**30)),
-            blocks,
+        plan = make_plan(
+            model,
+            self._adapter,
+            held_blocks(model, self._ranks),
             self._ranks.rank,
+            self._dtype,
+            fp8=settings.kind == "fp8",
+            max_shard_bytes=int(settings.max_shard_gib * 2**30),
             chunk_bytes=self._chunk_bytes,
             window_bytes=None if whole else int(settings.staging_gib * 2**30) * self._ranks.size,
         )
-        self._staging = Staging(model, sources, blocks, self._dtype, self._ranks, device=self._device)
-        self._writer = self._new_writer(windows=self._windows, tensors=tensors)
+        self._windows = plan.windows
+        self._staging = Staging(model, plan.cut, self._dtype, self._ranks, device=self._device)
+        self._writer = self._new_writer(windows=plan.windows, tensors=plan.tensors)
         self._model = model
 
     def _open_stage(self, version: int, base: Image | None) -> None:

@@ -1,10 +1,10 @@
-"""What a sharded model publishes, and which rank has which part of it."""
+"""What a sharded model publishes, and where this rank has it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from enum import Enum
+from collections.abc import Mapping
+from enum import StrEnum
 from typing import NamedTuple
 
 import torch
@@ -13,14 +13,13 @@ from torch.distributed.tensor import DTensor
 
 from hpcrl.modeling.blocks import Block, local_block, overlap
 from hpcrl.modeling.hf import HfAdapter, model_tensors
-from hpcrl.weights.format.layout import PublishedTensor, Run, block_runs
-from hpcrl.weights.format.quantize import BLOCK, FP8_DTYPE, is_quantised, scale_tensor
-from hpcrl.weights.format.shard import SAFETENSORS_DTYPES
+from hpcrl.weights.format.layout import PublishedTensor
+from hpcrl.weights.format.quantize import FP8_DTYPE, is_quantised, scale_tensor
 
-__all__ = ["Form", "Source", "find_sources", "is_cut", "local_part", "source_runs"]
+__all__ = ["Form", "Source", "find_sources", "local_part"]
 
 
-class Form(Enum):
+class Form(StrEnum):
     """What becomes of the elements of a parameter."""
 
     PLAIN = "plain"
@@ -70,53 +69,6 @@ def find_sources(model: nn.Module, adapter: HfAdapter, dtype: torch.dtype, *, fp
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _published_block(source: Source, block: Block) -> Block:
-    """What ``block`` holds of the published tensor. A scale goes with the first element of its 128 x 128."""
-    part = overlap(block, source.low, source.shape)
-    if source.form is not Form.SCALES:
-        return part
-    if part.high[0] == 0:
-        return part
-    return Block(tuple(-(-i // BLOCK) for i in part.low), tuple(-(-i // BLOCK) for i in part.high))
-
-
-def source_runs(source: Source, blocks: Sequence[Block], spread: int) -> list[Run]:
-    """Which rank provides which bytes of the published tensor, in order.
-
-    Parameters
-    ----------
-    source:
-        The published tensor.
-    blocks:
-        The part of its parameter that each rank holds. Of ranks that hold the same, one provides it.
-    spread:
-        Any number; varies which of them.
-    """
-    holders: dict[Block, list[int]] = {}
-    for rank, block in enumerate(blocks):
-        holders.setdefault(block, []).append(rank)
-    width = SAFETENSORS_DTYPES[source.tensor.dtype][1]
-    runs = []
-    for block, ranks in holders.items():
-        part = _published_block(source, block)
-        rank = ranks[spread % len(ranks)]
-        for first, count in block_runs(source.tensor.shape, part.low, part.high):
-            runs.append(Run(rank, first * width, count * width))
-    return sorted(runs, key=lambda run: run.start)
-
-
-def is_cut(source: Source, blocks: Sequence[Block]) -> bool:
-    """Whether some 128 x 128 of the source lies on several ranks."""
-    for block in blocks:
-        part = overlap(block, source.low, source.shape)
-        if math.prod(part.high) == 0:
-            continue
-        for low, high, size in zip(part.low, part.high, source.shape, strict=True):
-            if low % BLOCK or (high % BLOCK and high != size):
-                return True
-    return False
 
 
 def local_part(parameters: Mapping[str, Tensor], source: Source) -> tuple[Block, Tensor]:

@@ -15,7 +15,7 @@ from hpcrl.config.recipe import HandoffConfig
 from hpcrl.models.mtp import config_of_tensors
 from hpcrl.space import ShortageError, find_shortage
 from hpcrl.trainer.parallel.ranks import Ranks
-from hpcrl.trainer.publish.staging import Window
+from hpcrl.trainer.publish.plan import Window
 from hpcrl.weights.format.layout import PublishedTensor, ShardLayout
 from hpcrl.weights.format.manifest import Kind, TensorRecord
 from hpcrl.weights.format.quantize import quantization_config

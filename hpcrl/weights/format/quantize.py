@@ -21,6 +21,7 @@ FP8_DTYPE = "float8_e4m3fn"
 #: modules whose matrices stay as they are: engines read them unquantised (embeddings, output, routers, the small
 #: gates of sparse attention's indexer, the projection of multi-token prediction)
 _KEPT = ("embed_tokens", "lm_head", "gate", "shared_expert_gate", "weights_proj", "eh_proj", "shared_head.head")
+_KEPT_ENDS = tuple(f".{kept}" for kept in _KEPT)
 
 
 def is_quantised(name: str, shape: tuple[int, ...]) -> bool:
@@ -28,7 +29,7 @@ def is_quantised(name: str, shape: tuple[int, ...]) -> bool:
     module, _, leaf = name.rpartition(".")
     if leaf != "weight" or len(shape) != 2:
         return False
-    return not any(module == kept or module.endswith(f".{kept}") for kept in _KEPT)
+    return module not in _KEPT and not module.endswith(_KEPT_ENDS)
 
 
 def scale_tensor(name: str, shape: tuple[int, ...]) -> PublishedTensor:

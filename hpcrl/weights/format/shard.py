@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -75,6 +76,12 @@ def tensor_size(name: str, dtype: str, shape: tuple[int, ...]) -> int:
     """Bytes of a tensor (ValueError where a shard cannot hold the dtype)."""
     if dtype not in SAFETENSORS_DTYPES:
         raise ValueError(f"tensor {name!r} has dtype {dtype}, which a shard cannot hold")
+    return _size(dtype, shape)
+
+
+@lru_cache(maxsize=1 << 12)
+def _size(dtype: str, shape: tuple[int, ...]) -> int:
+    # a model has many tensors and few shapes
     return SAFETENSORS_DTYPES[dtype][1] * math.prod(shape)
 
 

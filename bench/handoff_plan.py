@@ -1,0 +1,103 @@
+"""Seconds in which a rank plans what it publishes: a model of GLM-5's size, cut over many ranks, without its memory.
+
+The plan says which bytes of which files this rank copies, sends and writes. It is made once, before the first version,
+by every rank for itself. Seconds are those of a processor: other work on the machine does not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from operator import itemgetter
+from pathlib import Path
+
+import torch
+from harness import record
+from torch import nn
+
+from hpcrl.modeling.blocks import Block
+from hpcrl.modeling.decoder import Decoder
+from hpcrl.modeling.hf import model_tensors
+from hpcrl.modeling.spec import build_model
+from hpcrl.models.arch import GlmMoeDsaArch
+from hpcrl.trainer.publish.plan import Plan, make_plan
+from hpcrl.weights.format.manifest import CHUNK_BYTES
+
+GLM5 = GlmMoeDsaArch(
+    vocab_size=154880,
+    hidden_size=6144,
+    num_hidden_layers=78,
+    num_attention_heads=64,
+    intermediate_size=12288,
+    moe_intermediate_size=2048,
+    n_routed_experts=256,
+    num_experts_per_tok=8,
+    max_position_embeddings=202752,
+    q_lora_rank=2048,
+    kv_lora_rank=512,
+    qk_nope_head_dim=192,
+    qk_rope_head_dim=64,
+    v_head_dim=256,
+)
+SHARD_BYTES = 4 << 30
+
+
+def blocks_of(model: nn.Module, ranks: int) -> list[dict[str, Block]]:
+    """What each rank holds where every tensor is cut along its first dimension, as FSDP does."""
+    held: list[dict[str, Block]] = [{} for _ in range(ranks)]
+    for name, tensor in model_tensors(model).items():
+        shape = tuple(tensor.shape)
+        if not isinstance(tensor, nn.Parameter):
+            # buffers are whole everywhere
+            for own in held:
+                own[name] = Block((0,) * len(shape), shape)
+            continue
+        step = -(-shape[0] // ranks)
+        for rank, own in enumerate(held):
+            low = min(rank * step, shape[0])
+            own[name] = Block((low, *(0 for _ in shape[1:])), (min(low + step, shape[0]), *shape[1:]))
+    return held
+
+
+def measure(model: Decoder, blocks: list[dict[str, Block]], *, fp8: bool) -> tuple[float, Plan]:
+    """Plan for rank 0: seconds, and the plan."""
+    gc.collect()
+    started = time.process_time()
+    plan = make_plan(
+        model,
+        model.adapter,
+        blocks,
+        0,
+        torch.bfloat16,
+        fp8=fp8,
+        max_shard_bytes=SHARD_BYTES,
+        chunk_bytes=CHUNK_BYTES,
+        window_bytes=None,
+    )
+    return time.process_time() - started, plan
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ranks", type=int, nargs="+", default=[32, 128])
+    parser.add_argument("--record", type=Path, default=None)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    model, rows = build_model(GLM5), []
+    print(f"{'ranks':>5} {'kind':>8} {'tensors':>8} {'files':>6} {'own units':>9} {'s':>6}")
+    for ranks in arguments.ranks:
+        blocks = blocks_of(model, ranks)
+        for fp8 in (False, True):
+            kind = "fp8" if fp8 else "bfloat16"
+            seconds, plan = min((measure(model, blocks, fp8=fp8) for _ in range(5)), key=itemgetter(0))
+            (window,) = plan.windows
+            row = {"tensors": len(plan.tensors), "files": len(window.shards), "own_units": len(window.units)}
+            rows.append({"ranks": ranks, "kind": kind, **row, "s": round(seconds, 3)})
+            print(f"{ranks:5} {kind:>8} {row['tensors']:8,} {row['files']:6} {row['own_units']:9,} {seconds:6.2f}")
+    sizes = {"layers": GLM5.num_hidden_layers, "experts": GLM5.n_routed_experts}
+    record("handoff_plan", {**sizes, "rows": rows}, arguments.record)
+
+
+if __name__ == "__main__":
+    main()
