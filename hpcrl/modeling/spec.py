@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -17,9 +17,10 @@ from hpcrl.modeling.decoder import Decoder
 from hpcrl.modeling.families.deepseek import deepseek_v3_block, glm4_moe_block, glm_moe_dsa_block
 from hpcrl.modeling.families.qwen3 import qwen3_block, qwen3_moe_block
 from hpcrl.modeling.hf import HfAdapter
-from hpcrl.modeling.mesh import ParallelDims
-from hpcrl.modeling.parallelize import parallelize_decoder
 from hpcrl.models.arch import DeepseekV3Arch, Glm4MoeArch, GlmMoeDsaArch, ModelArch, Qwen3Arch, Qwen3MoeArch
+
+if TYPE_CHECKING:
+    from hpcrl.modeling.mesh import ParallelDims
 
 __all__ = ["SPECS", "ModelSpec", "Parallelize", "build_model", "spec_of"]
 
@@ -28,6 +29,13 @@ class Parallelize(Protocol):
     """Shards a model in place over a mesh."""
 
     def __call__(self, model: nn.Module, mesh: ParallelDims, *, dtype: torch.dtype) -> None: ...
+
+
+def _parallelize_decoder(model: nn.Module, mesh: ParallelDims, *, dtype: torch.dtype) -> None:
+    # an engine, which shards nothing, does not wait for FSDP2: half a second of its start
+    from hpcrl.modeling.parallelize import parallelize_decoder  # noqa: PLC0415
+
+    parallelize_decoder(model, mesh, dtype=dtype)
 
 
 @dataclass(frozen=True)
@@ -49,7 +57,7 @@ class ModelSpec:
     arch: type[ModelArch]
     block: Callable[[Any, int], nn.Module]
     adapter: Callable[[ModelArch], HfAdapter] = HfAdapter
-    parallelize: Parallelize = parallelize_decoder
+    parallelize: Parallelize = _parallelize_decoder
 
     def build(
         self, arch: ModelArch, *, device: torch.device | str = "meta", dtype: torch.dtype = torch.float32
