@@ -25,12 +25,11 @@ test: lint
 	@$(MAKE) --no-print-directory models/quickstart/config.json
 	@HPCRL_TEST_TAUGHT_MODEL=$(CURDIR)/models/quickstart $(PYTEST) $(PARALLEL) -m "not vllm and not campaign"
 
-# what `make test` leaves out. Real vLLM engines have an environment of their own (2.7 GB), and come one test at a time:
-# an engine needs all cores when it starts, and a run has several
+# what `make test` leaves out. Real vLLM engines have an environment of their own (2.7 GB), and need all cores when they
+# start: two tests at a time, of which one often waits
 test-long:
 	@python3 tools/bootstrap.py all dev --slurm --vllm
-	@$(PYTEST) $(PARALLEL) -m "campaign and not vllm"
-	@$(PYTEST) -p no:xdist -m "vllm and not nightly"
+	@$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder -m "(campaign or vllm) and not nightly"
 
 # whole runs with real vLLM that lose engines, sides and nodes: minutes each, so not in every continuous integration
 test-nightly:
