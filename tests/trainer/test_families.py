@@ -56,7 +56,7 @@ FAMILIES = {
     },
     "minimax_m2": {
         **{key: value for key, value in SIZES.items() if key != "moe_intermediate_size"},
-        "num_local_experts": 5,
+        "num_local_experts": 4,
         "num_experts_per_tok": 2,
         "rotary_dim": 4,
     },
