@@ -225,6 +225,7 @@ def resume(
             for step, reason in point.skipped:
                 typer.echo(f"checkpoint of step {step} is skipped: {reason}", err=True)
             _say_changes(found, accept=accept_changes)
+            _try_environments(found, change)
             if change is not None:
                 change.write(found)
             keep_snapshot(found, take_snapshot(found, found.recipe(), found.plan()))
@@ -238,6 +239,19 @@ def resume(
         raise RunDirError(f"{error}\n    changed nothing: --set {' --set '.join(overrides)}") from error
     typer.echo(_what_it_tries(found, begin, point), err=True)
     _follow_or_tell(found, follow)
+
+
+def _try_environments(run: RunDir, change: _Change | None) -> None:
+    """Import and make environments of one's own as the next attempt will (ConfigError where one cannot be made)."""
+    from hpcrl.cli.progress import working
+    from hpcrl.config.load import Loaded
+    from hpcrl.jobplan.environment_trial import check_environments
+
+    recipe, cluster, plan = (run.recipe(), run.cluster(), run.plan()) if change is None else change[:3]
+    with working("trying the recipe's environments"):
+        notes = check_environments(Loaded(recipe, run.recipe_path, {}), plan, cluster)
+    for note in notes:
+        typer.echo(f"note: {note}", err=True)
 
 
 def _say_changes(run: RunDir, *, accept: bool) -> None:

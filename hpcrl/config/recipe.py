@@ -149,6 +149,8 @@ class TrainerParallelismConfig(StrictModel):
     """Expert parallelism: ranks among which the experts of a layer are dealt out; divides ``ranks`` and the experts."""
     cp: PositiveInt = 1
     """Context parallelism: ranks among which a sequence is cut; divides ``ranks``."""
+    dispatcher: Literal["all_to_all", "deepep"] = "all_to_all"
+    """What takes tokens to experts of other ranks: collectives of torch, or the kernels of DeepEP (planned)."""
 
 
 class TrainerMemoryConfig(StrictModel):

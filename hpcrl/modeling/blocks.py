@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-__all__ = ["Block", "local_block", "overlap"]
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+__all__ = ["Block", "is_sharded", "local_block", "local_part", "overlap"]
 
 
 class Block(NamedTuple):
@@ -22,10 +23,22 @@ class Block(NamedTuple):
         return any(low >= high for low, high in zip(self.low, self.high, strict=True))
 
 
+def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Whether ``tensor`` is a DTensor. An engine never has one, and does not import them: half a second."""
+    return hasattr(tensor, "to_local")
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of ``tensor``: all of it where it is not sharded."""
+    return tensor.to_local() if is_sharded(tensor) else tensor
+
+
 def local_block(tensor: Tensor) -> Block:
-    """The part of ``tensor`` that this rank holds: all of it where it is not sharded."""
-    if not isinstance(tensor, DTensor):
+    """Which part of ``tensor`` this rank holds: all of it where it is not sharded."""
+    if not is_sharded(tensor):
         return Block((0,) * tensor.dim(), tuple(tensor.shape))
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # noqa: PLC0415
+
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     if len(offset) != len(shape):  # this rank is not in the mesh of the tensor
         return Block((0,) * tensor.dim(), (0,) * tensor.dim())

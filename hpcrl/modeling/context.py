@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-__all__ = ["AttentionFn", "BatchContext", "IndexQuery", "RoutedExpertsRecorder", "SparseAttentionFn"]
+__all__ = ["AttentionFn", "BatchContext", "GatherFn", "IndexQuery", "RoutedExpertsRecorder", "SparseAttentionFn"]
 
 
 class AttentionFn(Protocol):
@@ -78,6 +79,10 @@ class SparseAttentionFn(Protocol):
         ...
 
 
+GatherFn = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
+"""See `BatchContext`."""
+
+
 class RoutedExpertsRecorder(Protocol):
     """Receives the experts chosen by each sparse layer."""
 
@@ -102,6 +107,9 @@ class BatchContext:
         Told the chosen experts of every sparse layer.
     sparse:
         The same attention for layers that choose tokens; None where it cannot.
+    gather:
+        Where ranks share a batch: makes rows of all its tokens of rows of this rank's, for ``sparse``. Of two tensors
+        ``[T, …]``, of which the second has no gradient and may be None, in one collective. None: all tokens are here.
     chosen:
         What each layer with an indexer chose, where later layers share it. By layer, not the last one alone: a layer
         that is computed again for the backward pass finds what it found in the forward pass.
@@ -112,4 +120,5 @@ class BatchContext:
     select: Tensor | None = None
     record: RoutedExpertsRecorder | None = None
     sparse: SparseAttentionFn | None = None
+    gather: GatherFn | None = None
     chosen: dict[int, Tensor] = field(default_factory=dict)

@@ -2,7 +2,8 @@
 
 Each rank has an equal run of the flat tokens of a batch. For ordinary attention ranks exchange tokens for heads and
 back (Ulysses): each attends over all tokens with its share of the heads, so all have the same work. Where queries
-choose tokens (DSA), heads share one small key: keys are gathered, and each rank attends for its own queries.
+choose tokens (DSA), heads share one small key: keys are gathered in one collective a layer, those of the indexer with
+them and without gradient, and each rank attends for its own queries.
 """
 
 from __future__ import annotations
@@ -82,15 +83,16 @@ class ContextParallelAttention:
         return exchange_rows(rows, equal, equal, self._group)
 
     def choose(self, layer: int, index: IndexQuery, top_k: int) -> Tensor:
-        """See `SparseAttentionFn`: indices into the tokens of the batch; one collective."""
-        keys = gather_rows(index.k.detach(), self._group)
-        return self._whole.choose_for(self.own, IndexQuery(index.q, keys, index.weights), top_k)
+        """See `SparseAttentionFn`: indices into the tokens of the batch; the keys of ``index`` are those of all."""
+        return self._whole.choose_for(self.own, index, top_k)
 
     def attend(self, layer: int, q: Tensor, keys: Tensor, chosen: Tensor, *, value_dim: int, scale: float) -> Tensor:
-        """See `SparseAttentionFn`; one collective."""
-        everywhere = gather_rows(keys, self._group)
-        return self._whole.attend(layer, q, everywhere, chosen, value_dim=value_dim, scale=scale)
+        """See `SparseAttentionFn`; ``keys`` are those of all tokens of the batch."""
+        return self._whole.attend(layer, q, keys, chosen, value_dim=value_dim, scale=scale)
+
+    def _gather(self, keys: Tensor, index_keys: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return gather_rows(keys, self._group, beside=index_keys)
 
     def context(self, select: Tensor | None = None, record: RoutedExpertsRecorder | None = None) -> BatchContext:
         """What a forward pass over this rank's tokens needs."""
-        return BatchContext(self.positions, self, select, record, sparse=self)
+        return BatchContext(self.positions, self, select, record, sparse=self, gather=self._gather)

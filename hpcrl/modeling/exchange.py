@@ -17,10 +17,18 @@ def exchange_rows(rows: Tensor, sent: list[int], received: list[int], group: dis
     return result
 
 
-def gather_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """``[n, …]`` of each rank of ``group``, the same ``n`` on all, one behind the other."""
-    result: Tensor = _Gather.apply(rows, group)  # type: ignore[no-untyped-call]
-    return result
+def gather_rows(
+    rows: Tensor, group: dist.ProcessGroup, *, beside: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """``[n, …]`` of each rank of ``group``, the same ``n`` on all, one behind the other.
+
+    ``beside``, ``[n, b]`` where ``rows`` are ``[n, r]``, travels with them in one collective and has no gradient.
+    """
+    if beside is None:
+        everywhere: Tensor = _Gather.apply(rows, None, group)  # type: ignore[no-untyped-call]
+        return everywhere, None
+    both: tuple[Tensor, Tensor] = _Gather.apply(rows, beside, group)  # type: ignore[no-untyped-call]
+    return both
 
 
 class _Exchange(torch.autograd.Function):
@@ -39,17 +47,27 @@ class _Exchange(torch.autograd.Function):
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, beside: Tensor | None, group: dist.ProcessGroup
+    ) -> Tensor | tuple[Tensor, Tensor]:
         ctx.group = group
-        result = rows.new_empty(dist.get_world_size(group), *rows.shape)
-        dist.all_gather(list(result), rows.contiguous(), group=group)
-        return result.flatten(0, 1)
+        sent = rows.contiguous() if beside is None else torch.cat((rows, beside.to(rows.dtype)), dim=-1)
+        found = sent.new_empty(dist.get_world_size(group), *sent.shape)
+        dist.all_gather(list(found), sent, group=group)
+        found = found.flatten(0, 1)
+        if beside is None:
+            return found
+        width = rows.shape[-1]
+        # copies: what is returned shares no memory with what has a gradient
+        everywhere, others = found[..., :width].contiguous(), found[..., width:].to(beside.dtype, copy=True)
+        ctx.mark_non_differentiable(others)
+        return everywhere, others
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         # every rank has used every row: their gradients are added, in float32 and in the order of ranks
-        (gradient,) = gradients
+        gradient = gradients[0]
         ranks = dist.get_world_size(ctx.group)
         equal = [len(gradient) // ranks] * ranks
         parts = exchange_rows(gradient, equal, equal, ctx.group).view(ranks, -1, *gradient.shape[1:])
-        return parts.sum(0, dtype=torch.float32).to(gradient.dtype), None
+        return parts.sum(0, dtype=torch.float32).to(gradient.dtype), None, None

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from hpcrl.modeling.blocks import Block, local_block, overlap
+from hpcrl.modeling.blocks import Block, local_block, local_part, overlap
 from hpcrl.modeling.fp8 import dequantise
 from hpcrl.modeling.hf import HfAdapter, Region, model_tensors
 from hpcrl.weights.format.quantize import BLOCK, FP8_DTYPE, scale_tensor
@@ -45,7 +44,7 @@ def load_model_dir(model: nn.Module, adapter: HfAdapter, model_dir: Path) -> Non
         except ValueError as error:
             raise ValueError(f"{model_dir}: {error}") from error
         blocks = {name: local_block(own) for name, own in tensors.items()}
-        locals_ = {name: own.to_local() if isinstance(own, DTensor) else own for name, own in tensors.items()}
+        locals_ = {name: local_part(own) for name, own in tensors.items()}
         for name, region in wanted:
             part = overlap(blocks[name], region.low, region.shape)
             if not part.is_empty:

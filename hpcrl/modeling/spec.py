@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -18,8 +18,6 @@ from hpcrl.modeling.families.deepseek import deepseek_v3_block, glm4_moe_block, 
 from hpcrl.modeling.families.minimax import MixtralNames, minimax_m2_block
 from hpcrl.modeling.families.qwen3 import qwen3_block, qwen3_moe_block
 from hpcrl.modeling.hf import HfAdapter
-from hpcrl.modeling.mesh import ParallelDims
-from hpcrl.modeling.parallelize import parallelize_decoder
 from hpcrl.models.arch import (
     DeepseekV3Arch,
     Glm4MoeArch,
@@ -30,6 +28,9 @@ from hpcrl.models.arch import (
     Qwen3MoeArch,
 )
 
+if TYPE_CHECKING:
+    from hpcrl.modeling.mesh import ParallelDims
+
 __all__ = ["SPECS", "ModelSpec", "Parallelize", "build_model", "spec_of"]
 
 
@@ -37,6 +38,13 @@ class Parallelize(Protocol):
     """Shards a model in place over a mesh."""
 
     def __call__(self, model: nn.Module, mesh: ParallelDims, *, dtype: torch.dtype) -> None: ...
+
+
+def _parallelize_decoder(model: nn.Module, mesh: ParallelDims, *, dtype: torch.dtype) -> None:
+    # an engine, which shards nothing, does not wait for FSDP2: half a second of its start
+    from hpcrl.modeling.parallelize import parallelize_decoder  # noqa: PLC0415
+
+    parallelize_decoder(model, mesh, dtype=dtype)
 
 
 @dataclass(frozen=True)
@@ -58,7 +66,7 @@ class ModelSpec:
     arch: type[ModelArch]
     block: Callable[[Any, int], nn.Module]
     adapter: Callable[[ModelArch], HfAdapter] = HfAdapter
-    parallelize: Parallelize = parallelize_decoder
+    parallelize: Parallelize = _parallelize_decoder
 
     def build(
         self, arch: ModelArch, *, device: torch.device | str = "meta", dtype: torch.dtype = torch.float32

@@ -88,12 +88,13 @@ def find_run(name: str, root: Path, roots: Roots | None = None, *, chosen: bool 
     ------
     RunDirError
         There is none; the message names runs with a similar name. Or there are several of this name; it names their
-        directories.
+        directories. Or it is somebody else's, who lets nobody look.
     """
     if os.sep in name or name in (os.curdir, os.pardir):
         path = RunDir(Path(name).expanduser().resolve())
         if _is_run(path):
             return _noticed(path)
+        _refuse_closed(path)
         raise RunDirError(f"there is no run in {path.path}\n    hint: hpcrl ls lists the runs")
     if chosen and name and _is_run(there := RunDir(root / name)):
         return _noticed(there)
@@ -109,6 +110,8 @@ def find_run(name: str, root: Path, roots: Roots | None = None, *, chosen: bool 
     if found:
         ways = "".join(f"    hint: by its directory: {shlex.quote(str(run.path))}\n" for run in found)
         raise RunDirError(f"there are {len(found)} runs {name}; which one?\n{ways}".rstrip())
+    if name:
+        _refuse_closed(RunDir(root / name))
     known = [run.name for run in (list_runs(root) if roots is None else all_runs(root, tuple))]
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.5) or [k for k in known if name and name in k][:3]
     hint = f"did you mean {' or '.join(dict.fromkeys(close))}?" if close else "hpcrl ls lists the runs"
@@ -166,6 +169,27 @@ def _is_run(run: RunDir) -> bool:
         return run.record_path.is_file()
     except OSError:  # nobody else may look into it
         return False
+
+
+def _refuse_closed(run: RunDir) -> None:
+    """Say that there is something, and whose, where nobody else may look into it (RunDirError)."""
+    try:
+        run.record_path.stat()
+    except PermissionError:
+        raise RunDirError(
+            f"you may not look into {run.path}{_owner(run.path)}\n"
+            "    hint: a run is its user's alone; `files: {group: NAME}` in the cluster profile lets a group read it"
+        ) from None
+    except OSError:
+        return
+
+
+def _owner(path: Path) -> str:
+    """Whose a directory is, as the end of a sentence; empty where that cannot be seen."""
+    try:
+        return f", which is {path.owner()}'s"
+    except (OSError, KeyError):
+        return ""
 
 
 def _distinct(runs: Iterable[RunDir]) -> list[RunDir]:

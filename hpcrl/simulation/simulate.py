@@ -17,6 +17,12 @@ _STEPS_ALONE = 16
 """Steps beyond those in which the loop fills: enough for a mean, and few beside a simulated day."""
 
 
+_FEW = 8
+"""Steps without which a mean is none."""
+_MAIN = 0.8
+"""Share of the work that a simulation is, about; the rest is that of engines alone."""
+
+
 def simulate(scenario: Scenario, progress: Callable[[float], None] = lambda share: None) -> SimulationResult:
     """Simulate a scenario. Pure: equal scenarios give equal results.
 
@@ -26,17 +32,18 @@ def simulate(scenario: Scenario, progress: Callable[[float], None] = lambda shar
         Told now and then how much is done, from 0 to 1.
     """
     simulation = Simulation(scenario)
-    simulation.run(progress)
+    simulation.run(lambda share: progress(_MAIN * share))
     result = summarize(simulation)
-    if not result.steps:
+    if result.steps < max(_FEW, 2 * (scenario.recipe.rollouts.max_off_policy_steps + 1)):
+        # the loop was still filling: figures of such steps say nothing about waiting
         return result
-    alone_s = _engines_alone_s(scenario, result)
+    alone_s = _engines_alone_s(scenario, result, lambda share: progress(_MAIN + (1 - _MAIN) * share))
     return result.model_copy(
         update={"engines_alone_s": alone_s, "engines_wait": waiting_share(alone_s, result.step_s.mean)}
     )
 
 
-def _engines_alone_s(scenario: Scenario, result: SimulationResult) -> float:
+def _engines_alone_s(scenario: Scenario, result: SimulationResult, progress: Callable[[float], None]) -> float:
     """Seconds of a step whose trainer takes no time: what `hpcrl plan` calls the work of the engines."""
     steps = scenario.recipe.rollouts.max_off_policy_steps + 1 + _STEPS_ALONE
     handoff = scenario.durations.handoff
@@ -54,5 +61,5 @@ def _engines_alone_s(scenario: Scenario, result: SimulationResult) -> float:
             horizon_s=min(scenario.horizon_s, steps * result.step_s.mean + result.rollout_s.p90),
         )
     )
-    alone.run()
+    alone.run(progress)
     return summarize(alone).step_s.mean

@@ -12,6 +12,7 @@ from hpcrl import procfs
 from hpcrl.errors import RunDirError
 from hpcrl.runs.observe import RunView, observe
 from hpcrl.runs.record import user_name
+from hpcrl.runs.registry import reference
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.start.claim import claimed
 from hpcrl.runs.status import RunState
@@ -43,19 +44,19 @@ def removable(run: RunDir) -> RunView:
     if not view.state.ended:
         raise RunDirError(
             f"the run {run.name} has not ended ({view.state}); nothing was changed\n"
-            f"    hint: end it first: hpcrl cancel {run.name}"
+            f"    hint: end it first: hpcrl cancel {reference(run)}"
         )
     # a supervisor on another machine that has been silent may be cut off, not dead
     host = None if view.supervisor is None else view.supervisor.host
     if view.state is RunState.LOST and view.job is None and host not in (None, procfs.hostname()):
         raise RunDirError(
             f"{run.name} was supervised on {host}, which cannot be seen from here: it may be alive; "
-            f"nothing was changed\n    hint: call hpcrl rm {run.name} there"
+            f"nothing was changed\n    hint: call hpcrl rm {reference(run)} there"
         )
     if pinned := pinned_steps(run):
         raise RunDirError(
             f"checkpoints of {run.name} are pinned: steps {', '.join(map(str, pinned))}; nothing was changed\n"
-            f"    hint: hpcrl checkpoint unpin {run.name} {pinned[0]}"
+            f"    hint: hpcrl checkpoint unpin {reference(run)} {pinned[0]}"
         )
     return view
 

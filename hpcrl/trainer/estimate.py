@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 from unittest import mock
 
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
+from hpcrl.modeling import sparse_attention
 from hpcrl.modeling.packed_attention import PackedAttention
 from hpcrl.modeling.spec import build_model
 from hpcrl.models.arch import ModelArch, arch_from_config
@@ -64,13 +65,22 @@ def estimate_model(arch: ModelArch, lengths: Sequence[int], *, dtype: torch.dtyp
     few = first + 2
     if few + 1 >= len(layers):
         return estimate_pass(arch, lengths, dtype=dtype)
-    less, more = (estimate_pass(replace(arch, num_hidden_layers=n), lengths, dtype=dtype) for n in (few, few + 1))
+    less, more = (estimate_pass(_with_layers(arch, n), lengths, dtype=dtype) for n in (few, few + 1))
 
     def continued(name: str) -> int:
         at_few, at_more = getattr(less, name), getattr(more, name)
         return int(at_few + (len(layers) - few) * (at_more - at_few))
 
     return PassMemory(continued("parameters"), continued("head"), continued("whole"))
+
+
+def _with_layers(arch: ModelArch, count: int) -> ModelArch:
+    """The first layers; what a config says of each layer is cut, too."""
+    named = {field.name: getattr(arch, field.name) for field in fields(arch)}
+    each: dict[str, Any] = {
+        k: v[:count] for k, v in named.items() if isinstance(v, tuple) and len(v) == arch.num_hidden_layers
+    }
+    return replace(arch, num_hidden_layers=count, **each)
 
 
 def estimate_pass(arch: ModelArch, lengths: Sequence[int], *, dtype: torch.dtype) -> PassMemory:
@@ -133,7 +143,14 @@ def _known_without_numbers() -> Iterator[None]:
         # the same of one matrix: what is kept for the backward pass is the same, and so are shapes
         return _GroupedProduct.apply(x, weights, offs)  # type: ignore[no-any-return, no-untyped-call]
 
-    with mock.patch.object(torch, "bincount", bincount), mock.patch.object(F, "grouped_mm", grouped_mm):
+    def largest(scores: Tensor, visible: Tensor, width: int) -> Tensor:
+        return scores.topk(width, dim=-1).indices
+
+    with (
+        mock.patch.object(torch, "bincount", bincount),
+        mock.patch.object(F, "grouped_mm", grouped_mm),
+        mock.patch.object(sparse_attention, "_largest", largest),
+    ):
         yield
 
 

@@ -73,13 +73,10 @@ def test_without_durations_the_planner_gives_them() -> None:
     assert found.durations.startswith("predicted by the planner for glm5_swe on h200-28")
     assert found.steps
     assert 0 < found.engine.kv_peak < 1
-    # as `hpcrl plan` defines it, and beside what that says
-    assert found.engines_wait is not None
+    # so few steps say nothing about waiting; the plan's figures stand beside those that there are
+    assert found.engines_wait is None
     text = CliRunner().invoke(app, arguments[:-1], catch_exceptions=False).stdout
-    assert (
-        f"engines wait  {found.engines_wait:>20.1%}".split()
-        == [word for line in text.splitlines() if line.startswith("engines wait  ") for word in line.split()[:3]][:3]
-    )
+    assert ["engines", "wait", "?"] in [line.split() for line in text.splitlines()]
     assert "the same figures  hpcrl plan  simulated" in text
 
 

@@ -90,6 +90,13 @@ def test_a_loss_over_whole_rollouts_wants_them_on_one_rank() -> None:
     assert "algorithm.loss.kind" not in [finding.key for finding in caught.value.findings]
 
 
+def test_tokens_travel_by_collectives_of_torch_so_far() -> None:
+    with pytest.raises(ConfigError) as caught:
+        _check("job.payload=roles", "trainer.parallelism.dispatcher=deepep")
+    assert "trainer.parallelism.dispatcher" in [finding.key for finding in caught.value.findings]
+    _check("trainer.parallelism.dispatcher=deepep")
+
+
 def test_ways_out_lead_out() -> None:
     """What the hint says keeps the rules again."""
     _check("trainer.router_replay=true", "engine.prefill=null",

@@ -29,6 +29,7 @@ from hpcrl.rollouts.engines import pool as engine_pool
 from hpcrl.rollouts.orchestrator import Orchestrator
 from hpcrl.rollouts.process import first_error
 from hpcrl.rollouts.records import Group
+from hpcrl.rollouts.state import OrchestratorState
 from hpcrl.rollouts.weights import updates as weight_updates
 from hpcrl.runs.events import Event, read_events
 from hpcrl.runs.role import Endpoints, Member, RoleContext, restore_path
@@ -184,12 +185,13 @@ class Loop:
             await self.publish(step)
         return shards
 
-    async def checkpoint(self, step: int) -> None:
-        """A joint checkpoint with an empty trainer part."""
+    async def checkpoint(self, step: int) -> OrchestratorState:
+        """A joint checkpoint with an empty trainer part; returns what it has of the orchestrator."""
         state = await self.ask("snapshot", step)
         writer = CheckpointWriter.claim(self.run.checkpoints_dir, self.attempt)
         writer.stage(step)
         writer.commit(step=step, world_size=1, files={}, orchestrator_state=state, started_at_s=0.0)
+        return OrchestratorState.decode(state)
 
     def events(self, kind: str) -> list[Event]:
         return [event for event in read_events(self.run) if event.kind == kind]

@@ -372,8 +372,7 @@ async def test_a_run_goes_on_with_other_weights_and_refuses_to_lose_an_environme
     async with running(run, stub) as loop:
         await loop.train(1, 2)
         await loop.until(lambda: len(loop.orchestrator._scheduler._running) >= 2)
-        await loop.checkpoint(2)
-        state = loop.orchestrator._batch_server.snapshot(2)
+        state = await loop.checkpoint(2)
     had = {each.index: each.environment for each in state.dealt}
     assert had
 

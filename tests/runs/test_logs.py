@@ -56,7 +56,7 @@ def test_lines_from_a_time_on(run: RunDir) -> None:
     ("wanted", "message"),
     [
         ({"since": "yesterday"}, "90s, 10m"),
-        ({"role": "nobody"}, "roles: engine, trainer"),
+        ({"role": "nobody"}, "hint: it has engine, trainer"),
         ({"attempt": 9}, "attempts: 1"),
         ({"grep": "("}, "no regular"),
     ],

@@ -382,3 +382,6 @@ def test_a_side_waits_what_a_step_takes_longer_than_it_alone() -> None:
 
 def test_without_a_step_nobody_knows_who_waits() -> None:
     assert simulate(scenario(days=1e-6)).engines_wait is None
+    few = simulate(scenario(days=0.00015))
+    assert 0 < few.steps < 8
+    assert few.engines_wait is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,10 +9,9 @@ import pytest
 import start_models
 import yaml
 from slurm_lab import SlurmLab
+from virtual_site import virtual_site
 
 from hpcrl.devcluster.cluster import DevCluster
-from hpcrl.devcluster.packages import missing_programs
-from hpcrl.devcluster.settings import ClusterSettings
 
 NODES = 28
 
@@ -33,14 +31,7 @@ def taught_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def site() -> Iterator[DevCluster]:
     """A virtual cluster as large as the reference site."""
-    if missing := missing_programs():
-        pytest.skip(f"no Slurm on this machine: apt-get install {' '.join(dict.fromkeys(missing.values()))}")
-    # sockets need short paths, and pytest's are long
-    cluster = DevCluster.named("runs", Path(f"/tmp/hpcrl-runs-{time.time_ns() % 10**8}"))
-    cluster.up(ClusterSettings(name="runs", nodes=NODES, grace_s=30))
-    yield cluster
-    cluster.down()
-    cluster.paths.root.parent.rmdir()
+    yield from virtual_site("runs", nodes=NODES)
 
 
 @pytest.fixture

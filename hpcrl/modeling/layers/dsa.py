@@ -63,17 +63,22 @@ class SparseLatentAttention(LatentAttention):
         to_key, to_value = torch.split(expand, [self.nope_dim, self.value_dim], dim=1)
         absorbed = torch.einsum("thn,hnl->thl", q_pass, to_key)
         queries = torch.cat((absorbed, apply_rotary(q_rot, rotary, interleaved=self.interleaved)), dim=-1)
-        chosen = self._choice(x, compressed, rotary, context)
+        index = None if self.indexer is None else self.indexer(x, compressed, rotary)
+        if context.gather is not None:
+            keys, index_keys = context.gather(keys, None if index is None else index.k)
+            if index is not None and index_keys is not None:
+                index = index._replace(k=index_keys)
+        chosen = self._choice(index, context)
         y = context.sparse.attend(self.layer, queries, keys, chosen, value_dim=self.latent_dim, scale=self.scale)
         values = torch.einsum("thl,hvl->thv", y, to_value)
         projected: Tensor = self.o_proj(values.reshape(tokens, -1))
         return projected
 
-    def _choice(self, x: Tensor, compressed: Tensor, rotary: RotaryTables, context: BatchContext) -> Tensor:
-        if self.indexer is None:
+    def _choice(self, index: IndexQuery | None, context: BatchContext) -> Tensor:
+        if index is None:
             return context.chosen[self.source]
         assert context.sparse is not None
-        chosen = context.sparse.choose(self.layer, self.indexer(x, compressed, rotary), self.top_k)
+        chosen = context.sparse.choose(self.layer, index, self.top_k)
         if self.is_shared:
             context.chosen[self.layer] = chosen
         return chosen

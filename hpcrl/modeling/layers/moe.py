@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from hpcrl.modeling.blocks import local_part
 from hpcrl.modeling.context import BatchContext
 from hpcrl.modeling.layers.dispatch import Dispatcher, LocalDispatcher
 
@@ -112,12 +112,8 @@ class Experts(nn.Module):
             ``[experts of this rank]`` assignments of each expert.
         """
         ends = counts.cumsum(0).to(torch.int32)
-        gate, up = F.grouped_mm(x, _local(self.gate_up_proj).transpose(1, 2), offs=ends).chunk(2, dim=-1)
-        return F.grouped_mm(F.silu(gate) * up, _local(self.down_proj).transpose(1, 2), offs=ends)
-
-
-def _local(weights: Tensor) -> Tensor:
-    return weights.to_local() if isinstance(weights, DTensor) else weights
+        gate, up = F.grouped_mm(x, local_part(self.gate_up_proj).transpose(1, 2), offs=ends).chunk(2, dim=-1)
+        return F.grouped_mm(F.silu(gate) * up, local_part(self.down_proj).transpose(1, 2), offs=ends)
 
 
 class SparseMLP(nn.Module):

@@ -23,6 +23,8 @@ __all__ = [
 _SCORES_BYTES = 1 << 30
 """Scores of an indexer that exist at a time: whole they are queries times the context in float32, 17 GB at 131,072
 tokens over four ranks, so that a trainer cuts the queries into pieces."""
+_CHUNK_BYTES = 64 << 20
+"""Of a piece of the queries in the trainer's own sparse attention (`hpcrl.modeling.sparse_attention`)."""
 _BLOCK = 128
 """Channels of an activation that share a float32 scale in FP8."""
 
@@ -111,6 +113,13 @@ def indexer_bytes(layer: Layer, shape: ActivationShape, context: int) -> int:
     if indexer is None:
         return 0
     b, t = shape.element_bytes, shape.tokens
+    if shape.eager and isinstance(layer.mixer, Mla) and layer.mixer.topk is not None:
+        # rows that queries chose and their gradients (in float32 once more), weights and theirs, a piece of the queries
+        # at a time. What the layer's experts held is free by then: only what is more than that counts
+        heads, row = layer.mixer.num_attention_heads, layer.mixer.kv_lora_rank + layer.mixer.qk_rope_head_dim
+        pairs = min(_CHUNK_BYTES / (12 * (row + heads)), t * layer.mixer.topk)
+        before = gradient_bytes(layer, shape) + (0 if layer.mlp is None else _mlp(layer.mlp, shape))
+        return max(0, round(pairs * (row * (4 + 2 * b) + heads * (12 + b)) - before))
     queries, keys = b * t * indexer.n_heads * indexer.head_dim, b * context * indexer.head_dim
     return queries + keys + min(_SCORES_BYTES, 4 * t * context)
 
@@ -158,12 +167,12 @@ def _mla(mixer: Mla, shape: ActivationShape) -> float:
     b, t, heads = shape.element_bytes, shape.tokens, mixer.num_attention_heads
     qk = mixer.qk_nope_head_dim + mixer.qk_rope_head_dim
     latents = (mixer.q_lora_rank or 0) + mixer.kv_lora_rank
-    if shape.eager:
+    if shape.eager and mixer.topk is None:
         # queries, keys and values (as wide as keys) as they are and padded; the kernel's output, and what is read of it
         wide, padded = heads * qk, shape.padded_tokens
         attention = 3 * wide * b * (t + padded) + wide * b * padded + 4 * padded * heads
         return t * (latents * (4 + 2 * b) + 8 + heads * mixer.v_head_dim * b) + attention
-    low_rank = t * (latents * (4 + 2 * b) + mixer.qk_rope_head_dim * b)
+    low_rank = t * (latents * (4 + 2 * b) + 8 + mixer.qk_rope_head_dim * b)
     queries = t * heads * qk * b
     statistics = 4 * t * heads
     output = t * heads * mixer.v_head_dim * b

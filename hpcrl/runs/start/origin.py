@@ -21,7 +21,7 @@ from hpcrl.checkpoints.ledger import CheckpointLedger
 from hpcrl.errors import CheckpointError, HandoffError, RunFailedError, UsageError
 from hpcrl.fs import fsync_dir
 from hpcrl.runs.record import Origin, RunRecord
-from hpcrl.runs.registry import Roots, find_run
+from hpcrl.runs.registry import Roots, find_run, reference
 from hpcrl.runs.rundir import RunDir
 from hpcrl.weights.format.manifest import MANIFEST, Handoff
 from hpcrl.weights.store import HandoffStore
@@ -77,7 +77,7 @@ def _checkpoint(run: RunDir, step: int | None) -> Source:
         there = ", ".join(map(str, steps)) or "none"
         hint = f"    hint: there are checkpoints of steps {there}"
         versions = HandoffStore(run.weights_dir).versions()
-        hint += f"; or a version: --from {run.name}@v{step}" if step in versions else ""
+        hint += f"; or a version: --from {reference(run)}@v{step}" if step in versions else ""
         raise UsageError(f"{run.name} has no checkpoint of step {step}\n{hint}")
     if step is None:
         choice = ledger.newest_verified(content=False)
@@ -85,13 +85,14 @@ def _checkpoint(run: RunDir, step: int | None) -> Source:
             reasons = "".join(f"\n  step {number}: {reason}" for number, reason in choice.skipped)
             raise UsageError(
                 f"{run.name} has no good checkpoint{reasons}\n"
-                f"    hint: a full version, where there is one (hpcrl weights ls {run.name}): --from {run.name}@vN"
+                f"    hint: a full version, where there is one (hpcrl weights ls {reference(run)}): "
+                f"--from {reference(run)}@vN"
             )
         step = choice.entry.step
     try:
         ledger.open(step).verify(content=False)
     except CheckpointError as error:
-        raise UsageError(f"{error}\n    hint: another one: hpcrl checkpoint ls {run.name}") from error
+        raise UsageError(f"{error}\n    hint: another one: hpcrl checkpoint ls {reference(run)}") from error
     return Source(
         origin=_origin(run, "checkpoint", step, ledger.path_of(step)), run=run, config_dir=Path(run.recipe().model.path)
     )
@@ -104,13 +105,13 @@ def _version(run: RunDir, version: int) -> Source:
         newest = versions[-1] if versions else -1
         what = "was collected" if version < newest else "was never published, or was withdrawn"
         there = ", ".join(map(str, versions)) or "none"
-        hint = f"there are {there}; or a checkpoint: --from {run.name}"
+        hint = f"there are {there}; or a checkpoint: --from {reference(run)}"
         raise UsageError(f"version {version} of {run.name} {what}\n    hint: {hint}")
     try:
         handoff = store.open(version)
         handoff.verify(content=False)
     except HandoffError as error:
-        raise UsageError(f"{error}\n    hint: another one: hpcrl weights ls {run.name}") from error
+        raise UsageError(f"{error}\n    hint: another one: hpcrl weights ls {reference(run)}") from error
     if handoff.manifest.kind != "full":
         raise UsageError(_not_whole(run, handoff))
     return Source(origin=_origin(run, "version", version, handoff.path), run=run, config_dir=handoff.path)
@@ -125,8 +126,8 @@ def _not_whole(run: RunDir, handoff: Handoff) -> str:
     }[manifest.kind]
     return (
         f"version {manifest.version} of {run.name} {what}\n"
-        f"    hint: a checkpoint: --from {run.name} (hpcrl checkpoint ls {run.name})\n"
-        f"    hint: a version of kind full: hpcrl weights ls {run.name}"
+        f"    hint: a checkpoint: --from {reference(run)} (hpcrl checkpoint ls {reference(run)})\n"
+        f"    hint: a version of kind full: hpcrl weights ls {reference(run)}"
     )
 
 
@@ -170,7 +171,7 @@ def make_start_model(source: Source, target: Path) -> None:
             if name != MANIFEST:
                 _link(handoff.path / name, target / name)
     except (HandoffError, FileNotFoundError) as error:
-        raise UsageError(f"{error}\n    hint: another version: hpcrl weights ls {source.run.name}") from error
+        raise UsageError(f"{error}\n    hint: another version: hpcrl weights ls {reference(source.run)}") from error
     fsync_dir(target)
 
 

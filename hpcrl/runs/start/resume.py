@@ -92,12 +92,12 @@ def _check_not_behind(run: RunDir, steps: int) -> None:
     if steps >= reached:
         return
     behind = [step for step in CheckpointLedger(run.checkpoints_dir).steps() if step < steps]
-    again = f"hpcrl resume {run.name} --from-step {behind[-1]} --set trainer.steps={steps}" if behind else ""
+    again = f"hpcrl resume {reference(run)} --from-step {behind[-1]} --set trainer.steps={steps}" if behind else ""
     back = f"    hint: give the later ones up: {again}\n" if behind else ""
     raise RunDirError(
         f"the run {run.name} has done {reached} steps, trainer.steps={steps} asks for fewer; nothing was changed\n"
-        f"    hint: more steps: hpcrl resume {run.name} --set trainer.steps={2 * reached}\n{back}"
-        f"    hint: it is done as it is: hpcrl checkpoint export {run.name}"
+        f"    hint: more steps: hpcrl resume {reference(run)} --set trainer.steps={2 * reached}\n{back}"
+        f"    hint: it is done as it is: hpcrl checkpoint export {reference(run)}"
     )
 
 
@@ -113,5 +113,5 @@ def _check_steps(run: RunDir, point: ResumePoint, *, completed: bool, steps: int
         "there is nothing to resume, and nothing was changed\n"
         f"    hint: more steps: hpcrl resume {reference(run)} --set trainer.steps={2 * done}\n"
         f"    hint: look at it: hpcrl report {reference(run)}\n"
-        f"    hint: a new run with its weights: hpcrl submit RECIPE --from {run.name}"
+        f"    hint: a new run with its weights: hpcrl submit RECIPE --from {reference(run)}"
     )

@@ -16,6 +16,7 @@ from hpcrl.checkpoints.pins import pins_of
 from hpcrl.checkpoints.retention import doomed_steps
 from hpcrl.errors import CheckpointError
 from hpcrl.runs.record import user_name
+from hpcrl.runs.registry import reference
 from hpcrl.runs.rundir import RunDir
 
 __all__ = [
@@ -155,7 +156,7 @@ def plan_prune(
             _chosen(ledger, run, step)
             if step in pinned:
                 raise CheckpointError(
-                    f"the checkpoint of step {step} is pinned\n    hint: hpcrl checkpoint unpin {run.name} {step}"
+                    f"the checkpoint of step {step} is pinned\n    hint: hpcrl checkpoint unpin {reference(run)} {step}"
                 )
         doomed = sorted(set(steps))
     else:
@@ -185,7 +186,7 @@ def _refuse_loss(ledger: CheckpointLedger, run: RunDir, staying: list[int], *, c
             return
     why = "; ".join(reasons) or "they are all that there are"
     raise CheckpointError(
-        f"no good checkpoint of {run.name} would be left: {why}\n    hint: hpcrl checkpoint verify {run.name}"
+        f"no good checkpoint of {run.name} would be left: {why}\n    hint: hpcrl checkpoint verify {reference(run)}"
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -18,7 +18,7 @@ from hpcrl.runs.views.liveview import ROOMS, render
 from hpcrl.runs.views.usage import Usage, read_usage
 from hpcrl.runs.views.words import duration, staleness
 
-__all__ = ["follow"]
+__all__ = ["fitted", "follow", "screen_lines"]
 
 _POLL_S = 1.0
 _ALL = sys.maxsize
@@ -85,18 +85,38 @@ class _LiveScreen:
 
     def show(self, view: RunView, progress: Progress, metrics: list[StepRecord], usage: Usage, fleet: Fleet) -> None:
         note: list[RenderableType] = [Text(self._note, style="yellow")] if self._note else []
-        console = self._live.console
-        for room in ROOMS:
-            self._body = Group(render(view, progress, metrics, usage, fleet, room=room, width=console.width), *note)
-            # a line is left for the cursor; what does not fit would be cut at the bottom, where the engines are
-            if len(self.lines(console)) < console.height:
-                break
+        self._body = fitted(self._live.console, view, progress, metrics, usage=usage, fleet=fleet, note=note)
         self._live.update(self._body, refresh=True)
 
     def lines(self, console: Console) -> list[str]:
         """What is on the screen now, without colours."""
-        lines = console.render_lines(self._body, pad=False)
-        return ["".join(segment.text for segment in line).rstrip() for line in lines]
+        return screen_lines(console, self._body)
+
+
+def fitted(
+    console: Console,
+    view: RunView,
+    progress: Progress,
+    metrics: list[StepRecord],
+    *,
+    usage: Usage,
+    fleet: Fleet,
+    note: Sequence[RenderableType] = (),
+) -> RenderableType:
+    """The live screen of a run, with as much as a console has room for, and a note below it."""
+    body: RenderableType = ""
+    for room in ROOMS:
+        body = Group(render(view, progress, metrics, usage, fleet, room=room, width=console.width), *note)
+        # a line is left for the cursor; what does not fit would be cut at the bottom, where the engines are
+        if len(screen_lines(console, body)) < console.height:
+            break
+    return body
+
+
+def screen_lines(console: Console, body: RenderableType) -> list[str]:
+    """What a console would show, without colours."""
+    lines = console.render_lines(body, pad=False)
+    return ["".join(segment.text for segment in line).rstrip() for line in lines]
 
 
 class _LineScreen:

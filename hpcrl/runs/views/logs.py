@@ -107,7 +107,7 @@ class LogFilter(NamedTuple):
             raise UsageError(f"{run.name} has no attempt {attempt}; attempts: {known}")
         roles = [group.role.value for group in run.plan().groups]
         if role is not None and role not in (*roles, SUPERVISOR):
-            raise UsageError(f"{run.name} has no role {role}; roles: {', '.join((*roles, SUPERVISOR))}")
+            raise UsageError(f"{run.name} has no role {role}\n    hint: it has {', '.join((*roles, SUPERVISOR))}")
         try:
             pattern = None if grep is None else re.compile(grep)
         except re.error as error:

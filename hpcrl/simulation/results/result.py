@@ -170,7 +170,7 @@ class SimulationResult(StrictModel):
     phases: dict[str, float]
     """Shares of the trainer's time in steps, as in ``hpcrl report``; ``wait_batch`` is its waiting share."""
     engines_alone_s: float | None = None
-    """Seconds of a step if the trainer took no time; None where no step was done."""
+    """Seconds of a step if the trainer took no time; None where too few steps were done to say it."""
     engines_wait: float | None = None
     """What engines wait for the trainer, by the definition of `hpcrl.planning.times.loop.waiting_share`."""
     engine: EngineShares

@@ -9,14 +9,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from hpcrl.modeling.blocks import Block, local_block, overlap
+from hpcrl.modeling.blocks import Block, local_block, local_part, overlap
 from hpcrl.modeling.hf import HfAdapter, model_tensors
 from hpcrl.weights.format.layout import PublishedTensor
 from hpcrl.weights.format.quantize import FP8_DTYPE, is_quantised, scale_tensor
 
-__all__ = ["Form", "Source", "find_sources", "local_part"]
+__all__ = ["Form", "Source", "find_sources", "source_part"]
 
 
 class Form(StrEnum):
@@ -71,12 +70,12 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def local_part(parameters: Mapping[str, Tensor], source: Source) -> tuple[Block, Tensor]:
+def source_part(parameters: Mapping[str, Tensor], source: Source) -> tuple[Block, Tensor]:
     """What this rank holds of a source: where in the region, and a view of it with the region's dimensions."""
     parameter = parameters[source.parameter]
     block = local_block(parameter)
     part = overlap(block, source.low, source.shape)
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    local = local_part(parameter)
     if math.prod(part.high) == 0:
         return part, local.new_empty((0,) * len(source.shape))
     leading = len(source.low) - len(source.shape)

@@ -16,7 +16,7 @@ from hpcrl.modeling.fp8 import block_amax, quantise, scales_of
 from hpcrl.modeling.hf import model_tensors
 from hpcrl.trainer.parallel.ranks import Ranks
 from hpcrl.trainer.publish.plan import Window
-from hpcrl.trainer.publish.sources import Form, Source, local_part
+from hpcrl.trainer.publish.sources import Form, Source, source_part
 from hpcrl.weights.format.layout import PAGE_BYTES
 from hpcrl.weights.format.quantize import BLOCK
 
@@ -93,7 +93,7 @@ class Staging:
 
     def _bytes(self, source: Source) -> Tensor:
         """This rank's part of a published tensor, ``[bytes]`` on its device."""
-        part, local = local_part(self._parameters, source)
+        part, local = source_part(self._parameters, source)
         if source.form is Form.PLAIN:
             result = local.to(getattr(torch, source.tensor.dtype))
         elif source.form is Form.QUANTISED:

@@ -31,6 +31,7 @@ from hpcrl.modeling.hf import CARRIED, model_tensors
 from hpcrl.modeling.spec import spec_of
 from hpcrl.models.arch import load_arch
 from hpcrl.models.mtp import config_of_tensors
+from hpcrl.runs.registry import reference
 from hpcrl.runs.rundir import RunDir
 from hpcrl.trainer.state.checkpoint import check_owner
 
@@ -185,7 +186,7 @@ def _choose(run: RunDir, step: int | None) -> CheckpointEntry:
     for skipped, reason in choice.skipped:
         print(f"checkpoint of step {skipped} is skipped: {reason}", file=sys.stderr)
     if choice.entry is None:
-        raise UsageError(f"{run.name} has no good checkpoint\n    hint: hpcrl checkpoint ls {run.name}")
+        raise UsageError(f"{run.name} has no good checkpoint\n    hint: hpcrl checkpoint ls {reference(run)}")
     return choice.entry
 
 

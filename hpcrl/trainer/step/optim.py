@@ -7,10 +7,10 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
 from hpcrl.config.recipe import OptimizerConfig
+from hpcrl.modeling.blocks import local_part
 
 __all__ = ["clip_gradients", "learning_rate", "make_optimizer", "set_learning_rate"]
 
@@ -80,7 +80,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, group: d
     float
         The global norm before clipping. It may be infinite or NaN; gradients are then left as they are.
     """
-    local = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    local = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
     total = torch.zeros((), dtype=torch.float64, device=local[0].device)
     for gradient in local:
         total += gradient.double().square().sum()
@@ -90,7 +90,3 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, group: d
     if math.isfinite(norm) and norm > max_norm:
         torch._foreach_mul_(local, max_norm / norm)
     return norm
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
