@@ -44,8 +44,8 @@ ARROWS: dict[str, set[str]] = {
 }
 #: single modules that a room may import from another, with the reason
 EXCEPTIONS = {
-    # the simulator admits rollouts by the orchestrator's own account, which imports nothing
-    "simulation": {"hpcrl.rollouts.sampling.staleness"},
+    # the simulator decides by the scheduler's own policy and account, which import nothing else
+    "simulation": {"hpcrl.rollouts.sampling.policy", "hpcrl.rollouts.sampling.staleness"},
     # the warm-up takes demonstrations from the environments of the recipe
     "trainer": {"hpcrl.rollouts.environments"},
 }

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hpcrl.cli.completion import complete_clusters
-from hpcrl.cli.options import ClusterOption, JsonOption, RecipeArgument, SetOption
+from hpcrl.cli.options import ClusterOption, JsonOption, ListGroup, RecipeArgument, SetOption
 from hpcrl.cli.output import table_console
 
 if TYPE_CHECKING:
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["cluster_app", "plan_for_checks", "register"]
 
-recipe_app = typer.Typer(help="Recipes: what to train.", no_args_is_help=True)
-cluster_app = typer.Typer(help="Cluster profiles: where to train.", no_args_is_help=True)
+recipe_app = typer.Typer(cls=ListGroup, help="Recipes: what to train.", no_args_is_help=True)
+cluster_app = typer.Typer(cls=ListGroup, help="Cluster profiles: where to train.", no_args_is_help=True)
 
 
 def register(app: typer.Typer) -> None:

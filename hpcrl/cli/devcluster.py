@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hpcrl.cli.options import JsonOption, confirm
+from hpcrl.cli.options import JsonOption, ListGroup, confirm
 
 if TYPE_CHECKING:
     from hpcrl.devcluster.cluster import ClusterStatus, DevCluster
@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 __all__ = ["register"]
 
 devcluster_app = typer.Typer(
-    help="A real Slurm of many virtual nodes on this machine, to try hpcrl without a cluster.", no_args_is_help=True
+    cls=ListGroup,
+    help="A real Slurm of many virtual nodes on this machine, to try hpcrl without a cluster.",
+    no_args_is_help=True,
 )
 
 NameOption = Annotated[str, typer.Option("--name", metavar="NAME", help="Which virtual cluster.")]

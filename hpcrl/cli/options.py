@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from hpcrl.cli.completion import complete_clusters, complete_recipes, complete_settings
 
@@ -17,11 +18,21 @@ __all__ = [
     "CalibrationOption",
     "ClusterOption",
     "JsonOption",
+    "ListGroup",
     "RecipeArgument",
     "SetOption",
     "TablesOption",
     "confirm",
 ]
+
+
+class ListGroup(TyperGroup):
+    """Commands of which one is called ``list``, for those who type ``ls``, too."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The command of a name, or of its other name."""
+        return super().get_command(ctx, "list" if cmd_name == "ls" else cmd_name)
+
 
 RecipeArgument = Annotated[
     str,

@@ -46,8 +46,9 @@ def status(
     from hpcrl.cli.output import table_console
     from hpcrl.runs.fleet import read_fleet
     from hpcrl.runs.metrics import read_metrics
-    from hpcrl.runs.observe import observe, read_progress
+    from hpcrl.runs.observe import observe
     from hpcrl.runs.registry import reference
+    from hpcrl.runs.run_progress import read_progress
     from hpcrl.runs.views.follow import follow
     from hpcrl.runs.views.liveview import render, summary
     from hpcrl.runs.views.usage import read_usage, status_document

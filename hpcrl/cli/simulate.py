@@ -236,5 +236,4 @@ def _print_beside_plan(outlook: Outlook, result: SimulationResult) -> None:
         "Both rest on the same times. The plan is the mean of a steady state; the simulation also has what chance "
         "does: batches that wait for their longest rollouts, rollouts that come in waves, and the filling of the loop.",
         highlight=False,
-        soft_wrap=True,
     )

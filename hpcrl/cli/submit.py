@@ -364,9 +364,9 @@ def _follow(run: RunDir, console: Console) -> int:
 
     from hpcrl.errors import ExitCode, UsageError
     from hpcrl.runs.metrics import read_metrics
-    from hpcrl.runs.observe import read_progress
     from hpcrl.runs.record import RunRecord
     from hpcrl.runs.registry import reference
+    from hpcrl.runs.run_progress import read_progress
     from hpcrl.runs.status import RunState
     from hpcrl.runs.views.follow import follow
     from hpcrl.runs.views.liveview import summary

@@ -26,8 +26,8 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
 RoleName = Literal["trainer", "engine", "prefill", "decode", "orchestrator", "store", "router"]
 """What a process is for, as people write it; `hpcrl.config.plan.Role` in code."""
 
-NodeRole = Literal["trainer", "engine", "prefill", "decode"]
-"""Roles that have nodes of their own; the others run beside the trainer."""
+NodeRole = Literal["trainer", "engine", "prefill", "decode", "orchestrator"]
+"""Roles that have nodes of their own, or may have (the orchestrator); the others run beside the trainer."""
 
 SlurmWord = Annotated[str, Field(pattern=r"^[A-Za-z0-9_@%+=:.,&|*\[\]()/-]+$")]
 """A word that Slurm takes as an account, a constraint, a device: no blanks, no quotes."""

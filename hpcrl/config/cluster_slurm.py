@@ -175,7 +175,8 @@ class PlacementConfig(StrictModel):
     default: str
     """Partition of all roles that ``by_role`` does not name."""
     by_role: dict[NodeRole, str] = {}
-    """Partition by role; ``engine`` is also for ``prefill`` and ``decode`` where these are not named."""
+    """Partition by role; ``engine`` is also for ``prefill`` and ``decode`` where these are not named. With
+    ``orchestrator`` that has a node of its own there, which needs no GPUs; else it runs beside the trainer."""
 
 
 class LaunchConfig(StrictModel):
@@ -277,4 +278,11 @@ class SlurmCluster(ClusterBase):
         by_role = {str(key): name for key, name in self.placement.by_role.items()}
         if role in ("prefill", "decode"):
             return by_role.get(role) or by_role.get("engine") or self.placement.default
+        if role == "orchestrator" and role not in by_role:
+            return self.partition_name("trainer")
         return by_role.get(role) or self.placement.default
+
+    @property
+    def orchestrator_apart(self) -> bool:
+        """Whether the orchestrator has a node of its own, in another partition than the trainer."""
+        return self.partition_name("orchestrator") != self.partition_name("trainer")

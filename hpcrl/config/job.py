@@ -19,7 +19,7 @@ from hpcrl.config.base import (
 
 __all__ = ["JobConfig"]
 
-_ROLES = ("trainer", "engine", "prefill", "decode")
+_ROLES = ("trainer", "engine", "prefill", "decode", "orchestrator")
 
 
 def _partitions(value: object) -> object:
@@ -51,9 +51,10 @@ class JobConfig(StrictModel):
     reservation: SlurmWord | None = None
     """Reservation to run in. None: ``SBATCH_RESERVATION`` or ``SLURM_RESERVATION``, else the profile's."""
     partition: Annotated[str | dict[NodeRole, str] | None, BeforeValidator(_partitions)] = None
-    """Partition of all roles; or a map of roles (``trainer``, ``engine``, ``prefill``, ``decode``) to partitions, over
-    the profile's ``placement``. The profile must have them. None: ``SBATCH_PARTITION`` or ``SLURM_PARTITION``, for all
-    roles, else the profile's."""
+    """Partition of all roles; or a map of roles (``trainer``, ``engine``, ``prefill``, ``decode``, ``orchestrator``) to
+    partitions, over the profile's ``placement``. The profile must have them. An orchestrator whose partition is not the
+    trainer's has a node of its own there; else it runs beside the trainer. None: ``SBATCH_PARTITION`` or
+    ``SLURM_PARTITION``, for all roles, else the profile's."""
     sbatch_options: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """More options of sbatch, each as ``--name=value`` or ``--name``, for example ``--mail-type=END``. Those that hpcrl
     sets itself are refused, with the reason. Each job of the run gets them."""

@@ -17,7 +17,7 @@ __all__ = ["EnvValue", "plain", "role_variables"]
 
 _ENGINES = (Role.ENGINE, Role.PREFILL, Role.DECODE)
 _BESIDE = (Role.ORCHESTRATOR, Role.STORE, Role.ROUTER)
-"""Roles without nodes of their own: they run where the trainer does."""
+"""Roles without GPUs: they run where the trainer does, but for an orchestrator that is placed apart."""
 
 
 class EnvValue(NamedTuple):
@@ -40,7 +40,8 @@ def role_variables(recipe: Recipe, cluster: ClusterProfile, role: Role, run_name
     if role is Role.ROUTER:
         variables |= _sourced(ROUTER_VARIABLES, "hpcrl")
     if isinstance(cluster, SlurmCluster):
-        partition = cluster.partition_name(Role.TRAINER if role in _BESIDE else role)
+        beside_trainer = role in (Role.STORE, Role.ROUTER)
+        partition = cluster.partition_name(Role.TRAINER if beside_trainer else role)
         source = f"cluster.partitions.{partition}.node"
         node = cluster.partitions[partition].node
         variables |= _sourced(_network(node, role), source)

@@ -185,7 +185,7 @@ def _orchestrator(recipe: Recipe, cluster: ClusterProfile, run_name: str, infere
         role=Role.ORCHESTRATOR,
         replicas=1,
         ranks=1,
-        beside=isinstance(cluster, SlurmCluster),
+        beside=isinstance(cluster, SlurmCluster) and not cluster.orchestrator_apart,
         command=tuple(module_command("{python}", "hpcrl.rollouts")),
         env=plain(role_variables(recipe, cluster, Role.ORCHESTRATOR, run_name)),
         after=(*inference, Role.ROUTER) if has_router(recipe) else inference,

@@ -33,6 +33,8 @@ def demands(recipe: Recipe, cluster: SlurmCluster) -> list[Demand]:
     for role, group in ((Role.PREFILL, engine.prefill), (Role.DECODE, engine.decode)):
         if group is not None:
             wanted.append((role, group.replicas, group.nodes))
+    if cluster.orchestrator_apart:
+        wanted.append((Role.ORCHESTRATOR, 1, 1))
     return [Demand(role, replicas, nodes, cluster.partition_name(role)) for role, replicas, nodes in wanted]
 
 
@@ -53,8 +55,8 @@ def choose_layout(recipe: Recipe, cluster: SlurmCluster) -> tuple[LayoutKind, st
 def place_groups(groups: Sequence[RoleGroup], recipe: Recipe, cluster: SlurmCluster) -> tuple[Layout, list[RoleGroup]]:
     """The jobs of a run, and its groups with the place of their nodes.
 
-    Groups without nodes of their own (the orchestrator) stay where their default is: on the first node of the
-    first component, beside the trainer.
+    Groups without nodes of their own (the orchestrator, unless it is placed apart) stay where their default is: on the
+    first node of the first component, beside the trainer.
     """
     kind, reason = choose_layout(recipe, cluster)
     wanted = demands(recipe, cluster)

@@ -15,9 +15,18 @@ from torch import nn
 
 from hpcrl.modeling.decoder import Decoder
 from hpcrl.modeling.families.deepseek import deepseek_v3_block, glm4_moe_block, glm_moe_dsa_block
+from hpcrl.modeling.families.minimax import MixtralNames, minimax_m2_block
 from hpcrl.modeling.families.qwen3 import qwen3_block, qwen3_moe_block
 from hpcrl.modeling.hf import HfAdapter
-from hpcrl.models.arch import DeepseekV3Arch, Glm4MoeArch, GlmMoeDsaArch, ModelArch, Qwen3Arch, Qwen3MoeArch
+from hpcrl.models.arch import (
+    DeepseekV3Arch,
+    Glm4MoeArch,
+    GlmMoeDsaArch,
+    MinimaxM2Arch,
+    ModelArch,
+    Qwen3Arch,
+    Qwen3MoeArch,
+)
 
 if TYPE_CHECKING:
     from hpcrl.modeling.mesh import ParallelDims
@@ -91,6 +100,7 @@ SPECS: tuple[ModelSpec, ...] = (
     ModelSpec(DeepseekV3Arch, deepseek_v3_block),
     ModelSpec(Glm4MoeArch, glm4_moe_block),
     ModelSpec(GlmMoeDsaArch, glm_moe_dsa_block),
+    ModelSpec(MinimaxM2Arch, minimax_m2_block, MixtralNames),
     ModelSpec(Qwen3Arch, qwen3_block),
     ModelSpec(Qwen3MoeArch, qwen3_moe_block),
 )

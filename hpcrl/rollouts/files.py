@@ -53,10 +53,8 @@ class _FencedFile(ReportedFile):
         self._fence = fence
 
     def _write(self, data: list[bytes]) -> None:
-        staged = self._fence.path / self.path.name
         try:
-            atomic_write(staged, data[0])
-            os.replace(staged, self.path)
+            self._replace(data[0])
         except FileNotFoundError:
             try:
                 self._fence.check()
@@ -66,30 +64,26 @@ class _FencedFile(ReportedFile):
                 raise
         data.clear()
 
+    def _replace(self, content: bytes) -> None:
+        staged = self._fence.path / self.path.name
+        atomic_write(staged, content)
+        os.replace(staged, self.path)
 
-class _SharedFile(ReportedFile):
+
+class _SharedFile(_FencedFile):
     """The file of a hundred steps, made out of those of its steps, by the thread that writes reports."""
 
     def __init__(self, fence: Fence, first: int) -> None:
-        super().__init__(fence.root / shared_name(first))
-        self._fence, self._first = fence, first
+        super().__init__(fence, shared_name(first))
+        self._first = first
 
-    def _write(self, data: list[bytes]) -> None:
+    def _replace(self, content: bytes) -> None:
         root, steps = self._fence.root, range(self._first, self._first + STEPS_A_FILE)
         single = [step for step in steps if (root / step_name(step)).is_file()]
         files = [self.path.name, *map(step_name, single)]
         size = sum((root / name).stat().st_size for name in files if (root / name).is_file())
-        try:
-            if len(single) > 1 and size <= _SHARED_BYTES:
-                self._share(steps, single)
-        except FileNotFoundError:
-            try:
-                self._fence.check()
-            except FencedError as error:
-                _log.warning("%s is left as it is: %s", self.path, error)
-            else:
-                raise
-        data.clear()
+        if len(single) > 1 and size <= _SHARED_BYTES:
+            self._share(steps, single)
 
     def _share(self, steps: range, single: list[int]) -> None:
         root, staged = self._fence.root, self._fence.path / self.path.name

@@ -144,26 +144,18 @@ def from_record(record: FailureRecord) -> Cause:
     """What a role said about its own failure, as a candidate."""
     rank = f" rank {record.rank}" if record.rank else ""
     first_line, *more = record.message.strip().split("\n")
-    if record.error == NothingToRestoreError.__name__:  # no failure of that role
+    nothing, environment = NothingToRestoreError.__name__, EnvironmentFailedError.__name__
+    if record.error in (nothing, environment):
+        # no failure of that role; or one of the user's code, of which our traceback says nothing
         return Cause(
-            kind=CauseKind.NOTHING_TO_RESTORE,
+            kind=CauseKind.NOTHING_TO_RESTORE if record.error == nothing else CauseKind.ERROR,
             time_s=record.time_s,
             message=first_line,
             role=record.role,
             replica=record.replica,
             error=record.error,
             details=more,
-        )
-    if record.error == EnvironmentFailedError.__name__:  # the user's code did: our traceback says nothing about it
-        return Cause(
-            kind=CauseKind.ERROR,
-            time_s=record.time_s,
-            message=first_line,
-            role=record.role,
-            replica=record.replica,
-            error=record.error,
-            details=more,
-            node=record.node,
+            node=record.node if record.error == environment else "",
         )
     if record.error == ConfigError.__name__ and more:  # it begins with how many problems there are
         first_line = more[0].strip()

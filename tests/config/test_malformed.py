@@ -331,10 +331,10 @@ JOBS = {
     ),
     "partition of a role beside": Case(
         "trainer:",
-        "job: {partition: {orchestrator: cpu}}\ntrainer:",
+        "job: {partition: {router: cpu}}\ntrainer:",
         8,
         "job.partition",
-        "orchestrator has no nodes of its own",
+        "router has no nodes of its own",
         "",
     ),
     "rule: replicas that start together": Case(

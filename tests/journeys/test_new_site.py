@@ -48,7 +48,7 @@ def describe(grace: Journey, shared: Path) -> None:
     grace.type(f"hpcrl cluster init mysite --runs-root {shared}/runs --fabric ethernet")
     grace.type("echo 'launch: {inherit: [PYTHONPATH, PROBE_HOLD_S]}' >> clusters/mysite.yaml")
     grace.type("hpcrl cluster init mysite")
-    grace.type("hpcrl cluster check mysite")
+    grace.type("hpcrl cluster check mysite 2>&1 | sed 's/[0-9]* rules/RULES/'")
     grace.type("hpcrl cluster check clusters/mysit.yaml")
     grace.type("mkdir -p ~/.config/hpcrl/clusters; mv clusters/mysite.yaml ~/.config/hpcrl/clusters")
     grace.type("hpcrl cluster show mysite | grep 'nodes\\|account\\|runs_root' | tr -s ' ' | cut -d' ' -f1,2")

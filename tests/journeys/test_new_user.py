@@ -75,11 +75,12 @@ def wait_end(run: RunDir) -> None:
 
 
 def look_around(ada: Journey) -> None:
+    # not how many rules there are: that changes with each new one
     ada.type("hpcrl --version")
     ada.type("hpcrl recipe list | cut -c1-60")
-    ada.type("hpcrl recipe check quickstart")
+    ada.type("hpcrl recipe check quickstart | cut -d'(' -f1")
     ada.type("hpcrl plan quickstrat")
-    ada.type("hpcrl plan quickstart")
+    ada.type("hpcrl plan quickstart | grep -v ^SKIPPED")
     ada.type("hpcrl submit quickstart --name first")
     ada.type("hpcrl ls")
 
@@ -91,7 +92,7 @@ def bring_tasks(ada: Journey) -> None:
     ada.write("mine.yaml", RECIPE.replace("reward: 0.5", "rewards: 0.5"))
     ada.type("hpcrl submit mine.yaml --name first")
     ada.write("mine.yaml", RECIPE)
-    ada.type("hpcrl recipe check mine.yaml")
+    ada.type("hpcrl recipe check mine.yaml | cut -d'(' -f1")
     ada.type("hpcrl env try mine.yaml --task 3")
 
 

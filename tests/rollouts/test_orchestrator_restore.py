@@ -14,8 +14,8 @@ from stub_engine import StubEngine, coin
 from hpcrl.checkpoints.restore import RestoreDecision
 from hpcrl.errors import CheckpointError, DeadlineError, PeerLostError
 from hpcrl.rollouts.sampling.evaluation import evaluated_versions
-from hpcrl.runs.observe import read_evaluations
 from hpcrl.runs.role import restore_path
+from hpcrl.runs.run_progress import read_evaluations
 
 SYNC = {"max_off_policy_steps": 0}
 

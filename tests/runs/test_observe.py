@@ -13,8 +13,9 @@ from hpcrl.errors import RunDirError
 from hpcrl.runs import jobs
 from hpcrl.runs.cause import Cause, CauseKind
 from hpcrl.runs.jobs import JobFact
-from hpcrl.runs.observe import observe, read_evaluations, read_progress
+from hpcrl.runs.observe import observe
 from hpcrl.runs.record import RunRecord
+from hpcrl.runs.run_progress import read_evaluations, read_progress
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.start.restart import find_resume_point
 from hpcrl.runs.status import ComponentState, ProcessId, RunState

@@ -13,7 +13,8 @@ from runs_testing import START_S, make_run, write_event, write_status
 
 from hpcrl.checkpoints.ledger import CheckpointLedger
 from hpcrl.config.layout import JobComponent, Layout
-from hpcrl.runs.observe import observe, read_progress
+from hpcrl.runs.observe import observe
+from hpcrl.runs.run_progress import read_progress
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunState
 from hpcrl.runs.views.liveview import render

@@ -21,7 +21,8 @@ from hpcrl.runs.clocks import Clock
 from hpcrl.runs.events import EventWriter
 from hpcrl.runs.fleet import EngineView, Fleet, FleetView, Replica, judge
 from hpcrl.runs.metrics import MetricsWriter, StepRecord, read_metrics, read_newest
-from hpcrl.runs.observe import Progress, RunView, observe, read_progress
+from hpcrl.runs.observe import RunView, observe
+from hpcrl.runs.run_progress import Progress, read_progress
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ComponentState, ComponentStatus, ProcessId, RunState
 from hpcrl.runs.views import follow as follow_module

@@ -14,8 +14,9 @@ from runs_testing import make_run, write_status, write_steps
 
 from hpcrl.runs.fleet import EngineView, Fleet, Replica, ReplicaState
 from hpcrl.runs.jobs import JobFact, use_source
-from hpcrl.runs.observe import RunView, observe, read_progress
+from hpcrl.runs.observe import RunView, observe
 from hpcrl.runs.record import RunRecord
+from hpcrl.runs.run_progress import read_progress
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunState
 from hpcrl.runs.views.fleet_table import fleet_document, fleet_table

@@ -17,8 +17,8 @@ from hpcrl.errors import FencedError
 from hpcrl.rollouts.files import RolloutFiles
 from hpcrl.runs.events import read_events
 from hpcrl.runs.metrics import MetricsWriter, read_metrics
-from hpcrl.runs.observe import read_evaluations
 from hpcrl.runs.role import restore_path
+from hpcrl.runs.run_progress import read_evaluations
 from hpcrl.runs.rundir import RunDir
 
 #: what trainer rank 0 and the orchestrator of an attempt write, a step each time a line comes

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from slurm_lab import SlurmLab, events, job_id
 
 from hpcrl.runs.metrics import read_metrics
@@ -18,7 +19,14 @@ pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(600)]
 
 @pytest.mark.parametrize("layout", ["hetjob", "single", "elastic"])
 def test_quickstart_learns_on_four_nodes(layout: str, slurm_lab: SlurmLab, taught_model: Path) -> None:
-    shape = ("trainer.nodes=2", "trainer.ranks=2", "engine.replicas=2", f"job.layout={layout}")
+    shape = ["trainer.nodes=2", "trainer.ranks=2", "engine.replicas=2", f"job.layout={layout}"]
+    apart = layout == "hetjob"
+    if apart:  # the orchestrator has a node of its own, in another partition, and asks for no GPUs there
+        profile = yaml.safe_load(slurm_lab.profile.read_text())
+        node = profile["partitions"]["gpu"]["node"]
+        profile["partitions"]["urgent"] = {"nodes": 28, "node": {**node, "gpus": 0}}
+        slurm_lab.profile.write_text(yaml.safe_dump(profile))
+        shape.append("job.partition={orchestrator: urgent}")
     run = slurm_lab.submit(
         f"q-{layout}", f"model.path={taught_model}", "trainer.steps=25", *shape, recipe="quickstart", small=False
     )
@@ -33,7 +41,10 @@ def test_quickstart_learns_on_four_nodes(layout: str, slurm_lab: SlurmLab, taugh
     assert rewards[-1] >= rewards[0] + 0.1
     nodes = {(c["role"], c["replica"]): c["nodes"] for c in status["components"]}
     assert len(nodes["trainer", 0]) == 2
-    assert nodes["orchestrator", 0] == nodes["trainer", 0][:1]
+    assert len(nodes["orchestrator", 0]) == 1
+    assert (nodes["orchestrator", 0] == nodes["trainer", 0][:1]) is not apart
+    others = {*nodes["trainer", 0], *nodes["engine", 0], *nodes["engine", 1]}
+    assert (nodes["orchestrator", 0][0] not in others) is apart
     assert len({*nodes["trainer", 0], *nodes["engine", 0], *nodes["engine", 1]}) == 4
     jobs = {c["job"]["job_id"] for c in status["components"] if c["job"]}
     assert len({job_id(run), *jobs}) == (3 if layout == "elastic" else 1)

@@ -32,6 +32,7 @@ SIZES: dict[str, Any] = {
     "moe_intermediate_size": 288,
     "num_experts": 8,
     "n_routed_experts": 8,
+    "num_local_experts": 8,
     "num_experts_per_tok": 2,
     "first_k_dense_replace": 1,
     "max_position_embeddings": 4096,
@@ -45,7 +46,7 @@ SIZES: dict[str, Any] = {
     "index_n_heads": 4,
     "index_head_dim": 32,
 }
-EXPERTS = {"num_experts": 16, "n_routed_experts": 16, "num_experts_per_tok": 4}
+EXPERTS = {"num_experts": 16, "n_routed_experts": 16, "num_local_experts": 16, "num_experts_per_tok": 4}
 CHANGES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "as it is": ({}, (240,) * 4),
     "one long sequence": ({}, (2048,)),

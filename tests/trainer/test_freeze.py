@@ -14,6 +14,8 @@ from hpcrl.checkpoints import CheckpointLedger
 from hpcrl.errors import CheckpointError, UsageError
 from hpcrl.inference.embedded.weights.loading import check_fits
 from hpcrl.modeling.fp8 import block_amax, dequantise, quantise, scales_of
+from hpcrl.modeling.hf import load_hf_tensors
+from hpcrl.modeling.spec import build_model
 from hpcrl.models.arch import arch_from_config, load_arch
 from hpcrl.trainer.parallel.mesh import distributed
 from hpcrl.trainer.state.checkpoint import trainer_state
@@ -84,7 +86,11 @@ def test_multi_token_prediction_is_kept_or_dropped(tmp_path, what):
         publisher.publish(policy.model, 1)
         publisher.wait()
     handoff = HandoffStore(tmp_path / "weights").open(1)
+    # an engine takes the version, and leaves out what it does not run
     check_fits(handoff, load_arch(model_dir))
+    engine = build_model(load_arch(model_dir), device="cpu")
+    load_hf_tensors(engine, engine.adapter, published(handoff.path).items())
+    assert torch.equal(engine.norm.weight, start["model.norm.weight"])
     entry = CheckpointLedger(tmp_path / "checkpoints").newest_verified().entry
     export_checkpoint(entry, model_dir, tmp_path / "export", dtype="bfloat16")
     for directory in (handoff.path, tmp_path / "export"):

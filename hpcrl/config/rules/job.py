@@ -20,6 +20,12 @@ def _engine_groups(recipe: Recipe) -> list[tuple[str, str, int, int]]:
     return groups or [("engine", "engine", engine.replicas, engine.nodes)]
 
 
+def _placed_groups(recipe: Recipe, cluster: SlurmCluster) -> list[tuple[str, str, int, int]]:
+    """Key, role, replicas and nodes of one replica, of all roles that have nodes."""
+    groups = [("trainer", "trainer", 1, recipe.trainer.nodes), *_engine_groups(recipe)]
+    return [*groups, *([("orchestrator", "orchestrator", 1, 1)] if cluster.orchestrator_apart else [])]
+
+
 def _sides_together(recipe: Recipe, _: ClusterProfile) -> Conflicts:
     engine = recipe.engine
     if (engine.prefill is None) != (engine.decode is None):
@@ -78,7 +84,7 @@ def _nodes_available(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
     if not isinstance(cluster, SlurmCluster):
         return
     wanted: dict[str, list[tuple[str, int]]] = {}
-    for key, role, replicas, nodes in [("trainer", "trainer", 1, recipe.trainer.nodes), *_engine_groups(recipe)]:
+    for key, role, replicas, nodes in _placed_groups(recipe, cluster):
         wanted.setdefault(cluster.partition_name(role), []).append((key, replicas * nodes))
     for partition, roles in wanted.items():
         total, available = sum(nodes for _, nodes in roles), cluster.partitions[partition].nodes
@@ -90,12 +96,18 @@ def _nodes_available(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
 def _layout_possible(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
     if not isinstance(cluster, SlurmCluster):
         return
-    roles = ["trainer", *(role for _, role, _, _ in _engine_groups(recipe))]
+    roles = [role for _, role, _, _ in _placed_groups(recipe, cluster)]
     names = {role: cluster.partition_name(role) for role in roles}
     differ = len(set(names.values())) > 1
     if recipe.job.layout == "single" and differ:
         shown = ", ".join(f"{role} in {name}" for role, name in names.items())
         yield "job.layout", f"one allocation has one partition, but the site places {shown}"
+    if recipe.job.layout == "elastic" and cluster.orchestrator_apart:
+        beside = f"job.partition={{orchestrator: {cluster.partition_name('trainer')}}}"
+        yield (
+            "job.layout",
+            f"the orchestrator has no job of its own where engines come and go; {beside} keeps it beside the trainer",
+        )
     needs_hetjob = recipe.job.layout == "hetjob" or (recipe.job.layout == "auto" and differ)
     if needs_hetjob and not cluster.capabilities.hetjob:
         yield "job.layout", f"{cluster.name} has no heterogeneous jobs (capabilities.hetjob)"
@@ -114,7 +126,7 @@ def _time_fits(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
         return
     own = recipe.job.time_limit_h
     hours, key = (cluster.limits.time_limit_h, "cluster.limits") if own is None else (own, "job")
-    for role in ("trainer", *(role for _, role, _, _ in _engine_groups(recipe))):
+    for _, role, _, _ in _placed_groups(recipe, cluster):
         partition = cluster.partition_name(role)
         most = cluster.partitions[partition].max_time_h
         if most is not None and hours > most:

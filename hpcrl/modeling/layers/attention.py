@@ -25,6 +25,7 @@ class GroupedQueryAttention(nn.Module):
         qk_norm_eps: float | None,
         bias: bool,
         output_bias: bool,
+        norms_of_all_heads: bool = False,
     ) -> None:
         """Make the projections.
 
@@ -34,6 +35,8 @@ class GroupedQueryAttention(nn.Module):
             Of the norms of queries and keys; None: there are none.
         bias, output_bias:
             Of query, key and value, and of the output.
+        norms_of_all_heads:
+            Queries and keys are normed over the channels of all heads, not of each head alone.
         """
         super().__init__()
         self.layer, self.head_dim = layer, head_dim
@@ -41,17 +44,20 @@ class GroupedQueryAttention(nn.Module):
         self.k_proj = nn.Linear(hidden_size, key_heads * head_dim, bias=bias)
         self.v_proj = nn.Linear(hidden_size, key_heads * head_dim, bias=bias)
         self.o_proj = nn.Linear(heads * head_dim, hidden_size, bias=output_bias)
-        self.q_norm = None if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps)
-        self.k_norm = None if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps)
+        widths = (heads * head_dim, key_heads * head_dim) if norms_of_all_heads else (head_dim, head_dim)
+        self.norms_of_all_heads = norms_of_all_heads
+        self.q_norm, self.k_norm = (None if qk_norm_eps is None else RMSNorm(width, qk_norm_eps) for width in widths)
 
     def forward(self, x: Tensor, rotary: RotaryTables, context: BatchContext) -> Tensor:
         """``[T, hidden_size]`` to the same."""
         tokens = x.shape[0]
-        q = self.q_proj(x).view(tokens, -1, self.head_dim)
-        k = self.k_proj(x).view(tokens, -1, self.head_dim)
+        q, k = self.q_proj(x), self.k_proj(x)
+        if not self.norms_of_all_heads:
+            q, k = q.view(tokens, -1, self.head_dim), k.view(tokens, -1, self.head_dim)
         v = self.v_proj(x).view(tokens, -1, self.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
+        q, k = q.view(tokens, -1, self.head_dim), k.view(tokens, -1, self.head_dim)
         y = context.attention(self.layer, apply_rotary(q, rotary), apply_rotary(k, rotary), v)
         projected: Tensor = self.o_proj(y.reshape(tokens, -1))
         return projected

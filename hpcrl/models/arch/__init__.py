@@ -13,6 +13,7 @@ from typing import Any
 from hpcrl.models.arch.base import KvShape, ModelArch
 from hpcrl.models.arch.deepseek import DeepseekV3Arch, Glm4MoeArch, SigmoidMoeArch
 from hpcrl.models.arch.glm5 import GlmMoeDsaArch
+from hpcrl.models.arch.minimax import MinimaxM2Arch
 from hpcrl.models.arch.qwen3 import Qwen3Arch, Qwen3MoeArch
 from hpcrl.models.arch.rope import RopeScaling
 
@@ -22,6 +23,7 @@ __all__ = [
     "Glm4MoeArch",
     "GlmMoeDsaArch",
     "KvShape",
+    "MinimaxM2Arch",
     "ModelArch",
     "Qwen3Arch",
     "Qwen3MoeArch",
@@ -32,7 +34,14 @@ __all__ = [
     "trainable_types",
 ]
 
-ARCHS: tuple[type[ModelArch], ...] = (DeepseekV3Arch, Glm4MoeArch, GlmMoeDsaArch, Qwen3Arch, Qwen3MoeArch)
+ARCHS: tuple[type[ModelArch], ...] = (
+    DeepseekV3Arch,
+    Glm4MoeArch,
+    GlmMoeDsaArch,
+    MinimaxM2Arch,
+    Qwen3Arch,
+    Qwen3MoeArch,
+)
 """One a family."""
 
 

@@ -231,21 +231,9 @@ def _loop(
     if trainer_s is None or handoff_s is None:
         return None, ()
     load_s = tables["handoff"].term("handoff.load").seconds or 0.0
-    rollouts = recipe.rollouts
+    inputs = LoopInputs.of(recipe, serving, trainer_s=trainer_s, handoff_s=handoff_s, load_s=load_s)
     try:
-        return steady_state(
-            LoopInputs(
-                rollouts_per_step=rollouts.rollouts_per_step,
-                group_size=rollouts.group_size,
-                max_in_flight=rollouts.max_in_flight,
-                max_off_policy_steps=rollouts.max_off_policy_steps,
-                ready_batches=rollouts.ready_batches,
-                trainer_s=trainer_s,
-                handoff_s=handoff_s,
-                pause_s=load_s if recipe.engine.pause == "keep" else 0.0,
-                serve=serving,
-            )
-        ), ()
+        return steady_state(inputs), ()
     except ConfigError as error:
         return None, tuple(finding.key for finding in error.findings)
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from hpcrl.config.recipe import Recipe
 from hpcrl.planning.times.lengths import Quantiles, expected_later
 
 __all__ = ["LoopEstimate", "LoopInputs", "Served", "steady_state", "waiting_share"]
@@ -65,6 +66,24 @@ class LoopInputs:
     pause_s: float
     serve: Callable[[float], Served]
     ready_batches: int = 1
+
+    @classmethod
+    def of(
+        cls, recipe: Recipe, serve: Callable[[float], Served], *, trainer_s: float, handoff_s: float, load_s: float
+    ) -> LoopInputs:
+        """Of a recipe; ``load_s`` is the part of a hand-off for which engines stand still where requests stay."""
+        rollouts = recipe.rollouts
+        return cls(
+            rollouts_per_step=rollouts.rollouts_per_step,
+            group_size=rollouts.group_size,
+            max_in_flight=rollouts.max_in_flight,
+            max_off_policy_steps=rollouts.max_off_policy_steps,
+            ready_batches=rollouts.ready_batches,
+            trainer_s=trainer_s,
+            handoff_s=handoff_s,
+            pause_s=load_s if recipe.engine.pause == "keep" else 0.0,
+            serve=serve,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

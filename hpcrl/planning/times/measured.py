@@ -49,17 +49,7 @@ def measured_loop(recipe: Recipe, measured: Measured, workload: Workload) -> Loo
         ending = in_flight / durations.mean if durations.mean > 0 else rate
         return Served(durations, min(rate, ending), in_flight, token_s, "decode" if token_s else "waiting")
 
-    rollouts = recipe.rollouts
+    update_s = measured.update_s
     return steady_state(
-        LoopInputs(
-            rollouts_per_step=rollouts.rollouts_per_step,
-            group_size=rollouts.group_size,
-            max_in_flight=rollouts.max_in_flight,
-            max_off_policy_steps=rollouts.max_off_policy_steps,
-            ready_batches=rollouts.ready_batches,
-            trainer_s=trainer.known_seconds,
-            handoff_s=measured.update_s,
-            pause_s=measured.update_s if recipe.engine.pause == "keep" else 0.0,
-            serve=serve,
-        )
+        LoopInputs.of(recipe, serve, trainer_s=trainer.known_seconds, handoff_s=update_s, load_s=update_s)
     )

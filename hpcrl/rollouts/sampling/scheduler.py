@@ -17,6 +17,7 @@ from hpcrl.rollouts.environments import EnvironmentLostError, EnvironmentRaisedE
 from hpcrl.rollouts.records import Group, Rollout
 from hpcrl.rollouts.sampling.conversation import Conversation, Sampler
 from hpcrl.rollouts.sampling.data_order import DataOrder, GroupTask
+from hpcrl.rollouts.sampling.policy import Fate, GroupPolicy
 from hpcrl.rollouts.sampling.staleness import StalenessAccount
 from hpcrl.rollouts.telemetry.counters import Counters
 
@@ -87,6 +88,12 @@ class Scheduler:
         self.account, self.next_index, self.in_flight = account, next_index, 0
         self.limit = config.max_in_flight
         self._config, self._order, self._sampler, self._counters = config, order, sampler, counters
+        self._policy = GroupPolicy(
+            account,
+            group_size=config.group_size,
+            groups_per_step=config.rollouts_per_step // config.group_size,
+            zero_variance=config.zero_variance,
+        )
         self._restart = {task.index: task for task in restart}
         self._taken = TakenSteps()
         self._running: dict[int, _Running] = {}
@@ -152,9 +159,7 @@ class Scheduler:
         What cannot be used any more after this step is dropped and cancelled. Until `settle` is told that the step was
         trained, all of this can be undone in a snapshot.
         """
-        batch_groups = self._config.rollouts_per_step // self._config.group_size
-        chosen = sorted(self._finished.values(), key=lambda group: (group.version, group.index))[:batch_groups]
-        self.account.consume()
+        chosen = self._policy.take(self._finished.values())
         taken = TakenStep(self.account.step, sorted(chosen, key=lambda group: group.index))
         self._taken.add(taken)
         for group in chosen:
@@ -191,7 +196,7 @@ class Scheduler:
     # -- groups
 
     def _may_start(self) -> bool:
-        return self.in_flight + self._config.group_size <= self.limit and self.account.may_start and not self._draining
+        return not self._draining and self._policy.may_start(self.in_flight, self.limit)
 
     def _deal(self) -> GroupTask:
         self.next_index += 1
@@ -280,24 +285,22 @@ class Scheduler:
         """All members have ended: keep the group or drop it."""
         rollouts = sorted(running.rollouts, key=lambda rollout: rollout.member)
         task = running.task
-        if len(rollouts) < min(2, self._config.group_size):
-            self._counters.dropped_group += len(rollouts)
-            self.account.drop_running()
-            return
         group = Group(
             index=task.index, environment=task.environment.name, prompt_index=task.prompt_index, rollouts=rollouts
         )
-        if not group.has_variance:
-            self._counters.zero_variance_groups += 1
-        if group.version < self.account.oldest_usable:
-            self._note_stale(group)
-            self.account.drop_running()
-        elif not group.has_variance and self._config.zero_variance == "drop":
-            self._counters.dropped_zero_variance += len(rollouts)
-            self.account.drop_running()
-        else:
-            self._finished[group.index] = group
-            self.account.finish()
+        version = group.version if rollouts else None
+        fate = self._policy.end(members=len(rollouts), version=version, has_variance=group.has_variance)
+        if fate is Fate.TOO_FEW:
+            self._counters.dropped_group += len(rollouts)
+            return
+        self._counters.zero_variance_groups += not group.has_variance
+        match fate:
+            case Fate.KEPT:
+                self._finished[group.index] = group
+            case Fate.STALE:
+                self._note_stale(group)
+            case Fate.NO_VARIANCE:
+                self._counters.dropped_zero_variance += len(rollouts)
         self._changed()
 
     def _note_stale(self, group: Group) -> None:
@@ -309,18 +312,15 @@ class Scheduler:
             taken.dropped_stale += len(group.rollouts)
 
     def _drop_stale_finished(self) -> None:
-        oldest = self.account.oldest_usable
-        for group in [group for group in self._finished.values() if group.version < oldest]:
+        for group in [group for group in self._finished.values() if self._policy.is_stale(group.version)]:
             del self._finished[group.index]
             self._note_stale(group)
             self.account.drop_waiting()
 
     def _drop_stale(self, taken: TakenStep) -> None:
-        oldest = self.account.oldest_usable
         self._drop_stale_finished()
         for running in list(self._running.values()):
-            version = running.version
-            if version is not None and version < oldest:
+            if self._policy.is_stale(running.version):
                 taken.cancelled.append(running.task)
                 taken.cancelled_stale += len(running.members)
                 taken.dropped_stale += len(running.rollouts)

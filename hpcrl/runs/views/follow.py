@@ -12,7 +12,8 @@ from rich.text import Text
 
 from hpcrl.runs.fleet import Fleet, read_fleet
 from hpcrl.runs.metrics import StepRecord, read_metrics
-from hpcrl.runs.observe import Progress, RunView, observe, read_progress
+from hpcrl.runs.observe import RunView, observe
+from hpcrl.runs.run_progress import Progress, read_progress
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.views.liveview import ROOMS, render
 from hpcrl.runs.views.usage import Usage, read_usage

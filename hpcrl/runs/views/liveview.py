@@ -14,7 +14,8 @@ from rich.text import Text
 from hpcrl.runs.clocks import Clocks
 from hpcrl.runs.fleet import Fleet
 from hpcrl.runs.metrics import StepRecord
-from hpcrl.runs.observe import Progress, RunView
+from hpcrl.runs.observe import RunView
+from hpcrl.runs.run_progress import Progress
 from hpcrl.runs.status import ReplicaJob, RunState
 from hpcrl.runs.views.fleet_table import fleet_table
 from hpcrl.runs.views.usage import Usage

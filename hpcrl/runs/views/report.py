@@ -10,7 +10,8 @@ from typing import Any
 from hpcrl.errors import MissingExtraError, UsageError
 from hpcrl.fs import atomic_write
 from hpcrl.runs.metrics import StepRecord, read_metrics
-from hpcrl.runs.observe import Progress, RunView, observe, read_progress
+from hpcrl.runs.observe import RunView, observe
+from hpcrl.runs.run_progress import Progress, read_progress
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.views.words import PHASES, duration
 

@@ -9,7 +9,8 @@ import msgspec
 from hpcrl.config.plan import Plan
 from hpcrl.runs.events import Event
 from hpcrl.runs.fleet import read_fleet
-from hpcrl.runs.observe import RunView, observe, read_progress
+from hpcrl.runs.observe import RunView, observe
+from hpcrl.runs.run_progress import read_progress
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunState
 from hpcrl.runs.views.fleet_table import fleet_document

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.text import Text
 
 from hpcrl.runs.metrics import StepRecord
-from hpcrl.runs.observe import Progress
+from hpcrl.runs.run_progress import Progress
 
 __all__ = ["PHASES", "age", "duration", "staleness", "state_text"]
 

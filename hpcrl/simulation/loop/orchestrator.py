@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from random import Random
 
+from hpcrl.rollouts.sampling.policy import Fate, GroupPolicy
 from hpcrl.rollouts.sampling.staleness import StalenessAccount
 from hpcrl.simulation.inputs.scenario import Scenario
 from hpcrl.simulation.inputs.workload import Workload
@@ -55,6 +56,13 @@ class _Tools:
         then(rollout)
 
 
+_OUTCOMES = {
+    Fate.TOO_FEW: Outcome.DROPPED_GROUP,
+    Fate.STALE: Outcome.DROPPED_STALE,
+    Fate.NO_VARIANCE: Outcome.DROPPED_ZERO_VARIANCE,
+}
+
+
 class SimulatedOrchestrator:
     """Keeps the engines of one attempt full.
 
@@ -85,7 +93,7 @@ class SimulatedOrchestrator:
         """Take up the work at ``step``; nothing is started before `start`."""
         recipe = scenario.recipe
         self._clock, self._workload, self._tally, self._uniform = clock, workload, tally, rng.random
-        self._config, self._groups_per_step = recipe.rollouts, scenario.groups_per_step
+        self._config = recipe.rollouts
         self._max_in_flight = scenario.max_in_flight
         self._max_model_len, self._evaluation = recipe.engine.max_model_len, recipe.evaluation
         self._max_new_tokens = recipe.rollouts.sampling.max_new_tokens * scenario.merged_turns
@@ -102,6 +110,12 @@ class SimulatedOrchestrator:
             ready_batches=recipe.rollouts.ready_batches,
             step=step,
             waiting=len(finished),
+        )
+        self._policy = GroupPolicy(
+            self.account,
+            group_size=self._config.group_size,
+            groups_per_step=scenario.groups_per_step,
+            zero_variance=self._config.zero_variance,
         )
         self.in_flight, self.next_index = 0, next_index
         self._running: dict[Group, None] = {}
@@ -126,8 +140,7 @@ class SimulatedOrchestrator:
 
     def take_batch(self) -> list[Group]:
         """Consume the groups of the next step: the oldest versions first, in index order."""
-        chosen = sorted(self._finished, key=_age)[: self._groups_per_step]
-        self.account.consume()
+        chosen = self._policy.take(self._finished)
         for group in chosen:
             del self._finished[group]
             self._tally.end_group(group, Outcome.CONSUMED)
@@ -157,8 +170,7 @@ class SimulatedOrchestrator:
 
     def admit(self) -> None:
         """Start groups until there is no room."""
-        size, account = self._config.group_size, self.account
-        while self.in_flight + size <= self._max_in_flight and account.may_start:
+        while self._policy.may_start(self.in_flight, self._max_in_flight):
             self._start()
 
     def _start(self) -> None:
@@ -269,31 +281,23 @@ class SimulatedOrchestrator:
 
     def _finish(self, group: Group) -> None:
         """All members have ended: keep the group or drop it."""
-        version = group.version
-        if len(group.members) < min(2, self._config.group_size) or version is None:
-            outcome = Outcome.DROPPED_GROUP
-        elif version < self.account.oldest_usable:
-            outcome = Outcome.DROPPED_STALE
-        elif group.without_variance and self._config.zero_variance == "drop":
-            outcome = Outcome.DROPPED_ZERO_VARIANCE
-        else:
-            self._finished[group] = None
-            self.account.finish()
-            if self.account.batch_ready:
-                self._batch_ready()
+        fate = self._policy.end(
+            members=len(group.members), version=group.version, has_variance=not group.without_variance
+        )
+        if fate is not Fate.KEPT:
+            self._tally.end_group(group, _OUTCOMES[fate])
             return
-        self._tally.end_group(group, outcome)
-        self.account.drop_running()
+        self._finished[group] = None
+        if self.account.batch_ready:
+            self._batch_ready()
 
     def _drop_stale(self) -> None:
-        oldest = self.account.oldest_usable
-        for group in [group for group in self._finished if _age(group)[0] < oldest]:
+        for group in [group for group in self._finished if self._policy.is_stale(group.version)]:
             del self._finished[group]
             self._tally.end_group(group, Outcome.DROPPED_STALE)
             self.account.drop_waiting()
         for group in list(self._running):
-            version = group.version
-            if version is not None and version < oldest:
+            if self._policy.is_stale(group.version):
                 self._cancel(group)
 
     def _cancel(self, group: Group) -> None:
@@ -337,9 +341,3 @@ class SimulatedOrchestrator:
         self._evaluating.discard(rollout)
         if not self._evaluating and self._evaluation_ends is not None:
             self._evaluation_ends()
-
-
-def _age(group: Group) -> tuple[int, int]:
-    version = group.version
-    assert version is not None
-    return version, group.index

@@ -38,7 +38,7 @@ from pathlib import Path
 
 from hpcrl.ours import NotOursError, check_parent, check_private, make_private, open_ours
 from hpcrl.weights.format.segments import Segment, SegmentMap, first_wrong_byte
-from hpcrl.weights.read.ownership import Owner, OwnerLock, myself
+from hpcrl.weights.read.ownership import OwnerLock, living, myself
 
 __all__ = ["NodeCache"]
 
@@ -328,7 +328,7 @@ class NodeCache:
 
     def _readers(self, key: Path) -> list[str]:
         """Living processes that load a version."""
-        return [name for name in _living(key, _READING) if name]
+        return [name for name in living(key, _READING) if name]
 
     # -- places
 
@@ -357,7 +357,7 @@ class NodeCache:
                     break
         for path in self.directory.rglob(".*.loading"):
             # who loads has a lock with a living owner
-            if not _living(path.parent, f"{path.name[1:].removesuffix('.loading')}.lock.", owner_inside=True):
+            if not living(path.parent, f"{path.name[1:].removesuffix('.loading')}.lock.", owner_inside=True):
                 path.unlink(missing_ok=True)
 
 
@@ -379,24 +379,8 @@ def _is_data(name: str) -> bool:
     return name.isdecimal() or name.endswith(".loading")
 
 
-def _living(directory: Path, prefix: str, *, owner_inside: bool = False) -> list[str]:
-    """Living owners named by the files of a directory that begin with ``prefix``; files of the dead are removed."""
-    found = []
-    with contextlib.suppress(FileNotFoundError):
-        for name in os.listdir(directory):
-            if name.startswith(prefix):
-                with contextlib.suppress(FileNotFoundError):
-                    text = (directory / name).read_text() if owner_inside else name.removeprefix(prefix)
-                    owner = Owner.parse(text)
-                    if owner is None or owner.alive:
-                        found.append(text)
-                    elif not owner_inside:
-                        (directory / name).unlink()
-    return found
-
-
 def _remove_if_deserted(directory: Path) -> None:
-    if not _living(directory / "members", ""):
+    if not living(directory / "members", ""):
         _remove(directory)
 
 

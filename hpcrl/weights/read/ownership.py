@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from hpcrl.procfs import boot_id, is_alive, read_process
 
-__all__ = ["Owner", "OwnerLock", "myself"]
+__all__ = ["Owner", "OwnerLock", "living", "myself"]
 
 
 class Owner(NamedTuple):
@@ -122,3 +122,22 @@ class OwnerLock:
                 with contextlib.suppress(FileNotFoundError):
                     found[int(number)] = Owner.parse((self._path.parent / name).read_text())
         return found
+
+
+def living(directory: Path, prefix: str, *, owner_inside: bool = False) -> list[str]:
+    """Living owners of the files of a directory whose names begin with ``prefix``; files of the dead are removed.
+
+    ``owner_inside``: a file names its owner in its text, not in its name; it stays.
+    """
+    found = []
+    with contextlib.suppress(FileNotFoundError):
+        for name in os.listdir(directory):
+            if name.startswith(prefix):
+                with contextlib.suppress(FileNotFoundError):
+                    text = (directory / name).read_text() if owner_inside else name.removeprefix(prefix)
+                    owner = Owner.parse(text)
+                    if owner is None or owner.alive:
+                        found.append(text)
+                    elif not owner_inside:
+                        (directory / name).unlink()
+    return found

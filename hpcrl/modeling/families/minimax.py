@@ -1,0 +1,62 @@
+"""MiniMax-M2, whose published tensors have Mixtral's names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from hpcrl.modeling.decoder import Block
+from hpcrl.modeling.hf import HfAdapter, Region
+from hpcrl.modeling.layers.attention import GroupedQueryAttention
+from hpcrl.modeling.layers.moe import Experts, SigmoidRouter, SparseMLP
+from hpcrl.models.arch import MinimaxM2Arch
+
+__all__ = ["MixtralNames", "minimax_m2_block"]
+
+_NAMES = {
+    ".mlp.gate.e_score_correction_bias": ".block_sparse_moe.e_score_correction_bias",
+    ".mlp.": ".block_sparse_moe.",
+    ".gate_proj.weight": ".w1.weight",
+    ".up_proj.weight": ".w3.weight",
+    ".down_proj.weight": ".w2.weight",
+}
+
+
+class MixtralNames(HfAdapter):
+    """Sparse blocks are ``block_sparse_moe``; an expert has ``w1`` (gate), ``w3`` (up) and ``w2`` (down)."""
+
+    def regions(self, name: str, shape: Sequence[int]) -> list[Region]:
+        return [region._replace(name=_renamed(region.name)) for region in super().regions(name, shape)]
+
+
+def _renamed(name: str) -> str:
+    for ours, theirs in _NAMES.items():
+        name = name.replace(ours, theirs)
+    return name
+
+
+def minimax_m2_block(arch: MinimaxM2Arch, layer: int) -> nn.Module:
+    """A layer of MiniMax-M2."""
+    attention = GroupedQueryAttention(
+        arch.hidden_size,
+        layer,
+        heads=arch.num_attention_heads,
+        key_heads=arch.num_key_value_heads,
+        head_dim=arch.head_dim,
+        qk_norm_eps=arch.rms_norm_eps,
+        norms_of_all_heads=True,
+        bias=False,
+        output_bias=False,
+    )
+    gate = SigmoidRouter(
+        arch.hidden_size,
+        arch.num_local_experts,
+        top_k=arch.num_experts_per_tok,
+        normalise=True,
+        groups=1,
+        top_groups=1,
+        scale=1.0,
+    )
+    experts = Experts(arch.hidden_size, arch.num_local_experts, arch.intermediate_size)
+    return Block(arch, attention, SparseMLP(layer, gate, experts))

@@ -1,0 +1,135 @@
+"""How far a run is: steps, held-out evaluations, checkpoints, and the time that is left."""
+
+from __future__ import annotations
+
+import functools
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from hpcrl.checkpoints.ledger import CheckpointLedger
+from hpcrl.checkpoints.restore import RestoreDecision
+from hpcrl.runs.events import read_events
+from hpcrl.runs.metrics import StepRecord, read_metrics
+from hpcrl.runs.rundir import RunDir
+from hpcrl.runs.start.past import read_past
+from hpcrl.runs.start.restart import read_restored
+
+__all__ = ["Evaluation", "Progress", "read_evaluations", "read_progress"]
+
+_RATE_STEPS = 20
+"""Steps that the estimate of the remaining time looks back on."""
+
+
+class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
+    """One held-out evaluation (event ``evaluation`` of the orchestrator)."""
+
+    version: int
+    reward: float
+    time_s: float = 0.0
+    due: int | None = None
+    """The version that was to be evaluated, where the engines skipped it."""
+    by_env: dict[str, float] = {}
+    parts: dict[str, float] = {}
+    prompts: int = 0
+    attempt: int = 0
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a run is.
+
+    Attributes
+    ----------
+    steps, total_steps:
+        Optimizer steps done, and of the whole run.
+    staleness_bound:
+        ``rollouts.max_off_policy_steps`` of the recipe: what is older is not trained on.
+    last:
+        The newest step record; None before the first step.
+    evaluations:
+        Held-out evaluations in version order.
+    checkpoint_step, checkpoint_age_s:
+        Step of the newest checkpoint, and seconds since it was written; None where there is none.
+    eta_s:
+        Estimate of the remaining seconds from the newest steps; None before the second step.
+    restored:
+        What the newest attempt began with, by its trainer; None before it has said so.
+    changes:
+        What it runs that was not submitted so (`hpcrl.runs.start.snapshot`).
+    """
+
+    steps: int
+    total_steps: int
+    last: StepRecord | None
+    evaluations: list[Evaluation]
+    checkpoint_step: int | None
+    eta_s: float | None
+    staleness_bound: int | None = None
+    checkpoint_age_s: float | None = None
+    restored: RestoreDecision | None = None
+    changes: list[str] = []
+
+
+def read_evaluations(run: RunDir) -> list[Evaluation]:
+    """Held-out evaluations in version order. A version that a resume evaluated again counts once.
+
+    What an attempt evaluated of a past that a later one has given up does not count (`hpcrl.runs.start.past`).
+    """
+    found: dict[int, Evaluation] = {}
+    past = read_past(run)
+    for event in sorted(read_events(run, kind="evaluation"), key=lambda event: event.attempt):
+        data: dict[str, Any] = {**event.data, "time_s": event.time_s, "attempt": event.attempt}
+        if data.get("due") == data["version"]:
+            del data["due"]
+        evaluation = msgspec.convert(data, Evaluation)
+        if past.holds(event.attempt, evaluation.version):
+            found[evaluation.version] = evaluation
+    return [found[version] for version in sorted(found)]
+
+
+@functools.lru_cache
+def _steps_and_bound(run_path: Path, written_ns: int) -> tuple[int, int]:
+    # written at submit and by a resume; parsing YAML at each look would cost more than all the rest
+    recipe = RunDir(run_path).recipe()
+    return recipe.trainer.steps, recipe.rollouts.max_off_policy_steps
+
+
+def read_progress(run: RunDir, metrics: list[StepRecord] | None = None) -> Progress:
+    """How far a run is. ``metrics`` saves reading them where the caller has them already."""
+    metrics = read_metrics(run) if metrics is None else metrics
+    total, bound = _steps_and_bound(run.path, run.recipe_path.stat().st_mtime_ns)
+    recent = metrics[-_RATE_STEPS:]
+    eta_s = None
+    if len(recent) > 1 and recent[0].attempt == recent[-1].attempt:
+        per_step = (recent[-1].time_s - recent[0].time_s) / (len(recent) - 1)
+        eta_s = per_step * (total - recent[-1].step)
+    ledger = CheckpointLedger(run.checkpoints_dir)
+    checkpoints = ledger.steps()
+    attempt = (run.attempts() or [0])[-1]
+    return Progress(
+        steps=metrics[-1].step if metrics else 0,
+        total_steps=total,
+        staleness_bound=bound,
+        last=metrics[-1] if metrics else None,
+        evaluations=read_evaluations(run),
+        checkpoint_step=checkpoints[-1] if checkpoints else None,
+        checkpoint_age_s=_age_s(ledger.path_of(checkpoints[-1])) if checkpoints else None,
+        eta_s=eta_s,
+        restored=read_restored(run, attempt),
+        changes=[
+            change
+            for event in read_events(run, attempt=attempt, kind="attempt.changed")
+            for change in event.data["changes"]
+        ],
+    )
+
+
+def _age_s(path: Path) -> float | None:
+    """Seconds since a checkpoint got its name; None where it was removed meanwhile."""
+    try:
+        # the directory changed last when its manifest was written
+        return max(0.0, time.time() - path.stat().st_mtime)
+    except FileNotFoundError:
+        return None
