@@ -11,7 +11,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from hpcrl.planning.tables.file import AttentionSample, CollectiveSample, GemmSample, GroupedSample, TableFile
 
@@ -44,7 +44,7 @@ def attention_roofline(s: AttentionSample, flops: float, memory: float) -> float
     return max(operations / flops, moved / memory)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Curves:
     """Shares of rooflines: for each family of shapes, over one size that varies.
 
@@ -65,14 +65,20 @@ class Curves:
             own[size] = max(share, own.get(size, 0.0))
         return cls({family: tuple(sorted(own.items())) for family, own in found.items()})
 
-    def share(self, family: Sequence[float], size: float) -> float:
+    @lru_cache(maxsize=1 << 16)  # noqa: B019 - a search asks for the same few shapes again and again
+    def share(self, family: tuple[float, ...], size: float) -> float:
         """The share of a shape: along the size within a family, then between the nearest families."""
-        near = sorted((_distance(family, other), other) for other in self.points)[:_NEIGHBOURS]
+        near = self._nearest(family)
         if near[0][0] < 1e-9:
             return _along(self.points[near[0][1]], size)
         weights = [1.0 / distance**2 for distance, _ in near]
         logs = [math.log(_along(self.points[other], size)) for _, other in near]
         return math.exp(sum(w * x for w, x in zip(weights, logs, strict=True)) / sum(weights))
+
+    @lru_cache(maxsize=1 << 10)  # noqa: B019 - as above
+    def _nearest(self, family: tuple[float, ...]) -> list[tuple[float, tuple[float, ...]]]:
+        """The measured families that are nearest to one, with their distances."""
+        return sorted((_distance(family, other), other) for other in self.points)[:_NEIGHBOURS]
 
     def smallest(self) -> float:
         """The smallest size that was measured, of any family."""
@@ -109,6 +115,8 @@ class Tables:
 
     files: tuple[TableFile, ...] = ()
     factors: Mapping[TableKind, float] = field(default_factory=dict)
+    _found: dict[TableKind, Curves] = field(default_factory=dict, repr=False)
+    """Of the files, as they are asked for."""
 
     __hash__ = object.__hash__
 
@@ -117,7 +125,7 @@ class Tables:
         name = (gpu_type or "").lower()
         other = [file for file in self.files if name and name in (chip.lower() for chip in file.same_chip)]
         own = [file for file in self.files if name and name == file.device.lower()]
-        return replace(self, files=(*other, *own))
+        return replace(self, files=(*other, *own), _found={})
 
     def moved(self, kind: TableKind, factor: float) -> Tables:
         """The same with the times of one kind longer by ``factor``."""
@@ -137,7 +145,7 @@ class Tables:
         """By how much times of a kind may be wrong. A site's own file names no other chips, and is surest."""
         return OTHER if self.kinds[kind].same_chip else OWN
 
-    def share(self, kind: TableKind, family: Sequence[float], size: float) -> float | None:
+    def share(self, kind: TableKind, family: tuple[float, ...], size: float) -> float | None:
         """Share of the roofline that a kernel reaches; None where its kind was not measured."""
         if kind not in self.kinds:
             return None
@@ -151,10 +159,6 @@ class Tables:
         if kind not in self._found:
             self._found[kind] = _curves(self.kinds[kind], *kind.split("."))
         return self._found[kind]
-
-    @cached_property
-    def _found(self) -> dict[TableKind, Curves]:
-        return {}
 
 
 def _curves(file: TableFile, name: str, which: str) -> Curves:
