@@ -18,7 +18,8 @@ from hpcrl.cli.selection import find
 from hpcrl.fs import atomic_write
 from hpcrl.runs.fleet import read_fleet
 from hpcrl.runs.metrics import read_metrics
-from hpcrl.runs.observe import observe, read_progress
+from hpcrl.runs.observe import observe
+from hpcrl.runs.run_progress import read_progress
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.views.follow import fitted
 from hpcrl.runs.views.usage import read_usage
