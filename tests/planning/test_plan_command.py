@@ -56,7 +56,7 @@ def test_the_reference_run_fits_and_is_forecast(hpcrl: Hpcrl, tmp_path: Path) ->
     assert "-m hpcrl.trainer" in hpcrl(*GLM5, "--commands")[1]
     assert "does not fit" not in out
     # what is planned is more than this version can start
-    assert "trainer.parallelism" in out
+    assert "trainer.memory" in out
     assert "--set job.payload=probe" in out
     assert "planned here" not in hpcrl(*GLM5, "--set", "job.payload=probe")[1]
     assert list(tmp_path.iterdir()) == []
