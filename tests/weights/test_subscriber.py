@@ -129,11 +129,12 @@ def test_a_deadline_comes_from_bytes_and_names_the_file(store: HandoffStore) -> 
             check_content(reading)
 
 
-def read_in_process(root: Path, cache: Path, name: str, *, limit: int, start: float, result: Any) -> None:
+def read_in_process(root: Path, cache: Path, name: str, *, limit: int, together: Any, result: Any) -> None:
     chosen = settings(cache_dir=cache, cache_bytes=limit)
     with Subscriber(root, name, chosen) as subscriber:
-        time.sleep(max(0.0, start - time.time()))
         with subscriber.reading(2) as reading:
+            # all at once, however long a process takes to start
+            together.wait(60)
             check_content(reading)
         assert subscriber.cache is not None
         result.put((subscriber.share.bytes_read, subscriber.cache.private_bytes))
@@ -142,12 +143,12 @@ def read_in_process(root: Path, cache: Path, name: str, *, limit: int, start: fl
 @contextlib.contextmanager
 def ranks(store: HandoffStore, cache: Path, count: int, limit: int) -> Iterator[list[tuple[int, int]]]:
     queue = SPAWN.Queue()
-    start = time.time() + 1.5
+    together = SPAWN.Barrier(count)
     processes = [
         SPAWN.Process(
             target=read_in_process,
             args=(store.root, cache, f"rank-{i}"),
-            kwargs={"limit": limit, "start": start, "result": queue},
+            kwargs={"limit": limit, "together": together, "result": queue},
         )
         for i in range(count)
     ]
