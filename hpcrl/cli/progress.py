@@ -55,6 +55,11 @@ def working(what: str, *, console: Console | None = None, quiet_s: float = _QUIE
         yield Working(what, None)
         return
     from rich.console import Console
+
+    console = console or Console(stderr=True)
+    if console.is_dumb_terminal:  # a line could not be taken back
+        yield Working(what, None)
+        return
     from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
     columns = (
@@ -64,7 +69,7 @@ def working(what: str, *, console: Console | None = None, quiet_s: float = _QUIE
         TaskProgressColumn(),
         TimeElapsedColumn(),
     )
-    progress = Progress(*columns, console=console or Console(stderr=True), transient=True)
+    progress = Progress(*columns, console=console, transient=True)
     told = Working(what, progress)
     timer = threading.Timer(quiet_s, progress.start)
     timer.daemon = True

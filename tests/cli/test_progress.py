@@ -11,9 +11,9 @@ from rich.console import Console
 from hpcrl.cli.progress import working
 
 
-def terminal() -> tuple[Console, io.StringIO]:
+def terminal(kind: str = "xterm") -> tuple[Console, io.StringIO]:
     text = io.StringIO()
-    return Console(file=text, force_terminal=True, width=80), text
+    return Console(file=text, force_terminal=True, width=80, _environ={"TERM": kind}), text
 
 
 def test_what_takes_long_is_said_with_how_much_is_done() -> None:
@@ -31,6 +31,14 @@ def test_what_is_quick_says_nothing() -> None:
     console, text = terminal()
     with working("counting", console=console, quiet_s=60.0) as told:
         told.share(0.5)
+    assert text.getvalue() == ""
+
+
+def test_a_terminal_that_cannot_take_a_line_back_gets_nothing() -> None:
+    console, text = terminal("dumb")
+    with working("counting", console=console, quiet_s=0.0) as told:
+        told.share(0.5)
+        time.sleep(0.05)
     assert text.getvalue() == ""
 
 

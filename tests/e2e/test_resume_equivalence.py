@@ -19,7 +19,7 @@ from hpcrl.checkpoints import CheckpointLedger
 from hpcrl.runs.metrics import StepRecord
 from hpcrl.runs.rundir import RunDir
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.campaign, pytest.mark.timeout(900)]
 
 STEPS = 12
 #: of the asynchronous run

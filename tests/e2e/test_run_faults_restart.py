@@ -16,7 +16,7 @@ from patience import wait_for
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ComponentStatus
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.campaign, pytest.mark.timeout(900)]
 
 TWO_ENGINES = ("engine.replicas=2", "checkpoint.every_steps=4", *SLOW_RUN)
 

@@ -20,7 +20,7 @@ from hpcrl.runs.fleet import FleetView
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ComponentStatus
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.campaign, pytest.mark.timeout(900)]
 
 ENDLESS = "trainer.steps=100000"
 TWO_ENGINES = ("engine.replicas=2", "rollouts.stream_interval=4", *SMALL_RUN)

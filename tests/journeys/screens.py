@@ -1,7 +1,7 @@
 """What a person types and sees: commands on a terminal of 80 columns, compared with golden screens.
 
-A golden file holds a whole journey: each command after ``$``, and what the terminal showed. Times, ids and paths are
-replaced by words, nothing else; ``HPCRL_REWRITE_GOLDEN=1`` writes the files again.
+A golden file holds a whole journey: each command after ``$``, and what the terminal showed. Times, ids, paths and
+sizes of a run's files are replaced by words, nothing else; ``HPCRL_REWRITE_GOLDEN=1`` writes the files again.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ _VARIABLE = (
     (re.compile(r"\bpid \d+"), "pid PID"),
     (re.compile(r"\bjob \d+"), "job JOB"),
     (re.compile(r"(?<![\d:.])\d+:\d\d(?::\d\d)?(?![\d:])"), "TIME"),
+    # of a checkpoint: rollouts are in it, as many as have just ended
+    (re.compile(r"(?<![\w.])\d+\.\d MB\b"), "SIZE"),
     (re.compile(rf"(?<![\w.])\d+(?:\.\d+)? ?{_UNIT}(?![\w.])"), "TIME"),
 )
 

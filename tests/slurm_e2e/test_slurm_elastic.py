@@ -20,7 +20,7 @@ from hpcrl.runs.metrics import read_metrics
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunStatus
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.campaign, pytest.mark.timeout(600)]
 
 ENDS = ["COMPLETED", "FAILED", "LOST", "CANCELLED"]
 LONG = ("trainer.steps=4000", "checkpoint.every_steps=2", "job.layout=elastic")

@@ -206,6 +206,7 @@ def goes_on_and_completes(slurm_lab: SlurmLab, run: RunDir) -> None:
     slurm_lab.wait_empty()
 
 
+@pytest.mark.campaign
 def test_preempted_run_saves_and_goes_on(slurm_lab: SlurmLab) -> None:
     """The site sends our signal when it preempts (`PreemptParameters=send_user_signal`)."""
     run = slurm_lab.submit("preempted", *ONE_NODE_EACH, "trainer.steps=60", "checkpoint.every_steps=0", HETJOB)
@@ -217,6 +218,7 @@ def test_preempted_run_saves_and_goes_on(slurm_lab: SlurmLab) -> None:
     assert saved[0].data["step"] == restored[0].data["step"] >= 5
 
 
+@pytest.mark.campaign
 def test_preempted_run_goes_on_where_the_site_sends_no_signal(slurm_lab: SlurmLab) -> None:
     """All that the job gets then is SIGTERM to its steps, as by a cancel: it goes on from the checkpoint before."""
     conf = slurm_lab.cluster.paths.conf

@@ -15,7 +15,7 @@ from hpcrl.runs.exclusions import read_exclusions
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ComponentState, RunState, RunStatus
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.campaign, pytest.mark.timeout(600)]
 
 
 def submit(lab: SlurmLab, layout: str) -> tuple[RunDir, RunStatus]:

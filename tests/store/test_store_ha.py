@@ -24,6 +24,7 @@ from hpcrl.store.join import _canary_apart
 ETCD = shutil.which("etcd")
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.campaign,
     pytest.mark.skipif(MISSING, reason=REASON),
     pytest.mark.skipif(ETCD is None, reason="etcd is not installed: apt-get install etcd-server"),
 ]
