@@ -27,6 +27,7 @@ from hpcrl.rollouts.weights import updates as weight_updates
 from hpcrl.runs.events import EventWriter
 from hpcrl.runs.fleet import EngineView, FleetView
 from hpcrl.runs.role import Complaint
+from hpcrl.runs.rundir import RunDir
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, seed=0, stop_token_ids=[2])
 
@@ -291,19 +292,23 @@ class StubRouter(RouterClient):
         del self.known[url]
 
 
-async def test_the_router_gets_all_servers_of_a_replica_or_none(tmp_path: Path, http: aiohttp.ClientSession) -> None:
-    router, run = StubRouter(), make_run(tmp_path)
-    urls = [f"http://127.0.0.1:{port}" for port in range(4)]
-    whole = client_of(http, name="engine-0", url=urls[0], servers=urls[:3])
-    single = client_of(http, name="engine-1", url=urls[3], servers=())
-    pool = RoutedPool(
-        [whole, single],
+def routed_pool(run: RunDir, router: RouterClient, clients: list[EngineClient]) -> RoutedPool:
+    return RoutedPool(
+        clients,
         router=router,
         events=EventWriter(run, attempt=1, writer="test"),
         counters=Counters(),
         request_timeout_s=1.0,
         max_retries=0,
     )
+
+
+async def test_the_router_gets_all_servers_of_a_replica_or_none(tmp_path: Path, http: aiohttp.ClientSession) -> None:
+    router, run = StubRouter(), make_run(tmp_path)
+    urls = [f"http://127.0.0.1:{port}" for port in range(4)]
+    whole = client_of(http, name="engine-0", url=urls[0], servers=urls[:3])
+    single = client_of(http, name="engine-1", url=urls[3], servers=())
+    pool = routed_pool(run, router, [whole, single])
     for engine in pool.engines:
         engine.serve(4, proved_s=0.0)
         engine.end_exchange()
@@ -319,6 +324,29 @@ async def test_the_router_gets_all_servers_of_a_replica_or_none(tmp_path: Path, 
     await pool.lose(pool.engines[0], "a rank is gone")
     assert await pool._reconcile()
     assert set(router.known) == {urls[3]}
+
+
+@pytest.mark.timeout(30)
+async def test_who_waits_for_engines_that_do_not_answer_lets_others_go_on(
+    tmp_path: Path, http: aiohttp.ClientSession
+) -> None:
+    """A new rollout finds out that no engine behind the router serves before the watch has said so."""
+    engine = client_of(http, name="engine-0", url="http://127.0.0.1:1", servers=())
+    pool = routed_pool(make_run(tmp_path), StubRouter(), [engine])
+    pool.engines[0].serve(4, proved_s=0.0)
+    pool.engines[0].end_exchange()
+    assert await pool._reconcile()
+    await pool.notify()
+    session = pool.session("a")
+    assert await pool.settle(session) is pool.front
+    pool.engines[0].silent(refused=False)
+    assert not pool._one_version()
+    waiting = asyncio.create_task(pool.settle(session))
+    done, _ = await asyncio.wait({waiting}, timeout=0.2)
+    assert not done
+    pool.engines[0].answered()
+    await pool.notify()
+    assert await asyncio.wait_for(waiting, 10.0) is pool.front
 
 
 # -- the client

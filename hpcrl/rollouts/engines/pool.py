@@ -135,6 +135,8 @@ class EnginePool:
         while not session.engine.serving:
             session.move_from(session.engine)
             if not session.engine.serving:
+                # what is known may have changed since the event was set: without a wait here nobody else would come on
+                self._note_serving()
                 # bounded by `watch`, which ends the run when there is no engine for too long
                 await self._some_serve.wait()
         return session.engine
