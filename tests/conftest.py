@@ -65,7 +65,18 @@ def nothing_left_in_working_directory(empty_working_directory: Path) -> Iterator
 
 
 #: rooms whose tests take long, the longest first
-LONG_FIRST = ("slurm_e2e", "e2e", "supervisor", "devcluster", "trainer", "durability", "checkpoints", "weights")
+LONG_FIRST = (
+    "slurm_e2e",
+    "e2e",
+    "journeys",
+    "supervisor",
+    "devcluster",
+    "trainer",
+    "planning",
+    "durability",
+    "checkpoints",
+    "weights",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
