@@ -62,9 +62,9 @@ checkpoint: {every_steps: 1}
 def ada(tmp_path: Path, small_model: Path) -> Journey:
     """A new user who works in a directory of a home of her own, with a start model that a colleague has made."""
     journey = Journey(tmp_path / "ada")
-    (journey.home / "work").mkdir()
-    (journey.home / "work/model").symlink_to(small_model)
-    journey.cwd = journey.home / "work"
+    (journey.home / "demo").mkdir()
+    (journey.home / "demo/model").symlink_to(small_model)
+    journey.cwd = journey.home / "demo"
     journey.env["PYTHONPATH"] = str(journey.cwd)
     return journey
 
@@ -115,7 +115,7 @@ def run_and_look(ada: Journey, run: RunDir) -> None:
 
 
 def fail_and_clean_up(ada: Journey, run: RunDir) -> None:
-    ada.go(ada.home / "work")
+    ada.go(ada.home / "demo")
     ada.type("hpcrl submit mine.yaml --name first")
     ada.type("hpcrl submit mine.yaml --name second --set environments.0.factory=my_tasks:Rude -c locl")
     ada.type(
@@ -135,7 +135,7 @@ def fail_and_clean_up(ada: Journey, run: RunDir) -> None:
 
 
 def test_a_new_user_goes_from_the_first_look_to_the_last_run(ada: Journey) -> None:
-    runs = ada.home / "work/runs"
+    runs = ada.home / "demo/runs"
     look_around(ada)
     bring_tasks(ada)
     run_and_look(ada, RunDir(runs / "first"))
