@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import time
 from operator import itemgetter
 from pathlib import Path
@@ -20,26 +21,11 @@ from hpcrl.modeling.blocks import Block
 from hpcrl.modeling.decoder import Decoder
 from hpcrl.modeling.hf import model_tensors
 from hpcrl.modeling.spec import build_model
-from hpcrl.models.arch import GlmMoeDsaArch
+from hpcrl.models.arch import GlmMoeDsaArch, arch_from_config
+from hpcrl.models.known import find_config
 from hpcrl.trainer.publish.plan import Plan, make_plan
 from hpcrl.weights.format.manifest import CHUNK_BYTES
 
-GLM5 = GlmMoeDsaArch(
-    vocab_size=154880,
-    hidden_size=6144,
-    num_hidden_layers=78,
-    num_attention_heads=64,
-    intermediate_size=12288,
-    moe_intermediate_size=2048,
-    n_routed_experts=256,
-    num_experts_per_tok=8,
-    max_position_embeddings=202752,
-    q_lora_rank=2048,
-    kv_lora_rank=512,
-    qk_nope_head_dim=192,
-    qk_rope_head_dim=64,
-    v_head_dim=256,
-)
 SHARD_BYTES = 4 << 30
 
 
@@ -84,7 +70,9 @@ def main() -> None:
     parser.add_argument("--record", type=Path, default=None)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    model, rows = build_model(GLM5), []
+    arch = arch_from_config(json.loads(find_config("GLM-5").read_text()))
+    assert isinstance(arch, GlmMoeDsaArch)
+    model, rows = build_model(arch), []
     print(f"{'ranks':>5} {'kind':>8} {'tensors':>8} {'files':>6} {'own units':>9} {'s':>6}")
     for ranks in arguments.ranks:
         blocks = blocks_of(model, ranks)
@@ -95,7 +83,7 @@ def main() -> None:
             row = {"tensors": len(plan.tensors), "files": len(window.shards), "own_units": len(window.units)}
             rows.append({"ranks": ranks, "kind": kind, **row, "s": round(seconds, 3)})
             print(f"{ranks:5} {kind:>8} {row['tensors']:8,} {row['files']:6} {row['own_units']:9,} {seconds:6.2f}")
-    sizes = {"layers": GLM5.num_hidden_layers, "experts": GLM5.n_routed_experts}
+    sizes = {"layers": arch.num_hidden_layers, "experts": arch.n_routed_experts}
     record("handoff_plan", {**sizes, "rows": rows}, arguments.record)
 
 
