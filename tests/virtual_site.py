@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from patience import wait_for
 
 from hpcrl.devcluster.cluster import DevCluster
 from hpcrl.devcluster.packages import missing_programs
@@ -23,3 +24,9 @@ def virtual_site(name: str, *, nodes: int) -> Iterator[DevCluster]:
     yield cluster
     cluster.down()
     cluster.paths.root.parent.rmdir()
+
+
+def wait_written(cluster: DevCluster) -> None:
+    """The controller has written down what it knows now: killed before, it would take started jobs for pending."""
+    saved, now = cluster.paths.state / "job_state", time.time()
+    wait_for(lambda: saved.exists() and saved.stat().st_mtime > now, 60.0, "state written by the controller")

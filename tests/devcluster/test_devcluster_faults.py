@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from devcluster_testing import wait_until
+from virtual_site import wait_written
 
 from hpcrl.config.joined import load_both
 from hpcrl.devcluster.cluster import DevCluster
@@ -302,9 +303,7 @@ def test_lost_answer_is_looked_up(cluster: DevCluster, client: SlurmClient, tmp_
 def test_killed_controller_comes_back_with_its_jobs(cluster: DevCluster, client: SlurmClient, tmp_path: Path) -> None:
     het = Hetjob(client, tmp_path)
     het.wait_running()
-    # a controller that is killed forgets what it had not written yet
-    saved, now = cluster.paths.state / "job_state", time.time()
-    wait_until("the controller has written its state", lambda: saved.stat().st_mtime > now)
+    wait_written(cluster)
     hasty = SlurmClient(conf=cluster.paths.conf, timeout_s=2.0)
     cluster.pause_controller(kill=True)
     assert cluster.status().controller == "dead"

@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -138,11 +137,6 @@ class SlurmLab:
             "--wrap=sleep 5",
         ]
         subprocess.run(command, env=self.env, check=True, capture_output=True)
-
-    def wait_written(self) -> None:
-        """The controller has written down what it knows now: killed before, it would take started jobs for pending."""
-        saved, now = self.cluster.paths.state / "job_state", time.time()
-        wait_for(lambda: saved.exists() and saved.stat().st_mtime > now, 60.0, "state written by the controller")
 
     def end_all(self) -> None:
         """Cancel what is left of the test."""

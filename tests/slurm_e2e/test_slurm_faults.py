@@ -13,6 +13,7 @@ import psutil
 import pytest
 from patience import wait_for
 from slurm_lab import ONE_NODE_EACH, PROBES, SharedRun, SlurmLab, events, job_id, wait_saved, wait_step
+from virtual_site import wait_written
 
 from hpcrl import procfs
 from hpcrl.runs.exclusions import exclude
@@ -166,7 +167,7 @@ def test_cancelled_component_is_named(component: int, held: RunDir, probe_lab: S
 
 
 def test_silent_controller_is_a_warning(held: RunDir, probe_lab: SlurmLab) -> None:
-    probe_lab.wait_written()
+    wait_written(probe_lab.cluster)
     probe_lab.cluster.pause_controller(kill=True)
     try:
         status = probe_lab.json("status", held.name)
