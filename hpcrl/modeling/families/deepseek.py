@@ -44,14 +44,4 @@ def glm_moe_dsa_block(arch: GlmMoeDsaArch, layer: int) -> nn.Module:
 
 def glm4_moe_block(arch: Glm4MoeArch, layer: int) -> nn.Module:
     """A layer of GLM-4.5, 4.6 or 4.7."""
-    attention = GroupedQueryAttention(
-        arch.hidden_size,
-        layer,
-        heads=arch.num_attention_heads,
-        key_heads=arch.num_key_value_heads,
-        head_dim=arch.head_dim,
-        qk_norm_eps=arch.rms_norm_eps if arch.use_qk_norm else None,
-        bias=arch.attention_bias,
-        output_bias=False,
-    )
-    return Block(arch, attention, _mlp(arch, layer))
+    return Block(arch, GroupedQueryAttention(arch, layer), _mlp(arch, layer))

@@ -38,17 +38,6 @@ def _renamed(name: str) -> str:
 
 def minimax_m2_block(arch: MinimaxM2Arch, layer: int) -> nn.Module:
     """A layer of MiniMax-M2."""
-    attention = GroupedQueryAttention(
-        arch.hidden_size,
-        layer,
-        heads=arch.num_attention_heads,
-        key_heads=arch.num_key_value_heads,
-        head_dim=arch.head_dim,
-        qk_norm_eps=arch.rms_norm_eps,
-        norms_of_all_heads=True,
-        bias=False,
-        output_bias=False,
-    )
     gate = SigmoidRouter(
         arch.hidden_size,
         arch.num_local_experts,
@@ -59,4 +48,4 @@ def minimax_m2_block(arch: MinimaxM2Arch, layer: int) -> nn.Module:
         scale=1.0,
     )
     experts = Experts(arch.hidden_size, arch.num_local_experts, arch.intermediate_size)
-    return Block(arch, attention, SparseMLP(layer, gate, experts))
+    return Block(arch, GroupedQueryAttention(arch, layer), SparseMLP(layer, gate, experts))

@@ -13,30 +13,17 @@ from hpcrl.models.arch import Qwen3Arch, Qwen3MoeArch
 __all__ = ["qwen3_block", "qwen3_moe_block"]
 
 
-def _attention(arch: Qwen3Arch | Qwen3MoeArch, layer: int) -> GroupedQueryAttention:
-    return GroupedQueryAttention(
-        arch.hidden_size,
-        layer,
-        heads=arch.num_attention_heads,
-        key_heads=arch.num_key_value_heads,
-        head_dim=arch.head_dim,
-        qk_norm_eps=arch.rms_norm_eps,
-        bias=arch.attention_bias,
-        output_bias=arch.attention_bias,
-    )
-
-
 def qwen3_block(arch: Qwen3Arch, layer: int) -> nn.Module:
     """A layer of dense Qwen3."""
-    return Block(arch, _attention(arch, layer), GatedMLP(arch.hidden_size, arch.intermediate_size))
+    return Block(arch, GroupedQueryAttention(arch, layer), GatedMLP(arch.hidden_size, arch.intermediate_size))
 
 
 def qwen3_moe_block(arch: Qwen3MoeArch, layer: int) -> nn.Module:
     """A layer of Qwen3-MoE: dense where the config says so."""
     if not arch.is_sparse(layer):
-        return Block(arch, _attention(arch, layer), GatedMLP(arch.hidden_size, arch.intermediate_size))
+        return Block(arch, GroupedQueryAttention(arch, layer), GatedMLP(arch.hidden_size, arch.intermediate_size))
     gate = SoftmaxRouter(
         arch.hidden_size, arch.num_experts, top_k=arch.num_experts_per_tok, normalise=arch.norm_topk_prob
     )
     experts = Experts(arch.hidden_size, arch.num_experts, arch.moe_intermediate_size)
-    return Block(arch, _attention(arch, layer), SparseMLP(layer, gate, experts))
+    return Block(arch, GroupedQueryAttention(arch, layer), SparseMLP(layer, gate, experts))

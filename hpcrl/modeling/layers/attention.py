@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from hpcrl.modeling.context import BatchContext
 from hpcrl.modeling.layers.norm import RMSNorm
 from hpcrl.modeling.rope import RotaryTables, apply_rotary
+from hpcrl.models.arch import GroupedQueryArch
 
 __all__ = ["GroupedQueryAttention"]
 
@@ -14,39 +15,20 @@ __all__ = ["GroupedQueryAttention"]
 class GroupedQueryAttention(nn.Module):
     """Queries share keys and values in groups; optionally with norms of each head and with biases."""
 
-    def __init__(
-        self,
-        hidden_size: int,
-        layer: int,
-        *,
-        heads: int,
-        key_heads: int,
-        head_dim: int,
-        qk_norm_eps: float | None,
-        bias: bool,
-        output_bias: bool,
-        norms_of_all_heads: bool = False,
-    ) -> None:
-        """Make the projections.
-
-        Parameters
-        ----------
-        qk_norm_eps:
-            Of the norms of queries and keys; None: there are none.
-        bias, output_bias:
-            Of query, key and value, and of the output.
-        norms_of_all_heads:
-            Queries and keys are normed over the channels of all heads, not of each head alone.
-        """
+    def __init__(self, arch: GroupedQueryArch, layer: int) -> None:
         super().__init__()
-        self.layer, self.head_dim = layer, head_dim
-        self.q_proj = nn.Linear(hidden_size, heads * head_dim, bias=bias)
-        self.k_proj = nn.Linear(hidden_size, key_heads * head_dim, bias=bias)
-        self.v_proj = nn.Linear(hidden_size, key_heads * head_dim, bias=bias)
-        self.o_proj = nn.Linear(heads * head_dim, hidden_size, bias=output_bias)
-        widths = (heads * head_dim, key_heads * head_dim) if norms_of_all_heads else (head_dim, head_dim)
-        self.norms_of_all_heads = norms_of_all_heads
-        self.q_norm, self.k_norm = (None if qk_norm_eps is None else RMSNorm(width, qk_norm_eps) for width in widths)
+        self.layer, self.head_dim = layer, arch.head_dim
+        hidden, bias = arch.hidden_size, arch.attention_bias
+        queries, keys = arch.num_attention_heads * arch.head_dim, arch.num_key_value_heads * arch.head_dim
+        self.q_proj = nn.Linear(hidden, queries, bias=bias)
+        self.k_proj = nn.Linear(hidden, keys, bias=bias)
+        self.v_proj = nn.Linear(hidden, keys, bias=bias)
+        self.o_proj = nn.Linear(queries, hidden, bias=bias and arch.output_bias)
+        self.norms_of_all_heads = arch.qk_norm == "all"
+        self.q_norm = self.k_norm = None
+        if arch.qk_norm != "none":
+            widths = (queries, keys) if self.norms_of_all_heads else (arch.head_dim, arch.head_dim)
+            self.q_norm, self.k_norm = (RMSNorm(width, arch.rms_norm_eps) for width in widths)
 
     def forward(self, x: Tensor, rotary: RotaryTables, context: BatchContext) -> Tensor:
         """``[T, hidden_size]`` to the same."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hpcrl.models.arch.base import KvShape, ModelArch
+from hpcrl.models.arch.base import GroupedQueryArch, KvShape, ModelArch
 from hpcrl.models.arch.deepseek import DeepseekV3Arch, Glm4MoeArch, SigmoidMoeArch
 from hpcrl.models.arch.glm5 import GlmMoeDsaArch
 from hpcrl.models.arch.minimax import MinimaxM2Arch
@@ -22,6 +22,7 @@ __all__ = [
     "DeepseekV3Arch",
     "Glm4MoeArch",
     "GlmMoeDsaArch",
+    "GroupedQueryArch",
     "KvShape",
     "MinimaxM2Arch",
     "ModelArch",

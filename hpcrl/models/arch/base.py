@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from hpcrl.models.arch.rope import RopeScaling, read_rope
 from hpcrl.models.facts import ModelFacts
@@ -164,3 +164,13 @@ class GroupedQueryArch(ModelArch):
     @property
     def kv(self) -> KvShape:
         return KvShape(self.num_key_value_heads, self.head_dim, self.head_dim)
+
+    @property
+    def qk_norm(self) -> Literal["none", "head", "all"]:
+        """Norms of queries and keys: none, of each head alone, or over the channels of all heads."""
+        return "none"
+
+    @property
+    def output_bias(self) -> bool:
+        """Whether ``attention_bias`` is of the output projection too."""
+        return False

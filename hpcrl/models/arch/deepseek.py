@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from hpcrl.models.arch.base import GroupedQueryArch, KvShape, ModelArch
 
@@ -122,6 +122,10 @@ class Glm4MoeArch(SigmoidMoeArch, GroupedQueryArch):
         super().__post_init__()
         if self.rotary_dim < 2 or self.rotary_dim % 2:
             raise ValueError(f"partial_rotary_factor ({self.partial_rotary_factor}) rotates {self.rotary_dim} channels")
+
+    @property
+    def qk_norm(self) -> Literal["none", "head", "all"]:
+        return "head" if self.use_qk_norm else "none"
 
     @property
     def rotary_dim(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from hpcrl.models.arch.base import GroupedQueryArch
 
@@ -49,6 +49,10 @@ class MinimaxM2Arch(GroupedQueryArch):
     @property
     def experts_per_token(self) -> int:
         return self.num_experts_per_tok
+
+    @property
+    def qk_norm(self) -> Literal["none", "head", "all"]:
+        return "all"
 
     @property
     def rotary_dim(self) -> int:

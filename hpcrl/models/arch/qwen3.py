@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from hpcrl.models.arch.base import GroupedQueryArch
 
@@ -23,6 +23,14 @@ class _Qwen3(GroupedQueryArch):
     @property
     def rotary_dim(self) -> int:
         return self.head_dim
+
+    @property
+    def qk_norm(self) -> Literal["none", "head", "all"]:
+        return "head"
+
+    @property
+    def output_bias(self) -> bool:
+        return True
 
     @classmethod
     def check_config(cls, config: Mapping[str, Any]) -> None:
