@@ -13,5 +13,5 @@ either). Layers, each importing only those before it::
     engine                  the model thread
     metrics, protocol       Prometheus text; the wire format
     errors, serving, api_*  the HTTP side
-    settings, server        ``python -m hpcrl.inference.embedded.server``
+    settings, process, server   ``python -m hpcrl.inference.embedded.server``
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hpcrl.config.cluster import ClusterProfile, SlurmCluster
 from hpcrl.config.engine_shape import engine_gpus, engine_ranks_per_node
 from hpcrl.config.plan import FileProbe, HttpProbe, Role, RoleGroup, RolePolicy
-from hpcrl.config.recipe import Recipe, RolePolicyConfig
+from hpcrl.config.recipe import Recipe, RolePolicyConfig, TrainerConfig
 from hpcrl.interpreter import module_command
 from hpcrl.jobplan.commands.dynamo import has_events
 from hpcrl.jobplan.commands.kv_transfer import disk_command, front_command, has_rdma, side_command, side_ports
@@ -197,31 +197,37 @@ def _orchestrator(recipe: Recipe, cluster: ClusterProfile, run_name: str, infere
 
 def _trainer(recipe: Recipe, cluster: ClusterProfile, run_name: str) -> RoleGroup:
     trainer = recipe.trainer
-    # --node-rank keeps ranks in the order of nodes; torchrun's own rendezvous would number them as they come
-    nodes = ("--nnodes", str(trainer.nodes), "--node-rank", "{node_rank}") if trainer.nodes > 1 else ()
     # starts beside the engines, not after them: both spend their start loading weights
     return RoleGroup(
         role=Role.TRAINER,
         replicas=1,
         ranks=trainer.ranks,
         nodes=trainer.nodes,
-        command=(
-            *module_command("{python}", "torch.distributed.run"),
-            *nodes,
-            "--nproc-per-node",
-            str(trainer.ranks // trainer.nodes),
-            "--master-addr",
-            "{host}",
-            "--master-port",
-            "{port}",
-            # torchrun's own command line for a module lacks what module_command says
-            "--no-python",
-            *module_command("{python}", "hpcrl.trainer", unbuffered=True),
-        ),
+        command=(*_torchrun(trainer), *module_command("{python}", "hpcrl.trainer", unbuffered=True)),
         env=plain(role_variables(recipe, cluster, Role.TRAINER, run_name)),
         ready=FileProbe(),
         start_timeout_s=cluster.limits.start_timeout_s,
         policy=_policy(recipe.supervision.trainer, cluster, ends_run=True),
+    )
+
+
+def _torchrun(trainer: TrainerConfig) -> tuple[str, ...]:
+    """What starts the ranks of each node; nothing where there is one rank, which needs no launcher above it."""
+    if trainer.ranks == 1:
+        return ()
+    # --node-rank keeps ranks in the order of nodes; torchrun's own rendezvous would number them as they come
+    nodes = ("--nnodes", str(trainer.nodes), "--node-rank", "{node_rank}") if trainer.nodes > 1 else ()
+    return (
+        *module_command("{python}", "torch.distributed.run"),
+        *nodes,
+        "--nproc-per-node",
+        str(trainer.ranks // trainer.nodes),
+        "--master-addr",
+        "{host}",
+        "--master-port",
+        "{port}",
+        # torchrun's own command line for a module lacks what module_command says
+        "--no-python",
     )
 
 

@@ -1,4 +1,4 @@
-"""The trainer role: ``python -m torch.distributed.run --nproc-per-node N -m hpcrl.trainer``."""
+"""The trainer role: ``python -m hpcrl.trainer``, which torchrun starts where there are several ranks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from importlib.util import find_spec
 
 from hpcrl.errors import MissingExtraError
+from hpcrl.interpreter import lasting_imports
 from hpcrl.runs.role import RoleContext, run_role
 
 
@@ -15,7 +16,8 @@ def main(context: RoleContext) -> None:
     """Train (MissingExtraError where torch is not installed)."""
     if find_spec("torch") is None:
         raise MissingExtraError("trainer", "torch")
-    from hpcrl.trainer.loop import train  # noqa: PLC0415 - imports torch
+    with lasting_imports():
+        from hpcrl.trainer.loop import train  # noqa: PLC0415 - imports torch
 
     train(context)
 

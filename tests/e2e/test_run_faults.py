@@ -32,7 +32,7 @@ def victim(run: RunDir, role: str) -> psutil.Process:
         of_role = [p for p in processes(run) if p.environ().get("HPCRL_ROLE") == role.split(maxsplit=1)[0]]
         found = [p for p in of_role if module in p.cmdline() and "hpcrl.supervisor.process.guard" not in p.cmdline()]
         if role == "trainer worker":
-            found = [p for p in found if "torch.distributed.run" not in p.cmdline()]
+            found = [p for p in found if p.environ().get("RANK") == "1"]
     assert len(found) == 1, f"{role}: {[p.cmdline() for p in processes(run)]}"
     return found[0]
 
@@ -48,7 +48,7 @@ def processes_of_tree(run: RunDir) -> list[psutil.Process]:
 
 @pytest.fixture(scope="module")
 def shared(shared_lab: Lab) -> SharedRun:
-    return SharedRun(shared_lab, "checkpoint.every_steps=2", *SLOW_RUN)
+    return SharedRun(shared_lab, "checkpoint.every_steps=2", "trainer.ranks=2", *SLOW_RUN)
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from hpcrl.credentials import Credentials, ensure_token, read_token
 from hpcrl.errors import RunDirError, UsageError
 from hpcrl.gate import Gate, Refused
 from hpcrl.inference.dynamo.router import Front, front_apps
-from hpcrl.inference.embedded.server import engine_app
+from hpcrl.inference.embedded.serving.process import engine_app
 from hpcrl.inference.metrics import EngineMetrics, Registry
 from hpcrl.inference.vllm.access import RunAccess
 from hpcrl.rollouts.batches.http import dock_app

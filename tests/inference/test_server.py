@@ -27,7 +27,7 @@ from engine_helpers import (
     tensors_of,
 )
 
-from hpcrl.inference.embedded.server import main
+from hpcrl.inference.embedded.serving.process import main
 from hpcrl.inference.embedded.serving.settings import parse_settings
 from hpcrl.modeling.decoder import Decoder
 from hpcrl.weights import HandoffStore

@@ -142,6 +142,11 @@ def test_torchrun_is_one_task_a_node() -> None:
     assert options(start(plan, Role.TRAINER))["--ntasks-per-node"] == "1"
 
 
+def test_one_rank_has_no_torchrun_above_it() -> None:
+    plan, _ = plan_for("quickstart", "devcluster", "trainer.ranks=1")
+    assert plan.group(Role.TRAINER).command == ("{python}", "-u", "-P", "-m", "hpcrl.trainer")
+
+
 def test_pyxis() -> None:
     plan, _ = plan_for("quickstart", "devcluster", container=PYXIS)
     found = options(start(plan, Role.ENGINE))

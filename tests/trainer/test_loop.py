@@ -340,7 +340,8 @@ def test_a_learning_rate_that_explodes_stops_before_the_weights_are_lost(tmp_pat
         train(start_attempt(run, dock))
 
 
-def torchrun(run, context, ranks):
+def start_ranks(run, context, ranks):
+    """The trainer as a plan starts it: by torchrun where there are several ranks."""
     environment = {
         **os.environ,
         "HPCRL_RUN_DIR": str(run.path),
@@ -349,17 +350,17 @@ def torchrun(run, context, ranks):
         "HPCRL_REPLICA": "0",
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     (run.attempt_dir(context.attempt) / "logs" / "trainer").mkdir(exist_ok=True)
-    return subprocess.Popen([*command, "-m", "hpcrl.trainer"], env=environment)
+    return subprocess.Popen([sys.executable, *torchrun, "-m", "hpcrl.trainer"], env=environment)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_torchrun_trains_and_obeys_sigterm(tmp_path, model_dir, ranks):
+def test_ranks_train_and_obey_sigterm(tmp_path, model_dir, ranks):
     run = new_run(tmp_path / "run", model_dir, 6)
     with StubDock(hold_step=4).serving() as dock:
-        process = torchrun(run, start_attempt(run, dock), ranks)
+        process = start_ranks(run, start_attempt(run, dock), ranks)
         wait_for(lambda: sum(step == 4 for step, _, _ in dock.asked) >= ranks, 60, "request for batch 4 of each rank")
         # it is written beside the next step
         wait_for(lambda: CheckpointLedger(run.checkpoints_dir).steps() == [2], 60, "checkpoint of step 2")
@@ -370,7 +371,7 @@ def test_torchrun_trains_and_obeys_sigterm(tmp_path, model_dir, ranks):
         assert time.monotonic() - started < 10.0
     assert CheckpointLedger(run.checkpoints_dir).steps() == [2]
     with StubDock().serving() as dock:
-        assert torchrun(run, start_attempt(run, dock), ranks).wait(timeout=120) == 0
+        assert start_ranks(run, start_attempt(run, dock), ranks).wait(timeout=120) == 0
         assert dock.finished == [6]
     assert [r.step for r in read_metrics(run)] == [1, 2, 3, 4, 5, 6]
     assert FailureRecord.read_all(run, 2) == []
@@ -380,7 +381,7 @@ def test_torchrun_trains_and_obeys_sigterm(tmp_path, model_dir, ranks):
 def test_a_missing_orchestrator_is_no_first_cause(tmp_path, model_dir):
     run = new_run(tmp_path / "run", model_dir, 1)
     with FailingDock().serving() as dock:
-        assert torchrun(run, start_attempt(run, dock), 2).wait(timeout=120) == 1
+        assert start_ranks(run, start_attempt(run, dock), 2).wait(timeout=120) == 1
     records = FailureRecord.read_all(run, 1)
     assert records
     assert all(record.secondary for record in records)

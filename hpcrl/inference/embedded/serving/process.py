@@ -1,0 +1,217 @@
+"""``python -m hpcrl.inference.embedded.server``: the embedded engine behind vLLM's HTTP API."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from aiohttp import web
+
+from hpcrl.errors import ExitCode, UsageError
+from hpcrl.gate import Gate
+from hpcrl.inference.embedded.engine.attention import KVCache
+from hpcrl.inference.embedded.engine.engine import Delivery, Engine, EngineConfig
+from hpcrl.inference.embedded.serving.api_control import ControlApi
+from hpcrl.inference.embedded.serving.api_generate import GenerateApi
+from hpcrl.inference.embedded.serving.api_text import TextApi
+from hpcrl.inference.embedded.serving.errors import error_middleware
+from hpcrl.inference.embedded.serving.serving import ModelFacts, Serving
+from hpcrl.inference.embedded.serving.settings import ServerSettings, parse_settings
+from hpcrl.inference.embedded.weights.loading import load_model
+from hpcrl.inference.embedded.weights.updates import WeightUpdater
+from hpcrl.inference.metrics import EngineMetrics, Registry
+from hpcrl.modeling.decoder import Decoder
+from hpcrl.models.tokenizer import ChatTokenizer
+from hpcrl.runs.refusals import gate_from_env
+
+__all__ = ["engine_app", "main"]
+
+_log = logging.getLogger(__name__)
+_MAX_BODY_BYTES = 256 << 20
+_SHUTDOWN_GRACE_S = 0.5
+
+
+def engine_config(settings: ServerSettings, model: Decoder) -> EngineConfig:
+    """Sizes of the engine.
+
+    Raises
+    ------
+    UsageError
+        They do not fit each other or the model.
+    """
+    arch, size = model.arch, settings.block_size
+    max_model_len = settings.max_model_len or arch.max_position_embeddings
+    if max_model_len > arch.max_position_embeddings:
+        raise UsageError(
+            f"--max-model-len {max_model_len} is more than the model's {arch.max_position_embeddings} positions"
+        )
+    batched = settings.max_num_batched_tokens or max(2048, settings.max_num_seqs)
+    if batched < settings.max_num_seqs:
+        raise UsageError(f"--max-num-batched-tokens {batched} is less than --max-num-seqs {settings.max_num_seqs}")
+    per_sequence = -(-max_model_len // size)
+    num_blocks = settings.num_gpu_blocks_override
+    if num_blocks is None:
+        block_bytes = KVCache.bytes_per_block(arch, size, model.embed_tokens.weight.dtype)
+        num_blocks = min(settings.kv_cache_memory_bytes // block_bytes, per_sequence * settings.max_num_seqs)
+    if num_blocks < per_sequence:
+        raise UsageError(
+            f"{num_blocks} KV blocks of {size} tokens cannot hold one sequence of --max-model-len {max_model_len}: "
+            f"{per_sequence} are needed"
+        )
+    return EngineConfig(
+        max_num_seqs=settings.max_num_seqs,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=batched,
+        block_size=size,
+        num_blocks=num_blocks,
+        enable_prefix_caching=settings.enable_prefix_caching,
+        return_routed_experts=settings.enable_return_routed_experts,
+        logprobs_mode=settings.logprobs_mode,
+        seed=settings.seed,
+        weight_version=settings.weight_version,
+    )
+
+
+def _tokenizer(settings: ServerSettings) -> ChatTokenizer | None:
+    if settings.skip_tokenizer_init or not (settings.model / "tokenizer.json").is_file():
+        return None
+    try:
+        return ChatTokenizer(settings.model)
+    except (ValueError, OSError, KeyError) as error:
+        raise UsageError(f"{settings.model}: the tokenizer cannot be loaded: {error}") from error
+
+
+def _facts(settings: ServerSettings, model: Decoder, tokenizer: ChatTokenizer | None) -> ModelFacts:
+    """End-of-sequence tokens and sampling defaults, found where vLLM finds them."""
+    config: dict[str, Any] = {}
+    path = settings.model / "generation_config.json"
+    if path.is_file():
+        config = json.loads(path.read_text(encoding="utf-8"))
+    named = config.get("eos_token_id", model.arch.eos_token_id)
+    listed = [named] if isinstance(named, int) else list(named or ())
+    eos = tokenizer.eos_token_id if tokenizer is not None else next(iter(listed), None)
+    defaults = config if settings.generation_config == "auto" else {}
+    return ModelFacts(
+        names=settings.served_model_name,
+        root=str(settings.model),
+        eos_token_id=eos,
+        further_eos_token_ids=frozenset(listed) - {eos},
+        default_temperature=float(defaults.get("temperature") or 1.0),
+        default_top_p=float(defaults.get("top_p") or 1.0),
+        default_top_k=int(defaults.get("top_k") or 0),
+        default_min_p=float(defaults.get("min_p") or 0.0),
+        max_logprobs=settings.max_logprobs,
+        prompt_tokens_details=settings.enable_prompt_tokens_details,
+        priority_scheduling=settings.scheduling_policy == "priority",
+    )
+
+
+def _bind(settings: ServerSettings) -> socket.socket:
+    """Take the port before the model is loaded; connections are refused until the server listens."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((settings.host, settings.port))
+    except OSError as error:
+        listener.close()
+        raise UsageError(f"cannot listen on {settings.host}:{settings.port}: {error.strerror}") from error
+    return listener
+
+
+def _deliver(delivery: Delivery) -> None:
+    for request, output in delivery:
+        request.on_output(output)
+
+
+def engine_app(gate: Gate, serving: Serving, updater: WeightUpdater, metrics: EngineMetrics) -> web.Application:
+    """What is served to whom ``gate`` lets in."""
+    app = web.Application(middlewares=[gate.middleware(), error_middleware], client_max_size=_MAX_BODY_BYTES)
+    for api in (GenerateApi(serving), TextApi(serving), ControlApi(serving, updater, metrics)):
+        app.add_routes(api.routes())
+    return app
+
+
+async def _serve(settings: ServerSettings, gate: Gate, model: Decoder, listener: socket.socket) -> int:
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    metrics = EngineMetrics(Registry({"model_name": settings.served_model_name[0], "engine": "0"}))
+    engine = Engine(model, engine_config(settings, model), metrics)
+    tokenizer = _tokenizer(settings)
+    serving = Serving(engine, tokenizer, _facts(settings, model, tokenizer))
+    updater = WeightUpdater(model, settings.reader, gate_from_env("fanout", token_file=settings.token_file))
+
+    def hand_over(delivery: Delivery) -> None:
+        # the loop may be closing while the last step ends
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(_deliver, delivery)
+            if engine.failure is not None:
+                loop.call_soon_threadsafe(stop.set)
+
+    engine.start(hand_over)
+    app = engine_app(gate, serving, updater, metrics)
+    # a client that goes away cancels its handler, which aborts its sequences
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_GRACE_S)
+    await runner.setup()
+    await web.SockSite(runner, listener).start()
+    host, port = listener.getsockname()[:2]
+    _log.info(
+        "serving %s on http://%s:%d: %d sequences of %d tokens, %d KV blocks of %d",
+        settings.served_model_name[0],
+        host,
+        port,
+        engine.config.max_num_seqs,
+        engine.config.max_model_len,
+        engine.config.num_blocks,
+        engine.config.block_size,
+    )
+    await stop.wait()
+    for site in list(runner.sites):
+        await site.stop()
+    engine.abort(serving.in_flight())
+    await runner.cleanup()
+    await asyncio.to_thread(engine.stop, _SHUTDOWN_GRACE_S)
+    await asyncio.to_thread(updater.shutdown)
+    return ExitCode.OK if engine.failure is None else ExitCode.FAILED
+
+
+def _terminated(number: int, _: object) -> None:
+    """A signal before the server listens: nothing to clean up."""
+    sys.exit(ExitCode.OK)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Serve until SIGTERM.
+
+    Returns
+    -------
+    int
+        0 after SIGTERM or SIGINT, 1 where the engine failed, 2 where the command line or the model is wrong or the
+        port is taken.
+    """
+    signal.signal(signal.SIGTERM, _terminated)
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    try:
+        settings = parse_settings(argv)
+        gate = gate_from_env("engine", token_file=settings.token_file, open_health=settings.open_health)
+        gate.check_host(settings.host)
+        torch.set_num_threads(settings.torch_threads)
+        with contextlib.closing(_bind(settings)) as listener:
+            return asyncio.run(_serve(settings, gate, load_model(Path(settings.model), settings.dtype), listener))
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return ExitCode.USAGE
+
+
+if __name__ == "__main__":
+    sys.exit(main())
