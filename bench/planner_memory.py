@@ -91,7 +91,6 @@ def predicted(row: Row, arch: ModelArch) -> dict[str, int]:
     memory = TrainerMemory(
         ranks=row.ranks,
         micro_batch_tokens=tokens,
-        padded_tokens=len(row.lengths) * max(row.lengths),
         trained_tokens=tokens - len(row.lengths),
         dtype=row.dtype,
         accumulates=row.micro_batches > 1,

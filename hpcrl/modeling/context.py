@@ -14,7 +14,17 @@ __all__ = ["AttentionFn", "BatchContext", "GatherFn", "IndexQuery", "RoutedExper
 class AttentionFn(Protocol):
     """Causal attention over flat tokens; owns sequence boundaries and any KV cache."""
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Tensor:
+    def __call__(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Attend.
 
         Parameters
@@ -29,6 +39,10 @@ class AttentionFn(Protocol):
             ``[tokens, key_heads, value_dim]``.
         scale:
             Of the scores; None for ``key_dim ** -0.5``.
+        window:
+            A query sees the last so many tokens, itself included; None: all tokens before it.
+        sinks:
+            ``[query_heads]``: a score that takes part in each softmax of a head and has no value; None: there is none.
 
         Returns
         -------

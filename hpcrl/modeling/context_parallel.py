@@ -53,7 +53,17 @@ class ContextParallelAttention:
         self.positions = whole.positions[self.own]
         """``[tokens of this rank]`` int64: position of each in its sequence."""
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Tensor:
+    def __call__(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """See `AttentionFn`; two collectives.
 
         Raises
@@ -73,7 +83,10 @@ class ContextParallelAttention:
         shapes = [(part.shape[1] // self._ranks, part.shape[2]) for part in parts]
         split = torch.split(mine, sizes, dim=-1)
         q, k, v = (part.reshape(len(mine), *shape) for part, shape in zip(split, shapes, strict=True))
-        y = self._whole(layer, q, k, v, scale=scale)
+        if sinks is not None:
+            # heads are dealt out in runs; each rank's gradient is that of its own, and FSDP2 adds them up
+            sinks = sinks.chunk(self._ranks)[dist.get_rank(self._group)]
+        y = self._whole(layer, q, k, v, scale=scale, window=window, sinks=sinks)
         # rows of all tokens by rank; what comes back are this rank's tokens with the heads of one rank after another
         back = self._exchange(y.flatten(1))
         return back.view(self._ranks, self._tokens, -1).transpose(0, 1).reshape(self._tokens, heads, width)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from itertools import pairwise
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from hpcrl.modeling.context import BatchContext, IndexQuery, RoutedExpertsRecorder
+from hpcrl.modeling.kernels.attend import attend
+from hpcrl.modeling.kernels.kernel import QKV, Segments
 from hpcrl.modeling.sparse_attention import attend_chosen, choose_tokens
 
 __all__ = ["PackedAttention"]
@@ -17,9 +18,7 @@ __all__ = ["PackedAttention"]
 class PackedAttention:
     """An `hpcrl.modeling.context.AttentionFn` and `SparseAttentionFn` for packed batches.
 
-    Tokens are scattered to ``[n, longest, …]``, padded on the right, attended causally and gathered back. A
-    query sees only keys before it, so padding behind a sequence never reaches one of its tokens, and the
-    result equals a loop over sequences.
+    Nothing is padded: the result, and what it takes of time and memory, is that of a loop over sequences.
     """
 
     def __init__(self, cu_seqlens: Tensor) -> None:
@@ -38,21 +37,24 @@ class PackedAttention:
         """``[tokens]`` int64: the sequence of each token."""
         self.positions = torch.arange(len(sequence), device=lengths.device) - cu_seqlens[:-1][sequence]
         """``[tokens]`` int64: position of each token in its sequence."""
-        self._places = sequence * self._longest + self.positions
         self.starts = cu_seqlens
         """``[n + 1]`` int64: start of each sequence and the end of the last."""
-        self._starts: list[int] = cu_seqlens.tolist()
+        self._starts: tuple[int, ...] = tuple(cu_seqlens.tolist())
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Tensor:
+    def __call__(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """See `AttentionFn`; ``layer`` is not used because nothing is cached."""
-        grouped, width = q.shape[1] != k.shape[1], v.shape[2]
-        if v.device.type == "cpu" and width < q.shape[2]:
-            # its fused kernel takes values as wide as keys; any other keeps every score, which grows as length squared
-            v = F.pad(v, (0, q.shape[2] - width))
-        y = F.scaled_dot_product_attention(
-            self._pad(q), self._pad(k), self._pad(v), is_causal=True, enable_gqa=grouped, scale=scale
-        )
-        return y.transpose(1, 2).reshape(-1, q.shape[1], v.shape[2])[self._places][..., :width]
+        segments = Segments(self._starts, self._starts, causal=True, window=window)
+        return attend(QKV(q, k, v), segments, scale=scale, sinks=sinks)
 
     def choose(self, layer: int, index: IndexQuery, top_k: int) -> Tensor:
         """See `SparseAttentionFn`: indices into the flat tokens, ``[T, min(top_k, longest)]``."""
@@ -78,8 +80,3 @@ class PackedAttention:
     def context(self, select: Tensor | None = None, record: RoutedExpertsRecorder | None = None) -> BatchContext:
         """What a forward pass over these sequences needs."""
         return BatchContext(self.positions, self, select, record, sparse=self)
-
-    def _pad(self, x: Tensor) -> Tensor:
-        """``[tokens, heads, dim]`` to ``[n, heads, longest, dim]``."""
-        padded = x.new_zeros(self._sequences * self._longest, *x.shape[1:]).index_copy(0, self._places, x)
-        return padded.view(self._sequences, self._longest, *x.shape[1:]).transpose(1, 2)

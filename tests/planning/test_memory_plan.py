@@ -205,7 +205,7 @@ def test_kv_capacity_with_windows_by_hand() -> None:
 def test_linear_attention_keeps_its_activations() -> None:
     """By hand, in bfloat16: projections and convolution, the rule, states of chunks, and the gated norm."""
     linear = load_facts("Qwen3-Next-80B-A3B-Instruct").layers[0]
-    shape = ActivationShape(tokens=64, padded_tokens=64, element_bytes=2)
+    shape = ActivationShape(tokens=64, element_bytes=2)
     a_token = 2 * (8192 + 4096 + 64) + 2 * 8192 + 2 * (2 * 4096 + 2 * 4096) + 4 * 32 + 10 * 4096
     state = 4 * 32 * 128 * 128
     mixer = saved_bytes(replace(linear, mlp=None), shape) - 64 * (2048 * 8 + 4)

@@ -73,7 +73,6 @@ def settings(lengths: tuple[int, ...], dtype: str) -> TrainerMemory:
         ranks=1,
         dtype=dtype,
         micro_batch_tokens=sum(lengths),
-        padded_tokens=len(lengths) * max(lengths),
         trained_tokens=sum(lengths) - len(lengths),
         accumulates=False,
         device="cpu",

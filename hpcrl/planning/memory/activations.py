@@ -1,8 +1,8 @@
 """Bytes that a layer's forward pass keeps for its backward pass, by module. Pure arithmetic on shapes.
 
-Two implementations are counted. ``eager`` is the trainer of this project as it is: padded attention, norms in
-float32, each operation's inputs kept as autograd keeps them. Without it, kernels are meant that read packed
-sequences in place. docs/planning.md explains each sum.
+Two implementations are counted. ``eager`` is the trainer of this project as it is: norms in float32, each operation's
+inputs kept as autograd keeps them. Without it, fused kernels are meant. Attention reads packed sequences in place in
+both. docs/planning.md explains each sum.
 """
 
 from __future__ import annotations
@@ -37,8 +37,6 @@ class ActivationShape:
     ----------
     tokens:
         Tokens of the micro-batch on this rank (after context parallelism).
-    padded_tokens:
-        Sequences times the longest of them; equals ``tokens`` where attention reads packed sequences.
     element_bytes:
         Of activations.
     eager:
@@ -48,7 +46,6 @@ class ActivationShape:
     """
 
     tokens: int
-    padded_tokens: int
     element_bytes: int
     eager: bool = False
     imbalance: float = 1.0
@@ -149,18 +146,16 @@ def _mixer(mixer: Mixer, shape: ActivationShape) -> float:
 
 def _gqa(mixer: Gqa, shape: ActivationShape) -> float:
     b, t = shape.element_bytes, shape.tokens
-    padded = shape.padded_tokens if shape.eager else 0
     q, kv = mixer.num_attention_heads * mixer.head_dim, mixer.num_key_value_heads * mixer.head_dim
-    # per head norm: float32 copy and normalised value; then the rotated one, and its padded copy
+    # per head norm: float32 copy and normalised value; then the rotated one
     # the gate of the output, and the output before it
     gate = 2 * q * b * t if mixer.output_gate else 0
     normed = (4 + b) * t if mixer.qk_norm != "none" else 0
     rows = 4 * t * (mixer.num_attention_heads + mixer.num_key_value_heads) if normed else 0
-    queries_and_keys = (q + kv) * (normed + b * t + b * padded) + rows
-    values = kv * b * (t + padded)
-    output = q * b * (padded if shape.eager else t) + 4 * (padded or t) * mixer.num_attention_heads
-    projection_input = q * b * t if shape.eager else 0
-    return queries_and_keys + values + output + projection_input + gate
+    queries_and_keys = (q + kv) * (normed + b * t) + rows
+    # the output is what its projection reads
+    output = q * b * t + 4 * t * mixer.num_attention_heads
+    return queries_and_keys + kv * b * t + output + gate
 
 
 def _mla(mixer: Mla, shape: ActivationShape) -> float:
@@ -168,10 +163,9 @@ def _mla(mixer: Mla, shape: ActivationShape) -> float:
     qk = mixer.qk_nope_head_dim + mixer.qk_rope_head_dim
     latents = (mixer.q_lora_rank or 0) + mixer.kv_lora_rank
     if shape.eager and mixer.topk is None:
-        # queries, keys and values (as wide as keys) as they are and padded; the kernel's output, and what is read of it
-        wide, padded = heads * qk, shape.padded_tokens
-        attention = 3 * wide * b * (t + padded) + wide * b * padded + 4 * padded * heads
-        return t * (latents * (4 + 2 * b) + 8 + heads * mixer.v_head_dim * b) + attention
+        # queries; keys, and what they and values are made of; the output, and a sum of each query's scores
+        attention = heads * (b * (2 * qk + mixer.qk_nope_head_dim + 2 * mixer.v_head_dim) + 4)
+        return t * (latents * (4 + 2 * b) + 8 + attention)
     low_rank = t * (latents * (4 + 2 * b) + 8 + mixer.qk_rope_head_dim * b)
     queries = t * heads * qk * b
     statistics = 4 * t * heads

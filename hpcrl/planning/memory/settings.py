@@ -53,8 +53,6 @@ class TrainerMemory:
         Of parameters and activations in forward and backward.
     micro_batch_tokens:
         Tokens of a micro-batch of one context-parallel group.
-    padded_tokens:
-        Of a micro-batch, see `ActivationShape`; None: not padded.
     trained_tokens:
         Tokens of a micro-batch whose logits are computed; None: all.
     accumulates:
@@ -79,7 +77,6 @@ class TrainerMemory:
     dtype: str = "bfloat16"
     ep: int = 1
     cp: int = 1
-    padded_tokens: int | None = None
     trained_tokens: int | None = None
     accumulates: bool = True
     handoff_dtype: Literal["float32", "bfloat16", "fp8"] | None = None
@@ -117,10 +114,8 @@ class TrainerMemory:
     @property
     def activations(self) -> ActivationShape:
         """What flows through a layer."""
-        padded = self.tokens if self.padded_tokens is None else -(-self.padded_tokens // self.cp)
         return ActivationShape(
             tokens=self.tokens,
-            padded_tokens=padded,
             element_bytes=self.element_bytes,
             eager=self.eager,
             imbalance=self.expert_imbalance if self.ep > 1 else 1.0,

@@ -195,7 +195,7 @@ def _compute_terms(step: _Step) -> list[TimeTerm]:
 def _kept_bytes(facts: ModelFacts) -> float:
     """Of a token, in bfloat16, where nothing is computed again."""
     tokens = 4096
-    shape = ActivationShape(tokens=tokens, padded_tokens=tokens, element_bytes=2)
+    shape = ActivationShape(tokens=tokens, element_bytes=2)
     return sum(saved_bytes(layer, shape) for layer in facts.layers) / tokens
 
 

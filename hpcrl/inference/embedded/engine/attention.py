@@ -93,7 +93,26 @@ class PagedAttention:
         self._kv_heads, self._key_dim, self._value_dim = cache.arch.kv
         self._per_kv_head = cache.arch.num_attention_heads // self._kv_heads
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Tensor:
+    def __call__(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """See `hpcrl.modeling.context.AttentionFn`.
+
+        Raises
+        ------
+        NotImplementedError
+            With a window or sinks, which no family that the engine serves has.
+        """
+        if window is not None or sinks is not None:
+            raise NotImplementedError("the embedded engine has no attention with a window or with sinks")
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         slots, heads = self._inputs.slots, self._kv_heads
         keys.view(-1, heads * self._key_dim).index_copy_(0, slots, k.reshape(-1, heads * self._key_dim))

@@ -1,0 +1,103 @@
+"""Attention with gradients, by the kernel for the device."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hpcrl.modeling.kernels.fused import FusedKernel
+from hpcrl.modeling.kernels.kernel import QKV, Attended, Kernel, Segments
+from hpcrl.modeling.kernels.plain import PlainKernel
+
+__all__ = ["add_sinks", "attend", "kernel_for", "sink_gradients"]
+
+_AMPERE = (8, 0)
+
+
+def kernel_for(inputs: QKV) -> Kernel:
+    """The fastest kernel that takes them."""
+    q, _, v = inputs
+    if q.device.type == "cpu":
+        return FusedKernel()
+    if q.device.type == "cuda" and q.dtype in (torch.bfloat16, torch.float16):
+        # importing it takes time and asks for a build with CUDA
+        from hpcrl.modeling.kernels.varlen import VarlenKernel  # noqa: PLC0415
+
+        fits = max(q.shape[2], v.shape[2]) <= VarlenKernel.widest
+        if fits and torch.cuda.get_device_capability(q.device) >= _AMPERE:
+            return VarlenKernel()
+    return PlainKernel()
+
+
+def attend(
+    inputs: QKV,
+    segments: Segments,
+    *,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    kernel: Kernel | None = None,
+) -> Tensor:
+    """Attention of queries over the keys of their segments.
+
+    Parameters
+    ----------
+    inputs:
+        Queries, keys and values.
+    segments:
+        Which keys each query sees.
+    scale:
+        Of the scores; None for ``key_dim ** -0.5``.
+    sinks:
+        ``[heads]``: a score without a value that takes part in the softmax of each head (gpt-oss); None: there is none.
+    kernel:
+        None: that of `kernel_for`.
+
+    Returns
+    -------
+    Tensor
+        ``[Q, heads, value_dim]``.
+    """
+    scale = inputs.q.shape[2] ** -0.5 if scale is None else scale
+    how = _How(segments, scale, kernel or kernel_for(inputs))
+    out: Tensor = _Attention.apply(how, sinks, *inputs)  # type: ignore[no-untyped-call]
+    return out
+
+
+def add_sinks(attended: Attended, sinks: Tensor) -> Attended:
+    """Of a softmax that has ``sinks [heads]`` beside the keys."""
+    out, lse = attended
+    with_sinks = torch.logaddexp(lse, sinks.to(lse.dtype))
+    return Attended(out * (lse - with_sinks).exp()[..., None].to(out.dtype), with_sinks)
+
+
+def sink_gradients(grad: Tensor, attended: Attended, sinks: Tensor) -> Tensor:
+    """Of ``sinks``, ``[heads]``: a score without a value takes from all others."""
+    out, lse = attended
+    weights = (sinks.to(lse.dtype) - lse).exp()
+    return -(weights * (grad.to(lse.dtype) * out).sum(-1)).sum(0).to(sinks.dtype)
+
+
+class _How(NamedTuple):
+    segments: Segments
+    scale: float
+    kernel: Kernel
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, how: _How, sinks: Tensor | None, *inputs: Tensor) -> Tensor:
+        attended = how.kernel.forward(QKV(*inputs), how.segments, how.scale)
+        if sinks is not None:
+            attended = add_sinks(attended, sinks)
+        ctx.save_for_backward(sinks, *inputs, *attended)
+        ctx.how = how
+        return attended.out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        sinks, q, k, v, out, lse = ctx.saved_tensors
+        how, attended, (grad,) = ctx.how, Attended(out, lse), gradients
+        found = how.kernel.backward(grad, QKV(q, k, v), attended, how.segments, how.scale)
+        return None, None if sinks is None else sink_gradients(grad, attended, sinks), *found

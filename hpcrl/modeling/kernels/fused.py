@@ -1,0 +1,169 @@
+"""Dense attention by torch's fused kernel for CPUs, which never has the scores of all pairs of tokens.
+
+Short sequences of like lengths go through it together, padded by a third at most; long ones go one by one, in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hpcrl.modeling.kernels.kernel import QKV, Attended, Run, Segments, score_dtype
+
+__all__ = ["FusedKernel"]
+
+_LONG = 2048
+"""A sequence of so many tokens keeps the kernel busy alone."""
+_WINDOW_STEP = 1024
+"""Queries that share one mask where there is a window."""
+
+
+class _Padded(NamedTuple):
+    """Sequences of like lengths: ``places [n, longest]`` of tokens, padded with the last token of each.
+
+    ``real`` are the flat places that are no padding, ``tokens`` what stands there.
+    """
+
+    places: Tensor
+    real: Tensor
+    tokens: Tensor
+
+
+class _Part(NamedTuple):
+    """One call of the kernel; ``keys`` are ``queries`` where they are padded."""
+
+    queries: _Padded | slice
+    keys: _Padded | slice
+    causal: bool
+    mask: Tensor | None = None
+
+
+class FusedKernel:
+    """See `hpcrl.modeling.kernels.kernel.Kernel`."""
+
+    def forward(self, inputs: QKV, segments: Segments, scale: float) -> Attended:
+        """See `Kernel`."""
+        width, wide = inputs.v.shape[2], max(inputs.q.shape[2], inputs.v.shape[2])
+        q, k, v = (_widen(x, wide) for x in inputs)
+        out = q.new_zeros(*q.shape[:2], width)
+        lse = torch.full(q.shape[:2], float("-inf"), dtype=score_dtype(q.dtype), device=q.device)
+        for part in _parts(segments):
+            y, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                _take(q, part.queries),
+                _take(k, part.keys),
+                _take(v, part.keys),
+                0.0,
+                part.causal,
+                attn_mask=None if part.mask is None else part.mask.to(q.dtype),
+                scale=scale,
+            )
+            _put(out, part.queries, y[..., :width])
+            _put(lse[..., None], part.queries, sums[..., None])
+        return Attended(out, lse)
+
+    def backward(self, grad: Tensor, inputs: QKV, attended: Attended, segments: Segments, scale: float) -> QKV:
+        """See `Kernel`."""
+        widths, lse = [x.shape[2] for x in inputs], attended.lse
+        q, k, v, out, grad = (_widen(x, max(widths)) for x in (*inputs, attended.out, grad))
+        # keys of one window are keys of the next one, too
+        kind = q.dtype if segments.window is None else score_dtype(q.dtype)
+        dq = torch.zeros_like(q)
+        dk, dv = (torch.zeros(x.shape, dtype=kind, device=x.device) for x in (k, v))
+        for part in _parts(segments):
+            own, sums = _take(grad, part.queries), _take(lse[..., None], part.queries)[..., 0]
+            if not isinstance(part.queries, slice):
+                # padding has no weight and no gradient
+                filled = torch.ones_like(part.queries.places, dtype=torch.bool)
+                filled.view(-1)[part.queries.real] = False
+                own = own.masked_fill(filled[:, None, :, None], 0.0)
+                sums = sums.masked_fill(filled[:, None], float("inf"))
+            found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                own,
+                _take(q, part.queries),
+                _take(k, part.keys),
+                _take(v, part.keys),
+                _take(out, part.queries),
+                sums.contiguous(),
+                0.0,
+                part.causal,
+                attn_mask=None if part.mask is None else part.mask.to(q.dtype),
+                scale=scale,
+            )
+            _put(dq, part.queries, found[0])
+            _add(dk, part.keys, found[1])
+            _add(dv, part.keys, found[2])
+        return QKV(*(x[..., :n].to(q.dtype) for x, n in zip((dq, dk, dv), widths, strict=True)))
+
+
+def _widen(x: Tensor, width: int) -> Tensor:
+    """The kernel takes values as wide as keys; zeros change neither."""
+    return F.pad(x, (0, width - x.shape[2])) if x.shape[2] < width else x
+
+
+def _take(x: Tensor, where: _Padded | slice) -> Tensor:
+    """``[tokens, heads, dim]`` to ``[n, heads, tokens of each, dim]``."""
+    return x[where].transpose(0, 1)[None] if isinstance(where, slice) else x[where.places].transpose(1, 2)
+
+
+def _put(target: Tensor, where: _Padded | slice, x: Tensor) -> None:
+    """`_take` the other way, without padding."""
+    if isinstance(where, slice):
+        target[where] = x[0].transpose(0, 1)
+    else:
+        target.index_copy_(0, where.tokens, x.transpose(1, 2).flatten(0, 1)[where.real])
+
+
+def _add(target: Tensor, where: _Padded | slice, x: Tensor) -> None:
+    """Several windows have a key in common; a sequence that is not cut has its keys alone."""
+    if isinstance(where, slice):
+        target[where] += x[0].transpose(0, 1)
+    else:
+        _put(target, where, x.to(target.dtype))
+
+
+# what lies here is of all layers of a pass; it is made by numpy, so that it is real where other tensors are fake
+@lru_cache(maxsize=8)
+def _parts(segments: Segments) -> tuple[_Part, ...]:
+    parts: list[_Part] = []
+    short: list[slice] = []
+    for run in segments:
+        tokens = run.queries.stop - run.queries.start
+        if segments.window is not None and tokens > segments.window:
+            parts += _windows(run, segments.window)
+        elif segments.causal and tokens < _LONG:
+            short.append(run.queries)
+        else:
+            parts.append(_Part(run.queries, run.keys, segments.causal))
+    short.sort(key=lambda tokens: tokens.start - tokens.stop)
+    while short:
+        longest = short[0].stop - short[0].start
+        room = max(1, _LONG // longest)
+        group = [tokens for tokens in short[:room] if 4 * (tokens.stop - tokens.start) >= 3 * longest]
+        del short[: len(group)]
+        where = group[0] if len(group) == 1 else _pad(group, longest)
+        parts.append(_Part(where, where, causal=True))
+    return tuple(parts)
+
+
+def _pad(group: list[slice], longest: int) -> _Padded:
+    begins, ends = (np.asarray([getattr(tokens, name) for tokens in group])[:, None] for name in ("start", "stop"))
+    places = begins + np.arange(longest)
+    real = np.flatnonzero(places < ends)
+    return _Padded(*map(torch.from_numpy, (np.minimum(places, ends - 1), real, places.flatten()[real])))
+
+
+def _windows(run: Run, window: int) -> Iterator[_Part]:
+    """Some queries at a time, with the keys that one of them sees."""
+    for begin in range(run.queries.start, run.queries.stop, _WINDOW_STEP):
+        end = min(begin + _WINDOW_STEP, run.queries.stop)
+        first = max(run.keys.start, begin - window + 1)
+        distance = np.arange(begin, end)[:, None] - np.arange(first, end)
+        seen = (distance >= 0) & (distance < window)
+        mask = torch.from_numpy(np.where(seen, np.float32(0.0), np.float32("-inf")))
+        yield _Part(slice(begin, end), slice(first, end), causal=False, mask=mask)

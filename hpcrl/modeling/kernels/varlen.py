@@ -1,0 +1,88 @@
+"""Dense attention by FlashAttention as torch has it, for packed sequences on GPUs in half precision."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.varlen import AuxRequest, varlen_attn
+
+from hpcrl.modeling.kernels.kernel import QKV, Attended, Segments
+
+__all__ = ["VarlenKernel"]
+
+_STEP = 8
+"""FlashAttention takes heads whose width is a multiple of this."""
+
+
+class VarlenKernel:
+    """See `hpcrl.modeling.kernels.kernel.Kernel`.
+
+    The backward pass adds in the order of arrival, unless torch is told to be deterministic
+    (``torch.use_deterministic_algorithms``).
+    """
+
+    widest = 256
+    """Channels of a head, at most."""
+
+    def forward(self, inputs: QKV, segments: Segments, scale: float) -> Attended:
+        """See `Kernel`."""
+        width = inputs.v.shape[2]
+        q, k, v = _widen(*inputs)
+        out, lse = varlen_attn(
+            q,
+            k,
+            v,
+            *_starts(segments, q),
+            return_aux=AuxRequest(lse=True),
+            scale=scale,
+            window_size=_window(segments),
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+        # [heads, Q]; where there is no key FlashAttention says plus infinity
+        lse = lse.transpose(0, 1).masked_fill(lse.transpose(0, 1) == float("inf"), float("-inf"))
+        return Attended(out[..., :width].contiguous(), lse)
+
+    def backward(self, grad: Tensor, inputs: QKV, attended: Attended, segments: Segments, scale: float) -> QKV:
+        """See `Kernel`."""
+        widths, lse = [x.shape[2] for x in inputs], attended.lse
+        q, k, v, out, grad = _widen(*inputs, attended.out, grad)
+        window = _window(segments)
+        found = torch.ops.torch_attn._varlen_attn_backward(
+            grad,
+            q,
+            k,
+            v,
+            out,
+            lse.transpose(0, 1).contiguous(),
+            *_starts(segments, q),
+            window == (-1, 0),
+            torch.zeros(2, dtype=torch.uint64, device=q.device),
+            scale,
+            list(window),
+        )
+        return QKV(*(x[..., :n] for x, n in zip(found, widths, strict=True)))
+
+
+def _widen(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The kernel takes values as wide as keys; zeros change neither."""
+    width = -(-max(x.shape[2] for x in tensors) // _STEP) * _STEP
+    return tuple(F.pad(x, (0, width - x.shape[2])) if x.shape[2] < width else x for x in tensors)
+
+
+def _starts(segments: Segments, q: Tensor) -> tuple[Tensor, Tensor, int, int]:
+    """Of queries and of keys: starts on the device, and the longest segment."""
+    of_queries, of_keys = (
+        torch.tensor(starts, dtype=torch.int32, device=q.device) for starts in (segments.queries, segments.keys)
+    )
+    longest_q, longest_k = (max(b - a for a, b in pairwise(starts)) for starts in (segments.queries, segments.keys))
+    return of_queries, of_keys, longest_q, longest_k
+
+
+def _window(segments: Segments) -> tuple[int, int]:
+    """Keys before and behind a query that it sees, beside its own; -1: all."""
+    if not segments.causal:
+        return -1, -1
+    return (-1 if segments.window is None else segments.window - 1), 0
