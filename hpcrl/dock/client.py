@@ -5,7 +5,9 @@ Endpoints that the orchestrator serves (`hpcrl.rollouts.batches.http`):
 =============================================== ==================================================================
 ``GET /health``                                 200 as soon as it serves
 ``GET /dock/batch/{step}?rank=R&world_size=W``  200 shard; 204 not ready yet (after waiting up to ``wait_s``);
-                                                409 the step or number of ranks does not fit; 410 stopping
+                                                409 the step or number of ranks does not fit; 410 stopping. With
+                                                ``ahead=1`` the step before is not trained yet
+``POST /dock/trained/{step}``                   the step is trained, and the batch of the next is waited for
 ``POST /dock/published/{version}``              a version is on the shared filesystem
 ``POST /dock/snapshot/{step}``                  200 the orchestrator's state after step ``step``, opaque bytes
 ``POST /dock/finish/{version}``                 200 the last version was evaluated; 204 not yet
@@ -25,14 +27,24 @@ from hpcrl.credentials import Credentials
 from hpcrl.dock.wire import BatchShard, decode_shard
 from hpcrl.errors import DeadlineError, FencedError, PeerLostError
 
-__all__ = ["DockClient"]
+__all__ = ["DockClient", "UnreachableError"]
 
 _POLL_S = 5.0
 """How long the server holds a request that cannot be answered yet."""
 
 
+class UnreachableError(Exception):
+    """One request did not get through. Another one may."""
+
+
 class DockClient:
-    """Talks to the orchestrator."""
+    """Talks to the orchestrator.
+
+    Attributes
+    ----------
+    wait_timeout_s, connect_timeout_s, on_wait:
+        As given.
+    """
 
     def __init__(
         self,
@@ -65,8 +77,8 @@ class DockClient:
             raise ValueError(f"dock URL {url!r} needs a host and a port")
         self.url = url
         self._host, self._port = parts.hostname, parts.port
-        self._wait_timeout_s, self._connect_timeout_s = wait_timeout_s, connect_timeout_s
-        self._on_wait = on_wait
+        self.wait_timeout_s, self.connect_timeout_s = wait_timeout_s, connect_timeout_s
+        self.on_wait = on_wait
         self._headers = {} if credentials is None else credentials.headers
         self._reached = False
 
@@ -82,8 +94,25 @@ class DockClient:
         FencedError
             It belongs to another attempt: this one must end.
         """
-        path = f"/dock/batch/{step}?rank={rank}&world_size={world_size}&wait_s={_POLL_S}"
+        path = _batch_path(step, rank, world_size)
         return decode_shard(self._until_ready("GET", path, f"the batch of step {step}"))
+
+    def poll(self, step: int, *, rank: int, world_size: int) -> BatchShard | None:
+        """Ask once for the batch of ``step`` while the step before is trained; None where it is not ready yet.
+
+        Raises
+        ------
+        UnreachableError
+            Nobody answered.
+        PeerLostError, FencedError
+            As `batch`.
+        """
+        status, body = self._checked("GET", f"{_batch_path(step, rank, world_size)}&ahead=1", self._once)
+        return decode_shard(body) if status == http.client.OK else None
+
+    def trained(self, step: int) -> None:
+        """Say that ``step`` is trained, and that the batch of the next is waited for."""
+        self._request("POST", f"/dock/trained/{step}")
 
     def published(self, version: int) -> None:
         """Tell the orchestrator that ``version`` is on the shared filesystem (it would find it by itself)."""
@@ -99,17 +128,20 @@ class DockClient:
         self._until_ready("POST", path, f"the final evaluation of version {version}")
 
     def _until_ready(self, method: str, path: str, what: str) -> bytes:
-        deadline = time.monotonic() + self._wait_timeout_s
+        deadline = time.monotonic() + self.wait_timeout_s
         while True:
             status, body = self._request(method, path)
             if status == http.client.OK:
                 return body
-            self._on_wait()
+            self.on_wait()
             if time.monotonic() > deadline:
-                raise DeadlineError(f"{what} did not come within {self._wait_timeout_s:g} s from {self.url}")
+                raise DeadlineError(f"{what} did not come within {self.wait_timeout_s:g} s from {self.url}")
 
     def _request(self, method: str, path: str) -> tuple[int, bytes]:
-        status, body = self._retry_connect(lambda: self._once(method, path))
+        return self._checked(method, path, lambda *request: self._retry_connect(lambda: self._once(*request)))
+
+    def _checked(self, method: str, path: str, send: Callable[[str, str], tuple[int, bytes]]) -> tuple[int, bytes]:
+        status, body = send(method, path)
         if status not in (http.client.OK, http.client.NO_CONTENT):
             text = body.decode(errors="replace").strip()
             if status == http.client.FORBIDDEN:
@@ -123,20 +155,26 @@ class DockClient:
             connection.request(method, path, headers=self._headers)
             response = connection.getresponse()
             return response.status, response.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise UnreachableError(f"orchestrator at {self.url} cannot be reached: {error}") from error
         finally:
             connection.close()
 
     def _retry_connect(self, call: Callable[[], tuple[int, bytes]]) -> tuple[int, bytes]:
-        limit = self._connect_timeout_s if self._reached else max(self._wait_timeout_s, self._connect_timeout_s)
+        limit = self.connect_timeout_s if self._reached else max(self.wait_timeout_s, self.connect_timeout_s)
         deadline = time.monotonic() + limit
         while True:
             try:
                 answer = call()
                 self._reached = True
                 return answer
-            except (OSError, http.client.HTTPException) as error:
+            except UnreachableError as error:
                 if time.monotonic() > deadline:
-                    raise PeerLostError(f"orchestrator at {self.url} cannot be reached: {error}") from error
+                    raise PeerLostError(str(error)) from error
                 # engines that start slowly keep the orchestrator from starting: that is waiting, not hanging
-                self._on_wait()
+                self.on_wait()
                 time.sleep(0.1)
+
+
+def _batch_path(step: int, rank: int, world_size: int) -> str:
+    return f"/dock/batch/{step}?rank={rank}&world_size={world_size}&wait_s={_POLL_S}"

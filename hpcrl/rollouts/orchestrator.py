@@ -353,7 +353,7 @@ class Orchestrator:
 
     # -- the dock
 
-    async def batch(self, step: int, *, rank: int, world_size: int, wait_s: float) -> bytes | None:
+    async def batch(self, step: int, *, rank: int, world_size: int, wait_s: float, ahead: bool) -> bytes | None:
         """One shard (see `hpcrl.rollouts.batches.server.BatchServer.batch`)."""
         if not await self._is_restored(wait_s):
             return None
@@ -361,7 +361,12 @@ class Orchestrator:
         if self._updater.announced is None:
             # who asks for step s has published version s - 1
             await self._announce(step - 1)
-        return await self._batch_server.batch(step, rank=rank, world_size=world_size, wait_s=wait_s)
+        return await self._batch_server.batch(step, rank=rank, world_size=world_size, wait_s=wait_s, ahead=ahead)
+
+    async def trained(self, step: int) -> None:
+        """The trainer waits for the batch behind ``step``."""
+        if self._restored.is_set():
+            self._batch_server.trained(step)
 
     async def published(self, version: int) -> None:
         """The trainer has published ``version``; the first must be the restored step."""

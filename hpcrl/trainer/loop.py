@@ -19,6 +19,7 @@ import torch.utils.deterministic
 from hpcrl.checkpoints.writer import CheckpointWriter
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.rules.parallel import refuse_planned_settings
+from hpcrl.dock.ahead import BatchFetcher
 from hpcrl.dock.client import DockClient
 from hpcrl.dock.wire import BatchShard, BatchStats
 from hpcrl.errors import HandoffError, PeerLostError
@@ -97,6 +98,8 @@ class Trainer:
             wait_timeout_s=recipe.wait_for_batch_s,
             on_wait=self._still_waiting,
         )
+        data = parallel.data
+        self.batches = BatchFetcher(self.dock, rank=data.rank, world_size=data.size, last_step=recipe.trainer.steps)
         self._readers = ReaderWatch(self.store.root, expiry_s=recipe.handoff.lease_timeout_s)
         self.publisher = Publisher(
             self.store,
@@ -123,6 +126,7 @@ class Trainer:
             try:
                 self._run(metrics)
             finally:
+                self.batches.close()
                 self.publisher.close()
 
     def _run(self, metrics: MetricsWriter | None) -> None:
@@ -214,7 +218,7 @@ class Trainer:
         if self._progress is not None:
             self._progress.count(step=step)
         with clock.phase("wait_batch"):
-            shard = self.dock.batch(step, rank=parallel.data.rank, world_size=parallel.data.size)
+            shard = self.batches.take(step)
         with clock.phase("forward_backward"):
             _check_shard(shard, step, parallel.data)
             tokens = policy.forward_backward(shard).reduce(parallel.world)

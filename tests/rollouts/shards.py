@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpcrl.dock.wire import BatchShard
+from hpcrl.dock.wire import BatchShard, BatchStats
 
 
 def rollouts_of(shard: BatchShard) -> list[tuple[int, ...]]:
@@ -22,3 +22,20 @@ def same(a: BatchShard, b: BatchShard) -> bool:
         ]
 
     return arrays(a) == arrays(b)
+
+
+def make_shard(step: int) -> BatchShard:
+    """The only shard of ``step``, with nothing in it."""
+    stats = BatchStats(
+        reward_mean=0.0,
+        reward_std=0.0,
+        reward_by_env={},
+        reward_parts={},
+        staleness_mean=0.0,
+        staleness_max=0,
+        staleness_histogram={},
+        total_tokens=0,
+        total_sampled_tokens=0,
+        rollouts={},
+    )
+    return BatchShard(step=step, rank=0, world_size=1, micro_batches=[], stats=stats)

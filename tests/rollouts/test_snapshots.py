@@ -46,6 +46,8 @@ class Pool:
     def __init__(self, version: int) -> None:
         self.version, self.incarnation, self.name = version, 1, "pool"
         self.waiting: list[asyncio.Future[None]] = []
+        #: groups whose requests are not answered
+        self.slow: set[int] = set()
         #: version of the oldest request of each group
         self.versions: dict[int, int] = {}
 
@@ -61,7 +63,8 @@ class Pool:
         version = int(await cache_salt())
         self.versions[session.index] = min(version, self.versions.get(session.index, version))
         answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.waiting.append(answer)
+        if session.index not in self.slow:
+            self.waiting.append(answer)
         try:
             await answer
         finally:
@@ -137,9 +140,9 @@ class Life:
         self.pool.version = version
         self.scheduler.serve(version)
 
-    async def ask(self, step: int) -> bool:
+    async def ask(self, step: int, *, ahead: bool = False) -> bool:
         """Whether the batch of ``step`` is handed out now."""
-        return await self.desk.batch(step, rank=0, world_size=1, wait_s=0.0005) is not None
+        return await self.desk.batch(step, rank=0, world_size=1, wait_s=0.0005, ahead=ahead) is not None
 
     def indices(self, step: int) -> list[int]:
         taken = self.scheduler._taken.find(step)
@@ -188,13 +191,13 @@ async def test_every_group_is_trained_once_wherever_a_run_goes_on(tmp_path: Path
     rng, recipe = random.Random(seed), small_recipe(tmp_path)
     saved, history, old = OrchestratorState.fresh(recipe), list[int](), dict[int, int]()
     moments: set[str] = set()
-    while saved.step < 14 or (len(moments) < 4 and saved.step < 90):
+    while saved.step < 14 or (len(moments) < 5 and saved.step < 90):
         trained = list(history)
         async with living(recipe, OrchestratorState.decode(saved.encode())) as life:
             versions = life.pool.versions
             versions.update({index: version for index, version in old.items() if index not in saved.restart})
             for step in range(saved.step + 1, saved.step + 1 + rng.randrange(1, 6)):
-                moment = rng.choice(("before", "waiting", "building", "ahead"))
+                moment = rng.choice(("before", "waiting", "building", "fetched", "ahead"))
                 began_s = asyncio.get_running_loop().time()
                 while True:
                     # the trainer has trained `step - 1`, and one of its ranks asks for the next
@@ -205,6 +208,7 @@ async def test_every_group_is_trained_once_wherever_a_run_goes_on(tmp_path: Path
                     now = "before"
                     if step in life.desk._builds:
                         now = "building" if life.desk.step == step else "waiting"
+                        now = "fetched" if life.desk._handed_out == step else now
                     if now == moment and rng.random() < 0.7:
                         moment = "done"
                         saved, history, old = life.desk.snapshot(step - 1), list(trained), dict(versions)
@@ -222,7 +226,15 @@ async def test_every_group_is_trained_once_wherever_a_run_goes_on(tmp_path: Path
                 trained += life.indices(step)
                 assert len(set(trained)) == len(trained)
                 life.desk.gate.clear()
-    assert moments == {"before", "waiting", "building", "ahead"}
+                # while it trains, its rank asks for the next, and may have it before the step is trained
+                for _ in range(rng.randrange(12)):
+                    await life.turn(rng)
+                    if rng.random() < 0.3:
+                        life.desk.gate.set()
+                    if await life.ask(step + 1, ahead=True):
+                        break
+                assert len(life.desk._builds) <= 2
+    assert moments == {"before", "waiting", "building", "fetched", "ahead"}
 
 
 async def test_states_that_are_gone_or_to_come_are_refused(tmp_path: Path) -> None:
@@ -242,6 +254,32 @@ async def test_states_that_are_gone_or_to_come_are_refused(tmp_path: Path) -> No
         for step in (1, 2, 4, 5):
             with pytest.raises(ConflictError, match=f"snapshot of step {step} .* handed out is 3"):
                 life.desk.snapshot(step)
+
+
+async def test_a_batch_is_taken_ahead_only_where_no_group_in_flight_is_lost_by_it(tmp_path: Path) -> None:
+    base, rng = small_recipe(tmp_path), random.Random(0)
+    recipe = small_recipe(tmp_path, rollouts={**base.rollouts.model_dump(), "max_off_policy_steps": 2})
+    async with living(recipe, OrchestratorState.fresh(recipe)) as life:
+        life.desk.gate.set()
+        life.pool.slow.add(0)
+        for step in (1, 2):
+            while not await life.ask(step):
+                await life.turn(rng)
+        life.serve(1)
+        while life.scheduler.account.waiting < GROUPS:
+            await life.turn(rng)
+        # step 2 trains; by step 3 the group of version 0 that is still in flight would be too old
+        for _ in range(20):
+            assert not await life.ask(3, ahead=True)
+        assert life.desk.step == 2
+        assert life.scheduler.pending(2).counters.cancelled_stale == 0  # type: ignore[union-attr]
+        # the trainer itself waits: now it is taken, and the old one given up
+        life.desk.trained(2)
+        while not await life.ask(3, ahead=True):
+            await asyncio.sleep(0.001)
+        assert 0 not in life.indices(3)
+        assert life.scheduler.pending(3).counters.cancelled_stale == SIZE  # type: ignore[union-attr]
+        assert life.desk.snapshot(2).restart[0] == 0
 
 
 async def test_finished_groups_that_a_step_makes_too_old_are_kept_for_a_snapshot_before_it(tmp_path: Path) -> None:

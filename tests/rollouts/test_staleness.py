@@ -18,6 +18,7 @@ class Model:
     bound: int
     account: StalenessAccount
     trainer: int = 0
+    trained: int = 0
     running: list[int] = field(default_factory=list)
     waiting: list[int] = field(default_factory=list)
     consumed: list[int] = field(default_factory=list)
@@ -48,8 +49,13 @@ class Model:
             self.running.remove(version)
             self.account.drop_running()
 
+    def train(self) -> None:
+        self.trained += 1
+        self.account.settle(self.trained)
+
     def check(self) -> None:
         account = self.account
+        assert account.takes_ahead == (self.trained < self.trainer)
         assert (account.running, account.waiting, account.step) == (
             len(self.running),
             len(self.waiting),
@@ -78,10 +84,13 @@ def test_random_walks_keep_the_bound_and_never_get_stuck(seed: int) -> None:
             moves.append(model.start)
         if model.running:
             moves.append(lambda: model.end(rng))
-        if account.batch_ready:
+        # one step may be taken while the one before it is trained
+        if account.batch_ready and model.trainer <= model.trained + 1:
             moves.append(model.consume)
-        if account.version < model.trainer:
-            moves.append(lambda: account.serve(rng.randint(account.version + 1, model.trainer)))
+        if model.trained < model.trainer:
+            moves.append(model.train)
+        if account.version < model.trained:
+            moves.append(lambda: account.serve(rng.randint(account.version + 1, model.trained)))
         assert moves, "deadlock"
         rng.choice(moves)()
         model.check()
@@ -100,6 +109,7 @@ def test_synchronous_admission_is_exactly_one_step() -> None:
             account.finish()
         account.consume()
         assert account.capacity == 0
+        account.settle(step + 1)
         account.serve(step + 1)
 
 
@@ -113,6 +123,15 @@ def test_nothing_starts_while_enough_batches_wait(ready_batches: int) -> None:
     assert account.capacity > 0
     assert not account.may_start
     account.consume()
+    assert account.may_start
+    for _ in range(2):
+        account.start()
+        account.finish()
+    # taken while the step before is trained, a batch still waits for the trainer
+    account.consume()
+    assert account.takes_ahead
+    assert not account.may_start
+    account.settle(1)
     assert account.may_start
 
 

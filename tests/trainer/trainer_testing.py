@@ -153,6 +153,7 @@ class StubDock:
         self.published: list[int] = []
         self.snapshots: list[int] = []
         self.finished: list[int] = []
+        self.trained: list[int] = []
         self.asked: list[tuple[int, int, int]] = []
         dock = self
 
@@ -188,7 +189,13 @@ class StubDock:
 
     def post(self, path: str) -> tuple[int, bytes]:
         _, what, number = urlsplit(path).path.strip("/").split("/")
-        {"published": self.published, "snapshot": self.snapshots, "finish": self.finished}[what].append(int(number))
+        told = {
+            "published": self.published,
+            "snapshot": self.snapshots,
+            "finish": self.finished,
+            "trained": self.trained,
+        }
+        told[what].append(int(number))
         return 200, f"orchestrator at {number}".encode()
 
     @contextmanager

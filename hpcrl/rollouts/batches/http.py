@@ -27,8 +27,12 @@ class Dock(Protocol):
 
     stopping: bool
 
-    async def batch(self, step: int, *, rank: int, world_size: int, wait_s: float) -> bytes | None:
-        """One shard; None where it is not ready within ``wait_s``."""
+    async def batch(self, step: int, *, rank: int, world_size: int, wait_s: float, ahead: bool) -> bytes | None:
+        """One shard; None where it is not ready within ``wait_s``. ``ahead``: the step before is being trained."""
+        ...
+
+    async def trained(self, step: int) -> None:
+        """A step is trained, and the batch of the next is waited for."""
         ...
 
     async def published(self, version: int) -> None:
@@ -114,10 +118,17 @@ def _routes(dock: Dock) -> list[web.RouteDef]:
 
     async def batch(request: web.Request) -> web.Response:
         rank, world_size = int(request.query["rank"]), int(request.query["world_size"])
-        shard = await dock.batch(_number(request, "step"), rank=rank, world_size=world_size, wait_s=_wait_s(request))
+        ahead = request.query.get("ahead") == "1"
+        shard = await dock.batch(
+            _number(request, "step"), rank=rank, world_size=world_size, wait_s=_wait_s(request), ahead=ahead
+        )
         if shard is None:
             return web.Response(status=204)
         return web.Response(body=shard, content_type="application/msgpack")
+
+    async def trained(request: web.Request) -> web.Response:
+        await dock.trained(_number(request, "step"))
+        return web.Response(text="ok")
 
     async def published(request: web.Request) -> web.Response:
         await dock.published(_number(request, "version"))
@@ -138,6 +149,7 @@ def _routes(dock: Dock) -> list[web.RouteDef]:
         web.get("/metrics", metrics),
         web.get("/metrics/run", run_metrics),
         web.get(r"/dock/batch/{step:\d+}", batch),
+        web.post(r"/dock/trained/{step:\d+}", trained),
         web.post(r"/dock/published/{version:\d+}", published),
         web.post(r"/dock/snapshot/{step:\d+}", snapshot),
         web.post(r"/dock/finish/{version:\d+}", finish),

@@ -1,4 +1,7 @@
-"""What the trainer is given, step by step: a batch once, the same bytes again on a retry, a snapshot on request."""
+"""What the trainer is given, step by step: a batch once, the same bytes again on a retry, a snapshot on request.
+
+The batch of step s + 1 is built while step s trains: ranks ask for it as soon as they have that of step s.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +31,11 @@ class BatchServer:
     """Hands out batches in step order.
 
     A step is *waited for* (rollouts are not there), *built* (they are taken), *handed out* (a rank has its shard), and
-    *trained* (the next step was asked for, so its batch is forgotten). From the first of these on it has a task of the
-    orchestrator's own that builds its batch. Requests only look at it: one that is cut off loses nothing, and the next
-    one gets the same bytes.
+    *trained* (so its batch is forgotten). From the first of these on it has a task of the orchestrator's own that
+    builds its batch. Requests only look at it: one that is cut off loses nothing, and the next one gets the same bytes.
+
+    At most two steps have a batch: the one that is trained, and the one behind it. Who asks for step s + 1 *ahead* is
+    training step s, so step s - 1 is trained, on all ranks; others may still have to fetch step s.
     """
 
     def __init__(
@@ -80,8 +85,13 @@ class BatchServer:
             has = f"the run has {self._data_ranks} data-parallel ranks"
             raise ConflictError(f"rank {rank} of {world_size} asked; {has}")
 
-    async def batch(self, step: int, *, rank: int, world_size: int, wait_s: float) -> bytes | None:
+    async def batch(self, step: int, *, rank: int, world_size: int, wait_s: float, ahead: bool = False) -> bytes | None:
         """The shard of ``rank``; None where the batch is not ready within ``wait_s``.
+
+        Parameters
+        ----------
+        ahead:
+            The step before ``step`` is being trained; otherwise it is trained.
 
         Raises
         ------
@@ -89,12 +99,12 @@ class BatchServer:
             The step is neither the last one nor the next, or there are not so many ranks. Nothing has changed then.
         """
         self.check_asker(rank, world_size)
-        if step == self._handed_out + 1:
-            self._forget(step - 1)
-            if step not in self._builds:
-                self.begin(step)
+        if step == self._next and step not in self._builds:
+            self.begin(step)
         build = self._builds.get(step)
-        if build is None:
+        if build is not None:
+            self.trained(step - 2 if ahead else step - 1)
+        else:
             raise ConflictError(f"the batch of step {step} was asked for; the next is that of step {self._next}")
         # not the task itself: whoever waits may be cancelled
         await asyncio.wait([build], timeout=wait_s)
@@ -108,8 +118,9 @@ class BatchServer:
     def _next(self) -> int:
         return self._handed_out + 1
 
-    def _forget(self, step: int) -> None:
-        """The step behind ``step`` is asked for: ``step`` is trained."""
+    def trained(self, step: int) -> None:
+        """Steps up to ``step`` are trained, as far as they were handed out: their batches are forgotten."""
+        step = min(step, self._handed_out)
         self._scheduler.settle(step)
         for number in [number for number in self._builds if number <= step]:
             del self._builds[number]

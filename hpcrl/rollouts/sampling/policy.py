@@ -72,6 +72,23 @@ class GroupPolicy:
         self.account.drop_running()
         return fate
 
+    def may_take(self, running: Iterable[int | None]) -> bool:
+        """Whether the next step may take its groups now.
+
+        While the step before is trained, that must cost nothing: where a group in flight would become too old by it,
+        and might still be used in the very batch, the trainer's own wait comes first.
+
+        Parameters
+        ----------
+        running:
+            Version of the oldest first token of each group in flight; None where nobody has asked yet.
+        """
+        account = self.account
+        if not account.batch_ready:
+            return False
+        # taking a step makes groups of the oldest version that is usable now too old
+        return not account.takes_ahead or all(v is None or v > account.oldest_usable for v in running)
+
     def take(self, finished: Iterable[_Group]) -> list[_Group]:
         """The groups of the next step: the oldest versions first, in index order."""
         self.account.consume()

@@ -149,9 +149,13 @@ class Scheduler:
             self._wake.set()
 
     async def wait_batch(self) -> None:
-        """Wait until a batch could be taken: as long as that takes, because the trainer's own wait has a deadline."""
-        while not self.account.batch_ready:
+        """Wait until a batch may be taken: as long as that takes, because the trainer's own wait has a deadline."""
+        while not self._may_take():
+            self._batch_ready.clear()
             await self._batch_ready.wait()
+
+    def _may_take(self) -> bool:
+        return self._policy.may_take(running.version for running in self._running.values())
 
     def take_batch(self) -> list[Group]:
         """Consume the groups of the next step: the oldest versions first, in index order.
@@ -173,6 +177,8 @@ class Scheduler:
     def settle(self, step: int) -> None:
         """Steps up to ``step`` are trained; no snapshot from before them will be asked for."""
         self._taken.settle(step)
+        self.account.settle(step)
+        self._changed()
 
     def pending(self, step: int) -> Pending | None:
         """What a process must do that goes on after ``step``; None where that state is gone, or in the future."""
@@ -292,6 +298,7 @@ class Scheduler:
         fate = self._policy.end(members=len(rollouts), version=version, has_variance=group.has_variance)
         if fate is Fate.TOO_FEW:
             self._counters.dropped_group += len(rollouts)
+            self._changed()
             return
         self._counters.zero_variance_groups += not group.has_variance
         match fate:
@@ -336,8 +343,6 @@ class Scheduler:
             member.cancel()
 
     def _changed(self) -> None:
-        if self.account.batch_ready:
-            self._batch_ready.set()
-        else:
-            self._batch_ready.clear()
+        """Who waits for a batch, or for room, looks again."""
+        self._batch_ready.set()
         self._wake.set()

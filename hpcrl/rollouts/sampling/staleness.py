@@ -13,6 +13,10 @@ overtaken may still become too old, so consumption checks again: the trainer's v
 
 Nothing can get stuck: with no group running and fewer than B waiting, engines that serve the trainer's version
 (``v = s``) have ``(η + 1)·B - waiting > 0`` places.
+
+A batch may be taken *ahead*, while the step before it is trained. Its version of the trainer, and so its staleness, is
+the same; and until the trainer comes to it, it counts as one that waits (`StalenessAccount.may_start`), so that taking
+it ahead makes nothing older.
 """
 
 from __future__ import annotations
@@ -28,7 +32,9 @@ class StalenessAccount:
     version:
         Policy version that all engines serve.
     step:
-        Optimizer steps whose batch was handed out; the trainer's version when it consumes the next batch.
+        Optimizer steps whose batch was taken; the trainer's version when it trains on the next batch.
+    trained:
+        Steps that are known to be trained: the trainer is at the next one.
     running, waiting:
         Groups in flight, and groups that finished and were not consumed.
     """
@@ -53,7 +59,7 @@ class StalenessAccount:
             raise ValueError(f"groups_per_step={groups_per_step}, max_off_policy_steps={max_off_policy_steps}")
         self._groups_per_step, self._bound = groups_per_step, max_off_policy_steps
         self._ready_batches = ready_batches
-        self.version = self.step = step
+        self.version = self.step = self.trained = step
         self.running, self.waiting = 0, waiting
 
     @property
@@ -65,7 +71,13 @@ class StalenessAccount:
     @property
     def may_start(self) -> bool:
         """Whether a group should start now: there is a place, and the trainer is not the slower side by far."""
-        return self.capacity > 0 and self.waiting < self._ready_batches * self._groups_per_step
+        ahead = max(0, self.step - (self.trained + 1))
+        return self.capacity > 0 and self.waiting < (self._ready_batches - ahead) * self._groups_per_step
+
+    @property
+    def takes_ahead(self) -> bool:
+        """Whether the step before the next one to be taken is still being trained."""
+        return self.trained < self.step
 
     @property
     def oldest_usable(self) -> int:
@@ -85,6 +97,10 @@ class StalenessAccount:
         """All engines serve ``version``."""
         assert version >= self.version, (version, self.version)
         self.version = version
+
+    def settle(self, step: int) -> None:
+        """Steps up to ``step`` are trained."""
+        self.trained = max(self.trained, step)
 
     def start(self) -> None:
         """A group starts."""
@@ -108,7 +124,7 @@ class StalenessAccount:
         self.waiting -= 1
 
     def consume(self) -> None:
-        """The trainer takes the batch of the next step."""
+        """The batch of the next step is taken."""
         assert self.batch_ready
         self.waiting -= self._groups_per_step
         self.step += 1

@@ -138,6 +138,15 @@ class SimulatedOrchestrator:
             self.account.serve(version)
             self.admit()
 
+    def settle(self, step: int) -> None:
+        """Steps up to ``step`` are trained: new places may open."""
+        self.account.settle(step)
+        self.admit()
+
+    def may_take(self) -> bool:
+        """Whether the next step may take its batch now."""
+        return self._policy.may_take(group.version for group in self._running)
+
     def take_batch(self) -> list[Group]:
         """Consume the groups of the next step: the oldest versions first, in index order."""
         chosen = self._policy.take(self._finished)
@@ -277,6 +286,7 @@ class SimulatedOrchestrator:
         if not group.running:
             del self._running[group]
             self._finish(group)
+            self._batch_ready()
         self.admit()
 
     def _finish(self, group: Group) -> None:
@@ -288,8 +298,6 @@ class SimulatedOrchestrator:
             self._tally.end_group(group, _OUTCOMES[fate])
             return
         self._finished[group] = None
-        if self.account.batch_ready:
-            self._batch_ready()
 
     def _drop_stale(self) -> None:
         for group in [group for group in self._finished if self._policy.is_stale(group.version)]:

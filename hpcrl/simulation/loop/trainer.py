@@ -1,4 +1,7 @@
-"""The trainer of a simulation: a batch, an optimizer step, a version, again and again; checkpoints on the way."""
+"""The trainer of a simulation: a batch, an optimizer step, a version, again and again; checkpoints on the way.
+
+The batch of a step is taken, built and fetched while the step before it trains, as `hpcrl.dock.ahead` does it.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ class SimulatedTrainer:
     checkpoint:
         The last complete one.
     consumed:
-        Groups by step, of steps that no checkpoint holds yet.
+        Groups by step, of steps that no checkpoint holds yet; with those of the step that is not trained yet.
     """
 
     def __init__(
@@ -83,6 +86,8 @@ class SimulatedTrainer:
         self._threads = recipe.trainer.ranks
         self._waiting = self._writing = self._saving = False
         self._copy_waits = self._save_waits = False
+        self._taken = self._begun = checkpoint.step
+        self._fetched = False
         self._asked_s = self._began_s = 0.0
 
     def start(self, orchestrator: SimulatedOrchestrator, fleet: Fleet) -> None:
@@ -95,22 +100,35 @@ class SimulatedTrainer:
             self._finished()
             return
         self._asked_s, self._waiting = self._clock.now, True
-        if self._orchestrator.account.batch_ready:
+        self._orchestrator.settle(self.step)
+        if self._fetched:
+            self._train()
+        else:
             self.batch_ready()
 
     def batch_ready(self) -> None:
-        """A batch could be taken."""
-        if not self._waiting:
+        """A batch may be there: that of the next step, or ahead of it that of the one behind."""
+        most = self.step + 1 if self._waiting else self._begun + 1
+        if self._taken >= min(most, self._last_step) or not self._orchestrator.may_take():
             return
-        self._waiting = False
-        groups = self._orchestrator.take_batch()
-        version = self.step
-        self.consumed[version + 1] = groups
+        self._taken += 1
+        self.consumed[self._taken] = self._orchestrator.take_batch()
+        self._clock.after(self._batch_s(), self._arrived)
+
+    def _arrived(self, _: object) -> None:
+        self._fetched = True
+        if self._waiting:
+            self._train()
+
+    def _train(self) -> None:
+        self._waiting = self._fetched = False
+        version, self._begun = self.step, self.step + 1
+        groups = self.consumed[version + 1]
         lags = Counter(version - r.first_version for g in groups for r in g.members if r.first_version is not None)
         rollouts = [rollout for group in groups for rollout in group.members]
         self._tally.rollout_s.extend(rollout.ended_s - rollout.started_s for rollout in rollouts)
         tokens = sum(rollout.context for rollout in rollouts)
-        sample = StepSample(
+        self._sample = StepSample(
             step=self.step + 1,
             end_s=0.0,
             phases_s={},
@@ -118,11 +136,12 @@ class SimulatedTrainer:
             tokens=round(tokens * self._tokens_factor),
             sampled_tokens=round(sum(rollout.sampled_tokens for rollout in rollouts) * self._tokens_factor),
         )
-        self._sample, self._tokens = sample, tokens
-        self._clock.after(self._batch_s(), self._forward_backward)
-
-    def _forward_backward(self, _: object) -> None:
+        self._tokens = tokens
         self._phase("wait_batch", self._asked_s)
+        self._forward_backward()
+        self.batch_ready()
+
+    def _forward_backward(self) -> None:
         seconds = (self._base_s + self._per_token_s * self._tokens) * self._noise()
         self._host.run(seconds, self._optimizer, threads=self._threads)
 
@@ -165,7 +184,9 @@ class SimulatedTrainer:
         self._save_waits = self._saving
         if self._save_waits:
             return
-        self._clock.after(self._checkpoint_s(), self._saved, self._orchestrator.snapshot())
+        # what was taken ahead counts as not consumed
+        ahead = [group for step, groups in self.consumed.items() if step > self.step for group in groups]
+        self._clock.after(self._checkpoint_s(), self._saved, [*self._orchestrator.snapshot(), *ahead])
 
     def _saved(self, groups: list[Group]) -> None:
         self._phase("checkpoint")

@@ -1,0 +1,112 @@
+"""Batches ahead of their step: the shard of step s + 1 is asked for, and fetched, while step s trains.
+
+The first request for a step makes the orchestrator build its batch, in a task of its own. So a batch is built and is
+on its way while the one before it is trained, and a rank holds one shard beside the one that it trains on.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from hpcrl.dock.client import DockClient, UnreachableError
+from hpcrl.dock.wire import BatchShard
+from hpcrl.errors import DeadlineError, PeerLostError
+
+__all__ = ["BatchFetcher"]
+
+_RETRY_S = 0.1
+_LOOK_S = 5.0
+"""How often somebody who waits says so."""
+
+
+class _Ahead:
+    """One shard that is fetched in a thread."""
+
+    def __init__(self, step: int) -> None:
+        self.step, self.done = step, threading.Event()
+        self.shard: BatchShard | None = None
+        self.error: Exception | None = None
+        self.wanted_since_s: float | None = None
+        """When the rank came to wait for it, by the monotonic clock; None while it trains the step before."""
+
+
+class BatchFetcher:
+    """The shards of one data-parallel rank, step after step."""
+
+    def __init__(self, client: DockClient, *, rank: int, world_size: int, last_step: int) -> None:
+        """Ask for nothing yet.
+
+        Parameters
+        ----------
+        rank, world_size:
+            Of the data-parallel ranks.
+        last_step:
+            After it nothing is asked for: a batch that nobody trains would take rollouts away.
+        """
+        self._client, self._rank, self._world_size, self._last_step = client, rank, world_size, last_step
+        self._ahead: _Ahead | None = None
+        self._closed = threading.Event()
+
+    def take(self, step: int) -> BatchShard:
+        """The shard of ``step``; the next one is fetched from now on.
+
+        While a step trains, an orchestrator that does not answer is asked again and again. Deadlines count from this
+        call on, as if nothing had been asked ahead.
+
+        Raises
+        ------
+        DeadlineError, PeerLostError, FencedError
+            As `DockClient.batch`.
+        """
+        ahead, self._ahead = self._ahead, None
+        if ahead is None or ahead.step != step:
+            shard = self._client.batch(step, rank=self._rank, world_size=self._world_size)
+        else:
+            shard = self._wait(ahead)
+        if step < self._last_step and not self._closed.is_set():
+            self._ahead = _Ahead(step + 1)
+            # a daemon: a request that hangs must not keep a process that has failed for another reason
+            name = f"batch-{step + 1}"
+            threading.Thread(target=self._fetch, args=(self._ahead,), name=name, daemon=True).start()
+        return shard
+
+    def close(self) -> None:
+        """Ask for nothing more; a request that is under way is left to end by itself."""
+        self._closed.set()
+
+    def _wait(self, ahead: _Ahead) -> BatchShard:
+        if not ahead.done.is_set():
+            # so that the orchestrator knows that nothing can be gained by waiting for rollouts in flight
+            self._client.trained(ahead.step - 1)
+            ahead.wanted_since_s = time.monotonic()
+            limit_s = self._client.wait_timeout_s
+            while not ahead.done.wait(min(_LOOK_S, limit_s)):
+                self._client.on_wait()
+                if time.monotonic() - ahead.wanted_since_s > limit_s:
+                    what = f"the batch of step {ahead.step} did not come within {limit_s:g} s"
+                    raise DeadlineError(f"{what} from {self._client.url}")
+        if ahead.error is not None:
+            raise ahead.error
+        assert ahead.shard is not None
+        return ahead.shard
+
+    def _fetch(self, ahead: _Ahead) -> None:
+        """Runs in a thread; leaves the shard or an error in ``ahead``."""
+        lost_since_s: float | None = None
+        try:
+            while not self._closed.is_set() and ahead.shard is None:
+                try:
+                    ahead.shard = self._client.poll(ahead.step, rank=self._rank, world_size=self._world_size)
+                    lost_since_s = None
+                except UnreachableError as error:
+                    now_s = time.monotonic()
+                    lost_since_s = now_s if lost_since_s is None else lost_since_s
+                    wanted_s = ahead.wanted_since_s
+                    if wanted_s is not None and now_s - max(wanted_s, lost_since_s) > self._client.connect_timeout_s:
+                        raise PeerLostError(str(error)) from error
+                    self._closed.wait(_RETRY_S)
+        except Exception as error:  # noqa: BLE001 - raised where somebody waits for the shard
+            ahead.error = error
+        finally:
+            ahead.done.set()
