@@ -123,15 +123,18 @@ def test_a_missing_number_is_named_and_the_rest_is_known() -> None:
 
 
 def test_packing_fills_micro_batches_as_the_orchestrator_does() -> None:
+    from hpcrl.models.packing import training_cost
     from hpcrl.rollouts.batches.packing import pack
 
     lengths = lognormal(3000, 0.8, 8192)
     sizes = [round(size) for size in reversed(lengths.sample(64))]
-    own = pack_rows(lengths, 64, 4, 8192)
-    shards = pack(sizes, budget=8192, world_size=4)
-    assert own.micro_batches == len(shards[0])
-    slowest = sum(max(sum(sizes[i] for i in shard[row]) for shard in shards) for row in range(len(shards[0])))
-    assert own.critical_tokens == pytest.approx(slowest, rel=0.02)
+    for facts, cost in ((None, float), (GLM5, training_cost(GLM5))):
+        own = pack_rows(lengths, 64, 4, 8192, facts)
+        shards = pack(sizes, budget=8192, world_size=4, cost=cost)
+        assert own.micro_batches == len(shards[0])
+        costs = [cost(size) for size in sizes]
+        slowest = sum(max(sum(costs[i] for i in shard[row]) for shard in shards) for row in range(len(shards[0])))
+        assert own.imbalance(4) == pytest.approx(4 * slowest / sum(costs), rel=0.02)
 
 
 def test_work_of_long_sequences_is_more_than_of_short_ones() -> None:

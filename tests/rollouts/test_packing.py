@@ -7,6 +7,8 @@ import statistics
 
 import pytest
 
+from hpcrl.models.known import load_facts
+from hpcrl.models.packing import training_cost
 from hpcrl.rollouts.batches.advantages import group_advantages
 from hpcrl.rollouts.batches.packing import pack
 
@@ -33,6 +35,52 @@ def test_packing(seed: int) -> None:
 def test_equal_rollouts_are_spread_evenly() -> None:
     shards = pack([10] * 64, budget=100, world_size=2)
     assert [[len(indices) for indices in micro_batches] for micro_batches in shards] == [[8] * 4] * 2
+
+
+DENSE = load_facts("Qwen3-8B")
+
+
+def row_balance(shards: list[list[list[int]]], costs: list[float]) -> float:
+    """What ranks wait for over what they would wait for were all alike: 1 is perfect."""
+    by_rank = [[sum(costs[i] for i in indices) for indices in micro_batches] for micro_batches in shards]
+    return sum(map(max, zip(*by_rank, strict=True))) * len(shards) / sum(map(sum, by_rank))
+
+
+def test_long_rollouts_get_fewer_others_beside_them() -> None:
+    """Of equal tokens the one with a long rollout costs more: attention is quadratic."""
+    lengths = [60_000, *[20_000] * 3, *[2_000] * 40]
+    cost = training_cost(DENSE)
+    costs = [cost(length) for length in lengths]
+    by_tokens = pack(lengths, budget=131_072, world_size=2)
+    by_cost = pack(lengths, budget=131_072, world_size=2, cost=cost)
+    assert len(by_cost[0]) == len(by_tokens[0])
+    assert row_balance(by_tokens, costs) > 1.1
+    assert row_balance(by_cost, costs) < 1.01
+    assert pack(list(lengths), budget=131_072, world_size=2, cost=cost) == by_cost
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_balance_by_cost_takes_no_more_micro_batches(seed: int) -> None:
+    rng = random.Random(seed)
+    world_size, budget = rng.randint(1, 5), rng.randint(2_000, 200_000)
+    lengths = [int(rng.lognormvariate(9, 1.2)) + 1 for _ in range(rng.randint(1, 80))]
+    cost = training_cost(DENSE)
+    by_tokens, by_cost = (pack(lengths, budget=budget, world_size=world_size, cost=c) for c in (float, cost))
+    assert len(by_cost[0]) <= len(by_tokens[0])
+    for micro_batches in by_cost:
+        for indices in micro_batches:
+            assert sum(lengths[i] for i in indices) <= budget or len(indices) == 1
+    assert sorted(i for rank in by_cost for indices in rank for i in indices) == list(range(len(lengths)))
+
+
+def test_costs_have_a_linear_and_a_quadratic_part() -> None:
+    cost = training_cost(DENSE)
+    linear = cost(1)
+    scores = [cost(length) - length * linear for length in (10_000, 20_000)]
+    assert scores[1] == pytest.approx(4 * scores[0], rel=1e-3)
+    # of sparse attention only the indexer is quadratic, and it has no backward pass
+    sparse = training_cost(load_facts("GLM-5"))
+    assert sparse(100_000) < 15 * sparse(10_000) < cost(100_000) / cost(10_000) * sparse(10_000)
 
 
 def test_a_rank_without_data_has_empty_micro_batches() -> None:

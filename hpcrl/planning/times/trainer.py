@@ -54,7 +54,7 @@ def trainer_step(facts: ModelFacts, shape: TrainerShape, batch: TrainerBatch, ra
 
     Collectives of FSDP hide behind compute as far as ``comm_overlap`` allows; only what sticks out counts.
     """
-    packing = pack_rows(batch.lengths, batch.rollouts, shape.groups, shape.micro_batch_tokens)
+    packing = pack_rows(batch.lengths, batch.rollouts, shape.groups, shape.micro_batch_tokens, facts)
     work = sequence_work(facts, batch.lengths)
     step = _Step(facts, shape, packing, work, rates)
     terms = [*_compute_terms(step), *_fsdp_terms(step), *_mesh_terms(step), *_optimizer_terms(step)]

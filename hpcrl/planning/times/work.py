@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import heapq
 import math
+from bisect import bisect
 from dataclasses import dataclass
 from functools import lru_cache
 
 from hpcrl.models.facts import Flops, ModelFacts
+from hpcrl.models.packing import fill_bins, training_cost
 from hpcrl.models.tensors import Part
 from hpcrl.planning.times.lengths import Quantiles
 
@@ -120,8 +121,8 @@ class Packing:
     tokens, rollouts:
         Of the whole batch.
     critical_tokens:
-        Sum over micro-batches of the fullest group's tokens: what the step waits for, because groups meet in
-        collectives after each layer.
+        Sum over micro-batches of what the group with the most work has: what the step waits for, because groups meet in
+        collectives after each layer. In tokens of mean cost.
     """
 
     micro_batches: int
@@ -139,8 +140,8 @@ PACKED = 16_384
 
 
 @lru_cache(maxsize=512)
-def pack_rows(lengths: Quantiles, rollouts: int, groups: int, budget: int) -> Packing:
-    """Pack as the orchestrator does: longest first into the emptiest, as few micro-batches as the budget allows.
+def pack_rows(lengths: Quantiles, rollouts: int, groups: int, budget: int, facts: ModelFacts | None = None) -> Packing:
+    """Pack as the orchestrator does: longest first to the least cost, as few micro-batches as the budget allows.
 
     Parameters
     ----------
@@ -152,23 +153,36 @@ def pack_rows(lengths: Quantiles, rollouts: int, groups: int, budget: int) -> Pa
         Groups of ranks with micro-batches of their own.
     budget:
         Tokens of a micro-batch.
+    facts:
+        Of the model, whose operations are the cost; None: tokens are.
     """
     packed = min(rollouts, max(PACKED, 8 * groups))
     sizes = [max(1.0, size) for size in reversed(lengths.sample(packed))]
     tokens = sum(sizes)
     rows = max(1, -(-int(sum(min(size, budget) for size in sizes)) // (budget * groups)))
-    while (loads := _fill(sizes, rows * groups, budget)) is None:
+    costs = sizes if facts is None else _costs(facts, sizes)
+    while (
+        found := fill_bins(sizes, costs, budget=budget, bins=rows * groups)
+        or fill_bins(sizes, sizes, budget=budget, bins=rows * groups)
+    ) is None:
         # of many rows the smallest number is not worth a packing each
         rows += max(1, rows // 256)
+    loads = [sum(costs[i] for i in items) for items in found[1]]
     loads.sort(reverse=True)
-    times = rollouts / packed
-    return Packing(math.ceil(times * rows), times * tokens, times * sum(loads[::groups]), rollouts)
+    times, critical = rollouts / packed, sum(loads[::groups]) / sum(loads)
+    return Packing(math.ceil(times * rows), times * tokens, times * tokens * critical, rollouts)
 
 
-def _fill(sizes: list[float], bins: int, budget: float) -> list[float] | None:
-    heap = [0.0] * bins
+def _costs(facts: ModelFacts, sizes: list[float]) -> list[float]:
+    """`training_cost` of many rollouts, from the largest to the smallest: along lines between lengths of a few."""
+    cost, low, high = training_cost(facts), sizes[-1], sizes[0]
+    points = sorted({max(1, round(low * (high / low) ** (i / _POINTS))) for i in range(_POINTS + 1)})
+    at = [cost(point) for point in points]
+    if len(points) == 1:
+        return [at[0]] * len(sizes)
+    found = []
     for size in sizes:
-        if heap[0] and heap[0] + size > budget:
-            return None
-        heapq.heapreplace(heap, heap[0] + size)
-    return heap
+        i = min(max(bisect(points, size), 1), len(points) - 1)
+        share = (size - points[i - 1]) / (points[i] - points[i - 1])
+        found.append(max(at[i - 1] + share * (at[i] - at[i - 1]), 0.0))
+    return found

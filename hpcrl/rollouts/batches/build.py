@@ -59,6 +59,7 @@ def build_batch(
     recipe: Recipe,
     counters: Mapping[str, float],
     decode: Callable[[Sequence[int]], str],
+    cost: Callable[[int], float],
 ) -> Batch:
     """Build the batch of ``step``. Pure: equal input gives equal bytes.
 
@@ -70,6 +71,8 @@ def build_batch(
         For `hpcrl.dock.wire.BatchStats.rollouts`.
     decode:
         Token ids to text.
+    cost:
+        Of training on a rollout of so many tokens; see `pack`.
     """
     samples = [
         _Sample(group, rollout, float(advantage), step - 1 - rollout.first_version)
@@ -82,7 +85,7 @@ def build_batch(
     ]
     stats = _stats(samples, counters)
     lengths = [len(sample.rollout.token_ids) for sample in samples]
-    layout = pack(lengths, budget=recipe.trainer.micro_batch_tokens, world_size=world_size)
+    layout = pack(lengths, budget=recipe.trainer.micro_batch_tokens, world_size=world_size, cost=cost)
     shards = [
         encode_shard(
             BatchShard(

@@ -6,10 +6,13 @@ The batch of step s + 1 is built while step s trains: ranks ask for it as soon a
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from hpcrl.config.recipe import Recipe
+from hpcrl.models.known import load_facts
+from hpcrl.models.packing import training_cost
 from hpcrl.rollouts.batches.build import Batch, build_batch
 from hpcrl.rollouts.files import RolloutFiles
 from hpcrl.rollouts.records import Group
@@ -18,6 +21,8 @@ from hpcrl.rollouts.state import OrchestratorState
 from hpcrl.rollouts.telemetry.counters import Counters
 
 __all__ = ["BatchServer", "ConflictError"]
+
+_log = logging.getLogger(__name__)
 
 _WRITE_S = 1.0
 """How long a batch waits for the file of its rollouts."""
@@ -65,6 +70,7 @@ class BatchServer:
         self._recipe, self._scheduler, self._counters, self._gauges = recipe, scheduler, counters, gauges
         self._decode, self._files, self._spawn = decode, files, spawn
         self._data_ranks = recipe.trainer.data_ranks
+        self._cost = _cost_of(recipe)
         self._builds: dict[int, asyncio.Task[Batch]] = {}
         self._handed_out = self._begun = scheduler.account.step
 
@@ -140,6 +146,7 @@ class BatchServer:
             recipe=self._recipe,
             counters=counters,
             decode=self._decode,
+            cost=self._cost,
         )
         # for people: where it cannot be written now, the batch is handed out all the same
         self._files.write(step, batch.lines, wait_s=_WRITE_S)
@@ -161,3 +168,12 @@ class BatchServer:
             what = f"the last step that was handed out is {self._handed_out}"
             raise ConflictError(f"a snapshot of step {step} was asked for; {what}")
         return OrchestratorState.of(self._recipe, step=step, next_index=self._scheduler.next_index, pending=pending)
+
+
+def _cost_of(recipe: Recipe) -> Callable[[int], float]:
+    """By the model's sizes; of a model that says none, tokens."""
+    try:
+        return training_cost(load_facts(recipe.model.path))
+    except (FileNotFoundError, ValueError) as error:
+        _log.warning("micro-batches are balanced by tokens alone: %s", error)
+        return float
