@@ -101,6 +101,13 @@ def _heads_share_context(recipe: Recipe, _: ClusterProfile, facts: ModelFacts) -
             return
 
 
+def _sequences_are_whole(recipe: Recipe, _: ClusterProfile, facts: ModelFacts) -> Conflicts:
+    recurrent = [i for i, layer in enumerate(facts.layers) if isinstance(layer.mixer, Mamba2 | GatedDeltaNet)]
+    if recurrent and recipe.trainer.parallelism.cp > 1:
+        what = f"{len(recurrent)} layers of {facts.name} have a state that goes from token to token, not to other ranks"
+        yield "trainer.parallelism.cp", what
+
+
 def _sequence_divides(recipe: Recipe, _: ClusterProfile, facts: ModelFacts) -> Conflicts:
     cp = recipe.trainer.parallelism.cp
     if cp > 1 and recipe.trainer.micro_batch_tokens % (2 * cp):
@@ -205,6 +212,12 @@ MODEL_RULES: tuple[ModelRule, ...] = (
         "Ranks of a context-parallel group have equal shares of the heads.",
         "choose trainer.parallelism.cp as a divisor of the query heads that key heads fit into",
         _heads_share_context,
+    ),
+    ModelRule(
+        "state-in-sequence",
+        "Sequences of recurrent layers lie whole on a rank.",
+        "set trainer.parallelism.cp: 1, and a smaller trainer.micro_batch_tokens",
+        _sequences_are_whole,
     ),
     ModelRule(
         "sequence-divides",

@@ -8,7 +8,17 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-__all__ = ["AttentionFn", "BatchContext", "GatherFn", "IndexQuery", "RoutedExpertsRecorder", "SparseAttentionFn"]
+from hpcrl.modeling.state_space import Scan
+
+__all__ = [
+    "AttentionFn",
+    "BatchContext",
+    "GatherFn",
+    "IndexQuery",
+    "RecurrenceFn",
+    "RoutedExpertsRecorder",
+    "SparseAttentionFn",
+]
 
 
 class AttentionFn(Protocol):
@@ -93,6 +103,18 @@ class SparseAttentionFn(Protocol):
         ...
 
 
+class RecurrenceFn(Protocol):
+    """What recurrent layers need of a sequence; owns sequence boundaries and any state that an engine keeps."""
+
+    def convolve(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """`hpcrl.modeling.state_space.convolve`: ``[T, channels]`` to the same."""
+        ...
+
+    def scan(self, layer: int, parts: Scan, chunk_size: int) -> Tensor:
+        """`hpcrl.modeling.state_space.scan`: ``[T, heads, head_dim]`` float32."""
+        ...
+
+
 GatherFn = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
 """See `BatchContext`."""
 
@@ -121,6 +143,8 @@ class BatchContext:
         Told the chosen experts of every sparse layer.
     sparse:
         The same attention for layers that choose tokens; None where it cannot.
+    recurrence:
+        Of layers with a state; None where it cannot.
     gather:
         Where ranks share a batch: makes rows of all its tokens of rows of this rank's, for ``sparse``. Of two tensors
         ``[T, …]``, of which the second has no gradient and may be None, in one collective. None: all tokens are here.
@@ -134,5 +158,6 @@ class BatchContext:
     select: Tensor | None = None
     record: RoutedExpertsRecorder | None = None
     sparse: SparseAttentionFn | None = None
+    recurrence: RecurrenceFn | None = None
     gather: GatherFn | None = None
     chosen: dict[int, Tensor] = field(default_factory=dict)

@@ -97,7 +97,7 @@ class Decoder(nn.Module):
             elif parameter.dim() == 1:
                 parameter.fill_(1.0)
             else:
-                back = name.endswith(("o_proj.weight", "down_proj", "down_proj.weight"))
+                back = name.endswith(("o_proj.weight", "out_proj.weight", "down_proj", "down_proj.weight"))
                 parameter.normal_(0.0, residual_std if back else std, generator=generator)
         for buffer in self.buffers():
             buffer.zero_()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hpcrl.models.arch import ModelArch
 from hpcrl.models.mtp import is_mtp_tensor
 
-__all__ = ["CARRIED", "HfAdapter", "Region", "load_hf_tensors", "model_tensors", "published_tensors"]
+__all__ = ["CARRIED", "HfAdapter", "Region", "RenamedTensors", "load_hf_tensors", "model_tensors", "published_tensors"]
 
 
 CARRIED = "carried."
@@ -62,9 +62,9 @@ class HfAdapter:
                 for expert in range(experts)
                 for own, row in (("gate_proj", 0), ("up_proj", half))
             ]
-        if prefix.endswith(".experts") and leaf == "down_proj":
+        if prefix.endswith(".experts") and leaf in {"up_proj", "down_proj"}:
             return [
-                Region(f"model.{prefix}.{expert}.down_proj.weight", (expert, 0, 0), shape[1:])
+                Region(f"model.{prefix}.{expert}.{leaf}.weight", (expert, 0, 0), shape[1:])
                 for expert in range(shape[0])
             ]
         return [Region(f"model.{name}", (0,) * len(shape), shape)]
@@ -89,6 +89,24 @@ class HfAdapter:
         embeddings, which follow from ``config.json``.
         """
         return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and self.arch.tie_word_embeddings)
+
+
+class RenamedTensors(HfAdapter):
+    """Names of a family that has other words for some modules."""
+
+    NAMES: ClassVar[Mapping[str, str]]
+    """Published parts of names by those of `HfAdapter`, replaced in this order."""
+
+    def regions(self, name: str, shape: Sequence[int]) -> list[Region]:
+        regions = super().regions(name, shape)
+        if name.startswith(CARRIED):
+            return regions
+        return [region._replace(name=self._renamed(region.name)) for region in regions]
+
+    def _renamed(self, name: str) -> str:
+        for ours, theirs in self.NAMES.items():
+            name = name.replace(ours, theirs)
+        return name
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:

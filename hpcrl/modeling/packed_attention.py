@@ -11,6 +11,7 @@ from hpcrl.modeling.context import BatchContext, IndexQuery, RoutedExpertsRecord
 from hpcrl.modeling.kernels.attend import attend
 from hpcrl.modeling.kernels.kernel import QKV, Segments
 from hpcrl.modeling.sparse_attention import attend_chosen, choose_tokens
+from hpcrl.modeling.state_space import Scan, convolve, scan
 
 __all__ = ["PackedAttention"]
 
@@ -77,6 +78,14 @@ class PackedAttention:
         """See `SparseAttentionFn`; ``layer`` is not used because nothing is cached."""
         return attend_chosen(q, keys, chosen, value_dim=value_dim, scale=scale)
 
+    def convolve(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """See `RecurrenceFn`; ``layer`` is not used because nothing is kept."""
+        return convolve(x, weight, bias, self._starts)[0]
+
+    def scan(self, layer: int, parts: Scan, chunk_size: int) -> Tensor:
+        """See `RecurrenceFn`; ``layer`` is not used because nothing is kept."""
+        return scan(parts, self._starts, chunk_size)[0]
+
     def context(self, select: Tensor | None = None, record: RoutedExpertsRecorder | None = None) -> BatchContext:
         """What a forward pass over these sequences needs."""
-        return BatchContext(self.positions, self, select, record, sparse=self)
+        return BatchContext(self.positions, self, select, record, sparse=self, recurrence=self)

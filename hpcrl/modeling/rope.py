@@ -43,6 +43,8 @@ def apply_rotary(x: Tensor, tables: RotaryTables, *, interleaved: bool = False) 
         their second ones; otherwise a pair is a channel of the first half and the same of the second half.
     """
     width = tables.cos.shape[-1]
+    if not width:
+        return x
     rotated, rest = x[..., :width], x[..., width:]
     if interleaved:
         rotated = torch.cat((rotated[..., 0::2], rotated[..., 1::2]), dim=-1)

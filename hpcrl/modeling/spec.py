@@ -16,6 +16,7 @@ from torch import nn
 from hpcrl.modeling.decoder import Decoder
 from hpcrl.modeling.families.deepseek import deepseek_v3_block, glm4_moe_block, glm_moe_dsa_block
 from hpcrl.modeling.families.minimax import MixtralNames, minimax_m2_block
+from hpcrl.modeling.families.nemotron import BackboneNames, nemotron_h_block
 from hpcrl.modeling.families.qwen3 import qwen3_block, qwen3_moe_block
 from hpcrl.modeling.hf import HfAdapter
 from hpcrl.models.arch import (
@@ -24,6 +25,7 @@ from hpcrl.models.arch import (
     GlmMoeDsaArch,
     MinimaxM2Arch,
     ModelArch,
+    NemotronHArch,
     Qwen3Arch,
     Qwen3MoeArch,
 )
@@ -101,6 +103,7 @@ SPECS: tuple[ModelSpec, ...] = (
     ModelSpec(Glm4MoeArch, glm4_moe_block),
     ModelSpec(GlmMoeDsaArch, glm_moe_dsa_block),
     ModelSpec(MinimaxM2Arch, minimax_m2_block, MixtralNames),
+    ModelSpec(NemotronHArch, nemotron_h_block, BackboneNames),
     ModelSpec(Qwen3Arch, qwen3_block),
     ModelSpec(Qwen3MoeArch, qwen3_moe_block),
 )

@@ -9,6 +9,8 @@ from typing import Any
 __all__ = ["config_of_tensors", "is_mtp_tensor"]
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_OWN = "mtp."
+"""Before the names of modules that do not count on after the last layer (Nemotron 3)."""
 _COUNT = "num_nextn_predict_layers"
 
 
@@ -22,6 +24,8 @@ def is_mtp_tensor(name: str, *, layers: int, modules: int) -> bool:
     modules:
         How many there are by the model's config (``num_nextn_predict_layers``).
     """
+    if name.startswith(_OWN):
+        return modules > 0
     found = _LAYER.match(name)
     return found is not None and layers <= int(found[1]) < layers + modules
 
@@ -31,7 +35,8 @@ def config_of_tensors(config: Mapping[str, Any], names: Iterable[str]) -> dict[s
     count = config.get(_COUNT)
     if not count:
         return dict(config)
-    layers = config["num_hidden_layers"]
+    # hybrids list their layers, and may not count them
+    layers = config.get("num_hidden_layers") or len(config["layers_block_type"])
     if any(is_mtp_tensor(name, layers=layers, modules=count) for name in names):
         return dict(config)
     return {**config, _COUNT: 0}

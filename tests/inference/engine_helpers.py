@@ -100,7 +100,8 @@ def publish(
 
 def forward(model: Decoder, token_ids: Sequence[int]) -> tuple[torch.Tensor, NDArray[np.int64]]:
     """Plain forward pass of a sequence: log-probabilities ``[tokens, vocab]``, experts ``[tokens, layers, k]``."""
-    chosen: list[torch.Tensor] = []
+    arch = model.arch
+    chosen = torch.zeros(len(token_ids), arch.num_hidden_layers, arch.experts_per_token, dtype=torch.long)
 
     def attention(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
@@ -109,11 +110,14 @@ def forward(model: Decoder, token_ids: Sequence[int]) -> tuple[torch.Tensor, NDA
 
     with torch.inference_mode():
         ids = torch.tensor(list(token_ids))
-        # attention over chosen latents is compared with transformers; it is not written here once more
-        sparse = PackedAttention(torch.tensor([0, len(ids)])) if model.arch.has_latent_attention else None
-        record = lambda _, experts: chosen.append(experts)  # noqa: E731
-        logits = model(ids, BatchContext(torch.arange(len(ids)), sparse or attention, record=record, sparse=sparse))
-        return logits.log_softmax(-1), torch.stack(chosen, dim=1).numpy()
+        # attention over chosen latents, and states, are compared with transformers; they are not written here once more
+        packed = PackedAttention(torch.tensor([0, len(ids)]))
+        sparse = packed if arch.has_latent_attention else None
+        record = lambda layer, experts: chosen[:, layer].copy_(experts)  # noqa: E731
+        context = BatchContext(
+            torch.arange(len(ids)), sparse or attention, record=record, sparse=sparse, recurrence=packed
+        )
+        return model(ids, context).log_softmax(-1), chosen.numpy()
 
 
 def logprob_error(model: Decoder, prompt: Sequence[int], output: Sequence[int], logprobs: Sequence[float]) -> float:

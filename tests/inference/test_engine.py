@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from engine_helpers import forward, logprob_error, random_model
 
 from hpcrl.inference.embedded.engine.engine import Delivery, Engine, EngineConfig
@@ -18,7 +19,7 @@ from hpcrl.inference.embedded.engine.params import SamplingParams
 from hpcrl.inference.embedded.engine.request import EngineRequest, Output
 from hpcrl.inference.metrics import EngineMetrics, Registry
 from hpcrl.modeling.decoder import Decoder
-from hpcrl.models.arch import GlmMoeDsaArch
+from hpcrl.models.arch import GlmMoeDsaArch, NemotronHArch
 
 TOLERANCE = 1e-4
 
@@ -188,6 +189,44 @@ def test_chosen_tokens_are_those_of_the_plain_forward_pass(start: StartEngine) -
     outputs = client.run(prompts, max_tokens=30)
     assert client.engine._scheduler.num_preemptions
     assert client.engine._scheduler.prefix_hits
+    check_outputs(model, prompts, outputs)
+
+
+def test_states_are_those_of_the_plain_forward_pass(start: StartEngine) -> None:
+    """Nemotron 3: rows are used again, prompts come in pieces, and who lost its blocks is computed again."""
+    arch = NemotronHArch(
+        vocab_size=103,
+        hidden_size=32,
+        num_hidden_layers=5,
+        layers_block_type=("mamba", "moe", "attention", "mlp", "mamba"),
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=24,
+        moe_intermediate_size=16,
+        moe_shared_expert_intermediate_size=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        mamba_num_heads=4,
+        mamba_head_dim=8,
+        n_groups=2,
+        ssm_state_size=8,
+        chunk_size=8,
+        max_position_embeddings=256,
+    )
+    model = random_model(arch, 1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):
+                # states that last for some hundred tokens
+                parameter.fill_(-5.0)
+    client = start(model, num_blocks=80, max_num_batched_tokens=24, max_num_seqs=6)
+    base = prompts_of(1, 30, 30)[0]
+    prompts = [base + tail for tail in prompts_of(12, 1, 40, seed=6)]
+    outputs = client.run(prompts, max_tokens=30)
+    assert client.engine._scheduler.num_preemptions
+    # a block has keys and values, and no state
+    assert not client.engine._scheduler.prefix_hits
     check_outputs(model, prompts, outputs)
 
 

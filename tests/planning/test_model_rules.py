@@ -16,6 +16,11 @@ BROKEN = {
     "experts-divide": (("trainer.parallelism.ep=24",), "GLM-5", "trainer.parallelism.ep"),
     "heads-divide": (("engine.tp=3",), "GLM-5", "engine.tp"),
     "heads-share-context": (("trainer.parallelism.cp=3",), "Qwen3-30B-A3B", "trainer.parallelism.cp"),
+    "state-in-sequence": (
+        ("trainer.parallelism.cp=2",),
+        "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
+        "trainer.parallelism.cp",
+    ),
     "sequence-divides": (("trainer.micro_batch_tokens=131076",), "GLM-5", "trainer.micro_batch_tokens"),
     "fp8-blocks": (("engine.tp=8",), "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "engine.memory.weights"),
     "replay-has-routers": (("trainer.router_replay=true",), "Qwen3-8B", "trainer.router_replay"),

@@ -45,7 +45,17 @@ SIZES: dict[str, Any] = {
     "index_topk": 64,
     "index_n_heads": 4,
     "index_head_dim": 32,
+    "moe_latent_size": 128,
+    "moe_shared_expert_intermediate_size": 320,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 32,
+    "n_groups": 4,
+    "ssm_state_size": 16,
+    # lengths below are multiples of it: what is cut into chunks has no padding
+    "chunk_size": 20,
 }
+#: of a hybrid, from its first layer on
+BLOCKS = ("mamba", "moe", "attention", "mlp", "mamba")
 EXPERTS = {"num_experts": 16, "n_routed_experts": 16, "num_local_experts": 16, "num_experts_per_tok": 4}
 CHANGES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "as it is": ({}, (240,) * 4),
@@ -65,6 +75,9 @@ def sizes_of(family: type[ModelArch], **changed: Any) -> ModelArch:
     if "index_topk" in known and "q_lora_rank" in changed:
         # an indexer reads compressed queries
         del changed["q_lora_rank"]
+    if "layers_block_type" in known:
+        changed["num_hidden_layers"] = max(changed.get("num_hidden_layers", 0), 4)
+        changed["layers_block_type"] = BLOCKS[: changed["num_hidden_layers"]]
     return family(**{name: value for name, value in {**SIZES, **changed}.items() if name in known})
 
 

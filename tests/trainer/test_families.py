@@ -61,6 +61,18 @@ FAMILIES = {
         "rotary_dim": 4,
     },
     "glm4_moe": {**SIGMOID, "attention_bias": True, "use_qk_norm": True},
+    "nemotron_h": {
+        **{key: value for key, value in SIGMOID.items() if key != "first_k_dense_replace"},
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+        "num_hidden_layers": 4,
+        "moe_latent_size": 12,
+        "moe_shared_expert_intermediate_size": 16,
+        "mamba_num_heads": 6,
+        "mamba_head_dim": 4,
+        "n_groups": 2,
+        "ssm_state_size": 8,
+        "chunk_size": 4,
+    },
 }
 
 
@@ -68,7 +80,7 @@ FROZEN = {"glm4_moe": "*.mlp.gate.weight", "glm_moe_dsa": "*.indexer.*"}
 """What is frozen: by the recipe, or for GLM-5 by itself."""
 
 
-def add_mtp(model_dir, layers):
+def add_mtp(model_dir, prefix):
     """Give a model the published tensors of a module of multi-token prediction; returns their names."""
     draw = torch.Generator().manual_seed(7)
     made = {
@@ -78,7 +90,7 @@ def add_mtp(model_dir, layers):
         "mlp.gate.e_score_correction_bias": torch.randn(5, generator=draw),
         "scalar": torch.randn((), generator=draw),
     }
-    made = {f"model.layers.{layers}.{name}": tensor for name, tensor in made.items()}
+    made = {f"{prefix}.{name}": tensor for name, tensor in made.items()}
     save_file(made, model_dir / "mtp.safetensors")
     write_config(model_dir, num_nextn_predict_layers=1)
     return set(made)
@@ -113,7 +125,8 @@ def test_a_family_goes_all_the_way(tmp_path, family):
     assert int(PROBE.max()) < VOCAB
     save_model(model_dir, {"model_type": family, **FAMILIES[family]})
     sigmoid = "n_routed_experts" in FAMILIES[family]
-    kept = add_mtp(model_dir, SIZES["num_hidden_layers"]) if sigmoid else set()
+    mtp = "mtp.layers.0" if family == "nemotron_h" else f"model.layers.{SIZES['num_hidden_layers']}"
+    kept = add_mtp(model_dir, mtp) if sigmoid else set()
     trainer = {"freeze": [FROZEN[family]]} if family == "glm4_moe" else {}
     start = published(model_dir)
     # saved by two ranks with half of the experts each, restored by ranks with all of them, or with shards of all

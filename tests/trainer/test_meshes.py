@@ -17,8 +17,9 @@ from hpcrl.config.recipe import CheckpointConfig
 from hpcrl.modeling.blocks import local_block
 from hpcrl.modeling.exchange import gather_rows
 from hpcrl.modeling.layers.dispatch import AllToAllDispatcher, LocalDispatcher
+from hpcrl.modeling.layers.moe import SparseMLP
 from hpcrl.modeling.mesh import ParallelDims
-from hpcrl.models.arch import DeepseekV3Arch, Glm4MoeArch, GlmMoeDsaArch, MinimaxM2Arch, load_arch
+from hpcrl.models.arch import DeepseekV3Arch, Glm4MoeArch, GlmMoeDsaArch, MinimaxM2Arch, NemotronHArch, load_arch
 from hpcrl.trainer.parallel.mesh import Parallel, distributed
 from hpcrl.trainer.state.checkpoint import load_checkpoint
 from hpcrl.trainer.state.saver import CheckpointSaver
@@ -66,6 +67,21 @@ ARCHS = {
         head_dim=8,
         partial_rotary_factor=0.5,
     ),
+    "nemotron_h": NemotronHArch(
+        **{**SIZES, "num_hidden_layers": 4},
+        layers_block_type=("mamba", "attention", "mamba", "moe"),
+        num_key_value_heads=2,
+        head_dim=8,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_latent_size=12,
+        moe_shared_expert_intermediate_size=16,
+        mamba_num_heads=6,
+        mamba_head_dim=4,
+        n_groups=2,
+        ssm_state_size=8,
+        chunk_size=4,
+    ),
 }
 MESHES = {
     2: [
@@ -77,6 +93,8 @@ MESHES = {
         ("glm_moe_dsa", {"cp": 2}),
         ("minimax_m2", {"ep": 2}),
         ("minimax_m2", {"cp": 2}),
+        ("nemotron_h", {"ep": 2}),
+        ("nemotron_h", {"dp_replicate": 2}),
     ],
     4: [
         ("qwen3_moe", {"ep": 2}),
@@ -89,6 +107,7 @@ MESHES = {
         ("glm4_moe", {"cp": 2}),
         ("glm_moe_dsa", {"cp": 4, "ep": 2}),
         ("minimax_m2", {"cp": 2, "ep": 4}),
+        ("nemotron_h", {"ep": 4}),
     ],
 }
 
@@ -151,7 +170,7 @@ def publish(policy, model_dir, directory):
 
 def held_experts(policy):
     """What of the last layer's experts this rank holds, and how many of its numbers are there."""
-    experts = policy.model.layers[-1].mlp.experts
+    *_, experts = (module.experts for module in policy.model.modules() if isinstance(module, SparseMLP))
     blocks = [local_block(parameter) for parameter in experts.parameters()]
     return blocks, sum(parameter.to_local().numel() for parameter in experts.parameters())
 

@@ -12,13 +12,12 @@ from hpcrl.modeling.layers.mlp import GatedMLP
 from hpcrl.modeling.layers.moe import Experts, SigmoidRouter, SparseMLP
 from hpcrl.models.arch import DeepseekV3Arch, Glm4MoeArch, GlmMoeDsaArch, SigmoidMoeArch
 
-__all__ = ["deepseek_v3_block", "glm4_moe_block", "glm_moe_dsa_block"]
+__all__ = ["deepseek_v3_block", "glm4_moe_block", "glm_moe_dsa_block", "sigmoid_router"]
 
 
-def _mlp(arch: SigmoidMoeArch, layer: int) -> nn.Module:
-    if not arch.is_sparse(layer):
-        return GatedMLP(arch.hidden_size, arch.intermediate_size)
-    gate = SigmoidRouter(
+def sigmoid_router(arch: SigmoidMoeArch) -> SigmoidRouter:
+    """The router of a sparse layer."""
+    return SigmoidRouter(
         arch.hidden_size,
         arch.n_routed_experts,
         top_k=arch.num_experts_per_tok,
@@ -27,9 +26,14 @@ def _mlp(arch: SigmoidMoeArch, layer: int) -> nn.Module:
         top_groups=arch.topk_group,
         scale=arch.routed_scaling_factor,
     )
+
+
+def _mlp(arch: SigmoidMoeArch, layer: int) -> nn.Module:
+    if not arch.is_sparse(layer):
+        return GatedMLP(arch.hidden_size, arch.intermediate_size)
     experts = Experts(arch.hidden_size, arch.n_routed_experts, arch.moe_intermediate_size)
     shared = arch.moe_intermediate_size * arch.n_shared_experts
-    return SparseMLP(layer, gate, experts, GatedMLP(arch.hidden_size, shared) if shared else None)
+    return SparseMLP(layer, sigmoid_router(arch), experts, GatedMLP(arch.hidden_size, shared) if shared else None)
 
 
 def deepseek_v3_block(arch: DeepseekV3Arch, layer: int) -> nn.Module:

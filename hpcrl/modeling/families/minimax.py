@@ -2,38 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import ClassVar
 
 from torch import nn
 
 from hpcrl.modeling.decoder import Block
-from hpcrl.modeling.hf import HfAdapter, Region
+from hpcrl.modeling.hf import RenamedTensors
 from hpcrl.modeling.layers.attention import GroupedQueryAttention
 from hpcrl.modeling.layers.moe import Experts, SigmoidRouter, SparseMLP
 from hpcrl.models.arch import MinimaxM2Arch
 
 __all__ = ["MixtralNames", "minimax_m2_block"]
 
-_NAMES = {
-    ".mlp.gate.e_score_correction_bias": ".block_sparse_moe.e_score_correction_bias",
-    ".mlp.": ".block_sparse_moe.",
-    ".gate_proj.weight": ".w1.weight",
-    ".up_proj.weight": ".w3.weight",
-    ".down_proj.weight": ".w2.weight",
-}
 
-
-class MixtralNames(HfAdapter):
+class MixtralNames(RenamedTensors):
     """Sparse blocks are ``block_sparse_moe``; an expert has ``w1`` (gate), ``w3`` (up) and ``w2`` (down)."""
 
-    def regions(self, name: str, shape: Sequence[int]) -> list[Region]:
-        return [region._replace(name=_renamed(region.name)) for region in super().regions(name, shape)]
-
-
-def _renamed(name: str) -> str:
-    for ours, theirs in _NAMES.items():
-        name = name.replace(ours, theirs)
-    return name
+    NAMES: ClassVar = {
+        ".mlp.gate.e_score_correction_bias": ".block_sparse_moe.e_score_correction_bias",
+        ".mlp.": ".block_sparse_moe.",
+        ".gate_proj.weight": ".w1.weight",
+        ".up_proj.weight": ".w3.weight",
+        ".down_proj.weight": ".w2.weight",
+    }
 
 
 def minimax_m2_block(arch: MinimaxM2Arch, layer: int) -> nn.Module:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["GatedMLP"]
+__all__ = ["GatedMLP", "SquaredMLP"]
 
 
 class GatedMLP(nn.Module):
@@ -19,4 +19,17 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return y
+
+
+class SquaredMLP(nn.Module):
+    """Without a gate: ``down(relu(up(x))²)``."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+        super().__init__()
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down_proj(F.relu(self.up_proj(x)).square())
         return y

@@ -16,7 +16,7 @@ from hpcrl.modeling.blocks import local_part
 from hpcrl.modeling.context import BatchContext
 from hpcrl.modeling.layers.dispatch import Dispatcher, LocalDispatcher
 
-__all__ = ["Choice", "Experts", "SigmoidRouter", "SoftmaxRouter", "SparseMLP"]
+__all__ = ["Choice", "Experts", "SigmoidRouter", "SoftmaxRouter", "SparseMLP", "SquaredExperts"]
 
 
 class Choice(NamedTuple):
@@ -116,17 +116,51 @@ class Experts(nn.Module):
         return F.grouped_mm(F.silu(gate) * up, local_part(self.down_proj).transpose(1, 2), offs=ends)
 
 
+class SquaredExperts(nn.Module):
+    """Experts without a gate, ``down(relu(up(x))²)``: ``up_proj [E, F, D]`` and ``down_proj [E, D, F]``."""
+
+    def __init__(self, hidden_size: int, experts: int, intermediate_size: int) -> None:
+        super().__init__()
+        self.up_proj = nn.Parameter(torch.empty(experts, intermediate_size, hidden_size))
+        self.down_proj = nn.Parameter(torch.empty(experts, hidden_size, intermediate_size))
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        """As `Experts.forward`."""
+        ends = counts.cumsum(0).to(torch.int32)
+        up = F.grouped_mm(x, local_part(self.up_proj).transpose(1, 2), offs=ends)
+        return F.grouped_mm(F.relu(up).square(), local_part(self.down_proj).transpose(1, 2), offs=ends)
+
+
 class SparseMLP(nn.Module):
     """A router, the experts that it chooses, and shared experts beside them where there are any."""
 
     def __init__(
-        self, layer: int, gate: SoftmaxRouter | SigmoidRouter, experts: Experts, shared_experts: nn.Module | None = None
+        self,
+        layer: int,
+        gate: SoftmaxRouter | SigmoidRouter,
+        experts: nn.Module,
+        shared_experts: nn.Module | None = None,
+        *,
+        latent_size: int | None = None,
     ) -> None:
+        """Put the parts together.
+
+        Parameters
+        ----------
+        experts:
+            Called with rows sorted by expert and the number of rows of each, as `Experts` is.
+        latent_size:
+            Width of what experts take and give, where projections lead there and back; None: there are none.
+        """
         super().__init__()
         self.layer = layer
         self.gate = gate
         self.experts = experts
         self.shared_experts = shared_experts
+        self.fc1_latent_proj = self.fc2_latent_proj = None
+        if latent_size is not None:
+            self.fc1_latent_proj = nn.Linear(gate.in_features, latent_size, bias=False)
+            self.fc2_latent_proj = nn.Linear(latent_size, gate.in_features, bias=False)
         self.dispatcher: Dispatcher = LocalDispatcher(gate.out_features)
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
@@ -134,6 +168,9 @@ class SparseMLP(nn.Module):
         weights, chosen = self.gate.choose(x)
         if context.record is not None:
             context.record(self.layer, chosen)
-        rows, counts, combine = self.dispatcher.dispatch(x, weights, chosen)
+        taken = x if self.fc1_latent_proj is None else self.fc1_latent_proj(x)
+        rows, counts, combine = self.dispatcher.dispatch(taken, weights, chosen)
         mixed = combine(self.experts(rows, counts))
+        if self.fc2_latent_proj is not None:
+            mixed = self.fc2_latent_proj(mixed)
         return mixed if self.shared_experts is None else mixed + self.shared_experts(x)

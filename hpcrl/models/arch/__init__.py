@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hpcrl.models.arch.base import GroupedQueryArch, KvShape, ModelArch
+from hpcrl.models.arch.base import GroupedQueryArch, KvShape, ModelArch, StateShape
 from hpcrl.models.arch.deepseek import DeepseekV3Arch, Glm4MoeArch, SigmoidMoeArch
 from hpcrl.models.arch.glm5 import GlmMoeDsaArch
 from hpcrl.models.arch.minimax import MinimaxM2Arch
+from hpcrl.models.arch.nemotron import NemotronHArch
 from hpcrl.models.arch.qwen3 import Qwen3Arch, Qwen3MoeArch
 from hpcrl.models.arch.rope import RopeScaling
 
@@ -26,10 +27,12 @@ __all__ = [
     "KvShape",
     "MinimaxM2Arch",
     "ModelArch",
+    "NemotronHArch",
     "Qwen3Arch",
     "Qwen3MoeArch",
     "RopeScaling",
     "SigmoidMoeArch",
+    "StateShape",
     "arch_from_config",
     "load_arch",
     "trainable_types",
@@ -40,6 +43,7 @@ ARCHS: tuple[type[ModelArch], ...] = (
     Glm4MoeArch,
     GlmMoeDsaArch,
     MinimaxM2Arch,
+    NemotronHArch,
     Qwen3Arch,
     Qwen3MoeArch,
 )

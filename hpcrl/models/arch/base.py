@@ -12,7 +12,7 @@ from hpcrl.models.facts import ModelFacts
 from hpcrl.models.families import facts_from_config
 from hpcrl.models.tensors import TensorSpec
 
-__all__ = ["GroupedQueryArch", "KvShape", "ModelArch"]
+__all__ = ["GroupedQueryArch", "KvShape", "ModelArch", "StateShape"]
 
 
 class KvShape(NamedTuple):
@@ -21,6 +21,24 @@ class KvShape(NamedTuple):
     heads: int
     key_dim: int
     value_dim: int
+
+
+class StateShape(NamedTuple):
+    """What recurrent layers keep of a sequence, whatever its length.
+
+    Attributes
+    ----------
+    layers:
+        Which have a state.
+    conv:
+        The last inputs of their short convolution, ``(inputs, channels)``, in the dtype of the model.
+    recurrent:
+        Their state, ``(heads, head_dim, state_size)``, in float32.
+    """
+
+    layers: tuple[int, ...]
+    conv: tuple[int, int]
+    recurrent: tuple[int, int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +86,16 @@ class ModelArch:
     def rotary_dim(self) -> int:
         """Channels of a head that are rotated by the token's position."""
         raise NotImplementedError
+
+    @property
+    def kv_layers(self) -> tuple[int, ...]:
+        """Layers that keep something of every token."""
+        return tuple(range(self.num_hidden_layers))
+
+    @property
+    def state(self) -> StateShape | None:
+        """What recurrent layers keep; None where there are none."""
+        return None
 
     @property
     def routed_experts(self) -> int:

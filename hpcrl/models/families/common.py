@@ -49,6 +49,7 @@ def gqa(
     chunk: int | None = None,
     output_gate: bool = False,
     sinks: bool = False,
+    rotary: bool = True,
 ) -> Gqa:
     """Attention with the usual keys; ``output_bias``: ``attention_bias`` is of the output too."""
     heads = config["num_attention_heads"]
@@ -63,6 +64,7 @@ def gqa(
         output_bias=output_bias and bias,
         output_gate=output_gate,
         sinks=sinks,
+        rotary=rotary,
         window=window,
         chunk=chunk,
     )

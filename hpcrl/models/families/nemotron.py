@@ -7,20 +7,32 @@ from hpcrl.models.families.common import Config, common, gqa, norms
 from hpcrl.models.layers import DenseMlp, Gqa, Layer, Mamba2, Mlp, Moe
 from hpcrl.models.tensors import Part, Weight
 
-__all__ = ["nemotron_h"]
+__all__ = ["block_types", "nemotron_h"]
 
 _BLOCKS = {"M": "mamba", "*": "attention", "E": "moe", "-": "mlp"}
 _BLOCK_NAMES = {"linear_attention": "mamba", "full_attention": "attention"}
 
 
-def _nemotron_blocks(config: Config, listed: str, pattern: str) -> list[str]:
+def block_types(config: Config, listed: str, pattern: str) -> list[str]:
+    """``mamba``, ``attention``, ``moe`` or ``mlp`` for each layer, from a list or a pattern of letters.
+
+    Raises
+    ------
+    KeyError
+        The config has neither.
+    ValueError
+        There is a kind that is not known.
+    """
     given = config.get(listed) or config.get("layer_types" if listed == "layers_block_type" else "")
     if given is None:
         letters = str(config[pattern])
         if unknown := set(letters) - _BLOCKS.keys():
             raise ValueError(f"{pattern} has {min(unknown)!r}; known are {' '.join(_BLOCKS)}")
         given = [_BLOCKS[letter] for letter in letters]
-    return [_BLOCK_NAMES.get(kind, kind) for kind in given]
+    kinds = [_BLOCK_NAMES.get(kind, kind) for kind in given]
+    if other := set(kinds) - set(_BLOCKS.values()):
+        raise ValueError(f"{listed} has {min(other)!r}; known are mamba, attention, mlp and moe")
+    return kinds
 
 
 def _nemotron_layer(config: Config, kind: str, extra: tuple[Weight, ...] = ()) -> Layer:
@@ -45,12 +57,10 @@ def _nemotron_modules(config: Config, kind: str) -> tuple[Gqa | Mamba2 | None, M
         )
         return mamba, None
     if kind == "attention":
-        return gqa({**config, "attention_bias": False}), None
+        return gqa({**config, "attention_bias": False}, rotary=False), None
     if kind == "mlp":
         bias = bool(config.get("mlp_bias", False))
         return None, DenseMlp(hidden_size=d, intermediate_size=config["intermediate_size"], gated=False, bias=bias)
-    if kind != "moe":
-        raise ValueError(f"layers_block_type has {kind!r}; known are mamba, attention, mlp and moe")
     return None, Moe(
         hidden_size=d,
         num_experts=config["n_routed_experts"],
@@ -65,13 +75,13 @@ def _nemotron_modules(config: Config, kind: str) -> tuple[Gqa | Mamba2 | None, M
 
 def nemotron_h(config: Config, name: str) -> ModelFacts:
     """Nemotron 3 Nano and Super."""
-    kinds = _nemotron_blocks(config, "layers_block_type", "hybrid_override_pattern")
+    kinds = block_types(config, "layers_block_type", "hybrid_override_pattern")
     naming = Naming("backbone.embeddings.weight", "backbone.norm_f.weight", "backbone.layers", "mtp.layers")
     layers = tuple(_nemotron_layer(config, kind) for kind in kinds)
     mtp: list[Layer] = []
     if config.get("num_nextn_predict_layers"):
         d = config["hidden_size"]
-        ends = _nemotron_blocks(config, "mtp_layers_block_type", "mtp_hybrid_override_pattern")
+        ends = block_types(config, "mtp_layers_block_type", "mtp_hybrid_override_pattern")
         first = (
             *(Weight(f"{norm}.weight", (d,), Part.MTP) for norm in ("enorm", "hnorm")),
             Weight("eh_proj.weight", (d, 2 * d), Part.MTP),

@@ -28,6 +28,8 @@ class Gqa:
     """Queries are projected together with a gate of the output (Qwen3-Next)."""
     sinks: bool = False
     """A learned logit a head that takes part in the softmax and has no value (gpt-oss)."""
+    rotary: bool = True
+    """Queries and keys are rotated by their positions."""
     window: int | None = None
     """A query sees at most so many tokens, itself included; None: all before it."""
     chunk: int | None = None

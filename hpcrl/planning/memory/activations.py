@@ -181,6 +181,15 @@ def _mla(mixer: Mla, shape: ActivationShape) -> float:
 
 def _mamba(mixer: Mamba2, shape: ActivationShape) -> float:
     b, t, inner = shape.element_bytes, shape.tokens, mixer.inner_size
+    if shape.eager:
+        # the projection, of which the gate is copied to float32; what is convolved, before and after its activation,
+        # and cut into chunks; steps at three places; states before chunks, as the recurrence and as readers have them
+        gate = b * (inner + mixer.conv_dim + mixer.num_heads) + (4 * inner if b < 4 else 0)
+        steps = 4 * 3 * mixer.num_heads
+        edges = 2 * 4 * mixer.num_heads * (mixer.head_dim * mixer.state_size + 1) / mixer.chunk_size
+        # read, activated gate, their product and its normalised value in float32; output; indices of tokens
+        normed = inner * (4 * 4 + b) + 4 * mixer.n_groups
+        return t * (gate + 4 * b * mixer.conv_dim + steps + edges + normed + 4 * 8)
     projected = t * b * (inner + mixer.conv_dim + mixer.num_heads)
     # convolution in and out, states at the edges of chunks in float32, gated norm, output
     convolved = t * b * mixer.conv_dim
@@ -206,16 +215,21 @@ def _mlp(mlp: DenseMlp | Moe, shape: ActivationShape) -> float:
     # assignments
     router = 4 * t * mlp.num_experts + t * (4 + (28 + b) * k)
     if shape.eager and mlp.correction_bias and b < 4:
-        # scores are computed of float32 copies; what they are copied from is kept for shared experts alone
+        # scores are computed of float32 copies; what they are copied from is kept for others that read it alone
         router += 4 * mlp.hidden_size * (t + mlp.num_experts)
-        router -= 0 if mlp.shared is not None else b * t * mlp.hidden_size
+        router -= b * t * mlp.hidden_size if mlp.shared is None and mlp.latent_size is None else 0
     # sorted inputs, gate and up, activation, product, outputs, outputs in token order
-    widths = 3 * mlp.expert_width + (4 if mlp.gated else 3) * mlp.moe_intermediate_size
+    widths = 3 * mlp.expert_width + _products(gated=mlp.gated, shape=shape) * mlp.moe_intermediate_size
     shared = 0.0 if mlp.shared is None else _dense(mlp.shared, t, shape)
-    latent = 0 if mlp.latent_size is None else 2 * b * t * mlp.latent_size
+    # what is sorted by expert is not kept as it was before
+    latent = 0 if mlp.latent_size is None else (1 if shape.eager else 2) * b * t * mlp.latent_size
     return router + b * routed * widths + shared + latent
 
 
 def _dense(mlp: DenseMlp, tokens: float, shape: ActivationShape) -> float:
-    """Gate, up, activation and product (without a gate: input, activation)."""
-    return shape.element_bytes * tokens * (4 if mlp.gated else 3) * mlp.intermediate_size
+    return shape.element_bytes * tokens * _products(gated=mlp.gated, shape=shape) * mlp.intermediate_size
+
+
+def _products(*, gated: bool, shape: ActivationShape) -> int:
+    """Gate, up, activation and product; without a gate what is squared and its square, and a kernel's input."""
+    return 4 if gated else 2 if shape.eager else 3

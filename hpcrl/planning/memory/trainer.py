@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hpcrl.models.facts import ModelFacts
-from hpcrl.models.layers import Layer
+from hpcrl.models.layers import Gqa, Layer, Mla
 from hpcrl.models.tensors import DTYPE_BYTES, Part
 from hpcrl.planning.ledger import Ledger, Term
 from hpcrl.planning.memory.activations import (
@@ -324,7 +324,8 @@ def _has_indexer(layer: Layer) -> bool:
 
 def _rotary_dim(facts: ModelFacts) -> int:
     for layer in facts.layers:
-        size = getattr(layer.mixer, "qk_rope_head_dim", None) or getattr(layer.mixer, "num_key_value_heads", None)
-        if size is not None:
-            return int(getattr(layer.mixer, "qk_rope_head_dim", 0) or getattr(layer.mixer, "head_dim", 0))
+        if isinstance(layer.mixer, Mla):
+            return layer.mixer.qk_rope_head_dim
+        if isinstance(layer.mixer, Gqa):
+            return layer.mixer.head_dim if layer.mixer.rotary else 0
     return 0

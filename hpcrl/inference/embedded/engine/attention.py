@@ -33,8 +33,8 @@ class KVCache:
     Attributes
     ----------
     keys, values:
-        ``[layers, num_blocks, block_size * heads * key_dim]`` (or ``value_dim``): a block is one row, so gathering
-        copies whole blocks.
+        ``[num_blocks, block_size * heads * key_dim]`` (or ``value_dim``) of each layer that keeps something: a block is
+        one row, so gathering copies whole blocks.
     experts:
         ``[num_blocks * block_size, layers, num_experts_per_tok]``; they lie beside the KV so that a prefix found in
         the cache has its routes too.
@@ -44,8 +44,11 @@ class KVCache:
         self.arch, self.num_blocks, self.block_size = arch, num_blocks, block_size
         heads, key_dim, value_dim = arch.kv
         # zeros, not empty: masked slots are multiplied by zero, and zero times NaN is NaN
-        self.keys = torch.zeros(arch.num_hidden_layers, num_blocks, block_size * heads * key_dim, dtype=dtype)
-        self.values = torch.zeros(arch.num_hidden_layers, num_blocks, block_size * heads * value_dim, dtype=dtype)
+        self.dtype = dtype
+        self.keys, self.values = (
+            {layer: torch.zeros(num_blocks, block_size * heads * dim, dtype=dtype) for layer in arch.kv_layers}
+            for dim in (key_dim, value_dim)
+        )
         code: type[np.generic] = np.uint8 if arch.routed_experts <= 256 else np.uint16
         self.experts: NDArray[np.generic] = np.zeros(
             (num_blocks * block_size, arch.num_hidden_layers, arch.experts_per_token), code
@@ -55,7 +58,7 @@ class KVCache:
     def bytes_per_block(arch: ModelArch, block_size: int, dtype: torch.dtype) -> int:
         """Bytes of keys and values of one block over all layers."""
         heads, key_dim, value_dim = arch.kv
-        return arch.num_hidden_layers * heads * (key_dim + value_dim) * block_size * dtype.itemsize
+        return len(arch.kv_layers) * heads * (key_dim + value_dim) * block_size * dtype.itemsize
 
 
 @dataclass(slots=True)
@@ -207,7 +210,7 @@ def _group(members: NDArray[np.int64], step: Step, starts: NDArray[np.int64], ro
     # a padded query looks at what a real one may see, so that its row of the softmax is not empty
     last_key = computed[:, None] + np.minimum(offsets[None, :], counts[:, None] - 1)
     visible = torch.from_numpy(np.arange(blocks * cache.block_size)[None, None, :] <= last_key[:, :, None])
-    mask = torch.zeros(visible.shape, dtype=cache.keys.dtype).masked_fill_(~visible, -torch.inf)
+    mask = torch.zeros(visible.shape, dtype=cache.dtype).masked_fill_(~visible, -torch.inf)
     repeat = cache.arch.num_attention_heads // cache.arch.kv.heads
     padded = not valid.all()
     return _Group(

@@ -80,7 +80,9 @@ class Engine:
         arch, dtype = model.arch, model.embed_tokens.weight.dtype
         self.config, self.arch, self._metrics = config, arch, metrics
         self._rows = Rows(config.max_num_seqs, config.max_model_len, config.block_size)
-        self._pool = BlockPool(config.num_blocks, caching=config.enable_prefix_caching)
+        # blocks hold no states of recurrent layers: what was said before is computed again
+        caching = config.enable_prefix_caching and arch.state is None
+        self._pool = BlockPool(config.num_blocks, caching=caching)
         noise = np.random.default_rng(config.seed)
         self._scheduler = Scheduler(
             self._rows,

@@ -22,6 +22,7 @@ class Rows:
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
         r, self.block_size = max_num_seqs, block_size
+        self.max_num_seqs = max_num_seqs
         self.max_blocks = -(-max_model_len // block_size)
         # np.empty takes address space, not memory, until a row grows into it
         self.tokens = np.empty((r, max_model_len), np.int32)

@@ -14,6 +14,7 @@ from hpcrl.inference.embedded.engine.request import EngineRequest, PromptLogprob
 from hpcrl.inference.embedded.engine.rows import Rows
 from hpcrl.inference.embedded.engine.sampler import SampledTokens, Sampler, SamplingBatch, rank_and_top
 from hpcrl.inference.embedded.engine.scheduler import Step
+from hpcrl.inference.embedded.engine.states import RecurrentStates, StepStates
 from hpcrl.modeling.context import BatchContext
 from hpcrl.modeling.decoder import Decoder
 
@@ -45,6 +46,7 @@ class ModelRunner:
 
     def __init__(self, model: Decoder, cache: KVCache, rows: Rows, sampler: Sampler, *, record_experts: bool) -> None:
         self.model, self._cache, self._rows, self._sampler = model, cache, rows, sampler
+        self._states = RecurrentStates(model.arch, rows.max_num_seqs, model.embed_tokens.weight.dtype)
         self._record_experts = record_experts and model.arch.routed_experts > 0
 
     @torch.inference_mode()
@@ -75,10 +77,13 @@ class ModelRunner:
             chosen[layer] = experts
 
         attention = PagedAttention(self._cache, inputs)
+        states = StepStates(self._states, step.rows, inputs.starts.tolist())
+        states.begin(rows.num_computed[step.rows] == 0)
         context = BatchContext(
             inputs.positions,
             attention,
             sparse=attention,
+            recurrence=states,
             select=torch.from_numpy(selected),
             record=record if self._record_experts else None,
         )

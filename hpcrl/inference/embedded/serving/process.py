@@ -19,6 +19,7 @@ from hpcrl.errors import ExitCode, UsageError
 from hpcrl.gate import Gate
 from hpcrl.inference.embedded.engine.attention import KVCache
 from hpcrl.inference.embedded.engine.engine import Delivery, Engine, EngineConfig
+from hpcrl.inference.embedded.engine.states import RecurrentStates
 from hpcrl.inference.embedded.serving.api_control import ControlApi
 from hpcrl.inference.embedded.serving.api_generate import GenerateApi
 from hpcrl.inference.embedded.serving.api_text import TextApi
@@ -60,7 +61,9 @@ def engine_config(settings: ServerSettings, model: Decoder) -> EngineConfig:
     num_blocks = settings.num_gpu_blocks_override
     if num_blocks is None:
         block_bytes = KVCache.bytes_per_block(arch, size, model.embed_tokens.weight.dtype)
-        num_blocks = min(settings.kv_cache_memory_bytes // block_bytes, per_sequence * settings.max_num_seqs)
+        states = settings.max_num_seqs * RecurrentStates.bytes_per_row(arch, model.embed_tokens.weight.dtype)
+        memory = max(0, settings.kv_cache_memory_bytes - states)
+        num_blocks = min(memory // max(1, block_bytes), per_sequence * settings.max_num_seqs)
     if num_blocks < per_sequence:
         raise UsageError(
             f"{num_blocks} KV blocks of {size} tokens cannot hold one sequence of --max-model-len {max_model_len}: "

@@ -1,0 +1,219 @@
+"""Mamba-2 over packed sequences in plain torch: a short causal convolution, and the recurrence of its state in chunks.
+
+The reference for kernels, and what CPUs compute. Within a chunk of tokens the recurrence is computed as attention is,
+from chunk to chunk by a state of fixed size (Dao and Gu 2024, "Transformers are SSMs", section 6). Every sequence is
+cut into chunks of its own, so that no state and no convolution reaches over its ends. Some chunks are computed at a
+time, and again for the backward pass: nothing with an element for every pair of tokens of a chunk is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+__all__ = ["Scan", "convolve", "scan"]
+
+T = TypeVar("T")
+_CHUNK_BYTES = 64 << 20
+"""About the memory that chunks take for a moment."""
+
+
+class Scan(NamedTuple):
+    """What a recurrence ``state = exp(step · decay) · state + step · value ⊗ key``, read by queries, is made of.
+
+    Attributes
+    ----------
+    values:
+        ``[T, heads, head_dim]``.
+    steps:
+        ``[T, heads]`` float32, above 0.
+    decay:
+        ``[heads]`` float32, below 0.
+    keys, queries:
+        ``[T, groups, state_size]``: what is written to the state, and what is read; heads share them in groups.
+    """
+
+    values: Tensor
+    steps: Tensor
+    decay: Tensor
+    keys: Tensor
+    queries: Tensor
+
+
+def convolve(
+    x: Tensor, weight: Tensor, bias: Tensor | None, starts: Sequence[int], before: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Causal convolution of each channel by itself, within each sequence.
+
+    Parameters
+    ----------
+    x:
+        ``[T, channels]``.
+    weight, bias:
+        ``[channels, 1, width]`` and ``[channels]``.
+    starts:
+        Where each of ``n`` sequences begins, and the end of the last.
+    before:
+        ``[n, width - 1, channels]``: what was there before the tokens; None for nothing (zeros).
+
+    Returns
+    -------
+    tuple
+        ``[T, channels]``, and ``[n, width - 1, channels]``: the last inputs, for the next call.
+    """
+    bounds, reach = np.asarray(starts), weight.shape[2] - 1
+    n = len(bounds) - 1
+    # every sequence behind the inputs before it
+    shifts = np.repeat(np.arange(1, n + 1) * reach, np.diff(bounds))
+    places = _indices(np.arange(bounds[-1]) + shifts, x)
+    heads = _indices(((bounds[:-1] + np.arange(n) * reach)[:, None] + np.arange(reach)).ravel(), x)
+    tails = _indices(((bounds[1:] + np.arange(n) * reach)[:, None] + np.arange(reach)).ravel(), x)
+    wide = x.new_zeros(len(x) + n * reach, x.shape[1]).index_copy(0, places, x)
+    if before is not None:
+        wide = wide.index_copy(0, heads, before.flatten(0, 1).to(x.dtype))
+    y = F.conv1d(wide.T[None], weight, bias, groups=x.shape[1])[0].T
+    return y[places - reach], wide[tails].view(n, reach, -1)
+
+
+def scan(parts: Scan, starts: Sequence[int], chunk_size: int, before: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """What the queries read of the state after each token.
+
+    Parameters
+    ----------
+    starts:
+        Where each of ``n`` sequences begins, and the end of the last.
+    chunk_size:
+        Tokens of a chunk at most.
+    before:
+        ``[n, heads, head_dim, state_size]`` float32: states before the tokens; None for zeros.
+
+    Returns
+    -------
+    tuple
+        ``[T, heads, head_dim]`` float32, and the states after the last tokens, as ``before``.
+    """
+    chunks = _Chunks(starts, chunk_size)
+    heads, dim = parts.values.shape[1:]
+    tokens = _indices(chunks.tokens.ravel(), parts.values)
+    shape = chunks.tokens.shape
+
+    def cut(x: Tensor) -> Tensor:
+        return x[tokens].view(*shape, *x.shape[1:])
+
+    real = torch.from_numpy(chunks.real).to(parts.values.device)
+    # a step of 0 neither decays the state nor adds to it
+    steps = cut(parts.steps) * real[..., None]
+    cut_parts = Scan(cut(parts.values), steps, parts.decay, cut(parts.keys), cut(parts.queries))
+    # at a time: decays and products of all pairs of a chunk, for each head
+    together = max(1, _CHUNK_BYTES // (12 * heads * shape[1] * max(shape[1], parts.keys.shape[2])))
+    pieces = _split(cut_parts, together)
+    made = [_computed_again(_written, piece) for piece in pieces]
+    written, kept = torch.cat([w for w, _ in made]), torch.cat([k for _, k in made])
+    state = written.new_zeros(len(starts) - 1, heads, dim, parts.keys.shape[2]) if before is None else before
+    order = _indices(chunks.order, parts.values)
+    entering, after = _states(state[order], written, kept, chunks.counts)
+    each = torch.split(entering, together)
+    y = torch.cat([_computed_again(_read, piece, states) for piece, states in zip(pieces, each, strict=True)])
+    back = torch.empty_like(order).index_copy(0, order, torch.arange(len(order), device=order.device))
+    return y.flatten(0, 1)[_indices(chunks.places, y)], after[back]
+
+
+class _Chunks:
+    """Tokens of packed sequences in chunks: first chunks of all sequences, longer ones first, then second ones, …
+
+    Attributes
+    ----------
+    order:
+        ``[n]``: sequences by falling number of chunks.
+    counts:
+        How many sequences have a first chunk, a second one, ….
+    tokens, real:
+        ``[chunks, size]``: tokens of each chunk, and which of them are no padding.
+    places:
+        ``[T]``: where each token is among those of all chunks.
+    """
+
+    def __init__(self, starts: Sequence[int], chunk_size: int) -> None:
+        bounds = np.asarray(starts)
+        lengths = np.diff(bounds)
+        size = min(chunk_size, int(lengths.max(initial=1)))
+        numbers = -(-lengths // size)
+        self.order = np.argsort(-numbers, kind="stable")
+        self.counts = [int((numbers > rank).sum()) for rank in range(int(numbers.max(initial=0)))]
+        sequence = np.concatenate([self.order[:count] for count in self.counts])
+        rank = np.repeat(np.arange(len(self.counts)), self.counts)
+        wanted = (bounds[sequence] + rank * size)[:, None] + np.arange(size)
+        ends = bounds[sequence + 1][:, None]
+        self.real = wanted < ends
+        self.tokens = np.minimum(wanted, ends - 1)
+        self.places = np.empty(int(bounds[-1]), np.int64)
+        self.places[wanted[self.real]] = np.flatnonzero(self.real)
+
+
+def _split(parts: Scan, together: int) -> list[Scan]:
+    """Some chunks at a time."""
+    values, steps, keys, queries = (
+        torch.split(part, together) for part in (parts.values, parts.steps, parts.keys, parts.queries)
+    )
+    return [Scan(v, s, parts.decay, k, q) for v, s, k, q in zip(values, steps, keys, queries, strict=True)]
+
+
+def _computed_again(function: Callable[..., T], *arguments: object) -> T:
+    """The result, of which nothing that was computed on the way is kept for the backward pass."""
+    if not torch.is_grad_enabled():
+        return function(*arguments)
+    made: T = checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
+    return made
+
+
+def _written(parts: Scan) -> tuple[Tensor, Tensor]:
+    """What chunks ``[c, size, …]`` add to the state ``[c, heads, dim, state]``, and what they leave ``[c, heads]``."""
+    logs = (parts.steps * parts.decay).cumsum(1)
+    left = (logs[:, -1:] - logs).exp() * parts.steps
+    weighted = _by_group(parts.values.float() * left[..., None], parts.keys.shape[2], 2)
+    added = torch.einsum("cqgrp,cqgn->cgrpn", weighted, parts.keys.float())
+    return added.flatten(1, 2), logs[:, -1].exp()
+
+
+def _states(state: Tensor, written: Tensor, kept: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
+    """States before each chunk, and after the last one of each sequence; sequences by falling number of chunks."""
+    entering, finished, begin = [], [], 0
+    for count, following in zip(counts, [*counts[1:], 0], strict=True):
+        state = state[:count]
+        entering.append(state)
+        own = slice(begin, begin + count)
+        state = state * kept[own, :, None, None] + written[own]
+        finished.append(state[following:])
+        begin += count
+    return torch.cat(entering), torch.cat(finished[::-1])
+
+
+def _read(parts: Scan, entering: Tensor) -> Tensor:
+    """What queries of chunks ``[c, size, …]`` read: of what was written before them in the chunk, and of the state."""
+    size, groups = parts.values.shape[1], parts.keys.shape[2]
+    keys, queries = parts.keys.float(), parts.queries.float()
+    logs = (parts.steps * parts.decay).cumsum(1)
+    later = torch.ones(size, size, dtype=torch.bool, device=keys.device).triu(1)
+    # [chunks, reader, writer, heads]
+    between = (logs[:, :, None] - logs[:, None]).masked_fill(later[..., None], float("-inf")).exp()
+    met = torch.einsum("cqgn,ckgn->cqkg", queries, keys)
+    weights = (_by_group(between, groups, 3) * met[..., None]).flatten(3)
+    inside = torch.einsum("cqkh,ckhp->cqhp", weights, parts.values.float() * parts.steps[..., None])
+    of_state = torch.einsum("cqgn,cgrpn->cqgrp", queries, _by_group(entering, groups, 1))
+    return inside + of_state.flatten(2, 3) * logs.exp()[..., None]
+
+
+def _by_group(x: Tensor, groups: int, dim: int) -> Tensor:
+    """The heads of dimension ``dim`` as groups and the heads of each."""
+    return x.view(*x.shape[:dim], groups, -1, *x.shape[dim + 1 :])
+
+
+def _indices(numbers: NDArray[np.int64], like: Tensor) -> Tensor:
+    return torch.from_numpy(numbers).to(like.device)
