@@ -89,6 +89,9 @@ def measure_local(count: int, steps: int) -> None:
     root = scratch("status-local")
     make_local_runs(root, count, steps)
     env = {**os.environ, "HPCRL_RUNS_ROOT": str(root), "XDG_STATE_HOME": str(scratch("status-state"))}
+    # with compiled modules beside the sources, as pip installs them
+    env.pop("PYTHONDONTWRITEBYTECODE", None)
+    env["PYTHONPYCACHEPREFIX"] = str(scratch("status-compiled"))
     figures: dict[str, object] = {"runs": count, "steps": steps}
     commands = (["--version"], ["ls"], ["ls", "-n", "20"], ["status"], ["logs"], ["report", "run-0000"])
     for command in commands:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from hpcrl.config.plan import Plan
     from hpcrl.config.recipe import Recipe
 
-__all__ = ["cluster_app", "plan_for_checks", "register"]
+__all__ = ["cluster_app", "plan_from_here", "register"]
 
 recipe_app = typer.Typer(cls=ListGroup, help="Recipes: what to train.", no_args_is_help=True)
 cluster_app = typer.Typer(cls=ListGroup, help="Cluster profiles: where to train.", no_args_is_help=True)
@@ -61,23 +61,25 @@ def recipe_check(recipe: RecipeArgument, cluster: ClusterOption = "local", overr
     check_rules(loaded, site)
     own = [env for env in loaded.value.environments if isinstance(env, CustomEnv) and env.try_before_submit]
     with working("trying the recipe's environments"):
-        notes = check_environments(loaded, plan_for_checks(loaded.value, site.value), site.value) if own else []
+        notes = check_environments(loaded, plan_from_here(loaded.value, site.value), site.value) if own else []
     for note in notes:
         typer.echo(f"note: {note}", err=True)
     made = f", {len(own)} of your environments made" if own and not notes else ""
     typer.echo(f"{loaded.source}: good on {site.value.name} ({len(RULES)} rules checked{made})")
 
 
-def plan_for_checks(recipe: Recipe, cluster: ClusterProfile) -> Plan:
-    """What would be submitted from here, for checks that ask who runs with which Python and environment."""
+def plan_from_here(recipe: Recipe, cluster: ClusterProfile) -> Plan:
+    """What would be submitted from here, under a name that is made up."""
     import time
     from pathlib import Path
 
-    from hpcrl.jobplan import absolute_paths, absolute_site_paths, default_run_name, make_plan, resolve_runs_root
+    from hpcrl.config.runs_root import resolve_runs_root
+    from hpcrl.jobplan import absolute_paths, absolute_site_paths, default_run_name, make_plan
 
     here, name = Path.cwd(), default_run_name(recipe, time.time())
     profile = absolute_site_paths(cluster, here)
-    return make_plan(absolute_paths(recipe, here), profile, name, resolve_runs_root(profile, here) / name)
+    root = resolve_runs_root(profile.paths.runs_root, here)
+    return make_plan(absolute_paths(recipe, here), profile, name, root / name)
 
 
 @recipe_app.command("show")

@@ -46,14 +46,14 @@ def try_(
 
     from rich.console import Console
 
-    from hpcrl.cli.configuration import plan_for_checks
+    from hpcrl.cli.configuration import plan_from_here
     from hpcrl.cli.progress import working
     from hpcrl.config.joined import load_both
     from hpcrl.errors import ExitCode
     from hpcrl.jobplan.environment_trial import try_environment
 
     loaded, site = load_both(recipe, cluster, overrides or (), environ=os.environ)
-    plan = plan_for_checks(loaded.value, site.value)
+    plan = plan_from_here(loaded.value, site.value)
     with working("trying the recipe's environments"):
         found = {
             each: try_environment(loaded, plan, site.value, name=each, task=task, timeout_s=timeout_s)

@@ -107,35 +107,26 @@ def show(
     number.
     """
     import json
-    import time
     from pathlib import Path
 
+    from hpcrl.cli.configuration import plan_from_here
     from hpcrl.cli.output import table_console
     from hpcrl.cli.planning_answers import print_answers, print_verdict
     from hpcrl.cli.planning_tables import print_explanation, print_outlook
     from hpcrl.cli.progress import working
     from hpcrl.config.rules.table import unstartable
-    from hpcrl.jobplan import (
-        absolute_paths,
-        absolute_site_paths,
-        default_run_name,
-        make_plan,
-        resolve_runs_root,
-    )
+    from hpcrl.jobplan import absolute_site_paths
     from hpcrl.planning.memory.real_model import measure_pass
     from hpcrl.planning.report import find_facts, make_outlook, outlook_document
     from hpcrl.planning.search.recipe import better_document, better_split
     from hpcrl.planning.verdict import judge
 
     loaded, site = load_for_planning(recipe, cluster, overrides)
-    cwd = Path.cwd()
     measured = read_calibration(calibration, site.value, tables)
     wanted = loaded.value
     if nodes is not None:
         wanted = _best_split(wanted, site.value, measured, nodes)
-    name = default_run_name(wanted, time.time())
-    profile = absolute_site_paths(site.value, cwd)
-    resolved = make_plan(absolute_paths(wanted, cwd), profile, name, resolve_runs_root(profile, cwd) / name)
+    resolved = plan_from_here(wanted, site.value)
     facts = find_facts(wanted)
     with working("computing memory and times") as told:
         real = measure_pass(wanted, site.value) if real_model else None
@@ -161,7 +152,7 @@ def show(
     if explain:
         print_explanation(console, outlook, measured)
     if environment:
-        print_environment(wanted, profile, resolved)
+        print_environment(wanted, absolute_site_paths(site.value, Path.cwd()), resolved)
     raise typer.Exit(verdict.exit_code)
 
 

@@ -50,12 +50,11 @@ def runs_root(option: str | None, cluster: ClusterProfile | None = None) -> Path
     """Where runs are: the option, else ``HPCRL_RUNS_ROOT``, else the cluster profile (``local`` by default)."""
     from pathlib import Path
 
-    from hpcrl.config.load import load_cluster
-    from hpcrl.jobplan import resolve_runs_root
+    from hpcrl.config.runs_root import resolve_runs_root
 
     if option is not None:
         return Path(option).expanduser().resolve()
-    return resolve_runs_root(cluster if cluster is not None else load_cluster("local").value, Path.cwd())
+    return resolve_runs_root(None if cluster is None else cluster.paths.runs_root, Path.cwd())
 
 
 def find(run: str | None, option: str | None) -> RunDir:
@@ -83,18 +82,10 @@ def profile_roots() -> Iterator[Path]:
     """Where runs are: of this directory, and of each cluster profile that can be read."""
     from pathlib import Path
 
-    from hpcrl.config.load import load_cluster
-    from hpcrl.config.resources import list_clusters
-    from hpcrl.errors import ConfigError
-    from hpcrl.jobplan import profile_runs_root
+    from hpcrl.config.runs_root import written_runs_roots
 
     yield runs_root(None)
-    for path in list_clusters().values():
-        try:
-            profile = load_cluster(str(path)).value
-        except ConfigError:
-            continue  # `hpcrl cluster list` names it
-        yield profile_runs_root(profile, Path.cwd())
+    yield from written_runs_roots(Path.cwd())
 
 
 def ask_slurm() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -12,18 +12,17 @@ from pydantic import BaseModel, ValidationError
 
 from hpcrl.config.cluster import CLUSTER_KINDS, ClusterProfile
 from hpcrl.config.explain import explain_errors
+from hpcrl.config.extends import with_bases
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.resources import find_cluster, find_cluster_below, find_recipe
 from hpcrl.config.secret_values import find_secrets, hide_setting
-from hpcrl.config.yamltree import KeyPath, Origins, parse_file, parse_value
+from hpcrl.config.yamltree import KeyPath, Origins, parse_value
 from hpcrl.errors import ConfigError, Finding
 
 __all__ = ["Loaded", "leaves", "load_cluster", "load_recipe"]
 
 M = TypeVar("M", bound=BaseModel)
 M_co = TypeVar("M_co", bound=BaseModel, covariant=True)
-
-_MAX_EXTENDS = 8
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ def load_recipe(name: str, overrides: Sequence[str] = ()) -> Loaded[Recipe]:
         With every finding: YAML, unknown keys, types, values, unknown overrides.
     """
     source = find_recipe(name)
-    tree, origins = _with_bases(source, "recipe", lambda base, _: find_recipe(base))
+    tree, origins = with_bases(source, "recipe", lambda base, _: find_recipe(base))
     return _validate(Recipe, source, tree, origins, _apply_overrides(tree, origins, overrides))
 
 
@@ -83,7 +82,7 @@ def load_cluster(name: str, overrides: Sequence[str] = ()) -> Loaded[ClusterProf
     another name itself.
     """
     source = find_cluster(name)
-    tree, origins = _with_bases(source, "cluster profile", find_cluster_below)
+    tree, origins = with_bases(source, "cluster profile", find_cluster_below)
     if origins.get(("name",), "").rpartition(":")[0] != str(source) and "name" in tree:
         tree["name"] = source.stem
     findings = _apply_overrides(tree, origins, overrides)
@@ -123,62 +122,6 @@ def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
             yield from leaves(item, (*path, index))
     else:
         yield path, value
-
-
-def _with_bases(
-    source: Path, what: str, find: Callable[[str, Collection[Path]], Path]
-) -> tuple[dict[str, Any], Origins]:
-    """The tree of a file on top of what it extends, nearest last.
-
-    Parameters
-    ----------
-    what:
-        Kind of file.
-    find:
-        The file that a name means, given those (resolved) that it has led to.
-    """
-    chain: list[tuple[dict[str, Any], Origins]] = []
-    seen: list[Path] = []
-    path = source
-    while True:
-        if path.resolve() in seen or len(seen) == _MAX_EXTENDS:
-            names = " -> ".join(p.name for p in (*seen, path))
-            raise ConfigError([Finding(str(source), "extends", f"goes round in a circle or too deep: {names}")])
-        seen.append(path.resolve())
-        tree, origins = parse_file(path)
-        base = tree.pop("extends", None)
-        chain.append((tree, origins))
-        if base is None:
-            break
-        where = origins[("extends",)]
-        if not isinstance(base, str):
-            raise ConfigError([Finding(where, "extends", f"must be the path or name of one {what}")])
-        beside = path.parent / base
-        try:
-            path = beside if _is_file(beside) else find(base, seen)
-        except ConfigError as error:
-            finding = error.findings[0]
-            shown = base if len(base) <= 200 else f"{base[:100]}…"
-            raise ConfigError([Finding(where, "extends", f"{shown!r}: {finding.what}", finding.hint)]) from error
-    merged: dict[str, Any] = {}
-    merged_origins: Origins = {}
-    for tree, origins in reversed(chain):
-        merged = _merge(merged, tree, (), merged_origins, origins)
-    return merged, merged_origins
-
-
-def _merge(base: Any, top: Any, path: KeyPath, base_origins: Origins, top_origins: Origins) -> Any:
-    """Mappings are merged key by key, everything else is replaced; ``base_origins`` is brought up to date."""
-    if isinstance(base, dict) and isinstance(top, dict):
-        base_origins[path] = top_origins[path]
-        result = dict(base)
-        for key, value in top.items():
-            result[key] = _merge(base.get(key), value, (*path, key), base_origins, top_origins)
-        return result
-    for stale in [p for p in base_origins if p[: len(path)] == path]:
-        del base_origins[stale]
-    base_origins.update({p: where for p, where in top_origins.items() if p[: len(path)] == path})
-    return top
 
 
 def _apply_overrides(tree: dict[str, Any], origins: Origins, overrides: Sequence[str]) -> list[Finding]:
@@ -240,11 +183,3 @@ def _item(node: Any, index: str | int) -> Any:
     if not isinstance(index, int) or index >= len(node):
         raise ValueError(f"list has items 0 to {len(node) - 1}, not {index}")
     return node[index]
-
-
-def _is_file(path: Path) -> bool:
-    """Whether it is a file (a name that no filesystem takes is none)."""
-    try:
-        return path.is_file()
-    except OSError:
-        return False

@@ -7,8 +7,6 @@ from hpcrl.jobplan.plan import (
     absolute_site_paths,
     default_run_name,
     make_plan,
-    profile_runs_root,
-    resolve_runs_root,
 )
 from hpcrl.jobplan.preflight import (
     check_engine_flags,
@@ -32,8 +30,6 @@ __all__ = [
     "check_sizes",
     "default_run_name",
     "make_plan",
-    "profile_runs_root",
-    "resolve_runs_root",
     "role_variables",
     "with_model_of",
 ]

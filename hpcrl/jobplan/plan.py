@@ -11,6 +11,7 @@ from hpcrl.config.cluster_slurm import NoContainer
 from hpcrl.config.layout import AttemptPolicy, Container, ElasticPolicy
 from hpcrl.config.plan import Plan, WatchPolicy
 from hpcrl.config.recipe import Recipe
+from hpcrl.config.runs_root import absolute_path
 from hpcrl.jobplan.groups import make_groups
 from hpcrl.jobplan.layout import place_groups
 
@@ -19,27 +20,15 @@ __all__ = [
     "absolute_site_paths",
     "default_run_name",
     "make_plan",
-    "profile_runs_root",
-    "resolve_runs_root",
 ]
 
 _RETRIES = 3
 """`job.retry_failures` under Slurm: nobody looks at night."""
 
 
-def resolve_runs_root(cluster: ClusterProfile, cwd: Path) -> Path:
-    """The runs root of a profile as an absolute path; ``HPCRL_RUNS_ROOT`` wins over the profile."""
-    return _resolve(os.environ.get("HPCRL_RUNS_ROOT") or cluster.paths.runs_root, cwd)
-
-
-def profile_runs_root(cluster: ClusterProfile, cwd: Path) -> Path:
-    """The runs root that a profile itself says, as an absolute path."""
-    return _resolve(cluster.paths.runs_root, cwd)
-
-
 def absolute_paths(recipe: Recipe, cwd: Path) -> Recipe:
     """The recipe with its paths made absolute, so that roles may run in any directory."""
-    model = recipe.model.model_copy(update={"path": str(_resolve(recipe.model.path, cwd))})
+    model = recipe.model.model_copy(update={"path": str(absolute_path(recipe.model.path, cwd))})
     return recipe.model_copy(update={"model": model})
 
 
@@ -51,7 +40,7 @@ def absolute_site_paths(cluster: ClusterProfile, cwd: Path) -> ClusterProfile:
     if not isinstance(cluster, SlurmCluster):
         return cluster
     given = {"cache": cluster.paths.cache, "scratch": cluster.paths.scratch}
-    absolute = {name: str(_resolve(path, cwd)) for name, path in given.items() if path is not None}
+    absolute = {name: str(absolute_path(path, cwd)) for name, path in given.items() if path is not None}
     return cluster.model_copy(update={"paths": cluster.paths.model_copy(update=absolute)})
 
 
@@ -116,10 +105,6 @@ def make_plan(recipe: Recipe, cluster: ClusterProfile, run_name: str, run_dir: P
         "scratch": cluster.paths.scratch,
     }
     return plan.model_copy(update=placed)
-
-
-def _resolve(path: str, cwd: Path) -> Path:
-    return (cwd / Path(os.path.expandvars(path)).expanduser()).resolve()
 
 
 def _local_attempts(recipe: Recipe) -> AttemptPolicy:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -18,7 +18,7 @@ from hpcrl.runs.record import RunRecord, Submission
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ComponentState, ComponentStatus, ProcessId, RunState, RunStatus
 
-__all__ = ["RunView", "observe", "prefetch"]
+__all__ = ["RunView", "observe", "observe_all"]
 
 _SUBMIT_GRACE_S = 60.0
 """A submission without a local controller counts as alive for this long before a supervisor must have written."""
@@ -99,9 +99,11 @@ def observe(run: RunDir, *, now_s: float | None = None) -> RunView:
     RunDirError
         It is no run.
     """
-    now_s = time.time() if now_s is None else now_s
-    record = RunRecord.read(run)
-    status = RunStatus.read(run)
+    return _view(run, RunRecord.read(run), RunStatus.read(run), time.time() if now_s is None else now_s)
+
+
+def _view(run: RunDir, record: RunRecord, status: RunStatus | None, now_s: float) -> RunView:
+    """`observe`, by what was just read."""
     submission = record.submissions[-1] if record.submissions else None
     attempts, names = run.attempts(), run.names()
     view = RunView(
@@ -150,15 +152,20 @@ def observe(run: RunDir, *, now_s: float | None = None) -> RunView:
     return _lost(view, run, submission)
 
 
-def prefetch(runs: Iterable[RunDir]) -> None:
-    """Ask Slurm about the jobs of all runs at once, so that `observe` of each needs no question of its own."""
-    open_ends = []
+def observe_all(runs: Iterable[RunDir]) -> Iterator[tuple[RunDir, RunRecord, RunView]]:
+    """`observe` many runs, in their order; Slurm is asked about the jobs of all at once. What cannot be read is left
+    out."""
+    found, open_ends = [], []
     for run in runs:
         with contextlib.suppress(RunDirError):
-            submissions = RunRecord.read(run).submissions
-            if submissions and not _has_last_word(RunStatus.read(run), submissions[-1]):
-                open_ends.append(submissions[-1])
+            record, status = RunRecord.read(run), RunStatus.read(run)
+            found.append((run, record, status))
+            if record.submissions and not _has_last_word(status, record.submissions[-1]):
+                open_ends.append(record.submissions[-1])
     ask(open_ends)
+    for run, record, status in found:
+        with contextlib.suppress(RunDirError):
+            yield run, record, _view(run, record, status, time.time())
 
 
 def _has_last_word(status: RunStatus | None, submission: Submission) -> bool:

@@ -6,7 +6,7 @@ import difflib
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from pathlib import Path
 
 from hpcrl.errors import RunDirError, UsageError
@@ -37,12 +37,7 @@ def check_name(name: str) -> str:
 
 def list_runs(root: Path) -> list[RunDir]:
     """Runs below ``root`` that we may read, newest first. A root that does not exist has none."""
-    try:
-        names = os.listdir(root)
-    except OSError:
-        return []
-    # what is being staged is hidden, and becomes a run when it is renamed
-    return _newest_first(RunDir(root / name) for name in names if not name.startswith("."))
+    return _newest_first(_below(root))
 
 
 def all_runs(root: Path | None, roots: Roots) -> list[RunDir]:
@@ -55,9 +50,10 @@ def all_runs(root: Path | None, roots: Roots) -> list[RunDir]:
     roots:
         What of our own lies there and is not known yet is entered into the registry.
     """
-    _rebuild(roots)
-    here = [] if root is None else list_runs(root)
-    return _newest_first(_distinct([*here, *(run for _, run in known_runs())]))
+    found = _rebuild(roots)
+    for run in [] if root is None else _below(root, found):
+        found.setdefault(str(run.path.resolve()), run)
+    return _newest_first(found.values())
 
 
 def newest_run(runs: list[RunDir], where: str) -> RunDir:
@@ -152,11 +148,24 @@ def _jobs_of(run: RunDir) -> set[str]:
     return {each.job_id if each.executor == "slurm" else each.in_job for each in submissions}
 
 
-def _rebuild(roots: Roots) -> None:
-    """Enter the runs of our own below these directories."""
+def _rebuild(roots: Roots) -> dict[str, RunDir]:
+    """Enter the runs of our own below these directories; returns all of the user's, by their resolved paths."""
+    found = {str(run.path): run for _, run in known_runs()}
     for root in roots():
-        for run in list_runs(root):
-            remember(run)
+        for run in _below(root, found):
+            if remember(run):
+                found[str(run.path.resolve())] = run
+    return found
+
+
+def _below(root: Path, found: Container[str] = ()) -> list[RunDir]:
+    """What may be a run below ``root``, without the paths that were ``found`` before."""
+    try:
+        names = os.listdir(root)
+    except OSError:
+        return []
+    # what is being staged is hidden, and becomes a run when it is renamed
+    return [RunDir(root / name) for name in names if not name.startswith(".") and f"{root}/{name}" not in found]
 
 
 def _noticed(run: RunDir) -> RunDir:

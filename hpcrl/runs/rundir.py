@@ -35,16 +35,19 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import yaml
 
-from hpcrl.config.cluster import ClusterProfile, cluster_from_json
-from hpcrl.config.plan import Plan
-from hpcrl.config.recipe import Recipe
 from hpcrl.credentials import ensure_token
 from hpcrl.errors import RunDirError
 from hpcrl.fs import atomic_write, fsync_dir, make_directory
+
+if TYPE_CHECKING:
+    from hpcrl.config.cluster import ClusterProfile
+    from hpcrl.config.plan import Plan
+    from hpcrl.config.recipe import Recipe
 
 __all__ = ["RunDir"]
 
@@ -175,10 +178,14 @@ class RunDir:
 
     def recipe(self) -> Recipe:
         """The resolved recipe (RunDirError where it cannot be read)."""
+        from hpcrl.config.recipe import Recipe  # noqa: PLC0415 - not for lists of many runs
+
         return Recipe.model_validate_json(json.dumps(self._yaml(self.recipe_path)))
 
     def cluster(self) -> ClusterProfile:
         """The resolved cluster profile (RunDirError where it cannot be read)."""
+        from hpcrl.config.cluster import cluster_from_json  # noqa: PLC0415 - not for lists of many runs
+
         return cluster_from_json(json.dumps(self._yaml(self.cluster_path)))
 
     def names(self) -> PlanNames:
@@ -192,6 +199,8 @@ class RunDir:
 
     def plan(self) -> Plan:
         """The plan (RunDirError where it cannot be read)."""
+        from hpcrl.config.plan import Plan  # noqa: PLC0415 - not for lists of many runs
+
         try:
             return Plan.model_validate_json(self.plan_path.read_bytes())
         except FileNotFoundError as error:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,3 +50,29 @@ def test_an_unknown_name_gets_a_hint(tmp_path: Path, asked: str, hint: str) -> N
 def test_a_name_that_is_no_safe_directory_is_refused(name: str) -> None:
     with pytest.raises(UsageError, match="cannot be the name of a run"):
         check_name(name)
+
+
+def test_a_list_of_many_runs_reads_few_files_of_each_and_no_schema(tmp_path: Path) -> None:
+    """What `ls` costs is what it opens and loads: on a shared filesystem each opened file is a question to a server."""
+    for name in ("a", "b", "c"):
+        make_run(tmp_path / "many", name)
+    code = """
+import collections, sys
+opened = collections.Counter()
+sys.addaudithook(lambda event, given: opened.update([str(given[0])]) if event == "open" else None)
+sys.argv = ["hpcrl", "ls"]
+from hpcrl.cli.main import main
+try:
+    main()
+finally:
+    print(sum("/many/" in path for path in opened.elements()), "hpcrl.config.recipe" in sys.modules)
+"""
+    here = {"HPCRL_RUNS_ROOT": str(tmp_path / "many"), "XDG_STATE_HOME": str(tmp_path / "state")}
+    for _ in range(2):  # the first enters the runs into the registry
+        out = subprocess.run(
+            [sys.executable, "-c", code], env={**os.environ, **here}, cwd=tmp_path, capture_output=True, text=True
+        )
+    assert out.stdout.splitlines()[1].split()[0] == "c", out
+    opened, schemas = out.stdout.split()[-2:]
+    # run.json twice (is it ours; what is it), status.json, plan.json, no measurements
+    assert (int(opened), schemas) == (3 * 4, "False")

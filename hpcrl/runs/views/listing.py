@@ -9,10 +9,8 @@ import msgspec
 from rich.console import Group
 from rich.text import Text
 
-from hpcrl.errors import RunDirError
 from hpcrl.runs.metrics import read_newest
-from hpcrl.runs.observe import observe, prefetch
-from hpcrl.runs.record import RunRecord
+from hpcrl.runs.observe import observe_all
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunState
 from hpcrl.runs.views.words import age, duration, state_text
@@ -74,12 +72,7 @@ def list_rows(
     rows: list[RunRow] = []
     if newest and not states and cluster is None:
         runs = runs[:newest]
-    prefetch(runs)
-    for run in runs:
-        try:
-            view, record = observe(run), RunRecord.read(run)
-        except RunDirError:
-            continue
+    for run, record, view in observe_all(runs):
         if (states and view.state not in states) or cluster not in (None, view.cluster):
             continue
         last = read_newest(run)
@@ -126,7 +119,7 @@ def listing_table(rows: list[RunRow], width: int, *, cut: bool = True) -> Group:
     if wide:
         columns[2:2] = ["cluster"]
         columns += ["attempts", "cause"]
-    cells = [[_cell(row, column) for column in columns] for row in rows]
+    cells = [_cells(row, columns) for row in rows]
     # what is too much beside the longest name goes, the least needed first
     for column in () if wide else ("reward", "time", "age"):
         if _needed(columns, cells) > width:
@@ -135,9 +128,13 @@ def listing_table(rows: list[RunRow], width: int, *, cut: bool = True) -> Group:
             for line in cells:
                 line.pop(at)
     widths = _widths(columns, cells)
-    lines = [_line([Text(column, style="dim") for column in columns], columns, widths)]
+    lines = [_line(columns, columns, widths)]
+    lines[0].stylize("dim")
+    state = columns.index("state")
+    at = sum(widths[:state]) + len(_GAP) * state
     for row, line in zip(rows, cells, strict=True):
         lines.append(_line(line, columns, widths))
+        lines[-1].stylize(state_text(row.state).style, at, at + len(row.state))
         if wide and cut:
             lines[-1].truncate(width, overflow="ellipsis")
         elif row.cause and not wide:
@@ -148,14 +145,14 @@ def listing_table(rows: list[RunRow], width: int, *, cut: bool = True) -> Group:
     return Group(*lines)
 
 
+_GAP = "  "
 _NUMBERS = ("job", "age", "time", "steps", "reward", "attempts")
 
 
-def _cell(row: RunRow, column: str) -> Text:
-    if column == "state":
-        return state_text(row.state)
+def _cells(row: RunRow, columns: list[str]) -> list[str]:
     values = {
         "run": row.name,
+        "state": row.state.value,
         "cluster": row.cluster,
         "job": row.job or "-",
         "age": age(time.time() - row.created_at_s),
@@ -165,22 +162,18 @@ def _cell(row: RunRow, column: str) -> Text:
         "attempts": str(row.attempts),
         "cause": row.cause,
     }
-    return Text(values[column])
+    return [values[column] for column in columns]
 
 
-def _widths(columns: list[str], cells: list[list[Text]]) -> list[int]:
+def _widths(columns: list[str], cells: list[list[str]]) -> list[int]:
     return [max(len(column), *(len(line[i]) for line in cells)) for i, column in enumerate(columns)]
 
 
-def _needed(columns: list[str], cells: list[list[Text]]) -> int:
-    return sum(_widths(columns, cells)) + 2 * (len(columns) - 1)
+def _needed(columns: list[str], cells: list[list[str]]) -> int:
+    return sum(_widths(columns, cells)) + len(_GAP) * (len(columns) - 1)
 
 
-def _line(values: list[Text], columns: list[str], widths: list[int]) -> Text:
-    line = Text(no_wrap=True, overflow="ignore")
-    for i, (value, column, size) in enumerate(zip(values, columns, widths, strict=True)):
-        pad = " " * (size - len(value))
-        line.append("  " if i else "")
-        line.append_text(Text.assemble(pad, value) if column in _NUMBERS else Text.assemble(value, pad))
-    line.rstrip()
-    return line
+def _line(values: list[str], columns: list[str], widths: list[int]) -> Text:
+    fields = zip(values, columns, widths, strict=True)
+    padded = (value.rjust(size) if column in _NUMBERS else value.ljust(size) for value, column, size in fields)
+    return Text(_GAP.join(padded).rstrip(), no_wrap=True, overflow="ignore")

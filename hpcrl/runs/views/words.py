@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from rich.text import Text
 
-from hpcrl.runs.metrics import StepRecord
-from hpcrl.runs.run_progress import Progress
+if TYPE_CHECKING:
+    from hpcrl.runs.metrics import StepRecord
+    from hpcrl.runs.run_progress import Progress
 
 __all__ = ["PHASES", "age", "duration", "staleness", "state_text"]
 
