@@ -13,6 +13,7 @@ from hpcrl.errors import RunDirError
 from hpcrl.runs.cause import Cause, CauseKind
 from hpcrl.runs.clocks import Clock
 from hpcrl.runs.events import Event, read_events
+from hpcrl.runs.exclusions import read_exclusions
 from hpcrl.runs.jobs import JobFact, ask
 from hpcrl.runs.record import RunRecord, Submission
 from hpcrl.runs.rundir import RunDir
@@ -23,6 +24,10 @@ __all__ = ["RunView", "observe", "observe_all"]
 _SUBMIT_GRACE_S = 60.0
 """A submission without a local controller counts as alive for this long before a supervisor must have written."""
 _LOG_END_BYTES = 4096
+_UNTOLD = (
+    "Slurm has requeued the job by itself, as the supervisor was lost before it could say which nodes to avoid: "
+    "the next attempt finds out, and goes back into the queue once where it began on one of them"
+)
 
 
 class RunView(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,7 +145,10 @@ def _view(run: RunDir, record: RunRecord, status: RunStatus | None, now_s: float
         clocks=status.clocks,
     )
     if view.job is not None and view.job.waiting:
-        return msgspec.structs.replace(view, state=RunState.REQUEUED, ended_at_s=None)
+        untold = [_UNTOLD] if _lost_unseen(run, status, now_s) else []
+        return msgspec.structs.replace(
+            view, state=RunState.REQUEUED, ended_at_s=None, warnings=[*view.warnings, *untold]
+        )
     lives = status.state is not RunState.REQUEUED and status.supervisor_alive(now_s)
     if status.state.ended or lives:
         return view
@@ -166,6 +174,13 @@ def observe_all(runs: Iterable[RunDir]) -> Iterator[tuple[RunDir, RunRecord, Run
     for run, record, status in found:
         with contextlib.suppress(RunDirError):
             yield run, record, _view(run, record, status, time.time())
+
+
+def _lost_unseen(run: RunDir, status: RunStatus, now_s: float) -> bool:
+    """Whether an attempt whose job waits again ended without a word, and nobody has said which nodes it lost."""
+    if status.state is RunState.REQUEUED or status.state.ended:
+        return False
+    return all(entry.attempt != status.attempt for entry in read_exclusions(run, now_s=now_s))
 
 
 def _has_last_word(status: RunStatus | None, submission: Submission) -> bool:

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from submitit.core.utils import DelayedSubmission
 
-from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.plan import Plan
 from hpcrl.errors import HpcrlError, RunDirError, RunFailedError
 from hpcrl.log_thread import log_in_thread
@@ -22,7 +21,7 @@ from hpcrl.ours import umask_of
 from hpcrl.passing import patiently
 from hpcrl.runs.cause import Cause, CauseKind
 from hpcrl.runs.events import EventWriter, read_events
-from hpcrl.runs.exclusions import exclude, read_exclusions
+from hpcrl.runs.exclusions import read_exclusions
 from hpcrl.runs.record import RunRecord
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.start.privacy import protect
@@ -36,7 +35,7 @@ from hpcrl.slurm.replicas import ReplicaJobs, cancel_replicas
 from hpcrl.supervisor.elastic.keeper import ElasticReplicas
 from hpcrl.supervisor.launch.launcher import LocalLauncher
 from hpcrl.supervisor.launch.step_launcher import StepLauncher
-from hpcrl.supervisor.policy.nodes import find_lost_nodes
+from hpcrl.supervisor.policy.nodes import record_lost_nodes
 from hpcrl.supervisor.supervisor import Supervisor
 
 __all__ = ["Supervise"]
@@ -103,7 +102,7 @@ class Supervise:
                     return end
 
         if requeued:
-            _record_lost_nodes(run, plan, status)
+            record_lost_nodes(run, plan, status, SlurmClient(), int(os.environ["SLURM_JOB_ID"]), writer="supervisor")
         if requeued and _begins_on_excluded_node(run, plan):
             _requeue(run, plan, self.submission)
             return RunState.REQUEUED.value
@@ -133,27 +132,6 @@ class Supervise:
     def checkpoint(self) -> DelayedSubmission:
         """What submitit hands to the next attempt where Slurm's warning comes before we listen to it ourselves."""
         return DelayedSubmission(self)
-
-
-def _record_lost_nodes(run: RunDir, plan: Plan, status: RunStatus | None) -> None:
-    """What the attempt before could not write down any more: nodes that it has lost."""
-    seconds = plan.attempts.exclude_s
-    if status is None or not seconds or not _may_ask(run):
-        return
-    lost = find_lost_nodes(status, SlurmClient(), int(os.environ["SLURM_JOB_ID"]))
-    known = {entry.node for entry in read_exclusions(run, now_s=time.time()) if entry.attempt == status.attempt}
-    fresh = {node: why for node, why in lost.items() if node not in known}
-    if fresh:
-        exclude(run, fresh, attempt=status.attempt, now_s=time.time(), seconds=seconds)
-        events = EventWriter(run, attempt=status.attempt, writer="supervisor")
-        events.emit("nodes.excluded", nodes=fresh)
-        events.close()
-
-
-def _may_ask(run: RunDir) -> bool:
-    """Whether Slurm can be asked on nodes."""
-    cluster = run.cluster()
-    return isinstance(cluster, SlurmCluster) and cluster.capabilities.scontrol_on_nodes
 
 
 def _begins_on_excluded_node(run: RunDir, plan: Plan) -> bool:

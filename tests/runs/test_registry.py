@@ -67,10 +67,10 @@ try:
 finally:
     print(sum("/many/" in path for path in opened.elements()), "hpcrl.config.recipe" in sys.modules)
 """
-    here = {"HPCRL_RUNS_ROOT": str(tmp_path / "many"), "XDG_STATE_HOME": str(tmp_path / "state")}
+    here = {**os.environ, "HPCRL_RUNS_ROOT": str(tmp_path / "many"), "XDG_STATE_HOME": str(tmp_path / "state")}
     for _ in range(2):  # the first enters the runs into the registry
         out = subprocess.run(
-            [sys.executable, "-c", code], env={**os.environ, **here}, cwd=tmp_path, capture_output=True, text=True
+            [sys.executable, "-c", code], env=here, cwd=tmp_path, capture_output=True, text=True, check=True
         )
     assert out.stdout.splitlines()[1].split()[0] == "c", out
     opened, schemas = out.stdout.split()[-2:]

@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 from runs_testing import make_run, write_status, write_steps
 
+from hpcrl.runs.exclusions import exclude
 from hpcrl.runs.fleet import EngineView, Fleet, Replica, ReplicaState
 from hpcrl.runs.jobs import JobFact, use_source
 from hpcrl.runs.observe import RunView, observe
@@ -59,6 +60,19 @@ def test_no_estimate_of_the_end_while_nothing_is_done(waiting: RunDir) -> None:
     assert " left" not in shown
     assert "77,777" not in shown
     assert json.loads(status_document(waiting))["progress"]["eta_s"] is None
+
+
+def test_a_supervisor_that_died_with_its_node_could_not_say_which_to_avoid(waiting: RunDir) -> None:
+    words = "before it could say which nodes to avoid"
+    assert words not in " ".join(observe(waiting).warnings)  # its last word was the requeue
+    write_status(waiting, RunState.RUNNING)
+    view = observe(waiting)
+    assert view.state is RunState.REQUEUED
+    shown = " ".join(text_of(render(view, read_progress(waiting), [], None, Fleet(None, []))).split())
+    assert words in shown
+    # somebody else has found out
+    exclude(waiting, {"n1": "the node went down"}, attempt=view.attempt, now_s=time.time(), seconds=60.0)
+    assert observe(waiting).warnings == []
 
 
 def test_what_a_job_waits_for(waiting: RunDir) -> None:

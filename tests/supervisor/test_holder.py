@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -14,13 +15,57 @@ from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.load import load_cluster, load_recipe
 from hpcrl.jobplan import make_plan
 from hpcrl.runs import jobs
+from hpcrl.runs.exclusions import read_exclusions
 from hpcrl.runs.jobs import JobFact
 from hpcrl.runs.record import RunRecord, Submission
 from hpcrl.runs.replicas import Held, Wanted, wanted_replicas
 from hpcrl.runs.rundir import RunDir
-from hpcrl.runs.status import ProcessId, RunState, RunStatus
+from hpcrl.runs.status import ComponentState, ComponentStatus, ProcessId, RunState, RunStatus
+from hpcrl.slurm.client import SlurmClient
+from hpcrl.slurm.command import CommandResult
+from hpcrl.slurm.records import HetComponent, Job, Node
+from hpcrl.slurm.states import JobState
 from hpcrl.supervisor.elastic import holder
 from hpcrl.supervisor.elastic.holder import Holder, held_from_env
+
+
+class Slurm(SlurmClient):
+    """One whose trainer's job 7 waits, as does one of two replicas; the trainer's node was away for a moment."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        super().__init__(run=self._note)
+
+    def _note(self, argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float) -> CommandResult:
+        self.told.append(" ".join(argv))
+        return CommandResult(0, "", "")
+
+    def of_run(self, run_id: str) -> dict[int, tuple[str, Job]]:
+        states = {7: ("main", JobState.PENDING), 8: ("engine-1", JobState.RUNNING), 9: ("engine-0", JobState.PENDING)}
+        return {
+            job_id: (
+                f"{run_id}:{part}",
+                Job.of([HetComponent(job_id=job_id, leader_id=job_id, offset=0, state=state, source="squeue")]),
+            )
+            for job_id, (part, state) in states.items()
+        }
+
+    def nodes(self, names: Collection[str] | None = None) -> list[Node]:
+        found = [f"n{i}" for i in range(1, 9)] if names is None else sorted(names)
+        shape = {"cpus": 8, "memory_mib": 2000, "gres": "", "partitions": ("gpu",), "reason": ""}
+        return [
+            Node(
+                name=name,
+                address=name,
+                states=frozenset({"IDLE"}),
+                daemon_since_s=5.0 if name == "n1" else 0.5,
+                **shape,
+            )
+            for name in found
+        ]
+
+    def details(self, job_id: int) -> list[dict[str, str]]:
+        return [{"JobId": str(job_id)}]
 
 
 class Scene:
@@ -36,6 +81,7 @@ class Scene:
         self.record = RunRecord.new(self.run, name="run", provenance={}).with_submission(self.submission())
         self.record.write(self.run)
         self.fact = JobFact(job_id="7", state="RUNNING", holding=True)
+        self.slurm = Slurm()
         self.asked = 0
         self.now = 1000.0
         held = Held(role="engine", replica=1, submission=1, job_id=8, restart=0, nodes=["n2"], since_s=0.0)
@@ -55,9 +101,16 @@ class Scene:
         assert myself is not None
         # of another machine: only its heartbeat says that it lives
         other = msgspec.structs.replace(myself, host="elsewhere")
-        RunStatus(run_id="r", attempt=1, state=state, supervisor=other, started_at_s=1.0, heartbeat_s=self.now).write(
-            self.run
-        )
+        trainer = ComponentStatus(role="trainer", replica=0, state=ComponentState.READY, nodes=["n1"])
+        RunStatus(
+            run_id="r",
+            attempt=1,
+            state=state,
+            supervisor=other,
+            started_at_s=1.0,
+            heartbeat_s=self.now,
+            components=[trainer],
+        ).write(self.run)
 
     def passes(self, seconds: float, *, beating: bool) -> str:
         """Look every two seconds; the first reason to end."""
@@ -71,8 +124,9 @@ class Scene:
 
 
 @pytest.fixture
-def scene(tmp_path: Path) -> Iterator[Scene]:
+def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
     scene, before = Scene(tmp_path), list(jobs._sources)
+    monkeypatch.setattr(holder, "client_of", lambda submission: scene.slurm)
     jobs.use_source(scene.look_up)
     yield scene
     jobs._sources[:] = before
@@ -101,9 +155,35 @@ def test_the_end_of_the_trainers_job_is_one(scene: Scene) -> None:
 
 
 def test_nodes_are_given_back_when_the_trainer_waits_for_long(scene: Scene) -> None:
+    scene.passes(10, beating=True)
     scene.fact = JobFact(job_id="7", state="PENDING", waiting=True)
     assert scene.passes(800, beating=False) == ""
     assert "has waited for" in scene.passes(400, beating=False)
+
+
+def test_nodes_that_come_while_the_trainer_waits_are_given_back_at_once(scene: Scene) -> None:
+    """Slurm has requeued the trainer's job itself, and could give its nodes to replicas one after the other."""
+    scene.beat()  # by a supervisor that has died since
+    scene.fact = JobFact(job_id="7", state="PENDING", waiting=True)
+    assert scene.passes(60, beating=False) == "the trainer's job waits, and its nodes come first"
+    assert scene.slurm.told == []
+
+
+def test_what_a_lost_supervisor_could_not_tell_slurm_a_holder_does(scene: Scene) -> None:
+    scene.passes(10, beating=True)
+    scene.beat()
+    scene.fact = JobFact(job_id="7", state="PENDING", waiting=True)
+    assert scene.passes(60, beating=False) == ""
+    # once; the trainer's node is one that Slurm could give to the job again
+    assert scene.slurm.told == [
+        "scontrol update JobId=9 Dependency=after:7",
+        "scontrol update JobId=7 ExcNodeList=n1",
+    ]
+    (entry,) = read_exclusions(scene.run, now_s=time.time())
+    assert (entry.node, entry.attempt) == ("n1", 1)
+    scene.passes(10, beating=True)  # the next attempt; and once more
+    assert scene.passes(60, beating=False) == ""
+    assert scene.slurm.told[2:] == scene.slurm.told[:2]
 
 
 def test_a_later_submission_has_jobs_of_its_own(scene: Scene) -> None:

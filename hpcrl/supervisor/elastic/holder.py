@@ -8,6 +8,10 @@
 It starts nothing itself. Slurm ends the steps of a job with its batch process, so that nothing outlives the holder.
 It ends when the run has ended, and gives its nodes back when the trainer's job waits in the queue for too long. A
 supervisor that is silent is not an ended run: then Slurm is asked about the trainer's job, and only its word counts.
+
+A supervisor that died with its node leaves the trainer's job, which Slurm requeues by itself, as it was: nobody has
+told it which nodes to avoid, and the run's replicas that wait could take the nodes that it needs. Holders on other
+nodes live on and make up for that. One that begins while the trainer's job waits gives its nodes back at once.
 """
 
 from __future__ import annotations
@@ -33,8 +37,11 @@ from hpcrl.runs.record import RunRecord
 from hpcrl.runs.replicas import Held, wanted_replicas
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import HEARTBEAT_S, RunState, RunStatus
+from hpcrl.slurm.exclude import nodes_to_exclude, stay_away
 from hpcrl.slurm.hostlist import expand_hostlist
-from hpcrl.slurm.lookup import look_up
+from hpcrl.slurm.lookup import client_of, look_up
+from hpcrl.slurm.replicas import ReplicaJobs
+from hpcrl.supervisor.policy.nodes import may_ask, record_lost_nodes
 
 __all__ = ["Holder", "main"]
 
@@ -44,6 +51,8 @@ _SILENCE_S = 10 * HEARTBEAT_S
 """A supervisor whose heartbeat has stood still for so long may be gone: ask Slurm."""
 _ASK_S = 15.0
 """Between two questions to Slurm."""
+_TELL_S = 5.0
+"""How long Slurm is asked to let the trainer's job stay away from nodes, before it is asked the next time."""
 
 
 class Holder:
@@ -63,6 +72,7 @@ class Holder:
         self._heartbeat: tuple[int, float] | None = None
         self._moved_at = self._asked_at = clock() - _SILENCE_S
         self._waiting_since: float | None = None
+        self._met, self._made_way = False, False
 
     def why_end(self) -> str:
         """Why the nodes are of no use any more; empty as long as they are."""
@@ -78,10 +88,11 @@ class Holder:
         status = RunStatus.read(self._run)
         now = self._clock()
         if status is not None and (status.attempt, status.heartbeat_s) != self._heartbeat:
+            self._met = self._met or self._heartbeat is not None
             self._heartbeat, self._moved_at = (status.attempt, status.heartbeat_s), now
         alive = status is not None and status.state in (RunState.STARTING, RunState.RUNNING, RunState.STOPPING)
         if alive and now - self._moved_at < _SILENCE_S:
-            self._waiting_since = None
+            self._waiting_since, self._made_way = None, False
             return False
         return True
 
@@ -94,10 +105,30 @@ class Holder:
         if view.state.ended:
             return f"the run has ended: {view.state}"
         if view.job is not None and view.job.waiting:
+            if not self._met:
+                return "the trainer's job waits, and its nodes come first"
+            self._make_way()
             self._waiting_since = now if self._waiting_since is None else self._waiting_since
             if now - self._waiting_since > self._hold_s:
                 return f"the trainer's job has waited for {now - self._waiting_since:.0f} s"
         return ""
+
+    def _make_way(self) -> None:
+        """Tell Slurm what a supervisor that died with its node could not: what the trainer's job, which waits, is to
+        avoid, and that the run's replicas that wait come after it."""
+        if self._made_way or not may_ask(self._run):
+            return
+        run, plan, submission = self._run, self._run.plan(), RunRecord.read(self._run).submissions[-1]
+        client, main = client_of(submission), int(submission.job_id)
+        writer = f"holder-{self._held.role}-{self._held.replica}"
+        try:
+            ReplicaJobs(run, plan=plan, client=client, number=self._held.submission).let_main_go_first(main)
+            record_lost_nodes(run, plan, RunStatus.read(run), client, main, writer=writer)
+            stay_away(plan, client, main, nodes_to_exclude(run, plan, client), within_s=_TELL_S)
+        except (HpcrlError, OSError) as error:
+            _log.warning("job %d, which waits, was not told all that it should know: %s", main, error)
+        else:
+            self._made_way = True
 
 
 def held_from_env(arguments: Sequence[str], environ: Mapping[str, str]) -> tuple[RunDir, Held]:

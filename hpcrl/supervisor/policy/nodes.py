@@ -3,23 +3,30 @@
 Slurm takes a list of excluded nodes only for jobs that wait. A job is one from the moment of its requeue on, also
 while its last processes end, so the dying supervisor sets it as soon as it sees the node down
 (`hpcrl.supervisor.policy.node_faults`, `hpcrl.slurm.exclude`), and right after a requeue that it asked for itself.
-Where the supervisor was killed before it could (with its own node, or by a Slurm that waits for nobody), the next
-attempt finds out what was lost, also where the node is back already, and goes back into the queue once where it began
-on such a node.
+Where the supervisor was killed before it could (with its own node, or by a Slurm that waits for nobody), holders of
+replicas that live on other nodes do it (`hpcrl.supervisor.elastic.holder`). Where there are none, the next attempt
+finds out what was lost, also where the node is back already, and goes back into the queue once where it began on such
+a node.
 """
 
 from __future__ import annotations
 
 import logging
 import re
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from hpcrl.config.cluster import SlurmCluster
+from hpcrl.config.plan import Plan
+from hpcrl.runs.events import EventWriter
+from hpcrl.runs.exclusions import exclude, read_exclusions
+from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunState, RunStatus
 from hpcrl.slurm.client import SlurmClient
 from hpcrl.slurm.errors import SlurmError
 
-__all__ = ["find_lost_nodes", "hardware_trouble"]
+__all__ = ["find_lost_nodes", "hardware_trouble", "may_ask", "record_lost_nodes"]
 
 _log = logging.getLogger(__name__)
 _TAIL_BYTES = 1 << 16
@@ -82,3 +89,32 @@ def find_lost_nodes(status: RunStatus | None, client: SlurmClient, job_id: int) 
         elif node.name in named or (since_s is not None and since_s > status.started_at_s):
             lost[node.name] = "the node went down and came back"
     return lost
+
+
+def record_lost_nodes(
+    run: RunDir, plan: Plan, status: RunStatus | None, client: SlurmClient, job_id: int, *, writer: str
+) -> None:
+    """Write down what the attempt before could not any more: nodes that it has lost (`find_lost_nodes`).
+
+    Parameters
+    ----------
+    writer:
+        Who says so in the events.
+    """
+    seconds = plan.attempts.exclude_s
+    if status is None or not seconds or not may_ask(run):
+        return
+    lost = find_lost_nodes(status, client, job_id)
+    known = {entry.node for entry in read_exclusions(run, now_s=time.time()) if entry.attempt == status.attempt}
+    fresh = {node: why for node, why in lost.items() if node not in known}
+    if fresh:
+        exclude(run, fresh, attempt=status.attempt, now_s=time.time(), seconds=seconds)
+        events = EventWriter(run, attempt=status.attempt, writer=writer)
+        events.emit("nodes.excluded", nodes=fresh)
+        events.close()
+
+
+def may_ask(run: RunDir) -> bool:
+    """Whether Slurm can be asked on nodes."""
+    cluster = run.cluster()
+    return isinstance(cluster, SlurmCluster) and cluster.capabilities.scontrol_on_nodes
