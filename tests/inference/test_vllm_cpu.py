@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import re
+import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -305,3 +307,33 @@ def test_corrections_name_tests_that_exist() -> None:
     for file, test in named:
         source = (ROOT / (file or "tests/inference/test_vllm_cpu.py")).read_text()
         assert f"def {test}(" in source
+
+
+ROTATE = """
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from hpcrl.inference.vllm.cpu import apply_corrections
+
+apply_corrections()
+torch.manual_seed(0)
+positions, heads, size = torch.arange(5), 3, 64
+with set_current_vllm_config(VllmConfig()):
+    for is_neox_style in (True, False):
+        rope = RotaryEmbedding(size, size, 512, 10000.0, is_neox_style, torch.float32)
+        query, key = torch.randn(5, heads, 2 * size)[..., size:], torch.randn(5, 1, size)
+        wanted = rope.forward_native(positions, query.flatten(1), key.flatten(1))
+        given = rope.forward_cpu(positions, query.clone(), key.clone())
+        for a, b in zip(given, wanted, strict=True):
+            torch.testing.assert_close(a.flatten(1), b)
+"""
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_queries_of_latent_attention_are_rotated_like_those_of_others() -> None:
+    """Those of a DeepSeek-V3 are a part of each head, and have three dimensions."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "VLLM_NO_USAGE_STATS": "1"}
+    command = [str(VLLM_PYTHON), "-c", ROTATE]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=280)
+    assert done.returncode == 0, done.stderr[-2000:]

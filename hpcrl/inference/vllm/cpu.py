@@ -1,6 +1,6 @@
 """What the CPU build of vLLM does wrong or lacks, and the correction of each.
 
-A correction names the defect and the test that shows it, where there is one. Another version is refused:
+A correction names the defect and the test that shows it. Another version is refused:
 most of these defects are silent, so a version that nobody has checked may answer 200 and be wrong. On accelerators
 none of this is loaded.
 """
@@ -33,14 +33,14 @@ class Correction(NamedTuple):
     defect:
         What happens without.
     test:
-        Which test fails without. None: there is no test yet, because hpcrl starts no engine that needs the correction.
+        Which test fails without.
     apply:
         Puts it right in this process.
     """
 
     name: str
     defect: str
-    test: str | None
+    test: str
     apply: Callable[[], None]
 
 
@@ -237,19 +237,6 @@ def _with_experts(step: Any, output: Any) -> Any:
     return output
 
 
-def _lora_beside_moe() -> None:
-    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as module  # noqa: PLC0415
-
-    original = module.select_unquantized_moe_backend
-
-    @functools.wraps(original)
-    def select(moe_config: Any) -> Any:
-        moe_config.is_lora_enabled = False
-        return original(moe_config=moe_config)
-
-    module.select_unquantized_moe_backend = select
-
-
 def _mooncake_device() -> None:
     torch.accelerator.current_device_index = lambda: 0
 
@@ -266,7 +253,7 @@ CORRECTIONS = (
     Correction(
         "rotary-3d",
         "models with latent attention (MLA) are wrong without an error: the CPU operator rotates 3-D queries wrongly",
-        None,
+        f"{_TESTS}::test_queries_of_latent_attention_are_rotated_like_those_of_others",
         _rotary_3d,
     ),
     Correction(
@@ -280,12 +267,6 @@ CORRECTIONS = (
         "routed experts are refused: they are wired to the newer model runner, which needs Triton",
         f"{_TESTS}::test_routed_experts_are_those_of_the_served_weights",
         _routed_experts,
-    ),
-    Correction(
-        "lora-beside-moe",
-        "--enable-lora ends the engine of every mixture of experts: it chooses a Triton kernel",
-        None,
-        _lora_beside_moe,
     ),
     Correction(
         "mooncake-device",
