@@ -99,7 +99,7 @@ def predicted(row: Row, arch: ModelArch) -> dict[str, int]:
         **row.memory,
     )
     moments = trainer_moments(arch.facts, memory)
-    return {phase: max(m.total for m in moments if m.moment.startswith(names)) for phase, names in PHASES.items()}
+    return {phase: max(m.total for m in moments if m.name.startswith(names)) for phase, names in PHASES.items()}
 
 
 def measured(row: Row, arch: ModelArch) -> dict[str, int]:

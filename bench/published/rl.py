@@ -153,9 +153,9 @@ def trainer_s(run: NemoRun, lengths: Quantiles) -> float:
     forward = 0.0
     for term in trainer_step(facts, replace(shape, recompute="none"), batch, own):
         if term.name.startswith("compute."):
-            forward += (term.seconds or 0.0) / (1.0 + float(term.inputs["backward"]))
+            forward += (term.value or 0.0) / (1.0 + float(term.inputs["backward"]))
         elif term.name == "ep.all_to_all":
-            forward += (term.seconds or 0.0) / 2.0
+            forward += (term.value or 0.0) / 2.0
     rows = pack_rows(lengths, run.rollouts, gpus // (run.tp * run.stages), run.most).micro_batches
     return (step.known_seconds + run.passes * forward) * (rows + run.stages - 1) / rows
 

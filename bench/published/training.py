@@ -86,7 +86,7 @@ def megatron() -> Case:
         rows_sent=4.0,
     )
     table = trainer_step(facts, shape, TrainerBatch(8192, Quantiles((float(LENGTH),))), own)
-    seconds = {term.name: term.seconds or 0.0 for term in table}
+    seconds = {term.name: term.value or 0.0 for term in table}
     dense = facts.parameters_by_part()
     head, linear = dense[Part.LM_HEAD], sum(dense[part] for part in dense if part not in (Part.EXPERT, Part.EMBEDDING))
     again = linear_again(facts) / (3 * linear)
@@ -131,7 +131,7 @@ def hidden_dispatch() -> float:
         rows_sent=nodes * (1 - (1 - 1 / nodes) ** facts.num_experts_per_tok),
     )
     table = trainer_step(facts, shape, TrainerBatch(2048, Quantiles((float(LENGTH),))), rates("H100"))
-    return (19.7 - 17.6) / (table.term("ep.all_to_all").seconds or 0.0)
+    return (19.7 - 17.6) / (table["ep.all_to_all"].value or 0.0)
 
 
 def bubble(*, stages: int, chunks: int, flight: int) -> float:
@@ -158,7 +158,7 @@ def automodel(row: Row) -> Case:
     )
     seconds = step.known_seconds
     if row.stages > 1:
-        seconds -= step.term("fsdp.exposed").seconds or 0.0
+        seconds -= step["fsdp.exposed"].value or 0.0
         seconds *= bubble(stages=row.stages, chunks=row.chunks, flight=row.flight)
     missing = cannot("trainer", "pp") if row.stages > 1 else ()
     return Case(
@@ -181,16 +181,16 @@ def stitch() -> Case:
         nodes=16, gpus_per_node=8, context_parallel=8, expert_parallel=32, recompute="full", micro_batch_tokens=65536
     )
     steps = trainer_step(facts, shape, batch, own)
-    whole = sum(term.seconds or 0.0 for term in steps if term.name.startswith(("compute.", "ep.", "cp.")))
+    whole = sum(term.value or 0.0 for term in steps if term.name.startswith(("compute.", "ep.", "cp.")))
     none = TrainerShape(
         nodes=16, gpus_per_node=8, context_parallel=8, expert_parallel=32, recompute="none", micro_batch_tokens=65536
     )
     forward = 0.0
     for term in trainer_step(facts, none, batch, own):
         if term.name.startswith("compute."):
-            forward += (term.seconds or 0.0) / (1.0 + float(term.inputs["backward"]))
+            forward += (term.value or 0.0) / (1.0 + float(term.inputs["backward"]))
         elif term.name.startswith(("ep.", "cp.")):
-            forward += (term.seconds or 0.0) / 2.0
+            forward += (term.value or 0.0) / 2.0
     return Case(
         "training",
         "GLM-5.2 step on 128 GPUs: train over log-probabilities",

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from hpcrl.planning.memory.fit import Place
     from hpcrl.planning.report import Outlook
     from hpcrl.planning.search.splits import Candidate
-    from hpcrl.planning.times.terms import TimeTable, TimeTerm
+    from hpcrl.planning.times.terms import Seconds, TimeTable
 
 __all__ = ["print_candidates", "print_explanation", "print_outlook", "print_settings"]
 
@@ -65,7 +65,7 @@ def _print_memory(console: Console, outlook: Outlook) -> None:
             _gib(place.needed),
             "?" if place.capacity is None else _gib(place.capacity),
             f"{free} KV" if place.ok and place.kv is not None else free if place.ok else f"[red]{free}[/]",
-            *(() if narrow else (place.ledger.moment,)),
+            *(() if narrow else (place.ledger.name,)),
             f"{largest.name} {_gib(largest.value)}",
         )
     console.print(table)
@@ -144,7 +144,7 @@ def _print_loop(console: Console, outlook: Outlook) -> None:
         lines.append(("decode", f"{loop.served.batch:.0f} sequences a rank, {_token_text(outlook)} a token"))
         for name, what in (("handoff", "hand-off"), ("checkpoint", "checkpoint"), ("startup", "start-up")):
             table = whole.tables[name]
-            beside = sum(term.seconds or 0.0 for term in table if not term.counts)
+            beside = sum(term.value or 0.0 for term in table if not term.counts)
             known = outlook.ranges.get(name)
             within = "" if known is None else f", {range_text(known)}"
             text = (
@@ -189,10 +189,12 @@ def print_explanation(console: Console, outlook: Outlook, calibration: Calibrati
     """Print every term with its formula and inputs, all assumptions, and all efficiencies with their sources."""
     from rich.table import Table
 
+    from hpcrl.planning.ledger import explain
+
     for place in () if outlook.memory is None else outlook.memory.places:
-        console.print(f"\n[bold]{place.role.value} {place.kind}[/bold] at {place.ledger.moment}", highlight=False)
+        console.print(f"\n[bold]{place.role.value} {place.kind}[/bold] at {place.ledger.name}", highlight=False)
         for amount in place.ledger.terms:
-            console.print(f"  {amount.explain()}", highlight=False, soft_wrap=True, markup=False)
+            console.print(f"  {explain(amount)}", highlight=False, soft_wrap=True, markup=False)
     for key, table in outlook.tables.items():
         console.print(f"\n[bold]{table.name}[/bold]: {duration_text(table.seconds)}", highlight=False)
         grid = Table(box=None, header_style="bold", pad_edge=False)
@@ -216,14 +218,14 @@ def print_explanation(console: Console, outlook: Outlook, calibration: Calibrati
     console.print(grid)
 
 
-def _term_time(term: TimeTerm) -> str:
-    if term.seconds is None:
+def _term_time(term: Seconds) -> str:
+    if term.value is None:
         return f"[red]unknown[/] ({term.missing})"
-    text = duration_text(term.seconds)
+    text = duration_text(term.value)
     return text if term.counts else f"({text})"
 
 
-def _inputs(term: TimeTerm) -> str:
+def _inputs(term: Seconds) -> str:
     def value(item: float | str) -> str:
         if isinstance(item, str):
             return item

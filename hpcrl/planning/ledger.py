@@ -1,68 +1,84 @@
-"""Amounts with the formula and the numbers they come from: what ``hpcrl plan --explain`` prints."""
+"""Amounts with the formula and the numbers they come from: what ``hpcrl plan --explain`` prints.
+
+A term is bytes of memory in a `Ledger`, and seconds in a `hpcrl.planning.times.terms.TimeTable`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Generic
 
-__all__ = ["GIB", "Ledger", "Term"]
+from typing_extensions import TypeVar
+
+__all__ = ["GIB", "Ledger", "Table", "Term", "explain"]
 
 GIB = 1 << 30
+Value = TypeVar("Value", int, float | None, default=int)
 
 
 @dataclass(frozen=True, slots=True)
-class Term:
-    """One amount of memory.
+class Term(Generic[Value]):
+    """One amount: bytes, or seconds (``float | None``).
 
     Attributes
     ----------
     name:
         What it is; docs/planning.md has an entry of the same name.
     value:
-        Bytes.
+        Bytes or seconds; None where a number is missing.
     formula:
         In the symbols of ``inputs``.
     inputs:
         Value of each symbol.
     source:
         Where the formula comes from, in a few words: ``counted``, ``measured``, ``assumed``, or a reference.
-    reclaimable:
-        The kernel drops it when memory is short (page cache): shown, not summed.
+    counts:
+        False for what is shown and in no sum: page cache, which the kernel drops when memory is short, and work that
+        goes on beside something longer.
+    missing:
+        Which number is missing, where ``value`` is None.
     """
 
     name: str
-    value: int
+    value: Value
     formula: str
     inputs: Mapping[str, float | str] = field(default_factory=dict)
     source: str = "counted"
-    reclaimable: bool = False
-
-    @property
-    def gib(self) -> float:
-        """The amount in GiB."""
-        return self.value / GIB
-
-    def explain(self) -> str:
-        """``name = value: formula with symbol = number, …``."""
-        given = ", ".join(f"{name} = {_number(value)}" for name, value in self.inputs.items())
-        where = f" with {given}" if given else ""
-        return f"{self.name}: {self.gib:.2f} GiB = {self.formula}{where} [{self.source}]"
+    counts: bool = True
+    missing: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Ledger:
-    """The terms that are in memory at one moment.
+class Table(Generic[Value]):
+    """Terms that belong together.
 
     Attributes
     ----------
-    moment:
-        When, in a few words.
+    name:
+        Of what they are the terms: a moment, or an activity.
     terms:
-        In the order of the documentation; those of zero bytes are left out.
+        In the order of the documentation.
     """
 
-    moment: str
-    terms: tuple[Term, ...]
+    name: str
+    terms: tuple[Term[Value], ...]
+
+    def __getitem__(self, name: str) -> Term[Value]:
+        """The term of a name (KeyError where there is none)."""
+        for term in self.terms:
+            if term.name == name:
+                return term
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[Term[Value]]:
+        return iter(self.terms)
+
+
+class Ledger(Table[int]):
+    """The terms that are in memory at one moment, ``name``; those of zero bytes are left out."""
+
+    __slots__ = ()
 
     @classmethod
     def of(cls, moment: str, terms: Iterable[Term | None]) -> Ledger:
@@ -72,19 +88,19 @@ class Ledger:
     @property
     def total(self) -> int:
         """Bytes that cannot be given back."""
-        return sum(term.value for term in self.terms if not term.reclaimable)
+        return sum(term.value for term in self.terms if term.counts)
 
     @property
     def largest(self) -> Term:
         """The term that binds (ValueError for an empty ledger)."""
-        return max((term for term in self.terms if not term.reclaimable), key=lambda term: term.value)
+        return max((term for term in self.terms if term.counts), key=lambda term: term.value)
 
-    def __getitem__(self, name: str) -> Term:
-        """The term of a name (KeyError where there is none)."""
-        for term in self.terms:
-            if term.name == name:
-                return term
-        raise KeyError(name)
+
+def explain(term: Term) -> str:
+    """``name: GiB = formula with symbol = number, …``."""
+    given = ", ".join(f"{name} = {_number(value)}" for name, value in term.inputs.items())
+    where = f" with {given}" if given else ""
+    return f"{term.name}: {term.value / GIB:.2f} GiB = {term.formula}{where} [{term.source}]"
 
 
 def _number(value: float | str) -> str:

@@ -181,7 +181,7 @@ class _Prediction:
         """Every predicted time by its name."""
         found: dict[str, float] = {}
         for name, table in self.tables.items():
-            found |= {f"{name}/{term.name}": term.seconds for term in table if term.seconds is not None}
+            found |= {f"{name}/{term.name}": term.value for term in table if term.value is not None}
             if table.seconds is not None:
                 found[name] = table.seconds
         if self.loop is not None:
@@ -307,11 +307,11 @@ def _memory_document(memory: MemoryReport) -> dict[str, Any]:
                 "formula": term.formula,
                 "inputs": dict(term.inputs),
                 "source": term.source,
-                "reclaimable": term.reclaimable,
+                "reclaimable": not term.counts,
             }
             for term in value.terms
         ]
-        return {"moment": value.moment, "bytes": value.total, "terms": terms}
+        return {"moment": value.name, "bytes": value.total, "terms": terms}
 
     return {
         "fits": memory.ok,
@@ -369,7 +369,7 @@ def _table_document(name: str, table: TimeTable, ranges: Mapping[str, Range]) ->
         "terms": [
             {
                 "name": term.name,
-                "seconds": term.seconds,
+                "seconds": term.value,
                 "range": within(f"{name}/{term.name}"),
                 "counts": term.counts,
                 "formula": term.formula,

@@ -106,7 +106,7 @@ def test_a_file_is_read_strictly(tmp_path: Path, change: dict[str, object], what
 
 
 def linear_s(calibration: Calibration) -> float:
-    seconds = decode_step(V3, WIDE, rates(calibration), batch=64, context=4000).term("decode.linear").seconds
+    seconds = decode_step(V3, WIDE, rates(calibration), batch=64, context=4000)["decode.linear"].value
     assert seconds is not None
     return seconds
 

@@ -124,7 +124,7 @@ def test_a_side_decodes_as_many_sequences_as_it_may_itself() -> None:
 def sums(shape: EngineShape, batch: float) -> tuple[float, float]:
     """Seconds of a decode step in all-to-alls, and in collectives of tensor parallelism."""
     table = decode_step(V3, shape, rates(), batch=batch, context=4000)
-    found = {term.name: term.seconds or 0.0 for term in table}
+    found = {term.name: term.value or 0.0 for term in table}
     return found.get("decode.all_to_all", 0.0), found.get("decode.tensor_parallel", 0.0)
 
 
@@ -151,10 +151,10 @@ def test_prompts_pay_for_tensor_parallelism() -> None:
     own = rates()
     alone = replace(WIDE, nodes=1, expert_parallel=8)
     shared = replace(alone, tensor_parallel=8)
-    term = prefill_token(V3, shared, own, context=1000).term("prefill.tensor_parallel")
+    term = prefill_token(V3, shared, own, context=1000)["prefill.tensor_parallel"]
     group = Group.inner(8, 8)
     links = replace(own.collectives, hop_s=0.0, local_hop_s=0.0)
-    assert term.seconds == pytest.approx(8 * 2 * len(V3.layers) * all_reduce(V3.hidden_size * 2, group, links))
+    assert term.value == pytest.approx(8 * 2 * len(V3.layers) * all_reduce(V3.hidden_size * 2, group, links))
     names = [term.name for term in prefill_token(V3, shared, own, context=1000)]
     assert "prefill.all_to_all" not in names
     assert "prefill.all_to_all" in [term.name for term in prefill_token(V3, alone, own, context=1000)]

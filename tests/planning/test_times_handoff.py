@@ -22,7 +22,7 @@ def glm5(*settings: str) -> Forecast:
 
 
 def term(plan: Forecast, name: str) -> float:
-    seconds = plan.tables["handoff"].term(f"handoff.{name}").seconds
+    seconds = plan.tables["handoff"][f"handoff.{name}"].value
     assert seconds is not None
     return seconds
 
@@ -65,7 +65,7 @@ def test_what_is_not_beside_the_next_step_stops_the_trainer() -> None:
     beside, plan = seconds(), glm5()
     written = term(plan, "write") + term(plan, "commit")
     assert seconds("handoff.overlap=false") == pytest.approx(beside + written)
-    stored = plan.tables["checkpoint"].term("checkpoint.write").seconds
+    stored = plan.tables["checkpoint"]["checkpoint.write"].value
     assert stored is not None
     assert seconds("checkpoint.mode=sync") == pytest.approx(beside + stored / 10)
 

@@ -95,9 +95,7 @@ def settings(lengths: tuple[int, ...], dtype: str) -> TrainerMemory:
 
 def by_formulas(arch: ModelArch, lengths: tuple[int, ...], dtype: str) -> tuple[int, int]:
     """Until the head is done, and in the backward pass of the layer with the most."""
-    moments = {
-        ledger.moment.split(" of ")[0]: ledger for ledger in trainer_moments(arch.facts, settings(lengths, dtype))
-    }
+    moments = {ledger.name.split(" of ")[0]: ledger for ledger in trainer_moments(arch.facts, settings(lengths, dtype))}
     head, backward = moments["logits"], moments["backward"]
     return (
         sum(term.value for term in head.terms if term.name in KEPT),
@@ -167,10 +165,10 @@ def test_what_the_real_model_takes_stands_in_the_ledger() -> None:
     own = settings((240,), "float32")
     before = trainer_peak(arch.facts, own)
     head = trainer_peak(arch.facts, replace(own, real=RealPass(head=1 << 40, whole=1 << 40)))
-    assert head.moment == "logits"
+    assert head.name == "logits"
     assert head.total > 1 << 40 > before.total
     backward = trainer_peak(arch.facts, replace(own, real=RealPass(head=1 << 40, whole=1 << 41)))
-    assert backward.moment.startswith("backward")
+    assert backward.name.startswith("backward")
     assert backward.total > 1 << 41
 
 

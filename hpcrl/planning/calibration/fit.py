@@ -129,8 +129,8 @@ def _trainer_busy(
     layout = planned_layout(recipe, cluster, facts)
     batch = TrainerBatch(recipe.rollouts.rollouts_per_step, resolve_workload(recipe, merged).lengths)
     table = trainer_step(facts, layout.trainer, batch, site_rates(cluster, merged).trainer)
-    compute = [term.seconds for term in table if term.name.startswith("compute.")]
-    rest = [term.seconds for term in table if term.counts and term.name.startswith(("ep.", "cp.", "offload.", "fsdp."))]
+    compute = [term.value for term in table if term.name.startswith("compute.")]
+    rest = [term.value for term in table if term.counts and term.name.startswith(("ep.", "cp.", "offload.", "fsdp."))]
     if any(value is None for value in (*compute, *rest)):
         return None
     kernels = sum(value or 0.0 for value in compute) * shipped.share("trainer_busy")

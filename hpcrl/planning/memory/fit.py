@@ -72,8 +72,8 @@ class Place:
     def summary(self) -> str:
         """A line for people."""
         largest = self.ledger.largest
-        head = f"{self.role.value} {self.kind}: {self.needed / GIB:.1f} GiB at {self.ledger.moment}"
-        binding = f"largest: {largest.name} {largest.gib:.1f} GiB"
+        head = f"{self.role.value} {self.kind}: {self.needed / GIB:.1f} GiB at {self.ledger.name}"
+        binding = f"largest: {largest.name} {largest.value / GIB:.1f} GiB"
         if self.headroom is None or self.capacity is None:
             return f"{head}; {binding}"
         word = "free" if self.ok else "short"
@@ -172,7 +172,7 @@ def _trainer_places(
     if not node.gpus:
         peak = trainer_peak(facts, memory)
         own = Term("trainer ranks", peak.total * per_node, "peak · ranks", {"peak": peak.total, "ranks": per_node})
-        return (Place(Role.TRAINER, "host", Ledger.of(peak.moment, (own, *host.terms)), available),)
+        return (Place(Role.TRAINER, "host", Ledger.of(peak.name, (own, *host.terms)), available),)
     moments = trainer_moments(facts, memory)
     peak = max(moments, key=lambda ledger: ledger.total)
     gpu = Place(Role.TRAINER, "gpu", peak, node.gpu_bytes, moments=moments)
@@ -221,7 +221,7 @@ def _engine_places(recipe: Recipe, cluster: SlurmCluster, facts: ModelFacts) -> 
             {"max_model_len": length, "KV of a token": token},
         )
         budget = round(node.gpu_bytes * memory.gpu_memory_utilization)
-        held = Ledger.of(ledger.moment, (*ledger.terms, sequence))
+        held = Ledger.of(ledger.name, (*ledger.terms, sequence))
         places.append(Place(role, "gpu", held, budget, kv_capacity(facts, memory, node.gpu_bytes)))
         places.append(engine_host_place(facts, recipe, node, role=role, ranks=memory.ranks, ledger=ledger))
     return places
@@ -265,4 +265,4 @@ def _local(recipe: Recipe, cluster: LocalCluster, facts: ModelFacts, real: RealP
         *orchestrator_terms(facts, recipe),
     )
     capacity = None if cluster.memory_gib is None else round(cluster.memory_gib * GIB)
-    return Place(Role.TRAINER, "host", Ledger.of(f"training ({peak.moment})", terms), capacity)
+    return Place(Role.TRAINER, "host", Ledger.of(f"training ({peak.name})", terms), capacity)

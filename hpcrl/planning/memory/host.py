@@ -51,7 +51,7 @@ def _trainer(facts: ModelFacts, m: TrainerMemory, recipe: Recipe, per_node: int)
         yield Term("changes of a delta", round(images.value / m.images * share), "V / N · delta_max_share · ranks")
     yield checkpoint_term(facts, m, ranks_here=per_node)
     yield from orchestrator_terms(facts, recipe)
-    yield Term("page cache of a hand-off", images.value // m.images, "V / N · ranks", {}, "assumed", reclaimable=True)
+    yield Term("page cache of a hand-off", images.value // m.images, "V / N · ranks", {}, "assumed", counts=False)
 
 
 def orchestrator_terms(facts: ModelFacts, recipe: Recipe) -> Iterator[Term | None]:
@@ -97,7 +97,7 @@ def _engine(
         cache = round(recipe.handoff.node_cache_gib * GIB)
         yield Term("window of a version on the node", cache, "handoff.node_cache_gib")
     read = weight_bytes * per_node
-    yield Term("page cache of weights", read, "W per GPU · ranks", {"W": weight_bytes}, reclaimable=True)
+    yield Term("page cache of weights", read, "W per GPU · ranks", {"W": weight_bytes}, counts=False)
 
 
 def _next_version(facts: ModelFacts, recipe: Recipe, role: Role, ranks: int, per_node: int) -> Term:

@@ -9,6 +9,7 @@ from hpcrl.config.plan import Role
 from hpcrl.config.recipe import Recipe
 from hpcrl.models.facts import ModelFacts
 from hpcrl.planning.hardware import node_hardware
+from hpcrl.planning.ledger import GIB
 from hpcrl.planning.memory.engine import engine_ledger, kv_bytes_of_rank, kv_capacity
 from hpcrl.planning.memory.fit import HOST_RESERVE, Place, engine_host_place, engine_memory, trainer_memory
 from hpcrl.planning.memory.host import trainer_host
@@ -18,8 +19,6 @@ from hpcrl.planning.times.from_recipe import PlannedLayout, with_layout
 from hpcrl.planning.times.shapes import EngineShape, TrainerShape
 
 __all__ = ["memory_fits"]
-
-GIB = 1 << 30
 
 
 def memory_fits(
@@ -55,7 +54,8 @@ def memory_fits(
             lacking = (ledger.total + one - budget) / GIB
             largest = ledger.largest
             return Fit(
-                False, f"{role.value} gpu: {lacking:.1f} GiB short; largest: {largest.name} {largest.gib:.1f} GiB"
+                False,
+                f"{role.value} gpu: {lacking:.1f} GiB short; largest: {largest.name} {largest.value / GIB:.1f} GiB",
             )
         fit = _fit(engine_host_place(facts, recipe, node, role=role, ranks=memory.ranks, ledger=ledger))
         slots = min(float(shape.max_num_seqs), kv.tokens / mean_tokens)

@@ -12,7 +12,7 @@ from hpcrl.models.tensors import Part
 from hpcrl.planning.times.collectives import Group, all_reduce, all_to_all
 from hpcrl.planning.times.rates import Rates
 from hpcrl.planning.times.shapes import EngineShape
-from hpcrl.planning.times.terms import TimeTable, TimeTerm, attempt
+from hpcrl.planning.times.terms import Seconds, TimeTable, attempt
 from hpcrl.planning.times.work import Work, matrices, token_work
 
 __all__ = ["DecodeModel", "decode_step", "prefill_token", "prefill_work"]
@@ -182,7 +182,7 @@ def decode_step(facts: ModelFacts, shape: EngineShape, rates: Rates, *, batch: f
         "all_to_all": {"EP": shape.expert_parallel, "sparse layers": len(facts.moe_layers)},
         "kernels": {"layers": len(facts.layers)},
     }
-    terms: list[TimeTerm] = []
+    terms: list[Seconds] = []
     for name, formula in _FORMULAS.items():
         term = attempt(
             f"decode.{name}",
@@ -190,7 +190,7 @@ def decode_step(facts: ModelFacts, shape: EngineShape, rates: Rates, *, batch: f
             formula,
             {"batch": batch, **inputs.get(name, {})},
         )
-        if term.seconds != 0.0:
+        if term.value != 0.0:
             terms.append(term)
     return TimeTable("decode step", tuple(terms))
 
@@ -233,7 +233,7 @@ def prefill_token(facts: ModelFacts, shape: EngineShape, rates: Rates, *, contex
     if shape.tensor_parallel > 1:
         terms.append(_prefill_tensor_parallel(facts, shape, rates))
     if shape.dispatches and facts.moe_layers:
-        compute = sum(term.seconds or 0.0 for term in terms if term.name != "prefill.tensor_parallel")
+        compute = sum(term.value or 0.0 for term in terms if term.name != "prefill.tensor_parallel")
         terms += _prefill_all_to_all(facts, shape, rates, compute)
     return TimeTable("prompt token", tuple(terms))
 
@@ -243,7 +243,7 @@ _PROMPT_ROWS = 8192.0
 _PREFILL = "operations / rate / prefill_busy"
 
 
-def _prefill_tensor_parallel(facts: ModelFacts, shape: EngineShape, rates: Rates) -> TimeTerm:
+def _prefill_tensor_parallel(facts: ModelFacts, shape: EngineShape, rates: Rates) -> Seconds:
     """Bytes of one token's sums; the ranks of a group are all at it, so a token costs each of them."""
     group = Group.inner(shape.tensor_parallel, shape.gpus_per_node)
     sums, token_bytes = tensor_parallel_sums(facts, shape), facts.hidden_size * 2
@@ -260,7 +260,7 @@ def _prefill_tensor_parallel(facts: ModelFacts, shape: EngineShape, rates: Rates
     )
 
 
-def _prefill_all_to_all(facts: ModelFacts, shape: EngineShape, rates: Rates, compute_s: float) -> list[TimeTerm]:
+def _prefill_all_to_all(facts: ModelFacts, shape: EngineShape, rates: Rates, compute_s: float) -> list[Seconds]:
     """Bytes of one token; messages are large, so their latency does not count.
 
     Two batches take turns: what one sends hides behind what the other computes, and only the excess counts.

@@ -210,9 +210,9 @@ def trainer_seconds(recipe: Recipe, tables: Mapping[str, TimeTable]) -> float | 
     waits. A checkpoint of mode ``sync`` stops it until it is written.
     """
     weights, save = tables["handoff"], tables["checkpoint"]
-    parts = [tables["trainer"].seconds, weights.term("handoff.copy_out").seconds, save.seconds]
-    written = [weights.term(f"handoff.{name}").seconds for name in ("write", "commit")]
-    stored = save.term("checkpoint.write").seconds
+    parts = [tables["trainer"].seconds, weights["handoff.copy_out"].value, save.seconds]
+    written = [weights[f"handoff.{name}"].value for name in ("write", "commit")]
+    stored = save["checkpoint.write"].value
     if any(value is None for value in (*parts, *written, stored)):
         return None
     own, copy, saved = (value or 0.0 for value in parts)
@@ -230,7 +230,7 @@ def _loop(
     trainer_s, handoff_s = trainer_seconds(recipe, tables), tables["handoff"].seconds
     if trainer_s is None or handoff_s is None:
         return None, ()
-    load_s = tables["handoff"].term("handoff.load").seconds or 0.0
+    load_s = tables["handoff"]["handoff.load"].value or 0.0
     inputs = LoopInputs.of(recipe, serving, trainer_s=trainer_s, handoff_s=handoff_s, load_s=load_s)
     try:
         return steady_state(inputs), ()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from hpcrl.config.recipe import Recipe
 from hpcrl.planning.calibration.file import Measured
+from hpcrl.planning.ledger import Term
 from hpcrl.planning.times.loop import LoopEstimate, LoopInputs, Served, steady_state
-from hpcrl.planning.times.terms import TimeTable, TimeTerm
+from hpcrl.planning.times.terms import TimeTable
 from hpcrl.planning.times.workload import RolloutPace, Workload
 
 __all__ = ["measured_loop", "measured_trainer"]
@@ -21,16 +22,16 @@ def measured_trainer(recipe: Recipe, measured: Measured, workload: Workload) -> 
     return TimeTable(
         "trainer step",
         (
-            TimeTerm(
+            Term(
                 "measured.train",
                 tokens * measured.train_s_per_token * ranks,
                 "tokens of a batch * measured seconds a token * measured ranks / ranks",
                 {"tokens": tokens, "seconds a token": measured.train_s_per_token, "source": source},
             ),
-            TimeTerm("measured.optimizer", measured.optimizer_s, "median", {"source": source}),
-            TimeTerm("measured.publish", measured.publish_s, "median", {"source": source}),
-            TimeTerm("measured.other", measured.other_s, "median", {"source": source}),
-            TimeTerm("measured.checkpoint", save, "median / steps between checkpoints", {"every": every}),
+            Term("measured.optimizer", measured.optimizer_s, "median", {"source": source}),
+            Term("measured.publish", measured.publish_s, "median", {"source": source}),
+            Term("measured.other", measured.other_s, "median", {"source": source}),
+            Term("measured.checkpoint", save, "median / steps between checkpoints", {"every": every}),
         ),
     )
 

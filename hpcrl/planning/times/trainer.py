@@ -12,7 +12,7 @@ from hpcrl.planning.times.collectives import Group, all_gather, all_to_all
 from hpcrl.planning.times.lengths import Quantiles
 from hpcrl.planning.times.rates import Rates
 from hpcrl.planning.times.shapes import TrainerShape
-from hpcrl.planning.times.terms import TimeTable, TimeTerm, attempt
+from hpcrl.planning.times.terms import Seconds, TimeTable, attempt
 from hpcrl.planning.times.work import Packing, Work, matrices, pack_rows, sequence_work
 
 __all__ = ["TrainerBatch", "trainer_step"]
@@ -138,7 +138,7 @@ class _Step:
         return products + self.moved_s(_TOUCHED_BACKWARD)
 
 
-def _compute_terms(step: _Step) -> list[TimeTerm]:
+def _compute_terms(step: _Step) -> list[Seconds]:
     """Kernels by kind; forward, backward and recomputation together."""
     scores = _BACKWARD_SCORES / step.rates.calibration.constant("backward_attention_share")
     shape = step.shape
@@ -217,7 +217,7 @@ def _pass_gather_s(step: _Step, bytes_each: int) -> float:
     return all_gather(dense * bytes_each, everyone, links) + all_gather(experts / ep * bytes_each, outer, links)
 
 
-def _fsdp_terms(step: _Step) -> list[TimeTerm]:
+def _fsdp_terms(step: _Step) -> list[Seconds]:
     shape, packing = step.shape, step.packing
     if shape.ranks == 1:
         return []
@@ -263,7 +263,7 @@ def _fsdp_terms(step: _Step) -> list[TimeTerm]:
     ]
 
 
-def _mesh_terms(step: _Step) -> list[TimeTerm]:
+def _mesh_terms(step: _Step) -> list[Seconds]:
     """Expert and context parallelism."""
     shape, facts, rates = step.shape, step.facts, step.rates
     terms = []
@@ -316,7 +316,7 @@ def _mesh_terms(step: _Step) -> list[TimeTerm]:
     return terms
 
 
-def _optimizer_terms(step: _Step) -> list[TimeTerm]:
+def _optimizer_terms(step: _Step) -> list[Seconds]:
     shape, rates = step.shape, step.rates
     local = step.facts.num_parameters() / shape.ranks
     terms = [
@@ -341,7 +341,7 @@ def _optimizer_terms(step: _Step) -> list[TimeTerm]:
     return terms
 
 
-def _replay_term(step: _Step) -> TimeTerm:
+def _replay_term(step: _Step) -> Seconds:
     facts = step.facts
     size = 1 if facts.num_experts <= 256 else 2
     bytes_a_token = len(facts.moe_layers) * facts.num_experts_per_tok * size

@@ -79,7 +79,7 @@ def _constant(value: float) -> Distribution:
 
 
 def _seconds(table: TimeTable, *names: str) -> float:
-    return sum(table.term(name).seconds or 0.0 for name in names)
+    return sum(table[name].value or 0.0 for name in names)
 
 
 def _environment(recipe: Recipe, load: EnvironmentLoad) -> EnvironmentDurations:
@@ -149,7 +149,7 @@ def _kv_tokens(memory: MemoryReport | None, ranks: int, recipe: Recipe) -> int |
 
 def _trainer(recipe: Recipe, whole: Forecast) -> TrainerDurations:
     table, checkpoint = whole.tables["trainer"], whole.tables["checkpoint"]
-    optimizer_s = sum(term.seconds or 0.0 for term in table if term.counts and term.name.startswith("optimizer."))
+    optimizer_s = sum(term.value or 0.0 for term in table if term.counts and term.name.startswith("optimizer."))
     tokens = recipe.rollouts.rollouts_per_step * whole.workload.mean("tokens")
     saved_s, stored_s = _seconds(checkpoint, "checkpoint.copy_out"), _seconds(checkpoint, "checkpoint.write")
     if recipe.checkpoint.mode == "sync":
