@@ -154,11 +154,13 @@ class TrainerParallelismConfig(StrictModel):
 
 
 class TrainerMemoryConfig(StrictModel):
-    """What saves memory in exchange for time. The planner computes with it; the trainer of this version has none."""
+    """What saves memory in exchange for time (docs/training.md, Memory tools)."""
 
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """``full``: of a layer only its input is kept, the rest is computed again in the backward pass; ``selective``: the
-    outputs of attention are kept as well."""
+    outputs of attention, of products with experts and of exchanges between ranks are kept as well."""
+    checkpoint_every_layers: PositiveInt = 1
+    """Of so many layers in a row the first is computed again, the others are kept whole."""
     activation_offload: bool = False
     """Kept inputs of layers wait in host memory (with ``activation_checkpointing: full``)."""
     optimizer_offload: bool = False
@@ -191,7 +193,7 @@ class TrainerConfig(StrictModel):
     parallelism: TrainerParallelismConfig = TrainerParallelismConfig()
     """How the ranks share the work."""
     memory: TrainerMemoryConfig = TrainerMemoryConfig()
-    """What saves memory (planned)."""
+    """What saves memory in exchange for time."""
     router_replay: bool = False
     """Train with the experts that the engines chose (planned)."""
     freeze: list[str] | None = None

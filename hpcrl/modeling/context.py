@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -151,6 +151,9 @@ class BatchContext:
     chosen:
         What each layer with an indexer chose, where later layers share it. By layer, not the last one alone: a layer
         that is computed again for the backward pass finds what it found in the forward pass.
+    routes:
+        Experts ``[T, k]`` that routers take in place of their own choice, by layer: those of the forward pass where a
+        layer is computed again.
     """
 
     positions: Tensor
@@ -161,3 +164,4 @@ class BatchContext:
     recurrence: RecurrenceFn | None = None
     gather: GatherFn | None = None
     chosen: dict[int, Tensor] = field(default_factory=dict)
+    routes: Mapping[int, Tensor] = field(default_factory=dict)

@@ -8,6 +8,7 @@ of many requests through the same weights and the same arithmetic, which is what
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,18 @@ from hpcrl.modeling.layers.norm import RMSNorm
 from hpcrl.modeling.rope import RotaryTables, rotary_tables
 from hpcrl.models.arch import ModelArch
 
-__all__ = ["Block", "Decoder"]
+__all__ = ["Block", "BlockFn", "Decoder", "RunBlock"]
+
+BlockFn = Callable[[Tensor, RotaryTables, BatchContext], Tensor]
+"""``[T, hidden_size]`` to the same."""
+
+
+class RunBlock(Protocol):
+    """Computes a layer in a way of its own: a memory tool of the trainer."""
+
+    def __call__(self, block: BlockFn, x: Tensor, rotary: RotaryTables, context: BatchContext) -> Tensor:
+        """What ``block(x, rotary, context)`` returns."""
+        ...
 
 
 class Block(nn.Module):
@@ -31,9 +43,14 @@ class Block(nn.Module):
         self.self_attn = self_attn
         self.post_attention_layernorm = RMSNorm(arch.hidden_size, arch.rms_norm_eps)
         self.mlp = mlp
+        self.run: RunBlock | None = None
+        """Inside of what FSDP2 does before and after the layer, so that it gathers parameters as without."""
 
     def forward(self, x: Tensor, rotary: RotaryTables, context: BatchContext) -> Tensor:
         """``[T, hidden_size]`` to the same."""
+        return self._compute(x, rotary, context) if self.run is None else self.run(self._compute, x, rotary, context)
+
+    def _compute(self, x: Tensor, rotary: RotaryTables, context: BatchContext) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), rotary, context)
         normed = self.post_attention_layernorm(x)
         x = x + (self.mlp(normed, context) if isinstance(self.mlp, SparseMLP) else self.mlp(normed))

@@ -7,6 +7,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import _resolve_process_group
+from torch.distributed.distributed_c10d import GroupName
+
+from hpcrl.modeling.kept import as_operator
 
 __all__ = ["exchange_rows", "gather_rows"]
 
@@ -31,13 +35,26 @@ def gather_rows(
     return both
 
 
+@as_operator("(Tensor rows, int[] sent, int[] received, str group) -> Tensor")
+def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: str) -> Tensor:
+    result = rows.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(result, rows.contiguous(), received, sent, group=_resolve_process_group(GroupName(group)))
+    return result
+
+
+@as_operator("(Tensor rows, str group) -> Tensor")
+def _all_gather(rows: Tensor, group: str) -> Tensor:
+    ranks = _resolve_process_group(GroupName(group))
+    found = rows.new_empty(dist.get_world_size(ranks), *rows.shape)
+    dist.all_gather(list(found), rows, group=ranks)
+    return found.flatten(0, 1)
+
+
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
         ctx.way_back = received, sent, group
-        result = rows.new_empty(sum(received), *rows.shape[1:])
-        dist.all_to_all_single(result, rows.contiguous(), received, sent, group=group)
-        return result
+        return _all_to_all(rows, sent, received, group.group_name)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
@@ -52,9 +69,7 @@ class _Gather(torch.autograd.Function):
     ) -> Tensor | tuple[Tensor, Tensor]:
         ctx.group = group
         sent = rows.contiguous() if beside is None else torch.cat((rows, beside.to(rows.dtype)), dim=-1)
-        found = sent.new_empty(dist.get_world_size(group), *sent.shape)
-        dist.all_gather(list(found), sent, group=group)
-        found = found.flatten(0, 1)
+        found = _all_gather(sent, group.group_name)
         if beside is None:
             return found
         width = rows.shape[-1]

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hpcrl.modeling.kept import as_operator
+
 __all__ = ["attend_chosen", "choose_tokens"]
 
 _CHUNK_BYTES = 64 << 20
@@ -40,6 +42,11 @@ def choose_tokens(q: Tensor, k: Tensor, weights: Tensor, visible: Tensor, top_k:
     Tensor
         ``[T, min(top_k, S)]`` int32: indices of keys, ascending; then -1 where a query sees fewer.
     """
+    return _choose(q, k, weights, visible, top_k)
+
+
+@as_operator("(Tensor q, Tensor k, Tensor weights, Tensor visible, int top_k) -> Tensor")
+def _choose(q: Tensor, k: Tensor, weights: Tensor, visible: Tensor, top_k: int) -> Tensor:
     tokens, heads = weights.shape
     width = min(top_k, len(k))
     chosen = torch.empty(tokens, width, dtype=torch.int32, device=q.device)
@@ -90,19 +97,26 @@ def attend_chosen(q: Tensor, rows: Tensor, chosen: Tensor, *, value_dim: int, sc
     return out
 
 
+@as_operator("(Tensor q, Tensor rows, Tensor chosen, int value_dim, float scale) -> (Tensor, Tensor)")
+def _attend(q: Tensor, rows: Tensor, chosen: Tensor, value_dim: int, scale: float) -> tuple[Tensor, Tensor]:
+    """The output, and the normaliser of each query and head in float32."""
+    out = q.new_empty(*q.shape[:2], value_dim)
+    sums = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    for part in _chunks(q, chosen):
+        keys, scores = _scores(q[part], rows, chosen[part], scale)
+        sums[part] = scores.logsumexp(-1)
+        weights = (scores - sums[part][..., None]).exp_().to(q.dtype)
+        out[part] = torch.bmm(weights, keys[..., :value_dim])
+    return out, sums
+
+
 class _ChosenAttention(torch.autograd.Function):
     """Softmax attention in chunks of queries; the backward pass computes the weights of each chunk again."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, rows: Tensor, chosen: Tensor, values: tuple[int, float]) -> Tensor:
         value_dim, scale = values
-        out = q.new_empty(*q.shape[:2], value_dim)
-        sums = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        for part in _chunks(q, chosen):
-            keys, scores = _scores(q[part], rows, chosen[part], scale)
-            sums[part] = scores.logsumexp(-1)
-            weights = (scores - sums[part][..., None]).exp_().to(q.dtype)
-            out[part] = torch.bmm(weights, keys[..., :value_dim])
+        out, sums = _attend(q, rows, chosen, value_dim, scale)
         ctx.save_for_backward(q, rows, chosen, sums, out)
         ctx.value_dim, ctx.scale = value_dim, scale
         return out

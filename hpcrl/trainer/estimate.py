@@ -11,7 +11,7 @@ import json
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 from unittest import mock
@@ -22,11 +22,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
+from hpcrl.config.recipe import TrainerMemoryConfig
 from hpcrl.modeling import sparse_attention
+from hpcrl.modeling.kept import as_operator
 from hpcrl.modeling.packed_attention import PackedAttention
 from hpcrl.modeling.spec import build_model
 from hpcrl.models.arch import ModelArch, arch_from_config
 from hpcrl.trainer.batch.tensors import token_logprobs
+from hpcrl.trainer.memory.tools import apply_memory_tools
 
 __all__ = ["PassMemory", "estimate_model", "estimate_pass"]
 
@@ -53,7 +56,9 @@ class PassMemory:
     whole: int
 
 
-def estimate_model(arch: ModelArch, lengths: Sequence[int], *, dtype: torch.dtype) -> PassMemory:
+def estimate_model(
+    arch: ModelArch, lengths: Sequence[int], *, dtype: torch.dtype, memory: TrainerMemoryConfig | None = None
+) -> PassMemory:
     """`estimate_pass` of a model of many layers, from two of a few.
 
     A layer takes about a second. Where all layers behind the first ones are equal, each adds the same.
@@ -62,14 +67,16 @@ def estimate_model(arch: ModelArch, lengths: Sequence[int], *, dtype: torch.dtyp
     first = len(layers)
     while first > 0 and layers[first - 1] == layers[-1]:
         first -= 1
-    few = first + 2
-    if few + 1 >= len(layers):
-        return estimate_pass(arch, lengths, dtype=dtype)
-    less, more = (estimate_pass(_with_layers(arch, n), lengths, dtype=dtype) for n in (few, few + 1))
+    # what is the same again and again: a layer, or as many as one is checkpointed of
+    every = 1 if memory is None else memory.checkpoint_every_layers
+    few = first + 2 + (len(layers) - first - 2) % every
+    if few + every >= len(layers):
+        return estimate_pass(arch, lengths, dtype=dtype, memory=memory)
+    less, more = (estimate_pass(_with_layers(arch, n), lengths, dtype=dtype, memory=memory) for n in (few, few + every))
 
     def continued(name: str) -> int:
         at_few, at_more = getattr(less, name), getattr(more, name)
-        return int(at_few + (len(layers) - few) * (at_more - at_few))
+        return int(at_few + (len(layers) - few) // every * (at_more - at_few))
 
     return PassMemory(continued("parameters"), continued("head"), continued("whole"))
 
@@ -83,7 +90,9 @@ def _with_layers(arch: ModelArch, count: int) -> ModelArch:
     return replace(arch, num_hidden_layers=count, **each)
 
 
-def estimate_pass(arch: ModelArch, lengths: Sequence[int], *, dtype: torch.dtype) -> PassMemory:
+def estimate_pass(
+    arch: ModelArch, lengths: Sequence[int], *, dtype: torch.dtype, memory: TrainerMemoryConfig | None = None
+) -> PassMemory:
     """The highest points of one micro-batch on the processor, without sharding: each rank holds these activations.
 
     Parameters
@@ -92,17 +101,22 @@ def estimate_pass(arch: ModelArch, lengths: Sequence[int], *, dtype: torch.dtype
         Tokens of the sequences of the micro-batch; all but the first token of each is trained.
     dtype:
         Of parameters and activations.
+    memory:
+        What saves memory; None: nothing does.
     """
+    memory = memory or TrainerMemoryConfig()
     ends = torch.tensor([0, *lengths]).cumsum(0)
     attention = PackedAttention(ends)
     tokens, trained = int(ends[-1]), int(ends[-1]) - len(lengths)
     model = build_model(arch, dtype=dtype)
     # fake tensors of a processor: on `meta`, attention would take its plain form, which keeps every score
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with fake, _known_without_numbers(), warnings.catch_warnings():
+    opaque = memory.activation_checkpointing == "selective"
+    with fake, _known_without_numbers(opaque=opaque), warnings.catch_warnings():
         # of gradients that are None: that is what they are to be
         warnings.filterwarnings("ignore", message="Expected a tensor or a traceable wrapper-subclass")
         model.materialise(_CPU)
+        apply_memory_tools(model, memory)
         for name, value in vars(attention).items():
             if isinstance(value, Tensor):
                 setattr(attention, name, fake.from_tensor(value))
@@ -132,8 +146,12 @@ def _beside_weights(tracker: MemTracker) -> int:
 
 
 @contextmanager
-def _known_without_numbers() -> Iterator[None]:
-    """Results whose shapes torch finds from numbers, or of dtypes for which it has kernels and no shapes."""
+def _known_without_numbers(*, opaque: bool = False) -> Iterator[None]:
+    """Results whose shapes torch finds from numbers, or of dtypes for which it has kernels and no shapes.
+
+    With ``opaque`` sparse attention is one operator, as selective checkpointing wants it; else what its pieces hold
+    for a moment is counted too.
+    """
 
     def bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
         # of as many bins as it is told of
@@ -146,12 +164,26 @@ def _known_without_numbers() -> Iterator[None]:
     def largest(scores: Tensor, visible: Tensor, width: int) -> Tensor:
         return scores.topk(width, dim=-1).indices
 
-    with (
-        mock.patch.object(torch, "bincount", bincount),
-        mock.patch.object(F, "grouped_mm", grouped_mm),
-        mock.patch.object(sparse_attention, "_largest", largest),
-    ):
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch, "bincount", bincount))
+        stack.enter_context(mock.patch.object(F, "grouped_mm", grouped_mm))
+        stack.enter_context(mock.patch.object(sparse_attention, "_largest", largest))
+        for name in ("_choose", "_attend"):
+            operator = getattr(sparse_attention, name)
+            plain = operator._init_fn
+            if opaque:
+                operator.register_fake(plain)
+            else:
+                stack.enter_context(mock.patch.object(sparse_attention, name, plain))
         yield
+
+
+@as_operator("(Tensor x, Tensor weights) -> Tensor")
+def _product(x: Tensor, weights: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weights.shape[2])
+
+
+_product.register_fake(_product._init_fn)  # type: ignore[attr-defined]
 
 
 class _GroupedProduct(torch.autograd.Function):
@@ -160,7 +192,7 @@ class _GroupedProduct(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
         context.save_for_backward(x, weights, ends)
-        return x.new_empty(x.shape[0], weights.shape[2])
+        return _product(x, weights)
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -169,9 +201,14 @@ class _GroupedProduct(torch.autograd.Function):
 
 
 def main() -> None:
-    """Read ``config`` (a ``config.json``), ``lengths`` and ``dtype``; write a `PassMemory`."""
+    """Read ``config`` (a ``config.json``), ``lengths``, ``dtype`` and ``memory``; write a `PassMemory`."""
     asked = json.load(sys.stdin)
-    found = estimate_model(arch_from_config(asked["config"]), asked["lengths"], dtype=getattr(torch, asked["dtype"]))
+    found = estimate_model(
+        arch_from_config(asked["config"]),
+        asked["lengths"],
+        dtype=getattr(torch, asked["dtype"]),
+        memory=TrainerMemoryConfig(**asked["memory"]),
+    )
     json.dump(asdict(found), sys.stdout)
 
 

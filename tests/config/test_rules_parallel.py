@@ -30,6 +30,10 @@ BROKEN = {
         ("engine.memory.gpu_memory_utilization=0.8",),
         "engine.vllm_args.gpu-memory-utilization",
     ),
+    "checkpointing-applies": (
+        ("trainer.memory.activation_checkpointing=none", "trainer.memory.checkpoint_every_layers=2"),
+        "trainer.memory.checkpoint_every_layers",
+    ),
     "activation-offload-applies": (
         ("trainer.memory.activation_checkpointing=selective",),
         "trainer.memory.activation_offload",

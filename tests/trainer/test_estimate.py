@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from hpcrl.config.load import load_cluster, load_recipe
+from hpcrl.config.recipe import TrainerMemoryConfig
 from hpcrl.modeling.spec import SPECS
-from hpcrl.models.arch import ModelArch, Qwen3Arch
+from hpcrl.models.arch import GlmMoeDsaArch, MinimaxM2Arch, ModelArch, Qwen3Arch
 from hpcrl.models.known import find_config
 from hpcrl.planning.memory.real_model import measure_pass
 from hpcrl.planning.memory.settings import RealPass, TrainerMemory
@@ -93,9 +94,10 @@ def settings(lengths: tuple[int, ...], dtype: str) -> TrainerMemory:
     )
 
 
-def by_formulas(arch: ModelArch, lengths: tuple[int, ...], dtype: str) -> tuple[int, int]:
+def by_formulas(arch: ModelArch, lengths: tuple[int, ...], dtype: str, **tools: Any) -> tuple[int, int]:
     """Until the head is done, and in the backward pass of the layer with the most."""
-    moments = {ledger.name.split(" of ")[0]: ledger for ledger in trainer_moments(arch.facts, settings(lengths, dtype))}
+    memory = replace(settings(lengths, dtype), **tools)
+    moments = {ledger.name.split(" of ")[0]: ledger for ledger in trainer_moments(arch.facts, memory)}
     head, backward = moments["logits"], moments["backward"]
     return (
         sum(term.value for term in head.terms if term.name in KEPT),
@@ -128,6 +130,27 @@ def test_where_logits_are_small_a_layer_binds(family: type[ModelArch]) -> None:
     assert real.whole > real.head
 
 
+@pytest.mark.parametrize("family", [GlmMoeDsaArch, MinimaxM2Arch, Qwen3Arch], ids=lambda arch: arch.MODEL_TYPES[0])
+@pytest.mark.parametrize(
+    "tools",
+    [
+        {"activation_checkpointing": "full"},
+        {"activation_checkpointing": "selective"},
+        {"activation_checkpointing": "selective", "checkpoint_every_layers": 2},
+    ],
+    ids=lambda tools: " ".join(map(str, tools.values())),
+)
+def test_formulas_of_checkpointing_and_the_real_model_agree(family: type[ModelArch], tools: dict[str, Any]) -> None:
+    """What is kept to 0.5 %; the layer that is computed again, of which one is held at a time, within a sixth."""
+    lengths, memory = (240,) * 4, TrainerMemoryConfig(**tools)
+    arch = sizes_of(family, num_hidden_layers=4, vocab_size=8192)
+    real = estimate_pass(arch, lengths, dtype=torch.float32, memory=memory)
+    assert by_formulas(arch, lengths, "float32", **tools)[0] == pytest.approx(real.head, rel=0.005)
+    arch = replace(arch, vocab_size=64)
+    real = estimate_pass(arch, lengths, dtype=torch.float32, memory=memory)
+    assert by_formulas(arch, lengths, "float32", **tools)[1] == pytest.approx(real.whole, rel=0.17)
+
+
 @FAMILIES
 def test_many_layers_are_a_few_continued(family: type[ModelArch]) -> None:
     arch = sizes_of(family, num_hidden_layers=5)
@@ -153,7 +176,7 @@ def test_fake_tensors_take_what_real_ones_do(family: type[ModelArch], monkeypatc
     arch, lengths = sizes_of(family), (240, 100)
     fake = estimate_pass(arch, lengths, dtype=torch.float32)
     monkeypatch.setattr(estimate, "FakeTensorMode", Real)
-    monkeypatch.setattr(estimate, "_known_without_numbers", nullcontext)
+    monkeypatch.setattr(estimate, "_known_without_numbers", lambda opaque: nullcontext())
     real = estimate_pass(arch, lengths, dtype=torch.float32)
     assert fake.parameters == real.parameters
     assert fake.head == pytest.approx(real.head, rel=0.005)

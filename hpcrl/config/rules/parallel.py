@@ -20,6 +20,9 @@ __all__ = ["PARALLEL_RULES", "refuse_planned_settings"]
 _LORA_MAX_RANK = 512
 """Largest rank of an adapter that is published; vLLM itself loads none of a higher one."""
 
+_MEMORY_TOOLS = {"activation_checkpointing", "checkpoint_every_layers"}
+"""Settings of ``trainer.memory`` that the trainer of this version has."""
+
 
 def _changed(model: StrictModel) -> Iterator[str]:
     """Fields that differ from their defaults."""
@@ -42,7 +45,8 @@ def _planned_only(recipe: Recipe) -> Conflicts:
     if trainer.parallelism.dispatcher != "all_to_all":
         yield "trainer.parallelism.dispatcher", "the trainer of this version knows all_to_all alone"
     for name in _changed(trainer.memory):
-        yield f"trainer.memory.{name}", planned
+        if name not in _MEMORY_TOOLS:
+            yield f"trainer.memory.{name}", planned
     if trainer.router_replay:
         yield "trainer.router_replay", planned
     if engine.tp != 1:
@@ -152,6 +156,12 @@ def _offload_applies(recipe: Recipe, _: ClusterProfile) -> Conflicts:
         yield "trainer.memory.activation_offload", "offloads inputs of layers, which only `full` checkpointing keeps"
 
 
+def _checkpointing_applies(recipe: Recipe, _: ClusterProfile) -> Conflicts:
+    memory = recipe.trainer.memory
+    if memory.checkpoint_every_layers > 1 and memory.activation_checkpointing == "none":
+        yield "trainer.memory.checkpoint_every_layers", "says which layers are checkpointed, and none is"
+
+
 def _chunk_applies(recipe: Recipe, _: ClusterProfile) -> Conflicts:
     chunk = recipe.trainer.memory.lm_head_chunk_tokens
     tokens = -(-recipe.trainer.micro_batch_tokens // recipe.trainer.parallelism.cp)
@@ -258,6 +268,12 @@ PARALLEL_RULES: tuple[Rule, ...] = (
         "Engines take the share of a GPU that plans count with.",
         "give both the same value",
         _planned_utilization,
+    ),
+    Rule(
+        "checkpointing-applies",
+        "Where every so many layers are checkpointed, some are.",
+        "set trainer.memory.activation_checkpointing, or leave out checkpoint_every_layers",
+        _checkpointing_applies,
     ),
     Rule(
         "activation-offload-applies",

@@ -68,17 +68,14 @@ class SparseLatentAttention(LatentAttention):
             keys, index_keys = context.gather(keys, None if index is None else index.k)
             if index is not None and index_keys is not None:
                 index = index._replace(k=index_keys)
-        chosen = self._choice(index, context)
+        # known where a layer before has chosen, or this one in the forward pass that is computed again
+        chosen = context.chosen.get(self.source)
+        if chosen is None:
+            assert index is not None
+            chosen = context.sparse.choose(self.layer, index, self.top_k)
+            if self.is_shared:
+                context.chosen[self.layer] = chosen
         y = context.sparse.attend(self.layer, queries, keys, chosen, value_dim=self.latent_dim, scale=self.scale)
         values = torch.einsum("thl,hvl->thv", y, to_value)
         projected: Tensor = self.o_proj(values.reshape(tokens, -1))
         return projected
-
-    def _choice(self, index: IndexQuery | None, context: BatchContext) -> Tensor:
-        if index is None:
-            return context.chosen[self.source]
-        assert context.sparse is not None
-        chosen = context.sparse.choose(self.layer, index, self.top_k)
-        if self.is_shared:
-            context.chosen[self.layer] = chosen
-        return chosen

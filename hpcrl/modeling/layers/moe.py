@@ -41,10 +41,11 @@ class SoftmaxRouter(nn.Linear):
         super().__init__(hidden_size, experts, bias=False)
         self.top_k, self.normalise = top_k, normalise
 
-    def choose(self, x: Tensor) -> Choice:
-        """Of tokens ``[T, hidden_size]``."""
+    def choose(self, x: Tensor, given: Tensor | None = None) -> Choice:
+        """Of tokens ``[T, hidden_size]``; with ``given``, ``[T, k]`` experts, only what these weigh."""
         probabilities = self(x).softmax(-1, dtype=torch.float32)
-        weights, chosen = probabilities.topk(self.top_k, dim=-1)
+        chosen = probabilities.detach().topk(self.top_k, dim=-1).indices if given is None else given
+        weights = probabilities.gather(1, chosen)
         if self.normalise:
             weights = weights / weights.sum(-1, keepdim=True)
         return Choice(weights, chosen)
@@ -76,21 +77,24 @@ class SigmoidRouter(nn.Linear):
         self.groups, self.top_groups = groups, top_groups
         self.register_buffer("e_score_correction_bias", torch.zeros(experts))
 
-    def choose(self, x: Tensor) -> Choice:
-        """Of tokens ``[T, hidden_size]``."""
+    def choose(self, x: Tensor, given: Tensor | None = None) -> Choice:
+        """Of tokens ``[T, hidden_size]``; with ``given``, ``[T, k]`` experts, only what these weigh."""
         scores = F.linear(x.float(), self.weight.float()).sigmoid()
-        with torch.no_grad():
-            preferred = scores + self.e_score_correction_bias
-            if self.top_groups < self.groups:
-                by_group = preferred.view(x.shape[0], self.groups, -1)
-                best = by_group.topk(2, dim=-1).values.sum(-1).topk(self.top_groups, dim=-1).indices
-                closed = torch.ones_like(by_group[..., 0], dtype=torch.bool).scatter_(1, best, value=False)
-                preferred = by_group.masked_fill(closed[..., None], float("-inf")).flatten(1)
-            chosen = preferred.topk(self.top_k, dim=-1).indices
+        chosen = self._preferred(scores) if given is None else given
         weights = scores.gather(1, chosen)
         if self.normalise:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         return Choice(weights * self.scale, chosen)
+
+    @torch.no_grad()
+    def _preferred(self, scores: Tensor) -> Tensor:
+        preferred = scores + self.e_score_correction_bias
+        if self.top_groups < self.groups:
+            by_group = preferred.view(len(scores), self.groups, -1)
+            best = by_group.topk(2, dim=-1).values.sum(-1).topk(self.top_groups, dim=-1).indices
+            closed = torch.ones_like(by_group[..., 0], dtype=torch.bool).scatter_(1, best, value=False)
+            preferred = by_group.masked_fill(closed[..., None], float("-inf")).flatten(1)
+        return preferred.topk(self.top_k, dim=-1).indices
 
 
 class Experts(nn.Module):
@@ -165,7 +169,7 @@ class SparseMLP(nn.Module):
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
         """``[T, hidden_size]`` to the same."""
-        weights, chosen = self.gate.choose(x)
+        weights, chosen = self.gate.choose(x, context.routes.get(self.layer))
         if context.record is not None:
             context.record(self.layer, chosen)
         taken = x if self.fc1_latent_proj is None else self.fc1_latent_proj(x)

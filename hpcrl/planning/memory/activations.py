@@ -14,6 +14,7 @@ from hpcrl.models.layers import DenseMlp, GatedDeltaNet, Gqa, Layer, Mamba2, Mix
 __all__ = [
     "ActivationShape",
     "attention_output_bytes",
+    "dear_output_bytes",
     "fp8_copies_bytes",
     "gradient_bytes",
     "indexer_bytes",
@@ -62,11 +63,34 @@ def saved_bytes(layer: Layer, shape: ActivationShape) -> int:
     return round(total)
 
 
+def dear_output_bytes(layer: Layer, shape: ActivationShape, *, ep: int = 1, cp: int = 1) -> int:
+    """What selective checkpointing keeps beside a layer's input: outputs of attention, experts and exchanges."""
+    b, t, mlp = shape.element_bytes, shape.tokens, layer.mlp
+    total = float(attention_output_bytes(layer, shape))
+    if cp > 1 and isinstance(layer.mixer, Gqa):
+        # queries, keys and values of all tokens and some heads; and the way back
+        heads = layer.mixer.num_attention_heads + layer.mixer.num_key_value_heads
+        total += 2 * b * t * heads * layer.mixer.head_dim
+    if isinstance(mlp, Moe):
+        routed = t * mlp.num_experts_per_tok
+        total += b * routed * shape.imbalance * ((2 if mlp.gated else 1) * mlp.moe_intermediate_size + mlp.expert_width)
+        if ep > 1:
+            total += b * routed * (1 + shape.imbalance) * mlp.expert_width
+    return round(total)
+
+
 def attention_output_bytes(layer: Layer, shape: ActivationShape) -> int:
-    """Output of the attention: what selective checkpointing keeps beside a layer's input."""
+    """Output of the attention, with what its backward pass needs beside."""
     mixer = layer.mixer
     if mixer is None:
         return 0
+    if shape.eager and isinstance(mixer, Gqa | Mla):
+        heads = mixer.num_attention_heads
+        if isinstance(mixer, Mla) and mixer.topk is not None:
+            # in latents, normalisers in float32, and the choice
+            return shape.tokens * (heads * (mixer.kv_lora_rank * shape.element_bytes + 4) + 4 * mixer.topk)
+        wide = mixer.head_dim if isinstance(mixer, Gqa) else mixer.qk_nope_head_dim + mixer.qk_rope_head_dim
+        return shape.padded_tokens * heads * (wide * shape.element_bytes + 4)
     width = {
         Gqa: lambda m: m.num_attention_heads * m.head_dim,
         Mla: lambda m: m.num_attention_heads * m.v_head_dim,

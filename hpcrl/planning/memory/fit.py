@@ -140,6 +140,7 @@ def trainer_memory(recipe: Recipe, *, device: Literal["cpu", "cuda"]) -> Trainer
         dtype=trainer.dtype,
         micro_batch_tokens=budget,
         activation_checkpointing=saving.activation_checkpointing,
+        checkpoint_every_layers=saving.checkpoint_every_layers,
         activation_offload=saving.activation_offload,
         optimizer_offload=saving.optimizer_offload,
         lm_head_chunk_tokens=saving.lm_head_chunk_tokens,

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 from hpcrl.config.cluster import ClusterProfile, SlurmCluster
 from hpcrl.config.plan import Role
-from hpcrl.config.recipe import Recipe
+from hpcrl.config.recipe import Recipe, TrainerParallelismConfig
 from hpcrl.errors import MissingExtraError, UsageError
 from hpcrl.interpreter import module_command
 from hpcrl.models.arch import arch_from_config
@@ -20,6 +20,8 @@ from hpcrl.planning.memory.settings import RealPass
 __all__ = ["measure_pass"]
 
 _LIMIT_S = 600.0
+_UNSEEN = ("activation_offload", "optimizer_offload", "lm_head_chunk_tokens", "fp8", "lora_rank")
+"""Settings of ``trainer.memory`` that the estimate does not know."""
 
 
 def measure_pass(recipe: Recipe, cluster: ClusterProfile) -> RealPass:
@@ -37,11 +39,11 @@ def measure_pass(recipe: Recipe, cluster: ClusterProfile) -> RealPass:
             "--real-model measures the trainer as it runs on processors; this one has GPUs\n"
             "    hint: without it, formulas tell what a trainer on GPUs takes"
         )
-    sections = {name: getattr(recipe.trainer, name) for name in ("parallelism", "memory")}
-    planned = [f"trainer.{name}" for name, section in sections.items() if section != type(section)()]
-    if planned:
+    unseen = ["trainer.parallelism"] if recipe.trainer.parallelism != TrainerParallelismConfig() else []
+    unseen += [f"trainer.memory.{name}" for name in _UNSEEN if getattr(recipe.trainer.memory, name)]
+    if unseen:
         raise UsageError(
-            f"--real-model measures the model alone on each rank, without what {' and '.join(planned)} asks for\n"
+            f"--real-model measures the model alone on each rank, without what {' and '.join(unseen)} asks for\n"
             "    hint: without it, formulas tell what that takes"
         )
     if find_spec("torch") is None:
@@ -51,7 +53,12 @@ def measure_pass(recipe: Recipe, cluster: ClusterProfile) -> RealPass:
         arch_from_config(config)
     except (FileNotFoundError, ValueError) as error:
         raise UsageError(f"--real-model, {recipe.model.path}: {error}") from error
-    asked = {"config": config, "lengths": [recipe.trainer.micro_batch_tokens], "dtype": recipe.trainer.dtype}
+    asked = {
+        "config": config,
+        "lengths": [recipe.trainer.micro_batch_tokens],
+        "dtype": recipe.trainer.dtype,
+        "memory": recipe.trainer.memory.model_dump(),
+    }
     command = module_command(sys.executable, "hpcrl.trainer.estimate")
     try:
         done = subprocess.run(

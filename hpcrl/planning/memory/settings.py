@@ -84,6 +84,7 @@ class TrainerMemory:
     staging_bytes: int | None = None
     saves_aside: bool = False
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    checkpoint_every_layers: int = 1
     activation_offload: bool = False
     optimizer_offload: bool = False
     lm_head_chunk_tokens: int | None = None

@@ -15,7 +15,7 @@ from hpcrl.models.tensors import DTYPE_BYTES, Part
 from hpcrl.planning.ledger import Ledger, Term
 from hpcrl.planning.memory.activations import (
     ActivationShape,
-    attention_output_bytes,
+    dear_output_bytes,
     fp8_copies_bytes,
     gradient_bytes,
     indexer_bytes,
@@ -72,10 +72,12 @@ class _Trainer:
         if m.activation_checkpointing == "none":
             return whole, [0] * len(whole)
         inputs = m.tokens * self.facts.hidden_size * m.element_bytes
-        kept = [inputs] * len(whole)
-        if m.activation_checkpointing == "selective":
-            kept = [inputs + attention_output_bytes(layer, shape) for layer in self.layers]
-        return kept, whole
+        kept, working = list(whole), [0] * len(whole)
+        for i in range(0, len(whole), m.checkpoint_every_layers):
+            kept[i], working[i] = inputs, whole[i]
+            if m.activation_checkpointing == "selective":
+                kept[i] += dear_output_bytes(self.layers[i], shape, ep=m.ep, cp=m.cp)
+        return kept, working
 
     # -- standing terms ------------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from hpcrl.modeling.spec import spec_of
 from hpcrl.models.arch import ModelArch
 from hpcrl.trainer.batch.routed_experts import RoutedExpertsComparison
 from hpcrl.trainer.batch.tensors import TokenBatch, token_logprobs
+from hpcrl.trainer.memory.tools import apply_memory_tools
 from hpcrl.trainer.parallel.mesh import Parallel
 from hpcrl.trainer.step.freezing import freeze_parameters
 from hpcrl.trainer.step.losses import TrainedTokens, policy_loss
@@ -61,6 +62,7 @@ class TrainerPolicy:
         self.model = spec.build(arch, device="meta")
         freeze_parameters(self.model, recipe.trainer.freeze)
         spec.parallelize(self.model, parallel.mesh, dtype=getattr(torch, recipe.trainer.dtype))
+        apply_memory_tools(self.model, recipe.trainer.memory)
         self.model.materialise(parallel.device)
         self._carry_mtp()
         if model_dir is not None:

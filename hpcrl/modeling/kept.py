@@ -1,0 +1,52 @@
+"""Functions of ours as operators of torch, so that whoever computes a layer again can keep what they returned.
+
+Torch tells a dispatch mode of each operator that runs. A collective, or attention in pieces, would be many small ones
+there; as an operator of its own it is one, whose result can be kept and given back in place of running it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+
+__all__ = ["KEPT", "as_operator"]
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+KEPT: set[torch._ops.OpOverload] = set()
+"""Operators that are dear to run a second time: those of `as_operator`, and torch's attention and grouped products."""
+
+# by name: a build of torch for processors lacks some
+for _name in (
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_grouped_mm",
+):
+    if hasattr(torch.ops.aten, _name):
+        KEPT.add(getattr(torch.ops.aten, _name).default)
+
+
+def as_operator(schema: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """A decorator: the function runs as the operator ``hpcrl::<name of the function>``.
+
+    Gradients do not go through it: it belongs into the forward pass of a `torch.autograd.Function`.
+
+    Parameters
+    ----------
+    schema:
+        Of arguments and results, as torch writes it: ``(Tensor rows, str group) -> Tensor``. Results share no memory
+        with arguments.
+    """
+
+    def wrap(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        name = f"hpcrl::{function.__name__.lstrip('_')}"
+        operator = torch.library.custom_op(name, function, mutates_args=(), schema=schema)
+        KEPT.add(operator._opoverload)
+        return operator
+
+    return wrap

@@ -1,0 +1,116 @@
+"""Activation checkpointing: of a layer its input is kept, and the rest computed again for the backward pass.
+
+`torch.utils.checkpoint` does the work. What is ours is what the second computation sees: the experts that routers chose
+and the tokens that indexers chose are those of the first (else ranks might exchange other rows than they expect), and
+nobody is told of routes twice.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint, noop_context_fn
+
+from hpcrl.modeling.context import BatchContext
+from hpcrl.modeling.decoder import BlockFn
+from hpcrl.modeling.kept import KEPT
+from hpcrl.modeling.rope import RotaryTables
+
+__all__ = ["Hold", "Recomputation", "hold_here"]
+
+Hold = Callable[[Tensor], Callable[[], Tensor]]
+"""Takes the input of a layer into its keeping; what it returns gives it back, once or more often."""
+
+
+def hold_here(x: Tensor) -> Callable[[], Tensor]:
+    """Keep the tensor where it is."""
+    return lambda: x
+
+
+class Recomputation:
+    """A `hpcrl.modeling.decoder.RunBlock` that keeps little of a layer."""
+
+    def __init__(self, *, selective: bool, hold: Hold = hold_here) -> None:
+        """Decide what is kept.
+
+        Parameters
+        ----------
+        selective:
+            Outputs of what is dear to compute (`hpcrl.modeling.kept`) are kept beside the input of the layer.
+        hold:
+            Where the input waits.
+        """
+        self._selective, self._hold = selective, hold
+
+    def __call__(self, block: BlockFn, x: Tensor, rotary: RotaryTables, context: BatchContext) -> Tensor:
+        """See `RunBlock`."""
+        if not torch.is_grad_enabled():
+            return block(x, rotary, context)
+        routes = dict(context.routes)
+        again = replace(context, record=None, routes=routes)
+
+        def note(layer: int, experts: Tensor) -> None:
+            routes[layer] = experts
+            if context.record is not None:
+                context.record(layer, experts)
+
+        first: Tensor | None = x
+        held: Callable[[], Tensor] | None = None
+
+        def run(tables: RotaryTables) -> Tensor:
+            nonlocal first
+            if first is not None:
+                begin, first = first, None
+                return block(begin, tables, replace(context, record=note))
+            assert held is not None
+            return block(held(), tables, again)
+
+        y: Tensor = checkpoint(
+            run,
+            rotary,
+            use_reentrant=False,
+            preserve_rng_state=False,  # nothing in a layer is random
+            context_fn=_keep_and_give if self._selective else noop_context_fn,
+        )
+        # behind the layer: what is held elsewhere may be copied while the next one computes
+        held = self._hold(x)
+        return y
+
+
+class _Keep(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Remembers what operators of `KEPT` return."""
+
+    def __init__(self, kept: dict[Any, deque[Any]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._kept = kept
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in KEPT:
+            # without the graph, which would keep all that is not to be kept
+            self._kept.setdefault(func, deque()).append(tree_map_only(Tensor, Tensor.detach, out))
+        return out
+
+
+class _Give(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Returns that, in the same order, in place of running them."""
+
+    def __init__(self, kept: dict[Any, deque[Any]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._kept = kept
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._kept[func].popleft() if func in KEPT else func(*args, **(kwargs or {}))
+
+
+def _keep_and_give() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    kept: dict[Any, deque[Any]] = {}
+    return _Keep(kept), _Give(kept)

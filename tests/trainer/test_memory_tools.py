@@ -1,0 +1,135 @@
+"""Memory tools of the trainer: the same losses, gradients and weights as without, on one rank and on two."""
+
+import pytest
+import torch
+from test_meshes import ARCHS
+from trainer_testing import Rollouts, make_recipe, run_ranks, tiny_model, write_model_dir
+
+from hpcrl.modeling.layers.moe import SoftmaxRouter
+from hpcrl.modeling.mesh import ParallelDims
+from hpcrl.modeling.packed_attention import PackedAttention
+from hpcrl.models.arch import load_arch
+from hpcrl.trainer.memory.recompute import Recomputation
+from hpcrl.trainer.parallel.mesh import Parallel, distributed
+from hpcrl.trainer.step.policy import TrainerPolicy
+
+STEPS = 2
+FULL, SELECTIVE = {"activation_checkpointing": "full"}, {"activation_checkpointing": "selective"}
+#: each of these computes the very same numbers
+TOOLS = {
+    "full": FULL,
+    "selective": SELECTIVE,
+    "every second layer": {**SELECTIVE, "checkpoint_every_layers": 2},
+}
+FAMILIES = ("qwen3_moe", "deepseek_v3", "glm_moe_dsa")
+#: of two ranks: tokens travel to experts, sequences are cut, both at once, only parameters are sharded
+MESHES = ({"ep": 2}, {"cp": 2}, {"cp": 2, "ep": 2}, {})
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    return {family: write_model_dir(root / family, ARCHS[family]) for family in FAMILIES}
+
+
+def train(model_dir, parallel, memory):
+    """Losses and norms of two steps, the first gradients, and the weights after all."""
+    recipe = make_recipe(model_dir, steps=9, memory=memory)
+    policy = TrainerPolicy(recipe, load_arch(model_dir), parallel, model_dir=model_dir)
+    data, found = parallel.data, {}
+    for step in range(1, STEPS + 1):
+        shard = Rollouts(step).shard(data.rank, data.size)
+        found[f"loss {step}"] = torch.tensor(policy.forward_backward(shard).reduce(parallel.world).loss)
+        if step == 1:
+            trained = [(n, p) for n, p in policy.model.named_parameters() if p.requires_grad]
+            found |= {f"gradient of {n}": p.grad.to_local().clone() for n, p in trained}
+        found[f"norm {step}"] = torch.tensor(policy.optimizer_step(step)[0])
+    return found | {f"weight {n}": p.detach().to_local().clone() for n, p in policy.model.named_parameters()}
+
+
+def differing(found, wanted):
+    assert found.keys() == wanted.keys()
+    return [name for name in wanted if not torch.equal(found[name], wanted[name])]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_rank_computes_the_same_bit_for_bit(models, family):
+    with distributed(timeout_s=30) as parallel:
+        wanted = train(models[family], parallel, {})
+        for name, memory in TOOLS.items():
+            assert differing(train(models[family], parallel, memory), wanted) == [], name
+
+
+def on_meshes(rank, models):
+    """What differs, by family, mesh and tool."""
+    wrong = {}
+    with distributed(timeout_s=60) as start:
+        for degrees in MESHES:
+            mesh = ParallelDims(world_size=start.world.size, **degrees)
+            mesh.build_mesh("cpu")
+            parallel = Parallel(mesh, start.device)
+            for family in ("qwen3_moe", "glm_moe_dsa"):
+                wanted = train(models[family], parallel, {})
+                for name, memory in TOOLS.items():
+                    found = differing(train(models[family], parallel, memory), wanted)
+                    if found:
+                        wrong[family, str(degrees), name] = found
+    return wrong
+
+
+def test_every_mesh_computes_the_same_bit_for_bit(models):
+    assert run_ranks(2, on_meshes, models, timeout_s=120.0) == [{}, {}]
+
+
+def one_pass(run, record=None):
+    arch = ARCHS["qwen3_moe"]
+    model = tiny_model(arch)
+    for block in model.layers:
+        block.run = run
+    attention = PackedAttention(torch.tensor([0, 7, 12]))
+    model(torch.arange(12), attention.context(record=record)).logsumexp(-1).sum().backward()
+    return model
+
+
+def test_routes_are_told_once_and_chosen_once(monkeypatch):
+    """A layer that is computed again takes the experts of the first time, whatever its router would say now."""
+    told, chosen, choose = [], [], SoftmaxRouter.choose
+
+    def counting(self, x, given=None):
+        chosen.append(given is None)
+        return choose(self, x, given)
+
+    monkeypatch.setattr(SoftmaxRouter, "choose", counting)
+    one_pass(Recomputation(selective=False), record=lambda layer, experts: told.append(layer))
+    assert told == [0, 1]
+    assert chosen == [True, True, False, False]
+
+
+def test_selective_runs_nothing_dear_a_second_time(monkeypatch):
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Count(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.names = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.names.append(func._schema.name)
+            return func(*args, **(kwargs or {}))
+
+    counts = {}
+    for name, run in (
+        ("none", None),
+        ("selective", Recomputation(selective=True)),
+        ("full", Recomputation(selective=False)),
+    ):
+        with Count() as mode:
+            one_pass(run)
+        forward = ("aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_grouped_mm", "aten::mm")
+        counts[name] = [mode.names.count(operator) for operator in forward]
+    attention, experts, other = zip(counts["none"], counts["selective"], counts["full"], strict=True)
+    assert attention[0] == attention[1] == 2
+    assert attention[2] == 4
+    assert experts[0] == experts[1]
+    assert experts[2] > experts[0]
+    assert other[0] < other[1] == other[2]
