@@ -16,19 +16,12 @@ __all__ = ["KEPT", "as_operator"]
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-KEPT: set[torch._ops.OpOverload] = set()
-"""Operators that are dear to run a second time: those of `as_operator`, and torch's attention and grouped products."""
-
-# by name: a build of torch for processors lacks some
-for _name in (
-    "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_cudnn_attention",
-    "_grouped_mm",
-):
-    if hasattr(torch.ops.aten, _name):
-        KEPT.add(getattr(torch.ops.aten, _name).default)
+KEPT = {
+    "aten::_grouped_mm",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "torch_attn::_varlen_attn",
+}
+"""Names of operators that are dear to run a second time: products of experts, attention, and those of `as_operator`."""
 
 
 def as_operator(schema: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
@@ -46,7 +39,7 @@ def as_operator(schema: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     def wrap(function: Callable[_P, _R]) -> Callable[_P, _R]:
         name = f"hpcrl::{function.__name__.lstrip('_')}"
         operator = torch.library.custom_op(name, function, mutates_args=(), schema=schema)
-        KEPT.add(operator._opoverload)
+        KEPT.add(name)
         return operator
 
     return wrap

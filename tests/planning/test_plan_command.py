@@ -358,6 +358,6 @@ def test_the_real_model_is_measured_only_as_it_would_run(hpcrl: Hpcrl) -> None:
     local = ("quickstart", "--real-model")
     code, _, err = hpcrl(*local, "--set", "model.path=gpt-oss-20b")
     assert (code, "'gpt_oss'" in err) == (ExitCode.USAGE, True)
-    fp8 = ("--set", "model.path=Qwen3-8B", "--set", "trainer.memory.lm_head_chunk_tokens=64")
+    fp8 = ("--set", "model.path=Qwen3-8B", "--set", "trainer.memory.fp8=true")
     code, _, err = hpcrl(*local, *fp8)
-    assert (code, "without what trainer.memory asks for" in err) == (ExitCode.USAGE, True)
+    assert (code, "without what trainer.memory.fp8 asks for" in err) == (ExitCode.USAGE, True)

@@ -128,8 +128,8 @@ def test_selective_runs_nothing_dear_a_second_time(monkeypatch):
         forward = ("aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_grouped_mm", "aten::mm")
         counts[name] = [mode.names.count(operator) for operator in forward]
     attention, experts, other = zip(counts["none"], counts["selective"], counts["full"], strict=True)
-    assert attention[0] == attention[1] == 2
-    assert attention[2] == 4
+    assert attention[0] == attention[1] > 0
+    assert attention[2] == 2 * attention[0]
     assert experts[0] == experts[1]
     assert experts[2] > experts[0]
     assert other[0] < other[1] == other[2]

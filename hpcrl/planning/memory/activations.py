@@ -90,7 +90,7 @@ def attention_output_bytes(layer: Layer, shape: ActivationShape) -> int:
             # in latents, normalisers in float32, and the choice
             return shape.tokens * (heads * (mixer.kv_lora_rank * shape.element_bytes + 4) + 4 * mixer.topk)
         wide = mixer.head_dim if isinstance(mixer, Gqa) else mixer.qk_nope_head_dim + mixer.qk_rope_head_dim
-        return shape.padded_tokens * heads * (wide * shape.element_bytes + 4)
+        return shape.tokens * heads * (wide * shape.element_bytes + 4)
     width = {
         Gqa: lambda m: m.num_attention_heads * m.head_dim,
         Mla: lambda m: m.num_attention_heads * m.v_head_dim,

@@ -88,29 +88,31 @@ class Recomputation:
 class _Keep(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Remembers what operators of `KEPT` return."""
 
-    def __init__(self, kept: dict[Any, deque[Any]]) -> None:
+    def __init__(self, kept: dict[str, deque[Any]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._kept = kept
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func in KEPT:
+        name = func._schema.name
+        if name in KEPT:
             # without the graph, which would keep all that is not to be kept
-            self._kept.setdefault(func, deque()).append(tree_map_only(Tensor, Tensor.detach, out))
+            self._kept.setdefault(name, deque()).append(tree_map_only(Tensor, Tensor.detach, out))
         return out
 
 
 class _Give(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Returns that, in the same order, in place of running them."""
 
-    def __init__(self, kept: dict[Any, deque[Any]]) -> None:
+    def __init__(self, kept: dict[str, deque[Any]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._kept = kept
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._kept[func].popleft() if func in KEPT else func(*args, **(kwargs or {}))
+        name = func._schema.name
+        return self._kept[name].popleft() if name in KEPT else func(*args, **(kwargs or {}))
 
 
 def _keep_and_give() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    kept: dict[Any, deque[Any]] = {}
+    kept: dict[str, deque[Any]] = {}
     return _Keep(kept), _Give(kept)
