@@ -20,7 +20,7 @@ from hpcrl.modeling.layers.norm import RMSNorm
 from hpcrl.modeling.rope import RotaryTables, rotary_tables
 from hpcrl.models.arch import ModelArch
 
-__all__ = ["Block", "BlockFn", "Decoder", "RunBlock"]
+__all__ = ["Block", "BlockFn", "Decoder", "DecoderLayer", "RunBlock"]
 
 BlockFn = Callable[[Tensor, RotaryTables, BatchContext], Tensor]
 """``[T, hidden_size]`` to the same."""
@@ -34,7 +34,24 @@ class RunBlock(Protocol):
         ...
 
 
-class Block(nn.Module):
+class DecoderLayer(nn.Module):
+    """A layer of any family; what it computes is `compute`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.run: RunBlock | None = None
+        """Inside of what FSDP2 does before and after the layer, so that it gathers parameters as without."""
+
+    def forward(self, x: Tensor, rotary: RotaryTables, context: BatchContext) -> Tensor:
+        """``[T, hidden_size]`` to the same."""
+        return self.compute(x, rotary, context) if self.run is None else self.run(self.compute, x, rotary, context)
+
+    def compute(self, x: Tensor, rotary: RotaryTables, context: BatchContext) -> Tensor:
+        """``[T, hidden_size]`` to the same."""
+        raise NotImplementedError
+
+
+class Block(DecoderLayer):
     """One decoder layer: a mixer of tokens, then a feed-forward block, each behind a norm and with a residual."""
 
     def __init__(self, arch: ModelArch, self_attn: nn.Module, mlp: nn.Module) -> None:
@@ -43,14 +60,9 @@ class Block(nn.Module):
         self.self_attn = self_attn
         self.post_attention_layernorm = RMSNorm(arch.hidden_size, arch.rms_norm_eps)
         self.mlp = mlp
-        self.run: RunBlock | None = None
-        """Inside of what FSDP2 does before and after the layer, so that it gathers parameters as without."""
 
-    def forward(self, x: Tensor, rotary: RotaryTables, context: BatchContext) -> Tensor:
-        """``[T, hidden_size]`` to the same."""
-        return self._compute(x, rotary, context) if self.run is None else self.run(self._compute, x, rotary, context)
-
-    def _compute(self, x: Tensor, rotary: RotaryTables, context: BatchContext) -> Tensor:
+    def compute(self, x: Tensor, rotary: RotaryTables, context: BatchContext) -> Tensor:
+        """See `DecoderLayer`."""
         x = x + self.self_attn(self.input_layernorm(x), rotary, context)
         normed = self.post_attention_layernorm(x)
         x = x + (self.mlp(normed, context) if isinstance(self.mlp, SparseMLP) else self.mlp(normed))

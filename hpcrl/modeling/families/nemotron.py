@@ -7,6 +7,7 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from hpcrl.modeling.context import BatchContext
+from hpcrl.modeling.decoder import DecoderLayer
 from hpcrl.modeling.families.deepseek import sigmoid_router
 from hpcrl.modeling.hf import RenamedTensors
 from hpcrl.modeling.layers.attention import GroupedQueryAttention
@@ -30,7 +31,7 @@ class BackboneNames(RenamedTensors):
     }
 
 
-class _Block(nn.Module):
+class _Block(DecoderLayer):
     """A layer of one module, behind a norm and with a residual."""
 
     def __init__(self, arch: NemotronHArch, mixer: nn.Module) -> None:
@@ -38,8 +39,8 @@ class _Block(nn.Module):
         self.norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps)
         self.mixer = mixer
 
-    def forward(self, x: Tensor, rotary: RotaryTables, context: BatchContext) -> Tensor:
-        """``[T, hidden_size]`` to the same."""
+    def compute(self, x: Tensor, rotary: RotaryTables, context: BatchContext) -> Tensor:
+        """See `DecoderLayer`."""
         normed = self.norm(x)
         if isinstance(self.mixer, Mamba2 | GroupedQueryAttention):
             mixed: Tensor = self.mixer(normed, rotary, context)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hpcrl.config.recipe import TrainerMemoryConfig
-from hpcrl.modeling.decoder import Block, Decoder
+from hpcrl.modeling.decoder import Decoder, DecoderLayer
 from hpcrl.trainer.memory.recompute import Recomputation
 
 __all__ = ["apply_memory_tools"]
@@ -14,5 +14,5 @@ def apply_memory_tools(model: Decoder, config: TrainerMemoryConfig) -> None:
     if config.activation_checkpointing != "none":
         recomputation = Recomputation(selective=config.activation_checkpointing == "selective")
         for block in list(model.layers)[:: config.checkpoint_every_layers]:
-            assert isinstance(block, Block)
+            assert isinstance(block, DecoderLayer)
             block.run = recomputation
