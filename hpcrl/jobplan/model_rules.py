@@ -86,6 +86,8 @@ def _heads_divide(recipe: Recipe, _: ClusterProfile, facts: ModelFacts) -> Confl
 
 def _heads_share_context(recipe: Recipe, _: ClusterProfile, facts: ModelFacts) -> Conflicts:
     cp = recipe.trainer.parallelism.cp
+    if recipe.trainer.parallelism.cp_scheme == "ring":
+        return
     for layer in facts.layers:
         mixer = layer.mixer
         if isinstance(mixer, Gqa):
@@ -106,6 +108,16 @@ def _sequences_are_whole(recipe: Recipe, _: ClusterProfile, facts: ModelFacts) -
     if recurrent and recipe.trainer.parallelism.cp > 1:
         what = f"{len(recurrent)} layers of {facts.name} have a state that goes from token to token, not to other ranks"
         yield "trainer.parallelism.cp", what
+
+
+def _ring_is_dense(recipe: Recipe, _: ClusterProfile, facts: ModelFacts) -> Conflicts:
+    parallelism = recipe.trainer.parallelism
+    if parallelism.cp == 1 or parallelism.cp_scheme != "ring":
+        return
+    others = {kind for kind in facts.attention_kinds if kind in ("gqa+window", "gqa+chunk", "mla+dsa")}
+    if others:
+        kinds = ", ".join(sorted(others))
+        yield "trainer.parallelism.cp_scheme", f"ring passes keys of dense attention around; {facts.name} has {kinds}"
 
 
 def _sequence_divides(recipe: Recipe, _: ClusterProfile, facts: ModelFacts) -> Conflicts:
@@ -210,7 +222,7 @@ MODEL_RULES: tuple[ModelRule, ...] = (
     ModelRule(
         "heads-share-context",
         "Ranks of a context-parallel group have equal shares of the heads.",
-        "choose trainer.parallelism.cp as a divisor of the query heads that key heads fit into",
+        "choose trainer.parallelism.cp as a divisor of the query heads that key heads fit into, or cp_scheme: ring",
         _heads_share_context,
     ),
     ModelRule(
@@ -218,6 +230,12 @@ MODEL_RULES: tuple[ModelRule, ...] = (
         "Sequences of recurrent layers lie whole on a rank.",
         "set trainer.parallelism.cp: 1, and a smaller trainer.micro_batch_tokens",
         _sequences_are_whole,
+    ),
+    ModelRule(
+        "ring-is-dense",
+        "Ring attention is for attention that sees all keys.",
+        "set trainer.parallelism.cp_scheme: ulysses",
+        _ring_is_dense,
     ),
     ModelRule(
         "sequence-divides",

@@ -12,7 +12,7 @@ from torch.distributed.distributed_c10d import GroupName
 
 from hpcrl.modeling.kept import as_operator
 
-__all__ = ["exchange_rows", "gather_rows"]
+__all__ = ["exchange_rows", "gather_rows", "sum_over"]
 
 
 def exchange_rows(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
@@ -33,6 +33,25 @@ def gather_rows(
         return everywhere, None
     both: tuple[Tensor, Tensor] = _Gather.apply(rows, beside, group)  # type: ignore[no-untyped-call]
     return both
+
+
+def sum_over(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """``values`` added up over the ranks of ``group``; the loss of each may depend on the sum: all gradients count."""
+    total: Tensor = _Sum.apply(values, group)  # type: ignore[no-untyped-call]
+    return total
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        total = values.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return sum_over(gradients[0], ctx.group), None
 
 
 @as_operator("(Tensor rows, int[] sent, int[] received, str group) -> Tensor")

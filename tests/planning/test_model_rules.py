@@ -21,6 +21,7 @@ BROKEN = {
         "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
         "trainer.parallelism.cp",
     ),
+    "ring-is-dense": (("trainer.parallelism.cp_scheme=ring",), "GLM-5", "trainer.parallelism.cp_scheme"),
     "sequence-divides": (("trainer.micro_batch_tokens=131076",), "GLM-5", "trainer.micro_batch_tokens"),
     "fp8-blocks": (("engine.tp=8",), "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "engine.memory.weights"),
     "replay-has-routers": (("trainer.router_replay=true",), "Qwen3-8B", "trainer.router_replay"),

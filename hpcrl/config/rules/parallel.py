@@ -39,9 +39,6 @@ def _planned_settings(recipe: Recipe, _: ClusterProfile) -> Conflicts:
 def _planned_only(recipe: Recipe) -> Conflicts:
     trainer, engine = recipe.trainer, recipe.engine
     planned = "the planner reads it, but the trainer of this version cannot do it yet"
-    if trainer.parallelism.cp > 1 and recipe.algorithm.loss.kind == "gspo":
-        what = "the mean over a rollout's tokens is not yet taken over the ranks that share it, as this loss needs"
-        yield "algorithm.loss.kind", what
     if trainer.parallelism.dispatcher != "all_to_all":
         yield "trainer.parallelism.dispatcher", "the trainer of this version knows all_to_all alone"
     for name in _changed(trainer.memory):

@@ -51,8 +51,8 @@ class EngineRoutedExperts(NamedTuple):
             known=torch.from_numpy(routes.known.copy()).to(device),
         )
 
-    def cut(self, own: slice, wanting: int) -> EngineRoutedExperts:
-        """Of the tokens ``own``, after ``wanting`` more of which nothing is known."""
+    def cut(self, own: Tensor, wanting: int) -> EngineRoutedExperts:
+        """Of the tokens that ``own`` names, after ``wanting`` more of which nothing is known."""
         experts = torch.cat((self.experts, self.experts.new_zeros(wanting, *self.experts.shape[1:])))
         return EngineRoutedExperts(experts[own], torch.cat((self.known, self.known.new_zeros(wanting)))[own])
 

@@ -13,6 +13,7 @@ from hpcrl.dock.wire import MicroBatch
 from hpcrl.modeling.context import BatchContext, RoutedExpertsRecorder
 from hpcrl.modeling.context_parallel import ContextParallelAttention
 from hpcrl.modeling.packed_attention import PackedAttention
+from hpcrl.modeling.ring_attention import RingAttention, head_tail
 from hpcrl.trainer.batch.routed_experts import EngineRoutedExperts
 
 __all__ = ["TokenBatch", "token_logprobs"]
@@ -40,12 +41,14 @@ class TokenBatch(NamedTuple):
         ``[N]`` int64: oldest version that the engine's context of each token was computed with.
     sequences:
         ``[N]`` int64: rollout of each token.
+    rollouts:
+        How many there are, of which ranks may share each.
     routes:
         Experts that engines chose for all ``T`` tokens; None where they did not say.
     """
 
     input_ids: Tensor
-    attention: PackedAttention | ContextParallelAttention
+    attention: PackedAttention | ContextParallelAttention | RingAttention
     select: Tensor
     targets: Tensor
     engine_logprobs: Tensor
@@ -53,6 +56,7 @@ class TokenBatch(NamedTuple):
     versions: Tensor
     context_versions: Tensor
     sequences: Tensor
+    rollouts: int
     routes: EngineRoutedExperts | None = None
 
     @property
@@ -95,28 +99,43 @@ class TokenBatch(NamedTuple):
             versions=torch.from_numpy(batch.versions[trained].astype(np.int64)).to(device),
             context_versions=torch.from_numpy(contexts.astype(np.int64)).to(device),
             sequences=attention.sequences[where],
+            rollouts=len(starts) - 1,
             routes=_routes(batch, device) if total else None,
         )
 
-    def cut(self, group: dist.ProcessGroup) -> TokenBatch:
+    def cut(self, group: dist.ProcessGroup, *, ring: bool = False) -> TokenBatch:
         """This rank's part of a batch that the ranks of a context-parallel ``group`` have alike.
 
-        Each gets an equal run of the tokens. What is wanting for that is filled up with tokens of the batch, as a
-        sequence of their own, so that routers deal them out like others. A trained token belongs to the rank that has
-        the token before it, whose logits predict it.
+        Each gets an equal run of the tokens, or, for ``ring``, chunks of each sequence of equal work. What is wanting
+        for that is filled up with tokens of the batch, as a sequence of their own, so that routers deal them out like
+        others. A trained token belongs to the rank that has the token before it, whose logits predict it.
         """
         assert isinstance(self.attention, PackedAttention)
-        ranks, total = dist.get_world_size(group), len(self.input_ids)
-        wanting = -total % ranks
-        fill = torch.arange(wanting, device=self.input_ids.device) % total
+        ranks, total, device = dist.get_world_size(group), len(self.input_ids), self.input_ids.device
         starts = self.attention.starts
-        ends = starts.new_tensor([total + wanting] if wanting else [])
-        attention = ContextParallelAttention(PackedAttention(torch.cat((starts, ends))), group)
-        own = attention.own
-        mine = (self.select >= own.start) & (self.select < own.stop)
-        select = self.select[mine] - own.start
+        if ring:
+            # no rank without a token
+            known = tuple(starts.tolist())
+            wanting = 0 if all(head_tail(known, rank, ranks).tokens for rank in range(ranks)) else 2 * ranks
+        else:
+            wanting = -total % ranks
+        if wanting:
+            starts = torch.cat((starts, starts.new_tensor([total + wanting])))
+        attention: ContextParallelAttention | RingAttention
+        if ring:
+            attention = RingAttention(starts, group)
+            own = attention.own
+        else:
+            attention = ContextParallelAttention(PackedAttention(starts), group)
+            own = torch.arange(total + wanting, device=device)[attention.own]
+        places = torch.full((total + wanting,), -1, device=device)
+        places[own] = torch.arange(len(own), device=device)
+        select = places[self.select]
+        mine = select >= 0
+        select = select[mine]
         # without trained tokens the batch selects a token all the same
         trained = mine[: self.num_trained]
+        fill = torch.arange(wanting, device=device) % total
         return TokenBatch(
             input_ids=torch.cat((self.input_ids, self.input_ids[fill]))[own],
             attention=attention,
@@ -127,6 +146,7 @@ class TokenBatch(NamedTuple):
             versions=self.versions[trained],
             context_versions=self.context_versions[trained],
             sequences=self.sequences[trained],
+            rollouts=self.rollouts,
             routes=None if self.routes is None else self.routes.cut(own, wanting),
         )
 

@@ -23,7 +23,7 @@ from hpcrl.trainer.batch.tensors import TokenBatch, token_logprobs
 from hpcrl.trainer.memory.tools import apply_memory_tools
 from hpcrl.trainer.parallel.mesh import Parallel
 from hpcrl.trainer.step.freezing import freeze_parameters
-from hpcrl.trainer.step.losses import TrainedTokens, policy_loss
+from hpcrl.trainer.step.losses import LOSSES_OF_ROLLOUTS, SequencePeers, TrainedTokens, policy_loss
 from hpcrl.trainer.step.metrics import TokenSums
 from hpcrl.trainer.step.optim import clip_gradients, learning_rate, make_optimizer, set_learning_rate
 
@@ -104,7 +104,7 @@ class TrainerPolicy:
         for micro_batch in shard.micro_batches:
             batch = TokenBatch.from_wire(micro_batch, self.parallel.device)
             if context is not None:
-                batch = batch.cut(context.get_group())
+                batch = batch.cut(context.get_group(), ring=self.recipe.trainer.parallelism.cp_scheme == "ring")
             comparison = (
                 None if batch.routes is None else RoutedExpertsComparison(batch.routes, dense_layers=self._dense_layers)
             )
@@ -112,14 +112,21 @@ class TrainerPolicy:
             if comparison is not None:
                 comparison.finish()
                 sums.add_routes(comparison, batch)
-            if not batch.num_trained:
+            peers = None
+            if context is not None and self.recipe.algorithm.loss.kind in LOSSES_OF_ROLLOUTS:
+                peers = SequencePeers(context.get_group(), batch.rollouts)
+            if not batch.num_trained and peers is None:
                 # other ranks may have data: join their collectives with a gradient of zero
                 (logits.sum() * 0.0).backward()
                 continue
+            # without trained tokens the logits of one are there
+            logits = logits[: batch.num_trained]
             logprobs, entropies = token_logprobs(logits, batch.targets, self.recipe.rollouts.sampling.temperature)
-            tokens = TrainedTokens(logprobs, batch.engine_logprobs, batch.advantages, batch.sequences)
+            tokens = TrainedTokens(logprobs, batch.engine_logprobs, batch.advantages, batch.sequences, peers)
             loss = policy_loss(tokens, self.recipe.algorithm.loss, total_tokens=shard.stats.total_sampled_tokens)
             loss.loss.backward()  # type: ignore[no-untyped-call]
+            if not batch.num_trained:
+                continue
             sums.add(loss, entropies, batch.versions, batch.context_versions)
         return sums
 

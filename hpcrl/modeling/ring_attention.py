@@ -1,0 +1,253 @@
+"""Ring attention: dense attention over sequences that are cut among the ranks of a context-parallel group.
+
+Keys and values travel around the ranks once in a forward pass and once, with their gradients, in a backward pass. Each
+sequence is cut into two chunks a rank, of which rank ``r`` has the ``r``-th from its head and the ``r``-th from its tail:
+so all ranks have the same share of the causal mask, whatever the lengths. Unlike with exchanged heads
+(`hpcrl.modeling.context_parallel`) any number of ranks can share any number of heads. Softmaxes over the keys of each
+rank are merged by their sums (Liu et al., Ring Attention, arXiv 2310.01889). Results are equal on every run: keys come
+in a fixed order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hpcrl.modeling.context import BatchContext, RoutedExpertsRecorder
+from hpcrl.modeling.kernels.attend import add_sinks, kernel_for, sink_gradients
+from hpcrl.modeling.kernels.kernel import QKV, Attended, Kernel, Segments, score_dtype
+
+__all__ = ["RingAttention", "head_tail"]
+
+
+class _Chunks(NamedTuple):
+    """What a rank has of each sequence: tokens near its head and near its tail, as runs of flat tokens."""
+
+    heads: list[range]
+    tails: list[range]
+
+    @property
+    def tokens(self) -> list[int]:
+        """Flat tokens in the order in which the rank has them: sequence by sequence."""
+        return [token for head, tail in zip(self.heads, self.tails, strict=True) for token in (*head, *tail)]
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """Of each sequence among the rank's tokens."""
+        both = (len(head) + len(tail) for head, tail in zip(self.heads, self.tails, strict=True))
+        return tuple(accumulate(both, initial=0))
+
+
+def head_tail(starts: tuple[int, ...], rank: int, ranks: int) -> _Chunks:
+    """Chunks of ``rank`` of sequences that begin at ``starts``, ``[n + 1]``; lengths need not be divisible."""
+
+    def chunk(begin: int, end: int, number: int) -> range:
+        cut = [begin + i * (end - begin) // (2 * ranks) for i in (number, number + 1)]
+        return range(*cut)
+
+    sequences = list(pairwise(starts))
+    return _Chunks(
+        [chunk(begin, end, rank) for begin, end in sequences],
+        [chunk(begin, end, 2 * ranks - 1 - rank) for begin, end in sequences],
+    )
+
+
+class _Block(NamedTuple):
+    """Queries of this rank and keys of another one that see each other; indices are None where all do."""
+
+    queries: Tensor | None
+    keys: Tensor | None
+    segments: Segments
+
+
+class RingAttention:
+    """An `hpcrl.modeling.context.AttentionFn` for this rank's chunks of a packed batch."""
+
+    def __init__(self, cu_seqlens: Tensor, group: dist.ProcessGroup) -> None:
+        """Find this rank's chunks.
+
+        Parameters
+        ----------
+        cu_seqlens:
+            ``[n + 1]`` int64: start of each sequence of the batch and the end of the last; the same on all ranks.
+        group:
+            The context-parallel ranks.
+        """
+        self._group, self._rank, self._ranks = group, dist.get_rank(group), dist.get_world_size(group)
+        starts, device = tuple(cu_seqlens.tolist()), cu_seqlens.device
+        self._chunks = [head_tail(starts, rank, self._ranks) for rank in range(self._ranks)]
+        mine = self._chunks[self._rank]
+        self.own = torch.tensor(mine.tokens, dtype=torch.int64, device=device)
+        """``[tokens of this rank]`` int64: where they are among those of the batch."""
+        sequence = torch.bucketize(self.own, cu_seqlens[1:], right=True)
+        self.positions = self.own - cu_seqlens[sequence]
+        """``[tokens of this rank]`` int64: position of each in its sequence."""
+        self.blocks = [self._block(rank, device) for rank in range(self._ranks)]
+        """By the rank that the keys are from."""
+
+    def _block(self, origin: int, device: torch.device) -> _Block:
+        mine, theirs = self._chunks[self._rank], self._chunks[origin]
+        if origin == self._rank:
+            # head and tail in the order of their positions: plain causal attention
+            return _Block(None, None, Segments(mine.starts, mine.starts, causal=True))
+        if origin < self._rank:
+            # their heads lie before all that is here, their tails behind it
+            keys = tuple(accumulate(map(len, theirs.heads), initial=0))
+            return _Block(None, _places(theirs, device, tails=False), Segments(mine.starts, keys, causal=False))
+        queries = tuple(accumulate(map(len, mine.tails), initial=0))
+        return _Block(_places(mine, device, tails=True), None, Segments(queries, theirs.starts, causal=False))
+
+    def __call__(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """See `AttentionFn`; ``layer`` is not used because nothing is cached.
+
+        Raises
+        ------
+        ValueError
+            With a window: most of what travels around would not be seen.
+        """
+        if window is not None:
+            raise ValueError("ring attention has no window; share the context by heads (cp_scheme: ulysses)")
+        scale = q.shape[2] ** -0.5 if scale is None else scale
+        how = (self, scale, kernel_for(QKV(q, k, v)))
+        out: Tensor = _RingAttention.apply(how, sinks, q, k, v)  # type: ignore[no-untyped-call]
+        return out
+
+    def around(self, rows: Tensor, carried: Tensor | None = None) -> Iterator[tuple[int, Tensor, Tensor | None]]:
+        """Rows of each rank as they come by: the rank they are from, the rows, and what is carried along.
+
+        Begins with one's own. Who takes a turn may change ``carried`` in place before the next one. While a turn is
+        taken, the next rows are already under way. After the last turn ``carried`` has one way to go: `pass_on`.
+        """
+        for turn in range(self._ranks):
+            origin = (self._rank - turn) % self._ranks
+            last = turn == self._ranks - 1
+            coming = None if last else self._pass_on(rows, len(self._chunks[(origin - 1) % self._ranks].tokens))
+            yield origin, rows, carried
+            if coming is None:
+                return
+            rows = coming.wait()
+            if carried is not None:
+                carried = self.pass_on(carried, origin)
+
+    def pass_on(self, carried: Tensor, origin: int) -> Tensor:
+        """Give ``carried``, of rows of rank ``origin``, to the next rank; returns that of the rank before."""
+        return self._pass_on(carried, len(self._chunks[(origin - 1) % self._ranks].tokens)).wait()
+
+    def _pass_on(self, rows: Tensor, coming: int) -> _Coming:
+        sent, received = rows.contiguous(), rows.new_empty(coming, *rows.shape[1:])
+        before, behind = (dist.get_global_rank(self._group, (self._rank + i) % self._ranks) for i in (-1, 1))
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, sent, behind, self._group),
+                dist.P2POp(dist.irecv, received, before, self._group),
+            ]
+        )
+        return _Coming(works, received, sent)
+
+    def context(self, select: Tensor | None = None, record: RoutedExpertsRecorder | None = None) -> BatchContext:
+        """What a forward pass over this rank's tokens needs."""
+        return BatchContext(self.positions, self, select, record)
+
+
+class _Coming(NamedTuple):
+    """Rows that are under way; ``sent`` must stay until they are there."""
+
+    works: list[dist.Work]
+    received: Tensor
+    sent: Tensor
+
+    def wait(self) -> Tensor:
+        for work in self.works:
+            work.wait()
+        return self.received
+
+
+def _places(chunks: _Chunks, device: torch.device, *, tails: bool) -> Tensor:
+    """Where all heads, or all tails, are among the tokens of a rank."""
+    places: list[int] = []
+    for start, head, tail in zip(chunks.starts[:-1], chunks.heads, chunks.tails, strict=True):
+        middle = start + len(head)
+        places += range(middle, middle + len(tail)) if tails else range(start, middle)
+    return torch.tensor(places, dtype=torch.int64, device=device)
+
+
+def _picked(x: Tensor, index: Tensor | None) -> Tensor:
+    return x if index is None else x[index]
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, how: tuple[RingAttention, float, Kernel], sinks: Tensor | None, *inputs: Tensor) -> Tensor:
+        (ring, scale, kernel), (q, k, v) = how, inputs
+        kind = score_dtype(q.dtype)
+        out = torch.zeros(*q.shape[:2], v.shape[2], dtype=kind, device=q.device)
+        lse = torch.full(q.shape[:2], float("-inf"), dtype=kind, device=q.device)
+        for origin, rows, _ in ring.around(_joined(k, v)):
+            block = ring.blocks[origin]
+            keys, values = _split(_picked(rows, block.keys), k, v)
+            found = kernel.forward(QKV(_picked(q, block.queries), keys, values), block.segments, scale)
+            where = slice(None) if block.queries is None else block.queries
+            merged = _merge(Attended(out[where], lse[where]), found)
+            out[where], lse[where] = merged
+        attended = Attended(out.to(q.dtype), lse)
+        if sinks is not None:
+            attended = add_sinks(attended, sinks)
+        ctx.save_for_backward(sinks, *inputs, *attended)
+        ctx.how = how
+        return attended.out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        sinks, q, k, v, out, lse = ctx.saved_tensors
+        (ring, scale, kernel), (grad,) = ctx.how, gradients
+        grad = grad.contiguous()
+        kind = score_dtype(q.dtype)
+        dq, rows = torch.zeros_like(q, dtype=kind), _joined(k, v)
+        origin, carried = 0, torch.zeros_like(rows, dtype=kind)
+        for origin, passing, sums in ring.around(rows, carried):
+            assert sums is not None
+            block, carried = ring.blocks[origin], sums
+            keys, values = _split(_picked(passing, block.keys), k, v)
+            own = QKV(_picked(q, block.queries), keys, values)
+            attended = Attended(_picked(out, block.queries), _picked(lse, block.queries))
+            found = kernel.backward(_picked(grad, block.queries), own, attended, block.segments, scale)
+            # a token is at one place: what is added has a fixed order
+            dq[slice(None) if block.queries is None else block.queries] += found.q
+            carried[slice(None) if block.keys is None else block.keys] += _joined(found.k, found.v)
+        # gradients of keys have gone with them around all ranks but the last one's way home
+        dk, dv = _split(ring.pass_on(carried, origin), k, v)
+        of_sinks = None if sinks is None else sink_gradients(grad, Attended(out, lse), sinks)
+        return None, of_sinks, dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _joined(k: Tensor, v: Tensor) -> Tensor:
+    """``[tokens, numbers]``: keys and values, or their gradients, as they travel."""
+    return torch.cat((k.flatten(1), v.flatten(1)), dim=1)
+
+
+def _split(rows: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """`_joined` the other way, with the heads of ``k`` and ``v``."""
+    keys, values = torch.split(rows, [k[0].numel(), v[0].numel()], dim=1)
+    return keys.reshape(len(rows), *k.shape[1:]), values.reshape(len(rows), *v.shape[1:])
+
+
+def _merge(so_far: Attended, more: Attended) -> Attended:
+    """The softmax over the keys of both."""
+    lse = torch.logaddexp(so_far.lse, more.lse)
+    shares = [(part.lse - lse).exp()[..., None] for part in (so_far, more)]
+    return Attended(so_far.out * shares[0] + more.out * shares[1], lse)
