@@ -1,8 +1,8 @@
 """Ring attention: dense attention over sequences that are cut among the ranks of a context-parallel group.
 
 Keys and values travel around the ranks once in a forward pass and once, with their gradients, in a backward pass. Each
-sequence is cut into two chunks a rank, of which rank ``r`` has the ``r``-th from its head and the ``r``-th from its tail:
-so all ranks have the same share of the causal mask, whatever the lengths. Unlike with exchanged heads
+sequence is cut into two chunks a rank, of which rank ``r`` has the ``r``-th from its head and the ``r``-th from its
+tail: so all ranks have the same share of the causal mask, whatever the lengths. Unlike with exchanged heads
 (`hpcrl.modeling.context_parallel`) any number of ranks can share any number of heads. Softmaxes over the keys of each
 rank are merged by their sums (Liu et al., Ring Attention, arXiv 2310.01889). Results are equal on every run: keys come
 in a fixed order.

@@ -85,15 +85,6 @@ def test_a_plan_may_ask_for_what_this_version_cannot_start() -> None:
         _check("job.payload=roles", "trainer.parallelism.cp=5", planning=True)
 
 
-def test_a_loss_over_whole_rollouts_wants_them_on_one_rank() -> None:
-    with pytest.raises(ConfigError) as caught:
-        _check("job.payload=roles", "algorithm.loss.kind=gspo")
-    assert "algorithm.loss.kind" in [finding.key for finding in caught.value.findings]
-    with pytest.raises(ConfigError) as caught:
-        _check("job.payload=roles", "algorithm.loss.kind=gspo", "trainer.parallelism.cp=1")
-    assert "algorithm.loss.kind" not in [finding.key for finding in caught.value.findings]
-
-
 def test_tokens_travel_by_collectives_of_torch_so_far() -> None:
     with pytest.raises(ConfigError) as caught:
         _check("job.payload=roles", "trainer.parallelism.dispatcher=deepep")

@@ -12,10 +12,10 @@ from hpcrl.trainer.batch.tensors import TokenBatch
 CPU = torch.device("cpu")
 
 
-def cut(batch, rank, ranks):
+def cut(batch, rank, ranks, *, ring=False):
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:
-        return batch.cut(dist.group.WORLD)
+        return batch.cut(dist.group.WORLD, ring=ring)
     finally:
         dist.destroy_process_group()
 
@@ -65,3 +65,28 @@ def test_a_rank_without_trained_tokens_selects_one_all_the_same():
     parts = [cut(batch, rank, 2) for rank in range(2)]
     assert [part.num_trained for part in parts] == [0, 1]
     assert [len(part.select) for part in parts] == [1, 1]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_ring_has_every_trained_token_once(ranks):
+    batch = batch_of(5)
+    parts = [cut(batch, rank, ranks, ring=True) for rank in range(ranks)]
+    tokens = torch.cat([part.attention.own for part in parts])
+    assert sorted(tokens.tolist()) == list(range(len(batch.input_ids)))
+    for part in parts:
+        assert torch.equal(part.input_ids, batch.input_ids[part.attention.own])
+        assert torch.equal(part.attention.positions, batch.attention.positions[part.attention.own])
+        assert torch.equal(part.routes.experts, batch.routes.experts[part.attention.own])
+        # the token before each trained one
+        before = part.attention.own[part.select[: part.num_trained]]
+        assert torch.equal(batch.input_ids[before + 1], part.targets)
+    for name in ("targets", "sequences"):
+        found = sorted(torch.cat([getattr(part, name) for part in parts]).tolist())
+        assert found == sorted(getattr(batch, name).tolist())
+
+
+def test_no_rank_of_a_ring_is_without_a_token():
+    empty = TokenBatch.from_wire(Rollouts(3, count=0).shard(micro_batches=1).micro_batches[0], CPU)
+    for rank in range(4):
+        part = cut(empty, rank, 4, ring=True)
+        assert (len(part.input_ids) >= 2, part.num_trained, part.select.tolist()) == (True, 0, [0])

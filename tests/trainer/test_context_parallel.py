@@ -1,0 +1,122 @@
+"""Ways to share the context of rollouts among ranks: ring attention, and losses of whole rollouts."""
+
+import itertools
+
+import pytest
+import torch
+from test_meshes import ARCHS, GRADIENT_TOLERANCE, WEIGHT_TOLERANCE, train
+from trainer_testing import make_recipe, run_ranks, write_model_dir
+
+from hpcrl.config.recipe import AlgorithmConfig, LossConfig
+from hpcrl.modeling.mesh import ParallelDims
+from hpcrl.modeling.packed_attention import PackedAttention
+from hpcrl.modeling.ring_attention import RingAttention, head_tail
+from hpcrl.models.arch import Qwen3Arch, load_arch
+from hpcrl.trainer.parallel.mesh import Parallel, distributed
+from hpcrl.trainer.step.policy import TrainerPolicy
+
+DENSE = Qwen3Arch(
+    vocab_size=103,
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=6,
+    # heads that no two ranks could share
+    num_key_value_heads=3,
+    head_dim=8,
+    intermediate_size=40,
+    max_position_embeddings=128,
+)
+RANKS = 4
+#: what is trained: model, degrees, scheme, loss
+CASES = [
+    ("qwen3", {"cp": 4}, "ring", "gspo"),
+    ("qwen3_moe", {"cp": 2, "ep": 2}, "ring", "masked_ratio"),
+    ("deepseek_v3", {"cp": 4, "ep": 2}, "ring", "masked_ratio"),
+    ("glm_moe_dsa", {"cp": 4}, "ulysses", "gspo"),
+]
+#: starts of sequences, some shorter than there are chunks; query heads, key heads, key and value channels
+STARTS = ((0, 50), (0, 3, 4, 29, 31, 90), (0, 16, 32))
+SHAPES = ((6, 3, 8, 8), (4, 4, 12, 5))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_chunks_have_every_token_once_and_equal_work(ranks):
+    starts = (0, 1000, 1001, 1640, 9640)
+    chunks = [head_tail(starts, rank, ranks) for rank in range(ranks)]
+    assert sorted(token for part in chunks for token in part.tokens) == list(range(starts[-1]))
+    # keys that a query sees, up to itself
+    position = [token - start for start, end in itertools.pairwise(starts) for token in range(start, end)]
+    work = [sum(position[token] + 1 for token in part.tokens) for part in chunks]
+    assert max(work) < 1.01 * min(work)
+
+
+def attention_of(run, own, inputs, sinks, weights):
+    """Output, and gradients of inputs and sinks, of this rank's tokens."""
+    leaves = [x[own].clone().requires_grad_() for x in inputs]
+    sinks = sinks.clone().requires_grad_()
+    out = run(0, *leaves, scale=0.3, sinks=sinks)
+    return [out, *torch.autograd.grad(out, [*leaves, sinks], weights[own])]
+
+
+def check_ring(cp):
+    """On the ranks of ``cp``: as packed attention on one; and the same bits twice."""
+    mesh = ParallelDims(world_size=RANKS, cp=cp)
+    mesh.build_mesh("cpu")
+    group = mesh.get_mesh("cp").get_group()
+    for starts, (heads, key_heads, key_dim, value_dim) in itertools.product(STARTS, SHAPES):
+        torch.manual_seed(0)
+        sizes = ((heads, key_dim), (key_heads, key_dim), (key_heads, value_dim))
+        inputs = [torch.randn(starts[-1], *size, dtype=torch.float64) for size in sizes]
+        sinks, weights = torch.randn(heads).double(), torch.randn(starts[-1], heads, value_dim).double()
+        cu_seqlens = torch.tensor(starts)
+        ring = RingAttention(cu_seqlens, group)
+        expected = attention_of(PackedAttention(cu_seqlens), slice(None), inputs, sinks, weights)
+        found, again = (attention_of(ring, ring.own, inputs, sinks, weights) for _ in range(2))
+        assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+        torch.distributed.all_reduce(found[4], group=group)
+        for ours, theirs in zip(found[:4], expected, strict=False):
+            torch.testing.assert_close(ours, theirs[ring.own], rtol=1e-9, atol=1e-11)
+        torch.testing.assert_close(found[4], expected[4], rtol=1e-9, atol=1e-11)
+    with pytest.raises(ValueError, match="window"):
+        RingAttention(torch.tensor([0, 8]), group)(0, *[torch.zeros(1, 1, 1)] * 3, window=4)
+
+
+def new_policy(model_dir, parallel, scheme, loss):
+    recipe = make_recipe(model_dir, steps=9, parallelism={"cp_scheme": scheme})
+    losses = LossConfig(kind=loss, clip_low=0.9, clip_high=4.0) if loss == "gspo" else LossConfig(kind=loss)
+    recipe = recipe.model_copy(update={"algorithm": AlgorithmConfig(loss=losses)})
+    return TrainerPolicy(recipe, load_arch(model_dir), parallel, model_dir=model_dir)
+
+
+def on_ranks(rank, models):
+    results = []
+    with distributed(timeout_s=60) as start:
+        for cp in (2, RANKS):
+            check_ring(cp)
+        for family, degrees, scheme, loss in CASES:
+            mesh = ParallelDims(world_size=RANKS, **degrees)
+            mesh.build_mesh("cpu")
+            results.append(train(new_policy(models[family], Parallel(mesh, start.device), scheme, loss)))
+    return results
+
+
+def test_every_way_trains_as_one_rank(tmp_path):
+    archs = {name: ARCHS[name] for name in ("qwen3_moe", "deepseek_v3", "glm_moe_dsa")} | {"qwen3": DENSE}
+    models = {name: write_model_dir(tmp_path / name, arch) for name, arch in archs.items()}
+    ranks = run_ranks(RANKS, on_ranks, models, timeout_s=240.0)
+    with distributed(timeout_s=30) as parallel:
+        wanted = {
+            (family, loss): train(new_policy(models[family], parallel, "ulysses", loss)) for family, _, _, loss in CASES
+        }
+    for number, case in enumerate(CASES):
+        losses, norms, gradients, weights = wanted[case[0], case[3]]
+        assert min(norms) > 1e-2, case
+        for rank in ranks:
+            found = rank[number]
+            assert found[0] == pytest.approx(losses, rel=1e-4, abs=1e-6), case
+            assert found[1] == pytest.approx(norms, rel=1e-4), case
+            for name in gradients:
+                ours, theirs = torch.tensor(found[2][name]), torch.tensor(gradients[name])
+                torch.testing.assert_close(ours, theirs, **GRADIENT_TOLERANCE)
+                ours, theirs = torch.tensor(found[3][name]), torch.tensor(weights[name])
+                torch.testing.assert_close(ours, theirs, **WEIGHT_TOLERANCE)
