@@ -150,9 +150,9 @@ class TrainerParallelismConfig(StrictModel):
     cp: PositiveInt = 1
     """Context parallelism: ranks among which a sequence is cut; divides ``ranks``."""
     cp_scheme: Literal["ulysses", "ring"] = "ulysses"
-    """How ranks of a context-parallel group attend together: ``ulysses`` exchanges tokens for heads, which have to be dealt
-    out evenly; ``ring`` passes keys and values around, for any number of heads. Sparse attention has a scheme of its own,
-    which goes by ``ulysses``."""
+    """How ranks of a context-parallel group attend together: ``ulysses`` exchanges tokens for heads, which have to be
+    dealt out evenly; ``ring`` passes keys and values around, for any number of heads. Sparse attention has a scheme of
+    its own, which goes by ``ulysses``."""
     dispatcher: Literal["all_to_all", "deepep"] = "all_to_all"
     """What takes tokens to experts of other ranks: collectives of torch, or the kernels of DeepEP (planned)."""
 
