@@ -78,11 +78,10 @@ class FusedKernel:
         for part in _parts(segments):
             own, sums = _take(grad, part.queries), _take(lse[..., None], part.queries)[..., 0]
             if not isinstance(part.queries, slice):
-                # padding has no weight and no gradient
+                # padding repeats the last token of a sequence, whose weights are none above 1, and has no gradient
                 filled = torch.ones_like(part.queries.places, dtype=torch.bool)
                 filled.view(-1)[part.queries.real] = False
                 own = own.masked_fill(filled[:, None, :, None], 0.0)
-                sums = sums.masked_fill(filled[:, None], float("inf"))
             found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 own,
                 _take(q, part.queries),
