@@ -18,13 +18,13 @@ _TENSOR = (
 )
 _VERSIONS = "weights go through the shared filesystem and from node to node; there is no other transport in a plan"
 _SPECULATION = "engines do not speculate, and no plan computes with draft tokens"
-_REPLICATED = "parameters are sharded over all ranks (FSDP); there is no plan with copies of them"
+_REPLICATED = "parameters are sharded by FSDP; copies of the shards are trainer.parallelism.dp_replicate"
 
 ABSENT: dict[str, dict[str, str]] = {
     "trainer": {
         **dict.fromkeys(("pp", "vp", "vpp", "pipeline_parallel", "pipeline_model_parallel_size", "stages"), _PIPELINE),
         **dict.fromkeys(("tp", "etp", "tensor_parallel", "tensor_model_parallel_size", "sequence_parallel"), _TENSOR),
-        **dict.fromkeys(("dp_replicate", "hsdp", "zero_stage"), _REPLICATED),
+        **dict.fromkeys(("hsdp", "zero_stage"), _REPLICATED),
     },
     "engine": {
         **dict.fromkeys(("pp", "pipeline_parallel", "pipeline_parallel_size"), _PIPELINE),

@@ -145,6 +145,9 @@ class OptimizerConfig(StrictModel):
 class TrainerParallelismConfig(StrictModel):
     """How the ranks share the work, beside the sharding of parameters (docs/training.md, Meshes)."""
 
+    dp_replicate: PositiveInt = 1
+    """Copies of the parameters (HSDP): they are sharded over ``ranks`` divided by this, and gradients are added up over
+    the copies. Divides ``ranks``; ``cp`` and ``ep`` divide what is left."""
     ep: PositiveInt = 1
     """Expert parallelism: ranks among which the experts of a layer are dealt out; divides ``ranks`` and the experts."""
     cp: PositiveInt = 1
@@ -183,7 +186,7 @@ class TrainerConfig(StrictModel):
     steps: PositiveInt
     """Optimizer steps of the whole run."""
     ranks: PositiveInt = 1
-    """Processes of the trainer; parameters are sharded over all of them (FSDP2)."""
+    """Processes of the trainer; parameters are sharded over them (FSDP2), over all where there is one copy."""
     nodes: PositiveInt = 1
     """Nodes that the ranks are spread over, the same number on each. A local run has one."""
     micro_batch_tokens: PositiveInt = 2048

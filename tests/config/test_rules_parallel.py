@@ -85,6 +85,18 @@ def test_a_plan_may_ask_for_what_this_version_cannot_start() -> None:
         _check("job.payload=roles", "trainer.parallelism.cp=5", planning=True)
 
 
+@pytest.mark.parametrize("name", ["dp_replicate", "ep", "cp"])
+def test_copies_leave_ranks_that_other_degrees_divide(name: str) -> None:
+    """224 ranks: 7 copies of 32."""
+    degree = {"dp_replicate": 9, "ep": 28, "cp": 28}[name]
+    settings = [f"trainer.parallelism.{name}={degree}", "trainer.ranks=224", "trainer.nodes=28"]
+    copies = [] if name == "dp_replicate" else ["trainer.parallelism.dp_replicate=7"]
+    with pytest.raises(ConfigError) as caught:
+        _check("job.payload=roles", *settings, *copies)
+    found = [f.key for f in caught.value.findings if f.what.endswith("[world-size]")]
+    assert f"trainer.parallelism.{name}" in found
+
+
 def test_tokens_travel_by_collectives_of_torch_so_far() -> None:
     with pytest.raises(ConfigError) as caught:
         _check("job.payload=roles", "trainer.parallelism.dispatcher=deepep")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,8 @@ from hpcrl.config.plan import Role
 from hpcrl.models import load_facts
 from hpcrl.planning.calibration.file import load_calibration
 from hpcrl.planning.hardware import NodeHardware, node_hardware
+from hpcrl.planning.memory.settings import TrainerMemory
+from hpcrl.planning.memory.trainer import trainer_peak
 from hpcrl.planning.times import work as times_work
 from hpcrl.planning.times.lengths import Quantiles, lognormal
 from hpcrl.planning.times.rates import Rates
@@ -156,3 +159,26 @@ def test_a_huge_batch_is_packed_as_a_large_one(monkeypatch: pytest.MonkeyPatch) 
     whole = pack_rows.__wrapped__(lengths, 2 * PACKED, 24, 131_072)
     assert whole.critical_tokens == pytest.approx(2 * large.critical_tokens, rel=0.01)
     assert whole.micro_batches == pytest.approx(2 * large.micro_batches, rel=0.02)
+
+
+def test_copies_hold_more_each_and_add_up_their_gradients() -> None:
+    """A rank of two copies holds what one of half the ranks does; gathers stay within a copy."""
+    shape = replace(SHAPE, copies=2)
+    assert shape.shards == SHAPE.ranks // 2
+    one, two = (trainer_step(GLM5, own, BATCH, rates()) for own in (SHAPE, shape))
+
+    def seconds(table: Any, name: str) -> float:
+        found: float | None = table.term(name).seconds
+        assert found is not None
+        return found
+
+    assert seconds(two, "optimizer.memory") == pytest.approx(2 * seconds(one, "optimizer.memory"))
+    assert seconds(two, "fsdp.gather") < seconds(one, "fsdp.gather")
+    assert seconds(two, "fsdp.reduce_scatter") / seconds(two, "fsdp.gather") > (
+        seconds(one, "fsdp.reduce_scatter") / seconds(one, "fsdp.gather")
+    )
+    copied, sharded = (
+        trainer_peak(GLM5, TrainerMemory(ranks=ranks, dp_replicate=copies, micro_batch_tokens=8192)).total
+        for ranks, copies in ((64, 2), (32, 1))
+    )
+    assert copied == sharded

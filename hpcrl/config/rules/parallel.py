@@ -66,11 +66,14 @@ def refuse_planned_settings(recipe: Recipe, where: str) -> None:
 
 
 def _world_size(recipe: Recipe, _: ClusterProfile) -> Conflicts:
-    trainer = recipe.trainer
-    for name in ("ep", "cp"):
+    trainer, copies = recipe.trainer, recipe.trainer.parallelism.dp_replicate
+    for name in ("dp_replicate", "ep", "cp"):
         degree = getattr(trainer.parallelism, name)
         if trainer.ranks % degree:
             yield f"trainer.parallelism.{name}", f"{degree} does not divide the {trainer.ranks} ranks of the trainer"
+        elif name != "dp_replicate" and trainer.ranks % copies == 0 and trainer.ranks // copies % degree:
+            left = f"the {trainer.ranks // copies} ranks of a copy (trainer.parallelism.dp_replicate {copies})"
+            yield f"trainer.parallelism.{name}", f"{degree} does not divide {left}"
 
 
 def _replica_size(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
@@ -224,7 +227,7 @@ PARALLEL_RULES: tuple[Rule, ...] = (
     Rule(
         "world-size",
         "The degrees of parallelism divide the trainer's ranks.",
-        "choose ep and cp as divisors of trainer.ranks",
+        "choose dp_replicate as a divisor of trainer.ranks, and ep and cp as divisors of trainer.ranks / dp_replicate",
         _world_size,
     ),
     Rule(

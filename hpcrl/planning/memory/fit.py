@@ -137,6 +137,7 @@ def trainer_memory(recipe: Recipe, *, device: Literal["cpu", "cuda"]) -> Trainer
         ranks=trainer.ranks,
         ep=trainer.parallelism.ep,
         cp=trainer.parallelism.cp,
+        dp_replicate=trainer.parallelism.dp_replicate,
         dtype=trainer.dtype,
         micro_batch_tokens=budget,
         activation_checkpointing=saving.activation_checkpointing,

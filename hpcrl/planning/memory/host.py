@@ -32,7 +32,7 @@ def trainer_host(facts: ModelFacts, memory: TrainerMemory, recipe: Recipe, *, ra
 
 
 def _trainer(facts: ModelFacts, m: TrainerMemory, recipe: Recipe, per_node: int) -> Iterator[Term | None]:
-    p, n = facts.num_parameters(), m.ranks
+    p, n = facts.num_parameters(), m.shards
     yield Term("processes", PROCESS_BYTES * per_node, "ranks · constant", {"ranks": per_node}, "assumed")
     if m.optimizer_offload:
         inputs = {"P": p, "N": n, "ranks": per_node}

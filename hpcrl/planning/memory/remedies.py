@@ -165,7 +165,7 @@ def _more_trainer_nodes(recipe: Recipe, cluster: ClusterProfile) -> Iterator[tup
     )
     for nodes in range(trainer.nodes + 1, _MOST_NODES + 1):
         ranks, more = nodes * per_node, nodes - trainer.nodes
-        if ranks % parallel.ep == 0 and ranks % parallel.cp == 0:
+        if all(ranks % (parallel.dp_replicate * degree) == 0 for degree in (parallel.ep, parallel.cp)):
             changes: Changes = (("trainer.nodes", nodes), ("trainer.ranks", ranks))
             where = "" if more <= free else f"; partition {partition} has {max(0, free)} left"
             yield changes, f"{more} more nodes{where}"

@@ -47,8 +47,8 @@ class TrainerMemory:
 
     Attributes
     ----------
-    ranks, ep, cp:
-        Ranks of the trainer; degrees of expert and context parallelism.
+    ranks, ep, cp, dp_replicate:
+        Ranks of the trainer; degrees of expert and context parallelism; copies of the parameters.
     dtype:
         Of parameters and activations in forward and backward.
     micro_batch_tokens:
@@ -77,6 +77,7 @@ class TrainerMemory:
     dtype: str = "bfloat16"
     ep: int = 1
     cp: int = 1
+    dp_replicate: int = 1
     trained_tokens: int | None = None
     accumulates: bool = True
     handoff_dtype: Literal["float32", "bfloat16", "fp8"] | None = None
@@ -95,6 +96,11 @@ class TrainerMemory:
     device: Literal["cpu", "cuda"] = "cuda"
     eager: bool = False
     real: RealPass | None = None
+
+    @property
+    def shards(self) -> int:
+        """Ranks that one copy of the parameters is sharded over."""
+        return self.ranks // self.dp_replicate
 
     @property
     def element_bytes(self) -> int:
@@ -144,8 +150,8 @@ def checkpoint_term(facts: ModelFacts, memory: TrainerMemory, *, ranks_here: int
         return None
     p = facts.num_parameters()
     trained = p if memory.lora_rank is None else lora_parameters(facts, memory.lora_rank)
-    value = (4 * p + 8 * trained) // memory.ranks * ranks_here
-    inputs: dict[str, float | str] = {"P": p, "A": trained, "N": memory.ranks}
+    value = (4 * p + 8 * trained) // memory.shards * ranks_here
+    inputs: dict[str, float | str] = {"P": p, "A": trained, "N": memory.shards}
     return Term("copy for a checkpoint", value, "(4 P + 8 A) / N" + (" · ranks" if ranks_here > 1 else ""), inputs)
 
 

@@ -83,7 +83,7 @@ class _Trainer:
 
     def standing(self, *, gradients: float) -> Iterator[Term | None]:
         """What is held all the time, and ``gradients`` (a share of all of them)."""
-        m, n, trained = self.m, self.m.ranks, self.trained
+        m, n, trained = self.m, self.m.shards, self.trained
         width = 4 if m.lora_rank is None else m.element_bytes
         yield Term(
             "master weights",
@@ -259,13 +259,13 @@ class _Trainer:
         # gloo reduces a copy of its input
         copies = 2 if m.device == "cpu" else 1
         yield Term("gradient in reduction", copies * 4 * p, "copies · 4 p_l", {"p_l": p, "copies": copies})
-        shards = m.ranks // m.ep
+        shards = m.shards // m.ep
         inputs = {"p_l": p, "N": shards}
         yield Term("reduced gradient", 4 * p // shards, "4 p_l / (N / EP)", inputs)
 
     def _optimizer(self) -> Iterator[Term | None]:
         yield from self.standing(gradients=1.0)
-        largest = max(self._tensor_sizes()) // self.m.ranks
+        largest = max(self._tensor_sizes()) // self.m.shards
         # the norm is summed in float64: the gradient and its square
         yield Term("norm in float64", 2 * 8 * largest, "2 · 8 · largest shard", {"largest shard": largest})
 
@@ -285,7 +285,7 @@ class _Trainer:
             return
         # to quantise: the tensor, its scales spread out, and their quotient in float32
         each = 12 if kind == "fp8" else DTYPE_BYTES[kind]
-        largest = -(-self._largest_published() // m.ranks)
+        largest = -(-self._largest_published() // m.shards)
         inputs: dict[str, float | str] = {"b": each, "largest shard": largest}
         yield Term("tensor as published", each * largest, "b · largest shard", inputs)
 

@@ -194,7 +194,7 @@ def _cut(base: PlannedLayout, nodes: int) -> PlannedLayout:
     """The recipe's layout cut down to so many nodes in its own proportions: what to say why nothing fits about."""
     share = nodes / base.nodes
     trainer = max(1, int(base.trainer.nodes * share))
-    shape = replace(base.trainer, nodes=trainer, context_parallel=1, expert_parallel=1)
+    shape = replace(base.trainer, nodes=trainer, context_parallel=1, expert_parallel=1, copies=1)
     whole = next(
         (
             replace(shape, context_parallel=cp, expert_parallel=ep)

@@ -207,9 +207,10 @@ def _trainers(problem: Problem, most: int) -> Iterator[tuple[int, tuple[TrainerS
 def trainer_shapes(base: TrainerShape, facts: ModelFacts, nodes: int) -> Iterator[TrainerShape]:
     """Shapes that a trainer of ``nodes`` nodes could have."""
     ranks = nodes * base.gpus_per_node
-    experts = _expert_degrees(facts, ranks, base.gpus_per_node)
+    copies = 1 if ranks % base.copies else base.copies
+    experts = _expert_degrees(facts, ranks // copies, base.gpus_per_node)
     for context in _CONTEXT_PARALLEL:
-        if ranks % context:
+        if ranks // copies % context:
             continue
         for expert in experts:
             for offload in (False, True):
@@ -217,6 +218,7 @@ def trainer_shapes(base: TrainerShape, facts: ModelFacts, nodes: int) -> Iterato
                     yield replace(
                         base,
                         nodes=nodes,
+                        copies=copies,
                         context_parallel=context,
                         expert_parallel=expert,
                         offload_optimizer=offload,

@@ -8,7 +8,7 @@ from typing import Any
 from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.engine_shape import step_limits
 from hpcrl.config.plan import Role
-from hpcrl.config.recipe import EngineConfig, EngineGroupConfig, Recipe, TrainerParallelismConfig
+from hpcrl.config.recipe import EngineConfig, EngineGroupConfig, Recipe
 from hpcrl.models.facts import ModelFacts
 from hpcrl.planning.hardware import node_hardware
 from hpcrl.planning.times.handoff import HandoffPath
@@ -84,6 +84,7 @@ def _trainer_shape(recipe: Recipe) -> TrainerShape:
         gpus_per_node=max(1, trainer.ranks // trainer.nodes),
         context_parallel=trainer.parallelism.cp,
         expert_parallel=trainer.parallelism.ep,
+        copies=trainer.parallelism.dp_replicate,
         compute_dtype="fp8" if trainer.memory.fp8 else trainer.dtype,
         gather_dtype_bytes=2 if trainer.dtype == "bfloat16" else 4,
         recompute=trainer.memory.activation_checkpointing,
@@ -126,7 +127,9 @@ def with_layout(recipe: Recipe, layout: PlannedLayout) -> Recipe:
         update={
             "nodes": shape.nodes,
             "ranks": shape.ranks,
-            "parallelism": TrainerParallelismConfig(ep=shape.expert_parallel, cp=shape.context_parallel),
+            "parallelism": recipe.trainer.parallelism.model_copy(
+                update={"ep": shape.expert_parallel, "cp": shape.context_parallel, "dp_replicate": shape.copies}
+            ),
             "memory": memory,
         }
     )

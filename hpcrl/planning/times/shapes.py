@@ -16,15 +16,16 @@ Recompute = Literal["none", "selective", "full"]
 class TrainerShape:
     """Parallelism and memory features of a trainer.
 
-    Ranks form a mesh of FSDP × context parallelism; expert parallelism takes the innermost ranks, and experts are
-    sharded again over the others.
+    Ranks form a mesh of copies × FSDP × context parallelism; expert parallelism takes the innermost ranks of a copy,
+    and experts are sharded again over the others.
 
     Attributes
     ----------
     nodes, gpus_per_node:
         Where the ranks are, one a GPU.
-    context_parallel, expert_parallel:
-        Degrees; both divide the number of ranks.
+    context_parallel, expert_parallel, copies:
+        Degrees, of which the last says how many copies of the parameters there are; ranks of one copy can be divided by
+        the others.
     compute_dtype:
         Of matrix products.
     gather_dtype_bytes, grad_dtype_bytes:
@@ -46,6 +47,7 @@ class TrainerShape:
     gpus_per_node: int
     context_parallel: int = 1
     expert_parallel: int = 1
+    copies: int = 1
     compute_dtype: ComputeDtype = "bfloat16"
     gather_dtype_bytes: int = 2
     grad_dtype_bytes: int = 4
@@ -58,13 +60,19 @@ class TrainerShape:
 
     def __post_init__(self) -> None:
         for name in ("context_parallel", "expert_parallel"):
-            if self.ranks % getattr(self, name):
-                raise ValueError(f"{name} {getattr(self, name)} does not divide {self.ranks} ranks")
+            if self.ranks % (self.copies * getattr(self, name)):
+                ranks = f"{self.ranks} ranks with {self.copies} copies"
+                raise ValueError(f"{name} {getattr(self, name)} does not divide {ranks}")
 
     @property
     def ranks(self) -> int:
         """Ranks of the trainer."""
         return self.nodes * self.gpus_per_node
+
+    @property
+    def shards(self) -> int:
+        """Ranks that one copy of the parameters is sharded over."""
+        return self.ranks // self.copies
 
     @property
     def groups(self) -> int:

@@ -212,9 +212,19 @@ def _pass_gather_s(step: _Step, bytes_each: int) -> float:
     shape, links = step.shape, step.rates.collectives
     dense, experts = _expert_split(step.facts)
     ep = shape.expert_parallel
-    everyone = Group.inner(shape.ranks, shape.gpus_per_node)
-    outer = Group.outer(shape.ranks // ep, ep, shape.gpus_per_node)
+    everyone = Group.inner(shape.shards, shape.gpus_per_node)
+    outer = Group.outer(shape.shards // ep, ep, shape.gpus_per_node)
     return all_gather(dense * bytes_each, everyone, links) + all_gather(experts / ep * bytes_each, outer, links)
+
+
+def _add_copies_s(step: _Step) -> float:
+    """Shards of gradients added up over copies of the parameters: a reduce-scatter and a gather of what a rank has."""
+    shape = step.shape
+    if shape.copies == 1:
+        return 0.0
+    mine = sum(_expert_split(step.facts)) / shape.shards * shape.grad_dtype_bytes
+    group = Group.outer(shape.copies, shape.shards, shape.gpus_per_node)
+    return 2 * all_gather(mine, group, step.rates.collectives)
 
 
 def _fsdp_terms(step: _Step) -> list[Seconds]:
@@ -229,7 +239,7 @@ def _fsdp_terms(step: _Step) -> list[Seconds]:
         return gathers * _pass_gather_s(step, shape.gather_dtype_bytes)
 
     def scatter() -> float:
-        return count * _pass_gather_s(step, shape.grad_dtype_bytes)
+        return count * (_pass_gather_s(step, shape.grad_dtype_bytes) + _add_copies_s(step))
 
     def exposed() -> float:
         forward = count * _pass_gather_s(step, shape.gather_dtype_bytes) - overlap * step.forward_s()
@@ -241,7 +251,8 @@ def _fsdp_terms(step: _Step) -> list[Seconds]:
         "parameters outside experts": dense,
         "parameters in experts": experts,
         "expert_parallel": shape.expert_parallel,
-        "ranks": shape.ranks,
+        "ranks": shape.shards,
+        "copies": shape.copies,
         "micro-batches": count,
     }
     each = "micro-batches * (all_gather(dense, all ranks) + all_gather(experts / EP, ranks / EP)) * bytes"
@@ -253,7 +264,13 @@ def _fsdp_terms(step: _Step) -> list[Seconds]:
             {**sizes, "bytes": shape.gather_dtype_bytes},
             counts=False,
         ),
-        attempt("fsdp.reduce_scatter", scatter, each, {**sizes, "bytes": shape.grad_dtype_bytes}, counts=False),
+        attempt(
+            "fsdp.reduce_scatter",
+            scatter,
+            f"{each}, and added up over copies",
+            {**sizes, "bytes": shape.grad_dtype_bytes},
+            counts=False,
+        ),
         attempt(
             "fsdp.exposed",
             exposed,
@@ -318,7 +335,7 @@ def _mesh_terms(step: _Step) -> list[Seconds]:
 
 def _optimizer_terms(step: _Step) -> list[Seconds]:
     shape, rates = step.shape, step.rates
-    local = step.facts.num_parameters() / shape.ranks
+    local = step.facts.num_parameters() / shape.shards
     terms = [
         attempt(
             "optimizer.memory",

@@ -93,7 +93,8 @@ def distributed(*, timeout_s: float, parallelism: TrainerParallelismConfig | Non
         dist.init_process_group(backend, timeout=timeout, store=HashStore(), rank=0, world_size=1)
     try:
         wanted = parallelism or TrainerParallelismConfig()
-        mesh = ParallelDims(world_size=dist.get_world_size(), cp=wanted.cp, ep=wanted.ep)
+        size = dist.get_world_size()
+        mesh = ParallelDims(world_size=size, dp_replicate=wanted.dp_replicate, cp=wanted.cp, ep=wanted.ep)
         mesh.build_mesh(device.type)
         yield Parallel(mesh, device)
         # without it gloo ranks abort when a faster one closes its connections

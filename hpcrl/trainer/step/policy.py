@@ -87,7 +87,9 @@ class TrainerPolicy:
 
         def empty(own: CarriedTensor) -> Tensor:
             cut = Shard(0) if own.shape else Replicate()
-            return dtensor.empty(own.shape, dtype=getattr(torch, own.dtype), device_mesh=mesh, placements=[cut])
+            # copies come before shards
+            placements = [*[Replicate()] * (mesh.ndim - 1), cut]
+            return dtensor.empty(own.shape, dtype=getattr(torch, own.dtype), device_mesh=mesh, placements=placements)
 
         carry(self.model, found, empty)
 
