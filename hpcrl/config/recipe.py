@@ -172,8 +172,9 @@ class TrainerMemoryConfig(StrictModel):
     """Kept inputs of layers wait in host memory (with ``activation_checkpointing: full``)."""
     optimizer_offload: bool = False
     """Optimizer state lives in host memory."""
-    lm_head_chunk_tokens: PositiveInt | None = None
-    """Tokens whose logits exist at once. None: all of a micro-batch."""
+    lm_head_chunk_tokens: PositiveInt | Literal["auto"] | None = None
+    """Tokens whose logits are computed at once, a part of the vocabulary at a time; ``auto`` chooses. None: all logits
+    of a micro-batch are there together."""
     fp8: bool = False
     """Matrices are multiplied in FP8 with scales of 128 x 128 blocks; master weights stay float32."""
     lora_rank: PositiveInt | None = None

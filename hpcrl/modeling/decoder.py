@@ -20,10 +20,13 @@ from hpcrl.modeling.layers.norm import RMSNorm
 from hpcrl.modeling.rope import RotaryTables, rotary_tables
 from hpcrl.models.arch import ModelArch
 
-__all__ = ["Block", "BlockFn", "Decoder", "DecoderLayer", "RunBlock"]
+__all__ = ["Block", "BlockFn", "Decoder", "DecoderLayer", "HeadFn", "RunBlock"]
 
 BlockFn = Callable[[Tensor, RotaryTables, BatchContext], Tensor]
 """``[T, hidden_size]`` to the same."""
+
+HeadFn = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Of hidden states ``[selected, hidden_size]`` and the weight of the head: two numbers of each, ``[selected]``."""
 
 
 class RunBlock(Protocol):
@@ -104,8 +107,13 @@ class Decoder(nn.Module):
         # it made a parameter of its own for each name
         self.tie_weights()
 
-    def forward(self, input_ids: Tensor, context: BatchContext) -> Tensor:
-        """Logits of the flat tokens ``[T]`` that ``context.select`` names: ``[selected, vocab_size]``, float32."""
+    def forward(
+        self, input_ids: Tensor, context: BatchContext, head: HeadFn | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Logits of the flat tokens ``[T]`` that ``context.select`` names: ``[selected, vocab_size]``, float32.
+
+        With ``head`` what that makes of their hidden states, without logits.
+        """
         rotary = rotary_tables(self.arch, context.positions)
         x = self.embed_tokens(input_ids)
         for block in self.layers:
@@ -113,6 +121,8 @@ class Decoder(nn.Module):
         x = self.norm(x)
         if context.select is not None:
             x = x[context.select]
+        if head is not None:
+            return head(x, self.lm_head.weight)
         logits: Tensor = self.lm_head(x)
         return logits.float()
 

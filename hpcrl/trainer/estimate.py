@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -24,11 +25,14 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from hpcrl.config.recipe import TrainerMemoryConfig
 from hpcrl.modeling import sparse_attention
+from hpcrl.modeling.context import BatchContext
+from hpcrl.modeling.decoder import Decoder
 from hpcrl.modeling.kept import as_operator
 from hpcrl.modeling.packed_attention import PackedAttention
 from hpcrl.modeling.spec import build_model
 from hpcrl.models.arch import ModelArch, arch_from_config
 from hpcrl.trainer.batch.tensors import token_logprobs
+from hpcrl.trainer.memory.head import chunked_logprobs
 from hpcrl.trainer.memory.tools import apply_memory_tools
 
 __all__ = ["PassMemory", "estimate_model", "estimate_pass"]
@@ -128,11 +132,22 @@ def estimate_pass(
         model.norm.register_full_backward_hook(lambda *_: at_head.append(_beside_weights(tracker)))
         tracker.track_external(model)
         with tracker:
-            logits = model(ids, attention.context(select))
-            logprobs, _ = token_logprobs(logits, torch.zeros(trained, dtype=torch.long), 1.0)
+            logprobs = _logprobs(model, ids, attention.context(select), memory.lm_head_chunk_tokens)
             logprobs.sum().backward()  # type: ignore[no-untyped-call]
     parameters = sum(p.numel() * p.element_size() for p in model.parameters())
     return PassMemory(parameters, at_head[0], _beside_weights(tracker))
+
+
+def _logprobs(model: Decoder, ids: Tensor, context: BatchContext, chunk: int | str | None) -> Tensor:
+    assert context.select is not None
+    targets = torch.zeros(len(context.select), dtype=torch.long)
+    if chunk is None:
+        return token_logprobs(model(ids, context), targets, 1.0)[0]
+    tokens = chunk if isinstance(chunk, int) else None
+    found: tuple[Tensor, Tensor] = model(
+        ids, context, partial(chunked_logprobs, targets=targets, temperature=1.0, tokens=tokens)
+    )
+    return found[0]
 
 
 def _forget(parameter: Tensor) -> None:

@@ -141,14 +141,14 @@ def test_where_logits_are_small_a_layer_binds(family: type[ModelArch]) -> None:
     ids=lambda tools: " ".join(map(str, tools.values())),
 )
 def test_formulas_of_checkpointing_and_the_real_model_agree(family: type[ModelArch], tools: dict[str, Any]) -> None:
-    """What is kept to 0.5 %; the layer that is computed again, of which one is held at a time, within a sixth."""
+    """What is kept to 0.5 %; the layer that is computed again, of which one is held at a time, within a fifth."""
     lengths, memory = (240,) * 4, TrainerMemoryConfig(**tools)
     arch = sizes_of(family, num_hidden_layers=4, vocab_size=8192)
     real = estimate_pass(arch, lengths, dtype=torch.float32, memory=memory)
     assert by_formulas(arch, lengths, "float32", **tools)[0] == pytest.approx(real.head, rel=0.005)
     arch = replace(arch, vocab_size=64)
     real = estimate_pass(arch, lengths, dtype=torch.float32, memory=memory)
-    assert by_formulas(arch, lengths, "float32", **tools)[1] == pytest.approx(real.whole, rel=0.17)
+    assert by_formulas(arch, lengths, "float32", **tools)[1] == pytest.approx(real.whole, rel=0.2)
 
 
 @FAMILIES

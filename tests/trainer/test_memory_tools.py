@@ -1,5 +1,7 @@
 """Memory tools of the trainer: the same losses, gradients and weights as without, on one rank and on two."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from test_meshes import ARCHS
@@ -9,6 +11,7 @@ from hpcrl.modeling.layers.moe import SoftmaxRouter
 from hpcrl.modeling.mesh import ParallelDims
 from hpcrl.modeling.packed_attention import PackedAttention
 from hpcrl.models.arch import load_arch
+from hpcrl.trainer.memory import head
 from hpcrl.trainer.memory.recompute import Recomputation
 from hpcrl.trainer.parallel.mesh import Parallel, distributed
 from hpcrl.trainer.step.policy import TrainerPolicy
@@ -21,7 +24,19 @@ TOOLS = {
     "selective": SELECTIVE,
     "every second layer": {**SELECTIVE, "checkpoint_every_layers": 2},
 }
-FAMILIES = ("qwen3_moe", "deepseek_v3", "glm_moe_dsa")
+#: and these the same but for the order of sums
+REORDERING = {
+    "head in pieces": {"lm_head_chunk_tokens": 3},
+    "head in pieces, all layers again": {"lm_head_chunk_tokens": "auto", **FULL},
+}
+#: so that a vocabulary of 103 is cut, too
+PIECE_BYTES = 4 * 3 * 40
+FAMILIES = {
+    # head and embeddings are one parameter
+    "qwen3_moe": replace(ARCHS["qwen3_moe"], tie_word_embeddings=True),
+    "deepseek_v3": ARCHS["deepseek_v3"],
+    "glm_moe_dsa": ARCHS["glm_moe_dsa"],
+}
 #: of two ranks: tokens travel to experts, sequences are cut, both at once, only parameters are sharded
 MESHES = ({"ep": 2}, {"cp": 2}, {"cp": 2, "ep": 2}, {})
 
@@ -29,7 +44,7 @@ MESHES = ({"ep": 2}, {"cp": 2}, {"cp": 2, "ep": 2}, {})
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
-    return {family: write_model_dir(root / family, ARCHS[family]) for family in FAMILIES}
+    return {family: write_model_dir(root / family, arch) for family, arch in FAMILIES.items()}
 
 
 def train(model_dir, parallel, memory):
@@ -52,32 +67,49 @@ def differing(found, wanted):
     return [name for name in wanted if not torch.equal(found[name], wanted[name])]
 
 
+def far(found, wanted):
+    """As `differing`, within what another order of sums makes of float32.
+
+    Weights are left out: of a gradient of the order of its rounding Adam makes a whole step in either direction.
+    """
+    assert found.keys() == wanted.keys()
+    compared = [name for name in wanted if not name.startswith("weight")]
+    return [n for n in compared if not torch.allclose(found[n], wanted[n], rtol=1e-4, atol=1e-6)]
+
+
+def wrong(model_dir, parallel):
+    """What a tool computes otherwise than training without, by tool."""
+    head.PIECE_BYTES, before = PIECE_BYTES, head.PIECE_BYTES
+    try:
+        wanted = train(model_dir, parallel, {})
+        exact = {name: differing(train(model_dir, parallel, memory), wanted) for name, memory in TOOLS.items()}
+        near = {name: far(train(model_dir, parallel, memory), wanted) for name, memory in REORDERING.items()}
+    finally:
+        head.PIECE_BYTES = before
+    return {name: found for name, found in (exact | near).items() if found}
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-def test_one_rank_computes_the_same_bit_for_bit(models, family):
+def test_one_rank_computes_the_same(models, family):
     with distributed(timeout_s=30) as parallel:
-        wanted = train(models[family], parallel, {})
-        for name, memory in TOOLS.items():
-            assert differing(train(models[family], parallel, memory), wanted) == [], name
+        assert wrong(models[family], parallel) == {}
 
 
 def on_meshes(rank, models):
     """What differs, by family, mesh and tool."""
-    wrong = {}
+    found = {}
     with distributed(timeout_s=60) as start:
         for degrees in MESHES:
             mesh = ParallelDims(world_size=start.world.size, **degrees)
             mesh.build_mesh("cpu")
             parallel = Parallel(mesh, start.device)
             for family in ("qwen3_moe", "glm_moe_dsa"):
-                wanted = train(models[family], parallel, {})
-                for name, memory in TOOLS.items():
-                    found = differing(train(models[family], parallel, memory), wanted)
-                    if found:
-                        wrong[family, str(degrees), name] = found
-    return wrong
+                if differences := wrong(models[family], parallel):
+                    found[family, str(degrees)] = differences
+    return found
 
 
-def test_every_mesh_computes_the_same_bit_for_bit(models):
+def test_every_mesh_computes_the_same(models):
     assert run_ranks(2, on_meshes, models, timeout_s=120.0) == [{}, {}]
 
 

@@ -20,7 +20,7 @@ __all__ = ["PARALLEL_RULES", "refuse_planned_settings"]
 _LORA_MAX_RANK = 512
 """Largest rank of an adapter that is published; vLLM itself loads none of a higher one."""
 
-_MEMORY_TOOLS = {"activation_checkpointing", "checkpoint_every_layers"}
+_MEMORY_TOOLS = {"activation_checkpointing", "checkpoint_every_layers", "lm_head_chunk_tokens"}
 """Settings of ``trainer.memory`` that the trainer of this version has."""
 
 
@@ -165,7 +165,7 @@ def _checkpointing_applies(recipe: Recipe, _: ClusterProfile) -> Conflicts:
 def _chunk_applies(recipe: Recipe, _: ClusterProfile) -> Conflicts:
     chunk = recipe.trainer.memory.lm_head_chunk_tokens
     tokens = -(-recipe.trainer.micro_batch_tokens // recipe.trainer.parallelism.cp)
-    if chunk is not None and chunk >= tokens:
+    if isinstance(chunk, int) and chunk >= tokens:
         yield "trainer.memory.lm_head_chunk_tokens", f"{chunk} is no less than the {tokens} tokens of a micro-batch"
 
 

@@ -20,7 +20,7 @@ from hpcrl.planning.hardware import NodeHardware, node_hardware
 from hpcrl.planning.ledger import GIB, Ledger, Term
 from hpcrl.planning.memory.engine import EngineMemory, KvCapacity, engine_ledger, kv_bytes_of_rank, kv_capacity
 from hpcrl.planning.memory.host import engine_host, orchestrator_terms, trainer_host
-from hpcrl.planning.memory.settings import RealPass, TrainerMemory
+from hpcrl.planning.memory.settings import AUTO_CHUNK, RealPass, TrainerMemory
 from hpcrl.planning.memory.trainer import trainer_moments, trainer_peak
 
 __all__ = ["MemoryReport", "Place", "engine_host_place", "engine_memory", "memory_report", "trainer_memory"]
@@ -144,7 +144,7 @@ def trainer_memory(recipe: Recipe, *, device: Literal["cpu", "cuda"]) -> Trainer
         checkpoint_every_layers=saving.checkpoint_every_layers,
         activation_offload=saving.activation_offload,
         optimizer_offload=saving.optimizer_offload,
-        lm_head_chunk_tokens=saving.lm_head_chunk_tokens,
+        lm_head_chunk_tokens=AUTO_CHUNK if saving.lm_head_chunk_tokens == "auto" else saving.lm_head_chunk_tokens,
         fp8=saving.fp8,
         lora_rank=saving.lora_rank,
         router_replay=trainer.router_replay or recipe.engine.return_routed_experts,

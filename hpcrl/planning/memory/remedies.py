@@ -132,7 +132,7 @@ def _candidates(
 def _trainer_gpu(recipe: Recipe, cluster: ClusterProfile, facts: ModelFacts) -> Iterator[tuple[Changes, str]]:
     trainer, memory, parallel = recipe.trainer, recipe.trainer.memory, recipe.trainer.parallelism
     if memory.lm_head_chunk_tokens is None:
-        yield (("trainer.memory.lm_head_chunk_tokens", 1024),), "no cost worth a name"
+        yield (("trainer.memory.lm_head_chunk_tokens", "auto"),), "logits are computed twice"
     if trainer.micro_batch_tokens > recipe.engine.max_model_len:
         yield (("trainer.micro_batch_tokens", recipe.engine.max_model_len),), "more and smaller passes"
     if memory.activation_checkpointing != "full":

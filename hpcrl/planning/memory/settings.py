@@ -14,6 +14,10 @@ __all__ = ["EXPERT_IMBALANCE", "RealPass", "TrainerMemory", "checkpoint_term", "
 
 OFFLOAD_BUCKET = 512 << 20
 """Bytes that move between host and GPU at a time (two of them: one moves while the other is used)."""
+AUTO_CHUNK = 1024
+"""Tokens of a piece of the head, where the recipe lets the trainer choose (`hpcrl.trainer.memory.head`)."""
+HEAD_PIECE_BYTES = 32 << 20
+"""Of the logits of such a piece."""
 CUDA_BYTES = int(1.0 * GIB)
 """CUDA context, cuBLAS and cuDNN workspaces of a process."""
 NCCL_BYTES = int(0.5 * GIB)
@@ -114,9 +118,16 @@ class TrainerMemory:
 
     @property
     def logit_tokens(self) -> int:
-        """Tokens whose logits exist at once on one rank."""
-        trained = self.tokens if self.trained_tokens is None else -(-self.trained_tokens // self.cp)
-        return trained if self.lm_head_chunk_tokens is None else min(trained, self.lm_head_chunk_tokens)
+        """Tokens of a rank whose logits are computed."""
+        return self.tokens if self.trained_tokens is None else -(-self.trained_tokens // self.cp)
+
+    @property
+    def head_piece(self) -> tuple[int, int] | None:
+        """Tokens and numbers of the vocabulary whose logits exist at once; None: all do."""
+        if self.lm_head_chunk_tokens is None:
+            return None
+        rows = min(self.logit_tokens, self.lm_head_chunk_tokens)
+        return rows, HEAD_PIECE_BYTES // (4 * rows)
 
     @property
     def activations(self) -> ActivationShape:

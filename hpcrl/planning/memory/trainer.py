@@ -186,6 +186,15 @@ class _Trainer:
         n, b, t = m.logit_tokens, m.element_bytes, m.tokens
         inputs = {"T": t, "D": d, "n": n, "b": b}
         yield Term("final norm and selection", t * d * (4 + b) + n * d * b, "T D (4 + b) + n D b", inputs)
+        if (piece := m.head_piece) is not None:
+            rows, columns = piece[0], min(piece[1], v)
+            # of a piece the gradient of its logits, rounded too, and what it adds to those of head and hidden states;
+            # beside it these two
+            rounded = 0 if b == 4 else b
+            value = (4 + rounded) * rows * columns + 4 * (2 * columns + n + rows) * d + b * v * d
+            inputs = {"rows": rows, "columns": columns, "D": d, "n": n, "V": v, "b": b}
+            yield Term("logits", value, "(4 + b) rows · columns + 4 (2 columns + n + rows) D + b V D", inputs)
+            return
         # logits; in the backward pass also the gradient of the chosen, logits less their normaliser, the
         # probabilities and their product with the gradient
         yield Term("logits", 5 * 4 * n * v, "5 · 4 n V", {"n": n, "V": v})

@@ -15,11 +15,13 @@ from hpcrl.config.recipe import Recipe
 from hpcrl.dock.wire import BatchShard
 from hpcrl.errors import RunFailedError
 from hpcrl.modeling.carried import CarriedTensor, carry, find_mtp_tensors
+from hpcrl.modeling.context import RoutedExpertsRecorder
 from hpcrl.modeling.load import load_model_dir
 from hpcrl.modeling.spec import spec_of
 from hpcrl.models.arch import ModelArch
 from hpcrl.trainer.batch.routed_experts import RoutedExpertsComparison
 from hpcrl.trainer.batch.tensors import TokenBatch, token_logprobs
+from hpcrl.trainer.memory.head import chunked_logprobs
 from hpcrl.trainer.memory.tools import apply_memory_tools
 from hpcrl.trainer.parallel.mesh import Parallel
 from hpcrl.trainer.step.freezing import freeze_parameters
@@ -110,7 +112,7 @@ class TrainerPolicy:
             comparison = (
                 None if batch.routes is None else RoutedExpertsComparison(batch.routes, dense_layers=self._dense_layers)
             )
-            logits = self.model(batch.input_ids, batch.context(comparison))
+            logprobs, entropies = self._logprobs(batch, comparison)
             if comparison is not None:
                 comparison.finish()
                 sums.add_routes(comparison, batch)
@@ -119,11 +121,10 @@ class TrainerPolicy:
                 peers = SequencePeers(context.get_group(), batch.rollouts)
             if not batch.num_trained and peers is None:
                 # other ranks may have data: join their collectives with a gradient of zero
-                (logits.sum() * 0.0).backward()
+                (logprobs.sum() * 0.0).backward()  # type: ignore[no-untyped-call]
                 continue
-            # without trained tokens the logits of one are there
-            logits = logits[: batch.num_trained]
-            logprobs, entropies = token_logprobs(logits, batch.targets, self.recipe.rollouts.sampling.temperature)
+            # without trained tokens there is one all the same
+            logprobs, entropies = logprobs[: batch.num_trained], entropies[: batch.num_trained]
             tokens = TrainedTokens(logprobs, batch.engine_logprobs, batch.advantages, batch.sequences, peers)
             loss = policy_loss(tokens, self.recipe.algorithm.loss, total_tokens=shard.stats.total_sampled_tokens)
             loss.loss.backward()  # type: ignore[no-untyped-call]
@@ -131,6 +132,18 @@ class TrainerPolicy:
                 continue
             sums.add(loss, entropies, batch.versions, batch.context_versions)
         return sums
+
+    def _logprobs(self, batch: TokenBatch, record: RoutedExpertsRecorder | None) -> tuple[Tensor, Tensor]:
+        """Of each trained token, with its entropy; without any, of the token that is selected all the same."""
+        targets = batch.targets if batch.num_trained else torch.zeros_like(batch.select)
+        temperature, context = self.recipe.rollouts.sampling.temperature, batch.context(record)
+        chunk = self.recipe.trainer.memory.lm_head_chunk_tokens
+        if chunk is None:
+            return token_logprobs(self.model(batch.input_ids, context), targets, temperature)
+        tokens = None if chunk == "auto" else chunk
+        head = partial(chunked_logprobs, targets=targets, temperature=temperature, tokens=tokens)
+        found: tuple[Tensor, Tensor] = self.model(batch.input_ids, context, head)
+        return found
 
     def optimizer_step(self, step: int) -> tuple[float, float]:
         """Clip, update, and forget gradients; returns the gradient norm before clipping and the learning rate.

@@ -1,0 +1,134 @@
+"""Log-probabilities and entropies from hidden states without the logits of all tokens: a piece of them at a time.
+
+A piece is some tokens times a part of the vocabulary. The forward pass goes over the pieces with a running maximum, sum
+of exponentials and their mean logit (the online softmax of https://arxiv.org/abs/1805.02867, extended by the entropy)
+and keeps one normaliser a token; the backward pass makes each piece of logits again. Numbers are those of
+`hpcrl.trainer.batch.tensors.token_logprobs` but for the order of sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["AUTO_TOKENS", "chunked_logprobs"]
+
+AUTO_TOKENS = 1024
+"""Tokens of a piece where the recipe leaves them open: enough for products of matrices to be at full speed."""
+PIECE_BYTES = 32 << 20
+"""Of the logits of a piece in float32; some four tensors of that size exist at once."""
+
+
+def chunked_logprobs(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float, tokens: int | None
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of each target, and the entropy of each distribution, after the temperature.
+
+    Parameters
+    ----------
+    hidden:
+        ``[N, hidden_size]`` with gradient: what goes into the head.
+    weight:
+        ``[vocab_size, hidden_size]`` of the head, in the same dtype; with gradient unless it is frozen.
+    targets:
+        ``[N]`` int64.
+    temperature:
+        Divides the logits, as the engine does.
+    tokens:
+        Of a piece; None: `AUTO_TOKENS`. Its part of the vocabulary follows from `PIECE_BYTES`.
+
+    Returns
+    -------
+    tuple
+        ``[N]`` log-probabilities with gradient and ``[N]`` entropies in nats without, both float32.
+    """
+    rows = max(1, min(tokens or AUTO_TOKENS, len(hidden)))
+    columns = max(1, PIECE_BYTES // (4 * rows))
+    settings = _Settings(temperature, rows, columns)
+    found: tuple[Tensor, Tensor] = _ChunkedHead.apply(hidden, weight, targets, settings)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Settings(NamedTuple):
+    """``rows`` tokens and ``columns`` of the vocabulary are a piece."""
+
+    temperature: float
+    rows: int
+    columns: int
+
+
+class _ChunkedHead(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, settings: _Settings
+    ) -> tuple[Tensor, Tensor]:
+        largest = torch.full(hidden.shape[:1], float("-inf"), dtype=torch.float32, device=hidden.device)
+        # exp(logit - largest) summed over the vocabulary; the same times logit; the logit of the target
+        total, weighted, own = (torch.zeros_like(largest) for _ in range(3))
+        for columns in _slices(len(weight), settings.columns):
+            for rows in _slices(len(hidden), settings.rows):
+                logits = _logits(hidden[rows], weight[columns], settings.temperature)
+                highest = torch.maximum(largest[rows], logits.amax(-1))
+                rescale = (largest[rows] - highest).exp_()
+                exponentials = (logits - highest[:, None]).exp_()
+                total[rows] = total[rows] * rescale + exponentials.sum(-1)
+                weighted[rows] = weighted[rows] * rescale + exponentials.mul_(logits).sum(-1)
+                largest[rows] = highest
+                here, at = _places(targets[rows], columns)
+                own[rows] += logits.gather(1, at)[:, 0] * here
+                # or they would be held until the next piece has its own
+                del logits, exponentials
+        normaliser = largest + total.log()
+        entropies = normaliser - weighted / total
+        ctx.save_for_backward(hidden, weight, targets, normaliser)
+        ctx.settings = settings
+        ctx.mark_non_differentiable(entropies)
+        return own - normaliser, entropies
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        hidden, weight, targets, normaliser = ctx.saved_tensors
+        of_hidden, of_weight = ctx.needs_input_grad[:2]
+        settings: _Settings = ctx.settings
+        scale = gradients[0] / settings.temperature
+        # sums over pieces in float32: bfloat16 would lose what each piece adds
+        grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device) if of_hidden else None
+        grad_weight = torch.empty_like(weight) if of_weight else None
+        for columns in _slices(len(weight), settings.columns):
+            part = torch.zeros(weight[columns].shape, dtype=torch.float32, device=weight.device) if of_weight else None
+            for rows in _slices(len(hidden), settings.rows):
+                grad = _logits(hidden[rows], weight[columns], settings.temperature)
+                # of a log-probability: one at its target, less all probabilities
+                grad.sub_(normaliser[rows, None]).exp_().neg_()
+                here, at = _places(targets[rows], columns)
+                grad.scatter_add_(1, at, here[:, None])
+                grad = grad.mul_(scale[rows, None]).to(hidden.dtype)
+                if grad_hidden is not None:
+                    grad_hidden[rows] += grad @ weight[columns]
+                if part is not None:
+                    part += grad.T @ hidden[rows]
+                del grad
+            if grad_weight is not None and part is not None:
+                grad_weight[columns] = part
+        return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, None, None
+
+
+def _slices(length: int, step: int) -> Iterator[slice]:
+    for begin in range(0, length, step):
+        yield slice(begin, min(begin + step, length))
+
+
+def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+    """Rounded to the dtype of the model before they are float32: so is what the engine samples from."""
+    logits = F.linear(hidden, weight).float()
+    return logits.div_(temperature) if temperature != 1.0 else logits
+
+
+def _places(targets: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
+    """Which targets are in a part of the vocabulary, ``[n]`` float32, and where, ``[n, 1]``; else the first place."""
+    here = (targets >= columns.start) & (targets < columns.stop)
+    return here.float(), torch.where(here, targets - columns.start, 0)[:, None]
