@@ -157,7 +157,8 @@ class TrainerParallelismConfig(StrictModel):
     dealt out evenly; ``ring`` passes keys and values around, for any number of heads. Sparse attention has a scheme of
     its own, which goes by ``ulysses``."""
     dispatcher: Literal["all_to_all", "deepep"] = "all_to_all"
-    """What takes tokens to experts of other ranks: collectives of torch, or the kernels of DeepEP (planned)."""
+    """What takes tokens to experts of other ranks: collectives of torch, or the kernels of DeepEP,
+    which has to be installed where the trainer runs (never run on a GPU by this project yet)."""
 
 
 class TrainerMemoryConfig(StrictModel):

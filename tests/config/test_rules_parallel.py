@@ -17,6 +17,10 @@ UNQUANTIZED = ("engine.memory.weights=as_dtype", *NO_FLAG)
 #: rule, settings that break it, key of the finding
 BROKEN = {
     "planned-settings": (("job.payload=roles",), "trainer.memory.fp8"),
+    "dispatcher-fits": (
+        ("trainer.parallelism.dispatcher=deepep", "trainer.parallelism.ep=1"),
+        "trainer.parallelism.dispatcher",
+    ),
     "world-size": (("trainer.parallelism.cp=5",), "trainer.parallelism.cp"),
     "replica-size": (("engine.tp=3",), "engine.tp"),
     "replay-sees-prefixes": (("trainer.router_replay=true", "engine.kv_store.segment_gib=100.0"), "engine.kv_store"),
@@ -97,11 +101,11 @@ def test_copies_leave_ranks_that_other_degrees_divide(name: str) -> None:
     assert f"trainer.parallelism.{name}" in found
 
 
-def test_tokens_travel_by_collectives_of_torch_so_far() -> None:
-    with pytest.raises(ConfigError) as caught:
-        _check("job.payload=roles", "trainer.parallelism.dispatcher=deepep")
-    assert "trainer.parallelism.dispatcher" in [finding.key for finding in caught.value.findings]
+def test_deepep_takes_bfloat16_to_other_gpus() -> None:
     _check("trainer.parallelism.dispatcher=deepep")
+    for setting in ("trainer.parallelism.ep=1", "trainer.dtype=float32"):
+        with pytest.raises(ConfigError, match="dispatcher-fits"):
+            _check("trainer.parallelism.dispatcher=deepep", setting)
 
 
 def test_ways_out_lead_out() -> None:

@@ -39,8 +39,6 @@ def _planned_settings(recipe: Recipe, _: ClusterProfile) -> Conflicts:
 def _planned_only(recipe: Recipe) -> Conflicts:
     trainer, engine = recipe.trainer, recipe.engine
     planned = "the planner reads it, but the trainer of this version cannot do it yet"
-    if trainer.parallelism.dispatcher != "all_to_all":
-        yield "trainer.parallelism.dispatcher", "the trainer of this version knows all_to_all alone"
     for name in _changed(trainer.memory):
         if name not in _MEMORY_TOOLS:
             yield f"trainer.memory.{name}", planned
@@ -74,6 +72,18 @@ def _world_size(recipe: Recipe, _: ClusterProfile) -> Conflicts:
         elif name != "dp_replicate" and trainer.ranks % copies == 0 and trainer.ranks // copies % degree:
             left = f"the {trainer.ranks // copies} ranks of a copy (trainer.parallelism.dp_replicate {copies})"
             yield f"trainer.parallelism.{name}", f"{degree} does not divide {left}"
+
+
+def _dispatcher_fits(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
+    trainer, key = recipe.trainer, "trainer.parallelism.dispatcher"
+    if trainer.parallelism.dispatcher != "deepep":
+        return
+    if trainer.parallelism.ep == 1:
+        yield key, "deepep takes tokens to other ranks, and with trainer.parallelism.ep 1 all experts are on each"
+    if trainer.dtype != "bfloat16":
+        yield key, f"deepep carries bfloat16 alone, and trainer.dtype is {trainer.dtype}"
+    if isinstance(cluster, SlurmCluster) and not cluster.partitions[cluster.partition_name("trainer")].node.gpus:
+        yield key, "deepep is for GPUs, and the trainer's nodes have none"
 
 
 def _replica_size(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
@@ -229,6 +239,12 @@ PARALLEL_RULES: tuple[Rule, ...] = (
         "The degrees of parallelism divide the trainer's ranks.",
         "choose dp_replicate as a divisor of trainer.ranks, and ep and cp as divisors of trainer.ranks / dp_replicate",
         _world_size,
+    ),
+    Rule(
+        "dispatcher-fits",
+        "DeepEP has tokens to take to other GPUs, in bfloat16.",
+        "set trainer.parallelism.dispatcher: all_to_all, or ep above 1 and trainer.dtype: bfloat16 on nodes with GPUs",
+        _dispatcher_fits,
     ),
     Rule(
         "replica-size",

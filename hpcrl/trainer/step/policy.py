@@ -23,6 +23,7 @@ from hpcrl.trainer.batch.routed_experts import RoutedExpertsComparison
 from hpcrl.trainer.batch.tensors import TokenBatch, token_logprobs
 from hpcrl.trainer.memory.head import chunked_logprobs
 from hpcrl.trainer.memory.tools import apply_memory_tools
+from hpcrl.trainer.parallel.dispatcher import find_dispatcher, use_dispatcher
 from hpcrl.trainer.parallel.mesh import Parallel
 from hpcrl.trainer.step.freezing import freeze_parameters
 from hpcrl.trainer.step.losses import LOSSES_OF_ROLLOUTS, SequencePeers, TrainedTokens, policy_loss
@@ -54,16 +55,19 @@ class TrainerPolicy:
         Raises
         ------
         UsageError, ValueError, PeerLostError
-            On all ranks, where one of them cannot read the model (see `load_model_dir`), or where what the recipe
-            freezes does not fit it (see `freeze_parameters`).
+            On all ranks, where one of them cannot read the model (see `load_model_dir`) or lacks the dispatcher of the
+            recipe, or where what the recipe freezes does not fit the model (see `freeze_parameters`).
         """
         self.recipe, self.arch, self.parallel = recipe, arch, parallel
         self._dense_layers = sum(not arch.is_sparse(layer) for layer in range(arch.num_hidden_layers))
         spec = spec_of(arch)
+        find = partial(find_dispatcher, recipe.trainer, parallel.device)
+        parallel.world.all_succeed(lambda: find() is None, "looking for the dispatcher")
         # nothing is whole anywhere: shards get their memory after the model is cut
         self.model = spec.build(arch, device="meta")
         freeze_parameters(self.model, recipe.trainer.freeze)
         spec.parallelize(self.model, parallel.mesh, dtype=getattr(torch, recipe.trainer.dtype))
+        use_dispatcher(self.model, parallel.mesh, recipe.trainer, find())
         apply_memory_tools(self.model, recipe.trainer.memory)
         self.model.materialise(parallel.device)
         self._carry_mtp()

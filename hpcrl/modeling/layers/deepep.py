@@ -1,0 +1,161 @@
+"""Tokens to their experts and back by kernels of DeepEP (github.com/deepseek-ai/DeepEP, 2.0: its ``ElasticBuffer``).
+
+Never run on a GPU by this project: tests put a stand-in with the same interface in place of the buffer. A token travels
+once to each rank that has some of its experts. What experts made of it is added up there, by weight, and travels back
+once; so experts are sorted and weighted here, on the rank that has them.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hpcrl.errors import UsageError
+from hpcrl.modeling.layers.dispatch import Dispatched
+
+__all__ = ["DeepEPDispatcher", "ElasticBuffer", "Exchange", "MakeBuffer", "find_deepep"]
+
+
+class ElasticBuffer(Protocol):
+    """What is used of DeepEP's class of this name. Kernels have been waited for when a call returns."""
+
+    def dispatch(self, x: Tensor, **settings: Any) -> tuple[Tensor, Tensor | None, Tensor | None, Any, Any]:
+        """Rows, experts of this rank that each goes to (-1: none), weights, a handle, an event."""
+        ...
+
+    def combine(self, x: Tensor, **settings: Any) -> tuple[Tensor, Tensor | None, Any]:
+        """Rows of each token added up over ranks, the same of weights, an event."""
+        ...
+
+
+class MakeBuffer(Protocol):
+    """DeepEP's ``ElasticBuffer``, called."""
+
+    def __call__(self, group: dist.ProcessGroup, **settings: Any) -> ElasticBuffer: ...
+
+
+def find_deepep(device: torch.device) -> MakeBuffer:
+    """DeepEP's class of buffers.
+
+    Raises
+    ------
+    UsageError
+        It cannot be used here: it is not installed, too old, or there is no GPU.
+    """
+    way_out = "    hint: set trainer.parallelism.dispatcher: all_to_all"
+    where = "trainer.parallelism.dispatcher: deepep"
+    if device.type != "cuda":
+        raise UsageError(f"{where} needs GPUs of NVIDIA, and this trainer computes on {device.type}\n{way_out}")
+    try:
+        found = import_module("deep_ep").ElasticBuffer
+    except (ImportError, OSError) as error:
+        install = ", or install DeepEP 2.0 from its sources in the environment of the trainer"
+        raise UsageError(f"{where}: the package deep_ep is not installed here ({error})\n{way_out}{install}") from error
+    except AttributeError as error:
+        what = "the package deep_ep is older than 2.0: it has no ElasticBuffer"
+        raise UsageError(f"{where}: {what}\n{way_out}, or install DeepEP 2.0") from error
+    made: MakeBuffer = found
+    return made
+
+
+class Exchange:
+    """The buffer that all layers share; it is made when the first tokens leave, on all ranks of the group at once."""
+
+    def __init__(self, make: MakeBuffer, group: dist.ProcessGroup, *, most_tokens: int) -> None:
+        """``most_tokens`` is of one rank in one pass, and the same on all."""
+        self._make, self._group, self.most_tokens = make, group, most_tokens
+        self._buffers: dict[tuple[int, int], ElasticBuffer] = {}
+
+    def buffer(self, width: int, experts_per_token: int) -> ElasticBuffer:
+        """For rows of ``width``."""
+        wanted = (width, experts_per_token)
+        if wanted not in self._buffers:
+            self._buffers[wanted] = self._make(
+                self._group,
+                num_max_tokens_per_rank=self.most_tokens,
+                hidden=width,
+                num_topk=experts_per_token,
+                # else rows arrive in another order each time, and sums of gradients differ
+                deterministic=True,
+            )
+        return self._buffers[wanted]
+
+
+class DeepEPDispatcher:
+    """See `hpcrl.modeling.layers.dispatch.Dispatcher`. Experts are dealt out in equal runs over ranks."""
+
+    def __init__(self, experts: int, ranks: int, exchange: Exchange) -> None:
+        """Of a layer with ``experts``, a multiple of ``ranks``."""
+        assert experts % ranks == 0
+        self._experts, self._here, self._exchange = experts, experts // ranks, exchange
+
+    def dispatch(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Dispatched:
+        """See `Dispatcher`. The host waits for the device: it has to know how many rows come.
+
+        Raises
+        ------
+        ValueError
+            More tokens than the buffer has room for.
+        """
+        if len(x) > self._exchange.most_tokens:
+            raise ValueError(f"{len(x)} tokens in a pass; DeepEP's buffer was made for {self._exchange.most_tokens}")
+        way = _Way(self._exchange.buffer(x.shape[1], chosen.shape[1]), self._experts)
+        rows, shares, experts = _Leave.apply(way, x, weights, chosen)  # type: ignore[no-untyped-call]
+        places = experts.flatten()
+        # what is of other ranks comes last, and is left out
+        key = torch.where(places < 0, self._here, places)
+        counts = torch.bincount(key, minlength=self._here + 1)[: self._here]
+        order = key.argsort(stable=True)[: int(counts.sum())]
+
+        def combine(y: Tensor) -> Tensor:
+            weighted = y * shares.flatten()[order].to(y.dtype)[:, None]
+            # one place for each expert of a row, so that sums have a fixed order
+            spread = y.new_zeros(len(places), y.shape[1]).index_copy(0, order, weighted)
+            mixed: Tensor = _Return.apply(way, spread.view(*experts.shape, y.shape[1]).sum(1))  # type: ignore[no-untyped-call]
+            return mixed
+
+        return Dispatched(rows[order // chosen.shape[1]], counts, combine)
+
+
+class _Way:
+    """Of the tokens of one layer in one pass; the handle says how they went, for those that come back."""
+
+    def __init__(self, buffer: ElasticBuffer, experts: int) -> None:
+        self.buffer, self.experts = buffer, experts
+        self.handle: Any = None
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, way: _Way, x: Tensor, weights: Tensor, chosen: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        rows, experts, shares, way.handle, _ = way.buffer.dispatch(
+            x.contiguous(), topk_idx=chosen, topk_weights=weights.contiguous(), num_experts=way.experts
+        )
+        ctx.way = way
+        ctx.mark_non_differentiable(experts)
+        return rows, shares, experts
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor, Tensor | None, None]:
+        way, (of_rows, of_shares, _) = ctx.way, gradients
+        of_x, of_weights, _ = way.buffer.combine(
+            of_rows.contiguous(), handle=way.handle, topk_weights=of_shares.contiguous()
+        )
+        return None, of_x, of_weights, None
+
+
+class _Return(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, way: _Way, rows: Tensor) -> Tensor:
+        ctx.way = way
+        return way.buffer.combine(rows.contiguous(), handle=way.handle)[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
+        return None, ctx.way.buffer.dispatch(gradients[0].contiguous(), handle=ctx.way.handle)[0]
