@@ -109,14 +109,18 @@ def test_every_way_trains_as_one_rank(tmp_path):
             (family, loss): train(new_policy(models[family], parallel, "ulysses", loss)) for family, _, _, loss in CASES
         }
     for number, case in enumerate(CASES):
-        losses, norms, gradients, weights = wanted[case[0], case[3]]
-        assert min(norms) > 1e-2, case
         for rank in ranks:
-            found = rank[number]
-            assert found[0] == pytest.approx(losses, rel=1e-4, abs=1e-6), case
-            assert found[1] == pytest.approx(norms, rel=1e-4), case
-            for name in gradients:
-                ours, theirs = torch.tensor(found[2][name]), torch.tensor(gradients[name])
-                torch.testing.assert_close(ours, theirs, **GRADIENT_TOLERANCE)
-                ours, theirs = torch.tensor(found[3][name]), torch.tensor(weights[name])
-                torch.testing.assert_close(ours, theirs, **WEIGHT_TOLERANCE)
+            assert_alike(rank[number], wanted[case[0], case[3]], case)
+
+
+def assert_alike(found, wanted, case):
+    """What `train` returns, beside the same of one rank."""
+    losses, norms, gradients, weights = wanted
+    assert min(norms) > 1e-2, case
+    assert found[0] == pytest.approx(losses, rel=1e-4, abs=1e-6), case
+    assert found[1] == pytest.approx(norms, rel=1e-4), case
+    for name in gradients:
+        ours, theirs = torch.tensor(found[2][name]), torch.tensor(gradients[name])
+        torch.testing.assert_close(ours, theirs, **GRADIENT_TOLERANCE)
+        ours, theirs = torch.tensor(found[3][name]), torch.tensor(weights[name])
+        torch.testing.assert_close(ours, theirs, **WEIGHT_TOLERANCE)
