@@ -160,6 +160,16 @@ def test_a_huge_batch_is_packed_as_a_large_one(monkeypatch: pytest.MonkeyPatch) 
     assert whole.micro_batches == pytest.approx(2 * large.micro_batches, rel=0.02)
 
 
+def test_a_ring_carries_expanded_keys_and_gradients() -> None:
+    """DeepSeek-V3: 128 heads of 192 and 128 channels, where 576 numbers a token are gathered."""
+    facts = load_facts("DeepSeek-V3")
+    full, ring = (
+        trainer_step(facts, replace(SHAPE, ring=ring), BATCH, rates())["cp.keys_and_values"] for ring in (False, True)
+    )
+    assert ring.inputs["bytes"] / full.inputs["bytes"] == pytest.approx(128 * 320 / 576)
+    assert ring.inputs["times"] == full.inputs["times"] + 1
+
+
 def test_copies_hold_more_each_and_add_up_their_gradients() -> None:
     """A rank of two copies holds what one of half the ranks does; gathers stay within a copy."""
     shape = replace(SHAPE, copies=2)

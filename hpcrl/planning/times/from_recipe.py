@@ -85,6 +85,7 @@ def _trainer_shape(recipe: Recipe) -> TrainerShape:
         context_parallel=trainer.parallelism.cp,
         expert_parallel=trainer.parallelism.ep,
         copies=trainer.parallelism.dp_replicate,
+        ring=trainer.parallelism.cp_scheme == "ring",
         compute_dtype="fp8" if trainer.memory.fp8 else trainer.dtype,
         gather_dtype_bytes=2 if trainer.dtype == "bfloat16" else 4,
         recompute=trainer.memory.activation_checkpointing,

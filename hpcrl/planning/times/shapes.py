@@ -26,6 +26,8 @@ class TrainerShape:
     context_parallel, expert_parallel, copies:
         Degrees, of which the last says how many copies of the parameters there are; ranks of one copy can be divided by
         the others.
+    ring:
+        Keys and values travel around the ranks of a context-parallel group.
     compute_dtype:
         Of matrix products.
     gather_dtype_bytes, grad_dtype_bytes:
@@ -48,6 +50,7 @@ class TrainerShape:
     context_parallel: int = 1
     expert_parallel: int = 1
     copies: int = 1
+    ring: bool = False
     compute_dtype: ComputeDtype = "bfloat16"
     gather_dtype_bytes: int = 2
     grad_dtype_bytes: int = 4

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from hpcrl.models.facts import ModelFacts
+from hpcrl.models.layers import Layer, Mla
 from hpcrl.models.tensors import Part
 from hpcrl.planning.memory.activations import ActivationShape, saved_bytes
 from hpcrl.planning.times.collectives import Group, all_gather, all_to_all
@@ -280,6 +281,17 @@ def _fsdp_terms(step: _Step) -> list[Seconds]:
     ]
 
 
+def _travelling_bytes(layer: Layer, *, ring: bool) -> int:
+    """Keys and values of a token that the ranks of a context-parallel group give each other, in bfloat16."""
+    mixer = layer.mixer
+    if mixer is None:
+        return 0
+    if ring and isinstance(mixer, Mla):
+        # expanded, for each head
+        return 2 * mixer.num_attention_heads * (mixer.qk_nope_head_dim + mixer.qk_rope_head_dim + mixer.v_head_dim)
+    return mixer.kv_bytes_per_token("bfloat16")
+
+
 def _mesh_terms(step: _Step) -> list[Seconds]:
     """Expert and context parallelism."""
     shape, facts, rates = step.shape, step.facts, step.rates
@@ -309,15 +321,17 @@ def _mesh_terms(step: _Step) -> list[Seconds]:
             )
         )
     if shape.context_parallel > 1:
-        kv = sum(layer.mixer.kv_bytes_per_token("bfloat16") for layer in facts.layers if layer.mixer is not None)
+        kv = sum(_travelling_bytes(layer, ring=shape.ring) for layer in facts.layers)
         group = Group.inner(shape.context_parallel, shape.gpus_per_node)
         whole = tokens * shape.context_parallel * kv
+        # in a ring gradients travel back in float32
+        times = passes + (2 if shape.ring else 1)
         terms.append(
             attempt(
                 "cp.keys_and_values",
-                lambda: (passes + 1) * count * all_gather(whole, group, rates.collectives),
-                "(passes + 1) * micro-batches * all_gather(tokens * KV bytes of all layers, CP)",
-                {"bytes": whole, "passes": passes, "micro-batches": count},
+                lambda: times * count * all_gather(whole, group, rates.collectives),
+                "times * micro-batches * all_gather(tokens * KV bytes of all layers, CP)",
+                {"bytes": whole, "times": times, "micro-batches": count},
             )
         )
     if shape.offload_activations:
