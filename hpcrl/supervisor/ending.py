@@ -1,4 +1,4 @@
-"""How an attempt ends: roles are drained in the time that there is, the state is chosen, the last words are said."""
+"""How an attempt ends: roles are drained in the time that there is, and the last words are said."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import asyncio
 import logging
 
 from hpcrl.config.plan import Plan
-from hpcrl.runs.cause import Cause, CauseKind
+from hpcrl.runs.cause import Cause
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunState
+from hpcrl.supervisor.attempt_state import AttemptState
 from hpcrl.supervisor.board import Board
 from hpcrl.supervisor.drain import Drain
-from hpcrl.supervisor.notices import Notices
 from hpcrl.supervisor.policy.attempts import longest_save_s, retries
 
 __all__ = ["Ending"]
@@ -30,73 +30,45 @@ _REQUEUE_S = 7.0
 _SLACK_S = 2.0
 _LEAST_DRAIN_S = 3.0
 """With less the roles are left to Slurm, which ends them with the requeue."""
-_MOVES = frozenset({CauseKind.NODE_FAIL, CauseKind.PREEMPTED})
-"""What took nodes from us: the run goes on with others, when Slurm has some."""
 
 
 class Ending:
     """The end of one attempt; see the module."""
 
-    def __init__(self, run: RunDir, *, plan: Plan, notices: Notices, drain: Drain, board: Board) -> None:
-        self._run, self._plan, self._notices, self._drain, self._board = run, plan, notices, drain, board
+    def __init__(self, run: RunDir, *, plan: Plan, state: AttemptState, drain: Drain, board: Board) -> None:
+        self._run, self._plan, self._state, self._drain, self._board = run, plan, state, drain, board
 
     async def end_roles(self) -> None:
         """Drain, in the time that there is; where that is too short, the requeue is worth more than an end in order."""
-        left_s = self._notices.left_s
+        left_s = self._state.left_s
         if left_s is None:
             await self._drain.all(save_s=self._save_patience_s())
             return
-        kept_s = _LAST_WORDS_HURRIED_S + (_REQUEUE_S if self._notices.requeue else _SLACK_S)
-        if left_s - kept_s < _LEAST_DRAIN_S and self._notices.requeue:
+        kept_s = _LAST_WORDS_HURRIED_S + (_REQUEUE_S if self._state.requeue else _SLACK_S)
+        if left_s - kept_s < _LEAST_DRAIN_S and self._state.requeue:
             self._board.emit("supervisor.left_to_slurm", seconds=left_s)
             return
         await self._drain.all(save_s=self._save_patience_s(), left_s=max(left_s - kept_s, 1.0))
 
-    def conclude(
-        self, cause: Cause | None, *, moves: bool, broken: bool, began_at: int | None
-    ) -> tuple[RunState, bool]:
-        """The state that the attempt ends in, and whether the next one begins at once.
+    def conclude(self, cause: Cause | None) -> bool:
+        """Enter the state that the attempt ends in; returns whether the next one begins at once."""
+        return self._state.conclude(cause, retries=self._retries)
 
-        Parameters
-        ----------
-        moves:
-            The run goes on with other nodes.
-        broken:
-            A role failed as it does on broken hardware.
-        began_at:
-            Step of the checkpoint that the attempt began at.
-        """
-        state = RunState.COMPLETED
-        if (moves or self._notices.requeue) and (cause is None or cause.kind in _MOVES or broken):
-            state = RunState.REQUEUED
-        elif cause is not None:
-            state = RunState.CANCELLED if cause.kind is CauseKind.CANCELLED else RunState.FAILED
-        over = self._notices.hurry.is_set() or self._notices.saving
-        again = state is RunState.FAILED and not over and self._retries(cause, began_at=began_at)
-        if again:
-            self._board.emit("attempt.retried", cause=cause.message if cause else "")
-            # not written as an end: whoever follows the run sees the next attempt
-            self._board.emit("run.state", state=state, cause=cause.message if cause else "")
-        else:
-            # of an attempt that failed in nothing, for `hpcrl why`
-            self._board.enter(state, cause, because=self._notices.why if state is RunState.REQUEUED else "")
-        return state, again
-
-    async def last_words(self, state: RunState) -> None:
+    async def last_words(self) -> None:
         """Wait until they are written, and not for ever."""
-        hurried = self._notices.left_s is not None or state is RunState.REQUEUED
+        hurried = self._state.left_s is not None or self._state.state is RunState.REQUEUED
         await asyncio.to_thread(self._board.close, _LAST_WORDS_HURRIED_S if hurried else _LAST_WORDS_S)
 
-    def _retries(self, cause: Cause | None, *, began_at: int | None) -> bool:
+    def _retries(self, cause: Cause | None) -> bool:
         try:
-            return retries(self._run, self._plan, cause, began_at=began_at)
+            return retries(self._run, self._plan, cause, began_at=self._state.began_at)
         except OSError as error:
             _log.warning("no other attempt is made: whether it may be cannot be read: %s", error)
             return False
 
     def _save_patience_s(self) -> float:
         """How long the end waits for a checkpoint that is being written."""
-        if self._notices.asked_by_slurm:
+        if self._state.asked_by_slurm:
             return _SAVE_PATIENCE_KILLED_S
         try:
             save_s = longest_save_s(self._run)

@@ -16,6 +16,7 @@ from hpcrl.runs.cause import Cause, CauseKind
 from hpcrl.runs.role import Complaint, FailureRecord
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ComponentState
+from hpcrl.supervisor.attempt_state import AttemptState
 from hpcrl.supervisor.board import Board
 from hpcrl.supervisor.component import Component
 from hpcrl.supervisor.launch.replica import ReplicaRunner
@@ -39,12 +40,8 @@ class Lookout:
     ----------
     started:
         When the time limit began to run (monotonic).
-    decided:
-        Set when the attempt is to end: then only the heartbeat goes on.
-    fail:
-        Ends the run with a cause.
-    fail_slowly:
-        Ends the run with the ends of roles that said they failed, and hang.
+    state:
+        Told what ends the attempt; when that is decided, only the heartbeat goes on.
     on_bug:
         Told of each task of ours that ends.
     """
@@ -60,14 +57,12 @@ class Lookout:
         replicas: ReplicaRunner,
         notices: Notices,
         components: Sequence[Component],
-        decided: asyncio.Event,
-        fail: Callable[[CauseKind, str], None],
-        fail_slowly: Callable[[list[Cause]], None],
+        state: AttemptState,
         on_bug: Callable[[asyncio.Task[None]], None],
     ) -> None:
         self._run, self._attempt, self._plan, self._started = run, attempt, plan, started
         self._board, self._replicas, self._notices, self._components = board, replicas, notices, components
-        self._decided, self._fail, self._fail_slowly = decided, fail, fail_slowly
+        self._state = state
         self._parent = os.getppid()
         self._on_bug = on_bug
         self._looking: asyncio.Task[None] | None = None
@@ -86,7 +81,7 @@ class Lookout:
         while True:
             await asyncio.sleep(_TICK_S)
             self._board.tick()
-            if self._decided.is_set():
+            if self._state.is_decided():
                 continue
             if time.monotonic() - self._started > self._plan.time_limit_s:
                 hours = self._plan.time_limit_s / 3600
@@ -99,6 +94,9 @@ class Lookout:
                 looked = time.monotonic() if around else looked
                 self._looking = asyncio.create_task(self._look(around=around), name="look")
                 self._looking.add_done_callback(self._on_bug)
+
+    def _fail(self, kind: CauseKind, message: str) -> None:
+        self._state.fail(Cause(kind=kind, time_s=time.time(), message=message))
 
     async def _look(self, *, around: bool) -> None:
         try:
@@ -133,4 +131,4 @@ class Lookout:
             if component.group.policy.restart != "never" and component.end is None and component.process is not None:
                 component.process.kill()
         if any(component.group.policy.restart == "never" for component in slow):
-            self._fail_slowly(slow_failures(records, self._components))
+            self._state.fail(*slow_failures(records, self._components))

@@ -9,10 +9,11 @@ import time
 from collections.abc import Callable, Sequence
 
 from hpcrl.config.plan import Plan
-from hpcrl.runs.cause import CauseKind
+from hpcrl.runs.cause import Cause, CauseKind
 from hpcrl.runs.record import RunRecord
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ComponentState
+from hpcrl.supervisor.attempt_state import AttemptState
 from hpcrl.supervisor.board import Board
 from hpcrl.supervisor.component import Component
 from hpcrl.supervisor.policy.attempts import LEAVE_S, lead_s, save_now
@@ -32,29 +33,14 @@ class Notices:
 
     Parameters
     ----------
-    decided:
-        Set when the attempt is to end; we set it, too.
-    fail:
-        Ends the run with a cause of a moment (seconds since the epoch).
+    state:
+        What is to become of the attempt: we say who asks for its end, and read what others have decided.
     on_bug:
         Told of each task of ours that ends.
     in_step:
         Whether Slurm may be who sends signals.
     taken:
         Asks Slurm what becomes of the job (`hpcrl.supervisor.launcher.Launcher.taken`).
-
-    Attributes
-    ----------
-    requeue:
-        The attempt ends for the next one.
-    saving:
-        A warning was taken; nothing after it changes how the attempt ends.
-    cancelled_by_person, asked_by_slurm:
-        Who asked for the end.
-    hurry:
-        Set when somebody does not want to wait.
-    why:
-        Why the attempt ends for the next one, for people; empty where it does not.
     """
 
     def __init__(
@@ -65,26 +51,16 @@ class Notices:
         plan: Plan,
         board: Board,
         components: Sequence[Component],
-        decided: asyncio.Event,
-        fail: Callable[[CauseKind, str, float], None],
+        state: AttemptState,
         on_bug: Callable[[asyncio.Task[None]], None],
         in_step: bool,
         taken: Callable[[], tuple[CauseKind, str] | None] = lambda: None,
     ) -> None:
         self._run, self._attempt, self._plan, self._board = run, attempt, plan, board
-        self._components, self._decided, self._fail, self._on_bug = components, decided, fail, on_bug
+        self._components, self._state, self._on_bug = components, state, on_bug
         self._in_step, self._taken = in_step, taken
         self._task: asyncio.Task[None] | None = None
         self._naming: asyncio.Task[None] | None = None
-        self._ends_at: float | None = None
-        self.requeue, self.why = False, ""
-        self.cancelled_by_person = False
-        self.asked_by_slurm = False
-        self.hurry = asyncio.Event()
-
-    @property
-    def saving(self) -> bool:
-        return self._task is not None
 
     def listen(self) -> None:
         """Handle signals from now on."""
@@ -103,17 +79,12 @@ class Notices:
             Of the job's time limit.
         """
         policy = self._plan.attempts
-        if policy.signal_lead_s and policy.saves and not self.saving:
+        if policy.signal_lead_s and policy.saves and not self._state.saving:
             lead = await asyncio.to_thread(self._lead_s)
             left_s = self._plan.time_limit_s - elapsed_s
             first = lead > policy.signal_lead_s or not policy.signalled
             if first and left_s < lead:
                 self._warned(left_s)
-
-    @property
-    def left_s(self) -> float | None:
-        """Seconds until Slurm ends us by force; None where nothing says so."""
-        return None if self._ends_at is None else max(0.0, self._ends_at - time.monotonic())
 
     async def settle(self) -> None:
         """Wait, not for long, until it is known who sent a signal."""
@@ -122,14 +93,9 @@ class Notices:
 
     def _cancel(self, signum: int) -> None:
         """The first signal stops in order, the second at once."""
-        if self._decided.is_set():
-            self.hurry.set()
-            return
         # first of all: whatever fails below, the signal is not lost
-        self._decided.set()
-        self.asked_by_slurm = self._in_step
-        if self._in_step:
-            self._ends_at = time.monotonic() + _KILL_WAIT_S
+        if not self._state.cancel(killed_within_s=_KILL_WAIT_S if self._in_step else None):
+            return
         self._naming = asyncio.create_task(self._find_who(signum, time.time()), name="who cancels")
 
     async def _find_who(self, signum: int, time_s: float) -> None:
@@ -140,12 +106,9 @@ class Notices:
             by = record.submissions[-1].cancelled_by if record.submissions else ""
         except Exception as error:  # noqa: BLE001 - the run ends all the same
             _log.warning("who cancels the run is not known, its record cannot be read: %r", error)
-        self.cancelled_by_person = by != ""
-        if by:
-            self._ends_at = None  # hpcrl sends the signal alone: nothing follows it
-        self.asked_by_slurm = not by and self._in_step
         who = f"by {by}" if by else f"by {signal.Signals(signum).name} to the supervisor"
-        self._fail(CauseKind.CANCELLED, f"cancelled {who}", time_s)
+        cause = Cause(kind=CauseKind.CANCELLED, time_s=time_s, message=f"cancelled {who}")
+        self._state.cancelled(cause, by_person=by != "")
 
     def _warned(self, left_s: float | None = None) -> None:
         """Slurm's early warning of the time limit or of a preemption: save, and go on in the next attempt.
@@ -155,10 +118,8 @@ class Notices:
         left_s:
             Until the end; what the job was submitted with by default.
         """
-        if not self.saving and not self._decided.is_set():
-            lead_s = float(self._plan.attempts.signal_lead_s) or None
-            left_s = lead_s if left_s is None else left_s
-            self._ends_at = None if left_s is None else time.monotonic() + left_s
+        lead_s = float(self._plan.attempts.signal_lead_s) or None
+        if self._state.warn(lead_s if left_s is None else left_s):
             self._task = asyncio.create_task(self._save_and_leave(), name="save")
             self._task.add_done_callback(self._on_bug)
         self._board.emit("supervisor.warned")
@@ -173,16 +134,14 @@ class Notices:
             timeout_s = max(max(lead, policy.signal_lead_s) - LEAVE_S, _LEAST_SAVE_S)
             step = await save_now(self._run, self._attempt, timeout_s=timeout_s)
             self._board.emit("supervisor.saved", step=step, seconds=time.monotonic() - started)
-        if self._decided.is_set():
+        if self._state.is_decided():
             return
         saved = "nothing could be saved" if step is None else f"the state of step {step} was saved"
         if policy.requeue:
-            self.requeue = True
-            self.why = f"{await asking}; {saved}"
-            self._decided.set()
+            self._state.leave(f"{await asking}; {saved}")
             return
         ends = "Slurm warned that the job is about to end" if policy.signalled else "the allocation is about to end"
-        self._fail(CauseKind.TIME_LIMIT, f"{ends}; {saved}", time.time())
+        self._state.fail(Cause(kind=CauseKind.TIME_LIMIT, time_s=time.time(), message=f"{ends}; {saved}"))
 
     async def _ask_why(self) -> str:
         """What the warning is of: Slurm sends the same signal before a preemption and before the time limit."""

@@ -25,6 +25,7 @@ from hpcrl.runs.reserve import keep_reserve, release_reserve
 from hpcrl.runs.role import Endpoints, FailureRecord
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunState
+from hpcrl.supervisor.attempt_state import AttemptState
 from hpcrl.supervisor.board import Board
 from hpcrl.supervisor.changes import say_changes
 from hpcrl.supervisor.component import Component
@@ -92,14 +93,9 @@ class Supervisor:
     ) -> None:
         self._run, self._run_id, self._plan, self._launcher = run, run_id, plan, launcher
         self._components: list[Component] = []
-        self._ends: list[Cause] = []
         self._drives: dict[Component, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
-        self._decided = asyncio.Event()
-        self._requeue = False
         self._dumping: set[asyncio.Task[None]] = set()
-        self._broken: dict[str, str] = {}
-        self._began_at: int | None = None
         self._start_patience_s = _START_PATIENCE_S
         self._started = time.monotonic() if started is None else started
         self.again = False
@@ -111,11 +107,12 @@ class Supervisor:
         """Run the attempt to its end; returns COMPLETED, FAILED or CANCELLED, and why; or REQUEUED."""
         self.attempt = self._start_attempt()
         self._board = Board(self._run, run_id=self._run_id, attempt=self.attempt)
+        self._state = AttemptState(self._board)
         self._endpoints = ReportedFile(Endpoints.path(self._run, self.attempt))
         self._assemble()
         procfs.adopt_orphans()
         self._notices.listen()
-        self._board.enter(RunState.STARTING)
+        self._board.enter(self._state.state)
         watch = asyncio.create_task(self._lookout.run(), name="watch")
         watch.add_done_callback(self._report_bug)
         watchdog = asyncio.create_task(self._watchdog.run(), name="watchdog")
@@ -130,19 +127,19 @@ class Supervisor:
             if self._elastic is not None:
                 keeper = asyncio.create_task(self._elastic.run(), name="replicas")
                 keeper.add_done_callback(self._report_bug)
-            await self._decided.wait()
+            await self._state.wait_decided()
         except NodesSilentError as error:
             # looks like steps that were ended: whether a node went down, or Slurm did it, is asked before the verdict
-            self._fail(CauseKind.GUARD_LOST, f"no role could be started: {error}")
+            self.fail(CauseKind.GUARD_LOST, f"no role could be started: {error}")
         except (HpcrlError, ValueError, OSError) as error:
-            self._fail(CauseKind.SUPERVISOR_ERROR, f"the supervisor could not start the roles: {error}")
+            self.fail(CauseKind.SUPERVISOR_ERROR, f"the supervisor could not start the roles: {error}")
         if keeper is not None:
             keeper.cancel()
         await self._notices.settle()
         stopped_at_s = time.time()
         cause = self._first_cause(stopped_at_s)
-        self._board.enter(RunState.STOPPING, cause)
-        if self._launcher.in_step and cause is not None and not self._notices.cancelled_by_person:
+        self._state.stop(cause)
+        if self._launcher.in_step and cause is not None and not self._state.cancelled_by_person:
             self._node_faults.investigate(cause)  # before the roles end: Slurm may not give us the time for both
         watchdog.cancel()
         await self._ending.end_roles()
@@ -151,16 +148,14 @@ class Supervisor:
         cause = self._first_cause(stopped_at_s)
         if cause is not None and cause.secondary:
             cause = self._name_lost_rank(cause)
-        if cause is not None and not self._notices.cancelled_by_person:
-            cause, moves = await self._node_faults.judge(cause, self._broken, began_at=self._began_at)
-            self._requeue |= moves
+        if cause is not None and not self._state.cancelled_by_person:
+            cause, moves = await self._node_faults.judge(cause, self._state.broken, began_at=self._state.began_at)
+            self._state.moves |= moves
         if cause is not None:
             cause = await self._space.explain(cause)
-        state, self.again = self._ending.conclude(
-            cause, moves=self._requeue, broken=bool(self._broken), began_at=self._began_at
-        )
-        await self._ending.last_words(state)
-        return state, cause
+        self.again = self._ending.conclude(cause)
+        await self._ending.last_words()
+        return self._state.state, cause
 
     def _start_attempt(self) -> int:
         """The number of the attempt. Where there is no space for it, it is begun to say so."""
@@ -195,8 +190,7 @@ class Supervisor:
             plan=plan,
             board=self._board,
             components=self._components,
-            decided=self._decided,
-            fail=self._fail_at,
+            state=self._state,
             on_bug=self._report_bug,
             in_step=launcher.in_step,
             taken=launcher.taken,
@@ -211,9 +205,7 @@ class Supervisor:
             replicas=self._replicas,
             notices=self._notices,
             components=self._components,
-            decided=self._decided,
-            fail=self._fail,
-            fail_slowly=self._fail_slowly,
+            state=self._state,
             on_bug=self._report_bug,
         )
         self._drain = Drain(
@@ -224,25 +216,25 @@ class Supervisor:
             board=self._board,
             components=self._components,
             drives=self._drives,
-            hurry=self._notices.hurry,
+            hurry=self._state.hurry,
         )
-        self._ending = Ending(run, plan=plan, notices=self._notices, drain=self._drain, board=self._board)
+        self._ending = Ending(run, plan=plan, state=self._state, drain=self._drain, board=self._board)
 
     # -- start -------------------------------------------------------------------------------------------------
 
     async def _prepare(self) -> None:
         """End what an earlier attempt left here, choose ports, write them down before anyone needs them."""
         if why := exhausted(self._run, self._plan, self.attempt):
-            self._fail(CauseKind.NO_PROGRESS, f"the run is given up: {why}")
+            self.fail(CauseKind.NO_PROGRESS, f"the run is given up: {why}")
             return
         await asyncio.to_thread(
             patiently, self._look_at_files, limit_s=self._start_patience_s, what="what an attempt needs of its files"
         )
         if changes := await asyncio.to_thread(say_changes, self._run, self._plan, self._board):
-            self._fail(CauseKind.CHANGED, f"it would run something else than was submitted: {changes}")
+            self.fail(CauseKind.CHANGED, f"it would run something else than was submitted: {changes}")
             return
-        self._began_at = newest_checkpoint(self._run)
-        self._board.emit("attempt.started", checkpoint_step=self._began_at)
+        self._state.began_at = newest_checkpoint(self._run)
+        self._board.emit("attempt.started", checkpoint_step=self._state.began_at)
         found = await asyncio.to_thread(self._launcher.sweep, self._run_id)
         if found:
             self._board.emit("supervisor.swept", pids=found)
@@ -308,8 +300,9 @@ class Supervisor:
         self._board.changed()
 
     def fail(self, kind: CauseKind, message: str, component: Component | None = None) -> None:
-        """End the run."""
-        self._fail(kind, message, component)
+        """Add a candidate that is no end of a role, and decide the run."""
+        where = {} if component is None else {"role": component.role.value, "replica": component.replica}
+        self._state.fail(Cause(kind=kind, time_s=time.time(), message=message, **where))  # type: ignore[arg-type]
 
     def emit(self, kind: str, **data: object) -> None:
         """Append an event."""
@@ -321,8 +314,8 @@ class Supervisor:
         self._changed = asyncio.Event()  # one event a change: every waiter sees each of them
         if self._elastic is not None and self._elastic.has(component):
             self._elastic.on_change()
-        if self._board.state is RunState.STARTING and self._ready_roles() >= {g.role for g in self._plan.groups}:
-            self._board.enter(RunState.RUNNING)
+        if self._ready_roles() >= {g.role for g in self._plan.groups}:
+            self._state.running()
 
     async def _drive(self, component: Component) -> None:
         """Take one replica from PENDING to its end, through as many starts as its policy allows."""
@@ -341,7 +334,7 @@ class Supervisor:
             if end.cause.kind in _NODE_SIGNS and self._launcher.in_step:
                 self._node_faults.suspect()
             pause_s = component.restarts.pause_s(end.cause)
-            if pause_s is None or self._decided.is_set():
+            if pause_s is None or self._state.is_decided():
                 self._lose(component, end)
                 return
             component.restarting()
@@ -358,7 +351,7 @@ class Supervisor:
             if end.end.guard_lost:
                 await self._drain.orphans()
             await asyncio.sleep(pause_s)
-            if self._decided.is_set():
+            if self._state.is_decided():
                 return
 
     def _ready_roles(self) -> set[Role]:
@@ -380,7 +373,7 @@ class Supervisor:
         if component.stop_asked_at_s is None and end.clean and component.group.policy.ends_run:
             sisters = [c for c in self._components if c.group is component.group]
             if all(c.end is not None and c.end.clean for c in sisters):
-                self._decided.set()
+                self._state.complete()
 
     def _lose(self, component: Component, end: ReplicaEnd) -> None:
         """A replica is not started again: the run ends, or goes on without it."""
@@ -388,34 +381,19 @@ class Supervisor:
         component.given_up = True
         component.ended(end.end, as_it_should=False)
         others = [c for c in self._components if c.group is component.group and not c.given_up]
-        self._broken |= broken_nodes(component, end.cause, self._replicas.spec(component).logs)
+        self._state.blame(broken_nodes(component, end.cause, self._replicas.spec(component).logs))
         if component.group.policy.critical or not others:
-            self._ends.append(component.restarts.first_error())
-            self._decided.set()
+            self._state.fail(component.restarts.first_error())
         else:
             self._board.emit("component.lost", role=component.role, replica=component.replica, cause=end.cause.message)
 
-    def _fail(self, kind: CauseKind, message: str, component: Component | None = None) -> None:
-        """Add a candidate that is no end of a role, and decide the run."""
-        where = {} if component is None else {"role": component.role.value, "replica": component.replica}
-        self._ends.append(Cause(kind=kind, time_s=time.time(), message=message, **where))  # type: ignore[arg-type]
-        self._decided.set()
-
-    def _fail_at(self, kind: CauseKind, message: str, time_s: float) -> None:
-        self._ends.append(Cause(kind=kind, time_s=time_s, message=message))
-        self._decided.set()
-
-    def _fail_slowly(self, ends: list[Cause]) -> None:
-        self._decided.set()
-        self._ends.extend(ends)
-
     def _report_bug(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._fail(CauseKind.SUPERVISOR_ERROR, f"the supervisor failed ({task.get_name()}): {error!r}")
+            self.fail(CauseKind.SUPERVISOR_ERROR, f"the supervisor failed ({task.get_name()}): {error!r}")
 
     def _first_cause(self, stopped_at_s: float) -> Cause | None:
         records, clocks = self._records(), self._launcher.clocks
-        return first_cause(self._ends, records, self._components, stopped_at_s=stopped_at_s, clocks=clocks)
+        return first_cause(self._state.ends, records, self._components, stopped_at_s=stopped_at_s, clocks=clocks)
 
     def _name_lost_rank(self, cause: Cause) -> Cause:
         for component in self._components:

@@ -29,6 +29,7 @@ from hpcrl.slurm.in_job import InJob, find_allocation, plan_inside
 from hpcrl.slurm.launch import allocations_from_env
 from hpcrl.slurm.scripts import in_job_script
 from hpcrl.submit.submission import create_run
+from hpcrl.supervisor.attempt_state import AttemptState
 from hpcrl.supervisor.launch.step_launcher import StepLauncher
 from hpcrl.supervisor.notices import Notices
 
@@ -142,8 +143,7 @@ def test_without_a_signal_the_clock_says_when_to_save(
             plan=wanted,
             board=None,  # type: ignore[arg-type]
             components=[],
-            decided=asyncio.Event(),
-            fail=lambda kind, message, time_s: None,
+            state=AttemptState(None),  # type: ignore[arg-type]
             on_bug=lambda task: None,
             in_step=True,
         )

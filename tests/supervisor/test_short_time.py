@@ -27,6 +27,7 @@ from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunState
 from hpcrl.runs.views.diagnosis import diagnose
 from hpcrl.supervisor import job
+from hpcrl.supervisor.attempt_state import AttemptState
 from hpcrl.supervisor.board import Board
 from hpcrl.supervisor.component import Component
 from hpcrl.supervisor.drain import Drain
@@ -157,14 +158,6 @@ async def test_a_guard_that_cannot_be_reached_costs_the_time_there_is(tmp_path: 
     assert (cut.data["role"], cut.data["replica"]) == ("trainer", 0)
 
 
-class _Notices:
-    """What the end is told of the time."""
-
-    def __init__(self, left_s: float | None, *, requeue: bool) -> None:
-        self.left_s, self.requeue = left_s, requeue
-        self.asked_by_slurm, self.saving, self.hurry, self.why = False, requeue, asyncio.Event(), "asked by Slurm"
-
-
 class _Drain:
     def __init__(self) -> None:
         self.asked: list[float | None] = []
@@ -187,15 +180,17 @@ async def test_the_drain_gets_the_time_that_is_left(
     tmp_path: Path, left_s: float | None, requeue: bool, asked: list[float | None]
 ) -> None:
     scene = Scene(tmp_path)
-    notices, drain = _Notices(left_s, requeue=requeue), _Drain()
-    ending = Ending(
-        scene.run, plan=scene.plan, notices=cast(Notices, notices), drain=cast(Drain, drain), board=scene.board
-    )
+    state, drain = AttemptState(scene.board, clock=lambda: 0.0), _Drain()
+    assert state.warn(left_s)
+    state.saving = requeue
+    state.leave("asked by Slurm") if requeue else state.complete()
+    state.stop(None)
+    ending = Ending(scene.run, plan=scene.plan, state=state, drain=cast(Drain, drain), board=scene.board)
     await ending.end_roles()
     assert drain.asked == asked
-    state, again = ending.conclude(None, moves=False, broken=False, began_at=None)
-    assert (state, again) == (RunState.REQUEUED if requeue else RunState.COMPLETED, False)
-    await ending.last_words(state)
+    again = ending.conclude(None)
+    assert (state.state, again) == (RunState.REQUEUED if requeue else RunState.COMPLETED, False)
+    await ending.last_words()
     assert ("supervisor.left_to_slurm" in scene.kinds()) == (not asked)
 
 
@@ -302,27 +297,26 @@ async def test_who_cancels_decides_how_long_the_end_may_take(
     record.with_cancel(by, 1.0).write(scene.run)
     if torn:
         scene.run.record_path.write_bytes(b"torn")
-    decided, causes = asyncio.Event(), []
+    state = AttemptState(scene.board)
     notices = Notices(
         scene.run,
         attempt=1,
         plan=scene.plan,
         board=scene.board,
         components=[],
-        decided=decided,
-        fail=lambda kind, message, time_s: causes.append((kind, message)),
+        state=state,
         on_bug=lambda task: None,
         in_step=True,
     )
     notices._cancel(signal.SIGTERM)
-    assert decided.is_set(), "before anything else"
-    assert causes == []
+    assert state.is_decided(), "before anything else"
+    assert state.ends == []
     await notices.settle()
-    assert causes == [(CauseKind.CANCELLED, words)]
-    assert (notices.left_s is not None) == hurries
-    assert notices.asked_by_slurm == hurries
+    assert [(cause.kind, cause.message) for cause in state.ends] == [(CauseKind.CANCELLED, words)]
+    assert (state.left_s is not None) == hurries
+    assert state.asked_by_slurm == hurries
     notices._cancel(signal.SIGTERM)
-    assert notices.hurry.is_set()
+    assert state.hurry.is_set()
     scene.board.close()
 
 
@@ -346,24 +340,23 @@ async def test_a_requeued_attempt_says_what_it_was_warned_of(
 ) -> None:
     scene = Scene(tmp_path)
     attempts = scene.plan.attempts.model_copy(update={"requeue": True})
-    decided = asyncio.Event()
+    state = AttemptState(scene.board)
     notices = Notices(
         scene.run,
         attempt=1,
         plan=scene.plan.model_copy(update={"attempts": attempts}),
         board=scene.board,
         components=[],
-        decided=decided,
-        fail=lambda kind, message, time_s: None,
+        state=state,
         on_bug=lambda task: None,
         in_step=True,
         taken=lambda: taken,
     )
     notices._warned()
-    await asyncio.wait_for(decided.wait(), 30)
-    assert notices.requeue
-    assert notices.why.startswith(words)
-    scene.board.enter(RunState.REQUEUED, because=notices.why)
+    await asyncio.wait_for(state.wait_decided(), 30)
+    assert state.requeue
+    assert state.why.startswith(words)
+    scene.board.enter(RunState.REQUEUED, because=state.why)
     scene.board.close()
     # the next attempt has begun: `why` says how this one ended
     begun = Board(scene.run, run_id="r", attempt=2)
