@@ -8,8 +8,9 @@ from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.load import load_cluster, load_recipe
 from hpcrl.config.plan import Role
 from hpcrl.models import Part, load_facts
-from hpcrl.planning.calibration.file import DistributionConfig, load_calibration
+from hpcrl.planning.calibration.file import load_calibration
 from hpcrl.planning.hardware import node_hardware
+from hpcrl.planning.times.distributions import LogNormal
 from hpcrl.planning.times.forecast import forecast, site_rates
 from hpcrl.planning.times.from_recipe import planned_layout
 from published.cases import Case
@@ -46,11 +47,11 @@ def sensitivity() -> dict[str, tuple[float, float, float]]:
         "as shipped": {},
         "sampled_share 0.15": {"sampled_share": 0.15},
         "sampled_share 0.6": {"sampled_share": 0.6},
-        "tool_s median 5": {"tool_s": DistributionConfig(median=5.0, sigma=1.0, maximum=300.0)},
-        "tool_s median 10": {"tool_s": DistributionConfig(median=10.0, sigma=1.0, maximum=300.0)},
-        "judge_s median 300": {"judge_s": DistributionConfig(median=300.0, sigma=0.8, maximum=3600.0)},
-        "tokens median 35000": {"tokens": DistributionConfig(median=35000.0, sigma=0.45)},
-        "tokens median 65000": {"tokens": DistributionConfig(median=65000.0, sigma=0.45)},
+        "tool_s median 5": {"tool_s": LogNormal(kind="lognormal", median=5.0, sigma=1.0, maximum=300.0)},
+        "tool_s median 10": {"tool_s": LogNormal(kind="lognormal", median=10.0, sigma=1.0, maximum=300.0)},
+        "judge_s median 300": {"judge_s": LogNormal(kind="lognormal", median=300.0, sigma=0.8, maximum=3600.0)},
+        "tokens median 35000": {"tokens": LogNormal(kind="lognormal", median=35000.0, sigma=0.45)},
+        "tokens median 65000": {"tokens": LogNormal(kind="lognormal", median=65000.0, sigma=0.45)},
     }
     result = {}
     for name, change in changes.items():

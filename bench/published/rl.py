@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from hpcrl.models import load_facts
-from hpcrl.planning.times.lengths import Quantiles, lognormal
+from hpcrl.planning.times.distributions import LogNormal, quantiles_of
+from hpcrl.planning.times.lengths import Quantiles
 from hpcrl.planning.times.loop import LoopEstimate, LoopInputs, steady_state
 from hpcrl.planning.times.serving import Serving
 from hpcrl.planning.times.shapes import EngineShape, TrainerShape
@@ -165,5 +166,9 @@ def with_mean(mean: float, most: float, spread: float) -> Quantiles:
     low, high = 1.0, 100.0 * most
     for _ in range(60):
         median = (low * high) ** 0.5
-        low, high = (median, high) if lognormal(median, spread, most).mean < mean else (low, median)
-    return lognormal(low, spread, most)
+        low, high = (
+            (median, high)
+            if quantiles_of(LogNormal(kind="lognormal", median=median, sigma=spread, maximum=most)).mean < mean
+            else (low, median)
+        )
+    return quantiles_of(LogNormal(kind="lognormal", median=low, sigma=spread, maximum=most))

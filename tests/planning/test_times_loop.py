@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from hpcrl.planning.times.lengths import Quantiles, lognormal
+from hpcrl.planning.times.distributions import LogNormal, quantiles_of
+from hpcrl.planning.times.lengths import Quantiles
 from hpcrl.planning.times.loop import LoopEstimate, LoopInputs, Served, steady_state
 
 
@@ -99,7 +100,7 @@ def estimate(durations: Quantiles, **setting: Any) -> float:
 def test_the_estimate_is_near_a_simulation(
     sigma: float, most: int, bound: int, trainer_s: float, within: float
 ) -> None:
-    durations = lognormal(10.0, sigma)
+    durations = quantiles_of(LogNormal(kind="lognormal", median=10.0, sigma=sigma))
     setting = {"groups": 8, "size": 8, "most": most, "bound": bound, "trainer_s": trainer_s}
     assert estimate(durations, **setting) == pytest.approx(simulate(durations, **setting)[0], rel=within)  # type: ignore[arg-type]
 
@@ -147,7 +148,7 @@ def test_rollouts_in_flight_obey_littles_law_at_the_printed_step(
     sigma: float, most: int, bound: int, trainer_s: float, ready: int
 ) -> None:
     setting = {"groups": 8, "size": 8, "most": most, "bound": bound, "trainer_s": trainer_s, "ready": ready}
-    loop = whole_estimate(lognormal(10.0, sigma), **setting)  # type: ignore[arg-type]
+    loop = whole_estimate(quantiles_of(LogNormal(kind="lognormal", median=10.0, sigma=sigma)), **setting)  # type: ignore[arg-type]
     started_per_s = 64 / loop.step_s / (1.0 - loop.dropped)
     assert loop.in_flight == pytest.approx(started_per_s * loop.served.durations.mean, rel=0.005)
     assert loop.started_per_s == pytest.approx(started_per_s, rel=0.005)
@@ -155,7 +156,7 @@ def test_rollouts_in_flight_obey_littles_law_at_the_printed_step(
 
 @pytest.mark.parametrize(("sigma", "most", "bound", "trainer_s", "ready"), REGIMES)
 def test_staleness_is_near_a_simulation(sigma: float, most: int, bound: int, trainer_s: float, ready: int) -> None:
-    durations = lognormal(10.0, sigma)
+    durations = quantiles_of(LogNormal(kind="lognormal", median=10.0, sigma=sigma))
     setting = {"groups": 8, "size": 8, "most": most, "bound": bound, "trainer_s": trainer_s, "ready": ready}
     assert whole_estimate(durations, **setting).staleness == pytest.approx(  # type: ignore[arg-type]
         simulate(durations, **setting)[1],  # type: ignore[arg-type]

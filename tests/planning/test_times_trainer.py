@@ -15,7 +15,8 @@ from hpcrl.planning.hardware import NodeHardware, node_hardware
 from hpcrl.planning.memory.settings import TrainerMemory
 from hpcrl.planning.memory.trainer import trainer_peak
 from hpcrl.planning.times import work as times_work
-from hpcrl.planning.times.lengths import Quantiles, lognormal
+from hpcrl.planning.times.distributions import LogNormal, quantiles_of
+from hpcrl.planning.times.lengths import Quantiles
 from hpcrl.planning.times.rates import Rates
 from hpcrl.planning.times.shapes import TrainerShape
 from hpcrl.planning.times.trainer import TrainerBatch, trainer_step
@@ -25,7 +26,7 @@ GLM5 = load_facts("GLM-5")
 SHAPE = TrainerShape(
     nodes=12, gpus_per_node=8, context_parallel=4, expert_parallel=8, compute_dtype="fp8", micro_batch_tokens=131072
 )
-BATCH = TrainerBatch(256, lognormal(48000, 0.45, 131072))
+BATCH = TrainerBatch(256, quantiles_of(LogNormal(kind="lognormal", median=48000, sigma=0.45, maximum=131072)))
 
 
 def rates() -> Rates:
@@ -128,7 +129,7 @@ def test_packing_fills_micro_batches_as_the_orchestrator_does() -> None:
     from hpcrl.models.packing import training_cost
     from hpcrl.rollouts.batches.packing import pack
 
-    lengths = lognormal(3000, 0.8, 8192)
+    lengths = quantiles_of(LogNormal(kind="lognormal", median=3000, sigma=0.8, maximum=8192))
     sizes = [round(size) for size in reversed(lengths.sample(64))]
     for facts, cost in ((None, float), (GLM5, training_cost(GLM5))):
         own = pack_rows(lengths, 64, 4, 8192, facts)
@@ -148,7 +149,7 @@ def test_work_of_long_sequences_is_more_than_of_short_ones() -> None:
 
 
 def test_a_huge_batch_is_packed_as_a_large_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    lengths = lognormal(20_000.0, 0.8, 131_072)
+    lengths = quantiles_of(LogNormal(kind="lognormal", median=20_000.0, sigma=0.8, maximum=131_072))
     large, huge = (pack_rows(lengths, rollouts, 24, 131_072) for rollouts in (PACKED, 10**4 * PACKED))
     assert huge.tokens == pytest.approx(10**4 * large.tokens)
     assert huge.critical_tokens == pytest.approx(10**4 * large.critical_tokens)

@@ -11,8 +11,8 @@ from hpcrl.config.load import load_cluster, load_recipe
 from hpcrl.errors import UsageError
 from hpcrl.planning.calibration.file import load_calibration
 from hpcrl.planning.report import find_facts, make_outlook
+from hpcrl.planning.times.distributions import mean_of
 from hpcrl.simulation import Durations, durations_from_plan
-from hpcrl.simulation.inputs.distributions import mean_of
 
 
 @pytest.fixture(scope="module")

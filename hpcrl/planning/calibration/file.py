@@ -19,11 +19,11 @@ from hpcrl.config.yamltree import parse_file
 from hpcrl.errors import ConfigError, UsageError
 from hpcrl.planning.tables.file import load_table, shipped_tables
 from hpcrl.planning.tables.lookup import Tables
+from hpcrl.planning.times.distributions import UsualDistribution
 
 __all__ = [
     "Calibration",
     "ConstantName",
-    "DistributionConfig",
     "EfficiencyName",
     "Measured",
     "Origin",
@@ -109,31 +109,12 @@ class Sourced(StrictModel):
         return self.spread or FACTORS[self.origin]
 
 
-class DistributionConfig(StrictModel):
-    """A log-normal (``median``, ``sigma``, ``maximum``) or measured ``values``."""
-
-    median: PositiveFloat | None = None
-    """Half of the values are below."""
-    sigma: NonNegativeFloat = 0.0
-    """Standard deviation of the natural logarithm; 0 is a constant."""
-    maximum: PositiveFloat | None = None
-    """Larger values are cut to this."""
-    values: Annotated[tuple[NonNegativeFloat, ...], Field(strict=False)] = ()
-    """Measured values, each as likely as the others."""
-
-    @model_validator(mode="after")
-    def _one_of_both(self) -> DistributionConfig:
-        if (self.median is None) == (not self.values):
-            raise ValueError("needs either median or values")
-        return self
-
-
 class WorkloadConfig(StrictModel):
     """What rollouts of one environment look like."""
 
     source: Annotated[str, Field(min_length=1)]
     """Where the figures come from."""
-    tokens: DistributionConfig
+    tokens: UsualDistribution
     """Tokens of a whole rollout: prompt, what the model says and what tools say. Cut at ``engine.max_model_len``."""
     prompt_tokens: PositiveFloat
     """Tokens of the prompt."""
@@ -141,9 +122,9 @@ class WorkloadConfig(StrictModel):
     """Requests of a rollout of median length; longer ones have more."""
     sampled_share: Fraction = 1.0
     """Share of the tokens after the prompt that the model samples; tools say the others."""
-    tool_s: DistributionConfig | None = None
+    tool_s: UsualDistribution | None = None
     """Seconds of a tool call, one between two turns. None: no tools."""
-    judge_s: DistributionConfig | None = None
+    judge_s: UsualDistribution | None = None
     """Seconds from the last token to the reward. None: none."""
     assumed: Annotated[
         tuple[Literal["tokens", "prompt_tokens", "turns", "sampled_share", "tool_s", "judge_s"], ...],

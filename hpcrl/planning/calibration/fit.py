@@ -15,7 +15,8 @@ from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.recipe import Recipe
 from hpcrl.errors import UsageError
 from hpcrl.models.facts import ModelFacts
-from hpcrl.planning.calibration.file import Calibration, DistributionConfig, Measured, Sourced, WorkloadConfig
+from hpcrl.planning.calibration.file import Calibration, Measured, Sourced, WorkloadConfig
+from hpcrl.planning.times.distributions import Samples
 from hpcrl.planning.times.forecast import site_rates
 from hpcrl.planning.times.from_recipe import planned_layout
 from hpcrl.planning.times.lengths import Quantiles
@@ -196,7 +197,7 @@ def _judge_s(row: dict[str, Any]) -> float:
     return max(0.0, float(row["seconds"]) - sum(float(turn[2]) + float(turn[3]) for turn in row["turns"]))
 
 
-def _distribution(values: Sequence[float]) -> DistributionConfig:
+def _distribution(values: Sequence[float]) -> Samples:
     quantiles = Quantiles.of(values)
     kept = quantiles.sample(min(_KEPT_VALUES, len(quantiles.values)))
-    return DistributionConfig(values=tuple(round(value, 4) for value in kept))
+    return Samples(kind="samples", values=tuple(round(value, 4) for value in kept))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
-__all__ = ["Quantiles", "expected_later", "lognormal"]
+__all__ = ["POINTS", "Quantiles", "expected_later"]
 
 POINTS = 256
 """Values that stand for a distribution; the mean of a log-normal with sigma 1 is then right within 1 %."""
@@ -99,27 +99,6 @@ class Quantiles:
     def sample(self, count: int) -> list[float]:
         """``count`` values that stand for the distribution: its midpoints, not random ones."""
         return [self.quantile((2 * i + 1) / (2 * count)) for i in range(count)]
-
-
-def lognormal(median: float, sigma: float, maximum: float = math.inf) -> Quantiles:
-    """A log-normal distribution; what is above ``maximum`` is cut to it.
-
-    Parameters
-    ----------
-    median:
-        Half of the values are below.
-    sigma:
-        Standard deviation of the natural logarithm; 0 gives a constant.
-    maximum:
-        Largest value.
-    """
-    if median <= 0 or sigma < 0:
-        raise ValueError(f"median must be positive and sigma not negative, not {median:g} and {sigma:g}")
-    if sigma == 0:
-        return Quantiles((min(median, maximum),))
-    normal = NormalDist()
-    points = ((2 * i + 1) / (2 * POINTS) for i in range(POINTS))
-    return Quantiles(tuple(min(median * math.exp(sigma * normal.inv_cdf(p)), maximum) for p in points))
 
 
 def expected_later(a: float, b: float, deviation: float) -> float:

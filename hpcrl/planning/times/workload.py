@@ -7,15 +7,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from hpcrl.config.recipe import CalculatorEnv, EnvironmentConfig, LatencyConfig, Recipe
-from hpcrl.planning.calibration.file import FACTORS, Calibration, DistributionConfig, Origin, WorkloadConfig, origin_of
-from hpcrl.planning.times.lengths import Quantiles, lognormal
+from hpcrl.config.recipe import CalculatorEnv, EnvironmentConfig, Recipe
+from hpcrl.planning.calibration.file import FACTORS, Calibration, Origin, WorkloadConfig, origin_of
+from hpcrl.planning.times.distributions import Constant, quantiles_of, tail_of
+from hpcrl.planning.times.lengths import Quantiles
 
 __all__ = ["EnvironmentLoad", "RolloutPace", "Workload", "resolve_workload"]
 
 _GRID, _COARSE = 32, 8
 """Points along lengths and along waiting times; a rollout's duration is a sum of both. Few are enough for how a time
 changes with a number."""
+_NO_TIME = Constant(kind="constant", value=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +225,7 @@ def resolve_workload(recipe: Recipe, calibration: Calibration) -> Workload:
 
 def _known(recipe: Recipe, env: EnvironmentConfig, weight: float, config: WorkloadConfig) -> EnvironmentLoad:
     limit = float(recipe.engine.max_model_len)
-    tokens = _quantiles(config.tokens, limit)
+    tokens = quantiles_of(config.tokens, limit)
     return EnvironmentLoad(
         name=env.name,
         weight=weight,
@@ -231,8 +233,11 @@ def _known(recipe: Recipe, env: EnvironmentConfig, weight: float, config: Worklo
         prompt_tokens=min(config.prompt_tokens, tokens.values[0]),
         turns=config.turns,
         sampled_share=config.sampled_share,
-        tool=Quantiles((0.0,)) if config.tool_s is None else _quantiles(config.tool_s),
-        judge=_sum(Quantiles((0.0,)) if config.judge_s is None else _quantiles(config.judge_s), _latency(env.latency)),
+        tool=quantiles_of(config.tool_s or _NO_TIME),
+        judge=_sum(
+            Quantiles((0.0,)) if config.judge_s is None else quantiles_of(config.judge_s),
+            quantiles_of(tail_of(env.latency)),
+        ),
         source=config.source,
         assumed=False,
         unsure=config.assumed,
@@ -252,28 +257,11 @@ def _limits(recipe: Recipe, env: EnvironmentConfig, weight: float) -> Environmen
         turns=turns,
         sampled_share=1.0,
         tool=Quantiles((0.0,)),
-        judge=_latency(env.latency),
+        judge=quantiles_of(tail_of(env.latency)),
         source="nothing is known: every rollout fills engine.max_model_len and says sampling.max_new_tokens a turn",
         assumed=True,
         limit=length,
     )
-
-
-def _quantiles(config: DistributionConfig, limit: float = math.inf) -> Quantiles:
-    if config.median is not None:
-        return lognormal(config.median, config.sigma, min(limit, config.maximum or math.inf))
-    return Quantiles.of([min(value, limit) for value in config.values])
-
-
-def _latency(latency: LatencyConfig) -> Quantiles:
-    """0.5 to 1.5 medians; for some ``tail_factor`` times that (`hpcrl.rollouts.environments.latency`)."""
-    if not latency.median_s:
-        return Quantiles((0.0,))
-    usual = [latency.median_s * (0.5 + (2 * i + 1) / 256) for i in range(128)]
-    late = round(128 * latency.tail_share)
-    ordinary = Quantiles.of(usual).sample(max(1, 128 - late)) if late < 128 else []
-    tail = [value * latency.tail_factor for value in Quantiles.of(usual).sample(late)] if late else []
-    return Quantiles.of([*ordinary, *tail])
 
 
 def _sum(a: Quantiles, b: Quantiles) -> Quantiles:

@@ -13,7 +13,7 @@ from hpcrl.config.explain import explain_errors
 from hpcrl.config.yamltree import parse_file
 from hpcrl.errors import ConfigError, UsageError
 from hpcrl.fs import atomic_write
-from hpcrl.simulation.inputs.distributions import Constant, Distribution
+from hpcrl.planning.times.distributions import Constant, Distribution
 
 __all__ = [
     "Durations",

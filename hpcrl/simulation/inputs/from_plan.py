@@ -11,12 +11,12 @@ from hpcrl.errors import UsageError
 from hpcrl.planning.calibration.file import Calibration
 from hpcrl.planning.memory.fit import MemoryReport
 from hpcrl.planning.report import Outlook, find_facts, make_outlook
+from hpcrl.planning.times.distributions import Constant, Distribution
 from hpcrl.planning.times.forecast import Forecast, site_rates
 from hpcrl.planning.times.lengths import Quantiles
 from hpcrl.planning.times.serving import Serving
 from hpcrl.planning.times.terms import TimeTable
 from hpcrl.planning.times.workload import EnvironmentLoad
-from hpcrl.simulation.inputs.distributions import Constant, Distribution
 from hpcrl.simulation.inputs.durations import (
     Durations,
     EngineDurations,

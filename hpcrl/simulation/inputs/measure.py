@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from hpcrl.config.engine_shape import step_limits
 from hpcrl.config.plan import Role
+from hpcrl.planning.times.distributions import Constant, Distribution, Samples
 from hpcrl.runs.rundir import RunDir
-from hpcrl.simulation.inputs.distributions import Constant, Distribution, Samples
 from hpcrl.simulation.inputs.durations import (
     Durations,
     EngineDurations,

@@ -11,7 +11,7 @@ from hpcrl.config.engine_shape import step_limits
 from hpcrl.config.plan import Role
 from hpcrl.config.recipe import Recipe
 from hpcrl.errors import UsageError
-from hpcrl.simulation.inputs.distributions import mean_of
+from hpcrl.planning.times.distributions import mean_of
 from hpcrl.simulation.inputs.durations import Durations
 
 __all__ = ["Failures", "Scenario", "Size", "make_scenario"]

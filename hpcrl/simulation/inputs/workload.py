@@ -8,7 +8,7 @@ from itertools import accumulate
 from random import Random
 
 from hpcrl.config.recipe import Recipe
-from hpcrl.simulation.inputs.distributions import Tail, drawer
+from hpcrl.planning.times.distributions import drawer, tail_of
 from hpcrl.simulation.inputs.durations import Durations, EnvironmentDurations, TurnPlan
 
 __all__ = ["Workload"]
@@ -37,8 +37,7 @@ class Workload:
             self._groups.append(self._trace(found) if found.trace else self._drawn(found))
             self.tool_slots.append(found.tool_slots)
             wait = environment.latency
-            tail = Tail(kind="tail", median=wait.median_s, tail_share=wait.tail_share, tail_factor=wait.tail_factor)
-            self._latency.append(drawer(tail, rng) if wait.median_s else None)
+            self._latency.append(drawer(tail_of(wait), rng) if wait.median_s else None)
 
     def environment(self) -> int:
         """Index of the environment of a new group."""

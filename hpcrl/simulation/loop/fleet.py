@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush, heapreplace
 
-from hpcrl.simulation.inputs.distributions import Draw
+from hpcrl.planning.times.distributions import Draw
 from hpcrl.simulation.loop.clock import Clock
 from hpcrl.simulation.loop.engine import SimulatedEngine
 from hpcrl.simulation.loop.host import Host

@@ -7,7 +7,7 @@ from random import Random
 
 from hpcrl.config.engine_shape import step_limits
 from hpcrl.config.plan import Role
-from hpcrl.simulation.inputs.distributions import drawer
+from hpcrl.planning.times.distributions import drawer
 from hpcrl.simulation.inputs.scenario import Scenario
 from hpcrl.simulation.inputs.workload import Workload
 from hpcrl.simulation.loop.clock import Clock

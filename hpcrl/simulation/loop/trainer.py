@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from hpcrl.simulation.inputs.distributions import drawer
+from hpcrl.planning.times.distributions import drawer
 from hpcrl.simulation.inputs.scenario import Scenario
 from hpcrl.simulation.loop.clock import Clock
 from hpcrl.simulation.loop.fleet import Fleet
