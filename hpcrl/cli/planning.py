@@ -294,18 +294,29 @@ def calibrate(
     ] = None,
     root: RunsRootOption = None,
 ) -> None:
-    """Make a calibration file from what a run measured: step seconds, tokens, engine rates, lengths of rollouts."""
+    """Make a calibration file from what a run measured: step seconds, tokens, engine rates, lengths of rollouts.
+
+    `hpcrl plan --calibration` and `hpcrl simulate --durations` take it.
+    """
     from pathlib import Path
 
     from hpcrl.cli.selection import find
+    from hpcrl.errors import UsageError
     from hpcrl.fs import atomic_write
     from hpcrl.planning.calibration.fit import calibrate as fit
     from hpcrl.planning.calibration.fit import calibration_yaml
     from hpcrl.planning.report import find_facts
+    from hpcrl.simulation.inputs.durations import durations_document
+    from hpcrl.simulation.inputs.measure import measure
 
     found = find(run, root)
     facts = find_facts(found.recipe())
-    text = calibration_yaml(fit(found, None if isinstance(facts, str) else facts))
+    fitted = fit(found, None if isinstance(facts, str) else facts)
+    try:
+        fitted = fitted.model_copy(update={"durations": durations_document(measure(found))})
+    except UsageError as error:
+        typer.echo(f"the file is for `hpcrl plan` alone, not for `hpcrl simulate`: {error}", err=True)
+    text = calibration_yaml(fitted)
     if output is None:
         typer.echo(text, nl=False)
     else:

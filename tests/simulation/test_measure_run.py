@@ -7,13 +7,18 @@ from pathlib import Path
 
 import pytest
 from scenes import local, recipe
+from typer.testing import CliRunner
 
-from hpcrl.errors import UsageError
+from hpcrl.cli.main import app
+from hpcrl.errors import ConfigError, UsageError
 from hpcrl.jobplan import make_plan
+from hpcrl.planning.calibration.file import load_calibration
 from hpcrl.runs.events import EventWriter
 from hpcrl.runs.metrics import MetricsWriter, StepRecord
+from hpcrl.runs.record import RunRecord
 from hpcrl.runs.rundir import RunDir
 from hpcrl.simulation import make_scenario, simulate
+from hpcrl.simulation.inputs.durations import load_durations
 from hpcrl.simulation.inputs.measure import measure
 
 OVERHEAD, PER_TOKEN, TOOL = 0.02, 0.003, 0.25
@@ -36,6 +41,8 @@ def write_run(path: Path, *, steps: int = 20, turns: bool = True) -> RunDir:
             seconds = sum(wait + reply for _, _, wait, reply in recorded)
             now += seconds
             line = {"environment": ("reverse", "calculator")[member], "seconds": seconds, "ended_s": now}
+            said, sampled = (sum(turn[i] for turn in recorded) for i in (0, 1))
+            line |= {"tokens": said + sampled, "sampled_tokens": sampled}
             lines.append(json.dumps({**line, **({"turns": recorded} if turns else {})}))
         (run.rollouts_dir / f"step-{step:06d}.jsonl").write_text("\n".join(lines) + "\n")
         phases = {
@@ -104,6 +111,21 @@ def test_what_was_measured_can_be_simulated(tmp_path: Path) -> None:
 def test_several_runs_are_measured_as_one(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / name) for name in ("one", "two")]
     assert len(measure(*runs).environment("reverse").trace) == 2 * len(measure(runs[0]).environment("reverse").trace)
+
+
+def test_one_file_says_what_a_run_measured(tmp_path: Path) -> None:
+    """What `hpcrl plan calibrate` writes is for the planner and for the simulator."""
+    run, path = write_run(tmp_path / "one"), tmp_path / "mine.yaml"
+    RunRecord.new(run, name="one", provenance={}).write(run)
+    calibrating = ["plan", "calibrate", str(run.path), "-o", str(path)]
+    result = CliRunner().invoke(app, calibrating, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    assert load_calibration(path).measured[0].run == "one"
+    assert load_durations(path) == measure(run)
+    path.write_text(path.read_text().replace("overhead_s: ", "overhead_seconds: "))
+    with pytest.raises(ConfigError) as caught:
+        load_durations(path)
+    assert [finding.key for finding in caught.value.findings] == ["durations.engine.request_overhead_seconds"]
 
 
 def test_a_run_that_says_too_little_is_refused(tmp_path: Path) -> None:

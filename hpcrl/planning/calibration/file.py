@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
@@ -194,6 +194,8 @@ class Calibration(StrictModel):
     """Rollouts by the name of their environment in a recipe."""
     measured: tuple[Measured, ...] = Field(default=(), strict=False)
     """Runs that were measured as a whole."""
+    durations: dict[str, Any] | None = None
+    """What ``hpcrl simulate --durations`` takes (`hpcrl.simulation.inputs.durations`), of the same run."""
     _tables: Tables = PrivateAttr(default_factory=Tables)
 
     @property

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import yaml
-from pydantic import Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from hpcrl.config.base import Fraction, Name, NonNegativeFloat, PositiveFloat, PositiveInt, StrictModel
 from hpcrl.config.explain import explain_errors
@@ -24,6 +24,7 @@ __all__ = [
     "SharingDurations",
     "TrainerDurations",
     "TurnPlan",
+    "durations_document",
     "load_durations",
     "save_durations",
 ]
@@ -215,17 +216,29 @@ class Durations(StrictModel):
         return found
 
 
+class _Calibration(BaseModel):
+    """What concerns us of a file of ``hpcrl plan calibrate``."""
+
+    durations: Durations
+
+
 def load_durations(path: Path) -> Durations:
-    """Read a YAML file (ConfigError with every finding)."""
+    """Read a YAML file, of durations alone or of ``hpcrl plan calibrate`` (ConfigError with every finding)."""
     tree, origins = parse_file(path)
+    form = _Calibration if "durations" in tree else Durations
     try:
-        return Durations.model_validate(tree)
+        found = form.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(explain_errors(Durations, error, origins, path)) from None
+        raise ConfigError(explain_errors(form, error, origins, path)) from None
+    return found.durations if isinstance(found, _Calibration) else found
+
+
+def durations_document(durations: Durations) -> dict[str, Any]:
+    """As a file has it."""
+    # kinds are defaults of nothing: model_dump keeps them; version says what the file is
+    return {"version": 1, **durations.model_dump(mode="json", exclude_defaults=True)}
 
 
 def save_durations(durations: Durations, path: Path) -> None:
     """Write a file that `load_durations` reads."""
-    value = durations.model_dump(mode="json", exclude_defaults=True)
-    # kinds are defaults of nothing: model_dump keeps them; version says what the file is
-    atomic_write(path, yaml.safe_dump({"version": 1, **value}, sort_keys=False, allow_unicode=True).encode())
+    atomic_write(path, yaml.safe_dump(durations_document(durations), sort_keys=False, allow_unicode=True).encode())
