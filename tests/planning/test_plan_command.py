@@ -62,6 +62,16 @@ def test_the_reference_run_fits_and_is_forecast(hpcrl: Hpcrl, tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_plan_in_the_documentation_is_todays(hpcrl: Hpcrl, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "140")
+    text = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
+    sample = text.partition("## How to read a plan\n")[2].partition("\n- **The first lines**")[0]
+    lines = [" ".join(line.split()) for line in sample.splitlines() if line.strip() not in {"", "..."}]
+    said = " ".join(hpcrl(*GLM5)[1].split())
+    assert len(lines) > 15
+    assert [line for line in lines if line not in said] == [], "copy these lines from `hpcrl plan glm5_swe -c h200-28`"
+
+
 def test_json_is_the_plan_with_its_forecast(hpcrl: Hpcrl) -> None:
     code, out, _ = hpcrl("show", *GLM5, "--json")
     document = json.loads(out)
