@@ -7,6 +7,7 @@ longest rollout, torch's fused kernel. It is only tried where one head of it fit
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing import get_context
@@ -76,6 +77,7 @@ def measure(way: str, lengths: Sequence[int], answers: Any) -> None:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     spawn, rows = get_context("spawn"), []
     print(f"{'mix':>26} {'way':>7} {'tokens':>10} {'peak MiB':>9} {'s':>8}")
     for mix, lengths in MIXES.items():

@@ -7,6 +7,7 @@ rank's share dictates (``floor``).
 
 from __future__ import annotations
 
+import argparse
 import random
 import time
 from collections.abc import Callable
@@ -39,6 +40,7 @@ def balance(shards: list[list[list[int]]], costs: list[float]) -> float:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     rows = []
     print(f"{'model':>14} {'mix':>42} {'ranks':>5} {'rows':>5} {'tokens':>7} {'cost':>6} {'floor':>6} {'ms':>6}")
     for model in ("Qwen3-8B", "Qwen3-30B-A3B", "DeepSeek-V3", "GLM-5"):
