@@ -16,12 +16,11 @@ from typing import Literal
 from hpcrl.models.layers import GatedDeltaNet, Gqa, Layer, Mamba2, Mla, Moe
 from hpcrl.models.tensors import DTYPE_BYTES, Part, TensorSpec, Weight, scale_shape
 
-__all__ = ["AttentionKind", "Flops", "MlpKind", "ModelFacts", "Naming"]
+__all__ = ["AttentionKind", "Flops", "ModelFacts", "Naming"]
 
 AttentionKind = Literal["gqa", "gqa+window", "gqa+chunk", "mla", "mla+dsa", "mamba2", "gated_delta_net", "none"]
 """What mixes tokens in a layer."""
 
-MlpKind = Literal["dense", "moe", "none"]
 """What follows it."""
 
 
@@ -189,14 +188,6 @@ class ModelFacts:
         """Parameters of one decoder layer by part."""
         return _layer_parameters(self, index)
 
-    def layer_bytes(self, index: int, dtype: str | None = None, *, fp8: bool = False) -> Mapping[Part, int]:
-        """Stored bytes of one decoder layer by part, FP8 scales included."""
-        base = dtype or self.dtype
-        total: dict[Part, int] = {}
-        for weight in self.layers[index].weights:
-            total[weight.part] = total.get(weight.part, 0) + weight_bytes(weight, base, fp8=fp8)
-        return MappingProxyType(total)
-
     def weight_bytes(self, dtype: str | None = None, *, fp8: bool = False, mtp: bool = False) -> Mapping[Part, int]:
         """Stored bytes of the whole model by part, FP8 scales included."""
         return _weight_bytes(self, dtype or self.dtype, fp8, mtp)
@@ -215,13 +206,6 @@ class ModelFacts:
     def attention_kinds(self) -> tuple[AttentionKind, ...]:
         """Kind of the mixer of each layer."""
         return tuple(_attention_kind(layer) for layer in self.layers)
-
-    @cached_property
-    def mlp_kinds(self) -> tuple[MlpKind, ...]:
-        """Kind of the feed-forward block of each layer."""
-        return tuple(
-            "none" if layer.mlp is None else "moe" if isinstance(layer.mlp, Moe) else "dense" for layer in self.layers
-        )
 
     @cached_property
     def moe_layers(self) -> tuple[tuple[int, Moe], ...]:

@@ -107,7 +107,6 @@ class Subscriber:
         self._server: FanoutServer | None = None
         self._server_lock: OwnerLock | None = None
         self._mutex = threading.Lock()
-        self._noticed = threading.Event()
         self._pool = ThreadPoolExecutor(max(1, settings.streams), thread_name_prefix="weights")
 
     def open(self) -> Subscriber:
@@ -176,22 +175,17 @@ class Subscriber:
         """Published versions, ascending; through stale caches, too."""
         return self._store.versions()
 
-    def notice(self) -> None:
-        """Somebody says that there is a new version: look now. Whether there is one, the filesystem says."""
-        self._noticed.set()
-
     def wait_for(self, version: int, *, timeout_s: float) -> bool:
         """Wait until ``version`` is published, or a newer one; False where none comes in time."""
         deadline = time.monotonic() + timeout_s
         while True:
-            self._noticed.clear()
             versions = self.versions()
             if versions and versions[-1] >= version:
                 return True
             left = deadline - time.monotonic()
             if left <= 0:
                 return False
-            self._noticed.wait(min(_LIST_S, left))
+            time.sleep(min(_LIST_S, left))
 
     # -- reading
 
