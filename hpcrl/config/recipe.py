@@ -170,9 +170,15 @@ class TrainerMemoryConfig(StrictModel):
     checkpoint_every_layers: PositiveInt = 1
     """Of so many layers in a row the first is computed again, the others are kept whole."""
     activation_offload: bool = False
-    """Kept inputs of layers wait in host memory (with ``activation_checkpointing: full``)."""
+    """Kept inputs of layers wait in host memory (with ``activation_checkpointing``)."""
+    offload_in_flight_gib: PositiveFloat = 1.0
+    """Device memory that ``activation_offload`` may hold for copies that are not done, in GiB; the input of one layer
+    where that is more."""
     optimizer_offload: bool = False
-    """Optimizer state lives in host memory."""
+    """Optimizer state lives in host memory, and comes to the device for its step a bucket at a time."""
+    parameter_offload: bool = False
+    """Shards of parameters, their gradients and the optimizer live in host memory (FSDP2's CPU offload); the step of
+    the optimizer is computed there."""
     lm_head_chunk_tokens: PositiveInt | Literal["auto"] | None = None
     """Tokens whose logits are computed at once, a part of the vocabulary at a time; ``auto`` chooses. None: all logits
     of a micro-batch are there together."""

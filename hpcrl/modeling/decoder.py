@@ -101,9 +101,16 @@ class Decoder(nn.Module):
         if self.arch.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
 
-    def materialise(self, device: torch.device | str) -> None:
-        """Give a model that was built on ``meta`` memory on ``device``, uninitialised; sharded or not."""
-        self.to_empty(device=device)
+    def materialise(self, device: torch.device | str, *, parameters_on: torch.device | str | None = None) -> None:
+        """Give a model that was built on ``meta`` memory on ``device``, uninitialised; sharded or not.
+
+        ``parameters_on`` is another place for its parameters.
+        """
+        self.to_empty(device=parameters_on or device)
+        if parameters_on is not None:
+            for module in self.modules():
+                for name, buffer in list(module.named_buffers(recurse=False)):
+                    module.register_buffer(name, torch.empty_like(buffer, device=device))
         # it made a parameter of its own for each name
         self.tie_weights()
 

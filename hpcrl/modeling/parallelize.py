@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import TypedDict
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from hpcrl.modeling.layers.dispatch import AllToAllDispatcher
@@ -16,7 +17,14 @@ from hpcrl.modeling.mesh import ParallelDims
 __all__ = ["parallelize_decoder"]
 
 
-def parallelize_decoder(model: nn.Module, mesh: ParallelDims, *, dtype: torch.dtype) -> None:
+class _Settings(TypedDict):
+    """Of every group of FSDP2."""
+
+    mp_policy: MixedPrecisionPolicy
+    offload_policy: OffloadPolicy
+
+
+def parallelize_decoder(model: nn.Module, mesh: ParallelDims, *, dtype: torch.dtype, on_host: bool = False) -> None:
     """Shard ``model`` in place with FSDP2: one group a layer and one for the rest; experts have groups of their own.
 
     With expert parallelism the experts of a layer are dealt out over ``ep`` in equal runs, each run is sharded over
@@ -33,6 +41,8 @@ def parallelize_decoder(model: nn.Module, mesh: ParallelDims, *, dtype: torch.dt
         Of the ranks; built.
     dtype:
         Of parameters and activations in forward and backward.
+    on_host:
+        Shards of parameters and gradients are in host memory, and come to the device to be gathered.
 
     Raises
     ------
@@ -41,16 +51,21 @@ def parallelize_decoder(model: nn.Module, mesh: ParallelDims, *, dtype: torch.dt
     """
     # inputs are not cast: rotary tables stay float32, and activations have the dtype of the weights already
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    pinned = mesh.sharding.device_type != "cpu"
+    settings: _Settings = {
+        "mp_policy": policy,
+        "offload_policy": CPUOffloadPolicy(pin_memory=pinned) if on_host else OffloadPolicy(),
+    }
     layers = list(model.get_submodule("layers").children())
     if mesh.ep > 1:
         sparse = [module for module in model.modules() if isinstance(module, SparseMLP)]
         if not sparse:
             raise ValueError(f"the model has no experts to be dealt out over ep {mesh.ep}")
         for mlp in sparse:
-            _deal_out(mlp, mesh, policy)
+            _deal_out(mlp, mesh, settings)
     for block in layers:
-        fully_shard(block, mesh=mesh.sharding, mp_policy=policy)
-    fully_shard(model, mesh=mesh.sharding, mp_policy=policy, reshard_after_forward=False)
+        fully_shard(block, mesh=mesh.sharding, **settings)
+    fully_shard(model, mesh=mesh.sharding, **settings, reshard_after_forward=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -60,7 +75,7 @@ def parallelize_decoder(model: nn.Module, mesh: ParallelDims, *, dtype: torch.dt
         _prefetch(layers)
 
 
-def _deal_out(mlp: SparseMLP, mesh: ParallelDims, policy: MixedPrecisionPolicy) -> None:
+def _deal_out(mlp: SparseMLP, mesh: ParallelDims, settings: _Settings) -> None:
     """Leave this rank its experts of a layer, shard them over the others that have the same, and let tokens travel."""
     ep, number = mesh.get_mesh("ep"), mlp.gate.out_features
     if number % mesh.ep:
@@ -76,8 +91,8 @@ def _deal_out(mlp: SparseMLP, mesh: ParallelDims, policy: MixedPrecisionPolicy) 
     fully_shard(
         mlp.experts,
         mesh=mesh.expert_sharding,
-        mp_policy=policy,
         shard_placement_fn=lambda parameter: Shard(int(by_row)),
+        **settings,
     )
     mlp.dispatcher = AllToAllDispatcher(number, ep.get_group())
 

@@ -39,14 +39,14 @@ __all__ = ["SPECS", "ModelSpec", "Parallelize", "build_model", "spec_of"]
 class Parallelize(Protocol):
     """Shards a model in place over a mesh."""
 
-    def __call__(self, model: nn.Module, mesh: ParallelDims, *, dtype: torch.dtype) -> None: ...
+    def __call__(self, model: nn.Module, mesh: ParallelDims, *, dtype: torch.dtype, on_host: bool = False) -> None: ...
 
 
-def _parallelize_decoder(model: nn.Module, mesh: ParallelDims, *, dtype: torch.dtype) -> None:
+def _parallelize_decoder(model: nn.Module, mesh: ParallelDims, *, dtype: torch.dtype, on_host: bool = False) -> None:
     # an engine, which shards nothing, does not wait for FSDP2: half a second of its start
     from hpcrl.modeling.parallelize import parallelize_decoder  # noqa: PLC0415
 
-    parallelize_decoder(model, mesh, dtype=dtype)
+    parallelize_decoder(model, mesh, dtype=dtype, on_host=on_host)
 
 
 @dataclass(frozen=True)

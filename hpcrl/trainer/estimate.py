@@ -120,7 +120,7 @@ def estimate_pass(
         # of gradients that are None: that is what they are to be
         warnings.filterwarnings("ignore", message="Expected a tensor or a traceable wrapper-subclass")
         model.materialise(_CPU)
-        apply_memory_tools(model, memory)
+        apply_memory_tools(model, memory, _CPU)
         for name, value in vars(attention).items():
             if isinstance(value, Tensor):
                 setattr(attention, name, fake.from_tensor(value))

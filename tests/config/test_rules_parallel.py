@@ -39,9 +39,10 @@ BROKEN = {
         "trainer.memory.checkpoint_every_layers",
     ),
     "activation-offload-applies": (
-        ("trainer.memory.activation_checkpointing=selective",),
+        ("trainer.memory.activation_checkpointing=none",),
         "trainer.memory.activation_offload",
     ),
+    "optimizer-offloaded-once": (("trainer.memory.parameter_offload=true",), "trainer.memory.optimizer_offload"),
     "head-chunk-applies": (
         ("trainer.memory.lm_head_chunk_tokens=40000",),
         "trainer.memory.lm_head_chunk_tokens",

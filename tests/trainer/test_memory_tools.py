@@ -4,16 +4,20 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_meshes import ARCHS
+from test_checkpoint import state_of
+from test_meshes import ARCHS, save
 from trainer_testing import Rollouts, make_recipe, run_ranks, tiny_model, write_model_dir
 
+from hpcrl.checkpoints import CheckpointLedger
 from hpcrl.modeling.layers.moe import SoftmaxRouter
 from hpcrl.modeling.mesh import ParallelDims
 from hpcrl.modeling.packed_attention import PackedAttention
 from hpcrl.models.arch import load_arch
 from hpcrl.trainer.memory import head
+from hpcrl.trainer.memory.optimizer import HostAdamW
 from hpcrl.trainer.memory.recompute import Recomputation
 from hpcrl.trainer.parallel.mesh import Parallel, distributed
+from hpcrl.trainer.state.checkpoint import load_checkpoint
 from hpcrl.trainer.step.policy import TrainerPolicy
 
 STEPS = 2
@@ -23,11 +27,27 @@ TOOLS = {
     "full": FULL,
     "selective": SELECTIVE,
     "every second layer": {**SELECTIVE, "checkpoint_every_layers": 2},
+    # 2 KiB: less than the input of a layer
+    "inputs on the host": {**FULL, "activation_offload": True, "offload_in_flight_gib": 2**-19},
+    "optimizer on the host": {"optimizer_offload": True},
+    "parameters on the host": {"parameter_offload": True},
+    "all but parameters": {**SELECTIVE, "activation_offload": True, "optimizer_offload": True},
 }
 #: and these the same but for the order of sums
 REORDERING = {
     "head in pieces": {"lm_head_chunk_tokens": 3},
-    "head in pieces, all layers again": {"lm_head_chunk_tokens": "auto", **FULL},
+    "all": {
+        "lm_head_chunk_tokens": "auto",
+        **FULL,
+        "activation_offload": True,
+        "optimizer_offload": True,
+    },
+    "all with parameters on the host": {
+        "lm_head_chunk_tokens": 3,
+        **SELECTIVE,
+        "activation_offload": True,
+        "parameter_offload": True,
+    },
 }
 #: so that a vocabulary of 103 is cut, too
 PIECE_BYTES = 4 * 3 * 40
@@ -80,6 +100,8 @@ def far(found, wanted):
 def wrong(model_dir, parallel):
     """What a tool computes otherwise than training without, by tool."""
     head.PIECE_BYTES, before = PIECE_BYTES, head.PIECE_BYTES
+    # a bucket has a part of a parameter, or several
+    HostAdamW.__init__.__kwdefaults__["bucket_bytes"] = 8 * 700
     try:
         wanted = train(model_dir, parallel, {})
         exact = {name: differing(train(model_dir, parallel, memory), wanted) for name, memory in TOOLS.items()}
@@ -111,6 +133,31 @@ def on_meshes(rank, models):
 
 def test_every_mesh_computes_the_same(models):
     assert run_ranks(2, on_meshes, models, timeout_s=120.0) == [{}, {}]
+
+
+@pytest.mark.parametrize("before", [{}, {"optimizer_offload": True}, {"parameter_offload": True}], ids=str)
+def test_a_checkpoint_goes_on_wherever_the_optimizer_is(tmp_path, models, before):
+    def policy_with(memory, parallel, model_dir):
+        recipe = make_recipe(models["qwen3_moe"], steps=9, memory=memory)
+        return TrainerPolicy(recipe, load_arch(models["qwen3_moe"]), parallel, model_dir=model_dir)
+
+    def step(policy, number):
+        policy.forward_backward(Rollouts(number).shard())
+        policy.optimizer_step(number)
+        return state_of(policy)
+
+    with distributed(timeout_s=30) as parallel:
+        policy = policy_with(before, parallel, models["qwen3_moe"])
+        for number in range(1, STEPS + 1):
+            step(policy, number)
+        save(policy, tmp_path)
+        wanted = step(policy, STEPS + 1)
+        entry = CheckpointLedger(tmp_path).newest_verified().entry
+        for after in ({}, {"optimizer_offload": True}, {"parameter_offload": True}):
+            restored = policy_with(after, parallel, None)
+            load_checkpoint(entry, restored.model, restored.optimizer, parallel)
+            found = step(restored, STEPS + 1)
+            assert [name for name in wanted if found[name] != wanted[name]] == [], after
 
 
 def one_pass(run, record=None):

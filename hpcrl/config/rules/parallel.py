@@ -20,8 +20,8 @@ __all__ = ["PARALLEL_RULES", "refuse_planned_settings"]
 _LORA_MAX_RANK = 512
 """Largest rank of an adapter that is published; vLLM itself loads none of a higher one."""
 
-_MEMORY_TOOLS = {"activation_checkpointing", "checkpoint_every_layers", "lm_head_chunk_tokens"}
-"""Settings of ``trainer.memory`` that the trainer of this version has."""
+_PLANNED_MEMORY = ("fp8", "lora_rank")
+"""Settings of ``trainer.memory`` that the trainer of this version does not have."""
 
 
 def _changed(model: StrictModel) -> Iterator[str]:
@@ -40,7 +40,7 @@ def _planned_only(recipe: Recipe) -> Conflicts:
     trainer, engine = recipe.trainer, recipe.engine
     planned = "the planner reads it, but the trainer of this version cannot do it yet"
     for name in _changed(trainer.memory):
-        if name not in _MEMORY_TOOLS:
+        if name in _PLANNED_MEMORY:
             yield f"trainer.memory.{name}", planned
     if trainer.router_replay:
         yield "trainer.router_replay", planned
@@ -162,8 +162,14 @@ def _adapters_load(recipe: Recipe, _: ClusterProfile) -> Conflicts:
 
 def _offload_applies(recipe: Recipe, _: ClusterProfile) -> Conflicts:
     memory = recipe.trainer.memory
-    if memory.activation_offload and memory.activation_checkpointing != "full":
-        yield "trainer.memory.activation_offload", "offloads inputs of layers, which only `full` checkpointing keeps"
+    if memory.activation_offload and memory.activation_checkpointing == "none":
+        yield "trainer.memory.activation_offload", "offloads inputs of layers, which checkpointing alone keeps"
+
+
+def _offloaded_once(recipe: Recipe, _: ClusterProfile) -> Conflicts:
+    memory = recipe.trainer.memory
+    if memory.optimizer_offload and memory.parameter_offload:
+        yield "trainer.memory.optimizer_offload", "parameter_offload has the optimizer in host memory already"
 
 
 def _checkpointing_applies(recipe: Recipe, _: ClusterProfile) -> Conflicts:
@@ -296,6 +302,12 @@ PARALLEL_RULES: tuple[Rule, ...] = (
         "Activations that are offloaded are kept in the first place.",
         "set trainer.memory.activation_checkpointing: full, or activation_offload: false",
         _offload_applies,
+    ),
+    Rule(
+        "optimizer-offloaded-once",
+        "The optimizer is in host memory by one setting.",
+        "leave out trainer.memory.optimizer_offload, or parameter_offload, which takes more time",
+        _offloaded_once,
     ),
     Rule(
         "head-chunk-applies",

@@ -10,7 +10,7 @@ from hpcrl.jobplan.commands.vllm import own_flags
 from hpcrl.models.facts import ModelFacts
 from hpcrl.models.tensors import Part
 from hpcrl.planning.ledger import GIB, Ledger, Term
-from hpcrl.planning.memory.settings import OFFLOAD_BUCKET, TrainerMemory, checkpoint_term, image_term
+from hpcrl.planning.memory.settings import TrainerMemory, checkpoint_term, image_term
 
 __all__ = ["engine_host", "orchestrator_terms", "trainer_host"]
 
@@ -37,12 +37,13 @@ def _trainer(facts: ModelFacts, m: TrainerMemory, recipe: Recipe, per_node: int)
     if m.optimizer_offload:
         inputs = {"P": p, "N": n, "ranks": per_node}
         yield Term("optimizer state", 8 * p // n * per_node, "8 P / N · ranks", inputs)
-        staging = 2 * OFFLOAD_BUCKET * per_node
-        yield Term("optimizer staging", staging, "2 · bucket · ranks", {"bucket": OFFLOAD_BUCKET}, "assumed")
-    if m.activation_offload and m.activation_checkpointing != "none":
-        layer = m.tokens * facts.hidden_size * m.element_bytes
-        value = layer * len(facts.layers) * per_node
-        inputs = {"T": m.tokens, "D": facts.hidden_size, "L": len(facts.layers), "b": m.element_bytes}
+    if m.parameter_offload:
+        inputs = {"P": p, "N": n, "ranks": per_node}
+        yield Term("parameters, gradients, optimizer", 16 * p // n * per_node, "16 P / N · ranks", inputs)
+    if m.offloads_activations:
+        layers = -(-len(facts.layers) // m.checkpoint_every_layers)
+        value = m.tokens * facts.hidden_size * m.element_bytes * layers * per_node
+        inputs = {"T": m.tokens, "D": facts.hidden_size, "L": layers, "b": m.element_bytes}
         yield Term("activations", value, "T D b · L · ranks", inputs)
     images = image_term(facts, m, ranks_here=per_node)
     yield images

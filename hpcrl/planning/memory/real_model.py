@@ -20,7 +20,7 @@ from hpcrl.planning.memory.settings import RealPass
 __all__ = ["measure_pass"]
 
 _LIMIT_S = 600.0
-_UNSEEN = ("activation_offload", "optimizer_offload", "fp8", "lora_rank")
+_UNSEEN = ("activation_offload", "optimizer_offload", "parameter_offload", "fp8", "lora_rank")
 """Settings of ``trainer.memory`` that the estimate does not know."""
 
 

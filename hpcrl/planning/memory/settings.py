@@ -12,8 +12,10 @@ from hpcrl.planning.memory.activations import ActivationShape
 
 __all__ = ["EXPERT_IMBALANCE", "RealPass", "TrainerMemory", "checkpoint_term", "image_term", "lora_parameters"]
 
-OFFLOAD_BUCKET = 512 << 20
-"""Bytes that move between host and GPU at a time (two of them: one moves while the other is used)."""
+OFFLOAD_BUCKET = 256 << 20
+"""Bytes of optimizer state that move together (`hpcrl.trainer.memory.optimizer`)."""
+OFFLOAD_BUCKETS = 3
+"""Of them on the GPU at once: one comes, one is computed, one goes."""
 AUTO_CHUNK = 1024
 """Tokens of a piece of the head, where the recipe lets the trainer choose (`hpcrl.trainer.memory.head`)."""
 HEAD_PIECE_BYTES = 32 << 20
@@ -91,7 +93,9 @@ class TrainerMemory:
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     checkpoint_every_layers: int = 1
     activation_offload: bool = False
+    offload_in_flight_bytes: int = 1 << 30
     optimizer_offload: bool = False
+    parameter_offload: bool = False
     lm_head_chunk_tokens: int | None = None
     fp8: bool = False
     lora_rank: int | None = None
@@ -115,6 +119,11 @@ class TrainerMemory:
     def tokens(self) -> int:
         """Tokens of a micro-batch on one rank."""
         return -(-self.micro_batch_tokens // self.cp)
+
+    @property
+    def offloads_activations(self) -> bool:
+        """Whether inputs of layers leave the device."""
+        return self.activation_offload and self.activation_checkpointing != "none" and self.device == "cuda"
 
     @property
     def logit_tokens(self) -> int:

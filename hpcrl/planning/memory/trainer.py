@@ -26,6 +26,7 @@ from hpcrl.planning.memory.settings import (
     FRAGMENTATION,
     NCCL_BYTES,
     OFFLOAD_BUCKET,
+    OFFLOAD_BUCKETS,
     TrainerMemory,
     checkpoint_term,
     image_term,
@@ -74,7 +75,7 @@ class _Trainer:
         inputs = m.tokens * self.facts.hidden_size * m.element_bytes
         kept, working = list(whole), [0] * len(whole)
         for i in range(0, len(whole), m.checkpoint_every_layers):
-            kept[i], working[i] = inputs, whole[i]
+            kept[i], working[i] = 0 if m.offloads_activations else inputs, whole[i]
             if m.activation_checkpointing == "selective":
                 kept[i] += dear_output_bytes(self.layers[i], shape, ep=m.ep, cp=m.cp)
         return kept, working
@@ -84,6 +85,10 @@ class _Trainer:
     def standing(self, *, gradients: float) -> Iterator[Term | None]:
         """What is held all the time, and ``gradients`` (a share of all of them)."""
         m, n, trained = self.m, self.m.shards, self.trained
+        if m.parameter_offload and m.device == "cuda":
+            yield self._runtime()
+            yield self._replay()
+            return
         width = 4 if m.lora_rank is None else m.element_bytes
         yield Term(
             "master weights",
@@ -94,7 +99,11 @@ class _Trainer:
         if not m.optimizer_offload:
             yield Term("optimizer state", 8 * trained // n, "8 P / N", {"P": trained, "N": n})
         else:
-            yield Term("optimizer staging", 2 * OFFLOAD_BUCKET, "2 · bucket", {"bucket": OFFLOAD_BUCKET}, "assumed")
+            staging = min(OFFLOAD_BUCKETS * OFFLOAD_BUCKET, 8 * trained // n)
+            inputs = {"buckets": OFFLOAD_BUCKETS, "bucket": OFFLOAD_BUCKET}
+            yield Term("optimizer staging", staging, "buckets · bucket", inputs)
+            if m.device == "cpu":
+                yield Term("optimizer state", 8 * trained // n, "8 P / N", {"P": trained, "N": n})
         share = {"P": trained, "N": n, "share": gradients}
         yield Term("gradients", round(4 * trained / n * gradients), "4 P / N · share", share)
         if m.device == "cpu":
@@ -134,13 +143,14 @@ class _Trainer:
         """Activations of layers below ``upto``; those that wait in host memory are not here."""
         m = self.m
         how = m.activation_checkpointing
-        if m.activation_offload and how != "none":
-            value = 2 * max(self.saved)
-            yield Term("activations in transfer", value, "2 · max a_l", {"a_l": max(self.saved)})
-        else:
-            value = sum(self.saved[:upto])
-            inputs: dict[str, float | str] = {"layers": upto, "T": m.tokens, "checkpointing": how}
-            yield Term("activations", value, "Σ a_l over layers", inputs)
+        if m.offloads_activations:
+            # and the one that is computed
+            layer = m.tokens * self.facts.hidden_size * m.element_bytes
+            value = layer + max(layer, m.offload_in_flight_bytes)
+            sizes: dict[str, float | str] = {"bound": m.offload_in_flight_bytes, "T": m.tokens}
+            yield Term("activations in transfer", value, "b T D + max(bound, b T D)", sizes)
+        inputs: dict[str, float | str] = {"layers": upto, "T": m.tokens, "checkpointing": how}
+        yield Term("activations", sum(self.saved[:upto]), "Σ a_l over layers", inputs)
         yield Term("rotary tables", 8 * m.tokens * _rotary_dim(self.facts), "8 T r", {"T": m.tokens})
 
     def _fragments(self, terms: list[Term]) -> Term | None:

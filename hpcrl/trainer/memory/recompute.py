@@ -27,7 +27,7 @@ from hpcrl.modeling.rope import RotaryTables
 __all__ = ["Hold", "Recomputation", "hold_here"]
 
 Hold = Callable[[Tensor], Callable[[], Tensor]]
-"""Takes the input of a layer into its keeping; what it returns gives it back, once or more often."""
+"""Takes the input of a layer into its keeping; what it returns gives it back, once."""
 
 
 def hold_here(x: Tensor) -> Callable[[], Tensor]:

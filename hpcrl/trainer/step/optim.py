@@ -11,6 +11,7 @@ from torch import nn
 
 from hpcrl.config.recipe import OptimizerConfig
 from hpcrl.modeling.blocks import local_part
+from hpcrl.trainer.memory.optimizer import HostAdamW
 
 __all__ = ["clip_gradients", "learning_rate", "make_optimizer", "set_learning_rate"]
 
@@ -40,8 +41,13 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
     return peak
 
 
-def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW with decoupled decay of matrices; norm weights (vectors) are not decayed."""
+def make_optimizer(
+    parameters: Iterable[nn.Parameter], config: OptimizerConfig, *, on_host: bool = False
+) -> torch.optim.AdamW:
+    """AdamW with decoupled decay of matrices; norm weights (vectors) are not decayed.
+
+    With ``on_host`` its moments are in host memory, see `hpcrl.trainer.memory.optimizer`.
+    """
     matrices: list[nn.Parameter] = []
     vectors: list[nn.Parameter] = []
     for parameter in parameters:
@@ -50,8 +56,11 @@ def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) 
         {"params": matrices, "weight_decay": config.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
+    betas = (config.beta1, config.beta2)
+    if on_host:
+        return HostAdamW(groups, lr=config.learning_rate, betas=betas)
     # fused: one kernel call a group, which on sharded parameters saves most of the dispatch
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=True)
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, fused=True)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:

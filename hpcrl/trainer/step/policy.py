@@ -22,6 +22,7 @@ from hpcrl.models.arch import ModelArch
 from hpcrl.trainer.batch.routed_experts import RoutedExpertsComparison
 from hpcrl.trainer.batch.tensors import TokenBatch, token_logprobs
 from hpcrl.trainer.memory.head import chunked_logprobs
+from hpcrl.trainer.memory.optimizer import HostAdamW
 from hpcrl.trainer.memory.tools import apply_memory_tools
 from hpcrl.trainer.parallel.dispatcher import find_dispatcher, use_dispatcher
 from hpcrl.trainer.parallel.mesh import Parallel
@@ -66,16 +67,17 @@ class TrainerPolicy:
         # nothing is whole anywhere: shards get their memory after the model is cut
         self.model = spec.build(arch, device="meta")
         freeze_parameters(self.model, recipe.trainer.freeze)
-        spec.parallelize(self.model, parallel.mesh, dtype=getattr(torch, recipe.trainer.dtype))
+        memory, dtype = recipe.trainer.memory, getattr(torch, recipe.trainer.dtype)
+        spec.parallelize(self.model, parallel.mesh, dtype=dtype, on_host=memory.parameter_offload)
         use_dispatcher(self.model, parallel.mesh, recipe.trainer, find())
-        apply_memory_tools(self.model, recipe.trainer.memory)
-        self.model.materialise(parallel.device)
+        apply_memory_tools(self.model, memory, parallel.device)
+        self.model.materialise(parallel.device, parameters_on="cpu" if memory.parameter_offload else None)
         self._carry_mtp()
         if model_dir is not None:
             read = partial(load_model_dir, self.model, self.model.adapter, model_dir)
             parallel.world.all_succeed(read, f"reading {model_dir}")
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self.optimizer = make_optimizer(trained, recipe.trainer.optimizer)
+        self.optimizer = make_optimizer(trained, recipe.trainer.optimizer, on_host=memory.optimizer_offload)
 
     def _carry_mtp(self) -> None:
         """Give the model room for the published tensors of multi-token prediction, cut by rows. Collective."""
@@ -117,6 +119,8 @@ class TrainerPolicy:
                 None if batch.routes is None else RoutedExpertsComparison(batch.routes, dense_layers=self._dense_layers)
             )
             logprobs, entropies = self._logprobs(batch, comparison)
+            if isinstance(self.optimizer, HostAdamW) and micro_batch is shard.micro_batches[-1]:
+                self.optimizer.prefetch()
             if comparison is not None:
                 comparison.finish()
                 sums.add_routes(comparison, batch)

@@ -1,0 +1,78 @@
+"""Copies between device and host that run beside the computing."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = ["Copies", "Copy", "copies_of", "host_like"]
+
+
+class Copy(Protocol):
+    """A copy that was started."""
+
+    def finish(self) -> None:
+        """Whatever is computed from now on sees the target, and may take the memory of the source."""
+        ...
+
+
+class Copies(Protocol):
+    """Starts copies of one device, which run in their order."""
+
+    def start(self, target: Tensor, source: Tensor) -> Copy:
+        """Copy what was computed of ``source`` until now; it may not be changed before the copy is finished."""
+        ...
+
+
+def copies_of(device: torch.device) -> Copies:
+    """Of an accelerator: on a stream of its own. Of the processor, which stands in for one: in a thread."""
+    return _ThreadCopies() if device.type == "cpu" else _StreamCopies(device)
+
+
+def host_like(tensor: Tensor, device: torch.device) -> Tensor:
+    """Memory of the host for ``tensor``, from which and to which ``device`` copies without help of the processor."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=device.type != "cpu")
+
+
+class _ThreadCopies:
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="copies")
+
+    def start(self, target: Tensor, source: Tensor) -> Copy:
+        return _ThreadCopy(self._thread.submit(_copy, target, source.detach()))
+
+
+class _ThreadCopy:
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
+
+    def finish(self) -> None:
+        self._future.result()
+
+
+@torch.no_grad()
+def _copy(target: Tensor, source: Tensor) -> None:
+    target.copy_(source)
+
+
+class _StreamCopies:
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.Stream(device)
+
+    def start(self, target: Tensor, source: Tensor) -> Copy:
+        self._stream.wait_stream(torch.accelerator.current_stream())
+        with self._stream, torch.no_grad():
+            target.copy_(source.detach(), non_blocking=True)
+        return _StreamCopy(self._stream.record_event())
+
+
+class _StreamCopy:
+    def __init__(self, done: torch.Event) -> None:
+        self._done = done
+
+    def finish(self) -> None:
+        # the computing stream waits, not the host: memory that is freed now is used again behind this point
+        torch.accelerator.current_stream().wait_event(self._done)

@@ -1,0 +1,94 @@
+"""Inputs of layers that wait for the backward pass in host memory, with a bound on what is in flight."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from hpcrl.trainer.memory.copies import Copies, Copy, copies_of, host_like
+
+__all__ = ["ActivationOffload"]
+
+
+class ActivationOffload:
+    """A `hpcrl.trainer.memory.recompute.Hold` that keeps tensors in host memory.
+
+    A tensor takes device memory until its copy to the host is finished, and again from the start of the copy back,
+    which is made while another layer is computed. These bytes are in flight: before they would be more than the bound
+    the oldest copies are finished. One tensor at a time may always be.
+    """
+
+    def __init__(self, device: torch.device, *, bound_bytes: int, copies: Copies | None = None) -> None:
+        """Nothing is held yet.
+
+        Parameters
+        ----------
+        bound_bytes:
+            Most bytes in flight, where a single tensor does not have more.
+        copies:
+            How they are made; None: as the device does.
+        """
+        self._device, self._bound = device, bound_bytes
+        self._copies = copies or copies_of(device)
+        self._leaving: deque[_Held] = deque()
+        self._coming: _Held | None = None
+        # whoever holds a tensor decides how long it lives: a pass without a backward pass leaves nothing behind
+        self._held: list[weakref.ref[_Held]] = []
+
+    @property
+    def bytes_in_flight(self) -> int:
+        """Device memory that is held for copies."""
+        coming = () if self._coming is None else (self._coming,)
+        return sum(held.host.nbytes for held in (*self._leaving, *coming))
+
+    def __call__(self, x: Tensor) -> Callable[[], Tensor]:
+        """Begin to copy ``x`` to the host; what is returned brings it back, once."""
+        while self._leaving and self.bytes_in_flight + x.nbytes > self._bound:
+            self._leave()
+        host = host_like(x, self._device)
+        held = _Held(host, x, self._copies.start(host, x), x.requires_grad)
+        self._leaving.append(held)
+        self._held.append(weakref.ref(held))
+        return lambda: self._bring(held)
+
+    def _leave(self) -> None:
+        held = self._leaving.popleft()
+        held.copy.finish()
+        held.here = None
+
+    def _bring(self, held: _Held) -> Tensor:
+        """The tensor on the device again, and the one that will be wanted next on its way."""
+        self._held = [other for other in self._held if other() not in (None, held)]
+        if held in self._leaving:
+            # it has not left yet
+            self._leaving.remove(held)
+        elif held is not self._coming:
+            self._come(held)
+        if held is self._coming:
+            self._coming = None
+        held.copy.finish()
+        found, held.here = held.here, None
+        assert found is not None
+        following = self._held[-1]() if self._held else None
+        if following is not None and following.here is None and self._coming is None:
+            while self._leaving and self.bytes_in_flight + following.host.nbytes > self._bound:
+                self._leave()
+            self._come(following)
+        return found.detach().requires_grad_(held.requires_grad)
+
+    def _come(self, held: _Held) -> None:
+        held.here = torch.empty_like(held.host, device=self._device)
+        held.copy = self._copies.start(held.here, held.host)
+        self._coming = held
+
+
+class _Held:
+    """A tensor; ``here`` while it is on the device."""
+
+    def __init__(self, host: Tensor, here: Tensor, copy: Copy, requires_grad: bool) -> None:
+        self.host, self.copy, self.requires_grad = host, copy, requires_grad
+        self.here: Tensor | None = here
