@@ -142,6 +142,6 @@ def _ask_nodes(cluster: SlurmCluster, nodes: int, wait_s: float) -> list[CheckFi
 
 def _slurm() -> SlurmFacts:
     """The Slurm of this machine."""
-    from hpcrl.slurm.client import SlurmClient
+    from hpcrl.cli.slurm import reachable_slurm
 
-    return SlurmClient()
+    return reachable_slurm()

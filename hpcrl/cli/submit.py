@@ -150,12 +150,12 @@ def _name_unread_variables(plan: Plan, *, in_job: bool) -> None:
 
 def _ask_whether_it_could_start(plan: Plan, profile: ClusterProfile, *, wanted: bool) -> None:
     """Refuse what Slurm could not start (UsageError with the reasons), where that is wanted."""
+    from hpcrl.cli.slurm import reachable_slurm
     from hpcrl.config.cluster import SlurmCluster
     from hpcrl.slurm.admission import check_admission
-    from hpcrl.slurm.client import SlurmClient
 
     if wanted and isinstance(profile, SlurmCluster) and plan.layout.components:
-        check_admission(plan, profile, SlurmClient())
+        check_admission(plan, profile, reachable_slurm())
 
 
 def _check_programs(recipe: Loaded[Recipe], site: Loaded[ClusterProfile], plan: Plan) -> None:

@@ -19,7 +19,7 @@ from hpcrl.config.plan import Plan
 from hpcrl.config.sbatch_options import option_faults
 from hpcrl.errors import UsageError
 from hpcrl.slurm.directives import directive
-from hpcrl.slurm.launch import launch_replica
+from hpcrl.slurm.launch import launch_replica, launch_shell
 from hpcrl.slurm.render import Script, render_jobs
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -40,6 +40,17 @@ def launches(plan: Plan) -> str:
             command = [part.replace("{python}", plan.python or "/opt/hpcrl/bin/python") for part in group.command[:4]]
             launch = launch_replica(plan, group, replica, command=command, cwd=CWD, allocations=allocations_for(plan))
             lines.append(shlex.join(launch.argv))
+    return "\n".join(lines) + "\n"
+
+
+def shells(plan: Plan, layout: str) -> str:
+    """How `hpcrl shell` enters each role of a plan, on a terminal; one a line."""
+    lines = []
+    for group in plan.groups:
+        at = group.component if layout == "hetjob" else None
+        command = [plan.python or "/opt/hpcrl/bin/python", "-m", "role_shell", "7f3a", group.role.value, "0"]
+        argv = launch_shell(plan, group, job_id=700, het_group=at, node="n001", command=command, terminal=True)
+        lines.append(shlex.join(argv))
     return "\n".join(lines) + "\n"
 
 
@@ -75,6 +86,7 @@ def test_golden(layout: str, container: str) -> None:
         check_golden(name, script.text)
         check_shell(GOLDEN / name)
     check_golden(f"{layout}-{container}/launch.txt", launches(plan))
+    check_golden(f"{layout}-{container}/shell.txt", shells(plan, layout))
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from slurm_lab import HPCRL, ROOT, SharedRun, SlurmLab, events, wait_step
 
 from hpcrl.runs.exclusions import read_exclusions
 from hpcrl.runs.metrics import read_metrics
+from hpcrl.runs.record import RunRecord
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunStatus
 
@@ -81,6 +82,21 @@ def test_cancelled_engine_job_is_replaced_and_the_run_goes_on(running: RunDir, s
     status = shared_lab.json("status", running.name)
     assert (status["state"], status["attempt"]) == ("RUNNING", attempt)
     assert f"job {before[1]['job']['job_id']} is CANCELLED" in shared_lab.hpcrl("why", running.name, "--events").stdout
+
+
+def test_a_shell_finds_an_engine_in_a_job_of_its_own(running: RunDir, shared_lab: SlurmLab) -> None:
+    found = status_of(running)["components"]
+    said = "echo $HPCRL_ROLE $HPCRL_REPLICA $SLURMD_NODENAME $SLURM_JOB_ID; exit 6"
+    for role, replica in (("engine", 1), ("trainer", 0)):
+        (component,) = [c for c in found if (c["role"], c["replica"]) == (role, replica)]
+        (node,) = component["nodes"][:1]
+        entered = shared_lab.hpcrl(
+            "shell", running.name, "--role", f"{role}/{replica}", "--", "sh", "-c", said, check=False
+        )
+        assert entered.returncode == 6, entered.stderr
+        # the job is that of the step that the role itself runs in
+        job_id = component["job"]["job_id"] if role == "engine" else int(RunRecord.read(running).submissions[-1].job_id)
+        assert entered.stdout.split() == [role, str(replica), node, str(job_id)]
 
 
 def test_requeued_engine_job_joins_again(running: RunDir, shared_lab: SlurmLab) -> None:
