@@ -38,7 +38,10 @@ class Region(NamedTuple):
 
 
 class HfAdapter:
-    """Names of a family whose published experts have tensors of their own, ``experts.7.gate_proj.weight`` and so on."""
+    """Names of families whose published experts have tensors of their own, ``experts.7.gate_proj.weight`` and so on."""
+
+    FUSED: ClassVar[bool] = False
+    """Published experts of a layer lie in one tensor each, laid out as ours."""
 
     def __init__(self, arch: ModelArch) -> None:
         self.arch = arch
@@ -54,7 +57,8 @@ class HfAdapter:
         if name == "lm_head.weight":
             return [] if self.arch.tie_word_embeddings else [Region(name, (0, 0), shape)]
         prefix, _, leaf = name.rpartition(".")
-        if prefix.endswith(".experts") and leaf == "gate_up_proj":
+        apart = prefix.endswith(".experts") and not self.FUSED
+        if apart and leaf == "gate_up_proj":
             experts, both, width = shape
             half = both // 2
             return [
@@ -62,7 +66,7 @@ class HfAdapter:
                 for expert in range(experts)
                 for own, row in (("gate_proj", 0), ("up_proj", half))
             ]
-        if prefix.endswith(".experts") and leaf in {"up_proj", "down_proj"}:
+        if apart and leaf in {"up_proj", "down_proj"}:
             return [
                 Region(f"model.{prefix}.{expert}.{leaf}.weight", (expert, 0, 0), shape[1:])
                 for expert in range(shape[0])

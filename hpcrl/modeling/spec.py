@@ -15,6 +15,7 @@ from torch import nn
 
 from hpcrl.modeling.decoder import Decoder
 from hpcrl.modeling.families.deepseek import deepseek_v3_block, glm4_moe_block, glm_moe_dsa_block
+from hpcrl.modeling.families.gpt_oss import FusedNames, gpt_oss_block
 from hpcrl.modeling.families.minimax import MixtralNames, minimax_m2_block
 from hpcrl.modeling.families.nemotron import BackboneNames, nemotron_h_block
 from hpcrl.modeling.families.qwen3 import qwen3_block, qwen3_moe_block
@@ -23,6 +24,7 @@ from hpcrl.models.arch import (
     DeepseekV3Arch,
     Glm4MoeArch,
     GlmMoeDsaArch,
+    GptOssArch,
     MinimaxM2Arch,
     ModelArch,
     NemotronHArch,
@@ -102,6 +104,7 @@ SPECS: tuple[ModelSpec, ...] = (
     ModelSpec(DeepseekV3Arch, deepseek_v3_block),
     ModelSpec(Glm4MoeArch, glm4_moe_block),
     ModelSpec(GlmMoeDsaArch, glm_moe_dsa_block),
+    ModelSpec(GptOssArch, gpt_oss_block, FusedNames),
     ModelSpec(MinimaxM2Arch, minimax_m2_block, MixtralNames),
     ModelSpec(NemotronHArch, nemotron_h_block, BackboneNames),
     ModelSpec(Qwen3Arch, qwen3_block),

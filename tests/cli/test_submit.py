@@ -64,7 +64,6 @@ def test_a_name_with_a_path_in_it_is_refused(hpcrl: Hpcrl) -> None:
 @pytest.mark.parametrize(
     "model",
     [
-        "gpt-oss-20b",
         "Llama-4-Scout-17B-16E-Instruct",
         "Mixtral-8x7B-Instruct-v0.1",
         "Qwen3-Next-80B-A3B-Instruct",

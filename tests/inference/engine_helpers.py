@@ -103,20 +103,20 @@ def forward(model: Decoder, token_ids: Sequence[int]) -> tuple[torch.Tensor, NDA
     arch = model.arch
     chosen = torch.zeros(len(token_ids), arch.num_hidden_layers, arch.experts_per_token, dtype=torch.long)
 
-    def attention(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attention(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: None) -> torch.Tensor:
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)[0].transpose(0, 1)
 
     with torch.inference_mode():
         ids = torch.tensor(list(token_ids))
-        # attention over chosen latents, and states, are compared with transformers; they are not written here once more
+        # attention over chosen latents or with sinks, and states, are compared with transformers, not written once more
         packed = PackedAttention(torch.tensor([0, len(ids)]))
         sparse = packed if arch.has_latent_attention else None
         record = lambda layer, experts: chosen[:, layer].copy_(experts)  # noqa: E731
-        context = BatchContext(
-            torch.arange(len(ids)), sparse or attention, record=record, sparse=sparse, recurrence=packed
-        )
+        plain = sparse is None and not getattr(arch, "sinks", False)
+        attend = attention if plain else packed
+        context = BatchContext(torch.arange(len(ids)), attend, record=record, sparse=sparse, recurrence=packed)
         return model(ids, context).log_softmax(-1), chosen.numpy()
 
 

@@ -19,7 +19,7 @@ from hpcrl.inference.embedded.engine.params import SamplingParams
 from hpcrl.inference.embedded.engine.request import EngineRequest, Output
 from hpcrl.inference.metrics import EngineMetrics, Registry
 from hpcrl.modeling.decoder import Decoder
-from hpcrl.models.arch import GlmMoeDsaArch, NemotronHArch
+from hpcrl.models.arch import GlmMoeDsaArch, GptOssArch, NemotronHArch
 
 TOLERANCE = 1e-4
 
@@ -227,6 +227,31 @@ def test_states_are_those_of_the_plain_forward_pass(start: StartEngine) -> None:
     assert client.engine._scheduler.num_preemptions
     # a block has keys and values, and no state
     assert not client.engine._scheduler.prefix_hits
+    check_outputs(model, prompts, outputs)
+
+
+def test_windows_and_sinks_are_those_of_the_plain_forward_pass(start: StartEngine) -> None:
+    """gpt-oss: prompts longer than the window, in pieces, with prefix hits and preemption."""
+    arch = GptOssArch(
+        vocab_size=103,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=11,
+        max_position_embeddings=256,
+    )
+    model = random_model(arch, 1)
+    client = start(model, num_blocks=64, max_num_batched_tokens=24)
+    base = prompts_of(1, 30, 30)[0]
+    prompts = [base + tail for tail in prompts_of(8, 1, 40, seed=6)]
+    outputs = client.run(prompts, max_tokens=30)
+    assert client.engine._scheduler.num_preemptions
+    assert client.engine._scheduler.prefix_hits
     check_outputs(model, prompts, outputs)
 
 

@@ -46,6 +46,8 @@ SIZES: dict[str, Any] = {
     "index_topk": 64,
     "index_n_heads": 4,
     "index_head_dim": 32,
+    # beyond all lengths below: masks of windows stay for the next pass, and would be counted in the first alone
+    "sliding_window": 4096,
     "moe_latent_size": 128,
     "moe_shared_expert_intermediate_size": 320,
     "mamba_num_heads": 8,

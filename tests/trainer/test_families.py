@@ -61,6 +61,12 @@ FAMILIES = {
         "rotary_dim": 4,
     },
     "glm4_moe": {**SIGMOID, "attention_bias": True, "use_qk_norm": True},
+    "gpt_oss": {
+        **{key: value for key, value in SIZES.items() if key != "moe_intermediate_size"},
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 6,
+    },
     "nemotron_h": {
         **{key: value for key, value in SIGMOID.items() if key != "first_k_dense_replace"},
         "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],

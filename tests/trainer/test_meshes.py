@@ -19,7 +19,15 @@ from hpcrl.modeling.exchange import gather_rows
 from hpcrl.modeling.layers.dispatch import AllToAllDispatcher, LocalDispatcher
 from hpcrl.modeling.layers.moe import SparseMLP
 from hpcrl.modeling.mesh import ParallelDims
-from hpcrl.models.arch import DeepseekV3Arch, Glm4MoeArch, GlmMoeDsaArch, MinimaxM2Arch, NemotronHArch, load_arch
+from hpcrl.models.arch import (
+    DeepseekV3Arch,
+    Glm4MoeArch,
+    GlmMoeDsaArch,
+    GptOssArch,
+    MinimaxM2Arch,
+    NemotronHArch,
+    load_arch,
+)
 from hpcrl.trainer.parallel.mesh import Parallel, distributed
 from hpcrl.trainer.state.checkpoint import load_checkpoint
 from hpcrl.trainer.state.saver import CheckpointSaver
@@ -59,6 +67,14 @@ ARCHS = {
         use_qk_norm=True,
     ),
     "glm_moe_dsa": GlmMoeDsaArch(**SIZES, **LATENT, **INDEXER, n_routed_experts=4, num_experts_per_tok=2),
+    "gpt_oss": GptOssArch(
+        **{name: size for name, size in SIZES.items() if name in {f.name for f in fields(GptOssArch)}},
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        num_key_value_heads=2,
+        head_dim=8,
+        sliding_window=5,
+    ),
     "minimax_m2": MinimaxM2Arch(
         **{name: size for name, size in SIZES.items() if name in {f.name for f in fields(MinimaxM2Arch)}},
         num_local_experts=4,
@@ -93,6 +109,8 @@ MESHES = {
         ("glm_moe_dsa", {"cp": 2}),
         ("minimax_m2", {"ep": 2}),
         ("minimax_m2", {"cp": 2}),
+        ("gpt_oss", {"ep": 2}),
+        ("gpt_oss", {"cp": 2}),
         ("nemotron_h", {"ep": 2}),
         ("nemotron_h", {"dp_replicate": 2}),
     ],
@@ -107,6 +125,7 @@ MESHES = {
         ("glm4_moe", {"cp": 2}),
         ("glm_moe_dsa", {"cp": 4, "ep": 2}),
         ("minimax_m2", {"cp": 2, "ep": 4}),
+        ("gpt_oss", {"cp": 2, "ep": 4}),
         ("nemotron_h", {"ep": 4}),
     ],
 }

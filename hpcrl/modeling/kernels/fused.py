@@ -162,7 +162,12 @@ def _windows(run: Run, window: int) -> Iterator[_Part]:
     for begin in range(run.queries.start, run.queries.stop, _WINDOW_STEP):
         end = min(begin + _WINDOW_STEP, run.queries.stop)
         first = max(run.keys.start, begin - window + 1)
-        distance = np.arange(begin, end)[:, None] - np.arange(first, end)
-        seen = (distance >= 0) & (distance < window)
-        mask = torch.from_numpy(np.where(seen, np.float32(0.0), np.float32("-inf")))
-        yield _Part(slice(begin, end), slice(first, end), causal=False, mask=mask)
+        yield _Part(slice(begin, end), slice(first, end), causal=False, mask=_mask(end - begin, end - first, window))
+
+
+@lru_cache(maxsize=8)
+def _mask(queries: int, keys: int, window: int) -> Tensor:
+    """Of the last queries of as many keys; the same for all pieces of a sequence but its ends."""
+    distance = np.arange(keys - queries, keys)[:, None] - np.arange(keys)
+    seen = (distance >= 0) & (distance < window)
+    return torch.from_numpy(np.where(seen, np.float32(0.0), np.float32("-inf")))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from hpcrl.modeling.context import BatchContext
@@ -13,7 +14,7 @@ __all__ = ["GroupedQueryAttention"]
 
 
 class GroupedQueryAttention(nn.Module):
-    """Queries share keys and values in groups; optionally with norms of each head and with biases."""
+    """Queries share keys and values in groups; optionally with norms, biases, a window and sinks."""
 
     def __init__(self, arch: GroupedQueryArch, layer: int) -> None:
         super().__init__()
@@ -24,6 +25,8 @@ class GroupedQueryAttention(nn.Module):
         self.k_proj = nn.Linear(hidden, keys, bias=bias)
         self.v_proj = nn.Linear(hidden, keys, bias=bias)
         self.o_proj = nn.Linear(queries, hidden, bias=bias and arch.output_bias)
+        self.window = arch.window(layer)
+        self.sinks = nn.Parameter(torch.empty(arch.num_attention_heads)) if arch.sinks else None
         self.norms_of_all_heads = arch.qk_norm == "all"
         self.q_norm = self.k_norm = None
         if arch.qk_norm != "none":
@@ -40,6 +43,7 @@ class GroupedQueryAttention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = q.view(tokens, -1, self.head_dim), k.view(tokens, -1, self.head_dim)
-        y = context.attention(self.layer, apply_rotary(q, rotary), apply_rotary(k, rotary), v)
+        q, k = apply_rotary(q, rotary), apply_rotary(k, rotary)
+        y = context.attention(self.layer, q, k, v, window=self.window, sinks=self.sinks)
         projected: Tensor = self.o_proj(y.reshape(tokens, -1))
         return projected

@@ -16,7 +16,16 @@ from hpcrl.modeling.blocks import local_part
 from hpcrl.modeling.context import BatchContext
 from hpcrl.modeling.layers.dispatch import Dispatcher, LocalDispatcher
 
-__all__ = ["Choice", "Experts", "SigmoidRouter", "SoftmaxRouter", "SparseMLP", "SquaredExperts"]
+__all__ = [
+    "Choice",
+    "ChosenSoftmaxRouter",
+    "ClampedExperts",
+    "Experts",
+    "SigmoidRouter",
+    "SoftmaxRouter",
+    "SparseMLP",
+    "SquaredExperts",
+]
 
 
 class Choice(NamedTuple):
@@ -49,6 +58,20 @@ class SoftmaxRouter(nn.Linear):
         if self.normalise:
             weights = weights / weights.sum(-1, keepdim=True)
         return Choice(weights, chosen)
+
+
+class ChosenSoftmaxRouter(nn.Linear):
+    """The experts with the highest scores, with a bias; weights are a softmax over the chosen alone, in float32."""
+
+    def __init__(self, hidden_size: int, experts: int, *, top_k: int) -> None:
+        super().__init__(hidden_size, experts, bias=True)
+        self.top_k = top_k
+
+    def choose(self, x: Tensor, given: Tensor | None = None) -> Choice:
+        """Of tokens ``[T, hidden_size]``; with ``given``, ``[T, k]`` experts, only what these weigh."""
+        scores = self(x)
+        chosen = scores.detach().topk(self.top_k, dim=-1).indices if given is None else given
+        return Choice(scores.gather(1, chosen).softmax(-1, dtype=torch.float32), chosen)
 
 
 class SigmoidRouter(nn.Linear):
@@ -135,13 +158,44 @@ class SquaredExperts(nn.Module):
         return F.grouped_mm(F.relu(up).square(), local_part(self.down_proj).transpose(1, 2), offs=ends)
 
 
+class ClampedExperts(nn.Module):
+    """gpt-oss's experts: with biases, ``down((up + 1) · gate · sigmoid(alpha · gate))`` of clamped gates and ups.
+
+    Tensors are ``[E, in, out]``, and gates and ups lie in turn, as they are published.
+    """
+
+    def __init__(self, hidden_size: int, experts: int, intermediate_size: int, *, alpha: float, limit: float) -> None:
+        """Make the experts.
+
+        Parameters
+        ----------
+        limit:
+            Gates are clamped to it from above, ups from both sides.
+        """
+        super().__init__()
+        self.alpha, self.limit = alpha, limit
+        self.gate_up_proj = nn.Parameter(torch.empty(experts, hidden_size, 2 * intermediate_size))
+        self.gate_up_proj_bias = nn.Parameter(torch.empty(experts, 2 * intermediate_size))
+        self.down_proj = nn.Parameter(torch.empty(experts, intermediate_size, hidden_size))
+        self.down_proj_bias = nn.Parameter(torch.empty(experts, hidden_size))
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        """As `Experts.forward`."""
+        ends = counts.cumsum(0).to(torch.int32)
+        experts = torch.arange(len(counts), device=x.device).repeat_interleave(counts, output_size=len(x))
+        both = F.grouped_mm(x, local_part(self.gate_up_proj), offs=ends) + local_part(self.gate_up_proj_bias)[experts]
+        gate, up = both[..., ::2].clamp(max=self.limit), both[..., 1::2].clamp(-self.limit, self.limit)
+        mixed = (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
+        return F.grouped_mm(mixed, local_part(self.down_proj), offs=ends) + local_part(self.down_proj_bias)[experts]
+
+
 class SparseMLP(nn.Module):
     """A router, the experts that it chooses, and shared experts beside them where there are any."""
 
     def __init__(
         self,
         layer: int,
-        gate: SoftmaxRouter | SigmoidRouter,
+        gate: SoftmaxRouter | SigmoidRouter | ChosenSoftmaxRouter,
         experts: nn.Module,
         shared_experts: nn.Module | None = None,
         *,

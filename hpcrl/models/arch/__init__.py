@@ -13,6 +13,7 @@ from typing import Any
 from hpcrl.models.arch.base import GroupedQueryArch, KvShape, ModelArch, StateShape
 from hpcrl.models.arch.deepseek import DeepseekV3Arch, Glm4MoeArch, SigmoidMoeArch
 from hpcrl.models.arch.glm5 import GlmMoeDsaArch
+from hpcrl.models.arch.gpt_oss import GptOssArch
 from hpcrl.models.arch.minimax import MinimaxM2Arch
 from hpcrl.models.arch.nemotron import NemotronHArch
 from hpcrl.models.arch.qwen3 import Qwen3Arch, Qwen3MoeArch
@@ -23,6 +24,7 @@ __all__ = [
     "DeepseekV3Arch",
     "Glm4MoeArch",
     "GlmMoeDsaArch",
+    "GptOssArch",
     "GroupedQueryArch",
     "KvShape",
     "MinimaxM2Arch",
@@ -42,6 +44,7 @@ ARCHS: tuple[type[ModelArch], ...] = (
     DeepseekV3Arch,
     Glm4MoeArch,
     GlmMoeDsaArch,
+    GptOssArch,
     MinimaxM2Arch,
     NemotronHArch,
     Qwen3Arch,

@@ -202,3 +202,12 @@ class GroupedQueryArch(ModelArch):
     def output_bias(self) -> bool:
         """Whether ``attention_bias`` is of the output projection too."""
         return False
+
+    @property
+    def sinks(self) -> bool:
+        """Whether each head has a learned score that takes part in its softmax and has no value."""
+        return False
+
+    def window(self, layer: int) -> int | None:
+        """Tokens that a query of ``layer`` sees, itself included; None for all before it."""
+        return None

@@ -243,7 +243,9 @@ def _mlp(mlp: DenseMlp | Moe, shape: ActivationShape) -> float:
         router += 4 * mlp.hidden_size * (t + mlp.num_experts)
         router -= b * t * mlp.hidden_size if mlp.shared is None and mlp.latent_size is None else 0
     # sorted inputs, gate and up, activation, product, outputs, outputs in token order
-    widths = 3 * mlp.expert_width + _products(gated=mlp.gated, shape=shape) * mlp.moe_intermediate_size
+    # clamped gates (gpt-oss): they and ups as they are, clamped, activated, and each factor of the product
+    products = 7 if shape.eager and mlp.bias else _products(gated=mlp.gated, shape=shape)
+    widths = 3 * mlp.expert_width + products * mlp.moe_intermediate_size
     shared = 0.0 if mlp.shared is None else _dense(mlp.shared, t, shape)
     # what is sorted by expert is not kept as it was before
     latent = 0 if mlp.latent_size is None else (1 if shape.eager else 2) * b * t * mlp.latent_size

@@ -7,7 +7,7 @@ keys and values are gathered by block, padded to the longest sequence, and maske
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -67,7 +67,8 @@ class _Group:
 
     ``query`` is ``[sequences, width]`` indices into the flat tokens (padded with the first), ``real`` the flat
     positions in it that are no padding (None where all are), ``blocks`` ``[sequences * blocks]``, ``mask``
-    ``[sequences, 1, heads_per_kv_head * width, keys]``.
+    ``[sequences, 1, heads_per_kv_head * width, keys]``, ``last`` ``[sequences, 1, heads_per_kv_head * width, 1]`` the
+    last key that each query sees.
     """
 
     query: Tensor
@@ -75,6 +76,15 @@ class _Group:
     real: Tensor | None
     blocks: Tensor
     mask: Tensor
+    last: Tensor
+    _windows: dict[int, Tensor] = field(default_factory=dict)
+
+    def within(self, window: int) -> Tensor:
+        """The mask of queries that see their last ``window`` tokens alone; made once for all layers of a step."""
+        if window not in self._windows:
+            early = torch.arange(self.mask.shape[-1]) <= self.last - window
+            self._windows[window] = self.mask.masked_fill(early, -torch.inf)
+        return self._windows[window]
 
 
 @dataclass(slots=True)
@@ -107,25 +117,18 @@ class PagedAttention:
         window: int | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """See `hpcrl.modeling.context.AttentionFn`.
-
-        Raises
-        ------
-        NotImplementedError
-            With a window or sinks, which no family that the engine serves has.
-        """
-        if window is not None or sinks is not None:
-            raise NotImplementedError("the embedded engine has no attention with a window or with sinks")
+        """See `hpcrl.modeling.context.AttentionFn`."""
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         slots, heads = self._inputs.slots, self._kv_heads
         keys.view(-1, heads * self._key_dim).index_copy_(0, slots, k.reshape(-1, heads * self._key_dim))
         values.view(-1, heads * self._value_dim).index_copy_(0, slots, v.reshape(-1, heads * self._value_dim))
         groups = self._inputs.groups
         if len(groups) == 1 and groups[0].real is None:
-            return self._attend(groups[0], q, keys, values, scale)
+            return self._attend(groups[0], q, (keys, values), scale=scale, window=window, sinks=sinks)
         out = q.new_empty(q.shape[0], q.shape[1], self._value_dim)
         for group in groups:
-            attended = self._attend(group, q[group.query.view(-1)], keys, values, scale)
+            own = q[group.query.view(-1)]
+            attended = self._attend(group, own, (keys, values), scale=scale, window=window, sinks=sinks)
             out.index_copy_(0, group.target, attended if group.real is None else attended[group.real])
         return out
 
@@ -163,15 +166,32 @@ class PagedAttention:
             out.index_copy_(0, group.target, attended if group.real is None else attended[group.real])
         return out
 
-    def _attend(self, group: _Group, q: Tensor, keys: Tensor, values: Tensor, scale: float | None) -> Tensor:
+    def _attend(
+        self,
+        group: _Group,
+        q: Tensor,
+        cached: tuple[Tensor, Tensor],
+        *,
+        scale: float | None,
+        window: int | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
         """Attention of one group: queries ``[sequences * width, heads, key_dim]`` to as many ``value_dim``."""
         n, width = group.query.shape
         h, g, d, e = self._kv_heads, self._per_kv_head, self._key_dim, self._value_dim
         # the query heads that share a key head become further queries of it: no key is copied for them
         query = q.view(n, width, h, g, d).permute(0, 2, 3, 1, 4).reshape(n, h, g * width, d)
-        k = keys.index_select(0, group.blocks).view(n, -1, h, d).transpose(1, 2)
-        v = values.index_select(0, group.blocks).view(n, -1, h, e).transpose(1, 2)
-        y = F.scaled_dot_product_attention(query, k, v, attn_mask=group.mask, scale=scale)
+        k, v = (
+            x.index_select(0, group.blocks).view(n, -1, h, s).transpose(1, 2)
+            for x, s in zip(cached, (d, e), strict=True)
+        )
+        mask = group.mask if window is None else group.within(window)
+        if sinks is not None:
+            # a key of zeros, whose score is the sink, and a value of zeros
+            k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
+            score = sinks.to(mask.dtype).view(1, h, g, 1).expand(n, h, g, width).reshape(n, h, g * width, 1)
+            mask = torch.cat((mask.expand(-1, h, -1, -1), score), dim=-1)
+        y = F.scaled_dot_product_attention(query, k, v, attn_mask=mask, scale=scale)
         return y.view(n, h, g, width, e).permute(0, 3, 1, 2, 4).reshape(n * width, h * g, e)
 
 
@@ -219,4 +239,5 @@ def _group(members: NDArray[np.int64], step: Step, starts: NDArray[np.int64], ro
         real=torch.from_numpy(np.flatnonzero(valid)) if padded else None,
         blocks=torch.from_numpy(rows.block_table[member_rows, :blocks].reshape(-1)),
         mask=mask.repeat(1, repeat, 1)[:, None],
+        last=torch.from_numpy(last_key).repeat(1, repeat)[:, None, :, None],
     )
