@@ -188,6 +188,17 @@ class TrainerMemoryConfig(StrictModel):
     """Rank of low-rank adapters; then only these are trained. None: all parameters are."""
 
 
+class NonFiniteConfig(StrictModel):
+    """What becomes of a step whose gradient is not finite."""
+
+    action: Literal["end", "skip"] = "end"
+    """``end``: the run ends, and names parameters and rollouts. ``skip``: weights and optimizer stay as they are, the
+    step's version is published with the weights of the one before, and an event names the same. A run whose weights are
+    not finite ends in any case."""
+    max_in_a_row: PositiveInt = 3
+    """So many steps may be skipped one after the other; the next one ends the run."""
+
+
 class TrainerConfig(StrictModel):
     """The trainer role."""
 
@@ -203,6 +214,8 @@ class TrainerConfig(StrictModel):
     """Dtype of parameters in forward and backward; master weights and optimizer are float32."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """The optimizer."""
+    nonfinite: NonFiniteConfig = NonFiniteConfig()
+    """Gradients that are not finite."""
     threads: PositiveInt = 1
     """CPU threads of each rank."""
     parallelism: TrainerParallelismConfig = TrainerParallelismConfig()

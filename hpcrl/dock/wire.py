@@ -51,6 +51,8 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
         ``[T]`` float32: advantage of each sampled token, 0 elsewhere.
     routed_experts:
         Experts that engines chose for each token; None where no engine said anything.
+    rollouts:
+        Group and member of each rollout.
     """
 
     token_ids: NDArray[np.int32]
@@ -60,6 +62,7 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     versions: NDArray[np.int32]
     advantages: NDArray[np.float32]
     routed_experts: RoutedExperts | None = None
+    rollouts: list[tuple[int, int]] = []
 
 
 class BatchStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -52,6 +52,8 @@ class ContextParallelAttention:
         """Where this rank's tokens are among those of the batch."""
         self.positions = whole.positions[self.own]
         """``[tokens of this rank]`` int64: position of each in its sequence."""
+        self.sequences = whole.sequences[self.own]
+        """``[tokens of this rank]`` int64: the sequence of each."""
 
     def __call__(
         self,

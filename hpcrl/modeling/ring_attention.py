@@ -85,6 +85,7 @@ class RingAttention:
         self.own = torch.tensor(mine.tokens, dtype=torch.int64, device=device)
         """``[tokens of this rank]`` int64: where they are among those of the batch."""
         sequence = torch.bucketize(self.own, cu_seqlens[1:], right=True)
+        self.sequences = sequence
         self.positions = self.own - cu_seqlens[sequence]
         """``[tokens of this rank]`` int64: position of each in its sequence."""
         self.blocks = [self._block(rank, device) for rank in range(self._ranks)]

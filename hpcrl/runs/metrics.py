@@ -63,9 +63,13 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_s:
         ``tokens`` over the duration of the step.
     grad_norm:
-        Global norm before clipping.
+        Global norm before clipping; 0 where the step was skipped.
     learning_rate:
-        Used in this step.
+        Used in this step; 0 where it was skipped.
+    skipped:
+        The gradient was not finite, and the weights were left as they are (``trainer.nonfinite``).
+    nonfinite_tokens:
+        Trained tokens whose log-probabilities are not finite; the means of tokens are over the others.
     phases_s:
         Seconds by phase; the sum is the step: ``wait_batch``, ``forward_backward``, ``optimizer``,
         ``publish``, ``checkpoint``, ``other``.
@@ -99,6 +103,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     routing_mismatch: float | None = None
     routing_mismatch_by_lag: dict[str, float] = {}
     routed_tokens: int = 0
+    skipped: bool = False
+    nonfinite_tokens: int = 0
 
 
 class MetricsWriter:

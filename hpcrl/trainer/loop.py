@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,12 +20,12 @@ from hpcrl.config.recipe import Recipe
 from hpcrl.config.rules.parallel import refuse_planned_settings
 from hpcrl.dock.ahead import BatchFetcher
 from hpcrl.dock.client import DockClient
-from hpcrl.dock.wire import BatchShard, BatchStats
+from hpcrl.dock.wire import BatchShard
 from hpcrl.errors import HandoffError, PeerLostError
 from hpcrl.models.arch import load_arch
 from hpcrl.reporting import ReportedFile
 from hpcrl.runs.events import EventWriter
-from hpcrl.runs.metrics import MetricsWriter, StepRecord
+from hpcrl.runs.metrics import MetricsWriter, StepRecord, read_metrics
 from hpcrl.runs.progress import ProgressReporter
 from hpcrl.runs.role import RoleContext, save_answer_path, save_request_path
 from hpcrl.trainer.parallel.mesh import Parallel, distributed, is_lost_rank
@@ -35,9 +34,10 @@ from hpcrl.trainer.publish.publisher import Published, Publisher
 from hpcrl.trainer.state.checkpoint import load_checkpoint
 from hpcrl.trainer.state.restart import decide_restore
 from hpcrl.trainer.state.saver import CheckpointSaver
-from hpcrl.trainer.step.metrics import TokenMetrics
+from hpcrl.trainer.step.nonfinite import NonFiniteGradientError, SkippedSteps, skipped_in_a_row
 from hpcrl.trainer.step.phases import PhaseClock
 from hpcrl.trainer.step.policy import TrainerPolicy
+from hpcrl.trainer.step.record import Update, step_record
 from hpcrl.weights.lifetime.leases import ReaderWatch
 from hpcrl.weights.store import HandoffStore
 
@@ -132,6 +132,7 @@ class Trainer:
     def _run(self, metrics: MetricsWriter | None) -> None:
         started = time.monotonic()
         policy, step = self._restore()
+        self._skipped = self._skipped_before(step)
         self._publish_restored(policy, step)
         if self.leader:
             self.context.ready()
@@ -223,18 +224,17 @@ class Trainer:
             _check_shard(shard, step, parallel.data)
             tokens = policy.forward_backward(shard).reduce(parallel.world)
         with clock.phase("optimizer"):
-            norm, rate = policy.optimizer_step(step)
+            update = self._update(policy, step)
         with clock.phase("publish"):
             self.publisher.publish(policy.model, step, self._announce)
 
         def record() -> StepRecord:
-            return _record(
+            return step_record(
                 shard.stats,
                 tokens,
                 attempt=self.context.attempt,
                 step=step,
-                grad_norm=norm,
-                learning_rate=rate,
+                update=update,
                 phases_s=clock.seconds(),
             )
 
@@ -252,6 +252,23 @@ class Trainer:
             final = record()
             metrics.write(final)
             self._emit("step", step=step, loss=final.loss, reward=final.reward_mean, phases_s=final.phases_s)
+
+    def _skipped_before(self, step: int) -> SkippedSteps:
+        """A restart does not begin to count anew."""
+        count = partial(skipped_in_a_row, read_metrics(self.context.run) if self.leader else [], step)
+        config = self.recipe.trainer.nonfinite
+        return SkippedSteps(config, in_a_row=self.parallel.world.on_leader(count, "counting skipped steps"))
+
+    def _update(self, policy: TrainerPolicy, step: int) -> Update:
+        try:
+            update = policy.optimizer_step(step)
+        except NonFiniteGradientError as error:
+            in_a_row = self._skipped.skip(error)
+            _log.warning("step %d is skipped: %s", step, error.what)
+            self._emit("trainer.step_skipped", step=step, in_a_row=in_a_row, what=error.what)
+            return None
+        self._skipped.trained()
+        return update
 
     def _acknowledged(self) -> int | None:
         """What all engines have loaded; None where that is not known."""
@@ -310,37 +327,3 @@ def _check_shard(shard: BatchShard, step: int, data: Ranks) -> None:
     got, wanted = (shard.step, shard.rank, shard.world_size), (step, data.rank, data.size)
     if got != wanted:
         raise ValueError(f"the dock sent (step, rank, world size) {got}, asked for was {wanted}")
-
-
-def _record(
-    stats: BatchStats,
-    tokens: TokenMetrics,
-    *,
-    attempt: int,
-    step: int,
-    grad_norm: float,
-    learning_rate: float,
-    phases_s: dict[str, float],
-) -> StepRecord:
-    measured = asdict(tokens)
-    measured.pop("tokens")
-    return StepRecord(
-        time_s=time.time(),
-        attempt=attempt,
-        step=step,
-        reward_mean=stats.reward_mean,
-        reward_std=stats.reward_std,
-        reward_by_env=stats.reward_by_env,
-        reward_parts=stats.reward_parts,
-        staleness_mean=stats.staleness_mean,
-        staleness_max=stats.staleness_max,
-        staleness_histogram=stats.staleness_histogram,
-        tokens=stats.total_tokens,
-        sampled_tokens=stats.total_sampled_tokens,
-        tokens_per_s=stats.total_tokens / max(sum(phases_s.values()), 1e-9),
-        grad_norm=grad_norm,
-        learning_rate=learning_rate,
-        phases_s=phases_s,
-        rollouts=stats.rollouts,
-        **measured,
-    )

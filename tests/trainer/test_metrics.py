@@ -3,15 +3,17 @@
 import math
 import random
 
+import numpy as np
 import pytest
 import torch
-from trainer_testing import run_ranks
+from trainer_testing import Rollouts, run_ranks
 
 from hpcrl.trainer.parallel.mesh import distributed
 from hpcrl.trainer.step.losses import PolicyLoss
 from hpcrl.trainer.step.metrics import TokenSums
 
 VERSION = 7
+CPU = torch.device("cpu")
 
 
 def make_tokens(count=40, seed=0):
@@ -64,7 +66,7 @@ def check(metrics, tokens, parts):
 def test_micro_batches_add_up():
     tokens = make_tokens()
     with distributed(timeout_s=20) as parallel:
-        sums = TokenSums(VERSION)
+        sums = TokenSums(VERSION, longest_lag=3)
         for part in (tokens[:3], tokens[3:29], tokens[29:], []):
             add(sums, part)
         check(sums.reduce(parallel.world), tokens, 4)
@@ -72,11 +74,12 @@ def test_micro_batches_add_up():
 
 def rank_metrics(rank):
     with distributed(timeout_s=20) as parallel:
-        sums, tokens = TokenSums(VERSION), make_tokens()
+        sums, tokens = TokenSums(VERSION, longest_lag=3), make_tokens()
         # uneven on purpose: a mean of means would differ; the second rank alone has the largest lag or none
         for part in (tokens[:31],) if rank == 0 else (tokens[31:35], tokens[35:]):
             add(sums, part)
-        nothing = TokenSums(VERSION)
+        # ranks need not know the lags of others
+        nothing = TokenSums(VERSION, longest_lag=3 * rank)
         if rank == 1:
             add(nothing, tokens)
         return sums.reduce(parallel.world), nothing.reduce(parallel.world)
@@ -102,7 +105,23 @@ def test_equal_policies_have_no_mismatch():
     assert (metrics.ess, metrics.mismatch_kl) == (1.0, 0.0)
 
 
+def test_what_is_not_finite_is_counted_and_spoils_no_mean():
+    good = make_tokens()
+    bad = [{**good[0], "log_ratio": math.nan}, {**good[1], "entropy": math.inf}]
+    with distributed(timeout_s=20) as parallel:
+        sums = TokenSums(VERSION, longest_lag=3)
+        add(sums, [*good[:4], *bad])
+        add(sums, good[4:])
+        add(sums, [], loss=math.nan)
+        metrics = sums.reduce(parallel.world)
+    assert metrics.nonfinite_tokens == 2
+    check(metrics, good, 2)
+
+
 def test_tokens_of_the_future_are_refused():
-    token = {"log_ratio": 0.0, "entropy": 1.0, "masked": False, "version": VERSION + 1}
-    with pytest.raises(ValueError, match=r"version 8, the trainer is at 7"):
-        add(TokenSums(VERSION), [token])
+    shard = Rollouts(5).shard()
+    sampled = np.flatnonzero(shard.micro_batches[1].loss_mask)
+    assert TokenSums.of_shard(shard, CPU)._lags.shape[-1] == 2 + 2
+    shard.micro_batches[1].versions[sampled[-1]] = 5
+    with pytest.raises(ValueError, match=r"version 5, the trainer is at 4"):
+        TokenSums.of_shard(shard, CPU)

@@ -82,7 +82,7 @@ class Rollouts:
         rng = np.random.default_rng([seed, step])
         self.step = step
         self.rollouts: list[MicroBatch] = []
-        for _ in range(count):
+        for i in range(count):
             length = int(rng.integers(4, 15))
             mask = (rng.random(length) < 0.7).astype(np.uint8)
             mask[0], mask[-1] = 0, 1
@@ -96,6 +96,7 @@ class Rollouts:
                     logprobs=(np.log(rng.uniform(0.005, 0.03, length)) * mask).astype(np.float32),
                     versions=(step - 1 - lag).astype(np.int32),
                     advantages=(rng.normal() * mask).astype(np.float32),
+                    rollouts=[(step, i)],
                 )
             )
         self.sampled = int(sum(r.loss_mask.sum() for r in self.rollouts))
@@ -138,6 +139,7 @@ def pack(rollouts: list[MicroBatch]) -> MicroBatch:
     }
     return MicroBatch(
         cu_seqlens=np.cumsum([0, *lengths]).astype(np.int32),
+        rollouts=[name for r in rollouts for name in r.rollouts],
         **{
             name: np.concatenate([np.zeros(0, dtype), *(getattr(r, name) for r in rollouts)]).astype(dtype)
             for name, dtype in dtypes.items()
@@ -184,8 +186,12 @@ class StubDock:
         if step == self.hold_step:
             threading.Event().wait(0.2)
             return 204, b""
-        shard = Rollouts(step, count=self.rollouts_per_step).shard(rank, world_size)
+        shard = self.shard(step, rank, world_size)
         return 200, encode_shard(shard)
+
+    def shard(self, step: int, rank: int, world_size: int) -> BatchShard:
+        """What a rank is given."""
+        return Rollouts(step, count=self.rollouts_per_step).shard(rank, world_size)
 
     def post(self, path: str) -> tuple[int, bytes]:
         _, what, number = urlsplit(path).path.strip("/").split("/")

@@ -119,6 +119,7 @@ def _micro_batch(samples: Sequence[_Sample]) -> MicroBatch:
             [sample.rollout.sampled.astype(np.float32) * np.float32(sample.advantage) for sample in samples], np.float32
         ),
         routed_experts=joined_routes([rollout.routed_experts for rollout in rollouts], lengths),
+        rollouts=[(sample.group.index, sample.rollout.member) for sample in samples],
     )
 
 

@@ -1,18 +1,19 @@
 """Sums over trained tokens that become the measurements of a step.
 
 Ranks and micro-batches add up sums and counts, never means, so that a token weighs the same wherever it was
-trained. All sums are float64.
+trained. All sums are float64. They are kept where the model computes and fetched once a step: nothing here waits for
+the device while micro-batches run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from hpcrl.dock.wire import BatchShard
 from hpcrl.trainer.batch.routed_experts import RoutedExpertsComparison
 from hpcrl.trainer.batch.tensors import TokenBatch
 from hpcrl.trainer.parallel.ranks import Ranks
@@ -20,7 +21,7 @@ from hpcrl.trainer.step.losses import PolicyLoss
 
 __all__ = ["TokenMetrics", "TokenSums"]
 
-_TOKEN_SCALARS = ("tokens", "loss", "entropy", "mismatch_kl", "masked", "ratio", "squared_ratio")
+_TOKEN_SCALARS = ("tokens", "nonfinite", "loss", "entropy", "mismatch_kl", "masked", "ratio", "squared_ratio")
 _ROUTE_SCALARS = ("compared", "differing", "known")
 _SCALARS = (*_TOKEN_SCALARS, *_ROUTE_SCALARS)
 _MAX_LOG_RATIO = 300.0
@@ -32,6 +33,7 @@ class TokenMetrics:
     """Token means of a step over all ranks; field meanings as in `hpcrl.runs.metrics.StepRecord`."""
 
     tokens: int
+    nonfinite_tokens: int
     loss: float
     entropy: float
     mismatch_kl: float
@@ -43,28 +45,46 @@ class TokenMetrics:
     routed_tokens: int
 
 
-class _Lags(NamedTuple):
-    """Counts and sums over one micro-batch, both ``[largest lag + 2]``: first mixed tokens, then by version lag.
-
-    Of trained tokens and their k3, or of pairs of token and layer and those whose experts differ.
-    """
-
-    counts: Tensor
-    sums: Tensor
-
-
 class TokenSums:
     """Collects micro-batches of one step."""
 
-    def __init__(self, trainer_version: int) -> None:
-        """Start a step that is computed with policy version ``trainer_version``."""
+    def __init__(self, trainer_version: int, *, longest_lag: int = 0, device: torch.device | None = None) -> None:
+        """Start a step that is computed with policy version ``trainer_version``.
+
+        Parameters
+        ----------
+        longest_lag:
+            The largest version lag of a trained token.
+        device:
+            Where tokens are; None for the processor.
+        """
         self._version = trainer_version
-        self._scalars = torch.zeros(len(_SCALARS), dtype=torch.float64)
-        self._lags: list[_Lags] = []
-        self._route_lags: list[_Lags] = []
+        self._scalars = torch.zeros(len(_SCALARS), dtype=torch.float64, device=device)
+        # of trained tokens and their k3, and of pairs of token and layer and those whose experts differ: counts and
+        # sums, first of mixed tokens, then by version lag
+        self._lags = torch.zeros(2, 2, longest_lag + 2, dtype=torch.float64, device=device)
+        self._lag_numbers = torch.arange(longest_lag + 2, device=device)[:, None]
+
+    @classmethod
+    def of_shard(cls, shard: BatchShard, device: torch.device) -> TokenSums:
+        """For the micro-batches of ``shard``.
+
+        Raises
+        ------
+        ValueError
+            A token is of a version that the trainer has not made yet.
+        """
+        version, longest = shard.step - 1, 0
+        for micro_batch in shard.micro_batches:
+            sampled = micro_batch.versions[micro_batch.loss_mask != 0]
+            if len(sampled):
+                if (newest := int(sampled.max())) > version:
+                    raise ValueError(f"a token was sampled by version {newest}, the trainer is at {version}")
+                longest = max(longest, version - int(sampled.min()))
+        return cls(version, longest_lag=longest, device=device)
 
     def add(self, loss: PolicyLoss, entropies: Tensor, versions: Tensor, context_versions: Tensor) -> None:
-        """Add the N trained tokens of a micro-batch.
+        """Add the N trained tokens of a micro-batch. Of what is not finite only the number of tokens is counted.
 
         Parameters
         ----------
@@ -76,28 +96,24 @@ class TokenSums:
             ``[N]`` int64 policy version that sampled each token.
         context_versions:
             ``[N]`` int64 oldest version that its context was computed with.
-
-        Raises
-        ------
-        ValueError
-            A token is of a version that the trainer has not made yet.
         """
-        log_ratio = loss.log_ratio.double()
-        ratio = log_ratio.clamp(max=_MAX_LOG_RATIO).exp()
-        k3 = ratio - 1.0 - log_ratio
+        finite = loss.log_ratio.isfinite() & entropies.isfinite()
+        log_ratio = torch.where(finite, loss.log_ratio, 0.0).double()
+        ones = finite.double()
+        ratio = log_ratio.clamp(max=_MAX_LOG_RATIO).exp() * ones
+        k3 = ratio - ones - log_ratio
         sums = (
-            torch.tensor(float(len(versions))),
-            loss.loss.detach().double(),
-            entropies.double().sum(),
+            ones.sum(),
+            (1.0 - ones).sum(),
+            loss.loss.detach().double().nan_to_num(0.0, 0.0, 0.0),
+            torch.where(finite, entropies, 0.0).double().sum(),
             k3.sum(),
-            loss.masked.double().sum(),
+            (loss.masked & finite).double().sum(),
             ratio.sum(),
             ratio.square().sum(),
         )
         self._add_scalars(0, sums)
-        if not len(versions):
-            return
-        self._lags.append(_by_lag(self._buckets(versions, context_versions), torch.ones_like(k3), k3))
+        self._add_lags(0, self._buckets(versions, context_versions), ones, k3)
 
     def add_routes(self, comparison: RoutedExpertsComparison, batch: TokenBatch) -> None:
         """Add the experts of a micro-batch: over all tokens that engines spoke of, and by lag over trained ones.
@@ -109,32 +125,28 @@ class TokenSums:
         if batch.num_trained:
             rows = batch.select
             bucket = self._buckets(batch.versions, batch.context_versions)
-            self._route_lags.append(_by_lag(bucket, known[rows].double() * layers, comparison.differing[rows].double()))
+            self._add_lags(1, bucket, known[rows].double() * layers, comparison.differing[rows].double())
 
     def _add_scalars(self, first: int, values: Sequence[Tensor]) -> None:
-        added = torch.stack([value.to("cpu", torch.float64) for value in values])
-        self._scalars[first : first + len(values)] += added
+        self._scalars[first : first + len(values)] += torch.stack([value.double() for value in values])
+
+    def _add_lags(self, kind: int, bucket: Tensor, counts: Tensor, sums: Tensor) -> None:
+        # not by `bincount`, which waits for the device to learn how many there are, and adds in any order
+        mine = bucket == self._lag_numbers
+        self._lags[kind] += torch.stack([torch.where(mine, values, 0.0).sum(1) for values in (counts, sums)])
 
     def _buckets(self, versions: Tensor, context_versions: Tensor) -> Tensor:
-        if int(versions.max()) > self._version:
-            raise ValueError(f"a token was sampled by version {int(versions.max())}, the trainer is at {self._version}")
         return torch.where(versions == context_versions, self._version - versions + 1, 0)
 
     def reduce(self, ranks: Ranks) -> TokenMetrics:
         """Means over all ranks (a collective). Where nothing was trained all values are 0."""
-        kinds = (self._lags, self._route_lags)
-        longest = ranks.max(max((len(lags.counts) for kind in kinds for lags in kind), default=0))
-        by_lag = torch.zeros(len(kinds), 2, longest, dtype=torch.float64)
-        for sums, kind in zip(by_lag, kinds, strict=True):
-            for lags in kind:
-                sums[0, : len(lags.counts)] += lags.counts
-                sums[1, : len(lags.counts)] += lags.sums
-        total = ranks.sum(torch.cat((self._scalars, by_lag.flatten())))
+        own = self._lags.shape[-1]
+        longest = ranks.max(own)
+        fetched = torch.cat((self._scalars, self._lags.flatten())).cpu()
+        by_lag = torch.zeros(2, 2, longest, dtype=torch.float64)
+        by_lag[..., :own] = fetched[len(_SCALARS) :].view(2, 2, own)
+        total = ranks.sum(torch.cat((fetched[: len(_SCALARS)], by_lag.flatten())))
         return _means(total[: len(_SCALARS)], *total[len(_SCALARS) :].view_as(by_lag))
-
-
-def _by_lag(bucket: Tensor, counts: Tensor, sums: Tensor) -> _Lags:
-    return _Lags(torch.bincount(bucket, weights=counts).cpu(), torch.bincount(bucket, weights=sums).cpu())
 
 
 def _shares(by_lag: Tensor) -> dict[str, float]:
@@ -152,6 +164,7 @@ def _means(scalars: Tensor, kl_by_lag: Tensor, routes_by_lag: Tensor) -> TokenMe
     share = 1.0 / max(tokens, 1.0)
     return TokenMetrics(
         tokens=int(tokens),
+        nonfinite_tokens=int(sums["nonfinite"]),
         # every micro-batch contributed its share of the batch's token mean
         loss=sums["loss"],
         entropy=sums["entropy"] * share,

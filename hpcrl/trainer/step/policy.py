@@ -13,7 +13,6 @@ from torch.distributed.tensor import Replicate, Shard
 
 from hpcrl.config.recipe import Recipe
 from hpcrl.dock.wire import BatchShard
-from hpcrl.errors import RunFailedError
 from hpcrl.modeling.carried import CarriedTensor, carry, find_mtp_tensors
 from hpcrl.modeling.context import RoutedExpertsRecorder
 from hpcrl.modeling.load import load_model_dir
@@ -29,6 +28,7 @@ from hpcrl.trainer.parallel.mesh import Parallel
 from hpcrl.trainer.step.freezing import freeze_parameters
 from hpcrl.trainer.step.losses import LOSSES_OF_ROLLOUTS, SequencePeers, TrainedTokens, policy_loss
 from hpcrl.trainer.step.metrics import TokenSums
+from hpcrl.trainer.step.nonfinite import GradientWatch
 from hpcrl.trainer.step.optim import clip_gradients, learning_rate, make_optimizer, set_learning_rate
 
 __all__ = ["TrainerPolicy"]
@@ -72,6 +72,7 @@ class TrainerPolicy:
         use_dispatcher(self.model, parallel.mesh, recipe.trainer, find())
         apply_memory_tools(self.model, memory, parallel.device)
         self.model.materialise(parallel.device, parameters_on="cpu" if memory.parameter_offload else None)
+        self._watch = GradientWatch(self.model.embed_tokens)
         self._carry_mtp()
         if model_dir is not None:
             read = partial(load_model_dir, self.model, self.model.adapter, model_dir)
@@ -109,7 +110,8 @@ class TrainerPolicy:
         ValueError
             The shard does not keep the dock's contract.
         """
-        sums = TokenSums(shard.step - 1)
+        sums = TokenSums.of_shard(shard, self.parallel.device)
+        self._watch.begin_step(shard)
         context = self.parallel.mesh.get_optional_mesh("cp")
         for micro_batch in shard.micro_batches:
             batch = TokenBatch.from_wire(micro_batch, self.parallel.device)
@@ -118,6 +120,7 @@ class TrainerPolicy:
             comparison = (
                 None if batch.routes is None else RoutedExpertsComparison(batch.routes, dense_layers=self._dense_layers)
             )
+            self._watch.begin(batch.attention.sequences)
             logprobs, entropies = self._logprobs(batch, comparison)
             if isinstance(self.optimizer, HostAdamW) and micro_batch is shard.micro_batches[-1]:
                 self.optimizer.prefetch()
@@ -158,16 +161,17 @@ class TrainerPolicy:
 
         Raises
         ------
-        RunFailedError
-            The gradient is not finite; the weights are as before.
+        NonFiniteGradientError
+            On all ranks: the gradient is not finite and is forgotten; weights and optimizer are as before.
         """
         config = self.recipe.trainer.optimizer
         norm = clip_gradients(self.model.parameters(), config.max_grad_norm, self.parallel.sharding.group)
         if not norm < float("inf"):
-            raise RunFailedError(
-                f"the gradient norm of step {step} is {norm}; the weights were left as they are\n"
-                "    hint: a lower trainer.optimizer.learning_rate, then resume from the last checkpoint"
-            )
+            # the norm is that of all ranks, so they all come here
+            error = self._watch.error(self.model, step, norm, self.parallel.world)
+            self.optimizer.zero_grad()
+            raise error
+        self._watch.end_step()
         rate = learning_rate(config, step, self.recipe.trainer.steps)
         set_learning_rate(self.optimizer, rate)
         self.optimizer.step()

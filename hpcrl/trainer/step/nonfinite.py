@@ -1,0 +1,212 @@
+"""Gradients that are not finite: which parameters, which rollouts, and whether the step is skipped or the run ends.
+
+A token's gradient at the embedding depends on tokens of its own rollout alone, on any mesh: attention does not cross
+rollouts, and experts work row by row. So where that gradient is not finite, the rollout is to blame, and one look at it
+in the backward pass that runs anyway finds the rollout without a second one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import Tensor, nn
+
+from hpcrl.config.recipe import NonFiniteConfig
+from hpcrl.dock.wire import BatchShard, MicroBatch
+from hpcrl.errors import RunFailedError
+from hpcrl.modeling.blocks import local_part
+from hpcrl.runs.metrics import StepRecord
+from hpcrl.trainer.parallel.ranks import Ranks
+
+__all__ = ["GradientWatch", "NonFiniteGradientError", "SkippedSteps", "skipped_in_a_row"]
+
+_NAMED = 5
+"""So many parameters or rollouts are named; of the others there is the number."""
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What a step, or a rank of it, found. Every list is in the order of the model or of the batch.
+
+    Attributes
+    ----------
+    gradients:
+        Parameters whose gradient is not finite.
+    weights:
+        Parameters that are not finite themselves.
+    rollouts:
+        What is to blame, with the reason.
+    """
+
+    gradients: list[str]
+    weights: list[str]
+    rollouts: list[str]
+
+
+class NonFiniteGradientError(RunFailedError):
+    """The gradient of a step is not finite. The weights and the state of the optimizer are as before.
+
+    Attributes
+    ----------
+    found:
+        Parameters and rollouts, the same on all ranks.
+    """
+
+    def __init__(self, step: int, norm: float, found: _Found) -> None:
+        self.step, self.norm, self.found = step, norm, found
+        super().__init__(f"{self.what}\n    hint: {self._hint}")
+
+    @property
+    def what(self) -> str:
+        """One line for each kind of thing that is to blame."""
+        lines = [f"the gradient norm of step {self.step} is {self.norm}; the weights were left as they are"]
+        if self.found.weights:
+            lines.append(f"    weights that are not finite: {_some(self.found.weights)}")
+        lines.append(f"    gradients that are not finite: {_some(self.found.gradients)}")
+        blamed = self.found.rollouts
+        lines.append(f"    rollouts: {_some(blamed, '; ') if blamed else 'none alone; their sum is too large'}")
+        return "\n".join(lines)
+
+    @property
+    def _hint(self) -> str:
+        if self.found.weights:
+            return "resume from a checkpoint before the weights were lost (hpcrl resume RUN --from-step N)"
+        if all("engine" in each for each in self.found.rollouts) and self.found.rollouts:
+            return "look at the engine's log; trainer.nonfinite.action: skip leaves out such a step"
+        return (
+            "a lower trainer.optimizer.learning_rate, then resume from the last checkpoint; "
+            "trainer.nonfinite.action: skip leaves out such a step"
+        )
+
+
+class _Noted(NamedTuple):
+    """Of one backward pass, on the device: which tokens have a gradient that is not finite, and their rollouts."""
+
+    bad: Tensor
+    sequences: Tensor
+
+
+class GradientWatch:
+    """Notes, without waiting for the device, which tokens of each micro-batch have a gradient that is not finite."""
+
+    def __init__(self, embedding: nn.Module) -> None:
+        """Watch the output of ``embedding``. Where it is frozen no rollout can be named."""
+        self._shard: BatchShard | None = None
+        self._noted: list[_Noted | None] = []
+        self._sequences: Tensor | None = None
+        embedding.register_forward_hook(self._look)
+
+    def begin_step(self, shard: BatchShard) -> None:
+        """What follows are the micro-batches of ``shard``, in their order."""
+        self._shard, self._noted = shard, []
+
+    def end_step(self) -> None:
+        """Nothing was wrong: forget the step."""
+        self._shard, self._noted = None, []
+
+    def begin(self, sequences: Tensor) -> None:
+        """The next forward pass is of tokens of these rollouts, ``[T]``: positions in the micro-batch, or padding."""
+        self._sequences = sequences
+        self._noted.append(None)
+
+    def _look(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
+        if self._sequences is None or not output.requires_grad:
+            return
+        at, sequences = len(self._noted) - 1, self._sequences
+        self._sequences = None
+
+        def note(gradient: Tensor) -> None:
+            self._noted[at] = _Noted(~gradient.isfinite().all(-1), sequences)
+
+        output.register_hook(note)  # type: ignore[no-untyped-call]
+
+    def _rollouts(self) -> list[str]:
+        """Names of the rollouts of this rank that are to blame."""
+        names = []
+        micro_batches = [] if self._shard is None else self._shard.micro_batches
+        for noted, micro_batch in zip(self._noted, micro_batches, strict=False):
+            if noted is None:
+                continue
+            bad = set(noted.sequences[noted.bad].tolist())
+            for i, (group, member) in enumerate(micro_batch.rollouts):
+                if i in bad:
+                    names.append(f"group {group} member {member} ({_reason(micro_batch, i)})")
+        return names
+
+    def error(self, model: nn.Module, step: int, norm: float, ranks: Ranks) -> NonFiniteGradientError:
+        """What to raise, on all ranks alike. Collective; it waits for the device, as nothing is urgent any more."""
+        named = dict(model.named_parameters())
+        gradients = {name for name, p in named.items() if p.grad is not None and _is_broken(p.grad)}
+        weights = {name for name, p in named.items() if _is_broken(p.detach())}
+        own = _Found(sorted(gradients), sorted(weights), self._rollouts())
+        everywhere = ranks.gather(own)
+        found = _Found(
+            [name for name in named if any(name in each.gradients for each in everywhere)],
+            [name for name in named if any(name in each.weights for each in everywhere)],
+            # ranks of a context-parallel group share rollouts
+            list(dict.fromkeys(name for each in everywhere for name in each.rollouts)),
+        )
+        return NonFiniteGradientError(step, norm, found)
+
+
+def _reason(micro_batch: MicroBatch, rollout: int) -> str:
+    """Why the gradient of a rollout is not finite."""
+    part = slice(micro_batch.cu_seqlens[rollout], micro_batch.cu_seqlens[rollout + 1])
+    sampled = micro_batch.loss_mask[part] != 0
+    wrong = int((~np.isfinite(micro_batch.logprobs[part][sampled])).sum())
+    if wrong:
+        return f"the engine's log-probability of {wrong} tokens is not finite"
+    if not np.isfinite(micro_batch.advantages[part]).all():
+        return "its advantage is not finite"
+    return "in the trainer's own pass"
+
+
+def _is_broken(tensor: Tensor) -> bool:
+    return not bool(local_part(tensor).isfinite().all())
+
+
+def _some(names: list[str], between: str = ", ") -> str:
+    more = len(names) - _NAMED
+    return between.join(names[:_NAMED]) + (f"{between}and {more} more" if more > 0 else "")
+
+
+class SkippedSteps:
+    """Decides what becomes of a step whose gradient is not finite: the same on all ranks, as they know the same."""
+
+    def __init__(self, config: NonFiniteConfig, *, in_a_row: int = 0) -> None:
+        """Begin after so many steps ``in_a_row`` that were skipped."""
+        self._config, self._in_a_row = config, in_a_row
+
+    def trained(self) -> None:
+        """A step was not skipped."""
+        self._in_a_row = 0
+
+    def skip(self, error: NonFiniteGradientError) -> int:
+        """Count the step as skipped; the number of them in a row.
+
+        Raises
+        ------
+        RunFailedError
+            The run ends instead: the recipe says so, too many were skipped in a row, or the weights are not finite, so
+            that no later step could be better.
+        """
+        if self._config.action == "end" or error.found.weights:
+            raise error
+        if self._in_a_row >= self._config.max_in_a_row:
+            raise RunFailedError(
+                f"{self._in_a_row} steps in a row were skipped already (trainer.nonfinite.max_in_a_row); {error}"
+            ) from error
+        self._in_a_row += 1
+        return self._in_a_row
+
+
+def skipped_in_a_row(records: Iterable[StepRecord], step: int) -> int:
+    """How many steps up to ``step`` were skipped one after the other, by the records of a run in step order."""
+    count = 0
+    for record in records:
+        if record.step <= step:
+            count = count + 1 if record.skipped else 0
+    return count

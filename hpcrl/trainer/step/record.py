@@ -1,0 +1,50 @@
+"""What is written down of a step."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+
+from hpcrl.dock.wire import BatchStats
+from hpcrl.runs.metrics import StepRecord
+from hpcrl.trainer.step.metrics import TokenMetrics
+
+__all__ = ["Update", "step_record"]
+
+Update = tuple[float, float] | None
+"""Gradient norm before clipping and learning rate of a step; None where it was skipped."""
+
+
+def step_record(
+    stats: BatchStats,
+    tokens: TokenMetrics,
+    *,
+    attempt: int,
+    step: int,
+    update: Update,
+    phases_s: dict[str, float],
+) -> StepRecord:
+    """Of a batch, its tokens and what the optimizer did, with the phases so far."""
+    measured = asdict(tokens)
+    measured.pop("tokens")
+    return StepRecord(
+        time_s=time.time(),
+        attempt=attempt,
+        step=step,
+        reward_mean=stats.reward_mean,
+        reward_std=stats.reward_std,
+        reward_by_env=stats.reward_by_env,
+        reward_parts=stats.reward_parts,
+        staleness_mean=stats.staleness_mean,
+        staleness_max=stats.staleness_max,
+        staleness_histogram=stats.staleness_histogram,
+        tokens=stats.total_tokens,
+        sampled_tokens=stats.total_sampled_tokens,
+        tokens_per_s=stats.total_tokens / max(sum(phases_s.values()), 1e-9),
+        grad_norm=0.0 if update is None else update[0],
+        learning_rate=0.0 if update is None else update[1],
+        skipped=update is None,
+        phases_s=phases_s,
+        rollouts=stats.rollouts,
+        **measured,
+    )

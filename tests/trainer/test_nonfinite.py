@@ -1,0 +1,170 @@
+"""Gradients that are not finite: who is to blame, and what becomes of the step, its version and the run."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from test_loop import events, run_steps, train_ranks
+from trainer_testing import Rollouts, StubDock, make_recipe, run_ranks, start_attempt, write_model_dir, write_recipe
+
+from hpcrl.config.recipe import NonFiniteConfig
+from hpcrl.errors import RunFailedError
+from hpcrl.modeling.blocks import local_part
+from hpcrl.models.arch import load_arch
+from hpcrl.runs.metrics import read_metrics
+from hpcrl.runs.rundir import RunDir
+from hpcrl.trainer.loop import train
+from hpcrl.trainer.parallel.mesh import distributed
+from hpcrl.trainer.step.nonfinite import NonFiniteGradientError, SkippedSteps
+from hpcrl.trainer.step.policy import TrainerPolicy
+from hpcrl.weights.store import HandoffStore
+
+SKIP = {"action": "skip", "max_in_a_row": 2}
+
+
+def poisoned(rollouts, *numbers, value=math.nan):
+    """The engine said ``value`` for one token of each of these rollouts."""
+    for number in numbers:
+        rollout = rollouts.rollouts[number]
+        rollout.logprobs[np.flatnonzero(rollout.loss_mask)[0]] = value
+    return rollouts
+
+
+class PoisonedDock(StubDock):
+    """Rollout 3 of some steps is not finite: with two ranks it is one of the second."""
+
+    steps = ()
+
+    def shard(self, step, rank, world_size):
+        rollouts = Rollouts(step, count=self.rollouts_per_step)
+        return (poisoned(rollouts, 3) if step in self.steps else rollouts).shard(rank, world_size)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    return write_model_dir(tmp_path_factory.mktemp("nonfinite") / "model")
+
+
+@pytest.fixture
+def dock():
+    with PoisonedDock().serving() as dock:
+        yield dock
+
+
+def hashes(run, version):
+    return {
+        name: record.xxh3_128 for name, record in HandoffStore(run.weights_dir).open(version).manifest.tensors.items()
+    }
+
+
+def go(run, model_dir, dock, steps, **trainer):
+    write_recipe(run, make_recipe(model_dir, steps=steps, **trainer))
+    train(start_attempt(run, dock))
+
+
+def test_the_run_ends_and_names_the_rollout(tmp_path, model_dir, dock):
+    dock.steps, run = (2,), RunDir(tmp_path / "run")
+    with pytest.raises(RunFailedError) as error:
+        go(run, model_dir, dock, 3)
+    words = str(error.value)
+    assert "the gradient norm of step 2 is nan" in words
+    assert "group 2 member 3 (the engine's log-probability of 1 tokens is not finite)\n" in words
+    assert words.count("member") == 1
+    assert "trainer.nonfinite.action: skip" in words
+    assert HandoffStore(run.weights_dir).versions() == [0, 1]
+    assert [record.step for record in read_metrics(run)] == [1]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_skipped_step_has_a_version_with_the_weights_before_it(tmp_path, model_dir, dock, ranks):
+    dock.steps, run = (2,), RunDir(tmp_path / "run")
+    if ranks == 1:
+        go(run, model_dir, dock, 4, nonfinite=SKIP)
+    else:
+        write_recipe(run, make_recipe(model_dir, steps=4, nonfinite=SKIP, parallelism={"ep": 2}))
+        train_ranks(run, dock, 2)
+    records = read_metrics(run)
+    assert [record.skipped for record in records] == [False, True, False, False]
+    assert records[1].nonfinite_tokens == 1
+    assert (records[1].grad_norm, records[1].learning_rate) == (0.0, 0.0)
+    assert all(math.isfinite(value) for r in records for value in (r.loss, r.entropy, r.mismatch_kl, r.ess))
+    (skipped,) = events(run, "trainer.step_skipped")
+    assert (skipped["step"], skipped["in_a_row"]) == (2, 1)
+    assert "group 2 member 3 (the engine's" in skipped["what"]
+    assert "embed_tokens" in skipped["what"]
+    versions = [hashes(run, version) for version in range(5)]
+    assert versions[1] == versions[2]
+    assert versions[2] != versions[3] != versions[4]
+
+
+def test_so_many_in_a_row_end_the_run_also_after_a_restart(tmp_path, model_dir, dock):
+    dock.steps, run = (3, 4, 5), RunDir(tmp_path / "run")
+    go(run, model_dir, dock, 4, nonfinite=SKIP)
+    assert [record.skipped for record in read_metrics(run)] == [False, False, True, True]
+    with pytest.raises(RunFailedError, match="2 steps in a row were skipped already") as error:
+        go(run, model_dir, dock, 6, nonfinite=SKIP)
+    assert "group 5 member 3" in str(error.value)
+    dock.steps = ()
+    run_steps(run, model_dir, dock, 6)
+
+
+def explain(rank, model_dir, weight=None, broken=(), **trainer):
+    """What one step finds, with a poisoned weight or rollouts; weights and optimizer stay as they were."""
+    with distributed(
+        timeout_s=30, parallelism=make_recipe(model_dir, steps=2, **trainer).trainer.parallelism
+    ) as parallel:
+        recipe = make_recipe(model_dir, steps=3, **trainer)
+        policy = TrainerPolicy(recipe, load_arch(model_dir), parallel, model_dir=model_dir)
+        data = parallel.data
+
+        def step(number, *rollouts):
+            policy.forward_backward(poisoned(Rollouts(number), *rollouts).shard(data.rank, data.size))
+            return policy.optimizer_step(number)
+
+        step(1)
+        if weight is not None and rank == 0:
+            with torch.no_grad():
+                local_part(policy.model.get_parameter(weight)).flatten()[:1] = math.inf
+        before = [local_part(p.detach()).clone() for p in policy.model.parameters()]
+        counts = [int(state["step"]) for state in policy.optimizer.state.values()]
+        with pytest.raises(NonFiniteGradientError) as error:
+            step(2, *broken)
+        assert all(
+            torch.equal(a, local_part(p.detach())) for a, p in zip(before, policy.model.parameters(), strict=True)
+        )
+        assert counts == [int(state["step"]) for state in policy.optimizer.state.values()]
+        assert all(p.grad is None for p in policy.model.parameters())
+        if weight is None:
+            # the next step is as if nothing had been
+            assert math.isfinite(step(3)[0])
+        else:
+            with pytest.raises(NonFiniteGradientError):
+                SkippedSteps(NonFiniteConfig(action="skip")).skip(error.value)
+        return error.value.found
+
+
+def test_a_poisoned_weight_is_named_and_not_skipped(model_dir):
+    name = "layers.0.self_attn.q_proj.weight"
+    found = explain(0, model_dir, weight=name)
+    assert found.weights == [name]
+    # an infinite weight of attention spoils every rollout
+    assert len(found.rollouts) == 6
+    assert all("own pass" in each for each in found.rollouts)
+
+
+@pytest.mark.parametrize("mesh", [{"ep": 2}, {"cp": 2}])
+def test_ranks_find_the_same(model_dir, mesh):
+    found = run_ranks(2, explain, model_dir, broken=(1, 4), parallelism=mesh)
+    assert found[0] == found[1]
+    assert sorted(each.split(" (")[0] for each in found[0].rollouts) == ["group 2 member 1", "group 2 member 4"]
+    assert found[0].weights == []
+
+
+def test_a_weight_of_one_rank_is_named_on_all(model_dir):
+    name = "layers.1.mlp.experts.down_proj"
+    found = run_ranks(2, explain, model_dir, weight=name, parallelism={"ep": 2})
+    assert found[0] == found[1]
+    assert found[0].weights == [name]
+    # of the rollouts those that had a token for the expert
+    assert found[0].rollouts
