@@ -76,7 +76,7 @@ def test_multi_token_prediction_is_kept_or_dropped(tmp_path, what):
     """Tensors in bfloat16 and float32 of a model that trains in float32; `test_families` has two ranks."""
     arch = arch_from_config({"model_type": "glm4_moe", "vocab_size": 103, **FAMILIES["glm4_moe"]})
     model_dir = write_model_dir(tmp_path / "model", arch)
-    names, start = add_mtp(model_dir, 2), published(model_dir)
+    names, start = add_mtp(model_dir, "model.layers.2"), published(model_dir)
     wanted = set(start) if what == "keep" else set(start) - names
     save(0, model_dir, tmp_path / "checkpoints", mtp_tensors=what)
     with distributed(timeout_s=30) as parallel:
@@ -105,7 +105,7 @@ def test_multi_token_prediction_is_kept_or_dropped(tmp_path, what):
 def test_multi_token_prediction_in_block_fp8_is_brought_back(tmp_path):
     arch = arch_from_config({"model_type": "glm4_moe", "vocab_size": 103, **FAMILIES["glm4_moe"]})
     model_dir = write_model_dir(tmp_path / "model", arch)
-    add_mtp(model_dir, 2)
+    add_mtp(model_dir, "model.layers.2")
     stored, name = load_file(model_dir / "mtp.safetensors"), "model.layers.2.eh_proj.weight"
     original = stored[name].float()
     scales = scales_of(block_amax(original, (0, 0)))
@@ -121,7 +121,7 @@ def test_multi_token_prediction_in_block_fp8_is_brought_back(tmp_path):
 def test_tensors_behind_the_modules_of_the_config_are_refused(tmp_path):
     arch = arch_from_config({"model_type": "glm4_moe", "vocab_size": 103, **FAMILIES["glm4_moe"]})
     model_dir = write_model_dir(tmp_path / "model", arch)
-    add_mtp(model_dir, 3)
+    add_mtp(model_dir, "model.layers.3")
     with distributed(timeout_s=30) as parallel, pytest.raises(ValueError, match=r"model\.layers\.3\..* is not part"):
         TrainerPolicy(make_recipe(model_dir, steps=2), load_arch(model_dir), parallel, model_dir=model_dir)
     assert load_file(model_dir / "mtp.safetensors")
