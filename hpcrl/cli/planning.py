@@ -343,12 +343,14 @@ def profile(
     """
     from pathlib import Path
 
+    from hpcrl.cli.progress import working
     from hpcrl.config.load import load_cluster
     from hpcrl.fs import atomic_write
     from hpcrl.planning.tables.profile import measure, table_yaml
 
     site = load_cluster(cluster).value
-    found, left_out = measure(site, model, device=device, ranks=ranks, limit_s=60 * minutes, python=timed)
+    with working(f"measuring kernels on {device}, for {minutes:g} min at most"):
+        found, left_out = measure(site, model, device=device, ranks=ranks, limit_s=60 * minutes, python=timed)
     atomic_write(Path(output), table_yaml(found).encode())
     for what in left_out:
         typer.echo(f"left out: {what}", err=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from hpcrl.planning.times.ranges import Range
     from hpcrl.planning.verdict import Verdict
 
-__all__ = ["duration_text", "lines_table", "mesh_text", "print_answers", "print_verdict", "range_text", "side_text"]
+__all__ = ["duration_text", "mesh_text", "print_answers", "print_lines", "print_verdict", "range_text", "side_text"]
 
 _KNOBS = 4
 _CAUSES = 4
@@ -53,17 +54,21 @@ def print_verdict(console: Console, verdict: Verdict, outlook: Outlook) -> None:
         tightest = f"; tightest: {verdict.tightest}" if verdict.tightest else ""
         console.print(f"[green]fits[/]{tightest}\n", highlight=False, soft_wrap=True)
         return
+    # a terminal wraps between words, and who reads a pipe wants whole lines
+    say = partial(console.print, highlight=False, soft_wrap=not console.is_terminal)
     knobs = {shortage.place.summary(): shortage.knobs for shortage in outlook.shortages}
     for what in verdict.short:
-        console.print(f"[bold red]DOES NOT FIT[/] {escape(what)}", highlight=False, soft_wrap=True)
+        say(f"[bold red]DOES NOT FIT[/] {escape(what)}")
         for knob in knobs.get(what, ())[:_KNOBS]:
-            console.print(f"    hint: {knob}", highlight=False, soft_wrap=True, markup=False)
+            say(f"    hint: {knob}", markup=False)
         if what in knobs and not knobs[what]:
-            console.print("    no single setting that hpcrl knows of makes it fit", highlight=False)
+            say("    no single setting that hpcrl knows of makes it fit")
     for what in verdict.unknown:
-        console.print(f"[bold red]NOT KNOWN[/] {escape(what)}", highlight=False, soft_wrap=True)
+        say(f"[bold red]NOT KNOWN[/] {escape(what)}")
+    if verdict.later:
+        say(f"[bold yellow]NOT KNOWN YET[/] {verdict.later}")
     if verdict.skipped:
-        console.print(f"[bold yellow]SKIPPED[/] {'; '.join(verdict.skipped)}", highlight=False, soft_wrap=True)
+        say(f"[bold yellow]SKIPPED[/] {'; '.join(verdict.skipped)}")
     console.print()
 
 
@@ -83,20 +88,22 @@ def print_answers(
         lines.append(("better", _better(outlook, better) if verdict.fits else "make it fit first (hints above)"))
     for warning in () if outlook.forecast is None else outlook.forecast.warnings:
         lines.append(("[yellow]warning[/]", warning))
-    console.print(lines_table(lines))
+    print_lines(console, lines)
     console.print()
 
 
-def lines_table(lines: Sequence[tuple[str, str]]) -> object:
-    """A word and a sentence each; long sentences go on below themselves."""
-    from rich.table import Table
+def print_lines(console: Console, lines: Sequence[tuple[str, str]]) -> None:
+    """Print a word and a sentence each; long sentences go on below themselves, and no line ends in blanks."""
+    from rich.text import Text
 
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    grid.add_column(no_wrap=True, min_width=9)
-    grid.add_column(overflow="fold")
-    for name, text in lines:
-        grid.add_row(name, text)
-    return grid
+    heads = [Text.from_markup(name) for name, _ in lines]
+    width = max([9, *map(len, heads)]) + 2
+    for head, (_, sentence) in zip(heads, lines, strict=True):
+        for number, part in enumerate(Text.from_markup(sentence).wrap(console, max(20, console.width - width))):
+            part.rstrip()
+            begin = head if number == 0 else Text()
+            begin.pad_right(width - len(begin))
+            console.print(begin + part, highlight=False, soft_wrap=True)
 
 
 def _starts(unstartable: Sequence[str]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hpcrl.cli.planning_answers import duration_text, lines_table, mesh_text, range_text, side_text
+from hpcrl.cli.planning_answers import duration_text, mesh_text, print_lines, range_text, side_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -73,7 +73,7 @@ def _print_memory(console: Console, outlook: Outlook) -> None:
     if outlook.expert_margin is not None:
         lines.append(("experts", str(outlook.expert_margin)))
     if lines:
-        console.print(lines_table(lines))
+        print_lines(console, lines)
     console.print()
 
 
@@ -161,7 +161,7 @@ def _print_loop(console: Console, outlook: Outlook) -> None:
         hours = whole.layout.gpus * loop.step_s / 3600
         lines.append(("cost", f"{hours:,.1f} GPU-hours a step, {whole.gpu_hours_per_day:,.0f} a day"))
     console.print()
-    console.print(lines_table(lines))
+    print_lines(console, lines)
     console.print("Estimates; `--explain` shows each with its formula and what it rests on.", highlight=False)
 
 

@@ -204,7 +204,10 @@ def report(
     """Draw a picture of a run: reward, staleness and the phases of each step."""
     from pathlib import Path
 
+    from hpcrl.cli.progress import working
     from hpcrl.runs.views.report import write_report
 
     found = find(run, root)
-    typer.echo(str(write_report(found, None if output is None else Path(output))))
+    with working(f"reading the steps of {found.name} and drawing them"):
+        written = write_report(found, None if output is None else Path(output))
+    typer.echo(str(written))

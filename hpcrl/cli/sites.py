@@ -117,6 +117,7 @@ def check(
 def _ask_nodes(cluster: SlurmCluster, nodes: int, wait_s: float) -> list[CheckFinding]:
     import os
 
+    from hpcrl.cli.progress import working
     from hpcrl.cli.selection import runs_root
     from hpcrl.config.joined import charged
     from hpcrl.sites.check_job import check_nodes, node_findings
@@ -126,15 +127,16 @@ def _ask_nodes(cluster: SlurmCluster, nodes: int, wait_s: float) -> list[CheckFi
     cluster = charged(cluster, os.environ)
     names = dict.fromkeys([cluster.placement.default, *cluster.placement.by_role.values()])
     for partition in names:
-        reports = check_nodes(
-            cluster,
-            partition,
-            client=SlurmClient(),
-            directory=runs_root(None, cluster),
-            nodes=min(nodes, cluster.partitions[partition].nodes),
-            wait_s=wait_s,
-            say=lambda text: typer.echo(text, err=True),
-        )
+        with working(f"waiting for the check's job in {partition}, {wait_s:g} s at most"):
+            reports = check_nodes(
+                cluster,
+                partition,
+                client=SlurmClient(),
+                directory=runs_root(None, cluster),
+                nodes=min(nodes, cluster.partitions[partition].nodes),
+                wait_s=wait_s,
+                say=lambda text: typer.echo(text, err=True),
+            )
         typer.echo(f"asked: {', '.join(report.host for report in reports)}", err=True)
         found += node_findings(cluster, partition, reports)
     return found

@@ -30,6 +30,8 @@ class Verdict:
         What is not known and should be, a sentence each, with a hint.
     skipped:
         What was not checked or computed for that, or because the model is not made yet.
+    later:
+        Why it is no defect that something was skipped; empty where it is one.
     tightest:
         The memory with the smallest share free, in words; empty where nothing is compared.
     """
@@ -37,6 +39,7 @@ class Verdict:
     short: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
+    later: str = ""
     tightest: str = ""
 
     @property
@@ -60,6 +63,7 @@ class Verdict:
             "short": list(self.short),
             "unknown": list(self.unknown),
             "skipped": list(self.skipped),
+            "later": self.later,
             "exit_code": int(self.exit_code),
         }
 
@@ -70,6 +74,7 @@ def judge(outlook: Outlook, facts: ModelFacts | str) -> Verdict:
         short=tuple(_short(outlook)),
         unknown=tuple(_unknown(outlook, facts)),
         skipped=tuple(_skipped(outlook, facts)),
+        later=_later(outlook, facts),
         tightest=_tightest(outlook),
     )
 
@@ -109,8 +114,11 @@ def _skipped(outlook: Outlook, facts: ModelFacts | str) -> Iterator[str]:
         yield f"rules about the model's sizes: {', '.join(rule.name for rule in MODEL_RULES)}"
     if outlook.loop is None and (isinstance(facts, str) or _forecast_is_due(outlook)):
         yield "the time of a step"
-    if isinstance(facts, str) and outlook.recipe.model.warmup is not None:
-        yield "all of it until the model is made (hpcrl warmup)"
+
+
+def _later(outlook: Outlook, facts: ModelFacts | str) -> str:
+    made_later = isinstance(facts, str) and outlook.recipe.model.warmup is not None
+    return "whether it fits, until the model is made (hpcrl warmup)" if made_later else ""
 
 
 def _tightest(outlook: Outlook) -> str:
