@@ -15,6 +15,9 @@ from hpcrl.trainer.memory.optimizer import HostAdamW
 
 __all__ = ["clip_gradients", "learning_rate", "make_optimizer", "set_learning_rate"]
 
+_NORM_PIECE = 1 << 22
+"""Elements of a gradient whose norm is taken at once."""
+
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
     """The learning rate of optimizer step ``step`` (from 1 to ``total_steps``).
@@ -90,12 +93,13 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, group: d
         The global norm before clipping. It may be infinite or NaN; gradients are then left as they are.
     """
     local = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    total = torch.zeros((), dtype=torch.float64, device=local[0].device)
-    for gradient in local:
-        total += gradient.double().square().sum()
+    # by pieces: on CPU each is copied to float64
+    pieces = [piece for gradient in local for piece in gradient.reshape(-1).split(_NORM_PIECE)]
+    total = torch.stack(torch._foreach_norm(pieces, 2, dtype=torch.float64)).square().sum()
     if group is not None:
         dist.all_reduce(total, group=group)
-    norm = math.sqrt(total.item()) if total.isfinite() else total.item()
+    # the only wait for the device
+    norm = total.item() ** 0.5
     if math.isfinite(norm) and norm > max_norm:
         torch._foreach_mul_(local, max_norm / norm)
     return norm
