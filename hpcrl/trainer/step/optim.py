@@ -94,12 +94,12 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, group: d
     """
     local = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
     # by pieces: on CPU each is copied to float64
-    pieces = [piece for gradient in local for piece in gradient.reshape(-1).split(_NORM_PIECE)]
+    pieces = [piece for gradient in local for piece in torch.split(gradient.reshape(-1), _NORM_PIECE)]
     total = torch.stack(torch._foreach_norm(pieces, 2, dtype=torch.float64)).square().sum()
     if group is not None:
         dist.all_reduce(total, group=group)
     # the only wait for the device
-    norm = total.item() ** 0.5
+    norm = math.sqrt(total.item())
     if math.isfinite(norm) and norm > max_norm:
         torch._foreach_mul_(local, max_norm / norm)
     return norm
