@@ -23,7 +23,7 @@ from hpcrl.trainer.estimate import estimate_model, estimate_pass
 
 #: by the names of all families; each takes those that it has
 SIZES: dict[str, Any] = {
-    "vocab_size": 1024,
+    "vocab_size": 2560,
     "hidden_size": 256,
     "num_hidden_layers": 2,
     "num_attention_heads": 8,

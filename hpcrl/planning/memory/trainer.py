@@ -205,9 +205,8 @@ class _Trainer:
             inputs = {"rows": rows, "columns": columns, "D": d, "n": n, "V": v, "b": b}
             yield Term("logits", value, "(4 + b) rows · columns + 4 (2 columns + n + rows) D + b V D", inputs)
             return
-        # logits; in the backward pass also the gradient of the chosen, logits less their normaliser, the
-        # probabilities and their product with the gradient
-        yield Term("logits", 5 * 4 * n * v, "5 · 4 n V", {"n": n, "V": v})
+        # logits, and beside them probabilities or the gradient (`hpcrl.trainer.batch.tensors.token_logprobs`)
+        yield Term("logits", 2 * 4 * n * v, "2 · 4 n V", {"n": n, "V": v})
 
     def _reduced(self, i: int) -> float:
         """Share of the gradients that exist before layer ``i`` is reduced."""

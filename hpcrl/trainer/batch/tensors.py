@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -188,9 +188,26 @@ def token_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> tuple
     """
     if temperature != 1.0:
         logits = logits / temperature
-    normaliser = logits.logsumexp(-1)
-    logprobs = logits.gather(-1, targets[:, None])[:, 0] - normaliser
-    with torch.no_grad():
-        mean_logit = ((logits - normaliser[:, None]).exp() * logits).sum(-1)
-        entropies = normaliser.detach() - mean_logit
-    return logprobs, entropies
+    found: tuple[Tensor, Tensor] = _TokenLogprobs.apply(logits, targets[:, None])  # type: ignore[no-untyped-call]
+    return found
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """By hand, because all but one of the copies of logits that autograd makes on both ways can be done without."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        normaliser = logits.logsumexp(-1)
+        mean_logit = (logits - normaliser[:, None]).exp_().mul_(logits).sum(-1)
+        entropies = normaliser - mean_logit
+        ctx.save_for_backward(logits, targets, normaliser)
+        ctx.mark_non_differentiable(entropies)
+        return logits.gather(-1, targets)[:, 0] - normaliser, entropies
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        logits, targets, normaliser = ctx.saved_tensors
+        scale = gradients[0][:, None]
+        # of a log-probability: one at its target, less all probabilities
+        gradient = (logits - normaliser[:, None]).exp_().mul_(-scale)
+        return gradient.scatter_add_(-1, targets, scale), None
