@@ -10,6 +10,7 @@ machine may have other work, the shortest of some steps; tools take turns.
 
 from __future__ import annotations
 
+import argparse
 import time
 from typing import Any
 
@@ -128,6 +129,7 @@ def predicted(settings: dict[str, Any]) -> int:
 
 def main() -> None:
     """Measure, print and record."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
     torch.set_num_threads(1)
     root = scratch("memory-tools")
     worker.write_model(root / "model", ARCH)

@@ -135,6 +135,7 @@ FILES = {
     "extends five thousand letters": Case("no recipe of this name", f"extends: {'a' * 5000}\n{RECIPE}"),
 }
 VALUES = {
+    "copies on one rank": Case("does not divide the 1 ranks", more("  parallelism: {dp_replicate: 2}")),
     "a date": Case("trainer.steps: must be a whole number", value("2020-01-01")),
     "a date that is none": Case("is no timestamp", value("2020-13-45")),
     "minutes": Case("must be a whole number, is '1:30'", value("1:30")),
@@ -232,7 +233,6 @@ ABSENT = {
         "no pipeline parallelism", more("engine: {backend: vllm, vllm_args: {pipeline-parallel-size: 2}}")
     ),
     "weights over NCCL": Case("no other transport", more("handoff: {transport: nccl}")),
-    "copies of the parameters": Case("sharded over all ranks", more("  parallelism: {dp_replicate: 2}")),
     "draft tokens": Case("no plan computes with draft tokens", more("engine: {speculative_config: {method: mtp}}")),
     "GPUs in turns": Case("no plan lets them share", more("rollouts: {colocate: true}")),
 }

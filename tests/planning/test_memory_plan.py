@@ -118,7 +118,8 @@ def test_each_memory_saver_saves() -> None:
     assert _peak(optimizer_offload=True) < none
     assert _peak(cp=8) < none
     small_head = {"activation_checkpointing": "full", "lm_head_chunk_tokens": 1024}
-    assert _peak(ep=16, **small_head) < _peak(**small_head) < full
+    # a layer binds in both, not the logits, which are compared below
+    assert _peak(ep=16, **small_head) < _peak(**small_head) <= full
     assert _peak(ranks=192) < none
     assert _peak(fp8=True, **small_head) > _peak(**small_head)
     assert _peak(lora_rank=16, **small_head) < _peak(**small_head)
