@@ -16,7 +16,7 @@ from hpcrl.trainer.parallel.mesh import distributed
 from hpcrl.trainer.step.policy import TrainerPolicy
 
 #: what a peer's "low memory" has too: all layers are computed again, and logits are never whole
-LOW_MEMORY: dict[str, Any] = {"activation_checkpoint": "full", "lm_head_chunk_tokens": 256}
+LOW_MEMORY = {"activation_checkpointing": "full", "lm_head_chunk_tokens": "auto"}
 
 
 def recipe_of(spec: dict[str, Any]) -> Recipe:
