@@ -39,7 +39,7 @@ def run(python: Path, script: str, case: dict[str, Any], environment: dict[str, 
     """One start of a trainer; returns seconds a step of the slowest rank, CPU seconds of all, peak of the largest."""
     out = scratch("peers") / "rank"
     command = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}", script]
-    env = {**os.environ, **environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, **environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'bench'}"}
     env["HPCRL_BENCH_CASE"] = json.dumps({**case, "out": str(out)})
     done = subprocess.run(
         command, check=False, cwd=ROOT / "bench/peers", env=env, capture_output=True, text=True, timeout=900

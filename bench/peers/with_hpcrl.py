@@ -6,10 +6,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from msgspec import structs
+from planner_memory_worker import batch as rollouts_of
 from sizes import COMMON, MODELS, batch, case, measure, status_mib
 
 from hpcrl.config.recipe import Recipe
-from hpcrl.dock.wire import BatchShard, BatchStats, MicroBatch
+from hpcrl.dock.wire import BatchShard
 from hpcrl.modeling.blocks import local_part
 from hpcrl.models.arch import arch_from_config
 from hpcrl.trainer.parallel.mesh import distributed
@@ -37,31 +39,10 @@ def recipe_of(spec: dict[str, Any]) -> Recipe:
 def shard_of(ids: torch.Tensor, step: int, rank: int, ranks: int) -> BatchShard:
     """Every token but the first of each sequence is trained."""
     sequences, tokens = ids.shape
-    total = sequences * tokens
-    mask = np.ones((sequences, tokens), np.uint8)
-    mask[:, 0] = 0
-    mask = mask.reshape(-1)
-    micro_batch = MicroBatch(
-        token_ids=ids.reshape(-1).numpy().astype(np.int32),
-        cu_seqlens=np.arange(0, total + 1, tokens).astype(np.int32),
-        loss_mask=mask,
-        logprobs=(np.full(total, -9.0) * mask).astype(np.float32),
-        versions=np.full(total, step - 1, np.int32),
-        advantages=mask.astype(np.float32),
-    )
-    stats = BatchStats(
-        reward_mean=0.0,
-        reward_std=0.0,
-        reward_by_env={},
-        reward_parts={},
-        staleness_mean=0.0,
-        staleness_max=0,
-        staleness_histogram={},
-        total_tokens=total * ranks,
-        total_sampled_tokens=int(mask.sum()) * ranks,
-        rollouts={},
-    )
-    return BatchShard(step=step, rank=rank, world_size=ranks, micro_batches=[micro_batch], stats=stats)
+    settings = {"lengths": [tokens] * sequences, "micro_batches": 1}
+    shard = rollouts_of(settings, step=step, rank=rank, world_size=ranks, vocab=MODELS[case()["model"]]["vocab_size"])
+    own = structs.replace(shard.micro_batches[0], token_ids=ids.reshape(-1).numpy().astype(np.int32))
+    return structs.replace(shard, micro_batches=[own])
 
 
 def main() -> None:
