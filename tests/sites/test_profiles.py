@@ -21,7 +21,7 @@ from hpcrl.sites.probe import PartitionFacts, Shape, SiteFacts, read_facts
 from hpcrl.sites.profile_check import Severity, check_profile
 from hpcrl.sites.profile_draft import draft_profile
 
-FACTS = Path(__file__).parent / "facts"
+FACTS = Path(__file__).parents[1] / "slurm" / "facts"
 
 
 class Recorded:

@@ -1,6 +1,6 @@
 """What a plan starts as a vLLM engine, without vLLM. Golden files: the commands of the reference run.
 
-``HPCRL_REWRITE_GOLDEN=1 pytest tests/inference/test_vllm_plan.py`` writes them again; read the diff.
+``HPCRL_REWRITE_GOLDEN=1 pytest tests/jobplan/test_vllm_plan.py`` writes them again; read the diff.
 """
 
 from __future__ import annotations
