@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -54,10 +54,14 @@ __all__ = [
 class WarmupConfig(StrictModel):
     """How ``hpcrl warmup`` makes a small start model: random weights, then supervised steps on demonstrations."""
 
+    family: str = "qwen3_moe"
+    """Family of the model: the ``model_type`` of its ``config.json``; docs/training.md has those that are trained."""
+    config: dict[str, Any] = {}
+    """What ``config.json`` says beside the sizes below, by the keys of the family (``q_lora_rank``, ``index_topk``)."""
     hidden_size: PositiveInt = 64
     """Width of the residual stream."""
     num_hidden_layers: PositiveInt = 2
-    """Decoder layers; all are sparse."""
+    """Decoder layers; all are sparse, unless ``config`` says otherwise."""
     num_attention_heads: PositiveInt = 4
     """Query heads."""
     num_key_value_heads: PositiveInt = 2

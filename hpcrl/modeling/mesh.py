@@ -45,6 +45,11 @@ class ParallelDims:
         self._meshes: dict[str, DeviceMesh] = {}
 
     @property
+    def degrees(self) -> dict[str, int]:
+        """Size of each dimension, by its name."""
+        return {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "cp": self.cp, "ep": self.ep}
+
+    @property
     def batch(self) -> int:
         """Data-parallel ranks: batches are cut into so many parts."""
         return self.dp_replicate * self.dp_shard

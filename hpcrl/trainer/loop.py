@@ -136,7 +136,13 @@ class Trainer:
         self._publish_restored(policy, step)
         if self.leader:
             self.context.ready()
-        self._emit("trainer.ready", step=step, seconds=time.monotonic() - started)
+        self._emit(
+            "trainer.ready",
+            step=step,
+            seconds=time.monotonic() - started,
+            mesh=self.parallel.mesh.degrees,
+            memory=self.recipe.trainer.memory.model_dump(exclude_defaults=True),
+        )
         try:
             while step < self.recipe.trainer.steps:
                 step += 1

@@ -56,9 +56,16 @@ FAMILIES = {
     "qwen3_moe": replace(ARCHS["qwen3_moe"], tie_word_embeddings=True),
     "deepseek_v3": ARCHS["deepseek_v3"],
     "glm_moe_dsa": ARCHS["glm_moe_dsa"],
+    "gpt_oss": ARCHS["gpt_oss"],
+    "nemotron_h": ARCHS["nemotron_h"],
 }
 #: of two ranks: tokens travel to experts, sequences are cut, both at once, only parameters are sharded
-MESHES = ({"ep": 2}, {"cp": 2}, {"cp": 2, "ep": 2}, {})
+DEGREES = ({"ep": 2}, {"cp": 2}, {"cp": 2, "ep": 2}, {})
+#: sinks and windows with both; states, which are not cut among ranks, with experts that are
+MESHES = [(family, degrees) for family in ("qwen3_moe", "glm_moe_dsa") for degrees in DEGREES] + [
+    ("gpt_oss", {"cp": 2, "ep": 2}),
+    ("nemotron_h", {"ep": 2}),
+]
 
 
 @pytest.fixture(scope="module")
@@ -121,18 +128,16 @@ def on_meshes(rank, models):
     """What differs, by family, mesh and tool."""
     found = {}
     with distributed(timeout_s=60) as start:
-        for degrees in MESHES:
+        for family, degrees in MESHES:
             mesh = ParallelDims(world_size=start.world.size, **degrees)
             mesh.build_mesh("cpu")
-            parallel = Parallel(mesh, start.device)
-            for family in ("qwen3_moe", "glm_moe_dsa"):
-                if differences := wrong(models[family], parallel):
-                    found[family, str(degrees)] = differences
+            if differences := wrong(models[family], Parallel(mesh, start.device)):
+                found[family, str(degrees)] = differences
     return found
 
 
 def test_every_mesh_computes_the_same(models):
-    assert run_ranks(2, on_meshes, models, timeout_s=120.0) == [{}, {}]
+    assert run_ranks(2, on_meshes, models, timeout_s=240.0) == [{}, {}]
 
 
 @pytest.mark.parametrize("before", [{}, {"optimizer_offload": True}, {"parameter_offload": True}], ids=str)

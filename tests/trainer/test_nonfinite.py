@@ -21,6 +21,8 @@ from hpcrl.trainer.step.policy import TrainerPolicy
 from hpcrl.weights.store import HandoffStore
 
 SKIP = {"action": "skip", "max_in_a_row": 2}
+#: the optimizer's state in host memory stays as it was, too, and the head that finds the tokens is computed in pieces
+MEMORY = {"optimizer_offload": True, "lm_head_chunk_tokens": 3, "activation_checkpointing": "full"}
 
 
 def poisoned(rollouts, *numbers, value=math.nan):
@@ -109,53 +111,70 @@ def test_so_many_in_a_row_end_the_run_also_after_a_restart(tmp_path, model_dir, 
     run_steps(run, model_dir, dock, 6)
 
 
+def same(some, others):
+    return len(some) == len(others) > 0 and all(map(torch.equal, some, others))
+
+
 def explain(rank, model_dir, weight=None, broken=(), **trainer):
     """What one step finds, with a poisoned weight or rollouts; weights and optimizer stay as they were."""
     with distributed(
         timeout_s=30, parallelism=make_recipe(model_dir, steps=2, **trainer).trainer.parallelism
     ) as parallel:
         recipe = make_recipe(model_dir, steps=3, **trainer)
-        policy = TrainerPolicy(recipe, load_arch(model_dir), parallel, model_dir=model_dir)
         data = parallel.data
 
-        def step(number, *rollouts):
+        def start():
+            return TrainerPolicy(recipe, load_arch(model_dir), parallel, model_dir=model_dir)
+
+        def step(policy, number, *rollouts):
             policy.forward_backward(poisoned(Rollouts(number), *rollouts).shard(data.rank, data.size))
             return policy.optimizer_step(number)
 
-        step(1)
+        def weights(policy):
+            return [local_part(p.detach()).clone() for p in policy.model.parameters()]
+
+        def moments(policy):
+            return [local_part(t).clone() for state in policy.optimizer.state.values() for t in state.values()]
+
+        policy = start()
+        step(policy, 1)
         if weight is not None and rank == 0:
             with torch.no_grad():
                 local_part(policy.model.get_parameter(weight)).flatten()[:1] = math.inf
-        before = [local_part(p.detach()).clone() for p in policy.model.parameters()]
-        counts = [int(state["step"]) for state in policy.optimizer.state.values()]
+        before = weights(policy), moments(policy)
         with pytest.raises(NonFiniteGradientError) as error:
-            step(2, *broken)
-        assert all(
-            torch.equal(a, local_part(p.detach())) for a, p in zip(before, policy.model.parameters(), strict=True)
-        )
-        assert counts == [int(state["step"]) for state in policy.optimizer.state.values()]
+            step(policy, 2, *broken)
+        assert same(weights(policy), before[0])
+        assert same(moments(policy), before[1])
         assert all(p.grad is None for p in policy.model.parameters())
         if weight is None:
             # the next step is as if nothing had been
-            assert math.isfinite(step(3)[0])
+            other = start()
+            for policy_, numbers in ((policy, (3,)), (other, (1, 3))):
+                for number in numbers:
+                    assert math.isfinite(step(policy_, number)[0])
+            assert same(weights(policy), weights(other))
         else:
             with pytest.raises(NonFiniteGradientError):
                 SkippedSteps(NonFiniteConfig(action="skip")).skip(error.value)
         return error.value.found
 
 
-def test_a_poisoned_weight_is_named_and_not_skipped(model_dir):
+@pytest.mark.parametrize("memory", [{}, MEMORY], ids=["plain", "memory tools"])
+def test_a_poisoned_weight_is_named_and_not_skipped(model_dir, memory):
     name = "layers.0.self_attn.q_proj.weight"
-    found = explain(0, model_dir, weight=name)
+    found = explain(0, model_dir, weight=name, memory=memory)
     assert found.weights == [name]
     # an infinite weight of attention spoils every rollout
     assert len(found.rollouts) == 6
     assert all("own pass" in each for each in found.rollouts)
 
 
-@pytest.mark.parametrize("mesh", [{"ep": 2}, {"cp": 2}])
-def test_ranks_find_the_same(model_dir, mesh):
-    found = run_ranks(2, explain, model_dir, broken=(1, 4), parallelism=mesh)
+@pytest.mark.parametrize(
+    ("mesh", "memory"), [({"ep": 2}, {}), ({"cp": 2}, {}), ({"cp": 2, "cp_scheme": "ring"}, {}), ({"ep": 2}, MEMORY)]
+)
+def test_ranks_find_the_same(model_dir, mesh, memory):
+    found = run_ranks(2, explain, model_dir, broken=(1, 4), parallelism=mesh, memory=memory)
     assert found[0] == found[1]
     assert sorted(each.split(" (")[0] for each in found[0].rollouts) == ["group 2 member 1", "group 2 member 4"]
     assert found[0].weights == []

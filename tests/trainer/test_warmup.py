@@ -129,6 +129,60 @@ def test_the_model_learns_and_transformers_loads_it(tmp_path):
     assert ids == ChatTokenizer(output).render_ids(TALK, add_generation_prompt=False)
 
 
+#: sizes that no other family has
+FAMILIES = {
+    "glm_moe_dsa": {
+        "q_lora_rank": 20,
+        "kv_lora_rank": 12,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 6,
+        "v_head_dim": 10,
+        "index_topk": 4,
+        "index_n_heads": 4,
+        "index_head_dim": 8,
+        "indexer_types": ["full", "shared"],
+        "first_k_dense_replace": 1,
+    },
+    "gpt_oss": {"sliding_window": 8},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_start_models_of_other_families(tmp_path, family):
+    """Of the family that is asked for, with its own sizes, and such that they learn."""
+    transformers = pytest.importorskip("transformers")
+    losses = []
+    make_start_model(
+        recipe_with(family=family, config=FAMILIES[family], steps=20),
+        tmp_path / "toy",
+        seed=3,
+        progress=lambda step, steps, loss: losses.append(loss),
+    )
+    assert losses[-1] < 0.8 * losses[0]
+    config = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "toy").config
+    assert (config.model_type, config.hidden_size, config.num_hidden_layers) == (family, 32, 2)
+    # what transformers has a name for
+    known = FAMILIES[family].keys() & vars(config).keys()
+    assert {key: getattr(config, key) for key in known} == {key: FAMILIES[family][key] for key in known} != {}
+    assert config.num_local_experts == 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"family": "gpt5"}, "model_type is 'gpt5'"),
+        ({"family": "glm_moe_dsa"}, "lacks kv_lora_rank"),
+        ({"config": {"index_topk": 4}}, "config has index_topk, which cannot be said of qwen3_moe"),
+        ({"config": {"vocab_size": 4}}, "config has vocab_size"),
+        ({"config": {"decoder_sparse_step": "two"}}, "model.warmup describes no model"),
+    ],
+)
+def test_sizes_that_are_no_model_are_refused(tmp_path, settings, message):
+    with pytest.raises(UsageError, match=message):
+        make_start_model(recipe_with(**settings), tmp_path / "toy", seed=0)
+    assert os.listdir(tmp_path) == []
+
+
 def test_equal_seeds_make_equal_models(tmp_path):
     models = []
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):

@@ -22,7 +22,7 @@ from hpcrl.fs import StagedDirectory, write_json
 from hpcrl.modeling.decoder import Decoder
 from hpcrl.modeling.hf import published_tensors
 from hpcrl.modeling.spec import build_model
-from hpcrl.models.arch import ModelArch, Qwen3MoeArch
+from hpcrl.models.arch import arch_from_config
 from hpcrl.models.tokenizer import ChatTokenizer, write_character_tokenizer
 from hpcrl.rollouts.environments import build_environments, hosted
 from hpcrl.trainer.publish.publisher import tensor_bytes
@@ -35,6 +35,19 @@ __all__ = ["make_start_model"]
 _MAX_GRAD_NORM = 1.0
 _RISE_SHARE = 0.1
 """Share of the steps in which the learning rate rises."""
+
+_SIZES = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "moe_intermediate_size",
+    "num_experts",
+    "num_experts_per_tok",
+    "max_position_embeddings",
+)
+"""What ``model.warmup`` says of a model of any family."""
 
 Progress = Callable[[int, int, float], None]
 """Called after each step with the step (from 1), the number of steps, and the loss in nats a token."""
@@ -81,7 +94,7 @@ def make_start_model(
     try:
         stage.create()
         vocab_size, eos_token_id = write_character_tokenizer(stage.path)
-        arch = _arch(config, vocab_size, eos_token_id)
+        model = _build(config, vocab_size, eos_token_id)
         tokenizer = ChatTokenizer(stage.path)
         environments = build_environments(recipe)
         for environment in hosted(environments):
@@ -93,7 +106,6 @@ def make_start_model(
             correct_share=config.correct_share,
             seed=seed,
         )
-        model = build_model(arch, device="cpu")
         model.init_weights(torch.Generator().manual_seed(seed))
         loss = _train(model, source, config, progress)
         _write_model(stage.path, model)
@@ -106,20 +118,20 @@ def make_start_model(
     return loss
 
 
-def _arch(config: WarmupConfig, vocab_size: int, eos_token_id: int) -> ModelArch:
-    return Qwen3MoeArch(
-        vocab_size=vocab_size,
-        eos_token_id=eos_token_id,
-        hidden_size=config.hidden_size,
-        num_hidden_layers=config.num_hidden_layers,
-        num_attention_heads=config.num_attention_heads,
-        num_key_value_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        moe_intermediate_size=config.moe_intermediate_size,
-        num_experts=config.num_experts,
-        num_experts_per_tok=config.num_experts_per_tok,
-        max_position_embeddings=config.max_position_embeddings,
-    )
+def _build(config: WarmupConfig, vocab_size: int, eos_token_id: int) -> Decoder:
+    """The model of the sizes, as a ``config.json`` of the family says them (UsageError where that is none)."""
+    sizes = {name: getattr(config, name) for name in _SIZES}
+    # families have names of their own for these
+    sizes |= dict.fromkeys(("n_routed_experts", "num_local_experts"), config.num_experts)
+    sizes |= {"intermediate_size": config.moe_intermediate_size}
+    given = {"model_type": config.family, "vocab_size": vocab_size, "eos_token_id": eos_token_id}
+    try:
+        arch = arch_from_config(sizes | config.config | given)
+        if wrong := config.config.keys() & given.keys() or config.config.keys() - arch.to_hf_config().keys():
+            raise ValueError(f"config has {', '.join(sorted(wrong))}, which cannot be said of {config.family} there")
+        return build_model(arch, device="cpu")
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"model.warmup describes no model: {error}\n    hint: correct model.warmup") from error
 
 
 def _train(model: Decoder, source: DemonstrationSource, config: WarmupConfig, progress: Progress | None) -> float:
