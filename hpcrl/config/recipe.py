@@ -227,7 +227,8 @@ class TrainerConfig(StrictModel):
     memory: TrainerMemoryConfig = TrainerMemoryConfig()
     """What saves memory in exchange for time."""
     router_replay: bool = False
-    """Train with the experts that the engines chose (planned)."""
+    """Tokens go to the experts that engines chose for them, by weights of the trainer's own routers; tokens that nobody
+    spoke of go where the routers say, and are counted: ``unknown_routing``. Engines return experts then."""
     freeze: list[str] | None = None
     """Patterns (``*``, ``?``, ``[…]``) of published names of tensors that are not trained, such as
     ``*.mlp.gate.weight``: they have no gradient and no optimizer state, and are saved and published all the same. The
@@ -375,6 +376,11 @@ class Recipe(StrictModel):
         """Nodes of all engines on a cluster; a local run has one, whatever this says."""
         sides = [side for side in (self.engine.prefill, self.engine.decode) if side is not None]
         return sum(side.replicas * side.nodes for side in sides) or self.engine.replicas * self.engine.nodes
+
+    @property
+    def returns_routed_experts(self) -> bool:
+        """Whether engines say which experts they chose."""
+        return self.engine.return_routed_experts or self.trainer.router_replay
 
     @property
     def fans_out(self) -> bool:

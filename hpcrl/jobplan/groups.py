@@ -173,7 +173,7 @@ def _engine_command(recipe: Recipe, role: Role) -> tuple[str, ...]:
     command = module_command("{python}", "hpcrl.inference.embedded.server")
     for flag, value in flags.items():
         command += [flag, value]
-    if engine.return_routed_experts:
+    if recipe.returns_routed_experts:
         command.append("--enable-return-routed-experts")
     if asks_health(recipe):
         command.append("--open-health")

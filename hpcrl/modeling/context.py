@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from hpcrl.modeling.state_space import Scan
@@ -16,6 +17,7 @@ __all__ = [
     "GatherFn",
     "IndexQuery",
     "RecurrenceFn",
+    "ReplayedExperts",
     "RoutedExpertsRecorder",
     "SparseAttentionFn",
 ]
@@ -123,8 +125,39 @@ class RoutedExpertsRecorder(Protocol):
     """Receives the experts chosen by each sparse layer."""
 
     def __call__(self, layer: int, experts: Tensor) -> None:
-        """``experts`` is ``[tokens, experts_per_token]``, int64, ordered by falling preference of the router."""
+        """Take the router's own choice.
+
+        ``experts`` is ``[tokens, experts_per_token]``, int64, ordered by falling preference; also where a replay puts
+        other experts in its place.
+        """
         ...
+
+
+class ReplayedExperts(NamedTuple):
+    """Experts that engines chose for ``T`` tokens.
+
+    Attributes
+    ----------
+    experts:
+        ``[T, sparse layers, experts_per_token]``: uint8, int16 or int32, the smallest that is exact. Means nothing
+        where ``known`` is False.
+    known:
+        ``[T]`` bool: where an engine said something. The last token of a rollout never went into an engine.
+    columns:
+        Where the experts of a sparse layer are, by global layer number. Layers without experts have none.
+    """
+
+    experts: Tensor
+    known: Tensor
+    columns: Mapping[int, int]
+
+    def of(self, layer: int) -> Tensor:
+        """``[T, experts_per_token]`` of a sparse layer, by global number."""
+        return self.experts[:, self.columns[layer]]
+
+    def instead_of(self, own: Tensor, layer: int) -> Tensor:
+        """``own``, ``[T, experts_per_token]`` int64, with the engines' experts in all rows that are known."""
+        return torch.where(self.known[:, None], self.of(layer).to(own.dtype), own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +173,7 @@ class BatchContext:
     select:
         ``[selected]`` indices of the tokens whose logits are wanted; None for all.
     record:
-        Told the chosen experts of every sparse layer.
+        Told what the router of every sparse layer chooses by itself.
     sparse:
         The same attention for layers that choose tokens; None where it cannot.
     recurrence:
@@ -151,9 +184,11 @@ class BatchContext:
     chosen:
         What each layer with an indexer chose, where later layers share it. By layer, not the last one alone: a layer
         that is computed again for the backward pass finds what it found in the forward pass.
-    routes:
-        Experts ``[T, k]`` that routers take in place of their own choice, by layer: those of the forward pass where a
-        layer is computed again.
+    replay:
+        Experts that routers take in place of their own choice, in the rows that are known; None: their own everywhere.
+    taken:
+        Experts ``[T, k]`` that tokens were sent to, by layer, where a layer is computed twice: the first computation
+        writes them down and the second one takes them. None: no layer is.
     """
 
     positions: Tensor
@@ -164,4 +199,5 @@ class BatchContext:
     recurrence: RecurrenceFn | None = None
     gather: GatherFn | None = None
     chosen: dict[int, Tensor] = field(default_factory=dict)
-    routes: Mapping[int, Tensor] = field(default_factory=dict)
+    replay: ReplayedExperts | None = None
+    taken: dict[int, Tensor] | None = None

@@ -54,6 +54,13 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
         The same by version lag as for ``mismatch_kl_by_lag``, over the forward passes that sampled trained tokens.
     routed_tokens:
         Tokens of the batch whose experts engines returned.
+    replayed_share:
+        Share of the batch's tokens that took the experts of the engine (``trainer.router_replay``); None where experts
+        are not replayed.
+    unknown_routing:
+        Share of the batch's tokens whose experts no engine said, by kind: ``last``, the last token of a rollout, which
+        never went into an engine; ``sampled``, other sampled tokens; ``context``, prompts and what tools said. Empty
+        where engines return no experts.
     staleness_mean, staleness_max:
         Trainer version minus version of the first sampled token, over rollouts.
     staleness_histogram:
@@ -103,6 +110,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     routing_mismatch: float | None = None
     routing_mismatch_by_lag: dict[str, float] = {}
     routed_tokens: int = 0
+    replayed_share: float | None = None
+    unknown_routing: dict[str, float] = {}
     skipped: bool = False
     nonfinite_tokens: int = 0
 

@@ -138,8 +138,9 @@ def test_experts_are_returned_on_request() -> None:
     flag = "enable-return-routed-experts"
     for recipe, settings in (("quickstart_vllm", ("engine.kv_store=null",)), ("quickstart", ())):
         assert flag not in flags_of(groups_of(recipe, "local", *settings)[Role.ENGINE])
-        asked = groups_of(recipe, "local", *settings, "engine.return_routed_experts=true")[Role.ENGINE]
-        assert flags_of(asked)[flag] is True
+        for setting in ("engine.return_routed_experts=true", "trainer.router_replay=true"):
+            asked = groups_of(recipe, "local", *settings, setting)[Role.ENGINE]
+            assert flags_of(asked)[flag] is True
 
 
 def test_a_cpu_engine_ignores_the_gpus_of_its_node() -> None:

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from trainer_testing import Rollouts
 
-from hpcrl.trainer.batch.routed_experts import EngineRoutedExperts
+from hpcrl.modeling.context import ReplayedExperts
 from hpcrl.trainer.batch.tensors import TokenBatch
 
 CPU = torch.device("cpu")
@@ -25,7 +25,8 @@ def batch_of(rollouts):
     shard = Rollouts(3, count=rollouts).shard(micro_batches=1)
     batch = TokenBatch.from_wire(shard.micro_batches[0], CPU)
     tokens = torch.arange(len(batch.input_ids))
-    return batch._replace(routes=EngineRoutedExperts(tokens.int()[:, None, None].expand(-1, 2, 2), tokens % 3 == 0))
+    rows = tokens.int()[:, None, None].expand(-1, 2, 2)
+    return batch._replace(routes=ReplayedExperts(rows, tokens % 3 == 0, {0: 0, 1: 1}))
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])

@@ -177,16 +177,23 @@ def one_pass(run, record=None):
 
 def test_routes_are_told_once_and_chosen_once(monkeypatch):
     """A layer that is computed again takes the experts of the first time, whatever its router would say now."""
-    told, chosen, choose = [], [], SoftmaxRouter.choose
+    told, preferred, weighed = [], [], []
+    prefer, weigh = SoftmaxRouter.prefer, SoftmaxRouter.weigh
 
-    def counting(self, x, given=None):
-        chosen.append(given is None)
-        return choose(self, x, given)
+    def preferring(self, scores):
+        preferred.append(prefer(self, scores))
+        return preferred[-1]
 
-    monkeypatch.setattr(SoftmaxRouter, "choose", counting)
+    def weighing(self, scores, taken):
+        weighed.append(taken)
+        return weigh(self, scores, taken)
+
+    monkeypatch.setattr(SoftmaxRouter, "prefer", preferring)
+    monkeypatch.setattr(SoftmaxRouter, "weigh", weighing)
     one_pass(Recomputation(selective=False), record=lambda layer, experts: told.append(layer))
     assert told == [0, 1]
-    assert chosen == [True, True, False, False]
+    # in the backward pass layers come in reverse, and no router is asked
+    assert [id(taken) for taken in weighed] == [id(preferred[layer]) for layer in (0, 1, 1, 0)]
 
 
 def test_selective_runs_nothing_dear_a_second_time(monkeypatch):

@@ -9,7 +9,7 @@ from trainer_testing import Rollouts, make_recipe, pack, run_ranks, tiny_arch, t
 from hpcrl.dock.routes import RoutedExperts, joined
 from hpcrl.dock.wire import decode_shard, encode_shard
 from hpcrl.modeling.packed_attention import PackedAttention
-from hpcrl.trainer.batch.routed_experts import EngineRoutedExperts, RoutedExpertsComparison
+from hpcrl.trainer.batch.routed_experts import RoutedExpertsComparison, engine_experts
 from hpcrl.trainer.batch.tensors import TokenBatch
 from hpcrl.trainer.parallel.mesh import distributed
 from hpcrl.trainer.step.policy import TrainerPolicy
@@ -72,6 +72,9 @@ def test_equal_models_choose_equal_experts(model_dir):
     metrics = measure(model_dir, shards_of(rollouts, engine_rows(rollouts.rollouts))[0])
     assert metrics.routing_mismatch == 0.0
     assert metrics.routed_tokens == rollouts.tokens - len(rollouts.rollouts)
+    assert metrics.unknown_routing == {"last": pytest.approx(len(rollouts.rollouts) / rollouts.tokens)}
+    # they were looked at alone
+    assert metrics.replayed_share is None
     assert set(metrics.routing_mismatch_by_lag) == set(metrics.mismatch_kl_by_lag)
     assert set(metrics.routing_mismatch_by_lag.values()) == {0.0}
 
@@ -131,12 +134,17 @@ def test_missing_rows_are_not_compared(model_dir):
     metrics = measure(model_dir, shards_of(rollouts, parts)[0])
     assert metrics.routing_mismatch == 0.0
     assert metrics.routed_tokens == sum(lengths) - len(lengths) - 1 - (lengths[1] - 1)
+    # the first token of a rollout is of its prompt
+    sampled = int(rollouts.rollouts[1].loss_mask[:-1].sum())
+    counts = {"last": len(lengths), "sampled": sampled, "context": 1 + lengths[1] - 1 - sampled}
+    assert metrics.unknown_routing == pytest.approx({kind: n / sum(lengths) for kind, n in counts.items()})
 
 
 def test_without_rows_nothing_is_said(model_dir):
     rollouts = Rollouts(4)
     metrics = measure(model_dir, rollouts.shard())
     assert (metrics.routing_mismatch, metrics.routing_mismatch_by_lag, metrics.routed_tokens) == (None, {}, 0)
+    assert (metrics.replayed_share, metrics.unknown_routing) == (None, {})
 
 
 def test_comparing_changes_no_gradient(model_dir):
@@ -176,39 +184,54 @@ def test_ranks_add_up(model_dir):
             assert metrics.routed_tokens == alone.routed_tokens
 
 
-def routes_of(shape, dtype=np.uint8):
-    experts = np.zeros(shape, dtype)
-    experts[..., 1] = 1
-    return RoutedExperts.of(experts, np.ones(shape[0], np.uint8))
-
-
-def compare(routes, layers, width=WIDTH):
-    comparison = RoutedExpertsComparison(EngineRoutedExperts.from_wire(routes, routes.shape[0], CPU))
-    for layer in range(layers):
-        comparison(layer, torch.arange(width - 1, -1, -1).expand(routes.shape[0], width))
-    comparison.finish()
-    return comparison
-
-
-def test_a_model_of_another_shape_is_refused():
-    assert compare(routes_of((5, 3, 2)), 3).differing.tolist() == [0] * 5
-    with pytest.raises(ValueError, match="in 2 layers; layer 2 of the trainer's model has 2"):
-        compare(routes_of((5, 2, 2)), 3)
-    with pytest.raises(ValueError, match="experts of 4 layers, the trainer's model has 3"):
-        compare(routes_of((5, 4, 2)), 3)
-    with pytest.raises(ValueError, match="2 experts a token in 3 layers; layer 0 of the trainer's model has 4"):
-        compare(routes_of((5, 3, 2)), 3, width=4)
+def batch_with(layers=LAYERS, width=WIDTH, *, dtype=np.uint8, tokens=None, put=None, known=True):
+    """Two rollouts whose tokens have the first experts everywhere; ``put`` maps ``(token, layer)`` to others."""
+    batch = pack(Rollouts(1, count=2).rollouts)
+    tokens = tokens or len(batch.token_ids)
+    experts = np.broadcast_to(np.arange(width), (tokens, layers, width)).astype(dtype)
+    for place, row in (put or {}).items():
+        experts[place] = row
+    present = np.full(tokens, known, np.uint8)
+    return msgspec.structs.replace(batch, routed_experts=RoutedExperts.of(experts, present))
 
 
 def test_wide_experts_are_compared():
-    routes = routes_of((4, 2, 2), np.uint16)
-    experts = routes.experts.copy()
-    experts[2, 1] = [0, 383]
-    wide = RoutedExperts.of(experts, np.ones(4, np.uint8))
-    assert compare(wide, 2).differing.tolist() == [0, 0, 1, 0]
+    arch = tiny_arch(num_experts=384)
+    experts = engine_experts(batch_with(dtype=np.uint16, put={(2, 1): [0, 383]}), arch, CPU)
+    # torch sorts no wider unsigned integers
+    assert experts.experts.dtype == torch.int16
+    comparison = RoutedExpertsComparison(experts)
+    for layer in range(LAYERS):
+        comparison(layer, torch.tensor([1, 0]).expand(len(experts.known), WIDTH))
+    assert comparison.differing.nonzero().tolist() == [[2]]
 
 
-def test_rows_of_other_tokens_are_refused():
-    batch = msgspec.structs.replace(pack(Rollouts(1, count=1).rollouts), routed_experts=routes_of((3, 2, 2)))
-    with pytest.raises(ValueError, match="has 3 rows of experts"):
-        TokenBatch.from_wire(batch, CPU)
+SECOND = len(Rollouts(1, count=2).rollouts[0].token_ids)
+#: the wrong record, what is said of it
+BROKEN = {
+    "too few layers": ({"layers": 1}, "2 experts a token in 1 layers; the trainer's model has 2 in 2\n.*hint: "),
+    "too many layers": ({"layers": 3}, "2 experts a token in 3 layers; the trainer's model has 2 in 2\n.*hint: "),
+    "another width": ({"width": 1}, "1 experts a token in 2 layers; the trainer's model has 2 in 2\n.*hint: "),
+    "other tokens": ({"tokens": 3}, "has 3 rows of experts"),
+    "beyond the last expert": (
+        {"put": {(SECOND + 1, 1): [0, 4]}},
+        r"experts \[0, 4\] of token 1 in layer 1 of rollout 1 of group 1: the model has 4\n.*hint: ",
+    ),
+    # a buffer that the engine never wrote to
+    "zeros": (
+        {"put": {(SECOND - 1, 0): [0, 0]}},
+        rf"experts \[0, 0\] of token {SECOND - 1} in layer 0 of rollout 0 of group 1: an expert stands there twice",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", BROKEN)
+def test_a_broken_record_is_refused_by_rollout_and_layer(change):
+    how, what = BROKEN[change]
+    with pytest.raises(ValueError, match=what):
+        TokenBatch.from_wire(batch_with(**how), CPU, tiny_arch())
+
+
+def test_what_stands_in_unknown_rows_does_not_matter():
+    batch = TokenBatch.from_wire(batch_with(put={(1, 1): [9, 9]}, known=False), CPU, tiny_arch())
+    assert not batch.routes.known.any()

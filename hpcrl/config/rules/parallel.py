@@ -42,8 +42,6 @@ def _planned_only(recipe: Recipe) -> Conflicts:
     for name in _changed(trainer.memory):
         if name in _PLANNED_MEMORY:
             yield f"trainer.memory.{name}", planned
-    if trainer.router_replay:
-        yield "trainer.router_replay", planned
     if engine.tp != 1:
         yield "engine.tp", "the planner reads it, but the engines of this version are one process each"
 
@@ -93,12 +91,8 @@ def _replica_size(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
             yield "engine.tp", f"{tp} does not divide the {gpus} GPUs of a replica of {role}"
 
 
-def _wants_routes(recipe: Recipe) -> bool:
-    return recipe.trainer.router_replay or recipe.engine.return_routed_experts
-
-
 def _replay_sees_prefixes(recipe: Recipe, _: ClusterProfile) -> Conflicts:
-    if not _wants_routes(recipe):
+    if not recipe.returns_routed_experts:
         return
     memory, engine = recipe.engine.memory, recipe.engine
     lost = "prompts that come from there run no forward pass, so their experts are not recorded"
@@ -116,7 +110,7 @@ def _flags(recipe: Recipe, name: str) -> list[tuple[str, Any]]:
 
 
 def _replay_sees_all_routes(recipe: Recipe, _: ClusterProfile) -> Conflicts:
-    if not _wants_routes(recipe):
+    if not recipe.returns_routed_experts:
         return
     lost = {
         "async-scheduling": "requests that are put back lose their routes where steps are scheduled ahead",

@@ -106,7 +106,7 @@ def engine_flags(recipe: Recipe, role: Role, *, gpus: bool, rdma: bool, ranks_pe
         "logprobs-mode": "processed_logprobs",
         # not what the model directory recommends: requests say how to sample
         "generation-config": "vllm",
-        "enable-return-routed-experts": engine.return_routed_experts or None,
+        "enable-return-routed-experts": recipe.returns_routed_experts or None,
         "weight-transfer-config": {"backend": "hpcrl"},
         "worker-extension-cls": "hpcrl.inference.vllm.weights.StagingWorker",
         "kv-transfer-config": transfer_config(recipe, role, gpus=gpus, rdma=rdma, ranks_per_node=ranks_per_node),

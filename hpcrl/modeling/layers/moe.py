@@ -6,8 +6,6 @@ shard one tensor a layer; `hpcrl.modeling.hf` maps them to the per-expert names 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -17,10 +15,10 @@ from hpcrl.modeling.context import BatchContext
 from hpcrl.modeling.layers.dispatch import Dispatcher, LocalDispatcher
 
 __all__ = [
-    "Choice",
     "ChosenSoftmaxRouter",
     "ClampedExperts",
     "Experts",
+    "Router",
     "SigmoidRouter",
     "SoftmaxRouter",
     "SparseMLP",
@@ -28,53 +26,63 @@ __all__ = [
 ]
 
 
-class Choice(NamedTuple):
-    """What a router says of ``T`` tokens.
+class Router(nn.Linear):
+    """Scores of experts, the experts that it prefers, and the weights of any that are taken.
 
-    Attributes
-    ----------
-    weights:
-        ``[T, k]`` float32, with gradient.
-    experts:
-        ``[T, k]`` int64, ordered by falling preference.
+    These are apart because a replay takes the experts that an engine preferred and weighs them by scores of its own.
     """
 
-    weights: Tensor
-    experts: Tensor
+    top_k: int
+
+    def scores(self, x: Tensor) -> Tensor:
+        """``[T, hidden_size]`` to ``[T, experts]``, with gradient."""
+        raise NotImplementedError
+
+    def prefer(self, scores: Tensor) -> Tensor:
+        """``[T, k]`` int64 of ``scores``, ordered by falling preference; no gradient goes through a choice."""
+        return scores.detach().topk(self.top_k, dim=-1).indices
+
+    def weigh(self, scores: Tensor, taken: Tensor) -> Tensor:
+        """Weights ``[T, k]`` float32 of the experts ``taken``, ``[T, k]`` int64, with gradient through ``scores``."""
+        raise NotImplementedError
 
 
-class SoftmaxRouter(nn.Linear):
+class SoftmaxRouter(Router):
     """The most likely experts by a softmax in float32."""
 
     def __init__(self, hidden_size: int, experts: int, *, top_k: int, normalise: bool) -> None:
         super().__init__(hidden_size, experts, bias=False)
         self.top_k, self.normalise = top_k, normalise
 
-    def choose(self, x: Tensor, given: Tensor | None = None) -> Choice:
-        """Of tokens ``[T, hidden_size]``; with ``given``, ``[T, k]`` experts, only what these weigh."""
-        probabilities = self(x).softmax(-1, dtype=torch.float32)
-        chosen = probabilities.detach().topk(self.top_k, dim=-1).indices if given is None else given
-        weights = probabilities.gather(1, chosen)
-        if self.normalise:
-            weights = weights / weights.sum(-1, keepdim=True)
-        return Choice(weights, chosen)
+    def scores(self, x: Tensor) -> Tensor:
+        """Probabilities, float32."""
+        probabilities: Tensor = self(x).softmax(-1, dtype=torch.float32)
+        return probabilities
+
+    def weigh(self, scores: Tensor, taken: Tensor) -> Tensor:
+        """See `Router`."""
+        weights = scores.gather(1, taken)
+        return weights / weights.sum(-1, keepdim=True) if self.normalise else weights
 
 
-class ChosenSoftmaxRouter(nn.Linear):
+class ChosenSoftmaxRouter(Router):
     """The experts with the highest scores, with a bias; weights are a softmax over the chosen alone, in float32."""
 
     def __init__(self, hidden_size: int, experts: int, *, top_k: int) -> None:
         super().__init__(hidden_size, experts, bias=True)
         self.top_k = top_k
 
-    def choose(self, x: Tensor, given: Tensor | None = None) -> Choice:
-        """Of tokens ``[T, hidden_size]``; with ``given``, ``[T, k]`` experts, only what these weigh."""
-        scores = self(x)
-        chosen = scores.detach().topk(self.top_k, dim=-1).indices if given is None else given
-        return Choice(scores.gather(1, chosen).softmax(-1, dtype=torch.float32), chosen)
+    def scores(self, x: Tensor) -> Tensor:
+        """Logits."""
+        logits: Tensor = self(x)
+        return logits
+
+    def weigh(self, scores: Tensor, taken: Tensor) -> Tensor:
+        """See `Router`."""
+        return scores.gather(1, taken).softmax(-1, dtype=torch.float32)
 
 
-class SigmoidRouter(nn.Linear):
+class SigmoidRouter(Router):
     """Scores by a sigmoid in float32; a correction bias takes part in the choice alone, and groups are chosen first.
 
     The bias is a buffer: no gradient reaches it, and RL does not move it.
@@ -100,17 +108,20 @@ class SigmoidRouter(nn.Linear):
         self.groups, self.top_groups = groups, top_groups
         self.register_buffer("e_score_correction_bias", torch.zeros(experts))
 
-    def choose(self, x: Tensor, given: Tensor | None = None) -> Choice:
-        """Of tokens ``[T, hidden_size]``; with ``given``, ``[T, k]`` experts, only what these weigh."""
-        scores = F.linear(x.float(), self.weight.float()).sigmoid()
-        chosen = self._preferred(scores) if given is None else given
-        weights = scores.gather(1, chosen)
+    def scores(self, x: Tensor) -> Tensor:
+        """Sigmoids, float32, without the bias."""
+        return F.linear(x.float(), self.weight.float()).sigmoid()
+
+    def weigh(self, scores: Tensor, taken: Tensor) -> Tensor:
+        """See `Router`."""
+        weights = scores.gather(1, taken)
         if self.normalise:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        return Choice(weights * self.scale, chosen)
+        return weights * self.scale
 
     @torch.no_grad()
-    def _preferred(self, scores: Tensor) -> Tensor:
+    def prefer(self, scores: Tensor) -> Tensor:
+        """See `Router`."""
         preferred = scores + self.e_score_correction_bias
         if self.top_groups < self.groups:
             by_group = preferred.view(len(scores), self.groups, -1)
@@ -195,7 +206,7 @@ class SparseMLP(nn.Module):
     def __init__(
         self,
         layer: int,
-        gate: SoftmaxRouter | SigmoidRouter | ChosenSoftmaxRouter,
+        gate: Router,
         experts: nn.Module,
         shared_experts: nn.Module | None = None,
         *,
@@ -223,12 +234,24 @@ class SparseMLP(nn.Module):
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
         """``[T, hidden_size]`` to the same."""
-        weights, chosen = self.gate.choose(x, context.routes.get(self.layer))
-        if context.record is not None:
-            context.record(self.layer, chosen)
-        taken = x if self.fc1_latent_proj is None else self.fc1_latent_proj(x)
-        rows, counts, combine = self.dispatcher.dispatch(taken, weights, chosen)
+        scores = self.gate.scores(x)
+        taken = None if context.taken is None else context.taken.get(self.layer)
+        if taken is None:
+            taken = self._take(scores, context)
+        narrow = x if self.fc1_latent_proj is None else self.fc1_latent_proj(x)
+        rows, counts, combine = self.dispatcher.dispatch(narrow, self.gate.weigh(scores, taken), taken)
         mixed = combine(self.experts(rows, counts))
         if self.fc2_latent_proj is not None:
             mixed = self.fc2_latent_proj(mixed)
         return mixed if self.shared_experts is None else mixed + self.shared_experts(x)
+
+    def _take(self, scores: Tensor, context: BatchContext) -> Tensor:
+        """Experts ``[T, k]`` that tokens go to: the router's choice, or the engine's where that is replayed."""
+        taken = self.gate.prefer(scores)
+        if context.record is not None:
+            context.record(self.layer, taken)
+        if context.replay is not None:
+            taken = context.replay.instead_of(taken, self.layer)
+        if context.taken is not None:
+            context.taken[self.layer] = taken
+        return taken

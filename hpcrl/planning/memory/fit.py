@@ -149,7 +149,7 @@ def trainer_memory(recipe: Recipe, *, device: Literal["cpu", "cuda"]) -> Trainer
         lm_head_chunk_tokens=AUTO_CHUNK if saving.lm_head_chunk_tokens == "auto" else saving.lm_head_chunk_tokens,
         fp8=saving.fp8,
         lora_rank=saving.lora_rank,
-        router_replay=trainer.router_replay or recipe.engine.return_routed_experts,
+        router_replay=recipe.returns_routed_experts,
         handoff_dtype="fp8" if recipe.handoff.kind == "fp8" else recipe.handoff.dtype,
         # a delta is made against an image that is kept
         images=2 if recipe.handoff.delta_chain else 1,

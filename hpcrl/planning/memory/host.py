@@ -65,7 +65,7 @@ def orchestrator_terms(facts: ModelFacts, recipe: Recipe) -> Iterator[Term | Non
     value = count * length * TOKEN_RECORD_BYTES * PAYLOAD_COPIES
     yield Term("rollouts", value, "rollouts · tokens · token · copies", inputs)
     yield Term("environments", flying * ENVIRONMENT_BYTES, "in flight · constant", {"in flight": flying}, "assumed")
-    if recipe.trainer.router_replay or recipe.engine.return_routed_experts:
+    if recipe.returns_routed_experts:
         k, layers = facts.num_experts_per_tok, len(facts.moe_layers)
         width = 1 if facts.num_experts <= 256 else 2
         value = count * length * layers * k * width * PAYLOAD_COPIES

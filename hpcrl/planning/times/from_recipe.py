@@ -73,7 +73,7 @@ def planned_layout(recipe: Recipe, cluster: SlurmCluster, facts: ModelFacts) -> 
         handoff_path="fan_out" if recipe.fans_out else "filesystem",
         handoff_dtype="fp8" if recipe.handoff.kind == "fp8" else recipe.handoff.dtype or recipe.trainer.dtype,
         delta_chain=recipe.handoff.delta_chain,
-        router_replay=recipe.trainer.router_replay or recipe.engine.return_routed_experts,
+        router_replay=recipe.returns_routed_experts,
     )
 
 

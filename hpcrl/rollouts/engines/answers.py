@@ -247,7 +247,7 @@ class AnswerReader:
             what = f"{found} rows of experts for {wanted} tokens, from token {start} of {prompt} of the prompt on"
             raise EngineProtocolError(
                 f"{self._engine}: an answer has {what}\n"
-                "    hint: engine.return_routed_experts: false, where its engines cannot say"
+                "    hint: engine.return_routed_experts and trainer.router_replay: false, where its engines cannot say"
             )
         return self._experts[0] if len(self._experts) == 1 else np.concatenate(self._experts)
 

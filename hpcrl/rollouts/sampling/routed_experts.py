@@ -64,7 +64,7 @@ class RoutedExpertsSettings:
     @classmethod
     def of(cls, recipe: Recipe) -> RoutedExpertsSettings | None:
         """None where engines do not return experts (FileNotFoundError, ValueError: the model is not known)."""
-        if not recipe.engine.return_routed_experts:
+        if not recipe.returns_routed_experts:
             return None
         dtype = exact_dtype(load_facts(recipe.model.path).num_experts)
         return cls(dtype, prompts=recipe.engine.kv_store is None)

@@ -1,60 +1,107 @@
 """The engine's choice of experts beside the trainer's own.
 
 A mixture of experts is two models where engine and trainer disagree about the experts of a token, however well their
-weights agree. `RoutedExpertsComparison` counts where they do. It only looks; a forward pass that takes the engine's
-choice instead would start from `EngineRoutedExperts`, which is there before the pass.
+weights agree. `RoutedExpertsComparison` counts where they do; `trainer.router_replay` lets the forward pass take the
+engine's choice (`hpcrl.modeling.context.ReplayedExperts`).
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from hpcrl.dock.routes import RoutedExperts
+from hpcrl.dock.wire import MicroBatch
+from hpcrl.modeling.context import ReplayedExperts
+from hpcrl.models.arch import ModelArch
 
-__all__ = ["EngineRoutedExperts", "RoutedExpertsComparison"]
+__all__ = ["UNKNOWN_KINDS", "RoutedExpertsComparison", "cut_experts", "engine_experts", "unknown_rows"]
+
+UNKNOWN_KINDS = ("last", "sampled", "context")
+"""What tokens without a row are: the last of a rollout, which never went into an engine; other sampled ones; prompts
+and what tools said."""
 
 
-class EngineRoutedExperts(NamedTuple):
-    """What engines said about ``T`` tokens.
+def engine_experts(batch: MicroBatch, arch: ModelArch, device: torch.device) -> ReplayedExperts | None:
+    """What engines said of the tokens of a micro-batch, on ``device``; None where they said nothing.
 
-    Attributes
-    ----------
-    experts:
-        ``[T, layers, experts_per_token]``, uint8 or int32; means nothing where ``known`` is False.
-    known:
-        ``[T]`` bool.
+    Engines report all layers by their number. Only sparse ones are kept, so the device has no rows of the others.
+
+    Raises
+    ------
+    ValueError
+        It is not of these tokens, or not of this model: another number of layers or experts a token, an expert that the
+        model does not have, or one twice for a token, as a buffer has that was never written to.
     """
-
-    experts: Tensor
-    known: Tensor
-
-    @classmethod
-    def from_wire(cls, routes: RoutedExperts, tokens: int, device: torch.device) -> EngineRoutedExperts:
-        """Tensors on ``device``.
-
-        Raises
-        ------
-        ValueError
-            They are of another number of tokens.
-        """
-        if routes.shape[0] != tokens:
-            raise ValueError(f"micro-batch of {tokens} tokens has {routes.shape[0]} rows of experts")
-        experts = routes.experts
-        # torch sorts no wider unsigned integers; the copy is writable, which a view of a message is not
-        kind = experts.dtype if experts.dtype == np.uint8 else np.dtype(np.int32)
-        return cls(
-            experts=torch.from_numpy(experts.astype(kind)).to(device),
-            known=torch.from_numpy(routes.known.copy()).to(device),
+    routes = batch.routed_experts
+    if routes is None:
+        return None
+    tokens = len(batch.token_ids)
+    if routes.shape[0] != tokens:
+        raise ValueError(f"micro-batch of {tokens} tokens has {routes.shape[0]} rows of experts")
+    layers, width = arch.num_hidden_layers, arch.experts_per_token
+    if routes.shape[1:] != (layers, width):
+        raise ValueError(
+            f"engines report {routes.shape[2]} experts a token in {routes.shape[1]} layers; "
+            f"the trainer's model has {width} in {layers}\n"
+            "    hint: engines and trainer must serve and train the same model (model.path)"
         )
+    sparse = [layer for layer in range(layers) if arch.is_sparse(layer)]
+    kind = np.uint8 if arch.routed_experts <= 256 else np.int16 if arch.routed_experts <= 2**15 else np.int32
+    kept, known = np.empty((tokens, len(sparse), width), kind), routes.known.copy()
+    for column, layer in enumerate(sparse):
+        said = routes.experts[:, layer]
+        _check(batch, layer, said, known, arch.routed_experts)
+        kept[:, column] = said
+    return ReplayedExperts(
+        experts=torch.from_numpy(kept).to(device),
+        known=torch.from_numpy(known).to(device),
+        columns={layer: column for column, layer in enumerate(sparse)},
+    )
 
-    def cut(self, own: Tensor, wanting: int) -> EngineRoutedExperts:
-        """Of the tokens that ``own`` names, after ``wanting`` more of which nothing is known."""
-        experts = torch.cat((self.experts, self.experts.new_zeros(wanting, *self.experts.shape[1:])))
-        return EngineRoutedExperts(experts[own], torch.cat((self.known, self.known.new_zeros(wanting)))[own])
+
+def _check(batch: MicroBatch, layer: int, said: NDArray[Any], known: NDArray[np.bool_], experts: int) -> None:
+    ordered = np.sort(said, axis=-1)
+    beyond = ordered[:, -1] >= experts
+    wrong = np.flatnonzero(known & (beyond | (ordered[:, 1:] == ordered[:, :-1]).any(-1)))
+    if not len(wrong):
+        return
+    token = int(wrong[0])
+    rollout = int(np.searchsorted(batch.cu_seqlens, token, side="right")) - 1
+    group, member = batch.rollouts[rollout] if batch.rollouts else ("?", rollout)
+    what = f"the model has {experts}" if beyond[token] else "an expert stands there twice"
+    raise ValueError(
+        f"experts {said[token].tolist()} of token {token - int(batch.cu_seqlens[rollout])} in layer {layer} of rollout "
+        f"{member} of group {group}: {what}\n"
+        "    hint: the engine's record of experts is broken; trainer.router_replay and engine.return_routed_experts: "
+        "false train without it"
+    )
+
+
+def cut_experts(experts: ReplayedExperts, own: Tensor, wanting: int) -> ReplayedExperts:
+    """Of the tokens that ``own`` names, after ``wanting`` more of which nothing is known."""
+    rows = torch.cat((experts.experts, experts.experts.new_zeros(wanting, *experts.experts.shape[1:])))
+    known = torch.cat((experts.known, experts.known.new_zeros(wanting)))
+    return ReplayedExperts(rows[own], known[own], experts.columns)
+
+
+def unknown_rows(batches: Sequence[MicroBatch]) -> dict[str, int]:
+    """Tokens of micro-batches of which no engine said its experts, by `UNKNOWN_KINDS`."""
+    found = dict.fromkeys(UNKNOWN_KINDS, 0)
+    for batch in batches:
+        unknown = np.ones(len(batch.token_ids), np.bool_)
+        if batch.routed_experts is not None:
+            unknown &= ~batch.routed_experts.known
+        last = np.zeros_like(unknown)
+        last[batch.cu_seqlens[1:] - 1] = True
+        sampled = batch.loss_mask != 0
+        for kind, tokens in zip(UNKNOWN_KINDS, (last, ~last & sampled, ~last & ~sampled), strict=True):
+            found[kind] += int((unknown & tokens).sum())
+    return found
 
 
 class RoutedExpertsComparison:
@@ -65,46 +112,21 @@ class RoutedExpertsComparison:
     known:
         ``[T]`` bool.
     differing:
-        ``[T]`` int64: layers in which the set of a known token is another one; 0 where it is not known.
+        ``[T]`` int64: layers in which a known token's experts are others than the trainer's router would choose; 0
+        where it is not known.
     layers:
         How many are compared.
     """
 
-    def __init__(self, routes: EngineRoutedExperts, *, dense_layers: int = 0) -> None:
-        """Begin before a forward pass of the same tokens.
-
-        Parameters
-        ----------
-        dense_layers:
-            Layers of the model without experts: engines report them too, with nothing in them.
-        """
-        self._all_layers = routes.experts.shape[1]
-        self.known, self.layers = routes.known, self._all_layers - dense_layers
-        self._experts = routes.experts
-        self._seen = 0
-        self.differing = torch.zeros_like(routes.known, dtype=torch.int64)
+    def __init__(self, experts: ReplayedExperts) -> None:
+        """Begin before a forward pass of the same tokens."""
+        self._experts = experts
+        self.known, self.layers = experts.known, len(experts.columns)
+        self.differing = torch.zeros_like(experts.known, dtype=torch.int64)
 
     @torch.no_grad()
     def __call__(self, layer: int, experts: Tensor) -> None:
-        """See `RoutedExpertsRecorder`.
-
-        Raises
-        ------
-        ValueError
-            The engine's model has other layers, or takes another number of experts a token.
-        """
-        if layer >= self._all_layers or experts.shape[-1] != self._experts.shape[-1]:
-            raise ValueError(
-                f"engines report {self._experts.shape[-1]} experts a token in {self._all_layers} layers; "
-                f"layer {layer} of the trainer's model has {experts.shape[-1]}"
-            )
+        """See `RoutedExpertsRecorder`."""
         # a layer at a time: sorting also makes indices of eight bytes each
-        other = experts.sort(-1).values != self._experts[:, layer].sort(-1).values
+        other = experts.sort(-1).values != self._experts.of(layer).sort(-1).values
         self.differing += other.any(-1) & self.known
-        self._seen += 1
-
-    def finish(self) -> None:
-        """Call after the forward pass (ValueError where the engine's model has more layers)."""
-        if self._seen != self.layers:
-            own = self._seen + self._all_layers - self.layers
-            raise ValueError(f"engines report experts of {self._all_layers} layers, the trainer's model has {own}")

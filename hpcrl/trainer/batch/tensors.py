@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,11 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpcrl.dock.wire import MicroBatch
-from hpcrl.modeling.context import BatchContext, RoutedExpertsRecorder
+from hpcrl.modeling.context import BatchContext, ReplayedExperts, RoutedExpertsRecorder
 from hpcrl.modeling.context_parallel import ContextParallelAttention
 from hpcrl.modeling.packed_attention import PackedAttention
 from hpcrl.modeling.ring_attention import RingAttention, head_tail
-from hpcrl.trainer.batch.routed_experts import EngineRoutedExperts
+from hpcrl.models.arch import ModelArch
+from hpcrl.trainer.batch.routed_experts import cut_experts, engine_experts
 
 __all__ = ["TokenBatch", "token_logprobs"]
 
@@ -57,24 +59,31 @@ class TokenBatch(NamedTuple):
     context_versions: Tensor
     sequences: Tensor
     rollouts: int
-    routes: EngineRoutedExperts | None = None
+    routes: ReplayedExperts | None = None
 
     @property
     def num_trained(self) -> int:
         return len(self.targets)
 
-    def context(self, record: RoutedExpertsRecorder | None = None) -> BatchContext:
-        """What the forward pass needs beside ``input_ids``."""
-        return self.attention.context(self.select, record)
+    def context(self, record: RoutedExpertsRecorder | None = None, *, replay: bool = False) -> BatchContext:
+        """What the forward pass needs beside ``input_ids``; with ``replay`` routers take the engines' experts."""
+        context = self.attention.context(self.select, record)
+        return replace(context, replay=self.routes) if replay else context
 
     @classmethod
-    def from_wire(cls, batch: MicroBatch, device: torch.device) -> TokenBatch:
+    def from_wire(cls, batch: MicroBatch, device: torch.device, arch: ModelArch | None = None) -> TokenBatch:
         """Tensors of a micro-batch on ``device``. An empty one becomes one token that is not trained.
+
+        Parameters
+        ----------
+        arch:
+            Of the model that the batch's routed experts are of; None leaves them out.
 
         Raises
         ------
         ValueError
-            Lengths do not fit each other, or the first token of a rollout is to be trained.
+            Lengths do not fit each other, the first token of a rollout is to be trained, or routed experts are not of
+            this model (`engine_experts`).
         """
         total = len(batch.token_ids)
         if total == 0:
@@ -100,7 +109,7 @@ class TokenBatch(NamedTuple):
             context_versions=torch.from_numpy(contexts.astype(np.int64)).to(device),
             sequences=attention.sequences[where],
             rollouts=len(starts) - 1,
-            routes=_routes(batch, device) if total else None,
+            routes=engine_experts(batch, arch, device) if total and arch is not None else None,
         )
 
     def cut(self, group: dist.ProcessGroup, *, ring: bool = False) -> TokenBatch:
@@ -147,14 +156,8 @@ class TokenBatch(NamedTuple):
             context_versions=self.context_versions[trained],
             sequences=self.sequences[trained],
             rollouts=self.rollouts,
-            routes=None if self.routes is None else self.routes.cut(own, wanting),
+            routes=None if self.routes is None else cut_experts(self.routes, own, wanting),
         )
-
-
-def _routes(batch: MicroBatch, device: torch.device) -> EngineRoutedExperts | None:
-    if batch.routed_experts is None:
-        return None
-    return EngineRoutedExperts.from_wire(batch.routed_experts, len(batch.token_ids), device)
 
 
 def _check(batch: MicroBatch) -> None:

@@ -1,8 +1,8 @@
 """Activation checkpointing: of a layer its input is kept, and the rest computed again for the backward pass.
 
-`torch.utils.checkpoint` does the work. What is ours is what the second computation sees: the experts that routers chose
-and the tokens that indexers chose are those of the first (else ranks might exchange other rows than they expect), and
-nobody is told of routes twice.
+`torch.utils.checkpoint` does the work. What is ours is what the second computation sees: the experts that tokens went
+to and the tokens that indexers chose are those of the first (else ranks might exchange other rows than they expect),
+and nobody is told of a router's choice twice.
 """
 
 from __future__ import annotations
@@ -54,14 +54,8 @@ class Recomputation:
         """See `RunBlock`."""
         if not torch.is_grad_enabled():
             return block(x, rotary, context)
-        routes = dict(context.routes)
-        again = replace(context, record=None, routes=routes)
-
-        def note(layer: int, experts: Tensor) -> None:
-            routes[layer] = experts
-            if context.record is not None:
-                context.record(layer, experts)
-
+        # of this layer and this pass alone: nothing is used up, however often the layer is computed
+        context = replace(context, taken={})
         first: Tensor | None = x
         held: Callable[[], Tensor] | None = None
 
@@ -69,9 +63,9 @@ class Recomputation:
             nonlocal first
             if first is not None:
                 begin, first = first, None
-                return block(begin, tables, replace(context, record=note))
+                return block(begin, tables, context)
             assert held is not None
-            return block(held(), tables, again)
+            return block(held(), tables, replace(context, record=None))
 
         y: Tensor = checkpoint(
             run,

@@ -7,14 +7,14 @@ the device while micro-batches run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from hpcrl.dock.wire import BatchShard
-from hpcrl.trainer.batch.routed_experts import RoutedExpertsComparison
+from hpcrl.trainer.batch.routed_experts import UNKNOWN_KINDS, RoutedExpertsComparison, unknown_rows
 from hpcrl.trainer.batch.tensors import TokenBatch
 from hpcrl.trainer.parallel.ranks import Ranks
 from hpcrl.trainer.step.losses import PolicyLoss
@@ -24,6 +24,7 @@ __all__ = ["TokenMetrics", "TokenSums"]
 _TOKEN_SCALARS = ("tokens", "nonfinite", "loss", "entropy", "mismatch_kl", "masked", "ratio", "squared_ratio")
 _ROUTE_SCALARS = ("compared", "differing", "known")
 _SCALARS = (*_TOKEN_SCALARS, *_ROUTE_SCALARS)
+_NO_UNKNOWN = dict.fromkeys(UNKNOWN_KINDS, 0)
 _MAX_LOG_RATIO = 300.0
 """Squares of ratios, added up, are still numbers in float64: ``metrics.jsonl`` has no infinity."""
 
@@ -43,12 +44,22 @@ class TokenMetrics:
     routing_mismatch: float | None
     routing_mismatch_by_lag: dict[str, float]
     routed_tokens: int
+    replayed_share: float | None
+    unknown_routing: dict[str, float]
 
 
 class TokenSums:
     """Collects micro-batches of one step."""
 
-    def __init__(self, trainer_version: int, *, longest_lag: int = 0, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        trainer_version: int,
+        *,
+        longest_lag: int = 0,
+        device: torch.device | None = None,
+        unknown: Mapping[str, int] = _NO_UNKNOWN,
+        replay: bool = False,
+    ) -> None:
         """Start a step that is computed with policy version ``trainer_version``.
 
         Parameters
@@ -57,8 +68,13 @@ class TokenSums:
             The largest version lag of a trained token.
         device:
             Where tokens are; None for the processor.
+        unknown:
+            Tokens of this rank without a row of experts, by `UNKNOWN_KINDS`.
+        replay:
+            Whether tokens with a row take the experts of it.
         """
-        self._version = trainer_version
+        self._version, self._replay = trainer_version, replay
+        self._unknown = torch.tensor([unknown[kind] for kind in UNKNOWN_KINDS], dtype=torch.float64)
         self._scalars = torch.zeros(len(_SCALARS), dtype=torch.float64, device=device)
         # of trained tokens and their k3, and of pairs of token and layer and those whose experts differ: counts and
         # sums, first of mixed tokens, then by version lag
@@ -66,8 +82,17 @@ class TokenSums:
         self._lag_numbers = torch.arange(longest_lag + 2, device=device)[:, None]
 
     @classmethod
-    def of_shard(cls, shard: BatchShard, device: torch.device) -> TokenSums:
+    def of_shard(
+        cls, shard: BatchShard, device: torch.device, *, counts_unknown: bool = True, replay: bool = False
+    ) -> TokenSums:
         """For the micro-batches of ``shard``.
+
+        Parameters
+        ----------
+        counts_unknown:
+            Whether this rank counts tokens without a row of experts, or another one that has the same shard.
+        replay:
+            See `TokenSums`.
 
         Raises
         ------
@@ -81,7 +106,8 @@ class TokenSums:
                 if (newest := int(sampled.max())) > version:
                     raise ValueError(f"a token was sampled by version {newest}, the trainer is at {version}")
                 longest = max(longest, version - int(sampled.min()))
-        return cls(version, longest_lag=longest, device=device)
+        unknown = unknown_rows(shard.micro_batches) if counts_unknown else _NO_UNKNOWN
+        return cls(version, longest_lag=longest, device=device, unknown=unknown, replay=replay)
 
     def add(self, loss: PolicyLoss, entropies: Tensor, versions: Tensor, context_versions: Tensor) -> None:
         """Add the N trained tokens of a micro-batch. Of what is not finite only the number of tokens is counted.
@@ -145,8 +171,10 @@ class TokenSums:
         fetched = torch.cat((self._scalars, self._lags.flatten())).cpu()
         by_lag = torch.zeros(2, 2, longest, dtype=torch.float64)
         by_lag[..., :own] = fetched[len(_SCALARS) :].view(2, 2, own)
-        total = ranks.sum(torch.cat((fetched[: len(_SCALARS)], by_lag.flatten())))
-        return _means(total[: len(_SCALARS)], *total[len(_SCALARS) :].view_as(by_lag))
+        total = ranks.sum(torch.cat((fetched[: len(_SCALARS)], self._unknown, by_lag.flatten())))
+        scalars, others = total[: len(_SCALARS)], total[len(_SCALARS) :]
+        unknown, lags = others[: len(UNKNOWN_KINDS)], others[len(UNKNOWN_KINDS) :]
+        return _means(scalars, unknown, *lags.view_as(by_lag), replay=self._replay)
 
 
 def _shares(by_lag: Tensor) -> dict[str, float]:
@@ -158,10 +186,15 @@ def _shares(by_lag: Tensor) -> dict[str, float]:
     }
 
 
-def _means(scalars: Tensor, kl_by_lag: Tensor, routes_by_lag: Tensor) -> TokenMetrics:
+def _means(scalars: Tensor, unknown: Tensor, kl_by_lag: Tensor, routes_by_lag: Tensor, *, replay: bool) -> TokenMetrics:
     sums = dict(zip(_SCALARS, scalars.tolist(), strict=True))
     tokens = sums["tokens"]
     share = 1.0 / max(tokens, 1.0)
+    rows = sums["known"] + float(unknown.sum())
+    unknown_shares: dict[str, float] = {}
+    if replay or sums["known"]:
+        counts = zip(UNKNOWN_KINDS, unknown.tolist(), strict=True)
+        unknown_shares = {kind: count / rows for kind, count in counts if count}
     return TokenMetrics(
         tokens=int(tokens),
         nonfinite_tokens=int(sums["nonfinite"]),
@@ -175,4 +208,6 @@ def _means(scalars: Tensor, kl_by_lag: Tensor, routes_by_lag: Tensor) -> TokenMe
         routing_mismatch=sums["differing"] / sums["compared"] if sums["compared"] else None,
         routing_mismatch_by_lag=_shares(routes_by_lag),
         routed_tokens=int(sums["known"]),
+        replayed_share=sums["known"] / rows if replay and rows else None,
+        unknown_routing=unknown_shares,
     )

@@ -60,7 +60,7 @@ class TrainerPolicy:
             recipe, or where what the recipe freezes does not fit the model (see `freeze_parameters`).
         """
         self.recipe, self.arch, self.parallel = recipe, arch, parallel
-        self._dense_layers = sum(not arch.is_sparse(layer) for layer in range(arch.num_hidden_layers))
+        self._replay = recipe.trainer.router_replay
         spec = spec_of(arch)
         find = partial(find_dispatcher, recipe.trainer, parallel.device)
         parallel.world.all_succeed(lambda: find() is None, "looking for the dispatcher")
@@ -110,22 +110,21 @@ class TrainerPolicy:
         ValueError
             The shard does not keep the dock's contract.
         """
-        sums = TokenSums.of_shard(shard, self.parallel.device)
-        self._watch.begin_step(shard)
         context = self.parallel.mesh.get_optional_mesh("cp")
+        # ranks that share a context have the same tokens: one of them counts
+        counts = context is None or context.get_local_rank() == 0
+        sums = TokenSums.of_shard(shard, self.parallel.device, counts_unknown=counts, replay=self._replay)
+        self._watch.begin_step(shard)
         for micro_batch in shard.micro_batches:
-            batch = TokenBatch.from_wire(micro_batch, self.parallel.device)
+            batch = TokenBatch.from_wire(micro_batch, self.parallel.device, self.arch)
             if context is not None:
                 batch = batch.cut(context.get_group(), ring=self.recipe.trainer.parallelism.cp_scheme == "ring")
-            comparison = (
-                None if batch.routes is None else RoutedExpertsComparison(batch.routes, dense_layers=self._dense_layers)
-            )
+            comparison = None if batch.routes is None else RoutedExpertsComparison(batch.routes)
             self._watch.begin(batch.attention.sequences)
             logprobs, entropies = self._logprobs(batch, comparison)
             if isinstance(self.optimizer, HostAdamW) and micro_batch is shard.micro_batches[-1]:
                 self.optimizer.prefetch()
             if comparison is not None:
-                comparison.finish()
                 sums.add_routes(comparison, batch)
             peers = None
             if context is not None and self.recipe.algorithm.loss.kind in LOSSES_OF_ROLLOUTS:
@@ -147,7 +146,7 @@ class TrainerPolicy:
     def _logprobs(self, batch: TokenBatch, record: RoutedExpertsRecorder | None) -> tuple[Tensor, Tensor]:
         """Of each trained token, with its entropy; without any, of the token that is selected all the same."""
         targets = batch.targets if batch.num_trained else torch.zeros_like(batch.select)
-        temperature, context = self.recipe.rollouts.sampling.temperature, batch.context(record)
+        temperature, context = self.recipe.rollouts.sampling.temperature, batch.context(record, replay=self._replay)
         chunk = self.recipe.trainer.memory.lm_head_chunk_tokens
         if chunk is None:
             return token_logprobs(self.model(batch.input_ids, context), targets, temperature)
