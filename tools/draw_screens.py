@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 
 from rich.console import Console
-from rich.terminal_theme import MONOKAI
+from rich.terminal_theme import TerminalTheme
 
 from hpcrl.cli.selection import find
 from hpcrl.fs import atomic_write
@@ -26,6 +26,19 @@ from hpcrl.runs.views.usage import read_usage
 
 ROOT = Path(__file__).resolve().parent.parent
 PICTURE = ROOT / "docs/images/status.svg"
+_COLOURS = [
+    (26, 26, 26),  # black
+    (229, 100, 20),  # red
+    (60, 200, 140),  # green
+    (240, 228, 66),  # yellow
+    (58, 143, 217),  # blue
+    (221, 136, 184),  # magenta
+    (127, 214, 232),  # cyan
+    (187, 187, 187),  # white
+]
+THEME = TerminalTheme((12, 12, 12), (217, 217, 217), _COLOURS, _COLOURS)
+"""After Okabe and Ito's palette, light enough for a dark ground: phases of a step can be told apart by everybody, as in
+the picture of `hpcrl report`."""
 
 
 def picture(run: RunDir, *, columns: int = 80, lines: int = 24) -> str:
@@ -37,7 +50,7 @@ def picture(run: RunDir, *, columns: int = 80, lines: int = 24) -> str:
     progress, fleet = read_progress(run, metrics), read_fleet(run, view.attempt, view.components)
     console.print(fitted(console, view, progress, metrics, usage=read_usage(run, view), fleet=fleet))
     title = f"hpcrl status {run.name} --watch"
-    drawn = console.export_svg(title=title, theme=MONOKAI, unique_id="screen")
+    drawn = console.export_svg(title=title, theme=THEME, unique_id="screen")
     # fonts of the reader's machine: a picture fetches nothing
     return re.sub(r"\s*@font-face \{.*?\}", "", drawn, flags=re.DOTALL)
 

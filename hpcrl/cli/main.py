@@ -10,6 +10,7 @@ import typer
 
 from hpcrl import __version__
 from hpcrl.cli import (
+    cancel,
     checkpoints,
     configuration,
     devcluster,
@@ -18,6 +19,7 @@ from hpcrl.cli import (
     remove,
     render,
     requeue,
+    resume,
     runs,
     scale,
     shell,
@@ -59,6 +61,8 @@ def _options(
 
 for module in (
     submit,
+    resume,
+    cancel,
     scale,
     requeue,
     shell,

@@ -26,11 +26,13 @@ def requeue(
 
     For maintenance of nodes, or to make room. The run keeps its job id and goes on by itself.
     """
+    from hpcrl.cli.slurm import reach_slurm_of
     from hpcrl.errors import ExitCode
     from hpcrl.submit.requeue import check_requeue
     from hpcrl.submit.requeue import requeue as requeue_run
 
     found = find(run, root)
+    reach_slurm_of(found)
     view = check_requeue(found)
     if not yes:
         nodes = "" if view.job is None else f" on {len(view.job.nodes)} nodes"

@@ -43,9 +43,11 @@ def shell(
     import os
     import sys
 
+    from hpcrl.cli.slurm import reach_slurm_of
     from hpcrl.submit.shell import shell_in
 
     found = find(run, root)
+    reach_slurm_of(found)
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
     wanted = shell_in(found, role, node=node, command=command or (), terminal=terminal)
     if not command:

@@ -1,48 +1,57 @@
-"""Slurm as a command asks it before it changes anything: with a short deadline, and a hint where nobody answers."""
+"""Slurm as a command asks it before it changes anything: an answer within seconds, or a hint."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from hpcrl.runs.rundir import RunDir
     from hpcrl.slurm.client import SlurmClient
 
-__all__ = ["reachable_slurm"]
-
-_ANSWER_S = 15.0
-"""Slurm's own commands give up on a controller that is away after nine."""
+__all__ = ["reach_slurm_of", "reachable_slurm"]
 
 
-def reachable_slurm() -> SlurmClient:
-    """A client whose controller has just answered.
+def reachable_slurm(client: SlurmClient | None = None) -> SlurmClient:
+    """A client whose controller has just answered ``scontrol ping``, which says so at once.
+
+    Parameters
+    ----------
+    client:
+        Whom to ask; the Slurm of this shell by default.
 
     Raises
     ------
-    NoClusterError
-        ``SLURM_CONF`` names no file that can be read.
+    SlurmMissingError, NoConfigurationError
+        Slurm's commands are not here, or ``slurm.conf`` is not where it should be.
     UsageError
         The controller does not answer; nothing was changed.
     """
     import os
-    from pathlib import Path
 
     from hpcrl.errors import UsageError
     from hpcrl.slurm.client import SlurmClient
-    from hpcrl.slurm.errors import NoClusterError, SlurmUnavailableError
+    from hpcrl.slurm.command import check_configuration
 
-    conf = os.environ.get("SLURM_CONF")
-    if conf and not os.access(conf, os.R_OK):  # Slurm's commands would look for it for a minute
-        missing = "is not there" if not Path(conf).exists() else "may not be read by you"
-        raise NoClusterError(
-            f"SLURM_CONF is {conf}, which {missing}\n"
-            "    hint: unset SLURM_CONF, or let it name the slurm.conf of your cluster"
-        )
-    try:
-        SlurmClient(timeout_s=_ANSWER_S).config()
-    except SlurmUnavailableError as error:
+    client = client or SlurmClient()
+    check_configuration(client.conf)
+    if not client.answers():
+        conf = client.conf or os.environ.get("SLURM_CONF")
         raise UsageError(
-            f"Slurm does not answer: {error}\n"
-            f"    hint: nothing was changed; try again later, or see whether {conf or 'this machine'} belongs to your "
-            "cluster: scontrol ping"
-        ) from None
-    return SlurmClient()
+            "Slurm's controller does not answer; nothing was changed\n"
+            "    hint: try again later; scontrol ping says whether it is up, and where it was looked for"
+            + (f"\n    hint: it was asked with SLURM_CONF={conf}: is that your cluster's?" if conf else "")
+        )
+    return client
+
+
+def reach_slurm_of(run: RunDir) -> None:
+    """See that the Slurm answers which alone can say what becomes of a run; nothing where the run has ended, or has
+    no job.
+
+    Raises what `reachable_slurm` does.
+    """
+    from hpcrl.runs.observe import open_job
+    from hpcrl.slurm.lookup import client_of
+
+    if (submission := open_job(run)) is not None:
+        reachable_slurm(client_of(submission))

@@ -9,7 +9,7 @@ from enum import StrEnum
 
 import msgspec
 
-from hpcrl.errors import ConfigError, EnvironmentFailedError, ExitCode, NothingToRestoreError
+from hpcrl.errors import ConfigError, EnvironmentFailedError, ExitCode, NothingToRestoreError, RunFailedError
 from hpcrl.runs.clocks import Clocks
 from hpcrl.runs.role import FailureRecord
 
@@ -145,6 +145,7 @@ def from_record(record: FailureRecord) -> Cause:
     rank = f" rank {record.rank}" if record.rank else ""
     first_line, *more = record.message.strip().split("\n")
     nothing, environment = NothingToRestoreError.__name__, EnvironmentFailedError.__name__
+    where = f"{record.role} {record.replica}{rank}"
     if record.error in (nothing, environment):
         # no failure of that role; or one of the user's code, of which our traceback says nothing
         return Cause(
@@ -157,12 +158,25 @@ def from_record(record: FailureRecord) -> Cause:
             details=more,
             node=record.node if record.error == environment else "",
         )
+    if record.error == RunFailedError.__name__:  # its lines say all, and where in our code it was found says nothing
+        return Cause(
+            kind=CauseKind.ERROR,
+            time_s=record.time_s,
+            message=f"{where} failed: {first_line}",
+            role=record.role,
+            replica=record.replica,
+            rank=record.rank,
+            error=record.error,
+            secondary=record.secondary,
+            details=more,
+            node=record.node,
+        )
     if record.error == ConfigError.__name__ and more:  # it begins with how many problems there are
         first_line = more[0].strip()
     return Cause(
         kind=CauseKind.ERROR,
         time_s=record.time_s,
-        message=f"{record.role} {record.replica}{rank} failed: {record.error}: {first_line}".rstrip(": "),
+        message=f"{where} failed: {record.error}: {first_line}".rstrip(": "),
         role=record.role,
         replica=record.replica,
         rank=record.rank,

@@ -19,7 +19,7 @@ from hpcrl.runs.record import RunRecord, Submission
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ComponentState, ComponentStatus, ProcessId, RunState, RunStatus
 
-__all__ = ["RunView", "observe", "observe_all"]
+__all__ = ["RunView", "observe", "observe_all", "open_job"]
 
 _SUBMIT_GRACE_S = 60.0
 """A submission without a local controller counts as alive for this long before a supervisor must have written."""
@@ -158,6 +158,23 @@ def _view(run: RunDir, record: RunRecord, status: RunStatus | None, now_s: float
     if latest is not None and latest.state.ended:
         return observe(run, now_s=now_s)
     return _lost(view, run, submission)
+
+
+def open_job(run: RunDir) -> Submission | None:
+    """The newest submission to Slurm, where Slurm alone can say what becomes of the run.
+
+    None where the run has said its end, or has no job.
+
+    Raises
+    ------
+    RunDirError
+        It is no run.
+    """
+    record = RunRecord.read(run)
+    if not record.submissions or record.submissions[-1].executor != "slurm":
+        return None
+    newest = record.submissions[-1]
+    return None if _has_last_word(RunStatus.read(run), newest) else newest
 
 
 def observe_all(runs: Iterable[RunDir]) -> Iterator[tuple[RunDir, RunRecord, RunView]]:

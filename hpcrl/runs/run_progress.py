@@ -46,6 +46,9 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
         Optimizer steps done, and of the whole run.
     staleness_bound:
         ``rollouts.max_off_policy_steps`` of the recipe: what is older is not trained on.
+    skipped_steps, last_skipped_step:
+        How many steps left the weights as they were because their gradient was not finite (``trainer.nonfinite``), and
+        the newest of them; None where there is none.
     last:
         The newest step record; None before the first step.
     evaluations:
@@ -67,6 +70,8 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint_step: int | None
     eta_s: float | None
     staleness_bound: int | None = None
+    skipped_steps: int = 0
+    last_skipped_step: int | None = None
     checkpoint_age_s: float | None = None
     restored: RestoreDecision | None = None
     changes: list[str] = []
@@ -107,11 +112,14 @@ def read_progress(run: RunDir, metrics: list[StepRecord] | None = None) -> Progr
         eta_s = per_step * (total - recent[-1].step)
     ledger = CheckpointLedger(run.checkpoints_dir)
     checkpoints = ledger.steps()
+    skipped = [record.step for record in metrics if record.skipped]
     attempt = (run.attempts() or [0])[-1]
     return Progress(
         steps=metrics[-1].step if metrics else 0,
         total_steps=total,
         staleness_bound=bound,
+        skipped_steps=len(skipped),
+        last_skipped_step=skipped[-1] if skipped else None,
         last=metrics[-1] if metrics else None,
         evaluations=read_evaluations(run),
         checkpoint_step=checkpoints[-1] if checkpoints else None,

@@ -10,9 +10,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from hpcrl.slurm.errors import SlurmMissingError, SlurmUnavailableError
+from hpcrl.slurm.errors import NoConfigurationError, SlurmMissingError, SlurmUnavailableError
 
-__all__ = ["CLUSTER_VARIABLES", "CommandResult", "Runner", "command_environment", "run_command"]
+__all__ = [
+    "CLUSTER_VARIABLES",
+    "CommandResult",
+    "Runner",
+    "check_configuration",
+    "command_environment",
+    "run_command",
+]
 
 CLUSTER_VARIABLES = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT"})
 """How the cluster is found; everything else of Slurm's in our environment would change what we ask."""
@@ -47,7 +54,7 @@ class Runner(Protocol):
     SlurmMissingError
         The program does not exist.
     SlurmUnavailableError
-        It did not end in time; it is gone when this is raised.
+        It did not end in time, and is gone when this is raised; or the ``slurm.conf`` it was to read is not there.
     """
 
     def __call__(self, argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float) -> CommandResult: ...
@@ -72,8 +79,31 @@ def command_environment(*, conf: Path | None, reading: bool) -> dict[str, str]:
     return env
 
 
+def check_configuration(conf: Path | str | None) -> None:
+    """See that the ``slurm.conf`` can be read which a command would take: Slurm itself looks for it for a minute.
+
+    Parameters
+    ----------
+    conf:
+        Its name; None for what ``SLURM_CONF`` says. Where neither does, Slurm finds it by itself.
+
+    Raises
+    ------
+    NoConfigurationError
+        There is no such file, or it may not be read.
+    """
+    conf = str(conf or os.environ.get("SLURM_CONF", ""))
+    if conf and not os.access(conf, os.R_OK):
+        raise NoConfigurationError(
+            f"SLURM_CONF is {conf}, which {'may not be read by you' if os.path.exists(conf) else 'is not there'}\n"
+            "    hint: unset SLURM_CONF, or let it name the slurm.conf of your cluster; a run that was submitted stays "
+            "with the one it was submitted with"
+        )
+
+
 def run_command(argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float) -> CommandResult:
     """The real `Runner`. The command is in a process group of its own and killed whole at the time-out."""
+    check_configuration(env.get("SLURM_CONF"))
     try:
         process = subprocess.Popen(
             argv,

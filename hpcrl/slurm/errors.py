@@ -6,6 +6,7 @@
     ├── SlurmMissingError           Slurm's commands are not installed here (exit code 2)
     ├── NoClusterError              they are, and belong to no cluster (exit code 2)
     ├── SlurmUnavailableError       the controller did not answer; a warning for a watcher, never the end of a job
+    │   ├── NoConfigurationError    the slurm.conf that is named cannot be read (exit code 2)
     │   └── SubmitUnclearError      a submission got no answer and could not be looked up
     ├── SlurmRejectedError          Slurm understood and said no (exit code 2)
     ├── NoSuchJobError              the controller does not know the job (any more)
@@ -25,6 +26,7 @@ from hpcrl.errors import ExitCode, HpcrlError
 __all__ = [
     "NoAccountingError",
     "NoClusterError",
+    "NoConfigurationError",
     "NoSuchJobError",
     "SlurmAnswerError",
     "SlurmError",
@@ -61,6 +63,12 @@ class NoClusterError(SlurmError):
 
 class SlurmUnavailableError(SlurmError):
     """The controller (or the accounting daemon) did not answer in time. What it knows is unknown, not gone."""
+
+
+class NoConfigurationError(SlurmUnavailableError):
+    """The ``slurm.conf`` that is named cannot be read: for a watcher a warning, as its filesystem may come back."""
+
+    exit_code = ExitCode.USAGE
 
 
 class SubmitUnclearError(SlurmUnavailableError):

@@ -77,7 +77,7 @@ class JobWatcher:
         try:
             jobs = self._client.jobs(wanted, expected=expected)
         except SlurmUnavailableError as error:
-            self._away = str(error)
+            self._away = str(error).split("\n", 1)[0]  # without the hint
             return
         self._away, self._answered_at = "", now
         self._known |= {job_id: (job, now) for job_id, job in jobs.items()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -32,37 +31,3 @@ def test_nothing_is_left_of_a_submit_without_slurm(
         assert ("is not on this machine" if command == "submit" else "there is no run o1") in said
     assert not list((tmp_path / "runs").glob("*"))
     assert not list((tmp_path / "runs").glob(".*"))
-
-
-@pytest.mark.parametrize(("conf", "what"), [("absent.conf", "which is not there"), ("slurm.conf", "does not answer")])
-@pytest.mark.parametrize("command", ["init", "submit"])
-def test_a_slurm_that_is_not_there_or_silent_is_said_with_a_hint(
-    *,
-    command: str,
-    conf: str,
-    what: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model/config.json").write_text(json.dumps(TINY_CONFIG))
-    (tmp_path / "slurm.conf").write_text("ClusterName=gone\n")
-    # as Slurm's own says after nine seconds
-    (tmp_path / "scontrol").write_text("#!/bin/sh\necho Unable to contact slurm controller >&2; exit 1\n")
-    (tmp_path / "scontrol").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setenv("SLURM_CONF", str(tmp_path / conf))
-    monkeypatch.setenv("HPCRL_RUNS_ROOT", str(tmp_path / "runs"))
-    arguments = {
-        "init": ["cluster", "init", "mine"],
-        "submit": ["submit", "quickstart", "--cluster", "devcluster", "--set", f"model.path={tmp_path / 'model'}"],
-    }
-    monkeypatch.setattr(sys, "argv", ["hpcrl", *arguments[command]])
-    with pytest.raises(SystemExit) as end:
-        main()
-    assert end.value.code == 2
-    said = capsys.readouterr().err
-    assert what in said
-    assert "hint: " in said
-    assert not list((tmp_path / "runs").glob("*"))

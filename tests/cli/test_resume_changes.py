@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hpcrl.cli.submit import _renewal
+from hpcrl.cli.resume import _renewal
 from hpcrl.config.load import load_cluster, load_recipe
 from hpcrl.config.plan import Role
 from hpcrl.credentials import TOKEN_FILE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -24,11 +25,26 @@ def runner(cluster: DevCluster, cwd: Path) -> Hpcrl:
     env = {**os.environ, **cluster.environment(), "PYTHONPATH": str(ROOT)}
     env.pop("HPCRL_RUNS_ROOT", None)
 
-    def hpcrl(*arguments: str) -> subprocess.CompletedProcess[str]:
+    def hpcrl(*arguments: str, on_terminal: bool = False) -> subprocess.CompletedProcess[str]:
         command = [Path(sys.executable).with_name("hpcrl"), *arguments]
+        if on_terminal:
+            return with_terminal(command, env | {"TERM": "xterm", "COLUMNS": "120"}, cwd)
         return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False, timeout=120)
 
     return hpcrl
+
+
+def with_terminal(command: list[str | Path], env: dict[str, str], cwd: Path) -> subprocess.CompletedProcess[str]:
+    """A command whose standard error is a terminal; nothing else is."""
+    ours, its = os.openpty()
+    process = subprocess.Popen(command, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=its, text=True)
+    os.close(its)
+    said = b""
+    with contextlib.suppress(OSError), open(ours, "rb", buffering=0) as terminal:  # an error says that it was closed
+        while part := terminal.read(4096):
+            said += part
+    out, _ = process.communicate(timeout=120)
+    return subprocess.CompletedProcess(command, process.returncode, out, said.decode())
 
 
 def drafted(cluster: DevCluster, tmp_path: Path, runs_root: Path) -> Hpcrl:
@@ -113,9 +129,12 @@ def test_a_job_that_waits_too_long_is_cancelled(make_cluster: Callable[..., DevC
     hpcrl = drafted(cluster, tmp_path, tmp_path / "runs")
     for node in ("sitesix-001", "sitesix-002"):
         cluster.client().update_node(node, "drain", reason="test")
-    done = hpcrl("cluster", "check", "mine", "--job", "--wait", "3")
+    done = hpcrl("cluster", "check", "mine", "--job", "--wait", "5", on_terminal=True)
     assert done.returncode != 0
     assert "was cancelled" in done.stderr
+    # after two seconds a person is told what takes so long
+    assert "waiting for the check's job in" in done.stderr
+    assert ", 5 s at most" in done.stderr
     queue = subprocess.run(
         ["squeue", "-h"], check=True, env={**os.environ, **cluster.environment()}, capture_output=True, text=True
     )

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 from rich.console import Console
+from rich.text import Text
 from runs_testing import START_S, make_run, step_record, write_event, write_log, write_status, write_steps
 
 from hpcrl.errors import MissingExtraError, UsageError
@@ -28,7 +29,7 @@ from hpcrl.runs.status import ComponentState, ComponentStatus, ProcessId, RunSta
 from hpcrl.runs.views import follow as follow_module
 from hpcrl.runs.views import report
 from hpcrl.runs.views.diagnosis import diagnose, print_diagnosis
-from hpcrl.runs.views.follow import follow
+from hpcrl.runs.views.follow import _step_line, follow
 from hpcrl.runs.views.listing import RunRow, listing_table
 from hpcrl.runs.views.liveview import render, summary
 from hpcrl.runs.views.report import write_report
@@ -243,6 +244,36 @@ def test_the_summary(run: RunDir) -> None:
     assert "largest 3, bound 4" in text
     assert "of the trainer's time" in text
     assert "/x/report.png" in text
+
+
+def test_skipped_steps_are_counted_in_every_view_and_why_names_what_was_to_blame(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    write_status(run, RunState.RUNNING)
+    what = (
+        "the gradient norm of step 7 is nan; the weights were left as they are\n"
+        "    gradients that are not finite: layers.0.mlp.experts.down_proj\n"
+        "    rollouts: group 7 member 3 (the engine's log-probability of 1 tokens is not finite)"
+    )
+    writer = MetricsWriter(run, 1)
+    for step in range(1, 9):
+        writer.write(msgspec.structs.replace(step_record(step), skipped=step in (4, 7)))
+    writer.close()
+    write_event(run, "trainer.step_skipped", time_s=START_S + 40, writer="trainer-0", step=7, in_a_row=1, what=what)
+    view, progress, metrics = observe(run), read_progress(run), read_metrics(run)
+    assert "2 steps skipped for gradients that are not finite (the last one step 7): hpcrl why run-1" in shown(
+        render(view, progress, metrics)
+    )
+    assert "skipped steps    2, the last one step 7" in shown(summary(view, progress, metrics))
+    screen = shown(*[Text(_step_line(record, progress)) for record in metrics])
+    assert [line.split()[1] for line in screen.splitlines() if "SKIPPED" in line] == ["4/40", "7/40"]
+    console = Console(file=io.StringIO(), width=80)
+    print_diagnosis(diagnose(run), console)
+    assert f"steps that were skipped\n  {what}\n" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_run_without_skipped_steps_says_nothing_of_them(run: RunDir) -> None:
+    view, progress, metrics = observe(run), read_progress(run), read_metrics(run)
+    assert "skipped" not in shown(render(view, progress, metrics), summary(view, progress, metrics))
 
 
 def test_without_a_terminal_a_step_is_one_line_and_said_once(run: RunDir) -> None:

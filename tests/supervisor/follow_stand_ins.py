@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from hpcrl.cli.submit import _follow
+from hpcrl.cli.following import _follow
 from hpcrl.runs.rundir import RunDir
 from hpcrl.submit.submission import submit_attempt
 

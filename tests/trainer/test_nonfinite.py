@@ -12,7 +12,9 @@ from hpcrl.config.recipe import NonFiniteConfig
 from hpcrl.errors import RunFailedError
 from hpcrl.modeling.blocks import local_part
 from hpcrl.models.arch import load_arch
+from hpcrl.runs.cause import from_record
 from hpcrl.runs.metrics import read_metrics
+from hpcrl.runs.role import FailureRecord
 from hpcrl.runs.rundir import RunDir
 from hpcrl.trainer.loop import train
 from hpcrl.trainer.parallel.mesh import distributed
@@ -70,6 +72,16 @@ def test_the_run_ends_and_names_the_rollout(tmp_path, model_dir, dock):
     with pytest.raises(RunFailedError) as error:
         go(run, model_dir, dock, 3)
     words = str(error.value)
+    # what `hpcrl why` says of it: every line, and not where in our code it was found
+    start_attempt(run, dock).record_failure(error.value)
+    (record,) = FailureRecord.read_all(run, run.attempts()[-1])
+    cause = from_record(record)
+    assert cause.message == "trainer 0 failed: the gradient norm of step 2 is nan; the weights were left as they are"
+    assert "\n".join(cause.details) in words
+    assert any("embed_tokens" in line for line in cause.details)
+    assert any("group 2 member 3" in line for line in cause.details)
+    assert any("hint: look at the engine's log" in line for line in cause.details)
+    assert cause.traceback == ""
     assert "the gradient norm of step 2 is nan" in words
     assert "group 2 member 3 (the engine's log-probability of 1 tokens is not finite)\n" in words
     assert words.count("member") == 1
@@ -155,7 +167,7 @@ def explain(rank, model_dir, weight=None, broken=(), **trainer):
                     assert math.isfinite(step(policy_, number)[0])
             assert same(weights(policy), weights(other))
         else:
-            with pytest.raises(NonFiniteGradientError):
+            with pytest.raises(RunFailedError, match="weights that are not finite"):
                 SkippedSteps(NonFiniteConfig(action="skip")).skip(error.value)
         return error.value.found
 

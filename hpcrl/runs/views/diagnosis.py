@@ -63,6 +63,8 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
         Restarts, ends and complaints of roles, in time order.
     lost_replicas:
         Replicas with jobs of their own that were lost in this attempt, in time order: the run goes on without them.
+    skipped_steps:
+        Steps of the run whose gradient was not finite, with parameters and rollouts, in time order.
     earlier:
         How earlier attempts ended, by attempt.
     ways_on:
@@ -83,6 +85,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     log: str
     consequences: list[Consequence]
     lost_replicas: list[Consequence]
+    skipped_steps: list[Consequence]
     earlier: dict[int, str]
     ways_on: list[str]
     resume_step: int | None
@@ -116,6 +119,10 @@ def diagnose(run: RunDir) -> Diagnosis:
             Consequence(time_s=event.time_s, what=f"job {event.data['job_id']} replaces it: {event.data['lost']}")
             for event in read_events(run, attempt=view.attempt, kind="replica.submitted")
             if event.data["lost"]
+        ],
+        skipped_steps=[
+            Consequence(time_s=event.time_s, what=event.data["what"])
+            for event in read_events(run, kind="trainer.step_skipped")
         ],
         earlier=_earlier(run, view.attempt),
         ways_on=_ways_on(view, point, reference(run)),
@@ -327,6 +334,7 @@ def _say_events(diagnosis: Diagnosis, say: Callable[..., None], *, most: int | N
     lists = (
         (then, [(item.time_s, item.what) for item in diagnosis.consequences]),
         ("replicas that were lost and are replaced", [(item.time_s, item.what) for item in diagnosis.lost_replicas]),
+        ("steps that were skipped", [(item.time_s, item.what) for item in diagnosis.skipped_steps]),
         ("earlier attempts", [(None, line) for line in earlier]),
     )
     left_out = 0

@@ -80,11 +80,21 @@ def render(
     if fleet is not None and fleet.replicas and not view.state.ended and not waits:
         parts += [Text(), fleet_table(fleet, width=width, most=room.engines)]
     parts += [Text(f"warning: {warning}", style="bold yellow") for warning in view.warnings]
-    parts += restored_lines(progress)
+    parts += [*_skipped_line(view, progress), *restored_lines(progress)]
     if view.cause is not None:
         parts.append(Text(view.cause.message, style="yellow" if view.state is RunState.CANCELLED else "red"))
         parts += [Text(line) for line in view.cause.details]
     return Group(*parts)
+
+
+def _skipped_line(view: RunView, progress: Progress) -> list[Text]:
+    """Steps that were made without an update, where there are such."""
+    if not progress.skipped_steps:
+        return []
+    count = "1 step" if progress.skipped_steps == 1 else f"{progress.skipped_steps} steps"
+    which = f"{'step' if progress.skipped_steps == 1 else 'the last one step'} {progress.last_skipped_step}"
+    what = f"{count} skipped for gradients that are not finite ({which}): hpcrl why {view.name}"
+    return [Text(what, style="bold yellow")]
 
 
 def restored_lines(progress: Progress) -> list[Text]:
@@ -262,6 +272,9 @@ def summary(view: RunView, progress: Progress, metrics: list[StepRecord], *, pic
             "held-out reward", f"{first.reward:.3f} -> {last.reward:.3f} (after step {first.version} -> {last.version})"
         )
     table.add_row("steps", f"{progress.steps} of {progress.total_steps} in {duration(view.wall_s)}")
+    if progress.skipped_steps:
+        which = f"{progress.skipped_steps}, the last one step {progress.last_skipped_step}: gradients were not finite"
+        table.add_row("skipped steps", Text(which, style="yellow"))
     if metrics:
         seconds = sum(sum(record.phases_s.values()) for record in metrics)
         waiting = sum(record.phases_s.get("wait_batch", 0.0) for record in metrics)

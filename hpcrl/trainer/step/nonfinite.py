@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hpcrl.config.recipe import NonFiniteConfig
 from hpcrl.dock.wire import BatchShard, MicroBatch
-from hpcrl.errors import RunFailedError
+from hpcrl.errors import HpcrlError, RunFailedError
 from hpcrl.modeling.blocks import local_part
 from hpcrl.runs.metrics import StepRecord
 from hpcrl.trainer.parallel.ranks import Ranks
@@ -46,7 +46,7 @@ class _Found:
     rollouts: list[str]
 
 
-class NonFiniteGradientError(RunFailedError):
+class NonFiniteGradientError(HpcrlError):
     """The gradient of a step is not finite. The weights and the state of the optimizer are as before.
 
     Attributes
@@ -194,7 +194,7 @@ class SkippedSteps:
             that no later step could be better.
         """
         if self._config.action == "end" or error.found.weights:
-            raise error
+            raise RunFailedError(str(error)) from error
         if self._in_a_row >= self._config.max_in_a_row:
             raise RunFailedError(
                 f"{self._in_a_row} steps in a row were skipped already (trainer.nonfinite.max_in_a_row); {error}"

@@ -1,0 +1,74 @@
+"""After a submit or a resume: follow the run to its end, or say what to call next."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from hpcrl.runs.rundir import RunDir
+
+__all__ = ["FollowOption", "InJobOption", "follow_or_tell"]
+
+FollowOption = Annotated[
+    bool, typer.Option("--follow", "-f", help="Show progress until the run has ended; Ctrl-C cancels the run.")
+]
+
+InJobOption = Annotated[
+    bool,
+    typer.Option(
+        "--in-job", help="Run inside of the allocation of this shell (salloc), not in a job of its own; no requeue."
+    ),
+]
+
+
+def follow_or_tell(run: RunDir, follow: bool) -> None:
+    """Follow a run to its end, and end with its exit code; or say which commands come next."""
+    from rich.console import Console
+
+    from hpcrl.runs.registry import reference
+
+    if follow:
+        raise typer.Exit(_follow(run, Console(stderr=True)))
+    typer.echo(run.name)
+    named = reference(run)
+    for command in ("status", "logs", "cancel"):
+        extra = {"status": " --watch", "logs": " -f", "cancel": ""}[command]
+        typer.echo(f"  hpcrl {command} {named}{extra}", err=True)
+
+
+def _follow(run: RunDir, console: Console) -> int:
+    """Follow a run to its end and print the summary; returns the exit code."""
+    from rich.console import Console as StandardOutput
+
+    from hpcrl.errors import ExitCode, UsageError
+    from hpcrl.runs.metrics import read_metrics
+    from hpcrl.runs.record import RunRecord
+    from hpcrl.runs.registry import reference
+    from hpcrl.runs.run_progress import read_progress
+    from hpcrl.runs.status import RunState
+    from hpcrl.runs.views.follow import follow
+    from hpcrl.runs.views.liveview import summary
+    from hpcrl.runs.views.report import write_report
+    from hpcrl.submit.submission import interrupt
+
+    before = RunRecord.read(run).submissions[-1].after_attempt
+    view = follow(run, console, on_interrupt=lambda count: interrupt(run, count), after_attempt=before)
+    metrics = read_metrics(run)
+    picture = ""
+    if metrics:
+        try:
+            picture = str(write_report(run))
+        except UsageError as error:
+            picture = f"none: {error}"
+    StandardOutput().print(summary(view, read_progress(run), metrics, picture=picture))
+    if view.state is RunState.COMPLETED:
+        return ExitCode.OK
+    named = reference(run)
+    typer.echo(f"  hpcrl why {named}\n  hpcrl resume {named}", err=True)
+    if view.state is RunState.CANCELLED:
+        return ExitCode.CANCELLED
+    return view.cause.kind.exit_code if view.cause is not None else ExitCode.FAILED
