@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from typing import Annotated
@@ -83,6 +84,19 @@ for module in (
     module.register(app)
 
 
+def _let_help_flow(group: typer.Typer) -> None:
+    """Take the line breaks out of the paragraphs of help texts: a terminal breaks lines at its own width."""
+    for command in group.registered_commands:
+        text = inspect.getdoc(command.callback) or ""
+        command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
+    for below in group.registered_groups:
+        if below.typer_instance is not None:
+            _let_help_flow(below.typer_instance)
+
+
+_let_help_flow(app)
+
+
 def main() -> None:
     """Run the command line; errors for people become one message and a documented exit code."""
     values = bash_values(os.environ)
@@ -90,7 +104,7 @@ def main() -> None:
         typer.echo("\n".join(values))
         return
     try:
-        app()
+        app(prog_name="hpcrl")
     except HpcrlError as error:
         typer.echo(f"hpcrl: {error}", err=True)
         sys.exit(error.exit_code)
