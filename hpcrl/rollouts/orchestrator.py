@@ -34,6 +34,7 @@ from hpcrl.rollouts.engines.routed_pool import make_pool
 from hpcrl.rollouts.engines.router_client import RouterClient
 from hpcrl.rollouts.environments import build_environments, hosted
 from hpcrl.rollouts.files import RolloutFiles
+from hpcrl.rollouts.ledger import RolloutLedger
 from hpcrl.rollouts.sampling.conversation import Sampler
 from hpcrl.rollouts.sampling.data_order import DataOrder
 from hpcrl.rollouts.sampling.evaluation import Evaluator, evaluated_versions
@@ -95,6 +96,7 @@ class Orchestrator:
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._first_version: int | None = None
         self._finished: asyncio.Task[None] | None = None
+        self._ledger: RolloutLedger | None = None
 
     async def run(self) -> None:
         """Work until cancelled.
@@ -118,6 +120,7 @@ class Orchestrator:
                 connector=connector, timeout=timeout, headers=self._context.credentials.headers
             )
             http = await stack.enter_async_context(session)
+            stack.push_async_callback(self._close_ledger)
             gate = gate_of(self._context, "dock")
             await stack.enter_async_context(serve_dock(self, gate, host=address.hostname, port=address.port))
             self._http = http
@@ -163,9 +166,35 @@ class Orchestrator:
             entry = CheckpointLedger(run.checkpoints_dir).open(decision.step)
             self._state = OrchestratorState.decode(await asyncio.to_thread(entry.orchestrator_state))
             self._state.check(step=entry.step, seed=recipe.seed, group_size=recipe.rollouts.group_size)
-        self._restart = self._state.deal_again(self._order)
+        # first the fence: an orchestrator of an older attempt that is late must not write into the ledger
+        self._files = RolloutFiles.claim(run.rollouts_dir, self._context.attempt)
+        await self._open_ledger()
         if decision.step is not None:
             _log.info("restored step %d with %d finished groups", self._state.step, len(self._state.finished))
+
+    async def _open_ledger(self) -> None:
+        """Go on with what finished after the checkpoint, too."""
+        recipe, run, state = self._recipe, self._context.run, self._state
+        self._ledger = ledger = await asyncio.to_thread(
+            RolloutLedger,
+            run.rollouts_dir,
+            attempt=self._context.attempt,
+            restored=state.step,
+            bound=recipe.rollouts.max_off_policy_steps,
+            limit_s=recipe.handoff.retry_s,
+            checkpoints=CheckpointLedger(run.checkpoints_dir).steps,
+        )
+        found = await asyncio.to_thread(ledger.find, recipe.rollouts.group_size)
+        self._restart, self._parts = state.deal_again(self._order, found), found.parts
+        self._state = state.going_on(found)
+        for group in state.finished:
+            task = self._order.again(group.index, group.environment, group.prompt_index)
+            if group.index not in found.finished and group.index not in found.over and task is not None:
+                await ledger.adopt(group, task)
+
+    async def _close_ledger(self) -> None:
+        if self._ledger is not None:
+            await asyncio.to_thread(self._ledger.close)
 
     async def _decision(self) -> RestoreDecision:
         """What the trainer restores: two that choose for themselves could choose differently."""
@@ -185,6 +214,7 @@ class Orchestrator:
 
     def _build(self, http: aiohttp.ClientSession, endpoints: Endpoints) -> None:
         recipe, state, run = self._recipe, self._state, self._context.run
+        assert self._ledger is not None
         self._events = self._context.events()
         self._counters = state.counters
 
@@ -249,6 +279,8 @@ class Orchestrator:
             next_index=state.next_index,
             restart=self._restart,
             finished=state.finished,
+            parts={index: group.rollouts for index, group in self._parts.items()},
+            journal=self._ledger,
         )
         self._evaluator = Evaluator(
             recipe=recipe,
@@ -264,7 +296,8 @@ class Orchestrator:
             counters=self._counters,
             gauges=self._gauges,
             decode=transcript.full_text,
-            files=RolloutFiles.claim(run.rollouts_dir, self._context.attempt),
+            files=self._files,
+            journal=self._ledger,
             spawn=self._tasks.create_task,
         )
         self._restored.set()
@@ -379,6 +412,8 @@ class Orchestrator:
         """The state after ``step``."""
         if not self._restored.is_set():
             raise ConflictError("a snapshot was asked for before the orchestrator was restored")
+        assert self._ledger is not None
+        self._ledger.protect(step)
         # taken here, between two events; encoded elsewhere, because it may be large
         return await asyncio.to_thread(self._batch_server.snapshot(step).encode)
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from hpcrl.dock.columns import decode_columns
 from hpcrl.dock.routes import RoutedExperts
 
-__all__ = ["Group", "Rollout", "Turn"]
+__all__ = ["Group", "Rollout", "Turn", "decode_rollout", "encode_rollout"]
 
 
 class Turn(msgspec.Struct, frozen=True, array_like=True):
@@ -115,3 +118,56 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     def has_variance(self) -> bool:
         """Whether rewards differ; where they do not, all advantages are zero."""
         return len({rollout.reward for rollout in self.rollouts}) > 1
+
+
+class _About(msgspec.Struct, frozen=True, kw_only=True):
+    """What of a rollout is no array."""
+
+    member: int
+    reward: float
+    parts: dict[str, float]
+    seconds: float
+    ended_s: float
+    turns: list[Turn]
+
+
+def encode_rollout(rollout: Rollout) -> tuple[bytes, dict[str, NDArray[Any]]]:
+    """What `hpcrl.dock.columns.encode_columns` wants of a rollout."""
+    about = _About(
+        member=rollout.member,
+        reward=rollout.reward,
+        parts=rollout.parts,
+        seconds=rollout.seconds,
+        ended_s=rollout.ended_s,
+        turns=rollout.turns,
+    )
+    arrays: dict[str, NDArray[Any]] = {name: getattr(rollout, name) for name in _ARRAYS}
+    if rollout.routed_experts is not None:
+        arrays["routed_experts"] = rollout.routed_experts.experts
+        arrays["routed_present"] = rollout.routed_experts.known.view(np.uint8)
+    return msgspec.msgpack.encode(about), arrays
+
+
+def decode_rollout(block: bytes | memoryview) -> Rollout:
+    """The rollout of a block of columns; its arrays are views into it.
+
+    Raises
+    ------
+    ValueError
+        It is no such block, or lacks a column.
+    """
+    about, arrays = decode_columns(block)
+    if missing := [name for name in _ARRAYS if name not in arrays]:
+        raise ValueError(f"a rollout has no {', '.join(missing)}")
+    try:
+        known = msgspec.msgpack.decode(about, type=_About)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"what a rollout says of itself cannot be read: {error}") from error
+    routes = None
+    if "routed_experts" in arrays:
+        routes = RoutedExperts.of(arrays["routed_experts"], arrays["routed_present"])
+    fields: dict[str, Any] = {name: arrays[name] for name in _ARRAYS} | msgspec.structs.asdict(known)
+    return Rollout(**fields, routed_experts=routes)
+
+
+_ARRAYS = ("token_ids", "sampled", "logprobs", "versions")

@@ -10,15 +10,22 @@ from hpcrl.config.recipe import Recipe
 from hpcrl.dock.wire import decode_array, encode_array
 from hpcrl.errors import CheckpointError
 from hpcrl.rollouts.batches.taken import Pending
+from hpcrl.rollouts.ledger import Found
 from hpcrl.rollouts.records import Group
 from hpcrl.rollouts.sampling.data_order import DataOrder, GroupTask
 from hpcrl.rollouts.telemetry.counters import Counters
 
 __all__ = ["Dealt", "OrchestratorState"]
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 _WITHOUT_NAMES = 1
 """Format of states that know the groups to start again by their indices alone."""
+_WITHOUT_LEDGER = 2
+"""Format of states that have finished rollouts in them."""
+
+
+NOTHING = Found({}, {}, frozenset(), 0, 0)
+"""What the ledger of a new run has."""
 
 
 class Dealt(msgspec.Struct, frozen=True, array_like=True):
@@ -27,6 +34,8 @@ class Dealt(msgspec.Struct, frozen=True, array_like=True):
     index: int
     environment: str
     prompt_index: int
+    rollouts: int = 0
+    """Finished ones, where all members have ended."""
 
 
 class OrchestratorState(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,7 +54,10 @@ class OrchestratorState(msgspec.Struct, frozen=True, kw_only=True):
     dealt:
         What each group of ``restart`` works on; a state of format 1 does not say.
     finished:
-        Groups that wait to be consumed, with everything in them.
+        Groups that wait to be consumed, with everything in them. An encoded state has none of them, but says which
+        they are: the ledger of rollouts has the rest. States of formats 1 and 2 have them.
+    logged:
+        These groups, in an encoded state.
     """
 
     step: int
@@ -56,6 +68,7 @@ class OrchestratorState(msgspec.Struct, frozen=True, kw_only=True):
     finished: list[Group]
     counters: Counters
     dealt: list[Dealt] = []
+    logged: list[Dealt] = []
     format_version: int = FORMAT_VERSION
 
     @classmethod
@@ -79,7 +92,9 @@ class OrchestratorState(msgspec.Struct, frozen=True, kw_only=True):
 
     def encode(self) -> bytes:
         """Bytes for the checkpoint; equal states give equal bytes."""
-        return msgspec.msgpack.encode(self, enc_hook=encode_array)
+        known = [Dealt(g.index, g.environment, g.prompt_index, len(g.rollouts)) for g in self.finished]
+        state = msgspec.structs.replace(self, finished=[], logged=[*self.logged, *known])
+        return msgspec.msgpack.encode(state, enc_hook=encode_array)
 
     @classmethod
     def decode(cls, data: bytes) -> OrchestratorState:
@@ -94,7 +109,7 @@ class OrchestratorState(msgspec.Struct, frozen=True, kw_only=True):
             state = msgspec.msgpack.decode(data, type=cls, dec_hook=decode_array)
         except msgspec.DecodeError as error:
             raise CheckpointError(f"the orchestrator's state cannot be read: {error}") from error
-        if state.format_version not in (FORMAT_VERSION, _WITHOUT_NAMES):
+        if state.format_version not in (FORMAT_VERSION, _WITHOUT_LEDGER, _WITHOUT_NAMES):
             raise CheckpointError(f"orchestrator state format {state.format_version}, not {FORMAT_VERSION}")
         return state
 
@@ -115,19 +130,31 @@ class OrchestratorState(msgspec.Struct, frozen=True, kw_only=True):
         if wrong:
             raise CheckpointError(f"the orchestrator's state does not fit: it has {'; '.join(wrong)}")
 
-    def deal_again(self, order: DataOrder) -> list[GroupTask]:
+    def deal_again(self, order: DataOrder, found: Found = NOTHING) -> list[GroupTask]:
         """The groups to start again, with the environments and prompts they had, whatever their weights are now.
+
+        Parameters
+        ----------
+        found:
+            What the ledger of rollouts has beside this state.
 
         Raises
         ------
         CheckpointError
             Groups that were started belong to environments that the recipe no longer has.
         """
-        if self.format_version == _WITHOUT_NAMES:
-            return [order.task(index) for index in self.restart]
-        tasks = {each.index: order.again(each.index, each.environment, each.prompt_index) for each in self.dealt}
-        gone = Counter(each.environment for each in self.dealt if tasks[each.index] is None)
-        gone.update(group.environment for group in self.finished if not order.has(group.environment))
+        tasks = {index: order.task(index) for index in self.restart if self.format_version == _WITHOUT_NAMES}
+        tasks |= {index: order.task(index) for index in range(self.next_index, found.next_index)}
+        named = {each.index: (each.environment, each.prompt_index) for each in [*self.dealt, *self.logged]}
+        held = [*found.finished.values(), *found.parts.values()]
+        named |= {group.index: (group.environment, group.prompt_index) for group in held}
+        gone = Counter(group.environment for group in self.finished if not order.has(group.environment))
+        for index, (environment, prompt_index) in named.items():
+            task = order.again(index, environment, prompt_index)
+            if task is None:
+                gone[environment] += 1
+            else:
+                tasks[index] = task
         if gone:
             what = ", ".join(f"{name!r} ({count} groups)" for name, count in sorted(gone.items()))
             raise CheckpointError(
@@ -136,4 +163,16 @@ class OrchestratorState(msgspec.Struct, frozen=True, kw_only=True):
                 "    hint: keep them in the recipe with a very small weight (1e-9): what was started is trained, "
                 "and nothing new is dealt out; a later resume can leave them out"
             )
-        return [task for task in tasks.values() if task is not None]
+        done = found.over | found.finished.keys()
+        return [task for index, task in sorted(tasks.items()) if index not in done]
+
+    def going_on(self, found: Found) -> OrchestratorState:
+        """This state with what the ledger has beside it."""
+        finished = {group.index: group for group in self.finished if group.index not in found.over} | found.finished
+        counters = msgspec.structs.replace(self.counters, finished=max(self.counters.finished, found.count))
+        return msgspec.structs.replace(
+            self,
+            next_index=max(self.next_index, found.next_index),
+            finished=[group for _, group in sorted(finished.items())],
+            counters=counters,
+        )

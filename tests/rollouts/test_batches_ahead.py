@@ -171,7 +171,7 @@ async def test_the_next_batch_is_built_while_a_step_trains_whoever_is_cut_off(tm
         assert (first.step, server._batch_server.step) == (1, 2)
         # no more than one ahead, and of the state before it nothing is gone
         assert set(server._batch_server._builds) == {1, 2}
-        assert len((await loop.checkpoint(0)).finished) >= 2 * 4
+        assert len((await loop.checkpoint(0)).logged) >= 2 * 4
         again = BatchFetcher(loop.client, rank=0, world_size=1, last_step=10)
         await loop.publish(1)
         second = await asyncio.to_thread(again.take, 2)

@@ -6,19 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import numpy as np
 import pytest
 from harness import make_recipe
 from stub_engine import EOS, StubEngine, encode
 
+from hpcrl.dock.columns import encode_columns
 from hpcrl.models.tokenizer import ChatTokenizer, write_character_tokenizer
 from hpcrl.rollouts.engines.client import EngineClient, EngineError
 from hpcrl.rollouts.engines.pool import EnginePool
 from hpcrl.rollouts.environments import Outcome, build_environments
-from hpcrl.rollouts.records import Group
+from hpcrl.rollouts.records import Group, decode_rollout, encode_rollout
 from hpcrl.rollouts.sampling.conversation import Conversation, Sampler
 from hpcrl.rollouts.sampling.data_order import DataOrder, heldout_shares
 from hpcrl.rollouts.sampling.rendering import Transcript
-from hpcrl.rollouts.state import OrchestratorState
+from hpcrl.rollouts.state import Dealt, OrchestratorState
 from hpcrl.rollouts.telemetry.counters import Counters
 
 USER = ({"role": "user", "content": "1+1"},)
@@ -188,5 +190,15 @@ async def test_states_survive_encoding(bench: Bench, stub: StubEngine) -> None:
     data = state.encode()
     back = OrchestratorState.decode(data)
     assert back.encode() == data
-    assert back.finished[0].rollouts[0].token_ids.tolist() == rollout.token_ids.tolist()
-    assert back.finished[0].version == 3
+    assert (back.finished, back.logged) == ([], [Dealt(4, "words", 9, 1)])
+
+
+async def test_rollouts_survive_encoding(bench: Bench) -> None:
+    conversation = bench.conversation()
+    await conversation.reply(({"role": "user", "content": "reverse stone"},))
+    rollout = conversation.rollout(2, Outcome(reward=0.5, parts={"exact": 0.0}), seconds=1.0)
+    assert rollout is not None
+    back = decode_rollout(b"".join(encode_columns(*encode_rollout(rollout))))
+    for name in rollout.__struct_fields__:
+        was, became = getattr(rollout, name), getattr(back, name)
+        assert was.tobytes() == became.tobytes() if isinstance(was, np.ndarray) else was == became, name

@@ -15,6 +15,7 @@ from harness import make_recipe, make_run, running
 from numpy.typing import NDArray
 from stub_engine import EOS, StubEngine, encode, npy
 
+from hpcrl.dock.columns import encode_columns
 from hpcrl.dock.routes import RoutedExperts, exact_dtype, joined
 from hpcrl.dock.wire import BatchShard, BatchStats, MicroBatch, decode_shard, encode_shard
 from hpcrl.fs import write_json
@@ -26,11 +27,10 @@ from hpcrl.rollouts.engines.client import EngineClient, EngineProtocolError, Gen
 from hpcrl.rollouts.engines.partial_generation import PartialGeneration
 from hpcrl.rollouts.engines.pool import EnginePool
 from hpcrl.rollouts.environments import Outcome
-from hpcrl.rollouts.records import Group, Rollout
+from hpcrl.rollouts.records import Rollout, decode_rollout, encode_rollout
 from hpcrl.rollouts.sampling.conversation import Conversation, Sampler
 from hpcrl.rollouts.sampling.rendering import Transcript
 from hpcrl.rollouts.sampling.routed_experts import RoutedExpertsRows, RoutedExpertsSettings, read_rows
-from hpcrl.rollouts.state import OrchestratorState
 from hpcrl.rollouts.telemetry.counters import Counters
 
 LAYERS, WIDTH, EXPERTS = 3, 2, 8
@@ -293,13 +293,9 @@ async def test_rows_that_cannot_be_placed_are_refused(
         await bench.two_turns(SETTINGS)
 
 
-async def test_rows_survive_a_checkpoint(bench: Bench) -> None:
+async def test_rows_survive_the_ledger(bench: Bench) -> None:
     rollout = await bench.two_turns(SETTINGS)
-    group = Group(index=0, environment="words", prompt_index=1, rollouts=[rollout])
-    state = OrchestratorState(
-        step=3, seed=1, group_size=4, next_index=9, restart=[], finished=[group], counters=Counters()
-    )
-    back = OrchestratorState.decode(state.encode()).finished[0].rollouts[0]
+    back = decode_rollout(b"".join(encode_columns(*encode_rollout(rollout))))
     assert rollout.routed_experts is not None
     assert back.routed_experts is not None
     assert (back.routed_experts.experts == rollout.routed_experts.experts).all()

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import yaml
 from harness import Loop, make_recipe, make_run, running
@@ -29,9 +30,9 @@ from hpcrl.rollouts.batches.build import Batch
 from hpcrl.rollouts.batches.server import BatchServer, ConflictError
 from hpcrl.rollouts.engines.client import Generation
 from hpcrl.rollouts.environments import build_environments
-from hpcrl.rollouts.records import Group
+from hpcrl.rollouts.records import Group, Rollout
 from hpcrl.rollouts.sampling.conversation import Sampler
-from hpcrl.rollouts.sampling.data_order import DataOrder
+from hpcrl.rollouts.sampling.data_order import DataOrder, GroupTask
 from hpcrl.rollouts.sampling.scheduler import Scheduler
 from hpcrl.rollouts.sampling.staleness import StalenessAccount
 from hpcrl.rollouts.state import OrchestratorState
@@ -79,6 +80,29 @@ TRANSCRIPT: Any = SimpleNamespace(opening=lambda messages: [7, 8], text=lambda t
 FILES: Any = SimpleNamespace(write=lambda step, lines, wait_s: None)
 
 
+class Unwritten:
+    """A journal of nothing: these tests are about snapshots alone."""
+
+    async def finished(self, task: GroupTask, rollout: Rollout) -> None:
+        pass
+
+    def kept(self, group: int) -> None:
+        pass
+
+    def dropped(self, group: int, members: Sequence[int], why: str, *, step: int | None = None) -> None:
+        pass
+
+    async def taken(self, step: int, groups: Sequence[Group]) -> None:
+        pass
+
+
+def through_bytes(state: OrchestratorState) -> OrchestratorState:
+    """As from a checkpoint, with the finished groups that the ledger of rollouts gives it."""
+    back = OrchestratorState.decode(state.encode())
+    assert [group.index for group in back.logged] == [group.index for group in state.finished]
+    return msgspec.structs.replace(back, finished=state.finished, logged=[])
+
+
 class Desk(BatchServer):
     """Builds wait for a gate."""
 
@@ -114,6 +138,7 @@ class Life:
             next_index=state.next_index,
             restart=state.deal_again(order),
             finished=state.finished,
+            journal=Unwritten(),
         )
         self.desk = Desk(
             recipe=recipe,
@@ -122,6 +147,7 @@ class Life:
             gauges=dict,
             decode=lambda tokens: "",
             files=FILES,
+            journal=Unwritten(),
             spawn=asyncio.create_task,
         )
         self.desk.gate = threading.Event()
@@ -193,7 +219,7 @@ async def test_every_group_is_trained_once_wherever_a_run_goes_on(tmp_path: Path
     moments: set[str] = set()
     while saved.step < 14 or (len(moments) < 5 and saved.step < 90):
         trained = list(history)
-        async with living(recipe, OrchestratorState.decode(saved.encode())) as life:
+        async with living(recipe, through_bytes(saved)) as life:
             versions = life.pool.versions
             versions.update({index: version for index, version in old.items() if index not in saved.restart})
             for step in range(saved.step + 1, saved.step + 1 + rng.randrange(1, 6)):
@@ -290,7 +316,7 @@ async def test_finished_groups_that_a_step_makes_too_old_are_kept_for_a_snapshot
             await life.turn(rng)
         state, versions = life.desk.snapshot(0), life.pool.versions
     strict = small_recipe(tmp_path, rollouts={**recipe.rollouts.model_dump(), "max_off_policy_steps": 0})
-    async with living(strict, OrchestratorState.decode(state.encode())) as life:
+    async with living(strict, through_bytes(state)) as life:
         life.desk.gate.set()
         while not await life.ask(1):
             await life.turn(rng)
@@ -310,7 +336,7 @@ async def test_a_resume_with_a_lower_bound_trains_nothing_that_is_older(tmp_path
             await life.turn(rng)
         state = life.desk.snapshot(1)
     strict = small_recipe(tmp_path, rollouts={**recipe.rollouts.model_dump(), "max_off_policy_steps": 0})
-    async with living(strict, OrchestratorState.decode(state.encode())) as life:
+    async with living(strict, through_bytes(state)) as life:
         life.desk.gate.set()
         while not await life.ask(2):
             await life.turn(rng)
@@ -395,7 +421,7 @@ async def test_a_request_that_is_cut_off_while_the_batch_is_built_loses_nothing(
         assert first.step == 2
         assert built == [1, 2]
         taken = {group.index for group in loop.last_groups()}
-        finished = {group.index for group in state.finished}
+        finished = {group.index for group in state.logged}
         assert taken <= finished
         assert not trained & (finished | set(state.restart))
         assert trained | finished | set(state.restart) == set(range(state.next_index))

@@ -15,6 +15,7 @@ from hpcrl.models.known import load_facts
 from hpcrl.models.packing import training_cost
 from hpcrl.rollouts.batches.build import Batch, build_batch
 from hpcrl.rollouts.files import RolloutFiles
+from hpcrl.rollouts.ledger import GroupJournal
 from hpcrl.rollouts.records import Group
 from hpcrl.rollouts.sampling.scheduler import Scheduler
 from hpcrl.rollouts.state import OrchestratorState
@@ -52,6 +53,7 @@ class BatchServer:
         gauges: Callable[[], Mapping[str, float]],
         decode: Callable[[Sequence[int]], str],
         files: RolloutFiles,
+        journal: GroupJournal,
         spawn: Callable[[Coroutine[Any, Any, Batch]], asyncio.Task[Batch]],
     ) -> None:
         """Start at the scheduler's step.
@@ -64,11 +66,13 @@ class BatchServer:
             Token ids to text, for ``files``.
         files:
             Where consumed rollouts are written for people.
+        journal:
+            Told what each step took, before it is handed out.
         spawn:
             Starts a task that belongs to the orchestrator; when one fails, so does the orchestrator.
         """
         self._recipe, self._scheduler, self._counters, self._gauges = recipe, scheduler, counters, gauges
-        self._decode, self._files, self._spawn = decode, files, spawn
+        self._decode, self._files, self._spawn, self._journal = decode, files, spawn, journal
         self._data_ranks = recipe.trainer.data_ranks
         self._cost = _cost_of(recipe)
         self._builds: dict[int, asyncio.Task[Batch]] = {}
@@ -134,6 +138,7 @@ class BatchServer:
     async def _build(self, step: int) -> Batch:
         await self._scheduler.wait_batch()
         groups = self._scheduler.take_batch()
+        await self._journal.taken(step, groups)
         counters: dict[str, float] = {**self._counters.as_dict(), **self._gauges()}
         # in a thread: a batch of long rollouts is many megabytes
         return await asyncio.to_thread(self._build_and_write, groups, step, counters)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hpcrl.config.recipe import RolloutConfig
-from hpcrl.errors import EnvironmentFailedError, HpcrlError, PeerLostError
+from hpcrl.errors import EnvironmentFailedError, HpcrlError, PeerLostError, RunDirError
 from hpcrl.rollouts.batches.taken import Pending, TakenStep, TakenSteps
 from hpcrl.rollouts.engines.client import EngineError
 from hpcrl.rollouts.engines.pool import EngineSession
 from hpcrl.rollouts.environments import EnvironmentLostError, EnvironmentRaisedError, Prompt, prompt_of
+from hpcrl.rollouts.ledger import GroupJournal
 from hpcrl.rollouts.records import Group, Rollout
 from hpcrl.rollouts.sampling.conversation import Conversation, Sampler
 from hpcrl.rollouts.sampling.data_order import DataOrder, GroupTask
@@ -25,6 +26,7 @@ __all__ = ["Scheduler"]
 
 _log = logging.getLogger(__name__)
 
+_TOO_OLD = "too old"
 _MAX_FAILURES_IN_A_ROW = 64
 """So many rollouts that fail one after the other are no accident."""
 
@@ -38,12 +40,15 @@ class _Running:
     opening: asyncio.Task[tuple[Prompt, list[int]]]
     conversations: list[Conversation] = field(default_factory=list)
     rollouts: list[Rollout] = field(default_factory=list)
+    written: list[int] = field(default_factory=list)
+    """Members whose rollouts the journal has, or is getting."""
     members: set[asyncio.Task[None]] = field(default_factory=set)
 
     @property
     def version(self) -> int | None:
         """Version of the oldest first token so far; None while nobody has asked."""
-        versions = (conversation.first_version for conversation in self.conversations)
+        versions = [conversation.first_version for conversation in self.conversations]
+        versions += [rollout.first_version for rollout in self.rollouts]
         return min((version for version in versions if version is not None), default=None)
 
 
@@ -70,9 +75,11 @@ class Scheduler:
         sampler: Sampler,
         account: StalenessAccount,
         counters: Counters,
+        journal: GroupJournal,
         next_index: int = 0,
         restart: Iterable[GroupTask] = (),
         finished: Iterable[Group] = (),
+        parts: Mapping[int, Sequence[Rollout]] | None = None,
     ) -> None:
         """Take up the work; nothing is started before `run`.
 
@@ -84,7 +91,12 @@ class Scheduler:
             Groups below ``next_index`` that must be started again, as they were dealt out.
         finished:
             Groups that wait to be consumed.
+        journal:
+            Told what becomes of rollouts, so that another process can go on.
+        parts:
+            Rollouts that groups of ``restart`` have already: only their other members start.
         """
+        self._journal, self._parts = journal, dict(parts or {})
         self.account, self.next_index, self.in_flight = account, next_index, 0
         self.limit = config.max_in_flight
         self._config, self._order, self._sampler, self._counters = config, order, sampler, counters
@@ -214,9 +226,12 @@ class Scheduler:
         running = _Running(task, self._sampler.pool.session(f"group-{index}", rollouts=size), opening)
         self._running[index] = running
         self.account.start()
-        self.in_flight += size
-        self._counters.started += size
-        for member in range(size):
+        running.rollouts += self._parts.pop(index, ())
+        running.written += [rollout.member for rollout in running.rollouts]
+        missing = [member for member in range(size) if member not in running.written]
+        self.in_flight += len(missing)
+        self._counters.started += len(missing)
+        for member in missing:
             work = asyncio.create_task(self._roll_out(running, member))
             running.members.add(work)
             work.add_done_callback(self._ended(running))
@@ -262,6 +277,12 @@ class Scheduler:
                 self._counters.dropped_environment += 1
                 self._failed(ValueError("the prompt leaves no room for an answer (engine.max_model_len)"))
                 return
+            running.written.append(member)
+            try:
+                await self._journal.finished(running.task, rollout)
+            except OSError as error:
+                self._error = RunDirError(f"a finished rollout cannot be kept: {error}")
+                return
             self._failures_in_a_row = 0
             self._counters.finished += 1
             self._counters.mixed_versions += rollout.first_version != rollout.last_version
@@ -298,22 +319,27 @@ class Scheduler:
         fate = self._policy.end(members=len(rollouts), version=version, has_variance=group.has_variance)
         if fate is Fate.TOO_FEW:
             self._counters.dropped_group += len(rollouts)
+            self._drop(running, "too few members of its group finished")
             self._changed()
             return
         self._counters.zero_variance_groups += not group.has_variance
         match fate:
             case Fate.KEPT:
                 self._finished[group.index] = group
+                self._journal.kept(group.index)
             case Fate.STALE:
                 self._note_stale(group)
             case Fate.NO_VARIANCE:
                 self._counters.dropped_zero_variance += len(rollouts)
+                self._drop(running, "no variance in its group")
         self._changed()
 
     def _note_stale(self, group: Group) -> None:
         """A finished group is too old since some step; a snapshot from before that step may still give it back."""
         self._counters.dropped_stale += len(group.rollouts)
-        taken = self._taken.find(self.account.overtaken_by(group.version))
+        step = self.account.overtaken_by(group.version)
+        self._journal.dropped(group.index, [rollout.member for rollout in group.rollouts], _TOO_OLD, step=step)
+        taken = self._taken.find(step)
         if taken is not None:
             taken.stale.append(group)
             taken.dropped_stale += len(group.rollouts)
@@ -333,7 +359,11 @@ class Scheduler:
                 taken.dropped_stale += len(running.rollouts)
                 self._counters.cancelled_stale += len(running.members)
                 self._counters.dropped_stale += len(running.rollouts)
+                self._drop(running, _TOO_OLD, step=taken.step)
                 self._cancel(running)
+
+    def _drop(self, running: _Running, why: str, *, step: int | None = None) -> None:
+        self._journal.dropped(running.task.index, sorted(running.written), why, step=step)
 
     def _cancel(self, running: _Running) -> None:
         del self._running[running.task.index]

@@ -238,12 +238,14 @@ def _orchestrator(entry: CheckpointEntry) -> dict[str, Any]:
     """What the orchestrator goes on with. Its bytes belong to `hpcrl.rollouts.state`; here they are only counted."""
     try:
         state = msgspec.msgpack.decode(entry.orchestrator_state())
-        finished = state["finished"]
+        # since format 3 the ledger of rollouts has them, and the state only says: index, environment, prompt, count
+        groups = [len(group["rollouts"]) for group in state["finished"]]
+        groups += [count for _, _, _, count in state.get("logged", [])]
         return {
             "next_group": state["next_index"],
             "groups_to_restart": len(state["restart"]),
-            "finished_groups": len(finished),
-            "finished_rollouts": sum(len(group["rollouts"]) for group in finished),
+            "finished_groups": len(groups),
+            "finished_rollouts": sum(groups),
         }
-    except (msgspec.DecodeError, CheckpointError, KeyError, TypeError) as error:
+    except (msgspec.DecodeError, CheckpointError, LookupError, TypeError, ValueError) as error:
         return {"problem": f"{type(error).__name__}: {error}"}

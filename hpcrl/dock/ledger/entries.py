@@ -1,0 +1,168 @@
+"""Entries of the ledger of rollouts: one JSON object a line, in ``rollouts/ledger/000001.jsonl``, a file a process.
+
+A rollout is a member of a group, and the group has its number for the whole run. Entries of one file are in the order
+in which things happened. The first says how far the files before it are believed: what a process that was thought
+dead writes later is behind that, and is not read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+__all__ = ["Begin", "Dropped", "Entry", "Finished", "Kept", "PayloadPlace", "Taken", "ledger_files", "read_entries"]
+
+FORMAT_VERSION = 1
+_FILE = re.compile(r"(\d{6,})\.jsonl")
+
+
+class PayloadPlace(msgspec.Struct, frozen=True, array_like=True):
+    """Where the columns of a rollout lie.
+
+    Attributes
+    ----------
+    file:
+        In ``rollouts/payload/``.
+    offset, bytes:
+        Within it.
+    xxh3_128:
+        Of these bytes, hexadecimal.
+    """
+
+    file: str
+    offset: int
+    bytes: int
+    xxh3_128: str
+
+
+class Begin(msgspec.Struct, frozen=True, kw_only=True, tag="begin", tag_field="entry"):
+    """A process begins to write.
+
+    Attributes
+    ----------
+    restored:
+        The step that it goes on after: what later steps took, and what became too old by them, is undone.
+    believed:
+        Bytes of each file before this one.
+    """
+
+    attempt: int
+    restored: int
+    time_s: float
+    believed: dict[str, int]
+    format_version: int = FORMAT_VERSION
+
+
+class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished", tag_field="entry"):
+    """A rollout has finished, and its columns are on disk.
+
+    Attributes
+    ----------
+    first_version, last_version:
+        Of its sampled tokens: the first one's, and the highest.
+    ended_s:
+        Seconds since the epoch.
+    """
+
+    group: int
+    member: int
+    environment: str
+    prompt_index: int
+    reward: float
+    tokens: int
+    sampled_tokens: int
+    first_version: int
+    last_version: int
+    ended_s: float
+    payload: PayloadPlace
+
+
+class Kept(msgspec.Struct, frozen=True, kw_only=True, tag="kept", tag_field="entry"):
+    """All members of a group have ended, with a result or without: it waits for a batch."""
+
+    group: int
+
+
+class Dropped(msgspec.Struct, frozen=True, kw_only=True, tag="dropped", tag_field="entry"):
+    """What had finished of a group is not trained on.
+
+    Attributes
+    ----------
+    members:
+        Those that had finished.
+    step:
+        The step by whose consumption it became too old: a restore from before gives it back. None: for good.
+    again:
+        Whether the group starts again; otherwise it is over.
+    """
+
+    group: int
+    members: list[int]
+    why: str
+    step: int | None = None
+    again: bool = False
+
+
+class Taken(msgspec.Struct, frozen=True, kw_only=True, tag="taken", tag_field="entry"):
+    """The batch of a step was made of these groups: their numbers, and the members of each."""
+
+    step: int
+    groups: list[tuple[int, list[int]]]
+
+
+Entry = Begin | Finished | Kept | Dropped | Taken
+_decoder = msgspec.json.Decoder(Entry)
+
+
+def ledger_files(directory: Path) -> list[Path]:
+    """Files of a ledger in their order; none where there is no ledger."""
+    if not directory.is_dir():
+        return []
+    return sorted((path for path in directory.iterdir() if _FILE.fullmatch(path.name)), key=lambda path: int(path.stem))
+
+
+def read_entries(directory: Path) -> Iterator[Entry]:
+    """All entries of a ledger, in order.
+
+    A last line that was cut off (its writer was killed in the middle of it) is left out: nobody counted on it.
+
+    Raises
+    ------
+    ValueError
+        A line cannot be read, or is of a format that this code does not know.
+    """
+    files: list[tuple[Path, Begin]] = []
+    for path in ledger_files(directory):
+        begin = _begin(path)
+        # a process of an older attempt that came late has no say
+        if begin is not None and all(begin.attempt >= other.attempt for _, other in files):
+            files.append((path, begin))
+    for i, (path, _) in enumerate(files):
+        limits = [later.believed[path.name] for _, later in files[i + 1 :] if path.name in later.believed]
+        data = path.read_bytes()[: min(limits, default=None)]
+        end = data.rfind(b"\n") + 1
+        for number, line in enumerate(data[:end].splitlines(), 1):
+            try:
+                yield _decoder.decode(line)
+            except msgspec.DecodeError as error:
+                raise ValueError(f"{path}, line {number}: {error}") from error
+
+
+def _begin(path: Path) -> Begin | None:
+    """The first entry of a file; None where its writer was killed before that was whole."""
+    with path.open("rb") as stream:
+        line = stream.readline()
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        entry = _decoder.decode(line)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{path}, line 1: {error}") from error
+    if not isinstance(entry, Begin):
+        raise ValueError(f"{path} does not begin with the entry 'begin'")
+    if entry.format_version != FORMAT_VERSION:
+        raise ValueError(f"{path} has format {entry.format_version}, this hpcrl reads {FORMAT_VERSION}")
+    return entry

@@ -1,0 +1,111 @@
+"""Columns of finished rollouts on disk: blocks one behind the other in files of limited size.
+
+``rollouts/payload/000001-000003.columns`` is the third file of the writer of ``rollouts/ledger/000001.jsonl``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import xxhash
+
+from hpcrl.dock.ledger.entries import PayloadPlace
+from hpcrl.fs import fsync_dir
+
+__all__ = ["PayloadWriter", "read_payload"]
+
+_FILE_BYTES = 256 << 20
+_PIECES = 512
+"""Of one ``pwritev``; Linux allows 1,024."""
+
+
+class PayloadWriter:
+    """Writes blocks; for one thread.
+
+    What is written again after an error goes to the same place: nothing that was cut off stays between two blocks.
+    """
+
+    def __init__(self, directory: Path, writer: int, *, file_bytes: int = _FILE_BYTES) -> None:
+        """Begin; no file is made yet. ``writer`` is the number of the ledger's file."""
+        self._directory, self._writer, self._file_bytes = directory, writer, file_bytes
+        self._number, self._fd, self._end, self._made = 0, -1, 0, False
+
+    @property
+    def file(self) -> str:
+        """Name of the file that is written."""
+        return f"{self._writer:06d}-{self._number:06d}.columns"
+
+    def write(self, blocks: Sequence[Sequence[bytes | memoryview]]) -> list[PayloadPlace]:
+        """Write blocks, each given in pieces, and make them durable; returns where each lies.
+
+        Raises
+        ------
+        OSError
+            The filesystem refused; the call may be repeated.
+        """
+        if self._fd < 0 or self._end >= self._file_bytes:
+            self._next_file()
+        places, end = [], self._end
+        for pieces in blocks:
+            size = self._write_pieces(pieces, end)
+            digest = xxhash.xxh3_128()
+            for piece in pieces:
+                digest.update(piece)
+            places.append(PayloadPlace(self.file, end, size, digest.hexdigest()))
+            end += size
+        os.fdatasync(self._fd)
+        if not self._made:
+            fsync_dir(self._directory)
+            self._made = True
+        self._end = end
+        return places
+
+    def _write_pieces(self, pieces: Sequence[bytes | memoryview], offset: int) -> int:
+        left = [memoryview(piece).cast("B") for piece in pieces if memoryview(piece).nbytes]
+        begin = offset
+        while left:
+            written = os.pwritev(self._fd, left[:_PIECES], offset)
+            offset += written
+            while left and written >= left[0].nbytes:
+                written -= left.pop(0).nbytes
+            if left and written:
+                left[0] = left[0][written:]
+        return offset - begin
+
+    def _next_file(self) -> None:
+        self.close()
+        self._number, self._end, self._made = self._number + 1, 0, False
+        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        try:
+            self._fd = os.open(self._directory / self.file, flags, 0o644)
+        except OSError:
+            self._number -= 1
+            raise
+
+    def close(self) -> None:
+        """End with this file."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def read_payload(directory: Path, place: PayloadPlace) -> bytes:
+    """The block at ``place``, compared with its hash.
+
+    Raises
+    ------
+    FileNotFoundError
+        The file is gone: its rollouts were not needed any more.
+    ValueError
+        It is cut off, or has another content.
+    """
+    with (directory / place.file).open("rb") as stream:
+        stream.seek(place.offset)
+        block = stream.read(place.bytes)
+    if len(block) != place.bytes:
+        raise ValueError(f"{place.file} ends {place.bytes - len(block)} bytes before the end of a rollout")
+    if xxhash.xxh3_128(block).hexdigest() != place.xxh3_128:
+        raise ValueError(f"{place.file} has another content at byte {place.offset} than was written there")
+    return block

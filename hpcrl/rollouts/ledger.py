@@ -1,0 +1,249 @@
+"""The orchestrator's ledger of rollouts: nothing that finished is lost, asked for again, or trained twice.
+
+A rollout counts when it is on disk. A process that goes on after a restore takes from the ledger what had finished,
+also what later steps than the restored one had taken, and what groups in flight had: only the missing members of a
+group start again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import numpy as np
+
+from hpcrl.dock.ledger.entries import Dropped, Entry, Finished, Kept, PayloadPlace, Taken, read_entries
+from hpcrl.dock.ledger.log import RolloutLog
+from hpcrl.dock.ledger.payload import read_payload
+from hpcrl.dock.ledger.replay import Held, Replay, State
+from hpcrl.errors import CheckpointError
+from hpcrl.rollouts.records import Group, Rollout, decode_rollout, encode_rollout
+from hpcrl.rollouts.sampling.data_order import GroupTask
+
+__all__ = ["Found", "GroupJournal", "RolloutLedger"]
+
+_log = logging.getLogger(__name__)
+
+
+class GroupJournal(Protocol):
+    """What the scheduler and the batch server say of groups."""
+
+    async def finished(self, task: GroupTask, rollout: Rollout) -> None:
+        """A rollout has finished; returns when it is durable."""
+
+    def kept(self, group: int) -> None:
+        """All members of a group have ended, and it waits for a batch."""
+
+    def dropped(self, group: int, members: Sequence[int], why: str, *, step: int | None = None) -> None:
+        """A group is over without being trained; ``step`` as in `hpcrl.dock.ledger.entries.Dropped`."""
+
+    async def taken(self, step: int, groups: Sequence[Group]) -> None:
+        """The batch of a step was made of these; returns when that is durable."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a restore finds in the ledger.
+
+    Attributes
+    ----------
+    finished:
+        Groups that wait for a batch, by index.
+    parts:
+        Rollouts of groups whose other members have to start again.
+    over:
+        Groups that were trained, or dropped for good.
+    next_index:
+        The first group of which, and above which, nothing is known.
+    count:
+        Rollouts that have finished in this run, but for those that started again.
+    """
+
+    finished: dict[int, Group]
+    parts: dict[int, Group]
+    over: frozenset[int]
+    next_index: int
+    count: int
+
+
+class RolloutLedger:
+    """The ledger of a run, of which this process is the writer; a `GroupJournal`."""
+
+    def __init__(
+        self,
+        rollouts_dir: Path,
+        *,
+        attempt: int,
+        restored: int,
+        bound: int,
+        limit_s: float,
+        checkpoints: Callable[[], Sequence[int]],
+    ) -> None:
+        """Read what there is, and begin a file of entries.
+
+        Parameters
+        ----------
+        restored:
+            The step that this process goes on after.
+        bound:
+            ``rollouts.max_off_policy_steps``.
+        limit_s:
+            How long a filesystem that refuses for a while is tried again, in seconds.
+        checkpoints:
+            Steps of the joint checkpoints that are there: what one of them may need is kept.
+
+        Raises
+        ------
+        CheckpointError
+            What is there cannot be read.
+        OSError
+            The filesystem refused.
+        """
+        self._restored, self._bound, self._checkpoints = restored, bound, checkpoints
+        self._log = RolloutLog(rollouts_dir, attempt=attempt, restored=restored, limit_s=limit_s)
+        self._asked: set[int] = set()
+        try:
+            self._replay = Replay(read_entries(self._log.ledger_dir))
+        except ValueError as error:
+            self._log.close()
+            raise CheckpointError(
+                f"the ledger of rollouts cannot be read: {error}\n"
+                f"    hint: hpcrl rollouts verify says more; without {self._log.ledger_dir} a resume begins a new one, "
+                "and finished rollouts that no step has used are asked for again"
+            ) from error
+        for problem in self._replay.problems:
+            _log.warning("ledger of rollouts: %s", problem)
+
+    def find(self, group_size: int) -> Found:
+        """Read what waits; rollouts that are too old now, or whose columns are gone, start again."""
+        finished: dict[int, Group] = {}
+        parts: dict[int, Group] = {}
+        over = self._replay.over_groups()
+        waiting, oldest = self._replay.waiting(), self._restored - self._bound
+        for index, held in waiting.items():
+            if index in over:  # members of a group that was dropped while they were being written
+                self._drop(index, [each.entry.member for each in held], "its group was over", again=False)
+            elif min(each.version for each in held) < oldest:
+                self._drop(index, [each.entry.member for each in held], "too old after a restore", again=True)
+            else:
+                rollouts = self._load(held)
+                name, prompt = held[0].entry.environment, held[0].entry.prompt_index
+                group = Group(index=index, environment=name, prompt_index=prompt, rollouts=rollouts)
+                whole = len(rollouts) == len(held) and index in self._replay.kept
+                if whole or len(rollouts) == group_size:
+                    finished[index] = group
+                elif rollouts:
+                    parts[index] = group
+        count = len(self._replay.rollouts) - len(self._replay.gone)
+        return Found(finished, parts, over, self._replay.next_index, count)
+
+    async def adopt(self, group: Group, task: GroupTask) -> None:
+        """Write a finished group of a checkpoint from before there was a ledger."""
+        for rollout in group.rollouts:
+            await self.finished(task, rollout)
+        self.kept(group.index)
+
+    def _load(self, held: Sequence[Held]) -> list[Rollout]:
+        found = []
+        for each in held:
+            try:
+                rollout = decode_rollout(read_payload(self._log.payload_dir, each.entry.payload))
+            except (OSError, ValueError) as error:
+                _log.warning("rollout %d/%d starts again: %s", *each.id, error)
+                self._drop(each.entry.group, [each.entry.member], "its columns cannot be read", again=True)
+                continue
+            if each.pivots:
+                rollout = msgspec.structs.replace(rollout, versions=np.full_like(rollout.versions, each.version))
+            found.append(rollout)
+        return found
+
+    async def finished(self, task: GroupTask, rollout: Rollout) -> None:
+        """See `GroupJournal.finished`."""
+        about, arrays = encode_rollout(rollout)
+
+        def entry(place: PayloadPlace) -> Entry:
+            return Finished(
+                group=task.index,
+                member=rollout.member,
+                environment=task.environment.name,
+                prompt_index=task.prompt_index,
+                reward=rollout.reward,
+                tokens=len(rollout.token_ids),
+                sampled_tokens=rollout.sampled_tokens,
+                first_version=rollout.first_version,
+                last_version=rollout.last_version,
+                ended_s=rollout.ended_s,
+                payload=place,
+            )
+
+        # a rollout whose group is cancelled now is written all the same, before the entry that drops it
+        await asyncio.shield(self._noted(self._log.finish(about, arrays, entry)))
+
+    def _noted(self, writing: Future[Entry]) -> asyncio.Future[Entry]:
+        """The same for the event loop; what is written is counted here in the order in which it was written."""
+        written = asyncio.wrap_future(writing)
+        written.add_done_callback(self._note)
+        return written
+
+    def _note(self, written: asyncio.Future[Entry]) -> None:
+        # an entry that could not be written fails what comes next, which somebody waits for
+        if not written.cancelled() and written.exception() is None:
+            self._replay.add(written.result())
+
+    def kept(self, group: int) -> None:
+        """See `GroupJournal.kept`."""
+        self._noted(self._log.append(Kept(group=group)))
+
+    def dropped(self, group: int, members: Sequence[int], why: str, *, step: int | None = None) -> None:
+        """See `GroupJournal.dropped`."""
+        self._noted(self._log.append(Dropped(group=group, members=list(members), why=why, step=step)))
+
+    def _drop(self, group: int, members: list[int], why: str, *, again: bool) -> None:
+        """While it is read, before anything else is written."""
+        entry = Dropped(group=group, members=members, why=why, again=again)
+        self._replay.add(entry)
+        self._log.append(entry)
+
+    async def taken(self, step: int, groups: Sequence[Group]) -> None:
+        """See `GroupJournal.taken`."""
+        members = [(group.index, [rollout.member for rollout in group.rollouts]) for group in groups]
+        await asyncio.shield(self._noted(self._log.append(Taken(step=step, groups=members))))
+        await self._collect()
+
+    def protect(self, step: int) -> None:
+        """A checkpoint of ``step`` is being saved: what it needs stays."""
+        self._asked.add(step)
+
+    async def _collect(self) -> None:
+        """Remove files of columns of which no checkpoint needs anything."""
+        saved = await asyncio.to_thread(self._checkpoints)
+        newest = max(saved, default=0)
+        self._asked = {step for step in self._asked if step > newest}
+        steps = {*saved, *self._asked} or {0}
+        needed, files = {self._log.file}, set()
+        for held in self._replay.rollouts:
+            files.add(held.entry.payload.file)
+            if any(self._needs(step, held) for step in steps):
+                needed.add(held.entry.payload.file)
+        for file in files - needed:
+            self._replay.forget(file)
+            with contextlib.suppress(FileNotFoundError):
+                await asyncio.to_thread((self._log.payload_dir / file).unlink)
+
+    def _needs(self, step: int, held: Held) -> bool:
+        """Whether a restore of ``step`` could train on this rollout."""
+        if held.state is State.WAITING:
+            return True
+        # one that is mirrored so far back is too old at once
+        return held.step is not None and held.step > step and held.version <= step + self._bound
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._log.close()

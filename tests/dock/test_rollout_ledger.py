@@ -1,0 +1,291 @@
+"""The ledger of rollouts: what is counted is on disk, wherever its writer ends, and what is wrong with it is seen."""
+
+from __future__ import annotations
+
+import errno
+import random
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpcrl.dock.columns import decode_columns
+from hpcrl.dock.ledger import payload
+from hpcrl.dock.ledger.entries import Begin, Dropped, Entry, Finished, Kept, PayloadPlace, Taken, read_entries
+from hpcrl.dock.ledger.log import RolloutLog
+from hpcrl.dock.ledger.payload import read_payload
+from hpcrl.dock.ledger.replay import Replay, State
+
+NOWHERE = PayloadPlace("000001-000001.columns", 0, 1, "")
+
+
+def finished(group: int, member: int, *, version: int = 0, last: int | None = None, place: Any = NOWHERE) -> Finished:
+    return Finished(
+        group=group,
+        member=member,
+        environment="words",
+        prompt_index=5,
+        reward=1.0,
+        tokens=8,
+        sampled_tokens=4,
+        first_version=version,
+        last_version=version if last is None else last,
+        ended_s=1.0,
+        payload=place,
+    )
+
+
+def begin(restored: int = 0, attempt: int = 1) -> Begin:
+    return Begin(attempt=attempt, restored=restored, time_s=0.0, believed={})
+
+
+def open_log(path: Path, *, attempt: int = 1, restored: int = 0) -> RolloutLog:
+    return RolloutLog(path, attempt=attempt, restored=restored, limit_s=5.0)
+
+
+def keep(log: RolloutLog, group: int, member: int, tokens: int = 100) -> Any:
+    arrays = {"tokens": np.full(tokens, 10 * group + member, dtype=np.int32)}
+    return log.finish(b"about", arrays, lambda place: finished(group, member, place=place))
+
+
+# -- the writer
+
+
+def test_what_was_written_is_read_back_in_order(tmp_path: Path) -> None:
+    log = open_log(tmp_path)
+    futures = [keep(log, group, member) for group in range(20) for member in range(3)]
+    log.append(Taken(step=1, groups=[(0, [0, 1, 2])]))
+    assert all(isinstance(future.result(10.0), Finished) for future in futures)
+    log.close()
+    entries = list(read_entries(log.ledger_dir))
+    assert isinstance(entries[0], Begin)
+    found = [entry for entry in entries if isinstance(entry, Finished)]
+    assert [(entry.group, entry.member) for entry in found] == [(g, m) for g in range(20) for m in range(3)]
+    for entry in found:
+        _, arrays = decode_columns(read_payload(log.payload_dir, entry.payload))
+        assert set(arrays["tokens"].tolist()) == {10 * entry.group + entry.member}
+    assert isinstance(entries[-1], Taken)
+
+
+def test_files_of_columns_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = open_log(tmp_path)
+    log._payload._file_bytes = 3000
+    for group in range(10):
+        keep(log, group, 0, tokens=400).result(10.0)
+    log.close()
+    files = sorted(path.name for path in log.payload_dir.iterdir())
+    assert len(files) == 5
+    assert all(
+        read_payload(log.payload_dir, e.payload) for e in read_entries(log.ledger_dir) if isinstance(e, Finished)
+    )
+
+
+def test_a_writer_that_is_killed_leaves_whole_entries_only(tmp_path: Path) -> None:
+    """Cut at every byte: an entry that is read has its columns, and the next writer goes on behind it."""
+    log = open_log(tmp_path / "whole")
+    for member in range(3):
+        keep(log, 0, member).result(10.0)
+    log.close()
+    data = (log.ledger_dir / "000001.jsonl").read_bytes()
+    ends = [i + 1 for i, byte in enumerate(data) if byte == ord("\n")]
+    cut = tmp_path / "cut"
+    for end in range(len(data) + 1):
+        shutil.rmtree(cut, ignore_errors=True)
+        shutil.copytree(tmp_path / "whole", cut)
+        (cut / "ledger" / "000001.jsonl").write_bytes(data[:end])
+        entries = list(read_entries(cut / "ledger"))
+        assert len(entries) == sum(e <= end for e in ends)
+    after = open_log(cut, attempt=2)
+    keep(after, 1, 0).result(10.0)
+    after.close()
+    assert len(list(read_entries(after.ledger_dir))) == len(ends) + 2
+
+
+def test_what_a_writer_adds_that_was_thought_dead_is_not_read(tmp_path: Path) -> None:
+    old = open_log(tmp_path)
+    keep(old, 0, 0).result(10.0)
+    new = open_log(tmp_path, attempt=2)
+    keep(old, 0, 1).result(10.0)
+    keep(new, 0, 1).result(10.0)
+    late = open_log(tmp_path, attempt=1)  # began late, and may not say where the newer one's entries end
+    keep(new, 0, 2).result(10.0)
+    for log in (old, new, late):
+        log.close()
+    replay = Replay(read_entries(new.ledger_dir))
+    assert not replay.problems
+    assert [held.id for held in replay.rollouts] == [(0, 0), (0, 1), (0, 2)]
+    assert replay.attempts == 2
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.ESTALE])
+def test_a_filesystem_that_refuses_for_a_while_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    log, real, calls = open_log(tmp_path), payload.os.pwritev, []
+
+    def refuse(fd: int, buffers: Any, offset: int) -> int:
+        calls.append(offset)
+        if len(calls) == 1:
+            return int(real(fd, [b"torn"], offset))
+        if len(calls) == 2:
+            raise OSError(number, "for a while")
+        return int(real(fd, buffers, offset))
+
+    monkeypatch.setattr(payload.os, "pwritev", refuse)
+    entry = keep(log, 3, 1).result(10.0)
+    log.close()
+    _, arrays = decode_columns(read_payload(log.payload_dir, entry.payload))
+    assert set(arrays["tokens"].tolist()) == {31}
+    assert calls[2] == 0  # from its beginning again
+
+
+def test_what_a_filesystem_refuses_for_good_fails_all_that_comes_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = open_log(tmp_path)
+    monkeypatch.setattr(log._payload, "write", lambda blocks: (_ for _ in ()).throw(PermissionError(13, "no")))
+    with pytest.raises(PermissionError):
+        keep(log, 0, 0).result(10.0)
+    with pytest.raises(PermissionError):
+        log.append(Kept(group=0)).result(10.0)
+    log.close()
+    assert [type(entry) for entry in read_entries(log.ledger_dir)] == [Begin]
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "gone"])
+def test_columns_that_were_damaged_are_seen(tmp_path: Path, damage: str) -> None:
+    log = open_log(tmp_path)
+    entry = keep(log, 0, 0).result(10.0)
+    log.close()
+    path = log.payload_dir / entry.payload.file
+    data = bytearray(path.read_bytes())
+    if damage == "flip":
+        data[-9] ^= 1
+        path.write_bytes(data)
+    elif damage == "cut":
+        path.write_bytes(data[:-1])
+    else:
+        path.unlink()
+    with pytest.raises((ValueError, FileNotFoundError)):
+        read_payload(log.payload_dir, entry.payload)
+
+
+def test_a_line_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    log = open_log(tmp_path)
+    log.close()
+    path = log.ledger_dir / "000001.jsonl"
+    path.write_bytes(path.read_bytes() + b'{"entry":"stolen"}\n')
+    with pytest.raises(ValueError, match=r"000001\.jsonl, line 2"):
+        list(read_entries(log.ledger_dir))
+    path.write_bytes(path.read_bytes().replace(b'"format_version":1', b'"format_version":7'))
+    with pytest.raises(ValueError, match="format 7, this hpcrl reads 1"):
+        list(read_entries(log.ledger_dir))
+
+
+# -- what entries come to
+
+
+def states(replay: Replay) -> dict[tuple[int, int], tuple[str, int | None]]:
+    return {held.id: (held.state.value, held.step) for held in replay.rollouts}
+
+
+def test_rollouts_wait_are_trained_or_dropped() -> None:
+    replay = Replay(
+        [begin(), *(finished(g, m) for g in range(3) for m in range(2)), Taken(step=1, groups=[(0, [0, 1])])]
+    )
+    replay.add(Dropped(group=1, members=[0, 1], why="too old", step=1))
+    assert not replay.problems
+    trained, dropped, waiting = ("trained", 1), ("dropped", 1), ("waiting", None)
+    assert list(states(replay).values()) == [trained, trained, dropped, dropped, waiting, waiting]
+    assert replay.over_groups() == {0, 1}
+    assert (replay.step, replay.next_index) == (1, 3)
+
+
+def test_a_restore_takes_back_what_later_steps_did() -> None:
+    replay = Replay([begin(), *(finished(g, 0) for g in range(4))])
+    replay.add(Taken(step=1, groups=[(0, [0])]))
+    replay.add(Taken(step=2, groups=[(1, [0])]))
+    replay.add(Dropped(group=2, members=[0], why="too old", step=2))
+    replay.add(Dropped(group=3, members=[0], why="no variance in its group"))
+    replay.add(begin(restored=1, attempt=2))
+    found = states(replay)
+    assert found == {
+        (0, 0): ("trained", 1),
+        (1, 0): ("waiting", None),
+        (2, 0): ("waiting", None),
+        (3, 0): ("dropped", None),
+    }
+    assert replay.over_groups() == {0, 3}
+    replay.add(Taken(step=2, groups=[(2, [0])]))
+    assert not replay.problems
+
+
+def test_versions_ahead_of_a_restore_are_mirrored_there() -> None:
+    replay = Replay([begin(), finished(0, 0, version=3), finished(1, 0, version=4, last=6), finished(2, 0, version=8)])
+    replay.add(begin(restored=5, attempt=2))
+    by_group = {held.entry.group: held for held in replay.rollouts}
+    assert [by_group[g].version for g in range(3)] == [3, 4, 2]
+    assert by_group[1].pivots == [5]  # one token is of version 6, which counts as 4
+    replay.add(begin(restored=3, attempt=3))
+    assert [by_group[g].version for g in range(3)] == [3, 2, 2]
+    # what was sampled after a restore is of the branch that goes on
+    replay.add(finished(3, 0, version=4))
+    assert next(held for held in replay.rollouts if held.id == (3, 0)).version == 4
+
+
+def test_a_group_that_starts_again_keeps_what_became_of_its_first_rollouts() -> None:
+    replay = Replay([begin(), finished(0, 0), Dropped(group=0, members=[0], why="too old after a restore", again=True)])
+    replay.add(finished(0, 0, version=2))
+    replay.add(Taken(step=1, groups=[(0, [0])]))
+    assert not replay.problems
+    assert [(held.state, held.why) for held in replay.rollouts] == [
+        (State.DROPPED, "too old after a restore"),
+        (State.TRAINED, ""),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("entries", "problem"),
+    [
+        ([finished(0, 0)], "0/0 finished again, and was waiting already"),
+        ([Taken(step=1, groups=[(0, [0])])], r"members \[0\] of group 0, of which \[0, 1\] had finished"),
+        ([Taken(step=1, groups=[(0, [0, 1])]), Taken(step=2, groups=[(0, [0, 1])])], "0/1 is in steps 1 and 2"),
+        ([Taken(step=2, groups=[(0, [0, 1])])], "step 2 was taken after step 0"),
+        ([Dropped(group=0, members=[7], why="too old")], r"0/7 was dropped \(too old\), and did not finish"),
+        ([Dropped(group=3, members=[], why="too few"), finished(3, 0)], "3/0 finished after its group was over"),
+    ],
+)
+def test_what_contradicts_itself_is_said(entries: list[Entry], problem: str) -> None:
+    replay = Replay([begin(), finished(0, 0), finished(0, 1), *entries])
+    assert any(re.search(problem, each) for each in replay.problems), replay.problems
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_rollout_has_one_place_whatever_happens(seed: int) -> None:
+    """Random runs with restores, by the rules that the scheduler keeps."""
+    rng, replay, step, index = random.Random(seed), Replay([begin()]), 0, 0
+    waiting: dict[int, list[int]] = {}
+    for _ in range(200):
+        what = rng.random()
+        if what < 0.5:
+            waiting[index] = list(range(rng.randint(1, 3)))
+            for member in waiting[index]:
+                replay.add(finished(index, member, version=step))
+            index += 1
+        elif what < 0.75 and waiting:
+            group = rng.choice(sorted(waiting))
+            step += 1
+            replay.add(Taken(step=step, groups=[(group, waiting.pop(group))]))
+        elif what < 0.9 and waiting:
+            group = rng.choice(sorted(waiting))
+            replay.add(Dropped(group=group, members=waiting.pop(group), why="too old", step=step + 1))
+        elif what > 0.95:
+            step = rng.randint(0, step)
+            replay.add(begin(restored=step))
+            waiting = {g: [held.entry.member for held in each] for g, each in replay.waiting().items()}
+    assert not replay.problems
+    assert {g: [h.entry.member for h in each] for g, each in replay.waiting().items()} == waiting
+    assert all((held.state is State.WAITING) == (held.id[0] in waiting) for held in replay.rollouts)

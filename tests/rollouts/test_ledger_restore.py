@@ -1,0 +1,180 @@
+"""A run goes on from its ledger: nothing that finished is asked for again, trained twice, or torn from its group."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import msgspec
+from harness import Loop, make_run, running
+from shards import rollouts_of
+from stub_engine import StubEngine, coin
+
+from hpcrl.dock.ledger.entries import Finished, read_entries
+from hpcrl.dock.ledger.replay import Replay, State
+from hpcrl.rollouts.sampling.data_order import DataOrder
+from hpcrl.rollouts.state import OrchestratorState
+from hpcrl.runs.rundir import RunDir
+
+
+def replay_of(run: RunDir) -> Replay:
+    return Replay(read_entries(run.rollouts_dir / "ledger"))
+
+
+def consumed(run: RunDir, step: int) -> set[tuple[int, int]]:
+    lines = (run.rollouts_dir / f"step-{step:06d}.jsonl").read_text().splitlines()
+    return {(line["group"], line["member"]) for line in map(json.loads, lines)}
+
+
+def trained(replay: Replay, step: int) -> set[tuple[int, int]]:
+    return {held.id for held in replay.rollouts if held.state is State.TRAINED and held.step == step}
+
+
+async def test_what_finished_after_the_checkpoint_is_used_and_not_asked_for_again(tmp_path: Path) -> None:
+    run = make_run(tmp_path, rollouts={"max_off_policy_steps": 3})
+    engine = StubEngine()
+    # some members of each group take longer, so that groups are cut in the middle
+    engine.request_s = lambda number: 0.05 * coin(number).random()
+    async with running(run, engine) as loop:
+        await loop.train(1, 2)
+        await loop.checkpoint(2)
+        await loop.train(3, 4)
+        await asyncio.sleep(0.03)
+    before = replay_of(run)
+    assert not before.problems
+    finished_before = {held.id for held in before.rollouts}
+    undone = trained(before, 3) | trained(before, 4)
+    assert len(undone) == 32
+    run.start_attempt()
+    async with running(run, StubEngine(), publish=2) as loop:
+        await loop.until(loop.orchestrator._restored.is_set)
+        parts, state = loop.orchestrator._parts, loop.orchestrator._state
+        assert undone <= {(g.index, r.member) for g in state.finished for r in g.rollouts}
+        assert not {task.index for task in loop.orchestrator._restart} & {group.index for group in state.finished}
+        shards = await loop.train(3, 6)
+        assert max(shard.stats.staleness_max for shard in shards) <= 3
+    after = replay_of(run)
+    assert not after.problems
+    assert not after.gone, "a bound of three steps allows all that two steps undid"
+    assert undone <= {held.id for held in after.rollouts if held.state is not State.WAITING}
+    assert parts, "no group was in flight with a finished member"
+    for step in range(1, 7):
+        assert consumed(run, step) == trained(after, step)
+        assert len(trained(after, step)) == 16
+    # members that had finished kept their tokens, and the others came to them
+    entries = [entry for entry in read_entries(run.rollouts_dir / "ledger") if isinstance(entry, Finished)]
+    assert len(entries) == len({(entry.group, entry.member) for entry in entries})
+    assert finished_before <= {(entry.group, entry.member) for entry in entries}
+
+
+async def test_rollouts_of_a_branch_that_was_given_up_start_again_where_the_bound_says_so(tmp_path: Path) -> None:
+    run = make_run(tmp_path, rollouts={"max_off_policy_steps": 1})
+    async with running(run, StubEngine()) as loop:
+        await loop.train(1, 1)
+        await loop.checkpoint(1)
+        await loop.train(2, 6)
+    ahead = {held.id for held in replay_of(run).rollouts if held.entry.first_version > 2}
+    assert ahead
+    run.start_attempt()
+    async with running(run, StubEngine(), publish=1) as loop:
+        shards = await loop.train(2, 6)
+        assert max(shard.stats.staleness_max for shard in shards) <= 1
+    after = replay_of(run)
+    assert not after.problems
+    assert {held.id for held in after.gone} == ahead
+    assert {held.why for held in after.gone} == {"too old after a restore"}
+
+
+async def test_a_checkpoint_says_which_groups_had_finished_and_has_none_of_them(tmp_path: Path) -> None:
+    run = make_run(tmp_path, rollouts={"max_off_policy_steps": 3})
+    async with running(run, StubEngine()) as loop:
+        await loop.train(1, 1)
+        await loop.until(lambda: loop.orchestrator._scheduler.account.batch_ready)
+        state = await loop.checkpoint(1)
+    assert state.finished == []
+    assert len(state.logged) >= 4
+    assert len(state.encode()) < 2000
+    # without the ledger they start again, as if they had been in flight
+    for path in (run.rollouts_dir / "ledger").iterdir():
+        path.unlink()
+    run.start_attempt()
+    async with running(run, StubEngine(), publish=1) as loop:
+        await loop.until(loop.orchestrator._restored.is_set)
+        assert {each.index for each in state.logged} <= {task.index for task in loop.orchestrator._restart}
+        await loop.train(2, 3)
+
+
+async def test_a_checkpoint_of_an_earlier_format_brings_its_rollouts_into_the_ledger(tmp_path: Path) -> None:
+    run = make_run(tmp_path, rollouts={"max_off_policy_steps": 3})
+    async with running(run, StubEngine()) as loop:
+        await loop.train(1, 1)
+        await loop.until(lambda: loop.orchestrator._scheduler.account.batch_ready)
+        state = loop.orchestrator._batch_server.snapshot(1)
+    old = msgspec.structs.replace(state, format_version=2)
+    assert OrchestratorState.decode(old.encode()).format_version == 2
+    for path in (run.rollouts_dir / "ledger").iterdir():
+        path.unlink()
+    run.start_attempt()
+    loop = Loop(run, [StubEngine()])
+    loop.orchestrator._state = old
+    loop.orchestrator._order = DataOrder(loop.recipe, loop.orchestrator._environments)
+    await loop.orchestrator._open_ledger()
+    await loop.orchestrator._close_ledger()
+    had = {(group.index, rollout.member) for group in old.finished for rollout in group.rollouts}
+    found = replay_of(run)
+    assert had == {held.id for each in found.waiting().values() for held in each}
+    assert found.kept == {group.index for group in old.finished}
+
+
+async def test_columns_that_are_damaged_start_again_alone(tmp_path: Path) -> None:
+    run = make_run(tmp_path, rollouts={"max_off_policy_steps": 3})
+    async with running(run, StubEngine()) as loop:
+        await loop.train(1, 1)
+        await loop.until(lambda: loop.orchestrator._scheduler.account.batch_ready)
+        await loop.checkpoint(1)
+    held = next(iter(replay_of(run).waiting().values()))[1]
+    path = run.rollouts_dir / "payload" / held.entry.payload.file
+    data = bytearray(path.read_bytes())
+    data[held.entry.payload.offset + held.entry.payload.bytes - 1] ^= 1
+    path.write_bytes(data)
+    run.start_attempt()
+    async with running(run, StubEngine(), publish=1) as loop:
+        await loop.until(loop.orchestrator._restored.is_set)
+        assert [r.member for r in loop.orchestrator._parts[held.id[0]].rollouts] == [0, 2, 3]
+        await loop.train(2, 4)
+    after = replay_of(run)
+    assert not after.problems
+    assert [each.id for each in after.gone] == [held.id]
+    assert after.gone[0].why == "its columns cannot be read"
+
+
+async def test_columns_that_no_checkpoint_needs_are_removed(tmp_path: Path) -> None:
+    run = make_run(tmp_path, rollouts={"max_off_policy_steps": 1})
+    payload = run.rollouts_dir / "payload"
+    async with running(run, StubEngine()) as loop:
+        await loop.until(lambda: loop.orchestrator._ledger is not None)
+        loop.orchestrator._ledger._log._payload._file_bytes = 1  # type: ignore[union-attr]
+        await loop.train(1, 8)
+        several = len(list(payload.iterdir()))
+        await loop.checkpoint(8)
+        await loop.train(9, 9)
+        there = {path.name for path in payload.iterdir()}
+    replay = replay_of(run)
+    needed = {held.entry.payload.file for held in replay.rollouts if held.state is State.WAITING}
+    assert needed <= there
+    assert len({held.entry.payload.file for held in replay.rollouts}) > several >= len(there)
+    # every rollout is in the ledger still
+    assert all(consumed(run, step) == trained(replay, step) for step in range(1, 10))
+
+
+async def test_batches_after_a_restore_have_the_tokens_of_before(tmp_path: Path) -> None:
+    run = make_run(tmp_path, rollouts={"max_off_policy_steps": 3})
+    async with running(run, StubEngine()) as loop:
+        await loop.train(1, 1)
+        await loop.checkpoint(1)
+        second = rollouts_of((await loop.train(2, 2))[0])
+    run.start_attempt()
+    async with running(run, StubEngine(), publish=1) as loop:
+        again = rollouts_of((await loop.train(2, 2))[0])
+    assert sorted(second) == sorted(again)
