@@ -23,7 +23,7 @@ ARROWS: dict[str, set[str]] = {
     "weights": set(),
     "checkpoints": set(),
     "dock": set(),
-    "runs": {"config", "checkpoints", "weights"},
+    "runs": {"config", "checkpoints", "weights", "dock"},
     "jobplan": {"config", "models"},
     "planning": {"config", "models", "runs", "jobplan"},
     "simulation": {"config", "models", "runs", "jobplan", "planning"},
@@ -34,7 +34,7 @@ ARROWS: dict[str, set[str]] = {
     "devcluster": {"config", "slurm"},
     "cli": {
         *("config", "jobplan", "planning", "simulation", "runs", "slurm", "submit", "sites"),
-        *("checkpoints", "weights", "devcluster", "store"),
+        *("checkpoints", "weights", "devcluster", "store", "dock", "models"),
     },
     "modeling": {"models", "weights"},
     "trainer": {"config", "models", "modeling", "weights", "checkpoints", "dock", "runs"},

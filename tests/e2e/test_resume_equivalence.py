@@ -127,7 +127,8 @@ def test_finished_rollouts_survive_and_none_is_used_twice(lab: Lab) -> None:
     shown = lab.json("checkpoint", "show", run.name, str(entry.step))["orchestrator"]
     lab.hpcrl("resume", run.name, "--follow")
     (started,) = [event for event in events(run, "orchestrator.started") if event.attempt == 2]
-    assert started.data["finished_groups"] == shown["finished_groups"]
+    # what finished after the checkpoint is in the ledger
+    assert started.data["finished_groups"] >= shown["finished_groups"]
     used = consumed(run)
     assert max(used.values()) == 1
     assert len(used) == AHEAD * 16

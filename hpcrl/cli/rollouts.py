@@ -1,0 +1,336 @@
+"""``hpcrl rollouts``: look at the rollouts of a run, and prove that each was used exactly once."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hpcrl.cli.options import JsonOption
+from hpcrl.cli.selection import RunArgument, RunsRootOption, find
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from hpcrl.dock.ledger.replay import Held
+    from hpcrl.runs.rundir import RunDir
+    from hpcrl.runs.views.rollouts import RolloutItem
+
+__all__ = ["register"]
+
+_ROWS = 256
+"""Of one piece of a Parquet file."""
+
+rollouts_app = typer.Typer(help="Rollouts of a run.", no_args_is_help=True)
+
+
+class Order(StrEnum):
+    """By what rows are sorted."""
+
+    ID = "id"
+    REWARD = "reward"
+    TOKENS = "tokens"
+    STALENESS = "staleness"
+    ENDED = "ended"
+
+
+class Format(StrEnum):
+    """Of an export."""
+
+    JSONL = "jsonl"
+    PARQUET = "parquet"
+
+
+EnvironmentOption = Annotated[
+    str | None, typer.Option("--environment", "-e", metavar="NAME", help="Only those of this environment.")
+]
+StateOption = Annotated[
+    str | None, typer.Option("--state", metavar="STATE", help="Only those that are waiting, trained or dropped.")
+]
+StepOption = Annotated[int | None, typer.Option("--step", metavar="STEP", min=1, help="Only those of this batch.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command group."""
+    app.add_typer(rollouts_app, name="rollouts")
+
+
+@rollouts_app.command("ls")
+def rollouts_ls(
+    run: RunArgument,
+    environment: EnvironmentOption = None,
+    state: StateOption = None,
+    step: StepOption = None,
+    sort: Annotated[Order, typer.Option("--sort", help="By what; the largest last.")] = Order.ID,
+    count: Annotated[int, typer.Option("-n", metavar="N", min=0, help="Only the last N rows; 0: all.")] = 30,
+    as_json: JsonOption = False,
+    root: RunsRootOption = None,
+) -> None:
+    """List finished rollouts: reward, length, versions, and what became of each."""
+    import json
+
+    import msgspec
+    from rich.table import Table
+
+    from hpcrl.cli.output import table_console
+    from hpcrl.runs.views.rollouts import read_ledger, rollout_items
+
+    found = find(run, root)
+    items = _chosen(rollout_items(read_ledger(found)), environment, state, step)
+    items.sort(key=lambda item: _sort_key(item, sort))
+    shown = items[-count:] if count else items
+    if as_json:
+        typer.echo(json.dumps({"run": found.name, "rollouts": msgspec.to_builtins(shown)}, indent=2))
+        return
+    table = Table(box=None, pad_edge=False)
+    for name in ("ROLLOUT", "ENVIRONMENT", "REWARD", "TOKENS", "VERSIONS", "STALENESS", "STATE"):
+        table.add_column(name, justify="right" if name in ("REWARD", "TOKENS", "STALENESS") else "left")
+    for item in shown:
+        versions = {item.first_version, item.last_version}
+        table.add_row(
+            item.id,
+            item.environment,
+            f"{item.reward:.3f}",
+            f"{item.tokens:,}",
+            "-".join(map(str, sorted(versions))),
+            "" if item.staleness is None else str(item.staleness),
+            _said(item),
+        )
+    table_console().print(table)
+    if len(shown) < len(items):
+        typer.echo(f"the last {len(shown)} of {len(items)} (-n 0: all)", err=True)
+
+
+def _chosen(
+    items: list[RolloutItem], environment: str | None, state: str | None, step: int | None
+) -> list[RolloutItem]:
+    from hpcrl.errors import UsageError
+
+    states = ("waiting", "trained", "dropped")
+    if state is not None and state not in states:
+        raise UsageError(f"there is no state {state!r}\n    hint: {', '.join(states)}")
+    names = sorted({item.environment for item in items})
+    if environment is not None and names and environment not in names:
+        raise UsageError(f"no rollout is of an environment {environment!r}\n    hint: there are {', '.join(names)}")
+    return [
+        item
+        for item in items
+        if environment in (None, item.environment)
+        and state in (None, item.state)
+        and (step is None or (item.state == "trained" and item.step == step))
+    ]
+
+
+def _sort_key(item: RolloutItem, order: Order) -> Any:
+    group, _, member = item.id.partition("/")
+    own = (int(group), int(member))
+    match order:
+        case Order.REWARD:
+            return item.reward, own
+        case Order.TOKENS:
+            return item.tokens, own
+        case Order.STALENESS:
+            return -1 if item.staleness is None else item.staleness, own
+        case Order.ENDED:
+            return item.ended_s, own
+        case _:
+            return own
+
+
+def _said(item: RolloutItem) -> str:
+    match item.state:
+        case "trained":
+            return f"trained in step {item.step}"
+        case "dropped":
+            return f"dropped: {item.why}"
+        case _:
+            return item.state
+
+
+@rollouts_app.command("show")
+def rollouts_show(
+    run: RunArgument,
+    rollout: Annotated[str, typer.Argument(metavar="GROUP/MEMBER", help="As `hpcrl rollouts ls` says it.")],
+    as_json: JsonOption = False,
+    root: RunsRootOption = None,
+) -> None:
+    """Show one rollout: its turns with their text, versions and log-probabilities.
+
+    Tokens are kept as long as a checkpoint may need them; of older ones there is the text, without its middle.
+    """
+    import json
+
+    from hpcrl.runs.views.rollouts import export_rows, find_rollout, read_ledger
+
+    found = find(run, root)
+    replay = read_ledger(found)
+    held = find_rollout(replay, rollout)
+    if as_json:
+        rows = list(export_rows(found, replay, {rollout}))
+        typer.echo(json.dumps(rows[-1], indent=2))
+        return
+    _print_rollout(found, held)
+
+
+def _print_rollout(run: RunDir, held: Held) -> None:
+    from rich.table import Table
+
+    from hpcrl.cli.output import table_console
+    from hpcrl.runs.views.rollouts import rollout_details
+
+    details = rollout_details(run, held)
+    console = table_console()
+    table = Table(box=None, show_header=False, pad_edge=False)
+    names = ("id", "environment", "prompt_index", "reward", "parts", "tokens", "sampled_tokens")
+    for name in (*names, "first_version", "last_version", "staleness", "seconds", "state", "step", "why", "problem"):
+        if (value := details.get(name)) not in (None, "", {}):
+            table.add_row(name, f"{value:.3f}" if isinstance(value, float) else str(value))
+    console.print(table)
+    columns = details.get("columns")
+    if columns is None:
+        if text := details.get("text"):
+            console.print("", text, markup=False, highlight=False)
+        return
+    for piece in _pieces(run, details, columns):
+        console.print("", piece[0], markup=False, highlight=False, style="bold")
+        console.print(piece[1], markup=False, highlight=False)
+
+
+def _pieces(run: RunDir, details: dict[str, Any], columns: dict[str, Any]) -> list[tuple[str, str]]:
+    """What was said and what was sampled, turn by turn: a heading, and the text."""
+    from hpcrl.models.tokenizer import ChatTokenizer
+
+    try:
+        tokenizer = ChatTokenizer(Path(run.recipe().model.path))
+    except (OSError, ValueError):
+        tokenizer = None
+
+    def text(ids: list[int]) -> str:
+        return str(ids) if tokenizer is None else tokenizer.decode(ids, skip_special_tokens=False)
+
+    pieces, at = [], 0
+    for number, (said, sampled, wait_s, reply_s) in enumerate(details["turns"], 1):
+        heading = f"turn {number}: said, {said} tokens, after {wait_s:.1f} s"
+        pieces.append((heading, text(columns["token_ids"][at : at + said].tolist())))
+        at += said
+        part = slice(at, at + sampled)
+        versions = sorted(set(columns["versions"][part].tolist()))
+        logprob = float(columns["logprobs"][part].mean()) if sampled else 0.0
+        about = f"{sampled} tokens in {reply_s:.1f} s, version {'-'.join(map(str, versions))}"
+        heading = f"turn {number}: sampled, {about}, mean log-probability {logprob:.3f}"
+        pieces.append((heading, text(columns["token_ids"][part].tolist())))
+        at += sampled
+    return pieces
+
+
+@rollouts_app.command("verify")
+def rollouts_verify(
+    run: RunArgument,
+    ledger_only: Annotated[
+        bool, typer.Option("--ledger-only", help="Do not read the tokens of rollouts that wait.")
+    ] = False,
+    as_json: JsonOption = False,
+    root: RunsRootOption = None,
+) -> None:
+    """Prove that each finished rollout was trained exactly once, or dropped for a reason, or still waits.
+
+    Exit code 1 where something contradicts that.
+    """
+    import json
+
+    import msgspec
+
+    from hpcrl.errors import ExitCode
+    from hpcrl.runs.views.rollouts import verify_rollouts
+
+    found = find(run, root)
+    verdict = verify_rollouts(found, content=not ledger_only)
+    if as_json:
+        typer.echo(json.dumps({"run": found.name, **msgspec.to_builtins(verdict)}, indent=2))
+    else:
+        typer.echo(f"{verdict.finished:,} rollouts finished in {verdict.attempts} attempts")
+        typer.echo(f"  {verdict.trained:>9,}  trained, each in one of {verdict.steps:,} steps")
+        for why, number in verdict.dropped.items():
+            typer.echo(f"  {number:>9,}  dropped: {why}")
+        typer.echo(f"  {verdict.waiting:>9,}  waiting for a step")
+        for note in verdict.notes:
+            typer.echo(f"note: {note}")
+        for problem in verdict.problems:
+            typer.echo(f"problem: {problem}")
+        if not verdict.problems:
+            typer.echo("nothing was lost, and nothing trained twice")
+    if verdict.problems:
+        raise typer.Exit(ExitCode.FAILED)
+
+
+@rollouts_app.command("export")
+def rollouts_export(
+    run: RunArgument,
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write.")],
+    form: Annotated[Format | None, typer.Option("--format", help="Default: by the name of the file.")] = None,
+    environment: EnvironmentOption = None,
+    state: StateOption = None,
+    step: StepOption = None,
+    root: RunsRootOption = None,
+) -> None:
+    """Write rollouts into a file: JSON lines, or Parquet (with pyarrow). Tokens are in it where they are still kept."""
+    import json
+
+    from hpcrl.errors import UsageError
+    from hpcrl.runs.views.rollouts import export_rows, read_ledger, rollout_items
+
+    if form is None:
+        form = Format.PARQUET if output.suffix == ".parquet" else Format.JSONL
+    if output.exists():
+        raise UsageError(f"{output} exists already\n    hint: --output with another name")
+    found = find(run, root)
+    replay = read_ledger(found)
+    wanted = {item.id for item in _chosen(rollout_items(replay), environment, state, step)}
+    rows = export_rows(found, replay, wanted)
+    if form is Format.JSONL:
+        count = 0
+        with output.open("x") as stream:
+            for row in rows:
+                stream.write(json.dumps(row) + "\n")
+                count += 1
+    else:
+        count = _write_parquet(output, rows)
+    typer.echo(f"{count:,} rollouts in {output}", err=True)
+
+
+def _write_parquet(output: Path, rows: Iterator[dict[str, Any]]) -> int:
+    from hpcrl.errors import UsageError
+
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError as error:
+        hint = "pip install 'hpcrl[export]', or --format jsonl"
+        raise UsageError(f"pyarrow writes Parquet, and is not installed\n    hint: {hint}") from error
+
+    text, whole, number = pa.string(), pa.int64(), pa.float64()
+    kinds = {
+        **dict.fromkeys(("id", "environment", "state", "why", "text", "problem"), text),
+        **dict.fromkeys(("prompt_index", "tokens", "sampled_tokens", "first_version", "last_version"), whole),
+        **dict.fromkeys(("step", "staleness"), whole),
+        **dict.fromkeys(("reward", "seconds", "ended_s"), number),
+        "parts": pa.map_(text, number),
+        "turns": pa.list_(pa.list_(number)),
+        "token_ids": pa.list_(pa.int32()),
+        "sampled": pa.list_(pa.uint8()),
+        "logprobs": pa.list_(pa.float32()),
+        "versions": pa.list_(pa.int32()),
+        "routed_experts": pa.list_(pa.list_(pa.list_(pa.uint16()))),
+    }
+    schema, count = pa.schema(list(kinds.items())), 0
+    with pq.ParquetWriter(output, schema) as writer:
+        while chunk := list(islice(rows, _ROWS)):
+            known = [{name: row.get(name) for name in kinds} for row in chunk]
+            for row in known:
+                row["parts"] = list((row["parts"] or {}).items())
+            writer.write_table(pa.Table.from_pylist(known, schema=schema))
+            count += len(chunk)
+    return count

@@ -1,0 +1,246 @@
+"""The rollouts of a run as rows and documents, by its ledger; and whether each was used exactly once."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from hpcrl.dock.columns import decode_columns
+from hpcrl.dock.ledger.entries import ledger_files, read_entries
+from hpcrl.dock.ledger.payload import read_payload
+from hpcrl.dock.ledger.replay import Held, Replay, State
+from hpcrl.errors import RunDirError, UsageError
+from hpcrl.runs.consumed import ConsumedRollouts
+from hpcrl.runs.metrics import read_metrics
+from hpcrl.runs.rundir import RunDir
+
+__all__ = [
+    "RolloutItem",
+    "Verdict",
+    "export_rows",
+    "find_rollout",
+    "read_ledger",
+    "rollout_details",
+    "rollout_items",
+    "verify_rollouts",
+]
+
+
+class RolloutItem(msgspec.Struct, frozen=True, kw_only=True):
+    """A finished rollout.
+
+    Attributes
+    ----------
+    id:
+        ``GROUP/MEMBER``.
+    tokens, sampled_tokens:
+        Of the whole sequence, and those that the policy sampled.
+    first_version, last_version:
+        Of its sampled tokens: the first one's, and the highest.
+    state:
+        ``waiting``, ``trained`` or ``dropped``.
+    step:
+        Of the batch that trained it, or by which it became too old; None for others.
+    staleness:
+        Steps between its first token and the policy that trained on it; None where none did.
+    why:
+        It was dropped.
+    """
+
+    id: str
+    environment: str
+    prompt_index: int
+    reward: float
+    tokens: int
+    sampled_tokens: int
+    first_version: int
+    last_version: int
+    ended_s: float
+    state: str
+    step: int | None
+    staleness: int | None
+    why: str
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """What a ledger comes to.
+
+    Attributes
+    ----------
+    finished, trained, waiting:
+        Rollouts.
+    steps:
+        Steps that were taken and not undone.
+    dropped:
+        Rollouts by the reason.
+    notes:
+        What is missing beside the ledger and proves nothing.
+    problems:
+        What contradicts that each rollout is in one batch or was dropped.
+    """
+
+    finished: int
+    trained: int
+    waiting: int
+    steps: int
+    attempts: int
+    dropped: dict[str, int]
+    notes: list[str]
+    problems: list[str]
+
+
+def read_ledger(run: RunDir) -> Replay:
+    """The ledger of a run.
+
+    Raises
+    ------
+    UsageError
+        It has none.
+    RunDirError
+        It cannot be read.
+    """
+    directory = run.rollouts_dir / "ledger"
+    if not ledger_files(directory):
+        raise UsageError(
+            f"{run.name} has no ledger of rollouts ({directory})\n"
+            "    hint: a run has one as soon as its orchestrator has started; those of earlier versions have none"
+        )
+    try:
+        return Replay(read_entries(directory))
+    except (ValueError, OSError) as error:
+        raise RunDirError(f"the ledger of rollouts cannot be read: {error}") from error
+
+
+def rollout_items(replay: Replay) -> list[RolloutItem]:
+    """All finished rollouts, by group and member."""
+    return [_item(held) for held in replay.rollouts]
+
+
+def _item(held: Held) -> RolloutItem:
+    entry = held.entry
+    trained = held.state is State.TRAINED and held.step is not None
+    return RolloutItem(
+        id=f"{entry.group}/{entry.member}",
+        environment=entry.environment,
+        prompt_index=entry.prompt_index,
+        reward=entry.reward,
+        tokens=entry.tokens,
+        sampled_tokens=entry.sampled_tokens,
+        first_version=entry.first_version,
+        last_version=entry.last_version,
+        ended_s=entry.ended_s,
+        state=held.state.value,
+        step=held.step,
+        staleness=(held.step or 0) - 1 - held.version if trained else None,
+        why=held.why,
+    )
+
+
+def find_rollout(replay: Replay, name: str) -> Held:
+    """The rollout ``GROUP/MEMBER``; of several tries of one member the last.
+
+    Raises
+    ------
+    UsageError
+        There is none.
+    """
+    found = [held for held in replay.rollouts if f"{held.entry.group}/{held.entry.member}" == name]
+    if not found:
+        raise UsageError(f"no rollout {name!r} has finished\n    hint: hpcrl rollouts ls has them: GROUP/MEMBER")
+    return found[-1]
+
+
+def rollout_details(run: RunDir, held: Held) -> dict[str, Any]:
+    """What is known of one rollout: its row, and ``columns`` and ``turns`` as long as they are on disk.
+
+    Where the columns are gone (they are kept as long as a checkpoint may need them), ``text`` is what was kept of a
+    rollout that was trained: its middle may be left out.
+    """
+    document: dict[str, Any] = msgspec.to_builtins(_item(held))
+    try:
+        about, arrays = decode_columns(read_payload(run.rollouts_dir / "payload", held.entry.payload))
+        document |= msgspec.msgpack.decode(about)
+        document["columns"] = arrays
+    except FileNotFoundError:
+        document["problem"] = "its tokens are no longer kept: no checkpoint needs them"
+    except (OSError, ValueError) as error:
+        document["problem"] = str(error)
+    if "columns" not in document and held.state is State.TRAINED and held.step is not None:
+        for line in map(json.loads, ConsumedRollouts(run.rollouts_dir).of(held.step)):
+            if (line["group"], line["member"]) == held.id:
+                document |= {key: line[key] for key in ("text", "turns", "parts", "seconds")}
+    return document
+
+
+def verify_rollouts(run: RunDir, *, content: bool = True) -> Verdict:
+    """Whether each finished rollout is in exactly one batch, or was dropped for a reason, or waits.
+
+    The ledger is compared with itself, with the files of consumed rollouts, with the steps that were trained, and
+    (``content``) with the columns of what waits.
+    """
+    replay = read_ledger(run)
+    rollouts = replay.rollouts
+    problems, notes = list(replay.problems), []
+    by_step: dict[int, set[tuple[int, int]]] = {}
+    for held in rollouts:
+        if held.state is State.TRAINED and held.step is not None:
+            by_step.setdefault(held.step, set()).add(held.id)
+    consumed, missing = ConsumedRollouts(run.rollouts_dir), 0
+    for step in range(1, replay.step + 1):
+        if step not in by_step:
+            problems.append(f"step {step} was taken, and no rollout is in it")
+            continue
+        try:
+            lines = {(line["group"], line["member"]) for line in map(json.loads, consumed.of(step))}
+        except (ValueError, LookupError) as error:
+            problems.append(f"the file of consumed rollouts of step {step} cannot be read: {error}")
+            continue
+        if not lines:
+            missing += 1
+        elif lines != by_step[step]:
+            odd = ", ".join(f"{group}/{member}" for group, member in sorted(lines ^ by_step[step])[:5])
+            problems.append(f"step {step}: batch and ledger differ in {odd}")
+    if missing:
+        notes.append(f"{missing} steps have no file of consumed rollouts (it is written for people, and may be lost)")
+    trained = max((record.step for record in read_metrics(run)), default=0)
+    if trained > replay.step:
+        problems.append(f"step {trained} was trained, and the ledger knows steps up to {replay.step}")
+    waiting = [held for each in replay.waiting().values() for held in each]
+    for held in waiting if content else ():
+        try:
+            read_payload(run.rollouts_dir / "payload", held.entry.payload)
+        except (OSError, ValueError) as error:
+            problems.append(f"rollout {held.entry.group}/{held.entry.member} waits, and cannot be read: {error}")
+    return Verdict(
+        finished=len(rollouts),
+        trained=sum(map(len, by_step.values())),
+        waiting=len(waiting),
+        steps=replay.step,
+        attempts=replay.attempts,
+        dropped=dict(sorted(Counter(held.why for held in rollouts if held.state is State.DROPPED).items())),
+        notes=notes,
+        problems=problems,
+    )
+
+
+def export_rows(run: RunDir, replay: Replay, items: set[str] | None = None) -> Iterator[dict[str, Any]]:
+    """A row a rollout: what `rollout_items` has, and its columns as lists where they are on disk.
+
+    Parameters
+    ----------
+    items:
+        Only these; None: all.
+    """
+    for held in replay.rollouts:
+        if items is not None and f"{held.entry.group}/{held.entry.member}" not in items:
+            continue
+        document = rollout_details(run, held)
+        columns = document.pop("columns", {})
+        document.pop("member", None)
+        document["turns"] = [list(turn) for turn in document.get("turns", [])]
+        names = ("token_ids", "sampled", "logprobs", "versions", "routed_experts")
+        yield document | {name: columns[name].tolist() if name in columns else None for name in names}

@@ -1,0 +1,192 @@
+"""``hpcrl rollouts``: what somebody who doubts a run can look at and prove."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from hpcrl.cli.main import main
+from hpcrl.config.load import load_recipe
+from hpcrl.dock.ledger.entries import Dropped, Finished, Kept, Taken
+from hpcrl.dock.ledger.log import RolloutLog
+from hpcrl.models.tokenizer import ChatTokenizer, write_character_tokenizer
+from hpcrl.rollouts.records import Rollout, Turn, encode_rollout
+from hpcrl.runs.rundir import RunDir
+
+Command = Callable[..., tuple[str, str]]
+
+
+def make_rollout(member: int, tokenizer: ChatTokenizer) -> Rollout:
+    said = tokenizer.render_ids([{"role": "user", "content": "reverse cat"}], add_generation_prompt=True)
+    sampled = [*tokenizer.encode("tac"), tokenizer.eos_token_id]
+    ids, mask = [*said, *sampled], [0] * len(said) + [1] * len(sampled)
+    return Rollout(
+        member=member,
+        token_ids=np.asarray(ids, np.int32),
+        sampled=np.asarray(mask, np.uint8),
+        logprobs=np.asarray(mask, np.float32) * -0.25,
+        versions=np.full(len(ids), 2, np.int32),
+        reward=0.5 * member,
+        parts={"exact": float(member)},
+        seconds=1.5,
+        ended_s=100.0 + member,
+        turns=[Turn(len(said), len(sampled), 0.5, 2.0)],
+    )
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """Groups 0 and 1 are trained, 2 was dropped, 3 waits, 4 is in flight."""
+    run = RunDir(tmp_path / "runs" / "mine")
+    run.path.mkdir(parents=True)
+    run.record_path.write_text("{}")
+    write_character_tokenizer(tmp_path / "model")
+    recipe = load_recipe("quickstart", (f"model.path={tmp_path / 'model'}",)).value
+    run.recipe_path.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
+    tokenizer = ChatTokenizer(tmp_path / "model")
+    log = RolloutLog(run.rollouts_dir, attempt=1, restored=0, limit_s=5.0)
+    for group in range(5):
+        for member in range(2 if group < 4 else 1):
+            rollout = make_rollout(member, tokenizer)
+
+            def entry(place: Any, group: int = group, rollout: Rollout = rollout) -> Finished:
+                return Finished(
+                    group=group,
+                    member=rollout.member,
+                    environment="words" if group % 2 else "sums",
+                    prompt_index=7 * group,
+                    reward=rollout.reward,
+                    tokens=len(rollout.token_ids),
+                    sampled_tokens=rollout.sampled_tokens,
+                    first_version=0,
+                    last_version=0,
+                    ended_s=rollout.ended_s,
+                    payload=place,
+                )
+
+            log.finish(*encode_rollout(rollout), entry)
+        if group < 4:
+            log.append(Kept(group=group))
+    for step in (1, 2):
+        log.append(Taken(step=step, groups=[(step - 1, [0, 1])]))
+        known = {"group": step - 1, "text": "kept text", "turns": [], "parts": {}, "seconds": 1.0}
+        lines = [{**known, "member": member} for member in (0, 1)]
+        (run.rollouts_dir / f"step-{step:06d}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    log.append(Dropped(group=2, members=[0, 1], why="too old", step=2))
+    log.close()
+    return run
+
+
+@pytest.fixture
+def rollouts(run: RunDir, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
+    def call(command: str, *arguments: str, code: int = 0) -> tuple[str, str]:
+        argv = ["hpcrl", "rollouts", command, "mine", *arguments, "--runs-root", str(run.path.parent)]
+        monkeypatch.setattr(sys, "argv", argv)
+        with pytest.raises(SystemExit) as exit_info:
+            main()
+        out, err = capfd.readouterr()
+        assert int(exit_info.value.code or 0) == code, err
+        return out, err
+
+    return call
+
+
+def test_verify_accounts_for_every_rollout(rollouts: Command) -> None:
+    out, _ = rollouts("verify")
+    assert out.splitlines() == [
+        "9 rollouts finished in 1 attempts",
+        "          4  trained, each in one of 2 steps",
+        "          2  dropped: too old",
+        "          3  waiting for a step",
+        "nothing was lost, and nothing trained twice",
+    ]
+    document = json.loads(rollouts("verify", "--json")[0])
+    assert (document["trained"], document["dropped"], document["problems"]) == (4, {"too old": 2}, [])
+
+
+def test_verify_sees_a_batch_that_had_other_rollouts(run: RunDir, rollouts: Command) -> None:
+    path = run.rollouts_dir / "step-000002.jsonl"
+    path.write_text(path.read_text().replace('"member": 1', '"member": 0'))
+    out, _ = rollouts("verify", code=1)
+    assert "problem: step 2: batch and ledger differ in 1/1" in out
+    path.unlink()
+    out, _ = rollouts("verify")
+    assert "note: 1 steps have no file of consumed rollouts" in out
+
+
+def test_verify_sees_a_step_that_is_not_in_the_ledger(run: RunDir, rollouts: Command) -> None:
+    path = run.rollouts_dir / "ledger" / "000001.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(line for line in lines if b'"step":1,' not in line or b"taken" not in line))
+    out, _ = rollouts("verify", code=1)
+    assert "problem: step 2 was taken after step 0" in out
+    assert "problem: step 1 was taken, and no rollout is in it" in out
+
+
+def test_verify_reads_what_waits(run: RunDir, rollouts: Command) -> None:
+    (payload,) = (run.rollouts_dir / "payload").iterdir()
+    data = bytearray(payload.read_bytes())
+    data[-1] ^= 1
+    payload.write_bytes(data)
+    out, _ = rollouts("verify", code=1)
+    assert "problem: rollout 4/0 waits, and cannot be read: 000001-000001.columns has another content" in out
+    assert "problem" not in rollouts("verify", "--ledger-only")[0]
+
+
+def test_ls(rollouts: Command) -> None:
+    out, _ = rollouts("ls")
+    rows = [line.split() for line in out.splitlines()[1:]]
+    assert [row[0] for row in rows] == ["0/0", "0/1", "1/0", "1/1", "2/0", "2/1", "3/0", "3/1", "4/0"]
+    assert rows[3][1:3] == ["words", "0.500"]
+    assert "trained in step 2" in out
+    assert "dropped: too old" in out
+    out, err = rollouts("ls", "--sort", "reward", "-n", "2")
+    assert [line.split()[0] for line in out.splitlines()[1:]] == ["2/1", "3/1"]
+    assert "the last 2 of 9 (-n 0: all)" in err
+    items = json.loads(rollouts("ls", "--state", "trained", "--environment", "words", "--json")[0])["rollouts"]
+    assert [(item["id"], item["staleness"]) for item in items] == [("1/0", 1), ("1/1", 1)]
+    assert len(json.loads(rollouts("ls", "--step", "1", "--json")[0])["rollouts"]) == 2
+    assert "hint: there are sums, words" in rollouts("ls", "--environment", "poker", code=2)[1]
+    assert "hint: waiting, trained, dropped" in rollouts("ls", "--state", "lost", code=2)[1]
+
+
+def test_show_has_turns_and_falls_back_on_the_text(run: RunDir, rollouts: Command) -> None:
+    out, _ = rollouts("show", "3/1")
+    assert "reverse cat" in out
+    assert "turn 1: sampled, 4 tokens in 2.0 s, version 2, mean log-probability -0.250" in out
+    assert out.rstrip().endswith("tac<|end|>")
+    for path in (run.rollouts_dir / "payload").iterdir():
+        path.unlink()
+    out, _ = rollouts("show", "1/0")
+    assert "no longer kept" in out
+    assert "kept text" in out
+    assert "hint: hpcrl rollouts ls has them" in rollouts("show", "77/0", code=2)[1]
+
+
+def test_export(tmp_path: Path, rollouts: Command) -> None:
+    lines, table = tmp_path / "out.jsonl", tmp_path / "out.parquet"
+    rollouts("export", "--output", str(lines))
+    rows = [json.loads(line) for line in lines.read_text().splitlines()]
+    assert [row["id"] for row in rows][:3] == ["0/0", "0/1", "1/0"]
+    assert len(rows[0]["token_ids"]) == rows[0]["tokens"]
+    rollouts("export", "--output", str(table), "--state", "trained")
+    back = pq.read_table(table).to_pylist()
+    assert [row["id"] for row in back] == ["0/0", "0/1", "1/0", "1/1"]
+    assert back[1]["token_ids"] == rows[1]["token_ids"]
+    assert dict(back[1]["parts"]) == {"exact": 1.0}
+    assert "exists already" in rollouts("export", "--output", str(table), code=2)[1]
+
+
+def test_a_run_without_a_ledger_says_so(run: RunDir, rollouts: Command) -> None:
+    for path in (run.rollouts_dir / "ledger").iterdir():
+        path.unlink()
+    for command in (("ls",), ("verify",), ("show", "0/0"), ("export", "--output", "x.jsonl")):
+        assert "has no ledger of rollouts" in rollouts(*command, code=2)[1]
