@@ -27,6 +27,7 @@
       weights/v000012/                        hand-offs
       checkpoints/step-000010/                joint checkpoints
       rollouts/                               consumed rollouts, for people
+      rollouts/ledger/  rollouts/payload/     what became of each finished rollout, and its arrays
 """
 
 from __future__ import annotations
