@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 
 import msgspec
 from harness import Loop, make_run, running
 from shards import rollouts_of
-from stub_engine import StubEngine, coin
+from stub_engine import StubEngine
 
 from hpcrl.dock.ledger.entries import Finished, read_entries
 from hpcrl.dock.ledger.replay import Replay, State
@@ -32,15 +31,18 @@ def trained(replay: Replay, step: int) -> set[tuple[int, int]]:
 
 
 async def test_what_finished_after_the_checkpoint_is_used_and_not_asked_for_again(tmp_path: Path) -> None:
-    run = make_run(tmp_path, rollouts={"max_off_policy_steps": 3})
+    run = make_run(tmp_path, rollouts={"max_off_policy_steps": 3, "ready_batches": 8})
     engine = StubEngine()
-    # some members of each group take longer, so that groups are cut in the middle
-    engine.request_s = lambda number: 0.05 * coin(number).random()
     async with running(run, engine) as loop:
         await loop.train(1, 2)
         await loop.checkpoint(2)
-        await loop.train(3, 4)
-        await asyncio.sleep(0.03)
+        await loop.train(3, 3)
+        scheduler = loop.orchestrator._scheduler
+        await loop.until(lambda: scheduler.account.capacity <= 0 and scheduler.in_flight == 0)
+        # of groups that start with the next version one member in four never ends: they are cut in the middle
+        engine.request_s = lambda number: 30.0 if number % 4 == 0 else 0.0
+        await loop.train(4, 4)
+        await loop.until(lambda: any(len(running.rollouts) > 1 for running in scheduler._running.values()))
     before = replay_of(run)
     assert not before.problems
     finished_before = {held.id for held in before.rollouts}
