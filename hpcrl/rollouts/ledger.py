@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ from hpcrl.rollouts.sampling.data_order import GroupTask
 __all__ = ["Found", "GroupJournal", "RolloutLedger"]
 
 _log = logging.getLogger(__name__)
+
+_SAY_S = 30.0
 
 
 class GroupJournal(Protocol):
@@ -142,7 +145,12 @@ class RolloutLedger:
                 elif rollouts:
                     parts[index] = group
         count = len(self._replay.rollouts) - len(self._replay.gone)
-        return Found(finished, parts, over, self._replay.next_index, count)
+        next_index = self._replay.next_index
+        # of a long run nearly all were trained long ago, and their columns are gone
+        there = {path.name for path in self._log.payload_dir.iterdir()}
+        for file in {held.entry.payload.file for held in self._replay.rollouts} - there:
+            self._replay.forget(file)
+        return Found(finished, parts, over, next_index, count)
 
     async def adopt(self, group: Group, task: GroupTask) -> None:
         """Write a finished group of a checkpoint from before there was a ledger."""
@@ -184,7 +192,14 @@ class RolloutLedger:
             )
 
         # a rollout whose group is cancelled now is written all the same, before the entry that drops it
-        await asyncio.shield(self._noted(self._log.finish(about, arrays, entry)))
+        await self._durable(self._noted(self._log.finish(about, arrays, entry)))
+
+    async def _durable(self, written: asyncio.Future[Entry]) -> None:
+        """Wait, and say so: how long is the trainer's to decide, whose own wait has a deadline."""
+        began = time.monotonic()
+        while not (await asyncio.wait([written], timeout=_SAY_S))[0]:
+            _log.warning("a finished rollout waits for the filesystem for %.0f s", time.monotonic() - began)
+        written.result()
 
     def _noted(self, writing: Future[Entry]) -> asyncio.Future[Entry]:
         """The same for the event loop; what is written is counted here in the order in which it was written."""
@@ -214,7 +229,7 @@ class RolloutLedger:
     async def taken(self, step: int, groups: Sequence[Group]) -> None:
         """See `GroupJournal.taken`."""
         members = [(group.index, [rollout.member for rollout in group.rollouts]) for group in groups]
-        await asyncio.shield(self._noted(self._log.append(Taken(step=step, groups=members))))
+        await self._durable(self._noted(self._log.append(Taken(step=step, groups=members))))
         await self._collect()
 
     def protect(self, step: int) -> None:

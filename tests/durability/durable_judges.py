@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from durable_scenarios import PIN, publish, save
+from durable_scenarios import PIN, keep_rollout, publish, save
 from handoff_lab import check_content, model_directory
 from power_cut import Cut, marks_of
 
@@ -14,6 +14,11 @@ from hpcrl.aside import list_asides
 from hpcrl.checkpoints import CheckpointEntry, CheckpointLedger, CheckpointWriter
 from hpcrl.checkpoints import pins as checkpoint_pins
 from hpcrl.checkpoints.history import read_saved
+from hpcrl.dock.columns import decode_columns
+from hpcrl.dock.ledger.entries import read_entries
+from hpcrl.dock.ledger.log import RolloutLog
+from hpcrl.dock.ledger.payload import read_payload
+from hpcrl.dock.ledger.replay import Replay
 from hpcrl.errors import CheckpointError, FencedError, HandoffError
 from hpcrl.weights import Handoff, HandoffStore, HandoffWriter
 from hpcrl.weights.lifetime.collector import Collector
@@ -202,6 +207,35 @@ def _no_remains(root: Path) -> Iterator[str]:
         yield f"left over: {hidden}"
 
 
+def judge_rollouts(root: Path, cut: Cut, other: Path) -> Iterator[str]:
+    """The ledger of rollouts: who reads it first, and the orchestrator that goes on."""
+    del other
+    directory = root / "rollouts"
+    promised = {tuple(name) for name in marks_of(cut, "finished")}
+    taken = [int(step) for (step,) in marks_of(cut, "taken")]
+    for reader in ("first", "next"):
+        replay = Replay(read_entries(directory / "ledger"))
+        yield from replay.problems
+        held = {each.id: each for each in replay.rollouts}
+        if lost := sorted(promised - set(held)):
+            yield f"rollouts {lost} had finished, and the {reader} reader does not find them"
+        for name, each in held.items():
+            try:
+                _, arrays = decode_columns(read_payload(directory / "payload", each.entry.payload))
+            except (OSError, ValueError) as error:
+                yield f"rollout {name} is in the ledger, and cannot be read: {error}"
+                continue
+            if set(arrays["tokens"].tolist()) != {10 * name[0] + name[1]}:
+                yield f"rollout {name} has the columns of another"
+        if taken and replay.step < taken[-1]:
+            yield f"step {taken[-1]} had been taken, and the ledger ends at step {replay.step}"
+        if reader == "first":
+            log = RolloutLog(directory, attempt=9, restored=replay.step, limit_s=1.0)
+            keep_rollout(log, 90, 0).result(10.0)
+            log.close()
+            promised.add((90, 0))
+
+
 def judge_run_files(root: Path, cut: Cut, other: Path) -> Iterator[str]:
     """Files of a run directory."""
     from durable_runs import judge
@@ -214,5 +248,6 @@ JUDGES: dict[str, Judge] = {
     "ledger": judge_ledger,
     "put_aside": judge_ledger,
     "torch_checkpoint": judge_ledger,
+    "rollouts": judge_rollouts,
     "run_files": judge_run_files,
 }

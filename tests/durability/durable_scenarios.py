@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,8 @@ from recording import mark, name_sync_sites
 from hpcrl.aside import list_asides
 from hpcrl.checkpoints import CheckpointLedger, CheckpointWriter
 from hpcrl.checkpoints.pins import pin
+from hpcrl.dock.ledger.entries import Entry, Finished, PayloadPlace, Taken
+from hpcrl.dock.ledger.log import RolloutLog
 from hpcrl.weights import HandoffStore, HandoffWriter
 from hpcrl.weights.format.layout import PublishedTensor, layout_shards
 from hpcrl.weights.format.units import Runs, assign_units
@@ -207,6 +210,46 @@ def torch_checkpoint(root: Path, other: Path) -> None:
         writer.commit(step=step, world_size=1, files=records, orchestrator_state=b"o", started_at_s=time.time())
         mark(["committed", step, step])
     dist.destroy_process_group()
+
+
+# -- the ledger of rollouts
+
+
+def keep_rollout(log: RolloutLog, group: int, member: int) -> Future[Entry]:
+    """One whose columns say who it is."""
+
+    def entry(place: PayloadPlace) -> Entry:
+        return Finished(
+            group=group,
+            member=member,
+            environment="words",
+            prompt_index=0,
+            reward=0.0,
+            tokens=400,
+            sampled_tokens=400,
+            first_version=0,
+            last_version=0,
+            ended_s=0.0,
+            payload=place,
+        )
+
+    return log.finish(b"", {"tokens": np.full(400, 10 * group + member, np.int32)}, entry)
+
+
+def rollouts(root: Path, other: Path) -> None:
+    """Two orchestrators, one behind the other, of which each keeps rollouts and makes batches of them."""
+    del other
+    for attempt in (1, 2):
+        log = RolloutLog(root / "rollouts", attempt=attempt, restored=attempt - 1, limit_s=1.0)
+        log._payload._file_bytes = 4000
+        for group in range(10 * attempt, 10 * attempt + 6):
+            written = [keep_rollout(log, group, member) for member in range(2)]
+            for member, future in enumerate(written):
+                future.result(10.0)
+                mark(["finished", group, member])
+        log.append(Taken(step=attempt, groups=[(10 * attempt, [0, 1])])).result(10.0)
+        mark(["taken", attempt])
+        log.close()
 
 
 # -- files of a run

@@ -182,6 +182,25 @@ ssize_t write(int fd, const void *data, size_t size) {
 POSITIONED(pwrite)
 POSITIONED(pwrite64)
 
+#define GATHERED(name) \
+    ssize_t name(int fd, const struct iovec *parts, int count, off64_t offset, int flags) { \
+        REAL(ssize_t, name, int, const struct iovec *, int, off64_t, int); \
+        uint64_t inode = inode_of(fd); \
+        if (!inode) return real(fd, parts, count, offset, flags); \
+        lock(); \
+        ssize_t done = real(fd, parts, count, offset, flags), left = done; \
+        for (int i = 0; i < count && left > 0; i++) { \
+            size_t size = (size_t)left < parts[i].iov_len ? (size_t)left : parts[i].iov_len; \
+            if (size) put(WRITE, inode, offset, "", "", parts[i].iov_base, size); \
+            offset += (off64_t)size; \
+            left -= (ssize_t)size; \
+        } \
+        unlock(); \
+        return done; \
+    }
+GATHERED(pwritev2)
+GATHERED(pwritev64v2)
+
 #define SIZED(name, kind) \
     int name(int fd, off64_t size) { \
         REAL(int, name, int, off64_t); \

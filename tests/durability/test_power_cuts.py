@@ -9,7 +9,7 @@ from campaign import examine
 from power_cut import Cut, PowerCuts, State, tree_of
 from recording import Kind, Operation, Recordings
 
-SCENARIOS = ("handoffs", "ledger", "put_aside", "run_files")
+SCENARIOS = ("handoffs", "ledger", "put_aside", "rollouts", "run_files")
 RULES = ("posix", "nfs", "clients")
 
 

@@ -45,6 +45,14 @@ NEEDED = {
         "pins.add: checkpoints",
         "pins.add: step-#.pin.json",
     ),
+    ("rollouts", "posix"): (
+        "dock.ledger.log.__init__: root",
+        "dock.ledger.log.__init__: rollouts",
+        "dock.ledger.log._append: #.jsonl",
+        "dock.ledger.log._make_file: ledger",
+        "dock.ledger.payload.write: #-#.columns",
+        "dock.ledger.payload.write: payload",
+    ),
     ("put_aside", "posix"): ("fence._settle: checkpoints",),
     ("run_files", "posix"): (
         "checkpoints.restore.write: #",
@@ -134,7 +142,7 @@ def test_torch_syncs_what_it_writes(site: str, recordings: Recordings) -> None:
     assert_needed(recordings, "torch_checkpoint", "posix", (site,))
 
 
-@pytest.mark.parametrize("scenario", ["handoffs", "ledger", "put_aside", "run_files"])
+@pytest.mark.parametrize("scenario", ["handoffs", "ledger", "put_aside", "rollouts", "run_files"])
 def test_no_site_is_left_out(scenario: str, recordings: Recordings) -> None:
     """A new fsync of the product must be in the tables above, and be shown to be needed."""
     known = SOMETIMES | {site for all_sites in NEEDED.values() for site in all_sites}

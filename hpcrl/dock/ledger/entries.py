@@ -13,7 +13,18 @@ from pathlib import Path
 
 import msgspec
 
-__all__ = ["Begin", "Dropped", "Entry", "Finished", "Kept", "PayloadPlace", "Taken", "ledger_files", "read_entries"]
+__all__ = [
+    "Begin",
+    "Dropped",
+    "Entry",
+    "Finished",
+    "Kept",
+    "PayloadPlace",
+    "Taken",
+    "ledger_files",
+    "read_entries",
+    "whole_bytes",
+]
 
 FORMAT_VERSION = 1
 _FILE = re.compile(r"(\d{6,})\.jsonl")
@@ -127,12 +138,13 @@ def ledger_files(directory: Path) -> list[Path]:
 def read_entries(directory: Path) -> Iterator[Entry]:
     """All entries of a ledger, in order.
 
-    A last line that was cut off (its writer was killed in the middle of it) is left out: nobody counted on it.
+    What is torn at the end of the newest file is left out: its writer was killed in the middle of it, or the power was
+    cut before it was durable, and nobody counted on it. Of other files the next writer has said where they end.
 
     Raises
     ------
     ValueError
-        A line cannot be read, or is of a format that this code does not know.
+        A line before that cannot be read, or a file is of a format that this code does not know.
     """
     files: list[tuple[Path, Begin]] = []
     for path in ledger_files(directory):
@@ -142,8 +154,8 @@ def read_entries(directory: Path) -> Iterator[Entry]:
             files.append((path, begin))
     for i, (path, _) in enumerate(files):
         limits = [later.believed[path.name] for _, later in files[i + 1 :] if path.name in later.believed]
-        data = path.read_bytes()[: min(limits, default=None)]
-        end = data.rfind(b"\n") + 1
+        data = path.read_bytes()
+        end = min(limits, default=_whole(data))
         for number, line in enumerate(data[:end].splitlines(), 1):
             try:
                 yield _decoder.decode(line)
@@ -151,16 +163,30 @@ def read_entries(directory: Path) -> Iterator[Entry]:
                 raise ValueError(f"{path}, line {number}: {error}") from error
 
 
+def whole_bytes(path: Path) -> int:
+    """Bytes of a file up to its first line that cannot be read."""
+    return _whole(path.read_bytes())
+
+
+def _whole(data: bytes) -> int:
+    end = 0
+    while (after := data.find(b"\n", end) + 1) > 0:
+        try:
+            _decoder.decode(data[end:after])
+        except msgspec.DecodeError:
+            break
+        end = after
+    return end
+
+
 def _begin(path: Path) -> Begin | None:
     """The first entry of a file; None where its writer was killed before that was whole."""
     with path.open("rb") as stream:
         line = stream.readline()
-    if not line.endswith(b"\n"):
-        return None
     try:
         entry = _decoder.decode(line)
-    except msgspec.DecodeError as error:
-        raise ValueError(f"{path}, line 1: {error}") from error
+    except msgspec.DecodeError:
+        return None
     if not isinstance(entry, Begin):
         raise ValueError(f"{path} does not begin with the entry 'begin'")
     if entry.format_version != FORMAT_VERSION:

@@ -55,7 +55,7 @@ class PayloadWriter:
                 digest.update(piece)
             places.append(PayloadPlace(self.file, end, size, digest.hexdigest()))
             end += size
-        os.fdatasync(self._fd)
+        os.fsync(self._fd)
         if not self._made:
             fsync_dir(self._directory)
             self._made = True

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from hpcrl.dock.columns import decode_columns
-from hpcrl.dock.ledger.entries import ledger_files, read_entries
+from hpcrl.dock.ledger.entries import ledger_files, read_entries, whole_bytes
 from hpcrl.dock.ledger.payload import read_payload
 from hpcrl.dock.ledger.replay import Held, Replay, State
 from hpcrl.errors import RunDirError, UsageError
@@ -209,6 +209,9 @@ def verify_rollouts(run: RunDir, *, content: bool = True) -> Verdict:
     trained = max((record.step for record in read_metrics(run)), default=0)
     if trained > replay.step:
         problems.append(f"step {trained} was trained, and the ledger knows steps up to {replay.step}")
+    newest = ledger_files(run.rollouts_dir / "ledger")[-1]
+    if torn := newest.stat().st_size - whole_bytes(newest):
+        notes.append(f"{torn} bytes at the end of {newest.name} are torn, or are being written: nobody counted on them")
     waiting = [held for each in replay.waiting().values() for held in each]
     for held in waiting if content else ():
         try:
