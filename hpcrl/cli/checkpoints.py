@@ -79,6 +79,8 @@ def checkpoint_show(
         typer.echo(json.dumps(details, indent=2))
     else:
         table = Table(box=None, show_header=False, pad_edge=False)
+        table.add_column(no_wrap=True)
+        table.add_column(overflow="fold")
         for key in ("step", "policy_version", "path", "attempt", "world_size", "save_s", "blocked_s", "problem"):
             if (value := details.get(key)) not in (None, ""):
                 table.add_row(key, f"{value:.3f}" if isinstance(value, float) else str(value))

@@ -171,12 +171,20 @@ def _print_listing(rows: list[dict[str, str]], as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
         return
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in ("name", "description", "path"):
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(row["name"], row["description"], row["path"])
-    table_console().print(table)
+    console = table_console()
+
+    def table(*columns: str) -> Table:
+        made = Table(box=None, header_style="bold", pad_edge=False)
+        for column in columns:
+            made.add_column(column, no_wrap=column != "description")
+        for row in rows:
+            made.add_row(*(row[column] for column in columns))
+        return made
+
+    whole = table("name", "description", "path")
+    # a path in pieces helps nobody: where there is no room for it, --json has it
+    fits = console.measure(whole).maximum <= console.width
+    console.print(whole if fits else table("name", "description"))
 
 
 def _print_resolved(loaded: Loaded[Any], as_json: bool) -> None:

@@ -122,9 +122,9 @@ def list_(home: HomeOption = None, as_json: JsonOption = False) -> None:
     """List the virtual clusters of this machine."""
     import json
 
-    from rich.console import Console
     from rich.table import Table
 
+    from hpcrl.cli.output import table_console
     from hpcrl.devcluster.cluster import list_clusters
     from hpcrl.devcluster.daemons import find_members
 
@@ -148,7 +148,7 @@ def list_(home: HomeOption = None, as_json: JsonOption = False) -> None:
         table.add_column(column, overflow="fold")
     for row in rows:
         table.add_row(*(str(value) for value in row.values()))
-    Console().print(table)
+    table_console().print(table)
 
 
 @devcluster_app.command("kill-node")
@@ -222,10 +222,11 @@ def _cluster(name: str, home: Path | None) -> DevCluster:
 
 
 def _print_status(found: ClusterStatus) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console()
+    from hpcrl.cli.output import table_console
+
+    console = table_console()
     console.print(
         f"[bold]{found.name}[/bold]: Slurm {found.slurm_version}, slurmctld {found.controller}, "
         f"{'with' if found.accounting else 'without'} accounting, {found.processes} processes, "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from typing import TYPE_CHECKING
 
@@ -10,11 +11,26 @@ if TYPE_CHECKING:
 
 __all__ = ["table_console"]
 
-_PIPE_WIDTH = 200
+_PIPE_WIDTH = 1000
+
+
+class _Rows(io.StringIO):
+    """Standard output without the blanks with which a table fills its rows."""
+
+    def write(self, text: str) -> int:
+        sys.stdout.write("\n".join(line.rstrip(" ") for line in text.split("\n")))
+        return len(text)
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return sys.stdout.encoding
+
+    def flush(self) -> None:
+        sys.stdout.flush()
 
 
 def table_console() -> Console:
-    """Standard output; wide where it is no terminal, so that a pipe or a file gets whole rows."""
+    """Standard output; where it is no terminal a pipe or a file gets whole rows, and none ends in blanks."""
     from rich.console import Console
 
-    return Console() if sys.stdout.isatty() else Console(width=_PIPE_WIDTH)
+    return Console() if sys.stdout.isatty() else Console(width=_PIPE_WIDTH, file=_Rows())

@@ -149,7 +149,7 @@ def print_difference(console: Console, found: Difference) -> None:
         return
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in ("field", found.first.name, found.second.name):
-        table.add_column(column, overflow="fold")
+        table.add_column(column, overflow="fold", no_wrap=column == "field")
     for key, a, b in found.fields:
         table.add_row(key, _text(a), _text(b))
     console.print(table)

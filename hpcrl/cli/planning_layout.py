@@ -116,9 +116,9 @@ def _charges(resolved: Plan, site: Loaded[ClusterProfile]) -> dict[str, str]:
 
 def print_environment(recipe: Recipe, cluster: ClusterProfile, resolved: Plan) -> None:
     """Print the environment of each role, by source."""
-    from rich.console import Console
     from rich.table import Table
 
+    from hpcrl.cli.output import table_console
     from hpcrl.jobplan import role_variables
 
     table = Table(box=None, header_style="bold", pad_edge=False)
@@ -129,6 +129,6 @@ def print_environment(recipe: Recipe, cluster: ClusterProfile, resolved: Plan) -
             table.add_row(group.role, name, value, source)
         for name, file in cluster.secrets.items():
             table.add_row(group.role, name, f"(read from {file} when the role starts)", "cluster.secrets")
-    console = Console()
+    console = table_console()
     console.print()
     console.print(table)

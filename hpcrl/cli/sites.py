@@ -110,7 +110,8 @@ def check(
         console.print(head + Text(f"{row['where']}: {row['key']}: {row['what']} [{row['code']}]"), soft_wrap=True)
         console.print(Text(f"        hint: {row['hint']}"), soft_wrap=True)
     counts = ", ".join(f"{sum(f.severity is s for f in found)} {s.value}s" for s in Severity)
-    console.print(f"{loaded.source}: {len(SITE_RULES)} rules checked; against Slurm: {counts}", highlight=False)
+    against = f"against Slurm: {counts}" if isinstance(loaded.value, SlurmCluster) else "it has no Slurm to ask"
+    typer.echo(f"{loaded.source}: {len(SITE_RULES)} rules checked; {against}")
     raise typer.Exit(ExitCode.FAILED if failed else ExitCode.OK)
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import shlex
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from hpcrl.slurm.errors import NoConfigurationError, SlurmMissingError, SlurmUnavailableError
+from hpcrl.slurm.errors import NoConfigurationError, SlurmMissingError, SlurmUnavailableError, in_short
 
 __all__ = [
     "CLUSTER_VARIABLES",
@@ -124,7 +123,7 @@ def run_command(argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float
             stdout, stderr = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)  # our own unreaped child: the id cannot be another's
-            raise SlurmUnavailableError(f"{shlex.join(argv)} gave no answer in {timeout_s:g} s") from None
+            raise SlurmUnavailableError(f"{in_short(argv)} gave no answer in {timeout_s:g} s") from None
         except BaseException:
             os.killpg(process.pid, signal.SIGKILL)
             raise

@@ -35,6 +35,7 @@ __all__ = [
     "SlurmUnavailableError",
     "SubmitUnclearError",
     "classify",
+    "in_short",
 ]
 
 
@@ -93,6 +94,18 @@ class SlurmAnswerError(SlurmError):
     """A command succeeded and said something that could not be read."""
 
 
+_SHOWN = 80
+"""So much of a command is shown to a person, in characters: lists of columns and of jobs are longer."""
+
+
+def in_short(argv: Sequence[str]) -> str:
+    """A command as a person would recognize it."""
+    words = list(argv)
+    while len(words) > 1 and len(shlex.join(words)) > _SHOWN:
+        words.pop()
+    return shlex.join(words) + (" ..." if len(words) < len(argv) else "")
+
+
 _AWAY = (
     "unable to contact slurm controller",
     "slurm controller not responding",
@@ -135,4 +148,4 @@ def classify(argv: Sequence[str], exit_code: int, said: str) -> SlurmError:
         kind = SlurmUnavailableError
     elif any(part in low for part in _NO_JOB):
         kind = NoSuchJobError
-    return kind(f"{shlex.join(argv)} failed ({exit_code}): {text or 'it said nothing'}")
+    return kind(f"{in_short(argv)} failed ({exit_code}): {text or 'it said nothing'}")

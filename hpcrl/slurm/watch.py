@@ -87,7 +87,7 @@ class JobWatcher:
         if last is not None and last.state.ended and last.state not in _REQUEUED_ENDS:
             return JobView(last.state, last, now - known_at, "")  # an end that Slurm has said stays true
         if self._away:
-            silent = "ever" if self._answered_at is None else f"for {now - self._answered_at:.0f} s"
+            silent = "yet" if self._answered_at is None else f"for {now - self._answered_at:.0f} s"
             return JobView(
                 JobState.UNKNOWN, last, now - known_at, f"Slurm has not answered {silent}: {self._away}", False
             )
