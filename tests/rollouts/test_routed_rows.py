@@ -398,6 +398,17 @@ def test_beside_a_pool_the_next_engine_is_asked_from_its_last_token_on() -> None
     assert (rows == np.concatenate([LOST[3:4], NEXT[4:8]])).all()
 
 
+def test_replay_asks_for_rows_by_itself(tmp_path: Path) -> None:
+    write_json(tmp_path / "config.json", ARCH.to_hf_config())
+    assert RoutedExpertsSettings.of(make_recipe(tmp_path)) is None
+    changes: tuple[dict[str, Any], ...] = (
+        {"engine": {"return_routed_experts": True}},
+        {"trainer": {"router_replay": True}},
+    )
+    for change in changes:
+        assert RoutedExpertsSettings.of(make_recipe(tmp_path, **change)) == SETTINGS
+
+
 @pytest.mark.parametrize("in_parts", [True, False])
 async def test_no_row_is_lost_or_doubled_with_an_engine(tmp_path: Path, monkeypatch: Any, in_parts: bool) -> None:
     """The whole orchestrator: batches have one row a token, of either engine, and none for a rollout's last one."""

@@ -8,6 +8,7 @@ engine's choice (`hpcrl.modeling.context.ReplayedExperts`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,8 @@ __all__ = ["UNKNOWN_KINDS", "RoutedExpertsComparison", "cut_experts", "engine_ex
 UNKNOWN_KINDS = ("last", "sampled", "context")
 """What tokens without a row are: the last of a rollout, which never went into an engine; other sampled ones; prompts
 and what tools said."""
+_CHUNK_TOKENS = 4096
+"""Rows of so many tokens are looked at at once: they stay in the caches of a processor."""
 
 
 def engine_experts(batch: MicroBatch, arch: ModelArch, device: torch.device) -> ReplayedExperts | None:
@@ -53,10 +56,14 @@ def engine_experts(batch: MicroBatch, arch: ModelArch, device: torch.device) -> 
     sparse = [layer for layer in range(layers) if arch.is_sparse(layer)]
     kind = np.uint8 if arch.routed_experts <= 256 else np.int16 if arch.routed_experts <= 2**15 else np.int32
     kept, known = np.empty((tokens, len(sparse), width), kind), routes.known.copy()
-    for column, layer in enumerate(sparse):
-        said = routes.experts[:, layer]
-        _check(batch, layer, said, known, arch.routed_experts)
-        kept[:, column] = said
+    for start in range(0, tokens, _CHUNK_TOKENS):
+        chunk = slice(start, start + _CHUNK_TOKENS)
+        said = routes.experts[chunk][:, sparse]
+        wrong = _impossible(said, arch.routed_experts) & known[chunk, None]
+        if wrong.any():
+            row, column = np.argwhere(wrong)[0].tolist()
+            raise ValueError(_what_is_wrong(batch, start + row, sparse[column], said[row, column], arch.routed_experts))
+        kept[chunk] = said
     return ReplayedExperts(
         experts=torch.from_numpy(kept).to(device),
         known=torch.from_numpy(known).to(device),
@@ -64,18 +71,22 @@ def engine_experts(batch: MicroBatch, arch: ModelArch, device: torch.device) -> 
     )
 
 
-def _check(batch: MicroBatch, layer: int, said: NDArray[Any], known: NDArray[np.bool_], experts: int) -> None:
-    ordered = np.sort(said, axis=-1)
-    beyond = ordered[:, -1] >= experts
-    wrong = np.flatnonzero(known & (beyond | (ordered[:, 1:] == ordered[:, :-1]).any(-1)))
-    if not len(wrong):
-        return
-    token = int(wrong[0])
+def _impossible(said: NDArray[Any], experts: int) -> NDArray[np.bool_]:
+    """Where ``said``, ``[T, layers, k]``, has an expert that is none of ``experts``, or one twice: ``[T, layers]``."""
+    # an expert of all rows after another: an order of magnitude faster than sorting rows of a few bytes
+    columns = np.ascontiguousarray(said.reshape(-1, said.shape[-1]).T)
+    wrong: NDArray[np.bool_] = columns.max(0) >= experts
+    for one, other in combinations(columns, 2):
+        wrong |= one == other
+    return wrong.reshape(said.shape[:2])
+
+
+def _what_is_wrong(batch: MicroBatch, token: int, layer: int, said: NDArray[Any], experts: int) -> str:
     rollout = int(np.searchsorted(batch.cu_seqlens, token, side="right")) - 1
     group, member = batch.rollouts[rollout] if batch.rollouts else ("?", rollout)
-    what = f"the model has {experts}" if beyond[token] else "an expert stands there twice"
-    raise ValueError(
-        f"experts {said[token].tolist()} of token {token - int(batch.cu_seqlens[rollout])} in layer {layer} of rollout "
+    what = f"the model has {experts}" if said.max() >= experts else "an expert stands there twice"
+    return (
+        f"experts {said.tolist()} of token {token - int(batch.cu_seqlens[rollout])} in layer {layer} of rollout "
         f"{member} of group {group}: {what}\n"
         "    hint: the engine's record of experts is broken; trainer.router_replay and engine.return_routed_experts: "
         "false train without it"
