@@ -8,7 +8,7 @@ import pytest
 import torch
 from test_checkpoint import whole
 from test_meshes import ARCHS, GRADIENT_TOLERANCE
-from trainer_testing import Rollouts, make_recipe, run_ranks, tiny_model, write_model_dir
+from trainer_testing import Rollouts, make_recipe, run_ranks, tiny_arch, tiny_model, write_model_dir
 
 from hpcrl.dock.routes import RoutedExperts
 from hpcrl.modeling.layers.moe import ChosenSoftmaxRouter, SigmoidRouter, SoftmaxRouter, SparseMLP
@@ -175,6 +175,34 @@ def test_a_layer_that_is_computed_again_sees_the_same_experts(models, tool):
             )
             assert found[0] == wanted[0]
             assert [name for name in wanted[1] if not torch.equal(found[1][name], wanted[1][name])] == []
+
+
+def test_an_engine_with_other_routers_comes_close(tmp_path):
+    """Its log-probabilities are far from the trainer's where experts differ, and near where these are replayed."""
+    arch = tiny_arch(num_experts=16, num_hidden_layers=3)
+    engine, generator = tiny_model(arch), torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for layer in engine.layers:
+            weight = layer.mlp.gate.weight
+            weight += 0.05 * weight.std() * torch.randn(weight.shape, generator=generator)
+    batches = []
+    for batch in Rollouts(4, count=24, lags=0).shard().micro_batches:
+        chosen = []
+        attention = PackedAttention(torch.from_numpy(batch.cu_seqlens.astype(np.int64)))
+        ids = torch.from_numpy(batch.token_ids.astype(np.int64))
+        with torch.no_grad():
+            logits = engine(ids, attention.context(record=lambda _, experts, into=chosen: into.append(experts)))
+        said = logits.log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0].numpy()
+        logprobs = np.concatenate(([0.0], said)) * batch.loss_mask
+        rows = RoutedExperts.of(torch.stack(chosen, 1).numpy().astype(np.uint8), np.ones(len(ids), np.uint8))
+        batches.append(msgspec.structs.replace(batch, logprobs=logprobs.astype(np.float32), routed_experts=rows))
+    shard = msgspec.structs.replace(Rollouts(4, count=24, lags=0).shard(), micro_batches=batches)
+    with distributed(timeout_s=30) as parallel:
+        model_dir = write_model_dir(tmp_path / "model", arch)
+        found, plain = (train(model_dir, parallel, shard, replay=replay)[0] for replay in (True, False))
+    assert plain.routing_mismatch > 0.02
+    assert found.mismatch_kl < plain.mismatch_kl / 3
+    assert found.ess > plain.ess
 
 
 def test_batches_without_a_record_are_routed_and_counted(models):
