@@ -9,13 +9,12 @@ from __future__ import annotations
 import threading
 import time
 
-from hpcrl.dock.client import DockClient, UnreachableError
+from hpcrl.dock.client import DockClient
 from hpcrl.dock.wire import BatchShard
-from hpcrl.errors import DeadlineError, PeerLostError
+from hpcrl.errors import DeadlineError
 
 __all__ = ["BatchFetcher"]
 
-_RETRY_S = 0.1
 _LOOK_S = 5.0
 """How often somebody who waits says so."""
 
@@ -93,19 +92,15 @@ class BatchFetcher:
 
     def _fetch(self, ahead: _Ahead) -> None:
         """Runs in a thread; leaves the shard or an error in ``ahead``."""
-        lost_since_s: float | None = None
         try:
             while not self._closed.is_set() and ahead.shard is None:
-                try:
-                    ahead.shard = self._client.poll(ahead.step, rank=self._rank, world_size=self._world_size)
-                    lost_since_s = None
-                except UnreachableError as error:
-                    now_s = time.monotonic()
-                    lost_since_s = now_s if lost_since_s is None else lost_since_s
-                    wanted_s = ahead.wanted_since_s
-                    if wanted_s is not None and now_s - max(wanted_s, lost_since_s) > self._client.connect_timeout_s:
-                        raise PeerLostError(str(error)) from error
-                    self._closed.wait(_RETRY_S)
+                ahead.shard = self._client.poll(
+                    ahead.step,
+                    rank=self._rank,
+                    world_size=self._world_size,
+                    wanted_since_s=lambda: ahead.wanted_since_s,
+                    ended=self._closed,
+                )
         except Exception as error:  # noqa: BLE001 - raised where somebody waits for the shard
             ahead.error = error
         finally:

@@ -21,19 +21,23 @@ from __future__ import annotations
 import http.client
 import time
 from collections.abc import Callable
+from functools import partial
+from threading import Event
 from urllib.parse import urlsplit
 
 from hpcrl.credentials import Credentials
 from hpcrl.dock.wire import BatchShard, decode_shard
 from hpcrl.errors import DeadlineError, FencedError, PeerLostError
 
-__all__ = ["DockClient", "UnreachableError"]
+__all__ = ["DockClient"]
 
 _POLL_S = 5.0
 """How long the server holds a request that cannot be answered yet."""
+_RETRY_S = 0.1
+"""Between two requests to a dock that does not answer."""
 
 
-class UnreachableError(Exception):
+class _UnreachableError(Exception):
     """One request did not get through. Another one may."""
 
 
@@ -97,17 +101,30 @@ class DockClient:
         path = _batch_path(step, rank, world_size)
         return decode_shard(self._until_ready("GET", path, f"the batch of step {step}"))
 
-    def poll(self, step: int, *, rank: int, world_size: int) -> BatchShard | None:
-        """Ask once for the batch of ``step`` while the step before is trained; None where it is not ready yet.
+    def poll(
+        self, step: int, *, rank: int, world_size: int, wanted_since_s: Callable[[], float | None], ended: Event
+    ) -> BatchShard | None:
+        """Ask for the batch of ``step`` while the step before is trained; None where it is not ready yet.
+
+        Parameters
+        ----------
+        wanted_since_s:
+            When the trainer came to wait for it, by the monotonic clock; None while it does not: until then a dock that
+            does not answer is asked again, however long that takes.
+        ended:
+            Nobody wants to know any more (None is returned).
 
         Raises
         ------
-        UnreachableError
-            Nobody answered.
         PeerLostError, FencedError
             As `batch`.
         """
-        status, body = self._checked("GET", f"{_batch_path(step, rank, world_size)}&ahead=1", self._once)
+
+        def send(method: str, path: str) -> tuple[int, bytes]:
+            pause = partial(ended.wait, _RETRY_S)
+            return self._retry_connect(method, path, self.connect_timeout_s, wanted_since_s, pause)
+
+        status, body = self._checked("GET", f"{_batch_path(step, rank, world_size)}&ahead=1", send)
         return decode_shard(body) if status == http.client.OK else None
 
     def trained(self, step: int) -> None:
@@ -138,7 +155,18 @@ class DockClient:
                 raise DeadlineError(f"{what} did not come within {self.wait_timeout_s:g} s from {self.url}")
 
     def _request(self, method: str, path: str) -> tuple[int, bytes]:
-        return self._checked(method, path, lambda *request: self._retry_connect(lambda: self._once(*request)))
+        limit_s = self.connect_timeout_s if self._reached else max(self.wait_timeout_s, self.connect_timeout_s)
+        now_s = time.monotonic()
+
+        def pause() -> None:
+            # engines that start slowly keep the orchestrator from starting: that is waiting, not hanging
+            self.on_wait()
+            time.sleep(_RETRY_S)
+
+        def send(method: str, path: str) -> tuple[int, bytes]:
+            return self._retry_connect(method, path, limit_s, lambda: now_s, pause)
+
+        return self._checked(method, path, send)
 
     def _checked(self, method: str, path: str, send: Callable[[str, str], tuple[int, bytes]]) -> tuple[int, bytes]:
         status, body = send(method, path)
@@ -156,24 +184,35 @@ class DockClient:
             response = connection.getresponse()
             return response.status, response.read()
         except (OSError, http.client.HTTPException) as error:
-            raise UnreachableError(f"orchestrator at {self.url} cannot be reached: {error}") from error
+            raise _UnreachableError(f"orchestrator at {self.url} cannot be reached: {error}") from error
         finally:
             connection.close()
 
-    def _retry_connect(self, call: Callable[[], tuple[int, bytes]]) -> tuple[int, bytes]:
-        limit = self.connect_timeout_s if self._reached else max(self.wait_timeout_s, self.connect_timeout_s)
-        deadline = time.monotonic() + limit
+    def _retry_connect(
+        self,
+        method: str,
+        path: str,
+        limit_s: float,
+        wanted_since_s: Callable[[], float | None],
+        pause: Callable[[], bool | None],
+    ) -> tuple[int, bytes]:
+        """The first answer. Without any for ``limit_s``, from when it was lost and wanted, the dock is lost.
+
+        ``pause`` is called between two requests; where it says True, nobody wants an answer any more.
+        """
+        lost_since_s: float | None = None
         while True:
             try:
-                answer = call()
+                answer = self._once(method, path)
                 self._reached = True
                 return answer
-            except UnreachableError as error:
-                if time.monotonic() > deadline:
+            except _UnreachableError as error:
+                now_s, wanted_s = time.monotonic(), wanted_since_s()
+                lost_since_s = now_s if lost_since_s is None else lost_since_s
+                if wanted_s is not None and now_s - max(wanted_s, lost_since_s) > limit_s:
                     raise PeerLostError(str(error)) from error
-                # engines that start slowly keep the orchestrator from starting: that is waiting, not hanging
-                self.on_wait()
-                time.sleep(0.1)
+                if pause():
+                    return http.client.NO_CONTENT, b""
 
 
 def _batch_path(step: int, rank: int, world_size: int) -> str:

@@ -137,6 +137,24 @@ def test_one_that_goes_away_while_the_trainer_waits_is_lost(start: Start) -> Non
     assert waited
 
 
+def test_how_long_a_connection_is_lost_counts_from_its_loss(start: Start) -> None:
+    """Not from when the trainer began to wait: a batch may take longer than a connection may be lost."""
+    dock = start(held=2)
+    batches = dock.fetcher(connect_s=2.0)
+    batches.take(1)
+    found: list[int] = []
+    thread = threading.Thread(target=lambda: found.append(batches.take(2).step))
+    thread.start()
+    wait_for(lambda: bool(dock.trained), 20, "word that step 1 is trained")
+    time.sleep(2.2)
+    dock.stop()
+    time.sleep(0.3)
+    dock.held = 3
+    dock.start()
+    thread.join(20.0)
+    assert found == [2]
+
+
 def test_the_deadline_counts_from_when_the_trainer_waits(start: Start) -> None:
     dock, waits = start(held=2), list[float]()
     batches = dock.fetcher(wait_s=1.0, on_wait=lambda: waits.append(time.monotonic()))
