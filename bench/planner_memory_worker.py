@@ -117,18 +117,7 @@ def batch(settings: dict[str, Any], *, step: int, rank: int, world_size: int, vo
         versions=np.full(tokens, step - 1, np.int32),
         advantages=rng.normal(size=tokens).astype(np.float32) * mask,
     )
-    stats = BatchStats(
-        reward_mean=0.0,
-        reward_std=0.0,
-        reward_by_env={},
-        reward_parts={},
-        staleness_mean=0.0,
-        staleness_max=0,
-        staleness_histogram={},
-        total_tokens=tokens * world_size,
-        total_sampled_tokens=int(mask.sum()) * world_size,
-        rollouts={},
-    )
+    stats = BatchStats.of_tokens(tokens * world_size, sampled=int(mask.sum()) * world_size)
     micro_batches = [micro] * settings["micro_batches"]
     return BatchShard(step=step, rank=rank, world_size=world_size, micro_batches=micro_batches, stats=stats)
 

@@ -85,6 +85,22 @@ class BatchStats(msgspec.Struct, frozen=True, kw_only=True):
     total_sampled_tokens: int
     rollouts: dict[str, float]
 
+    @classmethod
+    def of_tokens(cls, total: int = 0, *, sampled: int = 0) -> BatchStats:
+        """Of a batch that does not come from an orchestrator: only how many tokens it has is known."""
+        return cls(
+            reward_mean=0.0,
+            reward_std=0.0,
+            reward_by_env={},
+            reward_parts={},
+            staleness_mean=0.0,
+            staleness_max=0,
+            staleness_histogram={},
+            total_tokens=total,
+            total_sampled_tokens=sampled,
+            rollouts={},
+        )
+
 
 class BatchShard(msgspec.Struct, frozen=True, kw_only=True):
     """The part of a batch that one data-parallel rank trains on.

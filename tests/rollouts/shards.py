@@ -26,16 +26,4 @@ def same(a: BatchShard, b: BatchShard) -> bool:
 
 def make_shard(step: int) -> BatchShard:
     """The only shard of ``step``, with nothing in it."""
-    stats = BatchStats(
-        reward_mean=0.0,
-        reward_std=0.0,
-        reward_by_env={},
-        reward_parts={},
-        staleness_mean=0.0,
-        staleness_max=0,
-        staleness_histogram={},
-        total_tokens=0,
-        total_sampled_tokens=0,
-        rollouts={},
-    )
-    return BatchShard(step=step, rank=0, world_size=1, micro_batches=[], stats=stats)
+    return BatchShard(step=step, rank=0, world_size=1, micro_batches=[], stats=BatchStats.of_tokens())

@@ -79,11 +79,7 @@ def shard_of(routes: RoutedExperts | None, tokens: int) -> BatchShard:
         routed_experts=routes,
         **flat,
     )
-    numbers: dict[str, Any] = dict.fromkeys(("reward_mean", "reward_std", "staleness_mean"), 0.0)
-    counts: dict[str, Any] = dict.fromkeys(("staleness_max", "total_tokens", "total_sampled_tokens"), 0)
-    maps: dict[str, Any] = {name: {} for name in ("reward_by_env", "reward_parts", "staleness_histogram", "rollouts")}
-    stats = BatchStats(**numbers, **counts, **maps)
-    return BatchShard(step=1, rank=0, world_size=1, micro_batches=[micro_batch], stats=stats)
+    return BatchShard(step=1, rank=0, world_size=1, micro_batches=[micro_batch], stats=BatchStats.of_tokens(tokens))
 
 
 def test_a_decoded_shard_has_views_into_the_message() -> None:
