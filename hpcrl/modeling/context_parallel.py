@@ -17,6 +17,7 @@ from torch import Tensor
 from hpcrl.modeling.context import BatchContext, IndexQuery, RoutedExpertsRecorder
 from hpcrl.modeling.exchange import exchange_rows, gather_rows
 from hpcrl.modeling.packed_attention import PackedAttention
+from hpcrl.modeling.transfer import movable
 
 __all__ = ["ContextParallelAttention", "heads_problem"]
 
@@ -31,6 +32,7 @@ def heads_problem(heads: int, key_heads: int, cp: int) -> str:
     return ""
 
 
+@movable
 class ContextParallelAttention:
     """An `hpcrl.modeling.context.AttentionFn` and `SparseAttentionFn` for this rank's run of a packed batch."""
 

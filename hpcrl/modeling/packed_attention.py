@@ -12,10 +12,12 @@ from hpcrl.modeling.kernels.attend import attend
 from hpcrl.modeling.kernels.kernel import QKV, Segments
 from hpcrl.modeling.sparse_attention import attend_chosen, choose_tokens
 from hpcrl.modeling.state_space import Scan, convolve, scan
+from hpcrl.modeling.transfer import movable
 
 __all__ = ["PackedAttention"]
 
 
+@movable
 class PackedAttention:
     """An `hpcrl.modeling.context.AttentionFn` and `SparseAttentionFn` for packed batches.
 
@@ -23,24 +25,22 @@ class PackedAttention:
     """
 
     def __init__(self, cu_seqlens: Tensor) -> None:
-        """Find each token's place.
+        """Find each token's place, on the host; `hpcrl.modeling.transfer.move` brings it to a device.
 
         Parameters
         ----------
         cu_seqlens:
-            ``[n + 1]`` int64: start of each sequence and the end of the last.
+            ``[n + 1]`` int64 on the host: start of each sequence and the end of the last.
         """
         lengths = cu_seqlens.diff()
-        self._sequences = len(lengths)
-        self._longest = int(lengths.max()) if self._sequences else 0
-        sequence = torch.repeat_interleave(torch.arange(self._sequences, device=lengths.device), lengths)
+        self._longest = int(lengths.max()) if len(lengths) else 0
+        sequence = torch.repeat_interleave(lengths)
         self.sequences = sequence
         """``[tokens]`` int64: the sequence of each token."""
-        self.positions = torch.arange(len(sequence), device=lengths.device) - cu_seqlens[:-1][sequence]
+        self.positions = torch.arange(len(sequence)) - cu_seqlens[:-1][sequence]
         """``[tokens]`` int64: position of each token in its sequence."""
-        self.starts = cu_seqlens
-        """``[n + 1]`` int64: start of each sequence and the end of the last."""
-        self._starts: tuple[int, ...] = tuple(cu_seqlens.tolist())
+        self.starts: tuple[int, ...] = tuple(cu_seqlens.tolist())
+        """Start of each sequence and the end of the last: numbers of the host wherever the tensors are."""
 
     def __call__(
         self,
@@ -54,7 +54,7 @@ class PackedAttention:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """See `AttentionFn`; ``layer`` is not used because nothing is cached."""
-        segments = Segments(self._starts, self._starts, causal=True, window=window)
+        segments = Segments(self.starts, self.starts, causal=True, window=window)
         return attend(QKV(q, k, v), segments, scale=scale, sinks=sinks)
 
     def choose(self, layer: int, index: IndexQuery, top_k: int) -> Tensor:
@@ -64,7 +64,7 @@ class PackedAttention:
     def choose_for(self, own: slice, index: IndexQuery, top_k: int) -> Tensor:
         """`choose` for the queries of some tokens, ``own``: ``index`` has their queries and weights, and all keys."""
         chosen = index.k.new_full((len(index.q), min(top_k, self._longest)), -1, dtype=torch.int32)
-        for begin, end in pairwise(self._starts):
+        for begin, end in pairwise(self.starts):
             first, last = max(begin, own.start), min(end, own.stop)
             if first >= last:
                 continue
@@ -80,11 +80,11 @@ class PackedAttention:
 
     def convolve(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """See `RecurrenceFn`; ``layer`` is not used because nothing is kept."""
-        return convolve(x, weight, bias, self._starts)[0]
+        return convolve(x, weight, bias, self.starts)[0]
 
     def scan(self, layer: int, parts: Scan, chunk_size: int) -> Tensor:
         """See `RecurrenceFn`; ``layer`` is not used because nothing is kept."""
-        return scan(parts, self._starts, chunk_size)[0]
+        return scan(parts, self.starts, chunk_size)[0]
 
     def context(self, select: Tensor | None = None, record: RoutedExpertsRecorder | None = None) -> BatchContext:
         """What a forward pass over these sequences needs."""

@@ -14,7 +14,7 @@ from hpcrl.modeling.layers.dispatch import AllToAllDispatcher
 from hpcrl.modeling.layers.moe import SparseMLP
 from hpcrl.modeling.mesh import ParallelDims
 
-__all__ = ["parallelize_decoder"]
+__all__ = ["parallelize_decoder", "sum_over_copies"]
 
 
 class _Settings(TypedDict):
@@ -73,6 +73,17 @@ def parallelize_decoder(model: nn.Module, mesh: ParallelDims, *, dtype: torch.dt
             module.set_force_sum_reduction_for_comms(True)
     if mesh.ep > 1:
         _prefetch(layers)
+
+
+def sum_over_copies(model: nn.Module, *, now: bool) -> None:
+    """Whether the next backward passes add up gradients over ``dp_replicate``.
+
+    They are summed over ``fsdp`` in every backward pass. What copies of the parameters have is wanted at the end of a
+    step alone: before that each copy keeps its own sums, in float32.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_requires_all_reduce(now, recurse=False)
 
 
 def _deal_out(mlp: SparseMLP, mesh: ParallelDims, settings: _Settings) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from hpcrl.modeling.context import BatchContext, RoutedExpertsRecorder
 from hpcrl.modeling.kernels.attend import add_sinks, kernel_for, sink_gradients
 from hpcrl.modeling.kernels.kernel import QKV, Attended, Kernel, Segments, score_dtype
+from hpcrl.modeling.transfer import movable
 
 __all__ = ["RingAttention", "head_tail"]
 
@@ -65,43 +66,45 @@ class _Block(NamedTuple):
     segments: Segments
 
 
+@movable
 class RingAttention:
     """An `hpcrl.modeling.context.AttentionFn` for this rank's chunks of a packed batch."""
 
     def __init__(self, cu_seqlens: Tensor, group: dist.ProcessGroup) -> None:
-        """Find this rank's chunks.
+        """Find this rank's chunks, on the host; `hpcrl.modeling.transfer.move` brings them to a device.
 
         Parameters
         ----------
         cu_seqlens:
-            ``[n + 1]`` int64: start of each sequence of the batch and the end of the last; the same on all ranks.
+            ``[n + 1]`` int64 on the host: start of each sequence of the batch and the end of the last; the same on all
+            ranks.
         group:
             The context-parallel ranks.
         """
         self._group, self._rank, self._ranks = group, dist.get_rank(group), dist.get_world_size(group)
-        starts, device = tuple(cu_seqlens.tolist()), cu_seqlens.device
-        self._chunks = [head_tail(starts, rank, self._ranks) for rank in range(self._ranks)]
-        mine = self._chunks[self._rank]
-        self.own = torch.tensor(mine.tokens, dtype=torch.int64, device=device)
+        starts = tuple(cu_seqlens.tolist())
+        chunks = [head_tail(starts, rank, self._ranks) for rank in range(self._ranks)]
+        mine = chunks[self._rank]
+        self._tokens = [each.starts[-1] for each in chunks]
+        self.own = torch.tensor(mine.tokens, dtype=torch.int64)
         """``[tokens of this rank]`` int64: where they are among those of the batch."""
         sequence = torch.bucketize(self.own, cu_seqlens[1:], right=True)
         self.sequences = sequence
         self.positions = self.own - cu_seqlens[sequence]
         """``[tokens of this rank]`` int64: position of each in its sequence."""
-        self.blocks = [self._block(rank, device) for rank in range(self._ranks)]
+        self.blocks = [self._block(rank, mine, theirs) for rank, theirs in enumerate(chunks)]
         """By the rank that the keys are from."""
 
-    def _block(self, origin: int, device: torch.device) -> _Block:
-        mine, theirs = self._chunks[self._rank], self._chunks[origin]
+    def _block(self, origin: int, mine: _Chunks, theirs: _Chunks) -> _Block:
         if origin == self._rank:
             # head and tail in the order of their positions: plain causal attention
             return _Block(None, None, Segments(mine.starts, mine.starts, causal=True))
         if origin < self._rank:
             # their heads lie before all that is here, their tails behind it
             keys = tuple(accumulate(map(len, theirs.heads), initial=0))
-            return _Block(None, _places(theirs, device, tails=False), Segments(mine.starts, keys, causal=False))
+            return _Block(None, _places(theirs, tails=False), Segments(mine.starts, keys, causal=False))
         queries = tuple(accumulate(map(len, mine.tails), initial=0))
-        return _Block(_places(mine, device, tails=True), None, Segments(queries, theirs.starts, causal=False))
+        return _Block(_places(mine, tails=True), None, Segments(queries, theirs.starts, causal=False))
 
     def __call__(
         self,
@@ -137,7 +140,7 @@ class RingAttention:
         for turn in range(self._ranks):
             origin = (self._rank - turn) % self._ranks
             last = turn == self._ranks - 1
-            coming = None if last else self._pass_on(rows, len(self._chunks[(origin - 1) % self._ranks].tokens))
+            coming = None if last else self._pass_on(rows, self._tokens[(origin - 1) % self._ranks])
             yield origin, rows, carried
             if coming is None:
                 return
@@ -147,7 +150,7 @@ class RingAttention:
 
     def pass_on(self, carried: Tensor, origin: int) -> Tensor:
         """Give ``carried``, of rows of rank ``origin``, to the next rank; returns that of the rank before."""
-        return self._pass_on(carried, len(self._chunks[(origin - 1) % self._ranks].tokens)).wait()
+        return self._pass_on(carried, self._tokens[(origin - 1) % self._ranks]).wait()
 
     def _pass_on(self, rows: Tensor, coming: int) -> _Coming:
         sent, received = rows.contiguous(), rows.new_empty(coming, *rows.shape[1:])
@@ -178,13 +181,13 @@ class _Coming(NamedTuple):
         return self.received
 
 
-def _places(chunks: _Chunks, device: torch.device, *, tails: bool) -> Tensor:
+def _places(chunks: _Chunks, *, tails: bool) -> Tensor:
     """Where all heads, or all tails, are among the tokens of a rank."""
     places: list[int] = []
     for start, head, tail in zip(chunks.starts[:-1], chunks.heads, chunks.tails, strict=True):
         middle = start + len(head)
         places += range(middle, middle + len(tail)) if tails else range(start, middle)
-    return torch.tensor(places, dtype=torch.int64, device=device)
+    return torch.tensor(places, dtype=torch.int64)
 
 
 def _picked(x: Tensor, index: Tensor | None) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hpcrl.modeling.kept import as_operator
+from hpcrl.modeling.sums import add_rows
 
 __all__ = ["attend_chosen", "choose_tokens"]
 
@@ -70,7 +71,8 @@ def _largest(scores: Tensor, visible: Tensor, width: int) -> Tensor:
     above = scores > last
     level = scores == last
     level &= level.cumsum(-1, dtype=torch.int32) <= width - above.sum(-1, keepdim=True)
-    chosen = (above | level).nonzero()[:, 1].view(-1, width)
+    # as many as are known beforehand: `nonzero` would wait for the device to learn that
+    chosen = torch.nonzero_static(above | level, size=scores.shape[0] * width)[:, 1].view(-1, width)
     return chosen.masked_fill_(chosen >= visible, -1)
 
 
@@ -137,7 +139,7 @@ class _ChosenAttention(torch.autograd.Function):
             grad_q[part] = torch.bmm(grad_scores, keys)
             grad_keys = torch.bmm(grad_scores.transpose(1, 2), q[part])
             grad_keys[..., :value_dim] += torch.bmm(weights.to(q.dtype).transpose(1, 2), grad_out)
-            _add_rows(grad_rows, chosen[part], grad_keys)
+            add_rows(grad_rows, chosen[part].clamp(min=0).flatten().long(), grad_keys.flatten(0, 1).float())
         return grad_q, grad_rows.to(rows.dtype), None, None
 
 
@@ -153,19 +155,3 @@ def _scores(q: Tensor, rows: Tensor, chosen: Tensor, scale: float) -> tuple[Tens
     keys = rows.index_select(0, chosen.clamp(min=0).flatten()).view(*chosen.shape, -1)
     scores = torch.bmm(q, keys.transpose(1, 2)).float() * scale
     return keys, scores.masked_fill_((chosen < 0)[:, None], float("-inf"))
-
-
-def _add_rows(target: Tensor, chosen: Tensor, values: Tensor) -> None:
-    """Add ``values [C, width, dim]`` to the rows of ``target`` that ``chosen`` names, in a fixed order on any device.
-
-    On a CPU `index_add_` goes through them one by one. On an accelerator it would add in the order of arrival: there
-    they are sorted by row and added up segment by segment.
-    """
-    flat, values = chosen.clamp(min=0).flatten().long(), values.flatten(0, 1).float()
-    if target.device.type == "cpu":
-        target.index_add_(0, flat, values)
-        return
-    order = flat.argsort(stable=True)
-    touched, counts = torch.unique_consecutive(flat[order], return_counts=True)
-    # each row is there once
-    target[touched] += torch.segment_reduce(values[order], "sum", lengths=counts, axis=0)

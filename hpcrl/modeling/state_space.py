@@ -14,9 +14,10 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+
+from hpcrl.modeling.transfer import kept_for_layers, to_device
 
 __all__ = ["Scan", "convolve", "scan"]
 
@@ -68,18 +69,25 @@ def convolve(
     tuple
         ``[T, channels]``, and ``[n, width - 1, channels]``: the last inputs, for the next call.
     """
-    bounds, reach = np.asarray(starts), weight.shape[2] - 1
-    n = len(bounds) - 1
-    # every sequence behind the inputs before it
-    shifts = np.repeat(np.arange(1, n + 1) * reach, np.diff(bounds))
-    places = _indices(np.arange(bounds[-1]) + shifts, x)
-    heads = _indices(((bounds[:-1] + np.arange(n) * reach)[:, None] + np.arange(reach)).ravel(), x)
-    tails = _indices(((bounds[1:] + np.arange(n) * reach)[:, None] + np.arange(reach)).ravel(), x)
+    n, reach = len(starts) - 1, weight.shape[2] - 1
+    places, heads, tails = _inputs(tuple(starts), reach, x.device)
     wide = x.new_zeros(len(x) + n * reach, x.shape[1]).index_copy(0, places, x)
     if before is not None:
         wide = wide.index_copy(0, heads, before.flatten(0, 1).to(x.dtype))
     y = F.conv1d(wide.T[None], weight, bias, groups=x.shape[1])[0].T
     return y[places - reach], wide[tails].view(n, reach, -1)
+
+
+@kept_for_layers(2)
+def _inputs(starts: tuple[int, ...], reach: int, device: torch.device) -> list[Tensor]:
+    """Where tokens lie, each sequence behind the ``reach`` inputs before it; these, and its last ones."""
+    bounds = np.asarray(starts)
+    n = len(bounds) - 1
+    shifts = np.repeat(np.arange(1, n + 1) * reach, np.diff(bounds))
+    places = np.arange(bounds[-1]) + shifts
+    heads = ((bounds[:-1] + np.arange(n) * reach)[:, None] + np.arange(reach)).ravel()
+    tails = ((bounds[1:] + np.arange(n) * reach)[:, None] + np.arange(reach)).ravel()
+    return to_device([torch.from_numpy(numbers) for numbers in (places, heads, tails)], device)
 
 
 def scan(parts: Scan, starts: Sequence[int], chunk_size: int, before: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -99,17 +107,15 @@ def scan(parts: Scan, starts: Sequence[int], chunk_size: int, before: Tensor | N
     tuple
         ``[T, heads, head_dim]`` float32, and the states after the last tokens, as ``before``.
     """
-    chunks = _Chunks(starts, chunk_size)
+    chunks = _chunks(tuple(starts), chunk_size, parts.values.device)
     heads, dim = parts.values.shape[1:]
-    tokens = _indices(chunks.tokens.ravel(), parts.values)
     shape = chunks.tokens.shape
 
     def cut(x: Tensor) -> Tensor:
-        return x[tokens].view(*shape, *x.shape[1:])
+        return x[chunks.tokens.flatten()].view(*shape, *x.shape[1:])
 
-    real = torch.from_numpy(chunks.real).to(parts.values.device)
     # a step of 0 neither decays the state nor adds to it
-    steps = cut(parts.steps) * real[..., None]
+    steps = cut(parts.steps) * chunks.real[..., None]
     cut_parts = Scan(cut(parts.values), steps, parts.decay, cut(parts.keys), cut(parts.queries))
     # at a time: decays and products of all pairs of a chunk, for each head
     together = max(1, _CHUNK_BYTES // (12 * heads * shape[1] * max(shape[1], parts.keys.shape[2])))
@@ -117,44 +123,52 @@ def scan(parts: Scan, starts: Sequence[int], chunk_size: int, before: Tensor | N
     made = [_computed_again(_written, piece) for piece in pieces]
     written, kept = torch.cat([w for w, _ in made]), torch.cat([k for _, k in made])
     state = written.new_zeros(len(starts) - 1, heads, dim, parts.keys.shape[2]) if before is None else before
-    order = _indices(chunks.order, parts.values)
-    entering, after = _states(state[order], written, kept, chunks.counts)
+    entering, after = _states(state[chunks.order], written, kept, chunks.counts)
     each = torch.split(entering, together)
     y = torch.cat([_computed_again(_read, piece, states) for piece, states in zip(pieces, each, strict=True)])
-    back = torch.empty_like(order).index_copy(0, order, torch.arange(len(order), device=order.device))
-    return y.flatten(0, 1)[_indices(chunks.places, y)], after[back]
+    return y.flatten(0, 1)[chunks.places], after[chunks.back]
 
 
-class _Chunks:
+class _Chunks(NamedTuple):
     """Tokens of packed sequences in chunks: first chunks of all sequences, longer ones first, then second ones, …
 
     Attributes
     ----------
-    order:
-        ``[n]``: sequences by falling number of chunks.
     counts:
         How many sequences have a first chunk, a second one, ….
+    order, back:
+        ``[n]``: sequences by falling number of chunks, and where each sequence is among these.
     tokens, real:
         ``[chunks, size]``: tokens of each chunk, and which of them are no padding.
     places:
         ``[T]``: where each token is among those of all chunks.
     """
 
-    def __init__(self, starts: Sequence[int], chunk_size: int) -> None:
-        bounds = np.asarray(starts)
-        lengths = np.diff(bounds)
-        size = min(chunk_size, int(lengths.max(initial=1)))
-        numbers = -(-lengths // size)
-        self.order = np.argsort(-numbers, kind="stable")
-        self.counts = [int((numbers > rank).sum()) for rank in range(int(numbers.max(initial=0)))]
-        sequence = np.concatenate([self.order[:count] for count in self.counts])
-        rank = np.repeat(np.arange(len(self.counts)), self.counts)
-        wanted = (bounds[sequence] + rank * size)[:, None] + np.arange(size)
-        ends = bounds[sequence + 1][:, None]
-        self.real = wanted < ends
-        self.tokens = np.minimum(wanted, ends - 1)
-        self.places = np.empty(int(bounds[-1]), np.int64)
-        self.places[wanted[self.real]] = np.flatnonzero(self.real)
+    counts: list[int]
+    order: Tensor
+    back: Tensor
+    tokens: Tensor
+    real: Tensor
+    places: Tensor
+
+
+@kept_for_layers(2)
+def _chunks(starts: tuple[int, ...], chunk_size: int, device: torch.device) -> _Chunks:
+    bounds = np.asarray(starts)
+    lengths = np.diff(bounds)
+    size = min(chunk_size, int(lengths.max(initial=1)))
+    numbers = -(-lengths // size)
+    order = np.argsort(-numbers, kind="stable")
+    counts = [int((numbers > rank).sum()) for rank in range(int(numbers.max(initial=0)))]
+    sequence = np.concatenate([order[:count] for count in counts])
+    rank = np.repeat(np.arange(len(counts)), counts)
+    wanted = (bounds[sequence] + rank * size)[:, None] + np.arange(size)
+    ends = bounds[sequence + 1][:, None]
+    real = wanted < ends
+    places = np.empty(int(bounds[-1]), np.int64)
+    places[wanted[real]] = np.flatnonzero(real)
+    on_host = (order, np.argsort(order), np.minimum(wanted, ends - 1), real, places)
+    return _Chunks(counts, *to_device([torch.from_numpy(numbers) for numbers in on_host], device))
 
 
 def _split(parts: Scan, together: int) -> list[Scan]:
@@ -213,7 +227,3 @@ def _read(parts: Scan, entering: Tensor) -> Tensor:
 def _by_group(x: Tensor, groups: int, dim: int) -> Tensor:
     """The heads of dimension ``dim`` as groups and the heads of each."""
     return x.view(*x.shape[:dim], groups, -1, *x.shape[dim + 1 :])
-
-
-def _indices(numbers: NDArray[np.int64], like: Tensor) -> Tensor:
-    return torch.from_numpy(numbers).to(like.device)

@@ -168,10 +168,6 @@ def _known_without_numbers(*, opaque: bool = False) -> Iterator[None]:
     for a moment is counted too.
     """
 
-    def bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
-        # of as many bins as it is told of
-        return x.new_zeros(minlength)
-
     def grouped_mm(x: Tensor, weights: Tensor, *, offs: Tensor) -> Tensor:
         # the same of one matrix: what is kept for the backward pass is the same, and so are shapes
         return _GroupedProduct.apply(x, weights, offs)  # type: ignore[no-any-return, no-untyped-call]
@@ -180,7 +176,6 @@ def _known_without_numbers(*, opaque: bool = False) -> Iterator[None]:
         return scores.topk(width, dim=-1).indices
 
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(torch, "bincount", bincount))
         stack.enter_context(mock.patch.object(F, "grouped_mm", grouped_mm))
         stack.enter_context(mock.patch.object(sparse_attention, "_largest", largest))
         for name in ("_choose", "_attend"):

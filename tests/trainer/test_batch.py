@@ -10,10 +10,9 @@ import torch.nn.functional as F
 from trainer_testing import VOCAB, Rollouts, pack, tiny_arch, tiny_model
 
 from hpcrl.dock.wire import MicroBatch
+from hpcrl.modeling import transfer
 from hpcrl.modeling.packed_attention import PackedAttention
 from hpcrl.trainer.batch.tensors import TokenBatch, token_logprobs
-
-CPU = torch.device("cpu")
 
 
 def loop_attention(q, k, v, cu_seqlens):
@@ -53,7 +52,7 @@ def test_positions_restart():
 def test_logprobs_equal_one_rollout_at_a_time():
     """Packing changes nothing: every sampled token is predicted by the tokens before it in its own rollout."""
     model, rollouts = tiny_model(tiny_arch()), Rollouts(3, count=5).rollouts
-    batch = TokenBatch.from_wire(pack(rollouts), CPU)
+    batch = TokenBatch.from_wire(pack(rollouts))
     logits = model(batch.input_ids, batch.context())
     packed, _ = token_logprobs(logits, batch.targets, 0.7)
     expected = []
@@ -69,7 +68,7 @@ def test_logprobs_equal_one_rollout_at_a_time():
 def test_tensors_of_trained_tokens():
     rollouts = Rollouts(4, count=3).rollouts
     wire = pack(rollouts)
-    batch = TokenBatch.from_wire(wire, CPU)
+    batch = TokenBatch.from_wire(wire)
     trained = np.flatnonzero(wire.loss_mask)
     assert batch.num_trained == len(trained)
     assert batch.select.tolist() == (trained - 1).tolist()
@@ -87,7 +86,7 @@ def test_tensors_of_trained_tokens():
 def test_nothing_to_train_still_runs_through_the_model(empty):
     wire = pack([]) if empty else Rollouts(1, count=2).rollouts[0]
     wire = msgspec.structs.replace(wire, loss_mask=np.zeros(len(wire.token_ids), np.uint8))
-    batch = TokenBatch.from_wire(wire, CPU)
+    batch = TokenBatch.from_wire(wire)
     assert batch.num_trained == 0
     model = tiny_model(tiny_arch())
     logits = model(batch.input_ids, batch.context())
@@ -116,7 +115,7 @@ def test_malformed_micro_batches_are_refused(change, message):
         "advantages": np.zeros(6, np.float32),
     }
     with pytest.raises(ValueError, match=message):
-        TokenBatch.from_wire(MicroBatch(**{**good, **change}), CPU)
+        TokenBatch.from_wire(MicroBatch(**{**good, **change}))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
@@ -132,3 +131,30 @@ def test_token_logprobs_and_entropy(temperature):
     (a,) = torch.autograd.grad(logprobs.sum(), logits, retain_graph=True)
     (b,) = torch.autograd.grad(every[torch.arange(7), targets].sum(), logits)
     assert torch.allclose(a, b, rtol=1e-10)
+
+
+def test_arrays_of_every_kind_travel_side_by_side():
+    tensors = [
+        torch.arange(7),
+        torch.tensor([True, False, True]),
+        torch.zeros(0, 3, dtype=torch.int32),
+        torch.arange(30, dtype=torch.uint8).view(5, 3, 2),
+        torch.tensor(2.5),
+        torch.linspace(0, 1, 9)[::2],
+    ]
+    together = transfer._together(tensors, pinned=False)
+    assert together.dim() == 1
+    for found, tensor in zip(transfer._apart(together.clone(), tensors), tensors, strict=True):
+        assert found.dtype == tensor.dtype
+        assert torch.equal(found, tensor)
+
+
+def test_a_batch_moves_with_all_that_its_attention_has():
+    batch = TokenBatch.from_wire(pack(Rollouts(3, count=3).rollouts))
+    moved = batch.to(torch.device("meta"))
+    places = vars(moved.attention)
+    assert {name for name, value in places.items() if isinstance(value, torch.Tensor)} == {"positions", "sequences"}
+    assert {tensor.device.type for tensor in (*moved[:1], moved.targets, places["positions"])} == {"meta"}
+    # what the host knew it still knows, and what was moved is still there
+    assert (moved.attention.starts, moved.num_trained) == (batch.attention.starts, batch.num_trained)
+    assert batch.attention.positions.device.type == "cpu"

@@ -9,8 +9,6 @@ from trainer_testing import Rollouts
 from hpcrl.modeling.context import ReplayedExperts
 from hpcrl.trainer.batch.tensors import TokenBatch
 
-CPU = torch.device("cpu")
-
 
 def cut(batch, rank, ranks, *, ring=False):
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
@@ -23,7 +21,7 @@ def cut(batch, rank, ranks, *, ring=False):
 def batch_of(rollouts):
     """With a row of experts that tells the token, known for every third."""
     shard = Rollouts(3, count=rollouts).shard(micro_batches=1)
-    batch = TokenBatch.from_wire(shard.micro_batches[0], CPU)
+    batch = TokenBatch.from_wire(shard.micro_batches[0])
     tokens = torch.arange(len(batch.input_ids))
     rows = tokens.int()[:, None, None].expand(-1, 2, 2)
     return batch._replace(routes=ReplayedExperts(rows, tokens % 3 == 0, {0: 0, 1: 1}))
@@ -53,7 +51,7 @@ def test_every_trained_token_belongs_to_one_rank(ranks):
 
 
 def test_a_batch_without_tokens_gives_each_rank_one():
-    empty = TokenBatch.from_wire(Rollouts(3, count=0).shard(micro_batches=1).micro_batches[0], CPU)
+    empty = TokenBatch.from_wire(Rollouts(3, count=0).shard(micro_batches=1).micro_batches[0])
     for rank in range(4):
         part = cut(empty, rank, 4)
         assert (len(part.input_ids), part.num_trained, part.select.tolist()) == (1, 0, [0])
@@ -62,7 +60,7 @@ def test_a_batch_without_tokens_gives_each_rank_one():
 def test_a_rank_without_trained_tokens_selects_one_all_the_same():
     shard = Rollouts(3, count=1).shard(micro_batches=1).micro_batches[0]
     shard.loss_mask[:-1] = 0
-    batch = TokenBatch.from_wire(shard, CPU)
+    batch = TokenBatch.from_wire(shard)
     parts = [cut(batch, rank, 2) for rank in range(2)]
     assert [part.num_trained for part in parts] == [0, 1]
     assert [len(part.select) for part in parts] == [1, 1]
@@ -87,7 +85,7 @@ def test_a_ring_has_every_trained_token_once(ranks):
 
 
 def test_no_rank_of_a_ring_is_without_a_token():
-    empty = TokenBatch.from_wire(Rollouts(3, count=0).shard(micro_batches=1).micro_batches[0], CPU)
+    empty = TokenBatch.from_wire(Rollouts(3, count=0).shard(micro_batches=1).micro_batches[0])
     for rank in range(4):
         part = cut(empty, rank, 4, ring=True)
         assert (len(part.input_ids) >= 2, part.num_trained, part.select.tolist()) == (True, 0, [0])

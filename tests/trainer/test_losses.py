@@ -64,6 +64,7 @@ def run(config, logprobs, engine, advantages, sequences, *, total=TOTAL, dtype=t
         torch.tensor(engine, dtype=dtype),
         torch.tensor(advantages, dtype=dtype),
         torch.tensor(sequences, dtype=torch.int64),
+        max(sequences, default=0) + 1,
     )
     loss = policy_loss(tokens, config, total_tokens=total)
     (gradient,) = torch.autograd.grad(loss.loss, leaf)

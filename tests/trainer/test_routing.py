@@ -14,7 +14,6 @@ from hpcrl.trainer.batch.tensors import TokenBatch
 from hpcrl.trainer.parallel.mesh import distributed
 from hpcrl.trainer.step.policy import TrainerPolicy
 
-CPU = torch.device("cpu")
 LAYERS, WIDTH = 2, 2
 
 
@@ -197,7 +196,7 @@ def batch_with(layers=LAYERS, width=WIDTH, *, dtype=np.uint8, tokens=None, put=N
 
 def test_wide_experts_are_compared():
     arch = tiny_arch(num_experts=384)
-    experts = engine_experts(batch_with(dtype=np.uint16, put={(2, 1): [0, 383]}), arch, CPU)
+    experts = engine_experts(batch_with(dtype=np.uint16, put={(2, 1): [0, 383]}), arch)
     # torch sorts no wider unsigned integers
     assert experts.experts.dtype == torch.int16
     comparison = RoutedExpertsComparison(experts)
@@ -229,9 +228,9 @@ BROKEN = {
 def test_a_broken_record_is_refused_by_rollout_and_layer(change):
     how, what = BROKEN[change]
     with pytest.raises(ValueError, match=what):
-        TokenBatch.from_wire(batch_with(**how), CPU, tiny_arch())
+        TokenBatch.from_wire(batch_with(**how), tiny_arch())
 
 
 def test_what_stands_in_unknown_rows_does_not_matter():
-    batch = TokenBatch.from_wire(batch_with(put={(1, 1): [9, 9]}, known=False), CPU, tiny_arch())
+    batch = TokenBatch.from_wire(batch_with(put={(1, 1): [9, 9]}, known=False), tiny_arch())
     assert not batch.routes.known.any()

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
 from hpcrl.modeling.kernels.kernel import QKV, Attended, Segments
+from hpcrl.modeling.transfer import kept_for_layers, to_device
 
 __all__ = ["VarlenKernel"]
 
@@ -74,11 +75,17 @@ def _widen(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 def _starts(segments: Segments, q: Tensor) -> tuple[Tensor, Tensor, int, int]:
     """Of queries and of keys: starts on the device, and the longest segment."""
-    of_queries, of_keys = (
-        torch.tensor(starts, dtype=torch.int32, device=q.device) for starts in (segments.queries, segments.keys)
+    (of_queries, longest_q), (of_keys, longest_k) = (
+        _on_device(starts, q.device) for starts in (segments.queries, segments.keys)
     )
-    longest_q, longest_k = (max(b - a for a, b in pairwise(starts)) for starts in (segments.queries, segments.keys))
     return of_queries, of_keys, longest_q, longest_k
+
+
+# a ring has other segments for the keys of each rank
+@kept_for_layers(64)
+def _on_device(starts: tuple[int, ...], device: torch.device) -> tuple[Tensor, int]:
+    (found,) = to_device([torch.tensor(starts, dtype=torch.int32)], device)
+    return found, max(end - begin for begin, end in pairwise(starts))
 
 
 def _window(segments: Segments) -> tuple[int, int]:

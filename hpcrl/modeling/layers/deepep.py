@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hpcrl.errors import UsageError
 from hpcrl.modeling.layers.dispatch import Dispatched
+from hpcrl.modeling.sums import count_rows
 
 __all__ = ["DeepEPDispatcher", "ElasticBuffer", "Exchange", "MakeBuffer", "find_deepep"]
 
@@ -108,7 +109,8 @@ class DeepEPDispatcher:
         places = experts.flatten()
         # what is of other ranks comes last, and is left out
         key = torch.where(places < 0, self._here, places)
-        counts = torch.bincount(key, minlength=self._here + 1)[: self._here]
+        counts = count_rows(key, self._here + 1)[: self._here]
+        # the device has just been waited for: there is nothing left that this could wait for
         order = key.argsort(stable=True)[: int(counts.sum())]
 
         def combine(y: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
@@ -10,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpcrl.modeling.exchange import exchange_rows
+from hpcrl.modeling.sums import count_rows
 
-__all__ = ["AllToAllDispatcher", "Dispatched", "Dispatcher", "LocalDispatcher"]
+__all__ = ["AllToAllDispatcher", "Dispatched", "Dispatcher", "LocalDispatcher", "fetch_sizes"]
 
 
 class Dispatched(NamedTuple):
@@ -61,7 +63,7 @@ class LocalDispatcher:
         """See `Dispatcher`; no collective."""
         flat = chosen.reshape(-1)
         order = flat.argsort(stable=True)
-        counts = torch.bincount(flat, minlength=self._experts)
+        counts = count_rows(flat, self._experts)
         return Dispatched(x[order // chosen.shape[1]], counts, lambda y: _mix(y, order, weights))
 
 
@@ -75,15 +77,19 @@ class AllToAllDispatcher:
         """Remember the group; ``experts`` is a multiple of its size."""
         assert experts % dist.get_world_size(group) == 0
         self._group, self._ranks, self._experts = group, dist.get_world_size(group), experts
+        self._last: _Traffic | None = None
 
     def dispatch(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Dispatched:
-        """See `Dispatcher`. One wait for the device: the host has to know how many rows come and go."""
+        """See `Dispatcher`. It waits for the device once: the host has to know how many rows come and go.
+
+        Where the same choice comes again, as the same object, because a layer is computed again for the backward pass,
+        the host knows already.
+        """
         flat = chosen.reshape(-1)
         order = flat.argsort(stable=True)
-        leaving = torch.bincount(flat, minlength=self._experts).view(self._ranks, -1)
-        coming = torch.empty_like(leaving)
-        dist.all_to_all_single(coming, leaving, group=self._group)
-        sent, received = torch.stack((leaving.sum(1), coming.sum(1))).tolist()
+        if self._last is None or self._last.of() is not chosen:
+            self._last = _Traffic(weakref.ref(chosen), *self._agree(flat))
+        _, coming, sent, received = self._last
         rows = exchange_rows(x[order // chosen.shape[1]], sent, received, self._group)
         # from rank after rank to expert after expert
         local = torch.arange(coming.shape[1], device=x.device).repeat(self._ranks)
@@ -94,6 +100,29 @@ class AllToAllDispatcher:
             return _mix(exchange_rows(by_rank, received, sent, self._group), order, weights)
 
         return Dispatched(rows[by_expert], coming.sum(0), combine)
+
+    def _agree(self, flat: Tensor) -> tuple[Tensor, list[int], list[int]]:
+        """How many rows come, ``[ranks, experts here]``; how many go to each rank, and come from it. A collective."""
+        leaving = count_rows(flat, self._experts).view(self._ranks, -1)
+        coming = torch.empty_like(leaving)
+        dist.all_to_all_single(coming, leaving, group=self._group)
+        sent, received = fetch_sizes(torch.stack((leaving.sum(1), coming.sum(1))))
+        return coming, sent, received
+
+
+class _Traffic(NamedTuple):
+    """What `AllToAllDispatcher` found of the choice ``of``."""
+
+    of: weakref.ref[Tensor]
+    coming: Tensor
+    sent: list[int]
+    received: list[int]
+
+
+def fetch_sizes(sizes: Tensor) -> list[list[int]]:
+    """Numbers of the device, on the host: what collectives with uneven parts ask for, and the only wait of a pass."""
+    found: list[list[int]] = sizes.tolist()
+    return found
 
 
 def _mix(y: Tensor, order: Tensor, weights: Tensor) -> Tensor:

@@ -29,8 +29,8 @@ _CHUNK_TOKENS = 4096
 """Rows of so many tokens are looked at at once: they stay in the caches of a processor."""
 
 
-def engine_experts(batch: MicroBatch, arch: ModelArch, device: torch.device) -> ReplayedExperts | None:
-    """What engines said of the tokens of a micro-batch, on ``device``; None where they said nothing.
+def engine_experts(batch: MicroBatch, arch: ModelArch) -> ReplayedExperts | None:
+    """What engines said of the tokens of a micro-batch, on the host; None where they said nothing.
 
     Engines report all layers by their number. Only sparse ones are kept, so the device has no rows of the others.
 
@@ -65,8 +65,8 @@ def engine_experts(batch: MicroBatch, arch: ModelArch, device: torch.device) -> 
             raise ValueError(_what_is_wrong(batch, start + row, sparse[column], said[row, column], arch.routed_experts))
         kept[chunk] = said
     return ReplayedExperts(
-        experts=torch.from_numpy(kept).to(device),
-        known=torch.from_numpy(known).to(device),
+        experts=torch.from_numpy(kept),
+        known=torch.from_numpy(known),
         columns={layer: column for column, layer in enumerate(sparse)},
     )
 

@@ -15,6 +15,7 @@ from hpcrl.modeling.context import BatchContext, ReplayedExperts, RoutedExpertsR
 from hpcrl.modeling.context_parallel import ContextParallelAttention
 from hpcrl.modeling.packed_attention import PackedAttention
 from hpcrl.modeling.ring_attention import RingAttention, head_tail
+from hpcrl.modeling.transfer import move
 from hpcrl.models.arch import ModelArch
 from hpcrl.trainer.batch.routed_experts import cut_experts, engine_experts
 
@@ -23,6 +24,9 @@ __all__ = ["TokenBatch", "token_logprobs"]
 
 class TokenBatch(NamedTuple):
     """One forward pass. ``T`` tokens, of which ``N`` are trained; ``N`` may be 0, ``T`` is at least 1.
+
+    It is made and cut on the host, where nothing has to be waited for, and goes to the device in one copy: how many
+    tokens, trained tokens and rollouts there are, and where sequences begin, the host knows without asking.
 
     Attributes
     ----------
@@ -71,8 +75,8 @@ class TokenBatch(NamedTuple):
         return replace(context, replay=self.routes) if replay else context
 
     @classmethod
-    def from_wire(cls, batch: MicroBatch, device: torch.device, arch: ModelArch | None = None) -> TokenBatch:
-        """Tensors of a micro-batch on ``device``. An empty one becomes one token that is not trained.
+    def from_wire(cls, batch: MicroBatch, arch: ModelArch | None = None) -> TokenBatch:
+        """Tensors of a micro-batch, on the host. An empty one becomes one token that is not trained.
 
         Parameters
         ----------
@@ -95,56 +99,53 @@ class TokenBatch(NamedTuple):
             trained = np.flatnonzero(batch.loss_mask)
             # a rollout begins with what was said to the policy; its version is that of the whole context
             contexts = np.repeat(batch.versions[starts[:-1]], np.diff(starts))[trained]
-        attention = PackedAttention(torch.from_numpy(starts).to(device))
-        where = torch.from_numpy(trained).to(device)
-        input_ids = torch.from_numpy(ids).to(device)
+        attention = PackedAttention(torch.from_numpy(starts))
+        where = torch.from_numpy(trained)
+        input_ids = torch.from_numpy(ids)
         return cls(
             input_ids=input_ids,
             attention=attention,
-            select=where - 1 if len(trained) else torch.zeros(1, dtype=torch.int64, device=device),
+            select=where - 1 if len(trained) else torch.zeros(1, dtype=torch.int64),
             targets=input_ids[where],
-            engine_logprobs=torch.from_numpy(batch.logprobs[trained].astype(np.float32)).to(device),
-            advantages=torch.from_numpy(batch.advantages[trained].astype(np.float32)).to(device),
-            versions=torch.from_numpy(batch.versions[trained].astype(np.int64)).to(device),
-            context_versions=torch.from_numpy(contexts.astype(np.int64)).to(device),
+            engine_logprobs=torch.from_numpy(batch.logprobs[trained].astype(np.float32)),
+            advantages=torch.from_numpy(batch.advantages[trained].astype(np.float32)),
+            versions=torch.from_numpy(batch.versions[trained].astype(np.int64)),
+            context_versions=torch.from_numpy(contexts.astype(np.int64)),
             sequences=attention.sequences[where],
             rollouts=len(starts) - 1,
-            routes=engine_experts(batch, arch, device) if total and arch is not None else None,
+            routes=engine_experts(batch, arch) if total and arch is not None else None,
         )
 
     def cut(self, group: dist.ProcessGroup, *, ring: bool = False) -> TokenBatch:
-        """This rank's part of a batch that the ranks of a context-parallel ``group`` have alike.
+        """This rank's part of a batch, still on the host, that the ranks of a context-parallel ``group`` have alike.
 
         Each gets an equal run of the tokens, or, for ``ring``, chunks of each sequence of equal work. What is wanting
         for that is filled up with tokens of the batch, as a sequence of their own, so that routers deal them out like
         others. A trained token belongs to the rank that has the token before it, whose logits predict it.
         """
         assert isinstance(self.attention, PackedAttention)
-        ranks, total, device = dist.get_world_size(group), len(self.input_ids), self.input_ids.device
-        starts = self.attention.starts
+        ranks, total, starts = dist.get_world_size(group), len(self.input_ids), self.attention.starts
         if ring:
             # no rank without a token
-            known = tuple(starts.tolist())
-            wanting = 0 if all(head_tail(known, rank, ranks).tokens for rank in range(ranks)) else 2 * ranks
+            wanting = 0 if all(head_tail(starts, rank, ranks).starts[-1] for rank in range(ranks)) else 2 * ranks
         else:
             wanting = -total % ranks
-        if wanting:
-            starts = torch.cat((starts, starts.new_tensor([total + wanting])))
+        cu_seqlens = torch.tensor([*starts, total + wanting] if wanting else starts)
         attention: ContextParallelAttention | RingAttention
         if ring:
-            attention = RingAttention(starts, group)
+            attention = RingAttention(cu_seqlens, group)
             own = attention.own
         else:
-            attention = ContextParallelAttention(PackedAttention(starts), group)
-            own = torch.arange(total + wanting, device=device)[attention.own]
-        places = torch.full((total + wanting,), -1, device=device)
-        places[own] = torch.arange(len(own), device=device)
+            attention = ContextParallelAttention(PackedAttention(cu_seqlens), group)
+            own = torch.arange(total + wanting)[attention.own]
+        places = torch.full((total + wanting,), -1)
+        places[own] = torch.arange(len(own))
         select = places[self.select]
         mine = select >= 0
         select = select[mine]
         # without trained tokens the batch selects a token all the same
         trained = mine[: self.num_trained]
-        fill = torch.arange(wanting, device=device) % total
+        fill = torch.arange(wanting) % total
         return TokenBatch(
             input_ids=torch.cat((self.input_ids, self.input_ids[fill]))[own],
             attention=attention,
@@ -158,6 +159,10 @@ class TokenBatch(NamedTuple):
             rollouts=self.rollouts,
             routes=None if self.routes is None else cut_experts(self.routes, own, wanting),
         )
+
+    def to(self, device: torch.device) -> TokenBatch:
+        """The same on ``device``, by one copy that nobody waits for."""
+        return move(self, device)
 
 
 def _check(batch: MicroBatch) -> None:

@@ -20,29 +20,15 @@ from torch import Tensor
 
 from hpcrl.config.recipe import LossConfig
 from hpcrl.modeling.exchange import sum_over
+from hpcrl.modeling.sums import add_rows, count_rows
 
-__all__ = ["LOSSES_OF_ROLLOUTS", "MAX_LOG_RATIO", "PolicyLoss", "SequencePeers", "TrainedTokens", "policy_loss"]
+__all__ = ["LOSSES_OF_ROLLOUTS", "MAX_LOG_RATIO", "PolicyLoss", "TrainedTokens", "policy_loss"]
 
 LOSSES_OF_ROLLOUTS = ("gspo",)
 """In these a token's loss depends on all tokens of its rollout, also on those that other ranks have."""
 
 MAX_LOG_RATIO = 20.0
 """A ratio is ``e^20`` at most, as in verl: float32 ends at ``e^88``, and one such token would be the whole step."""
-
-
-class SequencePeers(NamedTuple):
-    """Ranks that have tokens of the same rollouts.
-
-    Attributes
-    ----------
-    group:
-        The context-parallel ranks. All of them compute a loss of the micro-batch, with or without trained tokens.
-    sequences:
-        Rollouts of the micro-batch.
-    """
-
-    group: dist.ProcessGroup
-    sequences: int
 
 
 class TrainedTokens(NamedTuple):
@@ -59,15 +45,19 @@ class TrainedTokens(NamedTuple):
     sequences:
         ``[N]`` int64, non-negative: which rollout each token belongs to. A rollout is never cut in two
         micro-batches.
+    rollouts:
+        How many there are; the host knows it.
     peers:
-        Ranks that have other tokens of these rollouts; None where all are here.
+        Ranks that have other tokens of these rollouts, the context-parallel ones: all of them compute a loss of the
+        micro-batch, with or without trained tokens. None where all tokens are here.
     """
 
     logprobs: Tensor
     engine_logprobs: Tensor
     advantages: Tensor
     sequences: Tensor
-    peers: SequencePeers | None = None
+    rollouts: int
+    peers: dist.ProcessGroup | None = None
 
 
 class PolicyLoss(NamedTuple):
@@ -157,15 +147,11 @@ def _cispo(tokens: TrainedTokens, log_ratio: Tensor, config: LossConfig) -> _Ter
 
 def _gspo(tokens: TrainedTokens, log_ratio: Tensor, config: LossConfig) -> _Terms:
     """PPO's clipped objective on the geometric mean of a rollout's ratios, which all its tokens share."""
-    peers = tokens.peers
-    if peers is None and not log_ratio.numel():
-        return _clipped(log_ratio, tokens.advantages, config)
-    count = torch.bincount(tokens.sequences, minlength=0 if peers is None else peers.sequences)
-    sums = torch.zeros(len(count), dtype=log_ratio.dtype, device=log_ratio.device)
-    sums = sums.index_add(0, tokens.sequences, log_ratio)
-    if peers is not None:
-        sums = sum_over(sums, peers.group)
-        dist.all_reduce(count, group=peers.group)
+    count = count_rows(tokens.sequences, tokens.rollouts)
+    sums = add_rows(log_ratio.new_zeros(tokens.rollouts), tokens.sequences, log_ratio)
+    if tokens.peers is not None:
+        sums = sum_over(sums, tokens.peers)
+        dist.all_reduce(count, group=tokens.peers)
     mean = sums / count.clamp(min=1)
     return _clipped(mean[tokens.sequences], tokens.advantages, config)
 

@@ -16,6 +16,7 @@ from hpcrl.dock.wire import BatchShard
 from hpcrl.modeling.carried import CarriedTensor, carry, find_mtp_tensors
 from hpcrl.modeling.context import RoutedExpertsRecorder
 from hpcrl.modeling.load import load_model_dir
+from hpcrl.modeling.parallelize import sum_over_copies
 from hpcrl.modeling.spec import spec_of
 from hpcrl.models.arch import ModelArch
 from hpcrl.trainer.batch.routed_experts import RoutedExpertsComparison
@@ -26,7 +27,7 @@ from hpcrl.trainer.memory.tools import apply_memory_tools
 from hpcrl.trainer.parallel.dispatcher import find_dispatcher, use_dispatcher
 from hpcrl.trainer.parallel.mesh import Parallel
 from hpcrl.trainer.step.freezing import freeze_parameters
-from hpcrl.trainer.step.losses import LOSSES_OF_ROLLOUTS, SequencePeers, TrainedTokens, policy_loss
+from hpcrl.trainer.step.losses import LOSSES_OF_ROLLOUTS, TrainedTokens, policy_loss
 from hpcrl.trainer.step.metrics import TokenSums
 from hpcrl.trainer.step.nonfinite import GradientWatch
 from hpcrl.trainer.step.optim import clip_gradients, learning_rate, make_optimizer, set_learning_rate
@@ -115,27 +116,32 @@ class TrainerPolicy:
         counts = context is None or context.get_local_rank() == 0
         sums = TokenSums.of_shard(shard, self.parallel.device, counts_unknown=counts, replay=self._replay)
         self._watch.begin_step(shard)
-        for micro_batch in shard.micro_batches:
-            batch = TokenBatch.from_wire(micro_batch, self.parallel.device, self.arch)
+        for number, micro_batch in enumerate(shard.micro_batches, start=1):
+            last = number == len(shard.micro_batches)
+            sum_over_copies(self.model, now=last)
+            batch = TokenBatch.from_wire(micro_batch, self.arch)
             if context is not None:
                 batch = batch.cut(context.get_group(), ring=self.recipe.trainer.parallelism.cp_scheme == "ring")
+            batch = batch.to(self.parallel.device)
             comparison = None if batch.routes is None else RoutedExpertsComparison(batch.routes)
             self._watch.begin(batch.attention.sequences)
             logprobs, entropies = self._logprobs(batch, comparison)
-            if isinstance(self.optimizer, HostAdamW) and micro_batch is shard.micro_batches[-1]:
+            if isinstance(self.optimizer, HostAdamW) and last:
                 self.optimizer.prefetch()
             if comparison is not None:
                 sums.add_routes(comparison, batch)
             peers = None
             if context is not None and self.recipe.algorithm.loss.kind in LOSSES_OF_ROLLOUTS:
-                peers = SequencePeers(context.get_group(), batch.rollouts)
+                peers = context.get_group()
             if not batch.num_trained and peers is None:
                 # other ranks may have data: join their collectives with a gradient of zero
                 (logprobs.sum() * 0.0).backward()  # type: ignore[no-untyped-call]
                 continue
             # without trained tokens there is one all the same
             logprobs, entropies = logprobs[: batch.num_trained], entropies[: batch.num_trained]
-            tokens = TrainedTokens(logprobs, batch.engine_logprobs, batch.advantages, batch.sequences, peers)
+            tokens = TrainedTokens(
+                logprobs, batch.engine_logprobs, batch.advantages, batch.sequences, batch.rollouts, peers
+            )
             loss = policy_loss(tokens, self.recipe.algorithm.loss, total_tokens=shard.stats.total_sampled_tokens)
             loss.loss.backward()  # type: ignore[no-untyped-call]
             if not batch.num_trained:
