@@ -43,7 +43,7 @@ CALCULATOR = {"name": "calculator", "kind": "calculator"}
 def impatient(monkeypatch: pytest.MonkeyPatch, *, lost_after_s: float) -> None:
     """The orchestrator looks at engines and retries in tenths of a second, and waits so long without any engine."""
     monkeypatch.setattr(engine_pool, "WATCH_S", 0.1)
-    monkeypatch.setattr(engine_pool, "_HEALTH_S", 0.3)
+    monkeypatch.setattr(engine_pool, "_HEALTH_S", 0.3 * patience())
     monkeypatch.setattr(weight_updates, "_RETRY_S", 0.02)
     monkeypatch.setattr(orchestrator, "engines_lost_after_s", lambda run: lost_after_s)
 

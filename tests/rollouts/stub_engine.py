@@ -23,6 +23,7 @@ from aiohttp import web
 from numpy.typing import NDArray
 
 from hpcrl.gate import Gate
+from hpcrl.serving import stop_serving
 
 EOS = 2
 FIRST_CHARACTER = 7
@@ -104,6 +105,8 @@ class StubEngine:
         Lets in who brings the run's token; None: everybody.
     awake:
         Cleared, the engine answers nothing at all, as a process that a signal has stopped.
+    begun:
+        Requests that have some of their tokens, and not yet all.
     """
 
     def __init__(self, *, answer: Callable[[list[int], int], list[int]] = default_answer) -> None:
@@ -130,7 +133,7 @@ class StubEngine:
         self.unpaused.set()
         self.calls: list[str] = []
         self.requests: list[dict[str, Any]] = []
-        self.sampled = self.started = self.aborted = self.in_flight = self.most_in_flight = 0
+        self.sampled = self.started = self.aborted = self.in_flight = self.most_in_flight = self.begun = 0
         self.keep_requests = True
         self._staged: str | None = None
         self._staged_s = 0.0
@@ -198,6 +201,7 @@ class StubEngine:
             spans[-1]["end"] = position + 1
             self.sampled += 1
             last = position + 1 == len(token_ids)
+            self.begun += (position == 0) - last
             if last or (interval < 1 << 30 and position % interval == 0):
                 new = token_ids[sent : position + 1]
                 sent = position + 1
@@ -353,14 +357,7 @@ class StubEngine:
         if self._runner is None:
             return
         runner, self._runner = self._runner, None
-        server = runner.server
-        await runner.cleanup()
-        # accepted meanwhile; the end of a process cuts these, too
-        for _ in range(3):
-            await asyncio.sleep(0)
-        for connection in [] if server is None else server.connections:
-            if connection.transport is not None:
-                connection.transport.abort()
+        await stop_serving(runner)
 
 
 async def _serve(port: int, request_s: float, spread: float, tokens: int) -> None:

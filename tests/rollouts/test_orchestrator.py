@@ -121,13 +121,13 @@ async def test_rollouts_that_can_no_longer_be_used_are_aborted(tmp_path: Path) -
 async def test_an_update_in_flight_gives_rollouts_of_two_versions_that_say_so(tmp_path: Path) -> None:
     stub = StubEngine()
     stub.token_s = 0.02
-    async with running(make_run(tmp_path), stub) as loop:
+    async with running(make_run(tmp_path, rollouts={"request_timeout_s": 60.0}), stub) as loop:
         await loop.batch(1)
-        await loop.until(lambda: stub.in_flight > 0)
-        stub.token_s = 0.5  # what is in flight does not end before a slow machine has published
+        await loop.until(lambda: stub.begun > 0)
+        stub.hung = True  # what has begun does not end before the update, however long that takes
         await loop.publish(1)
         await loop.until(lambda: stub.version == "1")
-        stub.token_s = 0.0
+        stub.hung, stub.token_s = False, 0.0
         # what is still in flight when the trainer goes on may get too old
         await loop.until(lambda: stub.in_flight == 0)
         shards = [await loop.batch(2), await loop.batch(3)]
@@ -141,6 +141,7 @@ async def test_an_update_in_flight_gives_rollouts_of_two_versions_that_say_so(tm
         assert mixed > 0
         assert shards[-1].stats.rollouts["mixed_versions"] >= mixed
         files = [loop.run.rollouts_dir / f"step-{step:06d}.jsonl" for step in (2, 3)]
+        await loop.until(lambda: all(file.is_file() for file in files))  # a batch does not wait for its file for long
         lines = [line for file in files for line in file.read_text().splitlines()]
         assert any((line := json.loads(text))["first_version"] != line["last_version"] for text in lines)
         (event,) = [event for event in loop.events("engine.weights_updated") if event.data["version"] == 1]

@@ -18,6 +18,7 @@ from hpcrl.rollouts import orchestrator
 from hpcrl.rollouts.engines import pool as engine_pool
 from hpcrl.rollouts.engines.client import EngineClient, EngineError, EngineProtocolError, Generation, SamplingParams
 from hpcrl.rollouts.engines.partial_generation import PartialGeneration
+from hpcrl.serving import stop_serving
 
 PARAMS = SamplingParams(temperature=1.0, max_tokens=10, seed=5, stop_token_ids=[EOS], stream_interval=4)
 ALPHABET = encode("abcdefghijklmnopqrstuvwxyz0123456789")
@@ -162,7 +163,7 @@ async def scripted() -> AsyncIterator[tuple[EngineClient, list[bytes]]]:
     port = site._server.sockets[0].getsockname()[1]
     async with aiohttp.ClientSession() as http:
         yield EngineClient(http, name="engine-0", url=f"http://127.0.0.1:{port}"), pieces
-    await runner.cleanup()
+    await stop_serving(runner)
 
 
 def event(tokens: list[int], finish: str | None = None) -> bytes:

@@ -19,11 +19,13 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
+from hpcrl.decoding import prepared
 from hpcrl.errors import ExitCode, HpcrlError, MissingExtraError
 from hpcrl.gate import Gate
 from hpcrl.inference.dynamo.selection import Choice, NoEngineError, Selection, Worker
 from hpcrl.inference.metrics import Counter, Gauge, Registry
 from hpcrl.runs.refusals import gate_from_env
+from hpcrl.serving import stop_serving
 
 __all__ = ["Front", "front_apps", "main"]
 
@@ -153,7 +155,7 @@ class Front:
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
         try:
-            prompt = msgspec.json.decode(body, type=_Prompt)
+            prompt = msgspec.json.decode(body, type=prepared(_Prompt))
         except msgspec.DecodeError as error:
             return web.Response(status=400, text=f"the request cannot be read: {error}")
         session = request.headers.get("x-session-id")
@@ -240,7 +242,7 @@ async def _serve(settings: argparse.Namespace, gate: Gate) -> None:
         for port, app in ((settings.port + 1, metrics), (settings.port, requests)):
             runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.5)
             await runner.setup()
-            stack.push_async_callback(runner.cleanup)
+            stack.push_async_callback(stop_serving, runner)
             await web.TCPSite(runner, settings.host, port).start()
         watch = asyncio.create_task(front.watch())
         stack.callback(watch.cancel)

@@ -16,6 +16,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from hpcrl.gate import Gate
 from hpcrl.rollouts.batches.server import ConflictError
+from hpcrl.serving import stop_serving
 
 __all__ = ["Dock", "dock_app", "serve_dock"]
 
@@ -80,7 +81,7 @@ async def serve_dock(dock: Dock, gate: Gate, *, host: str, port: int) -> AsyncIt
         await web.TCPSite(runner, host, port).start()
         yield
     finally:
-        await runner.cleanup()
+        await stop_serving(runner)
 
 
 def _errors(dock: Dock) -> Middleware:

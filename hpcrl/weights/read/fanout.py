@@ -25,6 +25,7 @@ from urllib.parse import quote, urlsplit
 
 from hpcrl.errors import HandoffError, UsageError
 from hpcrl.gate import Gate
+from hpcrl.serving import stop_serving
 from hpcrl.weights.format.segments import Segment, SegmentMap, first_wrong_byte
 from hpcrl.weights.read.share import Pace
 
@@ -241,7 +242,7 @@ class FanoutServer:
             self._ready.set()
             await self._stop.wait()
         finally:
-            await runner.cleanup()
+            await stop_serving(runner)
             self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def _segment(self, request: web.Request) -> web.StreamResponse:
