@@ -19,11 +19,12 @@ WORKERS ?= 3
 PYTEST = $(BIN)/python -m pytest -p no:cacheprovider
 PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-# everything but real vLLM engines and long campaigns; with the start model of the quickstart, which takes a minute
+# everything but real vLLM engines and long campaigns; with the start model of the quickstart, which takes a minute, and
+# with the run that `make quickstart` has made, where the code was not changed since
 test: lint
 	@python3 tools/bootstrap.py all dev --slurm
 	@$(MAKE) --no-print-directory models/quickstart/config.json
-	@HPCRL_TEST_TAUGHT_MODEL=$(CURDIR)/models/quickstart $(PYTEST) $(PARALLEL) -m "not vllm and not campaign"
+	@HPCRL_TEST_TAUGHT_MODEL=$(CURDIR)/models/quickstart HPCRL_TEST_QUICKSTARTS=$(CURDIR)/runs $(PYTEST) $(PARALLEL) -m "not vllm and not campaign"
 
 # what `make test` leaves out. Real vLLM engines have an environment of their own (2.7 GB), and need all cores when they
 # start: two tests at a time, of which one often waits

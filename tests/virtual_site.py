@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +29,12 @@ def virtual_site(name: str, *, nodes: int) -> Iterator[DevCluster]:
 
 
 def wait_written(cluster: DevCluster) -> None:
-    """The controller has written down what it knows now: killed before, it would take started jobs for pending."""
-    saved, now = cluster.paths.state / "job_state", time.time()
+    """The controller has written down what it knows now: killed before, it would take started jobs for pending.
+
+    It writes seconds after a change of any job, and else every five minutes: so there is a change.
+    """
+    saved, now, env = cluster.paths.state / "job_state", time.time(), {**os.environ, **cluster.environment()}
+    held = ["sbatch", "--parsable", "--hold", "--output=/dev/null", "--wrap=true"]
+    job = subprocess.run(held, env=env, check=True, capture_output=True, text=True).stdout.strip()
+    subprocess.run(["scancel", job], env=env, check=True, capture_output=True)
     wait_for(lambda: saved.exists() and saved.stat().st_mtime > now, 60.0, "state written by the controller")

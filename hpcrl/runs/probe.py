@@ -15,18 +15,23 @@ import socket
 import subprocess
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from hpcrl.config.plan import Plan, Role
+from hpcrl.decoding import prepared
 from hpcrl.errors import DeadlineError, HpcrlError
 from hpcrl.fs import write_json
 from hpcrl.runs.role import RoleContext, run_role
+
+if TYPE_CHECKING:
+    from hpcrl.config.plan import Plan  # most of a rank's start would be this import, which only one of them needs
 
 __all__ = ["ProbeReport", "collect", "misplaced", "report"]
 
 _TICK_S = 0.2
 _HOLD = "PROBE_HOLD_S"
+_TRAINER = "trainer"
 _NETWORK_PREFIXES = ("NCCL_", "GLOO_", "UCX_", "NVSHMEM_", "VLLM_")
 
 
@@ -114,7 +119,7 @@ def collect(directory: Path, count: int, *, timeout_s: float) -> tuple[list[Prob
         # the list of the directory: asking for a name that is not there yet would be remembered by NFS
         for path in sorted(directory.iterdir()):
             if path.suffix == ".json" and not path.name.startswith(".") and path.name not in seen:
-                found = msgspec.json.decode(path.read_bytes(), type=ProbeReport)
+                found = msgspec.json.decode(path.read_bytes(), type=prepared(ProbeReport))
                 seen[path.name] = found
                 lag_s = max(lag_s, time.time() - found.time_s)
         if time.monotonic() > deadline:
@@ -162,13 +167,13 @@ def main(context: RoleContext) -> None:
     write_json(directory / f"{mine.role}-{mine.replica}-{mine.rank}.json", mine)
     if mine.rank == 0:
         context.ready()
-    leads = mine.role == Role.TRAINER.value and mine.rank == 0
+    leads = mine.role == _TRAINER and mine.rank == 0
     if leads:
         _lead(context, directory)
         return
     # other trainer ranks leave when the first has seen all; everybody else is stopped by the supervisor
     done = directory / "done"
-    while not stopped and not (mine.role == Role.TRAINER.value and done.name in os.listdir(directory)):
+    while not stopped and not (mine.role == _TRAINER and done.name in os.listdir(directory)):
         time.sleep(_TICK_S)
 
 

@@ -48,9 +48,13 @@ class Lab:
     """A runs root of its own, and commands in it."""
 
     def __init__(self, directory: Path, model: Path) -> None:
-        self.runs_root = directory / "runs"
         self.model = model
-        self.env = {**os.environ, "HPCRL_RUNS_ROOT": str(self.runs_root)}
+        self.keep_runs_in(directory / "runs")
+
+    def keep_runs_in(self, runs_root: Path) -> None:
+        """Let commands from now on be about the runs there."""
+        self.runs_root = runs_root
+        self.env = {**os.environ, "HPCRL_RUNS_ROOT": str(runs_root)}
 
     def hpcrl(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         command, limit_s = [HPCRL, *arguments], 240.0 * patience()

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import stat
 import subprocess
+import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+import psutil
 import pytest
-from lab import SMALL_RUN, Lab, events, steps
+from lab import SMALL_RUN, Lab, events, processes, steps
 from patience import patience
 
 from hpcrl.checkpoints import CheckpointLedger
@@ -35,12 +41,47 @@ def resume_at_once(lab: Lab, run: RunDir, totals: list[int]) -> list[subprocess.
 
 def test_resume_says_what_is_true(lab: Lab) -> None:
     """One run, through all that a person may meet after its first end."""
-    run = lab.submit("mine", "trainer.steps=3", "checkpoint.every_steps=2", *SMALL_RUN, follow=True)
+    with watched_command_lines(lab.runs_root / "mine") as seen:
+        run = lab.submit("mine", "trainer.steps=3", "checkpoint.every_steps=2", *SMALL_RUN, follow=True)
+    check_token_is_nowhere(run, seen)
     check_a_completed_run_wants_more_steps(lab, run)
     check_of_three_at_once_one_resumes(lab, run)
     check_another_run_begins_with_its_weights(lab, run)
     check_nothing_to_restore(lab, run)
     check_a_start_from_scratch(lab, run)
+
+
+@contextlib.contextmanager
+def watched_command_lines(run: Path) -> Iterator[set[str]]:
+    """What everybody sees of the processes of a run, and the environments that they are started with."""
+    seen: set[str] = set()
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.wait(0.3):
+            for process in processes(RunDir(run)):
+                with contextlib.suppress(psutil.Error):
+                    seen.add(" ".join([*process.cmdline(), *map("=".join, process.environ().items())]))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        over.set()
+        thread.join()
+
+
+def check_token_is_nowhere(run: RunDir, command_lines: set[str]) -> None:
+    """The run's token is in its own file, and in no other, and no process shows it."""
+    file = run.path / "token"
+    token = file.read_text()
+    assert (len(token), stat.S_IMODE(file.stat().st_mode)) == (64, 0o600)
+    for role in ("hpcrl.inference.embedded.server", "hpcrl.rollouts", "hpcrl.trainer"):
+        assert any(role in line for line in command_lines), role
+    assert not [line for line in command_lines if token in line]
+    found = [path for path in run.path.rglob("*") if path.is_file() and token.encode() in path.read_bytes()]
+    assert found == [file]
 
 
 def check_a_completed_run_wants_more_steps(lab: Lab, run: RunDir) -> None:

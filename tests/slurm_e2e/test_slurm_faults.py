@@ -116,7 +116,8 @@ def test_run_goes_on_after_a_node_went_down(running: RunDir, shared_lab: SlurmLa
         shared_lab.cluster.revive_node(node)
     assert status_now["attempt"] == status.attempt + 1
     assert node not in {name for c in status_now["components"] for name in c["nodes"]}
-    assert events(running, "trainer.restored", since_s=fault_s)[0].data["step"] >= 4
+    restored = wait_for(lambda: events(running, "trainer.restored", since_s=fault_s), 60, "the checkpoint")
+    assert restored[0].data["step"] >= 4
     assert f"node {node} went down" in why(shared_lab, running)["earlier"][str(status.attempt)]
 
 
@@ -180,8 +181,9 @@ def test_silent_controller_is_a_warning(held: RunDir, probe_lab: SlurmLab) -> No
 
 
 @pytest.mark.campaign
-def test_run_completes_although_the_controller_was_away_for_two_minutes(slurm_lab: SlurmLab) -> None:
-    run = slurm_lab.submit("away", *ONE_NODE_EACH, "trainer.steps=400", HETJOB)
+def test_run_completes_although_the_controller_was_away_for_a_minute(slurm_lab: SlurmLab) -> None:
+    """Twice as long as nodes may be silent, and six times as long as one command of Slurm waits."""
+    run = slurm_lab.submit("away", *ONE_NODE_EACH, "trainer.steps=200", HETJOB)
     wait_step(run, 5)
     slurm_lab.cluster.pause_controller()
     try:
@@ -189,7 +191,7 @@ def test_run_completes_although_the_controller_was_away_for_two_minutes(slurm_la
         status = slurm_lab.json("status", run.name)
         assert status["state"] in ("RUNNING", "COMPLETED")
         assert status["job"] is None or "Slurm has not answered" in status["job"]["warning"]
-        time.sleep(max(0.0, 120.0 - (time.monotonic() - paused)))
+        time.sleep(max(0.0, 60.0 - (time.monotonic() - paused)))
         assert read_metrics(run)[-1].step >= step + 10
     finally:
         slurm_lab.cluster.resume_controller()
