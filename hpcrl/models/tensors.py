@@ -6,16 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from math import prod
 
-__all__ = ["DTYPE_BYTES", "FP8_BLOCK", "DType", "Part", "TensorSpec", "Weight", "scale_shape"]
-
-
-class DType(StrEnum):
-    """Types of stored tensors, by torch's names."""
-
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
-    FLOAT8_E4M3 = "float8_e4m3fn"
+__all__ = ["DTYPE_BYTES", "FP8_BLOCK", "Part", "TensorSpec", "Weight", "scale_shape"]
 
 
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from hpcrl.models.arch.base import GroupedQueryArch
+from hpcrl.models.arch.expert_layers import ExpertLayersArch
 
 __all__ = ["GptOssArch"]
 
@@ -23,7 +23,7 @@ _ROPE = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class GptOssArch(GroupedQueryArch):
+class GptOssArch(ExpertLayersArch):
     """gpt-oss 20b and 120b; ``intermediate_size`` is the width of an expert. Defaults are those of transformers.
 
     Attributes
@@ -39,9 +39,6 @@ class GptOssArch(GroupedQueryArch):
     MODEL_TYPES: ClassVar[tuple[str, ...]] = ("gpt_oss",)
     ARCHITECTURE: ClassVar[str] = "GptOssForCausalLM"
 
-    intermediate_size: int
-    num_local_experts: int
-    num_experts_per_tok: int
     sliding_window: int
     layer_types: tuple[str, ...] = ()
     swiglu_alpha: float = 1.702
@@ -54,23 +51,10 @@ class GptOssArch(GroupedQueryArch):
         super().__post_init__()
         kinds = self.layer_types or tuple(_KINDS[layer % 2] for layer in range(self.num_hidden_layers))
         object.__setattr__(self, "layer_types", kinds)
-        if not 1 <= self.num_experts_per_tok <= self.num_local_experts:
-            raise ValueError(
-                f"num_experts_per_tok ({self.num_experts_per_tok}) must be between 1 and "
-                f"num_local_experts ({self.num_local_experts})"
-            )
         if unknown := set(kinds) - set(_KINDS):
             raise ValueError(f"layer_types has {min(unknown)!r}; known are {' and '.join(_KINDS)}")
         if len(kinds) != self.num_hidden_layers:
             raise ValueError(f"layer_types names {len(kinds)} layers, num_hidden_layers is {self.num_hidden_layers}")
-
-    @property
-    def routed_experts(self) -> int:
-        return self.num_local_experts
-
-    @property
-    def experts_per_token(self) -> int:
-        return self.num_experts_per_tok
 
     @property
     def rotary_dim(self) -> int:
@@ -86,9 +70,6 @@ class GptOssArch(GroupedQueryArch):
 
     def window(self, layer: int) -> int | None:
         return self.sliding_window if self.layer_types[layer] == "sliding_attention" else None
-
-    def is_sparse(self, layer: int) -> bool:
-        return True
 
     def to_hf_config(self, dtype: str = "float32") -> dict[str, Any]:
         config = super().to_hf_config(dtype)

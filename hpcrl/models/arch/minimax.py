@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from hpcrl.models.arch.base import GroupedQueryArch
+from hpcrl.models.arch.expert_layers import ExpertLayersArch
 
 __all__ = ["MinimaxM2Arch"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class MinimaxM2Arch(GroupedQueryArch):
+class MinimaxM2Arch(ExpertLayersArch):
     """MiniMax-M2; ``intermediate_size`` is the width of an expert. Defaults are those of transformers."""
 
     MODEL_TYPES: ClassVar[tuple[str, ...]] = ("minimax_m2",)
@@ -26,29 +26,13 @@ class MinimaxM2Arch(GroupedQueryArch):
         "shared_intermediate_size": 0,
     }
 
-    intermediate_size: int
-    num_local_experts: int
-    num_experts_per_tok: int
     rope_theta: float = 5_000_000.0
     partial_rotary_factor: float = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 1 <= self.num_experts_per_tok <= self.num_local_experts:
-            raise ValueError(
-                f"num_experts_per_tok ({self.num_experts_per_tok}) must be between 1 and "
-                f"num_local_experts ({self.num_local_experts})"
-            )
         if self.rotary_dim < 2 or self.rotary_dim % 2:
             raise ValueError(f"partial_rotary_factor ({self.partial_rotary_factor}) rotates {self.rotary_dim} channels")
-
-    @property
-    def routed_experts(self) -> int:
-        return self.num_local_experts
-
-    @property
-    def experts_per_token(self) -> int:
-        return self.num_experts_per_tok
 
     @property
     def qk_norm(self) -> Literal["none", "head", "all"]:
@@ -57,9 +41,6 @@ class MinimaxM2Arch(GroupedQueryArch):
     @property
     def rotary_dim(self) -> int:
         return int(self.head_dim * self.partial_rotary_factor)
-
-    def is_sparse(self, layer: int) -> bool:
-        return True
 
     def to_hf_config(self, dtype: str = "float32") -> dict[str, Any]:
         return {**super().to_hf_config(dtype), "rotary_dim": self.rotary_dim}

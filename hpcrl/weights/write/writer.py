@@ -16,7 +16,7 @@ from hpcrl.fs import FileRecord
 from hpcrl.weights.format.layout import PAGE_BYTES, ShardLayout
 from hpcrl.weights.format.manifest import Chunk, TensorRecord, chunk_digests
 
-__all__ = ["FileWriter", "chunk_grid", "preallocate", "shard_records", "write_stream"]
+__all__ = ["FileWriter", "preallocate", "shard_records", "write_stream"]
 
 _log = logging.getLogger(__name__)
 
@@ -134,15 +134,6 @@ def write_stream(path: Path, blocks: Iterable[memoryview | bytes], chunk_bytes: 
     if room < chunk_bytes:
         digests.append(digest.hexdigest())
     return FileRecord(bytes=size, xxh3_128="".join(digests))
-
-
-def chunk_grid(shard: ShardLayout, chunk_bytes: int) -> list[tuple[int, int]]:
-    """Offset and length of the hash chunks of a shard behind its head, in order."""
-    return [
-        (offset + start, min(chunk_bytes, tensor.bytes - start))
-        for tensor, offset in shard.tensors
-        for start in range(0, tensor.bytes, chunk_bytes)
-    ]
 
 
 def shard_records(
