@@ -18,9 +18,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from hpcrl.checkpoints.ledger import CheckpointLedger
-from hpcrl.checkpoints.restore import RestoreDecision
-from hpcrl.errors import CheckpointError, ConfigError, DeadlineError, EnvironmentFailedError, PeerLostError
+from hpcrl.errors import CheckpointError, ConfigError, EnvironmentFailedError
 from hpcrl.models.tokenizer import ChatTokenizer
 from hpcrl.rollouts.batches.http import serve_dock
 from hpcrl.rollouts.batches.server import BatchServer, ConflictError
@@ -35,6 +33,7 @@ from hpcrl.rollouts.engines.router_client import RouterClient
 from hpcrl.rollouts.environments import build_environments, hosted
 from hpcrl.rollouts.files import RolloutFiles
 from hpcrl.rollouts.ledger import RolloutLedger
+from hpcrl.rollouts.restore import open_ledger, restored_state, take_up
 from hpcrl.rollouts.sampling.conversation import Sampler
 from hpcrl.rollouts.sampling.data_order import DataOrder
 from hpcrl.rollouts.sampling.evaluation import Evaluator, evaluated_versions
@@ -42,7 +41,6 @@ from hpcrl.rollouts.sampling.rendering import Transcript
 from hpcrl.rollouts.sampling.routed_experts import RoutedExpertsSettings
 from hpcrl.rollouts.sampling.scheduler import Scheduler
 from hpcrl.rollouts.sampling.staleness import StalenessAccount
-from hpcrl.rollouts.state import OrchestratorState
 from hpcrl.rollouts.telemetry.lag import LagMonitor
 from hpcrl.rollouts.telemetry.metrics_text import render_metrics
 from hpcrl.rollouts.telemetry.run_metrics import read_run
@@ -50,7 +48,7 @@ from hpcrl.rollouts.weights.registration import ReaderRegistration
 from hpcrl.rollouts.weights.updates import WeightUpdater
 from hpcrl.runs.clocks import own_node
 from hpcrl.runs.refusals import gate_of
-from hpcrl.runs.role import Complaint, Endpoints, Member, RoleContext, restore_path
+from hpcrl.runs.role import Complaint, Endpoints, Member, RoleContext
 from hpcrl.weights import HandoffStore
 from hpcrl.weights.lifetime.collector import Collector
 from hpcrl.weights.lifetime.leases import ReaderWatch
@@ -64,7 +62,6 @@ _KEEPALIVE_S = 4.0
 """Shorter than a server's (uvicorn's is 5 s): else a request now and then meets a connection that just closed."""
 _BEAT_S = 2.0
 _GC_THRESHOLD = 100_000
-_DECISION_POLL_S = 0.1
 
 
 class Orchestrator:
@@ -142,13 +139,12 @@ class Orchestrator:
             await asyncio.sleep(_BEAT_S)
 
     def _complain(self, engine: Engine, why: str) -> None:
-        """Only the supervisor can start an engine anew."""
         role, _, replica = engine.name.rpartition("-")
-        complaint = Complaint(time_s=time.time(), role=role, replica=int(replica), message=why, node=own_node())
-        complaint.write(self._context.run, self._context.attempt)
+        self._want_anew(role, int(replica), why)
 
-    def _renew_router(self, why: str) -> None:
-        complaint = Complaint(time_s=time.time(), role="router", replica=0, message=why, node=own_node())
+    def _want_anew(self, role: str, replica: int, why: str) -> None:
+        """Only the supervisor can start an engine or a router anew."""
+        complaint = Complaint(time_s=time.time(), role=role, replica=replica, message=why, node=own_node())
         complaint.write(self._context.run, self._context.attempt)
 
     def _environment_lost(self, name: str, why: str) -> None:
@@ -157,60 +153,16 @@ class Orchestrator:
     # -- start
 
     async def _restore(self) -> None:
-        """Take the orchestrator's part of the checkpoint that the trainer restores."""
-        recipe, run = self._recipe, self._context.run
-        decision = await self._decision()
-        self._state = OrchestratorState.fresh(recipe)
-        self._order = DataOrder(recipe, self._environments)
-        if decision.step is not None:
-            entry = CheckpointLedger(run.checkpoints_dir).open(decision.step)
-            self._state = OrchestratorState.decode(await asyncio.to_thread(entry.orchestrator_state))
-            self._state.check(step=entry.step, seed=recipe.seed, group_size=recipe.rollouts.group_size)
+        self._state = await restored_state(self._context, self._recipe)
+        self._order = DataOrder(self._recipe, self._environments)
         # first the fence: an orchestrator of an older attempt that is late must not write into the ledger
-        self._files = RolloutFiles.claim(run.rollouts_dir, self._context.attempt)
-        await self._open_ledger()
-        if decision.step is not None:
-            _log.info("restored step %d with %d finished groups", self._state.step, len(self._state.finished))
-
-    async def _open_ledger(self) -> None:
-        """Go on with what finished after the checkpoint, too."""
-        recipe, run, state = self._recipe, self._context.run, self._state
-        self._ledger = ledger = await asyncio.to_thread(
-            RolloutLedger,
-            run.rollouts_dir,
-            attempt=self._context.attempt,
-            restored=state.step,
-            bound=recipe.rollouts.max_off_policy_steps,
-            limit_s=recipe.handoff.retry_s,
-            checkpoints=CheckpointLedger(run.checkpoints_dir).steps,
-        )
-        found = await asyncio.to_thread(ledger.find, recipe.rollouts.group_size)
-        self._restart, self._parts = state.deal_again(self._order, found), found.parts
-        self._state = state.going_on(found)
-        for group in state.finished:
-            task = self._order.again(group.index, group.environment, group.prompt_index)
-            if group.index not in found.finished and group.index not in found.over and task is not None:
-                await ledger.adopt(group, task)
+        self._files = RolloutFiles.claim(self._context.run.rollouts_dir, self._context.attempt)
+        self._ledger = await asyncio.to_thread(open_ledger, self._context, self._recipe, self._state.step)
+        self._state, self._restart, self._parts = await take_up(self._ledger, self._state, self._order)
 
     async def _close_ledger(self) -> None:
         if self._ledger is not None:
             await asyncio.to_thread(self._ledger.close)
-
-    async def _decision(self) -> RestoreDecision:
-        """What the trainer restores: two that choose for themselves could choose differently."""
-        timeout_s = self._recipe.checkpoint.verify_timeout_s + self._recipe.orchestrator.wait_timeout_s
-        path = restore_path(self._context.run, self._context.attempt)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                while (decision := RestoreDecision.find(path)) is None:
-                    await asyncio.sleep(_DECISION_POLL_S)
-                if decision.refused:
-                    raise PeerLostError("the trainer begins with nothing: no checkpoint can be restored")
-                return decision
-        raise DeadlineError(
-            f"the trainer did not say within {timeout_s:g} s which checkpoint it restores ({path})\n"
-            "    hint: the trainer's log says what it does; checkpoint.verify: sizes reads less"
-        )
 
     def _build(self, http: aiohttp.ClientSession, endpoints: Endpoints) -> None:
         recipe, state, run = self._recipe, self._state, self._context.run
@@ -233,7 +185,7 @@ class Orchestrator:
         self._pool = make_pool(
             [make_client(member) for member in members] + sides,
             router,
-            routed=partial(DisaggregatedPool, restart_router=self._renew_router) if sides else None,
+            routed=partial(DisaggregatedPool, restart_router=partial(self._want_anew, "router", 0)) if sides else None,
             events=self._events,
             counters=self._counters,
             request_timeout_s=config.request_timeout_s,

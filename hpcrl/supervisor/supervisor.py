@@ -11,18 +11,17 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 from hpcrl import procfs
 from hpcrl.config.plan import Plan, Role, RoleGroup
 from hpcrl.credentials import Credentials
-from hpcrl.errors import DeadlineError, HpcrlError
-from hpcrl.passing import NO_SPACE, patiently
-from hpcrl.reporting import ReportedFile
+from hpcrl.errors import HpcrlError
+from hpcrl.passing import patiently
 from hpcrl.runs.cause import Cause, CauseKind
-from hpcrl.runs.reserve import keep_reserve, release_reserve
-from hpcrl.runs.role import Endpoints, FailureRecord
+from hpcrl.runs.reserve import keep_reserve
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunState
 from hpcrl.supervisor.attempt_state import AttemptState
@@ -32,12 +31,13 @@ from hpcrl.supervisor.component import Component
 from hpcrl.supervisor.drain import Drain
 from hpcrl.supervisor.elastic.keeper import ElasticReplicas
 from hpcrl.supervisor.ending import Ending
+from hpcrl.supervisor.endpoints_file import EndpointsFile
 from hpcrl.supervisor.launch.launcher import Address, Launcher
 from hpcrl.supervisor.launch.replica import ReplicaEnd, ReplicaRunner
 from hpcrl.supervisor.launch.survey import NodesSilentError
 from hpcrl.supervisor.lookout import Lookout
 from hpcrl.supervisor.notices import Notices
-from hpcrl.supervisor.policy.attempts import exhausted, newest_checkpoint
+from hpcrl.supervisor.policy.attempts import begin_attempt, exhausted, newest_checkpoint
 from hpcrl.supervisor.policy.explain import name_lost_rank
 from hpcrl.supervisor.policy.graph import check_graph, startable
 from hpcrl.supervisor.policy.node_faults import NodeFaults
@@ -50,7 +50,6 @@ __all__ = ["Supervisor"]
 
 _log = logging.getLogger(__name__)
 
-_ENDPOINTS_S = 60.0
 _START_PATIENCE_S = 60.0
 """How long an attempt waits for a filesystem that refuses it what it begins with."""
 _NODE_SIGNS = frozenset({CauseKind.CANCELLED, CauseKind.GUARD_LOST, CauseKind.NODE_FAIL})
@@ -96,37 +95,30 @@ class Supervisor:
         self._drives: dict[Component, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
         self._dumping: set[asyncio.Task[None]] = set()
-        self._start_patience_s = _START_PATIENCE_S
         self._started = time.monotonic() if started is None else started
         self.again = False
         self._elastic = None if elastic is None else elastic(self)
-        self._urls: dict[str, list[str]] = {}
-        self._servers: dict[str, list[tuple[str, ...]]] = {}
 
     async def run(self) -> tuple[RunState, Cause | None]:
         """Run the attempt to its end; returns COMPLETED, FAILED or CANCELLED, and why; or REQUEUED."""
-        self.attempt = self._start_attempt()
+        self.attempt, self._start_patience_s = begin_attempt(self._run, patience_s=_START_PATIENCE_S)
         self._board = Board(self._run, run_id=self._run_id, attempt=self.attempt)
         self._state = AttemptState(self._board)
-        self._endpoints = ReportedFile(Endpoints.path(self._run, self.attempt))
+        self._endpoints = EndpointsFile(self._run, self.attempt)
         self._assemble()
         procfs.adopt_orphans()
         self._notices.listen()
         self._board.enter(self._state.state)
-        watch = asyncio.create_task(self._lookout.run(), name="watch")
-        watch.add_done_callback(self._report_bug)
-        watchdog = asyncio.create_task(self._watchdog.run(), name="watchdog")
-        watchdog.add_done_callback(self._report_bug)
-        space = asyncio.create_task(self._space.run(), name="space")
-        space.add_done_callback(self._report_bug)
+        watch = self._begin(self._lookout.run(), "watch")
+        watchdog = self._begin(self._watchdog.run(), "watchdog")
+        space = self._begin(self._space.run(), "space")
         keeper: asyncio.Task[None] | None = None
         try:
             await self._prepare()
             for component in self._components:
                 self.drive(component)
             if self._elastic is not None:
-                keeper = asyncio.create_task(self._elastic.run(), name="replicas")
-                keeper.add_done_callback(self._report_bug)
+                keeper = self._begin(self._elastic.run(), "replicas")
             await self._state.wait_decided()
         except NodesSilentError as error:
             # looks like steps that were ended: whether a node went down, or Slurm did it, is asked before the verdict
@@ -156,18 +148,6 @@ class Supervisor:
         self.again = self._ending.conclude(cause)
         await self._ending.last_words()
         return self._state.state, cause
-
-    def _start_attempt(self) -> int:
-        """The number of the attempt. Where there is no space for it, it is begun to say so."""
-        try:
-            return patiently(self._run.start_attempt, limit_s=_START_PATIENCE_S, what="the start of an attempt")
-        except OSError as error:
-            if error.errno not in NO_SPACE:
-                raise
-            _log.error("there is no space for an attempt: %s", error)
-            self._start_patience_s = 0.0  # it was waited for
-            release_reserve(self._run, "start")
-            return self._run.start_attempt()
 
     def _assemble(self) -> None:
         run, plan, launcher = self._run, self._plan, self._launcher
@@ -244,12 +224,10 @@ class Supervisor:
         for group in self._plan.groups:
             for replica in range(0 if self._plan.own_jobs(group) else group.replicas):
                 address = addresses[group.role, replica]
-                self._urls.setdefault(group.role.value, []).append(address.url)
-                if address.servers:
-                    self._servers.setdefault(group.role.value, []).append(address.urls)
+                self._endpoints.add(group.role, address)
                 self.enlist(group, replica, address)
         self.publish()
-        await self._roles_can_find_each_other()
+        await self._endpoints.wait_written()
         self._board.components = self._components
         self._board.write()
 
@@ -257,15 +235,7 @@ class Supervisor:
         keep_reserve(self._run)
         Credentials.of_run(self._run.path)  # a file that others may read must not be trusted by any role
 
-    async def _roles_can_find_each_other(self) -> None:
-        """Wait for the file of addresses: without it no role can begin."""
-        if not await asyncio.to_thread(self._endpoints.flush, _ENDPOINTS_S):
-            raise DeadlineError(
-                f"{self._endpoints.path} could not be written within {_ENDPOINTS_S:g} s\n"
-                "    hint: look at the filesystem of the run; then hpcrl resume"
-            )
-
-    # -- what the keeper of elastic replicas needs (`hpcrl.supervisor.elastic.keeper.Crew`) -----------------
+    # -- what the keeper of elastic replicas needs (`hpcrl.supervisor.elastic.needs.Crew`) -----------------
 
     def enlist(self, group: RoleGroup, replica: int, address: Address) -> Component:
         """A new component in the state PENDING, shown in the status."""
@@ -280,9 +250,7 @@ class Supervisor:
     def drive(self, component: Component) -> None:
         """Start a component when its time has come, and lead it to its end."""
         self._board.note_clocks(self._launcher.clocks)  # its nodes may be new
-        task = asyncio.create_task(self._drive(component), name=component.label)
-        task.add_done_callback(self._report_bug)
-        self._drives[component] = task
+        self._drives[component] = self._begin(self._drive(component), component.label)
 
     def dismiss(self, component: Component) -> None:
         """A component is no part of the run any more."""
@@ -292,8 +260,7 @@ class Supervisor:
 
     def publish(self) -> None:
         """Let the endpoints say who is there. Members come and go: this neither waits nor fails."""
-        members = {} if self._elastic is None else self._elastic.members
-        self._endpoints.put(Endpoints(urls=self._urls, servers=self._servers, members=members).encode())
+        self._endpoints.write({} if self._elastic is None else self._elastic.members)
 
     def changed(self) -> None:
         """Write the status soon."""
@@ -387,12 +354,17 @@ class Supervisor:
         else:
             self._board.emit("component.lost", role=component.role, replica=component.replica, cause=end.cause.message)
 
+    def _begin(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=name)
+        task.add_done_callback(self._report_bug)
+        return task
+
     def _report_bug(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             self.fail(CauseKind.SUPERVISOR_ERROR, f"the supervisor failed ({task.get_name()}): {error!r}")
 
     def _first_cause(self, stopped_at_s: float) -> Cause | None:
-        records, clocks = self._records(), self._launcher.clocks
+        records, clocks = current_records(self._run, self.attempt, self._components), self._launcher.clocks
         return first_cause(self._state.ends, records, self._components, stopped_at_s=stopped_at_s, clocks=clocks)
 
     def _name_lost_rank(self, cause: Cause) -> Cause:
@@ -402,12 +374,8 @@ class Supervisor:
                 return name_lost_rank(cause, component, logs)
         return cause
 
-    def _records(self) -> list[FailureRecord]:
-        return current_records(self._run, self.attempt, self._components)
-
     def _on_hung(self, component: Component, problem: str) -> None:
         ending = self._replicas.end_hung(component, problem, self._watchdog.still_hangs)
-        task = asyncio.create_task(ending, name=f"stacks of {component.label}")
-        task.add_done_callback(self._report_bug)
+        task = self._begin(ending, f"stacks of {component.label}")
         self._dumping.add(task)
         task.add_done_callback(self._dumping.discard)

@@ -35,7 +35,7 @@ from hpcrl.rollouts.weights.registration import ReaderRegistration
 from hpcrl.runs.events import read_events
 from hpcrl.runs.rundir import RunDir
 from hpcrl.supervisor.launch.commands import fill_placeholders
-from hpcrl.supervisor.process.guard import fill_node, fill_node_rank
+from hpcrl.supervisor.process.node_values import fill_node, fill_node_rank
 from hpcrl.weights import HandoffStore
 from hpcrl.weights.lifetime.leases import ReaderWatch
 

@@ -23,7 +23,7 @@ from hpcrl.runs.record import RunRecord
 from hpcrl.runs.role import Endpoints, ready_path
 from hpcrl.runs.rundir import RunDir
 from hpcrl.supervisor.launch.commands import fill_placeholders, role_environment
-from hpcrl.supervisor.process.guard import fill_node
+from hpcrl.supervisor.process.node_values import fill_node
 
 HOST = "127.0.0.1"
 RUN_ID = "0123456789abcdef"

@@ -25,7 +25,7 @@ from hpcrl.jobplan import absolute_site_paths, check_pythons, check_router, make
 from hpcrl.jobplan.commands.dynamo import kv_events
 from hpcrl.jobplan.groups import make_groups
 from hpcrl.supervisor.launch.commands import fill_placeholders
-from hpcrl.supervisor.process.guard import fill_node_rank
+from hpcrl.supervisor.process.node_values import fill_node_rank
 
 GOLDEN = Path(__file__).parent / "golden"
 RUN_DIR = Path("/runs/night-1")

@@ -21,11 +21,12 @@ from hpcrl.jobplan.groups import make_groups
 from hpcrl.runs.role import Endpoints, Member
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunState
+from hpcrl.serving import stop_serving
 from hpcrl.supervisor.component import Component
 from hpcrl.supervisor.launch.launcher import Address, LocalLauncher
 from hpcrl.supervisor.launch.probes import Prober
 from hpcrl.supervisor.policy.watchdog import Pulses, Sign, Watchdog
-from hpcrl.supervisor.process.guard import fill_node_rank
+from hpcrl.supervisor.process.node_values import fill_node_rank
 
 HOST = "127.0.0.1"
 
@@ -104,7 +105,7 @@ class Server:
         self.port = site._server.sockets[0].getsockname()[1]  # type: ignore[attr-defined]
 
     async def stop(self) -> None:
-        await self._runner.cleanup()
+        await stop_serving(self._runner)
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.Response(status=self.status)

@@ -11,7 +11,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 from hpcrl.config.plan import Plan, RoleGroup
 from hpcrl.runs.cause import Cause, CauseKind
@@ -24,11 +23,12 @@ from hpcrl.slurm.launch import Allocation
 from hpcrl.slurm.replicas import LivingJob, ReplicaJobs
 from hpcrl.slurm.states import JobState
 from hpcrl.supervisor.component import Component
+from hpcrl.supervisor.elastic.needs import Crew, PlacesReplicas
 from hpcrl.supervisor.elastic.slots import Slot
 from hpcrl.supervisor.launch.launcher import Address
 from hpcrl.supervisor.launch.survey import NodesSilentError
 
-__all__ = ["Crew", "ElasticReplicas", "PlacesReplicas"]
+__all__ = ["ElasticReplicas"]
 
 _log = logging.getLogger(__name__)
 _ROUND_S = 1.0
@@ -47,47 +47,6 @@ _SETTLED_S = 300.0
 _SETTLE_S = 2.0
 _LONGEST_PAUSE_S = 60.0
 """Between the end of a replica and its next start in the same job; doubled each time from a few seconds."""
-
-
-class PlacesReplicas(Protocol):
-    """What is needed of the launcher."""
-
-    def enter_job(self, group: RoleGroup, replica: int, allocation: Allocation) -> Address:
-        """From now on start this replica there; returns where it will listen.
-
-        Raises
-        ------
-        NodesSilentError
-            Its nodes did not say where they can be reached.
-        """
-
-    def clear_job(self, allocation: Allocation) -> None:
-        """End steps that an earlier supervisor has left in a job."""
-
-
-class Crew(Protocol):
-    """What is needed of the supervisor."""
-
-    def enlist(self, group: RoleGroup, replica: int, address: Address) -> Component:
-        """A new component in the state PENDING, shown in the status."""
-
-    def drive(self, component: Component) -> None:
-        """Start it, and watch it to its end."""
-
-    def dismiss(self, component: Component) -> None:
-        """It is no part of the run any more."""
-
-    def publish(self) -> None:
-        """Members have changed: write the endpoints."""
-
-    def changed(self) -> None:
-        """Write the status soon."""
-
-    def fail(self, kind: CauseKind, message: str, component: Component | None = None) -> None:
-        """End the run."""
-
-    def emit(self, kind: str, **data: object) -> None:
-        """Append an event."""
 
 
 class ElasticReplicas:

@@ -121,7 +121,7 @@ class StepLauncher:
         return placed
 
     def enter_job(self, group: RoleGroup, replica: int, allocation: Allocation) -> Address:
-        """See `hpcrl.supervisor.elastic.keeper.PlacesReplicas`. Blocks until the nodes have answered."""
+        """See `hpcrl.supervisor.elastic.needs.PlacesReplicas`. Blocks until the nodes have answered."""
         assert self._plan is not None, "place comes first"
         job, _ = self._plan.place(group, replica)
         self._allocations[group.component, job] = allocation
@@ -136,7 +136,7 @@ class StepLauncher:
         return Address.of(group, reached, port, nodes=allocation.hosts, interfaces=interfaces)
 
     def clear_job(self, allocation: Allocation) -> None:
-        """See `hpcrl.supervisor.elastic.keeper.PlacesReplicas`: guards end their roles at SIGTERM, the holder stays."""
+        """See `hpcrl.supervisor.elastic.needs.PlacesReplicas`: guards end their roles at SIGTERM, the holder stays."""
         assert allocation.job_id is not None
         try:
             self._client.cancel(int(allocation.job_id), signal="TERM")

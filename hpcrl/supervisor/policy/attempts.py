@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import os
 import time
@@ -15,16 +16,19 @@ from hpcrl.checkpoints.ledger import CheckpointLedger
 from hpcrl.config.cluster_slurm import SIGNAL_EARLY_S
 from hpcrl.config.plan import Plan
 from hpcrl.fs import atomic_write
+from hpcrl.passing import NO_SPACE, patiently
 from hpcrl.reporting import ReportedFile
 from hpcrl.runs.cause import Cause, CauseKind
 from hpcrl.runs.events import read_events
 from hpcrl.runs.metrics import read_metrics
 from hpcrl.runs.record import RunRecord
+from hpcrl.runs.reserve import release_reserve
 from hpcrl.runs.role import save_answer_path, save_request_path
 from hpcrl.runs.rundir import RunDir
 
 __all__ = [
     "LEAVE_S",
+    "begin_attempt",
     "exhausted",
     "lead_s",
     "longest_save_s",
@@ -34,6 +38,8 @@ __all__ = [
     "save_now",
     "with_measured_lead",
 ]
+
+_log = logging.getLogger(__name__)
 
 LEAVE_S = 45.0
 """Of the time between Slurm's warning and the end this much is kept for ending the roles and the requeue."""
@@ -45,6 +51,21 @@ _RETRIED = frozenset(
     | {CauseKind.START_TIMEOUT}
 )
 """Failures that a new attempt may follow."""
+
+
+def begin_attempt(run: RunDir, *, patience_s: float) -> tuple[int, float]:
+    """The number of a new attempt, and for how many seconds a filesystem may refuse what it needs next.
+
+    Where there is no space for it, which was waited for, it is begun to say so.
+    """
+    try:
+        return patiently(run.start_attempt, limit_s=patience_s, what="the start of an attempt"), patience_s
+    except OSError as error:
+        if error.errno not in NO_SPACE:
+            raise
+        _log.error("there is no space for an attempt: %s", error)
+        release_reserve(run, "start")
+        return run.start_attempt(), 0.0
 
 
 def newest_checkpoint(run: RunDir) -> int | None:

@@ -30,27 +30,24 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import select
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from hpcrl import procfs
 from hpcrl.marks import KIND_VARIABLE, RUN_ID_VARIABLE
-from hpcrl.ours import check_parent, make_private, read_secret, umask_of
+from hpcrl.ours import read_secret, umask_of
 from hpcrl.supervisor.process.leftovers import Scratch
+from hpcrl.supervisor.process.node_values import fill_node, fill_node_rank, own_caches
 from hpcrl.supervisor.process.stacks import dump_stacks
 
-__all__ = ["Guard", "end_processes", "fill_node", "fill_node_rank", "main"]
+__all__ = ["Guard", "end_processes", "main"]
 
 _OURS = ("SUBMITIT_", "HPCRL_")
 """What submitit and the guard itself have in the environment is not meant for roles."""
-_CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT")
-"""Directories of compiled code that a plan puts on the node's disk."""
-_NODE_RANK = re.compile(r"\{(?:(\d+)-)?node_rank(?:\*(\d+))?\}")
 _POLL_S = 0.02
 _LOOK_S = (2.0, 8.0, 20.0, 60.0)
 """Pauses between looks at the role's shared memory; the last one again and again."""
@@ -73,56 +70,9 @@ def main() -> None:
     Guard(wake_read).run()
 
 
-def _own_cache(cache: str | None, scratch: str) -> None:
-    """Let compile caches on the node's disk be ours: what lies in one is loaded as code.
-
-    Raises
-    ------
-    OSError
-        The directory of the run on that disk belongs to somebody else, or can be changed or replaced by others.
-    """
-    if not cache or not scratch or not Path(cache).is_relative_to(scratch) or cache == scratch:
-        return
-    Path(scratch).mkdir(parents=True, exist_ok=True)
-    check_parent(Path(scratch))
-    make_private(Path(scratch, Path(cache).relative_to(scratch).parts[0]))
-
-
-def fill_node_rank(part: str, node_rank: int, hosts: Sequence[str] = ()) -> str:
-    """Replace ``{node_rank}`` and ``{node_rank*N}`` in one word of a command, and ``{node_host}`` by this node's.
-
-    ``{M-node_rank*N}`` is what is left of the number ``M``.
-    """
-    if hosts:
-        part = part.replace("{node_host}", hosts[node_rank])
-
-    def filled(match: re.Match[str]) -> str:
-        value = node_rank * int(match[2] or 1)
-        return str(value if match[1] is None else int(match[1]) - value)
-
-    return _NODE_RANK.sub(filled, part)
-
-
 def _own_node() -> str:
     """See `hpcrl.runs.clocks.own_node`, which is no part of the standard library."""
     return os.environ.get("SLURMD_NODENAME", "")
-
-
-def fill_node(
-    env: Mapping[str, str], node_rank: int, *, hosts: Sequence[str], interfaces: Sequence[str]
-) -> dict[str, str]:
-    """Variables whose whole value is ``{node_host}`` or ``{node_interface}``, filled for this node.
-
-    Where the supervisor does not know it the variable is left out: the library chooses.
-    """
-    known = {"{node_host}": hosts, "{node_interface}": interfaces}
-    filled = {}
-    for name, value in env.items():
-        if value not in known:
-            filled[name] = value
-        elif known[value]:
-            filled[name] = known[value][node_rank]
-    return filled
 
 
 class Guard:
@@ -332,8 +282,7 @@ class Guard:
         if spec["in_step"]:
             command = [fill_node_rank(part, node_rank, spec["hosts"]) for part in command]
             env = {**{name: value for name, value in os.environ.items() if not name.startswith(_OURS)}, **env}
-        for name in _CACHES:
-            _own_cache(env.get(name), spec.get("scratch", ""))
+        own_caches(env, spec.get("scratch", ""))
         env |= {name: read_secret(Path(file)) for name, file in spec.get("secrets", {}).items()}
         os.execvpe(command[0], command, env)
 

@@ -1,0 +1,93 @@
+"""Where an attempt of the orchestrator begins: at the checkpoint that the trainer restores, with what finished since."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+
+from hpcrl.checkpoints.ledger import CheckpointLedger
+from hpcrl.checkpoints.restore import RestoreDecision
+from hpcrl.config.recipe import Recipe
+from hpcrl.errors import DeadlineError, PeerLostError
+from hpcrl.rollouts.ledger import RolloutLedger
+from hpcrl.rollouts.records import Group
+from hpcrl.rollouts.sampling.data_order import DataOrder, GroupTask
+from hpcrl.rollouts.state import OrchestratorState
+from hpcrl.runs.role import RoleContext, restore_path
+
+__all__ = ["open_ledger", "restored_state", "take_up"]
+
+_log = logging.getLogger(__name__)
+
+_POLL_S = 0.1
+
+
+async def restored_state(context: RoleContext, recipe: Recipe) -> OrchestratorState:
+    """The state at the step that the trainer restores, or that of a fresh run.
+
+    Raises
+    ------
+    PeerLostError
+        The trainer found nothing that it could restore.
+    DeadlineError
+        It did not say in time which checkpoint it restores.
+    CheckpointError
+        The checkpoint is of another recipe.
+    """
+    decision = await _decision(context, recipe)
+    if decision.step is None:
+        return OrchestratorState.fresh(recipe)
+    entry = CheckpointLedger(context.run.checkpoints_dir).open(decision.step)
+    state = OrchestratorState.decode(await asyncio.to_thread(entry.orchestrator_state))
+    state.check(step=entry.step, seed=recipe.seed, group_size=recipe.rollouts.group_size)
+    _log.info("restored step %d with %d finished groups", state.step, len(state.finished))
+    return state
+
+
+def open_ledger(context: RoleContext, recipe: Recipe, step: int) -> RolloutLedger:
+    """The ledger of rollouts, for an attempt that has restored ``step``."""
+    return RolloutLedger(
+        context.run.rollouts_dir,
+        attempt=context.attempt,
+        restored=step,
+        bound=recipe.rollouts.max_off_policy_steps,
+        limit_s=recipe.handoff.retry_s,
+        checkpoints=CheckpointLedger(context.run.checkpoints_dir).steps,
+    )
+
+
+async def take_up(
+    ledger: RolloutLedger, state: OrchestratorState, order: DataOrder
+) -> tuple[OrchestratorState, list[GroupTask], dict[int, Group]]:
+    """Go on with what finished after the checkpoint, too.
+
+    Returns
+    -------
+    tuple
+        The state with it; groups to start again; by index, those of which some rollouts have finished.
+    """
+    found = await asyncio.to_thread(ledger.find, state.group_size)
+    restart = state.deal_again(order, found)
+    for group in state.finished:
+        task = order.again(group.index, group.environment, group.prompt_index)
+        if group.index not in found.finished and group.index not in found.over and task is not None:
+            await ledger.adopt(group, task)
+    return state.going_on(found), restart, found.parts
+
+
+async def _decision(context: RoleContext, recipe: Recipe) -> RestoreDecision:
+    """What the trainer restores: two that choose for themselves could choose differently."""
+    timeout_s = recipe.checkpoint.verify_timeout_s + recipe.orchestrator.wait_timeout_s
+    path = restore_path(context.run, context.attempt)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            while (decision := RestoreDecision.find(path)) is None:
+                await asyncio.sleep(_POLL_S)
+            if decision.refused:
+                raise PeerLostError("the trainer begins with nothing: no checkpoint can be restored")
+            return decision
+    raise DeadlineError(
+        f"the trainer did not say within {timeout_s:g} s which checkpoint it restores ({path})\n"
+        "    hint: the trainer's log says what it does; checkpoint.verify: sizes reads less"
+    )

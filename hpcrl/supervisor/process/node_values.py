@@ -1,0 +1,65 @@
+"""What of a role's command and environment only its node knows: which of the replica's nodes it is, and its disk.
+
+Standard library only, as the guard, which fills it in.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hpcrl.ours import check_parent, make_private
+
+__all__ = ["fill_node", "fill_node_rank", "own_caches"]
+
+_CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT")
+"""Directories of compiled code that a plan puts on the node's disk."""
+_NODE_RANK = re.compile(r"\{(?:(\d+)-)?node_rank(?:\*(\d+))?\}")
+
+
+def fill_node_rank(part: str, node_rank: int, hosts: Sequence[str] = ()) -> str:
+    """Replace ``{node_rank}`` and ``{node_rank*N}`` in one word of a command, and ``{node_host}`` by this node's.
+
+    ``{M-node_rank*N}`` is what is left of the number ``M``.
+    """
+    if hosts:
+        part = part.replace("{node_host}", hosts[node_rank])
+
+    def filled(match: re.Match[str]) -> str:
+        value = node_rank * int(match[2] or 1)
+        return str(value if match[1] is None else int(match[1]) - value)
+
+    return _NODE_RANK.sub(filled, part)
+
+
+def fill_node(
+    env: Mapping[str, str], node_rank: int, *, hosts: Sequence[str], interfaces: Sequence[str]
+) -> dict[str, str]:
+    """Variables whose whole value is ``{node_host}`` or ``{node_interface}``, filled for this node.
+
+    Where the supervisor does not know it the variable is left out: the library chooses.
+    """
+    known = {"{node_host}": hosts, "{node_interface}": interfaces}
+    filled = {}
+    for name, value in env.items():
+        if value not in known:
+            filled[name] = value
+        elif known[value]:
+            filled[name] = known[value][node_rank]
+    return filled
+
+
+def own_caches(env: Mapping[str, str], scratch: str) -> None:
+    """Let compile caches below ``scratch``, on the node's disk, be ours: what lies in one is loaded as code.
+
+    Raises
+    ------
+    OSError
+        The directory of the run on that disk belongs to somebody else, or can be changed or replaced by others.
+    """
+    for cache in (env[name] for name in _CACHES if env.get(name)):
+        if scratch and cache != scratch and Path(cache).is_relative_to(scratch):
+            Path(scratch).mkdir(parents=True, exist_ok=True)
+            check_parent(Path(scratch))
+            make_private(Path(scratch, Path(cache).relative_to(scratch).parts[0]))
