@@ -11,12 +11,13 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 import xxhash
+
+from hpcrl.decoding import prepared
 
 __all__ = [
     "FileRecord",
@@ -24,7 +25,6 @@ __all__ = [
     "StagedDirectory",
     "atomic_create",
     "atomic_write",
-    "check_files",
     "decode_versioned",
     "fsync_dir",
     "hash_file",
@@ -151,10 +151,10 @@ def decode_versioned(text: bytes, kind: type[_T], format_version: int) -> _T:
     """
     try:
         # the format is looked at first: another one may lack or rename fields
-        found = msgspec.json.decode(text, type=_FormatOnly).format_version
+        found = msgspec.json.decode(text, type=prepared(_FormatOnly)).format_version
         if found != format_version:
             raise ValueError(f"it has format {found}, this hpcrl reads {format_version}")
-        return msgspec.json.decode(text, type=kind)
+        return msgspec.json.decode(text, type=prepared(kind))
     except msgspec.DecodeError as error:
         raise ValueError(str(error)) from error
 
@@ -167,24 +167,6 @@ def hash_file(path: Path) -> FileRecord:
             digest.update(block)
             size += len(block)
     return FileRecord(bytes=size, xxh3_128=digest.hexdigest())
-
-
-def check_files(directory: Path, files: Mapping[str, FileRecord], *, content: bool) -> Iterator[str]:
-    """Yield one sentence for each file that is missing or differs from its record.
-
-    With ``content=False`` only sizes are compared (no data is read).
-    """
-    for name, record in files.items():
-        path = directory / name
-        try:
-            size = path.stat().st_size
-        except FileNotFoundError:
-            yield f"{name} is missing"
-            continue
-        if size != record.bytes:
-            yield f"{name} has {size} bytes, the manifest says {record.bytes}"
-        elif content and hash_file(path) != record:
-            yield f"{name} does not have the content that the manifest says"
 
 
 class StagedDirectory:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from hpcrl.decoding import prepared
 from hpcrl.fs import fsync_dir, make_directory, write_json
 
 __all__ = ["Pin", "Pins"]
@@ -59,7 +60,7 @@ class Pins:
         pins: dict[int, Pin] = {}
         for number in sorted(self.numbers()):
             try:
-                pins[number] = msgspec.json.decode(self._path(number).read_bytes(), type=Pin)
+                pins[number] = msgspec.json.decode(self._path(number).read_bytes(), type=prepared(Pin))
             except FileNotFoundError:
                 continue  # unpinned since the listing
             except (OSError, msgspec.DecodeError) as error:

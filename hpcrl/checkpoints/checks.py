@@ -14,6 +14,7 @@ import msgspec
 import xxhash
 
 from hpcrl.checkpoints.ledger import MANIFEST, CheckpointLedger
+from hpcrl.decoding import prepared
 from hpcrl.fs import write_json
 
 __all__ = ["Check", "forget_check", "read_check", "record_check"]
@@ -71,7 +72,7 @@ def record_check(ledger: CheckpointLedger, step: int, *, content: bool, by: str,
 def read_check(ledger: CheckpointLedger, step: int) -> Check | None:
     """The last comparison of the entry that is there now; None where nobody has compared it."""
     try:
-        check = msgspec.json.decode(_path(ledger, step).read_bytes(), type=Check)
+        check = msgspec.json.decode(_path(ledger, step).read_bytes(), type=prepared(Check))
     except (OSError, msgspec.DecodeError):
         return None
     return check if check.manifest_xxh3_128 == _hash_of_manifest(ledger, step) else None

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from hpcrl.decoding import prepared
 from hpcrl.fs import open_log
 
 __all__ = ["FILE", "Saved", "add_saved", "read_saved"]
@@ -60,7 +61,7 @@ def read_saved(root: Path) -> list[Saved]:
     saved = []
     for line in lines:
         try:
-            saved.append(msgspec.json.decode(line, type=Saved))
+            saved.append(msgspec.json.decode(line, type=prepared(Saved)))
         except msgspec.DecodeError:
             continue  # empty, or the torn line of a writer that was killed
     return saved

@@ -8,6 +8,7 @@ from typing import Literal
 
 import msgspec
 
+from hpcrl.decoding import prepared
 from hpcrl.fs import write_json
 
 __all__ = ["RestoreDecision", "Skipped"]
@@ -65,4 +66,4 @@ class RestoreDecision(msgspec.Struct, frozen=True, kw_only=True):
         # a listing, because an NFS client may remember for a minute that a name did not exist
         if path.name not in os.listdir(path.parent):
             return None
-        return msgspec.json.decode(path.read_bytes(), type=cls)
+        return msgspec.json.decode(path.read_bytes(), type=prepared(cls))

@@ -20,6 +20,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from hpcrl import procfs
+from hpcrl.decoding import prepared
 from hpcrl.devcluster.place import ClusterPaths
 from hpcrl.errors import DeadlineError
 from hpcrl.fs import write_json
@@ -128,7 +129,7 @@ def read_daemons(paths: ClusterPaths) -> dict[str, DaemonRecord]:
     found = {}
     for path in sorted(paths.processes.glob("*.json")):
         with contextlib.suppress(FileNotFoundError, msgspec.DecodeError):
-            record = msgspec.json.decode(path.read_bytes(), type=DaemonRecord)
+            record = msgspec.json.decode(path.read_bytes(), type=prepared(DaemonRecord))
             found[record.name] = record
     return found
 

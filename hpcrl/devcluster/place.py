@@ -19,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 
+from hpcrl.decoding import prepared
 from hpcrl.devcluster.settings import Record
 from hpcrl.errors import UsageError
 from hpcrl.fs import write_json
@@ -66,7 +67,7 @@ class ClusterPaths:
     def read_record(self) -> Record | None:
         """What was made here; None where nothing was."""
         try:
-            return msgspec.json.decode(self.record.read_bytes(), type=Record)
+            return msgspec.json.decode(self.record.read_bytes(), type=prepared(Record))
         except FileNotFoundError:
             return None
         except msgspec.DecodeError as error:

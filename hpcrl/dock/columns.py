@@ -19,6 +19,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from hpcrl.decoding import prepared
+
 __all__ = ["decode_columns", "encode_columns"]
 
 _MAGIC, _FORMAT, _ALIGN = b"hpcrlcol", 1, 64
@@ -77,7 +79,7 @@ def decode_columns(block: bytes | memoryview) -> tuple[bytes, dict[str, NDArray[
         raise ValueError(f"a block of columns of format {found}, this hpcrl reads {_FORMAT}")
     begin = _PREFIX.size + length
     try:
-        header = msgspec.msgpack.decode(view[_PREFIX.size : begin], type=_Header)
+        header = msgspec.msgpack.decode(view[_PREFIX.size : begin], type=prepared(_Header))
     except msgspec.DecodeError as error:
         raise ValueError(f"the header of a block of columns cannot be read: {error}") from error
     begin += -begin % _ALIGN

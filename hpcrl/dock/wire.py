@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from hpcrl.decoding import prepared
 from hpcrl.dock.routes import RoutedExperts
 
 __all__ = [
@@ -150,7 +151,7 @@ def decode_shard(data: bytes) -> BatchShard:
         It is not a shard of a format this code knows.
     """
     try:
-        shard = msgspec.msgpack.decode(data, type=BatchShard, dec_hook=decode_array)
+        shard = msgspec.msgpack.decode(data, type=prepared(BatchShard), dec_hook=decode_array)
     except msgspec.DecodeError as error:
         raise ValueError(f"not a batch shard: {error}") from error
     if shard.format_version != FORMAT_VERSION:

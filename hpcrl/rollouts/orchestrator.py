@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import gc
 import logging
-import os
 import time
 from functools import partial
 from pathlib import Path
@@ -41,6 +40,7 @@ from hpcrl.rollouts.sampling.rendering import Transcript
 from hpcrl.rollouts.sampling.routed_experts import RoutedExpertsSettings
 from hpcrl.rollouts.sampling.scheduler import Scheduler
 from hpcrl.rollouts.sampling.staleness import StalenessAccount
+from hpcrl.rollouts.telemetry.gauges import gauges
 from hpcrl.rollouts.telemetry.lag import LagMonitor
 from hpcrl.rollouts.telemetry.metrics_text import render_metrics
 from hpcrl.rollouts.telemetry.run_metrics import read_run
@@ -234,6 +234,7 @@ class Orchestrator:
             parts={index: group.rollouts for index, group in self._parts.items()},
             journal=self._ledger,
         )
+        self._gauges = partial(gauges, self._scheduler, self._lag)
         self._evaluator = Evaluator(
             recipe=recipe,
             environments=self._environments,
@@ -320,21 +321,6 @@ class Orchestrator:
 
     async def _raise_failure(self) -> None:
         await self._failure
-
-    def _gauges(self) -> dict[str, float]:
-        account, lag, cpu = self._scheduler.account, self._lag.summary(), os.times()
-        return {
-            "in_flight": self._scheduler.in_flight,
-            "in_flight_limit": self._scheduler.limit,
-            "groups_running": account.running,
-            "groups_waiting": account.waiting,
-            "version": account.version,
-            "loop_lag_p50_ms": 1e3 * lag.p50_s,
-            "loop_lag_p99_ms": 1e3 * lag.p99_s,
-            "loop_lag_max_ms": 1e3 * lag.max_s,
-            "cpu_s": cpu.user + cpu.system,
-            "children_cpu_s": cpu.children_user + cpu.children_system,
-        }
 
     # -- the dock
 

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from hpcrl.decoding import prepared
 from hpcrl.dock.columns import decode_columns
 from hpcrl.dock.routes import RoutedExperts
 
@@ -160,7 +161,7 @@ def decode_rollout(block: bytes | memoryview) -> Rollout:
     if missing := [name for name in _ARRAYS if name not in arrays]:
         raise ValueError(f"a rollout has no {', '.join(missing)}")
     try:
-        known = msgspec.msgpack.decode(about, type=_About)
+        known = msgspec.msgpack.decode(about, type=prepared(_About))
     except msgspec.DecodeError as error:
         raise ValueError(f"what a rollout says of itself cannot be read: {error}") from error
     routes = None

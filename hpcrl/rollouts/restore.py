@@ -1,4 +1,4 @@
-"""Where an attempt of the orchestrator begins: at the checkpoint that the trainer restores, with what finished since."""
+"""Where an attempt of the orchestrator begins: at the checkpoint that the trainer restores, with what is done since."""
 
 from __future__ import annotations
 

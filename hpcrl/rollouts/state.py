@@ -7,6 +7,7 @@ from collections import Counter
 import msgspec
 
 from hpcrl.config.recipe import Recipe
+from hpcrl.decoding import prepared
 from hpcrl.dock.wire import decode_array, encode_array
 from hpcrl.errors import CheckpointError
 from hpcrl.rollouts.batches.taken import Pending
@@ -106,7 +107,7 @@ class OrchestratorState(msgspec.Struct, frozen=True, kw_only=True):
             It is no state of a format this code knows.
         """
         try:
-            state = msgspec.msgpack.decode(data, type=cls, dec_hook=decode_array)
+            state = msgspec.msgpack.decode(data, type=prepared(cls), dec_hook=decode_array)
         except msgspec.DecodeError as error:
             raise CheckpointError(f"the orchestrator's state cannot be read: {error}") from error
         if state.format_version not in (FORMAT_VERSION, _WITHOUT_LEDGER, _WITHOUT_NAMES):

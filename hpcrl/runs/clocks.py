@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from hpcrl.decoding import prepared
 from hpcrl.runs.rundir import RunDir
 
 __all__ = ["FAR_S", "Clock", "Clocks", "own_node"]
@@ -66,7 +67,7 @@ class Clocks(msgspec.Struct, frozen=True):
     def read(cls, run: RunDir, attempt: int) -> Clocks:
         """Those of an attempt; none where they were not measured."""
         try:
-            return msgspec.json.decode(cls.path(run, attempt).read_bytes(), type=cls)
+            return msgspec.json.decode(cls.path(run, attempt).read_bytes(), type=prepared(cls))
         except (OSError, msgspec.DecodeError):
             return cls()
 

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from hpcrl import reporting
+from hpcrl.decoding import prepared
 from hpcrl.reporting import Outage, ReportedLines
 from hpcrl.runs.clocks import Clocks, own_node
 from hpcrl.runs.rundir import RunDir
@@ -108,7 +109,7 @@ def _read_file(path: Path, kind: str) -> Iterator[Event]:
         if kind.encode() not in line:
             continue  # before decoding: who follows a run asks for few of very many lines, again and again
         try:
-            event = msgspec.json.decode(line, type=Event)
+            event = msgspec.json.decode(line, type=prepared(Event))
         except msgspec.DecodeError:
             continue  # empty, or the torn last line of a writer that was killed
         if kind in ("", event.kind):

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from hpcrl.decoding import prepared
 from hpcrl.fs import write_json
 from hpcrl.runs.rundir import RunDir
 
@@ -41,7 +42,9 @@ class ExcludedNode(msgspec.Struct, frozen=True, kw_only=True):
 def read_exclusions(run: RunDir, *, now_s: float) -> list[ExcludedNode]:
     """Entries that have not ended, the newest first."""
     try:
-        entries = msgspec.json.decode((run.path / "excluded_nodes.json").read_bytes(), type=list[ExcludedNode])
+        entries = msgspec.json.decode(
+            (run.path / "excluded_nodes.json").read_bytes(), type=prepared(list[ExcludedNode])
+        )
     except (FileNotFoundError, msgspec.DecodeError):
         return []
     return sorted((e for e in entries if e.until_s > now_s), key=lambda entry: entry.since_s, reverse=True)

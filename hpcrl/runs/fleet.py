@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from hpcrl.decoding import prepared
 from hpcrl.fs import atomic_write
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ComponentState, ComponentStatus
@@ -142,7 +143,7 @@ class FleetView(msgspec.Struct, frozen=True, kw_only=True):
     def read(cls, run: RunDir, attempt: int, *, now_s: float | None = None) -> FleetView | None:
         """What the file says; None where there is none, it cannot be read, or it is too old to say anything."""
         try:
-            view = msgspec.json.decode(cls.path(run, attempt).read_bytes(), type=cls)
+            view = msgspec.json.decode(cls.path(run, attempt).read_bytes(), type=prepared(cls))
         except (OSError, msgspec.DecodeError):
             return None
         return view if (time.time() if now_s is None else now_s) - view.time_s < _FRESH_S else None

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 
+from hpcrl.decoding import prepared
 from hpcrl.runs.rundir import RunDir
 
 __all__ = ["forget", "known_runs", "own_run_id", "remember", "state_directory"]
@@ -101,7 +102,7 @@ def own_run_id(run: RunDir) -> str | None:
         with run.record_path.open("rb") as stream:
             if os.fstat(stream.fileno()).st_uid != os.geteuid():
                 return None
-            return msgspec.json.decode(stream.read(), type=_Identity).run_id or None
+            return msgspec.json.decode(stream.read(), type=prepared(_Identity)).run_id or None
     except (OSError, msgspec.DecodeError):
         return None
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from hpcrl.decoding import prepared
 from hpcrl.reporting import Outage, ReportedLines
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.start.past import Past, Start, read_past
@@ -173,7 +174,7 @@ def read_newest(run: RunDir) -> StepRecord | None:
             stream.seek(max(0, size - _TAIL_BYTES))
             for line in reversed(stream.read().split(b"\n")):
                 with contextlib.suppress(msgspec.DecodeError):  # torn, or cut by where the tail begins
-                    return msgspec.json.decode(line, type=StepRecord)
+                    return msgspec.json.decode(line, type=prepared(StepRecord))
     metrics = read_metrics(run)
     return metrics[-1] if metrics else None
 
@@ -187,6 +188,6 @@ def _files(run: RunDir) -> list[Path]:
 def _read_file(path: Path) -> Iterator[StepRecord]:
     for line in path.read_bytes().split(b"\n"):
         try:
-            yield msgspec.json.decode(line, type=StepRecord)
+            yield msgspec.json.decode(line, type=prepared(StepRecord))
         except msgspec.DecodeError:
             continue  # empty, or the torn last line of a writer that was killed

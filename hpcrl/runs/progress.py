@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from hpcrl.decoding import prepared
 from hpcrl.reporting import ReportedFile
 from hpcrl.runs.rundir import RunDir
 
@@ -46,7 +47,7 @@ class RoleProgress(msgspec.Struct, frozen=True, kw_only=True):
     def read(cls, path: Path) -> RoleProgress | None:
         """What the file says; None where there is none, or it cannot be read now."""
         try:
-            return msgspec.json.decode(path.read_bytes(), type=cls)
+            return msgspec.json.decode(path.read_bytes(), type=prepared(cls))
         except (OSError, msgspec.DecodeError):
             return None
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from hpcrl import __version__, procfs
+from hpcrl.decoding import prepared
 from hpcrl.errors import RunDirError
 from hpcrl.fs import write_json
 from hpcrl.ours import files_as
@@ -179,7 +180,7 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
             It is missing, damaged, or of a format this code does not know.
         """
         try:
-            record = msgspec.json.decode(run.record_path.read_bytes(), type=cls)
+            record = msgspec.json.decode(run.record_path.read_bytes(), type=prepared(cls))
         except FileNotFoundError as error:
             raise RunDirError(f"{run.path} is no run directory: it has no {run.record_path.name}") from error
         except msgspec.DecodeError as error:

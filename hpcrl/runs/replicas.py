@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from hpcrl.config.plan import Plan
+from hpcrl.decoding import prepared
 from hpcrl.fs import make_directory, write_json
 from hpcrl.runs.rundir import RunDir
 
@@ -79,7 +80,7 @@ class Held(msgspec.Struct, frozen=True, kw_only=True):
             with contextlib.suppress(FileNotFoundError):  # removed since
                 path = _directory(run) / name
                 try:
-                    found.append(msgspec.json.decode(path.read_bytes(), type=Held))
+                    found.append(msgspec.json.decode(path.read_bytes(), type=prepared(Held)))
                 except msgspec.DecodeError as error:
                     _log.warning("%s cannot be read: %s", path, error)
         return found
@@ -108,7 +109,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     def read(cls, run: RunDir) -> Wanted | None:
         """The last wish; None where nobody had one."""
         try:
-            return msgspec.json.decode(cls.path(run).read_bytes(), type=cls)
+            return msgspec.json.decode(cls.path(run).read_bytes(), type=prepared(cls))
         except FileNotFoundError:
             return None
 

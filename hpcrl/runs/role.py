@@ -19,6 +19,7 @@ import msgspec
 from msgspec.structs import replace
 
 from hpcrl.credentials import Credentials
+from hpcrl.decoding import prepared
 from hpcrl.errors import HpcrlError, PeerLostError
 from hpcrl.fs import atomic_write
 from hpcrl.reporting import ReportedFile
@@ -112,7 +113,7 @@ class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def read(cls, run: RunDir, attempt: int) -> Endpoints:
-        return msgspec.json.decode(cls.path(run, attempt).read_bytes(), type=cls)
+        return msgspec.json.decode(cls.path(run, attempt).read_bytes(), type=prepared(cls))
 
 
 class FailureRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -154,7 +155,7 @@ class FailureRecord(msgspec.Struct, frozen=True, kw_only=True):
             if name.startswith(".") or not name.endswith(".json"):
                 continue
             try:
-                records.append(msgspec.json.decode((directory / name).read_bytes(), type=FailureRecord))
+                records.append(msgspec.json.decode((directory / name).read_bytes(), type=prepared(FailureRecord)))
             except msgspec.DecodeError:
                 _log.warning("%s is not a failure record", directory / name)
             except OSError as error:
@@ -276,7 +277,7 @@ class Complaint(msgspec.Struct, frozen=True, kw_only=True):
         complaints, clocks = [], None
         for path in cls._directory(run, attempt).glob("[!.]*.json"):
             try:
-                complaint = msgspec.json.decode(path.read_bytes(), type=cls)
+                complaint = msgspec.json.decode(path.read_bytes(), type=prepared(cls))
             except (OSError, msgspec.DecodeError):
                 continue  # being replaced
             clocks = clocks or Clocks.read(run, attempt)

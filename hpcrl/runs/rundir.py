@@ -42,6 +42,7 @@ import msgspec
 import yaml
 
 from hpcrl.credentials import ensure_token
+from hpcrl.decoding import prepared
 from hpcrl.errors import RunDirError
 from hpcrl.fs import atomic_write, fsync_dir, make_directory
 
@@ -192,7 +193,7 @@ class RunDir:
     def names(self) -> PlanNames:
         """What the plan is of, without checking all of it, for lists of many runs (RunDirError as `plan`)."""
         try:
-            return msgspec.json.decode(self.plan_path.read_bytes(), type=PlanNames)
+            return msgspec.json.decode(self.plan_path.read_bytes(), type=prepared(PlanNames))
         except FileNotFoundError as error:
             raise RunDirError(f"{self.path} is no run directory: it has no {self.plan_path.name}") from error
         except msgspec.DecodeError as error:

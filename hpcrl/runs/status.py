@@ -7,6 +7,7 @@ from enum import StrEnum
 import msgspec
 
 from hpcrl import procfs
+from hpcrl.decoding import prepared
 from hpcrl.fs import atomic_write
 from hpcrl.runs.cause import Cause
 from hpcrl.runs.clocks import Clock
@@ -224,7 +225,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     def read(cls, run: RunDir) -> RunStatus | None:
         """The last status; None where no supervisor has written yet."""
         try:
-            return msgspec.json.decode(run.status_path.read_bytes(), type=cls)
+            return msgspec.json.decode(run.status_path.read_bytes(), type=prepared(cls))
         except FileNotFoundError:
             return None
 

@@ -13,6 +13,7 @@ import msgspec
 
 from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.cluster_slurm import PartitionConfig
+from hpcrl.decoding import prepared
 from hpcrl.errors import DeadlineError, HpcrlError
 from hpcrl.fs import atomic_write, write_json
 from hpcrl.interpreter import module_command
@@ -131,7 +132,7 @@ def _read(work: Path, nodes: int, job_id: int) -> list[NodeReport]:
         # listed, not asked for by name: the lag of names is what this is about
         found = sorted(path for path in work.iterdir() if path.match(REPORT_PATTERN))
         if len(found) == nodes:
-            return [msgspec.json.decode(path.read_bytes(), type=NodeReport) for path in found]
+            return [msgspec.json.decode(path.read_bytes(), type=prepared(NodeReport)) for path in found]
         if time.monotonic() > deadline:
             break
         time.sleep(_POLL_S)

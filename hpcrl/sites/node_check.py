@@ -18,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 
+from hpcrl.decoding import prepared
 from hpcrl.fs import atomic_write, write_json
 from hpcrl.interpreter import module_command
 from hpcrl.ports import is_free
@@ -228,7 +229,7 @@ def _batch(directory: Path, questions: NodeQuestions) -> int:
 
 def main(part: str, directory: Path) -> int:
     """Entry point on the nodes: ``batch DIRECTORY`` or ``node DIRECTORY``."""
-    questions = msgspec.json.decode((directory / QUESTIONS).read_bytes(), type=NodeQuestions)
+    questions = msgspec.json.decode((directory / QUESTIONS).read_bytes(), type=prepared(NodeQuestions))
     if part == "batch":
         return _batch(directory, questions)
     index = int(os.environ["SLURM_PROCID"])

@@ -18,6 +18,7 @@ from typing import Protocol
 
 import msgspec
 
+from hpcrl.decoding import prepared
 from hpcrl.errors import HpcrlError
 from hpcrl.fs import atomic_write
 from hpcrl.ports import choose_ports
@@ -87,7 +88,7 @@ class RunAddresses(msgspec.Struct, frozen=True):
     @classmethod
     def from_env(cls) -> RunAddresses:
         """What the batch process has found."""
-        return msgspec.json.decode(os.environ[_VARIABLE], type=cls)
+        return msgspec.json.decode(os.environ[_VARIABLE], type=prepared(cls))
 
 
 def meet(directory: Path, host: str, ports: PortRange, addresses: Mapping[str, str]) -> dict[str, str]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from hpcrl.decoding import prepared
 from hpcrl.errors import HpcrlError
 from hpcrl.fs import write_json
 from hpcrl.runs.rundir import RunDir
@@ -73,7 +74,7 @@ class StoreEndpoints(msgspec.Struct, frozen=True, kw_only=True):
         """
         path = cls.path(run, attempt)
         try:
-            return msgspec.json.decode(path.read_bytes(), type=cls)
+            return msgspec.json.decode(path.read_bytes(), type=prepared(cls))
         except FileNotFoundError as error:
             raise HpcrlError(
                 f"attempt {attempt} of {run.name} has no KV store that was started\n"

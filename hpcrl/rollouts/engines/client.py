@@ -14,6 +14,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from hpcrl.decoding import prepared
 from hpcrl.rollouts.engines.answers import (
     AnswerReader,
     EngineError,
@@ -145,7 +146,7 @@ class EngineClient:
         """The label of the weights that it serves now; None where it does not say."""
         try:
             data = await self._request("GET", "/weight_info", timeout_s=timeout_s)
-            return msgspec.json.decode(data, type=_WeightInfo).weight_version
+            return msgspec.json.decode(data, type=prepared(_WeightInfo)).weight_version
         except (EngineError, msgspec.DecodeError):
             return None
 
@@ -157,7 +158,7 @@ class EngineClient:
         """Whether it says that requests are frozen; False where it does not say."""
         try:
             data = await self._request("GET", "/is_paused", timeout_s=timeout_s)
-            return msgspec.json.decode(data, type=_Paused).is_paused
+            return msgspec.json.decode(data, type=prepared(_Paused)).is_paused
         except (EngineError, msgspec.DecodeError):
             return False
 

@@ -10,6 +10,7 @@ from urllib.parse import quote
 
 import msgspec
 
+from hpcrl.decoding import prepared
 from hpcrl.rollouts.engines.client import EngineClient, EngineError, EngineProtocolError
 
 __all__ = ["RouterClient", "Worker"]
@@ -45,7 +46,9 @@ class RouterClient(EngineClient):
         """Engines that it knows, by URL (EngineError where it does not say)."""
         data = await self._request("GET", "/workers", timeout_s=timeout_s)
         try:
-            return {worker.url.rstrip("/"): worker for worker in msgspec.json.decode(data, type=_Workers).workers}
+            return {
+                worker.url.rstrip("/"): worker for worker in msgspec.json.decode(data, type=prepared(_Workers)).workers
+            }
         except msgspec.DecodeError as error:
             raise EngineProtocolError(f"{self.name}: its list of engines cannot be read: {error}") from error
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from hpcrl.decoding import prepared
 from hpcrl.errors import RunDirError
 from hpcrl.fs import atomic_create
 from hpcrl.runs.registry import reference
@@ -88,7 +89,7 @@ def _claims(run: RunDir) -> dict[int, _Claim]:
         number = name.removeprefix(_PREFIX)
         if number != name and number.isdecimal():
             with contextlib.suppress(FileNotFoundError):
-                found[int(number)] = msgspec.json.decode((run.path / name).read_bytes(), type=_Claim)
+                found[int(number)] = msgspec.json.decode((run.path / name).read_bytes(), type=prepared(_Claim))
     return found
 
 

@@ -14,6 +14,7 @@ from hpcrl.aside import list_asides
 from hpcrl.checkpoints.history import read_saved
 from hpcrl.checkpoints.ledger import CheckpointLedger
 from hpcrl.checkpoints.restore import RestoreDecision
+from hpcrl.decoding import prepared
 from hpcrl.errors import CheckpointError, NothingToRestoreError
 from hpcrl.fs import write_json
 from hpcrl.runs.events import read_events
@@ -53,7 +54,7 @@ class RestartRequest(msgspec.Struct, frozen=True, kw_only=True):
     def in_force(cls, run: RunDir) -> RestartRequest | None:
         """What was asked for and not done yet: no attempt since then has saved a checkpoint. None for the newest."""
         try:
-            request = msgspec.json.decode(run.restart_path.read_bytes(), type=cls)
+            request = msgspec.json.decode(run.restart_path.read_bytes(), type=prepared(cls))
         except FileNotFoundError:
             return None
         if request.begin == "newest" or request.after_attempt < _last_attempt_that_saved(run):

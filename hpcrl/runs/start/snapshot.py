@@ -30,6 +30,7 @@ from hpcrl import __version__
 from hpcrl.config.environments import CustomEnv
 from hpcrl.config.plan import Plan
 from hpcrl.config.recipe import Recipe
+from hpcrl.decoding import prepared
 from hpcrl.fs import atomic_write, fsync_dir, write_json
 from hpcrl.runs.rundir import RunDir
 
@@ -162,7 +163,7 @@ def read_snapshot(run: RunDir) -> Snapshot | None:
     for number in reversed(_numbers(run)):
         try:
             path = run.snapshots_dir / f"{number:04d}" / "snapshot.json"
-            return msgspec.json.decode(path.read_bytes(), type=Snapshot)
+            return msgspec.json.decode(path.read_bytes(), type=prepared(Snapshot))
         except (OSError, msgspec.DecodeError):
             continue
     return None

@@ -7,6 +7,7 @@ import time
 import msgspec
 
 from hpcrl.config.plan import Plan
+from hpcrl.decoding import prepared
 from hpcrl.runs.events import Event
 from hpcrl.runs.fleet import read_fleet
 from hpcrl.runs.observe import RunView, observe
@@ -85,7 +86,7 @@ def _span_s(run: RunDir, attempt: int) -> tuple[float, float] | None:
 
 def _time_s(line: bytes) -> float | None:
     try:
-        return msgspec.json.decode(line, type=Event).time_s
+        return msgspec.json.decode(line, type=prepared(Event)).time_s
     except msgspec.DecodeError:  # the torn line of a supervisor that was killed
         return None
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from hpcrl.decoding import prepared
 from hpcrl.errors import HandoffError
 from hpcrl.weights.lifetime.readers import KEEP_NAME_S, READERS_DIR, ReaderName, ReaderRecord, parse_name
 
@@ -121,7 +122,7 @@ class ReaderWatch:
         if name not in self._records:
             path = self._directory / name
             try:
-                self._records[name] = msgspec.json.decode(path.read_bytes(), type=ReaderRecord)
+                self._records[name] = msgspec.json.decode(path.read_bytes(), type=prepared(ReaderRecord))
             except FileNotFoundError:
                 raise
             except (OSError, msgspec.DecodeError) as error:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 from aiohttp import web
 
+from hpcrl.decoding import prepared
 from hpcrl.inference.embedded.serving.errors import bad_request
 
 __all__ = [
@@ -205,7 +206,7 @@ async def parse(http: web.Request, kind: type[S]) -> S:
     if http.content_type != "application/json":
         raise bad_request("the request's content type must be application/json")
     try:
-        request = msgspec.json.decode(await http.read(), type=kind)
+        request = msgspec.json.decode(await http.read(), type=prepared(kind))
     except msgspec.DecodeError as error:
         raise bad_request(str(error)) from error
     refuse_unsupported(request)

@@ -1,0 +1,27 @@
+"""What the orchestrator measures of itself now: reported with each batch, and by its metrics."""
+
+from __future__ import annotations
+
+import os
+
+from hpcrl.rollouts.sampling.scheduler import Scheduler
+from hpcrl.rollouts.telemetry.lag import LagMonitor
+
+__all__ = ["gauges"]
+
+
+def gauges(scheduler: Scheduler, lag_monitor: LagMonitor) -> dict[str, float]:
+    """Rollouts in flight, groups, the served version, delays of the event loop, and processor time."""
+    account, lag, cpu = scheduler.account, lag_monitor.summary(), os.times()
+    return {
+        "in_flight": scheduler.in_flight,
+        "in_flight_limit": scheduler.limit,
+        "groups_running": account.running,
+        "groups_waiting": account.waiting,
+        "version": account.version,
+        "loop_lag_p50_ms": 1e3 * lag.p50_s,
+        "loop_lag_p99_ms": 1e3 * lag.p99_s,
+        "loop_lag_max_ms": 1e3 * lag.max_s,
+        "cpu_s": cpu.user + cpu.system,
+        "children_cpu_s": cpu.children_user + cpu.children_system,
+    }

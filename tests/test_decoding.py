@@ -1,0 +1,34 @@
+"""Decoding by several threads at once of what was never decoded before."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+RACE = """
+import sys, threading
+import msgspec
+from hpcrl.decoding import prepared
+
+sys.setswitchinterval(1e-6)
+for number in range(200):
+    inner = msgspec.defstruct(f"Inner{number}", [("words", list[int])])
+    outer = msgspec.defstruct(f"Outer{number}", [("one", inner), ("more", dict[str, inner]), ("step", int)])
+    barrier, found = threading.Barrier(4), []
+
+    def decode():
+        barrier.wait()
+        text = b'{"one": {"words": [1, 2]}, "more": {"x": {"words": [3]}}, "step": 4}'
+        found.append(msgspec.json.decode(text, type=prepared(outer)).more["x"].words)
+
+    threads = [threading.Thread(target=decode) for _ in range(4)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert found == [[3]] * 4, found
+"""
+
+
+def test_threads_may_decode_a_kind_for_the_first_time_at_once() -> None:
+    """In a process of its own: what may happen without `prepared` is a crash of the interpreter."""
+    done = subprocess.run([sys.executable, "-c", RACE], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
