@@ -174,6 +174,7 @@ class OrchestratorState(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(
             self,
             next_index=max(self.next_index, found.next_index),
+            restart=[index for index in self.restart if index not in found.over and index not in finished],
             finished=[group for _, group in sorted(finished.items())],
             counters=counters,
         )
