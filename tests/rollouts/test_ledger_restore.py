@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from stub_engine import StubEngine
 
 from hpcrl.dock.ledger.entries import Finished, read_entries
 from hpcrl.dock.ledger.replay import Replay, State
+from hpcrl.rollouts.restore import open_ledger, take_up
 from hpcrl.rollouts.sampling.data_order import DataOrder
 from hpcrl.rollouts.state import OrchestratorState
 from hpcrl.runs.rundir import RunDir
@@ -119,10 +121,9 @@ async def test_a_checkpoint_of_an_earlier_format_brings_its_rollouts_into_the_le
         path.unlink()
     run.start_attempt()
     loop = Loop(run, [StubEngine()])
-    loop.orchestrator._state = old
-    loop.orchestrator._order = DataOrder(loop.recipe, loop.orchestrator._environments)
-    await loop.orchestrator._open_ledger()
-    await loop.orchestrator._close_ledger()
+    ledger = open_ledger(loop.orchestrator._context, loop.recipe, old.step)
+    await take_up(ledger, old, DataOrder(loop.recipe, loop.orchestrator._environments))
+    await asyncio.to_thread(ledger.close)
     had = {(group.index, rollout.member) for group in old.finished for rollout in group.rollouts}
     found = replay_of(run)
     assert had == {held.id for each in found.waiting().values() for held in each}
