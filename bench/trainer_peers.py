@@ -1,12 +1,13 @@
 """The trainer beside its peers on the same tiny models: torchtitan's own trainer, and transformers under FSDP2.
 
-    python bench/trainer_peers.py --torchtitan PYTHON
+    python bench/trainer_peers.py --torchtitan PYTHON [--models qwen3 …]
 
 All train the same sequences on two gloo ranks, one thread each, in float32, with AdamW and clipping: plain, and with
 what saves memory (every layer computed again; logits in chunks, where the trainer has that). Trainers take turns,
-several rounds, and the median counts; memory is measured in rounds of its own, in which malloc returns what is freed,
-as the peak of resident memory beside what the process had before it built the model. torchtitan wants an interpreter
-of its own: ``pip install torch==2.13.0 torchtitan==0.3.0 triton``; without one it is left out.
+several rounds; of all steps the median counts, and their spread is recorded. CPU seconds of a step are the fair measure
+where the machine has other work. Memory is the peak of resident memory in a step of its own, in which malloc returns
+what is freed, beside what the process had before it built the model. torchtitan wants an interpreter of its own:
+``pip install torch==2.13.0 torchtitan==0.3.0 triton``; without one it is left out.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import os
 import statistics
 import subprocess
 import sys
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -27,56 +27,60 @@ RANKS = 2
 SEQUENCES, TOKENS = 4, 512
 MODELS = ("qwen3", "qwen3_moe", "deepseek_v3")
 #: model, ranks that share experts (a peer that cannot is left out), low memory
-CASES = [(model, 1, low) for model in MODELS for low in (False, True)] + [
+CASES = [(model, 1, low) for low in (True, False) for model in MODELS] + [
     ("qwen3_moe", 2, True),
     ("deepseek_v3", 2, True),
 ]
-#: freed memory goes back at once, so that the peak is what was alive
-RETURN_FREED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
 
-def run(python: Path, script: str, case: dict[str, Any], environment: dict[str, str]) -> dict[str, float]:
+def run(python: Path, script: str, case: dict[str, Any]) -> dict[str, Any]:
     """One start of a trainer; returns seconds a step of the slowest rank, CPU seconds of all, peak of the largest."""
     out = scratch("peers") / "rank"
     command = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}", script]
-    env = {**os.environ, **environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'bench'}"}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'bench'}"}
     env["HPCRL_BENCH_CASE"] = json.dumps({**case, "out": str(out)})
     done = subprocess.run(
-        command, check=False, cwd=ROOT / "bench/peers", env=env, capture_output=True, text=True, timeout=900
+        command, check=False, cwd=ROOT / "bench/peers", env=env, capture_output=True, text=True, timeout=1800
     )
     if done.returncode:
         sys.exit(f"{script} failed:\n{done.stderr[-4000:]}")
     ranks = [json.loads(out.with_name(f"rank.{rank}").read_text()) for rank in range(RANKS)]
     return {
         "step_s": max(rank["step_s"] for rank in ranks),
-        "cpu_s": sum(rank["cpu_s"] for rank in ranks),
+        "cpu_s": [sum(step) for step in zip(*(rank["cpu_s"] for rank in ranks), strict=True)],
         "peak_mib": max(rank["peak_mib"] for rank in ranks),
         "parameters": ranks[0]["parameters"],
     }
 
 
-def measure(peers: dict[str, Path], case: dict[str, Any], rounds: int) -> dict[str, dict[str, float]]:
-    """Each trainer's medians."""
-    found: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in peers}
-    for number in range(rounds + 1):
+def measure(peers: dict[str, Path], case: dict[str, Any], rounds: int) -> dict[str, dict[str, Any]]:
+    """Each trainer's medians, and the least and most CPU seconds of a step."""
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in peers}
+    for number in range(rounds):
         # the order turns, so that none is always the first
-        names = list(peers)[number % len(peers) :] + list(peers)[: number % len(peers)]
-        for name in names:
-            got = run(peers[name], f"with_{name}.py", case, RETURN_FREED if number == rounds else {})
-            keys = ("peak_mib", "parameters") if number == rounds else ("step_s", "cpu_s")
-            for key in keys:
-                found[name][key].append(got[key])
-    return {name: {key: statistics.median(values) for key, values in rows.items()} for name, rows in found.items()}
+        for name in list(peers)[number % len(peers) :] + list(peers)[: number % len(peers)]:
+            found[name].append(run(peers[name], f"with_{name}.py", case))
+    return {name: summary(rows) for name, rows in found.items()}
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of the rounds of one trainer."""
+    cpu = [step for row in rows for step in row["cpu_s"]]
+    medians = {key: statistics.median(row[key] for row in rows) for key in ("step_s", "peak_mib", "parameters")}
+    return {**medians, "cpu_s": statistics.median(cpu), "cpu_s_range": [min(cpu), max(cpu)]}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--torchtitan", type=Path, metavar="PYTHON", help="an interpreter that has torchtitan")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds of time, in which trainers take turns")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, help="which to train; all of them")
+    parser.add_argument("--rounds", type=int, default=3, help="starts of each trainer, which take turns")
     parser.add_argument("--steps", type=int, default=5, help="steps of a round")
     arguments = parser.parse_args()
     rows = []
     for model, ep, low_memory in CASES:
+        if model not in arguments.models:
+            continue
         peers = {"hpcrl": Path(sys.executable)}
         if ep == 1:
             peers["transformers"] = Path(sys.executable)
@@ -98,7 +102,9 @@ def main() -> None:
                 f" ({row['hpcrl_cpu_speed']:.2f} by CPU time), {row['hpcrl_memory']:.2f} x memory",
                 flush=True,
             )
-    record("trainer_peers", {"ranks": RANKS, "sequences": SEQUENCES, "tokens": TOKENS, "rows": rows})
+        # after each case: a run takes long
+        settings = {"ranks": RANKS, "sequences": SEQUENCES, "tokens": TOKENS}
+        record("trainer_peers", {**settings, "rounds": arguments.rounds, "steps": arguments.steps, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ Nothing of hpcrl is imported here: a peer may have an interpreter of its own.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import resource
@@ -95,8 +96,6 @@ def measure(spec: dict[str, Any], rank: int, before_mib: float, step: Callable[[
     """
     for _ in range(WARM_UP_STEPS):
         step()
-    torch.distributed.barrier()
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins again
     seconds, cpu, losses = [], [], []
     for _ in range(spec["steps"]):
         torch.distributed.barrier()
@@ -104,9 +103,13 @@ def measure(spec: dict[str, Any], rank: int, before_mib: float, step: Callable[[
         losses.append(step())
         seconds.append(time.monotonic() - began)
         cpu.append(_cpu_s() - busy)
+    return_freed_memory()
+    torch.distributed.barrier()
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins again
+    step()
     result = {
         "step_s": statistics.median(seconds),
-        "cpu_s": statistics.median(cpu),
+        "cpu_s": cpu,
         "peak_mib": status_mib("VmHWM") - before_mib,
         "before_mib": before_mib,
         "parameters": parameters,
@@ -116,6 +119,15 @@ def measure(spec: dict[str, Any], rank: int, before_mib: float, step: Callable[[
     Path(f"{spec['out']}.{rank}").write_text(json.dumps(result))
     torch.distributed.barrier()
     sys.stdout.flush()
+
+
+def return_freed_memory() -> None:
+    """From now on malloc gives back at once what is freed, so that resident memory is what is alive."""
+    libc = ctypes.CDLL(None)
+    for option in (-3, -1):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
+        if not libc.mallopt(option, 65536):
+            raise RuntimeError("this malloc takes no thresholds")
+    libc.malloc_trim(0)
 
 
 def status_mib(name: str) -> float:

@@ -46,12 +46,12 @@ def apply_rotary(x: Tensor, tables: RotaryTables, *, interleaved: bool = False) 
     if not width:
         return x
     rotated, rest = x[..., :width], x[..., width:]
-    if interleaved:
-        rotated = torch.cat((rotated[..., 0::2], rotated[..., 1::2]), dim=-1)
     half = width // 2
-    turned = torch.cat((-rotated[..., half:], rotated[..., :half]), dim=-1)
-    result = (rotated * tables.cos + turned * tables.sin).to(x.dtype)
-    return result if not rest.shape[-1] else torch.cat((result, rest), dim=-1)
+    first, second = (rotated[..., 0::2], rotated[..., 1::2]) if interleaved else torch.split(rotated, half, dim=-1)
+    cos, sin = tables.cos[..., :half], tables.sin[..., :half]
+    turned = (first * cos).sub_(second * sin), (second * cos).add_(first * sin)
+    # once together: each copy of queries and keys is as dear as the rotation
+    return torch.cat((*(part.to(x.dtype) for part in turned), rest), dim=-1)
 
 
 def _frequencies(arch: ModelArch, device: torch.device) -> tuple[Tensor, float]:

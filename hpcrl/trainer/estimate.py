@@ -31,6 +31,7 @@ from hpcrl.modeling.kept import as_operator
 from hpcrl.modeling.packed_attention import PackedAttention
 from hpcrl.modeling.spec import build_model
 from hpcrl.models.arch import ModelArch, arch_from_config
+from hpcrl.trainer.batch import tensors
 from hpcrl.trainer.batch.tensors import token_logprobs
 from hpcrl.trainer.memory.head import chunked_logprobs
 from hpcrl.trainer.memory.tools import apply_memory_tools
@@ -116,11 +117,14 @@ def estimate_pass(
     # fake tensors of a processor: on `meta`, attention would take its plain form, which keeps every score
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     opaque = memory.activation_checkpointing == "selective"
-    with fake, _known_without_numbers(opaque=opaque), warnings.catch_warnings():
+    # each piece of logits takes time here, whatever its size: a few hundred at most, unless they are as on a GPU then
+    piece_bytes = max(tensors.PIECE_BYTES["cpu"], min(64 << 20, 4 * trained * arch.vocab_size // 256))
+    with fake, _known_without_numbers(piece_bytes, opaque=opaque), warnings.catch_warnings():
         # of gradients that are None: that is what they are to be
         warnings.filterwarnings("ignore", message="Expected a tensor or a traceable wrapper-subclass")
         model.materialise(_CPU)
-        apply_memory_tools(model, memory, _CPU)
+        # of layers that are compiled the kernels are not known
+        apply_memory_tools(model, memory.model_copy(update={"compile": False}), _CPU, dtype=dtype)
         for name, value in vars(attention).items():
             if isinstance(value, Tensor):
                 setattr(attention, name, fake.from_tensor(value))
@@ -161,11 +165,11 @@ def _beside_weights(tracker: MemTracker) -> int:
 
 
 @contextmanager
-def _known_without_numbers(*, opaque: bool = False) -> Iterator[None]:
+def _known_without_numbers(piece_bytes: int, *, opaque: bool = False) -> Iterator[None]:
     """Results whose shapes torch finds from numbers, or of dtypes for which it has kernels and no shapes.
 
-    With ``opaque`` sparse attention is one operator, as selective checkpointing wants it; else what its pieces hold
-    for a moment is counted too.
+    Logits are worked on in pieces of ``piece_bytes``. With ``opaque`` sparse attention is one operator, as selective
+    checkpointing wants it; else what its pieces hold for a moment is counted too.
     """
 
     def grouped_mm(x: Tensor, weights: Tensor, *, offs: Tensor) -> Tensor:
@@ -176,6 +180,7 @@ def _known_without_numbers(*, opaque: bool = False) -> Iterator[None]:
         return scores.topk(width, dim=-1).indices
 
     with ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(tensors.PIECE_BYTES, cpu=piece_bytes))
         stack.enter_context(mock.patch.object(F, "grouped_mm", grouped_mm))
         stack.enter_context(mock.patch.object(sparse_attention, "_largest", largest))
         for name in ("_choose", "_attend"):

@@ -100,8 +100,8 @@ def test_padding_is_a_third_at_most_whatever_the_lengths():
     starts = (0, *itertools.accumulate(lengths))
     seen, padded = 0, 0
     for part in fused._parts(Segments(starts, starts, causal=True)):
-        if isinstance(part.queries, slice):
-            seen += part.queries.stop - part.queries.start
+        if isinstance(part.queries, fused._Row):
+            seen += part.queries.tokens.stop - part.queries.tokens.start
         else:
             seen += len(part.queries.tokens)
             padded += part.queries.places.numel() - len(part.queries.tokens)

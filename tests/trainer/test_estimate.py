@@ -178,7 +178,7 @@ def test_fake_tensors_take_what_real_ones_do(family: type[ModelArch], monkeypatc
     arch, lengths = sizes_of(family), (240, 100)
     fake = estimate_pass(arch, lengths, dtype=torch.float32)
     monkeypatch.setattr(estimate, "FakeTensorMode", Real)
-    monkeypatch.setattr(estimate, "_known_without_numbers", lambda opaque: nullcontext())
+    monkeypatch.setattr(estimate, "_known_without_numbers", lambda piece_bytes, opaque: nullcontext())
     real = estimate_pass(arch, lengths, dtype=torch.float32)
     assert fake.parameters == real.parameters
     assert fake.head == pytest.approx(real.head, rel=0.005)

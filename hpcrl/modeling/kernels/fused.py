@@ -1,12 +1,14 @@
 """Dense attention by torch's fused kernel for CPUs, which never has the scores of all pairs of tokens.
 
-Short sequences of like lengths go through it together, padded by a third at most; long ones go one by one, in place.
+Short sequences of like lengths go through it together, padded by a third at most; long ones go one by one. These, and
+neighbours of one length, stay in place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -35,11 +37,18 @@ class _Padded(NamedTuple):
     tokens: Tensor
 
 
+class _Row(NamedTuple):
+    """Sequences of one length, one behind the other."""
+
+    tokens: slice
+    sequences: int
+
+
 class _Part(NamedTuple):
     """One call of the kernel; ``keys`` are ``queries`` where they are padded."""
 
-    queries: _Padded | slice
-    keys: _Padded | slice
+    queries: _Padded | _Row
+    keys: _Padded | _Row
     causal: bool
     mask: Tensor | None = None
 
@@ -77,7 +86,7 @@ class FusedKernel:
         dk, dv = (torch.zeros(x.shape, dtype=kind, device=x.device) for x in (k, v))
         for part in _parts(segments):
             own, sums = _take(grad, part.queries), _take(lse[..., None], part.queries)[..., 0]
-            if not isinstance(part.queries, slice):
+            if isinstance(part.queries, _Padded):
                 # padding repeats the last token of a sequence, whose weights are none above 1, and has no gradient
                 filled = torch.ones_like(part.queries.places, dtype=torch.bool)
                 filled.view(-1)[part.queries.real] = False
@@ -105,23 +114,28 @@ def _widen(x: Tensor, width: int) -> Tensor:
     return F.pad(x, (0, width - x.shape[2])) if x.shape[2] < width else x
 
 
-def _take(x: Tensor, where: _Padded | slice) -> Tensor:
+def _take(x: Tensor, where: _Padded | _Row) -> Tensor:
     """``[tokens, heads, dim]`` to ``[n, heads, tokens of each, dim]``."""
-    return x[where].transpose(0, 1)[None] if isinstance(where, slice) else x[where.places].transpose(1, 2)
+    return (_split(x, where) if isinstance(where, _Row) else x[where.places]).transpose(1, 2)
 
 
-def _put(target: Tensor, where: _Padded | slice, x: Tensor) -> None:
+def _split(x: Tensor, row: _Row) -> Tensor:
+    """A view ``[n, tokens of each, heads, dim]``."""
+    return x[row.tokens].view(row.sequences, -1, *x.shape[1:])
+
+
+def _put(target: Tensor, where: _Padded | _Row, x: Tensor) -> None:
     """`_take` the other way, without padding."""
-    if isinstance(where, slice):
-        target[where] = x[0].transpose(0, 1)
+    if isinstance(where, _Row):
+        _split(target, where).copy_(x.transpose(1, 2))
     else:
         target.index_copy_(0, where.tokens, x.transpose(1, 2).flatten(0, 1)[where.real])
 
 
-def _add(target: Tensor, where: _Padded | slice, x: Tensor) -> None:
+def _add(target: Tensor, where: _Padded | _Row, x: Tensor) -> None:
     """Several windows have a key in common; a sequence that is not cut has its keys alone."""
-    if isinstance(where, slice):
-        target[where] += x[0].transpose(0, 1)
+    if isinstance(where, _Row):
+        _split(target, where).add_(x.transpose(1, 2))
     else:
         _put(target, where, x.to(target.dtype))
 
@@ -138,16 +152,23 @@ def _parts(segments: Segments) -> tuple[_Part, ...]:
         elif segments.causal and tokens < _LONG:
             short.append(run.queries)
         else:
-            parts.append(_Part(run.queries, run.keys, segments.causal))
+            parts.append(_Part(_Row(run.queries, 1), _Row(run.keys, 1), segments.causal))
     short.sort(key=lambda tokens: tokens.start - tokens.stop)
     while short:
         longest = short[0].stop - short[0].start
         room = max(1, _LONG // longest)
         group = [tokens for tokens in short[:room] if 4 * (tokens.stop - tokens.start) >= 3 * longest]
         del short[: len(group)]
-        where = group[0] if len(group) == 1 else _pad(group, longest)
+        where = _row(group) or _pad(group, longest)
         parts.append(_Part(where, where, causal=True))
     return tuple(parts)
+
+
+def _row(group: list[slice]) -> _Row | None:
+    """Where nothing has to be padded, nothing is copied."""
+    if any(a.stop != b.start or a.stop - a.start != b.stop - b.start for a, b in pairwise(group)):
+        return None
+    return _Row(slice(group[0].start, group[-1].stop), len(group))
 
 
 def _pad(group: list[slice], longest: int) -> _Padded:
@@ -162,7 +183,8 @@ def _windows(run: Run, window: int) -> Iterator[_Part]:
     for begin in range(run.queries.start, run.queries.stop, _WINDOW_STEP):
         end = min(begin + _WINDOW_STEP, run.queries.stop)
         first = max(run.keys.start, begin - window + 1)
-        yield _Part(slice(begin, end), slice(first, end), causal=False, mask=_mask(end - begin, end - first, window))
+        mask = _mask(end - begin, end - first, window)
+        yield _Part(_Row(slice(begin, end), 1), _Row(slice(first, end), 1), causal=False, mask=mask)
 
 
 @lru_cache(maxsize=8)

@@ -19,6 +19,7 @@ from hpcrl.planning.memory.activations import (
     fp8_copies_bytes,
     gradient_bytes,
     indexer_bytes,
+    ring_bytes,
     saved_bytes,
 )
 from hpcrl.planning.memory.settings import (
@@ -205,8 +206,13 @@ class _Trainer:
             inputs = {"rows": rows, "columns": columns, "D": d, "n": n, "V": v, "b": b}
             yield Term("logits", value, "(4 + b) rows · columns + 4 (2 columns + n + rows) D + b V D", inputs)
             return
-        # logits, and beside them probabilities or the gradient (`hpcrl.trainer.batch.tensors.token_logprobs`)
-        yield Term("logits", 2 * 4 * n * v, "2 · 4 n V", {"n": n, "V": v})
+        # logits in float32, whose memory their gradient takes (`hpcrl.trainer.batch.tensors.token_logprobs`); what they
+        # are rounded from and to, or the piece that is worked on. Then gradients of head and hidden states beside that
+        rounded = 0 if b == 4 else b * n * v
+        piece = min(4 * n * v, (1 if m.device == "cpu" else 64) << 20)
+        value = max(4 * n * v + max(rounded, piece), b * (n * v + (v + n) * d))
+        sizes: dict[str, float | str] = {"n": n, "V": v, "D": d, "b": b, "piece": piece}
+        yield Term("logits", value, "max(4 n V + max(b n V, piece), b (n V + (V + n) D))", sizes)
 
     def _reduced(self, i: int) -> float:
         """Share of the gradients that exist before layer ``i`` is reduced."""
@@ -231,6 +237,9 @@ class _Trainer:
         if m.fp8:
             copies = fp8_copies_bytes(self.layers[i], m.activations)
             yield Term("FP8 copies of activations", copies, "2 (1 + 4/128) rows · (in + out)", {"layer": i})
+        if m.ring and m.cp > 1 and (value := ring_bytes(self.layers[i], m.activations)):
+            formula = "T (kv (3 b + 8) + 4 q)"
+            yield Term("keys and values in a ring", value, formula, {"T": m.tokens, "layer": i})
         context = m.tokens * m.cp
         if value := indexer_bytes(self.layers[i], m.activations, context):
             formula = "b T H_i d_i + b T CP d_i + min(1 GiB, 4 T · T CP)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from hpcrl.modeling.transfer import move
 from hpcrl.models.arch import ModelArch
 from hpcrl.trainer.batch.routed_experts import cut_experts, engine_experts
 
-__all__ = ["TokenBatch", "token_logprobs"]
+__all__ = ["PIECE_BYTES", "TokenBatch", "token_logprobs"]
 
 
 class TokenBatch(NamedTuple):
@@ -182,7 +183,8 @@ def token_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> tuple
     Parameters
     ----------
     logits:
-        ``[N, vocab_size]`` float32 with gradient.
+        ``[N, vocab_size]`` float32 with gradient. The backward pass puts their gradient into their memory: nobody else
+        may need them then.
     targets:
         ``[N]`` int64.
     temperature:
@@ -194,28 +196,53 @@ def token_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> tuple
         ``[N]`` log-probabilities with gradient, and ``[N]`` entropies in nats, detached:
         ``H = log Z - Σ p logit``.
     """
-    if temperature != 1.0:
-        logits = logits / temperature
-    found: tuple[Tensor, Tensor] = _TokenLogprobs.apply(logits, targets[:, None])  # type: ignore[no-untyped-call]
+    found: tuple[Tensor, Tensor] = _TokenLogprobs.apply(logits, targets[:, None], temperature)  # type: ignore[no-untyped-call]
     return found
 
 
+PIECE_BYTES = {"cpu": 1 << 20}
+"""Of logits that are worked on at once: what a cache of a processor holds, so that memory is read and written once."""
+_LARGE_PIECE_BYTES = 64 << 20
+"""The same of other devices, which want to be kept busy."""
+
+
 class _TokenLogprobs(torch.autograd.Function):
-    """By hand, because all but one of the copies of logits that autograd makes on both ways can be done without."""
+    """By hand, because the copies of logits that autograd makes on both ways can be done without: a piece at a time."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        normaliser = logits.logsumexp(-1)
-        mean_logit = (logits - normaliser[:, None]).exp_().mul_(logits).sum(-1)
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        normaliser, mean_logit, own = (logits.new_empty(len(logits)) for _ in range(3))
+        for rows in _pieces(logits):
+            piece = logits[rows] if temperature == 1.0 else logits[rows] / temperature
+            own[rows] = piece.gather(-1, targets[rows])[:, 0]
+            largest = piece.amax(-1, keepdim=True)
+            exponentials = (piece - largest).exp_()
+            total = exponentials.sum(-1)
+            normaliser[rows] = largest[:, 0] + total.log()
+            mean_logit[rows] = exponentials.mul_(piece).sum(-1) / total
+            # or they would be held until the next piece has its own
+            del piece, exponentials
         entropies = normaliser - mean_logit
         ctx.save_for_backward(logits, targets, normaliser)
+        ctx.temperature = temperature
         ctx.mark_non_differentiable(entropies)
-        return logits.gather(-1, targets)[:, 0] - normaliser, entropies
+        return own - normaliser, entropies
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         logits, targets, normaliser = ctx.saved_tensors
         scale = gradients[0][:, None]
-        # of a log-probability: one at its target, less all probabilities
-        gradient = (logits - normaliser[:, None]).exp_().mul_(-scale)
-        return gradient.scatter_add_(-1, targets, scale), None
+        if ctx.temperature != 1.0:
+            scale = scale / ctx.temperature
+        for rows in _pieces(logits):
+            piece = logits[rows] if ctx.temperature == 1.0 else logits[rows].div_(ctx.temperature)
+            # of a log-probability: one at its target, less all probabilities
+            piece.sub_(normaliser[rows, None]).exp_().mul_(-scale[rows])
+        return logits.scatter_add_(-1, targets, scale), None, None
+
+
+def _pieces(logits: Tensor) -> Iterator[slice]:
+    most = PIECE_BYTES.get(logits.device.type, _LARGE_PIECE_BYTES)
+    step = max(1, most // (logits.shape[1] * logits.element_size()))
+    for begin in range(0, len(logits), step):
+        yield slice(begin, begin + step)
