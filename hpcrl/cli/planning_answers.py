@@ -86,6 +86,7 @@ def print_answers(
         lines += [("", text) for text in _causes(step)]
         lines.append(("binds", _binding(outlook)))
         lines.append(("better", _better(outlook, better) if verdict.fits else "make it fit first (hints above)"))
+    lines += [("not counted", what) for what in outlook.uncounted]
     for warning in () if outlook.forecast is None else outlook.forecast.warnings:
         lines.append(("[yellow]warning[/]", warning))
     print_lines(console, lines)

@@ -71,6 +71,13 @@ class Outlook:
     because: str = ""
     find_ranges: Callable[[], Mapping[str, Range]] = dict
 
+    @property
+    def uncounted(self) -> tuple[str, ...]:
+        """Settings of the recipe that change memory or times and are in no formula."""
+        if not self.recipe.trainer.memory.compile:
+            return ()
+        return ("trainer.memory.compile: memory and times are those of layers that are not compiled",)
+
     @cached_property
     def ranges(self) -> Mapping[str, Range]:
         """Of times: ``step``, ``trainer side``, ``rollouts``, ``rollout``, ``sampled_token``, each table by its name
@@ -289,6 +296,7 @@ def outlook_document(outlook: Outlook) -> dict[str, Any]:
         "assumptions": [] if whole is None else list(whole.assumptions),
         "warnings": [] if whole is None else list(whole.warnings),
         "missing": list(outlook.lacking),
+        "not_counted": list(outlook.uncounted),
         "ranges": {
             name: range_document(outlook.ranges[name])
             for name in ("step", "trainer side", "rollouts", "rollout", "sampled_token")

@@ -126,7 +126,21 @@ def test_each_memory_saver_saves() -> None:
     head = {m.name: m for m in trainer_moments(GLM5, _trainer(lm_head_chunk_tokens=1024))}["logits"]
     assert 2 * 154_880 * 6144 < head["logits"].value < 4 * GIB
     whole = {m.name: m for m in trainer_moments(GLM5, _trainer())}["logits"]
-    assert whole["logits"].value == 2 * 4 * 32768 * 154_880
+    # in float32 and rounded to bfloat16
+    assert whole["logits"].value == 6 * 32768 * 154_880
+
+
+def test_a_ring_holds_what_travels() -> None:
+    facts = load_facts("Qwen3-8B")
+
+    def peak(**changes: Any) -> Ledger:
+        return trainer_peak(facts, TrainerMemory(ranks=8, cp=8, micro_batch_tokens=131072, **changes))
+
+    full = {"activation_checkpointing": "full", "lm_head_chunk_tokens": 1024}
+    ring = peak(ring=True, **full)
+    # 8 heads of keys and of values, three times in bfloat16 and twice in float32, and gradients of 32 heads of queries
+    assert ring["keys and values in a ring"].value == 16384 * 128 * (2 * 8 * (3 * 2 + 2 * 4) + 4 * 32)
+    assert ring.total > peak(**full).total
 
 
 def test_the_host_holds_versions_and_checkpoints_that_are_written_aside() -> None:

@@ -99,10 +99,24 @@ def test_features_move_the_step_the_right_way() -> None:
     assert seconds(replace(SHAPE, recompute="none")) < seconds(replace(SHAPE, recompute="selective")) < seconds()
     assert seconds(replace(SHAPE, compute_dtype="bfloat16")) > seconds()
     assert seconds(replace(SHAPE, offload_optimizer=True)) > seconds()
+    assert seconds(replace(SHAPE, head_in_pieces=True)) > seconds()
+    some = seconds(replace(SHAPE, recompute_every=4))
+    assert seconds(replace(SHAPE, recompute="none")) < some < seconds()
+    on_host = {"offload_parameters": True}
+    assert seconds(replace(SHAPE, **on_host)) > seconds(replace(SHAPE, offload_optimizer=True))
     assert seconds(replace(SHAPE, nodes=24)) < seconds() < seconds(replace(SHAPE, nodes=6))
     assert seconds(batch=replace(BATCH, router_replay=True)) > seconds()
     # experts on other nodes: dispatch goes through the adapters
     assert seconds(replace(SHAPE, expert_parallel=32)) > seconds()
+
+
+def test_selective_recomputation_repeats_neither_experts_nor_exchanges() -> None:
+    none, selective, full = (
+        trainer_step(GLM5, replace(SHAPE, recompute=how), BATCH, rates()) for how in ("none", "selective", "full")
+    )
+    for name in ("compute.experts", "compute.attention", "ep.all_to_all"):
+        assert none[name].value == selective[name].value < full[name].value, name
+    assert none["compute.linear"].value < selective["compute.linear"].value == full["compute.linear"].value
 
 
 def test_short_steps_cannot_hide_the_collectives() -> None:

@@ -18,6 +18,7 @@ __all__ = [
     "fp8_copies_bytes",
     "gradient_bytes",
     "indexer_bytes",
+    "ring_bytes",
     "saved_bytes",
 ]
 
@@ -143,6 +144,24 @@ def indexer_bytes(layer: Layer, shape: ActivationShape, context: int) -> int:
         return max(0, round(pairs * (row * (4 + 2 * b) + heads * (12 + b)) - before))
     queries, keys = b * t * indexer.n_heads * indexer.head_dim, b * context * indexer.head_dim
     return queries + keys + min(_SCORES_BYTES, 4 * t * context)
+
+
+def ring_bytes(layer: Layer, shape: ActivationShape) -> int:
+    """What the backward pass of a ring holds while it turns (`hpcrl.modeling.ring_attention`).
+
+    Keys and values that are here, those that come, and those of whom they are from as kernels want them; their
+    gradients that go and that come, and that of queries, in float32.
+    """
+    b, t, mixer = shape.element_bytes, shape.tokens, layer.mixer
+    if isinstance(mixer, Gqa):
+        travelling = 2 * mixer.num_key_value_heads * mixer.head_dim
+        queries = mixer.num_attention_heads * mixer.head_dim
+    elif isinstance(mixer, Mla) and mixer.topk is None:
+        queries = mixer.num_attention_heads * (mixer.qk_nope_head_dim + mixer.qk_rope_head_dim)
+        travelling = queries + mixer.num_attention_heads * mixer.v_head_dim
+    else:
+        return 0
+    return t * (travelling * (3 * b + 2 * 4) + 4 * queries)
 
 
 def _hidden(layer: Layer) -> int:

@@ -55,6 +55,8 @@ class TrainerMemory:
     ----------
     ranks, ep, cp, dp_replicate:
         Ranks of the trainer; degrees of expert and context parallelism; copies of the parameters.
+    ring:
+        Keys and values travel around the context-parallel ranks.
     dtype:
         Of parameters and activations in forward and backward.
     micro_batch_tokens:
@@ -84,6 +86,7 @@ class TrainerMemory:
     ep: int = 1
     cp: int = 1
     dp_replicate: int = 1
+    ring: bool = False
     trained_tokens: int | None = None
     accumulates: bool = True
     handoff_dtype: Literal["float32", "bfloat16", "fp8"] | None = None

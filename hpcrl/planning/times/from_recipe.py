@@ -89,7 +89,10 @@ def _trainer_shape(recipe: Recipe) -> TrainerShape:
         compute_dtype="fp8" if trainer.memory.fp8 else trainer.dtype,
         gather_dtype_bytes=2 if trainer.dtype == "bfloat16" else 4,
         recompute=trainer.memory.activation_checkpointing,
+        recompute_every=trainer.memory.checkpoint_every_layers,
+        head_in_pieces=trainer.memory.lm_head_chunk_tokens is not None,
         offload_optimizer=trainer.memory.optimizer_offload,
+        offload_parameters=trainer.memory.parameter_offload,
         offload_activations=trainer.memory.activation_offload,
         micro_batch_tokens=trainer.micro_batch_tokens,
     )

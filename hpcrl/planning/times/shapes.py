@@ -9,7 +9,7 @@ __all__ = ["ComputeDtype", "EngineShape", "Recompute", "TrainerShape"]
 
 ComputeDtype = Literal["float32", "bfloat16", "fp8"]
 Recompute = Literal["none", "selective", "full"]
-"""What of the forward pass is done again: nothing, all but attention, everything."""
+"""What of the forward pass is done again: nothing, all but attention, experts and exchanges, everything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,10 +34,14 @@ class TrainerShape:
         Bytes of a parameter in FSDP's all-gather, and of a gradient in its reduce-scatter.
     recompute:
         What of the forward pass is done again in the backward pass.
+    recompute_every:
+        Of so many layers one is.
+    head_in_pieces:
+        Logits are computed again in the backward pass.
     reshard:
         Parameters are freed after the forward pass and gathered again.
-    offload_optimizer, offload_activations:
-        To host memory.
+    offload_optimizer, offload_activations, offload_parameters:
+        To host memory; the last with gradients and optimizer, whose step is computed there.
     micro_batch_tokens:
         Token budget of a micro-batch of one context-parallel group.
     rows_sent:
@@ -55,9 +59,12 @@ class TrainerShape:
     gather_dtype_bytes: int = 2
     grad_dtype_bytes: int = 4
     recompute: Recompute = "full"
+    recompute_every: int = 1
+    head_in_pieces: bool = False
     reshard: bool = True
     offload_optimizer: bool = False
     offload_activations: bool = False
+    offload_parameters: bool = False
     micro_batch_tokens: int = 32768
     rows_sent: float | None = None
 

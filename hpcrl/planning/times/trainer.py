@@ -8,27 +8,18 @@ from functools import lru_cache
 from hpcrl.models.facts import ModelFacts
 from hpcrl.models.layers import Layer, Mla
 from hpcrl.models.tensors import Part
-from hpcrl.planning.memory.activations import ActivationShape, saved_bytes
 from hpcrl.planning.times.collectives import Group, all_gather, all_to_all
 from hpcrl.planning.times.lengths import Quantiles
 from hpcrl.planning.times.rates import Rates
 from hpcrl.planning.times.shapes import TrainerShape
+from hpcrl.planning.times.step_work import BACKWARD_SCORES, TOUCHED, TOUCHED_BACKWARD, StepWork, kept_bytes
 from hpcrl.planning.times.terms import Seconds, TimeTable, attempt
-from hpcrl.planning.times.work import Packing, Work, matrices, pack_rows, sequence_work
+from hpcrl.planning.times.work import pack_rows, sequence_work
 
 __all__ = ["TrainerBatch", "trainer_step"]
 
-_PARTS = ("linear", "experts", "scores", "indexer")
-_TOUCHED = 1.0
-"""How often kernels without products (norms, rotations, permutations, gates) move what a forward pass keeps, in it: a
-value lies between such a kernel and a product, and one of both is bound by memory. With fused kernels a layer of
-Qwen3-30B-A3B moves 190 KB a token and keeps 230."""
-_TOUCHED_BACKWARD = 1.25
-"""The same of the backward pass: values and gradients are read, gradients written, those of products apart. 300 KB."""
 _LOGIT_BYTES = 20
 """Of a token and entry of the vocabulary, once each: logits, their normaliser, probabilities, and gradients."""
-_BACKWARD_SCORES = 2.5
-"""Operations of attention's backward pass over its forward pass: the scores are computed again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,91 +48,16 @@ def trainer_step(facts: ModelFacts, shape: TrainerShape, batch: TrainerBatch, ra
     """
     packing = pack_rows(batch.lengths, batch.rollouts, shape.groups, shape.micro_batch_tokens, facts)
     work = sequence_work(facts, batch.lengths)
-    step = _Step(facts, shape, packing, work, rates)
-    terms = [*_compute_terms(step), *_fsdp_terms(step), *_mesh_terms(step), *_optimizer_terms(step)]
+    step = StepWork(facts, shape, packing, work, rates)
+    terms = [*_compute_terms(step), *_fsdp_terms(step), *_mesh_terms(step), *_host_terms(step)]
     if batch.router_replay:
         terms.append(_replay_term(step))
     return TimeTable("trainer step", tuple(terms))
 
 
-@dataclass(frozen=True)
-class _Step:
-    facts: ModelFacts
-    shape: TrainerShape
-    packing: Packing
-    work: Work
-    rates: Rates
-
-    @property
-    def gpu_tokens(self) -> float:
-        """Tokens that the busiest rank works on in the step."""
-        return self.packing.critical_tokens / self.shape.context_parallel
-
-    @property
-    def busy(self) -> float:
-        return self.rates.calibration.share("trainer_busy")
-
-    @property
-    def passes(self) -> int:
-        """Forward passes of a step: the second one is the recomputation."""
-        return 1 if self.shape.recompute == "none" else 2
-
-    def part_passes(self, part: str) -> int:
-        """Forward passes of one kind of kernel: selective recomputation keeps what attention gave."""
-        kept = self.shape.recompute == "selective" and part in ("scores", "indexer")
-        return 1 if kept else self.passes
-
-    def again_s(self) -> float:
-        """Kernels of the recomputation."""
-        products = sum((self.part_passes(name) - 1) * self.part_s(name) for name in _PARTS)
-        return products + self.moved_s((self.passes - 1) * _TOUCHED)
-
-    def forward_s(self) -> float:
-        """Kernels of one forward pass over the step's tokens, and of the gaps between them."""
-        return sum(self.part_s(name) for name in _PARTS) + self.moved_s(_TOUCHED)
-
-    def moved_s(self, times: float) -> float:
-        """What a forward pass keeps, moved so often through a GPU's memory."""
-        return times * _kept_bytes(self.facts) * self.gpu_tokens / self.rates.memory / self.busy
-
-    def part_s(self, part: str) -> float:
-        operations = getattr(self.work, part) * self.gpu_tokens
-        return operations / self.rate(part) / self.busy if operations else 0.0
-
-    def rate(self, part: str) -> float:
-        dtype = self.shape.compute_dtype
-        match part:
-            case "linear" | "experts":
-                return self._matrix_rate(part == "experts", dtype)
-            case "scores":
-                # attention stays in bfloat16 (or float32 without tensor cores for it)
-                length = self.packing.tokens / self.packing.rollouts
-                share = self.rates.attention_share(self.facts, length, length)
-                if share and dtype != "float32":
-                    return self.rates.hardware.gpu_flops("bfloat16") * share
-                return self.rates.gemm("float32") if dtype == "float32" else self.rates.attention
-            case _:
-                return self.rates.gemm("float32") if dtype == "float32" else self.rates.indexer
-
-    def _matrix_rate(self, experts: bool, dtype: str) -> float:
-        """By measured times of these shapes, else by the efficiency of all."""
-        rows, facts = self.gpu_tokens / self.packing.micro_batches, self.facts
-        if experts:
-            rows *= self.shape.expert_parallel * facts.num_experts_per_tok / facts.num_experts
-        kind = "grouped_gemm" if experts else "gemm"
-        share = self.rates.matrix_share(matrices(facts, experts=experts), max(1.0, rows), dtype, kind)
-        return self.rates.hardware.gpu_flops(dtype) * share if share else self.rates.gemm(dtype, experts)
-
-    def backward_s(self) -> float:
-        """Kernels of the backward pass without recomputation."""
-        scores = _BACKWARD_SCORES / self.rates.calibration.constant("backward_attention_share")
-        products = 2.0 * (self.part_s("linear") + self.part_s("experts")) + scores * self.part_s("scores")
-        return products + self.moved_s(_TOUCHED_BACKWARD)
-
-
-def _compute_terms(step: _Step) -> list[Seconds]:
+def _compute_terms(step: StepWork) -> list[Seconds]:
     """Kernels by kind; forward, backward and recomputation together."""
-    scores = _BACKWARD_SCORES / step.rates.calibration.constant("backward_attention_share")
+    scores = BACKWARD_SCORES / step.rates.calibration.constant("backward_attention_share")
     shape = step.shape
     factors = {"linear": 2.0, "experts": 2.0, "scores": scores, "indexer": 0.0}
     names = {
@@ -173,8 +89,18 @@ def _compute_terms(step: _Step) -> list[Seconds]:
                 },
             )
         )
-    kept, logits = _kept_bytes(step.facts), _LOGIT_BYTES * step.facts.vocab_size
-    touched = step.passes * _TOUCHED + _TOUCHED_BACKWARD
+    if shape.head_in_pieces:
+        operations = 2 * step.facts.vocab_size * step.facts.hidden_size
+        terms.append(
+            attempt(
+                "compute.head_again",
+                lambda: operations * step.gpu_tokens / step.rate("linear") / step.busy,
+                "2 * vocabulary * hidden * tokens a GPU / rate / trainer_busy",
+                {"operations a token": operations, "tokens a GPU": step.gpu_tokens},
+            )
+        )
+    kept, logits = kept_bytes(step.facts), _LOGIT_BYTES * step.facts.vocab_size
+    touched = step.passes * TOUCHED + TOUCHED_BACKWARD
     terms.append(
         attempt(
             "compute.memory",
@@ -182,7 +108,7 @@ def _compute_terms(step: _Step) -> list[Seconds]:
             "(touched * kept bytes a token + 20 B * vocabulary) * tokens a GPU / GPU memory / trainer_busy",
             {
                 "touched": touched,
-                "backward": _TOUCHED_BACKWARD / _TOUCHED,
+                "backward": TOUCHED_BACKWARD / TOUCHED,
                 "kept bytes a token": kept,
                 "tokens a GPU": step.gpu_tokens,
                 "trainer_busy": step.busy,
@@ -193,14 +119,6 @@ def _compute_terms(step: _Step) -> list[Seconds]:
 
 
 @lru_cache(maxsize=64)
-def _kept_bytes(facts: ModelFacts) -> float:
-    """Of a token, in bfloat16, where nothing is computed again."""
-    tokens = 4096
-    shape = ActivationShape(tokens=tokens, element_bytes=2)
-    return sum(saved_bytes(layer, shape) for layer in facts.layers) / tokens
-
-
-@lru_cache(maxsize=64)
 def _expert_split(facts: ModelFacts) -> tuple[int, int]:
     """Trained parameters outside of experts, and in experts."""
     parts = facts.parameters_by_part()
@@ -208,7 +126,7 @@ def _expert_split(facts: ModelFacts) -> tuple[int, int]:
     return sum(parts.values()) - experts, experts
 
 
-def _pass_gather_s(step: _Step, bytes_each: int) -> float:
+def _pass_gather_s(step: StepWork, bytes_each: int) -> float:
     """All layers gathered (or their gradients scattered) once."""
     shape, links = step.shape, step.rates.collectives
     dense, experts = _expert_split(step.facts)
@@ -218,7 +136,7 @@ def _pass_gather_s(step: _Step, bytes_each: int) -> float:
     return all_gather(dense * bytes_each, everyone, links) + all_gather(experts / ep * bytes_each, outer, links)
 
 
-def _add_copies_s(step: _Step) -> float:
+def _add_copies_s(step: StepWork) -> float:
     """Shards of gradients added up over copies of the parameters: a reduce-scatter and a gather of what a rank has."""
     shape = step.shape
     if shape.copies == 1:
@@ -228,7 +146,7 @@ def _add_copies_s(step: _Step) -> float:
     return 2 * all_gather(mine, group, step.rates.collectives)
 
 
-def _fsdp_terms(step: _Step) -> list[Seconds]:
+def _fsdp_terms(step: StepWork) -> list[Seconds]:
     shape, packing = step.shape, step.packing
     if shape.ranks == 1:
         return []
@@ -292,14 +210,14 @@ def _travelling_bytes(layer: Layer, *, ring: bool) -> int:
     return mixer.kv_bytes_per_token("bfloat16")
 
 
-def _mesh_terms(step: _Step) -> list[Seconds]:
+def _mesh_terms(step: StepWork) -> list[Seconds]:
     """Expert and context parallelism."""
     shape, facts, rates = step.shape, step.facts, step.rates
     terms = []
     sparse_layers = len(facts.moe_layers)
     tokens = step.gpu_tokens / step.packing.micro_batches
     # forward, backward and recomputation each dispatch and combine
-    passes = step.passes + 1
+    passes = step.part_passes("exchanges") + 1
     count = step.packing.micro_batches
     if shape.expert_parallel > 1 and sparse_layers:
         rows = facts.num_experts_per_tok if shape.rows_sent is None else shape.rows_sent
@@ -324,8 +242,8 @@ def _mesh_terms(step: _Step) -> list[Seconds]:
         kv = sum(_travelling_bytes(layer, ring=shape.ring) for layer in facts.layers)
         group = Group.inner(shape.context_parallel, shape.gpus_per_node)
         whole = tokens * shape.context_parallel * kv
-        # in a ring gradients travel back in float32
-        times = passes + (2 if shape.ring else 1)
+        # in a ring gradients travel back in float32, and nothing is kept of the way there
+        times = step.passes + 3 if shape.ring else passes + 1
         terms.append(
             attempt(
                 "cp.keys_and_values",
@@ -334,21 +252,53 @@ def _mesh_terms(step: _Step) -> list[Seconds]:
                 {"bytes": whole, "times": times, "micro-batches": count},
             )
         )
-    if shape.offload_activations:
-        stored = step.gpu_tokens * facts.hidden_size * 2 * len(facts.layers)
+    return terms
+
+
+def _host_terms(step: StepWork) -> list[Seconds]:
+    """What goes to host memory and back, and the optimizer."""
+    terms = _optimizer_terms(step)
+    if step.shape.offload_activations:
+        layers = -(-len(step.facts.layers) // step.shape.recompute_every)
+        stored = step.gpu_tokens * step.facts.hidden_size * 2 * layers
         terms.append(
             attempt(
                 "offload.activations",
-                lambda: max(0.0, 2 * stored / rates.pcie - step.forward_s() - step.backward_s()),
-                "max(0, 2 * tokens * hidden * 2 B * layers / pcie - compute)",
+                lambda: max(0.0, 2 * stored / step.rates.pcie - step.forward_s() - step.backward_s()),
+                "max(0, 2 * tokens * hidden * 2 B * checkpointed layers / pcie - compute)",
                 {"bytes each way": stored},
             )
         )
     return terms
 
 
-def _optimizer_terms(step: _Step) -> list[Seconds]:
+def _parameter_offload_terms(step: StepWork) -> list[Seconds]:
+    """Shards come in float32 for each gather, gradients go; nothing is taken to hide behind compute."""
     shape, rates = step.shape, step.rates
+    local = step.facts.num_parameters() / shape.shards
+    copies = (2 + shape.reshard) * step.packing.micro_batches
+    on_node = local * shape.gpus_per_node
+    return [
+        attempt(
+            "offload.parameters",
+            lambda: copies * local * 4 / rates.pcie,
+            "(gathers + gradients) * parameters / ranks * 4 B / pcie",
+            {"gathers and gradients": copies, "parameters a rank": local},
+        ),
+        attempt(
+            "optimizer.host",
+            lambda: on_node * 32 / rates.host_memory,
+            "parameters a node * 32 B / host memory: read master, gradient and both moments, write three of them, read "
+            "gradients once more for their norm",
+            {"parameters a node": on_node},
+        ),
+    ]
+
+
+def _optimizer_terms(step: StepWork) -> list[Seconds]:
+    shape, rates = step.shape, step.rates
+    if shape.offload_parameters:
+        return _parameter_offload_terms(step)
     local = step.facts.num_parameters() / shape.shards
     terms = [
         attempt(
@@ -372,7 +322,7 @@ def _optimizer_terms(step: _Step) -> list[Seconds]:
     return terms
 
 
-def _replay_term(step: _Step) -> Seconds:
+def _replay_term(step: StepWork) -> Seconds:
     facts = step.facts
     size = 1 if facts.num_experts <= 256 else 2
     bytes_a_token = len(facts.moe_layers) * facts.num_experts_per_tok * size

@@ -1,0 +1,109 @@
+"""The work of an optimizer step on the busiest rank, and the seconds of its kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from hpcrl.models.facts import ModelFacts
+from hpcrl.planning.memory.activations import ActivationShape, saved_bytes
+from hpcrl.planning.times.rates import Rates
+from hpcrl.planning.times.shapes import TrainerShape
+from hpcrl.planning.times.work import Packing, Work, matrices
+
+__all__ = ["BACKWARD_SCORES", "TOUCHED", "TOUCHED_BACKWARD", "StepWork", "kept_bytes"]
+
+_PARTS = ("linear", "experts", "scores", "indexer")
+TOUCHED = 1.0
+"""How often kernels without products (norms, rotations, permutations, gates) move what a forward pass keeps, in it: a
+value lies between such a kernel and a product, and one of both is bound by memory. With fused kernels a layer of
+Qwen3-30B-A3B moves 190 KB a token and keeps 230."""
+TOUCHED_BACKWARD = 1.25
+"""The same of the backward pass: values and gradients are read, gradients written, those of products apart. 300 KB."""
+BACKWARD_SCORES = 2.5
+"""Operations of attention's backward pass over its forward pass: the scores are computed again."""
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """What a step takes, from which its terms are computed."""
+
+    facts: ModelFacts
+    shape: TrainerShape
+    packing: Packing
+    work: Work
+    rates: Rates
+
+    @property
+    def gpu_tokens(self) -> float:
+        """Tokens that the busiest rank works on in the step."""
+        return self.packing.critical_tokens / self.shape.context_parallel
+
+    @property
+    def busy(self) -> float:
+        return self.rates.calibration.share("trainer_busy")
+
+    @property
+    def passes(self) -> float:
+        """Forward passes of a step: the second one is the recomputation, of some layers or of all."""
+        return 1 if self.shape.recompute == "none" else 1 + 1 / self.shape.recompute_every
+
+    def part_passes(self, part: str) -> float:
+        """Forward passes of one kind of kernel: selective recomputation keeps what is dear to compute."""
+        kept = self.shape.recompute == "selective" and part in ("scores", "indexer", "experts", "exchanges")
+        return 1 if kept else self.passes
+
+    def again_s(self) -> float:
+        """Kernels of the recomputation."""
+        products = sum((self.part_passes(name) - 1) * self.part_s(name) for name in _PARTS)
+        return products + self.moved_s((self.passes - 1) * TOUCHED)
+
+    def forward_s(self) -> float:
+        """Kernels of one forward pass over the step's tokens, and of the gaps between them."""
+        return sum(self.part_s(name) for name in _PARTS) + self.moved_s(TOUCHED)
+
+    def moved_s(self, times: float) -> float:
+        """What a forward pass keeps, moved so often through a GPU's memory."""
+        return times * kept_bytes(self.facts) * self.gpu_tokens / self.rates.memory / self.busy
+
+    def part_s(self, part: str) -> float:
+        operations = getattr(self.work, part) * self.gpu_tokens
+        return operations / self.rate(part) / self.busy if operations else 0.0
+
+    def rate(self, part: str) -> float:
+        dtype = self.shape.compute_dtype
+        match part:
+            case "linear" | "experts":
+                return self._matrix_rate(part == "experts", dtype)
+            case "scores":
+                # attention stays in bfloat16 (or float32 without tensor cores for it)
+                length = self.packing.tokens / self.packing.rollouts
+                share = self.rates.attention_share(self.facts, length, length)
+                if share and dtype != "float32":
+                    return self.rates.hardware.gpu_flops("bfloat16") * share
+                return self.rates.gemm("float32") if dtype == "float32" else self.rates.attention
+            case _:
+                return self.rates.gemm("float32") if dtype == "float32" else self.rates.indexer
+
+    def _matrix_rate(self, experts: bool, dtype: str) -> float:
+        """By measured times of these shapes, else by the efficiency of all."""
+        rows, facts = self.gpu_tokens / self.packing.micro_batches, self.facts
+        if experts:
+            rows *= self.shape.expert_parallel * facts.num_experts_per_tok / facts.num_experts
+        kind = "grouped_gemm" if experts else "gemm"
+        share = self.rates.matrix_share(matrices(facts, experts=experts), max(1.0, rows), dtype, kind)
+        return self.rates.hardware.gpu_flops(dtype) * share if share else self.rates.gemm(dtype, experts)
+
+    def backward_s(self) -> float:
+        """Kernels of the backward pass without recomputation."""
+        scores = BACKWARD_SCORES / self.rates.calibration.constant("backward_attention_share")
+        products = 2.0 * (self.part_s("linear") + self.part_s("experts")) + scores * self.part_s("scores")
+        return products + self.moved_s(TOUCHED_BACKWARD)
+
+
+@lru_cache(maxsize=64)
+def kept_bytes(facts: ModelFacts) -> float:
+    """Of a token, in bfloat16, where nothing is computed again."""
+    tokens = 4096
+    shape = ActivationShape(tokens=tokens, element_bytes=2)
+    return sum(saved_bytes(layer, shape) for layer in facts.layers) / tokens
