@@ -51,6 +51,8 @@ TOOLS: dict[str, dict[str, Any]] = {
     "full, inputs on the host": {**FULL, "activation_offload": True, "offload_in_flight_gib": 2 / 1024},
     "head in pieces": {"lm_head_chunk_tokens": "auto"},
     "optimizer on the host": {"optimizer_offload": True},
+    "layers compiled": {"compile": True},
+    "full checkpointing, compiled": {**FULL, "compile": True},
     "all together": {
         **FULL,
         "activation_offload": True,
@@ -154,9 +156,10 @@ def main() -> None:
     for row in rows:
         row["memory_ratio"] = round(row["peak_mib"] / base["peak_mib"], 3)
         row["time_ratio"] = round((row["forward_backward_s"] + row["optimizer_s"]) / whole, 3)
-        on_host = any(name in TOOLS[row["tool"]] for name in ("activation_offload", "optimizer_offload"))
+        # the planner counts layers as they are
+        no_figure = any(name in TOOLS[row["tool"]] for name in ("activation_offload", "optimizer_offload", "compile"))
         ours = predicted(TOOLS[row["tool"]]) / 2**20
-        row["planner_off_by"] = None if on_host else round(ours / row["peak_mib"] - 1, 3)
+        row["planner_off_by"] = None if no_figure else round(ours / row["peak_mib"] - 1, 3)
         print(f"{row['tool']:28}{row['peak_mib']:10.1f}{row['memory_ratio']:8.2f}{row['time_ratio']:8.2f}")
         row |= {name: round(row[name], 3) for name in ("forward_backward_s", "optimizer_s")}
     record("memory_tools", {"tokens": sum(LENGTHS), "parameters": ARCH.num_parameters(), "rows": rows})

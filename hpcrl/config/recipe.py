@@ -186,6 +186,8 @@ class TrainerMemoryConfig(StrictModel):
     lm_head_chunk_tokens: PositiveInt | Literal["auto"] | None = None
     """Tokens whose logits are computed at once, a part of the vocabulary at a time; ``auto`` chooses. None: all logits
     of a micro-batch are there together."""
+    compile: bool = False
+    """`torch.compile` of the layers: less is kept of them, and less moved. The first step takes minutes longer."""
     fp8: bool = False
     """Matrices are multiplied in FP8 with scales of 128 x 128 blocks; master weights stay float32."""
     lora_rank: PositiveInt | None = None

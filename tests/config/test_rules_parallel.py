@@ -43,6 +43,10 @@ BROKEN = {
         "trainer.memory.activation_offload",
     ),
     "optimizer-offloaded-once": (("trainer.memory.parameter_offload=true",), "trainer.memory.optimizer_offload"),
+    "compile-applies": (
+        ("trainer.memory.compile=true", "trainer.memory.activation_checkpointing=selective"),
+        "trainer.memory.activation_checkpointing",
+    ),
     "head-chunk-applies": (
         ("trainer.memory.lm_head_chunk_tokens=40000",),
         "trainer.memory.lm_head_chunk_tokens",

@@ -172,6 +172,13 @@ def _checkpointing_applies(recipe: Recipe, _: ClusterProfile) -> Conflicts:
         yield "trainer.memory.checkpoint_every_layers", "says which layers are checkpointed, and none is"
 
 
+def _compile_applies(recipe: Recipe, _: ClusterProfile) -> Conflicts:
+    memory = recipe.trainer.memory
+    if memory.compile and memory.activation_checkpointing == "selective":
+        what = "watches every operator of a layer to keep some outputs, and a compiled layer has other operators"
+        yield "trainer.memory.activation_checkpointing", f"selective {what}"
+
+
 def _chunk_applies(recipe: Recipe, _: ClusterProfile) -> Conflicts:
     chunk = recipe.trainer.memory.lm_head_chunk_tokens
     tokens = -(-recipe.trainer.micro_batch_tokens // recipe.trainer.parallelism.cp)
@@ -302,6 +309,12 @@ PARALLEL_RULES: tuple[Rule, ...] = (
         "The optimizer is in host memory by one setting.",
         "leave out trainer.memory.optimizer_offload, or parameter_offload, which takes more time",
         _offloaded_once,
+    ),
+    Rule(
+        "compile-applies",
+        "Layers that are compiled are computed again as a whole, or not.",
+        "set trainer.memory.activation_checkpointing: full or none, or trainer.memory.compile: false",
+        _compile_applies,
     ),
     Rule(
         "head-chunk-applies",

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from hpcrl.modeling.context import BatchContext
 from hpcrl.modeling.layers.norm import RMSNorm
+from hpcrl.modeling.opaque import opaque
 from hpcrl.modeling.rope import RotaryTables, apply_rotary
 from hpcrl.models.arch import GroupedQueryArch
 
@@ -44,6 +45,10 @@ class GroupedQueryAttention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = q.view(tokens, -1, self.head_dim), k.view(tokens, -1, self.head_dim)
         q, k = apply_rotary(q, rotary), apply_rotary(k, rotary)
-        y = context.attention(self.layer, q, k, v, window=self.window, sinks=self.sinks)
-        projected: Tensor = self.o_proj(y.reshape(tokens, -1))
+        projected: Tensor = self.o_proj(self.attend(q, k, v, context).reshape(tokens, -1))
         return projected
+
+    @opaque
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, context: BatchContext) -> Tensor:
+        """See `hpcrl.modeling.context.AttentionFn`."""
+        return context.attention(self.layer, q, k, v, window=self.window, sinks=self.sinks)

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from hpcrl.modeling.context import BatchContext, IndexQuery
 from hpcrl.modeling.layers.mla import LatentAttention
+from hpcrl.modeling.opaque import opaque
 from hpcrl.modeling.rope import RotaryTables, apply_rotary
 from hpcrl.models.arch import GlmMoeDsaArch
 
@@ -50,8 +51,6 @@ class SparseLatentAttention(LatentAttention):
     def forward(self, x: Tensor, rotary: RotaryTables, context: BatchContext) -> Tensor:
         """``[T, hidden_size]`` to the same."""
         tokens = x.shape[0]
-        if context.sparse is None:
-            raise ValueError("this attention cannot choose tokens, as layers with an indexer do")
         compressed = self.q_a_layernorm(self.q_a_proj(x))
         q = self.q_b_proj(compressed).view(tokens, -1, self.nope_dim + self.rope_dim)
         q_pass, q_rot = torch.split(q, [self.nope_dim, self.rope_dim], dim=-1)
@@ -64,6 +63,16 @@ class SparseLatentAttention(LatentAttention):
         absorbed = torch.einsum("thn,hnl->thl", q_pass, to_key)
         queries = torch.cat((absorbed, apply_rotary(q_rot, rotary, interleaved=self.interleaved)), dim=-1)
         index = None if self.indexer is None else self.indexer(x, compressed, rotary)
+        y = self.attend_chosen(queries, keys, index, context)
+        values = torch.einsum("thl,hvl->thv", y, to_value)
+        projected: Tensor = self.o_proj(values.reshape(tokens, -1))
+        return projected
+
+    @opaque
+    def attend_chosen(self, queries: Tensor, keys: Tensor, index: IndexQuery | None, context: BatchContext) -> Tensor:
+        """Choose, where this layer does, and attend: ``[T, heads, latent_dim]``."""
+        if context.sparse is None:
+            raise ValueError("this attention cannot choose tokens, as layers with an indexer do")
         if context.gather is not None:
             keys, index_keys = context.gather(keys, None if index is None else index.k)
             if index is not None and index_keys is not None:
@@ -75,7 +84,4 @@ class SparseLatentAttention(LatentAttention):
             chosen = context.sparse.choose(self.layer, index, self.top_k)
             if self.is_shared:
                 context.chosen[self.layer] = chosen
-        y = context.sparse.attend(self.layer, queries, keys, chosen, value_dim=self.latent_dim, scale=self.scale)
-        values = torch.einsum("thl,hvl->thv", y, to_value)
-        projected: Tensor = self.o_proj(values.reshape(tokens, -1))
-        return projected
+        return context.sparse.attend(self.layer, queries, keys, chosen, value_dim=self.latent_dim, scale=self.scale)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hpcrl.modeling.context import BatchContext
+from hpcrl.modeling.opaque import opaque
 from hpcrl.modeling.rope import RotaryTables
 from hpcrl.modeling.state_space import Scan
 from hpcrl.models.arch import NemotronHArch
@@ -49,17 +50,9 @@ class Mamba2(nn.Module):
         self.out_proj = nn.Linear(inner, arch.hidden_size, bias=arch.use_bias)
 
     def forward(self, x: Tensor, rotary: RotaryTables, context: BatchContext) -> Tensor:
-        """``[T, hidden_size]`` to the same.
-
-        Raises
-        ------
-        ValueError
-            Sequences are cut among ranks: their states are not handed on.
-        """
-        if context.recurrence is None:
-            raise ValueError("context parallelism cannot cut sequences of Mamba-2 layers")
+        """``[T, hidden_size]`` to the same."""
         gate, mixed, dt = torch.split(self.in_proj(x), self.widths, dim=-1)
-        mixed = F.silu(context.recurrence.convolve(self.layer, mixed, self.conv1d.weight, self.conv1d.bias))
+        mixed = F.silu(self.convolve(mixed, context))
         values, keys, queries = (
             part.reshape(len(x), heads, -1)
             for part, heads in zip(
@@ -68,6 +61,25 @@ class Mamba2(nn.Module):
         )
         steps = F.softplus(dt.float() + self.dt_bias.float()).clamp(min=self.least_step)
         parts = Scan(values, steps, -self.A_log.float().exp(), keys, queries)
-        y = context.recurrence.scan(self.layer, parts, self.chunk_size) + values * self.D.float()[:, None]
+        y = self.scan(parts, context) + values * self.D.float()[:, None]
         mixed_down: Tensor = self.out_proj(self.norm(y.flatten(1), gate).to(x.dtype))
         return mixed_down
+
+    @opaque
+    def convolve(self, x: Tensor, context: BatchContext) -> Tensor:
+        """See `hpcrl.modeling.context.RecurrenceFn`.
+
+        Raises
+        ------
+        ValueError
+            Sequences are cut among ranks: their states are not handed on.
+        """
+        if context.recurrence is None:
+            raise ValueError("context parallelism cannot cut sequences of Mamba-2 layers")
+        return context.recurrence.convolve(self.layer, x, self.conv1d.weight, self.conv1d.bias)
+
+    @opaque
+    def scan(self, parts: Scan, context: BatchContext) -> Tensor:
+        """See `hpcrl.modeling.context.RecurrenceFn`; behind `convolve`."""
+        assert context.recurrence is not None
+        return context.recurrence.scan(self.layer, parts, self.chunk_size)

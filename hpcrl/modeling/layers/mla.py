@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from hpcrl.modeling.context import BatchContext
 from hpcrl.modeling.layers.norm import RMSNorm
+from hpcrl.modeling.opaque import opaque
 from hpcrl.modeling.rope import RotaryTables, apply_rotary, yarn_mscale
 from hpcrl.models.arch import DeepseekV3Arch
 
@@ -52,9 +53,13 @@ class LatentAttention(nn.Module):
         # one rotary key for all heads
         k_rot = apply_rotary(k_rot[:, None], rotary, interleaved=self.interleaved).expand(-1, k_pass.shape[1], -1)
         q, k = torch.cat((q_pass, q_rot), dim=-1), torch.cat((k_pass, k_rot), dim=-1)
-        y = context.attention(self.layer, q, k, v, scale=self.scale)
-        projected: Tensor = self.o_proj(y.reshape(tokens, -1))
+        projected: Tensor = self.o_proj(self.attend(q, k, v, context).reshape(tokens, -1))
         return projected
+
+    @opaque
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, context: BatchContext) -> Tensor:
+        """See `hpcrl.modeling.context.AttentionFn`."""
+        return context.attention(self.layer, q, k, v, scale=self.scale)
 
     def _queries(self, x: Tensor) -> Tensor:
         q: Tensor = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))) if self.compressed_queries else self.q_proj(x)

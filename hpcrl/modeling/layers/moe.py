@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from hpcrl.modeling.blocks import local_part
 from hpcrl.modeling.context import BatchContext
 from hpcrl.modeling.layers.dispatch import Dispatcher, LocalDispatcher
+from hpcrl.modeling.opaque import opaque
 
 __all__ = [
     "ChosenSoftmaxRouter",
@@ -235,18 +236,21 @@ class SparseMLP(nn.Module):
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
         """``[T, hidden_size]`` to the same."""
         scores = self.gate.scores(x)
-        taken = None if context.taken is None else context.taken.get(self.layer)
-        if taken is None:
-            taken = self._take(scores, context)
+        taken = self.take(scores, context)
         narrow = x if self.fc1_latent_proj is None else self.fc1_latent_proj(x)
-        rows, counts, combine = self.dispatcher.dispatch(narrow, self.gate.weigh(scores, taken), taken)
-        mixed = combine(self.experts(rows, counts))
+        mixed = self.mix(narrow, self.gate.weigh(scores, taken), taken)
         if self.fc2_latent_proj is not None:
             mixed = self.fc2_latent_proj(mixed)
         return mixed if self.shared_experts is None else mixed + self.shared_experts(x)
 
-    def _take(self, scores: Tensor, context: BatchContext) -> Tensor:
-        """Experts ``[T, k]`` that tokens go to: the router's choice, or the engine's where that is replayed."""
+    @opaque
+    def take(self, scores: Tensor, context: BatchContext) -> Tensor:
+        """Experts ``[T, k]`` that tokens go to: the router's choice, or the engine's where that is replayed.
+
+        Where the layer is computed again, those of the first time.
+        """
+        if context.taken is not None and self.layer in context.taken:
+            return context.taken[self.layer]
         taken = self.gate.prefer(scores)
         if context.record is not None:
             context.record(self.layer, taken)
@@ -255,3 +259,9 @@ class SparseMLP(nn.Module):
         if context.taken is not None:
             context.taken[self.layer] = taken
         return taken
+
+    @opaque
+    def mix(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """What experts make of ``x``, ``[T, expert width]``, by weight."""
+        rows, counts, combine = self.dispatcher.dispatch(x, weights, chosen)
+        return combine(self.experts(rows, counts))

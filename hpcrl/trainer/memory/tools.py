@@ -9,11 +9,35 @@ from hpcrl.modeling.decoder import Decoder, DecoderLayer
 from hpcrl.trainer.memory.offload import ActivationOffload
 from hpcrl.trainer.memory.recompute import Recomputation, hold_here
 
-__all__ = ["apply_memory_tools"]
+__all__ = ["apply_memory_tools", "find_tools"]
 
 
-def apply_memory_tools(model: Decoder, config: TrainerMemoryConfig, device: torch.device) -> None:
-    """Let the layers of ``model`` be computed on ``device`` as ``config`` says; before or after it is sharded."""
+def find_tools(config: TrainerMemoryConfig, device: torch.device) -> None:
+    """Look for what ``config`` needs on ``device`` beside torch.
+
+    Raises
+    ------
+    UsageError
+        It is not installed.
+    """
+    if config.compile:
+        # it takes seconds to import
+        from hpcrl.trainer.memory.compiled import find_compiler  # noqa: PLC0415
+
+        find_compiler(device)
+
+
+def apply_memory_tools(
+    model: Decoder, config: TrainerMemoryConfig, device: torch.device, *, dtype: torch.dtype
+) -> None:
+    """Let the layers of ``model`` be computed on ``device`` in ``dtype`` as ``config`` says.
+
+    Before or after it is sharded, and behind all else that changes parts of it.
+    """
+    if config.compile:
+        from hpcrl.trainer.memory.compiled import compile_layers  # noqa: PLC0415
+
+        compile_layers(model, dtype)
     if config.activation_checkpointing == "none":
         return
     bound_bytes = round(config.offload_in_flight_gib * 2**30)

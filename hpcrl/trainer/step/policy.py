@@ -23,7 +23,7 @@ from hpcrl.trainer.batch.routed_experts import RoutedExpertsComparison
 from hpcrl.trainer.batch.tensors import TokenBatch, token_logprobs
 from hpcrl.trainer.memory.head import chunked_logprobs
 from hpcrl.trainer.memory.optimizer import HostAdamW
-from hpcrl.trainer.memory.tools import apply_memory_tools
+from hpcrl.trainer.memory.tools import apply_memory_tools, find_tools
 from hpcrl.trainer.parallel.dispatcher import find_dispatcher, use_dispatcher
 from hpcrl.trainer.parallel.mesh import Parallel
 from hpcrl.trainer.step.freezing import freeze_parameters
@@ -57,21 +57,22 @@ class TrainerPolicy:
         Raises
         ------
         UsageError, ValueError, PeerLostError
-            On all ranks, where one of them cannot read the model (see `load_model_dir`) or lacks the dispatcher of the
-            recipe, or where what the recipe freezes does not fit the model (see `freeze_parameters`).
+            On all ranks, where one of them cannot read the model (see `load_model_dir`) or lacks the dispatcher or the
+            compiler of the recipe, or where what the recipe freezes does not fit the model (see `freeze_parameters`).
         """
         self.recipe, self.arch, self.parallel = recipe, arch, parallel
         self._replay = recipe.trainer.router_replay
-        spec = spec_of(arch)
+        spec, memory = spec_of(arch), recipe.trainer.memory
+        parallel.world.all_succeed(partial(find_tools, memory, parallel.device), "looking for a compiler")
         find = partial(find_dispatcher, recipe.trainer, parallel.device)
         parallel.world.all_succeed(lambda: find() is None, "looking for the dispatcher")
         # nothing is whole anywhere: shards get their memory after the model is cut
         self.model = spec.build(arch, device="meta")
         freeze_parameters(self.model, recipe.trainer.freeze)
-        memory, dtype = recipe.trainer.memory, getattr(torch, recipe.trainer.dtype)
+        dtype = getattr(torch, recipe.trainer.dtype)
         spec.parallelize(self.model, parallel.mesh, dtype=dtype, on_host=memory.parameter_offload)
         use_dispatcher(self.model, parallel.mesh, recipe.trainer, find())
-        apply_memory_tools(self.model, memory, parallel.device)
+        apply_memory_tools(self.model, memory, parallel.device, dtype=dtype)
         self.model.materialise(parallel.device, parameters_on="cpu" if memory.parameter_offload else None)
         self._watch = GradientWatch(self.model.embed_tokens)
         self._carry_mtp()

@@ -1,0 +1,113 @@
+"""Compiled layers: the same losses and gradients, few graphs, and what they need is looked for."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from test_memory_tools import FAMILIES, far
+from test_memory_tools import train as train_with
+from trainer_testing import run_ranks, tiny_arch, tiny_model, write_model_dir
+
+from hpcrl.errors import UsageError
+from hpcrl.modeling.mesh import ParallelDims
+from hpcrl.modeling.packed_attention import PackedAttention
+from hpcrl.models.arch import Qwen3Arch
+from hpcrl.trainer.memory import compiled
+from hpcrl.trainer.parallel.mesh import Parallel, distributed
+
+COMPILED = {"compile": True}
+#: activations wait in host memory, and layers are computed again from there
+SAVING = {"activation_checkpointing": "full", "activation_offload": True, "lm_head_chunk_tokens": 3}
+
+
+@contextmanager
+def backend(name):
+    """Graphs as they are, without kernels: these take most of the time."""
+    before, compiled.BACKEND = compiled.BACKEND, name
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    try:
+        yield torch._dynamo.utils.counters["stats"]
+    finally:
+        compiled.BACKEND = before
+        torch._dynamo.reset()
+
+
+def test_other_lengths_and_more_layers_take_no_other_graphs():
+    # more layers than torch compiles of one function before it gives up
+    model, found = tiny_model(tiny_arch(num_hidden_layers=10)), []
+    with backend("eager") as counted:
+        compiled.compile_layers(model, torch.float32)
+        for starts in ((0, 7, 12), (0, 5, 9, 20), (0, 31)):
+            attention = PackedAttention(torch.tensor(starts))
+            model(torch.arange(starts[-1]), attention.context()).logsumexp(-1).sum().backward()
+            found.append(counted["unique_graphs"])
+    assert 0 < found[0] < len(model.layers)
+    assert found[0] == found[1] == found[2]
+
+
+def test_a_missing_compiler_is_named_with_a_way_out(monkeypatch):
+    compiled.find_compiler(torch.device("cpu"))
+    monkeypatch.setenv("PATH", "/nowhere")
+    wanted = r"(?s)a C\+\+ compiler, and there is none.*hint: set trainer.memory.compile: false"
+    with pytest.raises(UsageError, match=wanted):
+        compiled.find_compiler(torch.device("cpu"))
+
+
+def wrong(model_dir, parallel):
+    """What compiled layers compute otherwise than those that are not, by tools beside."""
+    found = {}
+    for memory in ({}, SAVING):
+        wanted = train_with(model_dir, parallel, memory)
+        with backend("aot_eager") as counted:
+            found[str(memory)] = far(train_with(model_dir, parallel, {**memory, **COMPILED}), wanted)
+            assert counted["unique_graphs"]
+    return {memory: names for memory, names in found.items() if names}
+
+
+def on_meshes(rank, model_dir):
+    with distributed(timeout_s=120) as start:
+        mesh = ParallelDims(world_size=start.world.size, ep=2, cp=2)
+        mesh.build_mesh("cpu")
+        return wrong(model_dir, Parallel(mesh, start.device))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family",
+    [
+        "qwen3_moe",
+        *(pytest.param(family, marks=pytest.mark.campaign) for family in ("deepseek_v3", "glm_moe_dsa")),
+    ],
+)
+def test_graphs_compute_the_same(tmp_path, family):
+    with distributed(timeout_s=30) as parallel:
+        assert wrong(write_model_dir(tmp_path / "model", FAMILIES[family]), parallel) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.campaign
+def test_graphs_compute_the_same_where_tokens_travel(tmp_path):
+    model_dir = write_model_dir(tmp_path / "model", FAMILIES["qwen3_moe"])
+    assert run_ranks(2, on_meshes, model_dir, timeout_s=240.0) == [{}, {}]
+
+
+@pytest.mark.slow
+def test_kernels_compute_the_same(tmp_path):
+    """With torch's compiler and the machine's."""
+    arch = Qwen3Arch(
+        vocab_size=103,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=48,
+        max_position_embeddings=128,
+    )
+    model_dir = write_model_dir(tmp_path / "model", arch)
+    with distributed(timeout_s=30) as parallel:
+        wanted = train_with(model_dir, parallel, SAVING)
+        with backend("inductor") as counted:
+            assert far(train_with(model_dir, parallel, {**SAVING, **COMPILED}), wanted) == []
+            assert counted["unique_graphs"]
