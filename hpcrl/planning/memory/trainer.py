@@ -209,9 +209,9 @@ class _Trainer:
         # logits in float32, whose memory their gradient takes (`hpcrl.trainer.batch.tensors.token_logprobs`); what they
         # are rounded from and to, or the piece that is worked on. Then gradients of head and hidden states beside that
         rounded = 0 if b == 4 else b * n * v
-        piece = min(4 * n * v, (1 if m.device == "cpu" else 64) << 20)
-        value = max(4 * n * v + max(rounded, piece), b * (n * v + (v + n) * d))
-        sizes: dict[str, float | str] = {"n": n, "V": v, "D": d, "b": b, "piece": piece}
+        worked_on = min(4 * n * v, (1 if m.device == "cpu" else 64) << 20)
+        value = max(4 * n * v + max(rounded, worked_on), b * (n * v + (v + n) * d))
+        sizes: dict[str, float | str] = {"n": n, "V": v, "D": d, "b": b, "piece": worked_on}
         yield Term("logits", value, "max(4 n V + max(b n V, piece), b (n V + (V + n) D))", sizes)
 
     def _reduced(self, i: int) -> float:
