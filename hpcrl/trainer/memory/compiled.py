@@ -2,7 +2,7 @@
 
 What a layer asks of its batch and of other ranks is not compiled (methods with the mark `hpcrl.modeling.opaque`): there
 the graph is interrupted. These are attention and recurrences, kernels of their own that know where sequences begin; the
-choices of indexers; routers and experts with the exchanges around them. What lies between is compiled once for all
+choices of indexers and routers; experts with the exchanges around them. What lies between is compiled once for all
 layers of a kind and all numbers of tokens. Products with experts are compiled by themselves in bfloat16, which alone
 torch knows the shapes of.
 """
