@@ -148,8 +148,13 @@ class RolloutLedger:
         next_index = self._replay.next_index
         # of a long run nearly all were trained long ago, and their columns are gone
         there = {path.name for path in self._log.payload_dir.iterdir()}
-        for file in {held.entry.payload.file for held in self._replay.rollouts} - there:
+        named = {held.entry.payload.file for held in self._replay.rollouts}
+        for file in named - there:
             self._replay.forget(file)
+        # a writer that was killed before its first entry was durable; nobody can find these columns
+        for file in there - named:
+            with contextlib.suppress(FileNotFoundError):
+                (self._log.payload_dir / file).unlink()
         return Found(finished, parts, over, next_index, count)
 
     async def adopt(self, group: Group, task: GroupTask) -> None:

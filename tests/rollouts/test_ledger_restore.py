@@ -141,10 +141,14 @@ async def test_columns_that_are_damaged_start_again_alone(tmp_path: Path) -> Non
     data = bytearray(path.read_bytes())
     data[held.entry.payload.offset + held.entry.payload.bytes - 1] ^= 1
     path.write_bytes(data)
+    unknown = path.with_name("000077-000001.columns")
+    unknown.write_bytes(b"of a writer that was killed before its first entry")
     run.start_attempt()
     async with running(run, StubEngine(), publish=1) as loop:
         await loop.until(loop.orchestrator._restored.is_set)
         assert [r.member for r in loop.orchestrator._parts[held.id[0]].rollouts] == [0, 2, 3]
+        assert path.exists()
+        assert not unknown.exists()
         await loop.train(2, 4)
     after = replay_of(run)
     assert not after.problems
