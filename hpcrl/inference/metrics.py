@@ -170,6 +170,14 @@ class EngineMetrics:
                 _SHORT_SECONDS,
             )
         )
+        self.routed_rows = add(
+            Counter(
+                "hpcrl_engine_routed_experts_rows",
+                "Rows of experts that were returned, by where they are known from.",
+                "source",
+                ("computed", "prefix_cache"),
+            )
+        )
         self.update_bytes = add(Counter("hpcrl_engine_weight_update_bytes", "Bytes of hand-offs read."))
 
 

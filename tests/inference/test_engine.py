@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -135,6 +136,16 @@ def test_prefix_hits_keep_values_and_routes(start: StartEngine, tiny: tuple[Path
     # whole blocks, and never the last token: its logits are needed
     assert [output.num_cached_tokens for output in outputs][-2:] == [28, 48]
     check_outputs(tiny[1], prompts, outputs)
+    rows = sum(len(output.routed_experts) for output in outputs if output.routed_experts is not None)
+    cached = sum(output.num_cached_tokens for output in outputs)
+    assert counted_rows(client) == {"computed": len(base) + 8 - 1 + rows - cached, "prefix_cache": cached}
+
+
+def counted_rows(client: Client) -> dict[str, float]:
+    """Rows of experts that an engine returned, by where it had them from."""
+    text = client.engine._metrics.registry.render()
+    found = re.findall(r'hpcrl_engine_routed_experts_rows_total\{source="(\w+)"\} (\S+)', text)
+    return {source: float(count) for source, count in found}
 
 
 def test_routes_can_start_behind_a_known_prefix(start: StartEngine, tiny: tuple[Path, Decoder]) -> None:

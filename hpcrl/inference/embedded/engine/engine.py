@@ -96,7 +96,7 @@ class Engine:
             KVCache(arch, config.num_blocks, config.block_size, dtype),
             self._rows,
             Sampler(arch.vocab_size, config.logprobs_mode),
-            record_experts=config.return_routed_experts,
+            routed_rows=metrics.routed_rows if config.return_routed_experts else None,
         )
         self.weight_version = config.weight_version
         self.failure: BaseException | None = None

@@ -15,6 +15,7 @@ from hpcrl.inference.embedded.engine.rows import Rows
 from hpcrl.inference.embedded.engine.sampler import SampledTokens, Sampler, SamplingBatch, rank_and_top
 from hpcrl.inference.embedded.engine.scheduler import Step
 from hpcrl.inference.embedded.engine.states import RecurrentStates, StepStates
+from hpcrl.inference.metrics import Counter
 from hpcrl.modeling.context import BatchContext
 from hpcrl.modeling.decoder import Decoder
 
@@ -44,10 +45,13 @@ class ModelRunner:
     `model` may be replaced between steps by another of the same architecture.
     """
 
-    def __init__(self, model: Decoder, cache: KVCache, rows: Rows, sampler: Sampler, *, record_experts: bool) -> None:
+    def __init__(
+        self, model: Decoder, cache: KVCache, rows: Rows, sampler: Sampler, *, routed_rows: Counter | None
+    ) -> None:
+        """Begin. ``routed_rows`` counts rows of experts that were returned; None: none are recorded."""
         self.model, self._cache, self._rows, self._sampler = model, cache, rows, sampler
         self._states = RecurrentStates(model.arch, rows.max_num_seqs, model.embed_tokens.weight.dtype)
-        self._record_experts = record_experts and model.arch.routed_experts > 0
+        self._routed_rows = routed_rows if model.arch.routed_experts else None
 
     @torch.inference_mode()
     def run(self, step: Step) -> tuple[StepInputs, Tensor, NDArray[np.int64]]:
@@ -85,7 +89,7 @@ class ModelRunner:
             sparse=attention,
             recurrence=states,
             select=torch.from_numpy(selected),
-            record=record if self._record_experts else None,
+            record=record if self._routed_rows is not None else None,
         )
         logits = self.model(inputs.input_ids, context)
         if chosen:
@@ -188,12 +192,16 @@ class ModelRunner:
             are not recorded or the request holds no KV.
         """
         rows, row = self._rows, request.row
-        if not self._record_experts or row is None:
+        if self._routed_rows is None or row is None:
             return None
         start = request.experts_reported
         end = min(int(rows.num_computed[row]), int(rows.num_tokens[row]) - 1)
         positions = np.arange(start, max(start, end))
         request.experts_reported = max(start, end)
+        # of whoever computed these tokens under the same salt: another rollout, or this one's earlier turn
+        cached = min(max(request.num_cached_tokens - start, 0), len(positions))
+        self._routed_rows.inc(cached, "prefix_cache")
+        self._routed_rows.inc(len(positions) - cached, "computed")
         size = self._cache.block_size
         experts: NDArray[np.generic] = self._cache.experts[
             rows.block_table[row, positions // size] * size + positions % size
