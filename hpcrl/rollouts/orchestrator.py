@@ -109,13 +109,11 @@ class Orchestrator:
         assert address.port is not None
         async with contextlib.AsyncExitStack() as stack:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S)
-            timeout = aiohttp.ClientTimeout(total=None)  # each call has its own
             for environment in hosted(self._environments):
                 stack.push_async_callback(environment.aclose)
-            # for addresses of the run alone: every request brings the token
-            session = aiohttp.ClientSession(
-                connector=connector, timeout=timeout, headers=self._context.credentials.headers
-            )
+            # for addresses of the run alone: every request brings the token; each has a time limit of its own
+            headers, timeout = self._context.credentials.headers, aiohttp.ClientTimeout(total=None)
+            session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers)
             http = await stack.enter_async_context(session)
             stack.push_async_callback(self._close_ledger)
             gate = gate_of(self._context, "dock")

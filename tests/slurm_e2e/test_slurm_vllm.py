@@ -24,14 +24,7 @@ from hpcrl.store.endpoints import StoreEndpoints
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(3600)]
 
-#: of a constant learning rate
-STEPS = 12
-LENGTH = (
-    f"trainer.steps={STEPS}",
-    "trainer.optimizer.schedule=constant",
-    "evaluation.every_steps=0",
-    "evaluation.prompts=32",
-)
+STEPS = 24
 ENGINES = {"engine-0", "engine-1"}
 
 
@@ -65,7 +58,7 @@ def segments(run: RunDir) -> list[str]:
 def test_the_quickstart_learns_on_three_nodes(vllm_lab: SlurmLab, capsys: Any) -> None:
     """A heterogeneous job: the trainer's node, and one for each engine."""
     started_s = time.time()
-    settings = LENGTH
+    settings = (f"trainer.steps={STEPS}", "evaluation.every_steps=0", "evaluation.prompts=32")
     run = submit(vllm_lab, "learns", *settings, "job.layout=hetjob")
     wait_step(run, 1, 900)
     engines = addresses(vllm_lab, run, "engine")
@@ -94,7 +87,7 @@ def test_the_quickstart_learns_on_three_nodes(vllm_lab: SlurmLab, capsys: Any) -
 @pytest.mark.nightly
 def test_a_replica_of_two_nodes_learns(vllm_lab: SlurmLab, capsys: Any) -> None:
     """Wide expert parallelism: a rank with half of the experts on each node, each with a server of its own."""
-    settings = (*LENGTH, "engine.replicas=1")
+    settings = (f"trainer.steps={STEPS}", "evaluation.every_steps=0", "evaluation.prompts=32", "engine.replicas=1")
     run = submit(vllm_lab, "wide", *settings, "engine.nodes=2", "job.layout=hetjob")
     wait_step(run, 1, 900)
     status = RunStatus.read(run)
