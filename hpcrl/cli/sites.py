@@ -71,9 +71,9 @@ def check(
     """
     import json
 
-    from rich.console import Console
     from rich.text import Text
 
+    from hpcrl.cli.output import table_console
     from hpcrl.config.cluster import SlurmCluster
     from hpcrl.config.load import load_cluster
     from hpcrl.config.rules.table import SITE_RULES, check_cluster
@@ -103,7 +103,7 @@ def check(
     if as_json:
         typer.echo(json.dumps({"format_version": 1, "profile": str(loaded.source), "findings": rows}, indent=2))
         raise typer.Exit(ExitCode.FAILED if failed else ExitCode.OK)
-    console = Console()
+    console = table_console()
     colors = {"error": "red", "warning": "yellow", "note": "dim"}
     for row in rows:
         head = Text(f"{row['severity']:8}", style=colors[row["severity"]])
@@ -111,7 +111,7 @@ def check(
         console.print(Text(f"        hint: {row['hint']}"), soft_wrap=True)
     counts = ", ".join(f"{sum(f.severity is s for f in found)} {s.value}s" for s in Severity)
     against = f"against Slurm: {counts}" if isinstance(loaded.value, SlurmCluster) else "it has no Slurm to ask"
-    typer.echo(f"{loaded.source}: {len(SITE_RULES)} rules checked; {against}")
+    console.print(f"{loaded.source}: {len(SITE_RULES)} rules checked; {against}", highlight=False)
     raise typer.Exit(ExitCode.FAILED if failed else ExitCode.OK)
 
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,9 +17,12 @@ from patience import wait_for
 from runs_testing import make_run, write_status
 
 from hpcrl.cli.main import main
+from hpcrl.config.joined import load_both
 from hpcrl.errors import ExitCode
-from hpcrl.runs.record import RunRecord
-from hpcrl.runs.status import ComponentState, ProcessId, RunState
+from hpcrl.jobplan import make_plan
+from hpcrl.runs.record import RunRecord, Submission
+from hpcrl.runs.status import ComponentState, ComponentStatus, ProcessId, ReplicaJob, RunState, RunStatus
+from hpcrl.submit.submission import create_run
 from hpcrl.supervisor.launch.role_shell import find_role
 
 
@@ -139,6 +142,71 @@ def test_what_does_not_run_is_not_entered(
     assert code == ExitCode.USAGE
     assert what in err
     assert f"hpcrl {'logs' if state.ended else 'status'} " in err
+
+
+@pytest.mark.parametrize(
+    ("role", "place"), [("engine/0", (71, "n004")), ("engine/1", (72, "n006")), ("trainer", (7, "n001"))]
+)
+def test_in_an_elastic_run_a_role_is_entered_in_the_job_that_has_its_nodes(
+    role: str, place: tuple[int, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shell: Shell
+) -> None:
+    """Engines have jobs of their own; of the others Slurm is asked which nodes the first job has."""
+    recipe, site = load_both("quickstart", "devcluster", ["job.layout=elastic", "engine.replicas=2"], environ={})
+    run = create_run(recipe.value, site.value, make_plan(recipe.value, site.value, "mine", tmp_path / "runs/mine"))
+    record = RunRecord.read(run)
+    submission = Submission(submitted_at_s=time.time(), executor="slurm", job_id="7", folder="/f", after_attempt=0)
+    record.with_submission(submission).write(run)
+    me = ProcessId.of(os.getpid())
+    assert me is not None
+    roles = [("engine", 0, 71, ["n004", "n005"]), ("engine", 1, 72, ["n006"]), ("trainer", 0, None, ["n001", "n002"])]
+    components = [
+        ComponentStatus(
+            role=name,
+            replica=replica,
+            state=ComponentState.READY,
+            pid=100 + replica,
+            guard_pid=200 + replica,
+            host=nodes[0],
+            port=20000,
+            started_at_s=time.time(),
+            ready_at_s=time.time(),
+            log="",
+            nodes=nodes,
+            job=None if own is None else ReplicaJob(job_id=own, state="RUNNING"),
+        )
+        for name, replica, own, nodes in roles
+    ]
+    RunStatus(
+        run_id=record.run_id,
+        attempt=run.start_attempt(),
+        state=RunState.RUNNING,
+        supervisor=me,
+        started_at_s=time.time(),
+        heartbeat_s=time.time(),
+        components=components,
+    ).write(run)
+    job = "JobId=7 NodeList=n00[1-2]"
+    answers = {
+        "scontrol": f'[ "$*" = ping ] && echo "Slurmctld(primary) at n000 is UP" || echo "{job}"',
+        "srun": f'echo "$@" > {tmp_path}/entered',
+        "squeue": "exit 1",
+        "sacct": "exit 1",
+    }
+    for program, does in answers.items():
+        (tmp_path / program).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / program).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(os, "execvpe", execute)
+    assert shell(str(run.path), "--role", role, "--", "nvidia-smi")[0] == 0
+    words = (tmp_path / "entered").read_text().split()
+    assert {f"--jobid={place[0]}", f"--nodelist={place[1]}", "--overlap"} <= set(words)
+    name, _, replica = role.partition("/")
+    assert words[-4:] == [record.run_id, name, replica or "0", "nvidia-smi"]
+
+
+def execute(program: str, argv: Sequence[str], env: Mapping[str, str]) -> None:
+    """In place of the process of the tests, a child of it."""
+    raise SystemExit(subprocess.run([program, *argv[1:]], env=dict(env), check=False).returncode)
 
 
 def test_on_a_terminal_it_is_a_shell(tmp_path: Path) -> None:

@@ -1,0 +1,98 @@
+"""What commands print into a pipe: whole lines without escapes, and help within 80 columns."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.core import TyperGroup
+from typer.main import get_command
+
+from hpcrl.cli.main import app, main
+
+USUAL = (
+    "recipe list",
+    "recipe show quickstart",
+    "recipe check quickstart",
+    "cluster list",
+    "cluster show h200-28",
+    "cluster check local",
+    "plan quickstart",
+    "plan qwen3_30b_a3b_lowmem -c h200-28",
+    "plan diff qwen3_30b_a3b qwen3_30b_a3b_lowmem -c h200-28",
+    "plan nosuch",
+    "submit quickstart --set trainer.stepz=3",
+    "devcluster list",
+    "ls",
+    "status",
+)
+
+
+def commands(group: object, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """All commands, and groups of them."""
+    yield path
+    if isinstance(group, TyperGroup):
+        for name, below in group.commands.items():
+            yield from commands(below, (*path, name))
+
+
+@pytest.fixture
+def piped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell of 80 columns whose standard output and error are no terminal."""
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "GITHUB_ACTIONS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("HPCRL_RUNS_ROOT", str(tmp_path / "runs"))
+
+
+def printed(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    """Output and errors of a command, which ends as commands do."""
+    monkeypatch.setattr(sys, "argv", ["hpcrl", *words])
+    with pytest.raises(SystemExit):
+        main()
+    found = capsys.readouterr()
+    return found.out + found.err
+
+
+def test_help_of_every_command_has_80_columns_and_no_broken_paragraphs(
+    piped: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hpcrl = get_command(app)
+    paths = list(commands(hpcrl))
+    assert len(paths) > 50
+    for path in paths:
+        hpcrl.main([*path, "--help"], prog_name="hpcrl", standalone_mode=False)
+        text = capsys.readouterr().out
+        lines = text.splitlines()
+        assert f"Usage: {' '.join(('hpcrl', *path))}" in text
+        assert "\x1b" not in text, path
+        assert max(map(len, lines)) <= 80, path
+        # a line of a paragraph ends early only where its next word would not fit
+        for line, after in itertools.pairwise(lines):
+            if line.startswith(" ") and line.strip() and after.startswith(" ") and after.strip():
+                assert len(line.rstrip()) + len(after.split()[0]) >= 79, (path, line, after)
+
+
+@pytest.mark.parametrize("command", USUAL)
+def test_a_pipe_gets_no_escapes_and_no_blanks_at_ends(
+    command: str, piped: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = printed(command.split(), monkeypatch, capsys)
+    assert text
+    assert "\x1b" not in text
+    assert [line for line in text.splitlines() if line != line.rstrip() and "│" not in line] == []
+    assert "Traceback" not in text
+
+
+def test_rows_of_a_pipe_are_whole(
+    piped: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Who looks for a path or a key with grep finds it in one piece."""
+    text = printed(["recipe", "list"], monkeypatch, capsys)
+    assert all(line.endswith((".yaml", "path")) for line in text.splitlines())
+    text = printed(["cluster", "check", "local"], monkeypatch, capsys)
+    assert text.rstrip().endswith("rules checked; it has no Slurm to ask")
