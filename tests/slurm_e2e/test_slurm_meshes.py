@@ -1,4 +1,4 @@
-"""A run with experts and context cut over four ranks, and all memory tools, learns; killed, it does on another mesh."""
+"""Quickstarts with experts and context cut over four ranks, and all memory tools, learn; also on another mesh later."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import start_models
 from slurm_lab import SlurmLab, events, wait_saved
 
 from hpcrl.runs.metrics import read_metrics
@@ -18,7 +19,7 @@ from hpcrl.runs.status import RunStatus
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.campaign, pytest.mark.timeout(900)]
 
 STEPS, KILLED_AFTER = 30, 6
-#: measured 0.10 -> 0.70; with a learning rate of 1e-12 0.103 before and after
+#: a run that does not learn measures the same held-out prompts every time, within 0.01
 LEARNED = 0.1
 MEMORY = {
     "activation_checkpointing": "full",
@@ -29,21 +30,38 @@ MEMORY = {
 }
 
 
+@pytest.fixture(scope="module")
+def glm5_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The start model of the recipe quickstart_glm5; ``HPCRL_TEST_GLM5_MODEL`` names one that is there already."""
+    if given := os.environ.get("HPCRL_TEST_GLM5_MODEL"):
+        return Path(given)
+    return start_models.start_model(tmp_path_factory, "glm5", recipe="quickstart_glm5")
+
+
 def trained(run: RunDir) -> Counter[tuple[int, int]]:
     """How often each rollout (group, member) was trained on."""
     lines = [line for path in run.rollouts_dir.glob("*.jsonl") for line in path.read_text().splitlines()]
     return Counter((rollout["group"], rollout["member"]) for rollout in map(json.loads, lines))
 
 
-def test_a_mesh_learns_and_goes_on_learning_on_another(slurm_lab: SlurmLab, taught_model: Path) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "model", "then"),
+    [
+        ("low_memory", "taught_model", {"ranks": 4, "ep": 4, "cp": 1}),
+        ("quickstart_glm5", "glm5_model", {"ranks": 2, "ep": 1, "cp": 2}),
+    ],
+)
+def test_a_mesh_learns_and_goes_on_learning_on_another(
+    recipe: str, model: str, then: dict[str, int], slurm_lab: SlurmLab, request: pytest.FixtureRequest
+) -> None:
     shape = ("trainer.nodes=2", "trainer.ranks=4", "trainer.parallelism={ep: 2, cp: 2}")
     settings = (
-        f"model.path={taught_model}",
+        f"model.path={request.getfixturevalue(model)}",
         f"trainer.steps={STEPS}",
         "checkpoint.every_steps=2",
         "evaluation.every_steps=0",
     )
-    run = slurm_lab.submit("mesh", *settings, *shape, recipe="low_memory", small=False)
+    run = slurm_lab.submit("mesh", *settings, *shape, recipe=recipe, small=False)
     wait_saved(run, KILLED_AFTER, 300.0)
     status = RunStatus.read(run)
     assert status is not None
@@ -51,17 +69,19 @@ def test_a_mesh_learns_and_goes_on_learning_on_another(slurm_lab: SlurmLab, taug
     slurm_lab.wait_state(run, ["LOST"], 60)
     slurm_lab.wait_empty()
 
-    slurm_lab.hpcrl("resume", run.name, "--set", "trainer.parallelism={ep: 4, cp: 1}")
+    mesh = f"trainer.parallelism={{ep: {then['ep']}, cp: {then['cp']}}}"
+    slurm_lab.hpcrl("resume", run.name, "--set", f"trainer.ranks={then['ranks']}", "--set", mesh)
     ended = slurm_lab.wait_state(run, ["COMPLETED", "FAILED", "LOST", "CANCELLED"], timeout_s=400)
     assert ended["state"] == "COMPLETED", slurm_lab.hpcrl("why", run.name).stdout
 
     first, second = (event.data for event in events(run, "trainer.ready"))
     assert first["memory"] == second["memory"] == MEMORY
     assert first["mesh"] == {"dp_replicate": 1, "dp_shard": 2, "cp": 2, "ep": 2}
-    assert second["mesh"] == {"dp_replicate": 1, "dp_shard": 4, "cp": 1, "ep": 4}
+    rest = {"dp_replicate": 1, "dp_shard": then["ranks"] // then["cp"]}
+    assert second["mesh"] == {**rest, "cp": then["cp"], "ep": then["ep"]}
     (restored,) = events(run, "trainer.restored")
     assert restored.data["step"] == second["step"] >= KILLED_AFTER
-    assert (restored.data["saved_by_ranks"], restored.data["ranks"]) == (4, 4)
+    assert (restored.data["saved_by_ranks"], restored.data["ranks"]) == (4, then["ranks"])
 
     records = read_metrics(run)
     assert [record.step for record in records] == list(range(1, STEPS + 1))
@@ -74,7 +94,7 @@ def test_a_mesh_learns_and_goes_on_learning_on_another(slurm_lab: SlurmLab, taug
     trained_on = [record.reward_mean for record in records]
     early, late = sum(trained_on[:4]) / 4, sum(trained_on[-4:]) / 4
     at_kill = sum(trained_on[restored.data["step"] - 4 : restored.data["step"]]) / 4
-    print(f"held-out reward {before:.3f} -> {after:.3f}; of batches {early:.3f}, {at_kill:.3f}, {late:.3f}")
+    print(f"{recipe}: held-out reward {before:.3f} -> {after:.3f}; of batches {early:.3f}, {at_kill:.3f}, {late:.3f}")
     assert after >= before + LEARNED
     assert late >= at_kill + LEARNED / 2
     fresh = [r.mismatch_kl_by_lag["0"] for r in records if "0" in r.mismatch_kl_by_lag]

@@ -183,6 +183,16 @@ def test_sizes_that_are_no_model_are_refused(tmp_path, settings, message):
     assert os.listdir(tmp_path) == []
 
 
+def test_random_weights_have_the_range_that_is_asked_for(tmp_path):
+    """With a learning rate of nearly nothing they are as they were made."""
+    spread = []
+    for given in ({}, {"initializer_range": 0.2}):
+        path = tmp_path / str(len(spread))
+        make_start_model(recipe_with(steps=1, learning_rate=1e-12, **given), path, seed=1)
+        spread.append(float(load_file(path / "model.safetensors")["model.layers.0.self_attn.q_proj.weight"].std()))
+    assert spread == pytest.approx([0.02, 0.2], rel=0.1)
+
+
 def test_equal_seeds_make_equal_models(tmp_path):
     models = []
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):

@@ -106,7 +106,7 @@ def make_start_model(
             correct_share=config.correct_share,
             seed=seed,
         )
-        model.init_weights(torch.Generator().manual_seed(seed))
+        model.init_weights(torch.Generator().manual_seed(seed), config.initializer_range)
         loss = _train(model, source, config, progress)
         _write_model(stage.path, model)
         _appear(stage)
