@@ -22,7 +22,7 @@ HEAD = (
     "| checkpoint, hand-off, embedded engine | vLLM |"
 )
 #: what tests of vLLM start (tests/inference/engine_helpers.py)
-SERVED_BY_VLLM = {"qwen3_moe"}
+SERVED_BY_VLLM = {"glm4_moe", "qwen3_moe"}
 #: on which meshes each family is trained as on one rank: family, degrees, scheme
 TRAINED = [
     *((family, degrees, "ulysses") for cases in test_meshes.MESHES.values() for family, degrees in cases),
