@@ -8,7 +8,7 @@ import typer
 
 from hpcrl.cli.completion import complete_clusters
 from hpcrl.cli.options import ClusterOption, JsonOption, ListGroup, RecipeArgument, SetOption
-from hpcrl.cli.output import table_console
+from hpcrl.cli.output import fits, table_console
 
 if TYPE_CHECKING:
     from hpcrl.config.cluster import ClusterProfile
@@ -182,9 +182,12 @@ def _print_listing(rows: list[dict[str, str]], as_json: bool) -> None:
         return made
 
     whole = table("name", "description", "path")
-    # a path in pieces helps nobody: where there is no room for it, --json has it
-    fits = console.measure(whole).maximum <= console.width
-    console.print(whole if fits else table("name", "description"))
+    # a path in pieces helps nobody
+    if fits(console, whole):
+        console.print(whole)
+    else:
+        console.print(table("name", "description"))
+        typer.echo("a wider terminal shows their files, too, and so does --json", err=True)
 
 
 def _print_resolved(loaded: Loaded[Any], as_json: bool) -> None:
@@ -199,10 +202,23 @@ def _print_resolved(loaded: Loaded[Any], as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps([{"key": k, "value": v, "origin": o} for k, v, o in rows], indent=2))
         return
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in ("key", "value", "origin"):
-        table.add_column(column, overflow="fold")
-    for key, value, origin in rows:
-        style = "dim" if origin == "default" else ""
-        table.add_row(key, Text(json.dumps(value), style=style), Text(origin, style=style))
-    table_console().print(table)
+    console = table_console()
+    # a name of a file may stand for its path where it is that of one file only
+    files = {origin.rpartition(":")[0] for _, _, origin in rows}
+    names = [file.rpartition("/")[2] for file in files]
+
+    def table(*, short: bool) -> Table:
+        made = Table(box=None, header_style="bold", pad_edge=False)
+        # a key is copied to --set: in one piece
+        made.add_column("key", no_wrap=True)
+        for column in ("value", "origin"):
+            made.add_column(column, overflow="fold")
+        for key, value, origin in rows:
+            style = "dim" if origin == "default" else ""
+            name = origin.rpartition("/")[2]
+            where = name if short and names.count(name.rpartition(":")[0]) == 1 else origin
+            made.add_row(key, Text(json.dumps(value), style=style), Text(where, style=style))
+        return made
+
+    whole = table(short=False)
+    console.print(whole if fits(console, whole) else table(short=True))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import sys
 from typing import Annotated
@@ -33,6 +32,7 @@ from hpcrl.cli import (
     weights,
 )
 from hpcrl.cli.completion import bash_values
+from hpcrl.cli.help import make_plain
 from hpcrl.errors import ExitCode, HpcrlError, refusal
 
 __all__ = ["app", "main"]
@@ -86,17 +86,7 @@ for module in (
     module.register(app)
 
 
-def _let_help_flow(group: typer.Typer) -> None:
-    """Take the line breaks out of the paragraphs of help texts: a terminal breaks lines at its own width."""
-    for command in group.registered_commands:
-        text = inspect.getdoc(command.callback) or ""
-        command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
-    for below in group.registered_groups:
-        if below.typer_instance is not None:
-            _let_help_flow(below.typer_instance)
-
-
-_let_help_flow(app)
+make_plain(app)
 
 
 def main() -> None:

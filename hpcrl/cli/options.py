@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from hpcrl.cli.completion import complete_clusters, complete_recipes, complete_settings
+from hpcrl.cli.help import PlainGroup
 
 __all__ = [
     "STEP",
@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 
-class ListGroup(TyperGroup):
+class ListGroup(PlainGroup):
     """Commands of which one is called ``list``, for those who type ``ls``, too."""
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
-__all__ = ["table_console"]
+__all__ = ["fits", "table_console"]
 
 _PIPE_WIDTH = 1000
 
@@ -34,3 +35,9 @@ def table_console() -> Console:
     from rich.console import Console
 
     return Console() if sys.stdout.isatty() else Console(width=_PIPE_WIDTH, file=_Rows())
+
+
+def fits(console: Console, table: Table) -> bool:
+    """Whether a table has room without a cell that is wrapped."""
+    # asked for its own width: within that of the console everything has room
+    return console.measure(table, options=console.options.update(width=_PIPE_WIDTH)).maximum <= console.width

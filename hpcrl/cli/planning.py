@@ -6,9 +6,9 @@ import os
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from hpcrl.cli.completion import complete_settings
+from hpcrl.cli.help import PlainGroup
 from hpcrl.cli.options import CalibrationOption, ClusterOption, JsonOption, RecipeArgument, SetOption, TablesOption
 from hpcrl.cli.planning_layout import print_environment, print_plan
 from hpcrl.cli.selection import RunArgument, RunsRootOption
@@ -24,7 +24,7 @@ __all__ = ["load_for_planning", "print_plan", "read_calibration", "register"]
 _DEFAULT = "show"
 
 
-class _DefaultGroup(TyperGroup):
+class _DefaultGroup(PlainGroup):
     """``hpcrl plan RECIPE`` means ``hpcrl plan show RECIPE``.
 
     What is not the name of a command is a recipe; a recipe file called like one is given as ``./diff``.
@@ -224,7 +224,7 @@ def search(
         if everything:
             rows = [(names.get(id(c), "best" if c in best else ""), c) for c in found.candidates]
         if found.own is not None:
-            rows.append(("recipe", found.own))
+            rows.append(("recipe, does not fit" if found.own_short else "recipe", found.own))
         if rows:
             print_candidates(console, rows)
         if not everything and len(found.candidates) > len(marks):

@@ -34,7 +34,9 @@ def remove(
     sizes = measure(found)
     typer.echo(f"{found.name} ({view.state}) in {found.path} has", err=True)
     for part, size in sizes.items():
-        typer.echo(f"  {_size(size.bytes):>10}  {size.files:>7,} files  {part}", err=True)
+        typer.echo(
+            f"  {_size(size.bytes):>10}  {size.files:>7,} {'file ' if size.files == 1 else 'files'}  {part}", err=True
+        )
     total = sum(size.bytes for size in sizes.values())
     typer.echo(f"  {_size(total):>10}  in all", err=True)
     if dry_run:

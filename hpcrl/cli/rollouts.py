@@ -85,9 +85,15 @@ def rollouts_ls(
     if as_json:
         typer.echo(json.dumps({"run": found.name, "rollouts": msgspec.to_builtins(shown)}, indent=2))
         return
-    table = Table(box=None, pad_edge=False)
-    for name in ("ROLLOUT", "ENVIRONMENT", "REWARD", "TOKENS", "VERSIONS", "STALENESS", "STATE"):
-        table.add_column(name, justify="right" if name in ("REWARD", "TOKENS", "STALENESS") else "left")
+    if not shown:
+        typer.echo(
+            "no rollout is like that" if state or step or environment else "no rollout has finished yet", err=True
+        )
+        return
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for name in ("rollout", "environment", "reward", "tokens", "versions", "staleness", "state"):
+        right = name in ("reward", "tokens", "staleness")
+        table.add_column(name, justify="right" if right else "left", no_wrap=name != "state")
     for item in shown:
         versions = {item.first_version, item.last_version}
         table.add_row(
@@ -192,10 +198,10 @@ def _print_rollout(run: RunDir, held: Held) -> None:
     columns = details.get("columns")
     if columns is None:
         if text := details.get("text"):
-            console.print("", text, markup=False, highlight=False)
+            console.print(f"\n{text}", markup=False, highlight=False)
         return
     for piece in _pieces(run, details, columns):
-        console.print("", piece[0], markup=False, highlight=False, style="bold")
+        console.print(f"\n{piece[0]}", markup=False, highlight=False, style="bold")
         console.print(piece[1], markup=False, highlight=False)
 
 

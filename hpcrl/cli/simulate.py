@@ -180,6 +180,7 @@ def _print(results: list[SimulationResult]) -> None:
     from rich.table import Table
 
     from hpcrl.cli.output import table_console
+    from hpcrl.cli.planning_answers import duration_text
     from hpcrl.simulation.results.tables import rows
 
     table = Table(box=None, header_style="bold", pad_edge=False)
@@ -190,7 +191,7 @@ def _print(results: list[SimulationResult]) -> None:
         table.add_row(name, *values)
     console = table_console()
     first = results[0]
-    console.print(f"[bold]{first.recipe}[/bold]: {first.simulated_s / 3600:.1f} simulated hours, seed {first.seed}")
+    console.print(f"[bold]{first.recipe}[/bold]: {duration_text(first.simulated_s)} simulated, seed {first.seed}")
     console.print(f"durations: {first.durations or 'from a file'}\n", highlight=False, soft_wrap=True)
     console.print(table)
     for result in results:
@@ -205,6 +206,9 @@ def _print(results: list[SimulationResult]) -> None:
             note = (
                 f"{result.nodes:,} nodes: {result.merged_turns} turns of a rollout as one (--sample 0: each by itself)"
             )
+            console.print(note, highlight=False, soft_wrap=True)
+        if result.engines_wait is None:
+            note = f"{result.nodes:,} nodes: too few steps to say what engines wait; more --days would"
             console.print(note, highlight=False, soft_wrap=True)
         for warning in result.warnings:
             typer.echo(f"{result.nodes} nodes: {warning}", err=True)

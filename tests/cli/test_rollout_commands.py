@@ -143,6 +143,7 @@ def test_verify_reads_what_waits(run: RunDir, rollouts: Command) -> None:
 
 def test_ls(rollouts: Command) -> None:
     out, _ = rollouts("ls")
+    assert out.startswith("rollout  environment  reward")
     rows = [line.split() for line in out.splitlines()[1:]]
     assert [row[0] for row in rows] == ["0/0", "0/1", "1/0", "1/1", "2/0", "2/1", "3/0", "3/1", "4/0"]
     assert rows[3][1:3] == ["words", "0.500"]
@@ -154,6 +155,7 @@ def test_ls(rollouts: Command) -> None:
     items = json.loads(rollouts("ls", "--state", "trained", "--environment", "words", "--json")[0])["rollouts"]
     assert [(item["id"], item["staleness"]) for item in items] == [("1/0", 1), ("1/1", 1)]
     assert len(json.loads(rollouts("ls", "--step", "1", "--json")[0])["rollouts"]) == 2
+    assert rollouts("ls", "--step", "9") == ("", "no rollout is like that\n")
     assert "hint: there are sums, words" in rollouts("ls", "--environment", "poker", code=2)[1]
     assert "hint: waiting, trained, dropped" in rollouts("ls", "--state", "lost", code=2)[1]
 

@@ -69,6 +69,9 @@ def test_help_of_every_command_has_80_columns_and_no_broken_paragraphs(
         text = capsys.readouterr().out
         lines = text.splitlines()
         assert f"Usage: {' '.join(('hpcrl', *path))}" in text
+        assert "{" not in text.split("Usage:")[1].splitlines()[0], path
+        assert "[[" not in text, path
+        assert "<bool>" not in text, path
         assert "\x1b" not in text, path
         assert max(map(len, lines)) <= 80, path
         # a line of a paragraph ends early only where its next word would not fit
@@ -96,3 +99,35 @@ def test_rows_of_a_pipe_are_whole(
     assert all(line.endswith((".yaml", "path")) for line in text.splitlines())
     text = printed(["cluster", "check", "local"], monkeypatch, capsys)
     assert text.rstrip().endswith("rules checked; it has no Slurm to ask")
+
+
+@pytest.fixture
+def terminal(piped: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A terminal of 80 columns, without colours."""
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setattr(type(sys.stdout), "isatty", lambda self: True, raising=False)
+
+
+def test_lists_on_a_narrow_terminal_leave_paths_out_and_keys_in_one_piece(
+    terminal: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    listed = printed(["recipe", "list"], monkeypatch, capsys)
+    assert "quickstart_vllm       Two small tasks on one machine, with two vLLM engines" in listed
+    assert "quickstart.yaml" not in listed
+    assert "--json" in listed.splitlines()[-1]
+    shown = printed(["recipe", "show", "quickstart"], monkeypatch, capsys)
+    row = next(line for line in shown.splitlines() if line.startswith("rollouts.rollouts_per_step "))
+    assert row.split()[2].startswith("quickstart.yaml:")
+    assert "supervision.orchestrator.restart_window_s " in shown
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_files_of_one_name_are_told_apart_on_a_narrow_terminal(
+    terminal: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = tmp_path / "quickstart.yaml"
+    own.write_text(f"extends: {Path(__file__).resolve().parents[2] / 'recipes/quickstart.yaml'}\nseed: 7\n")
+    shown = printed(["recipe", "show", str(own)], monkeypatch, capsys)
+    assert "".join(shown.split()).count("recipes/") > 0
+    row = next(line for line in shown.splitlines() if line.startswith("seed "))
+    assert not row.split()[2].startswith("quickstart.yaml")

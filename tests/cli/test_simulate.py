@@ -77,6 +77,8 @@ def test_without_durations_the_planner_gives_them() -> None:
     assert found.engines_wait is None
     text = CliRunner().invoke(app, arguments[:-1], catch_exceptions=False).stdout
     assert ["engines", "wait", "?"] in [line.split() for line in text.splitlines()]
+    assert "too few steps to say what engines wait" in text
+    assert "28.8 min simulated" in text
     assert "the same figures  hpcrl plan  simulated" in text
 
 

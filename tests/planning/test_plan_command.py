@@ -176,6 +176,13 @@ def test_search_prints_a_table_and_draws(hpcrl: Hpcrl, tmp_path: Path, slow_trai
     assert "no Slurm site" in err
 
 
+def test_a_search_says_that_the_recipe_itself_does_not_fit(hpcrl: Hpcrl) -> None:
+    code, out, err = hpcrl("search", "qwen3_30b_a3b", "-c", "h200-28", "--nodes", "4")
+    assert code == 0, err
+    assert "\nrecipe, does not fit " in out
+    assert "\nthe recipe's own layout does not fit: trainer gpu: " in out
+
+
 def test_diff_shows_fields_and_what_they_change(hpcrl: Hpcrl, tmp_path: Path) -> None:
     (tmp_path / "half.yaml").write_text("extends: glm5_swe\nname: half\nrollouts: {rollouts_per_step: 128}\n")
     code, out, err = hpcrl("diff", "glm5_swe", "half.yaml", "-c", "h200-28")

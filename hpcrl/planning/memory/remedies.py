@@ -168,7 +168,11 @@ def _more_trainer_nodes(recipe: Recipe, cluster: ClusterProfile) -> Iterator[tup
         if all(ranks % (parallel.dp_replicate * degree) == 0 for degree in (parallel.ep, parallel.cp)):
             changes: Changes = (("trainer.nodes", nodes), ("trainer.ranks", ranks))
             where = "" if more <= free else f"; partition {partition} has {max(0, free)} left"
-            yield changes, f"{more} more nodes{where}"
+            yield changes, f"{_more_nodes(more)}{where}"
+
+
+def _more_nodes(count: int) -> str:
+    return f"{count} more {'node' if count == 1 else 'nodes'}"
 
 
 def _trainer_host(recipe: Recipe, cluster: ClusterProfile, _: ModelFacts) -> Iterator[tuple[Changes, str]]:
@@ -209,7 +213,7 @@ def _engine_gpu(role: Role, recipe: Recipe, cluster: ClusterProfile) -> Iterator
         limit = cluster.partitions[cluster.partition_name(role.value)].nodes
         for more in (nodes * 2, nodes * 4, nodes * 8):
             if more <= limit:
-                yield ((f"{key}.nodes", more),), f"{more - nodes} more nodes a replica"
+                yield ((f"{key}.nodes", more),), f"{_more_nodes(more - nodes)} a replica"
     if engine.max_model_len > 2048:
         yield (("engine.max_model_len", engine.max_model_len // 2),), "shorter rollouts"
 

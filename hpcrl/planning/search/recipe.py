@@ -139,15 +139,10 @@ def run_search(
     mean_tokens = resolve_workload(recipe, calibration).mean("tokens")
     fits = memory_fits(recipe, cluster, facts, base, mean_tokens=mean_tokens)
     found = search(Problem(recipe, facts, base, site, fits), nodes, progress)
-    shorts = [
-        f"{name}: {fit.short}"
-        for name, fit in (
-            ("trainer", fits.trainer(base.trainer)),
-            *(("decode", fits.engine(base.decode, False)),),
-            *((("prefill", fits.engine(base.prefill, True)),) if base.prefill is not None else ()),
-        )
-        if not fit.ok
-    ]
+    own_fits = [fits.trainer(base.trainer), fits.engine(base.decode, False)]
+    if base.prefill is not None:
+        own_fits.append(fits.engine(base.prefill, True))
+    shorts = [fit.short for fit in own_fits if not fit.ok]
     own = forecast(recipe, facts, base, site, slots=fits.engine(base.decode, False).slots)
     candidate = None if own.loop is None else Candidate(base, own)
     notes = [f"the recipe's own layout does not fit: {short}" for short in shorts]
