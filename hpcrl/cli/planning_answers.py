@@ -19,6 +19,7 @@ __all__ = ["duration_text", "mesh_text", "print_answers", "print_lines", "print_
 
 _KNOBS = 4
 _CAUSES = 4
+_HINT = "    hint: "
 
 
 def duration_text(seconds: float | None) -> str:
@@ -54,13 +55,12 @@ def print_verdict(console: Console, verdict: Verdict, outlook: Outlook) -> None:
         tightest = f"; tightest: {verdict.tightest}" if verdict.tightest else ""
         console.print(f"[green]fits[/]{tightest}\n", highlight=False, soft_wrap=True)
         return
-    # a terminal wraps between words, and who reads a pipe wants whole lines
-    say = partial(console.print, highlight=False, soft_wrap=not console.is_terminal)
+    say = partial(_print_hanging, console)
     knobs = {shortage.place.summary(): shortage.knobs for shortage in outlook.shortages}
     for what in verdict.short:
         say(f"[bold red]DOES NOT FIT[/] {escape(what)}")
         for knob in knobs.get(what, ())[:_KNOBS]:
-            say(f"    hint: {knob}", markup=False)
+            say(f"{_HINT}{escape(str(knob))}")
         if what in knobs and not knobs[what]:
             say("    no single setting that hpcrl knows of makes it fit")
     for what in verdict.unknown:
@@ -91,6 +91,18 @@ def print_answers(
         lines.append(("[yellow]warning[/]", warning))
     print_lines(console, lines)
     console.print()
+
+
+def _print_hanging(console: Console, text: str) -> None:
+    """On a terminal what does not fit its line goes on below, indented; who reads a pipe wants whole lines."""
+    from rich.text import Text
+
+    for line in Text.from_markup(text).split("\n"):
+        indent = len(_HINT) if line.plain.startswith(_HINT) else len(_HINT.removesuffix("hint: "))
+        parts = line.wrap(console, max(20, console.width - indent)) if console.is_terminal else [line]
+        for number, part in enumerate(parts):
+            part.rstrip()
+            console.print(Text(" " * indent if number else "") + part, highlight=False, soft_wrap=True)
 
 
 def print_lines(console: Console, lines: Sequence[tuple[str, str]]) -> None:

@@ -257,7 +257,8 @@ def rollouts_verify(
     if as_json:
         typer.echo(json.dumps({"run": found.name, **msgspec.to_builtins(verdict)}, indent=2))
     else:
-        typer.echo(f"{verdict.finished:,} rollouts finished in {verdict.attempts} attempts")
+        attempts = "1 attempt" if verdict.attempts == 1 else f"{verdict.attempts} attempts"
+        typer.echo(f"{verdict.finished:,} rollouts finished in {attempts}")
         typer.echo(f"  {verdict.trained:>9,}  trained, each in one of {verdict.steps:,} steps")
         for why, number in verdict.dropped.items():
             typer.echo(f"  {number:>9,}  dropped: {why}")

@@ -102,7 +102,7 @@ def rollouts(run: RunDir, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capture
 def test_verify_accounts_for_every_rollout(rollouts: Command) -> None:
     out, _ = rollouts("verify")
     assert out.splitlines() == [
-        "9 rollouts finished in 1 attempts",
+        "9 rollouts finished in 1 attempt",
         "          4  trained, each in one of 2 steps",
         "          2  dropped: too old",
         "          3  waiting for a step",

@@ -131,3 +131,17 @@ def test_files_of_one_name_are_told_apart_on_a_narrow_terminal(
     assert "".join(shown.split()).count("recipes/") > 0
     row = next(line for line in shown.splitlines() if line.startswith("seed "))
     assert not row.split()[2].startswith("quickstart.yaml")
+
+
+def test_a_plan_that_does_not_fit_hangs_its_hints_on_a_narrow_terminal(
+    terminal: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = printed(["plan", "qwen3_30b_a3b", "-c", "h200-28"], monkeypatch, capsys)
+    verdict = shown.split("\n\n", maxsplit=1)[0].splitlines()
+    assert verdict[0].startswith("DOES NOT FIT trainer gpu: ")
+    assert verdict[1].startswith("    largest: ")
+    at = next(number for number, line in enumerate(verdict) if "activation_checkpointing=full (" in line)
+    assert verdict[at].startswith("    hint: --set ")
+    assert verdict[at + 1].startswith(" " * 10)
+    assert max(map(len, verdict)) <= 80
+    assert [line for line in verdict if line != line.rstrip()] == []
