@@ -246,8 +246,10 @@ def print_candidates(console: Console, rows: Sequence[tuple[str, Candidate]]) ->
         for column in ("slower", "trainer waits", "engines wait"):
             table.add_column(column)
     for mark, candidate in rows:
-        table.add_row(mark.replace(", ", "\n") if narrow else mark, *_candidate_row(candidate, narrow))
+        table.add_row(mark.replace(", ", ",\n") if narrow else mark, *_candidate_row(candidate, narrow))
     console.print(table)
+    if narrow and any(" on host" in mesh_text(candidate) for _, candidate in rows):
+        console.print("opt., act.: optimizer states, activations on the host", highlight=False)
 
 
 def print_settings(

@@ -93,7 +93,7 @@ def rollouts_ls(
     table = Table(box=None, header_style="bold", pad_edge=False)
     for name in ("rollout", "environment", "reward", "tokens", "versions", "staleness", "state"):
         right = name in ("reward", "tokens", "staleness")
-        table.add_column(name, justify="right" if right else "left", no_wrap=name != "state")
+        table.add_column(name, justify="right" if right else "left", no_wrap=name not in ("environment", "state"))
     for item in shown:
         versions = {item.first_version, item.last_version}
         table.add_row(

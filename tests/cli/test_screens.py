@@ -145,3 +145,13 @@ def test_a_plan_that_does_not_fit_hangs_its_hints_on_a_narrow_terminal(
     assert verdict[at + 1].startswith(" " * 10)
     assert max(map(len, verdict)) <= 80
     assert [line for line in verdict if line != line.rstrip()] == []
+
+
+def test_a_search_on_a_narrow_terminal_says_what_it_shortened(
+    terminal: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = printed(["plan", "search", "qwen3_30b_a3b", "-c", "h200-28", "--nodes", "4"], monkeypatch, capsys)
+    table = shown.split("\n\n", maxsplit=1)[0].splitlines()
+    firsts = [line.split("  ")[0] for line in table]
+    assert firsts[firsts.index("recipe,") + 1] == "does not fit"
+    assert "opt., act.: optimizer states, activations on the host" in table
