@@ -123,7 +123,7 @@ def print_environment(recipe: Recipe, cluster: ClusterProfile, resolved: Plan) -
 
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in ("role", "variable", "value", "source"):
-        table.add_column(column, overflow="fold")
+        table.add_column(column, overflow="fold", no_wrap=column in ("role", "variable"))
     for group in resolved.groups:
         for name, (value, source) in role_variables(recipe, cluster, group.role, resolved.run).items():
             table.add_row(group.role, name, value, source)

@@ -177,7 +177,7 @@ def test_rm_says_what_it_frees_and_asks(
     (failed.checkpoints_dir / "step-000010" / "data").write_bytes(b"x" * 3_000_000)
     code, out, err = hpcrl("rm", "run-1", "--dry-run")
     assert (code, out) == (0, "")
-    assert re.search(r"2\.9 MiB +1 files  checkpoints\n", err)
+    assert re.search(r"2\.9 MiB +1 file   checkpoints\n", err)
     assert "nothing was removed" in err
     monkeypatch.setattr("sys.stdin", io.StringIO("n\n"))
     assert hpcrl("rm", "run-1")[0] == 1
