@@ -231,6 +231,9 @@ async def running(
     try:
         if publish is not None:
             await loop.publish(publish)
+            # it reads its ledger first; tests look at its parts
+            work, restored = loop.work, loop.orchestrator._restored
+            await loop.until(lambda: restored.is_set() or work.done())
         yield loop
     finally:
         loop.work.cancel()

@@ -119,7 +119,7 @@ def policy_on_meta(arch, recipe, mesh):
                 own = nn.Parameter(parameter.detach()[: experts // mesh.ep])
                 mlp.experts.register_parameter(name, own)
             mlp.dispatcher = AllToAllDispatcher(experts, mesh.get_mesh("ep").get_group())
-    apply_memory_tools(policy.model, recipe.trainer.memory, META)
+    apply_memory_tools(policy.model, recipe.trainer.memory, META, dtype=torch.bfloat16)
     return policy
 
 

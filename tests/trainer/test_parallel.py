@@ -6,9 +6,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from trainer_testing import Rollouts, make_recipe, run_ranks, write_model_dir
 
-from hpcrl.errors import PeerLostError, RunFailedError
+from hpcrl.errors import PeerLostError
 from hpcrl.models.arch import load_arch
 from hpcrl.trainer.parallel.mesh import distributed, is_lost_rank
+from hpcrl.trainer.step.nonfinite import NonFiniteGradientError
 from hpcrl.trainer.step.policy import TrainerPolicy
 
 STEPS = 3
@@ -105,7 +106,7 @@ def test_a_gradient_that_is_not_finite_changes_no_weight(model_dir):
         parameters = list(policy.model.parameters())
         before = [p.detach().full_tensor().clone() for p in parameters]
         parameters[3].grad.to_local()[0, 0] = float("nan")
-        with pytest.raises(RunFailedError, match="gradient norm of step 1 is nan"):
+        with pytest.raises(NonFiniteGradientError, match="gradient norm of step 1 is nan"):
             policy.optimizer_step(1)
         assert all(torch.equal(a, p.detach().full_tensor()) for a, p in zip(before, parameters, strict=True))
 
