@@ -132,6 +132,7 @@ def test_where_logits_are_small_a_layer_binds(family: type[ModelArch]) -> None:
     assert real.whole > real.head
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("family", [GlmMoeDsaArch, MinimaxM2Arch, Qwen3Arch], ids=lambda arch: arch.MODEL_TYPES[0])
 @pytest.mark.parametrize(
     "tools",
@@ -153,6 +154,7 @@ def test_formulas_of_checkpointing_and_the_real_model_agree(family: type[ModelAr
     assert by_formulas(arch, lengths, "float32", **tools)[1] == pytest.approx(real.whole, rel=0.2)
 
 
+@pytest.mark.campaign
 @FAMILIES
 def test_many_layers_are_a_few_continued(family: type[ModelArch]) -> None:
     arch = sizes_of(family, num_hidden_layers=5)
@@ -161,6 +163,7 @@ def test_many_layers_are_a_few_continued(family: type[ModelArch]) -> None:
     assert estimate_model(arch, lengths, dtype=torch.float32) == whole
 
 
+@pytest.mark.campaign
 @FAMILIES
 def test_fake_tensors_take_what_real_ones_do(family: type[ModelArch], monkeypatch: pytest.MonkeyPatch) -> None:
     class Real:
@@ -197,6 +200,7 @@ def test_what_the_real_model_takes_stands_in_the_ledger() -> None:
     assert backward.total > 1 << 41
 
 
+@pytest.mark.campaign
 def test_a_plan_asks_a_process_with_torch() -> None:
     recipe, site = load_recipe("quickstart", ["model.path=Qwen3-8B", "trainer.dtype=bfloat16"]), load_cluster("local")
     real = measure_pass(recipe.value, site.value)

@@ -136,6 +136,7 @@ def on_meshes(rank, models):
     return found
 
 
+@pytest.mark.campaign
 def test_every_mesh_computes_the_same(models):
     assert run_ranks(2, on_meshes, models, timeout_s=240.0) == [{}, {}]
 
