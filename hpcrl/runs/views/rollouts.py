@@ -184,7 +184,8 @@ def verify_rollouts(run: RunDir, *, content: bool = True) -> Verdict:
     """
     replay = read_ledger(run)
     rollouts = replay.rollouts
-    problems, notes = list(replay.problems), []
+    problems: list[str] = list(replay.problems)
+    notes: list[str] = []
     by_step: dict[int, set[tuple[int, int]]] = {}
     for held in rollouts:
         if held.state is State.TRAINED and held.step is not None:
