@@ -162,5 +162,6 @@ def after(run: RunDir, fault_s: float, kind: str, **wanted: Any) -> list[float]:
 
 def lost(run: RunDir) -> dict[str, float]:
     """Rollouts that came to nothing, by what they came to nothing for."""
-    counters = steps(run)[last_step(run)].rollouts
+    recorded = steps(run)
+    counters = recorded[max(recorded)].rollouts
     return {name: counters[name] for name in ("dropped_engine", "dropped_environment", "dropped_group")}
