@@ -160,8 +160,13 @@ def after(run: RunDir, fault_s: float, kind: str, **wanted: Any) -> list[float]:
     return [e.time_s for e in found if all(e.data.get(name) == value for name, value in wanted.items())]
 
 
+def newest_counters(run: RunDir) -> dict[str, float]:
+    """What the orchestrator has counted until the newest recorded step."""
+    recorded = steps(run)
+    return recorded[max(recorded)].rollouts
+
+
 def lost(run: RunDir) -> dict[str, float]:
     """Rollouts that came to nothing, by what they came to nothing for."""
-    recorded = steps(run)
-    counters = recorded[max(recorded)].rollouts
+    counters = newest_counters(run)
     return {name: counters[name] for name in ("dropped_engine", "dropped_environment", "dropped_group")}

@@ -12,7 +12,20 @@ from typing import Any
 
 import pytest
 from fault_shim import build_shim
-from lab import SMALL_RUN, Lab, after, component, events, last_step, lost, processes, steps, wait_for, wait_step
+from lab import (
+    SMALL_RUN,
+    Lab,
+    after,
+    component,
+    events,
+    last_step,
+    lost,
+    newest_counters,
+    processes,
+    steps,
+    wait_for,
+    wait_step,
+)
 from observed import status_of
 
 from hpcrl.credentials import Credentials
@@ -144,7 +157,7 @@ def test_an_engine_that_answers_and_samples_nothing_is_restarted(lab: Lab, capsy
     (hung,) = events(run, "component.hung")
     assert "no progress for" in hung.data["problem"]
     assert "engine 0 hangs: no progress for" in lab.hpcrl("why", run.name, "--events").stdout
-    counters = steps(run)[last_step(run)].rollouts
+    counters = newest_counters(run)
     with capsys.disabled():
         kept = f"{counters['engine_retries']:.0f} requests went on elsewhere, {counters['tokens_kept']:.0f} tokens kept"
         print(f"\nsilent engine: suspect after {suspected_s}, {times}; {kept}")

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 import yaml
-from lab import HPCRL, ROOT, Lab, component, events, last_step, processes, steps, wait_step
+from lab import HPCRL, ROOT, Lab, component, events, last_step, lost, processes, steps, wait_step
 from patience import wait_for
 from vllm_environment import VLLM_PYTHON
 
@@ -97,11 +97,10 @@ def recover(run: RunDir, role: str, replica: int, fault_s: float) -> dict[str, f
 def check(lab: Lab, run: RunDir, words: str, times: dict[str, float], capsys: Any) -> None:
     """The run goes on, has lost no rollout, and says what happened."""
     assert words in lab.hpcrl("why", run.name, "--events").stdout
-    counters = steps(run)[last_step(run)].rollouts
-    lost = {name: counters[name] for name in ("dropped_engine", "dropped_environment", "dropped_group")}
+    came_to_nothing = lost(run)
     with capsys.disabled():
-        print(f"\n{words}: {times}, lost {lost}")
-    assert set(lost.values()) == {0}
+        print(f"\n{words}: {times}, lost {came_to_nothing}")
+    assert set(came_to_nothing.values()) == {0}
     status = lab.json("status", run.name)
     ready = {(c["role"], c["replica"]) for c in status["components"] if c["state"].upper() == "READY"}
     assert ready >= FLEET

@@ -16,7 +16,20 @@ from typing import Any
 import pytest
 import yaml
 from fault_shim import build_shim
-from lab import HPCRL, ROOT, SMALL_RUN, Lab, after, component, last_step, lost, processes, steps, wait_step
+from lab import (
+    HPCRL,
+    ROOT,
+    SMALL_RUN,
+    Lab,
+    after,
+    component,
+    last_step,
+    lost,
+    newest_counters,
+    processes,
+    steps,
+    wait_step,
+)
 from patience import wait_for
 from vllm_environment import VLLM_PYTHON
 
@@ -109,10 +122,6 @@ def acknowledged(run: RunDir) -> dict[str, int]:
     return {reader.reader: reader.acknowledged for reader in readers if reader.acknowledged is not None}
 
 
-def counters(run: RunDir) -> dict[str, float]:
-    return steps(run)[last_step(run)].rollouts
-
-
 def test_an_engine_killed_in_long_answers_and_an_update_that_fails_on_one_of_two(
     torn: Path, lab: Lab, submit: Submit, capsys: Any
 ) -> None:
@@ -123,7 +132,7 @@ def test_an_engine_killed_in_long_answers_and_an_update_that_fails_on_one_of_two
     """
     # without a node cache each engine reads for itself
     run = submit("two", "engine.replicas=2", "handoff.node_cache=null")
-    before = counters(run)
+    before = newest_counters(run)
 
     def busy() -> bool:
         found = engine(run, "engine", 1)
@@ -133,7 +142,7 @@ def test_an_engine_killed_in_long_answers_and_an_update_that_fails_on_one_of_two
     fault_s = kill(run, "engine", 1)
     wait_for(lambda: after(run, fault_s, "router.engine_removed", engine="engine-1"), 60, "the router without engine 1")
     wait_step(run, last_step(run) + 2, 300)
-    now = counters(run)
+    now = newest_counters(run)
     assert not after(run, fault_s, "component.state", role="engine", replica=1, state="READY")
     retries, kept = (now[name] - before[name] for name in ("engine_retries", "tokens_kept"))
     with capsys.disabled():
@@ -196,13 +205,13 @@ def test_a_killed_engine_of_two_sides_comes_back(lab: Lab, submit: Submit, capsy
     run = submit("sides", *SIDES)
     for role in ("prefill", "decode"):
         wait_for(lambda: (found := engine(run, "decode")) is not None and bool(found.running), 120, "work of decode")
-        before, step = counters(run), last_step(run)
+        before, step = newest_counters(run), last_step(run)
         fault_s = kill(run, role, busy=True)
         times = serves_again(run, fault_s, role)
         # Mooncake's connector knows prefill by an identity of each start, which the router asks for at its own
         assert bool(after(run, fault_s, "component.restarting", role="router", replica=0)) == (role == "prefill")
         wait_step(run, last_step(run) + 3, 600)
-        now = counters(run)
+        now = newest_counters(run)
         asked = {name: now[name] - before[name] for name in ("engine_requests", "engine_retries", "tokens_kept")}
         with capsys.disabled():
             print(f"\n{role} killed: {times}, {asked}, steps {step} to {last_step(run)}")
