@@ -50,6 +50,11 @@ class RolloutConfig(StrictModel):
     """While so many whole batches wait for the trainer, no rollout starts. 1 keeps staleness low, and is right where
     rollouts take no longer than a step. Where they take several, 1 makes waves (batches pile up, then the trainer
     waits): more of them smooth these, at the price of staleness within its bound."""
+    order: Literal["arrival", "deterministic"] = "arrival"
+    """How finished groups enter batches. ``arrival``: the oldest weights first, whichever has finished.
+    ``deterministic``: as they were begun, by weights that do not depend on how long anything takes, so that a run can
+    be replayed; engines wait for the last rollout that was begun before they take other weights, which are those of
+    every ``(max_off_policy_steps + 1) / 2``-th step, and ``ready_batches`` has no effect."""
     zero_variance: Literal["keep", "drop"] = "keep"
     """Groups whose rewards are all equal carry no gradient: ``keep`` them in the batch, or ``drop`` and replace
     them by others. Both are counted."""

@@ -88,6 +88,7 @@ class RolloutLedger:
         bound: int,
         limit_s: float,
         checkpoints: Callable[[], Sequence[int]],
+        replays: bool = False,
     ) -> None:
         """Read what there is, and begin a file of entries.
 
@@ -101,6 +102,9 @@ class RolloutLedger:
             How long a filesystem that refuses for a while is tried again, in seconds.
         checkpoints:
             Steps of the joint checkpoints that are there: what one of them may need is kept.
+        replays:
+            Whether steps that are undone are to be made again as they were: what their weights have sampled is
+            sampled again, by weights of the same steps.
 
         Raises
         ------
@@ -109,7 +113,7 @@ class RolloutLedger:
         OSError
             The filesystem refused.
         """
-        self._restored, self._bound, self._checkpoints = restored, bound, checkpoints
+        self._restored, self._bound, self._checkpoints, self._replays = restored, bound, checkpoints, replays
         self._log = RolloutLog(rollouts_dir, attempt=attempt, restored=restored, limit_s=limit_s)
         self._asked: set[int] = set()
         try:
@@ -135,6 +139,9 @@ class RolloutLedger:
                 self._drop(index, [each.entry.member for each in held], "its group was over", again=False)
             elif min(each.version for each in held) < oldest:
                 self._drop(index, [each.entry.member for each in held], "too old after a restore", again=True)
+            elif self._replays and any(each.pivots for each in held):
+                why = "sampled by weights of steps that are made again"
+                self._drop(index, [each.entry.member for each in held], why, again=True)
             else:
                 rollouts = self._load(held)
                 name, prompt = held[0].entry.environment, held[0].entry.prompt_index

@@ -176,7 +176,8 @@ class Orchestrator:
         sides = [make_client(member, role) for role in ("prefill", "decode") for member in endpoints.fixed(role)]
         config = recipe.rollouts
         # whether a router hands parts on from one side to the other was not tried
-        self._stream_interval = 0 if sides else config.stream_interval
+        # the rest of an answer is sampled with another seed: what is to be replayed begins anew
+        self._stream_interval = 0 if sides or config.order == "deterministic" else config.stream_interval
         router = None
         if "router" in endpoints.urls:
             router = RouterClient(http, name="router", url=endpoints.one("router"))
@@ -203,6 +204,7 @@ class Orchestrator:
             pace=Pace(recipe.handoff.update_timeout_s, recipe.handoff.min_bandwidth_mib_s * (1 << 20)),
             on_served=self._on_served,
             on_stale=self._complain,
+            choose=None if recipe.rollouts.order == "arrival" else self._choose_version,
         )
         if elastic:
             membership = Membership(
@@ -294,6 +296,9 @@ class Orchestrator:
         gc.set_threshold(_GC_THRESHOLD)
         self._lag.reset()  # loading a tokenizer blocks, and nobody waits yet
         self._tasks.create_task(self._scheduler.run())
+
+    def _choose_version(self, newest: int) -> int:
+        return self._scheduler.choose_version(newest)
 
     def _on_served(self, version: int) -> None:
         self._scheduler.serve(version)

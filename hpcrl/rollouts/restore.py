@@ -54,6 +54,7 @@ def open_ledger(context: RoleContext, recipe: Recipe, step: int) -> RolloutLedge
         bound=recipe.rollouts.max_off_policy_steps,
         limit_s=recipe.handoff.retry_s,
         checkpoints=CheckpointLedger(context.run.checkpoints_dir).steps,
+        replays=recipe.rollouts.order == "deterministic",
     )
 
 

@@ -61,3 +61,40 @@ def test_the_oldest_versions_are_taken_in_index_order() -> None:
     assert own.is_stale(3)
     assert not own.is_stale(4)
     assert not own.is_stale(None)
+
+
+def test_in_order_a_version_begins_its_groups_and_hands_over_when_they_have_ended() -> None:
+    """A bound of three steps: engines take every second version, which begins the groups of two batches."""
+    account = StalenessAccount(groups_per_step=2, max_off_policy_steps=3)
+    own = GroupPolicy(account, group_size=4, groups_per_step=2, zero_variance="drop", order="deterministic")
+    for _ in range(8):
+        assert own.may_start(0, 4)
+        account.start()
+    assert not own.may_start(0, 4)
+    for left in range(8, 0, -1):
+        assert (account.running, own.choose(5)) == (left, 0)
+        own.end(members=4, version=0, has_variance=True)
+    assert [own.choose(published) for published in (0, 1, 2, 5)] == [0, 0, 2, 2]
+    # one that is dropped makes room for the next
+    account.serve(2)
+    for _ in range(4):
+        account.start()
+    own.end(members=4, version=2, has_variance=False)
+    assert own.may_start(0, 4)
+
+
+def test_in_order_a_resume_between_two_versions_goes_on_where_the_one_before_stopped() -> None:
+    """At step 3 the groups of version 2 have been begun: those of version 4 are the next, and 3 begins none."""
+    account = StalenessAccount(groups_per_step=2, max_off_policy_steps=3, step=3, waiting=6)
+    own = GroupPolicy(account, group_size=4, groups_per_step=2, zero_variance="keep", order="deterministic")
+    assert not own.may_start(0, 4)
+    assert (own.choose(3), own.choose(4)) == (3, 4)
+
+
+def test_in_order_no_batch_is_made_while_an_earlier_group_runs() -> None:
+    account = StalenessAccount(groups_per_step=2, max_off_policy_steps=3, waiting=3)
+    own = GroupPolicy(account, group_size=4, groups_per_step=2, zero_variance="keep", order="deterministic")
+    waiting = [Waiting(7, 0), Waiting(2, 0), Waiting(5, 0)]
+    assert not own.may_take([(4, None)], waiting)
+    assert own.may_take([(6, 0)], waiting)
+    assert own.take(waiting) == [Waiting(2, 0), Waiting(5, 0)]

@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hpcrl.config.recipe import RolloutConfig
-from hpcrl.errors import EnvironmentFailedError, HpcrlError, PeerLostError, RunDirError
+from hpcrl.errors import HpcrlError, RunDirError
 from hpcrl.rollouts.batches.taken import Pending, TakenStep, TakenSteps
 from hpcrl.rollouts.engines.client import EngineError
 from hpcrl.rollouts.engines.pool import EngineSession
-from hpcrl.rollouts.environments import EnvironmentLostError, EnvironmentRaisedError, Prompt, prompt_of
+from hpcrl.rollouts.environments import Prompt, prompt_of
 from hpcrl.rollouts.ledger import GroupJournal
 from hpcrl.rollouts.records import Group, Rollout
 from hpcrl.rollouts.sampling.conversation import Conversation, Sampler
 from hpcrl.rollouts.sampling.data_order import DataOrder, GroupTask
+from hpcrl.rollouts.sampling.failures import FailureCount
 from hpcrl.rollouts.sampling.policy import Fate, GroupPolicy
 from hpcrl.rollouts.sampling.staleness import StalenessAccount
 from hpcrl.rollouts.telemetry.counters import Counters
 
 __all__ = ["Scheduler"]
 
-_log = logging.getLogger(__name__)
-
 _TOO_OLD = "too old"
-_MAX_FAILURES_IN_A_ROW = 64
-"""So many rollouts that fail one after the other are no accident."""
 
 
 @dataclass(eq=False)
@@ -105,14 +101,14 @@ class Scheduler:
             group_size=config.group_size,
             groups_per_step=config.rollouts_per_step // config.group_size,
             zero_variance=config.zero_variance,
+            order=config.order,
         )
         self._restart = {task.index: task for task in restart}
         self._taken = TakenSteps()
         self._running: dict[int, _Running] = {}
         self._finished = {group.index: group for group in finished}
         self._draining = False
-        self._failures_in_a_row = 0
-        self._last_death: tuple[str, int] | None = None
+        self._failures = FailureCount()
         self._error: HpcrlError | None = None
         self._wake = asyncio.Event()
         self._batch_ready = asyncio.Event()
@@ -134,6 +130,8 @@ class Scheduler:
             while True:
                 self._wake.clear()
                 await self._admit()
+                if self._policy.used_up or self._draining:
+                    await self._sampler.pool.notify()  # engines may take other weights
                 if self._error is not None:
                     raise self._error
                 await self._wake.wait()
@@ -167,10 +165,15 @@ class Scheduler:
             await self._batch_ready.wait()
 
     def _may_take(self) -> bool:
-        return self._policy.may_take(running.version for running in self._running.values())
+        going = [(index, running.version) for index, running in self._running.items()]
+        return self._policy.may_take([*going, *((index, None) for index in self._restart)], self._finished.values())
+
+    def choose_version(self, published: int) -> int:
+        """The version that engines should serve now, where ``published`` is the newest."""
+        return published if self._draining else self._policy.choose(published)
 
     def take_batch(self) -> list[Group]:
-        """Consume the groups of the next step: the oldest versions first, in index order.
+        """Consume the groups of the next step, as `GroupPolicy.take` chooses them, in index order.
 
         What cannot be used any more after this step is dropped and cancelled. Until `settle` is told that the step was
         trained, all of this can be undone in a snapshot.
@@ -205,6 +208,7 @@ class Scheduler:
     async def drain(self) -> None:
         """Start nothing more and abort what is in flight (it is started again after a restore)."""
         self._draining = True
+        self._wake.set()
         members = [member for running in self._running.values() for member in running.members]
         for running in list(self._running.values()):
             self._restart[running.task.index] = running.task
@@ -283,30 +287,13 @@ class Scheduler:
             except OSError as error:
                 self._error = RunDirError(f"a finished rollout cannot be kept: {error}")
                 return
-            self._failures_in_a_row = 0
+            self._failures.finished()
             self._counters.finished += 1
             self._counters.mixed_versions += rollout.first_version != rollout.last_version
             running.rollouts.append(rollout)
 
     def _failed(self, error: Exception) -> None:
-        if isinstance(error, EnvironmentLostError):
-            # the death of one process is one failure, however many rollouts it had
-            if error.death == self._last_death:
-                return
-            self._last_death = error.death
-        self._failures_in_a_row += 1
-        told = isinstance(error, EnvironmentRaisedError | EnvironmentLostError)
-        text = str(error) if told else f"{type(error).__name__}: {error}"
-        _log.warning("a rollout failed: %s", text, exc_info=None if told or isinstance(error, EngineError) else error)
-        if self._failures_in_a_row >= _MAX_FAILURES_IN_A_ROW:
-            count = f"{self._failures_in_a_row} rollouts failed one after the other"
-            if told:
-                first, *more = text.splitlines()
-                self._error = EnvironmentFailedError("\n".join([f"{first} ({count})", *more]))
-                return
-            lost = isinstance(error, EngineError) and error.unreachable
-            kind = PeerLostError if lost else HpcrlError
-            self._error = kind(f"{count}; the last: {text}")
+        self._error = self._failures.failed(error) or self._error
 
     def _finish(self, running: _Running) -> None:
         """All members have ended: keep the group or drop it."""

@@ -29,6 +29,8 @@ class StalenessAccount:
 
     Attributes
     ----------
+    bound:
+        ``max_off_policy_steps``.
     version:
         Policy version that all engines serve.
     step:
@@ -57,7 +59,7 @@ class StalenessAccount:
         """
         if groups_per_step < 1 or max_off_policy_steps < 0:
             raise ValueError(f"groups_per_step={groups_per_step}, max_off_policy_steps={max_off_policy_steps}")
-        self._groups_per_step, self._bound = groups_per_step, max_off_policy_steps
+        self._groups_per_step, self.bound = groups_per_step, max_off_policy_steps
         self._ready_batches = ready_batches
         self.version = self.step = self.trained = step
         self.running, self.waiting = 0, waiting
@@ -65,8 +67,12 @@ class StalenessAccount:
     @property
     def capacity(self) -> int:
         """Groups that may start now; negative after a restore that brought more groups than fit."""
+        return self.capacity_of(self.version)
+
+    def capacity_of(self, version: int) -> int:
+        """Groups that may start by weights of ``version``."""
         admitted = self.step * self._groups_per_step + self.waiting + self.running
-        return (self._bound + self.version + 1) * self._groups_per_step - admitted
+        return (self.bound + version + 1) * self._groups_per_step - admitted
 
     @property
     def may_start(self) -> bool:
@@ -82,11 +88,11 @@ class StalenessAccount:
     @property
     def oldest_usable(self) -> int:
         """Lowest version of a group that the next step may consume."""
-        return self.step - self._bound
+        return self.step - self.bound
 
     def overtaken_by(self, version: int) -> int:
         """The step by whose consumption groups of ``version`` became too old, or will become so."""
-        return version + self._bound + 1
+        return version + self.bound + 1
 
     @property
     def batch_ready(self) -> bool:

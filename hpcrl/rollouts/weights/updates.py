@@ -54,6 +54,7 @@ class WeightUpdater:
         pace: Pace,
         on_served: Callable[[int], None],
         on_stale: Callable[[Engine, str], None] = lambda engine, why: None,
+        choose: Callable[[int], int] | None = None,
     ) -> None:
         """Remember settings; nothing is sent before `run`.
 
@@ -71,10 +72,13 @@ class WeightUpdater:
             Called with a version when all engines serve it that are there.
         on_stale:
             Called with an engine that answers and does not take a version: somebody should start it anew.
+        choose:
+            Says which version engines should serve, given the newest; when it says another, the pool is notified
+            (`EnginePool.notify`). None: the newest, or an older one where that cannot be loaded.
         """
         self._pool, self._store, self._events, self._pause = pool, store, events, pause
         self._registration, self._collector, self._pace, self._on_served = registration, collector, pace, on_served
-        self._on_stale = on_stale
+        self._on_stale, self._choose = on_stale, choose
         self._target: int | None = None
         self._loading: dict[Engine, int] = {}
         self._unloadable: dict[Engine, tuple[int, str]] = {}
@@ -217,11 +221,12 @@ class WeightUpdater:
         if self._holds:
             # who comes back during an evaluation serves what is evaluated: it may be the only engine
             return self._held_version if engine.version < 0 <= self._held_version else None
+        target = self._target if self._choose is None else self._choose(self._target)
         # a version that no engine could load is not tried again, unless this one has none at all
         tried = self._unloadable.get(engine, (-1, ""))[0]
         if engine.version < 0 or tried <= self._others_serve(engine):
             tried = -1
-        return self._target if self._target > max(engine.version, tried) else None
+        return target if target > max(engine.version, tried) else None
 
     async def _follow(self, engine: Engine) -> None:
         """Keep one engine up to date, through all of its lives."""
@@ -325,11 +330,15 @@ class WeightUpdater:
         The version is read and verified while the engine generates; only then requests are frozen, for the exchange.
 
         Where this one cannot be loaded, an engine that comes late takes the newest that can be, and one that serves
-        an older version goes on with it; the next version is tried again. An exact evaluation has no such choice.
+        an older version goes on with it; the next version is tried again. An exact evaluation, or a run that is
+        replayed, has no such choice.
         """
         control = engine.client.control
         limit = self._pace.limit_s(await asyncio.to_thread(self._bytes_of, version))
-        info: dict[str, Any] = {"path": str(self._store.path_of(version)), "fallback": not self._holds}
+        info: dict[str, Any] = {
+            "path": str(self._store.path_of(version)),
+            "fallback": not self._holds and self._choose is None,
+        }
         await begin(engine.client, limit_s=limit)
         answer = await control("/update_weights", {"update_info": {**info, "stage": True}}, timeout_s=limit)
         in_place = "version" not in answer
@@ -364,6 +373,8 @@ class WeightUpdater:
             self._collect_due.clear()
             in_use = {engine.version for engine in self._pool.engines} | set(self._loading.values())
             in_use |= {self._held_version} if self._holds else set()
+            if self._choose is not None:  # any of them may be served yet
+                in_use |= set(range(self._served, (self._target or 0) + 1))
             try:
                 report = await asyncio.to_thread(self._collector.collect, in_use)
             except (HandoffError, OSError) as error:

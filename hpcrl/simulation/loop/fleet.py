@@ -57,6 +57,8 @@ class Fleet:
         The replicas that say tokens.
     version:
         Policy version that all of them serve (the lowest).
+    choose:
+        Says which version they should serve, given the newest.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class Fleet:
         self._loading = self._holds = 0
         self._held: list[Callable[[], None]] = []
         self._by_load = [(0, engine.index) for engine in engines]
+        self.choose: Callable[[int], int] = lambda newest: newest
 
     # -- load
 
@@ -142,7 +145,7 @@ class Fleet:
         self._target = version
         if self._prefill is not None and self._pause:
             self._prefill.stall(self._load_s())
-        self._follow()
+        self.follow()
 
     def hold(self, ready: Callable[[], None]) -> None:
         """Begin no update until `unhold`; ``ready`` is called when none runs."""
@@ -155,16 +158,18 @@ class Fleet:
     def unhold(self) -> None:
         """Updates may begin again."""
         self._holds -= 1
-        self._follow()
+        self.follow()
 
-    def _follow(self) -> None:
+    def follow(self) -> None:
+        """Load what engines may load now."""
         for engine in self.engines:
             self._begin(engine)
 
     def _begin(self, engine: SimulatedEngine) -> None:
-        if self._holds or engine.loading is not None or engine.version >= self._target:
+        target = self.choose(self._target)
+        if self._holds or engine.loading is not None or engine.version >= target:
             return
-        engine.loading = self._target
+        engine.loading = target
         self._loading += 1
         read_s = self._read_s()
         if read_s:

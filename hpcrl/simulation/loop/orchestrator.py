@@ -116,6 +116,7 @@ class SimulatedOrchestrator:
             group_size=self._config.group_size,
             groups_per_step=scenario.groups_per_step,
             zero_variance=self._config.zero_variance,
+            order=self._config.order,
         )
         self.in_flight, self.next_index = 0, next_index
         self._running: dict[Group, None] = {}
@@ -131,6 +132,7 @@ class SimulatedOrchestrator:
     def attach(self, fleet: Fleet) -> None:
         """Use these engines."""
         self._fleet = fleet
+        fleet.choose = self._policy.choose
 
     def serve(self, version: int) -> None:
         """All engines serve ``version``."""
@@ -145,7 +147,7 @@ class SimulatedOrchestrator:
 
     def may_take(self) -> bool:
         """Whether the next step may take its batch now."""
-        return self._policy.may_take(group.version for group in self._running)
+        return self._policy.may_take(((group.index, group.version) for group in self._running), self._finished)
 
     def take_batch(self) -> list[Group]:
         """Consume the groups of the next step: the oldest versions first, in index order."""
@@ -288,6 +290,8 @@ class SimulatedOrchestrator:
             self._finish(group)
             self._batch_ready()
         self.admit()
+        if self._policy.used_up:
+            self._fleet.follow()
 
     def _finish(self, group: Group) -> None:
         """All members have ended: keep the group or drop it."""
