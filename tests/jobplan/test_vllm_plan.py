@@ -28,6 +28,8 @@ from hpcrl.supervisor.launch.commands import fill_placeholders
 from hpcrl.supervisor.process.node_values import fill_node_rank
 
 GOLDEN = Path(__file__).parent / "golden"
+ANEW = {"kv_load_failure_policy": "recompute"}
+"""KV that was found and cannot be fetched is computed by the engine that asked."""
 RUN_DIR = Path("/runs/night-1")
 
 
@@ -231,7 +233,7 @@ def test_an_engine_joins_the_pool_before_it_starts() -> None:
     }
     assert engine[:4] == ["{python}", "-P", "-m", "vllm.entrypoints.openai.api_server"]
     connector = json.loads(engine[engine.index("--kv-transfer-config") + 1])
-    assert connector == {"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both"}
+    assert connector == {"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both", **ANEW}
     without = groups_of("quickstart_vllm", "local", "engine.kv_store=null")[Role.ENGINE].command
     assert "--kv-transfer-config" not in without
     assert without[1:4] == ("-P", "-m", "vllm.entrypoints.openai.api_server")
@@ -248,9 +250,9 @@ def test_ranks_of_a_node_share_its_memory_for_kv_that_leaves_the_gpu() -> None:
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"cpu_bytes_to_use": 50 << 30},
     }
-    assert connector_of("qwen3_30b_a3b", Role.ENGINE, "engine.memory.kv_offload_gib=400") == offload
+    assert connector_of("qwen3_30b_a3b", Role.ENGINE, "engine.memory.kv_offload_gib=400") == offload | ANEW
     both = connector_of("glm5_swe", Role.DECODE, "engine.memory.kv_offload_gib=400")
-    assert both["kv_connector"] == "MultiConnector"
+    assert (both["kv_connector"], both["kv_load_failure_policy"]) == ("MultiConnector", "recompute")
     children = both["kv_connector_extra_config"]["connectors"]
     assert children == [{"kv_connector": "NixlConnector", "kv_role": "kv_both"}, offload]
 

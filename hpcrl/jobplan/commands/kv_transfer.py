@@ -17,6 +17,9 @@ from hpcrl.interpreter import module_command
 __all__ = ["connector", "disk_command", "front_command", "has_rdma", "side_command", "side_ports", "transfer_config"]
 
 _POOL = {"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both"}
+_COMPUTE_WHAT_IS_LOST = {"kv_load_failure_policy": "recompute"}
+"""KV may be found and gone when it is fetched: its owner ended, the pool made room. vLLM's default fails such a request
+with status 500; it computes the tokens anew instead."""
 _DISK = "@kv-disk@"
 """Stands for a directory that is made on the node."""
 _MOONCAKE_ROLES = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer"}
@@ -60,10 +63,12 @@ def transfer_config(
             tiers |= {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [disk]}
         extra = {"kv_connector_extra_config": tiers}
         connectors.append({"kv_connector": "OffloadingConnector", "kv_role": "kv_both", **extra})
-    if len(connectors) < 2:
-        return connectors[0] if connectors else None
+    if not connectors:
+        return None
+    if len(connectors) == 1:
+        return connectors[0] | _COMPUTE_WHAT_IS_LOST
     children = {"kv_connector_extra_config": {"connectors": connectors}}
-    return {"kv_connector": "MultiConnector", "kv_role": "kv_both", **children}
+    return {"kv_connector": "MultiConnector", "kv_role": "kv_both", **children, **_COMPUTE_WHAT_IS_LOST}
 
 
 def disk_command(recipe: Recipe, command: tuple[str, ...]) -> tuple[str, ...]:
