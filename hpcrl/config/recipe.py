@@ -82,6 +82,11 @@ class LossConfig(StrictModel):
     clip_high: PositiveFloat = 0.28
     """``ppo_clip``, ``cispo``, ``gspo``: upper clip distance from 1."""
 
+    @property
+    def is_of_rollouts(self) -> bool:
+        """Whether a token's loss depends on all tokens of its rollout, also on those that other ranks have."""
+        return self.kind == "gspo"
+
 
 class AlgorithmConfig(StrictModel):
     """Advantages and loss."""
@@ -149,8 +154,8 @@ class TrainerMemoryConfig(StrictModel):
     """Shards of parameters, their gradients and the optimizer live in host memory (FSDP2's CPU offload); the step of
     the optimizer is computed there."""
     lm_head_chunk_tokens: PositiveInt | Literal["auto"] | None = None
-    """Tokens whose logits are computed at once, a part of the vocabulary at a time; ``auto`` chooses. None: all logits
-    of a micro-batch are there together."""
+    """Tokens whose logits are computed at once, with their part of the loss and the gradients; ``auto`` chooses. None:
+    all logits of a micro-batch are there together."""
     compile: bool = False
     """`torch.compile` of the layers: less is kept of them, and less moved. The first step takes minutes longer."""
     fp8: bool = False

@@ -25,8 +25,8 @@ __all__ = ["Block", "BlockFn", "Decoder", "DecoderLayer", "HeadFn", "RunBlock"]
 BlockFn = Callable[[Tensor, RotaryTables, BatchContext], Tensor]
 """``[T, hidden_size]`` to the same."""
 
-HeadFn = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Of hidden states ``[selected, hidden_size]`` and the weight of the head: two numbers of each, ``[selected]``."""
+HeadFn = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
+"""What is made of hidden states ``[selected, hidden_size]`` and the weight of the head, without all logits."""
 
 
 class RunBlock(Protocol):
@@ -116,7 +116,7 @@ class Decoder(nn.Module):
 
     def forward(
         self, input_ids: Tensor, context: BatchContext, head: HeadFn | None = None
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Tensor | tuple[Tensor, ...]:
         """Logits of the flat tokens ``[T]`` that ``context.select`` names: ``[selected, vocab_size]``, float32.
 
         With ``head`` what that makes of their hidden states, without logits.

@@ -32,9 +32,9 @@ from hpcrl.modeling.packed_attention import PackedAttention
 from hpcrl.modeling.spec import build_model
 from hpcrl.models.arch import ModelArch, arch_from_config
 from hpcrl.trainer.batch import tensors
-from hpcrl.trainer.batch.tensors import token_logprobs
-from hpcrl.trainer.memory.head import chunked_logprobs
+from hpcrl.trainer.memory.head import loss_in_pieces, whole_logprobs
 from hpcrl.trainer.memory.tools import apply_memory_tools
+from hpcrl.trainer.step.losses import PolicyLoss
 
 __all__ = ["PassMemory", "estimate_model", "estimate_pass"]
 
@@ -136,22 +136,27 @@ def estimate_pass(
         model.norm.register_full_backward_hook(lambda *_: at_head.append(_beside_weights(tracker)))
         tracker.track_external(model)
         with tracker:
-            logprobs = _logprobs(model, ids, attention.context(select), memory.lm_head_chunk_tokens)
-            logprobs.sum().backward()  # type: ignore[no-untyped-call]
+            loss = _loss(model, ids, attention.context(select), memory.lm_head_chunk_tokens)
+            loss.backward()  # type: ignore[no-untyped-call]
     parameters = sum(p.numel() * p.element_size() for p in model.parameters())
     return PassMemory(parameters, at_head[0], _beside_weights(tracker))
 
 
-def _logprobs(model: Decoder, ids: Tensor, context: BatchContext, chunk: int | str | None) -> Tensor:
+def _loss(model: Decoder, ids: Tensor, context: BatchContext, chunk: int | str | None) -> Tensor:
+    """A loss that is a sum over tokens."""
     assert context.select is not None
     targets = torch.zeros(len(context.select), dtype=torch.long)
     if chunk is None:
-        return token_logprobs(model(ids, context), targets, 1.0)[0]
+        logprobs, _ = model(ids, context, partial(whole_logprobs, targets=targets, temperature=1.0))
+        return logprobs.sum()  # type: ignore[no-any-return]
     tokens = chunk if isinstance(chunk, int) else None
-    found: tuple[Tensor, Tensor] = model(
-        ids, context, partial(chunked_logprobs, targets=targets, temperature=1.0, tokens=tokens)
-    )
-    return found[0]
+
+    def of_tokens(logprobs: Tensor, _: slice) -> PolicyLoss:
+        return PolicyLoss(logprobs.sum(), torch.zeros_like(logprobs, dtype=torch.bool), logprobs.detach())
+
+    head = partial(loss_in_pieces, targets=targets, loss=of_tokens, temperature=1.0, tokens=tokens)
+    loss: Tensor = model(ids, context, head)[0]
+    return loss
 
 
 def _forget(parameter: Tensor) -> None:

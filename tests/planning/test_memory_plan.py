@@ -124,10 +124,13 @@ def test_each_memory_saver_saves() -> None:
     assert _peak(fp8=True, **small_head) > _peak(**small_head)
     assert _peak(lora_rank=16, **small_head) < _peak(**small_head)
     head = {m.name: m for m in trainer_moments(GLM5, _trainer(lm_head_chunk_tokens=1024))}["logits"]
-    assert 2 * 154_880 * 6144 < head["logits"].value < 4 * GIB
+    # the gradient of the head in float32, and rounded
+    assert 6 * 154_880 * 6144 < head["logits"].value < 6 * GIB
+    twice = {m.name: m for m in trainer_moments(GLM5, _trainer(lm_head_chunk_tokens=1024, loss_of_rollouts=True))}
+    assert 2 * 154_880 * 6144 < twice["logits"]["logits"].value < 4 * GIB
     whole = {m.name: m for m in trainer_moments(GLM5, _trainer())}["logits"]
-    # in float32 and rounded to bfloat16
-    assert whole["logits"].value == 6 * 32768 * 154_880
+    # in bfloat16, with the gradients of head and hidden states
+    assert whole["logits"].value == 2 * (32768 * 154_880 + (154_880 + 32768) * 6144)
 
 
 def test_a_ring_holds_what_travels() -> None:

@@ -99,7 +99,7 @@ def test_features_move_the_step_the_right_way() -> None:
     assert seconds(replace(SHAPE, recompute="none")) < seconds(replace(SHAPE, recompute="selective")) < seconds()
     assert seconds(replace(SHAPE, compute_dtype="bfloat16")) > seconds()
     assert seconds(replace(SHAPE, offload_optimizer=True)) > seconds()
-    assert seconds(replace(SHAPE, head_in_pieces=True)) > seconds()
+    assert seconds(replace(SHAPE, head_twice=True)) > seconds()
     some = seconds(replace(SHAPE, recompute_every=4))
     assert seconds(replace(SHAPE, recompute="none")) < some < seconds()
     on_host = {"offload_parameters": True}

@@ -97,10 +97,10 @@ class Traffic(TorchDispatchMode):
         return watching
 
 
-def recipe_of(parallelism, memory):
-    """With the loss that has sums over rollouts, and engines' experts taken in place of the routers'."""
+def recipe_of(parallelism, memory, kind):
+    """With engines' experts taken in place of the routers'."""
     recipe = make_recipe("model", steps=9, parallelism=parallelism, memory=memory, router_replay=True)
-    loss = recipe.algorithm.loss.model_copy(update={"kind": "gspo"})
+    loss = recipe.algorithm.loss.model_copy(update={"kind": kind})
     return recipe.model_copy(update={"algorithm": recipe.algorithm.model_copy(update={"loss": loss})})
 
 
@@ -160,9 +160,9 @@ class Sizes:
         return [[self.rows // 2, self.rows - self.rows // 2]] * 2
 
 
-def watch(family, parallelism, memory):
+def watch(family, parallelism, memory, kind):
     """What a step does, a micro-batch: traffic from host to device, waits for sizes; and the sparse layers."""
-    recipe = recipe_of(parallelism, memory)
+    recipe = recipe_of(parallelism, memory, kind)
     with ExitStack() as stack:
         dist.init_process_group("cpu:fake,meta:fake", store=FakeStore(), rank=0, world_size=RANKS)
         stack.callback(dist.destroy_process_group)
@@ -198,7 +198,17 @@ FULL, SELECTIVE = {"activation_checkpointing": "full"}, {"activation_checkpointi
     ],
 )
 def test_the_host_waits_for_nothing_but_sizes_of_expert_parallelism(family, parallelism, memory):
-    seen, waits, layers = watch(family, parallelism, memory)
+    # the loss that has sums over rollouts
+    expect_no_waits(family, parallelism, memory, "gspo")
+
+
+@pytest.mark.parametrize("kind", ["masked_ratio", "icepop", "tis", "ppo_clip", "cispo"])
+def test_the_host_waits_for_no_loss_in_pieces(kind):
+    expect_no_waits("qwen3_moe", {}, {"lm_head_chunk_tokens": 4}, kind)
+
+
+def expect_no_waits(family, parallelism, memory, kind):
+    seen, waits, layers = watch(family, parallelism, memory, kind)
     assert seen == {"copy": 3 if family == "nemotron_h" else 1}
     # recomputation does not ask again
     assert waits == (MICRO_BATCHES * layers if parallelism.get("ep") else 0)

@@ -123,6 +123,17 @@ def test_formulas_and_the_real_model_agree(family: type[ModelArch], change: str)
     assert real.parameters == pytest.approx(getattr(torch, dtype).itemsize * arch.num_parameters(), rel=0.001)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_head_in_pieces_takes_what_its_formula_says(dtype: str) -> None:
+    """Logits of some tokens, and the gradient of the head, which is added up in float32."""
+    arch, lengths = sizes_of(Qwen3Arch, vocab_size=16384), (1000,) * 4
+    memory = TrainerMemoryConfig(lm_head_chunk_tokens=300)
+    real = estimate_pass(arch, lengths, dtype=getattr(torch, dtype), memory=memory)
+    head = by_formulas(arch, lengths, dtype, lm_head_chunk_tokens=300)[0]
+    assert head == pytest.approx(real.head, rel=0.005)
+    assert head < 0.9 * by_formulas(arch, lengths, dtype)[0]
+
+
 @FAMILIES
 def test_where_logits_are_small_a_layer_binds(family: type[ModelArch]) -> None:
     """The gradients of the widest layer beside what is kept, within a tenth."""

@@ -4,10 +4,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hpcrl.planning.memory.settings import AUTO_CHUNK, HEAD_PIECE_BYTES
+from hpcrl.config.recipe import LossConfig
+from hpcrl.planning.memory.settings import AUTO_CHUNK, HEAD_PIECE_BYTES, LOGIT_PIECE_BYTES
+from hpcrl.trainer.batch import tensors
 from hpcrl.trainer.batch.tensors import token_logprobs
 from hpcrl.trainer.memory import head
-from hpcrl.trainer.memory.head import chunked_logprobs
+from hpcrl.trainer.memory.head import chunked_logprobs, loss_in_pieces
+from hpcrl.trainer.step.losses import PolicyLoss, TrainedTokens, policy_loss
 
 TOKENS, WIDTH, VOCAB = 23, 16, 101
 
@@ -63,8 +66,10 @@ def test_a_large_logit_does_not_overflow():
 
 def test_what_is_frozen_gets_no_gradient():
     hidden, weight, targets, _ = inputs()
-    chunked_logprobs(hidden, weight.detach(), targets, temperature=1.0, tokens=5)[0].sum().backward()
-    assert hidden.grad is not None
+    for find in (in_pieces, in_chunks):
+        find(hidden, weight.detach(), targets).backward()
+        assert hidden.grad is not None
+        hidden.grad = None
 
 
 class Largest(TorchDispatchMode):
@@ -84,8 +89,98 @@ def test_no_tensor_has_all_logits(monkeypatch):
     hidden, weight, targets, _ = inputs()
     with Largest() as largest:
         chunked_logprobs(hidden, weight, targets, temperature=0.9, tokens=5)[0].sum().backward()
+        in_pieces(hidden, weight, targets).backward()
     assert largest.elements == VOCAB * WIDTH < TOKENS * VOCAB
 
 
 def test_the_planner_counts_pieces_of_the_same_size():
     assert (AUTO_CHUNK, HEAD_PIECE_BYTES) == (head.AUTO_TOKENS, head.PIECE_BYTES)
+    assert LOGIT_PIECE_BYTES == {**tensors.PIECE_BYTES, "cuda": tensors._LARGE_PIECE_BYTES}
+
+
+KINDS = ("masked_ratio", "icepop", "tis", "ppo_clip", "cispo")
+TRAINED = TOKENS - 2  # rows behind these have no part in a loss
+
+
+def losses(kind, dtype, temperature, tokens):
+    """A loss in pieces and the same of all logits: loss, masked, log-ratio, entropies, and both gradients."""
+    hidden, weight, targets, noise = inputs(dtype)
+    targets = targets[:TRAINED]
+    exact = plain(hidden.detach()[:TRAINED], weight.detach(), targets, temperature)[0]
+    # so that some tokens are masked and some ratios cut
+    engine, advantages = exact + 0.5 * noise[:TRAINED], noise[:TRAINED].flip(0)
+    sequences = torch.arange(TRAINED) // 4
+
+    def loss(logprobs, part):
+        given = TrainedTokens(logprobs, engine[part], advantages[part], sequences[part], TRAINED)
+        return policy_loss(
+            given, LossConfig(kind=kind, mask_low=1e-4, mask_high=1e-4, ratio_high=1.2), total_tokens=100
+        )
+
+    pieces = loss_in_pieces(hidden, weight, targets, loss, temperature=temperature, tokens=tokens)
+    logprobs, entropies = plain(hidden[:TRAINED], weight, targets, temperature)
+    found = loss(logprobs, slice(None))
+    whole = found.loss, found.masked, found.log_ratio, entropies
+    assert 0 < found.masked.sum() < TRAINED
+    # any factor that a loss is multiplied with
+    return [(*out, *torch.autograd.grad(3.0 * out[0], (hidden, weight))) for out in (pieces, whole)]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("tokens", [1, 5, None])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loss_in_pieces_is_that_of_all_logits(kind, tokens, temperature):
+    for ours, theirs in zip(*losses(kind, torch.float32, temperature, tokens), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loss_in_pieces_rounds_logits_as_the_model_does(monkeypatch, kind):
+    monkeypatch.setattr(head, "PIECE_BYTES", 4 * 5 * 7)
+    ours, theirs = losses(kind, torch.bfloat16, 1.0, 5)
+    for one, other in zip(ours[:4], theirs[:4], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    for one, other in zip(ours[4:], theirs[4:], strict=True):
+        assert one.dtype == torch.bfloat16
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-3)
+
+
+class Products(TorchDispatchMode):
+    """Counts products of matrices."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func._schema.name in {"aten::mm", "aten::addmm", "aten::addmm_"}
+        return func(*args, **(kwargs or {}))
+
+
+def test_logits_of_a_loss_in_pieces_are_made_once():
+    with Products() as seen:
+        losses("icepop", torch.float32, 1.0, 7)
+    # in each of three pieces logits and two gradients; twice all logits, once more with gradients
+    assert seen.count == 3 * 3 + 2 + 2
+
+
+def test_a_micro_batch_without_trained_tokens_has_a_gradient_of_zero():
+    hidden, weight, targets, _ = inputs()
+    for find in (whole, in_pieces, in_chunks):
+        loss = find(hidden[:1], weight, targets[:0])
+        assert loss.item() == 0.0
+        for gradient in torch.autograd.grad(loss, (hidden, weight)):
+            assert not gradient.any()
+
+
+def whole(hidden, weight, targets):
+    return head.whole_logprobs(hidden, weight, targets, temperature=1.0)[0].sum()
+
+
+def in_chunks(hidden, weight, targets):
+    return chunked_logprobs(hidden, weight, targets, temperature=1.0, tokens=4)[0].sum()
+
+
+def in_pieces(hidden, weight, targets):
+    def loss(logprobs, _):
+        return PolicyLoss(logprobs.sum(), logprobs > 0, logprobs.detach())
+
+    return loss_in_pieces(hidden, weight, targets, loss, temperature=1.0, tokens=4)[0]

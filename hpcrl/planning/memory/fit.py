@@ -148,6 +148,7 @@ def trainer_memory(recipe: Recipe, *, device: Literal["cpu", "cuda"]) -> Trainer
         optimizer_offload=saving.optimizer_offload,
         parameter_offload=saving.parameter_offload,
         lm_head_chunk_tokens=AUTO_CHUNK if saving.lm_head_chunk_tokens == "auto" else saving.lm_head_chunk_tokens,
+        loss_of_rollouts=recipe.algorithm.loss.is_of_rollouts,
         fp8=saving.fp8,
         lora_rank=saving.lora_rank,
         router_replay=recipe.returns_routed_experts,

@@ -132,7 +132,10 @@ def _candidates(
 def _trainer_gpu(recipe: Recipe, cluster: ClusterProfile, facts: ModelFacts) -> Iterator[tuple[Changes, str]]:
     trainer, memory, parallel = recipe.trainer, recipe.trainer.memory, recipe.trainer.parallelism
     if memory.lm_head_chunk_tokens is None:
-        yield (("trainer.memory.lm_head_chunk_tokens", "auto"),), "logits are computed twice"
+        yield (
+            (("trainer.memory.lm_head_chunk_tokens", "auto"),),
+            "logits are computed twice" if recipe.algorithm.loss.is_of_rollouts else "smaller products of matrices",
+        )
     if trainer.micro_batch_tokens > recipe.engine.max_model_len:
         yield (("trainer.micro_batch_tokens", recipe.engine.max_model_len),), "more and smaller passes"
     if memory.activation_checkpointing != "full":

@@ -19,7 +19,9 @@ OFFLOAD_BUCKETS = 3
 AUTO_CHUNK = 1024
 """Tokens of a piece of the head, where the recipe lets the trainer choose (`hpcrl.trainer.memory.head`)."""
 HEAD_PIECE_BYTES = 32 << 20
-"""Of the logits of such a piece."""
+"""Of the logits of a piece of the vocabulary in float32."""
+LOGIT_PIECE_BYTES = {"cpu": 1 << 20, "cuda": 64 << 20}
+"""Of logits in float32 that are worked on at once (`hpcrl.trainer.batch.tensors`)."""
 CUDA_BYTES = int(1.0 * GIB)
 """CUDA context, cuBLAS and cuDNN workspaces of a process."""
 NCCL_BYTES = int(0.5 * GIB)
@@ -59,6 +61,8 @@ class TrainerMemory:
         Keys and values travel around the context-parallel ranks.
     dtype:
         Of parameters and activations in forward and backward.
+    loss_of_rollouts:
+        The loss wants all log-probabilities first, so that logits in pieces are made twice.
     micro_batch_tokens:
         Tokens of a micro-batch of one context-parallel group.
     trained_tokens:
@@ -100,6 +104,7 @@ class TrainerMemory:
     optimizer_offload: bool = False
     parameter_offload: bool = False
     lm_head_chunk_tokens: int | None = None
+    loss_of_rollouts: bool = False
     fp8: bool = False
     lora_rank: int | None = None
     router_replay: bool = False
@@ -134,12 +139,9 @@ class TrainerMemory:
         return self.tokens if self.trained_tokens is None else -(-self.trained_tokens // self.cp)
 
     @property
-    def head_piece(self) -> tuple[int, int] | None:
-        """Tokens and numbers of the vocabulary whose logits exist at once; None: all do."""
-        if self.lm_head_chunk_tokens is None:
-            return None
-        rows = min(self.logit_tokens, self.lm_head_chunk_tokens)
-        return rows, HEAD_PIECE_BYTES // (4 * rows)
+    def head_rows(self) -> int:
+        """Tokens whose logits exist at once."""
+        return min(self.logit_tokens, self.lm_head_chunk_tokens or self.logit_tokens)
 
     @property
     def activations(self) -> ActivationShape:

@@ -22,6 +22,7 @@ from hpcrl.planning.memory.activations import (
     ring_bytes,
     saved_bytes,
 )
+from hpcrl.planning.memory.logits import logits_term
 from hpcrl.planning.memory.settings import (
     CUDA_BYTES,
     FRAGMENTATION,
@@ -187,7 +188,7 @@ class _Trainer:
         return sorted(i for i in near if 0 <= i <= last)
 
     def _head(self) -> Iterator[Term | None]:
-        m, d, v = self.m, self.facts.hidden_size, self.facts.vocab_size
+        m, d = self.m, self.facts.hidden_size
         yield from self.standing(gradients=1.0 if m.accumulates else 0.0)
         yield self._root_gathered()
         if m.real is not None:
@@ -197,22 +198,7 @@ class _Trainer:
         n, b, t = m.logit_tokens, m.element_bytes, m.tokens
         inputs = {"T": t, "D": d, "n": n, "b": b}
         yield Term("final norm and selection", t * d * (4 + b) + n * d * b, "T D (4 + b) + n D b", inputs)
-        if (piece := m.head_piece) is not None:
-            rows, columns = piece[0], min(piece[1], v)
-            # of a piece the gradient of its logits, rounded too, and what it adds to those of head and hidden states;
-            # beside it these two
-            rounded = 0 if b == 4 else b
-            value = (4 + rounded) * rows * columns + 4 * (2 * columns + n + rows) * d + b * v * d
-            inputs = {"rows": rows, "columns": columns, "D": d, "n": n, "V": v, "b": b}
-            yield Term("logits", value, "(4 + b) rows · columns + 4 (2 columns + n + rows) D + b V D", inputs)
-            return
-        # logits in float32, whose memory their gradient takes (`hpcrl.trainer.batch.tensors.token_logprobs`); what they
-        # are rounded from and to, or the piece that is worked on. Then gradients of head and hidden states beside that
-        rounded = 0 if b == 4 else b * n * v
-        worked_on = min(4 * n * v, (1 if m.device == "cpu" else 64) << 20)
-        value = max(4 * n * v + max(rounded, worked_on), b * (n * v + (v + n) * d))
-        sizes: dict[str, float | str] = {"n": n, "V": v, "D": d, "b": b, "piece": worked_on}
-        yield Term("logits", value, "max(4 n V + max(b n V, piece), b (n V + (V + n) D))", sizes)
+        yield logits_term(self.facts, m)
 
     def _reduced(self, i: int) -> float:
         """Share of the gradients that exist before layer ``i`` is reduced."""

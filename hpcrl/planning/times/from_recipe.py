@@ -90,7 +90,7 @@ def _trainer_shape(recipe: Recipe) -> TrainerShape:
         gather_dtype_bytes=2 if trainer.dtype == "bfloat16" else 4,
         recompute=trainer.memory.activation_checkpointing,
         recompute_every=trainer.memory.checkpoint_every_layers,
-        head_in_pieces=trainer.memory.lm_head_chunk_tokens is not None,
+        head_twice=trainer.memory.lm_head_chunk_tokens is not None and recipe.algorithm.loss.is_of_rollouts,
         offload_optimizer=trainer.memory.optimizer_offload,
         offload_parameters=trainer.memory.parameter_offload,
         offload_activations=trainer.memory.activation_offload,

@@ -36,7 +36,7 @@ class TrainerShape:
         What of the forward pass is done again in the backward pass.
     recompute_every:
         Of so many layers one is.
-    head_in_pieces:
+    head_twice:
         Logits are computed again in the backward pass.
     reshard:
         Parameters are freed after the forward pass and gathered again.
@@ -60,7 +60,7 @@ class TrainerShape:
     grad_dtype_bytes: int = 4
     recompute: Recompute = "full"
     recompute_every: int = 1
-    head_in_pieces: bool = False
+    head_twice: bool = False
     reshard: bool = True
     offload_optimizer: bool = False
     offload_activations: bool = False

@@ -89,7 +89,7 @@ def _compute_terms(step: StepWork) -> list[Seconds]:
                 },
             )
         )
-    if shape.head_in_pieces:
+    if shape.head_twice:
         operations = 2 * step.facts.vocab_size * step.facts.hidden_size
         terms.append(
             attempt(

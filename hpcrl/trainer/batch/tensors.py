@@ -20,7 +20,7 @@ from hpcrl.modeling.transfer import move
 from hpcrl.models.arch import ModelArch
 from hpcrl.trainer.batch.routed_experts import cut_experts, engine_experts
 
-__all__ = ["PIECE_BYTES", "TokenBatch", "token_logprobs"]
+__all__ = ["PIECE_BYTES", "Normalised", "TokenBatch", "normalise", "put_gradient", "token_logprobs"]
 
 
 class TokenBatch(NamedTuple):
@@ -183,8 +183,8 @@ def token_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> tuple
     Parameters
     ----------
     logits:
-        ``[N, vocab_size]`` float32 with gradient. The backward pass puts their gradient into their memory: nobody else
-        may need them then.
+        ``[N, vocab_size]`` with gradient, worked on in float32. The backward pass puts their gradient into their
+        memory: nobody else may need them then.
     targets:
         ``[N]`` int64.
     temperature:
@@ -196,14 +196,23 @@ def token_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> tuple
         ``[N]`` log-probabilities with gradient, and ``[N]`` entropies in nats, detached:
         ``H = log Z - Σ p logit``.
     """
-    found: tuple[Tensor, Tensor] = _TokenLogprobs.apply(logits, targets[:, None], temperature)  # type: ignore[no-untyped-call]
+    found: tuple[Tensor, Tensor] = _TokenLogprobs.apply(logits, targets, temperature)  # type: ignore[no-untyped-call]
     return found
 
 
 PIECE_BYTES = {"cpu": 1 << 20}
-"""Of logits that are worked on at once: what a cache of a processor holds, so that memory is read and written once."""
+"""Of logits that are worked on at once, in float32: what a cache of a processor holds, so that memory is read and
+written once."""
 _LARGE_PIECE_BYTES = 64 << 20
 """The same of other devices, which want to be kept busy."""
+
+
+class Normalised(NamedTuple):
+    """Of each row of logits, all ``[N]`` float32: log-probability of its target, entropy in nats, log of the sum."""
+
+    logprobs: Tensor
+    entropies: Tensor
+    normaliser: Tensor
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -211,38 +220,73 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        normaliser, mean_logit, own = (logits.new_empty(len(logits)) for _ in range(3))
-        for rows in _pieces(logits):
-            piece = logits[rows] if temperature == 1.0 else logits[rows] / temperature
-            own[rows] = piece.gather(-1, targets[rows])[:, 0]
-            largest = piece.amax(-1, keepdim=True)
-            exponentials = (piece - largest).exp_()
-            total = exponentials.sum(-1)
-            normaliser[rows] = largest[:, 0] + total.log()
-            mean_logit[rows] = exponentials.mul_(piece).sum(-1) / total
-            # or they would be held until the next piece has its own
-            del piece, exponentials
-        entropies = normaliser - mean_logit
-        ctx.save_for_backward(logits, targets, normaliser)
+        found = normalise(logits, targets, temperature)
+        ctx.save_for_backward(logits, targets, found.normaliser)
         ctx.temperature = temperature
-        ctx.mark_non_differentiable(entropies)
-        return own - normaliser, entropies
+        ctx.mark_non_differentiable(found.entropies)
+        return found.logprobs, found.entropies
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         logits, targets, normaliser = ctx.saved_tensors
-        scale = gradients[0][:, None]
-        if ctx.temperature != 1.0:
-            scale = scale / ctx.temperature
-        for rows in _pieces(logits):
-            piece = logits[rows] if ctx.temperature == 1.0 else logits[rows].div_(ctx.temperature)
-            # of a log-probability: one at its target, less all probabilities
-            piece.sub_(normaliser[rows, None]).exp_().mul_(-scale[rows])
-        return logits.scatter_add_(-1, targets, scale), None, None
+        put_gradient(logits, targets, normaliser, gradients[0], ctx.temperature)
+        return logits, None, None
+
+
+def normalise(logits: Tensor, targets: Tensor, temperature: float) -> Normalised:
+    """Log-probabilities and entropies of ``logits [N, vocab_size]``, computed in float32 at least.
+
+    ``targets`` ``[N]`` int64. Nothing has a gradient.
+    """
+    wide = _wide(logits)
+    normaliser, mean_logit, own = (logits.new_empty(len(logits), dtype=wide) for _ in range(3))
+    for rows in _pieces(logits):
+        piece = logits[rows].to(wide)
+        if temperature != 1.0:
+            piece = piece / temperature
+        own[rows] = piece.gather(-1, targets[rows, None])[:, 0]
+        largest = piece.amax(-1, keepdim=True)
+        exponentials = (piece - largest).exp_()
+        total = exponentials.sum(-1)
+        normaliser[rows] = largest[:, 0] + total.log()
+        mean_logit[rows] = exponentials.mul_(piece).sum(-1) / total
+        # or they would be held until the next piece has its own
+        del piece, exponentials
+    return Normalised(own - normaliser, normaliser - mean_logit, normaliser)
+
+
+def put_gradient(logits: Tensor, targets: Tensor, normaliser: Tensor, slopes: Tensor, temperature: float) -> None:
+    """Put the gradient of a loss into the memory of ``logits``, rounded to their dtype.
+
+    Parameters
+    ----------
+    logits, targets, temperature:
+        What `normalise` was given.
+    normaliser:
+        What it found.
+    slopes:
+        ``[N]`` float32: the loss by the log-probability of each target.
+    """
+    scale, wide = slopes[:, None] / temperature, _wide(logits)
+    for rows in _pieces(logits):
+        # float32 is worked on where it is
+        piece = logits[rows].to(wide)
+        if temperature != 1.0:
+            piece = piece.div_(temperature)
+        # of a log-probability: one at its target, less all probabilities
+        piece.sub_(normaliser[rows, None]).exp_().mul_(-scale[rows])
+        piece.scatter_add_(-1, targets[rows, None], scale[rows])
+        if logits.dtype != wide:
+            logits[rows] = piece
+        del piece
+
+
+def _wide(logits: Tensor) -> torch.dtype:
+    return torch.promote_types(logits.dtype, torch.float32)
 
 
 def _pieces(logits: Tensor) -> Iterator[slice]:
     most = PIECE_BYTES.get(logits.device.type, _LARGE_PIECE_BYTES)
-    step = max(1, most // (logits.shape[1] * logits.element_size()))
+    step = max(1, most // (4 * logits.shape[1]))
     for begin in range(0, len(logits), step):
         yield slice(begin, begin + step)

@@ -1,26 +1,123 @@
-"""Log-probabilities and entropies from hidden states without the logits of all tokens: a piece of them at a time.
+"""From hidden states to a loss, or to log-probabilities and entropies, without the logits of all tokens.
 
-A piece is some tokens times a part of the vocabulary. The forward pass goes over the pieces with a running maximum, sum
-of exponentials and their mean logit (the online softmax of https://arxiv.org/abs/1805.02867, extended by the entropy)
-and keeps one normaliser a token; the backward pass makes each piece of logits again. Numbers are those of
-`hpcrl.trainer.batch.tensors.token_logprobs` but for the order of sums.
+`loss_in_pieces` makes the logits of some tokens once: where the loss of a token needs no other tokens, it is known with
+these, and the gradient of head and hidden states is added up before the next tokens come (as fused linear
+cross-entropies do, https://arxiv.org/abs/2410.10989).
+
+`chunked_logprobs` is for losses that want all log-probabilities first. A piece is some tokens times a part of the
+vocabulary. The forward pass goes over the pieces with a running maximum, sum of exponentials and their mean logit (the
+online softmax of https://arxiv.org/abs/1805.02867, extended by the entropy) and keeps one normaliser a token; the
+backward pass makes each piece of logits again.
+
+Numbers are those of `hpcrl.trainer.batch.tensors.token_logprobs` but for the order of sums.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["AUTO_TOKENS", "chunked_logprobs"]
+from hpcrl.trainer.batch.tensors import normalise, put_gradient, token_logprobs
+from hpcrl.trainer.step.losses import PolicyLoss
+
+__all__ = ["AUTO_TOKENS", "LossOfTokens", "chunked_logprobs", "loss_in_pieces", "whole_logprobs"]
 
 AUTO_TOKENS = 1024
 """Tokens of a piece where the recipe leaves them open: enough for products of matrices to be at full speed."""
 PIECE_BYTES = 32 << 20
-"""Of the logits of a piece in float32; some four tensors of that size exist at once."""
+"""Of the logits of a piece in float32, where a piece is a part of the vocabulary too; some four tensors of that size
+exist at once."""
+
+LossOfTokens = Callable[[Tensor, slice], PolicyLoss]
+"""Of log-probabilities with gradient of the trained tokens of a slice."""
+
+
+def whole_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float) -> tuple[Tensor, Tensor]:
+    """What `chunked_logprobs` returns, by all logits at once; these are in the dtype of the model."""
+    return token_logprobs(F.linear(hidden[: len(targets)], weight), targets, temperature)
+
+
+def loss_in_pieces(
+    hidden: Tensor, weight: Tensor, targets: Tensor, loss: LossOfTokens, *, temperature: float, tokens: int | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A loss that is a sum over tokens, with its gradient computed on the way: logits are made once.
+
+    Parameters
+    ----------
+    hidden, weight, targets, temperature:
+        See `chunked_logprobs`.
+    loss:
+        Of some tokens; none of the numbers that it returns may depend on others.
+    tokens:
+        Of a piece, with all their logits in the dtype of the model; None: `AUTO_TOKENS`.
+
+    Returns
+    -------
+    tuple
+        The loss, a scalar with gradient, float32; ``masked`` and ``log_ratio`` as in `PolicyLoss`, ``[N]``; and
+        entropies in nats, ``[N]`` float32. A second backward pass through the loss is an error.
+    """
+    settings = _LossSettings(loss, temperature, tokens or AUTO_TOKENS)
+    return _LossInPieces.apply(hidden, weight, targets, settings)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _LossSettings(NamedTuple):
+    """``rows`` tokens are a piece."""
+
+    loss: LossOfTokens
+    temperature: float
+    rows: int
+
+
+class _LossInPieces(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, settings: _LossSettings
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        of_hidden, of_weight = ctx.needs_input_grad[:2]
+        grad_hidden = torch.zeros_like(hidden) if of_hidden else None
+        # a sum over pieces, in float32: bfloat16 would lose what each piece adds
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if of_weight else None
+        total = hidden.new_zeros((), dtype=torch.float32)
+        log_ratio, entropies = (torch.empty(targets.shape, dtype=torch.float32, device=hidden.device) for _ in range(2))
+        masked = torch.empty(targets.shape, dtype=torch.bool, device=hidden.device)
+        for part in _slices(len(targets), settings.rows):
+            logits = F.linear(hidden[part], weight)
+            logprobs, entropies[part], normaliser = normalise(logits, targets[part], settings.temperature)
+            with torch.enable_grad():
+                found = settings.loss(logprobs.requires_grad_(), part)
+                (slopes,) = torch.autograd.grad(found.loss, logprobs)
+            total += found.loss.detach()
+            masked[part], log_ratio[part] = found.masked, found.log_ratio
+            put_gradient(logits, targets[part], normaliser, slopes, settings.temperature)
+            if grad_hidden is not None:
+                torch.mm(logits, weight, out=grad_hidden[part])
+            if grad_weight is not None:
+                _add_product(grad_weight, logits, hidden[part])
+            # or they would be held until the next piece has its own
+            del logits
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.dtype = weight.dtype
+        ctx.mark_non_differentiable(masked, log_ratio, entropies)
+        return total, masked, log_ratio, entropies
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        scaled = [None if x is None else x.mul_(gradients[0]).to(ctx.dtype) for x in ctx.saved_tensors]
+        return *scaled, None, None
+
+
+def _add_product(total: Tensor, logits: Tensor, hidden: Tensor) -> None:
+    """Add ``logits.T @ hidden`` to ``total`` ``[vocab_size, hidden_size]`` in float32."""
+    if logits.dtype == total.dtype:
+        total.addmm_(logits.T, hidden)
+        return
+    for columns in _slices(len(total), max(1, PIECE_BYTES // (4 * len(logits)))):
+        total[columns] += logits[:, columns].T @ hidden
 
 
 def chunked_logprobs(
@@ -31,11 +128,11 @@ def chunked_logprobs(
     Parameters
     ----------
     hidden:
-        ``[N, hidden_size]`` with gradient: what goes into the head.
+        ``[rows, hidden_size]`` with gradient: what goes into the head.
     weight:
         ``[vocab_size, hidden_size]`` of the head, in the same dtype; with gradient unless it is frozen.
     targets:
-        ``[N]`` int64.
+        ``[N]`` int64, of the first N rows of ``hidden``; the others have no part in it. N may be 0.
     temperature:
         Divides the logits, as the engine does.
     tokens:
@@ -46,6 +143,7 @@ def chunked_logprobs(
     tuple
         ``[N]`` log-probabilities with gradient and ``[N]`` entropies in nats without, both float32.
     """
+    hidden = hidden[: len(targets)]
     rows = max(1, min(tokens or AUTO_TOKENS, len(hidden)))
     columns = max(1, PIECE_BYTES // (4 * rows))
     settings = _Settings(temperature, rows, columns)

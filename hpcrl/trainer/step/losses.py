@@ -22,10 +22,7 @@ from hpcrl.config.recipe import LossConfig
 from hpcrl.modeling.exchange import sum_over
 from hpcrl.modeling.sums import add_rows, count_rows
 
-__all__ = ["LOSSES_OF_ROLLOUTS", "MAX_LOG_RATIO", "PolicyLoss", "TrainedTokens", "policy_loss"]
-
-LOSSES_OF_ROLLOUTS = ("gspo",)
-"""In these a token's loss depends on all tokens of its rollout, also on those that other ranks have."""
+__all__ = ["MAX_LOG_RATIO", "PolicyLoss", "TrainedTokens", "policy_loss"]
 
 MAX_LOG_RATIO = 20.0
 """A ratio is ``e^20`` at most, as in verl: float32 ends at ``e^88``, and one such token would be the whole step."""

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import tensor as dtensor
 from torch.distributed.tensor import Replicate, Shard
@@ -15,19 +16,20 @@ from hpcrl.config.recipe import Recipe
 from hpcrl.dock.wire import BatchShard
 from hpcrl.modeling.carried import CarriedTensor, carry, find_mtp_tensors
 from hpcrl.modeling.context import RoutedExpertsRecorder
+from hpcrl.modeling.decoder import HeadFn
 from hpcrl.modeling.load import load_model_dir
 from hpcrl.modeling.parallelize import sum_over_copies
 from hpcrl.modeling.spec import spec_of
 from hpcrl.models.arch import ModelArch
 from hpcrl.trainer.batch.routed_experts import RoutedExpertsComparison
-from hpcrl.trainer.batch.tensors import TokenBatch, token_logprobs
-from hpcrl.trainer.memory.head import chunked_logprobs
+from hpcrl.trainer.batch.tensors import TokenBatch
+from hpcrl.trainer.memory.head import chunked_logprobs, loss_in_pieces, whole_logprobs
 from hpcrl.trainer.memory.optimizer import HostAdamW
 from hpcrl.trainer.memory.tools import apply_memory_tools, find_tools
 from hpcrl.trainer.parallel.dispatcher import find_dispatcher, use_dispatcher
 from hpcrl.trainer.parallel.mesh import Parallel
 from hpcrl.trainer.step.freezing import freeze_parameters
-from hpcrl.trainer.step.losses import LOSSES_OF_ROLLOUTS, TrainedTokens, policy_loss
+from hpcrl.trainer.step.losses import PolicyLoss, TrainedTokens, policy_loss
 from hpcrl.trainer.step.metrics import TokenSums
 from hpcrl.trainer.step.nonfinite import GradientWatch
 from hpcrl.trainer.step.optim import clip_gradients, learning_rate, make_optimizer, set_learning_rate
@@ -126,41 +128,46 @@ class TrainerPolicy:
             batch = batch.to(self.parallel.device)
             comparison = None if batch.routes is None else RoutedExpertsComparison(batch.routes)
             self._watch.begin(batch.attention.sequences)
-            logprobs, entropies = self._logprobs(batch, comparison)
+            peers = None
+            if context is not None and self.recipe.algorithm.loss.is_of_rollouts:
+                peers = context.get_group()
+            # without trained tokens the loss is 0, and joins the collectives of ranks that have some
+            total = shard.stats.total_sampled_tokens if batch.num_trained else 1
+            loss, entropies = self._loss(batch, comparison, peers, total)
             if isinstance(self.optimizer, HostAdamW) and last:
                 self.optimizer.prefetch()
             if comparison is not None:
                 sums.add_routes(comparison, batch)
-            peers = None
-            if context is not None and self.recipe.algorithm.loss.kind in LOSSES_OF_ROLLOUTS:
-                peers = context.get_group()
-            if not batch.num_trained and peers is None:
-                # other ranks may have data: join their collectives with a gradient of zero
-                (logprobs.sum() * 0.0).backward()  # type: ignore[no-untyped-call]
-                continue
-            # without trained tokens there is one all the same
-            logprobs, entropies = logprobs[: batch.num_trained], entropies[: batch.num_trained]
-            tokens = TrainedTokens(
-                logprobs, batch.engine_logprobs, batch.advantages, batch.sequences, batch.rollouts, peers
-            )
-            loss = policy_loss(tokens, self.recipe.algorithm.loss, total_tokens=shard.stats.total_sampled_tokens)
             loss.loss.backward()  # type: ignore[no-untyped-call]
-            if not batch.num_trained:
-                continue
-            sums.add(loss, entropies, batch.versions, batch.context_versions)
+            if batch.num_trained:
+                sums.add(loss, entropies, batch.versions, batch.context_versions)
         return sums
 
-    def _logprobs(self, batch: TokenBatch, record: RoutedExpertsRecorder | None) -> tuple[Tensor, Tensor]:
-        """Of each trained token, with its entropy; without any, of the token that is selected all the same."""
-        targets = batch.targets if batch.num_trained else torch.zeros_like(batch.select)
-        temperature, context = self.recipe.rollouts.sampling.temperature, batch.context(record, replay=self._replay)
-        chunk = self.recipe.trainer.memory.lm_head_chunk_tokens
+    def _loss(
+        self, batch: TokenBatch, record: RoutedExpertsRecorder | None, peers: dist.ProcessGroup | None, total: int
+    ) -> tuple[PolicyLoss, Tensor]:
+        """Of one micro-batch, with the entropy of each trained token; ``total`` as in `policy_loss`."""
+        config, chunk = self.recipe.algorithm.loss, self.recipe.trainer.memory.lm_head_chunk_tokens
+        temperature, targets = self.recipe.rollouts.sampling.temperature, batch.targets
+
+        def loss_at(logprobs: Tensor, rows: slice) -> PolicyLoss:
+            engine, advantages = batch.engine_logprobs[rows], batch.advantages[rows]
+            tokens = TrainedTokens(logprobs, engine, advantages, batch.sequences[rows], batch.rollouts, peers)
+            return policy_loss(tokens, config, total_tokens=total)
+
+        head: HeadFn
         if chunk is None:
-            return token_logprobs(self.model(batch.input_ids, context), targets, temperature)
-        tokens = None if chunk == "auto" else chunk
-        head = partial(chunked_logprobs, targets=targets, temperature=temperature, tokens=tokens)
-        found: tuple[Tensor, Tensor] = self.model(batch.input_ids, context, head)
-        return found
+            head = partial(whole_logprobs, targets=targets, temperature=temperature)
+        else:
+            make = chunked_logprobs if config.is_of_rollouts else partial(loss_in_pieces, loss=loss_at)
+            pieces = None if chunk == "auto" else chunk
+            head = partial(make, targets=targets, temperature=temperature, tokens=pieces)
+        found = self.model(batch.input_ids, batch.context(record, replay=self._replay), head)
+        if chunk is None or config.is_of_rollouts:
+            logprobs, entropies = found
+            return loss_at(logprobs, slice(None)), entropies
+        loss, masked, log_ratio, entropies = found
+        return PolicyLoss(loss, masked, log_ratio), entropies
 
     def optimizer_step(self, step: int) -> tuple[float, float]:
         """Clip, update, and forget gradients; returns the gradient norm before clipping and the learning rate.
