@@ -263,6 +263,8 @@ def rollouts_verify(
         for why, number in verdict.dropped.items():
             typer.echo(f"  {number:>9,}  dropped: {why}")
         typer.echo(f"  {verdict.waiting:>9,}  waiting for a step")
+        if verdict.unfinished:
+            typer.echo(f"  {verdict.unfinished:>9,}  in progress, with {verdict.turns:,} turns saved")
         for note in verdict.notes:
             typer.echo(f"note: {note}")
         for problem in verdict.problems:

@@ -11,22 +11,23 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 import numpy as np
 
-from hpcrl.dock.ledger.entries import Dropped, Entry, Finished, Kept, PayloadPlace, Taken, read_entries
+from hpcrl.dock.ledger.entries import Dropped, Entry, Finished, Kept, PayloadPlace, Taken, TurnSaved, read_entries
 from hpcrl.dock.ledger.log import RolloutLog
 from hpcrl.dock.ledger.payload import read_payload
-from hpcrl.dock.ledger.replay import Held, Replay, State
+from hpcrl.dock.ledger.replay import Held, Replay, State, Unfinished
 from hpcrl.errors import CheckpointError
 from hpcrl.rollouts.records import Group, Rollout, decode_rollout, encode_rollout
 from hpcrl.rollouts.sampling.data_order import GroupTask
+from hpcrl.rollouts.saved_turns import SavedTurn, decode_turn, encode_turn
 
 __all__ = ["Found", "GroupJournal", "RolloutLedger"]
 
@@ -40,6 +41,9 @@ class GroupJournal(Protocol):
 
     async def finished(self, task: GroupTask, rollout: Rollout) -> None:
         """A rollout has finished; returns when it is durable."""
+
+    def turn(self, task: GroupTask, member: int, number: int, turn: SavedTurn) -> None:
+        """Turn ``number`` of a rollout in progress has ended; nobody waits for it."""
 
     def kept(self, group: int) -> None:
         """All members of a group have ended, and it waits for a batch."""
@@ -61,6 +65,10 @@ class Found:
         Groups that wait for a batch, by index.
     parts:
         Rollouts of groups whose other members have to start again.
+    turns:
+        Of rollouts in progress, by group and member, those that they go on from.
+    given_up:
+        Turns of others, which start again: too old now, or not to be read.
     over:
         Groups that were trained, or dropped for good.
     next_index:
@@ -74,6 +82,8 @@ class Found:
     over: frozenset[int]
     next_index: int
     count: int
+    turns: dict[tuple[int, int], list[SavedTurn]] = field(default_factory=dict)
+    given_up: int = 0
 
 
 class RolloutLedger:
@@ -151,18 +161,54 @@ class RolloutLedger:
                     finished[index] = group
                 elif rollouts:
                     parts[index] = group
+        turns, given_up = self._turns(parts, finished)
         count = len(self._replay.rollouts) - len(self._replay.gone)
         next_index = self._replay.next_index
         # of a long run nearly all were trained long ago, and their columns are gone
         there = {path.name for path in self._log.payload_dir.iterdir()}
-        named = {held.entry.payload.file for held in self._replay.rollouts}
+        named = {held.entry.payload.file for held in self._replay.rollouts} | self._files_of_turns()
         for file in named - there:
             self._replay.forget(file)
         # a writer that was killed before its first entry was durable; nobody can find these columns
         for file in there - named:
             with contextlib.suppress(FileNotFoundError):
                 (self._log.payload_dir / file).unlink()
-        return Found(finished, parts, over, next_index, count)
+        return Found(finished, parts, over, next_index, count, turns, given_up)
+
+    def _turns(
+        self, parts: dict[int, Group], finished: Collection[int]
+    ) -> tuple[dict[tuple[int, int], list[SavedTurn]], int]:
+        """What rollouts in progress go on from, and how many turns they cannot use; their groups become ``parts``."""
+        found, given_up = {}, 0
+        for (index, member), each in self._replay.unfinished.items():
+            if index in finished:
+                continue
+            old = each.version < self._restored - self._bound or (self._replays and each.mirrored)
+            turns = [] if old else self._load_turns(each)
+            given_up += len(each.turns) - len(turns)
+            if turns:
+                found[index, member] = turns
+            about = each.turns[0]
+            parts.setdefault(
+                index, Group(index=index, environment=about.environment, prompt_index=about.prompt_index, rollouts=[])
+            )
+        return found, given_up
+
+    def _load_turns(self, each: Unfinished) -> list[SavedTurn]:
+        """Turns up to one that cannot be read."""
+        found = []
+        for entry in each.turns:
+            try:
+                turn = decode_turn(read_payload(self._log.payload_dir, entry.payload))
+            except (OSError, ValueError) as error:
+                what = f"rollout {entry.group}/{entry.member} goes on from turn {entry.turn}"
+                _log.warning("%s: %s", what, error)
+                break
+            found.append(turn.counted_as(each.version) if each.mirrored else turn)
+        return found
+
+    def _files_of_turns(self) -> set[str]:
+        return {turn.payload.file for each in self._replay.unfinished.values() for turn in each.turns}
 
     async def adopt(self, group: Group, task: GroupTask) -> None:
         """Write a finished group of a checkpoint from before there was a ledger."""
@@ -205,6 +251,25 @@ class RolloutLedger:
 
         # a rollout whose group is cancelled now is written all the same, before the entry that drops it
         await self._durable(self._noted(self._log.finish(about, arrays, entry)))
+
+    def turn(self, task: GroupTask, member: int, number: int, turn: SavedTurn) -> None:
+        """See `GroupJournal.turn`."""
+        about, arrays = encode_turn(turn)
+
+        def entry(place: PayloadPlace) -> Entry:
+            return TurnSaved(
+                group=task.index,
+                member=member,
+                turn=number,
+                environment=task.environment.name,
+                prompt_index=task.prompt_index,
+                tokens=len(turn.said) + len(turn.token_ids),
+                first_version=int(turn.versions[0]),
+                last_version=int(turn.versions.max()),
+                payload=place,
+            )
+
+        self._noted(self._log.finish(about, arrays, entry))
 
     async def _durable(self, written: asyncio.Future[Entry]) -> None:
         """Wait, and say so: how long is the trainer's to decide, whose own wait has a deadline."""
@@ -254,12 +319,17 @@ class RolloutLedger:
         newest = max(saved, default=0)
         self._asked = {step for step in self._asked if step > newest}
         steps = {*saved, *self._asked} or {0}
-        needed, files = {self._log.file}, set()
+        needed = {self._log.file} | self._files_of_turns()
         for held in self._replay.rollouts:
-            files.add(held.entry.payload.file)
             if any(self._needs(step, held) for step in steps):
                 needed.add(held.entry.payload.file)
-        for file in files - needed:
+        try:
+            there = await asyncio.to_thread(lambda: {path.name for path in self._log.payload_dir.iterdir()})
+        except OSError as error:
+            _log.warning("columns that nobody needs are not removed now: %s", error)
+            return
+        # files of a later process are none of ours
+        for file in sorted(file for file in there - needed if file < self._log.file):
             self._replay.forget(file)
             with contextlib.suppress(FileNotFoundError):
                 await asyncio.to_thread((self._log.payload_dir / file).unlink)

@@ -156,7 +156,7 @@ class Orchestrator:
         # first the fence: an orchestrator of an older attempt that is late must not write into the ledger
         self._files = RolloutFiles.claim(self._context.run.rollouts_dir, self._context.attempt)
         self._ledger = await asyncio.to_thread(open_ledger, self._context, self._recipe, self._state.step)
-        self._state, self._restart, self._parts = await take_up(self._ledger, self._state, self._order)
+        self._state, self._restart, self._found = await take_up(self._ledger, self._state, self._order)
 
     async def _close_ledger(self) -> None:
         if self._ledger is not None:
@@ -231,7 +231,8 @@ class Orchestrator:
             next_index=state.next_index,
             restart=self._restart,
             finished=state.finished,
-            parts={index: group.rollouts for index, group in self._parts.items()},
+            parts={index: group.rollouts for index, group in self._found.parts.items()},
+            turns=self._found.turns,
             journal=self._ledger,
         )
         self._gauges = partial(gauges, self._scheduler, self._lag)

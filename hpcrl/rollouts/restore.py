@@ -10,8 +10,7 @@ from hpcrl.checkpoints.ledger import CheckpointLedger
 from hpcrl.checkpoints.restore import RestoreDecision
 from hpcrl.config.recipe import Recipe
 from hpcrl.errors import DeadlineError, PeerLostError
-from hpcrl.rollouts.ledger import RolloutLedger
-from hpcrl.rollouts.records import Group
+from hpcrl.rollouts.ledger import Found, RolloutLedger
 from hpcrl.rollouts.sampling.data_order import DataOrder, GroupTask
 from hpcrl.rollouts.state import OrchestratorState
 from hpcrl.runs.role import RoleContext, restore_path
@@ -60,13 +59,13 @@ def open_ledger(context: RoleContext, recipe: Recipe, step: int) -> RolloutLedge
 
 async def take_up(
     ledger: RolloutLedger, state: OrchestratorState, order: DataOrder
-) -> tuple[OrchestratorState, list[GroupTask], dict[int, Group]]:
+) -> tuple[OrchestratorState, list[GroupTask], Found]:
     """Go on with what finished after the checkpoint, too.
 
     Returns
     -------
     tuple
-        The state with it; groups to start again; by index, those of which some rollouts have finished.
+        The state with it; groups to start again; what of these there is.
     """
     found = await asyncio.to_thread(ledger.find, state.group_size)
     restart = state.deal_again(order, found)
@@ -74,7 +73,7 @@ async def take_up(
         task = order.again(group.index, group.environment, group.prompt_index)
         if group.index not in found.finished and group.index not in found.over and task is not None:
             await ledger.adopt(group, task)
-    return state.going_on(found), restart, found.parts
+    return state.going_on(found), restart, found
 
 
 async def _decision(context: RoleContext, recipe: Recipe) -> RestoreDecision:

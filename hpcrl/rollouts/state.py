@@ -170,7 +170,11 @@ class OrchestratorState(msgspec.Struct, frozen=True, kw_only=True):
     def going_on(self, found: Found) -> OrchestratorState:
         """This state with what the ledger has beside it."""
         finished = {group.index: group for group in self.finished if group.index not in found.over} | found.finished
-        counters = msgspec.structs.replace(self.counters, finished=max(self.counters.finished, found.count))
+        counters = msgspec.structs.replace(
+            self.counters,
+            finished=max(self.counters.finished, found.count),
+            turns_given_up=self.counters.turns_given_up + found.given_up,
+        )
         return msgspec.structs.replace(
             self,
             next_index=max(self.next_index, found.next_index),

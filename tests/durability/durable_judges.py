@@ -227,6 +227,7 @@ def judge_rollouts(root: Path, cut: Cut, other: Path) -> Iterator[str]:
                 continue
             if set(arrays["tokens"].tolist()) != {10 * name[0] + name[1]}:
                 yield f"rollout {name} has the columns of another"
+        yield from _judge_turns(directory, replay, {tuple(name) for name in marks_of(cut, "turn")}, set(held))
         if taken and replay.step < taken[-1]:
             yield f"step {taken[-1]} had been taken, and the ledger ends at step {replay.step}"
         if reader == "first":
@@ -234,6 +235,26 @@ def judge_rollouts(root: Path, cut: Cut, other: Path) -> Iterator[str]:
             keep_rollout(log, 90, 0).result(10.0)
             log.close()
             promised.add((90, 0))
+
+
+def _judge_turns(
+    directory: Path, replay: Replay, promised: set[tuple[int, ...]], finished: set[tuple[int, int]]
+) -> Iterator[str]:
+    """Rollouts in progress have the turns that they had, and none that has finished is in progress."""
+    for group, member, number in promised:
+        if number >= len(replay.unfinished[group, member].turns if (group, member) in replay.unfinished else ()):
+            yield f"turn {number} of rollout {group}/{member} had been saved, and is not found"
+    for name, each in replay.unfinished.items():
+        if name in finished:
+            yield f"rollout {name} has finished, and is in progress"
+        for turn in each.turns:
+            try:
+                _, arrays = decode_columns(read_payload(directory / "payload", turn.payload))
+            except (OSError, ValueError) as error:
+                yield f"turn {turn.turn} of rollout {name} is in the ledger, and cannot be read: {error}"
+                continue
+            if set(arrays["tokens"].tolist()) != {10 * name[0] + name[1]}:
+                yield f"turn {turn.turn} of rollout {name} has the columns of another"
 
 
 def judge_run_files(root: Path, cut: Cut, other: Path) -> Iterator[str]:

@@ -20,7 +20,7 @@ from recording import mark, name_sync_sites
 from hpcrl.aside import list_asides
 from hpcrl.checkpoints import CheckpointLedger, CheckpointWriter
 from hpcrl.checkpoints.pins import pin
-from hpcrl.dock.ledger.entries import Entry, Finished, PayloadPlace, Taken
+from hpcrl.dock.ledger.entries import Entry, Finished, PayloadPlace, Taken, TurnSaved
 from hpcrl.dock.ledger.log import RolloutLog
 from hpcrl.weights import HandoffStore, HandoffWriter
 from hpcrl.weights.format.layout import PublishedTensor, layout_shards
@@ -236,13 +236,40 @@ def keep_rollout(log: RolloutLog, group: int, member: int) -> Future[Entry]:
     return log.finish(b"", {"tokens": np.full(400, 10 * group + member, np.int32)}, entry)
 
 
+def keep_turn(log: RolloutLog, group: int, member: int, number: int) -> Future[Entry]:
+    """A turn of a rollout in progress, whose columns say of which."""
+
+    def entry(place: PayloadPlace) -> Entry:
+        return TurnSaved(
+            group=group,
+            member=member,
+            turn=number,
+            environment="words",
+            prompt_index=0,
+            tokens=100,
+            first_version=0,
+            last_version=0,
+            payload=place,
+        )
+
+    return log.finish(b"", {"tokens": np.full(100, 10 * group + member, np.int32)}, entry)
+
+
 def rollouts(root: Path, other: Path) -> None:
-    """Two orchestrators, one behind the other, of which each keeps rollouts and makes batches of them."""
+    """Two orchestrators, one behind the other, of which each keeps rollouts and makes batches of them.
+
+    One rollout of each is in progress to the end; of another the turns are replaced by the whole of it.
+    """
     del other
     for attempt in (1, 2):
         log = RolloutLog(root / "rollouts", attempt=attempt, restored=attempt - 1, limit_s=1.0)
         log._payload._file_bytes = 4000
         for group in range(10 * attempt, 10 * attempt + 6):
+            if group == 10 * attempt + 1:
+                for number in range(2):
+                    for member in (0, 2):
+                        keep_turn(log, group, member, number).result(10.0)
+                    mark(["turn", group, 2, number])
             written = [keep_rollout(log, group, member) for member in range(2)]
             for member, future in enumerate(written):
                 future.result(10.0)

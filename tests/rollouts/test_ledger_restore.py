@@ -53,7 +53,7 @@ async def test_what_finished_after_the_checkpoint_is_used_and_not_asked_for_agai
     run.start_attempt()
     async with running(run, StubEngine(), publish=2) as loop:
         await loop.until(loop.orchestrator._restored.is_set)
-        parts, state = loop.orchestrator._parts, loop.orchestrator._state
+        parts, state = loop.orchestrator._found.parts, loop.orchestrator._state
         assert undone <= {(g.index, r.member) for g in state.finished for r in g.rollouts}
         assert not {task.index for task in loop.orchestrator._restart} & {group.index for group in state.finished}
         shards = await loop.train(3, 6)
@@ -146,7 +146,7 @@ async def test_columns_that_are_damaged_start_again_alone(tmp_path: Path) -> Non
     run.start_attempt()
     async with running(run, StubEngine(), publish=1) as loop:
         await loop.until(loop.orchestrator._restored.is_set)
-        assert [r.member for r in loop.orchestrator._parts[held.id[0]].rollouts] == [0, 2, 3]
+        assert [r.member for r in loop.orchestrator._found.parts[held.id[0]].rollouts] == [0, 2, 3]
         assert path.exists()
         assert not unknown.exists()
         await loop.train(2, 4)

@@ -35,6 +35,7 @@ from hpcrl.rollouts.sampling.conversation import Sampler
 from hpcrl.rollouts.sampling.data_order import DataOrder, GroupTask
 from hpcrl.rollouts.sampling.scheduler import Scheduler
 from hpcrl.rollouts.sampling.staleness import StalenessAccount
+from hpcrl.rollouts.saved_turns import SavedTurn
 from hpcrl.rollouts.state import OrchestratorState
 
 GROUPS, SIZE, BOUND = 3, 2, 1
@@ -84,6 +85,9 @@ class Unwritten:
     """A journal of nothing: these tests are about snapshots alone."""
 
     async def finished(self, task: GroupTask, rollout: Rollout) -> None:
+        pass
+
+    def turn(self, task: GroupTask, member: int, number: int, turn: SavedTurn) -> None:
         pass
 
     def kept(self, group: int) -> None:

@@ -21,6 +21,7 @@ __all__ = [
     "Kept",
     "PayloadPlace",
     "Taken",
+    "TurnSaved",
     "ledger_files",
     "read_entries",
     "whole_bytes",
@@ -91,6 +92,31 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished", tag_fi
     payload: PayloadPlace
 
 
+class TurnSaved(msgspec.Struct, frozen=True, kw_only=True, tag="turn", tag_field="entry"):
+    """A turn of a rollout in progress has ended, and its columns are on disk: with all turns before it, the rollout can
+    go on from here. A turn with the number of an earlier one takes its place, and that of all behind it.
+
+    Attributes
+    ----------
+    turn:
+        Its number within the rollout, from 0.
+    tokens:
+        That it added: what was said, and what was sampled.
+    first_version, last_version:
+        Of its sampled tokens: the first one's, and the highest.
+    """
+
+    group: int
+    member: int
+    turn: int
+    environment: str
+    prompt_index: int
+    tokens: int
+    first_version: int
+    last_version: int
+    payload: PayloadPlace
+
+
 class Kept(msgspec.Struct, frozen=True, kw_only=True, tag="kept", tag_field="entry"):
     """All members of a group have ended, with a result or without: it waits for a batch."""
 
@@ -124,7 +150,7 @@ class Taken(msgspec.Struct, frozen=True, kw_only=True, tag="taken", tag_field="e
     groups: list[tuple[int, list[int]]]
 
 
-Entry = Begin | Finished | Kept | Dropped | Taken
+Entry = Begin | Finished | TurnSaved | Kept | Dropped | Taken
 _decoder = msgspec.json.Decoder(Entry)
 
 

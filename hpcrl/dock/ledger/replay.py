@@ -8,13 +8,13 @@ behind. So its versions are mirrored there (``v`` counts as ``2 s - v``), and th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from hpcrl.dock.ledger.entries import Begin, Dropped, Entry, Finished, Kept, Taken
+from hpcrl.dock.ledger.entries import Begin, Dropped, Entry, Finished, Kept, Taken, TurnSaved
 
-__all__ = ["Held", "Replay", "State"]
+__all__ = ["Held", "Replay", "State", "Unfinished"]
 
 
 class State(Enum):
@@ -57,17 +57,62 @@ class Held:
     @property
     def version(self) -> int:
         """Version of the first sampled token; where versions were mirrored, the oldest that any token counts as."""
-        if not self.pivots:
-            return self.entry.first_version
-        counted = [self.entry.first_version, self.entry.last_version]
-        for pivot in self.pivots:
-            counted = [min(version, 2 * pivot - version) for version in counted]
-        return min(counted)
+        return _counted(self.entry, self.pivots)
 
     @property
     def newest(self) -> int:
         """The highest version of its tokens, as they count now."""
         return self.version if self.pivots else self.entry.last_version
+
+
+@dataclass(slots=True)
+class Unfinished:
+    """A rollout in progress.
+
+    Attributes
+    ----------
+    turns:
+        Its turns so far, in order.
+    pivots:
+        As those of `Held`, of each turn.
+    """
+
+    turns: list[TurnSaved] = field(default_factory=list)
+    pivots: list[list[int]] = field(default_factory=list)
+
+    def add(self, entry: TurnSaved) -> None:
+        """A turn has ended."""
+        del self.turns[entry.turn :], self.pivots[entry.turn :]
+        self.turns.append(entry)
+        self.pivots.append([])
+
+    def restore(self, step: int) -> None:
+        """The run goes on after ``step``."""
+        for turn, pivots in zip(self.turns, self.pivots, strict=True):
+            if (_counted(turn, pivots) if pivots else turn.last_version) > step:
+                pivots.append(step)
+
+    @property
+    def mirrored(self) -> bool:
+        """Whether weights of steps that are undone have sampled any of it."""
+        return any(self.pivots)
+
+    @property
+    def version(self) -> int:
+        """As that of `Held`."""
+        if not self.mirrored:
+            return self.turns[0].first_version
+        return min(_counted(turn, pivots) for turn, pivots in zip(self.turns, self.pivots, strict=True))
+
+
+def _counted(entry: Finished | TurnSaved, pivots: Sequence[int]) -> int:
+    """Version of the first token; where versions were mirrored, the oldest that any token counts as."""
+    if not pivots:
+        return entry.first_version
+    counted = [entry.first_version, entry.last_version]
+    for pivot in pivots:
+        counted = [min(version, 2 * pivot - version) for version in counted]
+    return min(counted)
 
 
 class Replay:
@@ -83,6 +128,8 @@ class Replay:
         Groups of which all members have ended.
     gone:
         Rollouts that were dropped before their group started again.
+    unfinished:
+        Rollouts in progress of which turns were saved, by group and member.
     problems:
         What contradicts itself, in sentences.
     """
@@ -92,6 +139,7 @@ class Replay:
         self.gone: list[Held] = []
         self.problems: list[str] = []
         self.kept: set[int] = set()
+        self.unfinished: dict[tuple[int, int], Unfinished] = {}
         self._groups: dict[int, dict[int, Held]] = {}
         self._over: dict[int, int | None] = {}
         """Groups that are over, with the step that may be undone."""
@@ -107,7 +155,7 @@ class Replay:
     @property
     def next_index(self) -> int:
         """The first group of which, and above which, nothing was written."""
-        return max([*self._groups, *self._over], default=-1) + 1
+        return max([*self._groups, *self._over, *(group for group, _ in self.unfinished)], default=-1) + 1
 
     def over_groups(self) -> frozenset[int]:
         """Groups that were trained, or dropped for good."""
@@ -130,8 +178,11 @@ class Replay:
                 self._undo(entry.restored)
             case Finished():
                 self._finish(entry)
+            case TurnSaved():
+                self._save_turn(entry)
             case Kept():
                 self.kept.add(entry.group)
+                self._end_turns(entry.group)
             case Dropped():
                 self._drop(entry)
             case Taken():
@@ -148,6 +199,8 @@ class Replay:
                     held.state, held.step, held.why = State.WAITING, None, ""
                 if held.state is State.WAITING and held.newest > restored:
                     held.pivots.append(restored)
+        for each in self.unfinished.values():
+            each.restore(restored)
 
     def forget(self, file: str) -> None:
         """Leave out what lies in a file of payload that is gone, to keep what a long run remembers small."""
@@ -160,7 +213,24 @@ class Replay:
                 self.kept.discard(group)
         self.gone = [held for held in self.gone if held.entry.payload.file != file]
 
+    def _save_turn(self, entry: TurnSaved) -> None:
+        # one whose group was given up while it was being written continues nothing
+        if entry.group in self._over or entry.group in self.kept:
+            return
+        each = self.unfinished.setdefault((entry.group, entry.member), Unfinished())
+        if entry.turn > len(each.turns):
+            what = f"turn {entry.turn} of rollout {entry.group}/{entry.member} was saved"
+            self.problems.append(f"{what}, and of those before it only {len(each.turns)}")
+            del self.unfinished[entry.group, entry.member]
+            return
+        each.add(entry)
+
+    def _end_turns(self, group: int) -> None:
+        for name in [name for name in self.unfinished if name[0] == group]:
+            del self.unfinished[name]
+
     def _finish(self, entry: Finished) -> None:
+        self.unfinished.pop((entry.group, entry.member), None)
         members = self._groups.setdefault(entry.group, {})
         before = members.get(entry.member)
         if before is not None:
@@ -186,6 +256,7 @@ class Replay:
             self.kept.discard(entry.group)
         else:
             self._over[entry.group] = entry.step
+            self._end_turns(entry.group)
 
     def _take(self, entry: Taken) -> None:
         if entry.step != self.step + 1:

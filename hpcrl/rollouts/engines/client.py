@@ -23,6 +23,7 @@ from hpcrl.rollouts.engines.answers import (
     OnPart,
     SamplingParams,
 )
+from hpcrl.rollouts.engines.prompts import EncodedTokens, PromptTokens
 from hpcrl.rollouts.engines.sse import EventSplitter
 
 __all__ = ["EngineClient", "EngineError", "EngineProtocolError", "Generation", "SamplingParams"]
@@ -32,7 +33,7 @@ _FREEZE_S = 2.0
 
 
 class _Request(msgspec.Struct, frozen=True, kw_only=True):
-    token_ids: list[int]
+    token_ids: list[int] | msgspec.Raw
     sampling_params: SamplingParams
     cache_salt: str
     stream: bool | msgspec.UnsetType = msgspec.UNSET
@@ -75,7 +76,7 @@ class EngineClient:
 
     async def generate(
         self,
-        token_ids: list[int],
+        token_ids: PromptTokens,
         params: SamplingParams,
         *,
         cache_salt: str,
@@ -101,7 +102,7 @@ class EngineClient:
         """
         streams = params.stream_interval is not msgspec.UNSET
         request = _Request(
-            token_ids=token_ids,
+            token_ids=token_ids.raw if isinstance(token_ids, EncodedTokens) else token_ids,
             sampling_params=params,
             cache_salt=cache_salt,
             stream=True if streams else msgspec.UNSET,

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpcrl.rollouts.engines.client import Generation, SamplingParams
+from hpcrl.rollouts.engines.prompts import EncodedTokens, PromptTokens
 from hpcrl.rollouts.sampling.seeding import stable_hash
 
 __all__ = ["PartialGeneration"]
@@ -34,7 +35,7 @@ class PartialGeneration:
         None where there are none.
     """
 
-    def __init__(self, prompt: list[int], params: SamplingParams) -> None:
+    def __init__(self, prompt: PromptTokens, params: SamplingParams) -> None:
         self._prompt, self._params = prompt, params
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
@@ -46,7 +47,7 @@ class PartialGeneration:
         self._served: Callable[[], int] = lambda: 0
         self._version = 0
 
-    def request(self, served: Callable[[], int]) -> tuple[list[int], SamplingParams]:
+    def request(self, served: Callable[[], int]) -> tuple[PromptTokens, SamplingParams]:
         """Tokens and parameters of the next attempt.
 
         It has a seed of its own: the same one would sample with noise that the kept tokens depend on.
@@ -68,6 +69,8 @@ class PartialGeneration:
             seed=stable_hash("rest of an answer", self._params.seed, kept),
             routed_experts_prompt_start=start,
         )
+        if isinstance(self._prompt, EncodedTokens):
+            return self._prompt.followed_by(self.token_ids), params
         return [*self._prompt, *self.token_ids], params
 
     def receive(self, token_ids: list[int], logprobs: list[float], experts: NDArray[Any] | None = None) -> None:

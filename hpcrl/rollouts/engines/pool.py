@@ -17,6 +17,7 @@ from hpcrl.errors import DeadlineError, PeerLostError
 from hpcrl.rollouts.engines.client import EngineClient, EngineError, Generation, SamplingParams
 from hpcrl.rollouts.engines.engine import Engine
 from hpcrl.rollouts.engines.partial_generation import PartialGeneration
+from hpcrl.rollouts.engines.prompts import PromptTokens
 from hpcrl.rollouts.telemetry.counters import Counters
 
 __all__ = ["LOST_AFTER_S", "WATCH_S", "EnginePool", "EngineSession"]
@@ -150,7 +151,7 @@ class EnginePool:
                 return engine
 
     async def generate(
-        self, session: EngineSession, token_ids: list[int], params: SamplingParams, *, cache_salt: CacheSalt
+        self, session: EngineSession, token_ids: PromptTokens, params: SamplingParams, *, cache_salt: CacheSalt
     ) -> Generation:
         """Generate on the session's engine; after a failure again, with a growing pause, and elsewhere if possible.
 

@@ -18,6 +18,7 @@ import aiohttp
 
 from hpcrl.rollouts.engines.answers import OnPart
 from hpcrl.rollouts.engines.client import EngineClient, EngineError, Generation, SamplingParams
+from hpcrl.rollouts.engines.prompts import PromptTokens
 
 __all__ = ["ReplicaClient", "client_of"]
 
@@ -79,7 +80,7 @@ class ReplicaClient(EngineClient):
 
     async def generate(
         self,
-        token_ids: list[int],
+        token_ids: PromptTokens,
         params: SamplingParams,
         *,
         cache_salt: str,

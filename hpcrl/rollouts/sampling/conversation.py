@@ -12,9 +12,10 @@ from collections.abc import Sequence
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from hpcrl.config.recipe import SamplingConfig
-from hpcrl.rollouts.engines.client import EngineProtocolError, Generation, SamplingParams
+from hpcrl.rollouts.engines.client import EngineProtocolError, SamplingParams
 from hpcrl.rollouts.engines.engine import Engine
 from hpcrl.rollouts.engines.pool import EnginePool, EngineSession
 from hpcrl.rollouts.environments import Message, Outcome, Reply
@@ -22,6 +23,8 @@ from hpcrl.rollouts.records import Rollout, Turn
 from hpcrl.rollouts.sampling.rendering import Transcript
 from hpcrl.rollouts.sampling.routed_experts import RoutedExpertsRows, RoutedExpertsSettings
 from hpcrl.rollouts.sampling.seeding import stable_hash
+from hpcrl.rollouts.sampling.sequence import TokenSequence
+from hpcrl.rollouts.saved_turns import SavedTurn, TurnKeeper
 
 __all__ = ["Conversation", "Sampler"]
 
@@ -68,7 +71,13 @@ class Conversation:
     """
 
     def __init__(
-        self, sampler: Sampler, session: EngineSession, *, seed: int, opening: list[int] | None = None
+        self,
+        sampler: Sampler,
+        session: EngineSession,
+        *,
+        seed: int,
+        opening: list[int] | None = None,
+        keeper: TurnKeeper | None = None,
     ) -> None:
         """Begin; nothing is sent.
 
@@ -78,18 +87,17 @@ class Conversation:
             Of the group.
         opening:
             Token ids of the prompt, where the caller has rendered it already.
+        keeper:
+            Has the turns of before an interruption, and is told of those that end. None: nothing is kept.
         """
-        self.seed = seed
+        self.seed, self._keeper = seed, keeper
         self._sampler, self._session, self._opening = sampler, session, opening
         self._salt: int | None = None
         self._salt_engine: tuple[Engine, int] | None = None
         self._turns: list[Turn] = []
         self._cut = False
         self._replied_s = time.monotonic()
-        self._token_ids: list[int] = []
-        self._sampled: list[int] = []
-        self._logprobs: list[float] = []
-        self._versions: list[int] = []
+        self._tokens = TokenSequence()
         self._first_version: int | None = None
         self._routes = None if sampler.routes is None else RoutedExpertsRows(sampler.routes)
 
@@ -115,12 +123,30 @@ class Conversation:
         """
         if self._cut:
             raise ValueError("a reply that was not finished cannot be followed by another")
-        before = len(self._token_ids)
-        self._append_said(self._render(messages))
-        room = self._sampler.max_model_len - len(self._token_ids)
+        if self._keeper is not None:
+            self._keeper.flush()
+        said = np.asarray(self._render(messages), np.int32)
+        self._tokens.append_said(said)
+        room = self._sampler.max_model_len - len(self._tokens)
         if room <= 0:
             self._cut = True
             return Reply(text="", finished=False)
+        turn = None if self._keeper is None else self._keeper.recall(len(self._turns), said)
+        if turn is not None:
+            self._salt = turn.salt
+        else:
+            turn = await self._sample(said, room)
+        if self._routes is not None and turn.experts is not None:
+            self._keep_experts(self._routes, turn)
+        if self._first_version is None:
+            self._first_version = int(turn.versions[0])
+        self._tokens.append_sampled(turn.token_ids, turn.logprobs, turn.versions)
+        self._cut = turn.finish_reason != "stop"
+        self._turns.append(turn.turn)
+        return Reply(text=self._sampler.transcript.text(turn.token_ids.tolist()), finished=not self._cut)
+
+    async def _sample(self, said: NDArray[np.int32], room: int) -> SavedTurn:
+        """Ask an engine for the next turn."""
         params = SamplingParams(
             temperature=self._sampler.temperature,
             max_tokens=min(room, self._sampler.max_new_tokens),
@@ -129,38 +155,44 @@ class Conversation:
             stream_interval=self._sampler.stream_interval,
             routed_experts_prompt_start=msgspec.UNSET
             if self._routes is None
-            else self._routes.start(len(self._token_ids)),
+            else self._routes.start(len(self._tokens)),
         )
-        said, asked_s = len(self._token_ids) - before, time.monotonic()
-        generation = await self._sampler.pool.generate(
-            self._session, self._token_ids, params, cache_salt=self._cache_salt
+        asked_s = time.monotonic()
+        answer = await self._sampler.pool.generate(
+            self._session, self._tokens.encoded, params, cache_salt=self._cache_salt
         )
-        self._note_turn(said, len(generation.token_ids), asked_s)
-        self._keep_experts(generation)
-        if self._first_version is None:
-            self._first_version = generation.versions[0]
-        self._token_ids += generation.token_ids
-        self._sampled += [1] * len(generation.token_ids)
-        self._logprobs += generation.logprobs
-        self._versions += generation.versions
-        self._cut = generation.finish_reason != "stop"
-        return Reply(text=self._sampler.transcript.text(generation.token_ids), finished=not self._cut)
+        now = time.monotonic()
+        times = round(asked_s - self._replied_s, 6), round(now - asked_s, 6)
+        self._replied_s = now
+        turn = SavedTurn(
+            said=said,
+            token_ids=np.asarray(answer.token_ids, np.int32),
+            logprobs=np.asarray(answer.logprobs, np.float32),
+            versions=np.asarray(answer.versions, np.int32),
+            finish_reason=answer.finish_reason,
+            salt=-1 if self._salt is None else self._salt,
+            turn=Turn(len(said), len(answer.token_ids), *times),
+            experts=answer.experts,
+        )
+        if self._keeper is not None:
+            self._keeper.ended(len(self._turns), turn)
+        return turn
 
     def rollout(self, member: int, outcome: Outcome, *, seconds: float) -> Rollout | None:
         """The finished rollout; None where nothing was sampled."""
         if not self._turns:
             return None
         # what was said after the last sampled token has no part in training
-        end = len(self._sampled) - self._sampled[::-1].index(1)
-        sampled = np.asarray(self._sampled[:end], dtype=np.uint8)
+        end = self._tokens.end_of_sampled()
+        token_ids, sampled, logprobs, versions = self._tokens.arrays(end)
         return Rollout(
             member=member,
-            token_ids=np.asarray(self._token_ids[:end], dtype=np.int32),
+            token_ids=token_ids,
             sampled=sampled,
-            logprobs=np.asarray(self._logprobs[:end], dtype=np.float32),
+            logprobs=logprobs,
             # what was said to the policy is in its context, and that is cached under the salt's version; tokens that
             # were kept from a lost engine may be older than the salt on the next one
-            versions=np.where(sampled, self._versions[:end], self._oldest_context()).astype(np.int32),
+            versions=np.where(sampled, versions, self._oldest_context()).astype(np.int32),
             reward=float(outcome.reward),
             parts={name: float(value) for name, value in outcome.parts.items()},
             seconds=seconds,
@@ -169,11 +201,10 @@ class Conversation:
             routed_experts=None if self._routes is None else self._routes.aligned(end),
         )
 
-    def _keep_experts(self, generation: Generation) -> None:
-        if self._routes is None or generation.experts is None:
-            return
+    def _keep_experts(self, routes: RoutedExpertsRows, turn: SavedTurn) -> None:
+        assert turn.experts is not None
         try:
-            self._routes.add(len(self._token_ids) + len(generation.token_ids) - 1, generation.experts)
+            routes.add(len(self._tokens) + len(turn.token_ids) - 1, turn.experts)
         except ValueError as error:
             raise EngineProtocolError(f"{self._session.engine.name}: experts of an answer: {error}") from error
 
@@ -181,23 +212,12 @@ class Conversation:
         known = [version for version in (self._salt, self._first_version) if version is not None]
         return min(known, default=-1)
 
-    def _note_turn(self, said: int, sampled: int, asked_s: float) -> None:
-        now = time.monotonic()
-        self._turns.append(Turn(said, sampled, round(asked_s - self._replied_s, 6), round(now - asked_s, 6)))
-        self._replied_s = now
-
     def _render(self, messages: Sequence[Message]) -> list[int]:
-        if self._token_ids:
+        if len(self._tokens):
             return self._sampler.transcript.continuation(messages)
         if self._opening is not None:
             return self._opening
         return self._sampler.transcript.opening(messages)
-
-    def _append_said(self, token_ids: list[int]) -> None:
-        self._token_ids += token_ids
-        self._sampled += [0] * len(token_ids)
-        self._logprobs += [0.0] * len(token_ids)
-        self._versions += [0] * len(token_ids)
 
     async def _cache_salt(self) -> str:
         """The engine's version when the first request is sent: cached prefixes of other versions are not used.

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from hpcrl.config.recipe import RolloutConfig
 from hpcrl.errors import HpcrlError, RunDirError
@@ -20,6 +21,7 @@ from hpcrl.rollouts.sampling.data_order import DataOrder, GroupTask
 from hpcrl.rollouts.sampling.failures import FailureCount
 from hpcrl.rollouts.sampling.policy import Fate, GroupPolicy
 from hpcrl.rollouts.sampling.staleness import StalenessAccount
+from hpcrl.rollouts.saved_turns import SavedTurn, TurnKeeper
 from hpcrl.rollouts.telemetry.counters import Counters
 
 __all__ = ["Scheduler"]
@@ -35,6 +37,7 @@ class _Running:
     session: EngineSession
     opening: asyncio.Task[tuple[Prompt, list[int]]]
     conversations: list[Conversation] = field(default_factory=list)
+    keepers: list[TurnKeeper] = field(default_factory=list)
     rollouts: list[Rollout] = field(default_factory=list)
     written: list[int] = field(default_factory=list)
     """Members whose rollouts the journal has, or is getting."""
@@ -76,6 +79,7 @@ class Scheduler:
         restart: Iterable[GroupTask] = (),
         finished: Iterable[Group] = (),
         parts: Mapping[int, Sequence[Rollout]] | None = None,
+        turns: Mapping[tuple[int, int], Sequence[SavedTurn]] | None = None,
     ) -> None:
         """Take up the work; nothing is started before `run`.
 
@@ -91,8 +95,10 @@ class Scheduler:
             Told what becomes of rollouts, so that another process can go on.
         parts:
             Rollouts that groups of ``restart`` have already: only their other members start.
+        turns:
+            What these begin with, by group and member.
         """
-        self._journal, self._parts = journal, dict(parts or {})
+        self._journal, self._parts, self._turns = journal, dict(parts or {}), dict(turns or {})
         self.account, self.next_index, self.in_flight = account, next_index, 0
         self.limit = config.max_in_flight
         self._config, self._order, self._sampler, self._counters = config, order, sampler, counters
@@ -136,8 +142,7 @@ class Scheduler:
                     raise self._error
                 await self._wake.wait()
         finally:
-            for running in list(self._running.values()):
-                self._cancel(running)
+            self._leave()
 
     async def _admit(self) -> None:
         """Start groups until there is no room."""
@@ -206,14 +211,20 @@ class Scheduler:
         )
 
     async def drain(self) -> None:
-        """Start nothing more and abort what is in flight (it is started again after a restore)."""
+        """Start nothing more and abort what is in flight (it goes on after a restore)."""
         self._draining = True
         self._wake.set()
         members = [member for running in self._running.values() for member in running.members]
+        self._leave()
+        await asyncio.gather(*members, return_exceptions=True)
+
+    def _leave(self) -> None:
+        """Abort what is in flight, to be gone on with after a restore."""
         for running in list(self._running.values()):
+            for keeper in running.keepers:
+                keeper.flush()
             self._restart[running.task.index] = running.task
             self._cancel(running)
-        await asyncio.gather(*members, return_exceptions=True)
 
     # -- groups
 
@@ -259,14 +270,17 @@ class Scheduler:
         return callback
 
     async def _roll_out(self, running: _Running, member: int) -> None:
-        started = time.monotonic()
+        started, task = time.monotonic(), running.task
+        write = partial(self._journal.turn, task, member)
+        keeper = TurnKeeper(write, self._turns.pop((task.index, member), ()))
+        running.keepers.append(keeper)
         try:
             # one member that ends does not take the prompt from the others
             prompt, opening = await asyncio.shield(running.opening)
-            seed = self._order.rollout_seed(running.task.index, member)
-            conversation = Conversation(self._sampler, running.session, seed=seed, opening=opening)
+            seed = self._order.rollout_seed(task.index, member)
+            conversation = Conversation(self._sampler, running.session, seed=seed, opening=opening, keeper=keeper)
             running.conversations.append(conversation)
-            outcome = await running.task.environment.rollout(prompt, conversation)
+            outcome = await task.environment.rollout(prompt, conversation)
         except EngineError as error:
             self._counters.dropped_engine += 1
             self._failed(error)
@@ -282,8 +296,9 @@ class Scheduler:
                 self._failed(ValueError("the prompt leaves no room for an answer (engine.max_model_len)"))
                 return
             running.written.append(member)
+            keeper.close()
             try:
-                await self._journal.finished(running.task, rollout)
+                await self._journal.finished(task, rollout)
             except OSError as error:
                 self._error = RunDirError(f"a finished rollout cannot be kept: {error}")
                 return
@@ -291,6 +306,10 @@ class Scheduler:
             self._counters.finished += 1
             self._counters.mixed_versions += rollout.first_version != rollout.last_version
             running.rollouts.append(rollout)
+        finally:
+            keeper.close()
+            self._counters.turns_recalled += keeper.recalled
+            self._counters.turns_given_up += keeper.given_up
 
     def _failed(self, error: Exception) -> None:
         self._error = self._failures.failed(error) or self._error

@@ -34,6 +34,10 @@ class Counters(msgspec.Struct, kw_only=True):
         Generation requests sent, and those of them that repeat a failed one.
     tokens_kept:
         Tokens that had arrived from engines that were lost; their requests went on from there.
+    turns_recalled:
+        Turns of rollouts in progress that an interruption did not cost.
+    turns_given_up:
+        Turns that were saved and not used: too old after a restore, damaged, or the environment said something else.
     """
 
     started: int = 0
@@ -50,6 +54,8 @@ class Counters(msgspec.Struct, kw_only=True):
     engine_requests: int = 0
     engine_retries: int = 0
     tokens_kept: int = 0
+    turns_recalled: int = 0
+    turns_given_up: int = 0
 
     def as_dict(self) -> dict[str, int]:
         """Names and counts."""

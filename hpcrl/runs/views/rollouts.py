@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
 
 from hpcrl.dock.columns import decode_columns
-from hpcrl.dock.ledger.entries import ledger_files, read_entries, whole_bytes
+from hpcrl.dock.ledger.entries import TurnSaved, ledger_files, read_entries, whole_bytes
 from hpcrl.dock.ledger.payload import read_payload
 from hpcrl.dock.ledger.replay import Held, Replay, State
 from hpcrl.errors import RunDirError, UsageError
@@ -75,6 +75,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
         Rollouts.
     steps:
         Steps that were taken and not undone.
+    unfinished, turns:
+        Rollouts in progress of which turns were saved, and these turns.
     dropped:
         Rollouts by the reason.
     notes:
@@ -88,6 +90,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int
     steps: int
     attempts: int
+    unfinished: int
+    turns: int
     dropped: dict[str, int]
     notes: list[str]
     problems: list[str]
@@ -180,7 +184,7 @@ def verify_rollouts(run: RunDir, *, content: bool = True) -> Verdict:
     """Whether each finished rollout is in exactly one batch, or was dropped for a reason, or waits.
 
     The ledger is compared with itself, with the files of consumed rollouts, with the steps that were trained, and
-    (``content``) with the columns of what waits.
+    (``content``) with the columns of what waits or is in progress.
     """
     replay = read_ledger(run)
     rollouts = replay.rollouts
@@ -215,12 +219,11 @@ def verify_rollouts(run: RunDir, *, content: bool = True) -> Verdict:
     if torn := newest.stat().st_size - whole_bytes(newest):
         notes.append(f"{torn} bytes at the end of {newest.name} are torn, or are being written: nobody counted on them")
     waiting = [held for each in replay.waiting().values() for held in each]
-    for held in waiting if content else ():
-        try:
-            read_payload(run.rollouts_dir / "payload", held.entry.payload)
-        except (OSError, ValueError) as error:
-            problems.append(f"rollout {held.entry.group}/{held.entry.member} waits, and cannot be read: {error}")
+    turns = [turn for each in replay.unfinished.values() for turn in each.turns]
+    problems += _unreadable(run, waiting, turns) if content else ()
     return Verdict(
+        unfinished=len(replay.unfinished),
+        turns=len(turns),
         finished=len(rollouts),
         trained=sum(map(len, by_step.values())),
         waiting=len(waiting),
@@ -230,6 +233,17 @@ def verify_rollouts(run: RunDir, *, content: bool = True) -> Verdict:
         notes=notes,
         problems=problems,
     )
+
+
+def _unreadable(run: RunDir, waiting: Sequence[Held], turns: Sequence[TurnSaved]) -> Iterator[str]:
+    """Columns that a restore would go on from, and cannot."""
+    places = [(f"rollout {each.entry.group}/{each.entry.member} waits", each.entry.payload) for each in waiting]
+    places += [(f"turn {each.turn} of rollout {each.group}/{each.member} was saved", each.payload) for each in turns]
+    for what, place in places:
+        try:
+            read_payload(run.rollouts_dir / "payload", place)
+        except (OSError, ValueError) as error:
+            yield f"{what}, and cannot be read: {error}"
 
 
 def export_rows(run: RunDir, replay: Replay, items: set[str] | None = None) -> Iterator[dict[str, Any]]:

@@ -1,0 +1,89 @@
+"""The tokens of one conversation as arrays that grow, and as the text in which requests carry them.
+
+Each turn appends to both; what was there is neither encoded nor converted again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpcrl.rollouts.engines.prompts import EncodedTokens, encode_ids
+
+__all__ = ["TokenSequence"]
+
+_FIRST_CAPACITY = 1024
+
+
+class TokenSequence:
+    """``T`` tokens: ids, whether they were sampled, log-probabilities, versions. 13 bytes a token, and its text."""
+
+    def __init__(self) -> None:
+        self._length = 0
+        self._token_ids = np.empty(_FIRST_CAPACITY, np.int32)
+        self._sampled = np.empty(_FIRST_CAPACITY, np.uint8)
+        self._logprobs = np.empty(_FIRST_CAPACITY, np.float32)
+        self._versions = np.empty(_FIRST_CAPACITY, np.int32)
+        self._text = bytearray()
+
+    def __len__(self) -> int:
+        return self._length
+
+    def append_said(self, token_ids: NDArray[np.int32]) -> None:
+        """Tokens that the policy did not sample: no log-probability, version 0."""
+        self._append(token_ids, 0, 0.0, 0)
+
+    def append_sampled(
+        self,
+        token_ids: NDArray[np.int32],
+        logprobs: Sequence[float] | NDArray[np.float32],
+        versions: Sequence[int] | NDArray[np.int32],
+    ) -> None:
+        """Tokens that it sampled."""
+        self._append(token_ids, 1, logprobs, versions)
+
+    def _append(
+        self,
+        token_ids: NDArray[np.int32],
+        sampled: int,
+        logprobs: float | Sequence[float] | NDArray[np.float32],
+        versions: int | Sequence[int] | NDArray[np.int32],
+    ) -> None:
+        if not len(token_ids):
+            return
+        start, end = self._length, self._length + len(token_ids)
+        if end > len(self._token_ids):
+            capacity = max(end, 2 * len(self._token_ids))
+            for name in ("_token_ids", "_sampled", "_logprobs", "_versions"):
+                before = getattr(self, name)
+                grown = np.empty(capacity, before.dtype)
+                grown[:start] = before[:start]
+                setattr(self, name, grown)
+        self._token_ids[start:end] = token_ids
+        self._sampled[start:end] = sampled
+        self._logprobs[start:end] = logprobs
+        self._versions[start:end] = versions
+        self._text += b"," if start else b""
+        self._text += encode_ids(token_ids.tolist())
+        self._length = end
+
+    @property
+    def encoded(self) -> EncodedTokens:
+        """All token ids as a request has them."""
+        return EncodedTokens(self._length, self._text)
+
+    def end_of_sampled(self) -> int:
+        """Tokens up to the last sampled one; 0 where there is none."""
+        places = np.flatnonzero(self._sampled[: self._length])
+        return int(places[-1]) + 1 if len(places) else 0
+
+    def arrays(self, end: int) -> tuple[NDArray[np.int32], NDArray[np.uint8], NDArray[np.float32], NDArray[np.int32]]:
+        """Copies of ids, sampled, log-probabilities and versions of the first ``end`` tokens."""
+        return (
+            self._token_ids[:end].copy(),
+            self._sampled[:end].copy(),
+            self._logprobs[:end].copy(),
+            self._versions[:end].copy(),
+        )
