@@ -1,4 +1,4 @@
-"""What a recipe cannot say because hpcrl does not do it: refused by its name, with what there is in its place.
+"""What a recipe or a profile cannot say because hpcrl does not do it: refused by name, with what there is in its place.
 
 Other trainers and engines have these settings, so recipes that come from them use their keys. That such a key is
 unknown would be true, and no help: a reader would look for another spelling.
@@ -34,8 +34,9 @@ ABSENT: dict[str, dict[str, str]] = {
     "rollouts": dict.fromkeys(
         ("colocate", "colocated"), "trainer and engines have nodes of their own; no plan lets them share GPUs in turns"
     ),
+    "partitions": {"scratch_gb_s": "no plan computes with the rate of a node's own disk; remove the line"},
 }
-"""Why a key is absent, by section of the recipe and key, at any depth below it."""
+"""Why a key is absent, by section and key, at any depth below it."""
 
 
 def absent(path: tuple[str | int, ...]) -> str | None:

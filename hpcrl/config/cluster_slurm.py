@@ -144,8 +144,6 @@ class NodeConfig(StrictModel):
     """Memory and rates of a GPU."""
     memory_gb_s: Rate | None = None
     """Bandwidth of the host memory of a node in GB/s."""
-    scratch_gb_s: Rate | None = None
-    """Rate of the node's own disk (``paths.scratch``) in GB/s, the slower of reading and writing."""
 
 
 class PartitionConfig(StrictModel):

@@ -150,6 +150,9 @@ _NODE = "cluster.partitions.gpu.node"
 SITES = {
     "unknown key": Case("gres: gres", "gres: gres\ngress: none", 18, "gress", "unknown key", "'gres'"),
     "unknown key below a name": Case("gpus: 8", "gpuss: 8", 9, "partitions.gpu.node.gpuss", "unknown key", "'gpus'"),
+    "key of earlier versions": Case(
+        "gpus: 8", "gpus: 8\n      scratch_gb_s: 9", 10, "partitions.gpu.node.scratch_gb_s", "no such setting", "remove"
+    ),
     "no guess of hardware": Case("      cpus: 64\n", "", 8, "partitions.gpu.node.cpus", "is required", "CPUTot"),
     "wrong fabric": Case(
         "fabric: {kind: infiniband}", "fabric: {kind: ib}", 12, "partitions.gpu.node.fabric.kind", "one of", ""
