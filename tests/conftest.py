@@ -19,6 +19,10 @@ from vllm_environment import SKIPPED, skip_without_vllm
 # work. A handler, unlike "ignore", is set back to the default in every child.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Tests run beside each other, and threads of one that wait for each other by spinning take the processors from all: trainer
+# tests took six times the processor time with two. Runs set the variable for their roles themselves (`engine.threads`).
+os.environ["OMP_NUM_THREADS"] = "1"
+
 # What is imported and collected stays: looking through it for garbage was a third of the time before the first test,
 # in each worker, and went on between tests.
 gc.disable()
@@ -74,27 +78,31 @@ def nothing_left_in_working_directory(empty_working_directory: Path) -> Iterator
     assert not left, f"the test wrote {', '.join(left)} into the working directory"
 
 
-#: rooms whose tests take long, the longest first
-LONG_FIRST = (
-    "slurm_e2e",
-    "e2e",
-    "journeys",
-    "supervisor",
-    "devcluster",
-    "trainer",
-    "planning",
-    "durability",
-    "checkpoints",
-    "weights",
-)
+#: rooms whose tests mostly wait (for clusters and runs), and others that take long; of each the longest first
+WAITING = ("slurm_e2e", "e2e", "journeys", "supervisor", "devcluster")
+BUSY = ("trainer", "planning", "durability", "checkpoints", "weights")
+WAITING_BEGUN = 0.6
+"""When all files that wait are begun, as a share of the others."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     skip_without_vllm(items)
     if "PYTEST_XDIST_WORKER" in os.environ:
-        # workers take one file after the other: when all files that are left are short, they end together
-        ranks = {room: rank for rank, room in enumerate(LONG_FIRST)}
-        items.sort(key=lambda item: ranks.get(item.path.parent.name, len(ranks)))
+        items[:] = in_order(items)
+
+
+def in_order(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Files as workers take them, one after the other: those that wait spread among those that compute, so that the
+    processors have something to do meanwhile, and the short ones last, so that workers end together."""
+    ranks = {room: rank for rank, room in enumerate((*WAITING, *BUSY))}
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in sorted(items, key=lambda item: ranks.get(item.path.parent.name, len(ranks))):
+        files.setdefault(item.path, []).append(item)
+    waiting = [path for path in files if path.parent.name in WAITING]
+    others = [path for path in files if path.parent.name not in WAITING]
+    places = {path: WAITING_BEGUN * i / len(waiting) for i, path in enumerate(waiting)}
+    places |= {path: i / len(others) for i, path in enumerate(others)}
+    return [item for path in sorted(places, key=places.__getitem__) for item in files[path]]
 
 
 @pytest.fixture(scope="session")
