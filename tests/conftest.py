@@ -19,8 +19,8 @@ from vllm_environment import SKIPPED, skip_without_vllm
 # work. A handler, unlike "ignore", is set back to the default in every child.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Tests run beside each other, and threads of one that wait for each other by spinning take the processors from all: trainer
-# tests took six times the processor time with two. Runs set the variable for their roles themselves (`engine.threads`).
+# Tests run beside each other, and threads of one that wait for each other by spinning take the processors from all:
+# trainer tests took six times the processor time with two. Runs set the variable themselves (`engine.threads`).
 os.environ["OMP_NUM_THREADS"] = "1"
 
 # What is imported and collected stays: looking through it for garbage was a third of the time before the first test,
