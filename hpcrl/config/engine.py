@@ -94,6 +94,9 @@ class EngineConfig(StrictModel):
     return_routed_experts: bool = False
     """Engines return the experts of every token (layers x experts a token, one byte each up to 256 experts), and the
     trainer says where it chooses others: ``routing_mismatch``. Mixtures of experts only."""
+    routed_experts_gib: NonNegativeFloat = 1.0
+    """Experts of prompts that the orchestrator keeps in its memory, for rollouts whose KV came from the pool or the
+    host: an engine has none of what it did not compute. Least recently used prompts go first."""
     tp: PositiveInt = 1
     """Tensor parallelism of a replica; its other ranks are data parallel, and experts are dealt out over all of them
     (planned, for vLLM engines)."""

@@ -155,6 +155,13 @@ def _replay_has_routers(recipe: Recipe, _: ClusterProfile, facts: ModelFacts) ->
         yield "trainer.router_replay", f"{facts.name} has no routers"
     if recipe.engine.return_routed_experts and not facts.num_experts:
         yield "engine.return_routed_experts", f"{facts.name} has no routers"
+    fetched = recipe.engine.kv_store is not None or recipe.engine.memory.kv_offload_gib > 0
+    if recipe.returns_routed_experts and fetched and facts.num_experts_per_tok == 1:
+        key = "trainer.router_replay" if recipe.trainer.router_replay else "engine.return_routed_experts"
+        yield (
+            key,
+            f"{facts.name} has one expert a token: fetched KV cannot be told from tokens of expert 0",
+        )
 
 
 def _freeze_fits(recipe: Recipe, _: ClusterProfile, facts: ModelFacts) -> Conflicts:
@@ -251,7 +258,7 @@ MODEL_RULES: tuple[ModelRule, ...] = (
     ),
     ModelRule(
         "replay-has-routers",
-        "Routes are of models with experts.",
+        "Routes are of models with experts, and of two a token where KV is fetched from a pool or the host.",
         "set trainer.router_replay and engine.return_routed_experts: false",
         _replay_has_routers,
     ),

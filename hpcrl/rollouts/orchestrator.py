@@ -36,6 +36,7 @@ from hpcrl.rollouts.restore import open_ledger, restored_state, take_up
 from hpcrl.rollouts.sampling.conversation import Sampler
 from hpcrl.rollouts.sampling.data_order import DataOrder
 from hpcrl.rollouts.sampling.evaluation import Evaluator, evaluated_versions
+from hpcrl.rollouts.sampling.known_rows import KnownRows
 from hpcrl.rollouts.sampling.rendering import Transcript
 from hpcrl.rollouts.sampling.routed_experts import RoutedExpertsSettings
 from hpcrl.rollouts.sampling.scheduler import Scheduler
@@ -265,6 +266,7 @@ class Orchestrator:
             max_model_len=self._recipe.engine.max_model_len,
             stream_interval=self._stream_interval,
             routes=routes,
+            rows=KnownRows.of(self._recipe, self._counters) if routes is not None and routes.keep else None,
         )
 
     async def _start(self) -> None:

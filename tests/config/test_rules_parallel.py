@@ -23,7 +23,7 @@ BROKEN = {
     ),
     "world-size": (("trainer.parallelism.cp=5",), "trainer.parallelism.cp"),
     "replica-size": (("engine.tp=3",), "engine.tp"),
-    "replay-sees-prefixes": (("trainer.router_replay=true", "engine.kv_store.segment_gib=100.0"), "engine.kv_store"),
+    "replay-sees-prefixes": (("trainer.router_replay=true",), "engine.prefill"),
     "adapters-load": (("trainer.memory.lora_rank=1024",), "trainer.memory.lora_rank"),
     "replay-sees-all-routes": (
         ("trainer.router_replay=true", "engine.decode.vllm_args.async-scheduling=true"),
@@ -152,7 +152,6 @@ def test_balanced_experts_are_not_replayed() -> None:
     ("setting", "key"),
     [
         ("engine.decode.vllm_args.async-scheduling=true", "engine.decode.vllm_args.async-scheduling"),
-        ("engine.memory.kv_offload_gib=10.0", "engine.memory.kv_offload_gib"),
         ("job.payload=probe", "engine.prefill"),
     ],
 )

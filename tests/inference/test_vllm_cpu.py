@@ -265,7 +265,7 @@ def test_rows_of_two_turns_join(server: Server, tmp_path: Path) -> None:
     update(server, publish(HandoffStore(tmp_path / "weights"), 10, server.model_dir, tensors_of(new)).path, 10)
 
     async def converse(seed: int, stream_interval: int) -> tuple[list[int], RoutedExpertsRows]:
-        rows, sequence = RoutedExpertsRows(RoutedExpertsSettings(np.dtype(np.uint8))), prompt_of(45, seed)
+        rows, sequence = RoutedExpertsRows(RoutedExpertsSettings(layers=2, width=2, experts=8)), prompt_of(45, seed)
         async with aiohttp.ClientSession() as http:
             client = EngineClient(http, name="engine-0", url=server.url)
             for turn in range(2):

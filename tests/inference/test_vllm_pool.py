@@ -7,14 +7,15 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 from engine_helpers import Server, decode_experts, forward, logprob_error, publish, random_model, tensors_of
 from vllm_fleet import Fleet, generate
 
 from hpcrl.config.plan import Role
 from hpcrl.modeling.decoder import Decoder
+from hpcrl.rollouts.sampling.known_rows import KnownRows
 from hpcrl.rollouts.sampling.routed_experts import RoutedExpertsRows, RoutedExpertsSettings
+from hpcrl.rollouts.telemetry.counters import Counters
 from hpcrl.weights import HandoffStore
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(2400)]
@@ -22,6 +23,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(2400)]
 NAME = "quickstart_vllm"
 TOLERANCE = 2e-3
 BLOCK = 32
+ROWS = RoutedExpertsSettings(layers=2, width=2, experts=8, gaps=True)
+"""Of the model that `tiny` is."""
 SETTINGS = (
     "engine.replicas=2",
     "engine.kv_store={segment_gib: 0.125, local_buffer_gib: 0.0625}",
@@ -55,9 +58,7 @@ class Ask:
 
     def __init__(self, engine: Server, prompt: list[int], *, salt: str) -> None:
         before = engine.metrics()
-        # as the orchestrator does beside a pool: an engine asked for rows of a prefix from there ends
-        rows = RoutedExpertsRows(RoutedExpertsSettings(np.dtype(np.uint8), prompts=False)).start(len(prompt))
-        sampling = {"routed_experts_prompt_start": rows}
+        sampling = {"routed_experts_prompt_start": 0}
         self.prompt, self.choice = prompt, generate(engine, NAME, prompt, cache_salt=salt, sampling=sampling)
         after = engine.metrics()
 
@@ -73,23 +74,45 @@ class Ask:
         logprobs = [entry["logprob"] for entry in self.choice["logprobs"]["content"]]
         return logprob_error(model, self.prompt, self.choice["token_ids"], logprobs)
 
-    def check_experts(self, model: Decoder) -> None:
-        """A row for the last token of the prompt, and for each that was sampled but the last: those of the model."""
+    def check_experts(self, model: Decoder, store: KnownRows, *, unknown: float) -> None:
+        """Rows that the engine knows are the model's, and so are those that another rollout brought; none is missing.
+
+        Parameters
+        ----------
+        unknown:
+            Tokens that came from the pool: the engine has no rows of them.
+        """
         experts = decode_experts(self.choice["routed_experts"])
         sequence = [*self.prompt, *self.choice["token_ids"]]
-        assert len(experts) == len(self.choice["token_ids"])
-        assert (experts == forward(model, sequence)[1][len(self.prompt) - 1 : -1]).all()
+        assert len(experts) == len(sequence) - 1
+        rows = RoutedExpertsRows(ROWS, store)
+        before = store.counters.as_dict()
+        rows.add(len(experts), experts, opening=(1, self.prompt))
+        routes = rows.aligned(len(sequence))
+        assert routes is not None
+        assert routes.known.tolist() == [True] * len(experts) + [False]
+        assert (routes.experts[:-1] == forward(model, sequence)[1][:-1]).all()
+        risen = {name: value - before[name] for name, value in store.counters.as_dict().items()}
+        assert (risen["rows_shared_prefix"], risen["rows_unknown"]) == (unknown, 0)
+        assert risen["rows_answer"] == len(experts) - unknown
 
 
-def test_a_prefix_of_one_engine_is_read_by_the_other(engines: list[Server], tiny: tuple[Path, Decoder]) -> None:
-    """From the pool, by the other's own counters, and it is the right one: log-probabilities are the model's."""
+@pytest.mark.parametrize("length", [300, 320])
+def test_a_prefix_of_one_engine_is_read_by_the_other(
+    engines: list[Server], tiny: tuple[Path, Decoder], length: int
+) -> None:
+    """From the pool, by the other's own counters, and it is the right one: log-probabilities are the model's.
+
+    So are experts. Of what it read an engine has none; they are those of the answer that computed it. A prompt of whole
+    blocks comes from the pool but for its last token, in the middle of a block.
+    """
     one, two = engines
     asked: list[tuple[Ask, Ask]] = []
 
     def found() -> bool:
         # blocks are put behind the answer, and what an engine has computed itself it asks nobody for: each time another
         # prompt, and more time
-        prompt = prompt_of(300, 100 + len(asked))
+        prompt = prompt_of(length, 100 + length + len(asked))
         first = Ask(one, prompt, salt="1")
         assert (first.own, first.pool) == (0, 0)
         time.sleep(0.2 * 2 ** min(5, len(asked)))
@@ -98,11 +121,12 @@ def test_a_prefix_of_one_engine_is_read_by_the_other(engines: list[Server], tiny
 
     two.wait_for(found, "a prefix from the pool", timeout_s=120.0)
     first, read = asked[-1]
-    assert read.pool >= 300 // BLOCK * BLOCK - BLOCK
-    # experts are returned beside a pool, too: from the last token of the prompt on, which an engine always computes
-    for asked_one in (first, read):
-        assert asked_one.error(tiny[1]) < TOLERANCE
-        asked_one.check_experts(tiny[1])
+    assert read.pool >= length // BLOCK * BLOCK - BLOCK
+    again = Ask(two, read.prompt, salt="1")
+    store = KnownRows(Counters(), block=BLOCK, limit_bytes=1 << 30, keep_versions=1)
+    for each, unknown in ((first, 0), (read, min(read.pool, length - 1)), (again, min(read.pool, length - 1))):
+        assert each.error(tiny[1]) < TOLERANCE
+        each.check_experts(tiny[1], store, unknown=unknown)
     assert read.choice["token_ids"] == first.choice["token_ids"]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from hpcrl.rollouts.engines.pool import EnginePool
 from hpcrl.rollouts.environments import Outcome
 from hpcrl.rollouts.records import Rollout, decode_rollout, encode_rollout
 from hpcrl.rollouts.sampling.conversation import Conversation, Sampler
+from hpcrl.rollouts.sampling.known_rows import KnownRows
 from hpcrl.rollouts.sampling.rendering import Transcript
 from hpcrl.rollouts.sampling.routed_experts import RoutedExpertsRows, RoutedExpertsSettings, read_rows
 from hpcrl.rollouts.telemetry.counters import Counters
@@ -36,7 +38,8 @@ from hpcrl.rollouts.telemetry.counters import Counters
 LAYERS, WIDTH, EXPERTS = 3, 2, 8
 USER = ({"role": "user", "content": "1+1"},)
 TOOL = ({"role": "tool", "content": "2"},)
-SETTINGS = RoutedExpertsSettings(np.dtype(np.uint8))
+SETTINGS = RoutedExpertsSettings(LAYERS, WIDTH, EXPERTS)
+POOLED = replace(SETTINGS, gaps=True)
 ARCH = Qwen3MoeArch(
     vocab_size=103,
     hidden_size=32,
@@ -172,18 +175,132 @@ def test_other_payloads_are_refused(payload: bytes) -> None:
         read_rows(payload)
 
 
-def test_rows_become_as_narrow_as_the_model_allows() -> None:
-    rows = RoutedExpertsRows(SETTINGS)
-    rows.add(2, np.array([[[7, 1]], [[2, 255]]], np.int32))
-    routes = rows.aligned(3)
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.uint16, np.int32, np.int64])
+def test_rows_of_any_width_become_as_narrow_as_the_model_allows(dtype: type[np.integer[Any]]) -> None:
+    """Versions of engines count in other widths; what says nothing about experts is not looked at."""
+    rows, given = RoutedExpertsRows(SETTINGS), experts_of([4, 5, 6])
+    rows.add(3, given.astype(dtype))
+    routes = rows.aligned(4)
     assert routes is not None
     assert routes.experts.dtype == np.uint8
-    assert routes.experts[:2].tolist() == [[[7, 1]], [[2, 255]]]
-    assert routes.known.tolist() == [True, True, False]
-    with pytest.raises(ValueError, match="expert 256 does not fit uint8"):
-        rows.add(3, np.array([[[256, 0]]], np.int32))
-    with pytest.raises(ValueError, match="after rows of"):
-        rows.add(3, np.zeros((1, 2, 2), np.uint8))
+    assert (routes.experts[:3] == given).all()
+    assert routes.known.tolist() == [True, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        # layers with experts alone, slots of a padded batch, another number of experts a token
+        (np.zeros((2, LAYERS - 1, WIDTH), np.uint8), "rows have 2x2 experts .*, the model has 3x2"),
+        (np.zeros((2, LAYERS, WIDTH + 1), np.int16), "rows have 3x3 experts"),
+        (np.zeros((2, WIDTH, LAYERS), np.uint8), "rows have 2x3 experts"),
+        # places of experts that are there twice, and marks of padding
+        (np.full((2, LAYERS, WIDTH), EXPERTS, np.uint8), "expert 8 is none of the model's 8"),
+        (np.full((2, LAYERS, WIDTH), -1, np.int16), "expert -1 is none of the model's 8"),
+        (np.full((2, LAYERS, WIDTH), 256, np.int16), "expert 256 is none of the model's 8"),
+    ],
+)
+def test_rows_of_another_layout_are_refused(rows: NDArray[Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RoutedExpertsRows(SETTINGS).add(2, rows)
+
+
+# -- rows that others computed -------------------------------------------------------------------------------------
+
+OPENING = list(range(20, 31))
+"""Two blocks of four tokens, and three more."""
+
+
+def store_of(*, limit_bytes: int = 1 << 20) -> KnownRows:
+    return KnownRows(Counters(), block=4, limit_bytes=limit_bytes, keep_versions=1)
+
+
+def rows_from(store: KnownRows, tokens: list[int], *, fetched: int = 0, salt: int = 3, shift: int = 0) -> RoutedExperts:
+    """Of a rollout with an opening and three tokens behind it, of whose opening some came from a pool."""
+    given = experts_of([*tokens, 40, 41], shift=shift)
+    given[:fetched] = 0
+    rows = RoutedExpertsRows(POOLED, store)
+    rows.add(len(given), given, opening=(salt, tokens))
+    routes = rows.aligned(len(given) + 1)
+    assert routes is not None
+    return routes
+
+
+def counted(store: KnownRows) -> tuple[int, int, int]:
+    counters = store.counters
+    return counters.rows_answer, counters.rows_shared_prefix, counters.rows_unknown
+
+
+def test_rows_of_a_fetched_prefix_are_those_of_who_computed_it() -> None:
+    store = store_of()
+    rows_from(store, OPENING)
+    assert counted(store) == (13, 0, 0)
+    routes = rows_from(store, OPENING, fetched=8)
+    assert routes.known.tolist() == [True] * 13 + [False]
+    assert (routes.experts[:13] == experts_of([*OPENING, 40, 41])).all()
+    assert counted(store) == (13 + 5, 8, 0)
+
+
+def test_rows_that_an_engine_has_are_not_those_of_another_pass() -> None:
+    """Two passes of one block may differ; the row of this engine counts, and the first pass stays what others get."""
+    store = store_of()
+    rows_from(store, OPENING)
+    # the fetched prefix ends within a block
+    own = rows_from(store, OPENING, fetched=6, shift=1)
+    assert (own.experts[:6] == experts_of(OPENING)[:6]).all()
+    assert (own.experts[6:11] == experts_of(OPENING, shift=1)[6:]).all()
+    other = rows_from(store, OPENING, fetched=8)
+    assert (other.experts[:8] == experts_of(OPENING)[:8]).all()
+
+
+def test_a_conversation_learns_until_its_end() -> None:
+    """Who computed the prompt may answer later."""
+    store, given = store_of(), experts_of([*OPENING, 40])
+    given[:8] = 0
+    rows = RoutedExpertsRows(POOLED, store)
+    rows.add(12, given, opening=(3, OPENING))
+    rows_from(store, OPENING)
+    routes = rows.aligned(13)
+    assert routes is not None
+    assert routes.known[:12].all()
+    assert (routes.experts[:12] == experts_of([*OPENING, 40])).all()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "salt", "unknown"),
+    [
+        (OPENING, 4, 8),  # other weights
+        ([*OPENING[:6], 99, *OPENING[7:]], 3, 4),  # another second block
+        ([99, *OPENING[1:]], 3, 8),  # the same block behind another one is another prefix
+    ],
+)
+def test_other_prefixes_and_salts_stay_unknown(tokens: list[int], salt: int, unknown: int) -> None:
+    store = store_of()
+    rows_from(store, OPENING)
+    routes = rows_from(store, tokens, fetched=8, salt=salt)
+    assert int((~routes.known[:13]).sum()) == unknown
+    assert counted(store) == (13 + 5, 8 - unknown, unknown)
+
+
+def test_rows_die_with_the_kv_that_they_describe() -> None:
+    """Versions that nobody trains on any more go, and above the limit the blocks that were not used for longest."""
+    block = 4 * LAYERS * WIDTH
+    store = store_of()
+    rows_from(store, OPENING, salt=3)
+    rows_from(store, OPENING, salt=4)
+    assert store.bytes == 4 * block
+    rows_from(store, OPENING, salt=5)
+    assert store.bytes == 4 * block
+    assert not rows_from(store, OPENING, salt=3, fetched=8).known[:8].any()
+    assert rows_from(store, OPENING, salt=4, fetched=8).known[:8].all()
+    small = store_of(limit_bytes=2 * block)
+    rows_from(small, OPENING[:4])
+    rows_from(small, OPENING[4:8])
+    rows_from(small, OPENING[:4], fetched=4)  # used
+    rows_from(small, [7, 7, 7, 7])
+    assert small.bytes == 2 * block
+    assert rows_from(small, OPENING[:4], fetched=4).known[:4].all()
+    assert not rows_from(small, OPENING[4:8], fetched=4).known[:4].any()
 
 
 class Bench:
@@ -197,7 +314,9 @@ class Bench:
         stub.version = "3"
         self.stub, self.transcript = stub, transcript
 
-    def conversation(self, routes: RoutedExpertsSettings | None, stream_interval: int = 0) -> Conversation:
+    def conversation(
+        self, routes: RoutedExpertsSettings | None, stream_interval: int = 0, rows: KnownRows | None = None
+    ) -> Conversation:
         sampler = Sampler(
             self.pool,
             self.transcript,
@@ -206,13 +325,16 @@ class Bench:
             max_model_len=256,
             stream_interval=stream_interval,
             routes=routes,
+            rows=rows,
         )
         return Conversation(sampler, self.pool.session("group-0"), seed=11)
 
-    async def two_turns(self, routes: RoutedExpertsSettings | None, stream_interval: int = 0) -> Rollout:
+    async def two_turns(
+        self, routes: RoutedExpertsSettings | None, stream_interval: int = 0, rows: KnownRows | None = None
+    ) -> Rollout:
         turns = [[*encode("run 1+1"), EOS], [*encode("answer 2"), EOS]]
         self.stub.answer = lambda token_ids, seed: turns[len(self.stub.requests) - 1]
-        conversation = self.conversation(routes, stream_interval)
+        conversation = self.conversation(routes, stream_interval, rows)
         await conversation.reply(USER)
         await conversation.reply(TOOL)
         rollout = conversation.rollout(0, Outcome(reward=1.0), seconds=0.5)
@@ -248,16 +370,26 @@ async def test_each_turn_asks_for_rows_that_are_not_there_yet(bench: Bench, stre
     assert bench.starts == [0, first.said + first.sampled - 1]
 
 
-async def test_beside_a_pool_prompts_are_not_asked_for(bench: Bench) -> None:
-    """Each turn asks from the last token of its prompt on: every engine computes that one itself."""
-    rollout = await bench.two_turns(RoutedExpertsSettings(np.dtype(np.uint8), prompts=False))
-    routes, tokens = rollout.routed_experts, rollout.token_ids.tolist()
-    assert routes is not None
-    assert bench.starts == [len(request["token_ids"]) - 1 for request in bench.stub.requests]
-    # what samples a token is the row before it
-    decides = np.flatnonzero(rollout.sampled) - 1
-    assert np.flatnonzero(routes.known).tolist() == decides.tolist()
-    assert (routes.experts[decides] == experts_of(tokens)[decides]).all()
+async def test_beside_a_pool_a_rollout_has_the_rows_of_another_with_its_prompt(bench: Bench) -> None:
+    """Whole conversations: the second one's engine fetched a block of the prompt, and of its later turns nothing."""
+    store, block = KnownRows(Counters(), block=4, limit_bytes=1 << 20, keep_versions=1), 4
+    first = await bench.two_turns(POOLED, rows=store)
+    bench.stub.requests.clear()
+
+    def fetched(tokens: list[int]) -> NDArray[np.uint8]:
+        rows = experts_of(tokens)
+        rows[:block] = 0
+        return rows
+
+    bench.stub.experts = fetched
+    second = await bench.two_turns(POOLED, rows=store)
+    assert first.routed_experts is not None
+    assert second.routed_experts is not None
+    assert second.token_ids.tolist() == first.token_ids.tolist()
+    assert (second.routed_experts.experts == first.routed_experts.experts).all()
+    assert (second.routed_experts.known == first.routed_experts.known).all()
+    assert store.counters.rows_shared_prefix == block
+    assert store.counters.rows_unknown == 0
 
 
 async def test_who_does_not_keep_rows_asks_for_as_few_as_possible(bench: Bench) -> None:
@@ -278,7 +410,7 @@ async def test_without_the_setting_nothing_is_asked_for(bench: Bench) -> None:
         (None, "0 rows of experts for 13 tokens, from token 0 of 6"),
         (lambda tokens: experts_of([*tokens, 5]), "14 rows of experts for 13 tokens"),
         (lambda tokens: experts_of(tokens).astype(np.float32), "cannot be read"),
-        (lambda tokens: experts_of(tokens).astype(np.int64) + 256, "does not fit uint8"),
+        (lambda tokens: experts_of(tokens).astype(np.int64) + 256, "is none of the model's 8"),
     ],
 )
 async def test_rows_that_cannot_be_placed_are_refused(
@@ -373,27 +505,6 @@ def test_rows_are_cut_with_their_tokens() -> None:
     assert start_of(draft.request(lambda: 0)) == 9
 
 
-def test_beside_a_pool_the_next_engine_is_asked_from_its_last_token_on() -> None:
-    """It may read the KV of all others in the pool. Where that leaves a gap, the rows behind it are the answer's."""
-    draft = partial_generation_of(PROMPT, 3)
-    draft.request(lambda: 3)
-    draft.receive([10], [0.0], LOST[3:4])
-    draft.receive([11], [0.0])
-    draft.keep()
-    assert start_of(draft.request(lambda: 3)) == 5
-    whole = draft.whole(rest_of(2, NEXT[5:8]))
-    assert whole.experts is not None
-    assert (whole.experts == NEXT[5:8]).all()
-    complete = partial_generation_of(PROMPT, 3)
-    complete.request(lambda: 3)
-    complete.receive([10], [0.0], LOST[3:4])
-    complete.keep()
-    assert start_of(complete.request(lambda: 3)) == 4
-    rows = complete.whole(rest_of(1, NEXT[4:8])).experts
-    assert rows is not None
-    assert (rows == np.concatenate([LOST[3:4], NEXT[4:8]])).all()
-
-
 def test_replay_asks_for_rows_by_itself(tmp_path: Path) -> None:
     write_json(tmp_path / "config.json", ARCH.to_hf_config())
     assert RoutedExpertsSettings.of(make_recipe(tmp_path)) is None
@@ -403,6 +514,8 @@ def test_replay_asks_for_rows_by_itself(tmp_path: Path) -> None:
     )
     for change in changes:
         assert RoutedExpertsSettings.of(make_recipe(tmp_path, **change)) == SETTINGS
+    pooled = {"engine": {"backend": "vllm", "return_routed_experts": True, "kv_store": {"segment_gib": 1.0}}}
+    assert RoutedExpertsSettings.of(make_recipe(tmp_path, **pooled)) == POOLED
 
 
 @pytest.mark.parametrize("in_parts", [True, False])

@@ -94,13 +94,7 @@ def _replica_size(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
 def _replay_sees_prefixes(recipe: Recipe, _: ClusterProfile) -> Conflicts:
     if not recipe.returns_routed_experts:
         return
-    memory, engine = recipe.engine.memory, recipe.engine
-    lost = "prompts that come from there run no forward pass, so their experts are not recorded"
-    if memory.kv_offload_gib:
-        yield "engine.memory.kv_offload_gib", lost
-    if engine.kv_store is not None and recipe.trainer.router_replay:
-        yield "engine.kv_store", lost
-    if engine.prefill is not None:
+    if recipe.engine.prefill is not None:
         yield "engine.prefill", "vLLM refuses to return experts where prompts are computed by other engines"
 
 
@@ -261,9 +255,8 @@ PARALLEL_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "replay-sees-prefixes",
-        "Where experts are returned, every prompt is computed by the engine that answers.",
-        "set trainer.router_replay and engine.return_routed_experts: false, or serve without KV offload, store and "
-        "disaggregation",
+        "Where experts are returned, no KV goes straight from prefill to decode.",
+        "set trainer.router_replay and engine.return_routed_experts: false, or serve without prefill and decode",
         _replay_sees_prefixes,
     ),
     Rule(

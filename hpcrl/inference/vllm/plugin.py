@@ -1,13 +1,15 @@
 """The entry point ``vllm.general_plugins``: vLLM calls `register` in each of its processes.
 
-Nothing of vLLM is changed on accelerators: the weight transfer engine is vLLM's own extension point. The corrections
-of `hpcrl.inference.vllm.cpu` are applied to the CPU build alone. Servers that no run of ours started are left as they
-are.
+The weight transfer engine is vLLM's own extension point. One thing is changed everywhere: rows of experts that an
+engine does not know are marked (`hpcrl.inference.vllm.experts`). The corrections of `hpcrl.inference.vllm.cpu` are
+applied to the CPU build alone. Servers that no run of ours started are left as they are.
 """
 
 from __future__ import annotations
 
 import os
+
+from hpcrl.inference.vllm.experts import mark_unknown_rows
 
 __all__ = ["ENABLE_VARIABLE", "TRANSFER_BACKEND", "register"]
 
@@ -18,7 +20,9 @@ TRANSFER_BACKEND = "hpcrl"
 
 
 def register() -> None:
-    """Add our weight transfer engine, and on CPU what its build lacks. May be called more than once.
+    """Add our weight transfer engine and marks of unknown experts, and on CPU what its build lacks.
+
+    May be called more than once.
 
     Raises
     ------
@@ -34,6 +38,7 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(
             TRANSFER_BACKEND, "hpcrl.inference.vllm.weights", "HandoffTransferEngine"
         )
+    mark_unknown_rows()
     if current_platform.is_cpu():
         from hpcrl.inference.vllm.cpu import apply_corrections  # noqa: PLC0415
 

@@ -23,8 +23,7 @@ class PartialGeneration:
     is given the version that was served when the tokens before it arrived: the oldest that it can be of.
 
     Experts of kept tokens are those of the engine that sampled them, where it sent them along. Where it did not, the
-    next engine says which it chose when it computed these tokens anew; unless no rows of prompts are wanted (those from
-    the last token of the prompt on are), then they are missing.
+    next engine says which it chose when it computed these tokens anew.
 
     Attributes
     ----------
@@ -43,7 +42,6 @@ class PartialGeneration:
         self.experts: NDArray[Any] | None = None
         self._part: list[tuple[list[int], list[float], int]] = []
         self._rows: list[NDArray[Any]] = []
-        self._continued = True
         self._served: Callable[[], int] = lambda: 0
         self._version = 0
 
@@ -104,8 +102,7 @@ class PartialGeneration:
             logprobs=self.logprobs + rest.logprobs,
             versions=self.versions + rest.versions,
             finish_reason=rest.finish_reason,
-            # where rows are missing between the two, the answer's are the later ones
-            experts=_joined([self.experts if self._continued else None, rest.experts]),
+            experts=_joined([self.experts, rest.experts]),
         )
 
     def _next_row(self) -> int | msgspec.UnsetType:
@@ -113,17 +110,12 @@ class PartialGeneration:
         start = self._params.routed_experts_prompt_start
         if start is msgspec.UNSET:
             return start
-        known = start + (0 if self.experts is None else len(self.experts))
-        if start < len(self._prompt) - 1:
-            return known
-        last = start + len(self.token_ids)
-        self._continued = known == last
-        return last
+        return start + (0 if self.experts is None else len(self.experts))
 
     def _keep_experts(self) -> None:
         """Rows up to the last kept token, which the next engine computes in any case."""
         start = self._params.routed_experts_prompt_start
-        if start is msgspec.UNSET or not self.token_ids or not self._continued:
+        if start is msgspec.UNSET or not self.token_ids:
             return
         self.experts = _joined([self.experts, *self._rows])
         if self.experts is not None:

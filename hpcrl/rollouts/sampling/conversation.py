@@ -20,6 +20,7 @@ from hpcrl.rollouts.engines.engine import Engine
 from hpcrl.rollouts.engines.pool import EnginePool, EngineSession
 from hpcrl.rollouts.environments import Message, Outcome, Reply
 from hpcrl.rollouts.records import Rollout, Turn
+from hpcrl.rollouts.sampling.known_rows import KnownRows
 from hpcrl.rollouts.sampling.rendering import Transcript
 from hpcrl.rollouts.sampling.routed_experts import RoutedExpertsRows, RoutedExpertsSettings
 from hpcrl.rollouts.sampling.seeding import stable_hash
@@ -42,6 +43,7 @@ class Sampler:
         max_model_len: int,
         stream_interval: int = 0,
         routes: RoutedExpertsSettings | None = None,
+        rows: KnownRows | None = None,
     ) -> None:
         """Remember settings.
 
@@ -55,7 +57,10 @@ class Sampler:
             Tokens of a part of an answer; 0: answers come whole.
         routes:
             How experts of tokens are kept; None: engines do not return them.
+        rows:
+            Experts of prompts that conversations share; None: each has its own alone.
         """
+        self.rows = rows
         self.stream_interval = stream_interval or msgspec.UNSET
         self.pool, self.transcript, self.temperature, self.routes = pool, transcript, temperature, routes
         self.max_new_tokens, self.max_model_len = sampling.max_new_tokens, max_model_len
@@ -99,7 +104,7 @@ class Conversation:
         self._replied_s = time.monotonic()
         self._tokens = TokenSequence()
         self._first_version: int | None = None
-        self._routes = None if sampler.routes is None else RoutedExpertsRows(sampler.routes)
+        self._routes = None if sampler.routes is None else RoutedExpertsRows(sampler.routes, sampler.rows)
 
     @property
     def first_version(self) -> int | None:
@@ -203,8 +208,10 @@ class Conversation:
 
     def _keep_experts(self, routes: RoutedExpertsRows, turn: SavedTurn) -> None:
         assert turn.experts is not None
+        # later turns have prefixes that no other conversation has
+        opening = None if self._turns or turn.salt < 0 else (turn.salt, turn.said)
         try:
-            routes.add(len(self._tokens) + len(turn.token_ids) - 1, turn.experts)
+            routes.add(len(self._tokens) + len(turn.token_ids) - 1, turn.experts, opening=opening)
         except ValueError as error:
             raise EngineProtocolError(f"{self._session.engine.name}: experts of an answer: {error}") from error
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from hpcrl.config.recipe import Recipe
 from hpcrl.dock.routes import RoutedExperts, exact_dtype
 from hpcrl.models import load_facts
+from hpcrl.rollouts.sampling.known_rows import KnownRows, Tokens
 
 __all__ = ["RoutedExpertsRows", "RoutedExpertsSettings", "read_rows"]
 
@@ -48,17 +49,19 @@ class RoutedExpertsSettings:
 
     Attributes
     ----------
-    dtype:
-        The smallest that is exact for the model's number of experts.
-    prompts:
-        Whether rows of prompts may be asked for. Not beside a KV pool: an engine has no rows of tokens whose KV it
-        read there, and vLLM ends when it is asked for them.
+    layers, width, experts:
+        Of the model: all its layers, experts of a token, and experts to choose from.
+    gaps:
+        Whether KV may come to an engine that did not compute it (pool, host): rows that are zero in all layers are
+        unknown there (`hpcrl.inference.vllm.experts`).
     keep:
         False where nobody wants to know (evaluations): as little as possible is asked for.
     """
 
-    dtype: np.dtype[Any]
-    prompts: bool = True
+    layers: int
+    width: int
+    experts: int
+    gaps: bool = False
     keep: bool = True
 
     @classmethod
@@ -66,57 +69,97 @@ class RoutedExpertsSettings:
         """None where engines do not return experts (FileNotFoundError, ValueError: the model is not known)."""
         if not recipe.returns_routed_experts:
             return None
-        dtype = exact_dtype(load_facts(recipe.model.path).num_experts)
-        return cls(dtype, prompts=recipe.engine.kv_store is None)
+        facts, engine = load_facts(recipe.model.path), recipe.engine
+        gaps = engine.kv_store is not None or engine.memory.kv_offload_gib > 0
+        return cls(len(facts.layers), facts.num_experts_per_tok, facts.num_experts, gaps=gaps)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The smallest that is exact for the model's number of experts."""
+        return exact_dtype(self.experts)
 
     def unkept(self) -> RoutedExpertsSettings:
         """The same for who does not want to know."""
         return replace(self, keep=False)
 
-
-class RoutedExpertsRows:
-    """Rows of one conversation, as they come."""
-
-    def __init__(self, settings: RoutedExpertsSettings) -> None:
-        self._settings = settings
-        self._pieces: list[tuple[int, NDArray[Any]]] = []
-        self._end = 0
-
-    def start(self, prompt_length: int) -> int:
-        """First token of a prompt whose row is wanted. Every engine computes the last one, so that is the least."""
-        last = prompt_length - 1
-        return min(self._end, last) if self._settings.keep and self._settings.prompts else last
-
-    def add(self, end: int, rows: NDArray[Any]) -> None:
-        """Rows of the tokens before token ``end``, in order.
+    def checked(self, rows: NDArray[Any]) -> NDArray[Any]:
+        """Rows of an engine in `dtype`, whatever width its version counts experts in.
 
         Raises
         ------
         ValueError
-            An expert has a number that the model does not have, or rows have another form than those before.
+            They are not of this model: other layers, other experts a token, or an expert that it does not have.
+        """
+        if rows.shape[1:] != (self.layers, self.width):
+            found, own = "x".join(map(str, rows.shape[1:])), f"{self.layers}x{self.width}"
+            raise ValueError(f"rows have {found} experts (layers x experts a token), the model has {own}")
+        if rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < self.experts:
+            wrong = int(rows.min()) if int(rows.min()) < 0 else int(rows.max())
+            raise ValueError(f"expert {wrong} is none of the model's {self.experts}")
+        return rows if rows.dtype == self.dtype else rows.astype(self.dtype)
+
+
+class RoutedExpertsRows:
+    """Rows of one conversation, as they come."""
+
+    def __init__(self, settings: RoutedExpertsSettings, store: KnownRows | None = None) -> None:
+        """Begin. ``store`` has rows of prompts from other conversations, and takes those of this one."""
+        self._settings, self._store = settings, store
+        self._pieces: list[tuple[int, NDArray[Any]]] = []
+        self._end = 0
+        self._opening: tuple[int, Tokens] | None = None
+
+    def start(self, prompt_length: int) -> int:
+        """First token of a prompt whose row is wanted. Every engine computes the last one, so that is the least."""
+        last = prompt_length - 1
+        return min(self._end, last) if self._settings.keep else last
+
+    def add(self, end: int, rows: NDArray[Any], *, opening: tuple[int, Tokens] | None = None) -> None:
+        """Rows of the tokens before token ``end``, in order.
+
+        Parameters
+        ----------
+        opening:
+            Salt and tokens of the first prompt, where rows begin with it and others may share them.
+
+        Raises
+        ------
+        ValueError
+            They are not of the model.
         """
         if not self._settings.keep:
             return
-        if self._pieces and self._pieces[0][1].shape[1:] != rows.shape[1:]:
-            raise ValueError(f"rows of {rows.shape[1:]} after rows of {self._pieces[0][1].shape[1:]}")
-        self._pieces.append((end - len(rows), self._exact(rows)))
+        rows = self._settings.checked(rows)
+        self._pieces.append((end - len(rows), rows))
         self._end = end
+        if opening is not None and self._store is not None and self._settings.gaps:
+            self._opening = opening
+            salt, token_ids = opening
+            self._store.add(salt, token_ids, rows, self._known(rows))
 
     def aligned(self, tokens: int) -> RoutedExperts | None:
-        """Rows of the first ``tokens`` tokens, those that are missing included; None where there are none at all."""
+        """Rows of the first ``tokens`` tokens, those that are missing included; None where there are none at all.
+
+        Called once, at the end: other rollouts may have brought what was missing when the answer came.
+        """
         if not self._pieces:
             return None
-        experts = np.zeros((tokens, *self._pieces[0][1].shape[1:]), self._settings.dtype)
-        present = np.zeros(tokens, np.uint8)
+        experts = np.zeros((tokens, self._settings.layers, self._settings.width), self._settings.dtype)
+        present = np.zeros(tokens, np.bool_)
         for start, rows in self._pieces:
             experts[start : start + len(rows)] = rows
-            present[start : start + len(rows)] = 1
-        return RoutedExperts.of(experts, present)
+            present[start : start + len(rows)] = self._known(rows)
+        if self._store is not None:
+            answer = int(present.sum())
+            filled = 0 if self._opening is None else self._store.fill(*self._opening, experts, present)
+            counters = self._store.counters
+            counters.rows_answer += answer
+            counters.rows_shared_prefix += filled
+            counters.rows_unknown += tokens - 1 - answer - filled
+        return RoutedExperts.of(experts, present.view(np.uint8))
 
-    def _exact(self, rows: NDArray[Any]) -> NDArray[Any]:
-        dtype = self._settings.dtype
-        if rows.dtype == dtype:
-            return rows
-        if rows.size and not 0 <= int(rows.min()) <= int(rows.max()) <= np.iinfo(dtype).max:
-            raise ValueError(f"expert {rows.max()} does not fit {dtype}, which holds all of the model's")
-        return rows.astype(dtype)
+    def _known(self, rows: NDArray[Any]) -> NDArray[np.bool_]:
+        if not self._settings.gaps:
+            return np.ones(len(rows), np.bool_)
+        known: NDArray[np.bool_] = rows.reshape(len(rows), -1).max(axis=1, initial=0) > 0
+        return known

@@ -38,6 +38,10 @@ class Counters(msgspec.Struct, kw_only=True):
         Turns of rollouts in progress that an interruption did not cost.
     turns_given_up:
         Turns that were saved and not used: too old after a restore, damaged, or the environment said something else.
+    rows_answer, rows_shared_prefix, rows_unknown:
+        Tokens of finished rollouts by where their rows of experts are from: the engine that answered; another rollout
+        of the same prompt and salt (`hpcrl.rollouts.sampling.known_rows`), maybe of another forward pass; nobody.
+        The last token of a rollout has none, and is not counted.
     """
 
     started: int = 0
@@ -56,6 +60,9 @@ class Counters(msgspec.Struct, kw_only=True):
     tokens_kept: int = 0
     turns_recalled: int = 0
     turns_given_up: int = 0
+    rows_answer: int = 0
+    rows_shared_prefix: int = 0
+    rows_unknown: int = 0
 
     def as_dict(self) -> dict[str, int]:
         """Names and counts."""

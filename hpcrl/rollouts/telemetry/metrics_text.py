@@ -30,6 +30,9 @@ _COUNTERS = {
     "tokens_kept": "Tokens that had arrived from engines that were lost.",
     "turns_recalled": "Turns of rollouts in progress that an interruption did not cost.",
     "turns_given_up": "Turns that were saved and not used: too old, damaged, or the environment said something else.",
+    "rows_answer": "Tokens whose experts the engine that answered returned.",
+    "rows_shared_prefix": "Tokens whose experts are known from another rollout of the same prompt and salt.",
+    "rows_unknown": "Tokens whose experts nobody returned.",
 }
 
 

@@ -1,0 +1,52 @@
+"""Rows of experts beside KV that came from somewhere else: marked where vLLM 0.32 ends the engine.
+
+vLLM keeps the experts of a block of tokens beside its own KV. A block whose KV was fetched (pool, host) has none in
+this engine; a request that asks for them ends the whole engine, and so does one whose fetched prefix ends within a
+block. Here rows that nobody knows are zero in all layers. No router makes such a row, because a token's experts differ
+(so a model with one expert a token is refused beside such KV), and whoever reads the answer can tell.
+
+Only what would have ended the engine goes another way; everything else is vLLM's own code. No torch is imported.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+__all__ = ["mark_unknown_rows"]
+
+_MARK = "_hpcrl_marks"
+
+
+def mark_unknown_rows() -> None:
+    """Change vLLM's two classes that hold rows, once; a version without them is left alone.
+
+    It has nothing to mark: what such a version returns is checked by who reads it.
+    """
+    try:
+        from vllm.distributed.aux_output_connector.routed_experts import RoutedExpertsBuffer  # noqa: PLC0415
+        from vllm.distributed.aux_output_connector.store import BlockObjectStore, BlockObjectStoreError  # noqa: PLC0415
+    except ImportError:
+        return
+    if hasattr(BlockObjectStore, _MARK):
+        return
+    get, capture = BlockObjectStore.get_concatenated, RoutedExpertsBuffer.capture
+
+    @functools.wraps(get)
+    def get_concatenated(self: Any, keys: list[str]) -> bytes:
+        try:
+            return get(self, keys)
+        except BlockObjectStoreError:
+            return b"".join(get(self, [key]) if key in self._lru else bytes(self.object_nbytes) for key in keys)
+
+    @functools.wraps(capture)
+    def capture_within_a_block(self: Any, request_id: Any, token_start: int, rows: Any) -> Any:
+        before = token_start % self.block_size
+        if before and request_id not in self._requests:
+            tail = self._tail(request_id, token_start - before)
+            self._rows[tail.slot, :before] = 0
+            tail.length = before
+        return capture(self, request_id, token_start, rows)
+
+    BlockObjectStore.get_concatenated, RoutedExpertsBuffer.capture = get_concatenated, capture_within_a_block
+    setattr(BlockObjectStore, _MARK, True)

@@ -1,0 +1,117 @@
+"""Rows of experts of prompts, for rollouts whose engine did not compute them: by cache salt and prefix, block by block.
+
+Where KV comes from a pool or from the host, the engine that answers has no rows of it; the engine that computed it
+returned them with another rollout of the same prompt. The orchestrator sees all answers, so rows are kept here and not
+beside the engines, and one store serves every way that KV takes. It has openings only (the first prompt of a rollout):
+what follows is sampled, so nobody else has the same prefix, and its rows came with the rollout's own turns.
+
+A block is kept from the first answer that has it, as the pool keeps the first KV that is put under a key. Two engines
+may each have computed a block under one salt, though, and the KV that was used may be of the other pass: such rows are
+of the same weights and prefix, and not certainly of the same pass. They are counted by themselves
+(`Counters.rows_shared_prefix`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpcrl.config.recipe import Recipe
+from hpcrl.rollouts.telemetry.counters import Counters
+
+__all__ = ["KnownRows", "Tokens"]
+
+Tokens = Sequence[int] | NDArray[np.int32]
+
+
+class KnownRows:
+    """The store; least recently used blocks go first.
+
+    Attributes
+    ----------
+    bytes:
+        Of the rows that it has.
+    """
+
+    def __init__(self, counters: Counters, *, block: int, limit_bytes: int, keep_versions: int) -> None:
+        """Begin, empty.
+
+        Parameters
+        ----------
+        counters:
+            Where conversations count the sources of their rows.
+        block:
+            Tokens of a block; those of the engines' KV, because they know all rows of one or none.
+        limit_bytes:
+            Of the rows.
+        keep_versions:
+            Salts below the newest that are kept. No rollout that began earlier is used.
+        """
+        self._block, self._limit, self._keep = block, limit_bytes, keep_versions
+        self._blocks: OrderedDict[tuple[int, bytes], NDArray[np.unsignedinteger]] = OrderedDict()
+        self._newest = -1
+        self.counters, self.bytes = counters, 0
+
+    @classmethod
+    def of(cls, recipe: Recipe, counters: Counters) -> KnownRows:
+        """The store of a run."""
+        limit = round(recipe.engine.routed_experts_gib * (1 << 30))
+        keep = recipe.rollouts.max_off_policy_steps
+        return cls(counters, block=recipe.engine.block_size, limit_bytes=limit, keep_versions=keep)
+
+    def add(self, salt: int, token_ids: Tokens, rows: NDArray[np.unsignedinteger], known: NDArray[np.bool_]) -> None:
+        """Keep whole blocks of an opening.
+
+        Parameters
+        ----------
+        salt:
+            Version of the weights.
+        token_ids:
+            The opening.
+        rows, known:
+            ``[T, layers, experts_per_token]`` and ``[T]``, from its first token on; ``T`` may be less than its length.
+        """
+        if salt > self._newest:
+            self._newest = salt
+            for key in [key for key in self._blocks if key[0] < salt - self._keep]:
+                self._drop(key)
+        if salt < self._newest - self._keep:
+            return
+        for start, digest in self._digests(token_ids[: len(rows)]):
+            key, part = (salt, digest), slice(start, start + self._block)
+            if key in self._blocks:
+                self._blocks.move_to_end(key)
+            elif known[part].all():
+                # a copy: a view would keep the whole answer
+                self._blocks[key] = rows[part].copy()
+                self.bytes += self._blocks[key].nbytes
+        while self.bytes > self._limit:
+            self._drop(next(iter(self._blocks)))
+
+    def fill(self, salt: int, token_ids: Tokens, rows: NDArray[np.unsignedinteger], known: NDArray[np.bool_]) -> int:
+        """Put rows in where none are known, in place; returns how many. Arrays are as in `add`, and of any length."""
+        filled = 0
+        for start, digest in self._digests(token_ids):
+            part = slice(start, start + self._block)
+            missing = ~known[part]
+            if not missing.any() or (found := self._blocks.get((salt, digest))) is None:
+                continue
+            self._blocks.move_to_end((salt, digest))
+            rows[part][missing], known[part] = found[missing], True
+            filled += int(missing.sum())
+        return filled
+
+    def _drop(self, key: tuple[int, bytes]) -> None:
+        self.bytes -= self._blocks.pop(key).nbytes
+
+    def _digests(self, token_ids: Tokens) -> Iterator[tuple[int, bytes]]:
+        """First token of each whole block, and what names it with all before it."""
+        data, width = np.asarray(token_ids, np.int64).tobytes(), 8 * self._block
+        running = hashlib.blake2b(digest_size=16)
+        for end in range(width, len(data) + 1, width):
+            running.update(data[end - width : end])
+            yield end // 8 - self._block, running.digest()
