@@ -28,14 +28,19 @@ from harness import OtherLoad, record
 from hpcrl.config.recipe import Recipe
 from hpcrl.dock.ahead import BatchFetcher
 from hpcrl.dock.client import DockClient
+from hpcrl.dock.columns import encode_columns
+from hpcrl.dock.ledger.payload import PayloadWriter
 from hpcrl.dock.routes import RoutedExperts
+from hpcrl.dock.warehouse.embedded import EmbeddedWarehouse
+from hpcrl.dock.warehouse.interface import Location
 from hpcrl.gate import Gate
 from hpcrl.models.arch import arch_from_config
 from hpcrl.models.known import find_config
+from hpcrl.rollouts.batches.columns import RolloutColumns
 from hpcrl.rollouts.batches.http import serve_dock
 from hpcrl.rollouts.batches.server import BatchServer
 from hpcrl.rollouts.files import RolloutFiles
-from hpcrl.rollouts.records import Group, Rollout
+from hpcrl.rollouts.records import Group, Rollout, StoredRollout, encode_rollout
 from hpcrl.rollouts.telemetry.counters import Counters
 from hpcrl.trainer.batch.tensors import TokenBatch
 
@@ -45,8 +50,8 @@ ARCH = arch_from_config(json.loads(find_config("GLM-5").read_text()))
 MARK = "HPCRL_BENCH_BATCH_AHEAD"
 
 
-def rollouts(step: int, *, routed: bool) -> list[Group]:
-    """One group of rollouts of equal length, sampled but for a prompt of a tenth."""
+def rollouts(step: int, *, routed: bool) -> list[Rollout]:
+    """Those of one group, of equal length, sampled but for a prompt of a tenth."""
     rng, length = np.random.default_rng(step), TOKENS // ROLLOUTS
 
     def rollout(member: int) -> Rollout:
@@ -69,15 +74,27 @@ def rollouts(step: int, *, routed: bool) -> list[Group]:
             routed_experts=routes,
         )
 
-    return [Group(index=step, environment="bench", prompt_index=step, rollouts=[rollout(i) for i in range(ROLLOUTS)])]
+    return [rollout(i) for i in range(ROLLOUTS)]
+
+
+def stored(payload: Path, warehouse: EmbeddedWarehouse, *, routed: bool) -> list[Group]:
+    """The same, on disk and in memory, as the ledger leaves them."""
+    payload.mkdir()
+    writer, kept = PayloadWriter(payload, 1), []
+    for rollout in rollouts(1, routed=routed):
+        block = encode_columns(*encode_rollout(rollout))
+        place = writer.write([block])[0]
+        warehouse.put(place, block)
+        kept.append(StoredRollout.of(rollout, place))
+    return [Group(index=1, environment="bench", prompt_index=1, rollouts=kept)]
 
 
 class Ready:
     """In place of the scheduler and of its journal: rollouts of the next step are always finished."""
 
-    def __init__(self, *, routed: bool) -> None:
+    def __init__(self, groups: list[Group]) -> None:
         self.account = SimpleNamespace(step=0)
-        self._groups = rollouts(1, routed=routed)
+        self._groups = groups
 
     async def wait_batch(self) -> None:
         """They are there."""
@@ -91,6 +108,9 @@ class Ready:
 
     def settle(self, step: int) -> None:
         """Nothing is kept."""
+
+    def trained(self, step: int) -> None:
+        """Nothing is released: each step takes the same rollouts."""
 
 
 class Served:
@@ -118,14 +138,16 @@ def serve(port: int, directory: str, *, routed: bool) -> None:
                 "trainer": {"steps": 1000, "micro_batch_tokens": TOKENS},
             }
         )
-        ready: Any = Ready(routed=routed)
+        payload, memory = Path(directory) / "payload", EmbeddedWarehouse(Path("/dev/shm"), limit_bytes=1 << 30)
+        ready: Any = Ready(stored(payload, memory, routed=routed))
+        location = Location(str(memory.directory))
         server = BatchServer(
             recipe=recipe,
             scheduler=ready,
             journal=ready,
             counters=Counters(),
             gauges=dict,
-            decode=lambda ids: f"{len(ids)} tokens",
+            columns=RolloutColumns(payload, lambda: location, decode=lambda ids: f"{len(ids)} tokens"),
             files=RolloutFiles.claim(Path(directory) / "rollouts", 1),
             spawn=asyncio.create_task,
         )

@@ -12,6 +12,7 @@
     ├── RunFailedError              the run itself failed (exit code 1)
     ├── EnvironmentFailedError      an environment of the user's own fails; its exception comes first, then its frames
     ├── HandoffError                a weight hand-off is missing, torn or wrong
+    ├── RolloutsLostError           columns of finished rollouts are gone or damaged wherever they should be
     ├── CheckpointError             a checkpoint entry is missing, torn or wrong
     ├── NothingToRestoreError       a run that has saved checkpoints can restore none; it does not begin again
     ├── FencedError                 a newer attempt writes here now; this process must end
@@ -42,6 +43,7 @@ __all__ = [
     "MissingExtraError",
     "NothingToRestoreError",
     "PeerLostError",
+    "RolloutsLostError",
     "RunDirError",
     "RunFailedError",
     "UnknownSizesError",
@@ -160,6 +162,10 @@ class EnvironmentFailedError(HpcrlError):
 
 class HandoffError(HpcrlError):
     """A weight hand-off is missing, torn or does not fit the model."""
+
+
+class RolloutsLostError(HpcrlError):
+    """Columns of finished rollouts are gone or damaged wherever they should be."""
 
 
 class CheckpointError(HpcrlError):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from aiohttp import web
     from aiohttp.typedefs import Handler, Middleware
 
-__all__ = ["Gate", "Refused", "Report"]
+__all__ = ["Gate", "Refused", "Report", "is_loopback"]
 
 _log = logging.getLogger(__name__)
 _BURST = 30
@@ -106,7 +106,7 @@ class Gate:
         UsageError
             Everybody would be answered, and not on this machine alone.
         """
-        if self.credentials is None and not _is_loopback(host):
+        if self.credentials is None and not is_loopback(host):
             raise UsageError(
                 f"{self._server} would answer everybody who reaches {host}\n"
                 "    hint: listen on 127.0.0.1, or --token-file FILE (mode 0600, 64 hexadecimal digits)"
@@ -179,7 +179,8 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in text[:_LONGEST])
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a server that listens there."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

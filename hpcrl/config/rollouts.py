@@ -6,7 +6,7 @@ from typing import Literal
 
 from hpcrl.config.base import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, StrictModel
 
-__all__ = ["AdaptiveConcurrencyConfig", "RolloutConfig", "SamplingConfig"]
+__all__ = ["AdaptiveConcurrencyConfig", "RolloutConfig", "SamplingConfig", "WarehouseConfig"]
 
 
 class SamplingConfig(StrictModel):
@@ -30,6 +30,19 @@ class AdaptiveConcurrencyConfig(StrictModel):
     """From this share on it gets fewer; also where requests give their KV back, or queue."""
     decrease: Fraction = 0.8
     """It then gets this share of what it had."""
+
+
+class WarehouseConfig(StrictModel):
+    """Where columns of finished rollouts (tokens, log-probabilities, versions, routed experts) lie in memory until
+    their step is trained. They are durable on the shared filesystem as well, before a rollout counts."""
+
+    directory: str | None = "/dev/shm"
+    """On the orchestrator's node, in memory: files that nobody else may read, removed at the end. Ranks of that node
+    map them, ranks of others ask a small server there. None: ranks read rollouts from the shared filesystem."""
+    limit_gib: PositiveFloat = 16.0
+    """Memory that they may take, in GiB. With routed experts a token of a large model takes 600 bytes: two steps of
+    rollouts should fit. Where it is full, no rollout starts while whole batches wait, and what finishes is read from
+    the shared filesystem."""
 
 
 class RolloutConfig(StrictModel):
@@ -58,6 +71,8 @@ class RolloutConfig(StrictModel):
     zero_variance: Literal["keep", "drop"] = "keep"
     """Groups whose rewards are all equal carry no gradient: ``keep`` them in the batch, or ``drop`` and replace
     them by others. Both are counted."""
+    warehouse: WarehouseConfig = WarehouseConfig()
+    """Memory for finished rollouts."""
     sampling: SamplingConfig = SamplingConfig()
     """How tokens are drawn."""
     request_timeout_s: PositiveFloat = 600.0

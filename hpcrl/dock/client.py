@@ -19,17 +19,24 @@ Each needs the run's token: 401 without it, 403 for a trainer of another attempt
 from __future__ import annotations
 
 import http.client
+import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from threading import Event
 from urllib.parse import urlsplit
 
 from hpcrl.credentials import Credentials
-from hpcrl.dock.wire import BatchShard, decode_shard
+from hpcrl.dock.assemble import assemble
+from hpcrl.dock.warehouse.reading import BlockReader
+from hpcrl.dock.wire import BatchShard, ReferencedShard, decode_answer
 from hpcrl.errors import DeadlineError, FencedError, PeerLostError
 
 __all__ = ["DockClient"]
+
+_log = logging.getLogger(__name__)
 
 _POLL_S = 5.0
 """How long the server holds a request that cannot be answered yet."""
@@ -48,6 +55,8 @@ class DockClient:
     ----------
     wait_timeout_s, connect_timeout_s, on_wait:
         As given.
+    sources:
+        Rollouts by where their columns came from (`hpcrl.dock.warehouse.reading.BlockReader`).
     """
 
     def __init__(
@@ -85,6 +94,7 @@ class DockClient:
         self.on_wait = on_wait
         self._headers = {} if credentials is None else credentials.headers
         self._reached = False
+        self.sources: Counter[str] = Counter()
 
     def batch(self, step: int, *, rank: int, world_size: int) -> BatchShard:
         """Wait for the batch of ``step`` and return the shard of data-parallel rank ``rank``.
@@ -97,9 +107,11 @@ class DockClient:
             The orchestrator cannot be reached, is stopping, or answered with an error.
         FencedError
             It belongs to another attempt: this one must end.
+        RolloutsLostError
+            Columns of a rollout are neither in memory nor on the shared filesystem.
         """
         path = _batch_path(step, rank, world_size)
-        return decode_shard(self._until_ready("GET", path, f"the batch of step {step}"))
+        return self._shard(self._until_ready("GET", path, f"the batch of step {step}"))
 
     def poll(
         self, step: int, *, rank: int, world_size: int, wanted_since_s: Callable[[], float | None], ended: Event
@@ -116,7 +128,7 @@ class DockClient:
 
         Raises
         ------
-        PeerLostError, FencedError
+        PeerLostError, FencedError, RolloutsLostError
             As `batch`.
         """
 
@@ -125,7 +137,23 @@ class DockClient:
             return self._retry_connect(method, path, self.connect_timeout_s, wanted_since_s, pause)
 
         status, body = self._checked("GET", f"{_batch_path(step, rank, world_size)}&ahead=1", send)
-        return decode_shard(body) if status == http.client.OK else None
+        return self._shard(body) if status == http.client.OK else None
+
+    def _shard(self, data: bytes) -> BatchShard:
+        """The shard with its columns, read from where they lie."""
+        shard = decode_answer(data)
+        if not isinstance(shard, ReferencedShard):
+            return shard
+        authorization = self._headers.get("Authorization", "")
+        reader = BlockReader(shard.location, Path(shard.payload_dir), authorization=authorization)
+        try:
+            return assemble(shard, reader.read)
+        finally:
+            reader.close()
+            self.sources += reader.sources
+            if reader.problems:
+                what = f"{len(reader.problems)} rollouts of step {shard.step} are read from the shared filesystem"
+                _log.warning("%s, the first: %s", what, reader.problems[0])
 
     def trained(self, step: int) -> None:
         """Say that ``step`` is trained, and that the batch of the next is waited for."""

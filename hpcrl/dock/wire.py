@@ -1,4 +1,7 @@
-"""What travels from the orchestrator to the trainer: packed batches as MessagePack, arrays as raw bytes.
+"""What travels from the orchestrator to the trainer, as MessagePack: which rollouts a rank trains on, and how.
+
+Their columns do not: the orchestrator says where they lie (`ReferencedShard`), and the rank puts its shard together
+(`hpcrl.dock.assemble`). A shard with all columns in it (`BatchShard`) can be sent as well, for records and tests.
 
 A batch is cut into one shard a trainer rank, and each shard into micro-batches of at most
 ``trainer.micro_batch_tokens`` tokens, in which several rollouts lie one behind the other. All shards of
@@ -15,13 +18,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpcrl.decoding import prepared
+from hpcrl.dock.ledger.entries import PayloadPlace
 from hpcrl.dock.routes import RoutedExperts
+from hpcrl.dock.warehouse.interface import Location
 
 __all__ = [
     "FORMAT_VERSION",
     "BatchShard",
     "BatchStats",
     "MicroBatch",
+    "ReferencedShard",
+    "Sample",
+    "decode_answer",
     "decode_array",
     "decode_shard",
     "encode_array",
@@ -29,6 +37,8 @@ __all__ = [
 ]
 
 FORMAT_VERSION = 1
+REFERENCES_VERSION = 2
+"""Of shards that name their rollouts and have no columns."""
 
 
 class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,6 +132,58 @@ class BatchShard(msgspec.Struct, frozen=True, kw_only=True):
     format_version: int = FORMAT_VERSION
 
 
+class Sample(msgspec.Struct, frozen=True, array_like=True):
+    """A rollout of a batch, by reference, with what only the orchestrator knows.
+
+    Attributes
+    ----------
+    group, member:
+        Which it is.
+    tokens:
+        How long it is.
+    advantage:
+        Of each of its sampled tokens.
+    place:
+        Of its columns.
+    counts_as:
+        The version that all its tokens count as, where a restore has changed that; None: those that its columns say.
+    """
+
+    group: int
+    member: int
+    tokens: int
+    advantage: float
+    place: PayloadPlace
+    counts_as: int | None = None
+
+
+class ReferencedShard(msgspec.Struct, frozen=True, kw_only=True):
+    """A `BatchShard` whose columns lie elsewhere.
+
+    Attributes
+    ----------
+    micro_batches:
+        Rollouts of each, in their order.
+    location:
+        Of the warehouse; None where there is none.
+    payload_dir:
+        Of the run, on the shared filesystem.
+    """
+
+    step: int
+    rank: int
+    world_size: int
+    micro_batches: list[list[Sample]]
+    stats: BatchStats
+    location: Location | None
+    payload_dir: str
+    format_version: int = REFERENCES_VERSION
+
+
+class _Format(msgspec.Struct):
+    format_version: int = FORMAT_VERSION
+
+
 def encode_array(value: Any) -> Any:
     """`msgspec` hook: an array as dtype, shape and raw bytes."""
     if isinstance(value, np.ndarray):
@@ -137,7 +199,7 @@ def decode_array(kind: type, value: Any) -> Any:
     raise NotImplementedError(f"cannot decode {kind}")
 
 
-def encode_shard(shard: BatchShard) -> bytes:
+def encode_shard(shard: BatchShard | ReferencedShard) -> bytes:
     """Bytes of a shard."""
     return msgspec.msgpack.encode(shard, enc_hook=encode_array)
 
@@ -157,3 +219,14 @@ def decode_shard(data: bytes) -> BatchShard:
     if shard.format_version != FORMAT_VERSION:
         raise ValueError(f"batch format {shard.format_version}, this hpcrl reads {FORMAT_VERSION}")
     return shard
+
+
+def decode_answer(data: bytes) -> BatchShard | ReferencedShard:
+    """The shard of ``data``, with its columns or without (ValueError as `decode_shard`)."""
+    try:
+        found = msgspec.msgpack.decode(data, type=_Format).format_version
+        if found == REFERENCES_VERSION:
+            return msgspec.msgpack.decode(data, type=prepared(ReferencedShard))
+    except msgspec.DecodeError as error:
+        raise ValueError(f"not a batch shard: {error}") from error
+    return decode_shard(data)

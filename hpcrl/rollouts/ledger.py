@@ -17,15 +17,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-import msgspec
-import numpy as np
-
 from hpcrl.dock.ledger.entries import Dropped, Entry, Finished, Kept, PayloadPlace, Taken, TurnSaved, read_entries
 from hpcrl.dock.ledger.log import RolloutLog
 from hpcrl.dock.ledger.payload import read_payload
 from hpcrl.dock.ledger.replay import Held, Replay, State, Unfinished
+from hpcrl.dock.warehouse.interface import Warehouse
 from hpcrl.errors import CheckpointError
-from hpcrl.rollouts.records import Group, Rollout, decode_rollout, encode_rollout
+from hpcrl.rollouts.lent import LentRollouts
+from hpcrl.rollouts.records import Group, Rollout, SavedGroup, StoredRollout, decode_rollout, encode_rollout
 from hpcrl.rollouts.sampling.data_order import GroupTask
 from hpcrl.rollouts.saved_turns import SavedTurn, decode_turn, encode_turn
 
@@ -39,8 +38,12 @@ _SAY_S = 30.0
 class GroupJournal(Protocol):
     """What the scheduler and the batch server say of groups."""
 
-    async def finished(self, task: GroupTask, rollout: Rollout) -> None:
-        """A rollout has finished; returns when it is durable."""
+    @property
+    def full(self) -> bool:
+        """Whether there is no room in memory for rollouts to come."""
+
+    async def finished(self, task: GroupTask, rollout: Rollout) -> StoredRollout:
+        """A rollout has finished; returns when it is durable, with what is still to be kept of it."""
 
     def turn(self, task: GroupTask, member: int, number: int, turn: SavedTurn) -> None:
         """Turn ``number`` of a rollout in progress has ended; nobody waits for it."""
@@ -53,6 +56,9 @@ class GroupJournal(Protocol):
 
     async def taken(self, step: int, groups: Sequence[Group]) -> None:
         """The batch of a step was made of these; returns when that is durable."""
+
+    def trained(self, step: int) -> None:
+        """Steps up to this one are trained, on all ranks: nobody reads their rollouts any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +93,13 @@ class Found:
 
 
 class RolloutLedger:
-    """The ledger of a run, of which this process is the writer; a `GroupJournal`."""
+    """The ledger of a run, of which this process is the writer; a `GroupJournal`.
+
+    Attributes
+    ----------
+    warehouse:
+        As given; it ends with the ledger.
+    """
 
     def __init__(
         self,
@@ -99,6 +111,7 @@ class RolloutLedger:
         limit_s: float,
         checkpoints: Callable[[], Sequence[int]],
         replays: bool = False,
+        warehouse: Warehouse | None = None,
     ) -> None:
         """Read what there is, and begin a file of entries.
 
@@ -115,6 +128,8 @@ class RolloutLedger:
         replays:
             Whether steps that are undone are to be made again as they were: what their weights have sampled is
             sampled again, by weights of the same steps.
+        warehouse:
+            Where ranks find columns in memory; None: they read them from the payload files.
 
         Raises
         ------
@@ -124,7 +139,8 @@ class RolloutLedger:
             The filesystem refused.
         """
         self._restored, self._bound, self._checkpoints, self._replays = restored, bound, checkpoints, replays
-        self._log = RolloutLog(rollouts_dir, attempt=attempt, restored=restored, limit_s=limit_s)
+        self._log = RolloutLog(rollouts_dir, attempt=attempt, restored=restored, limit_s=limit_s, warehouse=warehouse)
+        self.warehouse, self._lent = warehouse, LentRollouts(warehouse)
         self._asked: set[int] = set()
         try:
             self._replay = Replay(read_entries(self._log.ledger_dir))
@@ -137,6 +153,16 @@ class RolloutLedger:
             ) from error
         for problem in self._replay.problems:
             _log.warning("ledger of rollouts: %s", problem)
+
+    @property
+    def payload_dir(self) -> Path:
+        """Where columns are durable."""
+        return self._log.payload_dir
+
+    @property
+    def full(self) -> bool:
+        """See `GroupJournal.full`."""
+        return self._lent.full
 
     def find(self, group_size: int) -> Found:
         """Read what waits; rollouts that are too old now, or whose columns are gone, start again."""
@@ -210,27 +236,31 @@ class RolloutLedger:
     def _files_of_turns(self) -> set[str]:
         return {turn.payload.file for each in self._replay.unfinished.values() for turn in each.turns}
 
-    async def adopt(self, group: Group, task: GroupTask) -> None:
+    async def adopt(self, group: SavedGroup, task: GroupTask) -> Group:
         """Write a finished group of a checkpoint from before there was a ledger."""
-        for rollout in group.rollouts:
-            await self.finished(task, rollout)
+        rollouts = [await self.finished(task, rollout) for rollout in group.rollouts]
         self.kept(group.index)
+        return Group(
+            index=group.index, environment=group.environment, prompt_index=group.prompt_index, rollouts=rollouts
+        )
 
-    def _load(self, held: Sequence[Held]) -> list[Rollout]:
+    def _load(self, held: Sequence[Held]) -> list[StoredRollout]:
         found = []
         for each in held:
             try:
-                rollout = decode_rollout(read_payload(self._log.payload_dir, each.entry.payload))
+                block = read_payload(self._log.payload_dir, each.entry.payload)
+                rollout = decode_rollout(block)
             except (OSError, ValueError) as error:
                 _log.warning("rollout %d/%d starts again: %s", *each.id, error)
                 self._drop(each.entry.group, [each.entry.member], "its columns cannot be read", again=True)
                 continue
-            if each.pivots:
-                rollout = msgspec.structs.replace(rollout, versions=np.full_like(rollout.versions, each.version))
-            found.append(rollout)
+            if self.warehouse is not None:
+                self.warehouse.put(each.entry.payload, [block])
+            counts_as = each.version if each.pivots else None
+            found.append(StoredRollout.of(rollout, each.entry.payload, counts_as=counts_as))
         return found
 
-    async def finished(self, task: GroupTask, rollout: Rollout) -> None:
+    async def finished(self, task: GroupTask, rollout: Rollout) -> StoredRollout:
         """See `GroupJournal.finished`."""
         about, arrays = encode_rollout(rollout)
 
@@ -250,7 +280,9 @@ class RolloutLedger:
             )
 
         # a rollout whose group is cancelled now is written all the same, before the entry that drops it
-        await self._durable(self._noted(self._log.finish(about, arrays, entry)))
+        written = await self._durable(self._noted(self._log.finish(about, arrays, entry)))
+        assert isinstance(written, Finished)
+        return StoredRollout.of(rollout, written.payload)
 
     def turn(self, task: GroupTask, member: int, number: int, turn: SavedTurn) -> None:
         """See `GroupJournal.turn`."""
@@ -271,12 +303,12 @@ class RolloutLedger:
 
         self._noted(self._log.finish(about, arrays, entry))
 
-    async def _durable(self, written: asyncio.Future[Entry]) -> None:
+    async def _durable(self, written: asyncio.Future[Entry]) -> Entry:
         """Wait, and say so: how long is the trainer's to decide, whose own wait has a deadline."""
         began = time.monotonic()
         while not (await asyncio.wait([written], timeout=_SAY_S))[0]:
             _log.warning("a finished rollout waits for the filesystem for %.0f s", time.monotonic() - began)
-        written.result()
+        return written.result()
 
     def _noted(self, writing: Future[Entry]) -> asyncio.Future[Entry]:
         """The same for the event loop; what is written is counted here in the order in which it was written."""
@@ -287,7 +319,11 @@ class RolloutLedger:
     def _note(self, written: asyncio.Future[Entry]) -> None:
         # an entry that could not be written fails what comes next, which somebody waits for
         if not written.cancelled() and written.exception() is None:
-            self._replay.add(written.result())
+            entry = written.result()
+            self._replay.add(entry)
+            if isinstance(entry, Dropped):
+                held = [self._replay.find(entry.group, member) for member in entry.members]
+                self._lent.release([each.entry.payload for each in held if each is not None])
 
     def kept(self, group: int) -> None:
         """See `GroupJournal.kept`."""
@@ -306,8 +342,13 @@ class RolloutLedger:
     async def taken(self, step: int, groups: Sequence[Group]) -> None:
         """See `GroupJournal.taken`."""
         members = [(group.index, [rollout.member for rollout in group.rollouts]) for group in groups]
+        self._lent.lend(step, [rollout.place for group in groups for rollout in group.rollouts])
         await self._durable(self._noted(self._log.append(Taken(step=step, groups=members))))
         await self._collect()
+
+    def trained(self, step: int) -> None:
+        """See `GroupJournal.trained`."""
+        self._lent.trained(step)
 
     def protect(self, step: int) -> None:
         """A checkpoint of ``step`` is being saved: what it needs stays."""
@@ -319,7 +360,8 @@ class RolloutLedger:
         newest = max(saved, default=0)
         self._asked = {step for step in self._asked if step > newest}
         steps = {*saved, *self._asked} or {0}
-        needed = {self._log.file} | self._files_of_turns()
+        # ranks may read what a step was made of, whether a checkpoint needs it or not
+        needed = {self._log.file} | self._files_of_turns() | self._lent.files()
         for held in self._replay.rollouts:
             if any(self._needs(step, held) for step in steps):
                 needed.add(held.entry.payload.file)
@@ -342,5 +384,7 @@ class RolloutLedger:
         return held.step is not None and held.step > step and held.version <= step + self._bound
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write what is left, and give the memory back."""
         self._log.close()
+        if self.warehouse is not None:
+            self.warehouse.close()

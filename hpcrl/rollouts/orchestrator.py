@@ -19,8 +19,10 @@ import aiohttp
 
 from hpcrl.errors import CheckpointError, ConfigError, EnvironmentFailedError
 from hpcrl.models.tokenizer import ChatTokenizer
+from hpcrl.rollouts.batches.columns import RolloutColumns
 from hpcrl.rollouts.batches.http import serve_dock
 from hpcrl.rollouts.batches.server import BatchServer, ConflictError
+from hpcrl.rollouts.batches.warehouse import WarehouseProcess
 from hpcrl.rollouts.engines.client import EngineClient
 from hpcrl.rollouts.engines.deadlines import engines_lost_after_s, make_fleet_watch
 from hpcrl.rollouts.engines.disaggregated_pool import DisaggregatedPool
@@ -106,8 +108,7 @@ class Orchestrator:
         """
         endpoints = self._context.endpoints()
         address = urlsplit(endpoints.one("orchestrator"))
-        assert address.hostname is not None
-        assert address.port is not None
+        host, port = str(address.hostname), int(address.port or 0)
         async with contextlib.AsyncExitStack() as stack:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S)
             for environment in hosted(self._environments):
@@ -118,7 +119,7 @@ class Orchestrator:
             http = await stack.enter_async_context(session)
             stack.push_async_callback(self._close_ledger)
             gate = gate_of(self._context, "dock")
-            await stack.enter_async_context(serve_dock(self, gate, host=address.hostname, port=address.port))
+            await stack.enter_async_context(serve_dock(self, gate, host=host, port=port))
             self._http = http
             self._tasks = await stack.enter_async_context(asyncio.TaskGroup())
             self._tasks.create_task(self._raise_failure())
@@ -236,7 +237,8 @@ class Orchestrator:
             turns=self._found.turns,
             journal=self._ledger,
         )
-        self._gauges = partial(gauges, self._scheduler, self._lag)
+        server = WarehouseProcess(self._context, self._ledger.warehouse, spawn=self._tasks.create_task)
+        self._gauges = partial(gauges, self._scheduler, self._lag, self._ledger.warehouse)
         self._evaluator = Evaluator(
             recipe=recipe,
             environments=self._environments,
@@ -250,7 +252,7 @@ class Orchestrator:
             scheduler=self._scheduler,
             counters=self._counters,
             gauges=self._gauges,
-            decode=transcript.full_text,
+            columns=RolloutColumns(self._ledger.payload_dir, server.locate, decode=transcript.full_text),
             files=self._files,
             journal=self._ledger,
             spawn=self._tasks.create_task,

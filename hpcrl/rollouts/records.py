@@ -1,4 +1,4 @@
-"""What a finished rollout and a finished group are. They outlive the process in snapshots."""
+"""What a finished rollout and a finished group are. They outlive the process in the ledger."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpcrl.decoding import prepared
+from hpcrl.dock.assemble import routes_of
 from hpcrl.dock.columns import decode_columns
+from hpcrl.dock.ledger.entries import PayloadPlace
 from hpcrl.dock.routes import RoutedExperts
 
-__all__ = ["Group", "Rollout", "Turn", "decode_rollout", "encode_rollout"]
+__all__ = ["Group", "Rollout", "SavedGroup", "StoredRollout", "Turn", "decode_rollout", "encode_rollout"]
 
 
 class Turn(msgspec.Struct, frozen=True, array_like=True):
@@ -92,6 +94,53 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
         return int(self.sampled.sum())
 
 
+class StoredRollout(msgspec.Struct, frozen=True, kw_only=True):
+    """A `Rollout` whose arrays lie in the ledger's files and in the warehouse: what is needed to make a batch of it.
+
+    Attributes
+    ----------
+    tokens, sampled_tokens:
+        How many it has.
+    first_version, last_version:
+        As those of `Rollout`, or ``counts_as``.
+    place:
+        Of its columns.
+    counts_as:
+        The version that all its tokens count as after a restore; None: as they were sampled.
+    """
+
+    member: int
+    reward: float
+    parts: dict[str, float]
+    seconds: float
+    ended_s: float
+    turns: list[Turn]
+    tokens: int
+    sampled_tokens: int
+    first_version: int
+    last_version: int
+    place: PayloadPlace
+    counts_as: int | None = None
+
+    @classmethod
+    def of(cls, rollout: Rollout, place: PayloadPlace, *, counts_as: int | None = None) -> StoredRollout:
+        """What is kept in memory of a rollout that is stored at ``place``."""
+        return cls(
+            member=rollout.member,
+            reward=rollout.reward,
+            parts=rollout.parts,
+            seconds=rollout.seconds,
+            ended_s=rollout.ended_s,
+            turns=rollout.turns,
+            tokens=len(rollout.token_ids),
+            sampled_tokens=rollout.sampled_tokens,
+            first_version=rollout.first_version if counts_as is None else counts_as,
+            last_version=rollout.last_version if counts_as is None else counts_as,
+            place=place,
+            counts_as=counts_as,
+        )
+
+
 class Group(msgspec.Struct, frozen=True, kw_only=True):
     """The rollouts of one prompt that were finished, in member order.
 
@@ -108,7 +157,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     environment: str
     prompt_index: int
-    rollouts: list[Rollout]
+    rollouts: list[StoredRollout]
 
     @property
     def version(self) -> int:
@@ -119,6 +168,15 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     def has_variance(self) -> bool:
         """Whether rewards differ; where they do not, all advantages are zero."""
         return len({rollout.reward for rollout in self.rollouts}) > 1
+
+
+class SavedGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """A group as checkpoints had it before there was a ledger, with its arrays."""
+
+    index: int
+    environment: str
+    prompt_index: int
+    rollouts: list[Rollout]
 
 
 class _About(msgspec.Struct, frozen=True, kw_only=True):
@@ -164,11 +222,8 @@ def decode_rollout(block: bytes | memoryview) -> Rollout:
         known = msgspec.msgpack.decode(about, type=prepared(_About))
     except msgspec.DecodeError as error:
         raise ValueError(f"what a rollout says of itself cannot be read: {error}") from error
-    routes = None
-    if "routed_experts" in arrays:
-        routes = RoutedExperts.of(arrays["routed_experts"], arrays["routed_present"])
     fields: dict[str, Any] = {name: arrays[name] for name in _ARRAYS} | msgspec.structs.asdict(known)
-    return Rollout(**fields, routed_experts=routes)
+    return Rollout(**fields, routed_experts=routes_of(arrays))
 
 
 _ARRAYS = ("token_ids", "sampled", "logprobs", "versions")

@@ -6,10 +6,13 @@ import asyncio
 import contextlib
 import logging
 
+import msgspec
+
 from hpcrl.checkpoints.ledger import CheckpointLedger
 from hpcrl.checkpoints.restore import RestoreDecision
 from hpcrl.config.recipe import Recipe
 from hpcrl.errors import DeadlineError, PeerLostError
+from hpcrl.rollouts.batches.warehouse import make_warehouse
 from hpcrl.rollouts.ledger import Found, RolloutLedger
 from hpcrl.rollouts.sampling.data_order import DataOrder, GroupTask
 from hpcrl.rollouts.state import OrchestratorState
@@ -40,12 +43,12 @@ async def restored_state(context: RoleContext, recipe: Recipe) -> OrchestratorSt
     entry = CheckpointLedger(context.run.checkpoints_dir).open(decision.step)
     state = OrchestratorState.decode(await asyncio.to_thread(entry.orchestrator_state))
     state.check(step=entry.step, seed=recipe.seed, group_size=recipe.rollouts.group_size)
-    _log.info("restored step %d with %d finished groups", state.step, len(state.finished))
+    _log.info("restored step %d with %d finished groups", state.step, len(state.logged) + len(state.saved))
     return state
 
 
 def open_ledger(context: RoleContext, recipe: Recipe, step: int) -> RolloutLedger:
-    """The ledger of rollouts, for an attempt that has restored ``step``."""
+    """The ledger of rollouts, for an attempt that has restored ``step``, and memory for them."""
     return RolloutLedger(
         context.run.rollouts_dir,
         attempt=context.attempt,
@@ -54,6 +57,7 @@ def open_ledger(context: RoleContext, recipe: Recipe, step: int) -> RolloutLedge
         limit_s=recipe.handoff.retry_s,
         checkpoints=CheckpointLedger(context.run.checkpoints_dir).steps,
         replays=recipe.rollouts.order == "deterministic",
+        warehouse=make_warehouse(recipe.rollouts.warehouse),
     )
 
 
@@ -69,10 +73,12 @@ async def take_up(
     """
     found = await asyncio.to_thread(ledger.find, state.group_size)
     restart = state.deal_again(order, found)
-    for group in state.finished:
+    adopted = []
+    for group in state.saved:
         task = order.again(group.index, group.environment, group.prompt_index)
         if group.index not in found.finished and group.index not in found.over and task is not None:
-            await ledger.adopt(group, task)
+            adopted.append(await ledger.adopt(group, task))
+    state = msgspec.structs.replace(state, finished=adopted, saved=[])
     return state.going_on(found), restart, found
 
 

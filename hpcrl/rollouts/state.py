@@ -12,7 +12,7 @@ from hpcrl.dock.wire import decode_array, encode_array
 from hpcrl.errors import CheckpointError
 from hpcrl.rollouts.batches.taken import Pending
 from hpcrl.rollouts.ledger import Found
-from hpcrl.rollouts.records import Group
+from hpcrl.rollouts.records import Group, SavedGroup
 from hpcrl.rollouts.sampling.data_order import DataOrder, GroupTask
 from hpcrl.rollouts.telemetry.counters import Counters
 
@@ -55,8 +55,10 @@ class OrchestratorState(msgspec.Struct, frozen=True, kw_only=True):
     dealt:
         What each group of ``restart`` works on; a state of format 1 does not say.
     finished:
-        Groups that wait to be consumed, with everything in them. An encoded state has none of them, but says which
-        they are: the ledger of rollouts has the rest. States of formats 1 and 2 have them.
+        Groups that wait to be consumed. An encoded state has none of them, but says which they are: the ledger of
+        rollouts has the rest.
+    saved:
+        The same in states of formats 1 and 2, with everything in them, until the ledger has adopted them.
     logged:
         These groups, in an encoded state.
     """
@@ -66,7 +68,8 @@ class OrchestratorState(msgspec.Struct, frozen=True, kw_only=True):
     group_size: int
     next_index: int
     restart: list[int]
-    finished: list[Group]
+    finished: list[Group] = msgspec.field(default_factory=list, name="waiting")
+    saved: list[SavedGroup] = msgspec.field(default_factory=list, name="finished")
     counters: Counters
     dealt: list[Dealt] = []
     logged: list[Dealt] = []
@@ -149,7 +152,7 @@ class OrchestratorState(msgspec.Struct, frozen=True, kw_only=True):
         named = {each.index: (each.environment, each.prompt_index) for each in [*self.dealt, *self.logged]}
         held = [*found.finished.values(), *found.parts.values()]
         named |= {group.index: (group.environment, group.prompt_index) for group in held}
-        gone = Counter(group.environment for group in self.finished if not order.has(group.environment))
+        gone = Counter(group.environment for group in self.saved if not order.has(group.environment))
         for index, (environment, prompt_index) in named.items():
             task = order.again(index, environment, prompt_index)
             if task is None:

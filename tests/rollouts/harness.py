@@ -21,6 +21,7 @@ from hpcrl.checkpoints.restore import RestoreDecision
 from hpcrl.config.recipe import Recipe
 from hpcrl.credentials import Credentials
 from hpcrl.dock.client import DockClient
+from hpcrl.dock.ledger.payload import read_payload
 from hpcrl.dock.wire import BatchShard
 from hpcrl.gate import Gate
 from hpcrl.models.tokenizer import write_character_tokenizer
@@ -28,7 +29,7 @@ from hpcrl.rollouts import orchestrator
 from hpcrl.rollouts.engines import pool as engine_pool
 from hpcrl.rollouts.orchestrator import Orchestrator
 from hpcrl.rollouts.process import first_error
-from hpcrl.rollouts.records import Group
+from hpcrl.rollouts.records import Group, Rollout, decode_rollout
 from hpcrl.rollouts.state import OrchestratorState
 from hpcrl.rollouts.weights import updates as weight_updates
 from hpcrl.runs.events import Event, read_events
@@ -172,6 +173,11 @@ class Loop:
         taken = self.orchestrator._scheduler._taken.find(self.orchestrator._batch_server.step)
         assert taken is not None
         return taken.groups
+
+    def last_rollouts(self) -> list[Rollout]:
+        """The same with their columns, as they are on disk."""
+        stored = [rollout for group in self.last_groups() for rollout in group.rollouts]
+        return [decode_rollout(read_payload(self.run.rollouts_dir / "payload", each.place)) for each in stored]
 
     async def batch(self, step: int) -> BatchShard:
         shard: BatchShard = await self.ask("batch", step, rank=0, world_size=1)

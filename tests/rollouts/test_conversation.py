@@ -12,11 +12,12 @@ from harness import make_recipe
 from stub_engine import EOS, StubEngine, encode
 
 from hpcrl.dock.columns import encode_columns
+from hpcrl.dock.ledger.entries import PayloadPlace
 from hpcrl.models.tokenizer import ChatTokenizer, write_character_tokenizer
 from hpcrl.rollouts.engines.client import EngineClient, EngineError
 from hpcrl.rollouts.engines.pool import EnginePool
 from hpcrl.rollouts.environments import Outcome, build_environments
-from hpcrl.rollouts.records import Group, decode_rollout, encode_rollout
+from hpcrl.rollouts.records import Group, StoredRollout, decode_rollout, encode_rollout
 from hpcrl.rollouts.sampling.conversation import Conversation, Sampler
 from hpcrl.rollouts.sampling.data_order import DataOrder, heldout_shares
 from hpcrl.rollouts.sampling.rendering import Transcript
@@ -183,7 +184,12 @@ async def test_states_survive_encoding(bench: Bench, stub: StubEngine) -> None:
     await conversation.reply(({"role": "user", "content": "reverse stone"},))
     rollout = conversation.rollout(0, Outcome(reward=0.5, parts={"exact": 0.0}), seconds=1.0)
     assert rollout is not None
-    group = Group(index=4, environment="words", prompt_index=9, rollouts=[rollout])
+    group = Group(
+        index=4,
+        environment="words",
+        prompt_index=9,
+        rollouts=[StoredRollout.of(rollout, PayloadPlace("nowhere", 0, 0, ""))],
+    )
     state = OrchestratorState(
         step=3, seed=1, group_size=4, next_index=9, restart=[5], finished=[group], counters=Counters(finished=2)
     )

@@ -94,7 +94,7 @@ async def test_an_engine_that_was_replaced_unseen_is_found(tmp_path: Path, monke
         await loop.train(4, 6)
         assert kinds(loop, "engine.away") == ["engine-0"]
         asked_too_early = [request for request in stub.requests if request["served"] == "initial"]
-        versions = [record.versions.max() for group in loop.last_groups() for record in group.rollouts]
+        versions = [record.versions.max() for record in loop.last_rollouts()]
         assert min(versions) >= 3
         assert len(asked_too_early) <= loop.recipe.rollouts.max_in_flight
         assert dropped(loop) == 0

@@ -12,7 +12,9 @@ from shards import rollouts_of
 from stub_engine import StubEngine
 
 from hpcrl.dock.ledger.entries import Finished, read_entries
+from hpcrl.dock.ledger.payload import read_payload
 from hpcrl.dock.ledger.replay import Replay, State
+from hpcrl.rollouts.records import SavedGroup, decode_rollout
 from hpcrl.rollouts.restore import open_ledger, take_up
 from hpcrl.rollouts.sampling.data_order import DataOrder
 from hpcrl.rollouts.state import OrchestratorState
@@ -115,19 +117,31 @@ async def test_a_checkpoint_of_an_earlier_format_brings_its_rollouts_into_the_le
         await loop.train(1, 1)
         await loop.until(lambda: loop.orchestrator._scheduler.account.batch_ready)
         state = loop.orchestrator._batch_server.snapshot(1)
-    old = msgspec.structs.replace(state, format_version=2)
-    assert OrchestratorState.decode(old.encode()).format_version == 2
+    payload = run.rollouts_dir / "payload"
+    saved = [
+        SavedGroup(
+            index=group.index,
+            environment=group.environment,
+            prompt_index=group.prompt_index,
+            rollouts=[decode_rollout(read_payload(payload, rollout.place)) for rollout in group.rollouts],
+        )
+        for group in state.finished
+    ]
+    earlier = msgspec.structs.replace(state, format_version=2, finished=[], saved=saved)
+    old = OrchestratorState.decode(earlier.encode())
+    assert (old.format_version, len(old.saved)) == (2, len(state.finished))
     for path in (run.rollouts_dir / "ledger").iterdir():
         path.unlink()
     run.start_attempt()
     loop = Loop(run, [StubEngine()])
     ledger = open_ledger(loop.orchestrator._context, loop.recipe, old.step)
-    await take_up(ledger, old, DataOrder(loop.recipe, loop.orchestrator._environments))
+    went_on = (await take_up(ledger, old, DataOrder(loop.recipe, loop.orchestrator._environments)))[0]
+    assert [group.index for group in went_on.finished] == [group.index for group in state.finished]
     await asyncio.to_thread(ledger.close)
-    had = {(group.index, rollout.member) for group in old.finished for rollout in group.rollouts}
+    had = {(group.index, rollout.member) for group in old.saved for rollout in group.rollouts}
     found = replay_of(run)
     assert had == {held.id for each in found.waiting().values() for held in each}
-    assert found.kept == {group.index for group in old.finished}
+    assert found.kept == {group.index for group in old.saved}
 
 
 async def test_columns_that_are_damaged_start_again_alone(tmp_path: Path) -> None:

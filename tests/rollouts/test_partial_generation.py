@@ -52,8 +52,7 @@ def settings(interval: int) -> dict[str, Any]:
 
 def answers(loop: Loop) -> list[list[int]]:
     """Sampled tokens of the last batch."""
-    groups = loop.last_groups()
-    return [r.token_ids[r.sampled == 1].tolist() for group in groups for r in group.rollouts]
+    return [r.token_ids[r.sampled == 1].tolist() for r in loop.last_rollouts()]
 
 
 @pytest.mark.parametrize("interval", [0, 4])

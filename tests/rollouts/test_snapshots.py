@@ -23,14 +23,16 @@ from stub_engine import StubEngine
 
 from hpcrl.config.recipe import Recipe
 from hpcrl.credentials import Credentials
+from hpcrl.dock.ledger.entries import PayloadPlace
 from hpcrl.dock.wire import BatchShard
 from hpcrl.errors import CheckpointError
 from hpcrl.rollouts.batches import server as batch_server
 from hpcrl.rollouts.batches.build import Batch
+from hpcrl.rollouts.batches.columns import RolloutColumns
 from hpcrl.rollouts.batches.server import BatchServer, ConflictError
 from hpcrl.rollouts.engines.client import Generation
 from hpcrl.rollouts.environments import build_environments
-from hpcrl.rollouts.records import Group, Rollout
+from hpcrl.rollouts.records import Group, Rollout, StoredRollout
 from hpcrl.rollouts.sampling.conversation import Sampler
 from hpcrl.rollouts.sampling.data_order import DataOrder, GroupTask
 from hpcrl.rollouts.sampling.scheduler import Scheduler
@@ -84,8 +86,10 @@ FILES: Any = SimpleNamespace(write=lambda step, lines, wait_s: None)
 class Unwritten:
     """A journal of nothing: these tests are about snapshots alone."""
 
-    async def finished(self, task: GroupTask, rollout: Rollout) -> None:
-        pass
+    full = False
+
+    async def finished(self, task: GroupTask, rollout: Rollout) -> StoredRollout:
+        return StoredRollout.of(rollout, PayloadPlace("nowhere", 0, 0, ""))
 
     def turn(self, task: GroupTask, member: int, number: int, turn: SavedTurn) -> None:
         pass
@@ -97,6 +101,9 @@ class Unwritten:
         pass
 
     async def taken(self, step: int, groups: Sequence[Group]) -> None:
+        pass
+
+    def trained(self, step: int) -> None:
         pass
 
 
@@ -149,7 +156,7 @@ class Life:
             scheduler=self.scheduler,
             counters=state.counters,
             gauges=dict,
-            decode=lambda tokens: "",
+            columns=RolloutColumns(Path("nowhere"), lambda: None, decode=lambda tokens: ""),
             files=FILES,
             journal=Unwritten(),
             spawn=asyncio.create_task,

@@ -22,8 +22,9 @@ import msgspec
 from numpy.typing import NDArray
 
 from hpcrl.dock.columns import encode_columns
-from hpcrl.dock.ledger.entries import Begin, Entry, PayloadPlace, ledger_files, whole_bytes
+from hpcrl.dock.ledger.entries import Begin, Entry, Finished, PayloadPlace, ledger_files, whole_bytes
 from hpcrl.dock.ledger.payload import PayloadWriter
+from hpcrl.dock.warehouse.interface import Warehouse
 from hpcrl.fs import fsync_dir, make_directory
 from hpcrl.passing import patiently
 
@@ -54,7 +55,9 @@ class RolloutLog:
         Of the file of this writer.
     """
 
-    def __init__(self, rollouts_dir: Path, *, attempt: int, restored: int, limit_s: float) -> None:
+    def __init__(
+        self, rollouts_dir: Path, *, attempt: int, restored: int, limit_s: float, warehouse: Warehouse | None = None
+    ) -> None:
         """Begin a file behind those that are there.
 
         Parameters
@@ -67,6 +70,8 @@ class RolloutLog:
             The step that it goes on after.
         limit_s:
             How long a filesystem that refuses for a while (full, stale) is tried again, in seconds.
+        warehouse:
+            Gets a copy of the columns of finished rollouts, if there is room.
 
         Raises
         ------
@@ -74,7 +79,7 @@ class RolloutLog:
             The filesystem refused.
         """
         self.ledger_dir, self.payload_dir = rollouts_dir / "ledger", rollouts_dir / "payload"
-        self._limit_s = limit_s
+        self._limit_s, self._warehouse = limit_s, warehouse
         for directory in (self.ledger_dir, self.payload_dir):
             make_directory(directory)
         self.number, self._fd = self._make_file()
@@ -173,6 +178,11 @@ class RolloutLog:
                 entries.append(job.entry(places.pop(0)))
             else:
                 entries.append(job.entry)
+        if self._warehouse is not None:
+            for job, entry in zip(jobs, entries, strict=True):
+                # turns of rollouts in progress are read by nobody but the next process
+                if isinstance(entry, Finished) and job.pieces is not None:
+                    self._warehouse.put(entry.payload, job.pieces)
         lines = b"".join(_encoder.encode(entry) + b"\n" for entry in entries)
         patiently(lambda: self._append(lines), limit_s=self._limit_s, what="the ledger of rollouts")
         self._end += len(lines)

@@ -14,7 +14,7 @@ import xxhash
 from hpcrl.dock.ledger.entries import PayloadPlace
 from hpcrl.fs import fsync_dir
 
-__all__ = ["PayloadWriter", "read_payload"]
+__all__ = ["PayloadWriter", "check_block", "read_payload", "write_pieces"]
 
 _FILE_BYTES = 256 << 20
 _PIECES = 512
@@ -49,7 +49,7 @@ class PayloadWriter:
             self._next_file()
         places, end = [], self._end
         for pieces in blocks:
-            size = self._write_pieces(pieces, end)
+            size = write_pieces(self._fd, pieces, end)
             digest = xxhash.xxh3_128()
             for piece in pieces:
                 digest.update(piece)
@@ -61,18 +61,6 @@ class PayloadWriter:
             self._made = True
         self._end = end
         return places
-
-    def _write_pieces(self, pieces: Sequence[bytes | memoryview], offset: int) -> int:
-        left = [memoryview(piece).cast("B") for piece in pieces if memoryview(piece).nbytes]
-        begin = offset
-        while left:
-            written = os.pwritev(self._fd, left[:_PIECES], offset)
-            offset += written
-            while left and written >= left[0].nbytes:
-                written -= left.pop(0).nbytes
-            if left and written:
-                left[0] = left[0][written:]
-        return offset - begin
 
     def _next_file(self) -> None:
         self.close()
@@ -91,6 +79,20 @@ class PayloadWriter:
             self._fd = -1
 
 
+def write_pieces(fd: int, pieces: Sequence[bytes | memoryview], offset: int) -> int:
+    """Write pieces one behind the other from ``offset`` on; returns how many bytes that was."""
+    left = [memoryview(piece).cast("B") for piece in pieces if memoryview(piece).nbytes]
+    begin = offset
+    while left:
+        written = os.pwritev(fd, left[:_PIECES], offset)
+        offset += written
+        while left and written >= left[0].nbytes:
+            written -= left.pop(0).nbytes
+        if left and written:
+            left[0] = left[0][written:]
+    return offset - begin
+
+
 def read_payload(directory: Path, place: PayloadPlace) -> bytes:
     """The block at ``place``, compared with its hash.
 
@@ -104,8 +106,13 @@ def read_payload(directory: Path, place: PayloadPlace) -> bytes:
     with (directory / place.file).open("rb") as stream:
         stream.seek(place.offset)
         block = stream.read(place.bytes)
-    if len(block) != place.bytes:
-        raise ValueError(f"{place.file} ends {place.bytes - len(block)} bytes before the end of a rollout")
+    check_block(block, place)
+    return block
+
+
+def check_block(block: bytes | memoryview, place: PayloadPlace) -> None:
+    """See that a block is the one that was written at ``place``, wherever it was read (ValueError where not)."""
+    if (length := memoryview(block).nbytes) != place.bytes:
+        raise ValueError(f"{place.file} ends {place.bytes - length} bytes before the end of a rollout")
     if xxhash.xxh3_128(block).hexdigest() != place.xxh3_128:
         raise ValueError(f"{place.file} has another content at byte {place.offset} than was written there")
-    return block

@@ -161,6 +161,10 @@ class Replay:
         """Groups that were trained, or dropped for good."""
         return frozenset(self._over)
 
+    def find(self, group: int, member: int) -> Held | None:
+        """The rollout of this name, the newest of its tries."""
+        return self._groups.get(group, {}).get(member)
+
     def waiting(self) -> dict[int, list[Held]]:
         """Rollouts that are neither trained nor dropped, by group and member."""
         found = {}

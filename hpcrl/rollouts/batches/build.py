@@ -1,22 +1,26 @@
-"""From consumed groups to what the trainer gets: advantages, statistics, packed shards, and a file for people."""
+"""From consumed groups to what the trainer gets: advantages, statistics, packed shards, and a file for people.
+
+Shards name rollouts and say where their columns lie; nobody here looks into these, but for the text for people.
+"""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from hpcrl.config.recipe import Recipe
-from hpcrl.dock.routes import joined as joined_routes
-from hpcrl.dock.wire import BatchShard, BatchStats, MicroBatch, encode_shard
+from hpcrl.dock.ledger.entries import PayloadPlace
+from hpcrl.dock.warehouse.interface import Location
+from hpcrl.dock.wire import BatchStats, ReferencedShard, Sample, encode_shard
 from hpcrl.rollouts.batches.advantages import group_advantages
 from hpcrl.rollouts.batches.packing import pack
-from hpcrl.rollouts.records import Group, Rollout
+from hpcrl.rollouts.records import Group, StoredRollout
 
 __all__ = ["Batch", "build_batch"]
 
@@ -46,7 +50,7 @@ class _Sample:
     """A rollout with what only the batch knows."""
 
     group: Group
-    rollout: Rollout
+    rollout: StoredRollout
     advantage: float
     staleness: int
 
@@ -58,10 +62,12 @@ def build_batch(
     world_size: int,
     recipe: Recipe,
     counters: Mapping[str, float],
-    decode: Callable[[Sequence[int]], str],
+    text: Callable[[PayloadPlace], str],
     cost: Callable[[int], float],
+    location: Location | None,
+    payload_dir: Path,
 ) -> Batch:
-    """Build the batch of ``step``. Pure: equal input gives equal bytes.
+    """Build the batch of ``step``. Equal input gives equal bytes.
 
     Parameters
     ----------
@@ -69,10 +75,12 @@ def build_batch(
         In index order; their rollouts in member order. The batch keeps this order within a micro-batch.
     counters:
         For `hpcrl.dock.wire.BatchStats.rollouts`.
-    decode:
-        Token ids to text.
+    text:
+        Of the tokens of a rollout, for people.
     cost:
         Of training on a rollout of so many tokens; see `pack`.
+    location, payload_dir:
+        Where ranks find columns: in memory, and on the shared filesystem.
     """
     samples = [
         _Sample(group, rollout, float(advantage), step - 1 - rollout.first_version)
@@ -84,42 +92,36 @@ def build_batch(
         )
     ]
     stats = _stats(samples, counters)
-    lengths = [len(sample.rollout.token_ids) for sample in samples]
+    lengths = [sample.rollout.tokens for sample in samples]
     layout = pack(lengths, budget=recipe.trainer.micro_batch_tokens, world_size=world_size, cost=cost)
     shards = [
         encode_shard(
-            BatchShard(
+            ReferencedShard(
                 step=step,
                 rank=rank,
                 world_size=world_size,
-                micro_batches=[_micro_batch([samples[i] for i in indices]) for indices in micro_batches],
+                micro_batches=[[_reference(samples[i]) for i in indices] for indices in micro_batches],
                 stats=stats,
+                location=location,
+                payload_dir=str(payload_dir),
             )
         )
         for rank, micro_batches in enumerate(layout)
     ]
     encoder = msgspec.json.Encoder()
-    lines = b"".join(encoder.encode(_line(sample, decode)) + b"\n" for sample in samples)
+    lines = b"".join(encoder.encode(_line(sample, text(sample.rollout.place))) + b"\n" for sample in samples)
     return Batch(step, shards, lines)
 
 
-def _micro_batch(samples: Sequence[_Sample]) -> MicroBatch:
-    def joined(parts: list[NDArray[Any]], dtype: type) -> NDArray[Any]:
-        return np.concatenate(parts) if parts else np.zeros(0, dtype=dtype)
-
-    rollouts = [sample.rollout for sample in samples]
-    lengths = [len(rollout.token_ids) for rollout in rollouts]
-    return MicroBatch(
-        token_ids=joined([rollout.token_ids for rollout in rollouts], np.int32),
-        cu_seqlens=np.cumsum([0, *lengths]).astype(np.int32),
-        loss_mask=joined([rollout.sampled for rollout in rollouts], np.uint8),
-        logprobs=joined([rollout.logprobs for rollout in rollouts], np.float32),
-        versions=joined([rollout.versions for rollout in rollouts], np.int32),
-        advantages=joined(
-            [sample.rollout.sampled.astype(np.float32) * np.float32(sample.advantage) for sample in samples], np.float32
-        ),
-        routed_experts=joined_routes([rollout.routed_experts for rollout in rollouts], lengths),
-        rollouts=[(sample.group.index, sample.rollout.member) for sample in samples],
+def _reference(sample: _Sample) -> Sample:
+    rollout = sample.rollout
+    return Sample(
+        group=sample.group.index,
+        member=rollout.member,
+        tokens=rollout.tokens,
+        advantage=sample.advantage,
+        place=rollout.place,
+        counts_as=rollout.counts_as,
     )
 
 
@@ -142,15 +144,14 @@ def _stats(samples: Sequence[_Sample], counters: Mapping[str, float]) -> BatchSt
         staleness_mean=float(np.mean(staleness)),
         staleness_max=max(staleness),
         staleness_histogram={str(lag): histogram[lag] for lag in sorted(histogram)},
-        total_tokens=sum(len(sample.rollout.token_ids) for sample in samples),
+        total_tokens=sum(sample.rollout.tokens for sample in samples),
         total_sampled_tokens=sum(sample.rollout.sampled_tokens for sample in samples),
         rollouts=dict(counters),
     )
 
 
-def _line(sample: _Sample, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
+def _line(sample: _Sample, text: str) -> dict[str, Any]:
     group, rollout = sample.group, sample.rollout
-    text = decode(rollout.token_ids.tolist())
     if len(text) > _MAX_TEXT_CHARACTERS:
         half = _MAX_TEXT_CHARACTERS // 2
         text = f"{text[:half]} … {text[-half:]}"
@@ -165,7 +166,7 @@ def _line(sample: _Sample, decode: Callable[[Sequence[int]], str]) -> dict[str, 
         "staleness": sample.staleness,
         "first_version": rollout.first_version,
         "last_version": rollout.last_version,
-        "tokens": len(rollout.token_ids),
+        "tokens": rollout.tokens,
         "sampled_tokens": rollout.sampled_tokens,
         "seconds": round(rollout.seconds, 3),
         "ended_s": round(rollout.ended_s, 3),

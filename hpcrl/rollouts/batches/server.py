@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from hpcrl.config.recipe import Recipe
 from hpcrl.models.known import load_facts
 from hpcrl.models.packing import training_cost
 from hpcrl.rollouts.batches.build import Batch, build_batch
+from hpcrl.rollouts.batches.columns import RolloutColumns
 from hpcrl.rollouts.files import RolloutFiles
 from hpcrl.rollouts.ledger import GroupJournal
 from hpcrl.rollouts.records import Group
@@ -51,7 +52,7 @@ class BatchServer:
         scheduler: Scheduler,
         counters: Counters,
         gauges: Callable[[], Mapping[str, float]],
-        decode: Callable[[Sequence[int]], str],
+        columns: RolloutColumns,
         files: RolloutFiles,
         journal: GroupJournal,
         spawn: Callable[[Coroutine[Any, Any, Batch]], asyncio.Task[Batch]],
@@ -62,8 +63,8 @@ class BatchServer:
         ----------
         gauges:
             Measurements to report with each batch, beside ``counters``.
-        decode:
-            Token ids to text, for ``files``.
+        columns:
+            Where those of finished rollouts lie.
         files:
             Where consumed rollouts are written for people.
         journal:
@@ -72,7 +73,7 @@ class BatchServer:
             Starts a task that belongs to the orchestrator; when one fails, so does the orchestrator.
         """
         self._recipe, self._scheduler, self._counters, self._gauges = recipe, scheduler, counters, gauges
-        self._decode, self._files, self._spawn, self._journal = decode, files, spawn, journal
+        self._columns, self._files, self._spawn, self._journal = columns, files, spawn, journal
         self._data_ranks = recipe.trainer.data_ranks
         self._cost = _cost_of(recipe)
         self._builds: dict[int, asyncio.Task[Batch]] = {}
@@ -131,6 +132,7 @@ class BatchServer:
     def trained(self, step: int) -> None:
         """Steps up to ``step`` are trained, as far as they were handed out: their batches are forgotten."""
         step = min(step, self._handed_out)
+        self._journal.trained(step)
         self._scheduler.settle(step)
         for number in [number for number in self._builds if number <= step]:
             del self._builds[number]
@@ -150,8 +152,10 @@ class BatchServer:
             world_size=self._data_ranks,
             recipe=self._recipe,
             counters=counters,
-            decode=self._decode,
+            text=self._columns.text,
             cost=self._cost,
+            location=self._columns.location,
+            payload_dir=self._columns.payload_dir,
         )
         # for people: where it cannot be written now, the batch is handed out all the same
         self._files.write(step, batch.lines, wait_s=_WRITE_S)

@@ -15,7 +15,7 @@ from hpcrl.rollouts.engines.client import EngineError
 from hpcrl.rollouts.engines.pool import EngineSession
 from hpcrl.rollouts.environments import Prompt, prompt_of
 from hpcrl.rollouts.ledger import GroupJournal
-from hpcrl.rollouts.records import Group, Rollout
+from hpcrl.rollouts.records import Group, StoredRollout
 from hpcrl.rollouts.sampling.conversation import Conversation, Sampler
 from hpcrl.rollouts.sampling.data_order import DataOrder, GroupTask
 from hpcrl.rollouts.sampling.failures import FailureCount
@@ -38,7 +38,7 @@ class _Running:
     opening: asyncio.Task[tuple[Prompt, list[int]]]
     conversations: list[Conversation] = field(default_factory=list)
     keepers: list[TurnKeeper] = field(default_factory=list)
-    rollouts: list[Rollout] = field(default_factory=list)
+    rollouts: list[StoredRollout] = field(default_factory=list)
     written: list[int] = field(default_factory=list)
     """Members whose rollouts the journal has, or is getting."""
     members: set[asyncio.Task[None]] = field(default_factory=set)
@@ -78,7 +78,7 @@ class Scheduler:
         next_index: int = 0,
         restart: Iterable[GroupTask] = (),
         finished: Iterable[Group] = (),
-        parts: Mapping[int, Sequence[Rollout]] | None = None,
+        parts: Mapping[int, Sequence[StoredRollout]] | None = None,
         turns: Mapping[tuple[int, int], Sequence[SavedTurn]] | None = None,
     ) -> None:
         """Take up the work; nothing is started before `run`.
@@ -229,7 +229,11 @@ class Scheduler:
     # -- groups
 
     def _may_start(self) -> bool:
-        return not self._draining and self._policy.may_start(self.in_flight, self.limit)
+        if self._draining or not self._policy.may_start(self.in_flight, self.limit):
+            return False
+        # where memory is full, what waits is trained first; a batch that lacks groups gets them all the same
+        groups_per_step = self._config.rollouts_per_step // self._config.group_size
+        return len(self._finished) < groups_per_step or not self._journal.full
 
     def _deal(self) -> GroupTask:
         self.next_index += 1
@@ -298,14 +302,15 @@ class Scheduler:
             running.written.append(member)
             keeper.close()
             try:
-                await self._journal.finished(task, rollout)
+                stored = await self._journal.finished(task, rollout)
             except OSError as error:
                 self._error = RunDirError(f"a finished rollout cannot be kept: {error}")
                 return
             self._failures.finished()
             self._counters.finished += 1
-            self._counters.mixed_versions += rollout.first_version != rollout.last_version
-            running.rollouts.append(rollout)
+            self._counters.mixed_versions += stored.first_version != stored.last_version
+            running.rollouts.append(stored)
+            running.conversations.remove(conversation)  # its tokens lie elsewhere now
         finally:
             keeper.close()
             self._counters.turns_recalled += keeper.recalled

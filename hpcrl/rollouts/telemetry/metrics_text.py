@@ -53,6 +53,8 @@ _MEASURED = {
     "loop_lag_p50_ms": _Measured("loop_lag_p50_seconds", 1e-3, "Median lag of the event loop in the last minute."),
     "loop_lag_p99_ms": _Measured("loop_lag_p99_seconds", 1e-3, "99th percentile of that lag."),
     "loop_lag_max_ms": _Measured("loop_lag_max_seconds", 1e-3, "Largest lag of the event loop since the start."),
+    "warehouse_bytes": _Measured("warehouse_bytes", 1.0, "Memory that finished rollouts take."),
+    "warehouse_refused": _Measured("warehouse_refused_total", 1.0, "Rollouts for which there was no room there."),
     "cpu_s": _Measured("cpu_seconds_total", 1.0, "CPU time of the orchestrator."),
     "children_cpu_s": _Measured("children_cpu_seconds_total", 1.0, "CPU time of tool processes that have ended."),
 }

@@ -1,0 +1,96 @@
+"""A shard of a batch put together on the rank that trains on it, from the columns of its rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpcrl.dock.columns import decode_columns
+from hpcrl.dock.ledger.entries import PayloadPlace
+from hpcrl.dock.routes import RoutedExperts
+from hpcrl.dock.routes import joined as joined_routes
+from hpcrl.dock.wire import BatchShard, MicroBatch, ReferencedShard, Sample
+from hpcrl.errors import RolloutsLostError
+
+__all__ = ["assemble", "routes_of"]
+
+Read = Callable[[PayloadPlace], memoryview]
+"""The block at a place, verified (OSError, ValueError)."""
+
+
+def assemble(shard: ReferencedShard, read: Read) -> BatchShard:
+    """The shard with its columns.
+
+    Columns of a micro-batch that holds one rollout are views into its block; others are copied once.
+
+    Raises
+    ------
+    RolloutsLostError
+        Columns of a rollout cannot be read, or are not those of such a rollout.
+    """
+    return BatchShard(
+        step=shard.step,
+        rank=shard.rank,
+        world_size=shard.world_size,
+        micro_batches=[_micro_batch(samples, read) for samples in shard.micro_batches],
+        stats=shard.stats,
+    )
+
+
+def routes_of(columns: dict[str, NDArray[Any]]) -> RoutedExperts | None:
+    """The routed experts among the columns of a rollout; None where engines said nothing."""
+    if "routed_experts" not in columns:
+        return None
+    return RoutedExperts.of(columns["routed_experts"], columns["routed_present"])
+
+
+def _micro_batch(samples: Sequence[Sample], read: Read) -> MicroBatch:
+    blocks = [_columns(sample, read) for sample in samples]
+
+    def joined(name: str, dtype: type) -> NDArray[Any]:
+        return _joined([columns[name] for columns in blocks], dtype)
+
+    lengths = [sample.tokens for sample in samples]
+    routes = [routes_of(columns) for columns in blocks]
+    advantages = [
+        columns["sampled"].astype(np.float32) * np.float32(sample.advantage)
+        for sample, columns in zip(samples, blocks, strict=True)
+    ]
+    return MicroBatch(
+        token_ids=joined("token_ids", np.int32),
+        cu_seqlens=np.cumsum([0, *lengths]).astype(np.int32),
+        loss_mask=joined("sampled", np.uint8),
+        logprobs=joined("logprobs", np.float32),
+        versions=joined("versions", np.int32),
+        advantages=_joined(advantages, np.float32),
+        routed_experts=routes[0] if len(routes) == 1 else joined_routes(routes, lengths),
+        rollouts=[(sample.group, sample.member) for sample in samples],
+    )
+
+
+def _joined(parts: Sequence[NDArray[Any]], dtype: type) -> NDArray[Any]:
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate(parts) if parts else np.zeros(0, dtype=dtype)
+
+
+def _columns(sample: Sample, read: Read) -> dict[str, NDArray[Any]]:
+    try:
+        columns = decode_columns(read(sample.place))[1]
+        lengths = {name: len(columns[name]) for name in ("token_ids", "sampled", "logprobs", "versions")}
+    except (OSError, ValueError, KeyError) as error:
+        raise RolloutsLostError(
+            f"the columns of rollout {sample.group}/{sample.member} cannot be read: {error}\n"
+            "    hint: hpcrl rollouts verify RUN says what else is damaged; the next attempt rolls it out again"
+        ) from error
+    if set(lengths.values()) != {sample.tokens}:
+        raise RolloutsLostError(
+            f"rollout {sample.group}/{sample.member} has {sample.tokens} tokens, its columns {lengths}\n"
+            "    hint: hpcrl rollouts verify RUN says what else is damaged"
+        )
+    if sample.counts_as is not None:
+        columns["versions"] = np.full_like(columns["versions"], sample.counts_as)
+    return columns

@@ -1,0 +1,193 @@
+"""A warehouse of files in shared memory of a node: ranks of the same node map them, others ask a server.
+
+::
+
+    <base>/hpcrl-dock-<uid>-<32 random digits>/     mode 0700
+      alive                                         locked by the process that writes
+      000001-000001.columns.4096                    a block, complete
+
+Pages of shared memory are dear to get and cheap to keep: the file of a block that was released is written anew for one
+that fits into it. So what is released must not be read any more; a block that is read has its hash compared first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import secrets
+import shutil
+import threading
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from hpcrl.dock.ledger.entries import PayloadPlace
+from hpcrl.dock.ledger.payload import write_pieces
+from hpcrl.dock.warehouse.interface import Figures, key_of
+from hpcrl.ours import check_parent, check_private
+
+__all__ = ["EmbeddedWarehouse", "remove_dead"]
+
+_log = logging.getLogger(__name__)
+_PREFIX = "hpcrl-dock"
+_ALIVE = "alive"
+_PAGE = 4096
+_SLACK = 2
+"""A file may be so many times as large as the block that it is used for again."""
+
+
+class EmbeddedWarehouse:
+    """The writer's side; see `hpcrl.dock.warehouse.interface.Warehouse`.
+
+    Attributes
+    ----------
+    directory:
+        Of its files.
+    """
+
+    def __init__(self, base: Path, *, limit_bytes: int) -> None:
+        """Make a directory of one's own; what dead writers of this user have left is removed.
+
+        Parameters
+        ----------
+        base:
+            Of this node, in memory (``/dev/shm``).
+        limit_bytes:
+            What files may take.
+
+        Raises
+        ------
+        OSError
+            ``base`` is not there, is not fit for it, or refuses.
+        """
+        check_parent(base)
+        remove_dead(base)
+        self.directory = base / f"{_PREFIX}-{os.geteuid()}-{secrets.token_hex(16)}"
+        # locked before it has the name by which others find it
+        made = base / f".{self.directory.name}"
+        made.mkdir(mode=0o700)
+        self._alive = os.open(made / _ALIVE, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        made.rename(self.directory)
+        self._limit, self._lock = limit_bytes, threading.Lock()
+        self._sizes: dict[str, int] = {}
+        """Bytes of the file of each block."""
+        self._free: list[tuple[int, str]] = []
+        """Files of blocks that were released, with their bytes."""
+        self._held, self._refused, self._number, self._full, self._closed = 0, 0, 0, False, False
+
+    @property
+    def full(self) -> bool:
+        return self._full
+
+    def put(self, place: PayloadPlace, pieces: Sequence[bytes | memoryview]) -> bool:
+        """Write a block into a file of its own."""
+        size = -(-place.bytes // _PAGE) * _PAGE
+        with self._lock:
+            if self._closed or not self._make_room(size):
+                self._refused += 1
+                self._full = not self._closed
+                return False
+            staged, held = self._file_for(size)
+        # without the lock: an event loop that releases blocks does not wait for megabytes
+        try:
+            self._write(staged, pieces, held)
+            os.rename(self.directory / staged, self.directory / key_of(place))
+        except OSError as error:
+            with self._lock:
+                self._remove(staged, held)
+                self._refused += 1
+                self._full = error.errno in (errno.ENOSPC, errno.EDQUOT) and not self._closed
+            _log.warning("the warehouse of rollouts cannot keep a block of %d bytes: %s", place.bytes, error)
+            return False
+        with self._lock:
+            self._sizes[key_of(place)] = held
+        return True
+
+    def _make_room(self, size: int) -> bool:
+        """Whether a file of ``size`` fits; what is kept for blocks to come goes where it must."""
+        if any(size <= held <= _SLACK * size for held, _ in self._free):
+            return True
+        while self._free and self._held + size > self._limit:
+            held, name = self._free.pop(0)
+            self._remove(name, held)
+        return self._held + size <= self._limit
+
+    def _file_for(self, size: int) -> tuple[str, int]:
+        fitting = [each for each in self._free if size <= each[0] <= _SLACK * size]
+        if fitting:
+            held, name = min(fitting)
+            self._free.remove((held, name))
+            return name, held
+        self._number += 1
+        self._held += size
+        return f"new-{self._number}", size
+
+    def _write(self, name: str, pieces: Sequence[bytes | memoryview], held: int) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(self.directory / name, flags, 0o600)
+        try:
+            write_pieces(fd, pieces, 0)
+            if os.fstat(fd).st_size < held:
+                os.truncate(fd, held)
+        finally:
+            os.close(fd)
+
+    def _remove(self, name: str, held: int) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            (self.directory / name).unlink()
+        self._held -= held
+
+    def release(self, places: Iterable[PayloadPlace]) -> None:
+        """Keep the files for blocks to come."""
+        with self._lock:
+            for place in places:
+                held = self._sizes.pop(key_of(place), None)
+                if held is None or self._closed:
+                    continue
+                self._number += 1
+                name = f"free-{self._number}"
+                try:
+                    os.rename(self.directory / key_of(place), self.directory / name)
+                except FileNotFoundError:
+                    self._held -= held
+                else:
+                    self._free.append((held, name))
+                self._full = False
+
+    def figures(self) -> Figures:
+        """What is held now."""
+        with self._lock:
+            return Figures(len(self._sizes), self._held, self._limit, self._refused)
+
+    def close(self) -> None:
+        """Remove the directory; what is mapped stays until nobody maps it."""
+        with self._lock:
+            if not self._closed:
+                self._closed, self._full = True, False
+                shutil.rmtree(self.directory, ignore_errors=True)
+                os.close(self._alive)
+
+
+def remove_dead(base: Path) -> None:
+    """Remove warehouses of this user below ``base`` whose writers are dead."""
+    for directory in base.glob(f"{_PREFIX}-{os.geteuid()}-*"):
+        with contextlib.suppress(OSError):
+            check_private(directory)
+            if _is_dead(directory):
+                shutil.rmtree(directory, ignore_errors=True)
+                _log.info("removed %s, which a process that is gone had left", directory)
+
+
+def _is_dead(directory: Path) -> bool:
+    """Whether nobody holds the lock."""
+    fd = os.open(directory / _ALIVE, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(fd)
+    return True

@@ -1,0 +1,74 @@
+"""What a warehouse does, whatever it is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from hpcrl.dock.ledger.entries import PayloadPlace
+
+__all__ = ["Figures", "Location", "Warehouse", "key_of"]
+
+
+class Location(msgspec.Struct, frozen=True):
+    """How those who read find a warehouse.
+
+    Attributes
+    ----------
+    directory:
+        Of its files, on its own node. Its name is not known to others, and occurs on no other node.
+    host, port:
+        Of the server for other nodes; port 0 where none serves.
+    """
+
+    directory: str
+    host: str = ""
+    port: int = 0
+
+
+class Figures(NamedTuple):
+    """What a warehouse holds.
+
+    Attributes
+    ----------
+    blocks:
+        Blocks that may be read.
+    held_bytes:
+        Memory that they take, and that is kept for those to come.
+    limit_bytes:
+        What they may take.
+    refused:
+        Blocks for which there was no room so far.
+    """
+
+    blocks: int
+    held_bytes: int
+    limit_bytes: int
+    refused: int
+
+
+class Warehouse(Protocol):
+    """The writer's side. Methods may be called from any thread."""
+
+    @property
+    def full(self) -> bool:
+        """Whether the last block found no room, and nothing was released since."""
+
+    def put(self, place: PayloadPlace, pieces: Sequence[bytes | memoryview]) -> bool:
+        """Keep a block, given in pieces; False where there is no room for it. Never raises for want of room."""
+
+    def release(self, places: Iterable[PayloadPlace]) -> None:
+        """Nobody reads these any more, here or elsewhere; unknown ones are passed over."""
+
+    def figures(self) -> Figures:
+        """What is held now."""
+
+    def close(self) -> None:
+        """Give everything back."""
+
+
+def key_of(place: PayloadPlace) -> str:
+    """The name of a block, of which no other one of the run has the same."""
+    return f"{place.file}.{place.offset}"

@@ -1,0 +1,128 @@
+"""``python -m hpcrl.dock.warehouse.server``: serves the files of a warehouse to ranks on other nodes.
+
+It holds nothing itself: where it is killed, nothing is lost, and another one serves the same files. It says its port in
+one line of its output, and ends when its input does, which is when the process ends that has started it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import re
+import sys
+from pathlib import Path
+
+import msgspec
+
+from hpcrl.credentials import Credentials, read_token
+from hpcrl.dock.warehouse.embedded import remove_dead
+from hpcrl.dock.warehouse.frames import HEAD, LONGEST, Answer, Request, frame
+from hpcrl.errors import HpcrlError
+from hpcrl.gate import Gate
+from hpcrl.ours import check_private, open_ours
+
+__all__ = ["WarehouseServer", "main"]
+
+_KEY = re.compile(r"\d{6,}-\d{6,}\.columns\.\d+")
+_IDLE_S = 600.0
+"""A connection on which nothing is asked for so long is closed."""
+_SEND_S = 600.0
+"""The longest that a reader may take for one block."""
+
+
+class WarehouseServer:
+    """Answers requests for blocks in a directory."""
+
+    def __init__(self, directory: Path, gate: Gate) -> None:
+        """Prepare (OSError where the directory is not ours alone)."""
+        check_private(directory)
+        self._directory, self._gate = directory, gate
+
+    async def start(self, host: str) -> tuple[asyncio.Server, int]:
+        """Listen on a free port of ``host`` (OSError, UsageError where it may not)."""
+        self._gate.check_host(host)
+        server = await asyncio.start_server(self._serve, host, 0)
+        return server, int(server.sockets[0].getsockname()[1])
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        ended = (OSError, EOFError, TimeoutError, asyncio.IncompleteReadError)
+        with contextlib.suppress(*ended):
+            while await self._answer(reader, writer):
+                pass
+        writer.close()
+        with contextlib.suppress(*ended):
+            await writer.wait_closed()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        """One request; False where the connection ends with it."""
+        async with asyncio.timeout(_IDLE_S):
+            (length,) = HEAD.unpack(await reader.readexactly(HEAD.size))
+            if length > LONGEST:
+                writer.write(frame(Answer(400, "a request is not that long")))
+                return False
+            data = await reader.readexactly(length)
+        try:
+            request = msgspec.msgpack.decode(data, type=Request)
+        except msgspec.DecodeError as error:
+            writer.write(frame(Answer(400, f"this is no request: {error}")))
+            return False
+        peer = writer.get_extra_info("peername")
+        refusal = self._gate.refusal("GET", f"/{request.key}", request.authorization, str(peer[0]) if peer else "")
+        if refusal is not None:
+            writer.write(frame(Answer(refusal.status, refusal.message)))
+            return False
+        async with asyncio.timeout(_SEND_S):
+            return await self._send(request, writer)
+
+    async def _send(self, request: Request, writer: asyncio.StreamWriter) -> bool:
+        if not _KEY.fullmatch(request.key) or request.offset < 0 or request.length <= 0:
+            writer.write(frame(Answer(400, "no block is called that, or has such bytes")))
+            return False
+        try:
+            fd = open_ours(self._directory / request.key)
+        except OSError as error:
+            writer.write(frame(Answer(404, f"the block is not here: {error.strerror or error}")))
+            await writer.drain()
+            return True
+        with os.fdopen(fd, "rb") as file:
+            if os.fstat(fd).st_size < request.offset + request.length:
+                writer.write(frame(Answer(404, "the block has no such bytes")))
+            else:
+                writer.write(frame(Answer(200)))
+                await writer.drain()
+                loop = asyncio.get_running_loop()
+                await loop.sendfile(writer.transport, file, request.offset, request.length)
+        await writer.drain()
+        return True
+
+
+async def _run(directory: Path, host: str, gate: Gate) -> None:
+    server, port = await WarehouseServer(directory, gate).start(host)
+    print(port, flush=True)
+    parent = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(parent), sys.stdin)
+    await parent.read()
+    server.close()
+    # who has started us may have been killed
+    remove_dead(directory.parent)
+
+
+def main() -> None:
+    """Serve until the standard input ends."""
+    parser = argparse.ArgumentParser(description="serve the blocks of a warehouse of rollouts")
+    parser.add_argument("--directory", type=Path, required=True, help="of the blocks")
+    parser.add_argument("--host", required=True, help="address to listen on")
+    parser.add_argument("--token-file", type=Path, help="of the run")
+    parser.add_argument("--attempt", type=int, help="of the run, whose requests are answered")
+    given = parser.parse_args()
+    try:
+        token = None if given.token_file is None else Credentials(read_token(given.token_file), given.attempt)
+        asyncio.run(_run(given.directory, given.host, Gate("warehouse", token)))
+    except (HpcrlError, OSError) as error:
+        raise SystemExit(f"error: the warehouse of rollouts cannot be served: {error}") from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""The orchestrator's warehouse of rollouts, and the small process that serves it to other nodes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sys
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from hpcrl.config.rollouts import WarehouseConfig
+from hpcrl.credentials import TOKEN_FILE
+from hpcrl.dock.warehouse.embedded import EmbeddedWarehouse
+from hpcrl.dock.warehouse.interface import Location, Warehouse
+from hpcrl.gate import is_loopback
+from hpcrl.interpreter import module_command
+from hpcrl.runs.role import RoleContext
+
+__all__ = ["WarehouseProcess", "make_warehouse"]
+
+_log = logging.getLogger(__name__)
+_START_S = 60.0
+_AGAIN_S = 1.0
+
+
+def make_warehouse(config: WarehouseConfig) -> EmbeddedWarehouse | None:
+    """The warehouse that a recipe wants; None, and a warning, where the node does not let us have one."""
+    if config.directory is None:
+        return None
+    try:
+        return EmbeddedWarehouse(Path(config.directory), limit_bytes=int(config.limit_gib * (1 << 30)))
+    except OSError as error:
+        _log.warning(
+            "no warehouse of rollouts in %s (%s): ranks read rollouts from the shared filesystem\n"
+            "    hint: rollouts.warehouse.directory names a directory in memory that exists on the orchestrator's node",
+            config.directory,
+            error,
+        )
+        return None
+
+
+class WarehouseProcess:
+    """Keeps a server of the warehouse running. It holds nothing: while there is none, ranks read the durable files.
+
+    Attributes
+    ----------
+    pid:
+        Of the process; None while there is none.
+    task:
+        Cancelling it ends the process.
+    """
+
+    def __init__(
+        self,
+        context: RoleContext,
+        warehouse: Warehouse | None,
+        *,
+        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+    ) -> None:
+        """Begin, in a task that ``spawn`` starts.
+
+        Nothing is served where there is no warehouse, or the orchestrator has an address that only this machine
+        reaches: who could ask can map the files.
+        """
+        self._directory = warehouse.directory if isinstance(warehouse, EmbeddedWarehouse) else None
+        self._host = urlsplit(context.endpoints().one("orchestrator")).hostname or ""
+        self._wanted = self._directory is not None and not is_loopback(self._host)
+        token = ["--token-file", str(context.run.path / TOKEN_FILE), "--attempt", str(context.attempt)]
+        options = ["--directory", str(self._directory), "--host", self._host, *token]
+        self._command = module_command(sys.executable, "hpcrl.dock.warehouse.server", *options)
+        self._port = 0
+        self.pid: int | None = None
+        self.task = spawn(self._run())
+
+    def locate(self) -> Location | None:
+        """For readers, without a port while no process serves; None where there is no warehouse."""
+        return None if self._directory is None else Location(str(self._directory), self._host, self._port)
+
+    async def _run(self) -> None:
+        """Start it, and start it again when it ends, until cancelled."""
+        while self._wanted:
+            await self._serve()
+            await asyncio.sleep(_AGAIN_S)
+
+    async def _serve(self) -> None:
+        process = await asyncio.create_subprocess_exec(
+            *self._command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+        )
+        assert process.stdout is not None
+        try:
+            self.pid = process.pid
+            async with asyncio.timeout(_START_S):
+                line = await process.stdout.readline()
+            self._port = int(line) if line.strip().isdigit() else 0
+            code = await process.wait()
+            _log.warning("the server of the warehouse of rollouts ended with code %d; another one is started", code)
+        except TimeoutError:
+            _log.warning("the server of the warehouse of rollouts did not start within %g s", _START_S)
+        finally:
+            self._port, self.pid = 0, None
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()

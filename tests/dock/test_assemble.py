@@ -1,0 +1,112 @@
+"""Batches by reference: bit for bit the batches that the orchestrator made when it held all columns itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import xxhash
+from recorded_rollouts import STEP, WORLD_SIZE, recorded_recipe, recorded_rollouts
+
+from hpcrl.dock.assemble import assemble
+from hpcrl.dock.columns import encode_columns
+from hpcrl.dock.ledger.payload import PayloadWriter
+from hpcrl.dock.warehouse.embedded import EmbeddedWarehouse
+from hpcrl.dock.warehouse.interface import Location
+from hpcrl.dock.warehouse.reading import BlockReader
+from hpcrl.dock.wire import ReferencedShard, decode_answer, encode_shard
+from hpcrl.errors import RolloutsLostError
+from hpcrl.rollouts.batches.build import Batch, build_batch
+from hpcrl.rollouts.batches.columns import RolloutColumns
+from hpcrl.rollouts.records import Group, StoredRollout, encode_rollout
+
+#: xxh3_128 of the shards of the recorded rollouts, encoded by the orchestrator before batches went by reference
+RECORDED = {
+    False: ["737d62c629b2536e20c85318642778a0", "5bc67263c25de4927e99618e27c7bc6c"],
+    True: ["301c70bd0f7b8b0c3017b250953f3f76", "aaa427a35dcbb920454fb734cdd50e32"],
+}
+LINES = "c6ce506d5d595a58514c320878a287a2"
+"""The same of the lines for people."""
+
+
+def stored_batch(directory: Path, *, experts: bool, counts_as: int | None = None) -> tuple[Batch, EmbeddedWarehouse]:
+    """The batch of the recorded rollouts, which lie in a warehouse and on disk."""
+    for name in ("memory", "payload"):
+        (directory / name).mkdir()
+    warehouse = EmbeddedWarehouse(directory / "memory", limit_bytes=1 << 20)
+    writer, groups = PayloadWriter(directory / "payload", 1), []
+    for index, rollouts in enumerate(recorded_rollouts(experts=experts)):
+        stored = []
+        for rollout in rollouts:
+            block = encode_columns(*encode_rollout(rollout))
+            place = writer.write([block])[0]
+            assert warehouse.put(place, block)
+            stored.append(StoredRollout.of(rollout, place, counts_as=counts_as))
+        groups.append(Group(index=10 + index, environment="words", prompt_index=100 + index, rollouts=stored))
+
+    def decode(ids: Sequence[int]) -> str:
+        return "-".join(map(str, ids))
+
+    batch = build_batch(
+        groups,
+        step=STEP,
+        world_size=WORLD_SIZE,
+        recipe=recorded_recipe(),
+        counters={"finished": 9.0},
+        text=RolloutColumns(directory / "payload", lambda: None, decode=decode).text,
+        cost=float,
+        location=Location(str(warehouse.directory)),
+        payload_dir=directory / "payload",
+    )
+    return batch, warehouse
+
+
+def referenced(data: bytes) -> ReferencedShard:
+    shard = decode_answer(data)
+    assert isinstance(shard, ReferencedShard)
+    return shard
+
+
+@pytest.mark.parametrize("experts", [False, True])
+@pytest.mark.parametrize("source", ["node", "disk"])
+def test_a_batch_by_reference_is_the_recorded_one_bit_for_bit(tmp_path: Path, experts: bool, source: str) -> None:
+    batch, warehouse = stored_batch(tmp_path, experts=experts)
+    assert xxhash.xxh3_128(batch.lines).hexdigest() == LINES
+    if source == "disk":
+        warehouse.close()
+    found = []
+    for data in batch.shards:
+        shard = referenced(data)
+        reader = BlockReader(shard.location, Path(shard.payload_dir))
+        found.append(xxhash.xxh3_128(encode_shard(assemble(shard, reader.read))).hexdigest())
+        assert set(reader.sources) == {source}
+    assert found == RECORDED[experts]
+    warehouse.close()
+
+
+def test_after_a_restore_all_tokens_count_as_one_version(tmp_path: Path) -> None:
+    batch, warehouse = stored_batch(tmp_path, experts=False, counts_as=2)
+    shard = referenced(batch.shards[0])
+    assert shard.stats.staleness_histogram == {str(STEP - 1 - 2): 9}
+    reader = BlockReader(shard.location, Path(shard.payload_dir))
+    for micro_batch in assemble(shard, reader.read).micro_batches:
+        assert np.all(micro_batch.versions == 2)
+    warehouse.close()
+
+
+def test_columns_that_are_gone_everywhere_are_an_error_that_names_the_rollout(tmp_path: Path) -> None:
+    batch, warehouse = stored_batch(tmp_path, experts=False)
+    warehouse.close()
+    shard = referenced(batch.shards[0])
+    first = shard.micro_batches[0][0]
+    name = f"{first.group}/{first.member}"
+    longer = msgspec.structs.replace(first, tokens=first.tokens + 1)
+    wrong = msgspec.structs.replace(shard, micro_batches=[[longer]])
+    with pytest.raises(RolloutsLostError, match=f"rollout {name} has {first.tokens + 1} tokens, its columns"):
+        assemble(wrong, BlockReader(shard.location, Path(shard.payload_dir)).read)
+    (tmp_path / "payload" / first.place.file).unlink()
+    with pytest.raises(RolloutsLostError, match=rf"rollout {name} cannot be read: (.|\n)*hint: hpcrl rollouts verify"):
+        assemble(shard, BlockReader(shard.location, Path(shard.payload_dir)).read)

@@ -1,0 +1,181 @@
+"""Warehouses: a block is read from the node's memory, from a server, or from the durable file, and always verified."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from patience import patience
+
+from hpcrl.credentials import Credentials, ensure_token
+from hpcrl.dock.columns import encode_columns
+from hpcrl.dock.ledger.entries import PayloadPlace
+from hpcrl.dock.ledger.payload import PayloadWriter
+from hpcrl.dock.warehouse.embedded import EmbeddedWarehouse
+from hpcrl.dock.warehouse.interface import Location, key_of
+from hpcrl.dock.warehouse.reading import BlockReader
+from hpcrl.interpreter import module_command
+
+Block = list[bytes | memoryview]
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    (tmp_path / "memory").mkdir()
+    return tmp_path / "memory"
+
+
+@pytest.fixture
+def warehouse(base: Path) -> Iterator[EmbeddedWarehouse]:
+    warehouse = EmbeddedWarehouse(base, limit_bytes=1 << 20)
+    yield warehouse
+    warehouse.close()
+
+
+class Disk:
+    """Durable files, as the ledger's thread writes them."""
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir()
+        self.directory, self._writer = directory, PayloadWriter(directory, 1)
+
+    def write(self, seed: int, numbers: int = 5000) -> tuple[PayloadPlace, Block]:
+        block = encode_columns(b"", {"numbers": np.random.default_rng(seed).integers(0, 99, numbers, dtype=np.int64)})
+        return self._writer.write([block])[0], block
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Disk:
+    return Disk(tmp_path / "payload")
+
+
+def test_a_rank_of_the_same_node_maps_what_was_put(warehouse: EmbeddedWarehouse, disk: Disk) -> None:
+    place, block = disk.write(1)
+    assert warehouse.put(place, block)
+    (disk.directory / place.file).unlink()
+    reader = BlockReader(Location(str(warehouse.directory)), disk.directory)
+    assert reader.read(place) == b"".join(block)
+    assert reader.sources == {"node": 1}
+    assert warehouse.figures()[0::2] == (1, 1 << 20)
+    assert warehouse.directory.stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in warehouse.directory.iterdir()} == {0o600}
+
+
+@pytest.mark.parametrize("damage", ["changed", "cut", "missing", "link"])
+def test_what_is_damaged_in_memory_is_read_from_disk_and_said(
+    warehouse: EmbeddedWarehouse, disk: Disk, damage: str
+) -> None:
+    (place, block), (other, other_block) = disk.write(1), disk.write(2)
+    assert warehouse.put(place, block)
+    assert warehouse.put(other, other_block)
+    path = warehouse.directory / key_of(place)
+    if damage == "changed":
+        with path.open("r+b") as file:
+            file.seek(place.bytes - 1)
+            file.write(b"\xff")
+    elif damage == "cut":
+        os.truncate(path, 100)
+    elif damage == "missing":
+        path.unlink()
+    else:
+        path.unlink()
+        path.symlink_to(warehouse.directory / key_of(other))
+    reader = BlockReader(Location(str(warehouse.directory)), disk.directory)
+    assert reader.read(place) == b"".join(block)
+    assert reader.read(other) == b"".join(other_block)
+    assert reader.sources == {"disk": 1, "node": 1}
+    assert [problem.partition(":")[0] for problem in reader.problems] == [key_of(place)]
+    (disk.directory / place.file).write_bytes(b"")
+    with pytest.raises(ValueError, match="bytes before the end of a rollout"):
+        reader.read(place)
+
+
+def test_full_is_said_and_loses_nothing(base: Path, disk: Disk) -> None:
+    blocks = [disk.write(seed) for seed in range(4)]
+    warehouse = EmbeddedWarehouse(base, limit_bytes=100_000)  # two blocks of 40 kB
+    assert [warehouse.put(*each) for each in blocks[:3]] == [True, True, False]
+    assert warehouse.full
+    assert warehouse.figures().refused == 1
+    assert warehouse.figures().held_bytes <= 100_000
+    reader = BlockReader(Location(str(warehouse.directory)), disk.directory)
+    assert [bytes(reader.read(place)) for place, _ in blocks[:3]] == [b"".join(block) for _, block in blocks[:3]]
+    assert reader.sources == {"node": 2, "disk": 1}
+    warehouse.release([blocks[0][0]])
+    assert not warehouse.full
+    held = warehouse.figures().held_bytes
+    assert warehouse.put(*blocks[3])
+    assert warehouse.figures().held_bytes == held  # the pages of the block that was released
+    assert bytes(reader.read(blocks[3][0])) == b"".join(blocks[3][1])
+    # a large block takes the room of files that are kept for small ones
+    warehouse.release([blocks[1][0], blocks[3][0]])
+    large, block = disk.write(9, numbers=12_000)
+    assert warehouse.put(large, block)
+    assert warehouse.figures().held_bytes <= 100_000
+    warehouse.close()
+    assert not warehouse.directory.exists()
+    assert not warehouse.put(*blocks[0])
+
+
+def test_a_successor_removes_what_the_dead_left_and_nothing_else(base: Path, warehouse: EmbeddedWarehouse) -> None:
+    code = (
+        "import os, sys; from pathlib import Path; from hpcrl.dock.warehouse.embedded import EmbeddedWarehouse\n"
+        "print(EmbeddedWarehouse(Path(sys.argv[1]), limit_bytes=1).directory, flush=True)\n"
+        "os.kill(os.getpid(), 9)"
+    )
+    dead = Path(subprocess.run([sys.executable, "-c", code, base], capture_output=True, text=True).stdout.strip())  # noqa: PLW1510
+    assert dead.is_dir()
+    EmbeddedWarehouse(base, limit_bytes=1).close()
+    assert list(base.iterdir()) == [warehouse.directory]
+
+
+@pytest.fixture
+def served(warehouse: EmbeddedWarehouse, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Location]]:
+    """A server, and the warehouse as another node sees it."""
+    ensure_token(tmp_path)
+    token = ["--token-file", f"{tmp_path}/token", "--attempt", "3"]
+    options = ["--directory", str(warehouse.directory), "--host", "127.0.0.1", *token]
+    command = module_command(sys.executable, "hpcrl.dock.warehouse.server", *options)
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    yield process, Location("/nowhere", "127.0.0.1", int(process.stdout.readline()))
+    process.kill()
+    process.wait()
+    for stream in (process.stdin, process.stdout):
+        assert stream is not None
+        stream.close()
+
+
+def test_another_node_is_served_and_a_killed_server_costs_nothing(
+    warehouse: EmbeddedWarehouse, disk: Disk, served: tuple[subprocess.Popen[str], Location], tmp_path: Path
+) -> None:
+    process, location = served
+    blocks = [disk.write(seed) for seed in range(4)]
+    for each in blocks[:3]:
+        assert warehouse.put(*each)
+    own = Credentials.of_run(tmp_path, 3).headers["Authorization"]
+    reader = BlockReader(location, disk.directory, authorization=own)
+    for place, block in blocks[:2]:
+        assert reader.read(place) == b"".join(block)
+    assert reader.read(blocks[3][0]) == b"".join(blocks[3][1])  # was not put
+    assert reader.sources == {"server": 2, "disk": 1}
+    for other in ("", Credentials.of_run(tmp_path, 2).headers["Authorization"], "Bearer " + "0" * 64 + ".3"):
+        stranger = BlockReader(location, disk.directory, authorization=other)
+        assert stranger.read(blocks[0][0]) == b"".join(blocks[0][1])
+        assert stranger.sources == {"disk": 1}
+        assert "answered 40" in stranger.problems[0]
+    process.kill()
+    process.wait(10.0 * patience())
+    assert reader.read(blocks[2][0]) == b"".join(blocks[2][1])
+    assert reader.sources["disk"] == 2
+
+
+def test_the_server_ends_with_who_started_it(served: tuple[subprocess.Popen[str], Location]) -> None:
+    process, _ = served
+    assert process.stdin is not None
+    process.stdin.close()
+    assert process.wait(10.0 * patience()) == 0
