@@ -110,3 +110,8 @@ class EngineConfig(StrictModel):
     """Further flags of vLLM by long name without dashes, for example ``gpu-memory-utilization: 0.8``. ``true`` is the
     flag alone, ``false`` its ``--no-`` form; lists and mappings are passed as JSON. Flags that hpcrl sets are refused,
     and all are checked by the installed vLLM's own parser before a run starts."""
+
+    @property
+    def fetches_kv(self) -> bool:
+        """Whether KV may come to an engine from a pool or the host, and not from its own forward passes."""
+        return self.kv_store is not None or self.memory.kv_offload_gib > 0

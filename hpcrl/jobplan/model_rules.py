@@ -155,8 +155,7 @@ def _replay_has_routers(recipe: Recipe, _: ClusterProfile, facts: ModelFacts) ->
         yield "trainer.router_replay", f"{facts.name} has no routers"
     if recipe.engine.return_routed_experts and not facts.num_experts:
         yield "engine.return_routed_experts", f"{facts.name} has no routers"
-    fetched = recipe.engine.kv_store is not None or recipe.engine.memory.kv_offload_gib > 0
-    if recipe.returns_routed_experts and fetched and facts.num_experts_per_tok == 1:
+    if recipe.returns_routed_experts and recipe.engine.fetches_kv and facts.num_experts_per_tok == 1:
         key = "trainer.router_replay" if recipe.trainer.router_replay else "engine.return_routed_experts"
         yield (
             key,

@@ -161,6 +161,11 @@ def test_experts_are_returned_where_all_are_known(setting: str, key: str) -> Non
     assert key in [finding.key for finding in caught.value.findings if "[replay-sees" in finding.what]
 
 
+@pytest.mark.parametrize("tier", ["engine.kv_store={segment_gib: 100}", "engine.memory.kv_offload_gib=100"])
+def test_replay_goes_with_kv_that_is_fetched(tier: str) -> None:
+    check_rules(load_recipe("qwen3_30b_a3b", ("trainer.router_replay=true", tier)), load_cluster("h200-28"))
+
+
 def test_the_quickstart_is_not_touched() -> None:
     check_rules(load_recipe("quickstart"), load_cluster("local"))
 

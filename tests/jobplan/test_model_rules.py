@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from hpcrl.cli.main import main
@@ -10,6 +12,7 @@ from hpcrl.errors import ConfigError
 from hpcrl.jobplan import check_sizes
 from hpcrl.jobplan.model_rules import MODEL_RULES, check_model_rules
 from hpcrl.models import load_facts
+from hpcrl.models.layers import Layer, Moe
 
 #: rule, settings that break it, model, key of the finding
 BROKEN = {
@@ -33,6 +36,22 @@ BROKEN = {
 
 def _check(model: str, *settings: str) -> None:
     check_model_rules(load_recipe("glm5_swe", settings), load_cluster("h200-28"), load_facts(model))
+
+
+def test_rows_of_one_expert_cannot_be_told_from_unknown_ones() -> None:
+    """Where KV is fetched; elsewhere each row is known."""
+    facts = load_facts("Qwen3-30B-A3B")
+    one = replace(facts, layers=tuple(_with_one_expert(layer) for layer in facts.layers))
+    replay, pool = "trainer.router_replay=true", "engine.kv_store={segment_gib: 100}"
+    cluster = load_cluster("h200-28")
+    check_model_rules(load_recipe("qwen3_30b_a3b", (replay, pool)), cluster, facts)
+    check_model_rules(load_recipe("qwen3_30b_a3b", (replay,)), cluster, one)
+    with pytest.raises(ConfigError, match="one expert a token"):
+        check_model_rules(load_recipe("qwen3_30b_a3b", (replay, pool)), cluster, one)
+
+
+def _with_one_expert(layer: Layer) -> Layer:
+    return replace(layer, mlp=replace(layer.mlp, num_experts_per_tok=1)) if isinstance(layer.mlp, Moe) else layer
 
 
 @pytest.mark.parametrize("model", ["GLM-5", "GLM-5.2"])

@@ -363,3 +363,15 @@ def test_fp8_and_the_indexer_of_a_trainer_by_hand() -> None:
     assert without["indexer"].value == peak["indexer"].value
     with pytest.raises(KeyError):
         backward(load_facts("DeepSeek-V3"), memory)["indexer"]
+
+
+def test_rows_of_prompts_are_counted_where_kv_is_fetched() -> None:
+    """On the orchestrator's node; engines without a pool know all rows of what they answer."""
+
+    def kept(*settings: str) -> list[float | None]:
+        places = _report("engine.return_routed_experts=true", *settings).places
+        ledgers = [place.ledger for place in places if (place.role, place.kind) == (Role.TRAINER, "host")]
+        return [term.value for ledger in ledgers for term in ledger.terms if term.name == "routed experts of prompts"]
+
+    assert kept() == []
+    assert kept("engine.kv_store={segment_gib: 880}", "engine.routed_experts_gib=3") == [3 * GIB]

@@ -71,6 +71,10 @@ def orchestrator_terms(facts: ModelFacts, recipe: Recipe) -> Iterator[Term | Non
         value = count * length * layers * k * width * PAYLOAD_COPIES
         inputs = {"rollouts": count, "tokens": length, "layers": layers, "k": k, "w": width}
         yield Term("routed experts", value, "rollouts · tokens · layers · k · w · copies", inputs)
+        if recipe.engine.fetches_kv:
+            yield Term(
+                "routed experts of prompts", round(recipe.engine.routed_experts_gib * GIB), "engine.routed_experts_gib"
+            )
 
 
 def engine_host(

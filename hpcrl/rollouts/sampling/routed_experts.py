@@ -69,9 +69,8 @@ class RoutedExpertsSettings:
         """None where engines do not return experts (FileNotFoundError, ValueError: the model is not known)."""
         if not recipe.returns_routed_experts:
             return None
-        facts, engine = load_facts(recipe.model.path), recipe.engine
-        gaps = engine.kv_store is not None or engine.memory.kv_offload_gib > 0
-        return cls(len(facts.layers), facts.num_experts_per_tok, facts.num_experts, gaps=gaps)
+        facts = load_facts(recipe.model.path)
+        return cls(len(facts.layers), facts.num_experts_per_tok, facts.num_experts, gaps=recipe.engine.fetches_kv)
 
     @property
     def dtype(self) -> np.dtype[Any]:
