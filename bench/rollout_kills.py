@@ -1,7 +1,9 @@
-"""Kill trials of the ledger of rollouts: SIGKILL for orchestrator, engine and trainer at random moments of a run.
+"""Kill trials of the ledger of rollouts: SIGKILL at random moments for the orchestrator, a rank of the trainer, an
+engine, or all of a run, in turns.
 
-After each kill the ledger is read as ``hpcrl rollouts verify`` reads it and compared with what the trainer says it
-trained (`tests/rollouts/ledger_trials.py`); the next attempt goes on from the newest checkpoint. Counts go to
+Half of the rollouts have several turns, and go on with the next one. After each kill the ledger is read as
+``hpcrl rollouts verify`` reads it and compared with what the trainer says it trained
+(`tests/rollouts/ledger_trials.py`); the next attempt goes on from the newest checkpoint. Counts go to
 ``bench/results/rollout_kills.json``; with ``--add`` on top of what is there.
 """
 

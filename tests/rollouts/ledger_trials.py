@@ -1,6 +1,6 @@
 """Runs that are killed at random moments, again and again; what must hold after each kill.
 
-A process of its own has the orchestrator, an engine and a trainer that only asks, publishes and saves. It writes down
+Engine, orchestrator and trainer are processes of their own; the trainer only asks, publishes and saves. It writes down
 the rollouts of each batch before it counts them as trained, so that the ledger can be compared with what happened.
 """
 
@@ -13,20 +13,39 @@ import random
 import signal
 import time
 from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
-from harness import make_run, running
-from stub_engine import StubEngine, coin
+from handoff_lab import model_directory, publish
+from harness import WORDS, free_port, make_run
+from stub_engine import StubEngine, coin, several_turns
 
-from hpcrl.checkpoints import CheckpointLedger
+from hpcrl.checkpoints import CheckpointLedger, CheckpointWriter
+from hpcrl.checkpoints.restore import RestoreDecision
+from hpcrl.dock.client import DockClient
 from hpcrl.dock.ledger.entries import read_entries
 from hpcrl.dock.ledger.replay import Replay, State
+from hpcrl.rollouts import process
+from hpcrl.rollouts.engines import pool as engine_pool
+from hpcrl.rollouts.environments.sandbox import Sandbox
+from hpcrl.rollouts.weights import updates as weight_updates
+from hpcrl.runs.role import Endpoints, RoleContext, restore_path
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.views.rollouts import verify_rollouts
+from hpcrl.weights import HandoffStore, HandoffWriter
 
 BOUND, SAVE_EVERY = 3, 3
+KINDS = ("run", "orchestrator", "rank", "engine")
+"""What is killed. The first three end an attempt: without a rank of the trainer the supervisor ends the orchestrator,
+in order; without an orchestrator a trainer goes on for a while. An engine comes back, and the attempt goes on."""
 _DEADLINE_S = 60.0
-CHANGES = {"rollouts": {"max_off_policy_steps": BOUND}, "trainer": {"steps": 1 << 20, "micro_batch_tokens": 256}}
+_TOOLS = {"name": "tools", "kind": "calculator", "max_turns": 8}
+CHANGES = {
+    "rollouts": {"max_off_policy_steps": BOUND},
+    "trainer": {"steps": 1 << 20, "micro_batch_tokens": 256},
+    "environments": [WORDS, _TOOLS],
+}
 
 
 def new_run(path: Path) -> RunDir:
@@ -34,40 +53,175 @@ def new_run(path: Path) -> RunDir:
     return make_run(path, **CHANGES)
 
 
-async def _live(run: RunDir, seed: int) -> None:
-    """One attempt, until it is killed."""
-    newest = CheckpointLedger(run.checkpoints_dir).newest_verified().entry
-    step = 0 if newest is None else newest.step
-    engine = StubEngine()
+def _fork(work: Callable[[], None]) -> int:
+    """A child that does this, and nothing after it."""
+    child = os.fork()
+    if child == 0:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 1)
+        os.dup2(null, 2)
+        try:
+            work()
+        finally:
+            os._exit(1)
+    return child
+
+
+async def _engine(port: int, seed: int) -> None:
+    engine = StubEngine(answer=several_turns)
+    engine.keep_requests = False
     engine.request_s = lambda number: 0.02 * coin(seed * 1000 + number).random()
+    await engine.start(port)
+    await asyncio.Event().wait()
+
+
+def _orchestrator(run: RunDir) -> None:
+    async def tool(self: Sandbox, program: str) -> str:
+        return str(len(program))
+
+    Sandbox.run = tool  # type: ignore[method-assign]
+    engine_pool.WATCH_S, weight_updates._RETRY_S = 0.1, 0.02
+    process.main(RoleContext(run, attempt=run.attempts()[-1], role="orchestrator", replica=0, rank=0))
+
+
+def _trainer(run: RunDir, url: str, step: int) -> None:
+    attempt, store = run.attempts()[-1], HandoffStore(run.weights_dir)
+    context = RoleContext(run, attempt=attempt, role="trainer", replica=0, rank=0)
+    client = DockClient(url, credentials=context.credentials, wait_timeout_s=_DEADLINE_S, connect_timeout_s=20.0)
+    weights = HandoffWriter.claim(store.root, attempt)
+    checkpoints = CheckpointWriter.claim(run.checkpoints_dir, attempt)
+
+    def published(version: int) -> None:
+        if version not in store.versions():
+            publish(weights, version, model_directory(run.path / "start"), tensors=1, shards=1, words=1)
+        client.published(version)
+
     with (run.path / "trained.jsonl").open("ab", buffering=0) as trained:
-        trained.write(json.dumps({"restored": step}).encode() + b"\n")
-        async with running(run, engine, publish=step) as loop:
-            while True:
-                step += 1
-                batch = await loop.batch(step)
-                ids = [list(rollout) for micro in batch.micro_batches for rollout in micro.rollouts]
-                trained.write(json.dumps({"step": step, "rollouts": ids}).encode() + b"\n")
-                await loop.publish(step)
-                if step % SAVE_EVERY == 0:
-                    await loop.checkpoint(step)
+        published(step)
+        while True:
+            step += 1
+            batch = client.batch(step, rank=0, world_size=1)
+            ids = [list(rollout) for micro in batch.micro_batches for rollout in micro.rollouts]
+            recalled = batch.stats.rollouts["turns_recalled"]
+            trained.write(json.dumps({"step": step, "rollouts": ids, "recalled": recalled}).encode() + b"\n")
+            published(step)
+            if step % SAVE_EVERY == 0:
+                state = client.snapshot(step)
+                checkpoints.stage(step)
+                checkpoints.commit(step=step, world_size=1, files={}, orchestrator_state=state, started_at_s=0.0)
+
+
+class Attempt:
+    """The processes of one attempt."""
+
+    def __init__(self, run: RunDir, seed: int) -> None:
+        self.run, self._seed, self._port = run, seed, free_port()
+        url, attempt = f"http://127.0.0.1:{free_port()}", run.attempts()[-1]
+        newest = CheckpointLedger(run.checkpoints_dir).newest_verified().entry
+        step = None if newest is None else newest.step
+        Endpoints(urls={"engine": [f"http://127.0.0.1:{self._port}"], "orchestrator": [url]}).write(run, attempt)
+        decision = RestoreDecision(step=step, verified="content", seconds=0.0, skipped=[])
+        decision.write(restore_path(run, attempt))
+        self._path = run.path / "trained.jsonl"
+        # before anybody begins: the ledger says at once that later steps are undone
+        with self._path.open("ab", buffering=0) as told:
+            told.write(json.dumps({"restored": step or 0}).encode() + b"\n")
+        self._before = self._path.stat().st_size
+        self._children = {
+            "engine": self._start_engine(),
+            "orchestrator": _fork(lambda: _orchestrator(run)),
+            "trainer": _fork(lambda: _trainer(run, url, step or 0)),
+        }
+
+    def _start_engine(self) -> int:
+        return _fork(lambda: asyncio.run(_engine(self._port, self._seed)))
+
+    def _trained(self) -> int:
+        if not self._path.exists():
+            return 0
+        with self._path.open("rb") as stream:
+            stream.seek(self._before)
+            return stream.read().count(b"step")
+
+    def train(self, steps: int) -> None:
+        """Wait until it has trained so many more steps."""
+        steps, deadline = self._trained() + steps, time.monotonic() + _DEADLINE_S
+        while self._trained() < steps:
+            for name, child in self._children.items():
+                if os.waitpid(child, os.WNOHANG)[0]:
+                    del self._children[name]
+                    self.kill(*self._children)
+                    raise AssertionError(f"the {name} ended by itself")
+            if time.monotonic() > deadline:
+                self.kill(*self._children)
+                raise AssertionError(f"an attempt did not train {steps} steps within {_DEADLINE_S:g} s")
+            time.sleep(0.002)
+
+    def kill(self, *names: str) -> None:
+        """SIGKILL."""
+        children = [self._children.pop(name) for name in names]
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+        for child in children:
+            os.waitpid(child, 0)
+
+    def lose(self, kind: str, rest_s: float) -> bool:
+        """Kill one kind of process; whether the attempt is over. ``rest_s``: how long others go on."""
+        if kind == "engine":
+            self.kill("engine")
+            time.sleep(rest_s)
+            self._children["engine"] = self._start_engine()
+            return False
+        if kind == "orchestrator":
+            self.kill("orchestrator")
+            time.sleep(rest_s)
+        elif kind == "rank":
+            self.kill("trainer")
+            child = self._children.pop("orchestrator")
+            os.kill(child, signal.SIGTERM)
+            deadline = time.monotonic() + _DEADLINE_S
+            while not os.waitpid(child, os.WNOHANG)[0]:
+                if time.monotonic() > deadline:
+                    os.kill(child, signal.SIGKILL)
+                    os.waitpid(child, 0)
+                    self.kill(*self._children)
+                    raise AssertionError("an orchestrator did not end in order")
+                time.sleep(0.002)
+        self.kill(*self._children)
+        return True
+
+    def stopped(self, look: Callable[[], list[str]]) -> list[str]:
+        """What is seen while nothing moves."""
+        for child in self._children.values():
+            os.kill(child, signal.SIGSTOP)
+        try:
+            return look()
+        finally:
+            for child in self._children.values():
+                os.kill(child, signal.SIGCONT)
+
+
+def _told(run: RunDir) -> list[dict[str, int]]:
+    path = run.path / "trained.jsonl"
+    text = path.read_bytes() if path.exists() else b""
+    return [json.loads(line) for line in text[: text.rfind(b"\n") + 1].splitlines()]
 
 
 def _trained(run: RunDir) -> dict[int, list[tuple[int, int]]]:
     """What was trained, by the trainer's own words: the steps of the branch that goes on."""
     steps: dict[int, list[tuple[int, int]]] = {}
-    text = (run.path / "trained.jsonl").read_bytes()
-    for line in text[: text.rfind(b"\n") + 1].splitlines():
-        entry = json.loads(line)
+    for entry in _told(run):
         if "restored" in entry:
             steps = {step: ids for step, ids in steps.items() if step <= entry["restored"]}
         else:
-            steps[entry["step"]] = [tuple(each) for each in entry["rollouts"]]
+            steps[entry["step"]] = [tuple(each) for each in entry["rollouts"]]  # type: ignore[attr-defined]
     return steps
 
 
 def problems_of(run: RunDir) -> list[str]:
     """What a kill has broken: nothing."""
+    if not list((run.rollouts_dir / "ledger").glob("*.jsonl")):
+        return []
     verdict = verify_rollouts(run)
     problems = list(verdict.problems)
     replay = Replay(read_entries(run.rollouts_dir / "ledger"))
@@ -89,55 +243,47 @@ def problems_of(run: RunDir) -> list[str]:
     return problems
 
 
-def killed_attempt(run: RunDir, seed: int, *, steps: int, extra_s: float) -> None:
-    """One attempt in a process of its own, which gets SIGKILL so many seconds after it has trained so many steps."""
-    child = os.fork()
-    if child == 0:
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, 1)
-        os.dup2(null, 2)
-        try:
-            asyncio.run(_live(run, seed))
-        finally:
-            os._exit(1)
-    path, deadline = run.path / "trained.jsonl", time.monotonic() + _DEADLINE_S
-    before = path.stat().st_size if path.exists() else 0
-
-    def trained() -> int:
-        if not path.exists():
-            return 0
-        with path.open("rb") as stream:
-            stream.seek(before)
-            return stream.read().count(b"step")
-
-    while trained() < steps:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            raise AssertionError(f"an attempt ended by itself with status {status}")
-        if time.monotonic() > deadline:
-            os.kill(child, signal.SIGKILL)
-            raise AssertionError(f"an attempt did not train {steps} steps within {_DEADLINE_S:g} s")
-        time.sleep(0.002)
-    time.sleep(extra_s)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
+def _turns_recalled(run: RunDir) -> int:
+    """Turns that were not asked for again, by the counters of batches; each attempt goes on from its checkpoint's."""
+    count = known = 0
+    by_step: dict[int, int] = {}
+    for entry in _told(run):
+        if "restored" in entry:
+            known = by_step.get(entry["restored"], 0)
+        else:
+            count += max(0, int(entry["recalled"]) - known)
+            known = by_step[entry["step"]] = int(entry["recalled"])
+    return count
 
 
 def run_trials(path: Path, kills: int, seed: int) -> dict[str, int]:
     """Kill a run so many times; returns what it came to, with ``problems`` after all kills."""
     rng, run, counts = random.Random(seed), new_run(path), Counter[str]()
-    for number in range(kills):
-        if number:
-            run.start_attempt()
-        # every third before its first step: while it starts, restores, or rolls out for the first time
-        steps = 0 if number % 3 == 2 else rng.randint(1, 5)
-        killed_attempt(run, seed + number, steps=steps, extra_s=rng.uniform(0.0, 0.1 if steps else 0.6))
-        found = problems_of(run) if list((run.rollouts_dir / "ledger").glob("*.jsonl")) else []
-        for problem in found:
-            print(f"seed {seed}, kill {number}: {problem}")
-        counts["kills"] += 1
-        counts["problems"] += len(found)
+    attempt: Attempt | None = None
+    try:
+        for number in range(kills):
+            kind = KINDS[(seed + number) % len(KINDS)]
+            if attempt is None:
+                if number:
+                    run.start_attempt()
+                attempt = Attempt(run, seed + number)
+            # now and then before its first step: while it starts, restores, or rolls out for the first time
+            early = kind != "engine" and rng.random() < 0.25
+            attempt.train(0 if early else rng.randint(1, 4))
+            time.sleep(rng.uniform(0.0, 0.6 if early else 0.1))
+            over = attempt.lose(kind, rest_s=rng.uniform(0.0, 0.2))
+            found = problems_of(run) if over else attempt.stopped(lambda: problems_of(run))
+            attempt = None if over else attempt
+            for problem in found:
+                print(f"seed {seed}, kill {number} ({kind}): {problem}", flush=True)
+            counts["kills"] += 1
+            counts[f"kills: {kind}"] += 1
+            counts["problems"] += len(found)
+    finally:
+        if attempt is not None:
+            with suppress(ProcessLookupError):
+                attempt.lose("run", rest_s=0.0)
     replay = Replay(read_entries(run.rollouts_dir / "ledger"))
     counts["steps"], counts["rollouts"] = replay.step, len(replay.rollouts)
-    counts["started again"] = len(replay.gone)
+    counts["started again"], counts["turns not asked for again"] = len(replay.gone), _turns_recalled(run)
     return dict(counts)

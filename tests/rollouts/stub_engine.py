@@ -27,6 +27,7 @@ from hpcrl.serving import stop_serving
 
 EOS = 2
 FIRST_CHARACTER = 7
+SEVERAL = 4
 CHARACTERS = ["\n", *(chr(code) for code in range(32, 127))]
 
 
@@ -65,6 +66,16 @@ def default_answer(token_ids: list[int], seed: int) -> list[int]:
         return [*encode(f"answer {guess}"), EOS]
     word = turns[0].split()[-1]
     text = word[::-1] if rng.random() < 0.5 else word[: rng.randint(1, len(word))]
+    return [*encode(text), EOS]
+
+
+def several_turns(token_ids: list[int], seed: int) -> list[int]:
+    """Plays the calculator in `SEVERAL` turns: calls of the tool, and an answer. Else as `default_answer`."""
+    said = [turn for turn in decode(token_ids).split("|") if turn]
+    if not said or not re.fullmatch(r"[\d*+-]+", said[0]):
+        return default_answer(token_ids, seed)
+    number = (len(said) - 1) // 2
+    text = f"run {seed % 1000}+{number}" if number < SEVERAL - 1 else f"answer {said[-1]}"
     return [*encode(text), EOS]
 
 

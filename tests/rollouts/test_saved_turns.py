@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 from harness import Loop, make_run, running
-from stub_engine import EOS, StubEngine, decode, encode
+from stub_engine import SEVERAL as REPLIES
+from stub_engine import StubEngine
+from stub_engine import several_turns as in_turns
 
 from hpcrl.dock.columns import encode_columns
 from hpcrl.dock.ledger.entries import Begin, Dropped, Entry, Kept, PayloadPlace, TurnSaved, read_entries
@@ -28,15 +30,6 @@ from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.views.rollouts import verify_rollouts
 
 ENVIRONMENT = {"name": "calculator", "kind": "calculator", "max_turns": 8}
-REPLIES = 4
-
-
-def in_turns(token_ids: list[int], seed: int) -> list[int]:
-    """Three calls of the tool, and an answer."""
-    said = [turn for turn in decode(token_ids).split("|") if turn]
-    number = (len(said) - 1) // 2
-    text = f"run {seed % 1000}+{number}" if number < REPLIES - 1 else f"answer {said[-1]}"
-    return [*encode(text), EOS]
 
 
 @pytest.fixture

@@ -4,8 +4,9 @@ decoded.
 
 from __future__ import annotations
 
+import binascii
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from hpcrl.errors import HpcrlError
 from hpcrl.rollouts.sampling.routed_experts import read_rows
 
-__all__ = ["AnswerReader", "EngineError", "EngineProtocolError", "Generation", "OnPart", "SamplingParams"]
+__all__ = ["AnswerReader", "EngineError", "EngineProtocolError", "Generation", "OnPart", "Part", "SamplingParams"]
 
 OnPart = Callable[[list[int], list[float], NDArray[Any] | None], None]
 """Told of tokens, log-probabilities, and rows of experts where these come in parts, too."""
@@ -106,16 +107,20 @@ class _Choice(msgspec.Struct, frozen=True):
     token_ids: list[int] | None = None
     logprobs: _Logprobs | None = None
     weight_versions: list[_Span] | None = None
-    routed_experts: bytes | None = None  # base64 in JSON
-
-
-class _Response(msgspec.Struct, frozen=True):
-    choices: list[_Choice]
+    routed_experts: msgspec.Raw = msgspec.Raw()  # base64 in JSON, skipped by the decoder
 
 
 class _Event(msgspec.Struct, frozen=True):
     choices: list[_Choice] = []
     error: Any = None
+
+
+class Part(NamedTuple):
+    """A decoded answer, or a part of one."""
+
+    choice: _Choice | None
+    error: Any
+    rows: NDArray[Any] | None
 
 
 class Generation(msgspec.Struct, frozen=True):
@@ -137,8 +142,27 @@ class Generation(msgspec.Struct, frozen=True):
     experts: NDArray[Any] | None = None
 
 
-_decoder = msgspec.json.Decoder(_Response)
-_event_decoder = msgspec.json.Decoder(_Event)
+_decoder = msgspec.json.Decoder(_Event)
+_PIECE = 1 << 18
+
+
+def _rows_of(text: msgspec.Raw) -> NDArray[Any] | None:
+    """Rows of experts out of a JSON string of base64, or null.
+
+    A piece at a time: one call for tens of megabytes would keep the interpreter, and with it the event loop, from
+    everything else for as long.
+    """
+    quoted = memoryview(text)
+    if bytes(quoted[:1]) != b'"':
+        payload = msgspec.json.decode(quoted, type=bytes | None) if quoted else None
+        return None if payload is None else read_rows(payload)
+    rows, last = bytearray(), len(quoted) - 1
+    try:
+        for start in range(1, last, _PIECE):
+            rows += binascii.a2b_base64(quoted[start : min(start + _PIECE, last)], strict_mode=True)
+    except binascii.Error:  # JSON may write a slash with an escape
+        return read_rows(msgspec.json.decode(quoted, type=bytes))
+    return read_rows(bytes(rows))
 
 
 class AnswerReader:
@@ -163,38 +187,45 @@ class AnswerReader:
         self._experts: list[NDArray[Any]] = []
         self._last: _Choice | None = None
 
-    def whole(self, data: bytes) -> Generation:
-        """An answer that came at once (raises as `event` and `generation`)."""
-        try:
-            (self._last,) = _decoder.decode(data).choices
-            self._take(self._last)
-        except (msgspec.DecodeError, ValueError) as error:
-            raise EngineProtocolError(f"{self._engine}: an answer cannot be read: {error}") from error
-        return self.generation(self._last)
-
-    def event(self, data: bytes) -> None:
-        """The next part.
+    def read(self, data: bytes) -> Part:
+        """Decode an answer, or an event of one; nothing is changed, so that a thread may do it.
 
         Raises
         ------
-        EngineError
-            The engine ended the request with an error.
         EngineProtocolError
             It cannot be read.
         """
         try:
-            decoded = _event_decoder.decode(data)
-            if decoded.error is None:
-                (choice,) = decoded.choices
-                new, scores, rows = self._take(choice)
+            event = _decoder.decode(data)
+            if event.error is not None:
+                return Part(None, event.error, None)
+            (choice,) = event.choices
+            wanted = self._experts_start is not msgspec.UNSET
+            return Part(choice, None, _rows_of(choice.routed_experts) if wanted else None)
         except (msgspec.DecodeError, ValueError) as error:
-            raise EngineProtocolError(f"{self._engine}: a part of an answer cannot be read: {error}") from error
-        if decoded.error is not None:
-            raise EngineError(f"{self._engine}: the engine ended a request with {decoded.error}")
+            raise EngineProtocolError(f"{self._engine}: an answer cannot be read: {error}") from error
+
+    def whole(self, part: Part) -> Generation:
+        """An answer that came at once (raises as `take` and `generation`)."""
+        self.take(part)
+        assert part.choice is not None
+        return self.generation(part.choice)
+
+    def take(self, part: Part) -> None:
+        """The next part (EngineError where the engine ended the request with an error)."""
+        choice = part.choice
+        if choice is None:
+            raise EngineError(f"{self._engine}: the engine ended a request with {part.error}")
+        tokens = choice.token_ids or []
+        scores = [token.logprob for token in (choice.logprobs.content if choice.logprobs else None) or []]
+        self._token_ids += tokens
+        self._logprobs += scores
+        if part.rows is not None:
+            self._experts.append(part.rows)
         if choice.finish_reason is not None:
             self._last = choice
-        elif len(scores) == len(new):
-            self._on_part(new, scores, rows)
+        elif len(scores) == len(tokens):
+            self._on_part(tokens, scores, part.rows)
 
     def streamed(self) -> Generation | None:
         """The answer when its parts have ended; None where it has no end (raises as `generation`)."""
@@ -223,18 +254,6 @@ class AnswerReader:
             finish_reason=last.finish_reason,
             experts=self._all_experts(),
         )
-
-    def _take(self, choice: _Choice) -> tuple[list[int], list[float], NDArray[Any] | None]:
-        """New tokens, log-probabilities and rows; ValueError where rows cannot be read."""
-        tokens = choice.token_ids or []
-        scores = [token.logprob for token in (choice.logprobs.content if choice.logprobs else None) or []]
-        self._token_ids += tokens
-        self._logprobs += scores
-        if choice.routed_experts is None or self._experts_start is msgspec.UNSET:
-            return tokens, scores, None
-        rows = read_rows(choice.routed_experts)
-        self._experts.append(rows)
-        return tokens, scores, rows
 
     def _all_experts(self) -> NDArray[Any] | None:
         """Rows from where they were asked for to the last token but one, and no others."""

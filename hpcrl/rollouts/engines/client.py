@@ -21,6 +21,7 @@ from hpcrl.rollouts.engines.answers import (
     EngineProtocolError,
     Generation,
     OnPart,
+    Part,
     SamplingParams,
 )
 from hpcrl.rollouts.engines.prompts import EncodedTokens, PromptTokens
@@ -48,6 +49,8 @@ class _WeightInfo(msgspec.Struct, frozen=True):
 
 
 _UPDATE = "/update_weights"
+_LARGE_BYTES = 1 << 18
+"""What is decoded in a thread: routed experts of some hundred tokens of a large model."""
 _encoder = msgspec.json.Encoder()
 
 
@@ -111,7 +114,8 @@ class EngineClient:
         path, body = "/inference/v1/generate", _encoder.encode(request)
         answer = AnswerReader(self.name, len(token_ids), params, on_part)
         if not streams:
-            return answer.whole(await self._request("POST", path, body=body, headers=headers, timeout_s=timeout_s))
+            data = await self._request("POST", path, body=body, headers=headers, timeout_s=timeout_s)
+            return answer.whole(await _read(answer, data))
         return await self._stream(path, body, headers, timeout_s, answer)
 
     async def _stream(
@@ -125,7 +129,7 @@ class EngineClient:
             splitter = EventSplitter()
             async for piece in answer.content.iter_any():
                 for event in splitter.feed(piece):
-                    reader.event(event)
+                    reader.take(await _read(reader, event))
         generation = reader.streamed()
         if generation is None:
             raise EngineError(f"{self.name}: {path} ended before the answer did", unreachable=True)
@@ -237,3 +241,10 @@ class EngineClient:
         # 429 and 5xx may pass; other refusals are about the request itself
         retryable = status == 429 or status >= 500
         return EngineError(f"{self.name}: {path} answered {status}: {text}", retryable=retryable, status=status)
+
+
+async def _read(reader: AnswerReader, data: bytes) -> Part:
+    """Decode what arrived; beside the event loop where that takes milliseconds."""
+    if len(data) < _LARGE_BYTES:
+        return reader.read(data)
+    return await asyncio.to_thread(reader.read, data)

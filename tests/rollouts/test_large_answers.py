@@ -1,0 +1,149 @@
+"""Large answers and long conversations: each byte is read once, and beside the event loop where there are many."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import msgspec
+import numpy as np
+import pytest
+from aiohttp import web
+from numpy.typing import NDArray
+from stub_engine import EOS, npy
+
+from hpcrl.rollouts.engines import answers
+from hpcrl.rollouts.engines.answers import AnswerReader, EngineProtocolError, SamplingParams
+from hpcrl.rollouts.engines.client import EngineClient
+from hpcrl.rollouts.engines.partial_generation import PartialGeneration
+from hpcrl.rollouts.engines.prompts import EncodedTokens, encode_ids
+from hpcrl.rollouts.sampling import sequence
+from hpcrl.rollouts.sampling.sequence import TokenSequence
+
+PARAMS = SamplingParams(temperature=1.0, max_tokens=8, seed=1, stop_token_ids=[EOS], routed_experts_prompt_start=0)
+
+
+def reader(prompt: int = 1) -> AnswerReader:
+    return AnswerReader("engine-0", prompt, PARAMS, lambda tokens, scores, rows: None)
+
+
+def choice(rows: str | None) -> bytes:
+    text = {
+        "token_ids": [5, EOS],
+        "logprobs": {"content": [{"logprob": -0.5}, {"logprob": -0.25}]},
+        "finish_reason": "stop",
+        "weight_versions": [{"version": "3", "start": 0, "end": 2}],
+        "routed_experts": rows,
+    }
+    return msgspec.json.encode({"choices": [text]})
+
+
+def rows_of(count: int, width: int) -> NDArray[np.uint8]:
+    return np.random.default_rng(count).integers(0, 256, (count, 2, width), np.uint8)
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 64])
+def test_rows_are_decoded_in_pieces(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    monkeypatch.setattr(answers, "_PIECE", 16)
+    rows = rows_of(2, width)
+    for data in (choice(npy(rows)), choice(npy(rows)).replace(b"/", b"\\/")):
+        own = reader(prompt=1)
+        assert (own.whole(own.read(data)).experts == rows).all()
+
+
+def test_rows_that_are_missing_or_damaged(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert reader().read(choice(None)).rows is None
+    text = npy(rows_of(2, 8))
+    for broken in (text[:-2], text.replace("A", "!", 1), "AAAA"):
+        with pytest.raises(EngineProtocolError, match="cannot be read"):
+            reader().read(choice(broken))
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[tuple[str, list[bytes]]]:
+    """An engine that sends what it is told to, as events or as a whole."""
+    answer: list[bytes] = []
+
+    async def generate(request: web.Request) -> web.StreamResponse:
+        if not (await request.json()).get("stream"):
+            return web.Response(body=answer[0])
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for data in answer:
+            await response.write(b"data: " + data + b"\n\n")
+        return response
+
+    app = web.Application()
+    app.add_routes([web.post("/inference/v1/generate", generate)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    assert site._server is not None
+    yield f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}", answer  # type: ignore[attr-defined]
+    await runner.cleanup()
+
+
+@pytest.mark.parametrize("interval", [msgspec.UNSET, 64])
+async def test_large_answers_are_decoded_beside_the_event_loop(
+    engine: tuple[str, list[bytes]], monkeypatch: pytest.MonkeyPatch, interval: Any
+) -> None:
+    threads: list[int] = []
+    decode = AnswerReader.read
+
+    def recorded(self: AnswerReader, data: bytes) -> answers.Part:
+        threads.append(threading.get_ident())
+        return decode(self, data)
+
+    monkeypatch.setattr(AnswerReader, "read", recorded)
+    url, answer = engine
+    params = msgspec.structs.replace(PARAMS, stream_interval=interval)
+    async with aiohttp.ClientSession() as http:
+        client = EngineClient(http, name="engine-0", url=url)
+        for width, beside in ((8, False), (200_000, True)):
+            rows = rows_of(2, width)
+            answer[:] = [choice(npy(rows))]
+            found = await client.generate([7], params, cache_salt="0", session_id="s", timeout_s=30.0)
+            assert found.experts is not None
+            assert (found.experts == rows).all()
+            assert (threads.pop() != threading.get_ident()) is beside
+
+
+def test_a_turn_encodes_what_is_new_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded: list[int] = []
+
+    def counted(token_ids: list[int]) -> bytes:
+        encoded.append(len(token_ids))
+        return encode_ids(token_ids)
+
+    monkeypatch.setattr(sequence, "encode_ids", counted)
+    tokens, rng, whole = TokenSequence(), np.random.default_rng(1), list[int]()
+    for turn in range(40):
+        said, sampled = (rng.integers(0, 150_000, rng.integers(0, 90), np.int32) for _ in range(2))
+        tokens.append_said(said)
+        whole += said.tolist()
+        assert msgspec.json.decode(tokens.encoded.raw) == whole
+        assert len(tokens.encoded) == len(tokens) == len(whole)
+        tokens.append_sampled(sampled, [-0.5] * len(sampled), [turn] * len(sampled))
+        whole += sampled.tolist()
+    assert sum(encoded) == len(whole) > 2000
+    token_ids, kinds, logprobs, versions = tokens.arrays(len(tokens))
+    assert token_ids.tolist() == whole
+    assert (logprobs == np.where(kinds == 1, np.float32(-0.5), 0.0)).all()
+    assert versions[kinds == 1].max() == 39
+    assert tokens.end_of_sampled() == int(np.flatnonzero(kinds)[-1]) + 1
+    assert TokenSequence().end_of_sampled() == 0
+
+
+@pytest.mark.parametrize("prompt", [[], [3, 4]])
+def test_the_rest_of_an_answer_follows_an_encoded_prompt(prompt: list[int]) -> None:
+    partial = PartialGeneration(EncodedTokens(len(prompt), encode_ids(prompt)), PARAMS)
+    partial.request(lambda: 2)
+    partial.receive([10, 11], [-0.5, -0.6])
+    partial.keep()
+    tokens, params = partial.request(lambda: 2)
+    assert isinstance(tokens, EncodedTokens)
+    assert msgspec.json.decode(tokens.raw) == [*prompt, 10, 11]
+    assert (len(tokens), params.max_tokens) == (len(prompt) + 2, 6)
