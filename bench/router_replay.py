@@ -5,14 +5,16 @@ with ``trainer.router_replay`` and without. Once the engine has the trainer's we
 added to those of its routers. ``mismatch_kl`` and ``routing_mismatch`` are the metrics of these names of a run. Seconds
 are of one processor: ``step_cpu_s`` of the forward and backward passes of a step, medians of rounds in turn, and
 ``record_cpu_s`` of what it takes to read, check and keep the rows of experts. Writes
-``bench/results/router_replay.json``.
+``bench/results/router_replay.json``. With ``--engine vllm`` the engine is a real vLLM, one for each model and noise,
+and the result is ``bench/results/router_replay_vllm.json``.
 
-    python bench/router_replay.py
+    python bench/router_replay.py [--engine vllm]
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
 import copy
 import json
 import os
@@ -30,7 +32,7 @@ import numpy as np
 import torch
 from harness import record, scratch
 from planner_memory_worker import batch
-from vllm_lab import make_arch, random_model, write_model
+from vllm_lab import make_arch, random_model, started_engines, write_model
 
 from hpcrl.config.load import load_recipe
 from hpcrl.dock.routes import RoutedExperts, joined
@@ -44,6 +46,7 @@ from hpcrl.modeling.layers.moe import SparseMLP
 from hpcrl.models.arch import Glm4MoeArch, ModelArch, arch_from_config
 from hpcrl.models.known import find_config
 from hpcrl.models.tokenizer import write_character_tokenizer
+from hpcrl.rollouts.sampling.routed_experts import read_rows
 from hpcrl.trainer.batch.routed_experts import engine_experts
 from hpcrl.trainer.parallel.mesh import Parallel, distributed
 from hpcrl.trainer.step.policy import TrainerPolicy
@@ -62,6 +65,9 @@ STD = 0.08
 """Of the weights: distributions are neither uniform nor certain."""
 NOISE = 0.05
 """Of the noise on the engine's routers, as a share of the spread of their weights."""
+
+
+_CACHED = "vllm:prefix_cache_hits_total"
 
 
 def archs(root: Path) -> dict[str, ModelArch]:
@@ -125,6 +131,28 @@ def sampled(model: Decoder, rollouts: int) -> list[tuple[list[int], Output]]:
     return [(prompts[i], answers[request]) for i, request in enumerate(requests)]
 
 
+def sampled_by_vllm(path: Path, model: Decoder, rollouts: int) -> list[tuple[list[int], Output]]:
+    """The same, of a real vLLM in bfloat16: prompts are sent twice, and come from its prefix cache the second time."""
+    write_character_tokenizer(path)
+    write_model(path, model, torch.bfloat16)
+    half, settings = rollouts // 2, ("engine.dtype=bfloat16", "engine.return_routed_experts=true", "engine.replicas=1")
+    answers = []
+    with started_engines(path, path, *settings, f"engine.max_model_len={PROMPT + SAID}") as (engine,):
+        for i in range(rollouts):
+            draw = random.Random(i % half)
+            prompt = [draw.randrange(7, 100) for _ in range(PROMPT)]
+            params = {"max_tokens": SAID, "seed": i, "logprobs": 0, "temperature": 1.0, "ignore_eos": True}
+            before = engine.metrics()[_CACHED]
+            choice = engine.generate(prompt, **params)
+            rows = read_rows(base64.b64decode(choice["routed_experts"]))
+            scores = [token["logprob"] for token in choice["logprobs"]["content"]]
+            cached = round(engine.metrics()[_CACHED] - before)
+            answers.append(
+                (prompt, Output(choice["token_ids"], scores, [], [], routed_experts=rows, num_cached_tokens=cached))
+            )
+    return answers
+
+
 def _has_all(answers: Mapping[EngineRequest, Output], requests: Sequence[EngineRequest]) -> bool:
     return all(request in answers for request in requests)
 
@@ -177,7 +205,7 @@ def measure(path: Path, model: Decoder, shard: BatchShard, parallel: Parallel, r
             }
     (micro_batch,) = shard.micro_batches
     began = time.process_time()
-    experts = engine_experts(micro_batch, model.arch, parallel.device)
+    experts = engine_experts(micro_batch, model.arch)
     record_cpu_s = time.process_time() - began
     assert experts is not None
     for name, values in seconds.items():
@@ -200,7 +228,7 @@ def record_seconds(arch: ModelArch, tokens: int) -> dict[str, float]:
     ).micro_batches
     micro_batch = msgspec.structs.replace(micro_batch, routed_experts=rows)
     began = time.process_time()
-    experts = engine_experts(micro_batch, arch, torch.device("cpu"))
+    experts = engine_experts(micro_batch, arch)
     assert experts is not None
     return {"cpu_s": round(time.process_time() - began, 3), "bytes_kept": experts.experts.nbytes}
 
@@ -210,6 +238,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rollouts", type=int, default=16, help="an even number")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--engine", choices=("embedded", "vllm"), default="embedded")
     args = parser.parse_args()
     root, found = scratch("router-replay"), {}
     torch.set_num_threads(1)
@@ -221,7 +250,12 @@ def main() -> None:
             write_character_tokenizer(path)
             write_model(path, model, torch.float32)
             for name, noise in (("bfloat16", 0.0), ("bfloat16_perturbed", NOISE)):
-                rollouts = sampled(served(model, noise=noise), args.rollouts)
+                other = served(model, noise=noise)
+                if args.engine == "vllm":
+                    (served_at := root / f"{family}_{name}").mkdir()
+                    rollouts = sampled_by_vllm(served_at, other, args.rollouts)
+                else:
+                    rollouts = sampled(other, args.rollouts)
                 cached = sum(output.num_cached_tokens for _, output in rollouts)
                 shard = shard_of(rollouts, arch.vocab_size)
                 figures = measure(path, model, shard, parallel, args.rounds)
@@ -230,7 +264,8 @@ def main() -> None:
     glm5 = arch_from_config(json.loads(find_config("GLM-5").read_text()))
     found["glm5_record_of_131072_tokens"] = record_seconds(glm5, 131072)
     sizes = {"rollouts": args.rollouts, "tokens_of_a_rollout": PROMPT + SAID, "noise": NOISE, **SIZES}
-    record("router_replay", {"load_average": round(os.getloadavg()[0], 1), **sizes, **found})
+    name = "router_replay" if args.engine == "embedded" else "router_replay_vllm"
+    record(name, {"load_average": round(os.getloadavg()[0], 1), **sizes, **found})
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from hpcrl.supervisor.process.node_values import fill_node_rank
 
 GOLDEN = Path(__file__).parent / "golden"
 ANEW = {"kv_load_failure_policy": "recompute"}
-"""KV that was found and cannot be fetched is computed by the engine that asked."""
+"""An engine that cannot fetch KV that it found looks again, and computes what is gone."""
 RUN_DIR = Path("/runs/night-1")
 
 

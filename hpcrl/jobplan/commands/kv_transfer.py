@@ -17,9 +17,10 @@ from hpcrl.interpreter import module_command
 __all__ = ["connector", "disk_command", "front_command", "has_rdma", "side_command", "side_ports", "transfer_config"]
 
 _POOL = {"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both"}
-_COMPUTE_WHAT_IS_LOST = {"kv_load_failure_policy": "recompute"}
-"""KV may be found and gone when it is fetched: its owner ended, the pool made room. vLLM's default fails such a request
-with status 500; it computes the tokens anew instead."""
+_LOOK_AGAIN = {"kv_load_failure_policy": "recompute"}
+"""KV may be found and not be there when it is fetched: the pool's lease of a block ended, it made room. vLLM's default
+fails such a request with status 500; so it looks again, and computes what is no longer found. A fetch that goes on
+failing goes on being tried, for as long as the pool says that it has the block."""
 _DISK = "@kv-disk@"
 """Stands for a directory that is made on the node."""
 _MOONCAKE_ROLES = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer"}
@@ -66,9 +67,9 @@ def transfer_config(
     if not connectors:
         return None
     if len(connectors) == 1:
-        return connectors[0] | _COMPUTE_WHAT_IS_LOST
+        return connectors[0] | _LOOK_AGAIN
     children = {"kv_connector_extra_config": {"connectors": connectors}}
-    return {"kv_connector": "MultiConnector", "kv_role": "kv_both", **children, **_COMPUTE_WHAT_IS_LOST}
+    return {"kv_connector": "MultiConnector", "kv_role": "kv_both", **children, **_LOOK_AGAIN}
 
 
 def disk_command(recipe: Recipe, command: tuple[str, ...]) -> tuple[str, ...]:
