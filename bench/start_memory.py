@@ -25,7 +25,7 @@ from hpcrl.modeling.spec import spec_of
 from hpcrl.models.arch import ModelArch, Qwen3MoeArch, load_arch
 from hpcrl.trainer.parallel.mesh import distributed
 from hpcrl.weights.format.layout import PublishedTensor
-from hpcrl.weights.format.quantize import FP8_DTYPE, is_quantised, scale_tensor
+from hpcrl.weights.format.quantize import FP8_DTYPE, QuantisedModules, scale_tensor
 from hpcrl.weights.format.shard import SAFETENSORS_DTYPES, safetensors_header
 
 RANKS = 2
@@ -57,7 +57,7 @@ def write_model(path: Path, arch: ModelArch, *, fp8: bool) -> int:
     write_json(path / "config.json", arch.to_hf_config("bfloat16"))
     tensors = []
     for spec in arch.tensors():
-        if fp8 and is_quantised(spec.name, spec.shape):
+        if fp8 and QuantisedModules().has(spec.name, spec.shape):
             tensors += [PublishedTensor(spec.name, FP8_DTYPE, spec.shape), scale_tensor(spec.name, spec.shape)]
         else:
             tensors.append(PublishedTensor(spec.name, "bfloat16", spec.shape))

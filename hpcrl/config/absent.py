@@ -20,11 +20,17 @@ _VERSIONS = "weights go through the shared filesystem and from node to node; the
 _SPECULATION = "engines do not speculate, and no plan computes with draft tokens"
 _REPLICATED = "parameters are sharded by FSDP; copies of the shards are trainer.parallelism.dp_replicate"
 
+_FP8_MOVED = (
+    "it is trainer.precision.fp8 now: `fp8: {}` there is `true` here, and its own settings say what is quantised and "
+    "what multiplies"
+)
+
 ABSENT: dict[str, dict[str, str]] = {
     "trainer": {
         **dict.fromkeys(("pp", "vp", "vpp", "pipeline_parallel", "pipeline_model_parallel_size", "stages"), _PIPELINE),
         **dict.fromkeys(("tp", "etp", "tensor_parallel", "tensor_model_parallel_size", "sequence_parallel"), _TENSOR),
         **dict.fromkeys(("hsdp", "zero_stage"), _REPLICATED),
+        "fp8": _FP8_MOVED,
     },
     "engine": {
         **dict.fromkeys(("pp", "pipeline_parallel", "pipeline_parallel_size"), _PIPELINE),

@@ -18,6 +18,7 @@ __all__ = [
     "replica_nodes",
     "step_limits",
     "vllm_args",
+    "vllm_flag",
 ]
 
 
@@ -71,3 +72,8 @@ def vllm_args(recipe: Recipe) -> Iterator[tuple[str, str, Any]]:
     for key, side in sides:
         if side is not None:
             yield from ((f"{key}.vllm_args.{flag}", flag, value) for flag, value in side.vllm_args.items())
+
+
+def vllm_flag(recipe: Recipe, name: str) -> list[tuple[str, Any]]:
+    """Key and value of a flag of vLLM, wherever the recipe gives it: to all engines or to one side."""
+    return [(key, value) for key, flag, value in vllm_args(recipe) if flag == name]

@@ -10,6 +10,7 @@ from hpcrl.config.base import Fraction, Name, NonNegativeFloat, NonNegativeInt, 
 from hpcrl.config.engine import EngineConfig, EngineGroupConfig, EngineMemoryConfig
 from hpcrl.config.environments import CalculatorEnv, CustomEnv, EnvironmentConfig, LatencyConfig, WordsEnv
 from hpcrl.config.job import JobConfig
+from hpcrl.config.precision import PrecisionConfig
 from hpcrl.config.rollouts import AdaptiveConcurrencyConfig, RolloutConfig, SamplingConfig
 from hpcrl.config.supervision import (
     EnginePolicyConfig,
@@ -158,8 +159,6 @@ class TrainerMemoryConfig(StrictModel):
     all logits of a micro-batch are there together."""
     compile: bool = False
     """`torch.compile` of the layers: less is kept of them, and less moved. The first step takes minutes longer."""
-    fp8: bool = False
-    """Matrices are multiplied in FP8 with scales of 128 x 128 blocks; master weights stay float32."""
     lora_rank: PositiveInt | None = None
     """Rank of low-rank adapters; then only these are trained. None: all parameters are."""
 
@@ -198,6 +197,8 @@ class TrainerConfig(StrictModel):
     """How the ranks share the work."""
     memory: TrainerMemoryConfig = TrainerMemoryConfig()
     """What saves memory in exchange for time."""
+    precision: PrecisionConfig = PrecisionConfig()
+    """Products of matrices in fewer bits."""
     router_replay: bool = False
     """Tokens go to the experts that engines chose for them, by weights of the trainer's own routers; tokens that nobody
     spoke of go where the routers say, and are counted: ``unknown_routing``. Engines return experts then."""

@@ -131,10 +131,23 @@ def _sequence_divides(recipe: Recipe, _: ClusterProfile, facts: ModelFacts) -> C
 
 
 def _blocks_are_whole(recipe: Recipe, _: ClusterProfile, facts: ModelFacts) -> Conflicts:
-    if recipe.trainer.memory.fp8:
-        yield from _partial_blocks(facts, 1, "trainer.memory.fp8")
+    if recipe.trainer.precision.fp8 is not None and recipe.engine.backend == "vllm":
+        yield from _shared_blocks(facts)
     if recipe.engine.memory.weights == "fp8":
         yield from _partial_blocks(facts, recipe.engine.tp, "engine.memory.weights")
+
+
+_FOLLOWED = ("q_proj", "k_proj", "gate_proj", "w1", "q_a_proj")
+"""Matrices that vLLM has in one with the next of a layer, and quantises so."""
+
+
+def _shared_blocks(facts: ModelFacts) -> Conflicts:
+    for weight in dict.fromkeys(weight for layer in facts.layers for weight in layer.weights):
+        module = weight.name.removesuffix(".weight").rpartition(".")[2]
+        if weight.quantized and module in _FOLLOWED and len(weight.shape) == 2 and weight.shape[0] % FP8_BLOCK:
+            what = f"{weight.name} has {weight.shape[0]} rows, no multiple of {FP8_BLOCK}"
+            yield "trainer.precision.fp8", f"{what}: in vLLM its last block has rows of the next matrix as well"
+            return
 
 
 def _partial_blocks(facts: ModelFacts, tp: int, key: str) -> Conflicts:
@@ -251,7 +264,7 @@ MODEL_RULES: tuple[ModelRule, ...] = (
     ),
     ModelRule(
         "fp8-blocks",
-        "What FP8 quantizes consists of whole blocks of 128 on every rank.",
+        "What FP8 quantizes consists of whole blocks of 128 on every rank, and in the same ones on both sides.",
         "lower engine.tp, or keep this side out of FP8",
         _blocks_are_whole,
     ),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hpcrl.modeling.blocks import Block, local_block, local_part, overlap
-from hpcrl.modeling.fp8 import dequantise
+from hpcrl.modeling.fp8.quantiser import dequantise
 from hpcrl.modeling.hf import HfAdapter, Region, model_tensors
 from hpcrl.weights.format.quantize import BLOCK, FP8_DTYPE, scale_tensor
 from hpcrl.weights.read.model_files import ModelFiles

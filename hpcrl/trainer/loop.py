@@ -30,6 +30,7 @@ from hpcrl.runs.progress import ProgressReporter
 from hpcrl.runs.role import RoleContext, save_answer_path, save_request_path
 from hpcrl.trainer.parallel.mesh import Parallel, distributed, is_lost_rank
 from hpcrl.trainer.parallel.ranks import Ranks
+from hpcrl.trainer.precision import quantised_modules
 from hpcrl.trainer.publish.publisher import Published, Publisher
 from hpcrl.trainer.state.checkpoint import load_checkpoint
 from hpcrl.trainer.state.restart import decide_restore
@@ -109,6 +110,7 @@ class Trainer:
             dtype=getattr(torch, recipe.handoff.dtype or recipe.trainer.dtype),
             attempt=context.attempt,
             settings=recipe.handoff,
+            quantised=quantised_modules(recipe.trainer.precision.fp8),
             acknowledged=self._acknowledged,
             on_wait=self._still_waiting,
             on_refused=lambda words: self._emit("trainer.version_refused", what=words),

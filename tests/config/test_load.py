@@ -136,14 +136,19 @@ def test_packaged_recipes_are_good(name: str) -> None:
 
 
 def test_a_recipe_without_its_parts_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"trainer\.memory\.fp8: .*\[planned-settings\]") as caught:
-        check_rules(load_recipe("glm5_swe"), load_cluster(SITES["glm5_swe"]))
+    with pytest.raises(ConfigError, match=r"trainer\.memory\.lora_rank: .*\[planned-settings\]") as caught:
+        check_rules(load_recipe("glm5_swe", ["trainer.memory.lora_rank=8"]), load_cluster(SITES["glm5_swe"]))
     # its engines are part of this version
     assert "payload-exists" not in str(caught.value)
     assert "parallelism.ep" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", sorted(SITES.keys() - {"glm5_swe"}))
+def test_a_setting_that_has_moved_says_where_it_is() -> None:
+    with pytest.raises(ConfigError, match=r"(?s)trainer\.memory\.fp8: .*it is trainer\.precision\.fp8 now"):
+        load_recipe("glm5_swe", ["trainer.memory.fp8=true"])
+
+
+@pytest.mark.parametrize("name", sorted(SITES))
 def test_recipes_of_sites_with_wide_replicas_are_good(name: str) -> None:
     check_rules(load_recipe(name), load_cluster(SITES[name]))
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from hpcrl.config.load import load_cluster, load_recipe
-from hpcrl.config.rules.table import PARALLEL_RULES, check_rules
+from hpcrl.config.rules.table import PARALLEL_RULES, QUANTIZATION_RULES, check_rules
 from hpcrl.errors import ConfigError
 
+RULES = (*PARALLEL_RULES, *QUANTIZATION_RULES)
 GLM5 = ("job.payload=probe",)
 
 #: without the flag that makes FP8 of hand-offs
@@ -16,7 +17,7 @@ UNQUANTIZED = ("engine.memory.weights=as_dtype", *NO_FLAG)
 
 #: rule, settings that break it, key of the finding
 BROKEN = {
-    "planned-settings": (("job.payload=roles",), "trainer.memory.fp8"),
+    "planned-settings": (("job.payload=roles", "trainer.memory.lora_rank=16"), "trainer.memory.lora_rank"),
     "dispatcher-fits": (
         ("trainer.parallelism.dispatcher=deepep", "trainer.parallelism.ep=1"),
         "trainer.parallelism.dispatcher",
@@ -30,6 +31,8 @@ BROKEN = {
         "engine.decode.vllm_args.async-scheduling",
     ),
     "quantized-once": (("handoff.kind=fp8",), "engine.vllm_args.quantization"),
+    "fp8-is-one": (("trainer.precision.fp8.keep=['*.o_proj']",), "trainer.precision.fp8"),
+    "fp8-multiplies": (("trainer.dtype=float32",), "trainer.precision.fp8.backend"),
     "planned-utilization": (
         ("engine.memory.gpu_memory_utilization=0.8",),
         "engine.vllm_args.gpu-memory-utilization",
@@ -76,7 +79,7 @@ def test_the_reference_recipe_keeps_all_rules() -> None:
 @pytest.mark.parametrize("name", BROKEN)
 def test_rule(name: str) -> None:
     settings, key = BROKEN[name]
-    rule = next(rule for rule in PARALLEL_RULES if rule.name == name)
+    rule = next(rule for rule in RULES if rule.name == name)
     with pytest.raises(ConfigError) as caught:
         _check(*settings)
     mine = [finding for finding in caught.value.findings if finding.what.endswith(f"[{name}]")]
@@ -85,7 +88,7 @@ def test_rule(name: str) -> None:
 
 
 def test_every_rule_is_tested() -> None:
-    assert {rule.name for rule in PARALLEL_RULES} == set(BROKEN)
+    assert {rule.name for rule in RULES} == set(BROKEN)
 
 
 def test_a_plan_may_ask_for_what_this_version_cannot_start() -> None:
@@ -117,7 +120,7 @@ def test_ways_out_lead_out() -> None:
     """What the hint says keeps the rules again."""
     _check("trainer.router_replay=true", "engine.prefill=null",
            "engine.decode=null", "engine.nodes=8", "engine.replicas=2")  # fmt: skip
-    _check("trainer.memory.lora_rank=16", *UNQUANTIZED)
+    _check("trainer.memory.lora_rank=16", "trainer.precision.fp8=null", *UNQUANTIZED)
     _check("handoff.kind=fp8", *NO_FLAG)
     _check("engine.memory.kv_offload_gib=500.0")
 
@@ -134,6 +137,31 @@ def test_weights_that_are_planned_as_others_than_served(settings: tuple[str, ...
     with pytest.raises(ConfigError) as caught:
         _check(*settings)
     assert [finding.key for finding in caught.value.findings if "quantized-once" in finding.what] == [key]
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        (UNQUANTIZED, "handoff.kind"),
+        (("engine.vllm_args.quantization=fp8",), "engine.vllm_args.quantization"),
+        (("handoff.dtype=float32",), "handoff.dtype"),
+        (("engine.dtype=float32",), "engine.dtype"),
+        (("trainer.precision.fp8.experts=false",), "trainer.precision.fp8"),
+        # one side of the engines alone
+        ((*NO_FLAG, "engine.decode.vllm_args.quantization=fp8_per_block"), "handoff.kind"),
+    ],
+)
+def test_a_trainer_in_fp8_has_the_weights_of_its_engines(settings: tuple[str, ...], key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        _check(*settings)
+    assert key in [finding.key for finding in caught.value.findings if "[fp8-is-one]" in finding.what]
+
+
+def test_one_quantiser_may_keep_what_it_likes() -> None:
+    """Versions in FP8 say themselves what is in them; each side of the engines may have a flag of its own."""
+    _check("handoff.kind=fp8", "trainer.precision.fp8.keep=['*.o_proj']", *NO_FLAG)
+    sides = [f"engine.{side}.vllm_args.quantization=fp8_per_block" for side in ("prefill", "decode")]
+    _check(*NO_FLAG, *sides)
 
 
 def test_an_adapter_is_not_rounded_to_fp8() -> None:

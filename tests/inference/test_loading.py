@@ -14,9 +14,9 @@ from engine_helpers import publish, random_model, tensors_of
 from hpcrl.errors import HandoffError
 from hpcrl.inference.embedded.weights.updates import ReaderConfig, Update, WeightUpdater
 from hpcrl.modeling.decoder import Decoder
-from hpcrl.modeling.fp8 import block_amax, quantise, scales_of
+from hpcrl.modeling.fp8.quantiser import block_amax, quantise, scales_of
 from hpcrl.weights import HandoffStore, HandoffWriter
-from hpcrl.weights.format.quantize import is_quantised
+from hpcrl.weights.format.quantize import QuantisedModules
 from hpcrl.weights.lifetime.collector import Collector
 from hpcrl.weights.lifetime.leases import ReaderWatch
 from hpcrl.weights.read.subscriber import ReaderSettings
@@ -117,7 +117,7 @@ def test_fp8_is_brought_back_to_the_dtype_of_the_engine(store: HandoffStore, eng
     source = model(4)
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in tensors_of(source).items():
-        if is_quantised(name, tuple(tensor.shape)):
+        if QuantisedModules().has(name, tuple(tensor.shape)):
             scales = scales_of(block_amax(tensor, (0, 0)))
             tensors[name], tensors[f"{name}_scale_inv"] = quantise(tensor, (0, 0), scales), scales
         else:

@@ -55,8 +55,10 @@ def test_the_reference_run_fits_and_is_forecast(hpcrl: Hpcrl, tmp_path: Path) ->
     assert "hpcrl.trainer" not in out
     assert "-m hpcrl.trainer" in hpcrl(*GLM5, "--commands")[1]
     assert "does not fit" not in out
-    # what is planned is more than this version can start
-    assert "trainer.memory" in out
+    assert "yes: hpcrl submit starts all of it" in out
+    # what is planned may be more than this version can start
+    out = hpcrl(*GLM5, "--set", "engine.tp=2")[1]
+    assert "engine.tp" in out.partition("\nstep")[0]
     assert "--set job.payload=probe" in out
     assert "planned here" not in hpcrl(*GLM5, "--set", "job.payload=probe")[1]
     assert list(tmp_path.iterdir()) == []
@@ -80,8 +82,7 @@ def test_json_is_the_plan_with_its_forecast(hpcrl: Hpcrl) -> None:
     forecast = document["forecast"]
     assert forecast["memory"]["fits"]
     assert forecast["why_not"] == []
-    assert "trainer.memory.fp8" in forecast["unstartable"]
-    assert not [key for key in forecast["unstartable"] if key.startswith("engine")]
+    assert not forecast["unstartable"]
     loop = forecast["loop"]
     assert loop["step_s"] >= max(loop["trainer_s"], loop["rollout_s"]) * 0.999
     assert forecast["gpu_hours_per_step"] == pytest.approx(224 * loop["step_s"] / 3600)
@@ -377,6 +378,6 @@ def test_the_real_model_is_measured_only_as_it_would_run(hpcrl: Hpcrl) -> None:
     local = ("quickstart", "--real-model")
     code, _, err = hpcrl(*local, "--set", "model.path=Mixtral-8x7B-Instruct-v0.1")
     assert (code, "'mixtral'" in err) == (ExitCode.USAGE, True)
-    fp8 = ("--set", "model.path=Qwen3-8B", "--set", "trainer.memory.fp8=true")
+    fp8 = ("--set", "model.path=Qwen3-8B", "--set", "trainer.precision.fp8={}", "--set", "handoff.kind=fp8")
     code, _, err = hpcrl(*local, *fp8)
-    assert (code, "without what trainer.memory.fp8 asks for" in err) == (ExitCode.USAGE, True)
+    assert (code, "without what trainer.precision.fp8 asks for" in err) == (ExitCode.USAGE, True)

@@ -81,7 +81,9 @@ def test_a_step_is_no_shorter_than_the_writing_of_its_version() -> None:
 
 
 def test_waves_are_warned_about() -> None:
-    assert any("waves" in warning for warning in glm5("rollouts.ready_batches=1", "trainer.memory.fp8=false").warnings)
-    assert not any("waves" in warning for warning in glm5("trainer.memory.fp8=false").warnings)
+    assert any(
+        "waves" in warning for warning in glm5("rollouts.ready_batches=1", "trainer.precision.fp8=null").warnings
+    )
+    assert not any("waves" in warning for warning in glm5("trainer.precision.fp8=null").warnings)
     # of a slower trainer than rollouts need, but short ones
     assert not any("waves" in warning for warning in glm5("rollouts.max_off_policy_steps=0").warnings)

@@ -155,14 +155,14 @@ def test_plan_of_the_quickstart_is_the_same_loop(
     assert [component["nodes"] for component in site["layout"]["components"]] == [2]
 
 
-def test_real_roles_of_the_reference_run_are_refused(
+def test_real_roles_of_the_reference_run_want_its_model_alone(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(monkeypatch, "submit", "glm5_swe", "-c", "h200-28") == 2
     err = capsys.readouterr().err
-    assert "trainer.memory.fp8: the planner reads it, but the trainer of this version cannot do it yet" in err
-    assert "engine" not in err
-    assert "--set job.payload=probe" in err
+    # what a site brings is all that is missing
+    assert err.startswith("hpcrl: 1 problem")
+    assert "models/GLM-5 holds no model" in err
 
 
 def test_dry_run_changes_nothing(

@@ -13,7 +13,7 @@ from trainer_testing import Rollouts, make_recipe, write_model_dir
 from hpcrl.checkpoints import CheckpointLedger
 from hpcrl.errors import CheckpointError, UsageError
 from hpcrl.inference.embedded.weights.loading import check_fits
-from hpcrl.modeling.fp8 import block_amax, dequantise, quantise, scales_of
+from hpcrl.modeling.fp8.quantiser import block_amax, dequantise, quantise, scales_of
 from hpcrl.modeling.hf import load_hf_tensors
 from hpcrl.modeling.spec import build_model
 from hpcrl.models.arch import arch_from_config, load_arch

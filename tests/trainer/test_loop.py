@@ -53,12 +53,12 @@ def run_steps(run, model_dir, dock, steps):
 
 @pytest.mark.parametrize("payload", ["roles", "probe"])
 def test_settings_that_are_only_planned_are_refused_without_a_submit(tmp_path, model_dir, dock, payload):
-    run = new_run(tmp_path / "run", model_dir, 2, memory={"fp8": True, "lora_rank": 8})
+    run = new_run(tmp_path / "run", model_dir, 2, memory={"lora_rank": 8})
     recipe = run.recipe()
     write_recipe(run, recipe.model_copy(update={"job": recipe.job.model_copy(update={"payload": payload})}))
     with pytest.raises(ConfigError) as caught:
         train(start_attempt(run, dock))
-    assert [finding.key for finding in caught.value.findings] == ["trainer.memory.fp8", "trainer.memory.lora_rank"]
+    assert [finding.key for finding in caught.value.findings] == ["trainer.memory.lora_rank"]
     assert str(run.recipe_path) in str(caught.value)
     assert "hint" in str(caught.value)
     # nothing was begun

@@ -18,14 +18,14 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from trainer_testing import run_ranks, tiny_arch, write_model_dir
 
 from hpcrl.config.recipe import HandoffConfig, TrainerParallelismConfig
-from hpcrl.modeling.fp8 import dequantise
+from hpcrl.modeling.fp8.quantiser import dequantise
 from hpcrl.modeling.load import load_model_dir
 from hpcrl.modeling.parallelize import parallelize_decoder
 from hpcrl.modeling.spec import build_model
 from hpcrl.models.arch import load_arch
 from hpcrl.trainer.parallel.mesh import distributed
 from hpcrl.trainer.publish.publisher import Publisher
-from hpcrl.weights.format.quantize import is_quantised
+from hpcrl.weights.format.quantize import QuantisedModules
 from hpcrl.weights.read.reconstruct import read_tensors
 from hpcrl.weights.store import HandoffStore
 
@@ -178,9 +178,9 @@ def values(root):
 def test_fp8_is_within_half_a_step_of_the_published_weights(published):
     full = {t.name: as_torch(t) for t in read_tensors(HandoffStore(published[4] / "full"), 1)}
     fp8 = {t.name: as_torch(t) for t in read_tensors(HandoffStore(published[4] / "fp8"), 1)}
-    quantised = [name for name in full if is_quantised(name, tuple(full[name].shape))]
+    quantised = [name for name in full if QuantisedModules().has(name, tuple(full[name].shape))]
     assert set(fp8) == {*full, *(f"{name}_scale_inv" for name in quantised)}
-    assert not is_quantised("model.layers.0.mlp.gate.weight", (3, 160))
+    assert not QuantisedModules().has("model.layers.0.mlp.gate.weight", (3, 160))
     for name, tensor in full.items():
         if name not in quantised:
             torch.testing.assert_close(fp8[name], tensor, rtol=0, atol=0)

@@ -8,14 +8,14 @@ from safetensors.torch import load_file, save_file
 from trainer_testing import make_recipe, run_ranks, tiny_arch, write_model_dir
 
 from hpcrl.errors import UsageError
-from hpcrl.modeling.fp8 import block_amax, quantise, scales_of
+from hpcrl.modeling.fp8.quantiser import block_amax, quantise, scales_of
 from hpcrl.modeling.hf import published_tensors
 from hpcrl.modeling.load import load_model_dir
 from hpcrl.modeling.spec import build_model
 from hpcrl.models.arch import load_arch
 from hpcrl.trainer.parallel.mesh import distributed
 from hpcrl.trainer.step.policy import TrainerPolicy
-from hpcrl.weights.format.quantize import is_quantised
+from hpcrl.weights.format.quantize import QuantisedModules
 
 
 def start(rank, model_dir):
@@ -81,7 +81,7 @@ def test_block_fp8_is_brought_back(tmp_path):
 
     def quantised(tensors):
         for name, tensor in list(tensors.items()):
-            if is_quantised(name, tuple(tensor.shape)):
+            if QuantisedModules().has(name, tuple(tensor.shape)):
                 scales = scales_of(block_amax(tensor, (0, 0)))
                 tensors[name] = quantise(tensor, (0, 0), scales)
                 tensors[f"{name}_scale_inv"] = scales

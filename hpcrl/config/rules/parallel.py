@@ -6,11 +6,10 @@ Those that need them are in `hpcrl.jobplan.model_rules`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from hpcrl.config.base import StrictModel
 from hpcrl.config.cluster import ClusterProfile, SlurmCluster
-from hpcrl.config.engine_shape import engine_gpus, replica_nodes, vllm_args
+from hpcrl.config.engine_shape import engine_gpus, replica_nodes, vllm_flag
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.rules.rule import Conflicts, Rule
 from hpcrl.errors import ConfigError, Finding
@@ -20,7 +19,7 @@ __all__ = ["PARALLEL_RULES", "refuse_planned_settings"]
 _LORA_MAX_RANK = 512
 """Largest rank of an adapter that is published; vLLM itself loads none of a higher one."""
 
-_PLANNED_MEMORY = ("fp8", "lora_rank")
+_PLANNED_MEMORY = ("lora_rank",)
 """Settings of ``trainer.memory`` that the trainer of this version does not have."""
 
 
@@ -98,11 +97,6 @@ def _replay_sees_prefixes(recipe: Recipe, _: ClusterProfile) -> Conflicts:
         yield "engine.prefill", "vLLM refuses to return experts where prompts are computed by other engines"
 
 
-def _flags(recipe: Recipe, name: str) -> list[tuple[str, Any]]:
-    """Key and value of a flag of vLLM, wherever the recipe gives it: to all engines or to one side."""
-    return [(key, value) for key, flag, value in vllm_args(recipe) if flag == name]
-
-
 def _replay_sees_all_routes(recipe: Recipe, _: ClusterProfile) -> Conflicts:
     if not recipe.returns_routed_experts:
         return
@@ -111,26 +105,12 @@ def _replay_sees_all_routes(recipe: Recipe, _: ClusterProfile) -> Conflicts:
         "enable-eplb": "balancing moves experts about, and the engine reports places in place of experts",
     }
     for flag, what in lost.items():
-        yield from ((key, what) for key, value in _flags(recipe, flag) if value)
-
-
-def _quantized_once(recipe: Recipe, _: ClusterProfile) -> Conflicts:
-    engine = recipe.engine
-    if engine.backend != "vllm":
-        return
-    flags, published = _flags(recipe, "quantization"), recipe.handoff.kind == "fp8"
-    if published:
-        for key, value in flags:
-            yield key, f"{value!r} quantises what handoff.kind: fp8 has quantised"
-    elif engine.memory.weights == "fp8" and not flags:
-        yield "engine.memory.weights", "nothing makes FP8 of the weights: hand-offs are not, and vLLM is not told to"
-    if engine.memory.weights != "fp8" and (flags or published):
-        yield "engine.memory.weights", "is as_dtype, but engines hold FP8: plans would count too much"
+        yield from ((key, what) for key, value in vllm_flag(recipe, flag) if value)
 
 
 def _planned_utilization(recipe: Recipe, _: ClusterProfile) -> Conflicts:
     planned = recipe.engine.memory.gpu_memory_utilization
-    for key, value in _flags(recipe, "gpu-memory-utilization"):
+    for key, value in vllm_flag(recipe, "gpu-memory-utilization"):
         if value != planned:
             yield key, f"{value} is not engine.memory.gpu_memory_utilization ({planned:g}), which plans count with"
 
@@ -271,13 +251,6 @@ PARALLEL_RULES: tuple[Rule, ...] = (
         "set async-scheduling: false and enable-eplb: false in vllm_args, or trainer.router_replay and "
         "engine.return_routed_experts: false",
         _replay_sees_all_routes,
-    ),
-    Rule(
-        "quantized-once",
-        "Weights become FP8 in one place, and plans know.",
-        "set engine.memory.weights: fp8 with either handoff.kind: fp8 or vllm_args.quantization: fp8_per_block; or "
-        "neither and as_dtype",
-        _quantized_once,
     ),
     Rule(
         "planned-utilization",

@@ -15,6 +15,7 @@ from hpcrl.config.recipe import LossConfig, Recipe, WarmupConfig, WordsEnv
 from hpcrl.config.rules.engine import ENGINE_RULES
 from hpcrl.config.rules.job import JOB_RULES
 from hpcrl.config.rules.parallel import PARALLEL_RULES
+from hpcrl.config.rules.quantization import QUANTIZATION_RULES
 from hpcrl.config.rules.rule import Conflicts, Rule
 from hpcrl.config.rules.site import SITE_RULES
 from hpcrl.config.rules.store import STORE_RULES
@@ -23,6 +24,7 @@ from hpcrl.errors import ConfigError, Finding
 __all__ = [
     "JOB_RULES",
     "PARALLEL_RULES",
+    "QUANTIZATION_RULES",
     "RULES",
     "SITE_RULES",
     "check_cluster",
@@ -332,6 +334,7 @@ RULES: tuple[Rule, ...] = (
     ),
     *JOB_RULES,
     *PARALLEL_RULES,
+    *QUANTIZATION_RULES,
     *STORE_RULES,
     *ENGINE_RULES,
 )

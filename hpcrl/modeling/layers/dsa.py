@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from hpcrl.modeling.context import BatchContext, IndexQuery
+from hpcrl.modeling.fp8.linear import effective_weight
 from hpcrl.modeling.layers.mla import LatentAttention
 from hpcrl.modeling.opaque import opaque
 from hpcrl.modeling.rope import RotaryTables, apply_rotary
@@ -58,7 +59,7 @@ class SparseLatentAttention(LatentAttention):
         k_rot = apply_rotary(k_rot[:, None], rotary, interleaved=self.interleaved)[:, 0]
         keys = torch.cat((self.kv_a_layernorm(latent), k_rot), dim=-1)
         # what would make keys and values of latents is applied to queries and results instead
-        expand = self.kv_b_proj.weight.view(q.shape[1], self.nope_dim + self.value_dim, self.latent_dim)
+        expand = effective_weight(self.kv_b_proj).view(q.shape[1], self.nope_dim + self.value_dim, self.latent_dim)
         to_key, to_value = torch.split(expand, [self.nope_dim, self.value_dim], dim=1)
         absorbed = torch.einsum("thn,hnl->thl", q_pass, to_key)
         queries = torch.cat((absorbed, apply_rotary(q_rot, rotary, interleaved=self.interleaved)), dim=-1)

@@ -6,6 +6,8 @@ shard one tensor a layer; `hpcrl.modeling.hf` maps them to the per-expert names 
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -19,6 +21,7 @@ __all__ = [
     "ChosenSoftmaxRouter",
     "ClampedExperts",
     "Experts",
+    "GroupedProduct",
     "Router",
     "SigmoidRouter",
     "SoftmaxRouter",
@@ -132,11 +135,28 @@ class SigmoidRouter(Router):
         return preferred.topk(self.top_k, dim=-1).indices
 
 
+class GroupedProduct(Protocol):
+    """Rows that are sorted by expert, each multiplied with the matrix of its own."""
+
+    def __call__(self, x: Tensor, weight: Tensor, counts: Tensor, *, parts: int = 1) -> Tensor:
+        """``x [rows, in]`` with ``weight [experts, out, in]``, of which ``counts [experts]`` rows are each one's.
+
+        ``parts`` matrices lie one behind the other in the matrix of an expert.
+        """
+        ...
+
+
+def plain_product(x: Tensor, weight: Tensor, counts: Tensor, *, parts: int = 1) -> Tensor:
+    """See `GroupedProduct`; in the dtype that it gets."""
+    return F.grouped_mm(x, weight.transpose(1, 2), offs=counts.cumsum(0).to(torch.int32))
+
+
 class Experts(nn.Module):
     """The experts of a layer in two tensors; with expert parallelism these are DTensors: a rank has some experts."""
 
     def __init__(self, hidden_size: int, experts: int, intermediate_size: int) -> None:
         super().__init__()
+        self.product: GroupedProduct = plain_product
         self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * intermediate_size, hidden_size))
         self.down_proj = nn.Parameter(torch.empty(experts, hidden_size, intermediate_size))
 
@@ -150,9 +170,8 @@ class Experts(nn.Module):
         counts:
             ``[experts of this rank]`` assignments of each expert.
         """
-        ends = counts.cumsum(0).to(torch.int32)
-        gate, up = F.grouped_mm(x, local_part(self.gate_up_proj).transpose(1, 2), offs=ends).chunk(2, dim=-1)
-        return F.grouped_mm(F.silu(gate) * up, local_part(self.down_proj).transpose(1, 2), offs=ends)
+        gate, up = self.product(x, local_part(self.gate_up_proj), counts, parts=2).chunk(2, dim=-1)
+        return self.product(F.silu(gate) * up, local_part(self.down_proj), counts)
 
 
 class SquaredExperts(nn.Module):
@@ -160,14 +179,14 @@ class SquaredExperts(nn.Module):
 
     def __init__(self, hidden_size: int, experts: int, intermediate_size: int) -> None:
         super().__init__()
+        self.product: GroupedProduct = plain_product
         self.up_proj = nn.Parameter(torch.empty(experts, intermediate_size, hidden_size))
         self.down_proj = nn.Parameter(torch.empty(experts, hidden_size, intermediate_size))
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """As `Experts.forward`."""
-        ends = counts.cumsum(0).to(torch.int32)
-        up = F.grouped_mm(x, local_part(self.up_proj).transpose(1, 2), offs=ends)
-        return F.grouped_mm(F.relu(up).square(), local_part(self.down_proj).transpose(1, 2), offs=ends)
+        up = self.product(x, local_part(self.up_proj), counts)
+        return self.product(F.relu(up).square(), local_part(self.down_proj), counts)
 
 
 class ClampedExperts(nn.Module):

@@ -149,7 +149,7 @@ def trainer_memory(recipe: Recipe, *, device: Literal["cpu", "cuda"]) -> Trainer
         parameter_offload=saving.parameter_offload,
         lm_head_chunk_tokens=AUTO_CHUNK if saving.lm_head_chunk_tokens == "auto" else saving.lm_head_chunk_tokens,
         loss_of_rollouts=recipe.algorithm.loss.is_of_rollouts,
-        fp8=saving.fp8,
+        fp8=recipe.trainer.precision.fp8 is not None,
         lora_rank=saving.lora_rank,
         router_replay=recipe.returns_routed_experts,
         handoff_dtype="fp8" if recipe.handoff.kind == "fp8" else recipe.handoff.dtype,

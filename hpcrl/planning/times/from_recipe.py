@@ -86,7 +86,7 @@ def _trainer_shape(recipe: Recipe) -> TrainerShape:
         expert_parallel=trainer.parallelism.ep,
         copies=trainer.parallelism.dp_replicate,
         ring=trainer.parallelism.cp_scheme == "ring",
-        compute_dtype="fp8" if trainer.memory.fp8 else trainer.dtype,
+        compute_dtype="fp8" if trainer.precision.fp8 is not None else trainer.dtype,
         gather_dtype_bytes=2 if trainer.dtype == "bfloat16" else 4,
         recompute=trainer.memory.activation_checkpointing,
         recompute_every=trainer.memory.checkpoint_every_layers,

@@ -19,6 +19,7 @@ from hpcrl.trainer.parallel.ranks import Ranks
 from hpcrl.trainer.publish.holdings import cut_regions, find_overlaps, find_runs
 from hpcrl.trainer.publish.sources import Source, find_sources
 from hpcrl.weights.format.layout import PAGE_BYTES, PublishedTensor, ShardLayout, layout_shards
+from hpcrl.weights.format.quantize import QuantisedModules
 from hpcrl.weights.format.shard import SAFETENSORS_DTYPES
 from hpcrl.weights.format.units import UnitTable, assign_units
 from hpcrl.weights.write.publisher import Cut, OwnUnit
@@ -149,7 +150,7 @@ def make_plan(
     rank: int,
     dtype: torch.dtype,
     *,
-    fp8: bool,
+    fp8: QuantisedModules | None,
     max_shard_bytes: int,
     chunk_bytes: int,
     window_bytes: int | None,
@@ -167,7 +168,7 @@ def make_plan(
     dtype:
         Of published tensors that are not quantised.
     fp8:
-        Whether matrices are quantised.
+        Which matrices are quantised; None: none is.
     max_shard_bytes:
         Largest file.
     chunk_bytes:

@@ -33,6 +33,7 @@ from hpcrl.trainer.publish.plan import Window, held_blocks, make_plan
 from hpcrl.trainer.publish.staging import Staging, new_image
 from hpcrl.trainer.publish.version_writer import Image, VersionWriter
 from hpcrl.weights.format.manifest import CHUNK_BYTES, Kind
+from hpcrl.weights.format.quantize import QuantisedModules
 from hpcrl.weights.format.shard import TensorBytes
 from hpcrl.weights.store import HandoffStore
 from hpcrl.weights.write.handoff_writer import HandoffWriter
@@ -83,6 +84,7 @@ class Publisher:
         dtype: torch.dtype,
         attempt: int,
         settings: HandoffConfig,
+        quantised: QuantisedModules | None = None,
         acknowledged: Callable[[], int | None] | None = None,
         on_wait: Callable[[], None] = lambda: None,
         on_refused: Callable[[str], None] = lambda words: None,
@@ -106,6 +108,8 @@ class Publisher:
             Of the run: of two publishers that of the newer attempt wins (`hpcrl.fence`).
         settings:
             Kind, overlap, deltas, limits.
+        quantised:
+            What versions of kind ``fp8`` have in FP8; None: all that can be.
         acknowledged:
             The newest version that every reader has loaded, None for none; asked on rank 0 before each publication.
             Without it the first full version stays the parent of all deltas until they grow too large.
@@ -125,6 +129,7 @@ class Publisher:
         self._store, self._dtype, self._chunk_bytes = store, dtype, chunk_bytes
         self._adapter = spec_of(arch).adapter(arch)
         self._settings, self._acknowledged = settings, acknowledged
+        self._quantised = quantised or QuantisedModules()
         timeout = timedelta(seconds=settings.publish_timeout_s)
         # a group of their own, which carries host memory and may be used from a thread
         self._ranks, self._device = Ranks(dist.new_group(backend="gloo", timeout=timeout)), parallel.device
@@ -265,7 +270,7 @@ class Publisher:
             held_blocks(model, self._ranks),
             self._ranks.rank,
             self._dtype,
-            fp8=settings.kind == "fp8",
+            fp8=self._quantised if settings.kind == "fp8" else None,
             max_shard_bytes=int(settings.max_shard_gib * 2**30),
             chunk_bytes=self._chunk_bytes,
             window_bytes=None if whole else int(settings.staging_gib * 2**30) * self._ranks.size,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hpcrl.modeling.blocks import Block, local_block, local_part, overlap
 from hpcrl.modeling.hf import HfAdapter, model_tensors
 from hpcrl.weights.format.layout import PublishedTensor
-from hpcrl.weights.format.quantize import FP8_DTYPE, is_quantised, scale_tensor
+from hpcrl.weights.format.quantize import FP8_DTYPE, QuantisedModules, scale_tensor
 
 __all__ = ["Form", "Source", "find_sources", "source_part"]
 
@@ -50,14 +50,16 @@ class Source(NamedTuple):
     form: Form
 
 
-def find_sources(model: nn.Module, adapter: HfAdapter, dtype: torch.dtype, *, fp8: bool) -> list[Source]:
+def find_sources(
+    model: nn.Module, adapter: HfAdapter, dtype: torch.dtype, *, fp8: QuantisedModules | None
+) -> list[Source]:
     """The published tensors of ``model`` in its order of parameters, then of buffers (which stay in their dtype)."""
     name_of_dtype = _name(dtype)
     sources = []
     for name, own in model_tensors(model).items():
         plain = name_of_dtype if isinstance(own, nn.Parameter) else _name(own.dtype)
         for hf_name, low, shape in adapter.regions(name, own.shape):
-            if fp8 and is_quantised(hf_name, shape):
+            if fp8 is not None and fp8.has(hf_name, shape):
                 quantised = PublishedTensor(hf_name, FP8_DTYPE, shape)
                 sources.append(Source(quantised, name, low, shape, Form.QUANTISED))
                 sources.append(Source(scale_tensor(hf_name, shape), name, low, shape, Form.SCALES))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hpcrl.modeling.blocks import Block
-from hpcrl.modeling.fp8 import block_amax, quantise, scales_of
+from hpcrl.modeling.fp8.quantiser import block_amax, quantise, scales_of
 from hpcrl.modeling.hf import model_tensors
 from hpcrl.trainer.parallel.ranks import Ranks
 from hpcrl.trainer.publish.plan import Window

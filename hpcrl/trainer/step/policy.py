@@ -28,6 +28,7 @@ from hpcrl.trainer.memory.optimizer import HostAdamW
 from hpcrl.trainer.memory.tools import apply_memory_tools, find_tools
 from hpcrl.trainer.parallel.dispatcher import find_dispatcher, use_dispatcher
 from hpcrl.trainer.parallel.mesh import Parallel
+from hpcrl.trainer.precision import apply_precision, find_precision
 from hpcrl.trainer.step.freezing import freeze_parameters
 from hpcrl.trainer.step.losses import PolicyLoss, TrainedTokens, policy_loss
 from hpcrl.trainer.step.metrics import TokenSums
@@ -59,8 +60,9 @@ class TrainerPolicy:
         Raises
         ------
         UsageError, ValueError, PeerLostError
-            On all ranks, where one of them cannot read the model (see `load_model_dir`) or lacks the dispatcher or the
-            compiler of the recipe, or where what the recipe freezes does not fit the model (see `freeze_parameters`).
+            On all ranks, where one of them cannot read the model (see `load_model_dir`) or lacks the dispatcher, the
+            compiler or the FP8 products of the recipe, or where what the recipe freezes or keeps out of FP8 does not
+            fit the model (see `freeze_parameters` and `use_fp8`).
         """
         self.recipe, self.arch, self.parallel = recipe, arch, parallel
         self._replay = recipe.trainer.router_replay
@@ -68,8 +70,12 @@ class TrainerPolicy:
         parallel.world.all_succeed(partial(find_tools, memory, parallel.device), "looking for a compiler")
         find = partial(find_dispatcher, recipe.trainer, parallel.device)
         parallel.world.all_succeed(lambda: find() is None, "looking for the dispatcher")
+        fp8 = recipe.trainer.precision.fp8
+        find_fp8 = partial(find_precision, fp8, parallel.device)
+        parallel.world.all_succeed(lambda: find_fp8() is None, "looking for what multiplies in FP8")
         # nothing is whole anywhere: shards get their memory after the model is cut
         self.model = spec.build(arch, device="meta")
+        apply_precision(self.model, fp8, find_fp8())
         freeze_parameters(self.model, recipe.trainer.freeze)
         dtype = getattr(torch, recipe.trainer.dtype)
         spec.parallelize(self.model, parallel.mesh, dtype=dtype, on_host=memory.parameter_offload)

@@ -1,35 +1,59 @@
-"""Which tensors an FP8 version quantises, and how a reader finds their scales: block-wise e4m3, as DeepSeek-V3.
+"""Which tensors are quantised to FP8, and how a reader finds their scales: block-wise e4m3, as DeepSeek-V3.
 
 A weight ``X.weight [rows, columns]`` is cut into blocks of 128 x 128. Each block has one float32 in
 ``X.weight_scale_inv [ceil(rows / 128), ceil(columns / 128)]``, and ``weight = quantised * scale_inv``, which is what
 vLLM, SGLang and transformers read by ``quantization_config`` in config.json. The arithmetic is in
-`hpcrl.modeling.fp8`.
+`hpcrl.modeling.fp8.quantiser`. Versions in FP8 and a trainer that multiplies in FP8 read the same list.
 """
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from hpcrl.weights.format.layout import PublishedTensor
 
-__all__ = ["BLOCK", "FP8_DTYPE", "is_quantised", "quantization_config", "scale_tensor"]
+__all__ = ["BLOCK", "FP8_DTYPE", "QuantisedModules", "quantization_config", "scale_tensor"]
 
 BLOCK = 128
 FP8_DTYPE = "float8_e4m3fn"
 
-#: modules whose matrices stay as they are: engines read them unquantised (embeddings, output, routers, the small
-#: gates of sparse attention's indexer, the projection of multi-token prediction)
-_KEPT = ("embed_tokens", "lm_head", "gate", "shared_expert_gate", "weights_proj", "eh_proj", "shared_head.head")
+#: modules whose matrices stay as they are, because engines multiply with them unquantised: embeddings, output,
+#: routers, the projection of multi-token prediction, and of sparse attention's indexer the weights of its heads and
+#: its keys, which vLLM makes in one product and brings back to bfloat16 where a checkpoint has them in FP8
+_KEPT = (
+    *("embed_tokens", "embeddings", "lm_head", "gate", "router", "shared_expert_gate", "eh_proj", "shared_head.head"),
+    *("indexer.weights_proj", "indexer.wk"),
+)
 _KEPT_ENDS = tuple(f".{kept}" for kept in _KEPT)
 
 
-def is_quantised(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether the published tensor ``name`` is stored in FP8."""
-    module, _, leaf = name.rpartition(".")
-    if leaf != "weight" or len(shape) != 2:
-        return False
-    return module not in _KEPT and not module.endswith(_KEPT_ENDS)
+@dataclass(frozen=True)
+class QuantisedModules:
+    """Which matrices of a model are quantised.
+
+    Attributes
+    ----------
+    linears, experts:
+        Matrices of routed experts, and all others.
+    keep:
+        Patterns (``*``, ``?``, ``[…]``) of published names of modules that are not, beside those that never are.
+    """
+
+    linears: bool = True
+    experts: bool = True
+    keep: tuple[str, ...] = ()
+
+    def has(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether the published tensor ``name`` of ``shape`` is quantised."""
+        module, _, leaf = name.rpartition(".")
+        if leaf != "weight" or len(shape) != 2 or module in _KEPT or module.endswith(_KEPT_ENDS):
+            return False
+        if not (self.experts if ".experts." in name else self.linears):
+            return False
+        return not any(fnmatch.fnmatchcase(module, pattern) for pattern in self.keep)
 
 
 def scale_tensor(name: str, shape: tuple[int, ...]) -> PublishedTensor:
@@ -39,11 +63,11 @@ def scale_tensor(name: str, shape: tuple[int, ...]) -> PublishedTensor:
 
 
 def quantization_config(tensors: Iterable[PublishedTensor]) -> dict[str, Any]:
-    """The ``quantization_config`` of config.json for the model of (unquantised) ``tensors``."""
+    """The ``quantization_config`` of config.json for a model that is published as ``tensors``."""
     kept = [
         tensor.name.removesuffix(".weight")
         for tensor in tensors
-        if len(tensor.shape) == 2 and tensor.name.endswith(".weight") and not is_quantised(tensor.name, tensor.shape)
+        if len(tensor.shape) == 2 and tensor.name.endswith(".weight") and tensor.dtype != FP8_DTYPE
     ]
     return {
         "quant_method": "fp8",

@@ -13,7 +13,7 @@ from torch import Tensor
 from hpcrl.errors import HandoffError, UsageError
 from hpcrl.inference.adapters import Adapter, as_tensor
 from hpcrl.modeling.decoder import Decoder
-from hpcrl.modeling.fp8 import dequantise
+from hpcrl.modeling.fp8.quantiser import dequantise
 from hpcrl.modeling.hf import published_tensors
 from hpcrl.modeling.load import load_model_dir
 from hpcrl.modeling.spec import build_model

@@ -1,0 +1,1 @@
+"""Block-scaled FP8: the one quantiser, and products of matrices that it has quantised."""

@@ -1,0 +1,133 @@
+"""Products of quantised matrices behind one interface, and the plain one that defines what they are.
+
+A backend gets whole blocks (`hpcrl.modeling.fp8.quantiser`) and adds up in float32. Rows of experts lie in groups that
+begin at multiples of 128.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hpcrl.errors import UsageError
+from hpcrl.modeling.fp8.quantiser import Quantised
+from hpcrl.weights.format.quantize import BLOCK
+
+__all__ = ["BACKENDS", "Backend", "Groups", "Reference", "find_backend"]
+
+BACKENDS = ("auto", "deep_gemm", "torch", "reference")
+"""``auto`` is `Reference` on processors, and on GPUs the first of the next two that is there."""
+_WHERE = "trainer.precision.fp8.backend"
+
+
+class Groups(NamedTuple):
+    """Where rows of experts lie when each expert's begin at a multiple of 128. The host is not asked how many they are.
+
+    Attributes
+    ----------
+    places:
+        ``[rows]`` int64: where each row goes.
+    experts:
+        ``[spread]`` int32: the expert of each place, -1 behind the last one's.
+    sizes:
+        ``[experts]`` int64: places of each, multiples of 128.
+    """
+
+    places: Tensor
+    experts: Tensor
+    sizes: Tensor
+
+    @classmethod
+    def of(cls, counts: Tensor, rows: int) -> Groups:
+        """For ``rows`` that are sorted by expert, of which each of ``[experts]`` has ``counts``."""
+        sizes = (counts + BLOCK - 1) // BLOCK * BLOCK
+        ends = sizes.cumsum(0)
+        if counts.device.type == "cpu":
+            spread = max(int(ends[-1]), BLOCK)
+        else:
+            # as many as there can be: the device is not waited for
+            spread = max(-(-(rows + (BLOCK - 1) * min(len(counts), rows)) // BLOCK) * BLOCK, BLOCK)
+        shift = (ends - sizes) - (counts.cumsum(0) - counts)
+        places = torch.arange(rows, device=counts.device)
+        places += shift.repeat_interleave(counts, output_size=rows)
+        at = torch.searchsorted(ends, torch.arange(spread, device=counts.device), right=True)
+        return cls(places, torch.where(at < len(counts), at, -1).int(), sizes)
+
+    def spread(self, rows: Tensor) -> Tensor:
+        """Rows ``[rows, columns]`` in their places, zeros between them."""
+        return rows.new_zeros(len(self.experts), rows.shape[1]).index_copy(0, self.places, rows)
+
+
+class Backend(Protocol):
+    """Multiplies. Results are in ``dtype`` where one is asked for, else float32; sums are float32."""
+
+    name: str
+
+    def multiply(self, a: Quantised, b: Quantised, dtype: torch.dtype) -> Tensor:
+        """``a @ b.mT`` of rows ``a [M, K]`` and blocks ``b [N, K]``."""
+        ...
+
+    def multiply_rows(self, a: Quantised, b: Quantised) -> Tensor:
+        """``a @ b.mT`` of rows ``a [M, K]`` and rows ``b [N, K]``."""
+        ...
+
+    def multiply_groups(self, a: Quantised, b: Quantised, groups: Groups, dtype: torch.dtype) -> Tensor:
+        """Each row of ``a [spread, K]`` with the blocks ``b [experts, N, K]`` of its expert; others are anything."""
+        ...
+
+    def multiply_within_groups(self, a: Quantised, b: Quantised, groups: Groups) -> Tensor:
+        """``[experts, M, N]``: of rows ``a [M, spread]`` and ``b [N, spread]`` the sum over each expert's places."""
+        ...
+
+
+class Reference:
+    """Plain torch on any device: the product of the numbers that quantised matrices stand for, in float32."""
+
+    name = "reference"
+
+    def multiply(self, a: Quantised, b: Quantised, dtype: torch.dtype) -> Tensor:
+        """See `Backend`."""
+        return (a.dequantised() @ b.dequantised().mT).to(dtype)
+
+    def multiply_rows(self, a: Quantised, b: Quantised) -> Tensor:
+        """See `Backend`."""
+        return a.dequantised() @ b.dequantised().mT
+
+    def multiply_groups(self, a: Quantised, b: Quantised, groups: Groups, dtype: torch.dtype) -> Tensor:
+        """See `Backend`."""
+        ends = groups.sizes.cumsum(0).int()
+        return F.grouped_mm(a.dequantised(), b.dequantised().mT, offs=ends).to(dtype)
+
+    def multiply_within_groups(self, a: Quantised, b: Quantised, groups: Groups) -> Tensor:
+        """See `Backend`."""
+        ends = groups.sizes.cumsum(0).int()
+        return F.grouped_mm(a.dequantised(), b.dequantised().mT, offs=ends)
+
+
+def find_backend(name: str, device: torch.device) -> Backend:
+    """The backend ``name`` of `BACKENDS` for ``device``.
+
+    Raises
+    ------
+    UsageError
+        It cannot be used here; or ``auto``, and none of those for this device can.
+    """
+    if name == "reference" or (name == "auto" and device.type == "cpu"):
+        return Reference()
+    # what they import is not installed everywhere
+    from hpcrl.modeling.fp8.deep_gemm import DeepGemm  # noqa: PLC0415
+    from hpcrl.modeling.fp8.scaled_mm import ScaledMm  # noqa: PLC0415
+
+    kinds: dict[str, Callable[[torch.device], Backend]] = {"deep_gemm": DeepGemm, "torch": ScaledMm}
+    problems = []
+    for kind in kinds if name == "auto" else (name,):
+        try:
+            return kinds[kind](device)
+        except LookupError as error:
+            problems.append(f"{kind} {error.args[0]}")
+    way_out = "set it to reference, which is slow and runs everywhere, or leave trainer.precision.fp8 out"
+    raise UsageError(f"{_WHERE}: {name}: {'; '.join(problems)}\n    hint: {way_out}")

@@ -1,0 +1,36 @@
+"""A linear layer that multiplies in block FP8."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from hpcrl.modeling.fp8.backends import Backend
+from hpcrl.modeling.fp8.products import linear_product, rounded
+from hpcrl.modeling.opaque import opaque
+
+__all__ = ["Fp8Linear", "effective_weight"]
+
+
+class Fp8Linear(nn.Linear):
+    """With the parameters of a linear layer; the weight is quantised each time that it is used."""
+
+    backend: Backend
+
+    @classmethod
+    def of(cls, linear: nn.Linear, backend: Backend) -> Fp8Linear:
+        """In place of ``linear``, whose parameters it takes over."""
+        made = cls(linear.in_features, linear.out_features, bias=False, device="meta")
+        made.weight, made.bias = linear.weight, linear.bias
+        made.backend = backend
+        return made
+
+    @opaque
+    def forward(self, x: Tensor) -> Tensor:
+        """``[T, in_features]`` to ``[T, out_features]``."""
+        y = linear_product(x, self.weight, self.backend)
+        return y if self.bias is None else y + self.bias
+
+
+def effective_weight(linear: nn.Linear) -> Tensor:
+    """The numbers that ``linear`` multiplies with, for who multiplies with them in another way."""
+    return rounded(linear.weight) if isinstance(linear, Fp8Linear) else linear.weight

@@ -1,0 +1,145 @@
+"""Linear and grouped products in block FP8, with gradients.
+
+Forward and the gradient of the input: rows times blocks of the weight, which is quantised once and turned over for the
+second. Gradient of the weight: both sides in rows along tokens, because the sum goes over these. What is kept for the
+backward pass are the operands as they were; they are quantised again there, so that no layer holds FP8 copies.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hpcrl.modeling.fp8.backends import Backend, Groups
+from hpcrl.modeling.fp8.quantiser import Quantised, quantise_blocks, quantise_rows
+from hpcrl.modeling.kept import as_operator
+from hpcrl.weights.format.quantize import BLOCK
+
+__all__ = ["grouped_product", "linear_product", "rounded"]
+
+_IN_USE: dict[str, Backend] = {}
+"""Backends by name: an operator of torch takes no other objects than these."""
+
+
+def linear_product(x: Tensor, weight: Tensor, backend: Backend) -> Tensor:
+    """``x @ weight.T`` of ``[T, in]`` and ``[out, in]``: ``[T, out]`` in the dtype of ``x``."""
+    y: Tensor = _Linear.apply(x, weight, backend)  # type: ignore[no-untyped-call]
+    return y
+
+
+def grouped_product(x: Tensor, weight: Tensor, counts: Tensor, backend: Backend, *, parts: int = 1) -> Tensor:
+    """Rows that are sorted by expert, each with the matrix of its own.
+
+    Parameters
+    ----------
+    x:
+        ``[rows, in]``.
+    weight:
+        ``[experts, out, in]``.
+    counts:
+        ``[experts]`` int64 rows of each; any may be 0.
+    parts:
+        Matrices that lie one behind the other in each expert's, and are quantised (and published) apart.
+
+    Returns
+    -------
+    Tensor
+        ``[rows, out]`` in the dtype of ``x``.
+    """
+    _IN_USE[backend.name] = backend
+    y: Tensor = _Grouped.apply(x, weight, counts, (backend, parts))  # type: ignore[no-untyped-call]
+    return y
+
+
+def rounded(weight: Tensor) -> Tensor:
+    """``weight [out, in]`` as FP8 has it, in its own dtype, for what multiplies with it in another way.
+
+    The gradient goes through as if nothing had been rounded.
+    """
+    y: Tensor = _Rounded.apply(weight)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        rows, columns = weight.shape
+        return quantise_blocks(weight).dequantised()[:rows, :columns].to(weight.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, backend: Backend) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.backend = backend
+        return backend.multiply(quantise_rows(x), quantise_blocks(weight), x.dtype)[:, : len(weight)].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        (grad,), (x, weight) = gradients, ctx.saved_tensors
+        backend: Backend = ctx.backend
+        of_x = of_weight = None
+        if ctx.needs_input_grad[0]:
+            of_x = backend.multiply(quantise_rows(grad), quantise_blocks(weight).mT, x.dtype)[:, : x.shape[1]]
+        if ctx.needs_input_grad[1]:
+            of_weight = backend.multiply_rows(quantise_rows(grad.T), quantise_rows(x.T)).to(weight.dtype)
+        return of_x, of_weight, None
+
+
+class _Grouped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor, how: tuple[Backend, int]) -> Tensor:
+        ctx.save_for_backward(x, weight, counts)
+        ctx.backend, ctx.parts = how
+        return _fp8_grouped_product(x, weight, counts, ctx.parts, ctx.backend.name)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        (grad,), (x, weight, counts) = gradients, ctx.saved_tensors
+        backend: Backend = ctx.backend
+        experts, out, inside = weight.shape
+        groups = Groups.of(counts, len(x))
+        spread = groups.spread(_apart(grad, ctx.parts))
+        of_x = of_weight = None
+        if ctx.needs_input_grad[0]:
+            blocks = _blocks(weight, ctx.parts).mT
+            of_x = backend.multiply_groups(quantise_rows(spread), blocks, groups, x.dtype)[groups.places, :inside]
+        if ctx.needs_input_grad[1]:
+            rows = quantise_rows(groups.spread(x).T)
+            sums = backend.multiply_within_groups(quantise_rows(spread.T), rows, groups)
+            of_weight = torch.unflatten(sums, 1, (ctx.parts, -1))[:, :, : out // ctx.parts].reshape(
+                experts, out, inside
+            )
+            of_weight = of_weight.to(weight.dtype)
+        return of_x, of_weight, None, None
+
+
+@as_operator("(Tensor x, Tensor weight, Tensor counts, int parts, str backend) -> Tensor")
+def _fp8_grouped_product(x: Tensor, weight: Tensor, counts: Tensor, parts: int, backend: str) -> Tensor:
+    groups, blocks = Groups.of(counts, len(x)), _blocks(weight, parts)
+    rows = quantise_rows(groups.spread(x))
+    product = _IN_USE[backend].multiply_groups(rows, blocks, groups, x.dtype)
+    y = x.new_empty(len(x), weight.shape[1])
+    # FSDP2 wants no view of something larger
+    cut = torch.unflatten(product, 1, (parts, -1))[:, :, : y.shape[1] // parts]
+    torch.unflatten(y, 1, (parts, -1)).copy_(cut[groups.places])
+    return y
+
+
+def _blocks(weight: Tensor, parts: int) -> Quantised:
+    """``[experts, out, in]`` of which each part begins a block: ``[experts, parts · whole blocks, ...]``."""
+    blocks = quantise_blocks(torch.unflatten(weight, 1, (parts, -1)))
+    return Quantised(blocks.values.flatten(1, 2), blocks.scales.flatten(1, 2))
+
+
+def _apart(rows: Tensor, parts: int) -> Tensor:
+    """``[rows, out]`` with zeros where the blocks of a part go beyond it."""
+    cut = torch.unflatten(rows, 1, (parts, -1))
+    return F.pad(cut, (0, -cut.shape[2] % BLOCK)).flatten(1)
