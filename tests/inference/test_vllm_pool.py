@@ -32,12 +32,43 @@ SETTINGS = (
 )
 
 
+LOSE = """
+import os, pathlib
+try:
+    from mooncake.store import MooncakeDistributedStore as store
+except ImportError:
+    pass
+else:
+    fetch = store.batch_get_into_multi_buffers
+    def lose(self, keys, *rest):
+        now = pathlib.Path(os.environ["LOSE"])
+        if now.exists():
+            now.unlink()
+            return [-800] * len(keys)
+        return fetch(self, keys, *rest)
+    store.batch_get_into_multi_buffers = lose
+"""
+"""Runs as ``sitecustomize`` in engines: where a file is, Mooncake's client removes it and says that it could not
+transfer, as it does when the lease of a block ends meanwhile. All else is real."""
+
+
 @pytest.fixture(scope="module")
-def engines(tiny: tuple[Path, Decoder], tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
+def lost(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where it is put, the next fetch from the pool fails."""
+    return tmp_path_factory.mktemp("lose") / "now"
+
+
+@pytest.fixture(scope="module")
+def engines(tiny: tuple[Path, Decoder], lost: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
+    (lost.parent / "sitecustomize.py").write_text(LOSE)
     fleet = Fleet(tmp_path_factory.mktemp("pool") / "run", tiny, *SETTINGS)
     try:
         fleet.start(Role.STORE, timeout_s=120.0)
-        yield fleet.start(Role.ENGINE)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTHONPATH", str(lost.parent))
+            patch.setenv("LOSE", str(lost))
+            started = fleet.start(Role.ENGINE)
+        yield started
     finally:
         fleet.stop()
 
@@ -128,6 +159,32 @@ def test_a_prefix_of_one_engine_is_read_by_the_other(
         assert each.error(tiny[1]) < TOLERANCE
         each.check_experts(tiny[1], store, unknown=unknown)
     assert read.choice["token_ids"] == first.choice["token_ids"]
+
+
+def test_a_request_outlives_a_fetch_that_fails(engines: list[Server], tiny: tuple[Path, Decoder], lost: Path) -> None:
+    """The engine looks again, and computes what is no longer found; vLLM's default would be status 500."""
+    one, two = engines
+    log = two.log.read_text()
+
+    def found() -> bool:
+        prompt = prompt_of(300, random.randrange(1 << 30))
+        lost.unlink(missing_ok=True)
+        Ask(one, prompt, salt="lost")
+        time.sleep(3.0)  # blocks are put behind the answer
+        lost.touch()
+        asked = Ask(two, prompt, salt="lost")
+        assert asked.error(tiny[1]) < TOLERANCE
+        sequence = [*prompt, *asked.choice["token_ids"]]
+        experts = decode_experts(asked.choice["routed_experts"])
+        known = experts.any((1, 2))
+        assert known[len(prompt) - 1 :].all()
+        assert (experts == forward(tiny[1], sequence)[1][:-1])[known].all()
+        return "Recovered from KV load failure" in two.log.read_text().removeprefix(log)
+
+    try:
+        two.wait_for(found, "a prefix that is found and not fetched", timeout_s=120.0)
+    finally:
+        lost.unlink(missing_ok=True)
 
 
 def test_a_prefix_of_another_salt_is_not(engines: list[Server], tiny: tuple[Path, Decoder]) -> None:
