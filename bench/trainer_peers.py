@@ -5,8 +5,9 @@
 All train the same sequences on two gloo ranks, one thread each, in float32, with AdamW and clipping: plain, and with
 what saves memory (every layer computed again; logits in chunks, where the trainer has that). Trainers take turns,
 several rounds; of all steps the median counts, and their spread is recorded. CPU seconds of a step are the fair measure
-where the machine has other work. Memory is the peak of resident memory in a step of its own, in which malloc returns
-what is freed, beside what the process had before it built the model. torchtitan wants an interpreter of its own:
+where the machine has other work. Memory is the peak of resident memory in a step of a start of its own, in which malloc
+returns what is freed (in one that trained before, holes of its heap are filled and never returned), beside what the
+process had before it built the model. torchtitan wants an interpreter of its own:
 ``pip install torch==2.13.0 torchtitan==0.3.0 triton``; without one it is left out.
 """
 
@@ -33,24 +34,34 @@ CASES = [(model, 1, low) for low in (True, False) for model in MODELS] + [
 ]
 
 
+#: so that what is freed is not resident; mmap for each tensor would make steps slower
+RETURNED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+
+
 def run(python: Path, script: str, case: dict[str, Any]) -> dict[str, Any]:
-    """One start of a trainer; returns seconds a step of the slowest rank, CPU seconds of all, peak of the largest."""
+    """Two starts of a trainer; returns seconds a step of the slowest rank, CPU seconds of all, peak of the largest."""
+    timed = start(python, script, case, {})
+    of_memory = start(python, script, {**case, "steps": 0}, RETURNED)
+    return {
+        "step_s": max(rank["step_s"] for rank in timed),
+        "cpu_s": [sum(step) for step in zip(*(rank["cpu_s"] for rank in timed), strict=True)],
+        "peak_mib": max(rank["peak_mib"] for rank in of_memory),
+        "parameters": timed[0]["parameters"],
+    }
+
+
+def start(python: Path, script: str, case: dict[str, Any], environment: dict[str, str]) -> list[dict[str, Any]]:
+    """What each rank measured."""
     out = scratch("peers") / "rank"
     command = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}", script]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'bench'}"}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'bench'}", **environment}
     env["HPCRL_BENCH_CASE"] = json.dumps({**case, "out": str(out)})
     done = subprocess.run(
         command, check=False, cwd=ROOT / "bench/peers", env=env, capture_output=True, text=True, timeout=1800
     )
     if done.returncode:
         sys.exit(f"{script} failed:\n{done.stderr[-4000:]}")
-    ranks = [json.loads(out.with_name(f"rank.{rank}").read_text()) for rank in range(RANKS)]
-    return {
-        "step_s": max(rank["step_s"] for rank in ranks),
-        "cpu_s": [sum(step) for step in zip(*(rank["cpu_s"] for rank in ranks), strict=True)],
-        "peak_mib": max(rank["peak_mib"] for rank in ranks),
-        "parameters": ranks[0]["parameters"],
-    }
+    return [json.loads(out.with_name(f"rank.{rank}").read_text()) for rank in range(RANKS)]
 
 
 def measure(peers: dict[str, Path], case: dict[str, Any], rounds: int) -> dict[str, dict[str, Any]]:

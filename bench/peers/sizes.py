@@ -5,7 +5,6 @@ Nothing of hpcrl is imported here: a peer may have an interpreter of its own.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import resource
@@ -83,7 +82,7 @@ def batch(spec: dict[str, Any], rank: int) -> torch.Tensor:
 
 
 def measure(spec: dict[str, Any], rank: int, before_mib: float, step: Callable[[], float], parameters: int) -> None:
-    """Time steps and write what this rank measured.
+    """Time steps, or with none of them take the peak of memory in one, and write what this rank measured.
 
     Parameters
     ----------
@@ -103,31 +102,17 @@ def measure(spec: dict[str, Any], rank: int, before_mib: float, step: Callable[[
         losses.append(step())
         seconds.append(time.monotonic() - began)
         cpu.append(_cpu_s() - busy)
-    return_freed_memory()
-    torch.distributed.barrier()
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins again
-    step()
-    result = {
-        "step_s": statistics.median(seconds),
-        "cpu_s": cpu,
-        "peak_mib": status_mib("VmHWM") - before_mib,
-        "before_mib": before_mib,
-        "parameters": parameters,
-        "first_loss": losses[0],
-        "last_loss": losses[-1],
-    }
+    result: dict[str, Any] = {"before_mib": before_mib, "parameters": parameters}
+    if seconds:
+        result |= {"step_s": statistics.median(seconds), "cpu_s": cpu, "first_loss": losses[0], "last_loss": losses[-1]}
+    else:
+        torch.distributed.barrier()
+        Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins again
+        step()
+        result["peak_mib"] = status_mib("VmHWM") - before_mib
     Path(f"{spec['out']}.{rank}").write_text(json.dumps(result))
     torch.distributed.barrier()
     sys.stdout.flush()
-
-
-def return_freed_memory() -> None:
-    """From now on malloc gives back at once what is freed, so that resident memory is what is alive."""
-    libc = ctypes.CDLL(None)
-    for option in (-3, -1):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
-        if not libc.mallopt(option, 65536):
-            raise RuntimeError("this malloc takes no thresholds")
-    libc.malloc_trim(0)
 
 
 def status_mib(name: str) -> float:

@@ -72,6 +72,17 @@ class Block(DecoderLayer):
         return x  # noqa: RET504 - gives the sum its type
 
 
+class Head(nn.Linear):
+    """Logits of hidden states; what makes something else of them is called by it, so that FSDP2 gathers the weight."""
+
+    def __init__(self, arch: ModelArch) -> None:
+        super().__init__(arch.hidden_size, arch.vocab_size, bias=False)
+
+    def forward(self, x: Tensor, head: HeadFn | None = None) -> Tensor | tuple[Tensor, ...]:  # type: ignore[override]
+        """``[N, hidden_size]`` to ``[N, vocab_size]`` in float32, or to what ``head`` makes of it."""
+        return super().forward(x).float() if head is None else head(x, self.weight)
+
+
 class Decoder(nn.Module):
     """Embedding, layers, norm and head. Made by `hpcrl.modeling.spec.ModelSpec.build`.
 
@@ -93,7 +104,7 @@ class Decoder(nn.Module):
         self.embed_tokens = nn.Embedding(arch.vocab_size, arch.hidden_size)
         self.layers = nn.ModuleList(block(i) for i in range(arch.num_hidden_layers))
         self.norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps)
-        self.lm_head = nn.Linear(arch.hidden_size, arch.vocab_size, bias=False)
+        self.lm_head = Head(arch)
         self.tie_weights()
 
     def tie_weights(self) -> None:
@@ -128,10 +139,8 @@ class Decoder(nn.Module):
         x = self.norm(x)
         if context.select is not None:
             x = x[context.select]
-        if head is not None:
-            return head(x, self.lm_head.weight)
-        logits: Tensor = self.lm_head(x)
-        return logits.float()
+        found: Tensor | tuple[Tensor, ...] = self.lm_head(x, head)
+        return found
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator, std: float = 0.02) -> None:

@@ -25,7 +25,9 @@ class _Settings(TypedDict):
 
 
 def parallelize_decoder(model: nn.Module, mesh: ParallelDims, *, dtype: torch.dtype, on_host: bool = False) -> None:
-    """Shard ``model`` in place with FSDP2: one group a layer and one for the rest; experts have groups of their own.
+    """Shard ``model`` in place with FSDP2: one group a layer, one for the embedding, one for norm and head.
+
+    Where head and embedding are one parameter, they are one group. Experts have groups of their own.
 
     With expert parallelism the experts of a layer are dealt out over ``ep`` in equal runs, each run is sharded over
     ``efsdp``, and tokens travel to their experts.
@@ -65,6 +67,13 @@ def parallelize_decoder(model: nn.Module, mesh: ParallelDims, *, dtype: torch.dt
             _deal_out(mlp, mesh, settings)
     for block in layers:
         fully_shard(block, mesh=mesh.sharding, **settings)
+    embedding, norm, head = (model.get_submodule(name) for name in ("embed_tokens", "norm", "lm_head"))
+    if embedding.weight is not head.weight:
+        fully_shard(embedding, mesh=mesh.sharding, **settings)
+        # its backward pass wants tokens alone
+        embedding.set_unshard_in_backward(False)  # type: ignore[operator]
+        # wanted again at once, and free before the backward passes of layers
+        fully_shard([norm, head], mesh=mesh.sharding, **settings, reshard_after_forward=False)
     fully_shard(model, mesh=mesh.sharding, **settings, reshard_after_forward=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -66,7 +66,10 @@ class _Trainer:
         self.saved, self.working = self._activations()
         own = [sum(facts.layer_parameters(i).values()) for i in range(len(self.layers))]
         self.root = self.parameters - sum(own)
-        self.above = [sum(own[i + 1 :]) for i in range(len(own))]
+        # norm and head, which are gathered and reduced by themselves unless the head is the embedding
+        head = facts.parameters_by_part().get(Part.LM_HEAD, 0)
+        self.head = head + facts.hidden_size if head else 0
+        self.above = [sum(own[i + 1 :]) + self.head for i in range(len(own))]
 
     def _activations(self) -> tuple[list[int], list[int]]:
         """Kept from forward to backward, and needed again while a layer's backward pass runs, by layer."""
@@ -137,9 +140,16 @@ class _Trainer:
         inputs = {"T": self.m.tokens, "layers": layers, "k": k, "w": width}
         return Term("router replay", value, "T · layers · k · w", inputs)
 
-    def _root_gathered(self) -> Term:
+    def _root_gathered(self) -> Term | None:
+        """The embedding that is the head, too: gathered until it has its gradient."""
         b = self.m.element_bytes
-        return Term("gathered embedding and head", b * self.root, "b · p_root", {"b": b, "p_root": self.root})
+        if self.head:
+            return None
+        return Term("gathered embedding", b * self.root, "b · p_root", {"b": b, "p_root": self.root})
+
+    def _head_gathered(self) -> Term | None:
+        b = self.m.element_bytes
+        return Term("gathered head", b * self.head, "b · p_head", {"b": b, "p_head": self.head}) if self.head else None
 
     def _kept(self, upto: int) -> Iterator[Term | None]:
         """Activations of layers below ``upto``; those that wait in host memory are not here."""
@@ -171,6 +181,8 @@ class _Trainer:
     def moments(self) -> Iterator[Ledger]:
         """All that may bind."""
         yield self._ledger("logits", self._head())
+        if self.head and self.m.lora_rank is None:
+            yield self._ledger("reduction of the head", self._head_reduction())
         for name, terms in (("backward", self._backward), ("reduction", self._reduction)):
             ledgers = (self._ledger(f"{name} of layer {i}", terms(i)) for i in self._candidates())
             yield max(ledgers, key=lambda ledger: ledger.total)
@@ -191,6 +203,7 @@ class _Trainer:
         m, d = self.m, self.facts.hidden_size
         yield from self.standing(gradients=1.0 if m.accumulates else 0.0)
         yield self._root_gathered()
+        yield self._head_gathered()
         if m.real is not None:
             yield _real_term(m.real.head)
             return
@@ -249,16 +262,16 @@ class _Trainer:
         yield from self._kernels(i)
         if m.lora_rank is None:
             yield Term("layer gradient", b * p, "b · p_l", {"b": b, "p_l": p})
-            if i + 1 < len(self.layers):
-                held = self.gathered[i + 1]
+            if held := self.gathered[i + 1] if i + 1 < len(self.layers) else self.head:
                 yield Term("gradient in reduction", 4 * held, "4 p_l of the layer above", {"p_l": held})
 
     def _root_gradient(self) -> Term | None:
-        """Of the head; embeddings get theirs at the very end."""
-        m, head = self.m, self.facts.parameters_by_part().get(Part.LM_HEAD, 0)
-        if m.lora_rank is not None:
+        """Of the head where it is the embedding, too; else it is reduced before layers."""
+        m = self.m
+        if m.lora_rank is not None or self.head:
             return None
-        return Term("gradient of the head", m.element_bytes * head, "b · V D", {"b": m.element_bytes, "V D": head})
+        inputs = {"b": m.element_bytes, "p_root": self.root}
+        return Term("gradient of the head", m.element_bytes * self.root, "b · p_root", inputs)
 
     def _reduction(self, i: int) -> Iterator[Term | None]:
         m, p = self.m, self.gathered[i]
@@ -267,14 +280,20 @@ class _Trainer:
         yield self._root_gradient()
         yield from self._kept(i)
         yield self._prefetched(i)
-        if m.lora_rank is not None:
-            return
+        if m.lora_rank is None:
+            yield from self._reduced_parameters(p, m.shards // m.ep)
+
+    def _head_reduction(self) -> Iterator[Term | None]:
+        yield from self.standing(gradients=1.0 if self.m.accumulates else 0.0)
+        yield from self._kept(len(self.layers))
+        yield self._prefetched(len(self.layers))
+        yield from self._reduced_parameters(self.head, self.m.shards)
+
+    def _reduced_parameters(self, p: int, shards: int) -> Iterator[Term]:
         # gloo reduces a copy of its input
-        copies = 2 if m.device == "cpu" else 1
+        copies = 2 if self.m.device == "cpu" else 1
         yield Term("gradient in reduction", copies * 4 * p, "copies · 4 p_l", {"p_l": p, "copies": copies})
-        shards = m.shards // m.ep
-        inputs = {"p_l": p, "N": shards}
-        yield Term("reduced gradient", 4 * p // shards, "4 p_l / (N / EP)", inputs)
+        yield Term("reduced gradient", 4 * p // shards, "4 p_l / (N / EP)", {"p_l": p, "N": shards})
 
     def _optimizer(self) -> Iterator[Term | None]:
         yield from self.standing(gradients=1.0)
