@@ -1,0 +1,268 @@
+"""The dock beside its peers: rollouts from 2 producers to 4 consumers, each a process, on one node.
+
+Every way carries the same rollouts (token ids, log-probabilities, versions, masks; with ``routes`` the experts of 78
+layers x 8 as uint8) and ends when a consumer has the columns as arrays:
+
+- ``memcpy``: a producer copies the bytes of a rollout into shared memory that is warm, a consumer copies them out. The
+  limit: no hash, no index, nothing durable.
+- ``embedded``: the warehouse. A producer hashes and puts, a consumer maps, compares the hash and has views.
+- ``served``: the same, asked for over TCP as from another node (one server a producer).
+- ``whole shards``: what was before batches went by reference. A shard is encoded with all columns and decoded behind a
+  socket; the real way had one process in place of these two producers.
+
+A window of 8 rollouts is under way at a time, and what is consumed is released. Processor time is of producers,
+consumers and servers together: where others use the machine, it says more than seconds do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import mmap
+import multiprocessing as mp
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import xxhash
+from harness import OtherLoad, record
+
+from hpcrl.dock.columns import decode_columns, encode_columns
+from hpcrl.dock.ledger.entries import PayloadPlace
+from hpcrl.dock.routes import RoutedExperts
+from hpcrl.dock.warehouse.embedded import EmbeddedWarehouse
+from hpcrl.dock.warehouse.interface import Location
+from hpcrl.dock.warehouse.reading import BlockReader
+from hpcrl.dock.wire import BatchShard, BatchStats, MicroBatch, decode_shard, encode_shard
+from hpcrl.interpreter import module_command
+
+PRODUCERS, CONSUMERS, WINDOW = 2, 4, 8
+MARK = "HPCRL_BENCH_DOCK_PEERS"
+SIZES = {(8192, False): 256, (8192, True): 64, (131_072, False): 64, (131_072, True): 8}
+"""Rollouts of each length, without routes and with them."""
+GOAL_MEMCPY = 0.7
+
+
+def columns(tokens: int, *, routed: bool) -> dict[str, Any]:
+    rng = np.random.default_rng(tokens)
+    arrays: dict[str, Any] = {
+        "token_ids": rng.integers(0, 100_000, tokens).astype(np.int32),
+        "sampled": np.ones(tokens, np.uint8),
+        "logprobs": -rng.random(tokens).astype(np.float32),
+        "versions": np.full(tokens, 3, np.int32),
+    }
+    if routed:
+        arrays["routed_experts"] = rng.integers(0, 256, (tokens, 78, 8), dtype=np.uint8)
+        arrays["routed_present"] = np.ones(tokens, np.uint8)
+    return arrays
+
+
+class Producer:
+    """Puts the same rollout again and again, under a place of its own each time."""
+
+    def __init__(self, way: str, number: int, tokens: int, *, routed: bool) -> None:
+        self._way, self._number = way, number
+        self._arrays = columns(tokens, routed=routed)
+        self._block = encode_columns(b"", self._arrays)
+        self.bytes = sum(memoryview(piece).nbytes for piece in self._block)
+        self._end, self._free, self._server = 0, list[str](), None
+        if way in ("embedded", "served"):
+            self._warehouse = EmbeddedWarehouse(Path("/dev/shm"), limit_bytes=4 << 30)
+            self.location = Location(str(self._warehouse.directory))
+        if way == "served":
+            options = ["--directory", self.location.directory, "--host", "127.0.0.1"]
+            command = module_command(sys.executable, "hpcrl.dock.warehouse.server", *options)
+            self._server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            assert self._server.stdout is not None
+            self.location = Location("/nowhere", "127.0.0.1", int(self._server.stdout.readline()))
+
+    def put(self) -> Any:
+        """What a consumer is told."""
+        if self._way == "memcpy":
+            name = self._free.pop() if self._free else self._file()
+            with open(name, "r+b") as file:
+                view, start = mmap.mmap(file.fileno(), self.bytes), 0
+                for piece in self._block:
+                    size = memoryview(piece).nbytes
+                    np.copyto(np.frombuffer(view, np.uint8, size, start), np.frombuffer(piece, np.uint8))
+                    start += size
+            return name
+        if self._way == "whole shards":
+            a = self._arrays
+            routes = None
+            if "routed_experts" in a:
+                routes = RoutedExperts.of(a["routed_experts"], a["routed_present"])
+            micro = MicroBatch(
+                token_ids=a["token_ids"],
+                cu_seqlens=np.asarray([0, len(a["token_ids"])], np.int32),
+                loss_mask=a["sampled"],
+                logprobs=a["logprobs"],
+                versions=a["versions"],
+                advantages=a["logprobs"],
+                routed_experts=routes,
+            )
+            return encode_shard(
+                BatchShard(step=1, rank=0, world_size=1, micro_batches=[micro], stats=BatchStats.of_tokens())
+            )
+        digest = xxhash.xxh3_128()
+        for piece in self._block:
+            digest.update(piece)
+        place = PayloadPlace(f"{self._number:06d}-000001.columns", self._end, self.bytes, digest.hexdigest())
+        self._end += self.bytes
+        assert self._warehouse.put(place, self._block)
+        return self.location, place
+
+    def _file(self) -> str:
+        fd, name = tempfile.mkstemp(dir="/dev/shm", prefix="hpcrl-bench-memcpy-")
+        os.truncate(fd, self.bytes)
+        os.close(fd)
+        self._end += 1
+        return name
+
+    def release(self, told: Any) -> None:
+        """A consumer has done with it."""
+        if self._way == "memcpy":
+            self._free.append(told)
+        elif self._way in ("embedded", "served"):
+            self._warehouse.release([told[1]])
+
+    def server_cpu_s(self) -> float:
+        """Processor time of the server, in seconds."""
+        return 0.0 if self._server is None else sum(psutil.Process(self._server.pid).cpu_times()[:2])
+
+    def close(self) -> None:
+        for name in self._free:
+            os.unlink(name)
+        if self._server is not None:
+            self._server.kill()
+            self._server.communicate()
+        if self._way in ("embedded", "served"):
+            self._warehouse.close()
+
+
+def produce(way: str, number: int, size: tuple[int, bool, int], pipes: Any, shared: tuple[Any, Any]) -> None:
+    """A process: ``count`` rollouts in turn to its consumers, each of which says when it has done with one."""
+    (tokens, routed, count), (begin, cpu) = size, shared
+    producer = Producer(way, number, tokens, routed=routed)
+    used: dict[Any, float] = {}
+    under_way: list[tuple[Any, Any]] = []
+
+    def finish() -> None:
+        pipe, told = under_way.pop(0)
+        used[pipe] = pipe.recv()
+        producer.release(told)
+
+    def total() -> float:
+        return sum(used.values()) + time.process_time() + producer.server_cpu_s()
+
+    def run(many: int) -> None:
+        for i in range(many):
+            if len(under_way) == WINDOW // PRODUCERS:
+                finish()
+            told, pipe = producer.put(), pipes[i % len(pipes)]
+            if isinstance(told, bytes):
+                pipe.send_bytes(told)
+                told = None
+            else:
+                pipe.send(told)
+            under_way.append((pipe, told))
+        while under_way:
+            finish()
+
+    run(WINDOW)  # warm
+    begin.wait()
+    before = total()
+    run(count)
+    with cpu.get_lock():
+        cpu.value += total() - before
+    begin.wait()
+    producer.close()
+    for pipe in pipes:
+        pipe.close()
+
+
+def consume(way: str, tokens: int, routed: bool, pipe: Any) -> None:
+    """A process: has the columns of each rollout that it is told of, until nobody tells it of more."""
+    reader, warm = None, None
+    while True:
+        try:
+            told = pipe.recv_bytes() if way == "whole shards" else pipe.recv()
+        except EOFError:
+            return
+        if way == "memcpy":
+            with open(told, "rb") as file:
+                view = np.frombuffer(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ), np.uint8)
+            warm = np.empty_like(view) if warm is None else warm
+            np.copyto(warm, view)
+        elif way == "whole shards":
+            assert decode_shard(told).micro_batches[0].token_ids[-1] >= 0
+        else:
+            location, place = told
+            reader = reader or BlockReader(location, Path("/nowhere"))
+            arrays = decode_columns(reader.read(place))[1]
+            assert len(arrays["token_ids"]) == tokens
+        pipe.send(time.process_time())
+
+
+def measure(way: str, tokens: int, count: int, *, routed: bool) -> tuple[float, float]:
+    """Seconds, and seconds of processors, for ``count`` rollouts."""
+    context = mp.get_context("spawn")
+    begin, cpu, processes = context.Barrier(PRODUCERS + 1), context.Value("d", 0.0), []
+    for number in range(PRODUCERS):
+        ends = []
+        for _ in range(CONSUMERS // PRODUCERS):
+            ours, theirs = context.Pipe()
+            processes.append(context.Process(target=consume, args=(way, tokens, routed, theirs)))
+            processes[-1].start()
+            theirs.close()
+            ends.append(ours)
+        arguments = (way, number + 1, (tokens, routed, count // PRODUCERS), ends, (begin, cpu))
+        processes.append(context.Process(target=produce, args=arguments))
+        processes[-1].start()
+        for end in ends:
+            end.close()
+    begin.wait(120)
+    began = time.monotonic()
+    begin.wait(300)
+    seconds = time.monotonic() - began
+    for process in processes:
+        process.join(30)
+    return seconds, cpu.value
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=2, help="of which the best counts")
+    arguments = parser.parse_args()
+    os.environ[MARK] = "1"
+    rows = []
+    print(f"{'tokens':>7} {'routes':>6} {'way':>14} {'GB/s':>7} {'rollouts/s':>10} {'GB/s of a CPU':>13}")
+    with OtherLoad(MARK) as load:
+        for (tokens, routed), count in SIZES.items():
+            size = sum(memoryview(piece).nbytes for piece in encode_columns(b"", columns(tokens, routed=routed)))
+            found: dict[str, list[tuple[float, float]]] = {}
+            for _ in range(arguments.rounds):
+                for way in ("memcpy", "embedded", "served", "whole shards"):
+                    found.setdefault(way, []).append(measure(way, tokens, count, routed=routed))
+            row: dict[str, Any] = {"tokens": tokens, "routes": routed, "rollout_bytes": size, "rollouts": count}
+            for way, measured in found.items():
+                wall_s, cpu_s = (min(each) for each in zip(*measured, strict=True))
+                gigabytes = 1e-9 * size * count
+                row[way] = {"gb_s": gigabytes / wall_s, "rollouts_s": count / wall_s, "gb_cpu_s": gigabytes / cpu_s}
+                shown = f"{row[way]['gb_s']:7.2f} {row[way]['rollouts_s']:10.0f} {row[way]['gb_cpu_s']:12.2f}"
+                print(f"{tokens:>7} {routed!s:>6} {way:>14} {shown}", flush=True)
+            rows.append(row)
+    result: dict[str, Any] = {"rows": rows, "other_load": load.share}
+    for unit in ("gb_s", "gb_cpu_s"):
+        result[f"embedded_to_memcpy_{unit}"] = [row["embedded"][unit] / row["memcpy"][unit] for row in rows]
+    result["goal_memcpy"] = GOAL_MEMCPY
+    record("dock_peers", result)
+
+
+if __name__ == "__main__":
+    main()
