@@ -96,13 +96,18 @@ def in_order(items: list[pytest.Item]) -> list[pytest.Item]:
     processors have something to do meanwhile, and the short ones last, so that workers end together."""
     ranks = {room: rank for rank, room in enumerate((*WAITING, *BUSY))}
     files: dict[Path, list[pytest.Item]] = {}
-    for item in sorted(items, key=lambda item: ranks.get(item.path.parent.name, len(ranks))):
+    for item in sorted(items, key=lambda item: ranks.get(room(item.path), len(ranks))):
         files.setdefault(item.path, []).append(item)
-    waiting = [path for path in files if path.parent.name in WAITING]
-    others = [path for path in files if path.parent.name not in WAITING]
+    waiting = [path for path in files if room(path) in WAITING]
+    others = [path for path in files if room(path) not in WAITING]
     places = {path: WAITING_BEGUN * i / len(waiting) for i, path in enumerate(waiting)}
     places |= {path: i / len(others) for i, path in enumerate(others)}
     return [item for path in sorted(places, key=places.__getitem__) for item in files[path]]
+
+
+def room(path: Path) -> str:
+    """The folder of tests/ that a file is in, or below."""
+    return path.relative_to(Path(__file__).parent).parts[0]
 
 
 @pytest.fixture(scope="session")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from hpcrl.config.base import Fraction, Name, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, StrictModel
 from hpcrl.config.engine import EngineConfig, EngineGroupConfig, EngineMemoryConfig
@@ -161,6 +161,14 @@ class TrainerMemoryConfig(StrictModel):
     """`torch.compile` of the layers: less is kept of them, and less moved. The first step takes minutes longer."""
     lora_rank: PositiveInt | None = None
     """Rank of low-rank adapters; then only these are trained. None: all parameters are."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_earlier_runs(cls, given: Any) -> Any:
+        # what `trainer.precision.fp8` is now; recipes of earlier runs have it, always off
+        if isinstance(given, dict) and given.get("fp8") is False:
+            return {key: value for key, value in given.items() if key != "fp8"}
+        return given
 
 
 class NonFiniteConfig(StrictModel):

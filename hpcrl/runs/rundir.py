@@ -41,6 +41,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import yaml
 
+from hpcrl.config.earlier import cluster_of_today
 from hpcrl.credentials import ensure_token
 from hpcrl.decoding import prepared
 from hpcrl.errors import RunDirError
@@ -188,7 +189,7 @@ class RunDir:
         """The resolved cluster profile (RunDirError where it cannot be read)."""
         from hpcrl.config.cluster import cluster_from_json  # noqa: PLC0415 - not for lists of many runs
 
-        return cluster_from_json(json.dumps(self._yaml(self.cluster_path)))
+        return cluster_from_json(json.dumps(cluster_of_today(self._yaml(self.cluster_path))))
 
     def names(self) -> PlanNames:
         """What the plan is of, without checking all of it, for lists of many runs (RunDirError as `plan`)."""

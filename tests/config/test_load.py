@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 
 from hpcrl.config.cluster import cluster_from_json
 from hpcrl.config.load import leaves, load_cluster, load_recipe
@@ -13,6 +14,7 @@ from hpcrl.config.resources import list_clusters, list_recipes
 from hpcrl.config.rules.table import LOSS_SETTINGS, RULES, SITE_RULES, check_rules
 from hpcrl.config.yamltree import parse_value
 from hpcrl.errors import ConfigError
+from hpcrl.runs.rundir import RunDir
 
 BASE = """\
 name: base
@@ -174,3 +176,23 @@ def test_rules_are_named_once_and_losses_are_covered() -> None:
 
     assert set(LOSS_SETTINGS) == set(get_args(LossConfig.model_fields["kind"].annotation))
     assert frozenset.union(*LOSS_SETTINGS.values()) == set(LossConfig.model_fields) - {"kind"}
+
+
+def test_what_earlier_runs_wrote_is_read(tmp_path: Path) -> None:
+    """Their resolved recipes and profiles have every key of their time, also those that are gone."""
+    run = RunDir(tmp_path / "run")
+    run.path.mkdir()
+    recipe, cluster = load_recipe("quickstart").value, load_cluster("h200-28").value
+    written = recipe.model_dump(mode="json")
+    written["trainer"]["memory"]["fp8"] = False
+    run.recipe_path.write_text(yaml.safe_dump(written))
+    assert run.recipe() == load_recipe(str(run.recipe_path)).value == recipe
+    written["trainer"]["memory"]["fp8"] = True
+    run.recipe_path.write_text(yaml.safe_dump(written))
+    with pytest.raises(ConfigError, match=r"it is trainer\.precision\.fp8 now"):
+        load_recipe(str(run.recipe_path))
+
+    written = cluster.model_dump(mode="json")
+    written["partitions"]["gpu"]["node"]["scratch_gb_s"] = 40
+    run.cluster_path.write_text(yaml.safe_dump(written))
+    assert run.cluster() == cluster

@@ -157,6 +157,13 @@ def test_a_trainer_in_fp8_has_the_weights_of_its_engines(settings: tuple[str, ..
     assert key in [finding.key for finding in caught.value.findings if "[fp8-is-one]" in finding.what]
 
 
+def test_layers_in_fp8_are_not_compiled() -> None:
+    with pytest.raises(
+        ConfigError, match=r"trainer\.precision\.fp8: products in FP8 are not compiled.*\[compile-applies\]"
+    ):
+        _check("trainer.memory.compile=true")
+
+
 def test_one_quantiser_may_keep_what_it_likes() -> None:
     """Versions in FP8 say themselves what is in them; each side of the engines may have a flag of its own."""
     _check("handoff.kind=fp8", "trainer.precision.fp8.keep=['*.o_proj']", *NO_FLAG)

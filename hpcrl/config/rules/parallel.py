@@ -151,6 +151,8 @@ def _compile_applies(recipe: Recipe, _: ClusterProfile) -> Conflicts:
     if memory.compile and memory.activation_checkpointing == "selective":
         what = "watches every operator of a layer to keep some outputs, and a compiled layer has other operators"
         yield "trainer.memory.activation_checkpointing", f"selective {what}"
+    if memory.compile and recipe.trainer.precision.fp8 is not None:
+        yield "trainer.precision.fp8", "products in FP8 are not compiled, and layers around them were never tried"
 
 
 def _chunk_applies(recipe: Recipe, _: ClusterProfile) -> Conflicts:

@@ -263,5 +263,5 @@ async def test_latency_is_deterministic_and_has_a_tail(monkeypatch: Any) -> None
 
 
 def test_documented_counters_are_all_of_them() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
+    text = (Path(__file__).parents[3] / "docs" / "environments.md").read_text()
     assert all(f"`{name}`" in text for name in Counters().as_dict())

@@ -136,7 +136,7 @@ def test_an_import_that_hangs_has_a_deadline(tmp_path: Path, monkeypatch: pytest
 
 
 async def test_the_example_of_the_documentation(build: Build, tmp_path: Path, monkeypatch: Any) -> None:
-    text = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
+    text = (Path(__file__).parents[3] / "docs" / "environments.md").read_text()
     code = text.partition("```python\n")[2].partition("```")[0]
     (tmp_path / "documented_counting.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
@@ -282,7 +282,7 @@ async def test_the_process_does_not_outlive_an_orchestrator_that_is_killed() -> 
         print(environment._child.pid, flush=True)
         environment.prompt("train", 777)
     """
-    command = [sys.executable, "-c", program, str(Path(__file__).parent)]
+    command = [sys.executable, "-c", program, str(Path(__file__).parents[1])]
     parent = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     try:
         assert parent.stdout is not None

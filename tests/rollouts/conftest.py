@@ -1,0 +1,1 @@
+"""This file puts what the rooms below share (`harness`, `shards`, `stub_engine`) where they can import it."""
