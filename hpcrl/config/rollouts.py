@@ -41,8 +41,8 @@ class WarehouseConfig(StrictModel):
     map them, ranks of others ask a small server there. None: ranks read rollouts from the shared filesystem."""
     limit_gib: PositiveFloat = 16.0
     """Memory that they may take, in GiB. With routed experts a token of a large model takes 600 bytes: two steps of
-    rollouts should fit. Where it is full, no rollout starts while whole batches wait, and what finishes is read from
-    the shared filesystem."""
+    rollouts should fit. At most half of what is free there is taken. Where it is full, no rollout starts while whole
+    batches wait, and what finishes is read from the shared filesystem."""
 
 
 class RolloutConfig(StrictModel):

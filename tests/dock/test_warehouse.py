@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -119,6 +120,15 @@ def test_full_is_said_and_loses_nothing(base: Path, disk: Disk) -> None:
     warehouse.close()
     assert not warehouse.directory.exists()
     assert not warehouse.put(*blocks[0])
+
+
+def test_half_of_what_is_free_is_left_to_others(base: Path, caplog: pytest.LogCaptureFixture) -> None:
+    free = shutil.disk_usage(base).free
+    warehouse = EmbeddedWarehouse(base, limit_bytes=free)
+    limit = warehouse.figures().limit_bytes
+    warehouse.close()
+    assert 0.4 * free < limit < 0.6 * free
+    assert "half of what is free" in caplog.text
 
 
 def test_a_successor_removes_what_the_dead_left_and_nothing_else(base: Path, warehouse: EmbeddedWarehouse) -> None:
