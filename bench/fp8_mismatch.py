@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from harness import record, scratch
-from router_replay import PROMPT, SAID, STD, archs, sampled, served, shard_of
+from router_replay import PROMPT, SAID, SIZES, STD, archs, sampled, served, shard_of
 from vllm_lab import random_model, write_model
 
 from hpcrl.config.load import load_recipe
@@ -32,15 +32,6 @@ from hpcrl.trainer.parallel.mesh import Parallel, distributed
 from hpcrl.trainer.step.policy import TrainerPolicy
 from hpcrl.weights.format.quantize import QuantisedModules
 
-SIZES = {
-    "hidden_size": 512,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "moe_intermediate_size": 256,
-    "max_position_embeddings": 4096,
-}
 ROWS = {"bf16": (False, False), "fp8_engine": (True, False), "fp8_both": (True, True)}
 """Whether the engine is in FP8, and whether the trainer is."""
 
@@ -69,12 +60,12 @@ def measure(path: Path, model: Decoder, shard: BatchShard, parallel: Parallel, *
 def main() -> None:
     """Run it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rollouts", type=int, default=16, help="an even number")
+    parser.add_argument("--rollouts", type=int, default=4, help="an even number")
     args = parser.parse_args()
     root, found = scratch("fp8-mismatch"), {}
     torch.set_num_threads(1)
     with distributed(timeout_s=600) as parallel:
-        for family, arch in archs(root, SIZES).items():
+        for family, arch in archs(root).items():
             model = random_model(arch, 0, std=STD)
             path = root / family
             path.mkdir()

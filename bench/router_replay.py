@@ -70,13 +70,13 @@ NOISE = 0.05
 _CACHED = "vllm:prefix_cache_hits_total"
 
 
-def archs(root: Path, sizes: Mapping[str, int] = SIZES) -> dict[str, ModelArch]:
+def archs(root: Path) -> dict[str, ModelArch]:
     """A softmax router that chooses 2 of 16, and one of sigmoids behind a dense layer that chooses 4 of 32."""
     vocab_size, _ = write_character_tokenizer(root)
     glm4 = {"n_routed_experts": 32, "num_experts_per_tok": 4, "first_k_dense_replace": 1, "intermediate_size": 256}
     return {
-        "qwen3_moe": make_arch(root, **sizes, num_experts=16),
-        "glm4_moe": Glm4MoeArch(vocab_size=vocab_size, **sizes, **glm4, use_qk_norm=True),
+        "qwen3_moe": make_arch(root, **SIZES, num_experts=16),
+        "glm4_moe": Glm4MoeArch(vocab_size=vocab_size, **SIZES, **glm4, use_qk_norm=True),
     }
 
 
