@@ -19,15 +19,13 @@ from typing import Any
 
 import torch
 from harness import record, scratch
-from router_replay import PROMPT, SAID, SIZES, STD, archs, sampled, served, shard_of
-from vllm_lab import random_model, write_model
+from router_replay import PROMPT, SAID, SIZES, archs, sampled, served, shard_of, trained_model
 
 from hpcrl.config.load import load_recipe
 from hpcrl.dock.wire import BatchShard
 from hpcrl.modeling.decoder import Decoder
 from hpcrl.modeling.fp8.backends import find_backend
 from hpcrl.modeling.fp8.layers import use_fp8
-from hpcrl.models.tokenizer import write_character_tokenizer
 from hpcrl.trainer.parallel.mesh import Parallel, distributed
 from hpcrl.trainer.step.policy import TrainerPolicy
 from hpcrl.weights.format.quantize import QuantisedModules
@@ -66,11 +64,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with distributed(timeout_s=600) as parallel:
         for family, arch in archs(root).items():
-            model = random_model(arch, 0, std=STD)
-            path = root / family
-            path.mkdir()
-            write_character_tokenizer(path)
-            write_model(path, model, torch.bfloat16)
+            model = trained_model(path := root / family, arch, torch.bfloat16)
             rows: dict[str, Any] = {}
             for name, (engine_fp8, trainer_fp8) in ROWS.items():
                 rollouts = sampled(engine_model(model, fp8=engine_fp8), args.rollouts)

@@ -80,6 +80,15 @@ def archs(root: Path) -> dict[str, ModelArch]:
     }
 
 
+def trained_model(path: Path, arch: ModelArch, dtype: torch.dtype) -> Decoder:
+    """Random weights, in the directory ``path`` as the trainer loads them."""
+    model = random_model(arch, 0, std=STD)
+    path.mkdir()
+    write_character_tokenizer(path)
+    write_model(path, model, dtype)
+    return model
+
+
 def served(model: Decoder, *, noise: float) -> Decoder:
     """The model as the engine has it."""
     other = copy.deepcopy(model)
@@ -244,11 +253,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with distributed(timeout_s=600) as parallel:
         for family, arch in archs(root).items():
-            model = random_model(arch, 0, std=STD)
-            path = root / family
-            path.mkdir()
-            write_character_tokenizer(path)
-            write_model(path, model, torch.float32)
+            model = trained_model(path := root / family, arch, torch.float32)
             for name, noise in (("bfloat16", 0.0), ("bfloat16_perturbed", NOISE)):
                 other = served(model, noise=noise)
                 if args.engine == "vllm":

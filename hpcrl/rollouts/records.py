@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -14,7 +15,16 @@ from hpcrl.dock.columns import decode_columns
 from hpcrl.dock.ledger.entries import PayloadPlace
 from hpcrl.dock.routes import RoutedExperts
 
-__all__ = ["Group", "Rollout", "SavedGroup", "StoredRollout", "Turn", "decode_rollout", "encode_rollout"]
+__all__ = [
+    "Group",
+    "Rollout",
+    "SavedGroup",
+    "StoredRollout",
+    "Turn",
+    "decode_record",
+    "decode_rollout",
+    "encode_rollout",
+]
 
 
 class Turn(msgspec.Struct, frozen=True, array_like=True):
@@ -215,15 +225,28 @@ def decode_rollout(block: bytes | memoryview) -> Rollout:
     ValueError
         It is no such block, or lacks a column.
     """
-    about, arrays = decode_columns(block)
-    if missing := [name for name in _ARRAYS if name not in arrays]:
-        raise ValueError(f"a rollout has no {', '.join(missing)}")
-    try:
-        known = msgspec.msgpack.decode(about, type=prepared(_About))
-    except msgspec.DecodeError as error:
-        raise ValueError(f"what a rollout says of itself cannot be read: {error}") from error
-    fields: dict[str, Any] = {name: arrays[name] for name in _ARRAYS} | msgspec.structs.asdict(known)
+    fields, arrays = decode_record(block, _ARRAYS, _About, "a rollout")
     return Rollout(**fields, routed_experts=routes_of(arrays))
 
 
 _ARRAYS = ("token_ids", "sampled", "logprobs", "versions")
+
+
+def decode_record(
+    block: bytes | memoryview, names: Sequence[str], about: type[msgspec.Struct], what: str
+) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+    """The arrays of ``names`` and the fields of ``about`` in a block of columns, and all its arrays.
+
+    Raises
+    ------
+    ValueError
+        It is no such block, or lacks a column; ``what`` it should be is named.
+    """
+    said, arrays = decode_columns(block)
+    if missing := [name for name in names if name not in arrays]:
+        raise ValueError(f"{what} has no {', '.join(missing)}")
+    try:
+        known = msgspec.msgpack.decode(said, type=prepared(about))
+    except msgspec.DecodeError as error:
+        raise ValueError(f"what {what} says of itself cannot be read: {error}") from error
+    return {name: arrays[name] for name in names} | msgspec.structs.asdict(known), arrays

@@ -16,9 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from hpcrl.decoding import prepared
-from hpcrl.dock.columns import decode_columns
-from hpcrl.rollouts.records import Turn
+from hpcrl.rollouts.records import Turn, decode_record
 
 __all__ = ["SavedTurn", "TurnKeeper", "decode_turn", "encode_turn"]
 
@@ -80,14 +78,7 @@ def encode_turn(turn: SavedTurn) -> tuple[bytes, dict[str, NDArray[Any]]]:
 
 def decode_turn(block: bytes | memoryview) -> SavedTurn:
     """The turn of a block of columns; its arrays are views into it (ValueError where it is no such block)."""
-    about, arrays = decode_columns(block)
-    if missing := [name for name in _ARRAYS if name not in arrays]:
-        raise ValueError(f"a turn has no {', '.join(missing)}")
-    try:
-        known = msgspec.msgpack.decode(about, type=prepared(_About))
-    except msgspec.DecodeError as error:
-        raise ValueError(f"what a turn says of itself cannot be read: {error}") from error
-    fields: dict[str, Any] = {name: arrays[name] for name in _ARRAYS} | msgspec.structs.asdict(known)
+    fields, arrays = decode_record(block, _ARRAYS, _About, "a turn")
     return SavedTurn(**fields, experts=arrays.get("experts"))
 
 
