@@ -31,7 +31,8 @@ from hpcrl.runs.role import RoleContext, save_answer_path, save_request_path
 from hpcrl.trainer.parallel.mesh import Parallel, distributed, is_lost_rank
 from hpcrl.trainer.parallel.ranks import Ranks
 from hpcrl.trainer.precision import quantised_modules
-from hpcrl.trainer.publish.publisher import Published, Publisher
+from hpcrl.trainer.publish.publisher import Publisher
+from hpcrl.trainer.publish.sync import FileSync, WeightSync
 from hpcrl.trainer.state.checkpoint import load_checkpoint
 from hpcrl.trainer.state.restart import decide_restore
 from hpcrl.trainer.state.saver import CheckpointSaver
@@ -102,25 +103,30 @@ class Trainer:
         data = parallel.data
         self.batches = BatchFetcher(self.dock, rank=data.rank, world_size=data.size, last_step=recipe.trainer.steps)
         self._readers = ReaderWatch(self.store.root, expiry_s=recipe.handoff.lease_timeout_s)
-        self.publisher = Publisher(
-            self.store,
-            parallel,
-            arch=self.arch,
-            model_dir=self.model_dir,
-            dtype=getattr(torch, recipe.handoff.dtype or recipe.trainer.dtype),
-            attempt=context.attempt,
-            settings=recipe.handoff,
-            quantised=quantised_modules(recipe.trainer.precision.fp8),
-            acknowledged=self._acknowledged,
-            on_wait=self._still_waiting,
-            on_refused=lambda words: self._emit("trainer.version_refused", what=words),
-        )
+        self.sync = self._weight_sync()
         self._events: EventWriter | None = None
         self._progress: ProgressReporter | None = None
         self._saved_on_request = False
         claim = partial(CheckpointWriter.claim, context.run.checkpoints_dir, context.attempt)
         self.checkpoints = parallel.world.on_leader(claim, "claiming the ledger of checkpoints")
         self.saver = CheckpointSaver(self.checkpoints, parallel.world, recipe.checkpoint, self._emit)
+
+    def _weight_sync(self) -> WeightSync:
+        recipe = self.recipe
+        publisher = Publisher(
+            self.store,
+            self.parallel,
+            arch=self.arch,
+            model_dir=self.model_dir,
+            dtype=getattr(torch, recipe.handoff.dtype or recipe.trainer.dtype),
+            attempt=self.context.attempt,
+            settings=recipe.handoff,
+            quantised=quantised_modules(recipe.trainer.precision.fp8),
+            acknowledged=self._acknowledged,
+            on_wait=self._still_waiting,
+            on_refused=lambda words: self._emit("trainer.version_refused", what=words),
+        )
+        return FileSync(publisher, self.parallel.world, self._emit)
 
     def run(self) -> None:
         """Restore, train, finish."""
@@ -129,13 +135,13 @@ class Trainer:
                 self._run(metrics)
             finally:
                 self.batches.close()
-                self.publisher.close()
+                self.sync.close()
 
     def _run(self, metrics: MetricsWriter | None) -> None:
         started = time.monotonic()
         policy, step = self._restore()
         self._skipped = self._skipped_before(step)
-        self._publish_restored(policy, step)
+        self.sync.restored(policy, step)
         if self.leader:
             self.context.ready()
         self._emit(
@@ -149,7 +155,7 @@ class Trainer:
             while step < self.recipe.trainer.steps:
                 step += 1
                 self._step(policy, step, metrics)
-            self.publisher.wait()
+            self.sync.wait()
             if self.leader:
                 assert self._progress is not None
                 with self._progress.phase("finish", waits=True):
@@ -204,37 +210,20 @@ class Trainer:
         )
         return policy, step
 
-    def _publish_restored(self, policy: TrainerPolicy, step: int) -> None:
-        """Make ``step`` the newest published version. The orchestrator finds it by itself: it may not run yet."""
-
-        def prepare() -> bool:
-            output = self.publisher.output
-            withdrawn = output.withdraw_after(step)
-            if withdrawn:
-                self._emit("trainer.versions_withdrawn", versions=withdrawn)
-            if self.publisher.is_intact(step):
-                return True
-            output.put_aside(step)
-            return False
-
-        if not self.parallel.world.on_leader(prepare, f"looking for version {step}"):
-            self.publisher.publish(policy.model, step, self._say_published)
-            # engines cannot begin before it is there
-            self.publisher.wait()
-
     def _step(self, policy: TrainerPolicy, step: int, metrics: MetricsWriter | None) -> None:
         clock, parallel = PhaseClock(self._progress), self.parallel
         if self._progress is not None:
             self._progress.count(step=step)
         with clock.phase("wait_batch"):
             shard = self.batches.take(step)
+        self.sync.begin_step()
         with clock.phase("forward_backward"):
             _check_shard(shard, step, parallel.data)
             tokens = policy.forward_backward(shard).reduce(parallel.world)
         with clock.phase("optimizer"):
             update = self._update(policy, step)
         with clock.phase("publish"):
-            self.publisher.publish(policy.model, step, self._announce)
+            self.sync.publish(policy, step, self.dock.published)
 
         def record() -> StepRecord:
             return step_record(
@@ -256,6 +245,7 @@ class Trainer:
                 self.saver.start(policy, step, orchestrator_state=lambda: self.dock.snapshot(step))
                 if urgent:
                     self._answer(step, self.saver.wait(self.recipe.checkpoint.save_timeout_s))
+        self.sync.end_step()
         if metrics is not None:
             final = record()
             metrics.write(final)
@@ -285,17 +275,6 @@ class Trainer:
         except HandoffError as error:
             _log.warning("acknowledgements are not known, so a full version is published: %s", error)
             return None
-
-    def _announce(self, published: Published) -> None:
-        """Say that a version is in the store. Runs beside the next step where publishing overlaps with it."""
-        self.dock.published(published.version)
-        self._say_published(published)
-
-    def _say_published(self, published: Published) -> None:
-        version, form, reason = published
-        if reason:
-            _log.info("version %d is whole: %s", version, reason)
-        self._emit("trainer.version_published", version=version, form=form, instead_of_delta=reason)
 
     def _checkpoint_due(self, step: int) -> tuple[bool, bool]:
         """Whether to save after this step, and whether the attempt is about to end, so that nothing else matters."""
