@@ -145,12 +145,12 @@ def _ask_whether_it_could_start(plan: Plan, profile: ClusterProfile, *, wanted: 
 def _check_programs(recipe: Loaded[Recipe], site: Loaded[ClusterProfile], plan: Plan) -> None:
     """Check what roles will execute: interpreters, environments of the user's own, the router, flags of engines."""
     from hpcrl.cli.progress import working
-    from hpcrl.jobplan import check_engine_flags, check_pythons, check_router
+    from hpcrl.jobplan import check_engine_flags, check_packages, check_pythons
     from hpcrl.jobplan.environment_trial import check_environments
 
     check_pythons(plan, site)
     with working("trying the recipe's environments"):
         tried = check_environments(recipe, plan, site.value)
-    notes = [*tried, *check_router(recipe, plan)]
+    notes = [*tried, *check_packages(recipe, plan)]
     for note in [*notes, *check_engine_flags(recipe, plan)]:
         typer.echo(f"note: {note}", err=True)

@@ -36,13 +36,25 @@ class WarehouseConfig(StrictModel):
     """Where columns of finished rollouts (tokens, log-probabilities, versions, routed experts) lie in memory until
     their step is trained. They are durable on the shared filesystem as well, before a rollout counts."""
 
+    backend: Literal["embedded", "mooncake"] = "embedded"
+    """``embedded``: files in memory of the orchestrator's node. ``mooncake``: objects in Mooncake Store, in memory of
+    the orchestrator; needs the package in its environment and in the trainer's, and a network of which you trust
+    everybody: Mooncake asks nobody who he is."""
     directory: str | None = "/dev/shm"
-    """On the orchestrator's node, in memory: files that nobody else may read, removed at the end. Ranks of that node
-    map them, ranks of others ask a small server there. None: ranks read rollouts from the shared filesystem."""
+    """Of ``embedded``, on the orchestrator's node, in memory: files that nobody else may read, removed at the end.
+    Ranks of that node map them, ranks of others ask a small server there. None: ranks read rollouts from the shared
+    filesystem."""
+    protocol: Literal["tcp", "rdma"] = "tcp"
+    """Of ``mooncake``, between nodes."""
     limit_gib: PositiveFloat = 16.0
     """Memory that they may take, in GiB. With routed experts a token of a large model takes 600 bytes: two steps of
-    rollouts should fit. At most half of what is free there is taken. Where it is full, no rollout starts while whole
+    rollouts should fit. At most half of what is free is taken. Where it is full, no rollout starts while whole
     batches wait, and what finishes is read from the shared filesystem."""
+
+    @property
+    def ports(self) -> int:
+        """That it needs above the orchestrator's own."""
+        return 2 if self.backend == "mooncake" else int(self.directory is not None)
 
 
 class RolloutConfig(StrictModel):

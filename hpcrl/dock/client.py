@@ -147,6 +147,7 @@ class DockClient:
         authorization = self._headers.get("Authorization", "")
         reader = BlockReader(shard.location, Path(shard.payload_dir), authorization=authorization)
         try:
+            reader.prepare([sample.place for samples in shard.micro_batches for sample in samples])
             return assemble(shard, reader.read)
         finally:
             reader.close()

@@ -187,6 +187,7 @@ def _orchestrator(recipe: Recipe, cluster: ClusterProfile, run_name: str, infere
         ranks=1,
         beside=isinstance(cluster, SlurmCluster) and not cluster.orchestrator_apart,
         command=tuple(module_command("{python}", "hpcrl.rollouts")),
+        ports=1 + recipe.rollouts.warehouse.ports,
         env=plain(role_variables(recipe, cluster, Role.ORCHESTRATOR, run_name)),
         after=(*inference, Role.ROUTER) if has_router(recipe) else inference,
         ready=HttpProbe(path="/health"),

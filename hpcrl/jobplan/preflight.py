@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 from hpcrl.config.cluster import ClusterProfile, SlurmCluster
 from hpcrl.config.load import Loaded
@@ -20,7 +21,7 @@ from hpcrl.jobplan.model_rules import check_model_rules
 from hpcrl.models import ModelArch, load_arch, load_facts
 from hpcrl.ours import read_secret
 
-__all__ = ["check_engine_flags", "check_model", "check_pythons", "check_router", "check_sizes"]
+__all__ = ["check_engine_flags", "check_model", "check_packages", "check_pythons", "check_sizes"]
 
 _FLAGS_TIMEOUT_S = 900.0
 """Loading vLLM takes half a minute of one core, on a busy login node many times that."""
@@ -216,42 +217,68 @@ def check_engine_flags(recipe: Loaded[Recipe], plan: Plan) -> list[str]:
     return notes
 
 
-def check_router(recipe: Loaded[Recipe], plan: Plan) -> list[str]:
-    """Check that the router's package is installed for the interpreter that will run it.
+class _Package(NamedTuple):
+    """What a role needs in its environment: for which setting, how it is installed, and what does without it."""
+
+    key: str
+    name: str
+    distribution: str
+    instead: str
+
+
+def check_packages(recipe: Loaded[Recipe], plan: Plan) -> list[str]:
+    """Check that what the router and the pool of rollouts are made of is installed for the interpreters of their roles.
 
     Returns
     -------
     list of str
-        Why that could not be seen from here; empty where it is there.
+        Why that could not be seen from here; empty where all is there.
 
     Raises
     ------
     ConfigError
         It is not.
     """
-    routers = [group for group in plan.groups if group.role is Role.ROUTER]
-    if not routers or recipe.value.job.payload != "roles":
+    if recipe.value.job.payload != "roles":
         return []
     dynamo = recipe.value.engine.router.kind == "dynamo"
     package, distribution = ("dynamo.llm", "ai-dynamo-runtime") if dynamo else ("vllm_router", "vllm-router")
-    python = routers[0].python or plan.python or sys.executable
+    wanted = {Role.ROUTER: _Package("engine.router.kind", package, distribution, "kind: direct")}
+    if recipe.value.rollouts.warehouse.backend == "mooncake":
+        pooled = _Package("rollouts.warehouse.backend", "mooncake", "'hpcrl[store]'", "backend: embedded")
+        wanted |= {Role.ORCHESTRATOR: pooled, Role.TRAINER: pooled}
+    notes = []
+    for group in plan.groups:
+        if group.role in wanted:
+            notes += _package_notes(recipe, plan, group, wanted[group.role])
+    return notes
+
+
+def _package_notes(recipe: Loaded[Recipe], plan: Plan, group: RoleGroup, package: _Package) -> list[str]:
+    """Why it could not be seen whether a package is there (ConfigError where it is not)."""
+    python = group.python or plan.python or sys.executable
+    asked = f"whether {package.name} is installed for the {group.role}"
     if plan.container is not None or not Path(python).is_file():
         where = "in the container" if plan.container is not None else f"visible here ({python})"
-        return [f"whether {package} is installed for the router was not checked: its environment is not {where}"]
+        return [f"{asked} was not checked: its environment is not {where}"]
     try:
         result = subprocess.run(
-            [python, "-P", "-c", _HAS_PACKAGE, package], capture_output=True, timeout=_PACKAGE_TIMEOUT_S, check=False
+            [python, "-P", "-c", _HAS_PACKAGE, package.name],
+            capture_output=True,
+            timeout=_PACKAGE_TIMEOUT_S,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        return [f"whether {package} is installed for the router could not be seen: {error}"]
+        return [f"{asked} could not be seen: {error}"]
     if result.returncode == _NO_PACKAGE:
-        what = f"{python} has no {package}"
+        what = f"{python} has no {package.name}"
         hint = (
-            f"pip install {distribution} for {python}, name another in cluster.python_by_role.router, or kind: direct"
+            f"pip install {package.distribution} for {python}, name another in cluster.python_by_role.{group.role}, "
+            f"or {package.instead}"
         )
-        raise ConfigError([Finding(recipe.where("engine.router.kind"), "engine.router.kind", what, hint)])
+        raise ConfigError([Finding(recipe.where(package.key), package.key, what, hint)])
     if result.returncode:
-        return [f"whether {package} is installed for the router could not be seen: {python} ended with an error"]
+        return [f"{asked} could not be seen: {python} ended with an error"]
     return []
 
 

@@ -57,7 +57,7 @@ def open_ledger(context: RoleContext, recipe: Recipe, step: int) -> RolloutLedge
         limit_s=recipe.handoff.retry_s,
         checkpoints=CheckpointLedger(context.run.checkpoints_dir).steps,
         replays=recipe.rollouts.order == "deterministic",
-        warehouse=make_warehouse(recipe.rollouts.warehouse),
+        warehouse=make_warehouse(recipe.rollouts.warehouse, url=context.endpoints().one("orchestrator")),
     )
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import msgspec
 
-from hpcrl.errors import HpcrlError, MissingExtraError
+from hpcrl.errors import HpcrlError
+from hpcrl.mooncake import load_client
 from hpcrl.store.endpoints import StoreEndpoints
 
 __all__ = ["CANARY_SEGMENT_BYTES", "CanaryResult", "run_canary"]
@@ -109,17 +110,9 @@ def _wait_reachable(endpoints: StoreEndpoints, deadline: float, where: str) -> N
 def _join(
     endpoints: StoreEndpoints, *, host: str, run_id: str, protocol: str, devices: tuple[str, ...], where: str
 ) -> Any:
-    try:
-        from mooncake.store import MooncakeDistributedStore  # noqa: PLC0415
-    except ModuleNotFoundError as error:
-        raise MissingExtraError("store", "mooncake") from error
-    except ImportError as error:  # a library of the system is missing
-        raise HpcrlError(
-            f"{where}: mooncake cannot be loaded: {error}\n"
-            "    hint: apt-get install libibverbs1 librdmacm1 libnuma1 libcurl4"
-        ) from error
+    client = load_client()
     os.environ.update(endpoints.variables)
-    store = MooncakeDistributedStore()
+    store = client.MooncakeDistributedStore()
     code = store.setup(
         host,
         endpoints.metadata,

@@ -12,15 +12,13 @@ import argparse
 import contextlib
 import logging
 import os
-import shutil
 import signal
 import subprocess
-import sys
 import time
-from pathlib import Path
 from types import FrameType
 
-from hpcrl.errors import DeadlineError, HpcrlError, MissingExtraError
+from hpcrl.errors import DeadlineError, HpcrlError
+from hpcrl.mooncake import program_of_master
 from hpcrl.runs.events import EventWriter
 from hpcrl.runs.record import RunRecord
 from hpcrl.runs.role import RoleContext, run_role
@@ -89,15 +87,6 @@ def _endpoints(context: RoleContext, settings: argparse.Namespace) -> StoreEndpo
     return endpoints
 
 
-def _program() -> str:
-    """Mooncake's master of this environment."""
-    beside = Path(sys.executable).with_name("mooncake_master")
-    found = str(beside) if beside.is_file() else shutil.which("mooncake_master")
-    if found is None:
-        raise MissingExtraError("store", "mooncake")
-    return found
-
-
 class _Watch:
     """Says in events what changes in the pool."""
 
@@ -120,7 +109,7 @@ def main(context: RoleContext) -> None:
     """Run the master until it ends or we are told to stop."""
     settings = _parse()
     endpoints, events = _endpoints(context, settings), context.events()
-    command = master_command(_program(), endpoints, settings)
+    command = master_command(program_of_master(), endpoints, settings)
     _log.info("%s", " ".join(command))
     metadata = MetadataServer(endpoints.host, endpoints.metadata_port)
     process = subprocess.Popen(command)

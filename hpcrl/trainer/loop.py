@@ -23,6 +23,7 @@ from hpcrl.dock.client import DockClient
 from hpcrl.dock.wire import BatchShard
 from hpcrl.errors import HandoffError, PeerLostError
 from hpcrl.models.arch import load_arch
+from hpcrl.mooncake import load_client
 from hpcrl.reporting import ReportedFile
 from hpcrl.runs.events import EventWriter
 from hpcrl.runs.metrics import MetricsWriter, StepRecord, read_metrics
@@ -94,6 +95,8 @@ class Trainer:
         self.model_dir = Path(recipe.model.path)
         self.arch = load_arch(self.model_dir)
         self.store = HandoffStore(context.run.weights_dir)
+        if recipe.rollouts.warehouse.backend == "mooncake":
+            load_client()  # not first when the first batch is there
         self.dock = DockClient(
             context.endpoints().one("orchestrator"),
             credentials=context.credentials,

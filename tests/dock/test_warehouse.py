@@ -9,20 +9,15 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 from patience import patience
+from warehouse_testing import Disk
 
 from hpcrl.credentials import Credentials, ensure_token
-from hpcrl.dock.columns import encode_columns
-from hpcrl.dock.ledger.entries import PayloadPlace
-from hpcrl.dock.ledger.payload import PayloadWriter
 from hpcrl.dock.warehouse.embedded import EmbeddedWarehouse
 from hpcrl.dock.warehouse.interface import Location, key_of
 from hpcrl.dock.warehouse.reading import BlockReader
 from hpcrl.interpreter import module_command
-
-Block = list[bytes | memoryview]
 
 
 @pytest.fixture
@@ -36,18 +31,6 @@ def warehouse(base: Path) -> Iterator[EmbeddedWarehouse]:
     warehouse = EmbeddedWarehouse(base, limit_bytes=1 << 20)
     yield warehouse
     warehouse.close()
-
-
-class Disk:
-    """Durable files, as the ledger's thread writes them."""
-
-    def __init__(self, directory: Path) -> None:
-        directory.mkdir()
-        self.directory, self._writer = directory, PayloadWriter(directory, 1)
-
-    def write(self, seed: int, numbers: int = 5000) -> tuple[PayloadPlace, Block]:
-        block = encode_columns(b"", {"numbers": np.random.default_rng(seed).integers(0, 99, numbers, dtype=np.int64)})
-        return self._writer.write([block])[0], block
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from hpcrl.config.rules.table import check_rules
 from hpcrl.errors import ConfigError, HpcrlError
 from hpcrl.inference.vllm.front import engine_flags
 from hpcrl.inference.vllm.side import variables as side_variables
-from hpcrl.jobplan import absolute_site_paths, check_pythons, check_router, make_plan
+from hpcrl.jobplan import absolute_site_paths, check_packages, check_pythons, make_plan
 from hpcrl.jobplan.commands.dynamo import kv_events
 from hpcrl.jobplan.groups import make_groups
 from hpcrl.supervisor.launch.commands import fill_placeholders
@@ -464,14 +464,40 @@ def test_a_router_that_is_not_installed_is_a_finding(tmp_path: Path) -> None:
     recipe = load_recipe("quickstart_vllm")
     # that of the tests: the router's package is in the environment of engines alone
     with pytest.raises(ConfigError, match=r"has no vllm_router") as error:
-        check_router(recipe, make_plan(recipe.value, with_values("local", vllm_python=sys.executable), "n", RUN_DIR))
+        check_packages(recipe, make_plan(recipe.value, with_values("local", vllm_python=sys.executable), "n", RUN_DIR))
     assert "python_by_role.router" in str(error.value)
     fake = tmp_path / "python"
     fake.write_text("#!/bin/sh\nexit 0\n")
     fake.chmod(0o755)
     installed = with_values("local", vllm_python=str(fake))
-    assert check_router(recipe, make_plan(recipe.value, installed, "n", RUN_DIR)) == []
+    assert check_packages(recipe, make_plan(recipe.value, installed, "n", RUN_DIR)) == []
     hidden = with_values("local", vllm_python="/only/on/nodes/python")
-    assert "not visible here" in check_router(recipe, make_plan(recipe.value, hidden, "n", RUN_DIR))[0]
+    assert "not visible here" in check_packages(recipe, make_plan(recipe.value, hidden, "n", RUN_DIR))[0]
     direct = load_recipe("quickstart_vllm", ["engine.router.kind=direct"])
-    assert check_router(direct, make_plan(direct.value, installed, "n", RUN_DIR)) == []
+    assert check_packages(direct, make_plan(direct.value, installed, "n", RUN_DIR)) == []
+
+
+def test_a_pool_of_rollouts_needs_its_package_where_it_is_written_and_read(tmp_path: Path) -> None:
+    """And two ports above the orchestrator's, where files need one."""
+    recipe = load_recipe("quickstart", ["rollouts.warehouse.backend=mooncake"])
+    without, there = tmp_path / "without", tmp_path / "there"
+    without.write_text("#!/bin/sh\nexit 3\n")
+    there.write_text("#!/bin/sh\nexit 0\n")
+    for python in (without, there):
+        python.chmod(0o755)
+
+    def checked(**pythons: Path) -> list[str]:
+        site = with_values("local", python_by_role={role: str(path) for role, path in pythons.items()})
+        return check_packages(recipe, make_plan(recipe.value, site, "n", RUN_DIR))
+
+    assert checked(orchestrator=there, trainer=there) == []
+    for role, other in (("orchestrator", "trainer"), ("trainer", "orchestrator")):
+        with pytest.raises(ConfigError, match=r"has no mooncake") as error:
+            checked(**{role: without, other: there})
+        assert f"python_by_role.{role}, or backend: embedded" in str(error.value)
+    files = load_recipe("quickstart")
+    ports = [
+        next(g.ports for g in make_plan(r.value, with_values("local"), "n", RUN_DIR).groups if g.role == "orchestrator")
+        for r in (recipe, files, load_recipe("quickstart", ["rollouts.warehouse.directory=null"]))
+    ]
+    assert ports == [3, 2, 1]

@@ -39,13 +39,17 @@ def _disk_has_place(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
 
 def _rdma_is_there(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
     store = recipe.engine.kv_store
-    if store is None or store.protocol != "rdma":
-        return
-    role = "decode" if recipe.engine.decode is not None else "engine"
-    if not isinstance(cluster, SlurmCluster):
-        yield "engine.kv_store.protocol", "a local run has no network adapters for RDMA"
-    elif cluster.partitions[cluster.partition_name(role)].node.fabric.kind == "ethernet":
-        yield "engine.kv_store.protocol", f"the nodes of {role} have plain Ethernet"
+    warehouse = recipe.rollouts.warehouse
+    wanted = []
+    if store is not None and store.protocol == "rdma":
+        wanted.append(("engine.kv_store.protocol", "decode" if recipe.engine.decode is not None else "engine"))
+    if warehouse.backend == "mooncake" and warehouse.protocol == "rdma":
+        wanted.append(("rollouts.warehouse.protocol", "trainer"))
+    for key, role in wanted:
+        if not isinstance(cluster, SlurmCluster):
+            yield key, "a local run has no network adapters for RDMA"
+        elif cluster.partitions[cluster.partition_name(role)].node.fabric.kind == "ethernet":
+            yield key, f"the nodes of {role} have plain Ethernet"
 
 
 STORE_RULES: tuple[Rule, ...] = (
@@ -57,5 +61,5 @@ STORE_RULES: tuple[Rule, ...] = (
         "set paths.scratch of the site, or disk_gib: 0",
         _disk_has_place,
     ),
-    Rule("store-rdma", "RDMA needs adapters that can.", "set protocol: auto", _rdma_is_there),
+    Rule("store-rdma", "RDMA needs adapters that can.", "set protocol: tcp", _rdma_is_there),
 )

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ import xxhash
 from hpcrl.dock.ledger.entries import PayloadPlace
 from hpcrl.fs import fsync_dir
 
-__all__ = ["PayloadWriter", "check_block", "read_payload", "write_pieces"]
+__all__ = ["PayloadWriter", "check_block", "read_payload", "view_payload", "write_pieces"]
 
 _FILE_BYTES = 256 << 20
 _PIECES = 512
@@ -108,6 +109,14 @@ def read_payload(directory: Path, place: PayloadPlace) -> bytes:
         block = stream.read(place.bytes)
     check_block(block, place)
     return block
+
+
+def view_payload(directory: Path, place: PayloadPlace) -> memoryview:
+    """The block at ``place``, mapped: only what is looked at is read, and nothing is compared (errors as above)."""
+    begin = place.offset - place.offset % mmap.ALLOCATIONGRANULARITY
+    with (directory / place.file).open("rb") as stream:
+        mapped = mmap.mmap(stream.fileno(), place.offset + place.bytes - begin, offset=begin, prot=mmap.PROT_READ)
+    return memoryview(mapped)[place.offset - begin :]
 
 
 def check_block(block: bytes | memoryview, place: PayloadPlace) -> None:

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from hpcrl.dock.ledger.entries import PayloadPlace
 from hpcrl.dock.ledger.payload import write_pieces
-from hpcrl.dock.warehouse.interface import Figures, key_of
+from hpcrl.dock.warehouse.interface import Figures, half_at_most, key_of
 from hpcrl.ours import check_parent, check_private
 
 __all__ = ["EmbeddedWarehouse", "remove_dead"]
@@ -64,11 +64,8 @@ class EmbeddedWarehouse:
         """
         check_parent(base)
         remove_dead(base)
-        # collectives and engines of the node keep things there, too, and fail where it is full
-        half = shutil.disk_usage(base).free // 2
-        if half < limit_bytes:
-            said = "the warehouse of rollouts takes %.2f GiB at most, half of what is free in %s, not %.2f"
-            _log.warning(said, half / (1 << 30), base, limit_bytes / (1 << 30))
+        # collectives and engines of the node keep things there, too
+        self._limit = half_at_most(limit_bytes, shutil.disk_usage(base).free, str(base))
         self.directory = base / f"{_PREFIX}-{os.geteuid()}-{secrets.token_hex(16)}"
         # locked before it has the name by which others find it
         made = base / f".{self.directory.name}"
@@ -76,7 +73,7 @@ class EmbeddedWarehouse:
         self._alive = os.open(made / _ALIVE, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
         made.rename(self.directory)
-        self._limit, self._lock = min(limit_bytes, half), threading.Lock()
+        self._lock = threading.Lock()
         self._sizes: dict[str, int] = {}
         """Bytes of the file of each block."""
         self._free: list[tuple[int, str]] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -9,7 +10,30 @@ import msgspec
 
 from hpcrl.dock.ledger.entries import PayloadPlace
 
-__all__ = ["Figures", "Location", "Warehouse", "key_of"]
+__all__ = ["Figures", "Location", "Pool", "Warehouse", "half_at_most", "key_of"]
+
+_log = logging.getLogger(__name__)
+
+
+class Pool(msgspec.Struct, frozen=True):
+    """A pool of memory that is Mooncake's.
+
+    Attributes
+    ----------
+    host, port:
+        Of its master.
+    protocol:
+        Between nodes: ``tcp`` or ``rdma``.
+    """
+
+    host: str
+    port: int
+    protocol: str
+
+    @property
+    def master(self) -> str:
+        """As Mooncake's clients are told."""
+        return f"{self.host}:{self.port}"
 
 
 class Location(msgspec.Struct, frozen=True):
@@ -21,11 +45,14 @@ class Location(msgspec.Struct, frozen=True):
         Of its files, on its own node. Its name is not known to others, and occurs on no other node.
     host, port:
         Of the server for other nodes; port 0 where none serves.
+    pool:
+        Where blocks are objects in Mooncake Store, and there is neither directory nor server.
     """
 
     directory: str
     host: str = ""
     port: int = 0
+    pool: Pool | None = None
 
 
 class Figures(NamedTuple):
@@ -72,3 +99,12 @@ class Warehouse(Protocol):
 def key_of(place: PayloadPlace) -> str:
     """The name of a block, of which no other one of the run has the same."""
     return f"{place.file}.{place.offset}"
+
+
+def half_at_most(limit_bytes: int, free_bytes: int, where: str) -> int:
+    """The limit, or half of what is free where that is less, which is said: a node that is full fails others, too."""
+    half = free_bytes // 2
+    if half < limit_bytes:
+        said = "the warehouse of rollouts takes %.2f GiB at most, half of what is free in %s, not %.2f"
+        _log.warning(said, half / (1 << 30), where, limit_bytes / (1 << 30))
+    return min(limit_bytes, half)

@@ -40,10 +40,10 @@ class WarehouseServer:
         check_private(directory)
         self._directory, self._gate = directory, gate
 
-    async def start(self, host: str) -> tuple[asyncio.Server, int]:
-        """Listen on a free port of ``host`` (OSError, UsageError where it may not)."""
+    async def start(self, host: str, port: int) -> tuple[asyncio.Server, int]:
+        """Listen on a port of ``host``, 0 for a free one (OSError, UsageError where it may not)."""
         self._gate.check_host(host)
-        server = await asyncio.start_server(self._serve, host, 0)
+        server = await asyncio.start_server(self._serve, host, port)
         return server, int(server.sockets[0].getsockname()[1])
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -98,8 +98,8 @@ class WarehouseServer:
         return True
 
 
-async def _run(directory: Path, host: str, gate: Gate) -> None:
-    server, port = await WarehouseServer(directory, gate).start(host)
+async def _run(directory: Path, host: str, port: int, gate: Gate) -> None:
+    server, port = await WarehouseServer(directory, gate).start(host, port)
     print(port, flush=True)
     parent = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(parent), sys.stdin)
@@ -114,12 +114,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="serve the blocks of a warehouse of rollouts")
     parser.add_argument("--directory", type=Path, required=True, help="of the blocks")
     parser.add_argument("--host", required=True, help="address to listen on")
+    parser.add_argument("--port", type=int, default=0, help="to listen on; 0 for a free one")
     parser.add_argument("--token-file", type=Path, help="of the run")
     parser.add_argument("--attempt", type=int, help="of the run, whose requests are answered")
     given = parser.parse_args()
     try:
         token = None if given.token_file is None else Credentials(read_token(given.token_file), given.attempt)
-        asyncio.run(_run(given.directory, given.host, Gate("warehouse", token)))
+        asyncio.run(_run(given.directory, given.host, given.port, Gate("warehouse", token)))
     except (HpcrlError, OSError) as error:
         raise SystemExit(f"error: the warehouse of rollouts cannot be served: {error}") from None
 

@@ -14,7 +14,9 @@ from urllib.parse import urlsplit
 from hpcrl.config.rollouts import WarehouseConfig
 from hpcrl.credentials import TOKEN_FILE
 from hpcrl.dock.warehouse.embedded import EmbeddedWarehouse
-from hpcrl.dock.warehouse.interface import Location, Warehouse
+from hpcrl.dock.warehouse.interface import Location, Pool, Warehouse
+from hpcrl.dock.warehouse.mooncake import MooncakeWarehouse
+from hpcrl.errors import HpcrlError
 from hpcrl.gate import is_loopback
 from hpcrl.interpreter import module_command
 from hpcrl.runs.role import RoleContext
@@ -26,12 +28,32 @@ _START_S = 60.0
 _AGAIN_S = 1.0
 
 
-def make_warehouse(config: WarehouseConfig) -> EmbeddedWarehouse | None:
-    """The warehouse that a recipe wants; None, and a warning, where the node does not let us have one."""
+def make_warehouse(config: WarehouseConfig, *, url: str) -> Warehouse | None:
+    """The warehouse that a recipe wants; None, and a warning, where the node does not let us have one in files.
+
+    Parameters
+    ----------
+    url:
+        Of the orchestrator, whose next ports are the warehouse's.
+
+    Raises
+    ------
+    HpcrlError
+        The pool that a recipe wants cannot be made.
+    """
+    limit_bytes = int(config.limit_gib * (1 << 30))
+    if config.backend == "mooncake":
+        address = urlsplit(url)
+        pool = Pool(address.hostname or "", (address.port or 0) + 1, config.protocol)
+        try:
+            return MooncakeWarehouse(pool, limit_bytes=limit_bytes)
+        except OSError as error:
+            hint = "rollouts.warehouse.backend: embedded needs no pool"
+            raise HpcrlError(f"no pool of rollouts: {error}\n    hint: {hint}") from error
     if config.directory is None:
         return None
     try:
-        return EmbeddedWarehouse(Path(config.directory), limit_bytes=int(config.limit_gib * (1 << 30)))
+        return EmbeddedWarehouse(Path(config.directory), limit_bytes=limit_bytes)
     except OSError as error:
         _log.warning(
             "no warehouse of rollouts in %s (%s): ranks read rollouts from the shared filesystem\n"
@@ -62,14 +84,17 @@ class WarehouseProcess:
     ) -> None:
         """Begin, in a task that ``spawn`` starts.
 
-        Nothing is served where there is no warehouse, or the orchestrator has an address that only this machine
-        reaches: who could ask can map the files.
+        Nothing is served where there is no warehouse of files, or the orchestrator has an address that only this
+        machine reaches: who could ask can map the files.
         """
+        self._pooled = warehouse.location if isinstance(warehouse, MooncakeWarehouse) else None
         self._directory = warehouse.directory if isinstance(warehouse, EmbeddedWarehouse) else None
-        self._host = urlsplit(context.endpoints().one("orchestrator")).hostname or ""
+        address = urlsplit(context.endpoints().one("orchestrator"))
+        self._host, self._own_port = address.hostname or "", (address.port or 0) + 1
         self._wanted = self._directory is not None and not is_loopback(self._host)
         token = ["--token-file", str(context.run.path / TOKEN_FILE), "--attempt", str(context.attempt)]
-        options = ["--directory", str(self._directory), "--host", self._host, *token]
+        listen = ["--host", self._host, "--port", str(self._own_port)]
+        options = ["--directory", str(self._directory), *listen, *token]
         self._command = module_command(sys.executable, "hpcrl.dock.warehouse.server", *options)
         self._port = 0
         self.pid: int | None = None
@@ -77,6 +102,8 @@ class WarehouseProcess:
 
     def locate(self) -> Location | None:
         """For readers, without a port while no process serves; None where there is no warehouse."""
+        if self._pooled is not None:
+            return self._pooled
         return None if self._directory is None else Location(str(self._directory), self._host, self._port)
 
     async def _run(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import os
 import signal
 from pathlib import Path
@@ -19,7 +20,9 @@ from hpcrl.credentials import Credentials, ensure_token
 from hpcrl.dock.ledger.payload import PayloadWriter
 from hpcrl.dock.warehouse.embedded import EmbeddedWarehouse
 from hpcrl.dock.warehouse.interface import Location
+from hpcrl.dock.warehouse.mooncake import MooncakeWarehouse, leave_pools
 from hpcrl.dock.warehouse.reading import BlockReader
+from hpcrl.ports import choose_blocks
 from hpcrl.rollouts.batches import warehouse as module
 from hpcrl.rollouts.batches.warehouse import WarehouseProcess
 from hpcrl.rollouts.ledger import RolloutLedger
@@ -58,6 +61,38 @@ async def test_rollouts_of_trained_steps_leave_memory_and_the_rest_at_the_end(tm
         for running_group in loop.orchestrator._scheduler._running.values():
             assert len(running_group.conversations) + len(running_group.rollouts) <= size
     assert list(memory.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("mooncake") is None, reason="mooncake is not installed: hpcrl[store-cpu]")
+async def test_ranks_train_from_a_pool_and_from_disk_while_it_is_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pooled = {"max_off_policy_steps": 1, "warehouse": {"backend": "mooncake", "limit_gib": 0.03}}
+    async with running(make_run(tmp_path, rollouts=pooled), StubEngine()) as loop:
+        await loop.train(1, 3)
+        size, sources = loop.recipe.rollouts.rollouts_per_step, loop.client.sources
+        assert sources == {"pool": 3 * size}
+        assert loop.orchestrator._ledger is not None
+        warehouse = loop.orchestrator._ledger.warehouse
+        assert isinstance(warehouse, MooncakeWarehouse)
+        assert warehouse.figures().blocks <= 3 * size
+        first = warehouse.master.pid
+        assert first is not None
+        os.kill(first, signal.SIGKILL)
+        await loop.train(4, 6)
+        assert sources["disk"] > 0
+        assert sum(sources.values()) == 6 * size
+        assert "are read from the shared filesystem" in caplog.text
+        await loop.until(lambda: warehouse.master.pid not in (first, None))
+        step, known = 6, sources["pool"]
+        while sources["pool"] == known:
+            step += 1
+            assert step < 100
+            await loop.train(step, step)
+            await asyncio.sleep(0.2)
+        leave_pools()
+    assert warehouse.master.pid is None
 
 
 async def test_what_is_dropped_leaves_memory(tmp_path: Path, memory: Path) -> None:
@@ -149,13 +184,15 @@ async def test_a_killed_server_is_started_again_and_serves_the_same_files(
     assert warehouse.put(place, block)
     context = RoleContext(RunDir(tmp_path), attempt=2, role="orchestrator", replica=0, rank=0)
     context.run.attempt_dir(2).mkdir(parents=True)
-    Endpoints(urls={"orchestrator": ["http://127.0.0.1:9"]}, servers={}).write(context.run, 2)
+    (port,) = choose_blocks([2], first=21000, last=29999, host="127.0.0.1")
+    Endpoints(urls={"orchestrator": [f"http://127.0.0.1:{port}"]}, servers={}).write(context.run, 2)
     server = WarehouseProcess(context, warehouse, spawn=asyncio.create_task)
 
     async def read() -> dict[str, int]:
         async with asyncio.timeout(20.0 * patience()):
             while (location := server.locate()) is None or location.port == 0:
                 await asyncio.sleep(0.01)
+        assert location.port == port + 1
         own = Credentials.of_run(tmp_path, 2).headers["Authorization"]
         elsewhere = Location("/nowhere", location.host, location.port)
         reader = BlockReader(elsewhere, tmp_path / "payload", authorization=own)

@@ -1,0 +1,111 @@
+"""Mooncake's master, which knows where the objects of a warehouse are and holds none of them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import subprocess
+import threading
+import time
+
+from hpcrl.dock.warehouse.interface import Pool
+from hpcrl.errors import DeadlineError
+from hpcrl.mooncake import program_of_master
+from hpcrl.ports import is_free
+
+__all__ = ["PoolMaster", "reach"]
+
+_log = logging.getLogger(__name__)
+_START_S = 60.0
+_POLL_S = 0.05
+_AGAIN_S = 1.0
+_STOP_S = 5.0
+_CONNECT_S = 5.0
+_TTL_S = 10
+"""A client that is silent for so long is forgotten, and its memory."""
+
+
+class PoolMaster:
+    """Keeps a master running: one that ends is started again on its ports, and knows nothing then.
+
+    It listens on the port of the pool, and on the next one, where it answers with its metrics over HTTP.
+
+    Attributes
+    ----------
+    pid:
+        Of the process; None while there is none.
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        """Start it, and wait until it listens.
+
+        Raises
+        ------
+        MissingExtraError
+            Mooncake is not installed.
+        DeadlineError
+            It does not listen within a minute.
+        OSError
+            Somebody else listens on its ports.
+        """
+        if taken := [port for port in (pool.port, pool.port + 1) if not is_free(pool.host, port)]:
+            raise OSError(f"port {taken[0]} of {pool.host} is taken")
+        flags = {
+            "rpc_address": pool.host,
+            "rpc_port": pool.port,
+            "metrics_host": pool.host,
+            "metrics_port": pool.port + 1,
+            "client_ttl": _TTL_S,
+            "minloglevel": 1,
+        }
+        self._command = [program_of_master(), *(f"--{name}={value}" for name, value in flags.items())]
+        self._pool, self._closed = pool, threading.Event()
+        self.pid: int | None = None
+        self._thread = threading.Thread(target=self._run, name="pool-master", daemon=True)
+        self._thread.start()
+        deadline = time.monotonic() + _START_S
+        while not _listens(pool):
+            if time.monotonic() > deadline:
+                self.close()
+                raise DeadlineError(
+                    f"mooncake_master does not listen on {pool.master} within {_START_S:g} s\n"
+                    "    hint: its words are in the orchestrator's log; rollouts.warehouse.backend: embedded needs none"
+                )
+            time.sleep(_POLL_S)
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            with subprocess.Popen(self._command) as process:
+                self.pid = process.pid
+                while process.poll() is None and not self._closed.wait(_POLL_S):
+                    pass
+                if process.poll() is None:
+                    process.terminate()
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        process.wait(_STOP_S)
+                    process.kill()
+                else:
+                    said = (
+                        "mooncake_master ended with code %d, and all rollouts in memory are lost; it is started again"
+                    )
+                    _log.warning("%s", said % process.returncode)
+            self.pid = None
+            self._closed.wait(_AGAIN_S)
+
+    def close(self) -> None:
+        """End it."""
+        self._closed.set()
+        self._thread.join(2 * _STOP_S)
+
+
+def _listens(pool: Pool) -> bool:
+    with contextlib.suppress(OSError):
+        reach(pool)
+        return True
+    return False
+
+
+def reach(pool: Pool) -> None:
+    """See that the master can be reached (OSError where not): Mooncake's own attempts take a minute and a half."""
+    socket.create_connection((pool.host, pool.port), timeout=_CONNECT_S).close()

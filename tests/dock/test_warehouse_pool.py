@@ -1,0 +1,144 @@
+"""The warehouse in Mooncake Store, with a real master: blocks are verified, and what is lost is read from disk."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from patience import wait_for
+from warehouse_testing import Disk
+
+from hpcrl.config.rollouts import WarehouseConfig
+from hpcrl.dock.warehouse import mooncake as module
+from hpcrl.dock.warehouse.interface import Pool, key_of
+from hpcrl.dock.warehouse.mooncake import MooncakeWarehouse, leave_pools
+from hpcrl.dock.warehouse.reading import BlockReader
+from hpcrl.errors import HpcrlError, MissingExtraError
+from hpcrl.mooncake import load_client
+from hpcrl.ports import choose_blocks
+from hpcrl.rollouts.batches.warehouse import make_warehouse
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("mooncake") is None, reason="mooncake is not installed: hpcrl[store-cpu]"
+)
+LIMIT = 32 << 20
+
+
+@pytest.fixture(scope="module")
+def warehouse() -> Iterator[MooncakeWarehouse]:
+    (port,) = choose_blocks([2], first=21000, last=29999, host="127.0.0.1")
+    warehouse = MooncakeWarehouse(Pool("127.0.0.1", port, "tcp"), limit_bytes=LIMIT)
+    yield warehouse
+    leave_pools()
+    warehouse.close()
+    assert warehouse.master.pid is None
+
+
+@pytest.fixture
+def disk(tmp_path: Path, request: pytest.FixtureRequest) -> Disk:
+    # names of blocks are those of files: each test has its own
+    return Disk(tmp_path / "payload", writer=1 + sum(request.node.name.encode()))
+
+
+def test_ranks_read_what_was_put_and_what_is_released_is_gone(warehouse: MooncakeWarehouse, disk: Disk) -> None:
+    blocks = [disk.write(seed, numbers=2000 * seed) for seed in (1, 2, 3)]
+    assert all(warehouse.put(*each) for each in blocks)
+    places = [place for place, _ in blocks]
+    reader = BlockReader(warehouse.location, Path("/nowhere"))
+    reader.prepare(places[:2])
+    assert [reader.read(place) for place in places] == [b"".join(block) for _, block in blocks]
+    assert reader.read(places[0]).readonly
+    assert reader.sources == {"pool": 4}
+    assert warehouse.figures()[:2] == (3, sum(place.bytes for place in places))
+    warehouse.release(places)  # also those that were just read
+    assert warehouse.figures()[:2] == (0, 0)
+    wait_for(lambda: warehouse._store.is_exist(key_of(places[2])) == 0, 10.0, "removed objects")
+    again = BlockReader(warehouse.location, disk.directory)
+    assert [again.read(place) for place in places] == [b"".join(block) for _, block in blocks]
+    assert again.sources == {"disk": 3}
+    assert again.problems[0] == f"{key_of(places[0])}: the pool does not have it"
+
+
+@pytest.mark.parametrize("damage", ["changed", "cut", "longer"])
+def test_what_is_damaged_in_the_pool_is_read_from_disk_and_said(
+    warehouse: MooncakeWarehouse, disk: Disk, damage: str
+) -> None:
+    (place, block), (other, other_block) = disk.write(1), disk.write(2)
+    assert warehouse.put(place, block)
+    assert warehouse.put(other, other_block)
+    whole = b"".join(block)
+    told = {"changed": whole[:-1] + b"\xff", "cut": whole[: len(whole) // 2], "longer": whole + b"more"}[damage]
+    client = load_client()
+    assert warehouse._store.remove(key_of(place), True) == 0
+    assert warehouse._store.put(key_of(place), told, client.ReplicateConfig()) == 0
+    reader = BlockReader(warehouse.location, disk.directory)
+    reader.prepare([place, other])
+    assert reader.read(place) == whole
+    assert reader.read(other) == b"".join(other_block)
+    assert reader.sources == {"disk": 1, "pool": 1}
+    (problem,) = reader.problems
+    assert {"changed": "has another content", "cut": f"gave {len(whole) // 2} of", "longer": "with code"}[
+        damage
+    ] in problem
+    (disk.directory / place.file).unlink()
+    with pytest.raises(FileNotFoundError):
+        reader.read(place)
+    warehouse.release([place, other])
+
+
+def test_full_is_said_and_loses_nothing(warehouse: MooncakeWarehouse, disk: Disk) -> None:
+    blocks = [disk.write(seed, numbers=(12 << 20) // 8) for seed in range(3)]
+    assert [warehouse.put(*each) for each in blocks] == [True, True, False]
+    assert warehouse.full
+    assert warehouse.figures().refused >= 1
+    assert warehouse.figures().held_bytes <= LIMIT
+    reader = BlockReader(warehouse.location, disk.directory)
+    assert [reader.read(place) for place, _ in blocks] == [b"".join(block) for _, block in blocks]
+    assert reader.sources == {"pool": 2, "disk": 1}
+    warehouse.release([place for place, _ in blocks[:1]])
+    assert not warehouse.full
+    wait_for(lambda: warehouse.put(*blocks[2]), 10.0, "room")
+    warehouse.release([place for place, _ in blocks[1:]])
+
+
+def test_a_killed_master_costs_reads_from_disk_until_it_is_back(
+    warehouse: MooncakeWarehouse, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_AGAIN_S", 0.5)
+    (place, block), (late, late_block) = disk.write(1), disk.write(2)
+    assert warehouse.put(place, block)
+    reader = BlockReader(warehouse.location, disk.directory)
+    assert reader.read(place) == b"".join(block)
+    first = warehouse.master.pid
+    assert first is not None
+    os.kill(first, signal.SIGKILL)
+    wait_for(lambda: warehouse.master.pid not in (first, None), 20.0, "another master")
+    assert reader.read(place) == b"".join(block)
+    assert reader.sources == {"pool": 1, "disk": 1}
+    wait_for(lambda: warehouse.put(late, late_block), 30.0, "a put into the pool of another master")
+    assert not warehouse.full
+    assert reader.read(late) == b"".join(late_block)
+    assert reader.sources == {"pool": 2, "disk": 1}
+    warehouse.release([place, late])
+    assert warehouse.figures()[:2] == (0, 0)
+
+
+def test_where_mooncake_is_missing_a_start_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mooncake", None)
+    with pytest.raises(MissingExtraError, match=r"hint: pip install 'hpcrl\[store\]'"):
+        make_warehouse(WarehouseConfig(backend="mooncake"), url="http://127.0.0.1:9")
+
+
+def test_where_its_port_is_taken_a_start_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody else listens there, who is no master."""
+    monkeypatch.setattr("hpcrl.dock.warehouse.mooncake.half_at_most", lambda *_: 1 << 20)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        url = f"http://127.0.0.1:{other.getsockname()[1] - 1}"
+        with pytest.raises(HpcrlError, match=r"(?s)port .* is taken.*hint: "):
+            make_warehouse(WarehouseConfig(backend="mooncake"), url=url)
