@@ -30,7 +30,8 @@ Made from the code by `make docs`; a test fails when it is out of date.
 A **recipe** says what to train, a **cluster profile** where. Both are YAML. Unknown keys are errors, units stand in
 the names, and every value can be traced: `hpcrl recipe show RECIPE` prints where each one comes from.
 
-- `extends: NAME_OR_PATH` starts a recipe from another one; mappings are merged, everything else is replaced.
+- `extends: NAME_OR_PATH` starts a recipe from another one; mappings are merged, everything else is replaced. `null` in
+  place of a mapping takes it out: it is then what it is by default.
 - `--set key.path=value` changes one value from the command line; list items by number (`environments.0.weight=2`).
 - A cluster profile may extend another one, too. A file of your own in `~/.config/hpcrl/clusters`, called like that of
   the site and with `extends:` and its name, is on top of it ([admins.md](admins.md)).

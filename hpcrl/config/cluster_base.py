@@ -71,12 +71,13 @@ class ClusterBase(StrictModel):
     ``~`` and ``$NAME`` are expanded, and relative ones start where hpcrl is called, unless roles run in containers.
     Others have the interpreter of hpcrl, or the container's."""
     vllm_python: str | None = None
-    """Interpreter of engines with the backend ``vllm``, and of their router and store, where ``python_by_role`` does
-    not name theirs. vLLM pins torch and much else: it has an environment of its own."""
+    """Interpreter of engines with the backend ``vllm``, and of router and store beside engines of any backend, where
+    ``python_by_role`` does not name theirs. vLLM pins torch and much else: it has an environment of its own."""
 
     def python_of(self, role: str, *, backend: str) -> str | None:
         """The interpreter of a role; None where the profile names none."""
         by_role = {str(key): python for key, python in self.python_by_role.items()}
         if role not in ("engine", "prefill", "decode", "router", "store"):
             return by_role.get(role)
-        return by_role.get(role) or by_role.get("engine") or (self.vllm_python if backend == "vllm" else None)
+        theirs = backend == "vllm" or role in ("router", "store")
+        return by_role.get(role) or by_role.get("engine") or (self.vllm_python if theirs else None)

@@ -62,12 +62,19 @@ def with_bases(
 
 
 def _merge(base: Any, top: Any, path: KeyPath, base_origins: Origins, top_origins: Origins) -> Any:
-    """Mappings are merged key by key, everything else is replaced; ``base_origins`` is brought up to date."""
+    """Mappings are merged key by key, everything else is replaced; ``base_origins`` is brought up to date.
+
+    A null in place of a mapping takes it out, so that it is what it is by default.
+    """
     if isinstance(base, dict) and isinstance(top, dict):
         base_origins[path] = top_origins[path]
         result = dict(base)
         for key, value in top.items():
-            result[key] = _merge(base.get(key), value, (*path, key), base_origins, top_origins)
+            merged = _merge(base.get(key), value, (*path, key), base_origins, top_origins)
+            if merged is None and isinstance(base.get(key), dict):
+                del result[key]
+            else:
+                result[key] = merged
         return result
     for stale in [p for p in base_origins if p[: len(path)] == path]:
         del base_origins[stale]

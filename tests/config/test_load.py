@@ -9,7 +9,7 @@ import yaml
 
 from hpcrl.config.cluster import cluster_from_json
 from hpcrl.config.load import leaves, load_cluster, load_recipe
-from hpcrl.config.recipe import WordsEnv
+from hpcrl.config.recipe import EngineConfig, WordsEnv
 from hpcrl.config.resources import list_clusters, list_recipes
 from hpcrl.config.rules.table import LOSS_SETTINGS, RULES, SITE_RULES, check_rules
 from hpcrl.config.yamltree import parse_value
@@ -53,6 +53,18 @@ def test_extends_merges_mappings_and_replaces_lists(tmp_path: Path) -> None:
     assert loaded.where("trainer.steps") == f"{tmp_path / 'base.yaml'}:6"
     assert loaded.where("trainer.optimizer.weight_decay") == f"{top}:5"
     assert loaded.where("environments.0.task") == f"{top}:4"
+
+
+def test_null_takes_out_a_mapping_of_what_is_extended(tmp_path: Path) -> None:
+    engine = "engine: {backend: vllm, memory: {weights: fp8}, kv_store: {segment_gib: 3}, vllm_args: {seed: 1}}\n"
+    write(tmp_path, "base", f"{BASE}{engine}")
+    top = write(tmp_path, "top", "extends: base.yaml\nengine:\n  memory: null\n  kv_store: null\n  vllm_args: null\n")
+    loaded = load_recipe(top)
+    assert loaded.value.engine == EngineConfig(backend="vllm")
+    assert loaded.where("engine.vllm_args") == f"{top}:5"
+    # where nothing is extended, null is a value like others
+    with pytest.raises(ConfigError, match=r"engine\.memory"):
+        load_recipe(write(tmp_path, "alone", f"{BASE}engine: {{memory: null}}\n"))
 
 
 def test_extends_in_a_circle_is_an_error(tmp_path: Path) -> None:
@@ -128,7 +140,13 @@ def test_nearer_cluster_profile_wins(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 #: recipes that are larger than this machine, and the packaged site they are for
-SITES = {"glm5_swe": "h200-28", "qwen3_30b_a3b": "pyxis-site", "qwen3_30b_a3b_lowmem": "roce-h100"}
+SITES = {
+    "glm5_swe": "h200-28",
+    "glm5_swe_small": "devcluster",
+    "qwen3_30b_a3b": "pyxis-site",
+    "qwen3_30b_a3b_lowmem": "roce-h100",
+    "qwen3_30b_a3b_node": "h200-28",
+}
 
 
 @pytest.mark.parametrize("name", list_recipes())

@@ -303,6 +303,8 @@ def test_interpreters_by_role(tmp_path: Path) -> None:
     # the link itself: behind it is an interpreter without the environment's packages
     assert site.python_of("decode", backend="vllm") == str(link)
     assert site.python_of("engine", backend="embedded") is None
+    # vllm-router comes with vLLM's environment, also in front of others
+    assert site.python_of("router", backend="embedded") == str(link)
     assert site.python_of("trainer", backend="vllm") is None
     by_role = {"engine": "/e", "prefill": "/p", "trainer": "/t"}
     named = with_values("local", vllm_python="/v", python_by_role=by_role)

@@ -16,6 +16,7 @@ from hpcrl.jobplan.model_rules import MODEL_RULES
 
 Hpcrl = Callable[..., tuple[int, str, str]]
 GLM5 = ("glm5_swe", "-c", "h200-28")
+NODE = ("qwen3_30b_a3b_node", "-c", "h200-28")
 _ASKED: dict[tuple[str, ...], tuple[int, str, str]] = {}
 
 
@@ -64,14 +65,36 @@ def test_the_reference_run_fits_and_is_forecast(hpcrl: Hpcrl, tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_plan_in_the_documentation_is_todays(hpcrl: Hpcrl, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("page", "between", "arguments"),
+    [
+        ("planning", ("## How to read a plan\n", "\n- **The first lines**"), GLM5),
+        ("qwen3-one-node", ("## What the plan says\n", "\nThe trainer"), NODE),
+    ],
+)
+def test_the_plan_in_the_documentation_is_todays(
+    page: str, between: tuple[str, str], arguments: tuple[str, ...], hpcrl: Hpcrl, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "140")
-    text = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
-    sample = text.partition("## How to read a plan\n")[2].partition("\n- **The first lines**")[0]
+    text = (Path(__file__).parents[2] / "docs" / f"{page}.md").read_text()
+    sample = text.partition(between[0])[2].partition(between[1])[0]
     lines = [" ".join(line.split()) for line in sample.splitlines() if line.strip() not in {"", "..."}]
-    said = " ".join(hpcrl(*GLM5)[1].split())
-    assert len(lines) > 15
-    assert [line for line in lines if line not in said] == [], "copy these lines from `hpcrl plan glm5_swe -c h200-28`"
+    said = " ".join(hpcrl(*arguments)[1].split())
+    assert len(lines) >= 15
+    assert [line for line in lines if line not in said] == [], f"copy these lines from `hpcrl plan {arguments[0]}`"
+
+
+def test_what_the_documentation_says_of_other_settings_is_planned(hpcrl: Hpcrl) -> None:
+    """The table of docs/qwen3-one-node.md: GiB of a trainer's GPU, and seconds or minutes of the trainer's work."""
+    text = (Path(__file__).parents[2] / "docs" / "qwen3-one-node.md").read_text()
+    rows = [line.split("|")[1:4] for line in text.splitlines() if line.startswith("| `--set ")]
+    assert len(rows) >= 4
+    for settings, memory, work in rows:
+        out = hpcrl(*NODE, *settings.strip().strip("`").split())[1]
+        (gpu,) = (line for line in out.splitlines() if line.startswith("trainer gpu"))
+        (trainer,) = (line for line in out.splitlines() if line.startswith("trainer  1      8     FSDP"))
+        assert memory.strip().partition(",")[0] == gpu.split()[3], settings
+        assert work.strip() in trainer, settings
 
 
 def test_json_is_the_plan_with_its_forecast(hpcrl: Hpcrl) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from hpcrl.cli.main import main
 from hpcrl.config.joined import load_both
 from hpcrl.config.plan import Plan
 from hpcrl.jobplan import absolute_paths, absolute_site_paths, make_plan
+from hpcrl.models import known
+from hpcrl.models.tokenizer import write_character_tokenizer
 from hpcrl.runs.record import RunRecord
 from hpcrl.slurm.errors import SlurmRejectedError
 from hpcrl.slurm.scripts import STAND_IN_ID
@@ -163,6 +166,40 @@ def test_real_roles_of_the_reference_run_want_its_model_alone(
     # what a site brings is all that is missing
     assert err.startswith("hpcrl: 1 problem")
     assert "models/GLM-5 holds no model" in err
+
+
+def test_a_dry_run_of_the_reference_run_is_refused_for_what_a_site_brings_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The model, the package of tasks, vLLM's environment; with these it shows what would be submitted."""
+    Path("tasks").mkdir()
+    site = {"extends": "h200-28", "env": {"PYTHONPATH": str(Path("tasks").absolute())}}
+    Path("site.yaml").write_text(json.dumps(site))
+    dry_run = ("submit", "glm5_swe", "-c", "site.yaml", "--dry-run")
+
+    def refused() -> str:
+        assert run(monkeypatch, *dry_run) == 2
+        first, what, *_ = capsys.readouterr().err.splitlines()
+        assert first == "hpcrl: 1 problem"
+        return str(what)
+
+    assert refused().endswith(f"model.path: {Path.cwd() / 'models/GLM-5'} holds no model (no config.json)")
+    write_character_tokenizer(Path("models/GLM-5"))
+    shutil.copy(Path(known.__file__).parent / "configs/GLM-5.json", "models/GLM-5/config.json")
+    assert "environments.swe.factory: module 'swe_tasks' cannot be imported" in refused()
+    shutil.copy(Path(__file__).parents[1] / "rollouts" / "my_environment.py", "tasks/swe_tasks.py")
+    with Path("tasks/swe_tasks.py").open("a") as module:
+        module.write("\n\nEnvironment = Obedient\n")
+    assert "engine.router.kind: " in (what := refused())
+    assert what.endswith(" has no vllm_router")
+    Path("site.yaml").write_text(json.dumps({**site, "vllm_python": "/shared/envs/vllm/bin/python"}))
+    assert run(monkeypatch, *dry_run) == 0
+    shown = capsys.readouterr()
+    assert "28 nodes, 224 GPUs" in shown.out
+    # of an environment that cannot be seen from here it says so, and nothing else
+    *notes, _, last = shown.err.splitlines()
+    assert [line for line in notes if "is not visible here" not in line] == []
+    assert last == "nothing was started or written (--dry-run)"
 
 
 def test_dry_run_changes_nothing(

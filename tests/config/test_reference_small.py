@@ -1,0 +1,114 @@
+"""The reference run in small differs from it by sizes and by what a CPU must replace, and by nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcrl.config.load import Loaded, leaves, load_recipe
+from hpcrl.config.recipe import Recipe
+
+#: what may be smaller, beside the name of the recipe
+SIZES = (
+    "name",
+    "description",
+    "model.path",
+    "model.warmup",
+    "rollouts.rollouts_per_step",
+    "rollouts.group_size",
+    "rollouts.max_in_flight",
+    "rollouts.sampling.max_new_tokens",
+    "trainer.steps",
+    "trainer.ranks",
+    "trainer.micro_batch_tokens",
+    "trainer.memory.lm_head_chunk_tokens",
+    "trainer.optimizer.learning_rate",
+    "engine.max_model_len",
+    "engine.max_num_seqs",
+    "engine.block_size",
+)
+_NO_SIDES = "embedded engines have no sides: as many engines as the sides have nodes compute prompts and answers alike"
+#: what a CPU must replace, with the reason as it stands in the recipe
+REPLACED = {
+    "environments": (
+        "the tasks of software engineering are the site's package; the calculator has turns and a tool as they have"
+    ),
+    "trainer.precision.fp8.backend": (
+        "DeepGEMM is for Hopper GPUs; the reference in plain torch defines what it computes"
+    ),
+    "engine.backend": "vLLM has no sparse attention for CPUs; the embedded engine has it, behind vLLM's API",
+    "engine.prefill": _NO_SIDES,
+    "engine.decode": _NO_SIDES,
+    "engine.replicas": _NO_SIDES,
+    "engine.router.kind": "what auto is for vLLM engines, for embedded ones is none",
+    "engine.memory": (
+        "engines hold no FP8 and share no GPU; their weights are those of versions in FP8, multiplied in bfloat16"
+    ),
+    "engine.vllm_args": (
+        "the embedded engine has none of vLLM's flags; expert parallelism, DeepEP and two batches in turns are lost"
+    ),
+    "handoff.kind": "the embedded engine quantises nothing as it loads, so the trainer does, by the same quantiser",
+}
+
+
+def values(recipe: Recipe) -> dict[str, Any]:
+    """Every resolved value by its key; nothing is left out where it is none."""
+    return {".".join(map(str, path)): value for path, value in leaves(recipe)}
+
+
+def differences(small: Recipe, full: Recipe) -> list[str]:
+    """Keys that only one of the two has, or that have other values."""
+    ours, theirs = values(small), values(full)
+    missing = object()
+    keys = dict.fromkeys([*ours, *theirs])
+    return [key for key in keys if ours.get(key, missing) != theirs.get(key, missing)]
+
+
+def declared(key: str) -> list[str]:
+    """What of the two lists allows a difference."""
+    return [prefix for prefix in (*SIZES, *REPLACED) if key == prefix or fnmatchcase(key, f"{prefix}.*")]
+
+
+def reasons(loaded: Loaded[Recipe], keys: Mapping[str, str]) -> dict[str, str]:
+    """The line of comment above each key in its file."""
+    found = {}
+    for key in keys:
+        path, _, line = loaded.where(key).rpartition(":")
+        found[key] = Path(path).read_text().splitlines()[int(line) - 2].strip()
+    return found
+
+
+def test_only_sizes_and_what_a_cpu_replaces_differ() -> None:
+    found = differences(load_recipe("glm5_swe_small").value, load_recipe("glm5_swe").value)
+    assert [key for key in found if not declared(key)] == []
+    # and what is declared does differ: the lists are no longer than they must be
+    used = {prefix for key in found for prefix in declared(key)}
+    assert used == {*SIZES, *REPLACED}
+
+
+def test_what_a_cpu_replaces_stands_in_the_recipe_with_its_reason() -> None:
+    loaded = load_recipe("glm5_swe_small")
+    assert reasons(loaded, REPLACED) == {key: f"# CPU: {reason}" for key, reason in REPLACED.items()}
+    # and no other line claims to be such a one
+    lines = loaded.source.read_text().splitlines()
+    assert sum(line.strip().startswith("# CPU: ") for line in lines) == len(REPLACED)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "trainer.memory.optimizer_offload=false",
+        "trainer.parallelism.ep=4",
+        "rollouts.max_off_policy_steps=4",
+        "engine.pause=none",
+        "job.layout=single",
+        "trainer.precision.fp8.keep=['*.kv_b_proj']",
+    ],
+)
+def test_another_difference_is_found(setting: str) -> None:
+    found = differences(load_recipe("glm5_swe_small", [setting]).value, load_recipe("glm5_swe").value)
+    assert setting.partition("=")[0] in [key.removesuffix(".0") for key in found if not declared(key)]

@@ -1,0 +1,135 @@
+"""The reference run in small: all of its parts together learn, lose a node, and go on learning."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import start_models
+from slurm_lab import SlurmLab, events, wait_saved
+from virtual_site import virtual_site
+from vllm_environment import VLLM_PYTHON
+
+from hpcrl.runs.metrics import read_metrics
+from hpcrl.runs.rundir import RunDir
+from hpcrl.runs.status import RunStatus
+from hpcrl.weights.store import HandoffStore
+
+#: with the real router, which comes with vLLM's environment
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.campaign, pytest.mark.vllm, pytest.mark.timeout(3600)]
+
+RECIPE = "glm5_swe_small"
+#: as in the reference run, less what its sizes change
+MEMORY = {
+    "activation_checkpointing": "full",
+    "activation_offload": True,
+    "optimizer_offload": True,
+    "lm_head_chunk_tokens": 64,
+}
+KILLED_AFTER = 10
+#: a run that does not learn measures the same held-out prompts every time, within 0.01
+LEARNED = 0.1
+#: a shape that a machine of two processors runs in minutes: one trainer node for three, and three engines. The meshes
+#: are those of the reference run, on as few ranks as have them
+FEW = ("trainer.nodes=4", "trainer.ranks=8", "engine.replicas=3", "rollouts.rollouts_per_step=32")
+
+
+@pytest.fixture(scope="module")
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The start model of the recipe; ``HPCRL_TEST_REFERENCE_MODEL`` names one that is there already."""
+    if given := os.environ.get("HPCRL_TEST_REFERENCE_MODEL"):
+        return Path(given)
+    return start_models.start_model(tmp_path_factory, "reference", recipe=RECIPE)
+
+
+@pytest.fixture
+def lab(request: pytest.FixtureRequest, tmp_path: Path, small_model: Path) -> Iterator[SlurmLab]:
+    """A lab on a cluster with two nodes more than the run has, so that it can go on without one that was lost."""
+    for cluster in virtual_site("reference", nodes=request.param + 2):
+        limits = {"start_timeout_s": 900, "save_timeout_s": 60, "time_limit_h": 24}
+        lab = SlurmLab(tmp_path, small_model, cluster, vllm_python=str(VLLM_PYTHON), limits=limits)
+        yield lab
+        lab.end_all()
+
+
+def trained(run: RunDir) -> Counter[tuple[int, int]]:
+    """How often each rollout (group, member) was trained on."""
+    lines = [line for path in run.rollouts_dir.glob("*.jsonl") for line in path.read_text().splitlines()]
+    return Counter((rollout["group"], rollout["member"]) for rollout in map(json.loads, lines))
+
+
+def nodes_of(run: RunDir) -> dict[str, list[str]]:
+    """Nodes by role, of the newest attempt."""
+    status = RunStatus.read(run)
+    assert status is not None
+    found: dict[str, list[str]] = {}
+    for component in status.components:
+        found.setdefault(component.role, []).extend(component.nodes)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("lab", "settings", "steps"),
+    [
+        pytest.param(7, FEW, 30, id="7 nodes"),
+        pytest.param(28, (), 40, id="28 nodes", marks=pytest.mark.nightly),
+    ],
+    indirect=["lab"],
+)
+def test_all_parts_learn_lose_a_node_and_go_on(
+    lab: SlurmLab, settings: tuple[str, ...], steps: int, request: pytest.FixtureRequest, capsys: Any
+) -> None:
+    own = (f"model.path={lab.model}", f"trainer.steps={steps}", "checkpoint.every_steps=5", "evaluation.every_steps=0")
+    run = lab.submit("reference", *own, "orchestrator.wait_timeout_s=1800", *settings, recipe=RECIPE, small=False)
+    recipe = run.recipe()
+    wait_saved(run, KILLED_AFTER, 900.0)
+    first = nodes_of(run)
+    assert (len(first["trainer"]), len(first["engine"])) == (recipe.trainer.nodes, recipe.engine.replicas)
+    assert first["router"] == first["orchestrator"] == first["trainer"][:1]
+    lost = first["engine"][-1]
+    lab.cluster.kill_node(lost)
+    try:
+        lab.wait_state(run, ["REQUEUED", "PENDING", "STARTING"], 120)
+        ended = lab.wait_state(run, ["COMPLETED", "FAILED", "LOST", "CANCELLED"], timeout_s=1800)
+    finally:
+        lab.cluster.revive_node(lost)
+    assert ended["state"] == "COMPLETED", lab.hpcrl("why", run.name, "--events").stdout
+    assert ended["attempt"] == 2
+    assert lost not in {node for nodes in nodes_of(run).values() for node in nodes}
+    assert f"node {lost} went down" in lab.hpcrl("why", run.name, "--events").stdout
+
+    # what ran was all of it together
+    for ready in events(run, "trainer.ready"):
+        ranks = recipe.trainer.ranks
+        assert ready.data["mesh"] == {"dp_replicate": 1, "dp_shard": ranks // 4, "cp": 4, "ep": 8}
+        assert ready.data["memory"] == MEMORY
+    newest = HandoffStore(run.weights_dir).open(steps).manifest
+    assert {tensor.dtype for tensor in newest.tensors.values()} >= {"float8_e4m3fn", "bfloat16"}
+    added = {event.data["engine"] for event in events(run, "router.engine_added")}
+    assert added == {f"engine-{replica}" for replica in range(recipe.engine.replicas)}
+
+    # nothing was lost or trained twice
+    records = read_metrics(run)
+    assert [record.step for record in records] == list(range(1, steps + 1))
+    used = trained(run)
+    assert max(used.values()) == 1
+    assert len(used) == steps * recipe.rollouts.rollouts_per_step
+    (restored,) = events(run, "trainer.restored")
+    assert restored.data["step"] >= KILLED_AFTER
+
+    # and it learned, before and after
+    before, after = (event.data["reward"] for event in events(run, "evaluation"))
+    rewards = [record.reward_mean for record in records]
+    kept = restored.data["step"]
+    early, at_loss, late = (sum(part) / len(part) for part in (rewards[:4], rewards[kept - 4 : kept], rewards[-4:]))
+    seconds = sorted(sum(record.phases_s.values()) for record in records)[steps // 2]
+    with capsys.disabled():
+        print(f"\nheld-out reward {before:.3f} -> {after:.3f}; of batches {early:.3f}, {at_loss:.3f}, {late:.3f}")
+        print(f"mismatch {[round(r.mismatch_kl, 4) for r in records[::10]]}, a step {seconds:.1f} s")
+    assert after >= before + LEARNED
+    lab.wait_empty()
