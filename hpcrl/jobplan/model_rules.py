@@ -15,6 +15,7 @@ from hpcrl.errors import ConfigError, Finding
 from hpcrl.models.facts import ModelFacts
 from hpcrl.models.freezing import freeze_problems
 from hpcrl.models.layers import GatedDeltaNet, Gqa, Mamba2, Mla
+from hpcrl.models.quantising import fp8_problems
 from hpcrl.models.tensors import DTYPE_BYTES, FP8_BLOCK, Part
 
 __all__ = ["MODEL_RULES", "ModelRule", "check_model_rules"]
@@ -181,6 +182,13 @@ def _freeze_fits(recipe: Recipe, _: ClusterProfile, facts: ModelFacts) -> Confli
         yield from (("trainer.freeze", problem) for problem in freeze_problems(facts, recipe.trainer.freeze))
 
 
+def _fp8_fits(recipe: Recipe, _: ClusterProfile, facts: ModelFacts) -> Conflicts:
+    fp8, key = recipe.trainer.precision.fp8, "trainer.precision.fp8"
+    if fp8 is not None:
+        problems = fp8_problems(facts, linears=fp8.linears, experts=fp8.experts, keep=fp8.keep)
+        yield from ((key if name is None else f"{key}.{name}", what) for name, what in problems)
+
+
 def _context_in_model(recipe: Recipe, _: ClusterProfile, facts: ModelFacts) -> Conflicts:
     length, most = recipe.engine.max_model_len, facts.max_position_embeddings
     if length > most:
@@ -279,6 +287,13 @@ MODEL_RULES: tuple[ModelRule, ...] = (
         "What is frozen is there, and something is left to train.",
         "give patterns of published names, such as '*.mlp.gate.weight', or remove trainer.freeze",
         _freeze_fits,
+    ),
+    ModelRule(
+        "fp8-fits",
+        "What FP8 keeps is there, and something is left to be multiplied in it.",
+        "give published names of modules, such as '*.self_attn.kv_b_proj' or '*.experts.*', experts: false where they "
+        "are one tensor, or leave trainer.precision.fp8 out",
+        _fp8_fits,
     ),
     ModelRule(
         "context-in-model",

@@ -13,6 +13,7 @@ from hpcrl.jobplan import check_sizes
 from hpcrl.jobplan.model_rules import MODEL_RULES, check_model_rules
 from hpcrl.models import load_facts
 from hpcrl.models.layers import Layer, Moe
+from hpcrl.models.quantising import fp8_problems
 
 #: rule, settings that break it, model, key of the finding
 BROKEN = {
@@ -29,6 +30,7 @@ BROKEN = {
     "fp8-blocks": (("engine.tp=8",), "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "engine.memory.weights"),
     "replay-has-routers": (("trainer.router_replay=true",), "Qwen3-8B", "trainer.router_replay"),
     "freeze-fits": (("trainer.freeze=['*.mlp.gate.weight']",), "GLM-5", "trainer.freeze"),
+    "fp8-fits": (("trainer.precision.fp8.keep=['*.self_attn.k_proj']",), "GLM-5", "trainer.precision.fp8.keep"),
     "context-in-model": (("engine.max_model_len=300000",), "GLM-5", "engine.max_model_len"),
     "time-to-move": (("handoff.update_timeout_s=60.0",), "GLM-5", "handoff.update_timeout_s"),
 }
@@ -100,6 +102,40 @@ def test_experts_of_a_replica() -> None:
     with pytest.raises(ConfigError, match="384 experts cannot be dealt out evenly over the 40 ranks"):
         _check("Kimi-K2-Instruct", "engine.decode.nodes=5")
     _check("Kimi-K2-Instruct")
+
+
+@pytest.mark.parametrize(
+    ("model", "setting", "key", "what"),
+    [
+        ("gpt-oss-20b", "{}", "trainer.precision.fp8.experts", "published as one tensor"),
+        ("gpt-oss-20b", "{linears: false}", "trainer.precision.fp8.experts", "published as one tensor"),
+        ("GLM-5", "{keep: ['*.mlp.gate']}", "trainer.precision.fp8.keep", "keeps nothing of GLM-5"),
+        ("GLM-5", "{experts: false, keep: ['*.experts.*']}", "trainer.precision.fp8.keep", "keeps nothing of GLM-5"),
+        ("GLM-5", "{keep: ['*.experts.7.*']}", "trainer.precision.fp8.keep", "some experts of model.layers.3.mlp"),
+        ("Qwen3-8B", "{linears: false}", "trainer.precision.fp8", "nothing of Qwen3-8B is left"),
+        ("Qwen3-8B", "{keep: ['*']}", "trainer.precision.fp8", "nothing of Qwen3-8B is left"),
+    ],
+)
+def test_what_fp8_keeps_is_looked_at_before_a_trainer_starts(model: str, setting: str, key: str, what: str) -> None:
+    recipe = load_recipe("glm5_swe", (f"trainer.precision.fp8={setting}", "engine.max_model_len=32768"))
+    with pytest.raises(ConfigError, match=what) as caught:
+        check_model_rules(recipe, load_cluster("h200-28"), load_facts(model))
+    assert [finding.key for finding in caught.value.findings if "fp8-fits" in finding.what] == [key]
+
+
+@pytest.mark.parametrize(
+    ("model", "setting"),
+    [
+        ("gpt-oss-20b", "{experts: false}"),
+        ("GLM-5", "{keep: ['*.kv_b_proj', 'model.layers.0.*', '*.mlp.experts.*', '*.indexer.wq_b']}"),
+        ("Qwen3-8B", "{experts: false}"),
+    ],
+)
+def test_fp8_that_fits_its_model(model: str, setting: str) -> None:
+    fp8 = load_recipe("glm5_swe", (f"trainer.precision.fp8={setting}",)).value.trainer.precision.fp8
+    assert fp8 is not None
+    found = list(fp8_problems(load_facts(model), linears=fp8.linears, experts=fp8.experts, keep=fp8.keep))
+    assert found == []
 
 
 def test_deadlines_follow_from_bytes_and_rates() -> None:
