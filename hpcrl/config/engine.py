@@ -95,8 +95,8 @@ class EngineConfig(StrictModel):
     """Engines return the experts of every token (layers x experts a token, one byte each up to 256 experts), and the
     trainer says where it chooses others: ``routing_mismatch``. Mixtures of experts only."""
     routed_experts_gib: NonNegativeFloat = 1.0
-    """Experts of prompts that the orchestrator keeps in its memory, for rollouts whose KV came from the pool or the
-    host: an engine has none of what it did not compute. Least recently used prompts go first."""
+    """Experts of prompts that the orchestrator keeps in its memory, for rollouts whose KV came from the pool, the
+    host or a prefill engine: an engine has none of what it did not compute. Least recently used prompts go first."""
     tp: PositiveInt = 1
     """Tensor parallelism of a replica; its other ranks are data parallel, and experts are dealt out over all of them
     (planned, for vLLM engines)."""
@@ -113,5 +113,6 @@ class EngineConfig(StrictModel):
 
     @property
     def fetches_kv(self) -> bool:
-        """Whether KV may come to an engine from a pool or the host, and not from its own forward passes."""
-        return self.kv_store is not None or self.memory.kv_offload_gib > 0
+        """Whether KV may come to an engine from a pool, the host or a prefill engine, and not from its own forward
+        passes."""
+        return self.kv_store is not None or self.memory.kv_offload_gib > 0 or self.prefill is not None

@@ -24,7 +24,6 @@ BROKEN = {
     ),
     "world-size": (("trainer.parallelism.cp=5",), "trainer.parallelism.cp"),
     "replica-size": (("engine.tp=3",), "engine.tp"),
-    "replay-sees-prefixes": (("trainer.router_replay=true",), "engine.prefill"),
     "adapters-load": (("trainer.memory.lora_rank=1024",), "trainer.memory.lora_rank"),
     "replay-sees-all-routes": (
         ("trainer.router_replay=true", "engine.decode.vllm_args.async-scheduling=true"),
@@ -183,17 +182,16 @@ def test_balanced_experts_are_not_replayed() -> None:
         _check("trainer.router_replay=true", "engine.vllm_args.enable-eplb=true")
 
 
-@pytest.mark.parametrize(
-    ("setting", "key"),
-    [
-        ("engine.decode.vllm_args.async-scheduling=true", "engine.decode.vllm_args.async-scheduling"),
-        ("job.payload=probe", "engine.prefill"),
-    ],
-)
-def test_experts_are_returned_where_all_are_known(setting: str, key: str) -> None:
+def test_experts_are_returned_where_all_are_known() -> None:
     with pytest.raises(ConfigError) as caught:
-        _check("engine.return_routed_experts=true", setting)
-    assert key in [finding.key for finding in caught.value.findings if "[replay-sees" in finding.what]
+        _check("engine.return_routed_experts=true", "engine.decode.vllm_args.async-scheduling=true")
+    assert [finding.key for finding in caught.value.findings if "[replay-sees" in finding.what] == [
+        "engine.decode.vllm_args.async-scheduling"
+    ]
+
+
+def test_replay_goes_with_prefill_and_decode() -> None:
+    _check("trainer.router_replay=true")
 
 
 @pytest.mark.parametrize("tier", ["engine.kv_store={segment_gib: 100}", "engine.memory.kv_offload_gib=100"])

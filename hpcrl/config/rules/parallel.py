@@ -90,13 +90,6 @@ def _replica_size(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
             yield "engine.tp", f"{tp} does not divide the {gpus} GPUs of a replica of {role}"
 
 
-def _replay_sees_prefixes(recipe: Recipe, _: ClusterProfile) -> Conflicts:
-    if not recipe.returns_routed_experts:
-        return
-    if recipe.engine.prefill is not None:
-        yield "engine.prefill", "vLLM refuses to return experts where prompts are computed by other engines"
-
-
 def _replay_sees_all_routes(recipe: Recipe, _: ClusterProfile) -> Conflicts:
     if not recipe.returns_routed_experts:
         return
@@ -234,12 +227,6 @@ PARALLEL_RULES: tuple[Rule, ...] = (
         "Tensor parallelism divides the GPUs of a replica.",
         "choose engine.tp as a divisor of nodes times GPUs of a node",
         _replica_size,
-    ),
-    Rule(
-        "replay-sees-prefixes",
-        "Where experts are returned, no KV goes straight from prefill to decode.",
-        "set trainer.router_replay and engine.return_routed_experts: false, or serve without prefill and decode",
-        _replay_sees_prefixes,
     ),
     Rule(
         "adapters-load",

@@ -1,9 +1,12 @@
-"""Rows of experts beside KV that came from somewhere else: marked where vLLM 0.32 ends the engine.
+"""Rows of experts beside KV that came from somewhere else: marked where vLLM 0.32 ends the engine, or does not start.
 
 vLLM keeps the experts of a block of tokens beside its own KV. A block whose KV was fetched (pool, host) has none in
 this engine; a request that asks for them ends the whole engine, and so does one whose fetched prefix ends within a
 block. Here rows that nobody knows are zero in all layers. No router makes such a row, because a token's experts differ
 (so a model with one expert a token is refused beside such KV), and whoever reads the answer can tell.
+
+Between prefill and decode vLLM refuses to return experts at all, because the decode engine has none of the prompt's.
+Marks say so, and `hpcrl.inference.vllm.prompt_rows` has the others.
 
 Only what would have ended the engine goes another way; everything else is vLLM's own code. No torch is imported.
 """
@@ -13,7 +16,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-__all__ = ["mark_unknown_rows"]
+__all__ = ["allow_beside_transfer", "mark_unknown_rows"]
 
 _MARK = "_hpcrl_marks"
 
@@ -50,3 +53,23 @@ def mark_unknown_rows() -> None:
 
     BlockObjectStore.get_concatenated, RoutedExpertsBuffer.capture = get_concatenated, capture_within_a_block
     setattr(BlockObjectStore, _MARK, True)
+
+
+def allow_beside_transfer() -> None:
+    """Let engines return experts beside a connector between prefill and decode, once; all else is still checked."""
+    from vllm.config import VllmConfig  # noqa: PLC0415
+
+    check = VllmConfig._verify_aux_output_compatibility
+    if hasattr(check, _MARK):
+        return
+
+    @functools.wraps(check)
+    def verify(self: Any) -> None:
+        transfer, self.kv_transfer_config = self.kv_transfer_config, None
+        try:
+            check(self)
+        finally:
+            self.kv_transfer_config = transfer
+
+    setattr(verify, _MARK, True)
+    VllmConfig._verify_aux_output_compatibility = verify

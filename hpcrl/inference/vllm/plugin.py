@@ -1,15 +1,15 @@
 """The entry point ``vllm.general_plugins``: vLLM calls `register` in each of its processes.
 
-The weight transfer engine is vLLM's own extension point. One thing is changed everywhere: rows of experts that an
-engine does not know are marked (`hpcrl.inference.vllm.experts`). The corrections of `hpcrl.inference.vllm.cpu` are
-applied to the CPU build alone. Servers that no run of ours started are left as they are.
+The weight transfer engine is vLLM's own extension point. Changed everywhere is what becomes of rows of experts that an
+engine does not know: they are marked (`hpcrl.inference.vllm.experts`). The corrections of `hpcrl.inference.vllm.cpu`
+are applied to the CPU build alone. Servers that no run of ours started are left as they are.
 """
 
 from __future__ import annotations
 
 import os
 
-from hpcrl.inference.vllm.experts import mark_unknown_rows
+from hpcrl.inference.vllm.experts import allow_beside_transfer, mark_unknown_rows
 
 __all__ = ["ENABLE_VARIABLE", "TRANSFER_BACKEND", "register"]
 
@@ -39,6 +39,7 @@ def register() -> None:
             TRANSFER_BACKEND, "hpcrl.inference.vllm.weights", "HandoffTransferEngine"
         )
     mark_unknown_rows()
+    allow_beside_transfer()
     if current_platform.is_cpu():
         from hpcrl.inference.vllm.cpu import apply_corrections  # noqa: PLC0415
 

@@ -63,7 +63,6 @@ def vllm_command(
     """
     wide = nodes * ranks_per_node > 1
     host = "{node_host}" if nodes > 1 else "{host}"
-    door = "RunAccessBehindRouter" if asks_health(recipe) else "RunAccess"
     flags = {
         "host": host,
         "port": "{port}",
@@ -71,7 +70,7 @@ def vllm_command(
         "enable-scale-out": True,
         "enable-prompt-tokens-details": True,
         "disable-uvicorn-access-log": True,
-        "middleware": f"hpcrl.inference.vllm.access.{door}",
+        "middleware": f"hpcrl.inference.vllm.{_door(recipe, role)}",
         # where it reads weights and as whom; calls can only agree (`hpcrl.inference.vllm.weights`)
         "additional-config": {"hpcrl": {"reader": _reader(recipe, role, host), "servers": nodes * ranks_per_node}},
         **engine_flags(recipe, role, gpus=gpus, rdma=rdma, ranks_per_node=ranks_per_node),
@@ -148,6 +147,13 @@ def vllm_variables(recipe: Recipe, *, gpus: bool) -> dict[str, str]:
         # a few functions of the sampler are compiled even so, at the first request: 27 s of a core at each start
         variables["TORCH_COMPILE_DISABLE"] = "1"
     return {**variables, "VLLM_CPU_KVCACHE_SPACE": gib, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
+
+def _door(recipe: Recipe, role: Role) -> str:
+    """Module and class of the layer that answers first."""
+    if role is Role.PREFILL and recipe.returns_routed_experts:
+        return "prompt_rows.RunAccessToPrefill"
+    return "access.RunAccessBehindRouter" if asks_health(recipe) else "access.RunAccess"
 
 
 def _reader(recipe: Recipe, role: Role, host: str) -> dict[str, Any]:

@@ -111,6 +111,7 @@ class _Choice(msgspec.Struct, frozen=True):
 
 
 class _Event(msgspec.Struct, frozen=True):
+    request_id: str = ""
     choices: list[_Choice] = []
     error: Any = None
 
@@ -121,6 +122,7 @@ class Part(NamedTuple):
     choice: _Choice | None
     error: Any
     rows: NDArray[Any] | None
+    request_id: str = ""
 
 
 class Generation(msgspec.Struct, frozen=True):
@@ -133,6 +135,8 @@ class Generation(msgspec.Struct, frozen=True):
     experts:
         ``[rows, layers, experts_per_token]``: of the last tokens, the very last excluded, which has not gone into the
         model; None where they were not asked for.
+    request_id:
+        What the engine calls the request.
     """
 
     token_ids: list[int]
@@ -140,6 +144,7 @@ class Generation(msgspec.Struct, frozen=True):
     versions: list[int]
     finish_reason: str
     experts: NDArray[Any] | None = None
+    request_id: str = ""
 
 
 _decoder = msgspec.json.Decoder(_Event)
@@ -186,6 +191,7 @@ class AnswerReader:
         self._logprobs: list[float] = []
         self._experts: list[NDArray[Any]] = []
         self._last: _Choice | None = None
+        self._request_id = ""
 
     def read(self, data: bytes) -> Part:
         """Decode an answer, or an event of one; nothing is changed, so that a thread may do it.
@@ -201,7 +207,7 @@ class AnswerReader:
                 return Part(None, event.error, None)
             (choice,) = event.choices
             wanted = self._experts_start is not msgspec.UNSET
-            return Part(choice, None, _rows_of(choice.routed_experts) if wanted else None)
+            return Part(choice, None, _rows_of(choice.routed_experts) if wanted else None, event.request_id)
         except (msgspec.DecodeError, ValueError) as error:
             raise EngineProtocolError(f"{self._engine}: an answer cannot be read: {error}") from error
 
@@ -223,7 +229,7 @@ class AnswerReader:
         if part.rows is not None:
             self._experts.append(part.rows)
         if choice.finish_reason is not None:
-            self._last = choice
+            self._last, self._request_id = choice, part.request_id
         elif len(scores) == len(tokens):
             self._on_part(tokens, scores, part.rows)
 
@@ -253,6 +259,7 @@ class AnswerReader:
             versions=self._versions(last.weight_versions or [], len(token_ids)),
             finish_reason=last.finish_reason,
             experts=self._all_experts(),
+            request_id=self._request_id,
         )
 
     def _all_experts(self) -> NDArray[Any] | None:

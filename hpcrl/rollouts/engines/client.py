@@ -9,10 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from http import HTTPStatus
 from typing import Any
+from urllib.parse import quote
 
 import aiohttp
 import msgspec
+from numpy.typing import NDArray
 
 from hpcrl.decoding import prepared
 from hpcrl.rollouts.engines.answers import (
@@ -26,6 +29,7 @@ from hpcrl.rollouts.engines.answers import (
 )
 from hpcrl.rollouts.engines.prompts import EncodedTokens, PromptTokens
 from hpcrl.rollouts.engines.sse import EventSplitter
+from hpcrl.rollouts.sampling.routed_experts import read_rows
 
 __all__ = ["EngineClient", "EngineError", "EngineProtocolError", "Generation", "SamplingParams"]
 
@@ -49,6 +53,7 @@ class _WeightInfo(msgspec.Struct, frozen=True):
 
 
 _UPDATE = "/update_weights"
+_PROMPT_ROWS = "/hpcrl/prompt_rows"
 _LARGE_BYTES = 1 << 18
 """What is decoded in a thread: routed experts of some hundred tokens of a large model."""
 _encoder = msgspec.json.Encoder()
@@ -134,6 +139,32 @@ class EngineClient:
         if generation is None:
             raise EngineError(f"{self.name}: {path} ended before the answer did", unreachable=True)
         return generation
+
+    async def prompt_rows(self, request_id: str, *, timeout_s: float) -> NDArray[Any] | None:
+        """Rows of experts of the prompt that this engine computed for a request that another one answered.
+
+        Returns
+        -------
+        numpy.ndarray or None
+            ``[rows, layers, experts_per_token]``, from the token on that the request asked for, to the end of its
+            prompt; None where the engine has none. They are given once.
+
+        Raises
+        ------
+        EngineError
+            No answer, or an error.
+        EngineProtocolError
+            Something else came.
+        """
+        try:
+            data = await self._request("GET", f"{_PROMPT_ROWS}?request={quote(request_id)}", timeout_s=timeout_s)
+            return read_rows(data)
+        except ValueError as error:
+            raise EngineProtocolError(f"{self.name}: rows of a prompt cannot be read: {error}") from error
+        except EngineError as error:
+            if error.status == HTTPStatus.NOT_FOUND:
+                return None
+            raise
 
     async def healthy(self, *, timeout_s: float) -> bool:
         """Whether ``GET /health`` answers 200."""

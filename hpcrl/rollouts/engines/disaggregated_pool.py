@@ -6,26 +6,43 @@ decode: an answer says which weights sampled its tokens, but not which computed 
 away, the requests that the router has are therefore given up at once, before one that was started anew, with the start
 model, could compute a prompt for them.
 
+Experts of a prompt are asked for behind the answer: only the prefill engine that computed it has them, and the router
+does not hand on what that engine answers (`hpcrl.inference.vllm.prompt_rows`).
+
 Mooncake's connector has one more wish: the router asks a prefill engine at its own start who it is. After one was
 started anew, the router must be as well.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from hpcrl.errors import DeadlineError
-from hpcrl.rollouts.engines.client import EngineClient, EngineError
+from hpcrl.rollouts.engines.client import EngineClient, EngineError, EngineProtocolError, Generation
 from hpcrl.rollouts.engines.engine import Engine
+from hpcrl.rollouts.engines.partial_generation import PartialGeneration
 from hpcrl.rollouts.engines.routed_pool import RoutedPool
 
 __all__ = ["PREFILL", "DisaggregatedPool"]
 
 PREFILL = "prefill"
 """How the names of engines of that side begin."""
+_log = logging.getLogger(__name__)
+_REQUEST_ID = re.compile(r"___prefill_addr_(.+?)___decode_addr_.*")
+"""vllm-router's name of a request, which both of its engines are told."""
 _ADMIN_S = 5.0
+_ROWS_S = 60.0
+"""For rows of one prompt: 79 MB of the longest."""
 _RESTART_S = 300.0
 """How long the supervisor may take to start the router again."""
 
@@ -48,6 +65,7 @@ class DisaggregatedPool(RoutedPool):
         self._restart_router = restart_router
         self._renewed: set[str] = set()
         self._awaited_s: float | None = None
+        self._told = False
 
     async def lose(self, engine: Engine, why: str) -> None:
         """See `EnginePool.lose`; with a prefill engine, what the router has is given up."""
@@ -58,6 +76,33 @@ class DisaggregatedPool(RoutedPool):
                 self._renewed.add(engine.name)
                 self.front.forget()
         await super().lose(engine, why)
+
+    async def _ask(self, engine: Engine, partial: PartialGeneration, salt: str, key: str) -> Generation:
+        generation = await super()._ask(engine, partial, salt, key)
+        if generation.experts is None or (unknown := _unknown(generation.experts)).size == 0:
+            return generation
+        rows = await self._prompt_rows(generation.request_id)
+        if rows is None:
+            return generation
+        experts = await asyncio.to_thread(_filled, generation.experts, unknown, rows)
+        self._counters.rows_prefill += int(unknown.size - _unknown(experts).size)
+        return msgspec.structs.replace(generation, experts=experts)
+
+    async def _prompt_rows(self, request_id: str) -> NDArray[Any] | None:
+        """Rows of the prefill engine that a request went to; None where it does not give them: the trainer routes
+        these tokens itself, and they are counted."""
+        named = _REQUEST_ID.search(request_id)
+        servers = {urlsplit(s.url).netloc: s for engine in self.engines for s in engine.client.servers}
+        if named is None or named[1] not in servers:
+            if not self._told:
+                _log.warning("experts of prompts are unknown: request %r names no prefill engine of ours", request_id)
+            self._told = True
+            return None
+        try:
+            return await servers[named[1]].prompt_rows(named[0], timeout_s=_ROWS_S)
+        except EngineError as error:
+            _log.warning("experts of a prompt are unknown: %s", error)
+            return None
 
     def _routed_now(self) -> list[Engine]:
         """None from the moment on in which one is gone, not only from the next look at the router."""
@@ -105,3 +150,24 @@ class DisaggregatedPool(RoutedPool):
         self._renewed.clear()
         self._awaited_s = time.monotonic()
         return False
+
+
+def _unknown(experts: NDArray[Any]) -> NDArray[np.intp]:
+    """Rows that are zero in all layers: nobody in the decode engine computed them (`hpcrl.inference.vllm.experts`)."""
+    return np.flatnonzero(experts.reshape(len(experts), -1).max(axis=1, initial=0) == 0)
+
+
+def _filled(experts: NDArray[Any], unknown: NDArray[np.intp], prompt: NDArray[Any]) -> NDArray[Any]:
+    """Experts with those of the prompt, which begin at the same token, where they are unknown.
+
+    Raises
+    ------
+    EngineProtocolError
+        The two sides do not serve the same model.
+    """
+    if experts.shape[1:] != prompt.shape[1:] or len(prompt) > len(experts) or experts.dtype != prompt.dtype:
+        what = f"{prompt.shape} of {prompt.dtype} of a prompt for {experts.shape} of {experts.dtype} of the whole"
+        raise EngineProtocolError(f"prefill and decode return different rows of experts: {what}")
+    whole, unknown = experts.copy(), unknown[unknown < len(prompt)]
+    whole[unknown] = prompt[unknown]
+    return whole
