@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import aiohttp
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -18,6 +21,9 @@ from contract import (
     prompt_of,
 )
 from engine_helpers import SERVED_NAME, Server, decode_experts, forward, logprob_error, random_model
+
+from hpcrl.answer_frames import MEDIA_TYPE
+from hpcrl.rollouts.engines.client import EngineClient, Generation, SamplingParams
 
 
 @pytest.fixture
@@ -188,6 +194,36 @@ def test_routed_experts_of_parts_are_those_of_the_whole(server: Server) -> None:
             # never more than what was computed for the tokens so far
             sent = sum(len(other["token_ids"]) for other in chunks[: chunks.index(chunk) + 1])
             assert known <= len(prompt) + sent - 1 - start
+
+
+def test_binary_answers_say_what_answers_in_text_do(server: Server) -> None:
+    """To a client that takes them, as a whole and in parts; vLLM knows text alone, and is asked in the same way."""
+    prompt = prompt_of(45, seed=63)
+    before = server.get("/weight_info")[1]["weight_version"]
+    server.ok("/update_weight_version", {"new_version": "7"})
+    kind = MEDIA_TYPE if server.kind == "embedded" else "application/json"
+    sampling = {"max_tokens": 9, "seed": 5, "temperature": 1.0, "logprobs": 1, "routed_experts_prompt_start": 12}
+    text = server.generate(prompt, request={"cache_salt": "7"}, **sampling)["choices"][0]
+    body = {"token_ids": prompt, "sampling_params": sampling, "model": SERVED_NAME}
+    with server.request("POST", GENERATE, body, {"accept": f"{MEDIA_TYPE}, application/json"}) as answer:
+        assert answer.headers["content-type"] == kind
+
+    async def ask(interval: int | msgspec.UnsetType) -> Generation:
+        params = SamplingParams(**sampling, stop_token_ids=[], stream_interval=interval)
+        async with aiohttp.ClientSession() as session:
+            client = EngineClient(session, name="engine-0", url=server.url)
+            return await client.generate(prompt, params, cache_salt="7", session_id="s", timeout_s=60.0)
+
+    try:
+        answers = [asyncio.run(ask(interval)) for interval in (msgspec.UNSET, 4)]
+    finally:
+        server.ok("/update_weight_version", {"new_version": before})
+    for found in answers:
+        assert found.token_ids == text["token_ids"]
+        assert found.logprobs == pytest.approx([entry["logprob"] for entry in text["logprobs"]["content"]], abs=1e-5)
+        assert (found.versions, found.finish_reason) == ([7] * len(found.token_ids), text["finish_reason"])
+        assert found.experts is not None
+        assert (found.experts == decode_experts(text["routed_experts"])).all()
 
 
 # -- load ----------------------------------------------------------------------------------------------------------

@@ -46,11 +46,16 @@ def coin(*parts: object) -> random.Random:
     return random.Random(hashlib.sha256(repr(parts).encode()).digest())
 
 
-def npy(array: NDArray[Any]) -> str:
-    """An array as engines send it."""
+def npy_bytes(array: NDArray[Any]) -> bytes:
+    """An array as a file."""
     stream = io.BytesIO()
     np.save(stream, array, allow_pickle=False)
-    return base64.b64encode(stream.getvalue()).decode()
+    return stream.getvalue()
+
+
+def npy(array: NDArray[Any]) -> str:
+    """An array as engines send it."""
+    return base64.b64encode(npy_bytes(array)).decode()
 
 
 def default_answer(token_ids: list[int], seed: int) -> list[int]:

@@ -116,13 +116,40 @@ class _Event(msgspec.Struct, frozen=True):
     error: Any = None
 
 
-class Part(NamedTuple):
-    """A decoded answer, or a part of one."""
+class _FramedChoice(msgspec.Struct, frozen=True):
+    finish_reason: str | None = None
+    token_ids: memoryview | None = None
+    logprobs: memoryview | None = None
+    weight_versions: list[_Span] | None = None
+    routed_experts: memoryview | None = None
 
-    choice: _Choice | None
-    error: Any
-    rows: NDArray[Any] | None
+
+class _FramedEvent(msgspec.Struct, frozen=True):
+    """Of `hpcrl.answer_frames`."""
+
     request_id: str = ""
+    choices: list[_FramedChoice] = []
+    error: Any = None
+
+
+class Part(NamedTuple):
+    """A decoded answer, or a part of one: new tokens, and their log-probabilities and rows as far as there are any.
+
+    Attributes
+    ----------
+    versions:
+        Of all tokens of the answer, with its end.
+    error:
+        None, or what the engine ended the request with; the rest means nothing then.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    rows: NDArray[Any] | None
+    finish_reason: str | None = None
+    versions: list[_Span] | None = None
+    request_id: str = ""
+    error: Any = None
 
 
 class Generation(msgspec.Struct, frozen=True):
@@ -148,6 +175,7 @@ class Generation(msgspec.Struct, frozen=True):
 
 
 _decoder = msgspec.json.Decoder(_Event)
+_framed_decoder = msgspec.msgpack.Decoder(_FramedEvent)
 _PIECE = 1 << 18
 
 
@@ -190,11 +218,12 @@ class AnswerReader:
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
         self._experts: list[NDArray[Any]] = []
-        self._last: _Choice | None = None
-        self._request_id = ""
+        self._last: Part | None = None
 
-    def read(self, data: bytes) -> Part:
-        """Decode an answer, or an event of one; nothing is changed, so that a thread may do it.
+    def read(self, data: bytes | memoryview) -> Part:
+        """Decode an answer, or an event of one: JSON, or what is in a frame (a memoryview).
+
+        Nothing is changed, so that a thread may do it.
 
         Raises
         ------
@@ -202,42 +231,62 @@ class AnswerReader:
             It cannot be read.
         """
         try:
-            event = _decoder.decode(data)
-            if event.error is not None:
-                return Part(None, event.error, None)
-            (choice,) = event.choices
-            wanted = self._experts_start is not msgspec.UNSET
-            return Part(choice, None, _rows_of(choice.routed_experts) if wanted else None, event.request_id)
+            return self._framed(data) if isinstance(data, memoryview) else self._text(data)
         except (msgspec.DecodeError, ValueError) as error:
             raise EngineProtocolError(f"{self._engine}: an answer cannot be read: {error}") from error
+
+    def _text(self, data: bytes) -> Part:
+        event = _decoder.decode(data)
+        if event.error is not None:
+            return Part([], [], None, error=event.error)
+        (choice,) = event.choices
+        return Part(
+            token_ids=choice.token_ids or [],
+            logprobs=[token.logprob for token in (choice.logprobs.content if choice.logprobs else None) or []],
+            rows=None if self._experts_start is msgspec.UNSET else _rows_of(choice.routed_experts),
+            finish_reason=choice.finish_reason,
+            versions=choice.weight_versions,
+            request_id=event.request_id,
+        )
+
+    def _framed(self, data: memoryview) -> Part:
+        event = _framed_decoder.decode(data)
+        if event.error is not None:
+            return Part([], [], None, error=event.error)
+        (choice,) = event.choices
+        unwanted = self._experts_start is msgspec.UNSET or choice.routed_experts is None
+        return Part(
+            token_ids=np.frombuffer(choice.token_ids or b"", "<i4").tolist(),
+            logprobs=np.frombuffer(choice.logprobs or b"", "<f8").tolist(),
+            rows=None if unwanted else read_rows(choice.routed_experts),
+            finish_reason=choice.finish_reason,
+            versions=choice.weight_versions,
+            request_id=event.request_id,
+        )
 
     def whole(self, part: Part) -> Generation:
         """An answer that came at once (raises as `take` and `generation`)."""
         self.take(part)
-        assert part.choice is not None
-        return self.generation(part.choice)
+        return self.generation(part)
 
     def take(self, part: Part) -> None:
         """The next part (EngineError where the engine ended the request with an error)."""
-        choice = part.choice
-        if choice is None:
+        if part.error is not None:
             raise EngineError(f"{self._engine}: the engine ended a request with {part.error}")
-        tokens = choice.token_ids or []
-        scores = [token.logprob for token in (choice.logprobs.content if choice.logprobs else None) or []]
-        self._token_ids += tokens
-        self._logprobs += scores
+        self._token_ids += part.token_ids
+        self._logprobs += part.logprobs
         if part.rows is not None:
             self._experts.append(part.rows)
-        if choice.finish_reason is not None:
-            self._last, self._request_id = choice, part.request_id
-        elif len(scores) == len(tokens):
-            self._on_part(tokens, scores, part.rows)
+        if part.finish_reason is not None:
+            self._last = part
+        elif len(part.logprobs) == len(part.token_ids):
+            self._on_part(part.token_ids, part.logprobs, part.rows)
 
     def streamed(self) -> Generation | None:
         """The answer when its parts have ended; None where it has no end (raises as `generation`)."""
         return None if self._last is None else self.generation(self._last)
 
-    def generation(self, last: _Choice) -> Generation:
+    def generation(self, last: Part) -> Generation:
         """What was read, with its end.
 
         Raises
@@ -256,10 +305,10 @@ class AnswerReader:
         return Generation(
             token_ids=token_ids,
             logprobs=logprobs,
-            versions=self._versions(last.weight_versions or [], len(token_ids)),
+            versions=self._versions(last.versions or [], len(token_ids)),
             finish_reason=last.finish_reason,
             experts=self._all_experts(),
-            request_id=self._request_id,
+            request_id=last.request_id,
         )
 
     def _all_experts(self) -> NDArray[Any] | None:

@@ -17,6 +17,7 @@ import aiohttp
 import msgspec
 from numpy.typing import NDArray
 
+from hpcrl.answer_frames import MEDIA_TYPE, FrameSplitter
 from hpcrl.decoding import prepared
 from hpcrl.rollouts.engines.answers import (
     AnswerReader,
@@ -54,6 +55,7 @@ class _WeightInfo(msgspec.Struct, frozen=True):
 
 _UPDATE = "/update_weights"
 _PROMPT_ROWS = "/hpcrl/prompt_rows"
+_ACCEPT = f"{MEDIA_TYPE}, application/json, text/event-stream"
 _LARGE_BYTES = 1 << 18
 """What is decoded in a thread: routed experts of some hundred tokens of a large model."""
 _encoder = msgspec.json.Encoder()
@@ -115,23 +117,19 @@ class EngineClient:
             cache_salt=cache_salt,
             stream=True if streams else msgspec.UNSET,
         )
-        headers = {"content-type": "application/json", "x-session-id": session_id}
+        headers = {"content-type": "application/json", "accept": _ACCEPT, "x-session-id": session_id}
         path, body = "/inference/v1/generate", _encoder.encode(request)
-        answer = AnswerReader(self.name, len(token_ids), params, on_part)
-        if not streams:
-            data = await self._request("POST", path, body=body, headers=headers, timeout_s=timeout_s)
-            return answer.whole(await _read(answer, data))
-        return await self._stream(path, body, headers, timeout_s, answer)
-
-    async def _stream(
-        self, path: str, body: bytes, headers: dict[str, str], timeout_s: float, reader: AnswerReader
-    ) -> Generation:
-        """An answer in parts."""
-        async with self._answer("POST", path, body, headers, aiohttp.ClientTimeout(sock_read=timeout_s)) as answer:
-            if answer.status != 200:
-                raise self._refusal(path, answer.status, await answer.read())
+        timeout = aiohttp.ClientTimeout(**{"sock_read" if streams else "total": timeout_s})
+        reader = AnswerReader(self.name, len(token_ids), params, on_part)
+        async with self._answer("POST", path, body, headers, timeout) as answer:
+            framed = answer.content_type == MEDIA_TYPE
+            if answer.status != 200 or not (streams or framed):
+                data = await answer.read()
+                if answer.status != 200:
+                    raise self._refusal(path, answer.status, data)
+                return reader.whole(await _read(reader, data))
             # to the end, so that the connection can be used again
-            splitter = EventSplitter()
+            splitter = FrameSplitter() if framed else EventSplitter()
             async for piece in answer.content.iter_any():
                 for event in splitter.feed(piece):
                     reader.take(await _read(reader, event))
@@ -274,7 +272,7 @@ class EngineClient:
         return EngineError(f"{self.name}: {path} answered {status}: {text}", retryable=retryable, status=status)
 
 
-async def _read(reader: AnswerReader, data: bytes) -> Part:
+async def _read(reader: AnswerReader, data: bytes | memoryview) -> Part:
     """Decode what arrived; beside the event loop where that takes milliseconds."""
     if len(data) < _LARGE_BYTES:
         return reader.read(data)

@@ -22,10 +22,11 @@ from hpcrl.rollouts.sampling.known_rows import KnownRows, Tokens
 
 __all__ = ["RoutedExpertsRows", "RoutedExpertsSettings", "read_rows"]
 
+_LONGEST_HEADER = 1 << 12
 _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
-def read_rows(payload: bytes) -> NDArray[Any]:
+def read_rows(payload: bytes | memoryview) -> NDArray[Any]:
     """Rows ``[rows, layers, experts_per_token]`` of an ``.npy`` file, as a read-only view.
 
     Raises
@@ -33,7 +34,7 @@ def read_rows(payload: bytes) -> NDArray[Any]:
     ValueError
         It is no such file, or has no such rows.
     """
-    stream = io.BytesIO(payload)
+    stream = io.BytesIO(payload[:_LONGEST_HEADER])
     version = np.lib.format.read_magic(stream)
     if version not in _HEADERS:
         raise ValueError(f"version {version} of the .npy format is not known")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 from numpy.typing import NDArray
-from stub_engine import npy
+from stub_engine import npy, npy_bytes
 
 from hpcrl.errors import HpcrlError
 from hpcrl.inference.vllm import prompt_rows
@@ -74,12 +73,6 @@ class Sides:
         if self.rows is None or self.status != 200:
             return web.Response(status=404 if self.rows is None else self.status)
         return web.Response(body=npy_bytes(self.rows))
-
-
-def npy_bytes(rows: NDArray[Any]) -> bytes:
-    stream = io.BytesIO()
-    np.save(stream, rows)
-    return stream.getvalue()
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import numpy as np
 from aiohttp import web
 from numpy.typing import NDArray
 
+from hpcrl.answer_frames import MEDIA_TYPE, encode_frame
 from hpcrl.inference.embedded.engine.params import SamplingParams
 from hpcrl.inference.embedded.engine.request import Output, PromptLogprobs
 from hpcrl.inference.embedded.serving.errors import ApiError, error_body
@@ -21,11 +22,15 @@ from hpcrl.inference.embedded.serving.serving import ModelFacts
 __all__ = [
     "clamp",
     "encode_array",
+    "npy_bytes",
+    "frame_response",
     "json_response",
     "prompt_logprobs_json",
     "send_events",
+    "send_frames",
     "stop_strings",
     "to_params",
+    "takes_frames",
     "usage",
     "wants_usage",
 ]
@@ -44,13 +49,29 @@ def json_response(body: object) -> web.Response:
     return web.Response(body=msgspec.json.encode(body), content_type="application/json")
 
 
-def encode_array(array: NDArray[np.generic] | None) -> str | None:
-    """Base64 of the array as an ``.npy`` file."""
+def takes_frames(http: web.Request) -> bool:
+    """Whether the client reads `hpcrl.answer_frames`."""
+    return MEDIA_TYPE in http.headers.get("accept", "")
+
+
+def frame_response(body: object) -> web.Response:
+    """200 with one frame."""
+    return web.Response(body=encode_frame(body), content_type=MEDIA_TYPE)
+
+
+def npy_bytes(array: NDArray[np.generic] | None) -> memoryview | None:
+    """The array as an ``.npy`` file."""
     if array is None:
         return None
     stream = io.BytesIO()
     np.save(stream, array, allow_pickle=False)
-    return base64.b64encode(stream.getvalue()).decode()
+    return stream.getbuffer()
+
+
+def encode_array(array: NDArray[np.generic] | None) -> str | None:
+    """Base64 of the array as an ``.npy`` file."""
+    data = npy_bytes(array)
+    return None if data is None else base64.b64encode(data).decode()
 
 
 def usage(facts: ModelFacts, prompt_tokens: int, outputs: list[Output]) -> dict[str, Any]:
@@ -139,6 +160,19 @@ def prompt_logprobs_json(
             entry.setdefault(str(other), {"logprob": clamp(logprob), "rank": rank, "decoded_token": None})
         entries.append(entry)
     return entries
+
+
+async def send_frames(http: web.Request, chunks: AsyncIterator[dict[str, Any]]) -> web.StreamResponse:
+    """Answer with a frame for each event. An error on the way becomes one."""
+    response = web.StreamResponse(headers={"Content-Type": MEDIA_TYPE})
+    await response.prepare(http)
+    try:
+        async for chunk in chunks:
+            await response.write(encode_frame(chunk))
+    except ApiError as error:
+        await response.write(encode_frame(msgspec.json.decode(error_body(error))))
+    await response.write_eof()
+    return response
 
 
 async def send_events(http: web.Request, chunks: AsyncIterator[dict[str, Any]]) -> web.StreamResponse:

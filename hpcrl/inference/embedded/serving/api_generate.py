@@ -8,16 +8,21 @@ from dataclasses import asdict
 from typing import Any
 
 import msgspec
+import numpy as np
 from aiohttp import web
 
 from hpcrl.inference.embedded.engine.request import Output
 from hpcrl.inference.embedded.serving.api_common import (
     clamp,
     encode_array,
+    frame_response,
     json_response,
+    npy_bytes,
     prompt_logprobs_json,
     send_events,
+    send_frames,
     stop_strings,
+    takes_frames,
     to_params,
     usage,
     wants_usage,
@@ -92,11 +97,14 @@ class GenerateApi:
             stream_interval=sampling.stream_interval or 1,
             experts_in_parts=bool(request.stream),
         ) as generation:
+            framed = takes_frames(http)
             if request.stream:
-                return await send_events(http, self._chunks(request, name, generation))
-            return json_response(self._whole(request, name, await generation.final()))
+                chunks = self._chunks(request, name, generation, framed=framed)
+                return await (send_frames if framed else send_events)(http, chunks)
+            whole = self._whole(request, name, await generation.final(), framed=framed)
+            return (frame_response if framed else json_response)(whole)
 
-    def _whole(self, request: GenerateRequest, name: str, outputs: list[Output]) -> dict[str, Any]:
+    def _whole(self, request: GenerateRequest, name: str, outputs: list[Output], *, framed: bool) -> dict[str, Any]:
         return {
             "request_id": name,
             "model": self._serving.facts.names[0],
@@ -110,11 +118,11 @@ class GenerateApi:
             "kv_transfer_params": None,
             "ec_transfer_params": None,
             "output_mode": "tokens",
-            "choices": [self._choice(request, i, output) for i, output in enumerate(outputs)],
+            "choices": [self._choice(request, i, output, framed=framed) for i, output in enumerate(outputs)],
         }
 
     async def _chunks(
-        self, request: GenerateRequest, name: str, generation: Generation
+        self, request: GenerateRequest, name: str, generation: Generation, *, framed: bool
     ) -> AsyncIterator[dict[str, Any]]:
         include_usage, continuous = wants_usage(request.stream_options)
         facts, prompt_length = self._serving.facts, len(request.token_ids)
@@ -122,7 +130,7 @@ class GenerateApi:
         first = True
         async for index, output in generation.outputs():
             chunk: dict[str, Any] = {"request_id": name, "usage": None, "output_mode": "tokens"}
-            chunk["choices"] = [self._choice(request, index, output)]
+            chunk["choices"] = [self._choice(request, index, output, framed=framed)]
             if first and request.return_token_ids:
                 chunk["prompt_token_ids"] = request.token_ids
             first = False
@@ -134,17 +142,16 @@ class GenerateApi:
             total = usage(facts, prompt_length, list(seen.values()))
             yield {"request_id": name, "usage": total, "output_mode": "tokens", "choices": []}
 
-    def _choice(self, request: GenerateRequest, index: int, output: Output) -> dict[str, Any]:
+    def _choice(self, request: GenerateRequest, index: int, output: Output, *, framed: bool) -> dict[str, Any]:
         finished = output.finish_reason is not None
+        columns = _binary_columns if framed else _text_columns
         return {
             "index": index,
             "finish_reason": output.finish_reason,
             "stop_reason": output.stop_reason,
-            "token_ids": output.token_ids,
-            "routed_experts": encode_array(output.routed_experts),
             "sampling_mask": None,
             "weight_versions": [asdict(span) for span in output.weight_versions] if finished else None,
-            "logprobs": _logprobs(output, request.sampling_params.logprobs),
+            **columns(output, request.sampling_params.logprobs),
         }
 
     async def abort_requests(self, http: web.Request) -> web.Response:
@@ -158,6 +165,25 @@ class GenerateApi:
             raise bad_request("request_ids is missing", "request_ids")
         self._serving.engine.abort(self._serving.find(names))
         return web.Response()
+
+
+def _text_columns(output: Output, logprobs: int | None) -> dict[str, Any]:
+    """What there is of each token, as vLLM writes it."""
+    return {
+        "token_ids": output.token_ids,
+        "routed_experts": encode_array(output.routed_experts),
+        "logprobs": _logprobs(output, logprobs),
+    }
+
+
+def _binary_columns(output: Output, logprobs: int | None) -> dict[str, Any]:
+    """What there is of each token, as `hpcrl.answer_frames` has it."""
+    scores = None if logprobs is None else np.maximum(np.array(output.logprobs, "<f8"), clamp(-np.inf)).tobytes()
+    return {
+        "token_ids": np.array(output.token_ids, "<i4").tobytes(),
+        "routed_experts": npy_bytes(output.routed_experts),
+        "logprobs": scores,
+    }
 
 
 def _count(seen: dict[int, Output], index: int, output: Output) -> None:

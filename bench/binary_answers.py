@@ -1,0 +1,146 @@
+"""What an answer with routed experts costs in text and in binary: seconds of both processes, bytes, and lag.
+
+A process answers as the embedded engine does, with rows of 75 layers and 8 experts a token: base64 in JSON where the
+client does not take `hpcrl.answer_frames`, frames where it does. The orchestrator's own client asks by turns for both;
+its CPU time and that of the server are measured, and how late the client's event loop was. The last size has tokens
+alone, so that it says what columns of tokens are worth. Writes ``bench/results/binary_answers.json``.
+
+    python bench/binary_answers.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import statistics
+import subprocess
+import sys
+import time
+
+import aiohttp
+import numpy as np
+import psutil
+from aiohttp import web
+from harness import record
+
+from hpcrl.inference.embedded.engine.request import Output, VersionSpan
+from hpcrl.inference.embedded.serving import api_generate
+from hpcrl.inference.embedded.serving.api_common import frame_response, json_response, takes_frames
+from hpcrl.ports import choose_blocks
+from hpcrl.rollouts.engines import client as client_module
+from hpcrl.rollouts.engines.client import EngineClient, SamplingParams
+
+HOST, LAYERS, EXPERTS = "127.0.0.1", 75, 8
+#: tokens of a prompt whose rows are asked for, tokens of the answer
+SIZES = {"8k tokens, routes": (8192 - 512, 512), "131k tokens, routes": (131_072 - 512, 512), "8k tokens": (0, 8192)}
+
+
+async def serve(port: int) -> None:
+    """An engine that has everything, and encodes it anew for each request, as the embedded one does."""
+    rng = np.random.default_rng(0)
+    rows = rng.integers(0, 256, (max(sum(size) for size in SIZES.values()), LAYERS, EXPERTS), np.uint8)
+
+    async def generate(request: web.Request) -> web.Response:
+        params = (await request.json())["sampling_params"]
+        count, prompt = params["max_tokens"], params["seed"]
+        output = Output(
+            token_ids=rng.integers(0, 150_000, count).tolist(),
+            logprobs=(-rng.random(count)).tolist(),
+            ranks=[1] * count,
+            top=[],
+            finish_reason="length",
+            weight_versions=[VersionSpan("0", 0, count)],
+            routed_experts=rows[: prompt + count - 1] if prompt else None,
+        )
+        framed = takes_frames(request)
+        columns = api_generate._binary_columns if framed else api_generate._text_columns
+        spans = [{"version": "0", "start": 0, "end": count}]
+        choice = {"finish_reason": "length", "weight_versions": spans, **columns(output, params["logprobs"])}
+        return (frame_response if framed else json_response)({"request_id": "r", "choices": [choice]})
+
+    async def health(_: web.Request) -> web.Response:
+        return web.Response()
+
+    app = web.Application(client_max_size=1 << 26)
+    app.add_routes([web.post("/inference/v1/generate", generate), web.get("/health", health)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, HOST, port).start()
+    await asyncio.Event().wait()
+
+
+async def measure(url: str, server: psutil.Process, rounds: int) -> dict[str, object]:
+    """Medians over rounds, of one answer."""
+    late: list[float] = []
+
+    async def watch() -> None:
+        while True:
+            due = time.perf_counter() + 0.002
+            await asyncio.sleep(0.002)
+            late.append(time.perf_counter() - due)
+
+    accepts = {"text": "application/json", "binary": client_module._ACCEPT}
+    figures: dict[str, object] = {}
+    async with aiohttp.ClientSession() as http:
+        client = EngineClient(http, name="engine-0", url=url)
+        deadline = time.monotonic() + 60.0
+        while not await client.healthy(timeout_s=5.0):
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.1)
+        watching = asyncio.create_task(watch())
+        for name, (prompt, count) in SIZES.items():
+            samples: dict[str, list[tuple[float, ...]]] = {kind: [] for kind in accepts}
+            params = SamplingParams(temperature=1.0, max_tokens=count, seed=prompt, stop_token_ids=[])
+            if prompt:
+                params = SamplingParams(
+                    temperature=1.0, max_tokens=count, seed=prompt, stop_token_ids=[], routed_experts_prompt_start=0
+                )
+            for round_ in range(rounds + 1):
+                for kind, accept in accepts.items():
+                    client_module._ACCEPT = accept
+                    late.clear()
+                    before, began = (_cpu_s(psutil.Process()), _cpu_s(server)), time.perf_counter()
+                    tokens = [60] * prompt
+                    answer = await client.generate(tokens, params, cache_salt="0", session_id="s", timeout_s=120.0)
+                    seconds = time.perf_counter() - began
+                    assert len(answer.token_ids) == count
+                    if round_:
+                        mine, theirs = _cpu_s(psutil.Process()) - before[0], _cpu_s(server) - before[1]
+                        samples[kind].append((seconds, mine, theirs, 1e3 * max(late, default=0.0)))
+            names = ("seconds", "client_cpu_s", "server_cpu_s", "longest_lag_ms")
+            figures[name] = {
+                kind: {n: round(statistics.median(v), 4) for n, v in zip(names, zip(*found, strict=True), strict=True)}
+                for kind, found in samples.items()
+            }
+        watching.cancel()
+    return figures
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def main() -> None:
+    """Run it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--serve", type=int, metavar="PORT", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.serve:
+        asyncio.run(serve(arguments.serve))
+    (port,) = choose_blocks([1], first=21000, last=29999, host=HOST)
+    server = subprocess.Popen([sys.executable, __file__, "--serve", str(port)])
+    figures: dict[str, object] = {"load_average": round(os.getloadavg()[0], 1), "rounds": arguments.rounds}
+    try:
+        figures |= asyncio.run(measure(f"http://{HOST}:{port}", psutil.Process(server.pid), arguments.rounds))
+    finally:
+        server.kill()
+        server.wait()
+    print(figures)
+    record("binary_answers", figures)
+
+
+if __name__ == "__main__":
+    main()

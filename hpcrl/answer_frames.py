@@ -1,0 +1,60 @@
+"""Answers of engines in binary: what our own engine sends to our own orchestrator, where vLLM's API has JSON.
+
+A client that reads frames says so (``Accept: application/vnd.hpcrl.answer``); a server that does not know them answers
+as it always does. A frame is the length of what follows as eight bytes, the lowest first, and a msgpack map with the
+fields of vLLM's answer, or of an event of it. In its choices ``token_ids`` is the bytes of int32, ``logprobs`` those of
+float64 (of the sampled tokens alone), and ``routed_experts`` an ``.npy`` file: nothing is text, and nothing is copied
+to be read.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import msgspec
+
+__all__ = ["MEDIA_TYPE", "FrameSplitter", "encode_frame"]
+
+MEDIA_TYPE = "application/vnd.hpcrl.answer"
+_LENGTH = struct.Struct("<Q")
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode_frame(value: Any) -> bytearray:
+    """One frame."""
+    frame = bytearray(_LENGTH.size)
+    _encoder.encode_into(value, frame, _LENGTH.size)
+    _LENGTH.pack_into(frame, 0, len(frame) - _LENGTH.size)
+    return frame
+
+
+class FrameSplitter:
+    """Cuts what arrives into frames; each byte is moved once."""
+
+    def __init__(self) -> None:
+        self._head = bytearray()
+        self._frame: bytearray | None = None
+        self._filled = 0
+
+    def feed(self, piece: bytes) -> list[memoryview]:
+        """What is in the frames that end in ``piece``, which follows what was fed before; it cannot be written to."""
+        frames, rest = [], memoryview(piece)
+        while True:
+            if self._frame is None:
+                missing = _LENGTH.size - len(self._head)
+                self._head += rest[:missing]
+                rest = rest[missing:]
+                if len(self._head) < _LENGTH.size:
+                    return frames
+                (length,) = _LENGTH.unpack(self._head)
+                self._frame, self._filled = bytearray(length), 0
+                self._head.clear()
+            count = min(len(self._frame) - self._filled, len(rest))
+            self._frame[self._filled : self._filled + count] = rest[:count]
+            self._filled += count
+            rest = rest[count:]
+            if self._filled < len(self._frame):
+                return frames
+            frames.append(memoryview(self._frame).toreadonly())
+            self._frame = None
