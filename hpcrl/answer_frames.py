@@ -39,7 +39,8 @@ class FrameSplitter:
 
     def feed(self, piece: bytes) -> list[memoryview]:
         """What is in the frames that end in ``piece``, which follows what was fed before; it cannot be written to."""
-        frames, rest = [], memoryview(piece)
+        frames: list[memoryview] = []
+        rest = memoryview(piece)
         while True:
             if self._frame is None:
                 missing = _LENGTH.size - len(self._head)

@@ -254,11 +254,11 @@ class AnswerReader:
         if event.error is not None:
             return Part([], [], None, error=event.error)
         (choice,) = event.choices
-        unwanted = self._experts_start is msgspec.UNSET or choice.routed_experts is None
+        rows = None if self._experts_start is msgspec.UNSET else choice.routed_experts
         return Part(
             token_ids=np.frombuffer(choice.token_ids or b"", "<i4").tolist(),
             logprobs=np.frombuffer(choice.logprobs or b"", "<f8").tolist(),
-            rows=None if unwanted else read_rows(choice.routed_experts),
+            rows=None if rows is None else read_rows(rows),
             finish_reason=choice.finish_reason,
             versions=choice.weight_versions,
             request_id=event.request_id,
