@@ -117,8 +117,6 @@ def test_deepep_takes_bfloat16_to_other_gpus() -> None:
 
 def test_ways_out_lead_out() -> None:
     """What the hint says keeps the rules again."""
-    _check("trainer.router_replay=true", "engine.prefill=null",
-           "engine.decode=null", "engine.nodes=8", "engine.replicas=2")  # fmt: skip
     _check("trainer.memory.lora_rank=16", "trainer.precision.fp8=null", *UNQUANTIZED)
     _check("handoff.kind=fp8", *NO_FLAG)
     _check("engine.memory.kv_offload_gib=500.0")
