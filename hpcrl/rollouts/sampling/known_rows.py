@@ -1,9 +1,9 @@
 """Rows of experts of prompts, for rollouts whose engine did not compute them: by cache salt and prefix, block by block.
 
-Where KV comes from a pool, the host or a prefill engine, the engine that answers has no rows of it; the one that computed
-it returned them with another rollout of the same prompt. The orchestrator sees all answers, so rows are kept here and not
-beside the engines, and one store serves every way that KV takes. It has openings only (the first prompt of a rollout):
-what follows is sampled, so nobody else has the same prefix, and its rows came with the rollout's own turns.
+Where KV comes from a pool, the host or a prefill engine, the engine that answers has no rows of it; the one that
+computed it returned them with another rollout of the same prompt. The orchestrator sees all answers, so rows are kept
+here and not beside the engines, and one store serves every way that KV takes. It has openings only (the first prompt of
+a rollout): what follows is sampled, so nobody else has the same prefix, and its rows came with the rollout's own turns.
 
 A block is kept from the first answer that has it, as the pool keeps the first KV that is put under a key. Two engines
 may each have computed a block under one salt, though, and the KV that was used may be of the other pass: such rows are

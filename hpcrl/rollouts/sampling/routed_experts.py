@@ -53,8 +53,8 @@ class RoutedExpertsSettings:
     layers, width, experts:
         Of the model: all its layers, experts of a token, and experts to choose from.
     gaps:
-        Whether KV may come to an engine that did not compute it (pool, host, prefill): rows that are zero in all layers are
-        unknown there (`hpcrl.inference.vllm.experts`).
+        Whether KV may come to an engine that did not compute it (pool, host, prefill): rows that are zero in all layers
+        are unknown there (`hpcrl.inference.vllm.experts`).
     keep:
         False where nobody wants to know (evaluations): as little as possible is asked for.
     """

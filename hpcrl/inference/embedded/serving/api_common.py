@@ -22,15 +22,15 @@ from hpcrl.inference.embedded.serving.serving import ModelFacts
 __all__ = [
     "clamp",
     "encode_array",
-    "npy_bytes",
     "frame_response",
     "json_response",
+    "npy_bytes",
     "prompt_logprobs_json",
     "send_events",
     "send_frames",
     "stop_strings",
-    "to_params",
     "takes_frames",
+    "to_params",
     "usage",
     "wants_usage",
 ]
