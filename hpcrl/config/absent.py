@@ -24,6 +24,7 @@ _FP8_MOVED = (
     "it is trainer.precision.fp8 now: `fp8: {}` there is `true` here, and its own settings say what is quantised and "
     "what multiplies"
 )
+_LORA_MOVED = "adapters are trainer.lora now: `lora: {rank: 16, alpha: 32}` in the section trainer"
 
 ABSENT: dict[str, dict[str, str]] = {
     "trainer": {
@@ -31,6 +32,7 @@ ABSENT: dict[str, dict[str, str]] = {
         **dict.fromkeys(("tp", "etp", "tensor_parallel", "tensor_model_parallel_size", "sequence_parallel"), _TENSOR),
         **dict.fromkeys(("hsdp", "zero_stage"), _REPLICATED),
         "fp8": _FP8_MOVED,
+        **dict.fromkeys(("lora_rank", "lora_alpha"), _LORA_MOVED),
     },
     "engine": {
         **dict.fromkeys(("pp", "pipeline_parallel", "pipeline_parallel_size"), _PIPELINE),

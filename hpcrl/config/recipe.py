@@ -10,6 +10,7 @@ from hpcrl.config.base import Fraction, Name, NonNegativeFloat, NonNegativeInt, 
 from hpcrl.config.engine import EngineConfig, EngineGroupConfig, EngineMemoryConfig
 from hpcrl.config.environments import CalculatorEnv, CustomEnv, EnvironmentConfig, LatencyConfig, WordsEnv
 from hpcrl.config.job import JobConfig
+from hpcrl.config.lora import LoraConfig
 from hpcrl.config.precision import PrecisionConfig
 from hpcrl.config.rollouts import AdaptiveConcurrencyConfig, RolloutConfig, SamplingConfig
 from hpcrl.config.supervision import (
@@ -35,6 +36,7 @@ __all__ = [
     "HandoffConfig",
     "JobConfig",
     "LatencyConfig",
+    "LoraConfig",
     "LossConfig",
     "ModelConfig",
     "OptimizerConfig",
@@ -159,16 +161,15 @@ class TrainerMemoryConfig(StrictModel):
     all logits of a micro-batch are there together."""
     compile: bool = False
     """`torch.compile` of the layers: less is kept of them, and less moved. The first step takes minutes longer."""
-    lora_rank: PositiveInt | None = None
-    """Rank of low-rank adapters; then only these are trained. None: all parameters are."""
 
     @model_validator(mode="before")
     @classmethod
     def _of_earlier_runs(cls, given: Any) -> Any:
-        # what `trainer.precision.fp8` is now; recipes of earlier runs have it, always off
-        if isinstance(given, dict) and given.get("fp8") is False:
-            return {key: value for key, value in given.items() if key != "fp8"}
-        return given
+        # what `trainer.precision.fp8` and `trainer.lora` are now; recipes of earlier runs have them, always off
+        if not isinstance(given, dict):
+            return given
+        off = {"fp8": False, "lora_rank": None}
+        return {key: value for key, value in given.items() if key not in off or value is not off[key]}
 
 
 class NonFiniteConfig(StrictModel):
@@ -207,6 +208,10 @@ class TrainerConfig(StrictModel):
     """What saves memory in exchange for time."""
     precision: PrecisionConfig = PrecisionConfig()
     """Products of matrices in fewer bits."""
+    lora: LoraConfig | None = None
+    """Low-rank adapters are trained, and the model's own weights stay as they are: these have no gradient, no optimizer
+    state and no float32 copy; checkpoints and versions hold the adapters alone. ``{}`` is the whole setting. None: the
+    weights are trained."""
     router_replay: bool = False
     """Tokens go to the experts that engines chose for them, by weights of the trainer's own routers; tokens that nobody
     spoke of go where the routers say, and are counted: ``unknown_routing``. Engines return experts then."""

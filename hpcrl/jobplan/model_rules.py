@@ -12,6 +12,7 @@ from hpcrl.config.load import Loaded
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.rules.rule import Conflicts
 from hpcrl.errors import ConfigError, Finding
+from hpcrl.models.adapting import lora_problems
 from hpcrl.models.facts import ModelFacts
 from hpcrl.models.freezing import freeze_problems
 from hpcrl.models.layers import GatedDeltaNet, Gqa, Mamba2, Mla
@@ -189,6 +190,11 @@ def _fp8_fits(recipe: Recipe, _: ClusterProfile, facts: ModelFacts) -> Conflicts
         yield from ((key if name is None else f"{key}.{name}", what) for name, what in problems)
 
 
+def _adapters_fit(recipe: Recipe, _: ClusterProfile, facts: ModelFacts) -> Conflicts:
+    if (lora := recipe.trainer.lora) is not None:
+        yield from (("trainer.lora.targets", problem) for problem in lora_problems(facts, lora.targets))
+
+
 def _context_in_model(recipe: Recipe, _: ClusterProfile, facts: ModelFacts) -> Conflicts:
     length, most = recipe.engine.max_model_len, facts.max_position_embeddings
     if length > most:
@@ -294,6 +300,12 @@ MODEL_RULES: tuple[ModelRule, ...] = (
         "give published names of modules, such as '*.self_attn.kv_b_proj' or '*.experts.*', experts: false where they "
         "are one tensor, or leave trainer.precision.fp8 out",
         _fp8_fits,
+    ),
+    ModelRule(
+        "adapters-fit",
+        "The model has what adapters are asked for.",
+        "name targets that it has, or leave trainer.lora.targets out for all of them",
+        _adapters_fit,
     ),
     ModelRule(
         "context-in-model",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -11,7 +11,16 @@ from torch import Tensor, nn
 from hpcrl.models.arch import ModelArch
 from hpcrl.models.mtp import is_mtp_tensor
 
-__all__ = ["CARRIED", "HfAdapter", "Region", "RenamedTensors", "load_hf_tensors", "model_tensors", "published_tensors"]
+__all__ = [
+    "CARRIED",
+    "HfAdapter",
+    "Region",
+    "RenamedTensors",
+    "adapter_parameters",
+    "load_hf_tensors",
+    "model_tensors",
+    "published_tensors",
+]
 
 
 CARRIED = "carried."
@@ -45,6 +54,11 @@ class HfAdapter:
 
     def __init__(self, arch: ModelArch) -> None:
         self.arch = arch
+
+    @property
+    def tensors(self) -> Callable[[nn.Module], dict[str, Tensor]]:
+        """What of a model has the names of this map."""
+        return model_tensors
 
     def regions(self, name: str, shape: Sequence[int]) -> list[Region]:
         """The published tensors that our tensor ``name`` of ``shape`` becomes.
@@ -113,9 +127,19 @@ class RenamedTensors(HfAdapter):
         return name
 
 
+def adapter_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters of low-rank adapters of ``model`` (`hpcrl.modeling.adapters`); none where it has none."""
+    return {name: own for name, own in model.named_parameters() if _is_adapter(name)}
+
+
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """All that is loaded, saved and published of ``model``: parameters (tied ones once), then buffers."""
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    """All that is loaded and published of ``model`` itself: parameters (tied ones once), then buffers; no adapters."""
+    own = {name: own for name, own in model.named_parameters() if not _is_adapter(name)}
+    return {**own, **dict(model.named_buffers())}
+
+
+def _is_adapter(name: str) -> bool:
+    return name.endswith((".lora_A", ".lora_B"))
 
 
 def published_tensors(model: nn.Module, adapter: HfAdapter) -> Iterator[tuple[str, Tensor]]:

@@ -13,7 +13,7 @@ from hpcrl.modeling.hf import HfAdapter, Region, model_tensors
 from hpcrl.weights.format.quantize import BLOCK, FP8_DTYPE, scale_tensor
 from hpcrl.weights.read.model_files import ModelFiles
 
-__all__ = ["load_model_dir"]
+__all__ = ["load_model_dir", "read_whole"]
 
 _PORTION_BYTES = 64 << 20
 """Most bytes that are held beside the model."""
@@ -46,9 +46,20 @@ def load_model_dir(model: nn.Module, adapter: HfAdapter, model_dir: Path) -> Non
         blocks = {name: local_block(own) for name, own in tensors.items()}
         locals_ = {name: local_part(own) for name, own in tensors.items()}
         for name, region in wanted:
-            part = overlap(blocks[name], region.low, region.shape)
-            if not part.is_empty:
-                _fill(_view(locals_[name], blocks[name], region, part), files, region.name, part)
+            _read_region(files, region, locals_[name], blocks[name])
+
+
+@torch.no_grad()
+def read_whole(files: ModelFiles, adapter: HfAdapter, name: str, target: Tensor) -> None:
+    """Fill ``target``, our tensor ``name`` in any dtype, from published files that `load_model_dir` would take."""
+    for region in adapter.regions(name, target.shape):
+        _read_region(files, region, target, local_block(target))
+
+
+def _read_region(files: ModelFiles, region: Region, local: Tensor, block: Block) -> None:
+    part = overlap(block, region.low, region.shape)
+    if not part.is_empty:
+        _fill(_view(local, block, region, part), files, region.name, part)
 
 
 def _check(files: ModelFiles, regions: list[Region], adapter: HfAdapter) -> None:

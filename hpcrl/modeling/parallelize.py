@@ -101,11 +101,12 @@ def _deal_out(mlp: SparseMLP, mesh: ParallelDims, settings: _Settings) -> None:
     if number % mesh.ep:
         raise ValueError(f"{number} experts cannot be dealt out evenly over ep {mesh.ep}")
     here = number // mesh.ep
-    for name, parameter in list(mlp.experts.named_parameters(recurse=False)):
-        own = parameter.detach().narrow(0, ep.get_local_rank() * here, here).clone()
-        dealt = DTensor.from_local(own, ep, [Shard(0)], run_check=False)
-        mlp.experts.register_parameter(name, nn.Parameter(dealt, requires_grad=parameter.requires_grad))
-    widths = [parameter.shape[1] for parameter in mlp.experts.parameters(recurse=False)]
+    for module in mlp.experts.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            own = parameter.detach().narrow(0, ep.get_local_rank() * here, here).clone()
+            dealt = DTensor.from_local(own, ep, [Shard(0)], run_check=False)
+            module.register_parameter(name, nn.Parameter(dealt, requires_grad=parameter.requires_grad))
+    widths = [parameter.shape[1] for parameter in mlp.experts.parameters()]
     # whole experts where there are enough for all; else rows of each, which FSDP2 wants to be equal parts
     by_row = here < mesh.efsdp and all(width % mesh.efsdp == 0 for width in widths)
     fully_shard(

@@ -32,6 +32,7 @@ from hpcrl.runs.role import RoleContext, save_answer_path, save_request_path
 from hpcrl.trainer.parallel.mesh import Parallel, distributed, is_lost_rank
 from hpcrl.trainer.parallel.ranks import Ranks
 from hpcrl.trainer.precision import quantised_modules
+from hpcrl.trainer.publish.adapters import AdapterPublisher
 from hpcrl.trainer.publish.publisher import Publisher
 from hpcrl.trainer.publish.sync import FileSync, WeightSync
 from hpcrl.trainer.state.checkpoint import load_checkpoint
@@ -116,7 +117,9 @@ class Trainer:
 
     def _weight_sync(self) -> WeightSync:
         recipe = self.recipe
-        publisher = Publisher(
+        lora = recipe.trainer.lora
+        new_publisher = Publisher if lora is None else partial(AdapterPublisher, lora=lora)
+        publisher = new_publisher(
             self.store,
             self.parallel,
             arch=self.arch,
@@ -201,9 +204,11 @@ class Trainer:
             policy = TrainerPolicy(self.recipe, self.arch, self.parallel, model_dir=self.model_dir)
             self._emit("trainer.started", model=str(self.model_dir), parameters=self.arch.num_parameters())
             return policy, 0
-        policy = TrainerPolicy(self.recipe, self.arch, self.parallel, model_dir=None)
+        # a checkpoint of adapters has not the weights that these change
+        start = None if self.recipe.trainer.lora is None else self.model_dir
+        policy = TrainerPolicy(self.recipe, self.arch, self.parallel, model_dir=start)
         entry = self.checkpoints.ledger.open(step)
-        load_checkpoint(entry, policy.model, policy.optimizer, self.parallel)
+        load_checkpoint(entry, policy.model, policy.optimizer, self.parallel, base=policy.base)
         self._emit(
             "trainer.restored",
             step=step,

@@ -156,8 +156,8 @@ def test_packaged_recipes_are_good(name: str) -> None:
 
 
 def test_a_recipe_without_its_parts_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"trainer\.memory\.lora_rank: .*\[planned-settings\]") as caught:
-        check_rules(load_recipe("glm5_swe", ["trainer.memory.lora_rank=8"]), load_cluster(SITES["glm5_swe"]))
+    with pytest.raises(ConfigError, match=r"engine\.tp: .*\[planned-settings\]") as caught:
+        check_rules(load_recipe("glm5_swe", ["engine.tp=2"]), load_cluster(SITES["glm5_swe"]))
     # its engines are part of this version
     assert "payload-exists" not in str(caught.value)
     assert "parallelism.ep" not in str(caught.value)

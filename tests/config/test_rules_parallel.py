@@ -17,14 +17,15 @@ UNQUANTIZED = ("engine.memory.weights=as_dtype", *NO_FLAG)
 
 #: rule, settings that break it, key of the finding
 BROKEN = {
-    "planned-settings": (("job.payload=roles", "trainer.memory.lora_rank=16"), "trainer.memory.lora_rank"),
+    "planned-settings": (("job.payload=roles", "engine.tp=2"), "engine.tp"),
     "dispatcher-fits": (
         ("trainer.parallelism.dispatcher=deepep", "trainer.parallelism.ep=1"),
         "trainer.parallelism.dispatcher",
     ),
     "world-size": (("trainer.parallelism.cp=5",), "trainer.parallelism.cp"),
     "replica-size": (("engine.tp=3",), "engine.tp"),
-    "adapters-load": (("trainer.memory.lora_rank=1024",), "trainer.memory.lora_rank"),
+    "adapters-load": (("trainer.lora.rank=1024",), "trainer.lora.rank"),
+    "adapters-train": (("trainer.lora.rank=12",), "trainer.lora.rank"),
     "replay-sees-all-routes": (
         ("trainer.router_replay=true", "engine.decode.vllm_args.async-scheduling=true"),
         "engine.decode.vllm_args.async-scheduling",
@@ -117,7 +118,7 @@ def test_deepep_takes_bfloat16_to_other_gpus() -> None:
 
 def test_ways_out_lead_out() -> None:
     """What the hint says keeps the rules again."""
-    _check("trainer.memory.lora_rank=16", "trainer.precision.fp8=null", *UNQUANTIZED)
+    _check("trainer.lora.rank=16", "trainer.precision.fp8=null", *UNQUANTIZED)
     _check("handoff.kind=fp8", *NO_FLAG)
     _check("engine.memory.kv_offload_gib=500.0")
 
@@ -170,9 +171,23 @@ def test_one_quantiser_may_keep_what_it_likes() -> None:
 
 def test_an_adapter_is_not_rounded_to_fp8() -> None:
     with pytest.raises(ConfigError) as caught:
-        _check("trainer.memory.lora_rank=16", "handoff.kind=fp8", *NO_FLAG)
+        _check("trainer.lora={}", "handoff.kind=fp8", *NO_FLAG)
     mine = {finding.key for finding in caught.value.findings if "adapters-load" in finding.what}
-    assert mine == {"engine.memory.weights", "handoff.kind"}
+    assert mine == {"engine.memory.weights", "handoff.kind", "trainer.precision.fp8"}
+
+
+@pytest.mark.parametrize(
+    ("setting", "key"),
+    [
+        ("trainer.freeze=['*.mlp.gate.weight']", "trainer.freeze"),
+        ("handoff.delta_chain=4", "handoff.delta_chain"),
+        ("trainer.memory.compile=true", "trainer.memory.compile"),
+    ],
+)
+def test_adapters_leave_nothing_to_do_for_some_settings(setting: str, key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        _check("trainer.lora={}", "trainer.precision.fp8=null", setting, *UNQUANTIZED)
+    assert key in {finding.key for finding in caught.value.findings if "adapters-train" in finding.what}
 
 
 def test_balanced_experts_are_not_replayed() -> None:

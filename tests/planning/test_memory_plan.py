@@ -9,6 +9,7 @@ import pytest
 
 from hpcrl.config.cluster import ClusterProfile
 from hpcrl.config.load import load_cluster, load_recipe
+from hpcrl.config.lora import LoraConfig
 from hpcrl.config.plan import Role
 from hpcrl.config.recipe import Recipe
 from hpcrl.errors import ConfigError
@@ -122,7 +123,11 @@ def test_each_memory_saver_saves() -> None:
     assert _peak(ep=16, **small_head) < _peak(**small_head) <= full
     assert _peak(ranks=192) < none
     assert _peak(fp8=True, **small_head) > _peak(**small_head)
-    assert _peak(lora_rank=16, **small_head) < _peak(**small_head)
+    adapters = {"lora": LoraConfig(rank=16)}
+    assert _peak(**adapters, **small_head) < _peak(**small_head)
+    shared = {"lora": LoraConfig(rank=16, experts="shared_outer")}
+    attention = {"lora": LoraConfig(rank=16, targets=["attention"])}
+    assert _peak(**attention, **small_head) < _peak(**shared, **small_head) < _peak(**adapters, **small_head)
     head = {m.name: m for m in trainer_moments(GLM5, _trainer(lm_head_chunk_tokens=1024))}["logits"]
     # the gradient of the head in float32, and rounded
     assert 6 * 154_880 * 6144 < head["logits"].value < 6 * GIB

@@ -53,12 +53,14 @@ def run_steps(run, model_dir, dock, steps):
 
 @pytest.mark.parametrize("payload", ["roles", "probe"])
 def test_settings_that_are_only_planned_are_refused_without_a_submit(tmp_path, model_dir, dock, payload):
-    run = new_run(tmp_path / "run", model_dir, 2, memory={"lora_rank": 8})
+    run = new_run(tmp_path / "run", model_dir, 2)
     recipe = run.recipe()
-    write_recipe(run, recipe.model_copy(update={"job": recipe.job.model_copy(update={"payload": payload})}))
+    changes = {"job": recipe.job.model_copy(update={"payload": payload})}
+    changes["engine"] = recipe.engine.model_copy(update={"tp": 2})
+    write_recipe(run, recipe.model_copy(update=changes))
     with pytest.raises(ConfigError) as caught:
         train(start_attempt(run, dock))
-    assert [finding.key for finding in caught.value.findings] == ["trainer.memory.lora_rank"]
+    assert [finding.key for finding in caught.value.findings] == ["engine.tp"]
     assert str(run.recipe_path) in str(caught.value)
     assert "hint" in str(caught.value)
     # nothing was begun

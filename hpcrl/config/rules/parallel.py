@@ -19,9 +19,6 @@ __all__ = ["PARALLEL_RULES", "refuse_planned_settings"]
 _LORA_MAX_RANK = 512
 """Largest rank of an adapter that is published; vLLM itself loads none of a higher one."""
 
-_PLANNED_MEMORY = ("lora_rank",)
-"""Settings of ``trainer.memory`` that the trainer of this version does not have."""
-
 
 def _changed(model: StrictModel) -> Iterator[str]:
     """Fields that differ from their defaults."""
@@ -36,12 +33,7 @@ def _planned_settings(recipe: Recipe, _: ClusterProfile) -> Conflicts:
 
 
 def _planned_only(recipe: Recipe) -> Conflicts:
-    trainer, engine = recipe.trainer, recipe.engine
-    planned = "the planner reads it, but the trainer of this version cannot do it yet"
-    for name in _changed(trainer.memory):
-        if name in _PLANNED_MEMORY:
-            yield f"trainer.memory.{name}", planned
-    if engine.tp != 1:
+    if recipe.engine.tp != 1:
         yield "engine.tp", "the planner reads it, but the engines of this version are one process each"
 
 
@@ -109,16 +101,32 @@ def _planned_utilization(recipe: Recipe, _: ClusterProfile) -> Conflicts:
 
 
 def _adapters_load(recipe: Recipe, _: ClusterProfile) -> Conflicts:
-    rank = recipe.trainer.memory.lora_rank
-    if rank is None:
+    lora = recipe.trainer.lora
+    if lora is None:
         return
-    if rank > _LORA_MAX_RANK:
-        yield "trainer.memory.lora_rank", f"{rank} is more than the {_LORA_MAX_RANK} that an adapter may have"
+    if lora.rank > _LORA_MAX_RANK:
+        yield "trainer.lora.rank", f"{lora.rank} is more than the {_LORA_MAX_RANK} that an adapter may have"
     merged = "an adapter that is merged into FP8 weights loses most of its bits in their rounding"
     if recipe.engine.memory.weights == "fp8":
         yield "engine.memory.weights", merged
     if recipe.handoff.kind == "fp8":
         yield "handoff.kind", merged
+    if recipe.trainer.precision.fp8 is not None:
+        yield "trainer.precision.fp8", f"engines would need the same FP8 weights, and {merged}"
+
+
+def _adapters_train(recipe: Recipe, _: ClusterProfile) -> Conflicts:
+    lora, trainer = recipe.trainer.lora, recipe.trainer
+    if lora is None:
+        return
+    if trainer.freeze is not None:
+        yield "trainer.freeze", "only adapters are trained, and no weight of the model is"
+    if recipe.handoff.delta_chain:
+        yield "handoff.delta_chain", "versions are adapters, which are published whole"
+    if trainer.dtype == "bfloat16" and lora.rank % 8:
+        yield "trainer.lora.rank", f"{lora.rank} is no multiple of 8, as grouped products in bfloat16 want it"
+    if trainer.memory.compile:
+        yield "trainer.memory.compile", "layers with adapters are not compiled"
 
 
 def _offload_applies(recipe: Recipe, _: ClusterProfile) -> Conflicts:
@@ -231,8 +239,15 @@ PARALLEL_RULES: tuple[Rule, ...] = (
     Rule(
         "adapters-load",
         "Engines can load the adapters that are trained.",
-        "set engine.memory.weights: as_dtype, handoff.kind: full and a rank of at most 512, or train all parameters",
+        "set engine.memory.weights: as_dtype, handoff.kind: full, no trainer.precision.fp8 and a rank of at most 512, "
+        "or train all parameters",
         _adapters_load,
+    ),
+    Rule(
+        "adapters-train",
+        "What is set beside adapters has something to do.",
+        "remove the setting, or train all parameters: leave trainer.lora out",
+        _adapters_train,
     ),
     Rule(
         "replay-sees-all-routes",

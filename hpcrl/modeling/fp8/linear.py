@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from hpcrl.modeling.fp8.backends import Backend
 from hpcrl.modeling.fp8.products import linear_product, rounded
+from hpcrl.modeling.layers.low_rank import AdaptedLinear
 from hpcrl.modeling.opaque import opaque
 
 __all__ = ["Fp8Linear", "effective_weight"]
@@ -33,4 +34,6 @@ class Fp8Linear(nn.Linear):
 
 def effective_weight(linear: nn.Linear) -> Tensor:
     """The numbers that ``linear`` multiplies with, for who multiplies with them in another way."""
+    if isinstance(linear, AdaptedLinear):
+        return linear.effective()
     return rounded(linear.weight) if isinstance(linear, Fp8Linear) else linear.weight

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from hpcrl.modeling.blocks import local_part
 from hpcrl.modeling.context import BatchContext
 from hpcrl.modeling.layers.dispatch import Dispatcher, LocalDispatcher
+from hpcrl.modeling.layers.low_rank import GroupedAdapter, multiply_groups
 from hpcrl.modeling.opaque import opaque
 
 __all__ = [
@@ -148,15 +149,33 @@ class GroupedProduct(Protocol):
 
 def plain_product(x: Tensor, weight: Tensor, counts: Tensor, *, parts: int = 1) -> Tensor:
     """See `GroupedProduct`; in the dtype that it gets."""
-    return F.grouped_mm(x, weight.transpose(1, 2), offs=counts.cumsum(0).to(torch.int32))
+    return multiply_groups(x, weight, counts)
 
 
-class Experts(nn.Module):
+class _GroupedExperts(nn.Module):
+    """Experts whose matrices of a kind lie in one tensor, and may have adapters by its name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.product: GroupedProduct = plain_product
+        self.adapters = nn.ModuleDict()
+
+    def multiply(self, name: str, x: Tensor, counts: Tensor, *, parts: int = 1) -> Tensor:
+        """`GroupedProduct` with the parameter ``name``, and what its adapter adds."""
+        weight = local_part(getattr(self, name))
+        if name not in self.adapters:
+            return self.product(x, weight, counts, parts=parts)
+        adapter = self.adapters[name]
+        assert isinstance(adapter, GroupedAdapter)
+        y = self.product(x, adapter.effective(weight), counts, parts=parts)
+        return y + adapter(x, counts) if adapter.mode == "apart" else y
+
+
+class Experts(_GroupedExperts):
     """The experts of a layer in two tensors; with expert parallelism these are DTensors: a rank has some experts."""
 
     def __init__(self, hidden_size: int, experts: int, intermediate_size: int) -> None:
         super().__init__()
-        self.product: GroupedProduct = plain_product
         self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * intermediate_size, hidden_size))
         self.down_proj = nn.Parameter(torch.empty(experts, hidden_size, intermediate_size))
 
@@ -170,23 +189,22 @@ class Experts(nn.Module):
         counts:
             ``[experts of this rank]`` assignments of each expert.
         """
-        gate, up = self.product(x, local_part(self.gate_up_proj), counts, parts=2).chunk(2, dim=-1)
-        return self.product(F.silu(gate) * up, local_part(self.down_proj), counts)
+        gate, up = self.multiply("gate_up_proj", x, counts, parts=2).chunk(2, dim=-1)
+        return self.multiply("down_proj", F.silu(gate) * up, counts)
 
 
-class SquaredExperts(nn.Module):
+class SquaredExperts(_GroupedExperts):
     """Experts without a gate, ``down(relu(up(x))²)``: ``up_proj [E, F, D]`` and ``down_proj [E, D, F]``."""
 
     def __init__(self, hidden_size: int, experts: int, intermediate_size: int) -> None:
         super().__init__()
-        self.product: GroupedProduct = plain_product
         self.up_proj = nn.Parameter(torch.empty(experts, intermediate_size, hidden_size))
         self.down_proj = nn.Parameter(torch.empty(experts, hidden_size, intermediate_size))
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """As `Experts.forward`."""
-        up = self.product(x, local_part(self.up_proj), counts)
-        return self.product(F.relu(up).square(), local_part(self.down_proj), counts)
+        up = self.multiply("up_proj", x, counts)
+        return self.multiply("down_proj", F.relu(up).square(), counts)
 
 
 class ClampedExperts(nn.Module):
@@ -246,6 +264,8 @@ class SparseMLP(nn.Module):
         self.gate = gate
         self.experts = experts
         self.shared_experts = shared_experts
+        self.outer = nn.ModuleDict()
+        """What the adapters of all experts have in common."""
         self.fc1_latent_proj = self.fc2_latent_proj = None
         if latent_size is not None:
             self.fc1_latent_proj = nn.Linear(gate.in_features, latent_size, bias=False)

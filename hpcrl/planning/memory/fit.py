@@ -150,7 +150,7 @@ def trainer_memory(recipe: Recipe, *, device: Literal["cpu", "cuda"]) -> Trainer
         lm_head_chunk_tokens=AUTO_CHUNK if saving.lm_head_chunk_tokens == "auto" else saving.lm_head_chunk_tokens,
         loss_of_rollouts=recipe.algorithm.loss.is_of_rollouts,
         fp8=recipe.trainer.precision.fp8 is not None,
-        lora_rank=saving.lora_rank,
+        lora=trainer.lora,
         router_replay=recipe.returns_routed_experts,
         handoff_dtype="fp8" if recipe.handoff.kind == "fp8" else recipe.handoff.dtype,
         # a delta is made against an image that is kept

@@ -20,7 +20,7 @@ from hpcrl.planning.memory.settings import RealPass
 __all__ = ["measure_pass"]
 
 _LIMIT_S = 600.0
-_UNSEEN = ("activation_offload", "optimizer_offload", "parameter_offload", "lora_rank")
+_UNSEEN = ("activation_offload", "optimizer_offload", "parameter_offload")
 """Settings of ``trainer.memory`` that the estimate does not know."""
 
 
@@ -41,6 +41,7 @@ def measure_pass(recipe: Recipe, cluster: ClusterProfile) -> RealPass:
         )
     unseen = ["trainer.parallelism"] if recipe.trainer.parallelism != TrainerParallelismConfig() else []
     unseen += [f"trainer.memory.{name}" for name in _UNSEEN if getattr(recipe.trainer.memory, name)]
+    unseen += ["trainer.lora"] if recipe.trainer.lora is not None else []
     unseen += ["trainer.precision.fp8"] if recipe.trainer.precision.fp8 is not None else []
     if unseen:
         raise UsageError(

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from hpcrl.config.lora import LoraConfig
+from hpcrl.models.adapting import lora_parameters
 from hpcrl.models.facts import ModelFacts
 from hpcrl.models.tensors import DTYPE_BYTES
 from hpcrl.planning.ledger import GIB, Term
 from hpcrl.planning.memory.activations import ActivationShape
 
-__all__ = ["EXPERT_IMBALANCE", "RealPass", "TrainerMemory", "checkpoint_term", "image_term", "lora_parameters"]
+__all__ = ["EXPERT_IMBALANCE", "RealPass", "TrainerMemory", "checkpoint_term", "image_term", "trained_parameters"]
 
 OFFLOAD_BUCKET = 256 << 20
 """Bytes of optimizer state that move together (`hpcrl.trainer.memory.optimizer`)."""
@@ -106,7 +108,7 @@ class TrainerMemory:
     lm_head_chunk_tokens: int | None = None
     loss_of_rollouts: bool = False
     fp8: bool = False
-    lora_rank: int | None = None
+    lora: LoraConfig | None = None
     router_replay: bool = False
     expert_imbalance: float = EXPERT_IMBALANCE
     device: Literal["cpu", "cuda"] = "cuda"
@@ -154,6 +156,13 @@ class TrainerMemory:
         )
 
 
+def trained_parameters(facts: ModelFacts, lora: LoraConfig | None) -> int:
+    """All of a model, or those of its adapters."""
+    if lora is None:
+        return facts.num_parameters()
+    return lora_parameters(facts, lora.rank, lora.targets, shared_outer=lora.experts == "shared_outer")
+
+
 def image_term(facts: ModelFacts, memory: TrainerMemory, *, ranks_here: int = 1) -> Term:
     """A rank's part of a published version in host memory, times ``ranks_here``."""
     kind = memory.handoff_dtype or memory.dtype
@@ -173,18 +182,8 @@ def checkpoint_term(facts: ModelFacts, memory: TrainerMemory, *, ranks_here: int
     """The state of a rank, copied to be written beside the next steps, times ``ranks_here``."""
     if not memory.saves_aside:
         return None
-    p = facts.num_parameters()
-    trained = p if memory.lora_rank is None else lora_parameters(facts, memory.lora_rank)
-    value = (4 * p + 8 * trained) // memory.shards * ranks_here
-    inputs: dict[str, float | str] = {"P": p, "A": trained, "N": memory.shards}
-    return Term("copy for a checkpoint", value, "(4 P + 8 A) / N" + (" · ranks" if ranks_here > 1 else ""), inputs)
-
-
-def lora_parameters(facts: ModelFacts, rank: int) -> int:
-    """``r (in + out)`` for each matrix of a layer, experts included."""
-    total = 0
-    for layer in facts.layers:
-        for weight in layer.weights:
-            if weight.quantized and len(weight.shape) == 2:
-                total += rank * sum(weight.shape) * weight.copies
-    return total
+    # of adapters the weights that they change are not saved
+    p = trained_parameters(facts, memory.lora)
+    inputs: dict[str, float | str] = {"P": p, "N": memory.shards}
+    formula = "12 P / N" + (" · ranks" if ranks_here > 1 else "")
+    return Term("copy for a checkpoint", 12 * p // memory.shards * ranks_here, formula, inputs)

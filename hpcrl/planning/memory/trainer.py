@@ -32,7 +32,7 @@ from hpcrl.planning.memory.settings import (
     TrainerMemory,
     checkpoint_term,
     image_term,
-    lora_parameters,
+    trained_parameters,
 )
 
 __all__ = ["trainer_moments", "trainer_peak"]
@@ -60,7 +60,7 @@ class _Trainer:
     def __init__(self, facts: ModelFacts, memory: TrainerMemory) -> None:
         self.facts, self.m = facts, memory
         self.parameters = facts.num_parameters()
-        self.trained = self.parameters if memory.lora_rank is None else lora_parameters(facts, memory.lora_rank)
+        self.trained = trained_parameters(facts, memory.lora)
         self.layers: tuple[Layer, ...] = facts.layers
         self.gathered = [_gathered(facts, i, memory.ep) for i in range(len(self.layers))]
         self.saved, self.working = self._activations()
@@ -94,11 +94,11 @@ class _Trainer:
             yield self._runtime()
             yield self._replay()
             return
-        width = 4 if m.lora_rank is None else m.element_bytes
+        width = 4 if m.lora is None else m.element_bytes
         yield Term(
             "master weights",
-            (width * self.parameters + (0 if m.lora_rank is None else 4 * trained)) // n,
-            "4 P / N" if m.lora_rank is None else "(b P + 4 A) / N",
+            (width * self.parameters + (0 if m.lora is None else 4 * trained)) // n,
+            "4 P / N" if m.lora is None else "(b P + 4 A) / N",
             {"P": self.parameters, "N": n, "A": trained, "b": m.element_bytes},
         )
         if not m.optimizer_offload:
@@ -181,7 +181,7 @@ class _Trainer:
     def moments(self) -> Iterator[Ledger]:
         """All that may bind."""
         yield self._ledger("logits", self._head())
-        if self.head and self.m.lora_rank is None:
+        if self.head and self.m.lora is None:
             yield self._ledger("reduction of the head", self._head_reduction())
         for name, terms in (("backward", self._backward), ("reduction", self._reduction)):
             ledgers = (self._ledger(f"{name} of layer {i}", terms(i)) for i in self._candidates())
@@ -260,7 +260,7 @@ class _Trainer:
         yield self._prefetched(i)
         yield self._fp8_copies(i)
         yield from self._kernels(i)
-        if m.lora_rank is None:
+        if m.lora is None:
             yield Term("layer gradient", b * p, "b · p_l", {"b": b, "p_l": p})
             if held := self.gathered[i + 1] if i + 1 < len(self.layers) else self.head:
                 yield Term("gradient in reduction", 4 * held, "4 p_l of the layer above", {"p_l": held})
@@ -268,7 +268,7 @@ class _Trainer:
     def _root_gradient(self) -> Term | None:
         """Of the head where it is the embedding, too; else it is reduced before layers."""
         m = self.m
-        if m.lora_rank is not None or self.head:
+        if m.lora is not None or self.head:
             return None
         inputs = {"b": m.element_bytes, "p_root": self.root}
         return Term("gradient of the head", m.element_bytes * self.root, "b · p_root", inputs)
@@ -280,7 +280,7 @@ class _Trainer:
         yield self._root_gradient()
         yield from self._kept(i)
         yield self._prefetched(i)
-        if m.lora_rank is None:
+        if m.lora is None:
             yield from self._reduced_parameters(p, m.shards // m.ep)
 
     def _head_reduction(self) -> Iterator[Term | None]:

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
 from hpcrl.modeling.blocks import Block, local_block
-from hpcrl.modeling.hf import HfAdapter, model_tensors
+from hpcrl.modeling.hf import HfAdapter
 from hpcrl.trainer.parallel.ranks import Ranks
 from hpcrl.trainer.publish.holdings import cut_regions, find_overlaps, find_runs
 from hpcrl.trainer.publish.sources import Source, find_sources
@@ -120,9 +120,9 @@ def _cuts_of(
     return cuts
 
 
-def held_blocks(model: nn.Module, ranks: Ranks) -> list[dict[str, Block]]:
-    """What each rank holds of each parameter; collective."""
-    return ranks.gather({name: local_block(own) for name, own in model_tensors(model).items()})
+def held_blocks(tensors: Mapping[str, Tensor], ranks: Ranks) -> list[dict[str, Block]]:
+    """What each rank holds of each of ``tensors``; collective."""
+    return ranks.gather({name: local_block(own) for name, own in tensors.items()})
 
 
 class Plan(NamedTuple):

@@ -89,6 +89,7 @@ class Publisher:
         on_wait: Callable[[], None] = lambda: None,
         on_refused: Callable[[str], None] = lambda words: None,
         chunk_bytes: int = CHUNK_BYTES,
+        beside: Publisher | None = None,
     ) -> None:
         """Become the one publisher of ``store``; no version is touched. Collective.
 
@@ -120,6 +121,8 @@ class Publisher:
             Called on rank 0 when a version begins to be tried again, with words for people.
         chunk_bytes:
             Size of hash chunks.
+        beside:
+            The publisher of the same ranks that has claimed the store already; never used at the same time.
 
         Raises
         ------
@@ -127,15 +130,20 @@ class Publisher:
             A newer attempt publishes there.
         """
         self._store, self._dtype, self._chunk_bytes = store, dtype, chunk_bytes
-        self._adapter = spec_of(arch).adapter(arch)
+        self._names = spec_of(arch).adapter(arch)
+        self._kind: Kind = settings.kind
         self._settings, self._acknowledged = settings, acknowledged
         self._quantised = quantised or QuantisedModules()
-        timeout = timedelta(seconds=settings.publish_timeout_s)
-        # a group of their own, which carries host memory and may be used from a thread
-        self._ranks, self._device = Ranks(dist.new_group(backend="gloo", timeout=timeout)), parallel.device
-        self.output: HandoffWriter = self._ranks.on_leader(
-            lambda: HandoffWriter.claim(store.root, attempt), "claiming the store of versions"
-        )
+        self._device = parallel.device
+        if beside is None:
+            timeout = timedelta(seconds=settings.publish_timeout_s)
+            # a group of their own, which carries host memory and may be used from a thread
+            self._ranks = Ranks(dist.new_group(backend="gloo", timeout=timeout))
+            self.output: HandoffWriter = self._ranks.on_leader(
+                lambda: HandoffWriter.claim(store.root, attempt), "claiming the store of versions"
+            )
+        else:
+            self._ranks, self.output = beside._ranks, beside.output
         self._persistence = Persistence(self._ranks, store.root, limit_s=settings.retry_s, on_refused=on_refused)
         self._on_wait = on_wait
         self._model: nn.Module | None = None
@@ -264,10 +272,11 @@ class Publisher:
             return
         settings = self._settings
         whole = settings.overlap or settings.delta_chain > 0
+        tensors = self._names.tensors(model)
         plan = make_plan(
             model,
-            self._adapter,
-            held_blocks(model, self._ranks),
+            self._names,
+            held_blocks(tensors, self._ranks),
             self._ranks.rank,
             self._dtype,
             fp8=self._quantised if settings.kind == "fp8" else None,
@@ -276,7 +285,7 @@ class Publisher:
             window_bytes=None if whole else int(settings.staging_gib * 2**30) * self._ranks.size,
         )
         self._windows = plan.windows
-        self._staging = Staging(model, plan.cut, self._dtype, self._ranks, device=self._device)
+        self._staging = Staging(tensors, plan.cut, self._dtype, self._ranks, device=self._device)
         self._writer = self._new_writer(windows=plan.windows, tensors=plan.tensors)
         self._model = model
 
@@ -375,12 +384,12 @@ class Publisher:
         assert self._staging is not None
         if len(self._windows) > 1:
             self._writer.write_windows(image, self._staging.fill)
-            return Published(image.version, self._settings.kind)
+            return Published(image.version, self._kind)
         reason = why_whole if base is None else self._write_delta(image, base)
         if base is not None and not reason:
             return Published(image.version, "delta")
         self._writer.write_full(image)
-        return Published(image.version, self._settings.kind, reason)
+        return Published(image.version, self._kind, reason)
 
     def _write_delta(self, image: Image, base: Image) -> str:
         """Write the changes since ``base``; why not, where a full version has to be written instead."""

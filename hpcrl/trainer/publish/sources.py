@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hpcrl.modeling.blocks import Block, local_block, local_part, overlap
-from hpcrl.modeling.hf import HfAdapter, model_tensors
+from hpcrl.modeling.hf import HfAdapter
 from hpcrl.weights.format.layout import PublishedTensor
 from hpcrl.weights.format.quantize import FP8_DTYPE, QuantisedModules, scale_tensor
 
@@ -56,7 +56,7 @@ def find_sources(
     """The published tensors of ``model`` in its order of parameters, then of buffers (which stay in their dtype)."""
     name_of_dtype = _name(dtype)
     sources = []
-    for name, own in model_tensors(model).items():
+    for name, own in adapter.tensors(model).items():
         plain = name_of_dtype if isinstance(own, nn.Parameter) else _name(own.dtype)
         for hf_name, low, shape in adapter.regions(name, own.shape):
             if fp8 is not None and fp8.has(hf_name, shape):

@@ -7,13 +7,14 @@ accelerator. The few bytes that lie in units of other ranks go there in one exch
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from hpcrl.modeling.blocks import Block
 from hpcrl.modeling.fp8.quantiser import block_amax, quantise, scales_of
-from hpcrl.modeling.hf import model_tensors
 from hpcrl.trainer.parallel.ranks import Ranks
 from hpcrl.trainer.publish.plan import Window
 from hpcrl.trainer.publish.sources import Form, Source, source_part
@@ -30,23 +31,23 @@ def new_image(size: int, device: torch.device) -> Tensor:
 
 
 class Staging:
-    """Fills images from the parameters of one model. All ranks call it together."""
+    """Fills images from the tensors of one model. All ranks call it together."""
 
     def __init__(
         self,
-        model: nn.Module,
+        tensors: Mapping[str, Tensor],
         cut: frozenset[tuple[str, tuple[int, ...]]],
         dtype: torch.dtype,
         ranks: Ranks,
         *,
         device: torch.device,
     ) -> None:
-        """Remember the model.
+        """Remember what is published.
 
         Parameters
         ----------
-        model:
-            Sharded; read at each `fill`.
+        tensors:
+            Parameters and buffers by name, sharded; read at each `fill`.
         cut:
             Of the plan.
         dtype:
@@ -56,7 +57,7 @@ class Staging:
         device:
             Where the model is.
         """
-        self._parameters = model_tensors(model)
+        self._parameters = tensors
         self._dtype, self._ranks, self._device = dtype, ranks, device
         self._cut = cut
         self._scales: tuple[tuple[str, tuple[int, ...]], Tensor] | None = None

@@ -17,7 +17,7 @@ from hpcrl.space import ShortageError, find_shortage
 from hpcrl.trainer.parallel.ranks import Ranks
 from hpcrl.trainer.publish.plan import Window
 from hpcrl.weights.format.layout import PublishedTensor, ShardLayout
-from hpcrl.weights.format.manifest import Kind, TensorRecord
+from hpcrl.weights.format.manifest import Kind, TensorRecord, content_digest
 from hpcrl.weights.format.quantize import quantization_config
 from hpcrl.weights.write.handoff_writer import COMPANION_FILES, HandoffWriter, ParentGoneError, ShardResult
 from hpcrl.weights.write.publisher import (
@@ -31,7 +31,7 @@ from hpcrl.weights.write.publisher import (
 )
 from hpcrl.weights.write.writer import FileWriter, preallocate
 
-__all__ = ["Image", "VersionWriter"]
+__all__ = ["AdapterForm", "Image", "VersionWriter"]
 
 _SMALL_FILES = len(COMPANION_FILES) + 3
 """Beside shards: configuration, tokenizer, index, manifest, and the directory."""
@@ -58,6 +58,22 @@ class Image:
     @property
     def view(self) -> memoryview:
         return self.data.numpy().data
+
+
+@dataclass(frozen=True)
+class AdapterForm:
+    """What a version of kind ``lora`` has beside its tensors.
+
+    Attributes
+    ----------
+    base:
+        Number of the version that engines merge the adapters into; it is in the store.
+    files:
+        Contents of small files by name.
+    """
+
+    base: int
+    files: Mapping[str, bytes]
 
 
 class VersionWriter:
@@ -94,6 +110,8 @@ class VersionWriter:
         self._model_dir, self._dtype = model_dir, dtype
         self._settings, self._chunk_bytes = settings, chunk_bytes
         self._layouts: list[ShardLayout] = [shard for window in windows for shard in window.shards]
+        self.adapter: AdapterForm | None = None
+        """Of the next version; None where it is one of the model itself."""
 
     def check_space(self) -> None:
         """Whether a full version fits (ShortageError where it does not); for one rank."""
@@ -197,7 +215,7 @@ class VersionWriter:
 
     def _complete(self, image: Image, results: list[ShardResult]) -> None:
         """Give a full version its name; rank 0 does it, all know how it went."""
-        kind = self._settings.kind
+        kind: Kind = self._settings.kind if self.adapter is None else "lora"
         self._ranks.on_leader(
             lambda: self._publish(image.version, results, kind=kind), f"completing version {image.version}"
         )
@@ -211,16 +229,24 @@ class VersionWriter:
         needs: tuple[int, ...] = (),
         tensors: Mapping[str, TensorRecord] | None = None,
     ) -> None:
-        self._output.publish(
+        publish = partial(
+            self._output.publish,
             version=version,
             shards=results,
-            model_dir=self._model_dir,
             producer=f"trainer attempt {self._output.attempt}",
-            metadata={"config.json": self._config()},
             kind=kind,
-            needs=needs,
             tensors=tensors,
             chunk_bytes=self._chunk_bytes,
+        )
+        if self.adapter is None:
+            publish(model_dir=self._model_dir, metadata={"config.json": self._config()}, needs=needs)
+            return
+        base = self._output.store.open(self.adapter.base).manifest
+        publish(
+            model_dir=None,
+            metadata=self.adapter.files,
+            needs=(*base.needs, base.version),
+            parent_xxh3_128=content_digest(base),
         )
 
     def _config(self) -> bytes:

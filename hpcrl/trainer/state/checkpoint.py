@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import IO, Any
 import torch
 import torch.distributed as dist
 import xxhash
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -25,19 +26,36 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from hpcrl.checkpoints.ledger import CheckpointEntry
 from hpcrl.errors import CheckpointError
 from hpcrl.fs import FileRecord
-from hpcrl.modeling.hf import model_tensors
+from hpcrl.modeling.adapters import adapted_matrices
+from hpcrl.modeling.hf import adapter_parameters, model_tensors
 from hpcrl.ours import NotOursError, check_private, check_tree
 from hpcrl.trainer.parallel.mesh import Parallel
 
-__all__ = ["check_owner", "copy_to_host", "load_checkpoint", "state_bytes", "trainer_state", "write_state"]
+__all__ = [
+    "BASE",
+    "check_owner",
+    "copy_to_host",
+    "load_alone",
+    "load_checkpoint",
+    "state_bytes",
+    "trainer_state",
+    "write_state",
+]
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _ACCELERATOR_RNG = "rng_accelerator"
+BASE, _SCALE = "base", "lora_scale"
+"""Of adapters: the digest of the weights that they change, and the factor of their products."""
 _BUFFER_BYTES = 4 << 20
 
 
-def trainer_state(model: nn.Module, optimizer: torch.optim.AdamW, step: int) -> dict[str, Any]:
+def trainer_state(
+    model: nn.Module, optimizer: torch.optim.AdamW, step: int, *, base: Tensor | None = None
+) -> dict[str, Any]:
     """Everything to save, by name; the tensors are those in use, so that a load fills them in place.
+
+    Of a model with adapters these are all of it that is saved, with ``base``, the digest of the weights that they
+    change (`hpcrl.trainer.state.base_digest`).
 
     Moments that do not exist yet, before the first optimizer step, are made. The learning rate is a function of
     the step; there is no gradient scaler.
@@ -53,13 +71,17 @@ def trainer_state(model: nn.Module, optimizer: torch.optim.AdamW, step: int) -> 
             for moment in _MOMENTS:
                 state[moment] = torch.zeros_like(parameter)
         moments[name] = {key: state[key] for key in ("step", *_MOMENTS)}
+    saved = model_tensors(model) if base is None else adapter_parameters(model)
     # ranks draw the same random numbers, so one state serves any number of them
     whole: dict[str, Any] = {
-        "model": {name: tensor.detach() for name, tensor in model_tensors(model).items()},
+        "model": {name: tensor.detach() for name, tensor in saved.items()},
         "optimizer": moments,
         "step": torch.tensor(step),
         "rng": torch.get_rng_state(),
     }
+    if base is not None:
+        scales = [adapted.scale for adapted in adapted_matrices(model)]
+        whole |= {BASE: base.clone(), _SCALE: torch.tensor(scales[:1], dtype=torch.float64)}
     device = next(iter(parameters.values())).device
     if device.type != "cpu":
         whole[_ACCELERATOR_RNG] = torch.get_device_module(device).get_rng_state(device)
@@ -113,18 +135,31 @@ def write_state(directory: Path, state: dict[str, Any], group: dist.ProcessGroup
     return files.records
 
 
-def load_checkpoint(entry: CheckpointEntry, model: nn.Module, optimizer: torch.optim.AdamW, parallel: Parallel) -> None:
+def load_checkpoint(
+    entry: CheckpointEntry,
+    model: nn.Module,
+    optimizer: torch.optim.AdamW,
+    parallel: Parallel,
+    *,
+    base: Tensor | None = None,
+) -> None:
     """Restore ``model``, ``optimizer`` and the random state in place, on any number of ranks.
+
+    Parameters
+    ----------
+    base:
+        As in `trainer_state`: of the weights that adapters change now.
 
     Raises
     ------
     CheckpointError
-        The entry does not fit the model.
+        The entry does not fit the model, or adapters in it were trained on other weights.
     """
     check_owner(entry)
-    state = trainer_state(model, optimizer, entry.step)
+    state = trainer_state(model, optimizer, entry.step, base=base)
     reader = FileSystemReader(entry.trainer_dir)
     try:
+        _check_base(entry, state, reader)
         _check_moments(entry, state, reader)
         if _ACCELERATOR_RNG in state and _ACCELERATOR_RNG not in reader.read_metadata().state_dict_metadata:
             del state[_ACCELERATOR_RNG]  # saved without an accelerator: its random numbers begin at the seed
@@ -138,6 +173,37 @@ def load_checkpoint(entry: CheckpointEntry, model: nn.Module, optimizer: torch.o
     torch.set_rng_state(state["rng"])
     if _ACCELERATOR_RNG in state:
         torch.get_device_module(parallel.device).set_rng_state(state[_ACCELERATOR_RNG], parallel.device)
+
+
+def load_alone(state: dict[str, Any], directory: Path) -> None:
+    """Fill the tensors of ``state`` in place from a trainer's state, in one process that asks no other."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        load(state, storage_reader=FileSystemReader(directory), no_dist=True)
+
+
+def _check_base(entry: CheckpointEntry, state: dict[str, Any], reader: FileSystemReader) -> None:
+    """Whether what is trained now, weights or adapters of these weights, is what was trained then (CheckpointError)."""
+    then, now = BASE in reader.read_metadata().state_dict_metadata, BASE in state
+    if then != now:
+        held, wanted = ("adapters", "weights") if then else ("weights", "adapters")
+        raise CheckpointError(
+            f"checkpoint {entry.path} holds {held}, and {wanted} are trained\n    hint: leave trainer.lora as it was"
+        )
+    if not now:
+        return
+    found = {key: torch.empty_like(state[key]) for key in (BASE, _SCALE)}
+    load_alone(found, entry.trainer_dir)
+    if not torch.equal(found[BASE], state[BASE]):
+        raise CheckpointError(
+            f"the adapters of checkpoint {entry.path} were trained on other weights than those of the start model\n"
+            "    hint: give model.path the directory that the run began with, unchanged"
+        )
+    if not torch.equal(found[_SCALE], state[_SCALE]):
+        raise CheckpointError(
+            f"the adapters of checkpoint {entry.path} counted {found[_SCALE].item():g} times, and now "
+            f"{state[_SCALE].item():g}\n    hint: leave trainer.lora.alpha and rank as they were"
+        )
 
 
 def _check_moments(entry: CheckpointEntry, state: dict[str, Any], reader: FileSystemReader) -> None:

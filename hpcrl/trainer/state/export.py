@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import sys
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,12 +19,12 @@ import torch
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
 
 from hpcrl.checkpoints.ledger import CheckpointEntry, CheckpointLedger
+from hpcrl.config.recipe import Recipe
 from hpcrl.errors import CheckpointError, HpcrlError, UsageError
 from hpcrl.fs import StagedDirectory, fsync_dir, write_json
-from hpcrl.modeling.carried import CarriedTensor, carry
+from hpcrl.modeling.carried import CarriedTensor, carry, find_mtp_tensors
 from hpcrl.modeling.decoder import Decoder
 from hpcrl.modeling.hf import CARRIED, model_tensors
 from hpcrl.modeling.spec import spec_of
@@ -33,7 +32,8 @@ from hpcrl.models.arch import load_arch
 from hpcrl.models.mtp import config_of_tensors
 from hpcrl.runs.registry import reference
 from hpcrl.runs.rundir import RunDir
-from hpcrl.trainer.state.checkpoint import check_owner
+from hpcrl.trainer.state.checkpoint import check_owner, load_alone
+from hpcrl.trainer.state.merged import MergedWeights, holds_adapters
 
 __all__ = ["DTYPES", "export_checkpoint", "main"]
 
@@ -46,7 +46,13 @@ _COMPANION_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")
 
 
 def export_checkpoint(
-    entry: CheckpointEntry, model_dir: Path, output: Path, *, dtype: str, shard_bytes: int = _SHARD_BYTES
+    entry: CheckpointEntry,
+    model_dir: Path,
+    output: Path,
+    *,
+    dtype: str,
+    shard_bytes: int = _SHARD_BYTES,
+    recipe: Recipe | None = None,
 ) -> int:
     """Write the weights of ``entry`` to ``output``; it appears when it is complete. Returns bytes of tensors.
 
@@ -62,6 +68,9 @@ def export_checkpoint(
         One of `DTYPES`, for all tensors.
     shard_bytes:
         About the size of one safetensors file.
+    recipe:
+        Of the run; wanted where the checkpoint has adapters, which are merged into the start model: bit by bit the
+        weights of engines that serve its version, where ``dtype`` is that of versions.
 
     Raises
     ------
@@ -74,16 +83,25 @@ def export_checkpoint(
     arch = load_arch(model_dir)
     # without memory: it says what a checkpoint of this model holds
     model = spec_of(arch).build(arch, device="meta")
-    carry(model, _carried(entry), lambda own: torch.empty(own.shape, dtype=getattr(torch, own.dtype), device="meta"))
+    merged = holds_adapters(entry)
+    if not merged:
+        carried = _carried(entry)
+    else:
+        keeps = recipe is not None and recipe.trainer.mtp_tensors == "keep" and arch.num_nextn_predict_layers
+        carried = find_mtp_tensors(model_dir, model.adapter) if keeps else []
+    carry(model, carried, lambda own: torch.empty(own.shape, dtype=getattr(torch, own.dtype), device="meta"))
     stage = StagedDirectory(output, token=f"export-{os.getpid()}")
     stage.create()
     try:
         total, weight_map = 0, {}
-        names = _write_shards(entry, model, stage.path, getattr(torch, dtype), shard_bytes)
+        weights = _merged(entry, model, model_dir, recipe) if merged else _Weights(entry, model)
+        names = _write_shards(weights, model, stage.path, getattr(torch, dtype), shard_bytes)
         for file, tensors in names:
             for name, size in tensors.items():
                 weight_map[name] = file
                 total += size
+        if isinstance(weights, MergedWeights):
+            weights.check_base()
         write_json(stage.path / _INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
         _copy_companions(model_dir, stage.path, dtype, weight_map)
         fsync_dir(stage.path)
@@ -94,22 +112,47 @@ def export_checkpoint(
     return total
 
 
+def _merged(entry: CheckpointEntry, model: Decoder, model_dir: Path, recipe: Recipe | None) -> MergedWeights:
+    if recipe is None or recipe.trainer.lora is None:
+        raise CheckpointError(f"checkpoint {entry.path} holds adapters, and the recipe of the run has none")
+    held, published = recipe.trainer.dtype, recipe.handoff.dtype or recipe.trainer.dtype
+    dtypes = {"held": getattr(torch, held), "published": getattr(torch, published)}
+    return MergedWeights(entry, model, model_dir, recipe.trainer.lora, **dtypes)
+
+
+class _Weights:
+    """Reads tensors of a model from a checkpoint that has all of them."""
+
+    def __init__(self, entry: CheckpointEntry, model: Decoder) -> None:
+        """See that the entry fits ``model`` (CheckpointError)."""
+        self._entry, self._own = entry, model_tensors(model)
+        held = _metadata(entry)
+        for name, tensor in self._own.items():
+            value = held.get(name)
+            found = tuple(value.size) if isinstance(value, TensorStorageMetadata) else "nothing"
+            if found != tuple(tensor.shape):
+                what = f"{name} is {found}, not {tuple(tensor.shape)}"
+                raise CheckpointError(f"{entry.path} does not fit the model: {what}")
+        self.shapes = {name: tensor.shape for name, tensor in self._own.items()}
+
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Tensors of the model, whole."""
+        state = {"model": {name: torch.empty(self.shapes[name], dtype=self._own[name].dtype) for name in names}}
+        load_alone(state, self._entry.trainer_dir)
+        for name in list(state["model"]):
+            yield name, state["model"].pop(name)
+
+
 def _write_shards(
-    entry: CheckpointEntry, model: Decoder, directory: Path, dtype: torch.dtype, shard_bytes: int
+    weights: _Weights | MergedWeights, model: Decoder, directory: Path, dtype: torch.dtype, shard_bytes: int
 ) -> Iterator[tuple[str, dict[str, int]]]:
     """Write file after file; yields the name of each, and the bytes of each tensor in it."""
     # they keep their dtype: a rounded bias of a router chooses other experts
     buffers = {name for name, _ in model.named_buffers()}
-    own = model_tensors(model)
-    expected = {name: tensor.shape for name, tensor in own.items()}
-    for number, shapes in enumerate(_shards(entry, expected, dtype, shard_bytes), start=1):
-        state = {"model": {name: torch.empty(shape, dtype=own[name].dtype) for name, shape in shapes.items()}}
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # that is what we want here
-            load(state, storage_reader=FileSystemReader(entry.trainer_dir), no_dist=True)
+    for number, names in enumerate(_shards(weights.shapes, dtype, shard_bytes), start=1):
         tensors: dict[str, torch.Tensor] = {}
-        for name in shapes:
-            for hf_name, tensor in model.adapter.to_hf(name, state["model"].pop(name)):
+        for name, whole in weights.read(names):
+            for hf_name, tensor in model.adapter.to_hf(name, whole):
                 # a copy of its own: views of one parameter share memory, which a safetensors file cannot say
                 kind = tensor.dtype if name in buffers else dtype
                 tensors[hf_name] = tensor.to(kind, copy=True).contiguous()
@@ -134,24 +177,16 @@ def _carried(entry: CheckpointEntry) -> list[CarriedTensor]:
     ]
 
 
-def _shards(
-    entry: CheckpointEntry, expected: Mapping[str, torch.Size], dtype: torch.dtype, shard_bytes: int
-) -> Iterator[dict[str, torch.Size]]:
-    """Tensors with their shapes, in portions of about ``shard_bytes`` of output."""
-    held = _metadata(entry)
-    for name, shape in expected.items():
-        value = held.get(name)
-        found = tuple(value.size) if isinstance(value, TensorStorageMetadata) else "nothing"
-        if found != tuple(shape):
-            raise CheckpointError(f"{entry.path} does not fit the model: {name} is {found}, not {tuple(shape)}")
-    portion: dict[str, torch.Size] = {}
+def _shards(shapes: Mapping[str, torch.Size], dtype: torch.dtype, shard_bytes: int) -> Iterator[list[str]]:
+    """Names of tensors, in portions of about ``shard_bytes`` of output."""
+    portion: list[str] = []
     size = 0
-    for name, shape in expected.items():
+    for name, shape in shapes.items():
         own = shape.numel() * dtype.itemsize
         if portion and size + own > shard_bytes:
             yield portion
-            portion, size = {}, 0
-        portion[name] = shape
+            portion, size = [], 0
+        portion.append(name)
         size += own
     yield portion
 
@@ -203,7 +238,7 @@ def _export(arguments: argparse.Namespace) -> None:
             "    hint: --model-dir, another copy of the model that the run began with"
         )
     entry = _choose(run, arguments.step)
-    total = export_checkpoint(entry, model_dir, arguments.output, dtype=dtype)
+    total = export_checkpoint(entry, model_dir, arguments.output, dtype=dtype, recipe=recipe)
     print(f"step {entry.step} of {run.name}: {total:,} bytes of {dtype} tensors", file=sys.stderr)
     print(arguments.output)
 

@@ -116,7 +116,7 @@ class CheckpointSaver:
         self._join(self._config.save_timeout_s)
         started, started_at_s = time.monotonic(), time.time()
         answer = self._all.on_leader(orchestrator_state, f"asking for the orchestrator's state after step {step}")
-        state = trainer_state(policy.model, policy.optimizer, step)
+        state = trainer_state(policy.model, policy.optimizer, step, base=policy.base)
         save = self._last = _Save(step, state, answer, started_at_s)
         if not self._has_room(save):
             return

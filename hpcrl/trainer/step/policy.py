@@ -14,6 +14,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from hpcrl.config.recipe import Recipe
 from hpcrl.dock.wire import BatchShard
+from hpcrl.modeling.adapters import adapt, init_adapters
 from hpcrl.modeling.carried import CarriedTensor, carry, find_mtp_tensors
 from hpcrl.modeling.context import RoutedExpertsRecorder
 from hpcrl.modeling.decoder import HeadFn
@@ -29,6 +30,7 @@ from hpcrl.trainer.memory.tools import apply_memory_tools, find_tools
 from hpcrl.trainer.parallel.dispatcher import find_dispatcher, use_dispatcher
 from hpcrl.trainer.parallel.mesh import Parallel
 from hpcrl.trainer.precision import apply_precision, find_precision
+from hpcrl.trainer.state.base_digest import base_digest
 from hpcrl.trainer.step.freezing import freeze_parameters
 from hpcrl.trainer.step.losses import PolicyLoss, TrainedTokens, policy_loss
 from hpcrl.trainer.step.metrics import TokenSums
@@ -55,14 +57,15 @@ class TrainerPolicy:
         parallel:
             The ranks.
         model_dir:
-            Where the weights come from; None leaves them unset, for a checkpoint to fill.
+            Where the weights come from; None leaves them unset, for a checkpoint to fill, which never has the weights
+            that adapters change.
 
         Raises
         ------
         UsageError, ValueError, PeerLostError
             On all ranks, where one of them cannot read the model (see `load_model_dir`) or lacks the dispatcher, the
-            compiler or the FP8 products of the recipe, or where what the recipe freezes or keeps out of FP8 does not
-            fit the model (see `freeze_parameters` and `use_fp8`).
+            compiler or the FP8 products of the recipe, or where what the recipe freezes, adapts or keeps out of FP8
+            does not fit the model (see `freeze_parameters`, `adapt` and `use_fp8`).
         """
         self.recipe, self.arch, self.parallel = recipe, arch, parallel
         self._replay = recipe.trainer.router_replay
@@ -73,11 +76,14 @@ class TrainerPolicy:
         fp8 = recipe.trainer.precision.fp8
         find_fp8 = partial(find_precision, fp8, parallel.device)
         parallel.world.all_succeed(lambda: find_fp8() is None, "looking for what multiplies in FP8")
+        dtype, lora = getattr(torch, recipe.trainer.dtype), recipe.trainer.lora
         # nothing is whole anywhere: shards get their memory after the model is cut
-        self.model = spec.build(arch, device="meta")
+        self.model = spec.build(arch, device="meta", dtype=torch.float32 if lora is None else dtype)
         apply_precision(self.model, fp8, find_fp8())
-        freeze_parameters(self.model, recipe.trainer.freeze)
-        dtype = getattr(torch, recipe.trainer.dtype)
+        if lora is None:
+            freeze_parameters(self.model, recipe.trainer.freeze)
+        else:
+            adapt(self.model, lora)
         spec.parallelize(self.model, parallel.mesh, dtype=dtype, on_host=memory.parameter_offload)
         use_dispatcher(self.model, parallel.mesh, recipe.trainer, find())
         apply_memory_tools(self.model, memory, parallel.device, dtype=dtype)
@@ -87,6 +93,12 @@ class TrainerPolicy:
         if model_dir is not None:
             read = partial(load_model_dir, self.model, self.model.adapter, model_dir)
             parallel.world.all_succeed(read, f"reading {model_dir}")
+        self.base: Tensor | None = None
+        """Digest of the weights that adapters change; None where there are none."""
+        if lora is not None:
+            assert model_dir is not None, "adapters are trained on a start model"
+            init_adapters(self.model, recipe.seed)
+            self.base = base_digest(self.model, parallel.sharding.group)
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer = make_optimizer(trained, recipe.trainer.optimizer, on_host=memory.optimizer_offload)
 

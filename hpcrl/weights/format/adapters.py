@@ -17,9 +17,11 @@ from hpcrl.errors import HandoffError
 from hpcrl.weights.format.manifest import Handoff, TensorRecord, chunk_digests, content_digest
 from hpcrl.weights.read.share import read_small
 
-__all__ = ["ADAPTER_CONFIG", "Contents", "Merge", "Part", "blocks_of", "contents_of", "plan_merge"]
+__all__ = ["ADAPTER_CONFIG", "CANARY", "Contents", "Merge", "Part", "blocks_of", "contents_of", "plan_merge"]
 
 ADAPTER_CONFIG = "adapter_config.json"
+CANARY = "canary.json"
+"""What engines that have the version are compared with, where a version has that (`hpcrl.weights.format.canary`)."""
 _NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)")
 _FLOATS = ("float32", "bfloat16", "float16")

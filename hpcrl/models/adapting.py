@@ -1,0 +1,84 @@
+"""Which matrices of a model low-rank adapters are made for, how many numbers they have, and what cannot be adapted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from hpcrl.models.facts import ModelFacts
+from hpcrl.models.tensors import Part, Weight
+
+__all__ = ["TARGET_PARTS", "AdapterSettings", "lora_parameters", "lora_problems"]
+
+
+class AdapterSettings(Protocol):
+    """What ``trainer.lora`` says (`hpcrl.config.lora.LoraConfig`)."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def scale(self) -> float: ...
+
+    @property
+    def targets(self) -> Sequence[str] | None: ...
+
+    @property
+    def experts(self) -> str: ...
+
+
+TARGET_PARTS: dict[str, tuple[Part, ...]] = {
+    "attention": (Part.ATTENTION, Part.MAMBA),
+    "mlp": (Part.DENSE_MLP,),
+    "shared_experts": (Part.SHARED_EXPERT,),
+    "experts": (Part.EXPERT,),
+}
+"""The parts of a model by the names of ``trainer.lora.targets``."""
+
+
+def _matrices(weights: Sequence[Weight], target: str) -> list[Weight]:
+    return [w for w in weights if w.quantized and w.part in TARGET_PARTS[target] and len(w.shape) == 2]
+
+
+def lora_parameters(facts: ModelFacts, rank: int, targets: Sequence[str] | None, *, shared_outer: bool) -> int:
+    """Numbers of all adapters: ``r (in + out)`` for each matrix.
+
+    Gate and up of an expert have one A. With ``shared_outer`` that A and the B of down are there once a layer.
+
+    Parameters
+    ----------
+    targets:
+        Keys of `TARGET_PARTS`; None for all.
+    """
+    total = 0
+    for layer in facts.layers:
+        for target in TARGET_PARTS if targets is None else targets:
+            matrices = _matrices(layer.weights, target)
+            if target != "experts":
+                total += sum(rank * sum(w.shape) * w.copies for w in matrices)
+            elif matrices:
+                # the last one leads back to the width of the first one's input
+                *into, back = matrices
+                outer = 1 if shared_outer else back.copies
+                total += rank * (outer * (into[0].shape[1] + back.shape[0]) + back.copies * back.shape[1])
+                total += sum(rank * w.shape[0] * w.copies for w in into)
+    return total
+
+
+def lora_problems(facts: ModelFacts, targets: Sequence[str] | None) -> Iterator[str]:
+    """What is wrong with ``trainer.lora.targets`` for this model, in words."""
+    if targets is not None:
+        if not targets:
+            yield "names nothing that is trained"
+        if len(set(targets)) < len(targets):
+            yield "names something twice"
+    found = {target: any(_matrices(layer.weights, target) for layer in facts.layers) for target in TARGET_PARTS}
+    for target in dict.fromkeys(targets or ()):
+        if found[target]:
+            continue
+        stacked = any(w.part in TARGET_PARTS[target] for layer in facts.layers for w in layer.weights)
+        if stacked:
+            yield f"there are no adapters for the {target} of {facts.name}, one tensor with gates and ups in turn"
+        else:
+            has = ", ".join(name for name, there in found.items() if there)
+            yield f"{facts.name} has no {target.replace('_', ' ')}; it has {has}"

@@ -1,0 +1,116 @@
+"""Publishing adapters: the weights that they change once, as version 0, then versions of kind ``lora``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from hpcrl.config.lora import LoraConfig
+from hpcrl.modeling.adapters import AdapterNames
+from hpcrl.modeling.decoder import Decoder
+from hpcrl.trainer.parallel.mesh import Parallel
+from hpcrl.trainer.publish.publisher import Published, Publisher
+from hpcrl.trainer.publish.version_writer import AdapterForm
+from hpcrl.weights.format.adapters import ADAPTER_CONFIG, CANARY
+from hpcrl.weights.store import HandoffStore
+from hpcrl.weights.write.lora import adapter_config
+
+__all__ = ["BASE_VERSION", "AdapterPublisher"]
+
+BASE_VERSION = 0
+"""The start model, which is what adapters of every version are merged into."""
+
+
+class AdapterPublisher(Publisher):
+    """A `Publisher` of adapters. All ranks call every method together.
+
+    The version of the model itself is published by a publisher of its own, before the first adapter, and its memory is
+    given back; it stays in the store for as long as an adapter needs it. Adapters are published in the dtype of
+    versions, by all ranks, like weights.
+    """
+
+    def __init__(
+        self,
+        store: HandoffStore,
+        parallel: Parallel,
+        *,
+        lora: LoraConfig,
+        model_dir: Path,
+        canary: Callable[[nn.Module, int], bytes | None] = lambda model, version: None,
+        **settings: Any,
+    ) -> None:
+        """As `Publisher`, with its ``settings``; collective.
+
+        Parameters
+        ----------
+        lora:
+            Rank and scale of the adapters.
+        model_dir:
+            See `Publisher`.
+        canary:
+            Makes what engines are to be compared with once they have a version (`hpcrl.weights.format.canary`); None
+            where nothing is to be compared. Called on all ranks, before the version is copied.
+        """
+        super().__init__(store, parallel, model_dir=model_dir, **settings)
+        self._lora, self._canary, self._model_dir = lora, canary, model_dir
+        self._base_publisher = partial(Publisher, store, parallel, model_dir=model_dir, **settings, beside=self)
+        self._kind = "lora"
+        self._has_base = False
+
+    def publish(
+        self, model: nn.Module, version: int, on_published: Callable[[Published], None] = lambda published: None
+    ) -> None:
+        """See `Publisher.publish`; version 0 is the model without adapters, for which it waits."""
+        self.wait()
+        if version == BASE_VERSION:
+            self._publish_base(model, on_published)
+            return
+        self._provide_base(model)
+        if not isinstance(self._names, AdapterNames):
+            assert isinstance(model, Decoder)
+            self._names = AdapterNames(model)
+        self._prepare(model)
+        assert self._writer is not None
+        files = {ADAPTER_CONFIG: self._config()}
+        if (canary := self._canary(model, version)) is not None:
+            files[CANARY] = canary
+        self._writer.adapter = AdapterForm(BASE_VERSION, files)
+        super().publish(model, version, on_published)
+
+    def _publish_base(self, model: nn.Module, on_published: Callable[[Published], None]) -> None:
+        publisher = self._base_publisher()
+        publisher.publish(model, BASE_VERSION, on_published)
+        publisher.wait()
+        self._has_base = True
+
+    def _provide_base(self, model: nn.Module) -> None:
+        """Publish version 0 again where it is damaged, or gone: a run goes on in a store that somebody has emptied."""
+        if self._has_base:
+            return
+
+        def look() -> bool:
+            if self.is_intact(BASE_VERSION):
+                return True
+            self.output.put_aside(BASE_VERSION)
+            return False
+
+        self._has_base = self._ranks.on_leader(look, "looking for the version that adapters change")
+        if not self._has_base:
+            self._publish_base(model, lambda published: None)
+
+    def _config(self) -> bytes:
+        assert isinstance(self._names, AdapterNames)
+        config = adapter_config(
+            rank=self._lora.rank,
+            alpha=self._lora.alpha,
+            linear=self._names.modules,
+            experts=(),
+            layout="per_expert",
+            base_model=str(self._model_dir),
+        )
+        return json.dumps(config, indent=2).encode() + b"\n"
