@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from test_context_parallel import DENSE
 from test_meshes import ARCHS
 from test_publish_kinds import make_publisher
-from trainer_testing import Rollouts, make_recipe, run_ranks, write_model_dir
+from trainer_testing import Rollouts, gradient_distance, make_recipe, run_ranks, write_model_dir
 
 from hpcrl.errors import UsageError
 from hpcrl.modeling.fp8 import backends
@@ -23,7 +24,7 @@ from hpcrl.weights.store import HandoffStore
 
 #: parts of an expert's matrix that are no whole blocks; gpt-oss publishes its experts as one tensor
 WIDE = {"moe_intermediate_size": 136, "hidden_size": 160}
-FAMILIES = {**dict(ARCHS.items()), "qwen3_moe": replace(ARCHS["qwen3_moe"], **WIDE)}
+FAMILIES = {**ARCHS, "qwen3_moe": replace(ARCHS["qwen3_moe"], **WIDE), "qwen3": DENSE}
 
 
 @pytest.fixture(scope="module")
@@ -54,12 +55,6 @@ def computed(policy):
     found = {n: p.grad.full_tensor().clone() for n, p in trained}
     policy.optimizer.zero_grad()
     return loss, found
-
-
-def distance(found, wanted):
-    """Of all gradients together."""
-    apart = sum(float((found[name] - wanted[name]).double().square().sum()) for name in wanted)
-    return (apart / sum(float(tensor.double().square().sum()) for tensor in wanted.values())) ** 0.5
 
 
 class Watched(Reference):
@@ -134,7 +129,7 @@ def test_near_what_float32_computes(models, family):
         loss, found = computed(policy)
         # other experts and tokens are chosen where two are nearly equal
         assert loss == pytest.approx(plain_loss, abs=0.02)
-        assert 0.001 < distance(found, plain) < 0.25
+        assert 0.001 < gradient_distance(found, plain) < 0.25
         policy.forward_backward(Rollouts(1).shard())
         assert all(map(torch.isfinite, torch.tensor(policy.optimizer_step(1))))
 
@@ -156,7 +151,7 @@ def test_memory_tools_change_no_bit(models):
                 assert found[0] == loss, name
                 assert [n for n in wanted if not torch.equal(found[1][n], wanted[n])] == [], name
             found = computed(make_policy(models[family], parallel, {}, memory={"lm_head_chunk_tokens": 3}))
-            assert distance(found[1], wanted) < 0.02
+            assert gradient_distance(found[1], wanted) < 0.02
 
 
 def on_a_mesh(rank, model_dir, degrees, trainer):
@@ -178,7 +173,7 @@ def test_two_ranks_compute_what_one_does(models, family, degrees):
     trainer = {"ranks": 2, "parallelism": parallelism}
     for found_loss, found in run_ranks(2, on_a_mesh, models[family], degrees, trainer):
         assert found_loss == pytest.approx(loss, abs=1e-4)
-        assert distance({name: torch.from_numpy(value) for name, value in found.items()}, wanted) < 0.08
+        assert gradient_distance({name: torch.from_numpy(value) for name, value in found.items()}, wanted) < 0.08
 
 
 def test_what_keeps_nothing_is_an_error(models):

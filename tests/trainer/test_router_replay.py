@@ -8,7 +8,7 @@ import pytest
 import torch
 from test_checkpoint import whole
 from test_meshes import ARCHS, GRADIENT_TOLERANCE
-from trainer_testing import Rollouts, make_recipe, run_ranks, tiny_arch, tiny_model, write_model_dir
+from trainer_testing import Rollouts, gradient_distance, make_recipe, run_ranks, tiny_arch, tiny_model, write_model_dir
 
 from hpcrl.dock.routes import RoutedExperts
 from hpcrl.modeling.layers.moe import ChosenSoftmaxRouter, SigmoidRouter, SoftmaxRouter, SparseMLP
@@ -175,6 +175,23 @@ def test_a_layer_that_is_computed_again_sees_the_same_experts(models, tool):
             )
             assert found[0] == wanted[0]
             assert [name for name in wanted[1] if not torch.equal(found[1][name], wanted[1][name])] == []
+
+
+def test_replayed_experts_are_multiplied_in_fp8(models):
+    """With the rows of an engine, as in float32 but for rounding; the same again where layers are computed again."""
+    fp8, again = {"precision": {"fp8": {}}}, {"memory": {"activation_checkpointing": "full"}}
+    with distributed(timeout_s=30) as parallel:
+        for family in ("qwen3_moe", "glm_moe_dsa"):
+            shard = with_rows(Rollouts(4).shard(), other_rows(FAMILIES[family]), missing=3)
+            plain, found, repeated, routed = (
+                train(models[family], parallel, shard, replay=replay, **settings)
+                for replay, settings in ((True, {}), (True, fp8), (True, fp8 | again), (False, fp8))
+            )
+            assert found[0].replayed_share == plain[0].replayed_share > 0.5
+            assert repeated[0] == found[0]
+            assert [name for name in found[1] if not torch.equal(repeated[1][name], found[1][name])] == []
+            rounding, rerouting = (gradient_distance(other[1], found[1]) for other in (plain, routed))
+            assert 0.001 < rounding < rerouting / 2
 
 
 def test_an_engine_with_other_routers_comes_close(tmp_path):

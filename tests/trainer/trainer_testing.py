@@ -8,7 +8,7 @@ import os
 import socket
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -19,6 +19,7 @@ from urllib.parse import parse_qs, urlsplit
 import numpy as np
 import torch
 import yaml
+from torch import Tensor
 
 from hpcrl.config.recipe import Recipe
 from hpcrl.dock.wire import BatchShard, BatchStats, MicroBatch, encode_shard
@@ -57,6 +58,12 @@ def tiny_model(arch: ModelArch, seed: int = 0, std: float = 0.2) -> Decoder:
     model = build_model(arch, device="cpu")
     model.init_weights(torch.Generator().manual_seed(seed), std=std)
     return model
+
+
+def gradient_distance(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
+    """Of all gradients together, relative to the wanted ones."""
+    apart = sum(float((found[name] - wanted[name]).double().square().sum()) for name in wanted)
+    return float((apart / sum(float(tensor.double().square().sum()) for tensor in wanted.values())) ** 0.5)
 
 
 def write_model_dir(
