@@ -30,6 +30,7 @@ SIZES = (
     "engine.max_model_len",
     "engine.max_num_seqs",
     "engine.block_size",
+    "engine.kv_cache_gib",
 )
 _NO_SIDES = "embedded engines have no sides: as many engines as the sides have nodes compute prompts and answers alike"
 #: what a CPU must replace, with the reason as it stands in the recipe
