@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,6 +15,7 @@ import msgspec
 import pytest
 
 from hpcrl import procfs
+from hpcrl.left_memory import SHARED_MEMORY, make_owned
 from hpcrl.marks import RUN_ID_VARIABLE
 from hpcrl.runs.clocks import Clock, Clocks
 from hpcrl.supervisor.process import guarded
@@ -106,6 +109,29 @@ async def test_variables_that_differ_by_node_are_filled_there(tmp_path: Path) ->
         await process.gone()
         # only whole values are ours: braces elsewhere may be anybody's
         assert (tmp_path / str(shown)).read_text().strip() == str(["127.9.9.9", shown, "at {node_host}", None])
+
+
+async def test_what_dead_processes_left_in_shared_memory_goes_with_their_role(tmp_path: Path) -> None:
+    """The role's own, which the guard has noted, and that of a run that is gone; none of the living."""
+    kill = (
+        "import os; from hpcrl.left_memory import *; print(make_owned(SHARED_MEMORY)[0], flush=True); "
+        "os.kill(os.getpid(), 9)"
+    )
+    other = subprocess.run([sys.executable, "-c", kill], capture_output=True, text=True, check=False).stdout.strip()
+    living, lock = make_owned(SHARED_MEMORY)
+    try:
+        program = kill.replace("; os.kill", "; import time; time.sleep(2.5); os.kill")
+        process = await start_guarded(guard_command(sys.executable), spec(tmp_path, program), env=os.environ)
+        assert (await process.ended()).signal == signal.SIGKILL
+        await process.gone()
+        own = Path((tmp_path / "log").read_text().strip())
+        assert own.parent == SHARED_MEMORY
+        assert not own.exists()
+        assert not Path(other).exists()
+        assert (living / "alive").exists()
+    finally:
+        shutil.rmtree(living)
+        os.close(lock)
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o644])

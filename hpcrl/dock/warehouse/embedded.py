@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import logging
 import os
-import secrets
 import shutil
 import threading
 from collections.abc import Iterable, Sequence
@@ -26,13 +24,12 @@ from pathlib import Path
 from hpcrl.dock.ledger.entries import PayloadPlace
 from hpcrl.dock.ledger.payload import write_pieces
 from hpcrl.dock.warehouse.interface import Figures, half_at_most, key_of
-from hpcrl.ours import check_parent, check_private
+from hpcrl.left_memory import make_owned, remove_dead
+from hpcrl.ours import check_parent
 
-__all__ = ["EmbeddedWarehouse", "remove_dead"]
+__all__ = ["EmbeddedWarehouse"]
 
 _log = logging.getLogger(__name__)
-_PREFIX = "hpcrl-dock"
-_ALIVE = "alive"
 _PAGE = 4096
 _SLACK = 2
 """A file may be so many times as large as the block that it is used for again."""
@@ -63,16 +60,13 @@ class EmbeddedWarehouse:
             ``base`` is not there, is not fit for it, or refuses.
         """
         check_parent(base)
-        remove_dead(base)
+        for left in remove_dead(base):
+            _log.info("removed %s, which a process that is gone had left", left)
         # collectives and engines of the node keep things there, too
         self._limit = half_at_most(limit_bytes, shutil.disk_usage(base).free, str(base))
-        self.directory = base / f"{_PREFIX}-{os.geteuid()}-{secrets.token_hex(16)}"
-        # locked before it has the name by which others find it
-        made = base / f".{self.directory.name}"
-        made.mkdir(mode=0o700)
-        self._alive = os.open(made / _ALIVE, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        made.rename(self.directory)
+        self.directory, self._alive = make_owned(base)
+        # strings: to join two of pathlib's paths takes as long as to write a short rollout
+        self._below = f"{self.directory}/"
         self._lock = threading.Lock()
         self._sizes: dict[str, int] = {}
         """Bytes of the file of each block."""
@@ -96,7 +90,7 @@ class EmbeddedWarehouse:
         # without the lock: an event loop that releases blocks does not wait for megabytes
         try:
             self._write(staged, pieces, held)
-            os.rename(self.directory / staged, self.directory / key_of(place))
+            os.rename(self._below + staged, self._below + key_of(place))
         except OSError as error:
             with self._lock:
                 self._remove(staged, held)
@@ -129,7 +123,7 @@ class EmbeddedWarehouse:
 
     def _write(self, name: str, pieces: Sequence[bytes | memoryview], held: int) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        fd = os.open(self.directory / name, flags, 0o600)
+        fd = os.open(self._below + name, flags, 0o600)
         try:
             write_pieces(fd, pieces, 0)
             if os.fstat(fd).st_size < held:
@@ -139,7 +133,7 @@ class EmbeddedWarehouse:
 
     def _remove(self, name: str, held: int) -> None:
         with contextlib.suppress(FileNotFoundError):
-            (self.directory / name).unlink()
+            os.unlink(self._below + name)
         self._held -= held
 
     def release(self, places: Iterable[PayloadPlace]) -> None:
@@ -152,7 +146,7 @@ class EmbeddedWarehouse:
                 self._number += 1
                 name = f"free-{self._number}"
                 try:
-                    os.rename(self.directory / key_of(place), self.directory / name)
+                    os.rename(self._below + key_of(place), self._below + name)
                 except FileNotFoundError:
                     self._held -= held
                 else:
@@ -171,25 +165,3 @@ class EmbeddedWarehouse:
                 self._closed, self._full = True, False
                 shutil.rmtree(self.directory, ignore_errors=True)
                 os.close(self._alive)
-
-
-def remove_dead(base: Path) -> None:
-    """Remove warehouses of this user below ``base`` whose writers are dead."""
-    for directory in base.glob(f"{_PREFIX}-{os.geteuid()}-*"):
-        with contextlib.suppress(OSError):
-            check_private(directory)
-            if _is_dead(directory):
-                shutil.rmtree(directory, ignore_errors=True)
-                _log.info("removed %s, which a process that is gone had left", directory)
-
-
-def _is_dead(directory: Path) -> bool:
-    """Whether nobody holds the lock."""
-    fd = os.open(directory / _ALIVE, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(fd)
-    return True

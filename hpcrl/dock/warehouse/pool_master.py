@@ -13,6 +13,7 @@ from hpcrl.dock.warehouse.interface import Pool
 from hpcrl.errors import DeadlineError
 from hpcrl.mooncake import program_of_master
 from hpcrl.ports import is_free
+from hpcrl.procfs import die_with_parent
 
 __all__ = ["PoolMaster", "reach"]
 
@@ -76,7 +77,8 @@ class PoolMaster:
 
     def _run(self) -> None:
         while not self._closed.is_set():
-            with subprocess.Popen(self._command) as process:
+            # this thread lives as long as we do, and the master no longer, also by SIGKILL
+            with subprocess.Popen(self._command, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent) as process:  # noqa: PLW1509
                 self.pid = process.pid
                 while process.poll() is None and not self._closed.wait(_POLL_S):
                     pass

@@ -17,10 +17,10 @@ from pathlib import Path
 import msgspec
 
 from hpcrl.credentials import Credentials, read_token
-from hpcrl.dock.warehouse.embedded import remove_dead
 from hpcrl.dock.warehouse.frames import HEAD, LONGEST, Answer, Request, frame
 from hpcrl.errors import HpcrlError
 from hpcrl.gate import Gate
+from hpcrl.left_memory import remove_dead
 from hpcrl.ours import check_private, open_ours
 
 __all__ = ["WarehouseServer", "main"]

@@ -6,7 +6,8 @@ and shared memory (``/dev/shm/psm_*``, ``torch_*``, ``sem.*``), whose names carr
 Each replica therefore gets a temporary directory of its own, ``<scratch>/hpcrl-<id>/<attempt>-<role>-<replica>``, and
 its guard notes there which files in ``/dev/shm`` the role's processes have open, by name and inode. At the end of the
 role, and at the start of the next attempt on that node, these are removed: a file that has another inode by now, or
-that any process still has open, is somebody else's and stays.
+that any process still has open, is somebody else's and stays. Directories there in which rollouts lay
+(`hpcrl.left_memory`) go with their owner, of whatever run of this user: the guard that finds one removes it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from hpcrl import procfs
+from hpcrl.left_memory import remove_dead
 from hpcrl.ours import NotOursError, check_parent, make_private
 
 __all__ = ["Scratch"]
@@ -59,7 +61,7 @@ class Scratch:
             The directory cannot be made, or others can replace it. Where its name belongs to somebody else, another
             one is taken, and `problem` says so.
         """
-        removed: list[str] = []
+        removed = remove_dead()
         self._run_dir.parent.mkdir(parents=True, exist_ok=True)
         check_parent(self._run_dir.parent)
         self.problem = ""
@@ -92,9 +94,11 @@ class Scratch:
 
     def remove(self) -> list[str]:
         """Remove the directory and the noted shared memory that nobody has open; returns what was left behind."""
+        # before what is noted: without its lock nobody would know whose a directory is
+        removed = remove_dead()
         if not self.path.is_dir():
-            return []
-        removed = _remove(self.path)
+            return removed
+        removed += _remove(self.path)
         with contextlib.suppress(OSError):  # other replicas are still here
             self._run_dir.rmdir()
         return removed

@@ -8,6 +8,7 @@ import time
 from collections.abc import Collection
 
 from hpcrl import procfs
+from hpcrl.left_memory import remove_dead
 from hpcrl.marks import KIND_VARIABLE, RUN_ID_VARIABLE
 from hpcrl.supervisor.process.guard import end_processes
 
@@ -34,6 +35,7 @@ def sweep(run_id: str, *, grace_s: float = _GRACE_S) -> list[procfs.Process]:
     found = find_leftovers(run_id)
     if found:
         end_processes(lambda: find_leftovers(run_id), kill_at=time.monotonic() + grace_s, between=lambda: reap(found))
+    remove_dead()  # guards do it, but they may have been killed
     return found
 
 
