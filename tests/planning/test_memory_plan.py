@@ -380,3 +380,22 @@ def test_rows_of_prompts_are_counted_where_kv_is_fetched() -> None:
 
     assert kept() == []
     assert kept("engine.kv_store={segment_gib: 880}", "engine.routed_experts_gib=3") == [3 * GIB]
+
+
+def test_memory_for_finished_rollouts_is_counted_up_to_its_limit() -> None:
+    """On the orchestrator's node: with routes of a large model it is its limit, without them what there can be."""
+
+    def kept(*settings: str) -> float | None:
+        ledger = _report(*settings).place(Role.TRAINER, "host").ledger
+        values = [term.value for term in ledger.terms if term.name == "warehouse of rollouts"]
+        return values[0] if values else None
+
+    recipe = _glm5()[0]
+    count = (recipe.rollouts.ready_batches + 2) * recipe.rollouts.rollouts_per_step
+    without = count * recipe.engine.max_model_len * 17
+    assert kept("rollouts.warehouse.limit_gib=500") == without
+    routed = without + count * recipe.engine.max_model_len * 75 * 8
+    assert kept("engine.return_routed_experts=true", "rollouts.warehouse.limit_gib=500") == routed
+    assert kept("engine.return_routed_experts=true", "rollouts.warehouse.limit_gib=3") == 3 * GIB
+    assert kept("rollouts.warehouse.directory=null") is None
+    assert kept("rollouts.warehouse={backend: mooncake, limit_gib: 500}") == 500 * GIB

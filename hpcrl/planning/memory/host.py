@@ -21,7 +21,7 @@ ORCHESTRATOR_BYTES = int(2.0 * GIB)
 TOKEN_RECORD_BYTES = 17
 """A token of a rollout: id, log-probability, version and advantage of 4 bytes each, and a mask."""
 PAYLOAD_COPIES = 3
-"""A payload as received, as decoded, and packed for a trainer rank."""
+"""A payload as received, as decoded, and as it is written."""
 ENVIRONMENT_BYTES = 4 << 20
 """A rollout in flight: its conversation, its requests, its share of an environment's process."""
 
@@ -59,22 +59,38 @@ def orchestrator_terms(facts: ModelFacts, recipe: Recipe) -> Iterator[Term | Non
     """The orchestrator with all rollouts that may exist at once."""
     yield Term("orchestrator", ORCHESTRATOR_BYTES, "constant", {}, "assumed")
     flying, length = recipe.rollouts.max_in_flight, recipe.engine.max_model_len
-    # in flight, and two batches that wait in the dock
-    count = flying + 2 * recipe.rollouts.rollouts_per_step
-    inputs = {"rollouts": count, "tokens": length, "token": TOKEN_RECORD_BYTES, "copies": PAYLOAD_COPIES}
-    value = count * length * TOKEN_RECORD_BYTES * PAYLOAD_COPIES
-    yield Term("rollouts", value, "rollouts · tokens · token · copies", inputs)
+    inputs = {"in flight": flying, "tokens": length, "token": TOKEN_RECORD_BYTES, "copies": PAYLOAD_COPIES}
+    value = flying * length * TOKEN_RECORD_BYTES * PAYLOAD_COPIES
+    yield Term("rollouts", value, "in flight · tokens · token · copies", inputs)
     yield Term("environments", flying * ENVIRONMENT_BYTES, "in flight · constant", {"in flight": flying}, "assumed")
+    routes = 0
     if recipe.returns_routed_experts:
         k, layers = facts.num_experts_per_tok, len(facts.moe_layers)
         width = 1 if facts.num_experts <= 256 else 2
-        value = count * length * layers * k * width * PAYLOAD_COPIES
-        inputs = {"rollouts": count, "tokens": length, "layers": layers, "k": k, "w": width}
-        yield Term("routed experts", value, "rollouts · tokens · layers · k · w · copies", inputs)
+        routes = layers * k * width
+    yield _warehouse(recipe, TOKEN_RECORD_BYTES + routes)
+    if routes:
+        value = flying * length * routes * PAYLOAD_COPIES
+        inputs = {"in flight": flying, "tokens": length, "layers": layers, "k": k, "w": width, "copies": PAYLOAD_COPIES}
+        yield Term("routed experts", value, "in flight · tokens · layers · k · w · copies", inputs)
         if recipe.engine.fetches_kv:
             yield Term(
                 "routed experts of prompts", round(recipe.engine.routed_experts_gib * GIB), "engine.routed_experts_gib"
             )
+
+
+def _warehouse(recipe: Recipe, token_bytes: int) -> Term | None:
+    """Finished rollouts: batches that wait, one that is trained, and one that is fetched meanwhile."""
+    settings = recipe.rollouts
+    limit = round(settings.warehouse.limit_gib * GIB)
+    if settings.warehouse.backend == "mooncake":  # given to the pool at the start
+        return Term("warehouse of rollouts", limit, "rollouts.warehouse.limit_gib")
+    if settings.warehouse.directory is None:
+        return None
+    count = (settings.ready_batches + 2) * settings.rollouts_per_step
+    inputs = {"rollouts": count, "tokens": recipe.engine.max_model_len, "token": token_bytes, "limit": limit}
+    value = min(limit, count * recipe.engine.max_model_len * token_bytes)
+    return Term("warehouse of rollouts", value, "min(limit_gib, rollouts · tokens · token)", inputs)
 
 
 def engine_host(
