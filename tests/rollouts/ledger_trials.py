@@ -10,23 +10,28 @@ import asyncio
 import json
 import os
 import random
+import shutil
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from handoff_lab import model_directory, publish
 from harness import WORDS, free_port, make_run
 from stub_engine import StubEngine, coin, several_turns
 
+from hpcrl import procfs
 from hpcrl.checkpoints import CheckpointLedger, CheckpointWriter
 from hpcrl.checkpoints.restore import RestoreDecision
 from hpcrl.dock.client import DockClient
 from hpcrl.dock.ledger.entries import read_entries
 from hpcrl.dock.ledger.replay import Replay, State
+from hpcrl.dock.warehouse import reading
 from hpcrl.rollouts import process
+from hpcrl.rollouts.batches import warehouse
 from hpcrl.rollouts.engines import pool as engine_pool
 from hpcrl.rollouts.environments.sandbox import Sandbox
 from hpcrl.rollouts.weights import updates as weight_updates
@@ -36,12 +41,13 @@ from hpcrl.runs.views.rollouts import verify_rollouts
 from hpcrl.weights import HandoffStore, HandoffWriter
 
 BOUND, SAVE_EVERY = 3, 3
-KINDS = ("run", "orchestrator", "rank", "engine")
+KINDS = ("run", "orchestrator", "rank", "engine", "warehouse")
 """What is killed. The first three end an attempt: without a rank of the trainer the supervisor ends the orchestrator,
-in order; without an orchestrator a trainer goes on for a while. An engine comes back, and the attempt goes on."""
+in order; without an orchestrator a trainer goes on for a while. An engine comes back, and the attempt goes on, as it
+does where the warehouse loses its server, all of its files, or the content of some."""
 _DEADLINE_S = 60.0
 _TOOLS = {"name": "tools", "kind": "calculator", "max_turns": 8}
-CHANGES = {
+CHANGES: dict[str, Any] = {
     "rollouts": {"max_off_policy_steps": BOUND},
     "trainer": {"steps": 1 << 20, "micro_batch_tokens": 256},
     "environments": [WORDS, _TOOLS],
@@ -50,7 +56,10 @@ CHANGES = {
 
 def new_run(path: Path) -> RunDir:
     """A run without an attempt that has begun."""
-    return make_run(path, **CHANGES)
+    memory = path / "memory"
+    memory.mkdir(parents=True)
+    rollouts = {**CHANGES["rollouts"], "warehouse": {"directory": str(memory), "limit_gib": 0.1}}
+    return make_run(path, **{**CHANGES, "rollouts": rollouts})
 
 
 def _fork(work: Callable[[], None]) -> int:
@@ -80,12 +89,15 @@ def _orchestrator(run: RunDir) -> None:
         return str(len(program))
 
     Sandbox.run = tool  # type: ignore[method-assign]
+    warehouse.is_loopback = lambda host: False  # it is served, as to another node
     engine_pool.WATCH_S, weight_updates._RETRY_S = 0.1, 0.02
     process.main(RoleContext(run, attempt=run.attempts()[-1], role="orchestrator", replica=0, rank=0))
 
 
 def _trainer(run: RunDir, url: str, step: int) -> None:
     attempt, store = run.attempts()[-1], HandoffStore(run.weights_dir)
+    if attempt % 2:  # on another node
+        reading._is_here = lambda directory: False
     context = RoleContext(run, attempt=attempt, role="trainer", replica=0, rank=0)
     client = DockClient(url, credentials=context.credentials, wait_timeout_s=_DEADLINE_S, connect_timeout_s=20.0)
     weights = HandoffWriter.claim(store.root, attempt)
@@ -102,8 +114,9 @@ def _trainer(run: RunDir, url: str, step: int) -> None:
             step += 1
             batch = client.batch(step, rank=0, world_size=1)
             ids = [list(rollout) for micro in batch.micro_batches for rollout in micro.rollouts]
-            recalled = batch.stats.rollouts["turns_recalled"]
-            trained.write(json.dumps({"step": step, "rollouts": ids, "recalled": recalled}).encode() + b"\n")
+            told = {"recalled": batch.stats.rollouts["turns_recalled"], "sources": dict(client.sources)}
+            client.sources.clear()
+            trained.write(json.dumps({"step": step, "rollouts": ids, **told}).encode() + b"\n")
             published(step)
             if step % SAVE_EVERY == 0:
                 state = client.snapshot(step)
@@ -122,7 +135,7 @@ class Attempt:
         Endpoints(urls={"engine": [f"http://127.0.0.1:{self._port}"], "orchestrator": [url]}).write(run, attempt)
         decision = RestoreDecision(step=step, verified="content", seconds=0.0, skipped=[])
         decision.write(restore_path(run, attempt))
-        self._path = run.path / "trained.jsonl"
+        self._path, self._lost = run.path / "trained.jsonl", seed
         # before anybody begins: the ledger says at once that later steps are undone
         with self._path.open("ab", buffering=0) as told:
             told.write(json.dumps({"restored": step or 0}).encode() + b"\n")
@@ -172,6 +185,9 @@ class Attempt:
             time.sleep(rest_s)
             self._children["engine"] = self._start_engine()
             return False
+        if kind == "warehouse":
+            self._lose_warehouse()
+            return False
         if kind == "orchestrator":
             self.kill("orchestrator")
             time.sleep(rest_s)
@@ -190,6 +206,29 @@ class Attempt:
         self.kill(*self._children)
         return True
 
+    def _lose_warehouse(self) -> None:
+        """Its server, all of its files, or the content of each second one."""
+        what, rng = self._lost % 3, random.Random(self._seed)
+        self._lost += 1
+        if what == 0:
+            for process in procfs.descendants(self._children["orchestrator"]):
+                if b"hpcrl.dock.warehouse.server" in Path(f"/proc/{process.pid}/cmdline").read_bytes():
+                    os.kill(process.pid, signal.SIGKILL)
+            return
+        for directory in (self.run.path.parent / "memory").iterdir():
+            if what == 1:
+                shutil.rmtree(directory, ignore_errors=True)
+                continue
+            for path in directory.glob("*.columns.*"):
+                with suppress(FileNotFoundError):
+                    size = path.stat().st_size
+                    if rng.random() < 0.25:
+                        os.truncate(path, size // 2)
+                    elif rng.random() < 0.33:
+                        with path.open("r+b") as file:
+                            file.seek(128)
+                            file.write(rng.randbytes(64))
+
     def stopped(self, look: Callable[[], list[str]]) -> list[str]:
         """What is seen while nothing moves."""
         for child in self._children.values():
@@ -201,7 +240,7 @@ class Attempt:
                 os.kill(child, signal.SIGCONT)
 
 
-def _told(run: RunDir) -> list[dict[str, int]]:
+def _told(run: RunDir) -> list[dict[str, Any]]:
     path = run.path / "trained.jsonl"
     text = path.read_bytes() if path.exists() else b""
     return [json.loads(line) for line in text[: text.rfind(b"\n") + 1].splitlines()]
@@ -256,19 +295,19 @@ def _turns_recalled(run: RunDir) -> int:
     return count
 
 
-def run_trials(path: Path, kills: int, seed: int) -> dict[str, int]:
+def run_trials(path: Path, kills: int, seed: int, kinds: Sequence[str] = KINDS) -> dict[str, int]:
     """Kill a run so many times; returns what it came to, with ``problems`` after all kills."""
     rng, run, counts = random.Random(seed), new_run(path), Counter[str]()
     attempt: Attempt | None = None
     try:
         for number in range(kills):
-            kind = KINDS[(seed + number) % len(KINDS)]
+            kind = kinds[(seed + number) % len(kinds)]
             if attempt is None:
                 if number:
                     run.start_attempt()
                 attempt = Attempt(run, seed + number)
             # now and then before its first step: while it starts, restores, or rolls out for the first time
-            early = kind != "engine" and rng.random() < 0.25
+            early = kind not in ("engine", "warehouse") and rng.random() < 0.25
             attempt.train(0 if early else rng.randint(1, 4))
             time.sleep(rng.uniform(0.0, 0.6 if early else 0.1))
             over = attempt.lose(kind, rest_s=rng.uniform(0.0, 0.2))
@@ -285,5 +324,8 @@ def run_trials(path: Path, kills: int, seed: int) -> dict[str, int]:
                 attempt.lose("run", rest_s=0.0)
     replay = Replay(read_entries(run.rollouts_dir / "ledger"))
     counts["steps"], counts["rollouts"] = replay.step, len(replay.rollouts)
+    for entry in _told(run):
+        for source, count in dict(entry.get("sources", {})).items():
+            counts[f"read from: {source}"] += count
     counts["started again"], counts["turns not asked for again"] = len(replay.gone), _turns_recalled(run)
     return dict(counts)
