@@ -98,7 +98,7 @@ def files_as(directory: Path | str) -> Iterator[None]:
         os.umask(previous)
 
 
-def open_ours(path: Path) -> int:
+def open_ours(path: Path | str) -> int:
     """Open a regular file for reading that is ours, that nobody else may write, and that is no link of any kind.
 
     Raises
@@ -149,7 +149,7 @@ def read_secret(path: Path) -> str:
     return text
 
 
-def _check(path: Path, status: os.stat_result) -> None:
+def _check(path: Path | str, status: os.stat_result) -> None:
     if status.st_uid != os.geteuid():
         raise NotOursError(f"{path} belongs to user {status.st_uid}, we are {os.geteuid()}")
     if status.st_mode & _WRITABLE and not stat.S_ISLNK(status.st_mode):
