@@ -10,6 +10,7 @@ from hpcrl.config.base import Fraction, Name, NonNegativeFloat, NonNegativeInt, 
 from hpcrl.config.engine import EngineConfig, EngineGroupConfig, EngineMemoryConfig
 from hpcrl.config.environments import CalculatorEnv, CustomEnv, EnvironmentConfig, LatencyConfig, WordsEnv
 from hpcrl.config.job import JobConfig
+from hpcrl.config.kernels import KernelsConfig
 from hpcrl.config.lora import LoraConfig
 from hpcrl.config.precision import PrecisionConfig
 from hpcrl.config.rollouts import AdaptiveConcurrencyConfig, RolloutConfig, SamplingConfig
@@ -212,6 +213,8 @@ class TrainerConfig(StrictModel):
     """Low-rank adapters are trained, and the model's own weights stay as they are: these have no gradient, no optimizer
     state and no float32 copy; checkpoints and versions hold the adapters alone. ``{}`` is the whole setting. None: the
     weights are trained."""
+    kernels: KernelsConfig = KernelsConfig()
+    """What computes attention."""
     router_replay: bool = False
     """Tokens go to the experts that engines chose for them, by weights of the trainer's own routers; tokens that nobody
     spoke of go where the routers say, and are counted: ``unknown_routing``. Engines return experts then."""

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from hpcrl.modeling.sparse_kernels.kernel import Chosen, SparseKernel
 from hpcrl.modeling.state_space import Scan
 
 __all__ = [
@@ -75,8 +76,8 @@ class IndexQuery(NamedTuple):
 class SparseAttentionFn(Protocol):
     """Causal attention of which each query sees chosen tokens alone; owns sequence boundaries and any KV cache."""
 
-    def choose(self, layer: int, index: IndexQuery, top_k: int) -> Tensor:
-        """Choose at most ``top_k`` tokens of its sequence for each query.
+    def choose(self, layer: int, index: IndexQuery, top_k: int, kernel: SparseKernel) -> Tensor:
+        """Choose at most ``top_k`` tokens of its sequence for each query; ``kernel`` computes scores.
 
         Returns
         -------
@@ -85,17 +86,15 @@ class SparseAttentionFn(Protocol):
         """
         ...
 
-    def attend(self, layer: int, q: Tensor, keys: Tensor, chosen: Tensor, *, value_dim: int, scale: float) -> Tensor:
+    def attend(self, layer: int, inputs: Chosen, kernel: SparseKernel) -> Tensor:
         """Attend.
 
         Parameters
         ----------
-        q:
-            ``[T, query_heads, key_dim]``.
-        keys:
-            ``[T, key_dim]``: one key for all heads, whose first ``value_dim`` channels are the value.
-        chosen:
-            From `choose`.
+        inputs:
+            Queries ``[T, query_heads, key_dim]``, one key ``[T, key_dim]`` a token, and what `choose` has chosen.
+        kernel:
+            Computes it.
 
         Returns
         -------

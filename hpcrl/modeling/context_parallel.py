@@ -17,6 +17,7 @@ from torch import Tensor
 from hpcrl.modeling.context import BatchContext, IndexQuery, RoutedExpertsRecorder
 from hpcrl.modeling.exchange import exchange_rows, gather_rows
 from hpcrl.modeling.packed_attention import PackedAttention
+from hpcrl.modeling.sparse_kernels.kernel import Chosen, SparseKernel
 from hpcrl.modeling.transfer import movable
 
 __all__ = ["ContextParallelAttention", "heads_problem"]
@@ -99,13 +100,13 @@ class ContextParallelAttention:
         equal = [self._tokens] * self._ranks
         return exchange_rows(rows, equal, equal, self._group)
 
-    def choose(self, layer: int, index: IndexQuery, top_k: int) -> Tensor:
+    def choose(self, layer: int, index: IndexQuery, top_k: int, kernel: SparseKernel) -> Tensor:
         """See `SparseAttentionFn`: indices into the tokens of the batch; the keys of ``index`` are those of all."""
-        return self._whole.choose_for(self.own, index, top_k)
+        return self._whole.choose_for(self.own, index, top_k, kernel)
 
-    def attend(self, layer: int, q: Tensor, keys: Tensor, chosen: Tensor, *, value_dim: int, scale: float) -> Tensor:
-        """See `SparseAttentionFn`; ``keys`` are those of all tokens of the batch."""
-        return self._whole.attend(layer, q, keys, chosen, value_dim=value_dim, scale=scale)
+    def attend(self, layer: int, inputs: Chosen, kernel: SparseKernel) -> Tensor:
+        """See `SparseAttentionFn`; the rows of ``inputs`` are those of all tokens of the batch."""
+        return self._whole.attend(layer, inputs, kernel)
 
     def _gather(self, keys: Tensor, index_keys: Tensor | None) -> tuple[Tensor, Tensor | None]:
         return gather_rows(keys, self._group, beside=index_keys)

@@ -11,6 +11,7 @@ from hpcrl.modeling.context import BatchContext, IndexQuery, RoutedExpertsRecord
 from hpcrl.modeling.kernels.attend import attend
 from hpcrl.modeling.kernels.kernel import QKV, Segments
 from hpcrl.modeling.sparse_attention import attend_chosen, choose_tokens
+from hpcrl.modeling.sparse_kernels.kernel import Chosen, SparseKernel
 from hpcrl.modeling.state_space import Scan, convolve, scan
 from hpcrl.modeling.transfer import movable
 
@@ -57,11 +58,11 @@ class PackedAttention:
         segments = Segments(self.starts, self.starts, causal=True, window=window)
         return attend(QKV(q, k, v), segments, scale=scale, sinks=sinks)
 
-    def choose(self, layer: int, index: IndexQuery, top_k: int) -> Tensor:
+    def choose(self, layer: int, index: IndexQuery, top_k: int, kernel: SparseKernel) -> Tensor:
         """See `SparseAttentionFn`: indices into the flat tokens, ``[T, min(top_k, longest)]``."""
-        return self.choose_for(slice(0, len(self.positions)), index, top_k)
+        return self.choose_for(slice(0, len(self.positions)), index, top_k, kernel)
 
-    def choose_for(self, own: slice, index: IndexQuery, top_k: int) -> Tensor:
+    def choose_for(self, own: slice, index: IndexQuery, top_k: int, kernel: SparseKernel) -> Tensor:
         """`choose` for the queries of some tokens, ``own``: ``index`` has their queries and weights, and all keys."""
         chosen = index.k.new_full((len(index.q), min(top_k, self._longest)), -1, dtype=torch.int32)
         for begin, end in pairwise(self.starts):
@@ -70,13 +71,13 @@ class PackedAttention:
                 continue
             here = slice(first - own.start, last - own.start)
             visible = self.positions[first:last] + 1
-            best = choose_tokens(index.q[here], index.k[begin:last], index.weights[here], visible, top_k)
+            best = choose_tokens(index.q[here], index.k[begin:last], index.weights[here], visible, top_k, kernel=kernel)
             chosen[here, : best.shape[1]] = torch.where(best < 0, best, best + begin)
         return chosen
 
-    def attend(self, layer: int, q: Tensor, keys: Tensor, chosen: Tensor, *, value_dim: int, scale: float) -> Tensor:
+    def attend(self, layer: int, inputs: Chosen, kernel: SparseKernel) -> Tensor:
         """See `SparseAttentionFn`; ``layer`` is not used because nothing is cached."""
-        return attend_chosen(q, keys, chosen, value_dim=value_dim, scale=scale)
+        return attend_chosen(inputs, kernel)
 
     def convolve(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """See `RecurrenceFn`; ``layer`` is not used because nothing is kept."""

@@ -1,8 +1,7 @@
-"""DeepSeek's sparse attention in plain torch: which tokens each query attends to, and attention over these alone.
+"""DeepSeek's sparse attention: which tokens each query attends to, and attention over these alone.
 
-The reference for kernels, and what CPUs compute. Queries go through in chunks of bounded memory: no tensor has a score
-for every pair of tokens, and no key is copied for a query that did not choose it. Memory is linear in tokens times
-chosen tokens. Results are equal on every run: ties are broken by position, and the backward pass adds in a fixed order.
+What computes it is a kernel (`hpcrl.modeling.sparse_kernels`). A choice is the same on every run and device that has
+the same scores: ties are broken by position.
 """
 
 from __future__ import annotations
@@ -13,16 +12,21 @@ import torch
 from torch import Tensor
 
 from hpcrl.modeling.kept import as_operator
-from hpcrl.modeling.sums import add_rows
+from hpcrl.modeling.kernels.kernel import Attended
+from hpcrl.modeling.sparse_kernels.kernel import Chosen, SparseKernel
+from hpcrl.modeling.sparse_kernels.reference import ReferenceKernel
 
-__all__ = ["attend_chosen", "choose_tokens"]
+__all__ = ["REFERENCE", "attend_chosen", "choose_tokens"]
 
-_CHUNK_BYTES = 64 << 20
-"""About the memory that a chunk of queries takes for a moment."""
+REFERENCE: SparseKernel = ReferenceKernel()
+_IN_USE: dict[str, SparseKernel] = {}
+"""Kernels by name: an operator of torch takes no other objects than these."""
 
 
 @torch.no_grad()
-def choose_tokens(q: Tensor, k: Tensor, weights: Tensor, visible: Tensor, top_k: int) -> Tensor:
+def choose_tokens(
+    q: Tensor, k: Tensor, weights: Tensor, visible: Tensor, top_k: int, *, kernel: SparseKernel = REFERENCE
+) -> Tensor:
     """The keys of one sequence with the largest ``sum over heads of weight · relu(q · k)``, for each query.
 
     Parameters
@@ -37,27 +41,30 @@ def choose_tokens(q: Tensor, k: Tensor, weights: Tensor, visible: Tensor, top_k:
         ``[T]`` int64: a query sees the first so many keys.
     top_k:
         How many are chosen; of keys with equal scores those with the lowest index.
+    kernel:
+        Computes the scores.
 
     Returns
     -------
     Tensor
         ``[T, min(top_k, S)]`` int32: indices of keys, ascending; then -1 where a query sees fewer.
     """
-    return _choose(q, k, weights, visible, top_k)
+    _IN_USE[kernel.name] = kernel
+    return _choose(q, k, weights, visible, top_k, kernel.name)
 
 
-@as_operator("(Tensor q, Tensor k, Tensor weights, Tensor visible, int top_k) -> Tensor")
-def _choose(q: Tensor, k: Tensor, weights: Tensor, visible: Tensor, top_k: int) -> Tensor:
+@as_operator("(Tensor q, Tensor k, Tensor weights, Tensor visible, int top_k, str kernel) -> Tensor")
+def _choose(  # noqa: PLR0917 - operators of torch have no others
+    q: Tensor, k: Tensor, weights: Tensor, visible: Tensor, top_k: int, kernel: str
+) -> Tensor:
     tokens, heads = weights.shape
     width = min(top_k, len(k))
     chosen = torch.empty(tokens, width, dtype=torch.int32, device=q.device)
-    step = max(1, _CHUNK_BYTES // (2 * heads * len(k) * 4 or 1))
-    keys = k.float().T
+    step = _IN_USE[kernel].rows_at_once(heads, len(k))
     for begin in range(0, tokens, step):
-        end = min(begin + step, tokens)
-        each = (q[begin:end].flatten(0, 1).float() @ keys).relu_().view(end - begin, heads, -1)
-        scores = torch.bmm(weights[begin:end, None].float(), each)[:, 0]
-        chosen[begin:end] = _largest(scores, visible[begin:end, None], width)
+        part = slice(begin, min(begin + step, tokens))
+        scores = _IN_USE[kernel].index_scores(q[part], k, weights[part])
+        chosen[part] = _largest(scores, visible[part, None], width)
     return chosen
 
 
@@ -76,82 +83,38 @@ def _largest(scores: Tensor, visible: Tensor, width: int) -> Tensor:
     return chosen.masked_fill_(chosen >= visible, -1)
 
 
-def attend_chosen(q: Tensor, rows: Tensor, chosen: Tensor, *, value_dim: int, scale: float) -> Tensor:
-    """Attention of each query over the rows that it chose; all heads share keys and values.
+def attend_chosen(inputs: Chosen, kernel: SparseKernel = REFERENCE) -> Tensor:
+    """Attention of each query over the rows that it chose, by ``kernel``: ``[T, heads, value_dim]``.
 
-    Parameters
-    ----------
-    q:
-        ``[T, heads, dim]``.
-    rows:
-        ``[S, dim]``: a key; its first ``value_dim`` channels are the value.
-    chosen:
-        ``[T, width]``: indices of rows; -1 for none. Each query has one at least.
-    scale:
-        Of the scores.
-
-    Returns
-    -------
-    Tensor
-        ``[T, heads, value_dim]``.
+    Each query has chosen one row at least. Gradients go to queries and rows.
     """
-    out: Tensor = _ChosenAttention.apply(q, rows, chosen, (value_dim, scale))  # type: ignore[no-untyped-call]
+    _IN_USE[kernel.name] = kernel
+    how = (inputs.value_dim, inputs.scale, kernel)
+    out: Tensor = _ChosenAttention.apply(*inputs.tensors, how)  # type: ignore[no-untyped-call]
     return out
 
 
-@as_operator("(Tensor q, Tensor rows, Tensor chosen, int value_dim, float scale) -> (Tensor, Tensor)")
-def _attend(q: Tensor, rows: Tensor, chosen: Tensor, value_dim: int, scale: float) -> tuple[Tensor, Tensor]:
+@as_operator("(Tensor q, Tensor rows, Tensor chosen, int value_dim, float scale, str kernel) -> (Tensor, Tensor)")
+def _attend(  # noqa: PLR0917
+    q: Tensor, rows: Tensor, chosen: Tensor, value_dim: int, scale: float, kernel: str
+) -> tuple[Tensor, Tensor]:
     """The output, and the normaliser of each query and head in float32."""
-    out = q.new_empty(*q.shape[:2], value_dim)
-    sums = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    for part in _chunks(q, chosen):
-        keys, scores = _scores(q[part], rows, chosen[part], scale)
-        sums[part] = scores.logsumexp(-1)
-        weights = (scores - sums[part][..., None]).exp_().to(q.dtype)
-        out[part] = torch.bmm(weights, keys[..., :value_dim])
+    out, sums = _IN_USE[kernel].forward(Chosen(q, rows, chosen, value_dim, scale))
     return out, sums
 
 
 class _ChosenAttention(torch.autograd.Function):
-    """Softmax attention in chunks of queries; the backward pass computes the weights of each chunk again."""
-
     @staticmethod
-    def forward(ctx: Any, q: Tensor, rows: Tensor, chosen: Tensor, values: tuple[int, float]) -> Tensor:
-        value_dim, scale = values
-        out, sums = _attend(q, rows, chosen, value_dim, scale)
+    def forward(ctx: Any, q: Tensor, rows: Tensor, chosen: Tensor, how: tuple[int, float, SparseKernel]) -> Tensor:
+        value_dim, scale, kernel = ctx.how = how
+        out, sums = _attend(q, rows, chosen, value_dim, scale, kernel.name)
         ctx.save_for_backward(q, rows, chosen, sums, out)
-        ctx.value_dim, ctx.scale = value_dim, scale
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        q, rows, chosen, sums, out = ctx.saved_tensors
-        value_dim = ctx.value_dim
-        grad_q = torch.empty_like(q)
-        grad_rows = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
-        for part in _chunks(q, chosen):
-            keys, scores = _scores(q[part], rows, chosen[part], ctx.scale)
-            weights = (scores - sums[part][..., None]).exp_()
-            grad_out = grad[part]
-            inner = (grad_out.float() * out[part].float()).sum(-1, keepdim=True)
-            grad_weights = torch.bmm(grad_out, keys[..., :value_dim].transpose(1, 2)).float()
-            grad_scores = ((grad_weights - inner) * weights * ctx.scale).to(q.dtype)
-            grad_q[part] = torch.bmm(grad_scores, keys)
-            grad_keys = torch.bmm(grad_scores.transpose(1, 2), q[part])
-            grad_keys[..., :value_dim] += torch.bmm(weights.to(q.dtype).transpose(1, 2), grad_out)
-            add_rows(grad_rows, chosen[part].clamp(min=0).flatten().long(), grad_keys.flatten(0, 1).float())
-        return grad_q, grad_rows.to(rows.dtype), None, None
-
-
-def _chunks(q: Tensor, chosen: Tensor) -> list[slice]:
-    """Queries that are computed together."""
-    width, heads, dim = chosen.shape[1], q.shape[1], q.shape[2]
-    step = max(1, _CHUNK_BYTES // (width * (3 * dim + 3 * heads) * 4))
-    return [slice(begin, min(begin + step, len(q))) for begin in range(0, len(q), step)]
-
-
-def _scores(q: Tensor, rows: Tensor, chosen: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """The chosen keys ``[C, width, dim]`` and the scores ``[C, heads, width]`` in float32."""
-    keys = rows.index_select(0, chosen.clamp(min=0).flatten()).view(*chosen.shape, -1)
-    scores = torch.bmm(q, keys.transpose(1, 2)).float() * scale
-    return keys, scores.masked_fill_((chosen < 0)[:, None], float("-inf"))
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        (grad,), (q, rows, chosen, sums, out) = gradients, ctx.saved_tensors
+        value_dim, scale, kernel = ctx.how
+        inputs = Chosen(q, rows, chosen, value_dim, scale)
+        of_q, of_rows = kernel.backward(grad, inputs, Attended(out, sums))
+        return of_q, of_rows, None, None

@@ -156,6 +156,7 @@ class Trainer:
             seconds=time.monotonic() - started,
             mesh=self.parallel.mesh.degrees,
             memory=self.recipe.trainer.memory.model_dump(exclude_defaults=True),
+            kernels=policy.kernels,
         )
         try:
             while step < self.recipe.trainer.steps:

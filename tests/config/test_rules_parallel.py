@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from hpcrl.config.load import load_cluster, load_recipe
-from hpcrl.config.rules.table import PARALLEL_RULES, QUANTIZATION_RULES, check_rules
+from hpcrl.config.rules.table import KERNEL_RULES, PARALLEL_RULES, QUANTIZATION_RULES, check_rules
 from hpcrl.errors import ConfigError
 
-RULES = (*PARALLEL_RULES, *QUANTIZATION_RULES)
+RULES = (*PARALLEL_RULES, *KERNEL_RULES, *QUANTIZATION_RULES)
 GLM5 = ("job.payload=probe",)
 
 #: without the flag that makes FP8 of hand-offs
@@ -21,6 +21,10 @@ BROKEN = {
     "dispatcher-fits": (
         ("trainer.parallelism.dispatcher=deepep", "trainer.parallelism.ep=1"),
         "trainer.parallelism.dispatcher",
+    ),
+    "kernels-fit": (
+        ("trainer.kernels.sparse_attention=triton", "trainer.dtype=float32"),
+        "trainer.kernels.sparse_attention",
     ),
     "world-size": (("trainer.parallelism.cp=5",), "trainer.parallelism.cp"),
     "replica-size": (("engine.tp=3",), "engine.tp"),

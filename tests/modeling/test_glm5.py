@@ -5,8 +5,9 @@ import torch
 from model_agreement import assert_agreement, load_ours, loss_of, packed_logits, save_model, token_ids, write_config
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hpcrl.modeling import sparse_attention
 from hpcrl.modeling.sparse_attention import attend_chosen, choose_tokens
+from hpcrl.modeling.sparse_kernels import reference
+from hpcrl.modeling.sparse_kernels.kernel import Chosen
 
 GLM = {
     "model_type": "glm_moe_dsa",
@@ -45,7 +46,7 @@ SHARED = ["full", "shared", "full", "shared"]
 )
 @pytest.mark.parametrize("chunk_bytes", [1, 1 << 26])
 def test_glm5_agrees(tmp_path, changes, chunk_bytes, monkeypatch):
-    monkeypatch.setattr(sparse_attention, "_CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(reference, "_CHUNK_BYTES", chunk_bytes)
     model = assert_agreement(tmp_path, {**GLM, **changes})
     kinds = {"indexer_types": SHARED, "index_topk_freq": ["full", "shared", "shared", "full"]}
     assert list(model.arch.indexer_types) == kinds.get(next(iter(changes), ""), ["full"] * 4)
@@ -78,14 +79,14 @@ def masked_attention(q, rows, chosen, value_dim, scale):
 
 @pytest.mark.parametrize("chunk_bytes", [1, 1 << 16])
 def test_attention_over_chosen_rows_is_attention_with_a_mask(chunk_bytes, monkeypatch):
-    monkeypatch.setattr(sparse_attention, "_CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(reference, "_CHUNK_BYTES", chunk_bytes)
     draw = torch.Generator().manual_seed(0)
     made = [torch.randn(shape, generator=draw, dtype=torch.float64) for shape in ((30, 3, 7), (40, 7))]
     chosen = torch.stack([torch.randperm(40, generator=draw)[:9] for _ in range(30)])
     chosen[:, 6:][torch.rand(30, 3, generator=draw) < 0.4] = -1
     weight = torch.randn(30, 3, 5, generator=draw, dtype=torch.float64)
     gradients = []
-    for attend in (masked_attention, lambda q, r, c, v, s: attend_chosen(q, r, c, value_dim=v, scale=s)):
+    for attend in (masked_attention, lambda *inputs: attend_chosen(Chosen(*inputs))):
         q, rows = (tensor.clone().requires_grad_() for tensor in made)
         out = attend(q, rows, chosen.int(), 5, 0.3)
         (out * weight).sum().backward()
@@ -125,13 +126,13 @@ class Largest(TorchDispatchMode):
 
 def test_no_tensor_has_all_pairs_of_tokens(monkeypatch):
     tokens, width, heads, dim = 1024, 16, 2, 8
-    monkeypatch.setattr(sparse_attention, "_CHUNK_BYTES", 1 << 16)
+    monkeypatch.setattr(reference, "_CHUNK_BYTES", 1 << 16)
     draw = torch.Generator().manual_seed(0)
     q, rows = torch.randn(tokens, heads, dim, generator=draw), torch.randn(tokens, dim, generator=draw)
     weights, visible = torch.randn(tokens, heads, generator=draw), torch.arange(tokens) + 1
     with Largest() as largest:
         chosen = choose_tokens(q, rows, weights, visible, width)
-        out = attend_chosen(q.requires_grad_(), rows.requires_grad_(), chosen, value_dim=4, scale=0.3)
+        out = attend_chosen(Chosen(q.requires_grad_(), rows.requires_grad_(), chosen, 4, 0.3))
         out.sum().backward()
     assert largest.elements <= tokens * width < tokens * tokens / 32
     assert rows.grad.abs().sum() > 0

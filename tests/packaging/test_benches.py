@@ -46,3 +46,17 @@ def test_a_bench_says_what_it_takes(name: str, answers: dict[str, tuple[int, str
     code, said = answers[name]
     assert code == 0, said[-2000:]
     assert said.startswith("usage:")
+
+
+@pytest.mark.slow
+def test_the_bench_of_kernels_runs_all_kinds_on_a_processor(tmp_path: Path) -> None:
+    output = tmp_path / "kernels.json"
+    command = [sys.executable, str(BENCH / "kernels.py"), "--tiny", "--repeats", "1", "--output", str(output)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = json.loads(output.read_text(encoding="utf-8"))["rows"]
+    measured = {row["kind"].split()[0] for row in rows if "ms" in row}
+    assert measured == {"sparse", "index", "dense", "head", "fp8"}
+    # what is not here says why
+    assert all(("ms" in row) != ("not_here" in row) for row in rows)
+    assert any("triton is for GPUs" in row.get("not_here", "") for row in rows)

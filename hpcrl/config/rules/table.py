@@ -14,6 +14,7 @@ from hpcrl.config.load import Loaded
 from hpcrl.config.recipe import LossConfig, Recipe, WarmupConfig, WordsEnv
 from hpcrl.config.rules.engine import ENGINE_RULES
 from hpcrl.config.rules.job import JOB_RULES
+from hpcrl.config.rules.kernels import KERNEL_RULES
 from hpcrl.config.rules.parallel import PARALLEL_RULES
 from hpcrl.config.rules.quantization import QUANTIZATION_RULES
 from hpcrl.config.rules.rule import Conflicts, Rule
@@ -23,6 +24,7 @@ from hpcrl.errors import ConfigError, Finding
 
 __all__ = [
     "JOB_RULES",
+    "KERNEL_RULES",
     "PARALLEL_RULES",
     "QUANTIZATION_RULES",
     "RULES",
@@ -334,6 +336,7 @@ RULES: tuple[Rule, ...] = (
     ),
     *JOB_RULES,
     *PARALLEL_RULES,
+    *KERNEL_RULES,
     *QUANTIZATION_RULES,
     *STORE_RULES,
     *ENGINE_RULES,

@@ -7,13 +7,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hpcrl.errors import UsageError
 from hpcrl.modeling.kernels.fused import FusedKernel
 from hpcrl.modeling.kernels.kernel import QKV, Attended, Kernel, Segments
 from hpcrl.modeling.kernels.plain import PlainKernel
 
-__all__ = ["add_sinks", "attend", "kernel_for", "sink_gradients"]
+__all__ = ["add_sinks", "attend", "kernel_for", "sink_gradients", "use_flash_attention_3"]
 
-_AMPERE = (8, 0)
+_AMPERE, _HOPPER = (8, 0), (9, 0)
 
 
 def kernel_for(inputs: QKV) -> Kernel:
@@ -29,6 +30,33 @@ def kernel_for(inputs: QKV) -> Kernel:
         if fits and torch.cuda.get_device_capability(q.device) >= _AMPERE:
             return VarlenKernel()
     return PlainKernel()
+
+
+def use_flash_attention_3(device: torch.device, dtype: torch.dtype) -> None:
+    """Let torch's FlashAttention be that of the package ``flash_attn_3`` in this process (torch 2.11 and later).
+
+    Raises
+    ------
+    UsageError
+        It is not installed, or is not for this device or dtype.
+    """
+    problem = ""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != _HOPPER:
+        problem = f"is for GPUs of NVIDIA's Hopper, and this trainer computes on another device ({device.type})"
+    elif dtype not in (torch.bfloat16, torch.float16):
+        problem = f"computes in half precision, and trainer.dtype is {str(dtype).removeprefix('torch.')}"
+    else:
+        try:
+            # torch 2.10 has none
+            from torch.nn.attention import activate_flash_attention_impl  # noqa: PLC0415
+
+            activate_flash_attention_impl("FA3")
+        except (ImportError, OSError, RuntimeError, ValueError) as error:
+            problem = f"needs the package flash_attn_3 where the trainer runs, which does not load: {error}"
+    if problem:
+        raise UsageError(
+            f"trainer.kernels.attention: flash_attention_3 {problem}\n    hint: leave trainer.kernels.attention out"
+        )
 
 
 def attend(

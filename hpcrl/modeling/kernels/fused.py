@@ -56,6 +56,8 @@ class _Part(NamedTuple):
 class FusedKernel:
     """See `hpcrl.modeling.kernels.kernel.Kernel`."""
 
+    name = "fused"
+
     def forward(self, inputs: QKV, segments: Segments, scale: float) -> Attended:
         """See `Kernel`."""
         width, wide = inputs.v.shape[2], max(inputs.q.shape[2], inputs.v.shape[2])

@@ -81,6 +81,8 @@ class Attended(NamedTuple):
 class Kernel(Protocol):
     """Attention of each query over the keys of its segment."""
 
+    name: str
+
     def forward(self, inputs: QKV, segments: Segments, scale: float) -> Attended:
         """Attend; ``scale`` is of the scores."""
         ...

@@ -21,6 +21,8 @@ _CHUNK_BYTES = 64 << 20
 class PlainKernel:
     """See `hpcrl.modeling.kernels.kernel.Kernel`. Equal on every run: chunks are added in their order."""
 
+    name = "plain"
+
     def forward(self, inputs: QKV, segments: Segments, scale: float) -> Attended:
         """See `Kernel`."""
         q, k, v = inputs

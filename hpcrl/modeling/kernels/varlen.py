@@ -25,6 +25,7 @@ class VarlenKernel:
     (``torch.use_deterministic_algorithms``).
     """
 
+    name = "varlen"
     widest = 256
     """Channels of a head, at most."""
 

@@ -10,6 +10,8 @@ from hpcrl.modeling.fp8.linear import effective_weight
 from hpcrl.modeling.layers.mla import LatentAttention
 from hpcrl.modeling.opaque import opaque
 from hpcrl.modeling.rope import RotaryTables, apply_rotary
+from hpcrl.modeling.sparse_attention import REFERENCE
+from hpcrl.modeling.sparse_kernels.kernel import Chosen
 from hpcrl.models.arch import GlmMoeDsaArch
 
 __all__ = ["Indexer", "SparseLatentAttention"]
@@ -47,6 +49,8 @@ class SparseLatentAttention(LatentAttention):
         super().__init__(arch, layer)
         self.top_k, self.source = arch.index_topk, arch.index_source(layer)
         self.indexer = Indexer(arch) if self.source == layer else None
+        self.kernel = REFERENCE
+        """What computes scores and attention; `hpcrl.modeling.sparse_kernels.find` finds others."""
         self.is_shared = layer + 1 < arch.num_hidden_layers and arch.index_source(layer + 1) == self.source
 
     def forward(self, x: Tensor, rotary: RotaryTables, context: BatchContext) -> Tensor:
@@ -82,7 +86,8 @@ class SparseLatentAttention(LatentAttention):
         chosen = context.chosen.get(self.source)
         if chosen is None:
             assert index is not None
-            chosen = context.sparse.choose(self.layer, index, self.top_k)
+            chosen = context.sparse.choose(self.layer, index, self.top_k, self.kernel)
             if self.is_shared:
                 context.chosen[self.layer] = chosen
-        return context.sparse.attend(self.layer, queries, keys, chosen, value_dim=self.latent_dim, scale=self.scale)
+        inputs = Chosen(queries, keys, chosen, self.latent_dim, self.scale)
+        return context.sparse.attend(self.layer, inputs, self.kernel)

@@ -24,6 +24,7 @@ from hpcrl.modeling.spec import spec_of
 from hpcrl.models.arch import ModelArch
 from hpcrl.trainer.batch.routed_experts import RoutedExpertsComparison
 from hpcrl.trainer.batch.tensors import TokenBatch
+from hpcrl.trainer.kernels import TrainerKernels, apply_kernels, find_kernels
 from hpcrl.trainer.memory.head import chunked_logprobs, loss_in_pieces, whole_logprobs
 from hpcrl.trainer.memory.optimizer import HostAdamW
 from hpcrl.trainer.memory.tools import apply_memory_tools, find_tools
@@ -76,10 +77,17 @@ class TrainerPolicy:
         fp8 = recipe.trainer.precision.fp8
         find_fp8 = partial(find_precision, fp8, parallel.device)
         parallel.world.all_succeed(lambda: find_fp8() is None, "looking for what multiplies in FP8")
-        dtype, lora = getattr(torch, recipe.trainer.dtype), recipe.trainer.lora
+        kernels: list[TrainerKernels] = []
+        parallel.world.all_succeed(
+            lambda: kernels.append(find_kernels(recipe.trainer, arch, parallel.device)), "trying kernels"
+        )
+        dtype, lora, multiplier = getattr(torch, recipe.trainer.dtype), recipe.trainer.lora, find_fp8()
+        self.kernels = kernels[0].names | ({} if multiplier is None else {"fp8": multiplier.name})
+        """What computes attention, and products in FP8."""
         # nothing is whole anywhere: shards get their memory after the model is cut
         self.model = spec.build(arch, device="meta", dtype=torch.float32 if lora is None else dtype)
-        apply_precision(self.model, fp8, find_fp8())
+        apply_precision(self.model, fp8, multiplier)
+        apply_kernels(self.model, kernels[0])
         if lora is None:
             freeze_parameters(self.model, recipe.trainer.freeze)
         else:

@@ -19,6 +19,7 @@ from hpcrl.inference.embedded.engine.rows import Rows
 from hpcrl.inference.embedded.engine.scheduler import Step
 from hpcrl.modeling.context import IndexQuery
 from hpcrl.modeling.sparse_attention import attend_chosen, choose_tokens
+from hpcrl.modeling.sparse_kernels.kernel import Chosen, SparseKernel
 from hpcrl.models.arch import ModelArch
 
 __all__ = ["KVCache", "PagedAttention", "StepInputs", "prepare_inputs"]
@@ -132,7 +133,7 @@ class PagedAttention:
             out.index_copy_(0, group.target, attended if group.real is None else attended[group.real])
         return out
 
-    def choose(self, layer: int, index: IndexQuery, top_k: int) -> Tensor:
+    def choose(self, layer: int, index: IndexQuery, top_k: int, kernel: SparseKernel) -> Tensor:
         """See `hpcrl.modeling.context.SparseAttentionFn`: positions in the sequence of each token.
 
         Keys of the indexer lie in the cache where other families have their values.
@@ -146,23 +147,24 @@ class PagedAttention:
         visible = inputs.positions + 1
         for group, own in zip(inputs.groups, keys, strict=True):
             for tokens, k in zip(group.query, own, strict=True):
-                best = choose_tokens(index.q[tokens], k, index.weights[tokens], visible[tokens], top_k)
+                best = choose_tokens(index.q[tokens], k, index.weights[tokens], visible[tokens], top_k, kernel=kernel)
                 # a group is padded with its first token, which chooses the same each time
                 chosen[tokens, : best.shape[1]] = best
         return chosen
 
-    def attend(self, layer: int, q: Tensor, keys: Tensor, chosen: Tensor, *, value_dim: int, scale: float) -> Tensor:
+    def attend(self, layer: int, inputs: Chosen, kernel: SparseKernel) -> Tensor:
         """See `hpcrl.modeling.context.SparseAttentionFn`."""
+        q, keys, chosen = inputs.tensors
         cached, width = self._cache.keys[layer], self._key_dim
         cached.view(-1, width).index_copy_(0, self._inputs.slots, keys)
-        out = q.new_empty(*q.shape[:2], value_dim)
+        out = q.new_empty(*q.shape[:2], inputs.value_dim)
         for group in self._inputs.groups:
             n, tokens = len(group.query), group.query.view(-1)
             rows = cached.index_select(0, group.blocks).view(-1, width)
             first = torch.arange(0, len(rows), len(rows) // n, dtype=torch.int32)
             own = chosen[tokens].view(n, -1)
             own = torch.where(own < 0, own, own + first[:, None]).view(len(tokens), -1)
-            attended = attend_chosen(q[tokens], rows, own, value_dim=value_dim, scale=scale)
+            attended = attend_chosen(inputs._replace(q=q[tokens], rows=rows, chosen=own), kernel)
             out.index_copy_(0, group.target, attended if group.real is None else attended[group.real])
         return out
 

@@ -1,0 +1,33 @@
+"""One thing to compute, and who can."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, NamedTuple
+
+__all__ = ["Case", "Make", "NotHere", "library"]
+
+Make = Callable[[], Callable[[], Any]]
+"""Makes what is run; raises `NotHere`, or what hpcrl raises, where it cannot be."""
+
+
+class NotHere(Exception):
+    """A candidate that is not installed, or is not for this device."""
+
+
+class Case(NamedTuple):
+    """``flops`` of the products; 0 where there are none to speak of."""
+
+    kind: str
+    sizes: dict[str, int]
+    flops: float
+    candidates: dict[str, Make]
+
+
+def library(name: str) -> Any:
+    """A package that is not ours."""
+    try:
+        return import_module(name)
+    except (ImportError, OSError, RuntimeError) as error:
+        raise NotHere(f"{name} does not load: {error}") from error

@@ -1,0 +1,189 @@
+"""Sparse attention by programs of our own in Triton.
+
+Never run on a GPU by this project: `tests/modeling/test_sparse_triton.py` runs the programs in Triton's interpreter and
+compiles them for Hopper, `tests/modeling/test_sparse_gpu.py` holds them to the reference where there is a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hpcrl.modeling.kernels.kernel import Attended
+from hpcrl.modeling.sparse_kernels.kernel import Chosen, SparseShape
+
+__all__ = ["TritonKernel", "index_sizes"]
+
+_AMPERE = (8, 0)
+_SCRATCH_BYTES = 1 << 30
+"""Of the backward pass: weights, their gradients, and the parts of rows' gradients, of some queries at a time."""
+_SCORE_BYTES = 1 << 30
+_SUMMED_AT_ONCE = 16
+_SUMMED_CHANNELS = 128
+
+
+class Blocks(NamedTuple):
+    """Sizes of what a program works on: heads and keys; its warps; and stages of its loads.
+
+    They were chosen by compiling for Hopper: larger ones do not fit into its registers (64 heads put 500 bytes a thread
+    into memory), these take 135 and 119 KiB of shared memory for GLM-5. None was measured.
+    """
+
+    heads: int
+    keys: int
+    warps: int
+    stages: int
+
+
+FORWARD = Blocks(32, 64, 8, 2)
+BACKWARD = Blocks(32, 32, 8, 2)
+INDEX = Blocks(0, 128, 4, 1)
+
+
+class TritonKernel:
+    """See `hpcrl.modeling.sparse_kernels.kernel.SparseKernel`. Deterministic: nothing is added by atomic operations.
+
+    The gradients of rows are products of some queries at a time, which lie in scratch memory and are then added up row
+    by row, in the order of queries.
+    """
+
+    name = "triton"
+    deterministic = True
+
+    def __init__(self, device: torch.device, shape: SparseShape) -> None:
+        """LookupError with the reason where it cannot run."""
+        interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+        if device.type != "cuda" and not interpreted:
+            raise LookupError(f"is for GPUs of NVIDIA, and this trainer computes on {device.type}")
+        if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < _AMPERE:
+            raise LookupError(f"needs a GPU from Ampere (8.0) on, and this one has {found[0]}.{found[1]}")
+        if device.type == "cuda" and shape.dtype == torch.float32:
+            raise LookupError("computes in bfloat16 and float16: set trainer.dtype: bfloat16")
+        try:
+            self._programs: Any = import_module("hpcrl.modeling.sparse_kernels.triton_programs")
+        except (ImportError, OSError, RuntimeError) as error:
+            raise LookupError(f"needs the package triton, which does not load here: {error}") from error
+
+    def rows_at_once(self, heads: int, keys: int) -> int:
+        """See `SparseKernel`; what chooses among scores makes about four tensors of their size."""
+        return max(1, _SCORE_BYTES // (4 * keys * 4 or 1))
+
+    def forward(self, inputs: Chosen) -> Attended:
+        """See `SparseKernel`."""
+        q, rows, chosen = (x.contiguous() for x in inputs.tensors)
+        tokens, heads, _ = q.shape
+        out = q.new_empty(tokens, heads, inputs.value_dim)
+        lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
+        if tokens:
+            grid = (tokens, -(-heads // _block(heads, FORWARD.heads)))
+            self._programs.attend_forward[grid](
+                q, rows, chosen, out, lse, inputs.scale, heads, chosen.shape[1], **_sizes(inputs, FORWARD)
+            )
+        return Attended(out, lse)
+
+    def backward(self, grad: Tensor, inputs: Chosen, attended: Attended) -> tuple[Tensor, Tensor]:
+        """See `SparseKernel`."""
+        q, rows, chosen = (x.contiguous() for x in inputs.tensors)
+        heads, dim, width = q.shape[1], q.shape[2], chosen.shape[1]
+        grad_q = torch.empty_like(q)
+        grad_rows = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
+        step = max(1, _SCRATCH_BYTES // (width * (2 * heads + dim) * q.element_size()))
+        for begin in range(0, len(q), step):
+            part = slice(begin, min(begin + step, len(q)))
+            own = inputs._replace(q=q[part], rows=rows, chosen=chosen[part])
+            done = Attended(attended.out[part], attended.lse[part])
+            grad_q[part] = self._backward_part(grad[part].contiguous(), own, done, grad_rows)
+        return grad_q, grad_rows.to(rows.dtype)
+
+    def _backward_part(self, grad: Tensor, inputs: Chosen, attended: Attended, grad_rows: Tensor) -> Tensor:
+        """The gradient of some queries; what they give to ``grad_rows`` is added there."""
+        q, rows, chosen = inputs.tensors
+        tokens, heads, _ = q.shape
+        width, value_dim = chosen.shape[1], inputs.value_dim
+        inner = (grad.float() * attended.out.float()).sum(-1)
+        grad_q = torch.empty_like(q)
+        weights, slopes = q.new_empty(2, tokens, heads, width)
+        grid = (tokens, -(-heads // _block(heads, BACKWARD.heads)))
+        self._programs.attend_queries[grid](
+            *(q, rows, chosen, grad, attended.lse.contiguous(), inner, grad_q, weights, slopes),
+            *(inputs.scale, heads, width),
+            **_sizes(inputs, BACKWARD),
+        )
+        parts = torch.bmm(slopes.mT, q)
+        parts[..., :value_dim].baddbmm_(weights.mT, grad)
+        self._add(grad_rows, chosen.flatten(), parts.flatten(0, 1))
+        return grad_q
+
+    def _add(self, target: Tensor, numbers: Tensor, parts: Tensor) -> None:
+        """Add ``parts [n, dim]`` to the rows ``numbers [n]`` of ``target``; those of -1 go nowhere."""
+        # stable: parts of one row keep their order
+        ordered, order = torch.sort(numbers, stable=True)
+        bounds = torch.arange(len(target) + 1, dtype=numbers.dtype, device=numbers.device)
+        ends = torch.searchsorted(ordered, bounds)
+        grid = (len(target), -(-target.shape[1] // _SUMMED_CHANNELS))
+        self._programs.sum_rows[grid](
+            *(parts, order, ends, target),
+            DIM=target.shape[1],
+            BLOCK_N=_SUMMED_AT_ONCE,
+            BLOCK_D=_SUMMED_CHANNELS,
+            num_warps=4,
+        )
+
+    def index_scores(self, q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
+        """See `SparseKernel`."""
+        tokens = len(q)
+        scores = torch.empty(tokens, len(k), dtype=torch.float32, device=q.device)
+        if scores.numel():
+            self._programs.index_scores[tokens, -(-len(k) // INDEX.keys)](
+                *(q.contiguous(), k.contiguous(), weights.contiguous(), scores, len(k)), **index_sizes(q)
+            )
+        return scores
+
+
+def index_sizes(q: Tensor) -> dict[str, Any]:
+    """What the program of scores is compiled for, of ``q [T, heads, dim]``."""
+    _, heads, dim = q.shape
+    return {
+        "HEADS": heads,
+        "DIM": dim,
+        "BLOCK_H": _power(heads),
+        "BLOCK_K": INDEX.keys,
+        "BLOCK_D": _power(dim),
+        "PRECISION": _precision(q),
+        "num_warps": INDEX.warps,
+        "num_stages": INDEX.stages,
+    }
+
+
+def _sizes(inputs: Chosen, blocks: Blocks) -> dict[str, Any]:
+    """What programs of attention are compiled for."""
+    rest = inputs.q.shape[2] - inputs.value_dim
+    return {
+        "VALUE": inputs.value_dim,
+        "REST": rest,
+        "BLOCK_H": _block(inputs.q.shape[1], blocks.heads),
+        "BLOCK_K": blocks.keys,
+        "BLOCK_V": _power(inputs.value_dim),
+        "BLOCK_R": _power(rest),
+        "PRECISION": _precision(inputs.q),
+        "num_warps": blocks.warps,
+        "num_stages": blocks.stages,
+    }
+
+
+def _block(heads: int, most: int) -> int:
+    return min(most, _power(heads))
+
+
+def _power(size: int) -> int:
+    """The power of 2 that has room for ``size``; products want 16 at least."""
+    return max(16, 1 << (size - 1).bit_length()) if size else 16
+
+
+def _precision(x: Tensor) -> str:
+    """Products of float32 are those of float32, not of TF32."""
+    return "ieee" if x.dtype == torch.float32 else "tf32"

@@ -1,0 +1,107 @@
+"""Which kernel computes sparse attention, and whether it computes what the reference computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hpcrl.errors import UsageError
+from hpcrl.modeling.kernels.kernel import Attended
+from hpcrl.modeling.sparse_kernels.kernel import Chosen, SparseKernel, SparseShape
+from hpcrl.modeling.sparse_kernels.reference import ReferenceKernel
+
+__all__ = ["find_sparse_kernel", "try_kernel"]
+
+_WHERE = "trainer.kernels.sparse_attention"
+_TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.03}
+"""Norm of what differs over that of the reference: sums in another order, in each dtype."""
+_QUERIES, _KEYS = 4, 300
+
+Make = Callable[[torch.device, SparseShape], SparseKernel]
+
+
+def find_sparse_kernel(name: str, device: torch.device, shape: SparseShape) -> SparseKernel:
+    """The kernel ``name`` of the recipe's choices for a model of ``shape`` on ``device``; on a GPU it has been tried.
+
+    Raises
+    ------
+    UsageError
+        It is not installed, is not for this device, shape or dtype, or gives other numbers than the reference.
+    """
+    is_plain = device.type == "cpu" or shape.dtype == torch.float32
+    if name == "reference" or (name == "auto" and is_plain):
+        return ReferenceKernel()
+    chosen = "triton" if name == "auto" else name
+    try:
+        kernel = _kinds()[chosen](device, shape)
+        try_kernel(kernel, device, shape)
+    except LookupError as error:
+        hint = "set it to reference, which is slow and runs everywhere"
+        raise UsageError(f"{_WHERE}: {chosen} {error.args[0]}\n    hint: {hint}") from error
+    return kernel
+
+
+def _kinds() -> dict[str, Make]:
+    # what they import is not installed everywhere
+    from hpcrl.modeling.sparse_kernels.by_triton import TritonKernel  # noqa: PLC0415
+    from hpcrl.modeling.sparse_kernels.cudnn_dsa import FlashMlaCudnn  # noqa: PLC0415
+    from hpcrl.modeling.sparse_kernels.flash_mla import FlashMla  # noqa: PLC0415
+
+    return {"triton": TritonKernel, "flash_mla": FlashMla, "flash_mla_cudnn": FlashMlaCudnn}
+
+
+class Results(NamedTuple):
+    """Of a kernel: output, normaliser, gradients of queries and rows, and scores of an indexer."""
+
+    output: Tensor
+    normaliser: Tensor
+    of_queries: Tensor
+    of_rows: Tensor
+    scores: Tensor
+
+
+def results(kernel: SparseKernel, device: torch.device, shape: SparseShape) -> Results:
+    """What ``kernel`` makes of a few random queries of ``shape``, some of which see less than others."""
+    draw = torch.Generator().manual_seed(0)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=draw).to(device, shape.dtype)
+
+    width = min(shape.width, _KEYS // 2)
+    chosen = torch.stack([torch.randperm(_KEYS, generator=draw)[:width] for _ in range(_QUERIES)]).int()
+    chosen[0, 1:] = -1
+    chosen[1, width // 2 :] = -1
+    q, rows = normal(_QUERIES, shape.heads, shape.dim), normal(_KEYS, shape.dim)
+    inputs = Chosen(q, rows, chosen.to(device), shape.value_dim, shape.dim**-0.5)
+    grad = normal(_QUERIES, shape.heads, shape.value_dim)
+    attended = Attended(*kernel.forward(inputs))
+    scores = kernel.index_scores(
+        normal(_QUERIES, shape.index_heads, shape.index_dim),
+        normal(_KEYS, shape.index_dim),
+        normal(_QUERIES, shape.index_heads),
+    )
+    return Results(*attended, *kernel.backward(grad, inputs, attended), scores)
+
+
+def try_kernel(kernel: SparseKernel, device: torch.device, shape: SparseShape) -> None:
+    """LookupError where ``kernel`` fails on ``device``, differs from the reference, or differs from itself.
+
+    The second where it says that it is deterministic.
+    """
+    try:
+        found = results(kernel, device, shape)
+        again = results(kernel, device, shape) if kernel.deterministic else found
+    except Exception as error:
+        # compilers and drivers raise what they like; whatever it is, the kernel is not to be had
+        raise LookupError(f"fails on {device.type}: {type(error).__name__}: {error}") from error
+    wanted = results(ReferenceKernel(), device, shape)
+    for name, own, other, second in zip(Results._fields, found, wanted, again, strict=True):
+        distance = float((own.float() - other.float()).norm() / other.float().norm())
+        if not distance <= _TOLERANCE[shape.dtype]:
+            what = name.replace("_", " ")
+            raise LookupError(f"differs from the reference when tried: {what} by {distance:.1%} of their norm")
+        if not torch.equal(own, second):
+            raise LookupError(f"gives other numbers each time that it is tried ({name.replace('_', ' ')})")

@@ -1,0 +1,85 @@
+"""What a kernel of sparse attention computes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from hpcrl.modeling.kernels.kernel import Attended
+
+__all__ = ["Chosen", "SparseKernel", "SparseShape"]
+
+
+class Chosen(NamedTuple):
+    """Queries, and the rows that they attend to.
+
+    Attributes
+    ----------
+    q:
+        ``[T, heads, dim]``.
+    rows:
+        ``[S, dim]``: a key for all heads; its first ``value_dim`` channels are the value.
+    chosen:
+        ``[T, width]`` int32: indices of rows, none twice; -1 for none.
+    value_dim, scale:
+        Channels of a value, and what scores are multiplied with.
+    """
+
+    q: Tensor
+    rows: Tensor
+    chosen: Tensor
+    value_dim: int
+    scale: float
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.q, self.rows, self.chosen
+
+
+class SparseShape(NamedTuple):
+    """Sizes of a model's sparse attention, and the dtype that it computes in.
+
+    Attributes
+    ----------
+    heads, dim, value_dim, width:
+        Of `Chosen`; ``width`` at most.
+    index_heads, index_dim:
+        Of the indexer.
+    """
+
+    heads: int
+    dim: int
+    value_dim: int
+    width: int
+    index_heads: int
+    index_dim: int
+    dtype: torch.dtype
+
+
+class SparseKernel(Protocol):
+    """Attention of queries over rows that they chose, and the scores by which they choose."""
+
+    name: str
+    deterministic: bool
+    """Whether it gives the same numbers each time."""
+
+    def rows_at_once(self, heads: int, keys: int) -> int:
+        """Of how many queries `index_scores` is asked at once, where there are so many heads and keys."""
+        ...
+
+    def forward(self, inputs: Chosen) -> Attended:
+        """``out [T, heads, value_dim]``, and ``lse [T, heads]`` float32."""
+        ...
+
+    def backward(self, grad: Tensor, inputs: Chosen, attended: Attended) -> tuple[Tensor, Tensor]:
+        """Gradients of ``q`` and ``rows``, where ``grad`` is that of ``out``."""
+        ...
+
+    def index_scores(self, q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
+        """The sum over heads of ``weight · relu(q · k)``.
+
+        Of ``q [T, heads, dim]``, ``k [S, dim]`` and ``weights [T, heads]``: ``[T, S]`` float32.
+        """
+        ...
