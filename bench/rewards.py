@@ -3,8 +3,9 @@
 ``replay``: router replay, with an engine in bfloat16 and a trainer in float32; engines return their experts in both
 runs, so that ``routing_mismatch`` is there to compare. ``fp8``: a trainer in block FP8 (emulated) that publishes FP8,
 whose engines compute with these weights in bfloat16, beside one in bfloat16 that publishes bfloat16. Both runs of a
-seed begin with one start model. ``mismatch_kl`` is the mean over the steps of the run. Writes
-``bench/results/replay_rewards.json`` or ``fp8_rewards.json``.
+seed begin with one start model. ``mismatch_kl`` is the mean over the steps of the run. ``difference`` is how much more
+was gained with the setting, seed by seed, with its 95% interval (paired, Student's t). Writes
+``bench/results/replay_rewards.json`` or ``fp8_rewards.json``; with ``--add`` seeds that are in there stay.
 
     python bench/rewards.py {replay,fp8} --seeds 0 1 2
 """
@@ -12,10 +13,11 @@ seed begin with one start model. ``mismatch_kl`` is the mean over the steps of t
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 from typing import Any
 
-from harness import RunResult, record, run_recipe, scratch, warmup
+from harness import ROOT, RunResult, record, run_recipe, scratch, warmup
 
 _BFLOAT16 = ("trainer.dtype=bfloat16", "engine.dtype=bfloat16", "handoff.dtype=bfloat16")
 _RETURNED = ("engine.return_routed_experts=true", "engine.dtype=bfloat16")
@@ -30,6 +32,8 @@ SUBJECTS = {
     },
 }
 """What runs are made of, by what is asked."""
+STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
+"""Quantiles 0.975 of Student's t with 1, 2, … degrees of freedom."""
 
 
 def summary(result: RunResult) -> dict[str, Any]:
@@ -46,16 +50,28 @@ def summary(result: RunResult) -> dict[str, Any]:
     return found
 
 
+def difference(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Mean of the differences of the two runs of a seed, and half the width of its 95% interval."""
+    found = [row["with"]["heldout_after"] - row["without"]["heldout_after"] for row in rows]
+    half = STUDENT[len(found) - 2] * statistics.stdev(found) / len(found) ** 0.5 if len(found) > 1 else float("inf")
+    return {"mean": round(statistics.mean(found), 4), "half_interval_95": round(half, 4)}
+
+
 def main() -> None:
     """Run it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("subject", choices=tuple(SUBJECTS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--add", action="store_true", help="keep other seeds of the results, of as many steps")
     args = parser.parse_args()
     directory = scratch(f"{args.subject}-rewards")
     warmup("recipes/quickstart.yaml", model := directory / "model")
-    rows = []
+    results = ROOT / f"bench/results/{args.subject}_rewards.json"
+    before = json.loads(results.read_text()) if args.add else {"steps": args.steps, "seeds": []}
+    if before["steps"] != args.steps:
+        parser.error(f"the seeds in {results.name} had {before['steps']} steps")
+    rows = [row for row in before["seeds"] if row["seed"] not in args.seeds]
     for seed in args.seeds:
         row: dict[str, Any] = {"seed": seed}
         for name, own in SUBJECTS[args.subject].items():
@@ -67,7 +83,8 @@ def main() -> None:
         name: round(statistics.mean(row[name]["heldout_after"] - row[name]["heldout_before"] for row in rows), 4)
         for name in ("without", "with")
     }
-    record(f"{args.subject}_rewards", {"steps": args.steps, "mean_gain": gains, "seeds": rows})
+    figures = {"steps": args.steps, "mean_gain": gains, "difference": difference(rows)}
+    record(f"{args.subject}_rewards", {**figures, "seeds": sorted(rows, key=lambda row: row["seed"])})
 
 
 if __name__ == "__main__":
