@@ -143,7 +143,7 @@ class RolloutLedger:
         self.warehouse, self._lent = warehouse, LentRollouts(warehouse)
         self._asked: set[int] = set()
         try:
-            self._replay = Replay(read_entries(self._log.ledger_dir))
+            self._replay = Replay.of_long_run(read_entries(self._log.ledger_dir), self._payload_files())
         except ValueError as error:
             self._log.close()
             raise CheckpointError(
@@ -153,6 +153,9 @@ class RolloutLedger:
             ) from error
         for problem in self._replay.problems:
             _log.warning("ledger of rollouts: %s", problem)
+
+    def _payload_files(self) -> set[str]:
+        return {path.name for path in self._log.payload_dir.iterdir()}
 
     @property
     def payload_dir(self) -> Path:
@@ -188,13 +191,12 @@ class RolloutLedger:
                 elif rollouts:
                     parts[index] = group
         turns, given_up = self._turns(parts, finished)
-        count = len(self._replay.rollouts) - len(self._replay.gone)
+        count = len(self._replay.rollouts) - len(self._replay.gone) + self._replay.forgotten
         next_index = self._replay.next_index
         # of a long run nearly all were trained long ago, and their columns are gone
-        there = {path.name for path in self._log.payload_dir.iterdir()}
+        there = self._payload_files()
         named = {held.entry.payload.file for held in self._replay.rollouts} | self._files_of_turns()
-        for file in named - there:
-            self._replay.forget(file)
+        self._replay.forget(lambda file: file not in there)
         # a writer that was killed before its first entry was durable; nobody can find these columns
         for file in there - named:
             with contextlib.suppress(FileNotFoundError):
@@ -366,13 +368,15 @@ class RolloutLedger:
             if any(self._needs(step, held) for step in steps):
                 needed.add(held.entry.payload.file)
         try:
-            there = await asyncio.to_thread(lambda: {path.name for path in self._log.payload_dir.iterdir()})
+            there = await asyncio.to_thread(self._payload_files)
         except OSError as error:
             _log.warning("columns that nobody needs are not removed now: %s", error)
             return
         # files of a later process are none of ours
-        for file in sorted(file for file in there - needed if file < self._log.file):
-            self._replay.forget(file)
+        unneeded = sorted(file for file in there - needed if file < self._log.file)
+        if unneeded:
+            self._replay.forget(set(unneeded).__contains__)
+        for file in unneeded:
             with contextlib.suppress(FileNotFoundError):
                 await asyncio.to_thread((self._log.payload_dir / file).unlink)
 

@@ -6,6 +6,7 @@ import errno
 import random
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from hpcrl.dock.columns import decode_columns
-from hpcrl.dock.ledger import payload
+from hpcrl.dock.ledger import entries, payload
 from hpcrl.dock.ledger.entries import Begin, Dropped, Entry, Finished, Kept, PayloadPlace, Taken, read_entries
 from hpcrl.dock.ledger.log import RolloutLog
 from hpcrl.dock.ledger.payload import read_payload
@@ -246,6 +247,65 @@ def test_a_restore_takes_back_what_later_steps_did() -> None:
     assert replay.over_groups() == {0, 3}
     replay.add(Taken(step=2, groups=[(2, [0])]))
     assert not replay.problems
+
+
+def long_run(steps: int) -> Iterator[Entry]:
+    """A group a step, of which the next is in flight; a file of columns for each ten steps."""
+    yield begin()
+    for step in range(1, steps + 1):
+        place = PayloadPlace(f"000001-{step // 10:06d}.columns", 0, 1, "")
+        yield from (finished(step - 1, member, version=step - 1, place=place) for member in range(2))
+        yield Kept(group=step - 1)
+        if step > 1:
+            yield Taken(step=step - 1, groups=[(step - 2, [0, 1])])
+
+
+def test_of_a_long_run_what_a_restore_can_use_is_remembered() -> None:
+    """The same waits, is over and comes next as where all is remembered; memory is that of some hundred steps."""
+    steps, there = 3000, {f"000001-{number:06d}.columns" for number in range(290, 301)}
+    whole, short = Replay(long_run(steps)), Replay.of_long_run(long_run(steps), there)
+    assert short.problems == whole.problems == []
+    assert list(short.waiting()) == list(whole.waiting()) == [steps - 1]
+    assert (short.step, short.next_index) == (whole.step, whole.next_index) == (steps - 1, steps)
+    assert len(short.rollouts) + short.forgotten == len(whole.rollouts) == 2 * steps
+    assert len(short.rollouts) < 2 * 1100
+    # nothing whose columns are there is left out
+    held = {each.id for each in whole.rollouts if each.entry.payload.file in there}
+    assert held <= {each.id for each in short.rollouts}
+    for replay in (whole, short):
+        replay.add(begin(restored=steps - 6, attempt=2))
+    assert list(short.waiting()) == list(whole.waiting()) == list(range(steps - 6, steps))
+    assert max(whole.over_groups()) == max(short.over_groups())
+
+
+def test_what_is_forgotten_is_gone_and_long_over() -> None:
+    replay = Replay(long_run(5))
+    replay.forget(lambda file: True, over_before=3)
+    assert [held.id[0] for held in replay.rollouts if held.id[1] == 0] == [2, 3, 4]
+    replay.forget(lambda file: False)
+    assert len(replay.rollouts) == 6
+    replay.forget(lambda file: True)
+    assert (replay.rollouts, replay.forgotten, replay.next_index) == ([], 10, 5)
+
+
+def test_a_new_process_believes_what_the_one_before_has_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of files before the newest nothing is read to say so; what a dead process writes later changes nothing."""
+    for attempt in (1, 2):
+        log = open_log(tmp_path, attempt=attempt)
+        keep(log, attempt, 0).result()
+        log.close()
+    first = tmp_path / "ledger" / "000001.jsonl"
+    size = first.stat().st_size
+    with first.open("ab") as stream:
+        stream.write(b'{"entry":"kept","group":1}\n')
+    read: list[str] = []
+    measure = entries.whole_bytes
+    monkeypatch.setattr(entries, "whole_bytes", lambda path: (read.append(path.name), measure(path))[1])
+    log = open_log(tmp_path, attempt=3)
+    log.close()
+    assert read == ["000002.jsonl"]
+    *_, newest = (entry for entry in read_entries(tmp_path / "ledger") if isinstance(entry, Begin))
+    assert newest.believed == {"000001.jsonl": size, "000002.jsonl": (tmp_path / "ledger/000002.jsonl").stat().st_size}
 
 
 def test_versions_ahead_of_a_restore_are_mirrored_there() -> None:

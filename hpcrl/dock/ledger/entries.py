@@ -22,6 +22,7 @@ __all__ = [
     "PayloadPlace",
     "Taken",
     "TurnSaved",
+    "believed_bytes",
     "ledger_files",
     "read_entries",
     "whole_bytes",
@@ -172,37 +173,59 @@ def read_entries(directory: Path) -> Iterator[Entry]:
     ValueError
         A line before that cannot be read, or a file is of a format that this code does not know.
     """
+    files = _begun(directory)
+    for i, (path, _) in enumerate(files):
+        limits = [later.believed[path.name] for _, later in files[i + 1 :] if path.name in later.believed]
+        for entry, _ in _entries_of(path, min(limits, default=None)):
+            yield entry
+
+
+def believed_bytes(directory: Path, *, but: str) -> dict[str, int]:
+    """How far the files that are there are to be believed; ``but`` the writer's own.
+
+    What an earlier process has said stays: of a long run only its newest file is read.
+    """
+    files = [(path, begin) for path, begin in _begun(directory) if path.name != but]
+    said = files[-1][1].believed if files else {}
+    names = [path for path in ledger_files(directory) if path.name != but]
+    return {path.name: said[path.name] if path.name in said else whole_bytes(path) for path in names}
+
+
+def _begun(directory: Path) -> list[tuple[Path, Begin]]:
     files: list[tuple[Path, Begin]] = []
     for path in ledger_files(directory):
         begin = _begin(path)
         # a process of an older attempt that came late has no say
         if begin is not None and all(begin.attempt >= other.attempt for _, other in files):
             files.append((path, begin))
-    for i, (path, _) in enumerate(files):
-        limits = [later.believed[path.name] for _, later in files[i + 1 :] if path.name in later.believed]
-        data = path.read_bytes()
-        end = min(limits, default=_whole(data))
-        for number, line in enumerate(data[:end].splitlines(), 1):
-            try:
-                yield _decoder.decode(line)
-            except msgspec.DecodeError as error:
-                raise ValueError(f"{path}, line {number}: {error}") from error
+    return files
 
 
 def whole_bytes(path: Path) -> int:
     """Bytes of a file up to its first line that cannot be read."""
-    return _whole(path.read_bytes())
+    return max((end for _, end in _entries_of(path, None)), default=0)
 
 
-def _whole(data: bytes) -> int:
-    end = 0
-    while (after := data.find(b"\n", end) + 1) > 0:
-        try:
-            _decoder.decode(data[end:after])
-        except msgspec.DecodeError:
-            break
-        end = after
-    return end
+def _entries_of(path: Path, end: int | None) -> Iterator[tuple[Entry, int]]:
+    """Entries of a file and where each ends, up to byte ``end``; None: up to the first line that is torn.
+
+    A line at a time: the ledger of a long run has gigabytes.
+    """
+    at = 0
+    with path.open("rb") as stream:
+        for number, line in enumerate(stream, 1):
+            if end is not None and at >= end:
+                return
+            if end is None and not line.endswith(b"\n"):
+                return
+            try:
+                entry = _decoder.decode(line if end is None else line[: end - at])
+            except msgspec.DecodeError as error:
+                if end is None:
+                    return
+                raise ValueError(f"{path}, line {number}: {error}") from error
+            at += len(line)
+            yield entry, at
 
 
 def _begin(path: Path) -> Begin | None:

@@ -22,7 +22,7 @@ import msgspec
 from numpy.typing import NDArray
 
 from hpcrl.dock.columns import encode_columns
-from hpcrl.dock.ledger.entries import Begin, Entry, Finished, PayloadPlace, ledger_files, whole_bytes
+from hpcrl.dock.ledger.entries import Begin, Entry, Finished, PayloadPlace, believed_bytes, ledger_files
 from hpcrl.dock.ledger.payload import PayloadWriter
 from hpcrl.dock.warehouse.interface import Warehouse
 from hpcrl.fs import fsync_dir, make_directory
@@ -88,7 +88,7 @@ class RolloutLog:
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
         own = f"{self.number:06d}.jsonl"
-        believed = {path.name: whole_bytes(path) for path in ledger_files(self.ledger_dir) if path.name != own}
+        believed = believed_bytes(self.ledger_dir, but=own)
         begin = Begin(attempt=attempt, restored=restored, time_s=time.time(), believed=believed)
         self._write([_Job(begin, None, Future())])
         self._thread = threading.Thread(target=self._run, name="rollout-log", daemon=True)

@@ -8,13 +8,15 @@ behind. So its versions are mirrored there (``v`` counts as ``2 s - v``), and th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 from hpcrl.dock.ledger.entries import Begin, Dropped, Entry, Finished, Kept, Taken, TurnSaved
 
 __all__ = ["Held", "Replay", "State", "Unfinished"]
+
+_FORGET_STEPS = 500
 
 
 class State(Enum):
@@ -132,10 +134,14 @@ class Replay:
         Rollouts in progress of which turns were saved, by group and member.
     problems:
         What contradicts itself, in sentences.
+    next_index:
+        The first group of which, and above which, nothing was written.
+    forgotten:
+        Rollouts that `forget` has left out, but for those in `gone`.
     """
 
     def __init__(self, entries: Iterable[Entry] = ()) -> None:
-        self.attempts, self.step = 0, 0
+        self.attempts = self.step = self.next_index = self.forgotten = 0
         self.gone: list[Held] = []
         self.problems: list[str] = []
         self.kept: set[int] = set()
@@ -146,16 +152,29 @@ class Replay:
         for entry in entries:
             self.add(entry)
 
+    @classmethod
+    def of_long_run(cls, entries: Iterable[Entry], files: Collection[str]) -> Replay:
+        """The same without what no restore can use, left out on the way: its memory does not grow with the run.
+
+        Parameters
+        ----------
+        files:
+            Of payload that are there. Of a long run nearly all was trained long ago, and its columns are gone.
+        """
+        replay, forgot = cls(), 0
+        for entry in entries:
+            replay.add(entry)
+            if isinstance(entry, Taken) and entry.step >= forgot + _FORGET_STEPS:
+                # far behind the newest step: what a restore undoes is less
+                replay.forget(lambda file: file not in files, over_before=entry.step - _FORGET_STEPS)
+                forgot = entry.step
+        return replay
+
     @property
     def rollouts(self) -> list[Held]:
         """All that ever finished, by group and member; those that were dropped before a new try come first."""
         current = [held for group in sorted(self._groups) for _, held in sorted(self._groups[group].items())]
         return sorted([*self.gone, *current], key=lambda held: held.id)
-
-    @property
-    def next_index(self) -> int:
-        """The first group of which, and above which, nothing was written."""
-        return max([*self._groups, *self._over, *(group for group, _ in self.unfinished)], default=-1) + 1
 
     def over_groups(self) -> frozenset[int]:
         """Groups that were trained, or dropped for good."""
@@ -176,6 +195,8 @@ class Replay:
 
     def add(self, entry: Entry) -> None:
         """The next entry."""
+        if isinstance(entry, Finished | TurnSaved | Dropped):
+            self.next_index = max(self.next_index, entry.group + 1)
         match entry:
             case Begin():
                 self.attempts += 1
@@ -206,16 +227,27 @@ class Replay:
         for each in self.unfinished.values():
             each.restore(restored)
 
-    def forget(self, file: str) -> None:
-        """Leave out what lies in a file of payload that is gone, to keep what a long run remembers small."""
+    def forget(self, gone: Callable[[str], bool], *, over_before: int | None = None) -> None:
+        """Leave out what lies in files of payload that are gone, to keep what a long run remembers small.
+
+        Parameters
+        ----------
+        gone:
+            Whether a file is.
+        over_before:
+            Of groups alone that were over before this step; None: of all.
+        """
         for group, members in list(self._groups.items()):
-            for member in [m for m, held in members.items() if held.entry.payload.file == file]:
+            if over_before is not None and (self._over.get(group, over_before) or 0) >= over_before:
+                continue
+            for member in [m for m, held in members.items() if gone(held.entry.payload.file)]:
                 del members[member]
+                self.forgotten += 1
             if not members:
                 del self._groups[group]
                 self._over.pop(group, None)
                 self.kept.discard(group)
-        self.gone = [held for held in self.gone if held.entry.payload.file != file]
+        self.gone = [held for held in self.gone if not gone(held.entry.payload.file)]
 
     def _save_turn(self, entry: TurnSaved) -> None:
         # one whose group was given up while it was being written continues nothing
