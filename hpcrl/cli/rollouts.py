@@ -265,6 +265,8 @@ def rollouts_verify(
         typer.echo(f"  {verdict.waiting:>9,}  waiting for a step")
         if verdict.unfinished:
             typer.echo(f"  {verdict.unfinished:>9,}  in progress, with {verdict.turns:,} turns saved")
+        if verdict.from_disk:
+            typer.echo(f"  {verdict.from_disk:>9,}  times a rank read one from the shared filesystem, not from memory")
         for note in verdict.notes:
             typer.echo(f"note: {note}")
         for problem in verdict.problems:

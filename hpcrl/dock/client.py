@@ -53,7 +53,7 @@ class DockClient:
 
     Attributes
     ----------
-    wait_timeout_s, connect_timeout_s, on_wait:
+    wait_timeout_s, connect_timeout_s, on_wait, on_disk:
         As given.
     sources:
         Rollouts by where their columns came from (`hpcrl.dock.warehouse.reading.BlockReader`).
@@ -67,6 +67,7 @@ class DockClient:
         wait_timeout_s: float,
         connect_timeout_s: float = 60.0,
         on_wait: Callable[[], None] = lambda: None,
+        on_disk: Callable[[int, int, str], None] = lambda step, rollouts, why: None,
     ) -> None:
         """Remember where the dock is; nothing is sent.
 
@@ -84,6 +85,9 @@ class DockClient:
             much longer than the start of a trainer.
         on_wait:
             Called every few seconds while an answer is waited for.
+        on_disk:
+            Told of a step's rollouts that were read from the shared filesystem and not from memory: how many, and why
+            (the first; empty where the run has no warehouse). From the thread that fetches the batch.
         """
         parts = urlsplit(url)
         if parts.hostname is None or parts.port is None:
@@ -91,7 +95,7 @@ class DockClient:
         self.url = url
         self._host, self._port = parts.hostname, parts.port
         self.wait_timeout_s, self.connect_timeout_s = wait_timeout_s, connect_timeout_s
-        self.on_wait = on_wait
+        self.on_wait, self.on_disk = on_wait, on_disk
         self._headers = {} if credentials is None else credentials.headers
         self._reached = False
         self.sources: Counter[str] = Counter()
@@ -152,6 +156,8 @@ class DockClient:
         finally:
             reader.close()
             self.sources += reader.sources
+            if count := reader.sources["disk"]:
+                self.on_disk(shard.step, count, next(iter(reader.problems), ""))
             if reader.problems:
                 what = f"{len(reader.problems)} rollouts of step {shard.step} are read from the shared filesystem"
                 _log.warning("%s, the first: %s", what, reader.problems[0])

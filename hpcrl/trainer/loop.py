@@ -103,6 +103,7 @@ class Trainer:
             credentials=context.credentials,
             wait_timeout_s=recipe.wait_for_batch_s,
             on_wait=self._still_waiting,
+            on_disk=self._read_from_disk,
         )
         data = parallel.data
         self.batches = BatchFetcher(self.dock, rank=data.rank, world_size=data.size, last_step=recipe.trainer.steps)
@@ -192,6 +193,12 @@ class Trainer:
     def _still_waiting(self) -> None:
         if self._progress is not None:
             self._progress.again()
+
+    def _read_from_disk(self, step: int, rollouts: int, why: str) -> None:
+        events = self._events or self.context.events()  # of rank 0 alone there is one that stays open
+        events.emit("rollouts.read_from_disk", step=step, rollouts=rollouts, why=why)
+        if events is not self._events:
+            events.close()
 
     def _emit(self, kind: str, **data: Any) -> None:
         if self._events is not None:

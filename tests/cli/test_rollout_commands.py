@@ -19,6 +19,7 @@ from hpcrl.dock.ledger.entries import Dropped, Finished, Kept, Taken
 from hpcrl.dock.ledger.log import RolloutLog
 from hpcrl.models.tokenizer import ChatTokenizer, write_character_tokenizer
 from hpcrl.rollouts.records import Rollout, Turn, encode_rollout
+from hpcrl.runs.events import EventWriter
 from hpcrl.runs.rundir import RunDir
 
 Command = Callable[..., tuple[str, str]]
@@ -110,6 +111,16 @@ def test_verify_accounts_for_every_rollout(rollouts: Command) -> None:
     ]
     document = json.loads(rollouts("verify", "--json")[0])
     assert (document["trained"], document["dropped"], document["problems"]) == (4, {"too old": 2}, [])
+
+
+def test_verify_says_what_was_read_from_disk(run: RunDir, rollouts: Command) -> None:
+    for rank, count in ((0, 3), (1, 2)):
+        events = EventWriter(run, attempt=1, writer=f"trainer-0.{rank}")
+        events.emit("rollouts.read_from_disk", step=1, rollouts=count, why="")
+        events.close()
+    line = "          5  times a rank read one from the shared filesystem, not from memory"
+    assert line in rollouts("verify")[0].splitlines()
+    assert json.loads(rollouts("verify", "--json")[0])["from_disk"] == 5
 
 
 def test_verify_sees_a_batch_that_had_other_rollouts(run: RunDir, rollouts: Command) -> None:

@@ -15,6 +15,7 @@ from hpcrl.dock.ledger.payload import read_payload
 from hpcrl.dock.ledger.replay import Held, Replay, State
 from hpcrl.errors import RunDirError, UsageError
 from hpcrl.runs.consumed import ConsumedRollouts
+from hpcrl.runs.events import read_events
 from hpcrl.runs.metrics import read_metrics
 from hpcrl.runs.rundir import RunDir
 
@@ -79,6 +80,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
         Rollouts in progress of which turns were saved, and these turns.
     dropped:
         Rollouts by the reason.
+    from_disk:
+        How often a rank read a rollout of its batch from the shared filesystem, and not from memory.
     notes:
         What is missing beside the ledger and proves nothing.
     problems:
@@ -93,6 +96,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     unfinished: int
     turns: int
     dropped: dict[str, int]
+    from_disk: int
     notes: list[str]
     problems: list[str]
 
@@ -230,6 +234,7 @@ def verify_rollouts(run: RunDir, *, content: bool = True) -> Verdict:
         steps=replay.step,
         attempts=replay.attempts,
         dropped=dict(sorted(Counter(held.why for held in rollouts if held.state is State.DROPPED).items())),
+        from_disk=sum(event.data.get("rollouts", 0) for event in read_events(run, kind="rollouts.read_from_disk")),
         notes=notes,
         problems=problems,
     )

@@ -147,8 +147,13 @@ async def test_without_a_warehouse_ranks_read_files_that_no_checkpoint_needs(
     monkeypatch.setattr(PayloadWriter.__init__, "__kwdefaults__", {"file_bytes": 1})
     run = make_run(tmp_path, rollouts=stores(None))
     async with running(run, StubEngine()) as loop:
+        told: list[tuple[int, int, str]] = []
+        loop.client.on_disk = lambda step, rollouts, why: told.append((step, rollouts, why))
         await loop.train(1, 8)
         assert set(loop.client.sources) == {"disk"}
+        assert {why for *_, why in told} == {""}  # as the recipe wants it
+        assert sum(rollouts for _, rollouts, _ in told) == loop.client.sources["disk"]
+        assert [step for step, *_ in told] == list(range(1, len(told) + 1))
 
 
 async def test_where_memory_is_full_whole_batches_wait_alone_and_the_run_goes_on(
