@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import subprocess
 import sys
 from collections import Counter
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from start_models import TINY_CONFIG
 
 import hpcrl
 
@@ -103,11 +105,21 @@ def test_command_line_is_light() -> None:
     assert not set(out) & {*HEAVY, "pydantic", "submitit", "aiohttp", "yaml"}
 
 
-def test_an_embedded_engine_starts_without_what_shards_a_model() -> None:
-    """FSDP2 and DTensor would be a quarter of the time that its imports take."""
-    code = "import sys, hpcrl.inference.embedded.server; print('\\n'.join(sys.modules))"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert not set(out) & {"torch.distributed.fsdp", "torch.distributed.tensor"}
+def test_an_embedded_engine_starts_without_what_shards_or_compiles_a_model() -> None:
+    """FSDP2, DTensor, `torch.compile` and sympy would be half of its start. A model is made as well: some ways to make
+    tensors on ``meta``, and from such, import them."""
+    code = """
+import json, sys
+import hpcrl.inference.embedded.serving.process
+from hpcrl.modeling.spec import build_model
+from hpcrl.models.arch import arch_from_config
+build_model(arch_from_config(json.loads(sys.argv[1])), device="cpu")
+print(*sys.modules)
+"""
+    command = [sys.executable, "-c", code, json.dumps(TINY_CONFIG)]
+    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert "torch" in out
+    assert not set(out) & {"torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo", "sympy"}
 
 
 def test_no_two_test_modules_have_one_name() -> None:

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from hpcrl.modeling.blocks import is_sharded
 from hpcrl.modeling.context import BatchContext
 from hpcrl.modeling.hf import HfAdapter
 from hpcrl.modeling.layers.moe import SparseMLP
@@ -101,7 +102,9 @@ class Decoder(nn.Module):
         """
         super().__init__()
         self.arch, self.adapter = arch, adapter
-        self.embed_tokens = nn.Embedding(arch.vocab_size, arch.hidden_size)
+        # with weights that are there: to draw some on `meta` imports torch.compile, a second of an engine's start
+        embeddings = torch.empty(arch.vocab_size, arch.hidden_size)
+        self.embed_tokens = nn.Embedding.from_pretrained(embeddings, freeze=False)  # type: ignore[no-untyped-call]
         self.layers = nn.ModuleList(block(i) for i in range(arch.num_hidden_layers))
         self.norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps)
         self.lm_head = Head(arch)
@@ -117,7 +120,15 @@ class Decoder(nn.Module):
 
         ``parameters_on`` is another place for its parameters.
         """
-        self.to_empty(device=parameters_on or device)
+        place = parameters_on or device
+
+        def empty(tensor: Tensor) -> Tensor:
+            if is_sharded(tensor):
+                return torch.empty_like(tensor, device=place)
+            # `empty_like` of what is on `meta` imports sympy, a quarter of a second
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device=place)
+
+        self._apply(empty)  # type: ignore[no-untyped-call]
         if parameters_on is not None:
             for module in self.modules():
                 for name, buffer in list(module.named_buffers(recurse=False)):
