@@ -3,6 +3,8 @@
 .DELETE_ON_ERROR:
 
 BIN := .venv/bin
+# Tests start hundreds of processes; where it is set, as in images of containers, each compiles hpcrl anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 quickstart:
 	@python3 tools/bootstrap.py all

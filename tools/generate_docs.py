@@ -16,6 +16,7 @@ from pydantic_core import PydanticUndefined
 
 from hpcrl.config.base import MOST
 from hpcrl.config.cluster import CLUSTER_KINDS
+from hpcrl.config.meanings import meanings_of
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.rules.rule import Rule, SiteRule
 from hpcrl.config.rules.table import RULES, SITE_RULES
@@ -97,7 +98,7 @@ def _section(model: type[BaseModel], prefix: str) -> Iterator[str]:
         if children:
             below += [(child, f"{key}{suffix}") for child in children]
         rows.append(
-            f"| `{key}` | {_type(field.annotation, field)} | {_default(field, bool(children))} | {_text(field)} |"
+            f"| `{key}` | {_type(field.annotation, field)} | {_default(field, bool(children))} | {_text(model, name)} |"
         )
     yield "| key | type | default | meaning |\n| --- | --- | --- | --- |"
     yield from rows
@@ -108,8 +109,8 @@ def _section(model: type[BaseModel], prefix: str) -> Iterator[str]:
         yield from _section(child, child_prefix)
 
 
-def _text(field: FieldInfo) -> str:
-    return " ".join((field.description or "").replace("``", "`").split()).replace("|", "\\|")
+def _text(model: type[BaseModel], name: str) -> str:
+    return " ".join(meanings_of(model).get(name, "").replace("``", "`").split()).replace("|", "\\|")
 
 
 def _kind(model: type[BaseModel]) -> str:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler
+from pydantic_core import CoreSchema
+
+from hpcrl.config.meanings import meanings_of
 
 __all__ = [
     "MOST",
@@ -48,4 +51,13 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 class StrictModel(BaseModel):
     """Frozen; unknown keys are errors; no silent conversions (``"8"`` is not 8, ``true`` is not 1)."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler, /) -> dict[str, Any]:
+        schema = handler(core_schema)
+        properties = handler.resolve_ref_schema(schema).get("properties", {})
+        for name, meaning in meanings_of(cls).items():
+            if name in properties:
+                properties[name].setdefault("description", meaning)
+        return schema

@@ -12,6 +12,7 @@ from pydantic_core import ErrorDetails
 
 from hpcrl.config.absent import absent
 from hpcrl.config.keys import alternatives, keys_of
+from hpcrl.config.meanings import meanings_of
 from hpcrl.config.secret_values import hide_value
 from hpcrl.config.yamltree import KeyPath, Origins
 from hpcrl.errors import Finding
@@ -112,9 +113,7 @@ def _elsewhere(model: type[BaseModel], path: KeyPath) -> str:
 
 def _doc(owner: type[BaseModel] | None, name: str) -> str:
     """The documentation of a field, as a hint."""
-    field = owner.model_fields.get(name) if owner is not None else None
-    description = field.description if field is not None else None
-    return " ".join(description.split()) if description else ""
+    return " ".join(meanings_of(owner).get(name, "").split()) if owner is not None else ""
 
 
 def _resolve(model: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[KeyPath, type[BaseModel] | None]:

@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 
 from pydantic import BaseModel
 
+from hpcrl.config.meanings import meanings_of
+
 __all__ = ["Key", "alternatives", "keys_of"]
 
 
@@ -41,7 +43,7 @@ def keys_of(model: type[BaseModel], prefix: str = "") -> Iterator[Key]:
         for child, item in below:
             yield from keys_of(child, f"{key}.{item}")
         if not below:
-            meaning = " ".join((field.description or "").replace("``", "`").split())
+            meaning = " ".join(meanings_of(model).get(name, "").replace("``", "`").split())
             yield Key(key, tuple(dict.fromkeys(_values(field.annotation))), meaning)
 
 

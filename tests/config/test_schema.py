@@ -40,3 +40,15 @@ def test_packaged_recipes_fit(schema: Any, name: str) -> None:
 
 def test_settings_carry_their_meaning(schema: Any) -> None:
     assert "Optimizer steps" in schema["$defs"]["TrainerConfig"]["properties"]["steps"]["description"]
+
+
+def test_an_editor_shows_what_each_key_means(schema: Any) -> None:
+    """Also of inherited keys, of sections, and of what one value is chosen for."""
+    shown = {(name, key): found.get("description") for name, key, found in properties(schema)}
+    assert shown["Recipe", "trainer"] == "The trainer role."
+    assert [place for place, meaning in shown.items() if not meaning and place[1] != "kind"] == []
+
+
+def properties(schema: Any) -> list[tuple[str, str, Any]]:
+    models = {"Recipe": schema, **schema["$defs"]}
+    return [(name, key, found) for name, model in models.items() for key, found in model.get("properties", {}).items()]
