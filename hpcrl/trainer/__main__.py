@@ -8,7 +8,7 @@ import sys
 from importlib.util import find_spec
 
 from hpcrl.errors import MissingExtraError
-from hpcrl.interpreter import lasting_imports
+from hpcrl.interpreter import bound_kernel_caches, lasting_imports
 from hpcrl.runs.role import RoleContext, run_role
 
 
@@ -16,6 +16,7 @@ def main(context: RoleContext) -> None:
     """Train (MissingExtraError where torch is not installed)."""
     if find_spec("torch") is None:
         raise MissingExtraError("trainer", "torch")
+    bound_kernel_caches()
     with lasting_imports():
         from hpcrl.trainer.loop import train  # noqa: PLC0415 - imports torch
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 
-from hpcrl.interpreter import lasting_imports
+from hpcrl.interpreter import bound_kernel_caches, lasting_imports
 
 
 def main() -> int:
     """Serve until SIGTERM."""
+    bound_kernel_caches()
     with lasting_imports():
         from hpcrl.inference.embedded.serving.process import main as serve  # noqa: PLC0415 - imports torch
 
