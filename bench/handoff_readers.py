@@ -33,7 +33,8 @@ from engine_helpers import random_model, tensors_of, tiny_arch, write_model
 from handoff_lab import model_directory, publish
 from kill_harness import Say, fork_child
 
-from hpcrl.inference.embedded.engine.engine import Engine, EngineConfig
+from hpcrl.inference.embedded.engine.config import EngineConfig
+from hpcrl.inference.embedded.engine.engine import Engine
 from hpcrl.inference.embedded.weights.updates import ReaderConfig, WeightUpdater
 from hpcrl.inference.metrics import EngineMetrics, Registry
 from hpcrl.weights import HandoffStore

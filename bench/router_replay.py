@@ -37,7 +37,8 @@ from vllm_lab import make_arch, random_model, started_engines, write_model
 from hpcrl.config.load import load_recipe
 from hpcrl.dock.routes import RoutedExperts, joined
 from hpcrl.dock.wire import BatchShard
-from hpcrl.inference.embedded.engine.engine import Delivery, Engine, EngineConfig
+from hpcrl.inference.embedded.engine.config import EngineConfig
+from hpcrl.inference.embedded.engine.engine import Delivery, Engine
 from hpcrl.inference.embedded.engine.params import SamplingParams
 from hpcrl.inference.embedded.engine.request import EngineRequest, Output
 from hpcrl.inference.metrics import EngineMetrics, Registry

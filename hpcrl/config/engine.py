@@ -59,6 +59,10 @@ class EngineConfig(StrictModel):
 
     backend: Literal["embedded", "vllm"] = "embedded"
     """Which server: ``embedded`` runs the project's own torch model behind vLLM's API, ``vllm`` is vLLM."""
+    placement: Literal["apart", "colocated"] = "apart"
+    """``apart``: engines have devices of their own, generate while the trainer trains, and read weights from files.
+    ``colocated``: trainer and engines take turns on the same devices of one node (docs/training.md, Trainer and engines
+    in turns); ``rollouts.max_off_policy_steps`` is 0 or 1 then."""
     device: Literal["auto", "cpu"] = "auto"
     """``vllm``: where it runs. ``auto``: a rank on each GPU of its nodes, on CPUs where they have none; ``cpu``: one
     rank a node, whatever the nodes have. ``embedded`` is always on CPUs."""
@@ -110,6 +114,11 @@ class EngineConfig(StrictModel):
     """Further flags of vLLM by long name without dashes, for example ``gpu-memory-utilization: 0.8``. ``true`` is the
     flag alone, ``false`` its ``--no-`` form; lists and mappings are passed as JSON. Flags that hpcrl sets are refused,
     and all are checked by the installed vLLM's own parser before a run starts."""
+
+    @property
+    def is_colocated(self) -> bool:
+        """Whether engines take turns with the trainer on its devices."""
+        return self.placement == "colocated"
 
     @property
     def fetches_kv(self) -> bool:

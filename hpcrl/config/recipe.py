@@ -362,7 +362,9 @@ class Recipe(StrictModel):
 
     @property
     def engine_nodes(self) -> int:
-        """Nodes of all engines on a cluster; a local run has one, whatever this says."""
+        """Nodes of all engines on a cluster; a local run has one, whatever this says. Colocated they have none."""
+        if self.engine.is_colocated:
+            return 0
         sides = [side for side in (self.engine.prefill, self.engine.decode) if side is not None]
         return sum(side.replicas * side.nodes for side in sides) or self.engine.replicas * self.engine.nodes
 

@@ -47,6 +47,7 @@ def _engines(recipe: Recipe, cluster: ClusterProfile, run_name: str) -> list[Rol
             replicas=replicas,
             ranks=nodes * engine_ranks_per_node(recipe, cluster, role),
             nodes=nodes,
+            beside=engine.is_colocated and isinstance(cluster, SlurmCluster),
             command=_engine_command(recipe, role)
             if engine.backend == "embedded"
             else _vllm_command(recipe, cluster, role, nodes=nodes),
@@ -56,10 +57,16 @@ def _engines(recipe: Recipe, cluster: ClusterProfile, run_name: str) -> list[Rol
             after=(Role.STORE,) if engine.kv_store is not None else (),
             ready=HttpProbe(path="/health"),
             start_timeout_s=cluster.limits.start_timeout_s,
-            policy=_policy(recipe.supervision.engine, cluster),
+            policy=_engine_policy(recipe, cluster),
         )
         for role, replicas, nodes in shapes
     ]
+
+
+def _engine_policy(recipe: Recipe, cluster: ClusterProfile) -> RolePolicy:
+    policy = _policy(recipe.supervision.engine, cluster)
+    # one that is started anew has no weights before the trainer's next turn: the attempt begins again instead
+    return policy.model_copy(update={"restart": "never"}) if recipe.engine.is_colocated else policy
 
 
 def _vllm_command(recipe: Recipe, cluster: ClusterProfile, role: Role, *, nodes: int) -> tuple[str, ...]:
@@ -173,6 +180,8 @@ def _engine_command(recipe: Recipe, role: Role) -> tuple[str, ...]:
     command = module_command("{python}", "hpcrl.inference.embedded.server")
     for flag, value in flags.items():
         command += [flag, value]
+    if engine.is_colocated:
+        command.append("--colocated")
     if recipe.returns_routed_experts:
         command.append("--enable-return-routed-experts")
     if asks_health(recipe):
@@ -206,6 +215,8 @@ def _trainer(recipe: Recipe, cluster: ClusterProfile, run_name: str) -> RoleGrou
         nodes=trainer.nodes,
         command=(*_torchrun(trainer), *module_command("{python}", "hpcrl.trainer", unbuffered=True)),
         env=plain(role_variables(recipe, cluster, Role.TRAINER, run_name)),
+        # colocated engines get their weights from it, and are there before
+        after=(Role.ENGINE,) if recipe.engine.is_colocated else (),
         ready=FileProbe(),
         start_timeout_s=cluster.limits.start_timeout_s,
         policy=_policy(recipe.supervision.trainer, cluster, ends_run=True),

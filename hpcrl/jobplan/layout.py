@@ -28,7 +28,7 @@ def demands(recipe: Recipe, cluster: SlurmCluster) -> list[Demand]:
     """Nodes by role, the trainer first: its first node is the one that the supervisor runs on."""
     engine = recipe.engine
     wanted = [(Role.TRAINER, 1, recipe.trainer.nodes)]
-    if engine.prefill is None and engine.decode is None:
+    if engine.prefill is None and engine.decode is None and not engine.is_colocated:
         wanted.append((Role.ENGINE, engine.replicas, engine.nodes))
     for role, group in ((Role.PREFILL, engine.prefill), (Role.DECODE, engine.decode)):
         if group is not None:

@@ -12,7 +12,7 @@ from hpcrl.config.cluster import ClusterProfile, SlurmCluster
 from hpcrl.config.engine_shape import step_limits
 from hpcrl.config.plan import Role
 from hpcrl.config.recipe import Recipe
-from hpcrl.errors import ConfigError
+from hpcrl.errors import ConfigError, UsageError
 from hpcrl.models.facts import ModelFacts
 from hpcrl.models.known import load_facts
 from hpcrl.planning.calibration.file import Calibration
@@ -102,7 +102,19 @@ class Outlook:
 
 
 def find_facts(recipe: Recipe) -> ModelFacts | str:
-    """Facts of a recipe's model, or in a sentence why there are none."""
+    """Facts of a recipe's model, or in a sentence why there are none.
+
+    Raises
+    ------
+    UsageError
+        The planner has no terms for what the recipe asks for.
+    """
+    if recipe.engine.is_colocated:
+        raise UsageError(
+            "engine.placement: colocated: the planner computes engines and trainer on devices of their own, and has no "
+            "terms yet for turns on the same ones\n"
+            "    hint: plan with --set engine.placement=apart, or measure a short run (hpcrl report)"
+        )
     try:
         return load_facts(recipe.model.path)
     except FileNotFoundError as error:

@@ -47,15 +47,11 @@ from hpcrl.rollouts.telemetry.gauges import gauges
 from hpcrl.rollouts.telemetry.lag import LagMonitor
 from hpcrl.rollouts.telemetry.metrics_text import render_metrics
 from hpcrl.rollouts.telemetry.run_metrics import read_run
-from hpcrl.rollouts.weights.registration import ReaderRegistration
-from hpcrl.rollouts.weights.updates import WeightUpdater
+from hpcrl.rollouts.weights.make import make_updater
+from hpcrl.rollouts.weights.turns import TurnUpdater
 from hpcrl.runs.clocks import own_node
 from hpcrl.runs.refusals import gate_of
 from hpcrl.runs.role import Complaint, Endpoints, Member, RoleContext
-from hpcrl.weights import HandoffStore
-from hpcrl.weights.lifetime.collector import Collector
-from hpcrl.weights.lifetime.leases import ReaderWatch
-from hpcrl.weights.read.share import Pace
 
 __all__ = ["Orchestrator"]
 
@@ -194,16 +190,11 @@ class Orchestrator:
             lost_after_s=engines_lost_after_s(run),
         )
         transcript, routes = Transcript(ChatTokenizer(Path(recipe.model.path))), RoutedExpertsSettings.of(recipe)
-        store = HandoffStore(run.weights_dir)
-        watch = ReaderWatch(store.root, expiry_s=recipe.handoff.lease_timeout_s)
-        self._updater = WeightUpdater(
+        self._updater = make_updater(
+            recipe,
+            run,
             pool=self._pool,
-            store=store,
             events=self._events,
-            pause=recipe.engine.pause == "keep",
-            registration=ReaderRegistration.of(recipe, store.root),
-            collector=Collector(store, watch, keep_last=recipe.handoff.keep_last),
-            pace=Pace(recipe.handoff.update_timeout_s, recipe.handoff.min_bandwidth_mib_s * (1 << 20)),
             on_served=self._on_served,
             on_stale=self._complain,
             choose=None if recipe.rollouts.order == "arrival" else self._choose_version,
@@ -311,7 +302,9 @@ class Orchestrator:
         if version == self._state.step or self._finished is not None or self._evaluator.busy:
             return
         if (due := self._evaluator.take(version)) is not None:
-            self._tasks.create_task(self._evaluator.evaluate(version, due=due, exactly=False))
+            # where engines take turns with the trainer, its turn waits: else an answer would be of two versions
+            exactly = self._recipe.engine.is_colocated
+            self._tasks.create_task(self._evaluator.evaluate(version, due=due, exactly=exactly))
 
     async def _announce(self, version: int) -> None:
         if self._updater.announced is None and version != self._state.step:
@@ -340,7 +333,10 @@ class Orchestrator:
         if self._updater.announced is None:
             # who asks for step s has published version s - 1
             await self._announce(step - 1)
-        return await self._batch_server.batch(step, rank=rank, world_size=world_size, wait_s=wait_s, ahead=ahead)
+        data = await self._batch_server.batch(step, rank=rank, world_size=world_size, wait_s=wait_s, ahead=ahead)
+        if data is not None and isinstance(self._updater, TurnUpdater):
+            return data if await self._updater.let_train(step, wait_s=wait_s) else None
+        return data
 
     async def trained(self, step: int) -> None:
         """The trainer waits for the batch behind ``step``."""

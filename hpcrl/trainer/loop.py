@@ -33,7 +33,9 @@ from hpcrl.trainer.parallel.mesh import Parallel, distributed, is_lost_rank
 from hpcrl.trainer.parallel.ranks import Ranks
 from hpcrl.trainer.precision import quantised_modules
 from hpcrl.trainer.publish.adapters import AdapterPublisher
+from hpcrl.trainer.publish.colocated_engines import ColocatedEngines
 from hpcrl.trainer.publish.publisher import Publisher
+from hpcrl.trainer.publish.swap_sync import SwapSync
 from hpcrl.trainer.publish.sync import FileSync, WeightSync
 from hpcrl.trainer.state.checkpoint import load_checkpoint
 from hpcrl.trainer.state.restart import decide_restore
@@ -118,6 +120,15 @@ class Trainer:
 
     def _weight_sync(self) -> WeightSync:
         recipe = self.recipe
+        if recipe.engine.is_colocated:
+            engines = ColocatedEngines(
+                [member.url for member in self.context.endpoints().fixed("engine")],
+                self.context.credentials.headers,
+                timeout_s=recipe.handoff.update_timeout_s,
+                start_timeout_s=recipe.orchestrator.wait_timeout_s,
+                on_wait=self._still_waiting,
+            )
+            return SwapSync(self.parallel, engines, dtype=getattr(torch, recipe.engine.dtype), emit=self._emit)
         lora = recipe.trainer.lora
         new_publisher = Publisher if lora is None else partial(AdapterPublisher, lora=lora)
         publisher = new_publisher(
@@ -227,12 +238,12 @@ class Trainer:
         return policy, step
 
     def _step(self, policy: TrainerPolicy, step: int, metrics: MetricsWriter | None) -> None:
-        clock, parallel = PhaseClock(self._progress), self.parallel
+        clock, parallel = PhaseClock(self._progress, turns=self.recipe.engine.is_colocated), self.parallel
         if self._progress is not None:
             self._progress.count(step=step)
         with clock.phase("wait_batch"):
             shard = self.batches.take(step)
-        self.sync.begin_step()
+        self.sync.begin_step(clock)
         with clock.phase("forward_backward"):
             _check_shard(shard, step, parallel.data)
             tokens = policy.forward_backward(shard).reduce(parallel.world)
@@ -261,7 +272,7 @@ class Trainer:
                 self.saver.start(policy, step, orchestrator_state=lambda: self.dock.snapshot(step))
                 if urgent:
                     self._answer(step, self.saver.wait(self.recipe.checkpoint.save_timeout_s))
-        self.sync.end_step()
+        self.sync.end_step(clock)
         if metrics is not None:
             final = record()
             metrics.write(final)

@@ -15,7 +15,8 @@ import pytest
 import torch
 from engine_helpers import forward, logprob_error, random_model
 
-from hpcrl.inference.embedded.engine.engine import Delivery, Engine, EngineConfig
+from hpcrl.inference.embedded.engine.config import EngineConfig
+from hpcrl.inference.embedded.engine.engine import Delivery, Engine
 from hpcrl.inference.embedded.engine.params import SamplingParams
 from hpcrl.inference.embedded.engine.request import EngineRequest, Output
 from hpcrl.inference.metrics import EngineMetrics, Registry

@@ -12,6 +12,7 @@ from hpcrl.config.cluster import ClusterProfile, LocalCluster
 from hpcrl.config.engine_shape import engine_side, replica_nodes, step_limits
 from hpcrl.config.load import Loaded
 from hpcrl.config.recipe import LossConfig, Recipe, WarmupConfig, WordsEnv
+from hpcrl.config.rules.colocated import COLOCATED_RULES
 from hpcrl.config.rules.engine import ENGINE_RULES
 from hpcrl.config.rules.job import JOB_RULES
 from hpcrl.config.rules.kernels import KERNEL_RULES
@@ -340,4 +341,5 @@ RULES: tuple[Rule, ...] = (
     *QUANTIZATION_RULES,
     *STORE_RULES,
     *ENGINE_RULES,
+    *COLOCATED_RULES,
 )

@@ -24,6 +24,7 @@ _COLOURS = {
     "forward_backward": "#0072B2",
     "optimizer": "#56B4E9",
     "publish": "#CC79A7",
+    "swap": "#009E73",
     "checkpoint": "#F0E442",
     "other": "#BBBBBB",
 }

@@ -32,6 +32,7 @@ PHASES = {
     "forward_backward": ("forward+backward", "blue"),
     "optimizer": ("optimizer", "cyan"),
     "publish": ("publish", "magenta"),
+    "swap": ("swap", "green"),
     "checkpoint": ("checkpoint", "yellow"),
     "other": ("other", "white"),
 }

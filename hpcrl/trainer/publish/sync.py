@@ -1,4 +1,6 @@
-"""How the weights of a step come to the engines: one interface, of which the publication by files is the first way.
+"""How the weights of a step come to the engines: one interface, and the usual one of its two ways, by files.
+
+The other way is `hpcrl.trainer.publish.swap_sync`, for engines on the trainer's own devices.
 
 The loop knows when weights are those of a version and when a step leaves the device alone; what follows from that is
 the way's own.
@@ -12,6 +14,7 @@ from typing import Any, Protocol
 
 from hpcrl.trainer.parallel.ranks import Ranks
 from hpcrl.trainer.publish.publisher import Published, Publisher
+from hpcrl.trainer.step.phases import PhaseClock
 from hpcrl.trainer.step.policy import TrainerPolicy
 
 __all__ = ["FileSync", "WeightSync"]
@@ -34,7 +37,7 @@ class WeightSync(Protocol):
         """
         ...
 
-    def begin_step(self) -> None:
+    def begin_step(self, clock: PhaseClock) -> None:
         """The batch is there: the trainer computes from now on."""
         ...
 
@@ -46,7 +49,7 @@ class WeightSync(Protocol):
         """
         ...
 
-    def end_step(self) -> None:
+    def end_step(self, clock: PhaseClock) -> None:
         """The step has no more to do with the weights: they have also been copied for a checkpoint."""
         ...
 
@@ -82,7 +85,7 @@ class FileSync:
             # engines cannot begin before it is there
             self._publisher.wait()
 
-    def begin_step(self) -> None:
+    def begin_step(self, clock: PhaseClock) -> None:
         pass
 
     def publish(self, policy: TrainerPolicy, version: int, announce: Callable[[int], None]) -> None:
@@ -93,7 +96,7 @@ class FileSync:
 
         self._publisher.publish(policy.model, version, on_published)
 
-    def end_step(self) -> None:
+    def end_step(self, clock: PhaseClock) -> None:
         pass
 
     def wait(self) -> None:

@@ -11,13 +11,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 
 from hpcrl.inference.embedded.engine.attention import KVCache
 from hpcrl.inference.embedded.engine.blocks import BlockPool
+from hpcrl.inference.embedded.engine.config import EngineConfig
 from hpcrl.inference.embedded.engine.request import EngineRequest, Output
 from hpcrl.inference.embedded.engine.rows import Rows
 from hpcrl.inference.embedded.engine.runner import ModelRunner, StepResult
@@ -26,7 +26,7 @@ from hpcrl.inference.embedded.engine.scheduler import Scheduler
 from hpcrl.inference.metrics import EngineMetrics, Gauge
 from hpcrl.modeling.decoder import Decoder
 
-__all__ = ["PAUSE_MODES", "Engine", "EngineConfig"]
+__all__ = ["PAUSE_MODES", "Engine"]
 
 _log = logging.getLogger(__name__)
 
@@ -34,42 +34,6 @@ T = TypeVar("T")
 
 PAUSE_MODES = ("abort", "wait", "keep")
 Delivery = list[tuple[EngineRequest, Output]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
-    """Sizes and switches of an engine.
-
-    Attributes
-    ----------
-    max_num_seqs:
-        Sequences that run at once.
-    max_model_len:
-        Tokens of a sequence, prompt and output.
-    max_num_batched_tokens:
-        Tokens of a step.
-    block_size, num_blocks:
-        The KV cache: ``block_size`` tokens a block.
-    enable_prefix_caching, return_routed_experts:
-        Switches.
-    logprobs_mode:
-        See `hpcrl.inference.embedded.engine.sampler.Sampler`.
-    seed:
-        Of the seeds drawn for requests without one.
-    weight_version:
-        Label of the weights at the start.
-    """
-
-    max_num_seqs: int
-    max_model_len: int
-    max_num_batched_tokens: int
-    block_size: int
-    num_blocks: int
-    enable_prefix_caching: bool = True
-    return_routed_experts: bool = False
-    logprobs_mode: str = "raw_logprobs"
-    seed: int = 0
-    weight_version: str = "default"
 
 
 class Engine:
@@ -244,6 +208,20 @@ class Engine:
             if model is not None:
                 self._metrics.swap_pause.observe(time.perf_counter() - began)
             return old
+
+        return self.call(command)
+
+    def vacate(self, function: Callable[[ModelRunner], T]) -> Future[T]:
+        """Freeze requests, forget all KV, and do something with what runs the model: nothing else uses it then.
+
+        Requests are computed again when they are resumed, with the weights of then.
+        """
+
+        def command() -> T:
+            self._paused = "keep"
+            self._scheduler.preempt_all()
+            self._pool.reset()
+            return function(self._runner)
 
         return self.call(command)
 

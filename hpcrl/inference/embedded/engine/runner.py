@@ -53,6 +53,12 @@ class ModelRunner:
         self._states = RecurrentStates(model.arch, rows.max_num_seqs, model.embed_tokens.weight.dtype)
         self._routed_rows = routed_rows if model.arch.routed_experts else None
 
+    def kept_tensors(self) -> list[Tensor]:
+        """What is kept of sequences between steps: keys, values and recurrent states."""
+        cache, states = self._cache, self._states
+        kept = (cache.keys, cache.values, states.conv, states.recurrent)
+        return [tensor for of_layers in kept for tensor in of_layers.values()]
+
     @torch.inference_mode()
     def run(self, step: Step) -> tuple[StepInputs, Tensor, NDArray[np.int64]]:
         """Compute the tokens of a step.

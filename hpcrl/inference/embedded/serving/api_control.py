@@ -18,7 +18,8 @@ from hpcrl.inference.embedded.engine.engine import PAUSE_MODES
 from hpcrl.inference.embedded.serving.api_common import json_response
 from hpcrl.inference.embedded.serving.errors import bad_request
 from hpcrl.inference.embedded.serving.serving import Serving
-from hpcrl.inference.embedded.weights.updates import WeightUpdater
+from hpcrl.inference.embedded.weights.turns import Turns
+from hpcrl.inference.embedded.weights.updates import UpdateOrderError, WeightUpdater
 from hpcrl.inference.metrics import EngineMetrics
 from hpcrl.modeling.decoder import Decoder
 from hpcrl.modeling.hf import published_tensors
@@ -29,7 +30,10 @@ __all__ = ["ControlApi"]
 class ControlApi:
     """Handlers of control endpoints; names and answers are those of vLLM's RL and development routers."""
 
-    def __init__(self, serving: Serving, updater: WeightUpdater, metrics: EngineMetrics) -> None:
+    def __init__(
+        self, serving: Serving, updater: WeightUpdater, metrics: EngineMetrics, turns: Turns | None = None
+    ) -> None:
+        self._turns = turns
         self._serving, self._engine, self._updater, self._metrics = serving, serving.engine, updater, metrics
 
     def routes(self) -> list[web.RouteDef]:
@@ -92,6 +96,7 @@ class ControlApi:
         return json_response({"status": "paused"})
 
     async def resume(self, _: web.Request) -> web.Response:
+        self._check_awake()
         await asyncio.wrap_future(self._engine.resume())
         return json_response({"status": "resumed"})
 
@@ -173,6 +178,7 @@ class ControlApi:
 
         They are those of a hand-off's manifest where both have the same dtype.
         """
+        self._check_awake()
         body = await _body(http)
         action, baseline = body.get("action"), body.get("baseline")
         if action not in ("checksum", "compare"):
@@ -188,6 +194,10 @@ class ControlApi:
 
     async def world_size(self, _: web.Request) -> web.Response:
         return json_response({"world_size": 1})
+
+    def _check_awake(self) -> None:
+        if self._turns is not None and self._turns.is_asleep:
+            raise UpdateOrderError("it sleeps, and has no weights: the trainer has the device")
 
     @contextmanager
     def _timed(self, operation: str) -> Iterator[None]:

@@ -18,15 +18,18 @@ from aiohttp import web
 from hpcrl.errors import ExitCode, UsageError
 from hpcrl.gate import Gate
 from hpcrl.inference.embedded.engine.attention import KVCache
-from hpcrl.inference.embedded.engine.engine import Delivery, Engine, EngineConfig
+from hpcrl.inference.embedded.engine.config import EngineConfig
+from hpcrl.inference.embedded.engine.engine import Delivery, Engine
 from hpcrl.inference.embedded.engine.states import RecurrentStates
 from hpcrl.inference.embedded.serving.api_control import ControlApi
 from hpcrl.inference.embedded.serving.api_generate import GenerateApi
 from hpcrl.inference.embedded.serving.api_text import TextApi
+from hpcrl.inference.embedded.serving.api_turns import TurnsApi
 from hpcrl.inference.embedded.serving.errors import error_middleware
 from hpcrl.inference.embedded.serving.serving import ModelFacts, Serving
 from hpcrl.inference.embedded.serving.settings import ServerSettings, parse_settings
 from hpcrl.inference.embedded.weights.loading import load_model
+from hpcrl.inference.embedded.weights.turns import Turns
 from hpcrl.inference.embedded.weights.updates import WeightUpdater
 from hpcrl.inference.metrics import EngineMetrics, Registry
 from hpcrl.modeling.decoder import Decoder
@@ -135,11 +138,15 @@ def _deliver(delivery: Delivery) -> None:
         request.on_output(output)
 
 
-def engine_app(gate: Gate, serving: Serving, updater: WeightUpdater, metrics: EngineMetrics) -> web.Application:
-    """What is served to whom ``gate`` lets in."""
+def engine_app(
+    gate: Gate, serving: Serving, updater: WeightUpdater, metrics: EngineMetrics, turns: Turns | None = None
+) -> web.Application:
+    """What is served to whom ``gate`` lets in. ``turns``: of an engine that shares its device with a trainer."""
     app = web.Application(middlewares=[gate.middleware(), error_middleware], client_max_size=_MAX_BODY_BYTES)
-    for api in (GenerateApi(serving), TextApi(serving), ControlApi(serving, updater, metrics)):
+    for api in (GenerateApi(serving), TextApi(serving), ControlApi(serving, updater, metrics, turns)):
         app.add_routes(api.routes())
+    if turns is not None:
+        app.add_routes(TurnsApi(turns).routes())
     return app
 
 
@@ -162,7 +169,8 @@ async def _serve(settings: ServerSettings, gate: Gate, model: Decoder, listener:
                 loop.call_soon_threadsafe(stop.set)
 
     engine.start(hand_over)
-    app = engine_app(gate, serving, updater, metrics)
+    turns = Turns(engine, model) if settings.colocated else None
+    app = engine_app(gate, serving, updater, metrics, turns)
     # a client that goes away cancels its handler, which aborts its sequences
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_GRACE_S)
     await runner.setup()
@@ -185,6 +193,8 @@ async def _serve(settings: ServerSettings, gate: Gate, model: Decoder, listener:
     await runner.cleanup()
     await asyncio.to_thread(engine.stop, _SHUTDOWN_GRACE_S)
     await asyncio.to_thread(updater.shutdown)
+    if turns is not None:
+        turns.close()
     return ExitCode.OK if engine.failure is None else ExitCode.FAILED
 
 
@@ -210,7 +220,8 @@ def main(argv: list[str] | None = None) -> int:
         gate.check_host(settings.host)
         torch.set_num_threads(settings.torch_threads)
         with contextlib.closing(_bind(settings)) as listener:
-            return asyncio.run(_serve(settings, gate, load_model(Path(settings.model), settings.dtype), listener))
+            model = load_model(Path(settings.model), settings.dtype, empty=settings.colocated)
+            return asyncio.run(_serve(settings, gate, model, listener))
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return ExitCode.USAGE

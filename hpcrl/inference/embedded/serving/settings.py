@@ -44,6 +44,7 @@ class ServerSettings:
     weight_version: str
     token_file: Path | None
     open_health: bool
+    colocated: bool
     reader: ReaderConfig
 
 
@@ -110,6 +111,7 @@ def _parser() -> _Parser:
     add("--torch-threads", type=_positive, default=1, help="threads of a step")
     add("--token-file", type=Path, help="outside of a run: answer those alone who bring the token in this file")
     add("--open-health", action="store_true", help="GET /health needs no token: for a router that has none to send")
+    add("--colocated", action="store_true", help="start without weights and KV: a trainer on this node gives them")
     add("--weight-version", default="default", help="label of the weights at the start")
     add("--weight-transfer-root", type=Path, help="refuse hand-offs that lie elsewhere")
     add("--weight-reader", metavar="NAME", help="register as this reader of the root, and take leases")

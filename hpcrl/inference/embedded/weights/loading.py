@@ -31,7 +31,7 @@ __all__ = ["DTYPES", "adapted_tensors", "check_fits", "load_model", "model_bytes
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def load_model(model_dir: Path, dtype: str) -> Decoder:
+def load_model(model_dir: Path, dtype: str, *, empty: bool = False) -> Decoder:
     """Read a published model directory.
 
     Parameters
@@ -40,6 +40,8 @@ def load_model(model_dir: Path, dtype: str) -> Decoder:
         ``config.json`` and ``*.safetensors``.
     dtype:
         ``float32``, ``bfloat16``, or ``auto`` for what ``config.json`` says.
+    empty:
+        Leave the weights unset: they come from somewhere else.
 
     Raises
     ------
@@ -58,6 +60,8 @@ def load_model(model_dir: Path, dtype: str) -> Decoder:
     if dtype not in DTYPES:
         raise UsageError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     model = build_model(arch, device="cpu", dtype=DTYPES[dtype]).requires_grad_(False).eval()
+    if empty:
+        return model
     try:
         load_model_dir(model, model.adapter, model_dir)
     except ValueError as error:

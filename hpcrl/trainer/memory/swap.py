@@ -1,0 +1,97 @@
+"""The trainer's tensors in host memory while engines have the device.
+
+Copies run beside the computing (`hpcrl.trainer.memory.copies`): while what was begun last is still on its way, the next
+is gathered for the engines. Memory of the device is free when its copy is finished.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hpcrl.modeling.arena import Arena, Memory, give_to_others, memory_of
+from hpcrl.trainer.memory.copies import Copies, Copy, copies_of, host_like
+
+__all__ = ["HostSwap"]
+
+
+class _Leaving(NamedTuple):
+    memory: Memory
+    host: Tensor
+    copy: Copy
+
+
+class HostSwap:
+    """Moves the memory of tensors to the host and back; the tensors stay the same objects."""
+
+    def __init__(self, device: torch.device, arena: Arena, copies: Copies | None = None) -> None:
+        """Nothing is away yet.
+
+        Parameters
+        ----------
+        device:
+            Whose memory is given back.
+        arena:
+            Counts it.
+        copies:
+            How they are made; None: as the device does.
+        """
+        self._device, self.arena = device, arena
+        self._copies = copies or copies_of(device)
+        self._leaving: list[_Leaving] = []
+        self._away: list[tuple[Memory, Tensor]] = []
+        # pinned memory is dear to take: what came back from the host leaves its room for the next time
+        self._rooms: dict[int, list[Tensor]] = {}
+
+    def leave(self, tensors: Iterable[Tensor]) -> None:
+        """Begin to move the memory of ``tensors`` to the host, and free what was begun before this call."""
+        before, self._leaving = self._leaving, []
+        # what was begun is still there, and about to be freed
+        begun = {leaving.memory.key for leaving in before}
+        for memory in memory_of(tensors):
+            if memory.key in begun:
+                continue
+            host = self._room(memory)
+            self.arena.add(host=memory.size)
+            self._leaving.append(_Leaving(memory, host, self._copies.start(host, memory.bytes())))
+        self._free(before)
+
+    def finish(self) -> None:
+        """Free what is still on its way; then other processes can have the memory."""
+        before, self._leaving = self._leaving, []
+        self._free(before)
+        give_to_others(self._device)
+
+    def back(self) -> None:
+        """Bring all of it back to the device."""
+        self.finish()
+        away, self._away = self._away, []
+        coming = []
+        for memory, host in away:
+            memory.take()
+            self.arena.add(device=memory.size)
+            coming.append(self._copies.start(memory.bytes(), host))
+        for copy in coming:
+            copy.finish()
+        if self._device.type != "cpu":
+            # the host memory may be written again from now on
+            torch.accelerator.synchronize(self._device)
+        for memory, host in away:
+            self.arena.add(host=-memory.size)
+            if self._device.type != "cpu":
+                self._rooms.setdefault(memory.size, []).append(host)
+
+    def _free(self, leaving: list[_Leaving]) -> None:
+        for memory, host, copy in leaving:
+            copy.finish()
+            memory.give_back()
+            self.arena.add(device=-memory.size)
+            self._away.append((memory, host))
+
+    def _room(self, memory: Memory) -> Tensor:
+        if rooms := self._rooms.get(memory.size):
+            return rooms.pop()
+        return host_like(memory.bytes(), self._device)

@@ -1,0 +1,108 @@
+"""The engines on the trainer's own devices: what rank 0 tells them, by blocking HTTP with deadlines."""
+
+from __future__ import annotations
+
+import http.client
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from urllib.parse import urlsplit
+
+import msgspec
+
+from hpcrl.errors import HandoffError, PeerLostError
+from hpcrl.weights.handover import Layer
+
+__all__ = ["ColocatedEngines"]
+
+_RETRY_S = 0.2
+
+
+class ColocatedEngines:
+    """All engines of the attempt; each call ends when all have answered."""
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        headers: dict[str, str],
+        *,
+        timeout_s: float,
+        start_timeout_s: float,
+        on_wait: Callable[[], None],
+    ) -> None:
+        """Send nothing yet.
+
+        Parameters
+        ----------
+        headers:
+            With the run's token.
+        timeout_s:
+            Longest time for one answer.
+        start_timeout_s:
+            How long engines may take until they can be reached for the first time.
+        on_wait:
+            Called again and again meanwhile.
+        """
+        self._urls, self._headers, self._timeout_s = list(urls), headers, timeout_s
+        self._start_timeout_s, self._on_wait = start_timeout_s, on_wait
+        self._pool = ThreadPoolExecutor(max(1, len(self._urls)), thread_name_prefix="engines")
+
+    def wait_reachable(self) -> None:
+        """Wait until all of them answer (PeerLostError where one does not in time)."""
+        deadline = time.monotonic() + self._start_timeout_s
+        while True:
+            try:
+                self._all("GET", "/health")
+                return
+            except PeerLostError:
+                if time.monotonic() > deadline:
+                    raise
+                self._on_wait()
+                time.sleep(_RETRY_S)
+
+    def sleep(self) -> int:
+        """Freeze requests and give back weights and KV; bytes that engines still have of the device.
+
+        Raises
+        ------
+        PeerLostError
+            An engine does not answer (also of the other calls).
+        HandoffError
+            An engine refuses (also of the other calls).
+        """
+        return self._bytes("/sleep?level=2")
+
+    def load(self, layer: Layer) -> int:
+        """Copy a layer from shared memory; bytes that engines have of the device then."""
+        return self._bytes("/load_layer", msgspec.json.encode(layer))
+
+    def wake(self, version: int) -> int:
+        """The weights are whole: take memory for KV. Requests stay frozen until the orchestrator knows the version."""
+        return self._bytes(f"/wake_up?version={version}")
+
+    def close(self) -> None:
+        """Let go of threads."""
+        self._pool.shutdown(wait=False)
+
+    def _bytes(self, path: str, body: bytes = b"") -> int:
+        answers = self._all("POST", path, body)
+        return sum(msgspec.json.decode(answer, type=dict[str, int])["device_bytes"] for answer in answers)
+
+    def _all(self, method: str, path: str, body: bytes = b"") -> list[bytes]:
+        return list(self._pool.map(lambda url: self._one(url, method, path, body), self._urls))
+
+    def _one(self, url: str, method: str, path: str, body: bytes) -> bytes:
+        parts = urlsplit(url)
+        connection = http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=self._timeout_s)
+        try:
+            connection.request(method, path, body=body, headers=self._headers)
+            answer = connection.getresponse()
+            data = answer.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise PeerLostError(f"the engine at {url} cannot be reached: {error}") from error
+        finally:
+            connection.close()
+        if answer.status != http.client.OK:
+            text = data.decode(errors="replace").strip()
+            raise HandoffError(f"the engine at {url} answered {path} with {answer.status}: {text}")
+        return data
