@@ -1,9 +1,9 @@
 """What large answers and long rollouts cost the orchestrator's event loop.
 
 Events of 32 MiB (routed experts of 8,192 tokens of a model like GLM-5, as base64 in JSON) come from a process of their
-own, while the event loop that reads them measures how late it is: without any, as they are decoded beside it, and as
-they would be decoded in it. Then a rollout of 131,072 tokens in 64 turns: what its conversation costs, and what it
-costs to encode the whole prompt for each turn. Writes ``bench/results/large_answers.json``.
+own, four at a time, while the event loop that reads them measures how late it is: without any, as they are decoded
+beside it, and as they would be decoded in it. Then a rollout of 131,072 tokens in 64 turns: what its conversation
+costs, and what it costs to encode the whole prompt for each turn. Writes ``bench/results/large_answers.json``.
 
     python bench/large_answers.py
 """
@@ -18,19 +18,23 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 
 import aiohttp
 import msgspec
 import numpy as np
+import psutil
 from aiohttp import web
 from harness import record
 
 from hpcrl.ports import choose_blocks
 from hpcrl.rollouts.engines import client as client_module
 from hpcrl.rollouts.engines.client import EngineClient, SamplingParams
+from hpcrl.rollouts.process import prefer_event_loop
 from hpcrl.rollouts.sampling.sequence import TokenSequence
 
 HOST, TOKENS, LAYERS, EXPERTS = "127.0.0.1", 8192, 75, 40
+AT_ONCE = 4
 ROLLOUT_TOKENS, TURNS = 131_072, 64
 
 
@@ -101,13 +105,20 @@ async def measure_events(port: int, count: int) -> dict[str, object]:
             if not large:
                 await asyncio.sleep(5.0)
             client_module._LARGE_BYTES = large
-            for _ in range(count if large else 0):
-                answer = await client.generate(prompt, params, cache_salt="0", session_id="s", timeout_s=60.0)
-                assert answer.experts is not None
+            todo, rss = iter(range(count if large else 0)), [psutil.Process().memory_info().rss]
+
+            async def ask(todo: Iterator[int] = todo, rss: list[int] = rss) -> None:
+                for _ in todo:
+                    answer = await client.generate(prompt, params, cache_salt="0", session_id="s", timeout_s=60.0)
+                    assert answer.experts is not None
+                    rss.append(psutil.Process().memory_info().rss)
+
+            await asyncio.gather(*(ask() for _ in range(AT_ONCE)))
             figures[name] = {
                 "seconds_an_event": round((time.perf_counter() - began) / count, 3) if large else 0.0,
                 **{f"lag_p{q}_ms": round(1e3 * float(np.percentile(late, q)), 1) for q in (50, 90, 99)},
                 "lag_max_ms": round(1e3 * max(late), 1),
+                "rss_mib": round(max(rss) / (1 << 20)),
             }
         watching.cancel()
     return figures
@@ -144,6 +155,7 @@ def main() -> None:
     server = subprocess.Popen([sys.executable, __file__, "--serve", str(port)])
     try:
         figures: dict[str, object] = {"load_average": round(os.getloadavg()[0], 1)}
+        prefer_event_loop()
         figures |= asyncio.run(measure_events(port, arguments.events))
     finally:
         server.kill()

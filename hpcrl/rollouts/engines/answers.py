@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpcrl.errors import HpcrlError
+from hpcrl.rollouts.engines.sse import Pieces
 from hpcrl.rollouts.sampling.routed_experts import read_rows
 
 __all__ = ["AnswerReader", "EngineError", "EngineProtocolError", "Generation", "OnPart", "Part", "SamplingParams"]
@@ -189,13 +190,16 @@ def _rows_of(text: msgspec.Raw) -> NDArray[Any] | None:
     if bytes(quoted[:1]) != b'"':
         payload = msgspec.json.decode(quoted, type=bytes | None) if quoted else None
         return None if payload is None else read_rows(payload)
-    rows, last = bytearray(), len(quoted) - 1
+    last = len(quoted) - 1
+    rows, end = np.empty(3 * (last // 4 + 1), np.uint8), 0
     try:
         for start in range(1, last, _PIECE):
-            rows += binascii.a2b_base64(quoted[start : min(start + _PIECE, last)], strict_mode=True)
+            piece = binascii.a2b_base64(quoted[start : min(start + _PIECE, last)], strict_mode=True)
+            rows[end : end + len(piece)] = np.frombuffer(piece, np.uint8)
+            end += len(piece)
     except binascii.Error:  # JSON may write a slash with an escape
         return read_rows(msgspec.json.decode(quoted, type=bytes))
-    return read_rows(bytes(rows))
+    return read_rows(rows[:end].data.toreadonly())
 
 
 class AnswerReader:
@@ -220,8 +224,8 @@ class AnswerReader:
         self._experts: list[NDArray[Any]] = []
         self._last: Part | None = None
 
-    def read(self, data: bytes | memoryview) -> Part:
-        """Decode an answer, or an event of one: JSON, or what is in a frame (a memoryview).
+    def read(self, data: bytes | Pieces | memoryview) -> Part:
+        """Decode an answer, or an event of one: JSON, whole or in pieces, or what is in a frame (a memoryview).
 
         Nothing is changed, so that a thread may do it.
 
@@ -231,11 +235,13 @@ class AnswerReader:
             It cannot be read.
         """
         try:
-            return self._framed(data) if isinstance(data, memoryview) else self._text(data)
+            if isinstance(data, memoryview):
+                return self._framed(data)
+            return self._text(data.joined() if isinstance(data, Pieces) else data)
         except (msgspec.DecodeError, ValueError) as error:
             raise EngineProtocolError(f"{self._engine}: an answer cannot be read: {error}") from error
 
-    def _text(self, data: bytes) -> Part:
+    def _text(self, data: bytes | memoryview) -> Part:
         event = _decoder.decode(data)
         if event.error is not None:
             return Part([], [], None, error=event.error)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import quote
@@ -29,7 +30,7 @@ from hpcrl.rollouts.engines.answers import (
     SamplingParams,
 )
 from hpcrl.rollouts.engines.prompts import EncodedTokens, PromptTokens
-from hpcrl.rollouts.engines.sse import EventSplitter
+from hpcrl.rollouts.engines.sse import EventSplitter, Pieces
 from hpcrl.rollouts.sampling.routed_experts import read_rows
 
 __all__ = ["EngineClient", "EngineError", "EngineProtocolError", "Generation", "SamplingParams"]
@@ -59,6 +60,8 @@ _ACCEPT = f"{MEDIA_TYPE}, application/json, text/event-stream"
 _LARGE_BYTES = 1 << 18
 """What is decoded in a thread: routed experts of some hundred tokens of a large model."""
 _encoder = msgspec.json.Encoder()
+_decoder = ThreadPoolExecutor(1, thread_name_prefix="answers")
+"""One thread: several would decode no faster, and the event loop would wait for each of them in turn."""
 
 
 class EngineClient:
@@ -272,8 +275,8 @@ class EngineClient:
         return EngineError(f"{self.name}: {path} answered {status}: {text}", retryable=retryable, status=status)
 
 
-async def _read(reader: AnswerReader, data: bytes | memoryview) -> Part:
+async def _read(reader: AnswerReader, data: bytes | Pieces | memoryview) -> Part:
     """Decode what arrived; beside the event loop where that takes milliseconds."""
     if len(data) < _LARGE_BYTES:
         return reader.read(data)
-    return await asyncio.to_thread(reader.read, data)
+    return await asyncio.get_running_loop().run_in_executor(_decoder, reader.read, data)
