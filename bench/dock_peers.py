@@ -7,19 +7,30 @@ layers x 8 as uint8) and ends when a consumer has the columns as arrays:
   limit: no hash, no index, nothing durable.
 - ``embedded``: the warehouse. A producer hashes and puts, a consumer maps, compares the hash and has views.
 - ``served``: the same, asked for over TCP as from another node (one server a producer).
+- ``mooncake``: the warehouse in Mooncake Store, over TCP (one pool a producer).
 - ``whole shards``: what was before batches went by reference. A shard is encoded with all columns and decoded behind a
   socket; the real way had one process in place of these two producers.
 
-A window of 8 rollouts is under way at a time, and what is consumed is released. Processor time is of producers,
-consumers and servers together: where others use the machine, it says more than seconds do.
+- ``TransferQueue, SimpleStorage`` and ``TransferQueue, MooncakeStore``: with ``--transfer-queue PYTHON``, which has
+  TransferQueue (and for the second one Mooncake); see ``bench/peers/with_transfer_queue.py``.
+
+Rollouts go in twos, as those of a shard do, and a window of 8 is under way at a time. What is consumed is released.
+Processor time is of producers, consumers and servers together: where others use the machine, it says more than seconds
+do. For the TransferQueue::
+
+    python -m venv /tmp/tq && /tmp/tq/bin/pip install TransferQueue==0.1.11 mooncake-transfer-engine-non-cuda
+    python bench/dock_peers.py --transfer-queue /tmp/tq/bin/python
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import mmap
 import multiprocessing as mp
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -30,22 +41,30 @@ from typing import Any
 import numpy as np
 import psutil
 import xxhash
-from harness import OtherLoad, record
+from harness import ROOT, OtherLoad, record
 
 from hpcrl.dock.columns import decode_columns, encode_columns
 from hpcrl.dock.ledger.entries import PayloadPlace
 from hpcrl.dock.routes import RoutedExperts
 from hpcrl.dock.warehouse.embedded import EmbeddedWarehouse
-from hpcrl.dock.warehouse.interface import Location
+from hpcrl.dock.warehouse.interface import Location, Pool, Warehouse
+from hpcrl.dock.warehouse.mooncake import MooncakeWarehouse
+from hpcrl.dock.warehouse.pool_master import PoolMaster
 from hpcrl.dock.warehouse.reading import BlockReader
 from hpcrl.dock.wire import BatchShard, BatchStats, MicroBatch, decode_shard, encode_shard
 from hpcrl.interpreter import module_command
+from hpcrl.ports import choose_blocks
 
 PRODUCERS, CONSUMERS, WINDOW = 2, 4, 8
+PORTION = WINDOW // PRODUCERS // 2
+"""Rollouts that a consumer is told of at a time."""
 MARK = "HPCRL_BENCH_DOCK_PEERS"
 SIZES = {(8192, False): 256, (8192, True): 64, (131_072, False): 64, (131_072, True): 8}
 """Rollouts of each length, without routes and with them."""
-GOAL_MEMCPY = 0.7
+GOAL_MEMCPY, GOAL_TRANSFER_QUEUE = 0.7, 2.0
+WAYS = ("memcpy", "embedded", "served", "mooncake", "whole shards")
+PEERS = {name: f"TransferQueue, {name}" for name in ("SimpleStorage", "MooncakeStore")}
+PEER_S = 600.0
 
 
 def columns(tokens: int, *, routed: bool) -> dict[str, Any]:
@@ -71,9 +90,14 @@ class Producer:
         self._block = encode_columns(b"", self._arrays)
         self.bytes = sum(memoryview(piece).nbytes for piece in self._block)
         self._end, self._free, self._server = 0, list[str](), None
+        self._warehouse: Warehouse | None = None
+        if way == "mooncake":
+            (port,) = choose_blocks([2], first=21000 + 2000 * number, last=29999, host="127.0.0.1")
+            pooled = MooncakeWarehouse(Pool("127.0.0.1", port, "tcp"), limit_bytes=1 << 30)
+            self._warehouse, self.location, self.master = pooled, pooled.location, pooled.master
         if way in ("embedded", "served"):
-            self._warehouse = EmbeddedWarehouse(Path("/dev/shm"), limit_bytes=4 << 30)
-            self.location = Location(str(self._warehouse.directory))
+            files = EmbeddedWarehouse(Path("/dev/shm"), limit_bytes=4 << 30)
+            self._warehouse, self.location = files, Location(str(files.directory))
         if way == "served":
             options = ["--directory", self.location.directory, "--host", "127.0.0.1"]
             command = module_command(sys.executable, "hpcrl.dock.warehouse.server", *options)
@@ -82,40 +106,51 @@ class Producer:
             self.location = Location("/nowhere", "127.0.0.1", int(self._server.stdout.readline()))
 
     def put(self) -> Any:
-        """What a consumer is told."""
-        if self._way == "memcpy":
-            name = self._free.pop() if self._free else self._file()
-            with open(name, "r+b") as file:
-                view, start = mmap.mmap(file.fileno(), self.bytes), 0
-                for piece in self._block:
-                    size = memoryview(piece).nbytes
-                    np.copyto(np.frombuffer(view, np.uint8, size, start), np.frombuffer(piece, np.uint8))
-                    start += size
-            return name
+        """What a consumer is told of a portion."""
         if self._way == "whole shards":
-            a = self._arrays
-            routes = None
-            if "routed_experts" in a:
-                routes = RoutedExperts.of(a["routed_experts"], a["routed_present"])
-            micro = MicroBatch(
-                token_ids=a["token_ids"],
-                cu_seqlens=np.asarray([0, len(a["token_ids"])], np.int32),
-                loss_mask=a["sampled"],
-                logprobs=a["logprobs"],
-                versions=a["versions"],
-                advantages=a["logprobs"],
-                routed_experts=routes,
-            )
-            return encode_shard(
-                BatchShard(step=1, rank=0, world_size=1, micro_batches=[micro], stats=BatchStats.of_tokens())
-            )
+            return self._shard()
+        if self._way == "memcpy":
+            return [self._copy() for _ in range(PORTION)]
+        return self.location, [self._store() for _ in range(PORTION)]
+
+    def _copy(self) -> str:
+        name = self._free.pop() if self._free else self._file()
+        with open(name, "r+b") as file:
+            view, start = mmap.mmap(file.fileno(), self.bytes), 0
+            for piece in self._block:
+                size = memoryview(piece).nbytes
+                np.copyto(np.frombuffer(view, np.uint8, size, start), np.frombuffer(piece, np.uint8))
+                start += size
+        return name
+
+    def _shard(self) -> bytes:
+        a, routes = self._arrays, None
+        if "routed_experts" in a:
+            routes = RoutedExperts.of(a["routed_experts"], a["routed_present"])
+        micro = MicroBatch(
+            token_ids=a["token_ids"],
+            cu_seqlens=np.asarray([0, len(a["token_ids"])], np.int32),
+            loss_mask=a["sampled"],
+            logprobs=a["logprobs"],
+            versions=a["versions"],
+            advantages=a["logprobs"],
+            routed_experts=routes,
+        )
+        micros, stats = [micro] * PORTION, BatchStats.of_tokens()
+        return encode_shard(BatchShard(step=1, rank=0, world_size=1, micro_batches=micros, stats=stats))
+
+    def _store(self) -> PayloadPlace:
         digest = xxhash.xxh3_128()
         for piece in self._block:
             digest.update(piece)
         place = PayloadPlace(f"{self._number:06d}-000001.columns", self._end, self.bytes, digest.hexdigest())
         self._end += self.bytes
-        assert self._warehouse.put(place, self._block)
-        return self.location, place
+        # a pool forgets what was released in a thread, a little later
+        deadline = time.monotonic() + 30.0
+        while not self._warehouse.put(place, self._block):
+            assert time.monotonic() < deadline, f"{self._way} took no rollout for 30 s"
+            time.sleep(0.001)
+        return place
 
     def _file(self) -> str:
         fd, name = tempfile.mkstemp(dir="/dev/shm", prefix="hpcrl-bench-memcpy-")
@@ -127,13 +162,14 @@ class Producer:
     def release(self, told: Any) -> None:
         """A consumer has done with it."""
         if self._way == "memcpy":
-            self._free.append(told)
-        elif self._way in ("embedded", "served"):
-            self._warehouse.release([told[1]])
+            self._free += told
+        elif self._warehouse is not None:
+            self._warehouse.release(told[1])
 
     def server_cpu_s(self) -> float:
-        """Processor time of the server, in seconds."""
-        return 0.0 if self._server is None else sum(psutil.Process(self._server.pid).cpu_times()[:2])
+        """Processor time of the server, or of the pool's master, in seconds."""
+        pid = self._server.pid if self._server is not None else self.master.pid if self._way == "mooncake" else None
+        return 0.0 if pid is None else sum(psutil.Process(pid).cpu_times()[:2])
 
     def close(self) -> None:
         for name in self._free:
@@ -141,7 +177,7 @@ class Producer:
         if self._server is not None:
             self._server.kill()
             self._server.communicate()
-        if self._way in ("embedded", "served"):
+        if self._warehouse is not None:
             self._warehouse.close()
 
 
@@ -161,8 +197,8 @@ def produce(way: str, number: int, size: tuple[int, bool, int], pipes: Any, shar
         return sum(used.values()) + time.process_time() + producer.server_cpu_s()
 
     def run(many: int) -> None:
-        for i in range(many):
-            if len(under_way) == WINDOW // PRODUCERS:
+        for i in range(many // PORTION):
+            if len(under_way) == WINDOW // PRODUCERS // PORTION:
                 finish()
             told, pipe = producer.put(), pipes[i % len(pipes)]
             if isinstance(told, bytes):
@@ -195,17 +231,19 @@ def consume(way: str, tokens: int, routed: bool, pipe: Any) -> None:
         except EOFError:
             return
         if way == "memcpy":
-            with open(told, "rb") as file:
-                view = np.frombuffer(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ), np.uint8)
-            warm = np.empty_like(view) if warm is None else warm
-            np.copyto(warm, view)
+            for name in told:
+                with open(name, "rb") as file:
+                    view = np.frombuffer(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ), np.uint8)
+                warm = np.empty_like(view) if warm is None else warm
+                np.copyto(warm, view)
         elif way == "whole shards":
-            assert decode_shard(told).micro_batches[0].token_ids[-1] >= 0
+            assert decode_shard(told).micro_batches[-1].token_ids[-1] >= 0
         else:
-            location, place = told
+            location, places = told
             reader = reader or BlockReader(location, Path("/nowhere"))
-            arrays = decode_columns(reader.read(place))[1]
-            assert len(arrays["token_ids"]) == tokens
+            reader.prepare(places)
+            for place in places:
+                assert len(decode_columns(reader.read(place))[1]["token_ids"]) == tokens
         pipe.send(time.process_time())
 
 
@@ -235,19 +273,54 @@ def measure(way: str, tokens: int, count: int, *, routed: bool) -> tuple[float, 
     return seconds, cpu.value
 
 
+def measure_peers(python: str, backend: str, rounds: int) -> dict[tuple[int, bool], list[tuple[float, float]]]:
+    """Seconds and seconds of processors of each round, by size; empty, and said why, where it does not run."""
+    sizes = [[tokens, routed, count] for (tokens, routed), count in SIZES.items()]
+    work = {"producers": PRODUCERS, "consumers": CONSUMERS, "window": WINDOW, "rounds": rounds, "sizes": sizes}
+    script = ROOT / "bench/peers/with_transfer_queue.py"
+    command = [python, str(script), "--backend", backend, "--work", json.dumps(work)]
+    with contextlib.ExitStack() as stack:
+        if backend == "MooncakeStore":
+            (port,) = choose_blocks([2], first=21000, last=29999, host="127.0.0.1")
+            stack.callback(PoolMaster(Pool("127.0.0.1", port, "tcp")).close)
+            command += ["--master", f"127.0.0.1:{port}"]
+        log = stack.enter_context(tempfile.TemporaryFile("w+"))
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True)
+        try:
+            out, _ = process.communicate(timeout=PEER_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            out, _ = process.communicate()
+        if process.returncode:
+            log.seek(0)
+            print(f"TransferQueue with {backend} ended with {process.returncode}:\n{log.read()[-2000:]}", flush=True)
+    found: dict[tuple[int, bool], list[tuple[float, float]]] = {}
+    for line in out.splitlines():
+        if line.startswith("{"):
+            each = json.loads(line)
+            found.setdefault((each["tokens"], each["routes"]), []).append((each["wall_s"], each["cpu_s"]))
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=2, help="of which the best counts")
+    parser.add_argument("--transfer-queue", metavar="PYTHON", help="interpreter of an environment that has it")
     arguments = parser.parse_args()
     os.environ[MARK] = "1"
     rows = []
-    print(f"{'tokens':>7} {'routes':>6} {'way':>14} {'GB/s':>7} {'rollouts/s':>10} {'GB/s of a CPU':>13}")
+    print(f"{'tokens':>7} {'routes':>6} {'way':>28} {'GB/s':>7} {'rollouts/s':>10} {'GB/s of a CPU':>13}")
     with OtherLoad(MARK) as load:
+        peers = {}
+        if arguments.transfer_queue:
+            peers = {
+                way: measure_peers(arguments.transfer_queue, name, arguments.rounds) for name, way in PEERS.items()
+            }
         for (tokens, routed), count in SIZES.items():
             size = sum(memoryview(piece).nbytes for piece in encode_columns(b"", columns(tokens, routed=routed)))
-            found: dict[str, list[tuple[float, float]]] = {}
+            found = {way: measured[tokens, routed] for way, measured in peers.items() if (tokens, routed) in measured}
             for _ in range(arguments.rounds):
-                for way in ("memcpy", "embedded", "served", "whole shards"):
+                for way in WAYS:
                     found.setdefault(way, []).append(measure(way, tokens, count, routed=routed))
             row: dict[str, Any] = {"tokens": tokens, "routes": routed, "rollout_bytes": size, "rollouts": count}
             for way, measured in found.items():
@@ -255,12 +328,15 @@ def main() -> None:
                 gigabytes = 1e-9 * size * count
                 row[way] = {"gb_s": gigabytes / wall_s, "rollouts_s": count / wall_s, "gb_cpu_s": gigabytes / cpu_s}
                 shown = f"{row[way]['gb_s']:7.2f} {row[way]['rollouts_s']:10.0f} {row[way]['gb_cpu_s']:12.2f}"
-                print(f"{tokens:>7} {routed!s:>6} {way:>14} {shown}", flush=True)
+                print(f"{tokens:>7} {routed!s:>6} {way:>28} {shown}", flush=True)
             rows.append(row)
     result: dict[str, Any] = {"rows": rows, "other_load": load.share}
     for unit in ("gb_s", "gb_cpu_s"):
         result[f"embedded_to_memcpy_{unit}"] = [row["embedded"][unit] / row["memcpy"][unit] for row in rows]
-    result["goal_memcpy"] = GOAL_MEMCPY
+        for ours, theirs in (("embedded", "SimpleStorage"), ("mooncake", "MooncakeStore")):
+            ratios = [row[ours][unit] / row[PEERS[theirs]][unit] for row in rows if PEERS[theirs] in row]
+            result[f"{ours}_to_{theirs}_{unit}"] = ratios
+    result["goal_memcpy"], result["goal_transfer_queue"] = GOAL_MEMCPY, GOAL_TRANSFER_QUEUE
     record("dock_peers", result)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -23,8 +22,6 @@ def load_client() -> Any:
     HpcrlError
         It cannot be loaded: a library of the system is missing.
     """
-    # its client says what it does in a dozen lines a process; warnings and errors stay
-    os.environ.setdefault("GLOG_minloglevel", "1")
     try:
         from mooncake import store  # noqa: PLC0415
     except ModuleNotFoundError as error:
