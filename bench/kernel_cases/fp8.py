@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from hpcrl.modeling.fp8.backends import Groups, find_backend
+from hpcrl.modeling.fp8.fused_quantiser import find_quantiser
 from hpcrl.modeling.fp8.products import grouped_product, linear_product
-from hpcrl.modeling.fp8.quantiser import quantise_blocks, quantise_rows
+from hpcrl.modeling.fp8.quantiser import PLAIN, quantise_blocks, quantise_rows
 from kernel_cases.attention import drawn
-from kernel_cases.case import Case, Make, library
+from kernel_cases.case import Case, Make, NotHere, library
 
 __all__ = ["fp8"]
 
@@ -40,8 +41,11 @@ def fp8(device: torch.device, tiny: bool) -> Iterator[Case]:
         yield Case("fp8 linear", sizes, flops, candidates)
         both: dict[str, Make] = {each: partial(linear, each, device, x, weight) for each in names}
         yield Case("fp8 linear both", sizes, 3 * flops, both)
-        yield Case("fp8 quantise rows", sizes, 0, {"torch": lambda x=x: lambda: quantise_rows(x)})
-        yield Case("fp8 quantise blocks", sizes, 0, {"torch": lambda w=weight: lambda: quantise_blocks(w)})
+        for what, matrix in (("rows", x), ("rows of the transposed", x.T), ("blocks", weight)):
+            ways: dict[str, Make] = {
+                each: partial(quantiser, each, device, what, matrix) for each in ("torch", "triton")
+            }
+            yield Case(f"fp8 quantise {what}", sizes, 0, ways)
     experts = 3 if tiny else LOCAL_EXPERTS
     for out, inside in ((48, 160),) if tiny else EXPERTS:
         rows = tokens if tiny else tokens * PER_TOKEN
@@ -52,6 +56,15 @@ def fp8(device: torch.device, tiny: bool) -> Iterator[Case]:
         yield Case("fp8 grouped", sizes, flops, {"alone": partial(alone_grouped, name, device, x, weight, counts)})
         both = {each: partial(grouped, each, device, x, weight, counts) for each in names}
         yield Case("fp8 grouped both", sizes, 3 * flops, both)
+
+
+def quantiser(name: str, device: torch.device, what: str, matrix: Any) -> Callable[[], Any]:
+    """Plain torch, or one pass by a program in Triton."""
+    if name == "triton" and device.type != "cuda":
+        raise NotHere("it is for GPUs")
+    kind = PLAIN if name == "torch" else find_quantiser(device)
+    run = kind.blocks if what == "blocks" else kind.rows
+    return lambda: run(matrix)
 
 
 def alone(name: str, device: torch.device, x: Any, weight: Any) -> Callable[[], Any]:

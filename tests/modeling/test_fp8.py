@@ -8,9 +8,12 @@ from torch import Tensor
 
 from hpcrl.errors import UsageError
 from hpcrl.modeling.fp8.backends import Groups, Reference, find_backend
+from hpcrl.modeling.fp8.fused_quantiser import try_quantiser
 from hpcrl.modeling.fp8.products import grouped_product, linear_product, rounded
 from hpcrl.modeling.fp8.quantiser import (
+    PLAIN,
     Quantised,
+    Quantiser,
     block_amax,
     dequantise,
     quantise,
@@ -179,3 +182,21 @@ def test_which_matrices_are_quantised(name: str, quantised: bool) -> None:
     assert not QuantisedModules().has(f"{name}.bias", (256,))
     assert not QuantisedModules(keep=(name,)).has(f"{name}.weight", (256, 256))
     assert not QuantisedModules(linears=False, experts=False).has(f"{name}.weight", (256, 256))
+
+
+@pytest.mark.parametrize(
+    ("spoiled", "message"),
+    [
+        (Quantiser(quantise_rows, lambda x: quantise_blocks(x * 1.01)), "quantiser of blocks gives other bits"),
+        # a scale that is right, and one number that was rounded down
+        (
+            Quantiser(lambda x: quantise_rows(torch.where(x == x.amax(), x, x * 0.97)), quantise_blocks),
+            "quantiser of rows gives other bits",
+        ),
+        (Quantiser(quantise_rows, lambda x: x.nothing), "quantiser fails: AttributeError"),
+    ],
+)
+def test_a_quantiser_with_other_bits_is_found_by_its_trial(spoiled: Quantiser, message: str) -> None:
+    try_quantiser(PLAIN, torch.device("cpu"))
+    with pytest.raises(LookupError, match=message):
+        try_quantiser(spoiled, torch.device("cpu"))

@@ -7,6 +7,7 @@ import torch
 
 from hpcrl.errors import UsageError
 from hpcrl.modeling.fp8.backends import Backend, Reference, find_backend
+from hpcrl.modeling.fp8.fused_quantiser import fused_quantiser, try_quantiser
 from hpcrl.modeling.fp8.products import grouped_product, linear_product
 
 pytestmark = pytest.mark.gpu
@@ -50,3 +51,10 @@ def test_linear_products(backend: Backend, rows: int) -> None:
 @pytest.mark.parametrize("counts", [[3, 0, 200, 1, 0, 128], [0, 0, 1]])
 def test_grouped_products(backend: Backend, counts: list[int]) -> None:
     check(backend, sum(counts), torch.tensor(counts, device="cuda"))
+
+
+def test_the_quantiser_of_one_pass_gives_the_bits_of_torch() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    pytest.importorskip("triton")
+    try_quantiser(fused_quantiser(), torch.device("cuda"))

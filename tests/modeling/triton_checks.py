@@ -1,4 +1,4 @@
-"""What `test_sparse_triton` runs in a process of its own: ``triton_checks.py interpret`` or ``compile``."""
+"""What `test_triton_programs` runs in a process of its own: ``triton_checks.py interpret`` or ``compile``."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import sys
 
 import torch
 
+from hpcrl.modeling.fp8.fused_quantiser import fused_quantiser, try_quantiser
+from hpcrl.modeling.fp8.quantiser import Quantised, Quantiser
 from hpcrl.modeling.kernels.kernel import Attended
 from hpcrl.modeling.sparse_attention import choose_tokens
 from hpcrl.modeling.sparse_kernels import by_triton
@@ -29,6 +31,11 @@ SHAPES = (
     shape(33, 40, 40, 70, torch.float32),
     shape(5, 40, 32, 37, torch.float16),
 )
+
+
+def rounded(found: Quantised) -> Quantised:
+    """Triton's interpreter does not round to FP8 as devices and torch do."""
+    return found._replace(values=found.values.to(torch.float8_e4m3fn))
 
 
 def interpret() -> None:
@@ -56,7 +63,9 @@ def interpret() -> None:
     weights, visible = torch.randn(7, 2, generator=draw), torch.tensor([1, 2, 5, 9, 20, 30, 30])
     found = [choose_tokens(q, rows, weights, visible, 5, kernel=each) for each in (kernel, own)]
     assert torch.equal(*found)
-    print("5 cases agree")
+    unrounded = fused_quantiser(torch.float32)
+    try_quantiser(Quantiser(*(lambda x, one=one: rounded(one(x)) for one in unrounded)), CPU)
+    print("6 cases agree")
 
 
 def compile_for_hopper() -> None:
@@ -65,6 +74,7 @@ def compile_for_hopper() -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    from hpcrl.modeling.fp8.triton_programs import quantise_tiles
     from hpcrl.modeling.sparse_kernels import triton_programs as programs
 
     glm5 = Chosen(torch.empty(1, 64, 576, dtype=torch.bfloat16), torch.empty(0), torch.empty(0), 512, 1.0)
@@ -72,7 +82,11 @@ def compile_for_hopper() -> None:
     pointers = {"chosen": "*i32", "order": "*i64", "ends": "*i64", "scale": "fp32"} | dict.fromkeys(
         ("lse", "inner", "target", "scores", "weights"), "*fp32"
     )
+    integers |= {"rows", "columns", "stride_matrix", "stride_row", "stride_column"}
+    tiles = {"BLOCK": 128, "BY_ROW": True, "ROWS": 32, "WHOLE_ROWS": False, "num_warps": 4}
     cases = [
+        (quantise_tiles, dict(tiles)),
+        (quantise_tiles, tiles | {"BY_ROW": False, "ROWS": 128, "WHOLE_ROWS": True, "num_warps": 8}),
         (programs.attend_forward, by_triton._sizes(glm5, by_triton.FORWARD)),
         (programs.attend_queries, by_triton._sizes(glm5, by_triton.BACKWARD)),
         (programs.sum_rows, {"DIM": 576, "BLOCK_N": 16, "BLOCK_D": 128, "num_warps": 4}),
@@ -80,13 +94,18 @@ def compile_for_hopper() -> None:
     ]
     for program, sizes in cases:
         options = {name: sizes.pop(name) for name in ("num_warps", "num_stages") if name in sizes}
+        own = pointers | ({"values": "*fp8e4nv", "least": "fp32"} if program is quantise_tiles else {"rows": "*bf16"})
         signature = {
-            name: "constexpr" if name in sizes else "i32" if name in integers else pointers.get(name, "*bf16")
+            name: "constexpr" if name in sizes else own.get(name, "i32" if name in integers else "*bf16")
             for name in program.arg_names
         }
         source = ASTSource(fn=program, signature=signature, constexprs=sizes)
         made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         assert made.metadata.shared <= HOPPER_SHARED_BYTES, (program.__name__, made.metadata.shared)
+        if program is quantise_tiles:
+            # quotients as IEEE has them, and FP8 rounded to the nearest: so bits are those of torch
+            assert "div.rn.f32" in made.asm["ptx"]
+            assert "cvt.rn.satfinite.e4m3x2.f32" in made.asm["ptx"]
         print(program.__name__, made.metadata.shared)
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hpcrl.errors import UsageError
-from hpcrl.modeling.fp8.quantiser import Quantised
+from hpcrl.modeling.fp8.quantiser import PLAIN, Quantised, Quantiser
 from hpcrl.weights.format.quantize import BLOCK
 
 __all__ = ["BACKENDS", "Backend", "Groups", "Reference", "find_backend"]
@@ -66,6 +66,8 @@ class Backend(Protocol):
     """Multiplies. Results are in ``dtype`` where one is asked for, else float32; sums are float32."""
 
     name: str
+    quantiser: Quantiser
+    """What quantises for it: bit for bit the plain one."""
 
     def multiply(self, a: Quantised, b: Quantised, dtype: torch.dtype) -> Tensor:
         """``a @ b.mT`` of rows ``a [M, K]`` and blocks ``b [N, K]``."""
@@ -88,6 +90,7 @@ class Reference:
     """Plain torch on any device: the product of the numbers that quantised matrices stand for, in float32."""
 
     name = "reference"
+    quantiser = PLAIN
 
     def multiply(self, a: Quantised, b: Quantised, dtype: torch.dtype) -> Tensor:
         """See `Backend`."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hpcrl.modeling.fp8.backends import Groups
+from hpcrl.modeling.fp8.fused_quantiser import find_quantiser
 from hpcrl.modeling.fp8.quantiser import Quantised
 
 __all__ = ["DeepGemm", "need_hopper"]
@@ -46,6 +47,7 @@ class DeepGemm:
         missing = [name for name in _NEEDED if not hasattr(self._library, name)]
         if missing:
             raise LookupError(f"is too old or too new: it has no {', '.join(missing)}")
+        self.quantiser = find_quantiser(device)
 
     def multiply(self, a: Quantised, b: Quantised, dtype: torch.dtype) -> Tensor:
         """See `Backend`; made in bfloat16, or in float32 from that for such a model."""

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hpcrl.modeling.fp8.backends import Backend, Groups
-from hpcrl.modeling.fp8.quantiser import Quantised, quantise_blocks, quantise_rows
+from hpcrl.modeling.fp8.quantiser import Quantised, Quantiser, quantise_blocks
 from hpcrl.modeling.kept import as_operator
 from hpcrl.weights.format.quantize import BLOCK
 
@@ -79,7 +79,8 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, backend: Backend) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.backend = backend
-        return backend.multiply(quantise_rows(x), quantise_blocks(weight), x.dtype)[:, : len(weight)].contiguous()
+        rows, blocks = backend.quantiser.rows(x), backend.quantiser.blocks(weight)
+        return backend.multiply(rows, blocks, x.dtype)[:, : len(weight)].contiguous()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
@@ -87,9 +88,11 @@ class _Linear(torch.autograd.Function):
         backend: Backend = ctx.backend
         of_x = of_weight = None
         if ctx.needs_input_grad[0]:
-            of_x = backend.multiply(quantise_rows(grad), quantise_blocks(weight).mT, x.dtype)[:, : x.shape[1]]
+            blocks = backend.quantiser.blocks(weight).mT
+            of_x = backend.multiply(backend.quantiser.rows(grad), blocks, x.dtype)[:, : x.shape[1]]
         if ctx.needs_input_grad[1]:
-            of_weight = backend.multiply_rows(quantise_rows(grad.T), quantise_rows(x.T)).to(weight.dtype)
+            of_weight = backend.multiply_rows(backend.quantiser.rows(grad.T), backend.quantiser.rows(x.T))
+            of_weight = of_weight.to(weight.dtype)
         return of_x, of_weight, None
 
 
@@ -109,11 +112,12 @@ class _Grouped(torch.autograd.Function):
         spread = groups.spread(_apart(grad, ctx.parts))
         of_x = of_weight = None
         if ctx.needs_input_grad[0]:
-            blocks = _blocks(weight, ctx.parts).mT
-            of_x = backend.multiply_groups(quantise_rows(spread), blocks, groups, x.dtype)[groups.places, :inside]
+            blocks = _blocks(weight, ctx.parts, backend.quantiser).mT
+            product = backend.multiply_groups(backend.quantiser.rows(spread), blocks, groups, x.dtype)
+            of_x = product[groups.places, :inside]
         if ctx.needs_input_grad[1]:
-            rows = quantise_rows(groups.spread(x).T)
-            sums = backend.multiply_within_groups(quantise_rows(spread.T), rows, groups)
+            rows = backend.quantiser.rows(groups.spread(x).T)
+            sums = backend.multiply_within_groups(backend.quantiser.rows(spread.T), rows, groups)
             of_weight = torch.unflatten(sums, 1, (ctx.parts, -1))[:, :, : out // ctx.parts].reshape(
                 experts, out, inside
             )
@@ -123,8 +127,9 @@ class _Grouped(torch.autograd.Function):
 
 @as_operator("(Tensor x, Tensor weight, Tensor counts, int parts, str backend) -> Tensor")
 def _fp8_grouped_product(x: Tensor, weight: Tensor, counts: Tensor, parts: int, backend: str) -> Tensor:
-    groups, blocks = Groups.of(counts, len(x)), _blocks(weight, parts)
-    rows = quantise_rows(groups.spread(x))
+    quantiser = _IN_USE[backend].quantiser
+    groups, blocks = Groups.of(counts, len(x)), _blocks(weight, parts, quantiser)
+    rows = quantiser.rows(groups.spread(x))
     product = _IN_USE[backend].multiply_groups(rows, blocks, groups, x.dtype)
     y = x.new_empty(len(x), weight.shape[1])
     # FSDP2 wants no view of something larger
@@ -133,9 +138,9 @@ def _fp8_grouped_product(x: Tensor, weight: Tensor, counts: Tensor, parts: int, 
     return y
 
 
-def _blocks(weight: Tensor, parts: int) -> Quantised:
+def _blocks(weight: Tensor, parts: int, quantiser: Quantiser) -> Quantised:
     """``[experts, out, in]`` of which each part begins a block: ``[experts, parts · whole blocks, ...]``."""
-    blocks = quantise_blocks(torch.unflatten(weight, 1, (parts, -1)))
+    blocks = quantiser.blocks(torch.unflatten(weight, 1, (parts, -1)))
     return Quantised(blocks.values.flatten(1, 2), blocks.scales.flatten(1, 2))
 
 

@@ -7,6 +7,7 @@ product with the reciprocal of a scale, not a quotient. Blocks begin with a matr
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,11 @@ from hpcrl.weights.format.quantize import BLOCK
 
 __all__ = [
     "E4M3_MAX",
+    "LEAST_OF_BLOCK",
+    "LEAST_OF_ROW",
+    "PLAIN",
     "Quantised",
+    "Quantiser",
     "block_amax",
     "dequantise",
     "quantise",
@@ -27,9 +32,9 @@ __all__ = [
 ]
 
 E4M3_MAX = 448.0
-_LEAST_OF_BLOCK = 1e-4
+LEAST_OF_BLOCK = 1e-4
 """The largest magnitude of a block of weights counts as this at least."""
-_LEAST_OF_ROW = 1e-30
+LEAST_OF_ROW = 1e-30
 """The same for a row of activations or gradients: gradients are divided by the tokens of a batch, and may be as small
 as 1e-12 throughout; with the floor of weights they would be rounded to nothing. Its reciprocal is still finite."""
 
@@ -75,8 +80,19 @@ def quantise_blocks(weight: Tensor) -> Quantised:
 def quantise_rows(x: Tensor) -> Quantised:
     """Matrices ``[..., rows, columns]``, 128 numbers of a row at a time."""
     groups = torch.unflatten(F.pad(x, (0, -x.shape[-1] % BLOCK)), -1, (-1, BLOCK))
-    scales = groups.abs().amax(-1).float().clamp(_LEAST_OF_ROW) / E4M3_MAX
+    scales = groups.abs().amax(-1).float().clamp(LEAST_OF_ROW) / E4M3_MAX
     return Quantised(_rounded(groups, scales[..., None]).flatten(-2), scales)
+
+
+class Quantiser(NamedTuple):
+    """What does `quantise_rows` and `quantise_blocks` on a device."""
+
+    rows: Callable[[Tensor], Quantised]
+    blocks: Callable[[Tensor], Quantised]
+
+
+PLAIN = Quantiser(quantise_rows, quantise_blocks)
+"""In plain torch: it defines every bit."""
 
 
 def _rounded(x: Tensor, scales: Tensor) -> Tensor:
@@ -85,7 +101,7 @@ def _rounded(x: Tensor, scales: Tensor) -> Tensor:
 
 def scales_of(amax: Tensor) -> Tensor:
     """What a quantised element is multiplied with, of each block of weights with this largest magnitude (float32)."""
-    return amax.clamp(_LEAST_OF_BLOCK) / E4M3_MAX
+    return amax.clamp(LEAST_OF_BLOCK) / E4M3_MAX
 
 
 def block_amax(part: Tensor, low: tuple[int, ...]) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hpcrl.modeling.fp8.backends import Groups
 from hpcrl.modeling.fp8.deep_gemm import need_hopper
+from hpcrl.modeling.fp8.fused_quantiser import find_quantiser
 from hpcrl.modeling.fp8.quantiser import Quantised
 from hpcrl.weights.format.quantize import BLOCK
 
@@ -38,6 +39,7 @@ class ScaledMm:
             raise LookupError(f"needs CUDA 12.9, and this torch was built for {torch.version.cuda}")
         if not hasattr(F, "scaled_mm"):
             raise LookupError(f"needs torch 2.10, and this is {torch.__version__}")
+        self.quantiser = find_quantiser(device)
 
     def multiply(self, a: Quantised, b: Quantised, dtype: torch.dtype) -> Tensor:
         """See `Backend`."""

@@ -1,0 +1,90 @@
+"""The quantiser in one pass on a GPU, bit for bit that of `hpcrl.modeling.fp8.quantiser`, by a program in Triton.
+
+Plain torch goes over a matrix some seven times. Never run on a GPU by this project: tests run it in Triton's
+interpreter, and a trainer on a GPU compares its bits with those of torch before it begins.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpcrl.modeling.fp8.quantiser import LEAST_OF_BLOCK, LEAST_OF_ROW, PLAIN, Quantised, Quantiser
+from hpcrl.weights.format.quantize import BLOCK
+
+__all__ = ["find_quantiser", "fused_quantiser", "try_quantiser"]
+
+_ROWS_AT_ONCE = 32
+
+
+def find_quantiser(device: torch.device) -> Quantiser:
+    """The fused one, which has been tried on ``device``; the plain one where Triton is not installed.
+
+    Raises
+    ------
+    LookupError
+        The fused one fails, or gives other bits than torch.
+    """
+    try:
+        made = fused_quantiser()
+    except (ImportError, OSError, RuntimeError):
+        return PLAIN
+    try_quantiser(made, device)
+    return made
+
+
+def fused_quantiser(dtype: torch.dtype = torch.float8_e4m3fn) -> Quantiser:
+    """The program in Triton; ImportError where that is not installed.
+
+    With float32 as ``dtype`` values are divided by their scales and not rounded: Triton's interpreter (3.9) does not
+    carry where a number is rounded up to the next power of 2.
+    """
+    programs: Any = import_module("hpcrl.modeling.fp8.triton_programs")
+
+    def quantise(x: Tensor, *, by_row: bool) -> Quantised:
+        shape = x.shape
+        matrices = x.reshape(-1, *shape[-2:]) if x.ndim != 3 else x
+        number, rows, columns = matrices.shape
+        step = _ROWS_AT_ONCE if by_row else BLOCK
+        down, across = -(-rows // step), -(-columns // BLOCK)
+        padded = rows if by_row else down * BLOCK
+        values = x.new_empty(number, padded, across * BLOCK, dtype=dtype)
+        scales = x.new_empty(number, rows if by_row else down, across, dtype=torch.float32)
+        if values.numel():
+            programs.quantise_tiles[number, down, across](
+                *(matrices, values, scales, rows, columns, *matrices.stride()),
+                LEAST_OF_ROW if by_row else LEAST_OF_BLOCK,
+                ROWS=step,
+                BLOCK=BLOCK,
+                BY_ROW=by_row,
+                WHOLE_ROWS=not by_row,
+                num_warps=4 if by_row else 8,
+            )
+        lead = shape[:-2]
+        return Quantised(values.view(*lead, *values.shape[1:]), scales.view(*lead, *scales.shape[1:]))
+
+    return Quantiser(lambda x: quantise(x, by_row=True), lambda weight: quantise(weight, by_row=False))
+
+
+def try_quantiser(quantiser: Quantiser, device: torch.device) -> None:
+    """LookupError where ``quantiser`` fails, or gives other bits than torch on random numbers of all magnitudes."""
+    draw = torch.Generator().manual_seed(0)
+    # not in bfloat16 in Triton's interpreter, which has no such numbers
+    dtype = torch.float32 if os.environ.get("TRITON_INTERPRET") == "1" else torch.bfloat16
+    for size in ((3, 200, 150), (33, 260)):
+        x = torch.randn(size, generator=draw) * torch.exp2(torch.randint(-40, 40, (size[-2], 1), generator=draw))
+        x[..., 1, :] = 0.0
+        x = x.to(device, dtype)
+        for each in (x, x.mT):
+            for name, own, plain in zip(Quantiser._fields, quantiser, PLAIN, strict=True):
+                try:
+                    found, wanted = own(each), plain(each)
+                except Exception as error:
+                    raise LookupError(f"quantiser fails: {type(error).__name__}: {error}") from error
+                same = torch.equal(found.scales, wanted.scales)
+                if not same or not torch.equal(found.values.view(torch.uint8), wanted.values.view(torch.uint8)):
+                    raise LookupError(f"quantiser of {name} gives other bits than torch when tried")

@@ -1,0 +1,59 @@
+"""Programs in Triton that quantise in one pass: a matrix is read once, and each number is written once.
+
+Quotients are rounded as IEEE says (``div_rn``): those of Triton's ``/`` are not, and scales would differ in a bit.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["quantise_tiles"]
+
+_E4M3_MAX = tl.constexpr(448.0)
+
+
+@triton.jit
+def quantise_tiles(
+    x,
+    values,
+    scales,
+    rows,
+    columns,
+    stride_matrix,
+    stride_row,
+    stride_column,
+    least,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BY_ROW: tl.constexpr,
+    WHOLE_ROWS: tl.constexpr,
+):
+    """A tile of ``ROWS`` rows and ``BLOCK`` columns of one of several matrices, with a scale each row or for the tile.
+
+    ``values [matrices, padded rows, padded columns]``; rows are padded where ``WHOLE_ROWS``.
+    """
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    matrix, blocks = tl.program_id(0).to(tl.int64), tl.num_programs(2)
+    at = matrix * stride_matrix + row.to(tl.int64)[:, None] * stride_row + column.to(tl.int64)[None, :] * stride_column
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    tile = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    largest = tl.max(tl.abs(tile), 1)
+    padded = rows
+    if WHOLE_ROWS:
+        padded = tl.num_programs(1) * ROWS
+    if BY_ROW:
+        scale = tl.div_rn(tl.maximum(largest, least), tl.full([ROWS], _E4M3_MAX, tl.float32))
+        place = (matrix * padded + row) * blocks + tl.program_id(2)
+        tl.store(scales + place, scale, mask=row < padded)
+    else:
+        # as many equal numbers as rows: a quotient of one is no tensor
+        every = tl.full([ROWS], 0.0, tl.float32) + tl.max(largest, 0)
+        scale = tl.div_rn(tl.maximum(every, least), tl.full([ROWS], _E4M3_MAX, tl.float32))
+        place = (matrix * tl.num_programs(1) + tl.program_id(1)) * blocks + tl.program_id(2)
+        tl.store(scales + place, tl.max(scale, 0))
+    reciprocal = tl.div_rn(tl.full([ROWS], 1.0, tl.float32), scale)
+    to = (matrix * padded + row.to(tl.int64))[:, None] * (blocks * BLOCK) + column[None, :]
+    made = (tile * reciprocal[:, None]).to(values.dtype.element_ty)
+    tl.store(values + to, made, mask=(row < padded)[:, None] & (column < blocks * BLOCK)[None, :])
