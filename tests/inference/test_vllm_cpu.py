@@ -341,6 +341,41 @@ assert "pipeline parallelism" in refusal(2)
 """
 
 
+FETCHES = """
+from types import SimpleNamespace
+from hpcrl.inference.vllm.fetches import TRIES, limit_fetches
+from vllm.v1.core.sched.scheduler import Scheduler
+
+limit_fetches()
+limit_fetches()
+blocks = SimpleNamespace(free=lambda request: None, cache_blocks=lambda request, tokens: None)
+scheduler = Scheduler.__new__(Scheduler)
+vars(scheduler).update(
+    connector=object(),
+    kv_cache_manager=blocks,
+    needs_kv_cache_zeroing=False,
+    prefix_replay_tokens=0,
+    failed_recving_kv_req_ids=set(),
+    finished_recving_kv_req_ids=set(),
+)
+
+def given_up(computed, failures):
+    request = SimpleNamespace(
+        request_id="r", num_computed_tokens=0, num_tokens=100, skip_reading_prefix_cache=False, replay_start=None
+    )
+    for _ in range(failures):
+        request.num_computed_tokens = computed
+        scheduler.finished_recving_kv_req_ids.add("r")
+        scheduler.failed_recving_kv_req_ids.add("r")
+        scheduler._update_waiting_for_remote_kv(request)
+    return request.skip_reading_prefix_cache
+
+assert TRIES == 2
+assert [given_up(0, failures) for failures in (0, 1, 2, 3)] == [False, False, True, True]
+assert not given_up(32, 5)
+"""
+
+
 ROTATE = """
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -366,6 +401,13 @@ with set_current_vllm_config(VllmConfig()):
 def test_experts_are_returned_beside_a_connector_and_all_else_is_still_checked() -> None:
     """vLLM's own check, as it is on accelerators; that of the CPU build is a correction's."""
     in_vllm(BESIDE_TRANSFER)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_a_request_whose_kv_cannot_be_fetched_is_computed_after_two_tries() -> None:
+    """By vLLM's own scheduler; what a real pool does then is in `test_vllm_pool.py`."""
+    in_vllm(FETCHES)
 
 
 @pytest.mark.vllm

@@ -19,8 +19,8 @@ __all__ = ["connector", "disk_command", "front_command", "has_rdma", "side_comma
 _POOL = {"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both"}
 _LOOK_AGAIN = {"kv_load_failure_policy": "recompute"}
 """KV may be found and not be there when it is fetched: the pool's lease of a block ended, it made room. vLLM's default
-fails such a request with status 500; so it looks again, and computes what is no longer found. A fetch that goes on
-failing goes on being tried, for as long as the pool says that it has the block."""
+fails such a request with status 500; so it looks again, and computes what is no longer found. What is still said to be
+there is computed as well, after some tries (`hpcrl.inference.vllm.fetches`)."""
 _DISK = "@kv-disk@"
 """Stands for a directory that is made on the node."""
 _MOONCAKE_ROLES = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer"}
