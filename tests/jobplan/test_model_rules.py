@@ -31,6 +31,7 @@ BROKEN = {
     "replay-has-routers": (("trainer.router_replay=true",), "Qwen3-8B", "trainer.router_replay"),
     "freeze-fits": (("trainer.freeze=['*.mlp.gate.weight']",), "GLM-5", "trainer.freeze"),
     "fp8-fits": (("trainer.precision.fp8.keep=['*.self_attn.k_proj']",), "GLM-5", "trainer.precision.fp8.keep"),
+    "adapters-fit": (("trainer.lora={rank: 8, targets: [shared_experts]}",), "Qwen3-30B-A3B", "trainer.lora.targets"),
     "context-in-model": (("engine.max_model_len=300000",), "GLM-5", "engine.max_model_len"),
     "time-to-move": (("handoff.update_timeout_s=60.0",), "GLM-5", "handoff.update_timeout_s"),
 }
