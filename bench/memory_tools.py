@@ -73,10 +73,11 @@ def unseen(tensor: Tensor, device: torch.device) -> Tensor:
 class Tool:
     """A trainer with one set of tools."""
 
-    def __init__(self, settings: dict[str, Any], model_dir: Any, parallel: Parallel) -> None:
+    def __init__(self, settings: dict[str, Any], model_dir: Any, parallel: Parallel, **trainer: Any) -> None:
         recipe = load_recipe("quickstart", [f"model.path={model_dir}", "trainer.micro_batch_tokens=2048"]).value
         memory = type(recipe.trainer.memory)(**settings)
-        recipe = recipe.model_copy(update={"trainer": recipe.trainer.model_copy(update={"memory": memory})})
+        changed = recipe.trainer.model_copy(update={"memory": memory, **trainer})
+        recipe = recipe.model_copy(update={"trainer": changed})
         self.policy = TrainerPolicy(recipe, load_arch(model_dir), parallel, model_dir=model_dir)
         self.seconds: dict[str, float] = {}
         self.settings, self.steps = settings, 0

@@ -8,7 +8,7 @@ from typing import Protocol
 from hpcrl.models.facts import ModelFacts
 from hpcrl.models.tensors import Part, Weight
 
-__all__ = ["TARGET_PARTS", "AdapterSettings", "lora_parameters", "lora_problems"]
+__all__ = ["TARGET_PARTS", "AdapterSettings", "lora_parameters", "lora_problems", "published_adapters"]
 
 
 class AdapterSettings(Protocol):
@@ -63,6 +63,16 @@ def lora_parameters(facts: ModelFacts, rank: int, targets: Sequence[str] | None,
                 total += rank * (outer * (into[0].shape[1] + back.shape[0]) + back.copies * back.shape[1])
                 total += sum(rank * w.shape[0] * w.copies for w in into)
     return total
+
+
+def published_adapters(facts: ModelFacts, rank: int, targets: Sequence[str] | None) -> int:
+    """Numbers of a published version of adapters, where each matrix has an A and a B of its own."""
+    return sum(
+        rank * sum(weight.shape) * weight.copies
+        for layer in facts.layers
+        for target in (TARGET_PARTS if targets is None else targets)
+        for weight in _matrices(layer.weights, target)
+    )
 
 
 def lora_problems(facts: ModelFacts, targets: Sequence[str] | None) -> Iterator[str]:

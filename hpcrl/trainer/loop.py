@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -40,6 +40,7 @@ from hpcrl.trainer.publish.sync import FileSync, WeightSync
 from hpcrl.trainer.state.checkpoint import load_checkpoint
 from hpcrl.trainer.state.restart import decide_restore
 from hpcrl.trainer.state.saver import CheckpointSaver
+from hpcrl.trainer.step.canary import CanaryMaker
 from hpcrl.trainer.step.nonfinite import NonFiniteGradientError, SkippedSteps, skipped_in_a_row
 from hpcrl.trainer.step.phases import PhaseClock
 from hpcrl.trainer.step.policy import TrainerPolicy
@@ -130,7 +131,10 @@ class Trainer:
             )
             return SwapSync(self.parallel, engines, dtype=getattr(torch, recipe.engine.dtype), emit=self._emit)
         lora = recipe.trainer.lora
-        new_publisher = Publisher if lora is None else partial(AdapterPublisher, lora=lora)
+        new_publisher: Callable[..., Publisher] = Publisher
+        if lora is not None:
+            canary = CanaryMaker(recipe, self.arch, self.parallel)
+            new_publisher = partial(AdapterPublisher, lora=lora, canary=canary)
         publisher = new_publisher(
             self.store,
             self.parallel,

@@ -65,10 +65,12 @@ class Lab:
             assert result.returncode == 0, f"{arguments}: {result.returncode}\n{result.stdout}\n{result.stderr}"
         return result
 
-    def submit(self, name: str, *settings: str, follow: bool = False, check: bool = True) -> RunDir:
-        """Submit the quickstart with this lab's model."""
+    def submit(
+        self, name: str, *settings: str, follow: bool = False, check: bool = True, recipe: str = "quickstart"
+    ) -> RunDir:
+        """Submit the quickstart, or another recipe for its start model, with this lab's model."""
         sets = [part for s in (f"model.path={self.model}", *settings) for part in ("--set", s)]
-        self.hpcrl("submit", "quickstart", "--name", name, *sets, *(["--follow"] if follow else []), check=check)
+        self.hpcrl("submit", recipe, "--name", name, *sets, *(["--follow"] if follow else []), check=check)
         return RunDir(self.runs_root / name)
 
     def json(self, *arguments: str) -> Any:

@@ -10,13 +10,17 @@ from pathlib import Path
 
 import pytest
 import start_models
+import torch
 from lab import ROOT, Lab, events, processes, steps
 from observed import status_of
+from patience import patience, wait_for
+from safetensors.torch import load_file
 
 from hpcrl.checkpoints import CheckpointLedger
 from hpcrl.config.load import load_recipe
 from hpcrl.runs.record import RunRecord
 from hpcrl.runs.rundir import RunDir
+from hpcrl.weights.store import HandoffStore
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -39,6 +43,45 @@ def quickstart(quickstart_lab: Lab) -> RunDir:
         quickstart_lab.keep_runs_in(run.path.parent)
         return run
     return quickstart_lab.submit("first", follow=True)
+
+
+def test_adapters_learn_and_are_resumed(quickstart_lab: Lab) -> None:
+    """Only adapters are trained, saved and published; engines show that they compute with them, in both attempts."""
+    lab = quickstart_lab
+    run = lab.submit("adapters", recipe="quickstart_lora")
+    wait_for(lambda: CheckpointLedger(run.checkpoints_dir).steps(), 120.0 * patience(), "a checkpoint")
+    lab.hpcrl("cancel", run.name, "--yes")
+    lab.wait_end(run, 60.0 * patience())
+    lab.hpcrl("resume", run.name, "--follow")
+    total = run.recipe().trainer.steps
+    evaluations = [event.data for event in events(run, "evaluation")]
+    assert evaluations[-1]["version"] == total
+    assert evaluations[-1]["reward"] - evaluations[0]["reward"] >= 0.2
+    assert list(steps(run)) == list(range(1, total + 1))
+    assert events(run, "trainer.restored")
+    compared = [event for event in events(run, "engine.adapter_compared") if event.data["outcome"] == "applied"]
+    assert {event.attempt for event in compared} == {1, 2}
+    store = HandoffStore(run.weights_dir)
+    first, *others = store.versions()
+    assert (first, store.open(first).manifest.kind) == (0, "full")
+    assert others[-1] == total
+    assert len(others) <= run.recipe().handoff.keep_last + 1
+    base = store.open(0).manifest.total_bytes
+    for version in others:
+        manifest = store.open(version).manifest
+        assert (manifest.kind, manifest.needs) == ("lora", (0,))
+        assert manifest.total_bytes < base / 3
+    # the merged model is a model like the one that it began with
+    merged = run.path / "merged"
+    lab.hpcrl("checkpoint", "export", run.name, "--output", str(merged))
+    shapes = [{name: tensor.shape for name, tensor in _tensors(path).items()} for path in (lab.model, merged)]
+    assert shapes[0] == shapes[1]
+    same = {name for name, tensor in _tensors(merged).items() if torch.equal(tensor, _tensors(lab.model)[name])}
+    assert same == {name for name in shapes[0] if not re.search(r"self_attn\.[qkvo]_proj|mlp\.experts", name)}
+
+
+def _tensors(directory: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def done_before(runs_root: Path) -> Iterator[RunDir]:

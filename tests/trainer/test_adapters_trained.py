@@ -1,5 +1,6 @@
 """Low-rank adapters: on every mesh as on one rank, of every family, saved alone, and published as engines merge."""
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -16,6 +17,7 @@ from hpcrl.modeling.adapters import use_adapters
 from hpcrl.modeling.blocks import local_part
 from hpcrl.modeling.hf import adapter_parameters, model_tensors, published_tensors
 from hpcrl.modeling.mesh import ParallelDims
+from hpcrl.modeling.packed_attention import PackedAttention
 from hpcrl.modeling.spec import build_model
 from hpcrl.models.adapting import lora_parameters
 from hpcrl.models.arch import load_arch
@@ -24,7 +26,10 @@ from hpcrl.trainer.parallel.mesh import Parallel, distributed
 from hpcrl.trainer.publish.adapters import AdapterPublisher
 from hpcrl.trainer.state.checkpoint import load_checkpoint
 from hpcrl.trainer.state.export import export_checkpoint
+from hpcrl.trainer.step.canary import CanaryMaker
 from hpcrl.trainer.step.policy import TrainerPolicy
+from hpcrl.weights.format.adapters import CANARY
+from hpcrl.weights.format.canary import Canary, judge
 from hpcrl.weights.read.subscriber import ReaderSettings
 from hpcrl.weights.store import HandoffStore
 
@@ -75,7 +80,7 @@ def scramble(policy, seed=3):
                 local.copy_(torch.randn(local.shape, generator=torch.Generator().manual_seed(seed)) / 8)
 
 
-def make_publisher(policy, model_dir, root, **settings):
+def make_publisher(policy, model_dir, root, **more):
     lora = policy.recipe.trainer.lora
     dtype = getattr(torch, policy.recipe.trainer.dtype)
     return AdapterPublisher(
@@ -86,8 +91,9 @@ def make_publisher(policy, model_dir, root, **settings):
         model_dir=model_dir,
         dtype=dtype,
         attempt=1,
-        settings=HandoffConfig(**{"retry_s": 0.0, **settings}),
+        settings=HandoffConfig(retry_s=0.0),
         chunk_bytes=4096,
+        **more,
     )
 
 
@@ -259,3 +265,44 @@ def test_a_checkpoint_knows_what_it_was_trained_on(models, tmp_path):
         full = TrainerPolicy(make_recipe(model_dir, steps=9), load_arch(model_dir), parallel, model_dir=model_dir)
         with pytest.raises(CheckpointError, match="holds adapters, and weights are trained"):
             load_checkpoint(entry, full.model, full.optimizer, parallel)
+
+
+def test_the_canary_tells_engines_with_the_adapter_from_others(models, tmp_path):
+    """The trainer's numbers of a version in bfloat16, and those of models that have merged it, dropped or mixed it."""
+    model_dir = models["glm4_moe"]
+    arch = load_arch(model_dir)
+    with distributed(timeout_s=30) as parallel:
+        policy = new_policy(model_dir, parallel, {"rank": 8, "alpha": 16.0}, dtype="bfloat16")
+        scramble(policy)
+        root = tmp_path / "weights"
+        publisher = make_publisher(policy, model_dir, root, canary=CanaryMaker(policy.recipe, arch, parallel))
+        publisher.publish(policy.model, 1)
+        publisher.wait()
+    store = HandoffStore(root)
+    assert store.versions() == [0, 1]
+    canary = msgspec.json.decode((store.path_of(1) / CANARY).read_bytes(), type=Canary)
+    tokens = torch.tensor(canary.token_ids)
+
+    def logprobs(model):
+        with torch.no_grad():
+            context = PackedAttention(torch.tensor([0, len(tokens)])).context(torch.arange(len(tokens) - 1))
+            scores = model(tokens, context).log_softmax(-1)
+        return scores.gather(1, tokens[1:, None])[:, 0].tolist()
+
+    engine = build_model(arch, device="cpu", dtype=torch.bfloat16).requires_grad_(requires_grad=False)
+    updater = WeightUpdater(engine, ReaderConfig(root, None, ReaderSettings()))
+    updater.init()
+    served = []
+    for version in (0, 1):
+        updater.start()
+        updater.update({"path": str(store.path_of(version))})
+        model = updater.take()
+        served.append(logprobs(model))
+    plain, adapted = served
+    assert judge(canary, adapted, plain).outcome == judge(canary, adapted).outcome == "applied"
+    assert judge(canary, plain, plain).outcome == judge(canary, plain).outcome == "ignored"
+    # experts in another order, as a layout that is misread would have them
+    for name, parameter in model.named_parameters():
+        if name.endswith(("experts.down_proj", "o_proj.weight")):
+            parameter.copy_(parameter.flip(0))
+    assert judge(canary, logprobs(model), plain).outcome == "ignored"

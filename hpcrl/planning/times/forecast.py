@@ -10,10 +10,12 @@ from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.plan import Role
 from hpcrl.config.recipe import Recipe
 from hpcrl.errors import ConfigError
+from hpcrl.models.adapting import published_adapters
 from hpcrl.models.facts import ModelFacts
-from hpcrl.models.tensors import Part
+from hpcrl.models.tensors import DTYPE_BYTES, Part
 from hpcrl.planning.calibration.file import Calibration
 from hpcrl.planning.hardware import node_hardware
+from hpcrl.planning.memory.settings import trained_parameters
 from hpcrl.planning.times.engine import decode_step
 from hpcrl.planning.times.from_recipe import PlannedLayout
 from hpcrl.planning.times.handoff import HANDOFF_PATHS, Handoff, checkpoint_save, handoff, share_bytes, startup
@@ -162,7 +164,9 @@ def forecast(
     trainer = trainer_step(facts, layout.trainer, batch, site.trainer)
     own = _handoff_of(recipe, facts, layout, site)
     weights = handoff(own, site.trainer, site.decode, site.storage)
-    save = checkpoint_save(facts.num_parameters() * _STATE_BYTES, layout.trainer.nodes, site.trainer, site.storage)
+    save = checkpoint_save(
+        trained_parameters(facts, recipe.trainer.lora) * _STATE_BYTES, layout.trainer.nodes, site.trainer, site.storage
+    )
     tables = {
         "trainer": trainer,
         "handoff": weights,
@@ -238,6 +242,14 @@ def _loop(
         return None, tuple(finding.key for finding in error.findings)
 
 
+def _published_bytes(facts: ModelFacts, recipe: Recipe, dtype: str) -> float:
+    """Of a version. Engines read of the base of an adapter what that changes, which may be nearly all."""
+    lora = recipe.trainer.lora
+    if lora is None:
+        return _weight_bytes(facts, dtype)[0]
+    return float(published_adapters(facts, lora.rank, lora.targets) * DTYPE_BYTES[dtype])
+
+
 def _handoff_of(recipe: Recipe, facts: ModelFacts, layout: PlannedLayout, site: Site) -> Handoff:
     # every engine takes what is published, and makes of it what it serves
     dtype = layout.handoff_dtype
@@ -249,7 +261,7 @@ def _handoff_of(recipe: Recipe, facts: ModelFacts, layout: PlannedLayout, site: 
         chain = 0
     return Handoff(
         path=layout.handoff_path,
-        bytes=_weight_bytes(facts, dtype)[0],
+        bytes=_published_bytes(facts, recipe, dtype),
         # a full version, and its deltas
         changed_share=(1.0 + chain * delta) / (chain + 1),
         trainer_nodes=layout.trainer.nodes,
@@ -276,7 +288,7 @@ def _startup(facts: ModelFacts, layout: PlannedLayout, site: Site) -> TimeTable:
 def _share_bytes(recipe: Recipe, facts: ModelFacts, own: Handoff) -> dict[str, float]:
     written, read = share_bytes(own)
     every = recipe.checkpoint.every_steps
-    save = facts.num_parameters() * _STATE_BYTES / every if every else 0.0
+    save = trained_parameters(facts, recipe.trainer.lora) * _STATE_BYTES / every if every else 0.0
     return {"weights written": written, "weights read": read, "checkpoints written": save}
 
 

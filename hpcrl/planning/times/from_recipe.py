@@ -11,6 +11,7 @@ from hpcrl.config.plan import Role
 from hpcrl.config.recipe import EngineConfig, EngineGroupConfig, Recipe
 from hpcrl.models.facts import ModelFacts
 from hpcrl.planning.hardware import node_hardware
+from hpcrl.planning.memory.settings import trained_parameters
 from hpcrl.planning.times.handoff import HandoffPath
 from hpcrl.planning.times.shapes import ComputeDtype, EngineShape, TrainerShape
 
@@ -67,7 +68,7 @@ def planned_layout(recipe: Recipe, cluster: SlurmCluster, facts: ModelFacts) -> 
         whole = EngineGroupConfig(replicas=engine.replicas, nodes=engine.nodes)
         decode = _engine_shape(engine, cluster, facts, Role.ENGINE, whole)
     return PlannedLayout(
-        trainer=_trainer_shape(recipe),
+        trainer=_trainer_shape(recipe, facts),
         decode=decode,
         prefill=prefill,
         handoff_path="fan_out" if recipe.fans_out else "filesystem",
@@ -77,7 +78,7 @@ def planned_layout(recipe: Recipe, cluster: SlurmCluster, facts: ModelFacts) -> 
     )
 
 
-def _trainer_shape(recipe: Recipe) -> TrainerShape:
+def _trainer_shape(recipe: Recipe, facts: ModelFacts) -> TrainerShape:
     trainer = recipe.trainer
     return TrainerShape(
         nodes=trainer.nodes,
@@ -95,6 +96,7 @@ def _trainer_shape(recipe: Recipe) -> TrainerShape:
         offload_parameters=trainer.memory.parameter_offload,
         offload_activations=trainer.memory.activation_offload,
         micro_batch_tokens=trainer.micro_batch_tokens,
+        trained=None if trainer.lora is None else trained_parameters(facts, trainer.lora),
     )
 
 

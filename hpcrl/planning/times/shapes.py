@@ -44,6 +44,8 @@ class TrainerShape:
         To host memory; the last with gradients and optimizer, whose step is computed there.
     micro_batch_tokens:
         Token budget of a micro-batch of one context-parallel group.
+    trained:
+        Parameters that are trained: those of adapters. None: all.
     rows_sent:
         Rows that a dispatch sends for each token. None: one for each of its experts, as torch's all-to-all does; DeepEP
         sends one to each node that has some of them.
@@ -58,6 +60,7 @@ class TrainerShape:
     compute_dtype: ComputeDtype = "bfloat16"
     gather_dtype_bytes: int = 2
     grad_dtype_bytes: int = 4
+    trained: int | None = None
     recompute: Recompute = "full"
     recompute_every: int = 1
     head_twice: bool = False

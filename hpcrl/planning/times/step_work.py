@@ -40,6 +40,16 @@ class StepWork:
         return self.packing.critical_tokens / self.shape.context_parallel
 
     @property
+    def trained_share(self) -> float:
+        """Share of the parameters that have gradients and an optimizer."""
+        return 1.0 if self.shape.trained is None else self.shape.trained / self.facts.num_parameters()
+
+    @property
+    def backward_products(self) -> float:
+        """Products of matrices in the backward pass, by those of the forward pass: inputs' gradients, and weights'."""
+        return 1.0 + self.trained_share
+
+    @property
     def busy(self) -> float:
         return self.rates.calibration.share("trainer_busy")
 
@@ -97,7 +107,9 @@ class StepWork:
     def backward_s(self) -> float:
         """Kernels of the backward pass without recomputation."""
         scores = BACKWARD_SCORES / self.rates.calibration.constant("backward_attention_share")
-        products = 2.0 * (self.part_s("linear") + self.part_s("experts")) + scores * self.part_s("scores")
+        products = self.backward_products * (self.part_s("linear") + self.part_s("experts")) + scores * self.part_s(
+            "scores"
+        )
         return products + self.moved_s(TOUCHED_BACKWARD)
 
 

@@ -59,7 +59,8 @@ def _compute_terms(step: StepWork) -> list[Seconds]:
     """Kernels by kind; forward, backward and recomputation together."""
     scores = BACKWARD_SCORES / step.rates.calibration.constant("backward_attention_share")
     shape = step.shape
-    factors = {"linear": 2.0, "experts": 2.0, "scores": scores, "indexer": 0.0}
+    products = step.backward_products
+    factors = {"linear": products, "experts": products, "scores": scores, "indexer": 0.0}
     names = {
         "linear": "compute.linear",
         "experts": "compute.experts",
@@ -158,7 +159,7 @@ def _fsdp_terms(step: StepWork) -> list[Seconds]:
         return gathers * _pass_gather_s(step, shape.gather_dtype_bytes)
 
     def scatter() -> float:
-        return count * (_pass_gather_s(step, shape.grad_dtype_bytes) + _add_copies_s(step))
+        return step.trained_share * count * (_pass_gather_s(step, shape.grad_dtype_bytes) + _add_copies_s(step))
 
     def exposed() -> float:
         forward = count * _pass_gather_s(step, shape.gather_dtype_bytes) - overlap * step.forward_s()
@@ -299,7 +300,7 @@ def _optimizer_terms(step: StepWork) -> list[Seconds]:
     shape, rates = step.shape, step.rates
     if shape.offload_parameters:
         return _parameter_offload_terms(step)
-    local = step.facts.num_parameters() / shape.shards
+    local = step.trained_share * step.facts.num_parameters() / shape.shards
     terms = [
         attempt(
             "optimizer.memory",

@@ -54,6 +54,15 @@ class _WeightInfo(msgspec.Struct, frozen=True):
     weight_version: str | None = None
 
 
+class _Score(msgspec.Struct, frozen=True):
+    logprob: float
+
+
+class _PromptAnswer(msgspec.Struct, frozen=True):
+    prompt_logprobs: list[dict[str, _Score] | None] | None = None
+
+
+_GENERATE = "/inference/v1/generate"
 _UPDATE = "/update_weights"
 _PROMPT_ROWS = "/hpcrl/prompt_rows"
 _ACCEPT = f"{MEDIA_TYPE}, application/json, text/event-stream"
@@ -121,7 +130,7 @@ class EngineClient:
             stream=True if streams else msgspec.UNSET,
         )
         headers = {"content-type": "application/json", "accept": _ACCEPT, "x-session-id": session_id}
-        path, body = "/inference/v1/generate", _encoder.encode(request)
+        path, body = _GENERATE, _encoder.encode(request)
         timeout = aiohttp.ClientTimeout(**{"sock_read" if streams else "total": timeout_s})
         reader = AnswerReader(self.name, len(token_ids), params, on_part)
         async with self._answer("POST", path, body, headers, timeout) as answer:
@@ -140,6 +149,28 @@ class EngineClient:
         if generation is None:
             raise EngineError(f"{self.name}: {path} ended before the answer did", unreachable=True)
         return generation
+
+    async def prompt_logprobs(self, token_ids: list[int], *, cache_salt: str, timeout_s: float) -> list[float]:
+        """Log-probability of each token of a prompt but the first, at temperature 1.
+
+        Raises
+        ------
+        EngineError
+            No answer, or an error.
+        EngineProtocolError
+            Something else came.
+        """
+        params = {"temperature": 1.0, "max_tokens": 1, "prompt_logprobs": 0}
+        request = {"token_ids": token_ids, "sampling_params": params, "cache_salt": cache_salt}
+        headers = {"content-type": "application/json"}
+        body = _encoder.encode(request)
+        data = await self._request("POST", _GENERATE, body=body, headers=headers, timeout_s=timeout_s)
+        try:
+            first, *rest = msgspec.json.decode(data, type=prepared(_PromptAnswer)).prompt_logprobs or []
+            assert first is None
+            return [scores[str(token)].logprob for token, scores in zip(token_ids[1:], rest, strict=True) if scores]
+        except (msgspec.DecodeError, ValueError, KeyError, AssertionError) as error:
+            raise EngineProtocolError(f"{self.name}: log-probabilities of a prompt cannot be read: {error}") from error
 
     async def prompt_rows(self, request_id: str, *, timeout_s: float) -> NDArray[Any] | None:
         """Rows of experts of the prompt that this engine computed for a request that another one answered.

@@ -14,6 +14,7 @@ from hpcrl.errors import DeadlineError, HandoffError, PeerLostError
 from hpcrl.rollouts.engines.client import EngineError
 from hpcrl.rollouts.engines.engine import Engine
 from hpcrl.rollouts.engines.pool import EnginePool
+from hpcrl.rollouts.weights.canary import CanaryCheck
 from hpcrl.rollouts.weights.exchange import begin, exchange, wait_staged
 from hpcrl.rollouts.weights.registration import ReaderRegistration
 from hpcrl.runs.events import EventWriter
@@ -79,6 +80,7 @@ class WeightUpdater:
         self._pool, self._store, self._events, self._pause = pool, store, events, pause
         self._registration, self._collector, self._pace, self._on_served = registration, collector, pace, on_served
         self._on_stale, self._choose = on_stale, choose
+        self._canary = CanaryCheck(store, events, call_s=pace.floor_s)
         self._target: int | None = None
         self._loading: dict[Engine, int] = {}
         self._unloadable: dict[Engine, tuple[int, str]] = {}
@@ -173,6 +175,8 @@ class WeightUpdater:
         ------
         PeerLostError
             An engine did not take a version after several attempts, and nobody started it anew.
+        HandoffError
+            An engine computes without the adapter that it has loaded.
         """
         async with asyncio.TaskGroup() as self._group:
             self._group.create_task(self._look_for_versions())
@@ -280,9 +284,11 @@ class WeightUpdater:
     async def _update(self, engine: Engine, version: int) -> None:
         started, incarnation = time.monotonic(), engine.incarnation
         try:
+            await self._canary.before(engine, version)
             version, pause_s = await self._persist(
                 engine, f"load version {version}", lambda: self._catch_up(engine, version)
             )
+            await self._canary.after(engine, version)
             if engine.incarnation == incarnation:
                 engine.serve(version, proved_s=started)
         finally:

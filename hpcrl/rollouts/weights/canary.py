@@ -1,0 +1,103 @@
+"""Compares engines with what the trainer says of an adapter, until each process has shown that it computes with it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import msgspec
+
+from hpcrl.errors import HandoffError
+from hpcrl.rollouts.engines.client import EngineClient
+from hpcrl.rollouts.engines.engine import Engine
+from hpcrl.runs.events import EventWriter
+from hpcrl.weights import HandoffStore
+from hpcrl.weights.format.adapters import CANARY
+from hpcrl.weights.format.canary import Canary, judge
+from hpcrl.weights.read.share import read_small
+
+__all__ = ["CanaryCheck"]
+
+_log = logging.getLogger(__name__)
+
+
+class CanaryCheck:
+    """Asks engines for log-probabilities of the prompt that versions carry; nothing, where they carry none."""
+
+    def __init__(self, store: HandoffStore, events: EventWriter, *, call_s: float) -> None:
+        """Remember where versions are; an engine is given ``call_s`` seconds for an answer."""
+        self._store, self._events, self._call_s = store, events, call_s
+        self._plain: dict[EngineClient, tuple[int, list[list[float]]]] = {}
+        self._shown: dict[Engine, int] = {}
+
+    async def before(self, engine: Engine, version: int) -> None:
+        """Ask an engine that serves the model alone, before it goes on to ``version`` (EngineError: no answer)."""
+        canary = await self._canary_of(engine, version)
+        if canary is not None and engine.version >= 0 and await asyncio.to_thread(self._is_plain, engine.version):
+            self._plain[engine.client] = engine.incarnation, await self._ask(engine, canary, engine.version)
+
+    async def after(self, engine: Engine, version: int) -> None:
+        """Compare an engine that has just loaded ``version`` with what the trainer says.
+
+        Raises
+        ------
+        HandoffError
+            It computes without the adapter, or with something else. It would go on to answer, and all rollouts be those
+            of the start model.
+        EngineError
+            It does not answer.
+        """
+        canary = await self._canary_of(engine, version)
+        if canary is None:
+            return
+        process, plain = self._plain.pop(engine.client, (-1, []))
+        if process != engine.incarnation:
+            plain = []
+        found = await self._ask(engine, canary, version)
+        for server, logprobs in enumerate(found):
+            verdict = judge(canary, logprobs, plain[server] if plain else None)
+            data: dict[str, Any] = {"share": round(verdict.share, 4), "deviation": round(verdict.deviation, 4)}
+            self._events.emit("engine.adapter_compared", engine=engine.name, version=version, server=server,
+                              outcome=verdict.outcome, **data)  # fmt: skip
+            if verdict.outcome == "ignored":
+                raise HandoffError(
+                    f"{engine.name} does not compute with the adapter of version {version}: of the change in the "
+                    f"log-probabilities of {len(logprobs)} tokens that the trainer finds, {verdict.share:.0%} is there "
+                    f"and another change of {verdict.deviation:.0%} of its size\n"
+                    "    hint: look at the engine's log for tensors that it did not load; an engine of another version "
+                    "than this run's may have other names for them"
+                )
+            if verdict.outcome == "unclear":
+                _log.info("%s: what version %d changes is too little to be compared", engine.name, version)
+                return
+        self._shown[engine] = engine.incarnation
+
+    async def _canary_of(self, engine: Engine, version: int) -> Canary | None:
+        """What ``engine`` is to be compared with; None where it has shown what it does, or nothing is said."""
+        if self._shown.get(engine) == engine.incarnation:
+            return None
+        return await asyncio.to_thread(self._read, version)
+
+    def _read(self, version: int) -> Canary | None:
+        try:
+            handoff = self._store.open(version)
+            if CANARY not in handoff.manifest.files:
+                return None
+            return msgspec.json.decode(read_small(handoff.path / CANARY), type=Canary)
+        except (HandoffError, OSError, msgspec.DecodeError) as error:
+            _log.warning("what engines with version %d are compared with cannot be read: %s", version, error)
+            return None
+
+    def _is_plain(self, version: int) -> bool:
+        try:
+            return self._store.open(version).manifest.kind != "lora"
+        except HandoffError:
+            return False
+
+    async def _ask(self, engine: Engine, canary: Canary, version: int) -> list[list[float]]:
+        """Of each server, with the KV of no other version."""
+        return [
+            await server.prompt_logprobs(canary.token_ids, cache_salt=f"canary-{version}", timeout_s=self._call_s)
+            for server in engine.client.servers
+        ]
