@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import io
 import json
 import os
@@ -14,6 +13,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
+from hpcrl import procfs
 from hpcrl.fs import write_json
 from hpcrl.modeling.context import BatchContext
 from hpcrl.modeling.decoder import Decoder
@@ -32,6 +33,8 @@ from hpcrl.modeling.packed_attention import PackedAttention
 from hpcrl.modeling.spec import build_model
 from hpcrl.models.arch import ModelArch, Qwen3MoeArch
 from hpcrl.models.tokenizer import write_character_tokenizer
+from hpcrl.supervisor.process.guard import end_processes
+from hpcrl.supervisor.process.leftovers import Scratch
 from hpcrl.weights import Handoff, HandoffStore, HandoffWriter, write_shard
 from hpcrl.weights.format.shard import TensorBytes
 from hpcrl.weights.write.handoff_writer import ShardResult
@@ -228,7 +231,10 @@ class Server:
         self.wait_for(idle, "an idle engine")
 
     def stop(self) -> int:
-        """SIGTERM, then the exit code. Only the group of this server is signalled."""
+        """SIGTERM, then the exit code. Only the session of this server is signalled."""
+        scratch = Scratch(str(self.log.parent), run_id=uuid.uuid4().hex, attempt=1, role="server", replica=0)
+        scratch.prepare()
+        scratch.note(self._session())
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
@@ -237,10 +243,13 @@ class Server:
                 os.killpg(self.process.pid, signal.SIGKILL)
                 self.process.wait()
         if self.kind == "vllm":
-            # its workers outlive a server that ended badly
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
+            # its workers outlive a server that ended badly; they, and what removes their shared memory, get a moment
+            end_processes(self._session, kill_at=time.monotonic() + 5.0)
+        scratch.remove()
         return self.process.returncode
+
+    def _session(self) -> list[procfs.Process]:
+        return [p for p in procfs.all_processes().values() if p.session == self.process.pid and not p.dead]
 
 
 def start_server(
