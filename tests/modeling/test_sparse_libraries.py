@@ -151,6 +151,8 @@ def test_kernels_of_gpus_are_refused_on_processors(name: str) -> None:
 
 
 def test_what_processors_compute_with_is_the_reference() -> None:
+    other = torch.device("xpu")
+    assert find_sparse_kernel("auto", other, shape(64, 576)).name == "reference"
     assert find_sparse_kernel("auto", CPU, shape(64, 576)).name == "reference"
     assert find_sparse_kernel("reference", CPU, shape(64, 576)).name == "reference"
 

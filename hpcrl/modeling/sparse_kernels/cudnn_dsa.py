@@ -45,11 +45,11 @@ class FlashMlaCudnn(FlashMla):
         heads = inputs.q.shape[1]
         if not len(inputs.q):
             return torch.zeros_like(inputs.q), torch.zeros_like(inputs.rows)
-        # a head or a query without weights has a normaliser of plus infinity
+        # a query without weights has a normaliser of plus infinity
         lse = attended.lse.masked_fill(attended.lse == float("-inf"), float("inf"))
         q, out, grad = with_heads(inputs.q), with_heads(attended.out), with_heads(grad)
         found = self._backward(
-            *(q, inputs.rows.contiguous(), out, grad, with_heads(lse, float("inf"))),
+            *(q, inputs.rows.contiguous(), out, grad, with_heads(lse)),
             lse.new_full((q.shape[1],), float("-inf")),
             with_indices(inputs.chosen),
             softmax_scale=inputs.scale,

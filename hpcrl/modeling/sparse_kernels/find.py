@@ -31,7 +31,7 @@ def find_sparse_kernel(name: str, device: torch.device, shape: SparseShape) -> S
     UsageError
         It is not installed, is not for this device, shape or dtype, or gives other numbers than the reference.
     """
-    is_plain = device.type == "cpu" or shape.dtype == torch.float32
+    is_plain = device.type != "cuda" or shape.dtype == torch.float32
     if name == "reference" or (name == "auto" and is_plain):
         return ReferenceKernel()
     chosen = "triton" if name == "auto" else name

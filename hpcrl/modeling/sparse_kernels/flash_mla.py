@@ -71,12 +71,12 @@ def need_hopper_shape(device: torch.device, shape: SparseShape) -> None:
         raise LookupError(f"takes {_HEADS[-1]} heads at most, and this model has {shape.heads}")
 
 
-def with_heads(x: Tensor, fill: float = 0.0) -> Tensor:
-    """``[T, heads, …]`` with as many heads as there are kernels for; the added ones are ``fill``."""
+def with_heads(x: Tensor) -> Tensor:
+    """``[T, heads, …]`` with as many heads as there are kernels for; the added zeros give nothing to any gradient."""
     heads = x.shape[1]
     more = next(n for n in _HEADS if n >= heads) - heads
     padding = (0, 0) * (x.ndim - 2) + (0, more)
-    return F.pad(x, padding, value=fill) if more else x.contiguous()
+    return F.pad(x, padding) if more else x.contiguous()
 
 
 def with_indices(chosen: Tensor) -> Tensor:
