@@ -65,7 +65,6 @@ class _PromptAnswer(msgspec.Struct, frozen=True):
 _GENERATE = "/inference/v1/generate"
 _UPDATE = "/update_weights"
 _PROMPT_ROWS = "/hpcrl/prompt_rows"
-_ACCEPT = f"{MEDIA_TYPE}, application/json, text/event-stream"
 _LARGE_BYTES = 1 << 18
 """What is decoded in a thread: routed experts of some hundred tokens of a large model."""
 _encoder = msgspec.json.Encoder()
@@ -75,6 +74,9 @@ _decoder = ThreadPoolExecutor(1, thread_name_prefix="answers")
 
 class EngineClient:
     """Calls of one engine. Every call has a time limit; failures are `EngineError`."""
+
+    accepts = f"{MEDIA_TYPE}, application/json, text/event-stream"
+    """Forms of an answer, the ``Accept`` of a request."""
 
     def __init__(self, session: aiohttp.ClientSession, *, name: str, url: str) -> None:
         """Remember where the engine is; nothing is sent.
@@ -129,7 +131,7 @@ class EngineClient:
             cache_salt=cache_salt,
             stream=True if streams else msgspec.UNSET,
         )
-        headers = {"content-type": "application/json", "accept": _ACCEPT, "x-session-id": session_id}
+        headers = {"content-type": "application/json", "accept": self.accepts, "x-session-id": session_id}
         path, body = _GENERATE, _encoder.encode(request)
         timeout = aiohttp.ClientTimeout(**{"sock_read" if streams else "total": timeout_s})
         reader = AnswerReader(self.name, len(token_ids), params, on_part)

@@ -42,6 +42,9 @@ class _Workers(msgspec.Struct, frozen=True):
 class RouterClient(EngineClient):
     """A router, for requests as an engine would be."""
 
+    # vllm-router calls every stream that it hands on one of events: frames could not be told from these
+    accepts = "application/json, text/event-stream"
+
     async def workers(self, *, timeout_s: float) -> dict[str, Worker]:
         """Engines that it knows, by URL (EngineError where it does not say)."""
         data = await self._request("GET", "/workers", timeout_s=timeout_s)

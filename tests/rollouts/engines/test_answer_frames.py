@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import random
 from itertools import pairwise
 from typing import Any
 
+import aiohttp
 import msgspec
 import numpy as np
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from stub_engine import npy_bytes
 
-from hpcrl.answer_frames import FrameSplitter, encode_frame
+from hpcrl.answer_frames import MEDIA_TYPE, FrameSplitter, encode_frame
 from hpcrl.rollouts.engines.answers import AnswerReader, EngineError, EngineProtocolError, SamplingParams
+from hpcrl.rollouts.engines.client import EngineClient
+from hpcrl.rollouts.engines.router_client import RouterClient
 
 PARAMS = SamplingParams(temperature=1.0, max_tokens=8, seed=1, stop_token_ids=[2], routed_experts_prompt_start=0)
 ROWS = np.random.default_rng(0).integers(0, 256, (2, 3, 4), np.uint8)
@@ -78,3 +84,29 @@ def test_an_error_in_a_frame_ends_the_request() -> None:
     own = reader()
     with pytest.raises(EngineError, match="aborted"):
         own.take(own.read(frame))
+
+
+async def test_a_router_is_asked_for_events() -> None:
+    """vllm-router says of every stream that it has events: of an answer in frames it would hand on the bytes alone."""
+    choice = {"token_ids": [5, 2], "logprobs": {"content": [{"logprob": -0.5}, {"logprob": -0.25}]}}
+    choice |= {"finish_reason": "stop", "weight_versions": [{"version": "3", "start": 0, "end": 2}]}
+    asked = []
+
+    async def generate(request: web.Request) -> web.Response:
+        asked.append(MEDIA_TYPE in request.headers["accept"])
+        if asked[-1]:
+            return web.Response(body=encode_frame({"choices": []}), content_type="text/event-stream")
+        event = json.dumps({"request_id": "r", "choices": [choice]})
+        return web.Response(text=f"data: {event}\n\ndata: [DONE]\n\n", content_type="text/event-stream")
+
+    app = web.Application()
+    app.router.add_post("/inference/v1/generate", generate)
+    params = SamplingParams(temperature=1.0, max_tokens=8, seed=1, stop_token_ids=[2], stream_interval=4)
+    async with TestServer(app) as server, aiohttp.ClientSession() as session:
+        router = RouterClient(session, name="router", url=str(server.make_url("")))
+        answer = await router.generate([1], params, cache_salt="3", session_id="s", timeout_s=10.0)
+        assert answer.token_ids == [5, 2]
+        engine = EngineClient(session, name="engine-0", url=str(server.make_url("")))
+        with pytest.raises(EngineError):
+            await engine.generate([1], params, cache_salt="3", session_id="s", timeout_s=10.0)
+    assert asked == [False, True]
