@@ -3,11 +3,11 @@
     python bench/trainer_peers.py --torchtitan PYTHON [--models qwen3 …]
 
 All train the same sequences on two gloo ranks, one thread each, in float32, with AdamW and clipping: plain, and with
-what saves memory (every layer computed again; logits in chunks, where the trainer has that). Trainers take turns,
-several rounds; of all steps the median counts, and their spread is recorded. CPU seconds of a step are the fair measure
-where the machine has other work. Memory is the peak of resident memory in a step of a start of its own, in which malloc
-returns what is freed (in one that trained before, holes of its heap are filled and never returned), beside what the
-process had before it built the model. torchtitan wants an interpreter of its own:
+what saves memory (every layer computed again; logits in pieces, where the trainer has that). One start of each takes the
+peak of resident memory in its second step, beside what the process had before it built the model, with a malloc that
+returns what is freed; then it times steps with malloc as it is by itself. Of all steps the one that took least counts,
+in seconds and in CPU seconds, because other work on the machine only ever adds to either; the medians are recorded
+beside them. With ``--rounds`` trainers take turns several times. torchtitan wants an interpreter of its own:
 ``pip install torch==2.13.0 torchtitan==0.3.0 triton``; without one it is left out.
 """
 
@@ -34,27 +34,11 @@ CASES = [(model, 1, low) for low in (True, False) for model in MODELS] + [
 ]
 
 
-#: so that what is freed is not resident; mmap for each tensor would make steps slower
-RETURNED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-
-
-def run(python: Path, script: str, case: dict[str, Any]) -> dict[str, Any]:
-    """Two starts of a trainer; returns seconds a step of the slowest rank, CPU seconds of all, peak of the largest."""
-    timed = start(python, script, case, {})
-    of_memory = start(python, script, {**case, "steps": 0}, RETURNED)
-    return {
-        "step_s": max(rank["step_s"] for rank in timed),
-        "cpu_s": [sum(step) for step in zip(*(rank["cpu_s"] for rank in timed), strict=True)],
-        "peak_mib": max(rank["peak_mib"] for rank in of_memory),
-        "parameters": timed[0]["parameters"],
-    }
-
-
-def start(python: Path, script: str, case: dict[str, Any], environment: dict[str, str]) -> list[dict[str, Any]]:
-    """What each rank measured."""
+def start(python: Path, script: str, case: dict[str, Any]) -> list[dict[str, Any]]:
+    """One start of a trainer; what each rank measured."""
     out = scratch("peers") / "rank"
     command = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}", script]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'bench'}", **environment}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'bench'}"}
     env["HPCRL_BENCH_CASE"] = json.dumps({**case, "out": str(out)})
     done = subprocess.run(
         command, check=False, cwd=ROOT / "bench/peers", env=env, capture_output=True, text=True, timeout=1800
@@ -65,28 +49,35 @@ def start(python: Path, script: str, case: dict[str, Any], environment: dict[str
 
 
 def measure(peers: dict[str, Path], case: dict[str, Any], rounds: int) -> dict[str, dict[str, Any]]:
-    """Each trainer's medians, and the least and most CPU seconds of a step."""
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in peers}
+    """Each trainer's figures: of seconds the least and the median of all steps, of memory the median of starts."""
+    found: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in peers}
     for number in range(rounds):
         # the order turns, so that none is always the first
         for name in list(peers)[number % len(peers) :] + list(peers)[: number % len(peers)]:
-            found[name].append(run(peers[name], f"with_{name}.py", case))
-    return {name: summary(rows) for name, rows in found.items()}
+            found[name].append(start(peers[name], f"with_{name}.py", case))
+    return {name: summary(starts) for name, starts in found.items()}
 
 
-def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of the rounds of one trainer."""
-    cpu = [step for row in rows for step in row["cpu_s"]]
-    medians = {key: statistics.median(row[key] for row in rows) for key in ("step_s", "peak_mib", "parameters")}
-    return {**medians, "cpu_s": statistics.median(cpu), "cpu_s_range": [min(cpu), max(cpu)]}
+def summary(starts: list[list[dict[str, Any]]]) -> dict[str, Any]:
+    """Of the starts of one trainer: seconds of the slowest rank, CPU seconds of all ranks, peak of the largest."""
+    step_s = [max(step) for ranks in starts for step in zip(*(rank["step_s"] for rank in ranks), strict=True)]
+    cpu_s = [sum(step) for ranks in starts for step in zip(*(rank["cpu_s"] for rank in ranks), strict=True)]
+    return {
+        "parameters": starts[0][0]["parameters"],
+        "peak_mib": statistics.median(max(rank["peak_mib"] for rank in ranks) for ranks in starts),
+        "step_s": min(step_s),
+        "step_s_median": statistics.median(step_s),
+        "cpu_s": min(cpu_s),
+        "cpu_s_median": statistics.median(cpu_s),
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--torchtitan", type=Path, metavar="PYTHON", help="an interpreter that has torchtitan")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, help="which to train; all of them")
-    parser.add_argument("--rounds", type=int, default=3, help="starts of each trainer, which take turns")
-    parser.add_argument("--steps", type=int, default=5, help="steps of a round")
+    parser.add_argument("--rounds", type=int, default=1, help="starts of each trainer, which take turns")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps of a start")
     arguments = parser.parse_args()
     rows = []
     for model, ep, low_memory in CASES:

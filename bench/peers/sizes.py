@@ -5,10 +5,10 @@ Nothing of hpcrl is imported here: a peer may have an interpreter of its own.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import resource
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -66,7 +66,9 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 COMMON: dict[str, Any] = {"max_position_embeddings": 2048, "rope_theta": 10000.0, "rms_norm_eps": 1e-6}
-WARM_UP_STEPS = 2
+#: malloc's numbers of two settings (malloc.h): bytes from which memory at the heap's end is given back, and bytes from
+#: which an allocation is a mapping of its own
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 
 
 def case() -> dict[str, Any]:
@@ -82,7 +84,7 @@ def batch(spec: dict[str, Any], rank: int) -> torch.Tensor:
 
 
 def measure(spec: dict[str, Any], rank: int, before_mib: float, step: Callable[[], float], parameters: int) -> None:
-    """Time steps, or with none of them take the peak of memory in one, and write what this rank measured.
+    """Take the peak of memory in the second step, time those behind the third, and write what this rank measured.
 
     Parameters
     ----------
@@ -93,26 +95,33 @@ def measure(spec: dict[str, Any], rank: int, before_mib: float, step: Callable[[
     parameters:
         Of the whole model.
     """
-    for _ in range(WARM_UP_STEPS):
-        step()
-    seconds, cpu, losses = [], [], []
+    # what is freed is not resident; while steps are timed malloc has what it would adjust itself to
+    _set_malloc(64 << 10)
+    losses = [step()]
+    torch.distributed.barrier()
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins again
+    losses.append(step())
+    peak_mib = status_mib("VmHWM") - before_mib
+    _set_malloc(32 << 20)
+    losses.append(step())
+    seconds, cpu = [], []
     for _ in range(spec["steps"]):
         torch.distributed.barrier()
         began, busy = time.monotonic(), _cpu_s()
         losses.append(step())
         seconds.append(time.monotonic() - began)
         cpu.append(_cpu_s() - busy)
-    result: dict[str, Any] = {"before_mib": before_mib, "parameters": parameters}
-    if seconds:
-        result |= {"step_s": statistics.median(seconds), "cpu_s": cpu, "first_loss": losses[0], "last_loss": losses[-1]}
-    else:
-        torch.distributed.barrier()
-        Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins again
-        step()
-        result["peak_mib"] = status_mib("VmHWM") - before_mib
+    result = {"parameters": parameters, "peak_mib": peak_mib, "step_s": seconds, "cpu_s": cpu, "losses": losses}
     Path(f"{spec['out']}.{rank}").write_text(json.dumps(result))
     torch.distributed.barrier()
     sys.stdout.flush()
+
+
+def _set_malloc(threshold: int) -> None:
+    libc = ctypes.CDLL(None)
+    for name, value in ((M_MMAP_THRESHOLD, threshold), (M_TRIM_THRESHOLD, 2 * threshold)):
+        if not libc.mallopt(name, value):
+            raise RuntimeError(f"malloc refused {value} for its setting {name}")
 
 
 def status_mib(name: str) -> float:

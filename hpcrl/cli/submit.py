@@ -147,10 +147,11 @@ def _check_programs(recipe: Loaded[Recipe], site: Loaded[ClusterProfile], plan: 
     from hpcrl.cli.progress import working
     from hpcrl.jobplan import check_engine_flags, check_packages, check_pythons
     from hpcrl.jobplan.environment_trial import check_environments
+    from hpcrl.jobplan.packages import check_compiler
 
     check_pythons(plan, site)
     with working("trying the recipe's environments"):
         tried = check_environments(recipe, plan, site.value)
-    notes = [*tried, *check_packages(recipe, plan)]
+    notes = [*tried, *check_packages(recipe, plan), *check_compiler(recipe, plan, site.value)]
     for note in [*notes, *check_engine_flags(recipe, plan)]:
         typer.echo(f"note: {note}", err=True)

@@ -18,6 +18,7 @@ from hpcrl.config.recipe import Recipe
 from hpcrl.errors import ConfigError, Finding, UsageError
 from hpcrl.interpreter import module_command
 from hpcrl.jobplan.model_rules import check_model_rules
+from hpcrl.jobplan.packages import has_package
 from hpcrl.models import ModelArch, load_arch, load_facts
 from hpcrl.ours import read_secret
 
@@ -25,17 +26,6 @@ __all__ = ["check_engine_flags", "check_model", "check_packages", "check_pythons
 
 _FLAGS_TIMEOUT_S = 900.0
 """Loading vLLM takes half a minute of one core, on a busy login node many times that."""
-_PACKAGE_TIMEOUT_S = 120.0
-_NO_PACKAGE = 3
-_HAS_PACKAGE = f"""
-import importlib.util, sys
-try:
-    found = importlib.util.find_spec(sys.argv[1])
-except ModuleNotFoundError:
-    found = None
-sys.exit(0 if found else {_NO_PACKAGE})
-"""
-"""Finds it without loading it."""
 _PLACEHOLDER = re.compile(r"\{(run_dir|replica|host|port|node_rank|node_host)(?:[+*](\d+))?\}")
 _ANY_PORT = 20000
 _OTHER_FAMILY = (
@@ -257,29 +247,15 @@ def check_packages(recipe: Loaded[Recipe], plan: Plan) -> list[str]:
 def _package_notes(recipe: Loaded[Recipe], plan: Plan, group: RoleGroup, package: _Package) -> list[str]:
     """Why it could not be seen whether a package is there (ConfigError where it is not)."""
     python = group.python or plan.python or sys.executable
-    asked = f"whether {package.name} is installed for the {group.role}"
-    if plan.container is not None or not Path(python).is_file():
-        where = "in the container" if plan.container is not None else f"visible here ({python})"
-        return [f"{asked} was not checked: its environment is not {where}"]
-    try:
-        result = subprocess.run(
-            [python, "-P", "-c", _HAS_PACKAGE, package.name],
-            capture_output=True,
-            timeout=_PACKAGE_TIMEOUT_S,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return [f"{asked} could not be seen: {error}"]
-    if result.returncode == _NO_PACKAGE:
+    found = has_package(plan, python, package.name)
+    if found is False:
         what = f"{python} has no {package.name}"
         hint = (
             f"pip install {package.distribution} for {python}, name another in cluster.python_by_role.{group.role}, "
             f"or {package.instead}"
         )
         raise ConfigError([Finding(recipe.where(package.key), package.key, what, hint)])
-    if result.returncode:
-        return [f"{asked} could not be seen: {python} ended with an error"]
-    return []
+    return [f"whether {package.name} is installed for the {group.role} {found}"] if isinstance(found, str) else []
 
 
 def _stand_in(placeholder: re.Match[str]) -> str:

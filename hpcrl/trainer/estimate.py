@@ -32,7 +32,7 @@ from hpcrl.modeling.packed_attention import PackedAttention
 from hpcrl.modeling.spec import build_model
 from hpcrl.models.arch import ModelArch, arch_from_config
 from hpcrl.trainer.batch import tensors
-from hpcrl.trainer.memory.head import loss_in_pieces, whole_logprobs
+from hpcrl.trainer.memory.head import chunked_logprobs, loss_in_pieces, whole_logprobs
 from hpcrl.trainer.memory.tools import apply_memory_tools
 from hpcrl.trainer.step.losses import PolicyLoss
 
@@ -62,7 +62,12 @@ class PassMemory:
 
 
 def estimate_model(
-    arch: ModelArch, lengths: Sequence[int], *, dtype: torch.dtype, memory: TrainerMemoryConfig | None = None
+    arch: ModelArch,
+    lengths: Sequence[int],
+    *,
+    dtype: torch.dtype,
+    memory: TrainerMemoryConfig | None = None,
+    loss_of_rollouts: bool = False,
 ) -> PassMemory:
     """`estimate_pass` of a model of many layers, from two of a few.
 
@@ -75,9 +80,10 @@ def estimate_model(
     # what is the same again and again: a layer, or as many as one is checkpointed of
     every = 1 if memory is None else memory.checkpoint_every_layers
     few = first + 2 + (len(layers) - first - 2) % every
+    estimate = partial(estimate_pass, lengths=lengths, dtype=dtype, memory=memory, loss_of_rollouts=loss_of_rollouts)
     if few + every >= len(layers):
-        return estimate_pass(arch, lengths, dtype=dtype, memory=memory)
-    less, more = (estimate_pass(_with_layers(arch, n), lengths, dtype=dtype, memory=memory) for n in (few, few + every))
+        return estimate(arch)
+    less, more = (estimate(_with_layers(arch, n)) for n in (few, few + every))
 
     def continued(name: str) -> int:
         at_few, at_more = getattr(less, name), getattr(more, name)
@@ -96,7 +102,12 @@ def _with_layers(arch: ModelArch, count: int) -> ModelArch:
 
 
 def estimate_pass(
-    arch: ModelArch, lengths: Sequence[int], *, dtype: torch.dtype, memory: TrainerMemoryConfig | None = None
+    arch: ModelArch,
+    lengths: Sequence[int],
+    *,
+    dtype: torch.dtype,
+    memory: TrainerMemoryConfig | None = None,
+    loss_of_rollouts: bool = False,
 ) -> PassMemory:
     """The highest points of one micro-batch on the processor, without sharding: each rank holds these activations.
 
@@ -108,6 +119,8 @@ def estimate_pass(
         Of parameters and activations.
     memory:
         What saves memory; None: nothing does.
+    loss_of_rollouts:
+        The loss wants all log-probabilities first, as ``gspo`` does: logits in pieces are made twice then.
     """
     memory = memory or TrainerMemoryConfig()
     ends = torch.tensor([0, *lengths]).cumsum(0)
@@ -136,20 +149,24 @@ def estimate_pass(
         model.norm.register_full_backward_hook(lambda *_: at_head.append(_beside_weights(tracker)))
         tracker.track_external(model)
         with tracker:
-            loss = _loss(model, ids, attention.context(select), memory.lm_head_chunk_tokens)
+            chunk = memory.lm_head_chunk_tokens
+            loss = _loss(model, ids, attention.context(select), chunk, loss_of_rollouts=loss_of_rollouts)
             loss.backward()  # type: ignore[no-untyped-call]
     parameters = sum(p.numel() * p.element_size() for p in model.parameters())
     return PassMemory(parameters, at_head[0], _beside_weights(tracker))
 
 
-def _loss(model: Decoder, ids: Tensor, context: BatchContext, chunk: int | str | None) -> Tensor:
-    """A loss that is a sum over tokens."""
+def _loss(
+    model: Decoder, ids: Tensor, context: BatchContext, chunk: int | str | None, *, loss_of_rollouts: bool
+) -> Tensor:
+    """A sum over tokens, made in the way of the loss."""
     assert context.select is not None
     targets = torch.zeros(len(context.select), dtype=torch.long)
-    if chunk is None:
-        logprobs, _ = model(ids, context, partial(whole_logprobs, targets=targets, temperature=1.0))
-        return logprobs.sum()  # type: ignore[no-any-return]
     tokens = chunk if isinstance(chunk, int) else None
+    if chunk is None or loss_of_rollouts:
+        make = whole_logprobs if chunk is None else partial(chunked_logprobs, tokens=tokens)
+        logprobs, _ = model(ids, context, partial(make, targets=targets, temperature=1.0))
+        return logprobs.sum()  # type: ignore[no-any-return]
 
     def of_tokens(logprobs: Tensor, _: slice) -> PolicyLoss:
         return PolicyLoss(logprobs.sum(), torch.zeros_like(logprobs, dtype=torch.bool), logprobs.detach())
@@ -221,13 +238,14 @@ class _GroupedProduct(torch.autograd.Function):
 
 
 def main() -> None:
-    """Read ``config`` (a ``config.json``), ``lengths``, ``dtype`` and ``memory``; write a `PassMemory`."""
+    """Read ``config`` (a ``config.json``) and what `estimate_model` takes beside it; write a `PassMemory`."""
     asked = json.load(sys.stdin)
     found = estimate_model(
         arch_from_config(asked["config"]),
         asked["lengths"],
         dtype=getattr(torch, asked["dtype"]),
         memory=TrainerMemoryConfig(**asked["memory"]),
+        loss_of_rollouts=asked["loss_of_rollouts"],
     )
     json.dump(asdict(found), sys.stdout)
 

@@ -7,7 +7,6 @@ neighbours of one length, stay in place.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -17,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hpcrl.modeling.kernels.kernel import QKV, Attended, Run, Segments, score_dtype
+from hpcrl.modeling.transfer import kept_for_layers
 
 __all__ = ["FusedKernel"]
 
@@ -142,8 +142,7 @@ def _add(target: Tensor, where: _Padded | _Row, x: Tensor) -> None:
         _put(target, where, x.to(target.dtype))
 
 
-# what lies here is of all layers of a pass; it is made by numpy, so that it is real where other tensors are fake
-@lru_cache(maxsize=8)
+@kept_for_layers(8)
 def _parts(segments: Segments) -> tuple[_Part, ...]:
     parts: list[_Part] = []
     short: list[slice] = []
@@ -189,7 +188,7 @@ def _windows(run: Run, window: int) -> Iterator[_Part]:
         yield _Part(_Row(slice(begin, end), 1), _Row(slice(first, end), 1), causal=False, mask=mask)
 
 
-@lru_cache(maxsize=8)
+@kept_for_layers(8)
 def _mask(queries: int, keys: int, window: int) -> Tensor:
     """Of the last queries of as many keys; the same for all pieces of a sequence but its ends."""
     distance = np.arange(keys - queries, keys)[:, None] - np.arange(keys)

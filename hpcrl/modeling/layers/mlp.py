@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hpcrl.modeling.layers.swiglu import swiglu
+
 __all__ = ["GatedMLP", "SquaredMLP"]
 
 
@@ -18,7 +20,7 @@ class GatedMLP(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        y: Tensor = self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
         return y
 
 

@@ -16,6 +16,7 @@ from hpcrl.modeling.blocks import local_part
 from hpcrl.modeling.context import BatchContext
 from hpcrl.modeling.layers.dispatch import Dispatcher, LocalDispatcher
 from hpcrl.modeling.layers.low_rank import GroupedAdapter, multiply_groups
+from hpcrl.modeling.layers.swiglu import swiglu
 from hpcrl.modeling.opaque import opaque
 
 __all__ = [
@@ -189,8 +190,8 @@ class Experts(_GroupedExperts):
         counts:
             ``[experts of this rank]`` assignments of each expert.
         """
-        gate, up = self.multiply("gate_up_proj", x, counts, parts=2).chunk(2, dim=-1)
-        return self.multiply("down_proj", F.silu(gate) * up, counts)
+        both = self.multiply("gate_up_proj", x, counts, parts=2)
+        return self.multiply("down_proj", swiglu(both), counts)
 
 
 class SquaredExperts(_GroupedExperts):

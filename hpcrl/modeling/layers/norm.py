@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 __all__ = ["RMSNorm"]
 
@@ -18,5 +21,40 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = F.rms_norm(x.float(), (x.shape[-1],), None, self.eps).to(x.dtype) * self.weight
+        """``[…, size]`` to the same."""
+        if torch.compiler.is_compiling():
+            return _normed(x, self.eps) * self.weight
+        y: Tensor = _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
         return y
+
+
+def _normed(x: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x.float(), (x.shape[-1],), None, eps).to(x.dtype)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """By hand, because autograd keeps a copy of the input in float32 and the normed values beside the input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        normed = _normed(x, eps)
+        return normed.mul_(weight) if normed.dtype == weight.dtype else normed * weight
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        of_x, of_weight, _ = ctx.needs_input_grad
+        wide, size = x.float(), x.shape[-1]
+        inverse = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(size).add_(ctx.eps).rsqrt_()
+        normed = wide * inverse
+        # each value's part in the gradient of the weight; with the weight, in that of the length of x
+        parts = normed * grad
+        grad_weight = parts.reshape(-1, size).sum(0).to(weight.dtype) if of_weight else None
+        if not of_x:
+            return None, grad_weight, None
+        along = (parts @ weight.to(parts.dtype))[..., None].div_(size)
+        grad_x = parts.copy_(grad).mul_(weight).sub_(normed.mul_(along)).mul_(inverse)
+        return grad_x.to(x.dtype), grad_weight, None

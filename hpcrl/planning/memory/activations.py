@@ -1,8 +1,9 @@
 """Bytes that a layer's forward pass keeps for its backward pass, by module. Pure arithmetic on shapes.
 
-Two implementations are counted. ``eager`` is the trainer of this project as it is: norms in float32, each operation's
-inputs kept as autograd keeps them. Without it, fused kernels are meant. Attention reads packed sequences in place in
-both. docs/planning.md explains each sum.
+Two implementations are counted. ``eager`` is the trainer of this project as it was measured, on processors: a norm
+keeps its input, a gated block gate, up and their product, all else what autograd keeps. Without it (on GPUs) fused
+kernels are meant, but norms that keep a copy in float32, and blocks that keep their activation. Attention reads packed
+sequences in place in both. docs/planning-memory.md has the sums.
 """
 
 from __future__ import annotations
@@ -105,11 +106,13 @@ def gradient_bytes(layer: Layer, shape: ActivationShape) -> int:
     """The largest gradients of activations that exist together: those around the experts, and the residual's."""
     b, t, d = shape.element_bytes, shape.tokens, _hidden(layer)
     mlp = layer.mlp
+    # of a gated block those of gate and up take the memory of these
+    widths = 1 if shape.eager and mlp is not None and mlp.gated and not _clamped(mlp) else 3
     if isinstance(mlp, Moe):
         routed = t * mlp.num_experts_per_tok * shape.imbalance
-        return round(b * (routed * (3 * mlp.moe_intermediate_size + mlp.expert_width) + 2 * t * d))
+        return round(b * (routed * (widths * mlp.moe_intermediate_size + mlp.expert_width) + 2 * t * d))
     width = mlp.intermediate_size if mlp is not None else 2 * d
-    return round(b * t * (3 * width + 2 * d))
+    return round(b * t * (widths * width + 2 * d))
 
 
 def fp8_copies_bytes(layer: Layer, shape: ActivationShape) -> int:
@@ -171,8 +174,9 @@ def _hidden(layer: Layer) -> int:
 
 
 def _norm(width: int, shape: ActivationShape) -> float:
-    """A float32 copy of the input with a number a row, the normalised value before the weight, and the output."""
-    return shape.tokens * (width * (4 + 2 * shape.element_bytes) + 4)
+    """Input and output; not ``eager``: a float32 copy of the input, a number a row, and the normalised value too."""
+    b = shape.element_bytes
+    return shape.tokens * (2 * b * width if shape.eager else width * (4 + 2 * b) + 4)
 
 
 def _mixer(mixer: Mixer, shape: ActivationShape) -> float:
@@ -190,11 +194,11 @@ def _mixer(mixer: Mixer, shape: ActivationShape) -> float:
 def _gqa(mixer: Gqa, shape: ActivationShape) -> float:
     b, t = shape.element_bytes, shape.tokens
     q, kv = mixer.num_attention_heads * mixer.head_dim, mixer.num_key_value_heads * mixer.head_dim
-    # per head norm: float32 copy and normalised value; then the rotated one
+    # per head norm: its input, or (not eager) a float32 copy and the normalised value; then the rotated one
     # the gate of the output, and the output before it
     gate = 2 * q * b * t if mixer.output_gate else 0
-    normed = (4 + b) * t if mixer.qk_norm != "none" else 0
-    rows = 4 * t * (mixer.num_attention_heads + mixer.num_key_value_heads) if normed else 0
+    normed = (b if shape.eager else 4 + b) * t if mixer.qk_norm != "none" else 0
+    rows = 4 * t * (mixer.num_attention_heads + mixer.num_key_value_heads) if normed and not shape.eager else 0
     queries_and_keys = (q + kv) * (normed + b * t) + rows
     # the output is what its projection reads
     output = q * b * t + 4 * t * mixer.num_attention_heads
@@ -208,8 +212,9 @@ def _mla(mixer: Mla, shape: ActivationShape) -> float:
     if shape.eager and mixer.topk is None:
         # queries; keys, and what they and values are made of; the output, and a sum of each query's scores
         attention = heads * (b * (2 * qk + mixer.qk_nope_head_dim + 2 * mixer.v_head_dim) + 4)
-        return t * (latents * (4 + 2 * b) + 8 + attention)
-    low_rank = t * (latents * (4 + 2 * b) + 8 + mixer.qk_rope_head_dim * b)
+        return t * (2 * b * latents + b * mixer.qk_rope_head_dim + attention)
+    norms = 2 * b * latents if shape.eager else latents * (4 + 2 * b) + 8
+    low_rank = t * (norms + mixer.qk_rope_head_dim * b)
     queries = t * heads * qk * b
     statistics = 4 * t * heads
     output = t * heads * mixer.v_head_dim * b
@@ -263,7 +268,7 @@ def _mlp(mlp: DenseMlp | Moe, shape: ActivationShape) -> float:
         router -= b * t * mlp.hidden_size if mlp.shared is None and mlp.latent_size is None else 0
     # sorted inputs, gate and up, activation, product, outputs, outputs in token order
     # clamped gates (gpt-oss): they and ups as they are, clamped, activated, and each factor of the product
-    products = 7 if shape.eager and mlp.bias else _products(gated=mlp.gated, shape=shape)
+    products = 7 if shape.eager and _clamped(mlp) else _products(gated=mlp.gated, shape=shape)
     widths = 3 * mlp.expert_width + products * mlp.moe_intermediate_size
     shared = 0.0 if mlp.shared is None else _dense(mlp.shared, t, shape)
     # what is sorted by expert is not kept as it was before
@@ -275,6 +280,11 @@ def _dense(mlp: DenseMlp, tokens: float, shape: ActivationShape) -> float:
     return shape.element_bytes * tokens * _products(gated=mlp.gated, shape=shape) * mlp.intermediate_size
 
 
+def _clamped(mlp: DenseMlp | Moe) -> bool:
+    """gpt-oss's experts, whose gates are no SwiGLU."""
+    return isinstance(mlp, Moe) and mlp.bias
+
+
 def _products(*, gated: bool, shape: ActivationShape) -> int:
-    """Gate, up, activation and product; without a gate what is squared and its square, and a kernel's input."""
-    return 4 if gated else 2 if shape.eager else 3
+    """Gate, up and product, without a gate what is squared and its square; not ``eager``: one more, the activation."""
+    return (3 if gated else 2) + (0 if shape.eager else 1)

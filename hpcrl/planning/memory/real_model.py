@@ -60,6 +60,7 @@ def measure_pass(recipe: Recipe, cluster: ClusterProfile) -> RealPass:
         "lengths": [recipe.trainer.micro_batch_tokens],
         "dtype": recipe.trainer.dtype,
         "memory": recipe.trainer.memory.model_dump(),
+        "loss_of_rollouts": recipe.algorithm.loss.is_of_rollouts,
     }
     command = module_command(sys.executable, "hpcrl.trainer.estimate")
     try:

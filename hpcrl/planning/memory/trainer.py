@@ -210,7 +210,10 @@ class _Trainer:
         yield from self._kept(len(self.layers))
         n, b, t = m.logit_tokens, m.element_bytes, m.tokens
         inputs = {"T": t, "D": d, "n": n, "b": b}
-        yield Term("final norm and selection", t * d * (4 + b) + n * d * b, "T D (4 + b) + n D b", inputs)
+        if m.eager:
+            yield Term("final norm and selection", (t + n) * d * b, "(T + n) D b", inputs)
+        else:
+            yield Term("final norm and selection", t * d * (4 + b) + n * d * b, "T D (4 + b) + n D b", inputs)
         yield logits_term(self.facts, m)
 
     def _reduced(self, i: int) -> float:
