@@ -3,11 +3,11 @@
     python bench/trainer_peers.py --torchtitan PYTHON [--models qwen3 …]
 
 All train the same sequences on two gloo ranks, one thread each, in float32, with AdamW and clipping: plain, and with
-what saves memory (every layer computed again; logits in pieces, where the trainer has that). One start of each takes the
-peak of resident memory in its second step, beside what the process had before it built the model, with a malloc that
-returns what is freed; then it times steps with malloc as it is by itself. Of all steps the one that took least counts,
-in seconds and in CPU seconds, because other work on the machine only ever adds to either; the medians are recorded
-beside them. With ``--rounds`` trainers take turns several times. torchtitan wants an interpreter of its own:
+what saves memory (every layer computed again; logits in pieces, where the trainer has that). One start of each takes
+the peak of resident memory in its second step, beside what the process had before it built the model, with a malloc
+that returns what is freed; then it times steps with malloc as it is by itself. Of all steps the one that took least
+counts, in seconds and in CPU seconds, because other work on the machine only ever adds to either; the medians are
+recorded beside them. With ``--rounds`` trainers take turns several times. torchtitan wants an interpreter of its own:
 ``pip install torch==2.13.0 torchtitan==0.3.0 triton``; without one it is left out.
 """
 

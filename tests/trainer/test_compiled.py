@@ -1,6 +1,7 @@
 """Compiled layers: the same losses and gradients, few graphs, and what they need is looked for."""
 
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from test_memory_tools import train as train_with
 from trainer_testing import run_ranks, tiny_arch, tiny_model, write_model_dir
 
 from hpcrl.errors import UsageError
+from hpcrl.modeling.context import ReplayedExperts
 from hpcrl.modeling.mesh import ParallelDims
 from hpcrl.modeling.packed_attention import PackedAttention
 from hpcrl.models.arch import Qwen3Arch
@@ -56,6 +58,51 @@ def test_a_missing_compiler_is_named_with_a_way_out(monkeypatch):
     wanted = r"(?s)a C\+\+ compiler, and there is none.*hint: set trainer.memory.compile: false"
     with pytest.raises(UsageError, match=wanted):
         compiled.find_compiler(torch.device("cpu"))
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(900)
+def test_parameters_on_the_host_go_with_compiled_layers(tmp_path):
+    model_dir = write_model_dir(tmp_path / "model", FAMILIES["qwen3_moe"])
+    with distributed(timeout_s=30) as parallel:
+        wanted = train_with(model_dir, parallel, {})
+        with backend("eager") as counted:
+            found = train_with(model_dir, parallel, {"parameter_offload": True, **COMPILED})
+            assert counted["unique_graphs"]
+    assert far(found, wanted) == []
+
+
+def test_replayed_experts_go_with_compiled_layers():
+    """Routers take what the batch says, which no graph has a part of."""
+    arch, starts = FAMILIES["qwen3_moe"], (0, 7, 12)
+    model, plain, columns = tiny_model(arch), tiny_model(arch), {layer: layer for layer in range(2)}
+    own = torch.stack([torch.randperm(8)[:2] for _ in range(24)]).view(12, 2, 2).to(torch.uint8)
+    replay = ReplayedExperts(own, torch.arange(12) < 10, columns)
+    with backend("eager") as counted:
+        compiled.compile_layers(model, torch.float32)
+        for each in (model, plain):
+            context = replace(PackedAttention(torch.tensor(starts)).context(), replay=replay)
+            each(torch.arange(12), context).logsumexp(-1).sum().backward()
+        assert counted["unique_graphs"]
+    for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(900)
+def test_experts_in_bfloat16_are_compiled_too():
+    """Within what rounding makes of sums in another order: gradients are as near to those in float32 as without."""
+    arch = replace(tiny_arch(num_experts=8, num_experts_per_tok=2), moe_intermediate_size=32)
+    models = [tiny_model(arch) for _ in range(3)]
+    exact, plain, own = models[0], models[1].bfloat16(), models[2].bfloat16()
+    with backend("aot_eager") as counted:
+        compiled.compile_layers(own, torch.bfloat16)
+        for model in models:
+            model(torch.arange(12), PackedAttention(torch.tensor((0, 7, 12))).context()).logsumexp(-1).sum().backward()
+        assert counted["unique_graphs"]
+    for (name, parameter), *others in zip(exact.named_parameters(), plain.parameters(), own.parameters(), strict=True):
+        without, compiled_ = ((other.grad.float() - parameter.grad).norm() for other in others)
+        assert compiled_ <= 1.5 * without + 1e-3 * parameter.grad.norm(), name
 
 
 def wrong(model_dir, parallel):

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from test_checkpoint import state_of
+from test_context_parallel import DENSE
 from test_meshes import ARCHS, save
 from trainer_testing import Rollouts, make_recipe, run_ranks, tiny_model, write_model_dir
 
@@ -58,7 +59,12 @@ FAMILIES = {
     "glm_moe_dsa": ARCHS["glm_moe_dsa"],
     "gpt_oss": ARCHS["gpt_oss"],
     "nemotron_h": ARCHS["nemotron_h"],
+    "glm4_moe": ARCHS["glm4_moe"],
+    "minimax_m2": ARCHS["minimax_m2"],
+    "qwen3": DENSE,
 }
+#: what these have, others have too
+ALIKE = {"glm4_moe", "minimax_m2", "qwen3"}
 #: of two ranks: tokens travel to experts, sequences are cut, both at once, only parameters are sharded
 DEGREES = ({"ep": 2}, {"cp": 2}, {"cp": 2, "ep": 2}, {})
 #: sinks and windows with both; states, which are not cut among ranks, with experts that are
@@ -118,7 +124,9 @@ def wrong(model_dir, parallel):
     return {name: found for name, found in (exact | near).items() if found}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(each, marks=[pytest.mark.campaign] if each in ALIKE else []) for each in FAMILIES]
+)
 def test_one_rank_computes_the_same(models, family):
     with distributed(timeout_s=30) as parallel:
         assert wrong(models[family], parallel) == {}
