@@ -371,15 +371,17 @@ def test_fp8_and_the_indexer_of_a_trainer_by_hand() -> None:
 
 
 def test_rows_of_prompts_are_counted_where_kv_is_fetched() -> None:
-    """On the orchestrator's node; engines without a pool know all rows of what they answer."""
+    """On the orchestrator's node; engines without a pool and without sides know all rows of what they answer."""
 
     def kept(*settings: str) -> list[float | None]:
         places = _report("engine.return_routed_experts=true", *settings).places
         ledgers = [place.ledger for place in places if (place.role, place.kind) == (Role.TRAINER, "host")]
         return [term.value for ledger in ledgers for term in ledger.terms if term.name == "routed experts of prompts"]
 
-    assert kept() == []
-    assert kept("engine.kv_store={segment_gib: 880}", "engine.routed_experts_gib=3") == [3 * GIB]
+    alone = ("engine.prefill=null", "engine.decode=null", "engine.nodes=8", "engine.replicas=2")
+    assert kept(*alone) == []
+    assert kept() == [GIB]
+    assert kept(*alone, "engine.kv_store={segment_gib: 880}", "engine.routed_experts_gib=3") == [3 * GIB]
 
 
 def test_memory_for_finished_rollouts_is_counted_up_to_its_limit() -> None:
