@@ -243,7 +243,11 @@ def consume(way: str, tokens: int, routed: bool, pipe: Any) -> None:
             reader = reader or BlockReader(location, Path("/nowhere"))
             reader.prepare(places)
             for place in places:
-                assert len(decode_columns(reader.read(place))[1]["token_ids"]) == tokens
+                try:
+                    block = reader.read(place)
+                except OSError as error:
+                    raise SystemExit(f"{way}: {reader.problems}") from error
+                assert len(decode_columns(block)[1]["token_ids"]) == tokens
         pipe.send(time.process_time())
 
 

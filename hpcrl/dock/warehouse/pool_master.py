@@ -26,6 +26,9 @@ _CONNECT_S = 5.0
 _TTL_S = 10
 """A client that is silent for so long is forgotten, and its memory."""
 
+_LEASE_S = 600
+"""What takes longer to read fails (-707): the default of 5 s is too short for a shard. Removing does not wait."""
+
 
 class PoolMaster:
     """Keeps a master running: one that ends is started again on its ports, and knows nothing then.
@@ -58,6 +61,7 @@ class PoolMaster:
             "metrics_host": pool.host,
             "metrics_port": pool.port + 1,
             "client_ttl": _TTL_S,
+            "default_kv_lease_ttl": 1000 * _LEASE_S,
             "minloglevel": 1,
         }
         self._command = [program_of_master(), *(f"--{name}={value}" for name, value in flags.items())]
