@@ -28,7 +28,6 @@ from hpcrl.inference.embedded.engine.request import Output, VersionSpan
 from hpcrl.inference.embedded.serving import api_generate
 from hpcrl.inference.embedded.serving.api_common import frame_response, json_response, takes_frames
 from hpcrl.ports import choose_blocks
-from hpcrl.rollouts.engines import client as client_module
 from hpcrl.rollouts.engines.client import EngineClient, SamplingParams
 
 HOST, LAYERS, EXPERTS = "127.0.0.1", 75, 8
@@ -80,7 +79,7 @@ async def measure(url: str, server: psutil.Process, rounds: int) -> dict[str, ob
             await asyncio.sleep(0.002)
             late.append(time.perf_counter() - due)
 
-    accepts = {"text": "application/json", "binary": client_module._ACCEPT}
+    accepts = {"text": "application/json", "binary": EngineClient.accepts}
     figures: dict[str, object] = {}
     async with aiohttp.ClientSession() as http:
         client = EngineClient(http, name="engine-0", url=url)
@@ -98,7 +97,7 @@ async def measure(url: str, server: psutil.Process, rounds: int) -> dict[str, ob
                 )
             for round_ in range(rounds + 1):
                 for kind, accept in accepts.items():
-                    client_module._ACCEPT = accept
+                    client.accepts = accept
                     late.clear()
                     before, began = (_cpu_s(psutil.Process()), _cpu_s(server)), time.perf_counter()
                     tokens = [60] * prompt
