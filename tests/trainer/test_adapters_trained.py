@@ -116,6 +116,7 @@ def on_meshes(rank, models, root):
     return results
 
 
+@pytest.mark.slow
 def test_every_mesh_trains_adapters_as_one_rank(tmp_path, models):
     """Expert, context and data parallelism, memory tools, both kinds of adapters of experts; then on one rank again."""
     ranks = run_ranks(2, on_meshes, models, tmp_path, timeout_s=120.0)
