@@ -84,6 +84,13 @@ def test_the_plan_in_the_documentation_is_todays(
     assert [line for line in lines if line not in said] == [], f"copy these lines from `hpcrl plan {arguments[0]}`"
 
 
+@pytest.mark.parametrize("recipe", ["glm5_swe", "qwen3_30b_a3b", "qwen3_30b_a3b_lowmem", "qwen3_30b_a3b_node"])
+def test_recipes_that_are_shipped_for_gpus_fit(recipe: str, hpcrl: Hpcrl) -> None:
+    code, out, err = hpcrl(recipe, "-c", "h200-28")
+    assert code == 0, err
+    assert out.startswith("fits; tightest: ")
+
+
 def test_what_the_documentation_says_of_other_settings_is_planned(hpcrl: Hpcrl) -> None:
     """The table of docs/qwen3-one-node.md: GiB of a trainer's GPU, and seconds or minutes of the trainer's work."""
     text = (Path(__file__).parents[2] / "docs" / "qwen3-one-node.md").read_text()
@@ -201,7 +208,8 @@ def test_search_prints_a_table_and_draws(hpcrl: Hpcrl, tmp_path: Path, slow_trai
 
 
 def test_a_search_says_that_the_recipe_itself_does_not_fit(hpcrl: Hpcrl) -> None:
-    code, out, err = hpcrl("search", "qwen3_30b_a3b", "-c", "h200-28", "--nodes", "4")
+    whole = ("--set", "trainer.memory.activation_checkpointing=none")
+    code, out, err = hpcrl("search", "qwen3_30b_a3b", "-c", "h200-28", "--nodes", "4", *whole)
     assert code == 0, err
     assert "\nrecipe, does not fit " in out
     assert "\nthe recipe's own layout does not fit: trainer gpu: " in out
