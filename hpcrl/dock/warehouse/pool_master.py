@@ -9,11 +9,11 @@ import subprocess
 import threading
 import time
 
+from hpcrl.bound import bound_command
 from hpcrl.dock.warehouse.interface import Pool
 from hpcrl.errors import DeadlineError
 from hpcrl.mooncake import program_of_master
 from hpcrl.ports import is_free
-from hpcrl.procfs import die_with_parent
 
 __all__ = ["PoolMaster", "reach"]
 
@@ -64,7 +64,9 @@ class PoolMaster:
             "default_kv_lease_ttl": 1000 * _LEASE_S,
             "minloglevel": 1,
         }
-        self._command = [program_of_master(), *(f"--{name}={value}" for name, value in flags.items())]
+        command = [program_of_master(), *(f"--{name}={value}" for name, value in flags.items())]
+        # the thread below lives as long as we do, and the master no longer, also by SIGKILL
+        self._command = bound_command(command)
         self._pool, self._closed = pool, threading.Event()
         self.pid: int | None = None
         self._thread = threading.Thread(target=self._run, name="pool-master", daemon=True)
@@ -81,8 +83,7 @@ class PoolMaster:
 
     def _run(self) -> None:
         while not self._closed.is_set():
-            # this thread lives as long as we do, and the master no longer, also by SIGKILL
-            with subprocess.Popen(self._command, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent) as process:  # noqa: PLW1509
+            with subprocess.Popen(self._command, stdin=subprocess.DEVNULL) as process:
                 self.pid = process.pid
                 while process.poll() is None and not self._closed.wait(_POLL_S):
                     pass
