@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,7 @@ class Fleet:
         chosen = choose_blocks([group.ports for group, _ in blocks], first=21000, last=29999, host=HOST)
         self._ports = {(g.role, replica): port for (g, replica), port in zip(blocks, chosen, strict=True)}
         self.servers: dict[tuple[Role, int], Server] = {}
+        self._scratch = contextlib.ExitStack()
         urls: dict[str, list[str]] = {}
         for (role, _), port in self._ports.items():
             urls.setdefault(role.value, []).append(f"http://{HOST}:{port}")
@@ -79,7 +81,9 @@ class Fleet:
         env = role_environment(
             group, replica, run=self.run, run_id=RUN_ID, attempt=self.attempt, inherited=dict(os.environ)
         )
-        env = fill_node(env, 0, hosts=[HOST], interfaces=[])  # as the guard does
+        # as the guard does: vLLM's sockets in TMPDIR have the same names in every server. Their paths have to be short
+        scratch = self._scratch.enter_context(tempfile.TemporaryDirectory(prefix="hpcrl-", ignore_cleanup_errors=True))
+        env = {**fill_node(env, 0, hosts=[HOST], interfaces=[]), "TMPDIR": scratch}
         log = self.run.path / f"{group.role.value}-{replica}.log"
         with log.open("ab") as stream:
             process = subprocess.Popen(command, stdout=stream, stderr=stream, start_new_session=True, env=env)
@@ -99,9 +103,9 @@ class Fleet:
 
     def stop(self) -> None:
         """End all, the store last."""
-        for (role, _), server in sorted(self.servers.items(), key=lambda item: item[0][0] is Role.STORE):
-            server.stop()
-            assert role
+        with self._scratch:
+            for _, server in sorted(self.servers.items(), key=lambda item: item[0][0] is Role.STORE):
+                server.stop()
 
 
 def generate(server: Server, name: str, prompt: list[int], *, session: str = "s", **request: Any) -> Any:
