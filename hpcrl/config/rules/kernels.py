@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from hpcrl.config.cluster import ClusterProfile, SlurmCluster
+from hpcrl.config.cluster import ClusterProfile
 from hpcrl.config.recipe import Recipe
-from hpcrl.config.rules.rule import Conflicts, Rule
+from hpcrl.config.rules.rule import Conflicts, Rule, trainer_needs_gpus
 
 __all__ = ["KERNEL_RULES"]
 
@@ -17,8 +17,7 @@ def _kernels_fit(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
             continue
         if trainer.dtype != "bfloat16":
             yield key, f"{value} computes in half precision, and trainer.dtype is {trainer.dtype}"
-        if isinstance(cluster, SlurmCluster) and not cluster.partitions[cluster.partition_name("trainer")].node.gpus:
-            yield key, f"{value} is for GPUs, and the trainer's nodes have none"
+        yield from trainer_needs_gpus(cluster, key, value)
 
 
 KERNEL_RULES: tuple[Rule, ...] = (

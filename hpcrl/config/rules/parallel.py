@@ -11,7 +11,7 @@ from hpcrl.config.base import StrictModel
 from hpcrl.config.cluster import ClusterProfile, SlurmCluster
 from hpcrl.config.engine_shape import engine_gpus, replica_nodes, vllm_flag
 from hpcrl.config.recipe import Recipe
-from hpcrl.config.rules.rule import Conflicts, Rule
+from hpcrl.config.rules.rule import Conflicts, Rule, trainer_needs_gpus
 from hpcrl.errors import ConfigError, Finding
 
 __all__ = ["PARALLEL_RULES", "refuse_planned_settings"]
@@ -71,8 +71,7 @@ def _dispatcher_fits(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
         yield key, "deepep takes tokens to other ranks, and with trainer.parallelism.ep 1 all experts are on each"
     if trainer.dtype != "bfloat16":
         yield key, f"deepep carries bfloat16 alone, and trainer.dtype is {trainer.dtype}"
-    if isinstance(cluster, SlurmCluster) and not cluster.partitions[cluster.partition_name("trainer")].node.gpus:
-        yield key, "deepep is for GPUs, and the trainer's nodes have none"
+    yield from trainer_needs_gpus(cluster, key, "deepep")
 
 
 def _replica_size(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from hpcrl.config.cluster import ClusterProfile, SlurmCluster
+from hpcrl.config.cluster import ClusterProfile
 from hpcrl.config.engine_shape import vllm_flag
 from hpcrl.config.recipe import Recipe
-from hpcrl.config.rules.rule import Conflicts, Rule
+from hpcrl.config.rules.rule import Conflicts, Rule, trainer_needs_gpus
 
 __all__ = ["QUANTIZATION_RULES"]
 
@@ -54,8 +54,7 @@ def _fp8_multiplies(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
         return
     if recipe.trainer.dtype != "bfloat16":
         yield key, f"{fp8.backend} multiplies into bfloat16, and trainer.dtype is {recipe.trainer.dtype}"
-    if isinstance(cluster, SlurmCluster) and not cluster.partitions[cluster.partition_name("trainer")].node.gpus:
-        yield key, f"{fp8.backend} is for GPUs, and the trainer's nodes have none"
+    yield from trainer_needs_gpus(cluster, key, fp8.backend)
 
 
 QUANTIZATION_RULES: tuple[Rule, ...] = (

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from hpcrl.config.cluster import ClusterProfile
+from hpcrl.config.cluster import ClusterProfile, SlurmCluster
 from hpcrl.config.recipe import Recipe
 
-__all__ = ["Conflicts", "Rule", "SiteRule"]
+__all__ = ["Conflicts", "Rule", "SiteRule", "trainer_needs_gpus"]
 
 Conflicts = Iterator[tuple[str, str]]
 """Pairs of a dotted key and what is wrong with it; keys of the profile begin with ``cluster.``."""
@@ -47,3 +47,9 @@ class SiteRule:
     conflict: str
     hint: str
     check: Callable[[ClusterProfile], Conflicts]
+
+
+def trainer_needs_gpus(cluster: ClusterProfile, key: str, what: str) -> Conflicts:
+    """Where the trainer's nodes have no GPUs, what a key asks for is in vain; a local run's are not known."""
+    if isinstance(cluster, SlurmCluster) and not cluster.partitions[cluster.partition_name("trainer")].node.gpus:
+        yield key, f"{what} is for GPUs, and the trainer's nodes have none"
