@@ -14,23 +14,21 @@ import argparse
 import asyncio
 import os
 import statistics
-import subprocess
-import sys
 import time
 
 import aiohttp
 import numpy as np
 import psutil
+import stand_in_engine
 from aiohttp import web
 from harness import record
 
 from hpcrl.inference.embedded.engine.request import Output, VersionSpan
 from hpcrl.inference.embedded.serving import api_generate
 from hpcrl.inference.embedded.serving.api_common import frame_response, json_response, takes_frames
-from hpcrl.ports import choose_blocks
 from hpcrl.rollouts.engines.client import EngineClient, SamplingParams
 
-HOST, LAYERS, EXPERTS = "127.0.0.1", 75, 8
+LAYERS, EXPERTS = 75, 8
 #: tokens of a prompt whose rows are asked for, tokens of the answer
 SIZES = {"8k tokens, routes": (8192 - 512, 512), "131k tokens, routes": (131_072 - 512, 512), "8k tokens": (0, 8192)}
 
@@ -58,36 +56,16 @@ async def serve(port: int) -> None:
         choice = {"finish_reason": "length", "weight_versions": spans, **columns(output, params["logprobs"])}
         return (frame_response if framed else json_response)({"request_id": "r", "choices": [choice]})
 
-    async def health(_: web.Request) -> web.Response:
-        return web.Response()
-
-    app = web.Application(client_max_size=1 << 26)
-    app.add_routes([web.post("/inference/v1/generate", generate), web.get("/health", health)])
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, HOST, port).start()
-    await asyncio.Event().wait()
+    await stand_in_engine.serve(generate, port)
 
 
 async def measure(url: str, server: psutil.Process, rounds: int) -> dict[str, object]:
     """Medians over rounds, of one answer."""
-    late: list[float] = []
-
-    async def watch() -> None:
-        while True:
-            due = time.perf_counter() + 0.002
-            await asyncio.sleep(0.002)
-            late.append(time.perf_counter() - due)
-
     accepts = {"text": "application/json", "binary": EngineClient.accepts}
     figures: dict[str, object] = {}
-    async with aiohttp.ClientSession() as http:
+    async with aiohttp.ClientSession() as http, stand_in_engine.lateness() as late:
         client = EngineClient(http, name="engine-0", url=url)
-        deadline = time.monotonic() + 60.0
-        while not await client.healthy(timeout_s=5.0):
-            assert time.monotonic() < deadline
-            await asyncio.sleep(0.1)
-        watching = asyncio.create_task(watch())
+        await stand_in_engine.reached(client)
         for name, (prompt, count) in SIZES.items():
             samples: dict[str, list[tuple[float, ...]]] = {kind: [] for kind in accepts}
             params = SamplingParams(temperature=1.0, max_tokens=count, seed=prompt, stop_token_ids=[])
@@ -112,7 +90,6 @@ async def measure(url: str, server: psutil.Process, rounds: int) -> dict[str, ob
                 kind: {n: round(statistics.median(v), 4) for n, v in zip(names, zip(*found, strict=True), strict=True)}
                 for kind, found in samples.items()
             }
-        watching.cancel()
     return figures
 
 
@@ -129,14 +106,9 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.serve:
         asyncio.run(serve(arguments.serve))
-    (port,) = choose_blocks([1], first=21000, last=29999, host=HOST)
-    server = subprocess.Popen([sys.executable, __file__, "--serve", str(port)])
     figures: dict[str, object] = {"load_average": round(os.getloadavg()[0], 1), "rounds": arguments.rounds}
-    try:
-        figures |= asyncio.run(measure(f"http://{HOST}:{port}", psutil.Process(server.pid), arguments.rounds))
-    finally:
-        server.kill()
-        server.wait()
+    with stand_in_engine.started(__file__) as (port, pid):
+        figures |= asyncio.run(measure(f"http://{stand_in_engine.HOST}:{port}", psutil.Process(pid), arguments.rounds))
     print(figures)
     record("binary_answers", figures)
 

@@ -15,8 +15,6 @@ import asyncio
 import base64
 import io
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 
@@ -24,16 +22,16 @@ import aiohttp
 import msgspec
 import numpy as np
 import psutil
+import stand_in_engine
 from aiohttp import web
 from harness import record
 
-from hpcrl.ports import choose_blocks
 from hpcrl.rollouts.engines import client as client_module
 from hpcrl.rollouts.engines.client import EngineClient, SamplingParams
 from hpcrl.rollouts.process import prefer_event_loop
 from hpcrl.rollouts.sampling.sequence import TokenSequence
 
-HOST, TOKENS, LAYERS, EXPERTS = "127.0.0.1", 8192, 75, 40
+TOKENS, LAYERS, EXPERTS = 8192, 75, 40
 AT_ONCE = 4
 ROLLOUT_TOKENS, TURNS = 131_072, 64
 
@@ -58,69 +56,49 @@ async def serve(port: int) -> None:
         await response.write(event)
         return response
 
-    async def health(_: web.Request) -> web.Response:
-        return web.Response()
-
-    app = web.Application(client_max_size=1 << 26)
-    app.add_routes([web.post("/inference/v1/generate", generate), web.get("/health", health)])
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, HOST, port).start()
-    await asyncio.Event().wait()
+    await stand_in_engine.serve(generate, port)
 
 
 async def measure_events(port: int, count: int) -> dict[str, object]:
     """Seconds an event, and how late the event loop was meanwhile."""
-    late: list[float] = []
-
-    async def watch() -> None:
-        while True:
-            due = time.perf_counter() + 0.002
-            await asyncio.sleep(0.002)
-            late.append(time.perf_counter() - due)
-
     params = SamplingParams(
         temperature=1.0, max_tokens=8, seed=1, stop_token_ids=[], stream_interval=64, routed_experts_prompt_start=0
     )
     prompt = [60] * TOKENS
     async with aiohttp.ClientSession() as http:
-        client = EngineClient(http, name="engine-0", url=f"http://{HOST}:{port}")
-        deadline = time.monotonic() + 60.0
-        while not await client.healthy(timeout_s=5.0):
-            assert time.monotonic() < deadline
-            await asyncio.sleep(0.1)
+        client = EngineClient(http, name="engine-0", url=f"http://{stand_in_engine.HOST}:{port}")
+        await stand_in_engine.reached(client)
         await client.generate(prompt, params, cache_salt="0", session_id="s", timeout_s=60.0)
         figures: dict[str, object] = {
             "events": count,
             "event_mib": round(TOKENS * LAYERS * EXPERTS * 4 / 3 / (1 << 20), 1),
         }
-        watching = asyncio.create_task(watch())
-        for name, large in (
-            ("no events", 0),
-            ("beside the loop", client_module._LARGE_BYTES),
-            ("in the loop", 1 << 40),
-        ):
-            late.clear()
-            began = time.perf_counter()
-            if not large:
-                await asyncio.sleep(5.0)
-            client_module._LARGE_BYTES = large
-            todo, rss = iter(range(count if large else 0)), [psutil.Process().memory_info().rss]
+        async with stand_in_engine.lateness() as late:
+            for name, large in (
+                ("no events", 0),
+                ("beside the loop", client_module._LARGE_BYTES),
+                ("in the loop", 1 << 40),
+            ):
+                late.clear()
+                began = time.perf_counter()
+                if not large:
+                    await asyncio.sleep(5.0)
+                client_module._LARGE_BYTES = large
+                todo, rss = iter(range(count if large else 0)), [psutil.Process().memory_info().rss]
 
-            async def ask(todo: Iterator[int] = todo, rss: list[int] = rss) -> None:
-                for _ in todo:
-                    answer = await client.generate(prompt, params, cache_salt="0", session_id="s", timeout_s=60.0)
-                    assert answer.experts is not None
-                    rss.append(psutil.Process().memory_info().rss)
+                async def ask(todo: Iterator[int] = todo, rss: list[int] = rss) -> None:
+                    for _ in todo:
+                        answer = await client.generate(prompt, params, cache_salt="0", session_id="s", timeout_s=60.0)
+                        assert answer.experts is not None
+                        rss.append(psutil.Process().memory_info().rss)
 
-            await asyncio.gather(*(ask() for _ in range(AT_ONCE)))
-            figures[name] = {
-                "seconds_an_event": round((time.perf_counter() - began) / count, 3) if large else 0.0,
-                **{f"lag_p{q}_ms": round(1e3 * float(np.percentile(late, q)), 1) for q in (50, 90, 99)},
-                "lag_max_ms": round(1e3 * max(late), 1),
-                "rss_mib": round(max(rss) / (1 << 20)),
-            }
-        watching.cancel()
+                await asyncio.gather(*(ask() for _ in range(AT_ONCE)))
+                figures[name] = {
+                    "seconds_an_event": round((time.perf_counter() - began) / count, 3) if large else 0.0,
+                    **{f"lag_p{q}_ms": round(1e3 * float(np.percentile(late, q)), 1) for q in (50, 90, 99)},
+                    "lag_max_ms": round(1e3 * max(late), 1),
+                    "rss_mib": round(max(rss) / (1 << 20)),
+                }
     return figures
 
 
@@ -151,15 +129,10 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.serve:
         asyncio.run(serve(arguments.serve))
-    (port,) = choose_blocks([1], first=21000, last=29999, host=HOST)
-    server = subprocess.Popen([sys.executable, __file__, "--serve", str(port)])
-    try:
+    with stand_in_engine.started(__file__) as (port, _):
         figures: dict[str, object] = {"load_average": round(os.getloadavg()[0], 1)}
         prefer_event_loop()
         figures |= asyncio.run(measure_events(port, arguments.events))
-    finally:
-        server.kill()
-        server.wait()
     figures |= measure_conversation()
     print(figures)
     record("large_answers", figures)
