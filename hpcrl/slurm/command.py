@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -125,6 +126,9 @@ def run_command(argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float
             os.killpg(process.pid, signal.SIGKILL)  # our own unreaped child: the id cannot be another's
             raise SlurmUnavailableError(f"{in_short(argv)} gave no answer in {timeout_s:g} s") from None
         except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)
+            # the call that was interrupted may have waited for its end already: the id may be another's then, or nobody's
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
             raise
     return CommandResult(process.returncode, stdout, stderr)

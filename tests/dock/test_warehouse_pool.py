@@ -129,6 +129,34 @@ def test_a_killed_master_costs_reads_from_disk_until_it_is_back(
     assert warehouse.figures()[:2] == (0, 0)
 
 
+@pytest.mark.campaign  # 30 s, as long as Mooncake waits
+def test_a_master_that_hangs_is_waited_for_once(
+    warehouse: MooncakeWarehouse, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (place, block), (other, other_block) = disk.write(1), disk.write(2)
+    assert warehouse.put(place, block)
+    assert warehouse.put(other, other_block)
+    leave_pools()
+    reader = BlockReader(warehouse.location, disk.directory)
+    assert reader.read(place) == b"".join(block)
+    master = warehouse.master.pid
+    assert master is not None
+    os.kill(master, signal.SIGSTOP)
+    try:
+        assert reader.read(place) == b"".join(block)
+        asked: list[object] = []
+        monkeypatch.setattr(module, "_join", lambda *_, **__: asked.append(1))
+        monkeypatch.setattr(module, "_joined", {})
+        assert reader.read(other) == b"".join(other_block)
+    finally:
+        os.kill(master, signal.SIGCONT)
+    assert asked == []
+    assert reader.sources == {"pool": 1, "disk": 2}
+    assert "answered with code -901" in reader.problems[0]
+    assert "did not answer: it is asked again after 120 s" in reader.problems[1]
+    warehouse.release([place, other])
+
+
 def test_where_mooncake_is_missing_a_start_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mooncake", None)
     with pytest.raises(MissingExtraError, match=r"hint: pip install 'hpcrl\[store\]'"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -433,6 +434,21 @@ def test_runner_kills_at_the_time_out(tmp_path: Path) -> None:
     pid = int(pidfile.read_text())
     # nobody may have reaped it
     wait_for(lambda: (child := procfs.read_process(pid)) is None or child.dead, 5.0, "end of the child")
+
+
+def test_an_interrupt_as_the_command_ends_is_told_and_ends_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The id of a command that was waited for may be another's by now."""
+    ended: list[int] = []
+
+    def interrupted(process: subprocess.Popen[str], timeout: float | None = None) -> None:
+        process.wait(timeout)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", interrupted)
+    monkeypatch.setattr("hpcrl.slurm.command.os.killpg", lambda pid, _: ended.append(pid))
+    with pytest.raises(KeyboardInterrupt):
+        run_command(["true"], env=os.environ, timeout_s=30)
+    assert ended == []
 
 
 # -- watching --------------------------------------------------------------------------------------------------------

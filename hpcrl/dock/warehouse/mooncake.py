@@ -37,8 +37,11 @@ _BUFFER_BYTES = 16 << 20
 _ALIGN = 64
 _SEGMENT_STEP = 16 << 20
 _NO_SPACE, _NOT_FOUND = -200, -704
+_RPC_TIMEOUT = -901
 _AGAIN_S = 5.0
 """A pool that failed is left alone for so long: a call of it may take seconds, and rollouts wait for it."""
+_SILENT_S = 120.0
+"""The same for a reader whose master has hung: each call would wait 30 s, as long as Mooncake waits for an answer."""
 
 
 class MooncakeWarehouse:
@@ -170,20 +173,24 @@ class MooncakeWarehouse:
 _joined: dict[Pool, Any] = {}
 """A process reads by one client a pool, step after step: to join takes half a second."""
 _joining = threading.Lock()
+_silent_until_s: dict[Pool, float] = {}
 
 
 def fetch(pool: Pool, places: Sequence[PayloadPlace]) -> list[memoryview | OSError]:
     """Blocks of a pool, all of them in one call; in place of one that is not there whole, why.
 
-    Nobody has looked at their hashes yet. They share memory, which is there as long as any of them.
+    Nobody has looked at their hashes yet. They share memory, which is there as long as any of them. Mooncake waits 30 s
+    for a master or an owner of memory that hangs.
 
     Raises
     ------
     HpcrlError
         Mooncake is not installed, or cannot be loaded.
     OSError
-        The pool cannot be joined.
+        The pool cannot be joined, or its master did not answer lately.
     """
+    if time.monotonic() < _silent_until_s.get(pool, 0.0):
+        raise OSError(f"the master of the pool at {pool.master} did not answer: it is asked again after {_SILENT_S:g} s")
     with _joining:
         if pool not in _joined:
             if not _joined:
@@ -202,6 +209,8 @@ def fetch(pool: Pool, places: Sequence[PayloadPlace]) -> list[memoryview | OSErr
         codes = store.batch_get_into(keys, [address + start for start in starts], sizes)
     finally:
         store.unregister_buffer(address)
+    if _RPC_TIMEOUT in codes:
+        _silent_until_s[pool] = time.monotonic() + _SILENT_S
     view = memory.data.toreadonly()
     return [
         view[start : start + place.bytes] if code == place.bytes else OSError(_why(code, place))
@@ -222,6 +231,7 @@ def leave_pools() -> None:
     with _joining:
         while _joined:
             _joined.popitem()[1].close()
+    _silent_until_s.clear()
 
 
 def _join(pool: Pool, *, segment_bytes: int) -> Any:
