@@ -126,7 +126,7 @@ def run_command(argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float
             os.killpg(process.pid, signal.SIGKILL)  # our own unreaped child: the id cannot be another's
             raise SlurmUnavailableError(f"{in_short(argv)} gave no answer in {timeout_s:g} s") from None
         except BaseException:
-            # the call that was interrupted may have waited for its end already: the id may be another's then, or nobody's
+            # the call that was interrupted may have waited for its end: the id may be another's then, or nobody's
             if process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)

@@ -190,7 +190,9 @@ def fetch(pool: Pool, places: Sequence[PayloadPlace]) -> list[memoryview | OSErr
         The pool cannot be joined, or its master did not answer lately.
     """
     if time.monotonic() < _silent_until_s.get(pool, 0.0):
-        raise OSError(f"the master of the pool at {pool.master} did not answer: it is asked again after {_SILENT_S:g} s")
+        raise OSError(
+            f"the master of the pool at {pool.master} did not answer: it is asked again after {_SILENT_S:g} s"
+        )
     with _joining:
         if pool not in _joined:
             if not _joined:

@@ -22,6 +22,8 @@ TOKEN_RECORD_BYTES = 17
 """A token of a rollout: id, log-probability, version and advantage of 4 bytes each, and a mask."""
 PAYLOAD_COPIES = 3
 """A payload as received, as decoded, and as it is written."""
+PROMPT_ROWS_BYTES = 1 << 30
+"""Rows of experts that a prefill engine keeps until somebody asks (`hpcrl.inference.vllm.prompt_rows`)."""
 ENVIRONMENT_BYTES = 4 << 20
 """A rollout in flight: its conversation, its requests, its share of an environment's process."""
 
@@ -108,6 +110,8 @@ def _engine(
     yield Term("processes", PROCESS_BYTES * per_node, "ranks · constant", {"ranks": per_node}, "assumed")
     yield _next_version(facts, recipe, role, ranks, per_node)
     yield Term("KV offload", offload, "engine.memory.kv_offload_gib")
+    if role is Role.PREFILL and recipe.returns_routed_experts:
+        yield Term("routed experts of prompts", PROMPT_ROWS_BYTES, "constant")
     store = recipe.engine.kv_store
     if store is not None:
         yield Term("Mooncake segment", round(store.segment_gib * GIB), "engine.kv_store.segment_gib")
