@@ -29,10 +29,12 @@ test: lint
 	@HPCRL_TEST_TAUGHT_MODEL=$(CURDIR)/models/quickstart HPCRL_TEST_QUICKSTARTS=$(CURDIR)/runs $(PYTEST) $(PARALLEL) -m "not vllm and not campaign"
 
 # what `make test` leaves out. Real vLLM engines have an environment of their own (2.7 GB), and need all cores when they
-# start: two tests at a time, of which one often waits; a third makes nothing faster
+# start, so that these are three at a time, of which one or two wait
+test-long: WORKERS = 3
 test-long:
 	@python3 tools/bootstrap.py all dev --slurm --vllm
-	@$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder -m "(campaign or vllm) and not nightly"
+	@$(MAKE) --no-print-directory models/quickstart/config.json
+	@HPCRL_TEST_TAUGHT_MODEL=$(CURDIR)/models/quickstart $(PYTEST) $(PARALLEL) -m "(campaign or vllm) and not nightly"
 
 # whole runs with real vLLM that lose engines, sides and nodes: minutes each, so not in every continuous integration
 test-nightly:

@@ -78,6 +78,8 @@ def nothing_left_in_working_directory(empty_working_directory: Path) -> Iterator
     assert not left, f"the test wrote {', '.join(left)} into the working directory"
 
 
+#: files that take minutes, and are begun first: else the last of them would run when nothing else does
+LONGEST = ("e2e/test_vllm_faults.py", "slurm_e2e/test_slurm_faults.py", "slurm_e2e/test_slurm_reference.py")
 #: rooms whose tests mostly wait (for clusters and runs), and others that take long; of each the longest first
 WAITING = ("slurm_e2e", "e2e", "journeys", "supervisor", "devcluster")
 BUSY = ("trainer", "planning", "durability", "checkpoints", "weights")
@@ -92,8 +94,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def in_order(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Files as workers take them, one after the other: those that wait spread among those that compute, so that the
-    processors have something to do meanwhile, and the short ones last, so that workers end together."""
+    """Files as workers take them, one after the other: the longest first, those that wait spread among those that
+    compute, so that the processors have something to do meanwhile, and the short ones last: workers end together."""
     ranks = {room: rank for rank, room in enumerate((*WAITING, *BUSY))}
     files: dict[Path, list[pytest.Item]] = {}
     for item in sorted(items, key=lambda item: ranks.get(room(item.path), len(ranks))):
@@ -102,12 +104,18 @@ def in_order(items: list[pytest.Item]) -> list[pytest.Item]:
     others = [path for path in files if room(path) not in WAITING]
     places = {path: WAITING_BEGUN * i / len(waiting) for i, path in enumerate(waiting)}
     places |= {path: i / len(others) for i, path in enumerate(others)}
+    places |= {path: LONGEST.index(of_tests(path)) - len(LONGEST) for path in files if of_tests(path) in LONGEST}
     return [item for path in sorted(places, key=places.__getitem__) for item in files[path]]
 
 
 def room(path: Path) -> str:
     """The folder of tests/ that a file is in, or below."""
-    return path.relative_to(Path(__file__).parent).parts[0]
+    return of_tests(path).partition("/")[0]
+
+
+def of_tests(path: Path) -> str:
+    """The name of a file from tests/ on."""
+    return path.relative_to(Path(__file__).parent).as_posix()
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,7 +26,7 @@ from hpcrl.ours import read_secret
 __all__ = ["check_engine_flags", "check_model", "check_packages", "check_pythons", "check_sizes"]
 
 _FLAGS_TIMEOUT_S = 900.0
-"""Loading vLLM takes half a minute of one core, on a busy login node many times that."""
+"""Loading vLLM takes ten seconds of one core, on a busy login node many times that."""
 _PLACEHOLDER = re.compile(r"\{(run_dir|replica|host|port|node_rank|node_host)(?:[+*](\d+))?\}")
 _ANY_PORT = 20000
 _OTHER_FAMILY = (
@@ -178,7 +179,7 @@ def check_secrets(plan: Plan, site: Loaded[ClusterProfile]) -> None:
 def check_engine_flags(recipe: Loaded[Recipe], plan: Plan) -> list[str]:
     """Let the installed vLLM's own parser check the commands of engines.
 
-    Takes about half a minute. Does nothing for other backends, and for the payload ``probe``.
+    Takes about ten seconds of a processor. Does nothing for other backends, and for the payload ``probe``.
 
     Returns
     -------
@@ -194,7 +195,7 @@ def check_engine_flags(recipe: Loaded[Recipe], plan: Plan) -> list[str]:
     """
     if recipe.value.engine.backend != "vllm" or recipe.value.job.payload != "roles":
         return []
-    notes = []
+    notes, asked = [], dict[str, list[RoleGroup]]()
     for group in plan.groups:
         if _engine_words(group) is None:
             continue
@@ -203,7 +204,12 @@ def check_engine_flags(recipe: Loaded[Recipe], plan: Plan) -> list[str]:
             where = "in the container" if plan.container is not None else f"visible here ({python})"
             notes.append(f"flags of {group.role} were not checked: its vLLM is not {where}")
             continue
-        _ask_parser(recipe, group, python)
+        asked.setdefault(python, []).append(group)
+    for python, groups in asked.items():
+        for group, refusal in zip(groups, _ask_parser(python, groups), strict=True):
+            if refusal is not None:
+                what = f"vLLM refuses flags of {group.role}: {refusal}"
+                raise ConfigError([Finding(recipe.where("engine"), "engine.vllm_args", what, "correct them")])
     return notes
 
 
@@ -272,27 +278,37 @@ def _engine_words(group: RoleGroup) -> list[str] | None:
     return None
 
 
-def _ask_parser(recipe: Loaded[Recipe], group: RoleGroup, python: str) -> None:
+def _ask_parser(python: str, groups: Sequence[RoleGroup]) -> list[str | None]:
+    """What the vLLM of an interpreter says against the command of each group of engines; None where it takes it.
+
+    Raises
+    ------
+    UsageError
+        The interpreter cannot load vLLM and hpcrl, or does not answer.
+    """
+    lines = [_filled(group) for group in groups]
+    roles, command = ", ".join(group.role for group in groups), module_command(python, "hpcrl.inference.vllm.flags")
+    try:
+        result = subprocess.run(
+            command, input=json.dumps(lines), capture_output=True, text=True, timeout=_FLAGS_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UsageError(f"flags of {roles} cannot be checked: {error}") from error
+    if result.returncode:
+        last = (result.stderr.strip().splitlines() or [f"exit code {result.returncode}"])[-1]
+        raise UsageError(
+            f"{python} cannot check the flags of {roles}: {last}\n"
+            "    hint: install vLLM and hpcrl for this interpreter (python3 tools/bootstrap.py --vllm)"
+        )
+    answer: dict[str, list[str | None]] = json.loads(result.stdout.splitlines()[-1])
+    return answer["refused"]
+
+
+def _filled(group: RoleGroup) -> list[str]:
+    """The words after vLLM's program, with values such as the supervisor fills in."""
     words = _engine_words(group)
     assert words is not None
     if words[0] == "serve":
         words = ["--model", *words[1:]]
     # vLLM compares ports with each other: they must differ as they will
-    filled = [_PLACEHOLDER.sub(_stand_in, word) for word in words]
-    command = module_command(python, "hpcrl.inference.vllm.flags")
-    try:
-        result = subprocess.run(
-            command, input=json.dumps(filled), capture_output=True, text=True, timeout=_FLAGS_TIMEOUT_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise UsageError(f"flags of {group.role} cannot be checked: {error}") from error
-    said = result.stderr.strip().splitlines()
-    last = said[-1] if said else f"exit code {result.returncode}"
-    if result.returncode == 2:
-        finding = Finding(recipe.where("engine"), "engine.vllm_args", f"vLLM refuses its flags: {last}", "correct them")
-        raise ConfigError([finding])
-    if result.returncode:
-        raise UsageError(
-            f"{python} cannot check the flags of {group.role}: {last}\n"
-            "    hint: install vLLM and hpcrl for this interpreter (python3 tools/bootstrap.py --vllm)"
-        )
+    return [_PLACEHOLDER.sub(_stand_in, word) for word in words]

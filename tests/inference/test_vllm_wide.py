@@ -47,7 +47,7 @@ RANKS = 2
 TOLERANCE = 2e-3
 LIMIT_S = 300.0
 #: how long a request lasts that is to be in flight during an update, and its least and most tokens
-LONG_S = 30.0
+LONG_S = 12.0
 LONG_TOKENS = (60, 900)
 
 

@@ -132,6 +132,9 @@ def test_engine_of_one_process() -> None:
     assert group.env["TORCH_COMPILE_DISABLE"] == "1"
     compiled = groups_of("quickstart_vllm", "local", "engine.vllm_args={}")[Role.ENGINE]
     assert "TORCH_COMPILE_DISABLE" not in compiled.env
+    assert group.env["VLLM_WORKER_MULTIPROC_METHOD"] == "fork"
+    threads = groups_of("quickstart_vllm", "local", "engine.threads=2")[Role.ENGINE]
+    assert "VLLM_WORKER_MULTIPROC_METHOD" not in threads.env
     assert group.ready.kind == "http"
     assert group.ready.path == "/health"
 

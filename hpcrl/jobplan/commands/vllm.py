@@ -146,6 +146,10 @@ def vllm_variables(recipe: Recipe, *, gpus: bool) -> dict[str, str]:
     if recipe.engine.vllm_args.get("enforce-eager"):
         # a few functions of the sampler are compiled even so, at the first request: 27 s of a core at each start
         variables["TORCH_COMPILE_DISABLE"] = "1"
+    if recipe.engine.threads == 1:
+        # vLLM is imported once, not by each of an engine's three processes (the correction `fork` of
+        # `hpcrl.inference.vllm.cpu`). A team of OpenMP's threads would not outlive a fork
+        variables["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
     return {**variables, "VLLM_CPU_KVCACHE_SPACE": gib, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 

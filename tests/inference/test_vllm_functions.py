@@ -1,0 +1,222 @@
+"""Functions of a real vLLM, called without a server: one process loads vLLM, and each program runs in a fork of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from vllm_environment import VLLM_PYTHON
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+
+BESIDE_TRANSFER = """
+from types import SimpleNamespace
+from hpcrl.inference.vllm.experts import allow_beside_transfer
+from vllm.config import KVTransferConfig, VllmConfig
+
+def refusal(stages):
+    config = VllmConfig.__new__(VllmConfig)
+    sizes = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1, "pipeline_parallel_size": stages}
+    vars(config).update(
+        aux_output_config=SimpleNamespace(enabled=True),
+        model_config=SimpleNamespace(runner_type="generate", is_moe=True),
+        cache_config=SimpleNamespace(enable_prefix_caching=True),
+        speculative_config=None,
+        parallel_config=SimpleNamespace(**sizes),
+        kv_transfer_config=KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_both"),
+    )
+    try:
+        config._verify_aux_output_compatibility()
+    except ValueError as error:
+        return str(error)
+    finally:
+        assert config.kv_transfer_config.kv_connector == "NixlConnector"
+
+VllmConfig.use_v2_model_runner = True
+assert "PD auxiliary output is not supported" in refusal(1)
+allow_beside_transfer()
+allow_beside_transfer()
+assert refusal(1) is None
+assert "pipeline parallelism" in refusal(2)
+"""
+
+FETCHES = """
+from types import SimpleNamespace
+from hpcrl.inference.vllm.fetches import TRIES, limit_fetches
+from vllm.v1.core.sched.scheduler import Scheduler
+
+limit_fetches()
+limit_fetches()
+blocks = SimpleNamespace(free=lambda request: None, cache_blocks=lambda request, tokens: None)
+scheduler = Scheduler.__new__(Scheduler)
+vars(scheduler).update(
+    connector=object(),
+    kv_cache_manager=blocks,
+    needs_kv_cache_zeroing=False,
+    prefix_replay_tokens=0,
+    failed_recving_kv_req_ids=set(),
+    finished_recving_kv_req_ids=set(),
+)
+
+def given_up(computed, failures):
+    request = SimpleNamespace(
+        request_id="r", num_computed_tokens=0, num_tokens=100, skip_reading_prefix_cache=False, replay_start=None
+    )
+    for _ in range(failures):
+        request.num_computed_tokens = computed
+        scheduler.finished_recving_kv_req_ids.add("r")
+        scheduler.failed_recving_kv_req_ids.add("r")
+        scheduler._update_waiting_for_remote_kv(request)
+    return request.skip_reading_prefix_cache
+
+assert TRIES == 2
+assert [given_up(0, failures) for failures in (0, 1, 2, 3)] == [False, False, True, True]
+assert not given_up(32, 5)
+"""
+
+ROTATE = """
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from hpcrl.inference.vllm.cpu import apply_corrections
+
+apply_corrections()
+torch.manual_seed(0)
+positions, heads, size = torch.arange(5), 3, 64
+with set_current_vllm_config(VllmConfig()):
+    for is_neox_style in (True, False):
+        rope = RotaryEmbedding(size, size, 512, 10000.0, is_neox_style, torch.float32)
+        query, key = torch.randn(5, heads, 2 * size)[..., size:], torch.randn(5, 1, size)
+        wanted = rope.forward_native(positions, query.flatten(1), key.flatten(1))
+        given = rope.forward_cpu(positions, query.clone(), key.clone())
+        for a, b in zip(given, wanted, strict=True):
+            torch.testing.assert_close(a.flatten(1), b)
+"""
+
+FORK = """
+import os
+import socket
+from hpcrl.inference.vllm.cpu import apply_corrections
+from vllm.config import VllmConfig
+from vllm.utils.system_utils import get_mp_context
+
+def method(asked):
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = asked
+    VllmConfig()
+    return get_mp_context().get_start_method()
+
+assert [method(asked) for asked in ("fork", "spawn")] == ["spawn", "spawn"]
+apply_corrections()
+assert [method(asked) for asked in ("fork", "spawn")] == ["fork", "spawn"]
+server = socket.create_server(("127.0.0.1", 0))
+address = server.getsockname()
+there = socket.create_connection(address)
+here, _ = server.accept()
+child = os.fork()
+if not child:
+    try:
+        server.getsockname()
+    except OSError:
+        # what is connected stays
+        os._exit(here.send(b"hello") - 5)
+    os._exit(1)
+assert os.waitpid(child, 0)[1] == 0
+assert there.recv(5) == b"hello"
+server.getsockname()
+"""
+
+BITS = """
+import torch
+from vllm.utils.deep_gemm import per_block_cast_to_fp8
+from hpcrl.modeling.fp8.quantiser import quantise_blocks
+
+generator = torch.Generator().manual_seed(0)
+# ordinary weights, a matrix below the floor of scales, zeros; some with blocks that are not whole
+for scale in (1.0, 0.02, 1e-5, 0.0):
+    for rows, columns in ((576, 256), (130, 300), (256, 512)):
+        weight = (torch.randn(rows, columns, generator=generator) * scale).bfloat16()
+        values, scales = per_block_cast_to_fp8(weight, block_size=[128, 128], use_ue8m0=False)
+        own = quantise_blocks(weight)
+        assert torch.equal(own.scales, scales), (scale, rows)
+        mine = own.values[:rows, :columns].contiguous()
+        assert torch.equal(mine.view(torch.uint8), values.view(torch.uint8)), (scale, rows)
+"""
+
+PROGRAMS = {"beside transfer": BESIDE_TRANSFER, "fetches": FETCHES, "rotate": ROTATE, "fork": FORK, "bits": BITS}
+#: loads what all of them need; what one of them changes, the next does not find
+ALL = """
+import json
+import os
+import sys
+import traceback
+import vllm.config
+import vllm.model_executor.layers.rotary_embedding.base
+import vllm.utils.deep_gemm
+import vllm.v1.core.sched.scheduler
+
+said = {}
+for name, program in json.load(sys.stdin).items():
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            exec(compile(program, name, "exec"), {"__name__": name})
+            word = "done"
+        except BaseException:
+            word = traceback.format_exc()
+        os.write(writer, word.encode()[-9000:])
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as stream:
+        said[name] = stream.read()
+    os.waitpid(child, 0)
+print(json.dumps(said))
+"""
+
+
+@pytest.fixture(scope="module")
+def said() -> dict[str, str]:
+    """What became of each program."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "VLLM_NO_USAGE_STATS": "1"}
+    done = subprocess.run(
+        [str(VLLM_PYTHON), "-c", ALL],
+        input=json.dumps(PROGRAMS),
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=580,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_experts_are_returned_beside_a_connector_and_all_else_is_still_checked(said: dict[str, str]) -> None:
+    """vLLM's own check, as it is on accelerators; that of the CPU build is a correction's."""
+    assert said["beside transfer"] == "done"
+
+
+def test_a_request_whose_kv_cannot_be_fetched_is_computed_after_two_tries(said: dict[str, str]) -> None:
+    """By vLLM's own scheduler; what a real pool does then is in `test_vllm_pool.py`."""
+    assert said["fetches"] == "done"
+
+
+def test_queries_of_latent_attention_are_rotated_like_those_of_others(said: dict[str, str]) -> None:
+    """Those of a DeepSeek-V3 are a part of each head, and have three dimensions."""
+    assert said["rotate"] == "done"
+
+
+def test_processes_of_an_engine_are_forked(said: dict[str, str]) -> None:
+    """Where the environment asks for it, and only there; and none of them keeps its parent's port."""
+    assert said["fork"] == "done"
+
+
+def test_online_quantisation_makes_the_same_bits(said: dict[str, str]) -> None:
+    """Every bit is that of our quantiser: `per_block_cast_to_fp8` is what ``quantization: fp8_per_block`` calls for
+    linear layers and for each expert, in bfloat16, when it loads them."""
+    assert said["bits"] == "done"
