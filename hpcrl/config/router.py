@@ -16,7 +16,7 @@ class RouterConfig(StrictModel):
     """``vllm-router`` is vLLM's own router, as a role of the run: the orchestrator sends all requests to its one
     address. ``direct``: the orchestrator chooses itself, the engine with the fewest rollouts. ``dynamo``: NVIDIA
     Dynamo's KV-aware router in its place, in front of the same engines. ``auto``: ``vllm-router`` for the backend
-    ``vllm``, else ``direct``."""
+    ``vllm`` and between ``prefill`` and ``decode``, else ``direct``."""
     policy: Literal["sticky_least_loaded", "consistent_hash", "round_robin", "random", "power_of_two"] = (
         "sticky_least_loaded"
     )

@@ -136,6 +136,20 @@ class EngineMetrics:
         self.generation_tokens = add(Counter("vllm:generation_tokens", "Tokens sampled."))
         self.prefix_queries = add(Counter("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache."))
         self.prefix_hits = add(Counter("vllm:prefix_cache_hits", "Tokens found in the prefix cache."))
+        self.external_queries = add(
+            Counter("vllm:external_prefix_cache_queries", "Tokens whose KV was asked for elsewhere.")
+        )
+        self.external_hits = add(
+            Counter("vllm:external_prefix_cache_hits", "Tokens whose KV came from elsewhere, and was used.")
+        )
+        self.fetch_failures = add(
+            Counter(
+                "hpcrl_engine_kv_fetch_failures",
+                "Prompts computed because their KV, said to be elsewhere, could not be had.",
+                "source",
+                ("prefill",),
+            )
+        )
         self.preemptions = add(Counter("vllm:num_preemptions", "Sequences put back into the queue for want of blocks."))
         self.request_success = add(
             Counter(
@@ -175,7 +189,7 @@ class EngineMetrics:
                 "hpcrl_engine_routed_experts_rows",
                 "Rows of experts that were returned, by where they are known from.",
                 "source",
-                ("computed", "prefix_cache"),
+                ("computed", "prefix_cache", "fetched"),
             )
         )
         self.update_bytes = add(Counter("hpcrl_engine_weight_update_bytes", "Bytes of hand-offs read."))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hpcrl.config.cluster import ClusterProfile, SlurmCluster
-from hpcrl.config.engine_shape import engine_gpus, engine_ranks_per_node
+from hpcrl.config.engine_shape import engine_gpus, engine_ranks_per_node, step_limits
 from hpcrl.config.plan import FileProbe, HttpProbe, Role, RoleGroup, RolePolicy
 from hpcrl.config.recipe import Recipe, RolePolicyConfig, TrainerConfig
 from hpcrl.interpreter import module_command
@@ -148,15 +148,15 @@ def _router(recipe: Recipe, cluster: ClusterProfile, run_name: str) -> list[Role
 
 
 def _engine_command(recipe: Recipe, role: Role) -> tuple[str, ...]:
-    engine, handoff = recipe.engine, recipe.handoff
+    engine, handoff, limits = recipe.engine, recipe.handoff, step_limits(recipe.engine, role)
     flags = {
         "--model": recipe.model.path,
         "--host": "{host}",
         "--port": "{port}",
         "--served-model-name": recipe.name,
         "--max-model-len": str(engine.max_model_len),
-        "--max-num-seqs": str(engine.max_num_seqs),
-        "--max-num-batched-tokens": str(engine.max_num_batched_tokens),
+        "--max-num-seqs": str(limits.max_num_seqs),
+        "--max-num-batched-tokens": str(limits.max_num_batched_tokens),
         "--block-size": str(engine.block_size),
         "--kv-cache-memory-bytes": str(int(engine.kv_cache_gib * (1 << 30))),
         "--dtype": engine.dtype,

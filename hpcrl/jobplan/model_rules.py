@@ -178,6 +178,14 @@ def _replay_has_routers(recipe: Recipe, _: ClusterProfile, facts: ModelFacts) ->
         )
 
 
+def _blocks_hold_prompts(recipe: Recipe, _: ClusterProfile, facts: ModelFacts) -> Conflicts:
+    recurrent = sum(isinstance(layer.mixer, Mamba2 | GatedDeltaNet) for layer in facts.layers)
+    if recurrent and recipe.engine.backend == "embedded" and recipe.engine.fetches_kv:
+        key = "engine.prefill" if recipe.engine.prefill is not None else "engine.kv_store"
+        what = f"{recurrent} layers of {facts.name} have a state, which embedded engines give to nobody"
+        yield key, f"{what}: each would compute every prompt itself"
+
+
 def _freeze_fits(recipe: Recipe, _: ClusterProfile, facts: ModelFacts) -> Conflicts:
     if recipe.trainer.freeze is not None:
         yield from (("trainer.freeze", problem) for problem in freeze_problems(facts, recipe.trainer.freeze))
@@ -287,6 +295,12 @@ MODEL_RULES: tuple[ModelRule, ...] = (
         "Routes are of models with experts, and of two a token where KV is fetched from a pool or the host.",
         "set trainer.router_replay and engine.return_routed_experts: false",
         _replay_has_routers,
+    ),
+    ModelRule(
+        "blocks-hold-prompts",
+        "Blocks of KV are all that a prompt leaves, where engines give it to each other.",
+        "set engine.backend: vllm, or remove prefill, decode and kv_store",
+        _blocks_hold_prompts,
     ),
     ModelRule(
         "freeze-fits",

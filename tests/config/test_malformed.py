@@ -274,10 +274,10 @@ JOBS = {
     ),
     "rule: payload": Case(
         "trainer:",
-        "engine: {backend: embedded, prefill: {replicas: 1, nodes: 1}, decode: {replicas: 1, nodes: 1}}\ntrainer:",
-        8,
+        "job: {layout: elastic}\nengine: {prefill: {replicas: 1, nodes: 1}, decode: {replicas: 1, nodes: 1}}\ntrainer:",
+        9,
         "engine.prefill",
-        "have no sides",
+        "come and go",
         "probe",
     ),
     "rule: vLLM stands": Case(

@@ -27,12 +27,14 @@ SIZES = (
     "trainer.micro_batch_tokens",
     "trainer.memory.lm_head_chunk_tokens",
     "trainer.optimizer.learning_rate",
+    "engine.prefill.replicas",
+    "engine.decode.replicas",
     "engine.max_model_len",
     "engine.max_num_seqs",
     "engine.block_size",
     "engine.kv_cache_gib",
 )
-_NO_SIDES = "embedded engines have no sides: as many engines as the sides have nodes compute prompts and answers alike"
+_ONE_PROCESS = "an embedded engine is one process: a replica on each node in place of one over several"
 #: what a CPU must replace, with the reason as it stands in the recipe
 REPLACED = {
     "environments": (
@@ -42,16 +44,13 @@ REPLACED = {
         "DeepGEMM is for Hopper GPUs; the reference in plain torch defines what it computes"
     ),
     "engine.backend": "vLLM has no sparse attention for CPUs; the embedded engine has it, behind vLLM's API",
-    "engine.prefill": _NO_SIDES,
-    "engine.decode": _NO_SIDES,
-    "engine.replicas": _NO_SIDES,
-    "engine.router.kind": "what auto is for vLLM engines, for embedded ones is none",
+    "engine.prefill.nodes": _ONE_PROCESS,
+    "engine.prefill.vllm_args": "the embedded engine has none of vLLM's flags; two batches in turns are lost",
+    "engine.decode.nodes": _ONE_PROCESS,
     "engine.memory": (
         "engines hold no FP8 and share no GPU; their weights are those of versions in FP8, multiplied in bfloat16"
     ),
-    "engine.vllm_args": (
-        "the embedded engine has none of vLLM's flags; expert parallelism, DeepEP and two batches in turns are lost"
-    ),
+    "engine.vllm_args": "the embedded engine has none of vLLM's flags; expert parallelism and DeepEP are lost",
     "handoff.kind": "the embedded engine quantises nothing as it loads, so the trainer does, by the same quantiser",
 }
 
@@ -107,6 +106,8 @@ def test_what_a_cpu_replaces_stands_in_the_recipe_with_its_reason() -> None:
         "rollouts.max_off_policy_steps=4",
         "engine.pause=none",
         "job.layout=single",
+        "engine.decode.max_num_batched_tokens=32",
+        "engine.router.kind=direct",
         "trainer.precision.fp8.keep=['*.kv_b_proj']",
     ],
 )

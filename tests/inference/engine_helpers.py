@@ -31,7 +31,7 @@ from hpcrl.modeling.decoder import Decoder
 from hpcrl.modeling.hf import published_tensors
 from hpcrl.modeling.packed_attention import PackedAttention
 from hpcrl.modeling.spec import build_model
-from hpcrl.models.arch import ModelArch, Qwen3MoeArch
+from hpcrl.models.arch import GlmMoeDsaArch, ModelArch, Qwen3MoeArch
 from hpcrl.models.tokenizer import write_character_tokenizer
 from hpcrl.supervisor.process.guard import end_processes
 from hpcrl.supervisor.process.leftovers import Scratch
@@ -55,6 +55,31 @@ def tiny_arch(vocab_size: int = 103, eos_token_id: int = 2) -> ModelArch:
         num_experts_per_tok=2,
         max_position_embeddings=1024,
         eos_token_id=eos_token_id,
+    )
+
+
+def tiny_glm_arch() -> ModelArch:
+    """GLM-5 in small: the second layer takes what the indexer of the first has chosen."""
+    return GlmMoeDsaArch(
+        vocab_size=103,
+        hidden_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        intermediate_size=24,
+        moe_intermediate_size=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        first_k_dense_replace=0,
+        max_position_embeddings=256,
+        q_lora_rank=16,
+        kv_lora_rank=12,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=4,
+        v_head_dim=8,
+        index_n_heads=8,
+        index_head_dim=8,
+        index_topk=8,
+        indexer_types=("full", "shared", "full"),
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_helpers import forward, logprob_error, random_model
+from engine_helpers import forward, logprob_error, random_model, tiny_glm_arch
 
 from hpcrl.inference.embedded.engine.config import EngineConfig
 from hpcrl.inference.embedded.engine.engine import Delivery, Engine
@@ -21,7 +21,7 @@ from hpcrl.inference.embedded.engine.params import SamplingParams
 from hpcrl.inference.embedded.engine.request import EngineRequest, Output
 from hpcrl.inference.metrics import EngineMetrics, Registry
 from hpcrl.modeling.decoder import Decoder
-from hpcrl.models.arch import GlmMoeDsaArch, GptOssArch, NemotronHArch
+from hpcrl.models.arch import GptOssArch, NemotronHArch
 
 TOLERANCE = 1e-4
 
@@ -139,7 +139,8 @@ def test_prefix_hits_keep_values_and_routes(start: StartEngine, tiny: tuple[Path
     check_outputs(tiny[1], prompts, outputs)
     rows = sum(len(output.routed_experts) for output in outputs if output.routed_experts is not None)
     cached = sum(output.num_cached_tokens for output in outputs)
-    assert counted_rows(client) == {"computed": len(base) + 8 - 1 + rows - cached, "prefix_cache": cached}
+    computed = len(base) + 8 - 1 + rows - cached
+    assert counted_rows(client) == {"computed": computed, "prefix_cache": cached, "fetched": 0}
 
 
 def counted_rows(client: Client) -> dict[str, float]:
@@ -173,28 +174,7 @@ def test_preemption_loses_nothing(start: StartEngine, tiny: tuple[Path, Decoder]
 
 def test_chosen_tokens_are_those_of_the_plain_forward_pass(start: StartEngine) -> None:
     """GLM-5: latents and keys of the indexer come from the cache, with chunked prefill, prefix hits and preemption."""
-    arch = GlmMoeDsaArch(
-        vocab_size=103,
-        hidden_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        intermediate_size=24,
-        moe_intermediate_size=16,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        first_k_dense_replace=0,
-        max_position_embeddings=256,
-        q_lora_rank=16,
-        kv_lora_rank=12,
-        qk_nope_head_dim=8,
-        qk_rope_head_dim=4,
-        v_head_dim=8,
-        index_n_heads=8,
-        index_head_dim=8,
-        index_topk=8,
-        indexer_types=("full", "shared", "full"),
-    )
-    model = random_model(arch, 1)
+    model = random_model(tiny_glm_arch(), 1)
     client = start(model, num_blocks=64, max_num_batched_tokens=24)
     base = prompts_of(1, 30, 30)[0]
     prompts = [base + tail for tail in prompts_of(8, 1, 40, seed=6)]

@@ -29,6 +29,11 @@ BROKEN = {
     "sequence-divides": (("trainer.micro_batch_tokens=131076",), "GLM-5", "trainer.micro_batch_tokens"),
     "fp8-blocks": (("engine.tp=8",), "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "engine.memory.weights"),
     "replay-has-routers": (("trainer.router_replay=true",), "Qwen3-8B", "trainer.router_replay"),
+    "blocks-hold-prompts": (
+        ("engine.backend=embedded",),
+        "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
+        "engine.prefill",
+    ),
     "freeze-fits": (("trainer.freeze=['*.mlp.gate.weight']",), "GLM-5", "trainer.freeze"),
     "fp8-fits": (("trainer.precision.fp8.keep=['*.self_attn.k_proj']",), "GLM-5", "trainer.precision.fp8.keep"),
     "adapters-fit": (("trainer.lora={rank: 8, targets: [shared_experts]}",), "Qwen3-30B-A3B", "trainer.lora.targets"),

@@ -345,6 +345,7 @@ def test_an_interpreter_on_nodes_alone_is_not_missing() -> None:
 
 
 SIDES = ("engine.prefill={replicas: 2, nodes: 1}", "engine.decode={replicas: 1, nodes: 1}", "engine.replicas=1")
+EMBEDDED_SIDES = (*SIDES, "engine.backend=embedded", "engine.kv_store=null", "engine.vllm_args={}")
 
 
 def words_after(group: RoleGroup, program: str) -> list[str]:
@@ -448,6 +449,8 @@ def test_each_rank_of_a_wide_replica_publishes_above_its_server() -> None:
         ([*SIDES, "engine.router.kind=dynamo"], "local", "leads no request from prefill to decode"),
         ([*SIDES, "engine.router.kind=direct"], "local", "nothing leads a request"),
         (["engine.kv_transfer=nixl"], "local", "no effect without prefill"),
+        ([*EMBEDDED_SIDES, "engine.kv_transfer=nixl"], "local", "in a way of their own"),
+        ([*EMBEDDED_SIDES, "engine.router.kind=direct"], "local", "nothing leads a request"),
         ([*SIDES, "job.layout=elastic"], "devcluster", "replicas that come and go"),
         ([*WIDE, "engine.pause=none"], "devcluster", "computed by layers of two versions"),
         (["engine.pause=none"], "local", "computed by layers of two versions"),
@@ -460,8 +463,28 @@ def test_what_does_not_go_together_is_refused(settings: list[str], site: str, me
         check_rules(load_recipe("quickstart_vllm", settings), load_cluster(site))
 
 
-def test_sides_of_one_rank_may_be_submitted() -> None:
-    check_rules(load_recipe("quickstart_vllm", SIDES), load_cluster("local"))
+@pytest.mark.parametrize("settings", [SIDES, EMBEDDED_SIDES])
+def test_sides_of_one_rank_may_be_submitted(settings: tuple[str, ...]) -> None:
+    check_rules(load_recipe("quickstart_vllm", settings), load_cluster("local"))
+
+
+def test_embedded_sides_are_planned_as_those_of_vllm() -> None:
+    """Roles, what waits for what, the limits of each side's steps; the router is told of KV as by NIXL's connector."""
+    small = ("engine.prefill.max_num_batched_tokens=512", "engine.decode.max_num_seqs=8")
+    theirs = groups_of("quickstart_vllm", "local", *SIDES, "engine.kv_store=null", *small)
+    groups = groups_of("quickstart_vllm", "local", *EMBEDDED_SIDES, *small)
+    assert {role: (g.replicas, g.after) for role, g in groups.items()} == {
+        role: (g.replicas, g.after) for role, g in theirs.items()
+    }
+    for role, batched, seqs in ((Role.PREFILL, "512", "64"), (Role.DECODE, "2048", "8")):
+        flags, command = flags_of(groups[role]), groups[role].command
+        assert "hpcrl.inference.embedded.server" in command
+        assert (flags["max-num-batched-tokens"], flags["max-num-seqs"]) == (batched, seqs)
+        assert flags["weight-reader"] == f"{role}-{{replica}}"
+        # the router asks for health without a token, and KV comes from the one port of the server
+        assert "--open-health" in command
+        assert groups[role].ports == 1
+    assert words_after(groups[Role.ROUTER], "hpcrl.inference.vllm.front")[:2] == ["--connector", "nixl"]
 
 
 def test_a_router_that_is_not_installed_is_a_finding(tmp_path: Path) -> None:

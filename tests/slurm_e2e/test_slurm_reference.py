@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,9 @@ from slurm_lab import SlurmLab, events, wait_saved
 from virtual_site import virtual_site
 from vllm_environment import VLLM_PYTHON
 
+from hpcrl.credentials import Credentials
 from hpcrl.runs.metrics import read_metrics
+from hpcrl.runs.role import Endpoints
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunStatus
 from hpcrl.weights.store import HandoffStore
@@ -31,12 +34,18 @@ MEMORY = {
     "optimizer_offload": True,
     "lm_head_chunk_tokens": 64,
 }
-KILLED_AFTER = 10
+KILLED_AFTER = 5
 #: a run that does not learn measures the same held-out prompts every time, within 0.01
 LEARNED = 0.1
 #: a shape that a machine of two processors runs in minutes: one trainer node for three, and three engines. The meshes
 #: are those of the reference run, on as few ranks as have them
-FEW = ("trainer.nodes=4", "trainer.ranks=8", "engine.replicas=3", "rollouts.rollouts_per_step=32")
+FEW = (
+    "trainer.nodes=4",
+    "trainer.ranks=8",
+    "engine.prefill.replicas=1",
+    "engine.decode.replicas=2",
+    "rollouts.rollouts_per_step=32",
+)
 
 
 @pytest.fixture(scope="module")
@@ -73,10 +82,27 @@ def nodes_of(run: RunDir) -> dict[str, list[str]]:
     return found
 
 
+def fetched(run: RunDir) -> tuple[float, float, float]:
+    """Tokens of prompts whose KV decode engines of the newest attempt asked prefill for, those they got, and how often
+    they got none."""
+    attempt = run.attempts()[-1]
+    headers = Credentials.of_run(run.path, attempt).headers
+    names = ("vllm:external_prefix_cache_queries_total", "vllm:external_prefix_cache_hits_total")
+    totals = [0.0, 0.0, 0.0]
+    for member in Endpoints.read(run, attempt).fixed("decode"):
+        with urllib.request.urlopen(
+            urllib.request.Request(f"{member.url}/metrics", headers=headers), timeout=30
+        ) as text:
+            samples = [line.rpartition(" ") for line in text.read().decode().splitlines() if not line.startswith("#")]
+        for i, name in enumerate((*names, "hpcrl_engine_kv_fetch_failures_total")):
+            totals[i] += sum(float(value) for sample, _, value in samples if sample.startswith(name))
+    return totals[0], totals[1], totals[2]
+
+
 @pytest.mark.parametrize(
     ("lab", "settings", "steps"),
     [
-        pytest.param(7, FEW, 30, id="7 nodes"),
+        pytest.param(7, FEW, 15, id="7 nodes"),
         pytest.param(28, (), 40, id="28 nodes", marks=pytest.mark.nightly),
     ],
     indirect=["lab"],
@@ -89,9 +115,12 @@ def test_all_parts_learn_lose_a_node_and_go_on(
     recipe = run.recipe()
     wait_saved(run, KILLED_AFTER, 900.0)
     first = nodes_of(run)
-    assert (len(first["trainer"]), len(first["engine"])) == (recipe.trainer.nodes, recipe.engine.replicas)
+    sides = {"prefill": recipe.engine.prefill, "decode": recipe.engine.decode}
+    replicas = {role: side.replicas for role, side in sides.items() if side is not None}
+    assert {role: len(first[role]) for role in ("trainer", *sides)} == {"trainer": recipe.trainer.nodes, **replicas}
     assert first["router"] == first["orchestrator"] == first["trainer"][:1]
-    lost = first["engine"][-1]
+    asked, had, failed = fetched(run)
+    lost = first["decode"][-1]
     lab.cluster.kill_node(lost)
     try:
         lab.wait_state(run, ["REQUEUED", "PENDING", "STARTING"], 120)
@@ -111,7 +140,11 @@ def test_all_parts_learn_lose_a_node_and_go_on(
     newest = HandoffStore(run.weights_dir).open(steps).manifest
     assert {tensor.dtype for tensor in newest.tensors.values()} >= {"float8_e4m3fn", "bfloat16"}
     added = {event.data["engine"] for event in events(run, "router.engine_added")}
-    assert added == {f"engine-{replica}" for replica in range(recipe.engine.replicas)}
+    assert added == {f"{role}-{replica}" for role, count in replicas.items() for replica in range(count)}
+    # prompts were computed by prefill: decode got all of their whole blocks
+    assert asked > 0
+    assert had >= 0.95 * asked
+    assert failed == 0
 
     # nothing was lost or trained twice
     records = read_metrics(run)
@@ -129,7 +162,8 @@ def test_all_parts_learn_lose_a_node_and_go_on(
     early, at_loss, late = (sum(part) / len(part) for part in (rewards[:4], rewards[kept - 4 : kept], rewards[-4:]))
     seconds = sorted(sum(record.phases_s.values()) for record in records)[steps // 2]
     with capsys.disabled():
-        print(f"\nheld-out reward {before:.3f} -> {after:.3f}; of batches {early:.3f}, {at_loss:.3f}, {late:.3f}")
+        print(f"\nof {asked:.0f} tokens of prompts decode got {had:.0f} from prefill, and {failed:.0f} times none")
+        print(f"held-out reward {before:.3f} -> {after:.3f}; of batches {early:.3f}, {at_loss:.3f}, {late:.3f}")
         print(f"mismatch {[round(r.mismatch_kl, 4) for r in records[::10]]}, a step {seconds:.1f} s")
     assert after >= before + LEARNED
     lab.wait_empty()

@@ -19,13 +19,9 @@ def _payload_exists(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
     if recipe.job.payload == "probe":
         return
     engine = recipe.engine
-    if engine.backend != "vllm":
-        if engine.prefill is not None or engine.decode is not None:
-            yield "engine.prefill", f"engines of the backend {engine.backend!r} have no sides"
-        return
     if engine.prefill is not None and recipe.job.layout == "elastic":
         yield "engine.prefill", "the router between the sides cannot be told of replicas that come and go"
-    if _largest_replica(recipe, cluster) > 1:
+    if engine.backend == "vllm" and _largest_replica(recipe, cluster) > 1:
         yield from _wide_runs(recipe, cluster)
 
 
@@ -57,10 +53,15 @@ def _largest_replica(recipe: Recipe, cluster: ClusterProfile) -> int:
 
 def _sides_have_a_router(recipe: Recipe, _: ClusterProfile) -> Conflicts:
     engine = recipe.engine
-    if engine.prefill is not None and engine.backend == "vllm" and engine.router.kind == "direct":
+    if engine.prefill is not None and engine.router.kind == "direct":
         yield "engine.router.kind", "without a router nothing leads a request from prefill to decode"
-    if engine.prefill is None and engine.kv_transfer != "auto":
+    if engine.kv_transfer != "auto" and engine.prefill is None:
         yield "engine.kv_transfer", "has no effect without prefill and decode"
+    elif engine.kv_transfer != "auto" and engine.backend != "vllm":
+        yield (
+            "engine.kv_transfer",
+            f"engines of the backend {engine.backend!r} give each other KV in a way of their own",
+        )
 
 
 def _vllm_stands(recipe: Recipe, _: ClusterProfile) -> Conflicts:
@@ -113,7 +114,7 @@ ENGINE_RULES: tuple[Rule, ...] = (
     Rule(
         "sides-router",
         "Prefill and decode have a router between them.",
-        "set engine.router.kind: auto, and kv_transfer only beside prefill and decode",
+        "set engine.router.kind: auto, and kv_transfer only for vLLM's prefill and decode",
         _sides_have_a_router,
     ),
     Rule(

@@ -34,10 +34,15 @@ def has_rdma(cluster: ClusterProfile, role: Role) -> bool:
 
 
 def connector(recipe: Recipe, *, gpus: bool) -> Literal["mooncake", "nixl"] | None:
-    """What leads KV from prefill to decode; None without the two sides."""
+    """What leads KV from prefill to decode; None without the two sides.
+
+    Embedded engines say where KV is in the words of NIXL's connector.
+    """
     engine = recipe.engine
-    if engine.prefill is None or engine.decode is None or engine.backend != "vllm":
+    if engine.prefill is None or engine.decode is None:
         return None
+    if engine.backend == "embedded":
+        return "nixl"
     if engine.kv_transfer != "auto":
         return engine.kv_transfer
     return "nixl" if gpus else "mooncake"
@@ -83,6 +88,8 @@ def disk_command(recipe: Recipe, command: tuple[str, ...]) -> tuple[str, ...]:
 
 def side_ports(recipe: Recipe, *, gpus: bool, ranks_per_node: int) -> int:
     """Ports that each node of a side needs for this, above those of its servers."""
+    if recipe.engine.backend == "embedded":
+        return 0
     return {None: 0, "mooncake": 1, "nixl": ranks_per_node}[connector(recipe, gpus=gpus)]
 
 

@@ -20,7 +20,9 @@ def has_router(recipe: Recipe) -> bool:
     """Whether requests go through a router."""
     engine = recipe.engine
     kind = engine.router.kind
-    return kind not in ("auto", "direct") or (kind == "auto" and engine.backend == "vllm")
+    return kind not in ("auto", "direct") or (
+        kind == "auto" and (engine.backend == "vllm" or engine.prefill is not None)
+    )
 
 
 def asks_health(recipe: Recipe) -> bool:

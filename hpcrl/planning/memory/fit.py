@@ -263,7 +263,8 @@ def _local(recipe: Recipe, cluster: LocalCluster, facts: ModelFacts, real: RealP
     """Everything on one machine."""
     memory = replace(trainer_memory(recipe, device="cpu"), real=real)
     peak = trainer_peak(facts, memory)
-    ranks, replicas = recipe.trainer.ranks, recipe.engine.replicas
+    # an engine of one process has one node, wherever that is
+    ranks, replicas = recipe.trainer.ranks, recipe.engine_nodes or recipe.engine.replicas
     engine = _embedded(recipe, facts).total
     terms = (
         Term("trainer ranks", peak.total * ranks, "peak · ranks", {"peak": peak.total, "ranks": ranks}),

@@ -17,6 +17,7 @@ import numpy as np
 
 from hpcrl.inference.embedded.engine.attention import KVCache
 from hpcrl.inference.embedded.engine.blocks import BlockPool
+from hpcrl.inference.embedded.engine.cached_blocks import CachedBlocks
 from hpcrl.inference.embedded.engine.config import EngineConfig
 from hpcrl.inference.embedded.engine.request import EngineRequest, Output
 from hpcrl.inference.embedded.engine.rows import Rows
@@ -37,7 +38,13 @@ Delivery = list[tuple[EngineRequest, Output]]
 
 
 class Engine:
-    """Continuous batching over one model. `start` begins the thread, `stop` ends it."""
+    """Continuous batching over one model. `start` begins the thread, `stop` ends it.
+
+    Attributes
+    ----------
+    cached:
+        The prefix cache, for the model thread alone (`call`).
+    """
 
     def __init__(self, model: Decoder, config: EngineConfig, metrics: EngineMetrics) -> None:
         """Allocate the KV cache; nothing runs yet."""
@@ -47,17 +54,20 @@ class Engine:
         # blocks hold no states of recurrent layers: what was said before is computed again
         caching = config.enable_prefix_caching and arch.state is None
         self._pool = BlockPool(config.num_blocks, caching=caching)
+        cache = KVCache(arch, config.num_blocks, config.block_size, dtype)
+        self.cached = CachedBlocks(self._pool, cache)
         noise = np.random.default_rng(config.seed)
         self._scheduler = Scheduler(
             self._rows,
             self._pool,
+            load_blocks=self.cached.load,
             max_num_batched_tokens=config.max_num_batched_tokens,
             vocab_size=arch.vocab_size,
             draw_seed=lambda: int(noise.integers(0, 2**63 - 1)),
         )
         self._runner = ModelRunner(
             model,
-            KVCache(arch, config.num_blocks, config.block_size, dtype),
+            cache,
             self._rows,
             Sampler(arch.vocab_size, config.logprobs_mode),
             routed_rows=metrics.routed_rows if config.return_routed_experts else None,
@@ -284,6 +294,7 @@ class Engine:
         for counter, total in (
             (metrics.prefix_queries, scheduler.prefix_queries),
             (metrics.prefix_hits, scheduler.prefix_hits),
+            (metrics.external_hits, scheduler.external_hits),
             (metrics.preemptions, scheduler.num_preemptions),
         ):
             counter.set_total(total)

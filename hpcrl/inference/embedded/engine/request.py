@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -61,7 +61,7 @@ class Output:
         ``[rows, layers, experts_per_token]``: rows that were not reported yet, of tokens that are computed. All
         outputs together have ``tokens - 1 - routed_experts_prompt_start`` of them.
     num_cached_tokens:
-        Prompt tokens whose KV was found in the prefix cache.
+        Prompt tokens whose KV was found in the prefix cache, or came from another engine.
     """
 
     token_ids: list[int]
@@ -137,7 +137,9 @@ class EngineRequest:
         self.experts_in_parts = experts_in_parts
         self.experts_reported = params.routed_experts_prompt_start
         self.ended = False
-        self.num_cached_tokens = 0
+        self.num_cached_tokens = self.num_fetched_tokens = 0
+        #: blocks by hash that other engines computed, for the first start of the sequence
+        self.fetched: Mapping[bytes, bytes] = {}
         self.num_preemptions = 0
         self.version_starts: list[tuple[str, int]] = []
         self.arrived_s = time.monotonic()

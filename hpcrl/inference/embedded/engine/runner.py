@@ -204,9 +204,11 @@ class ModelRunner:
         end = min(int(rows.num_computed[row]), int(rows.num_tokens[row]) - 1)
         positions = np.arange(start, max(start, end))
         request.experts_reported = max(start, end)
-        # of whoever computed these tokens under the same salt: another rollout, or this one's earlier turn
-        cached = min(max(request.num_cached_tokens - start, 0), len(positions))
-        self._routed_rows.inc(cached, "prefix_cache")
+        # of whoever computed these tokens under the same salt: another rollout, this one's earlier turn, another engine
+        known = [request.num_cached_tokens - request.num_fetched_tokens, request.num_cached_tokens]
+        own, cached = (min(max(tokens - start, 0), len(positions)) for tokens in known)
+        self._routed_rows.inc(own, "prefix_cache")
+        self._routed_rows.inc(cached - own, "fetched")
         self._routed_rows.inc(len(positions) - cached, "computed")
         size = self._cache.block_size
         experts: NDArray[np.generic] = self._cache.experts[

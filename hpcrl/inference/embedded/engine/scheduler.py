@@ -51,6 +51,7 @@ class Scheduler:
         rows: Rows,
         pool: BlockPool,
         *,
+        load_blocks: Callable[[list[bytes], list[bytes]], list[int]],
         max_num_batched_tokens: int,
         vocab_size: int,
         draw_seed: Callable[[], int],
@@ -62,6 +63,8 @@ class Scheduler:
         rows, pool:
             Owned by the scheduler from now on. The pool must hold one sequence of maximal length, else a
             sequence could wait for ever.
+        load_blocks:
+            Takes free blocks of the pool, and fills them with what other engines computed (`CachedBlocks.load`).
         max_num_batched_tokens:
             Tokens of a step; at least the number of rows, so that decoding never waits for prefill.
         vocab_size:
@@ -71,6 +74,7 @@ class Scheduler:
         """
         assert pool.num_blocks >= rows.max_blocks
         self._rows, self._pool, self._budget = rows, pool, max_num_batched_tokens
+        self._load_blocks = load_blocks
         self._vocab_size, self._draw_seed = vocab_size, draw_seed
         self._block_size = rows.block_size
         self.waiting: list[EngineRequest] = []
@@ -79,6 +83,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
+        self.external_hits = 0
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request behind those of its priority."""
@@ -166,21 +171,34 @@ class Scheduler:
                 return
             self.waiting.pop(index)
             pool.share(shared)
-            cached = len(shared) * size
+            blocks = shared + self._load(request, request.hashes[len(shared) : usable])
+            cached = len(blocks) * size
             if request.num_preemptions == 0:
                 self.prefix_queries += n
-                self.prefix_hits += cached
+                self.prefix_hits += len(shared) * size
                 request.num_cached_tokens = cached
+                request.num_fetched_tokens = cached - len(shared) * size
+                self.external_hits += request.num_fetched_tokens
             if request.params.seed is None and request.drawn_seed is None:
                 request.drawn_seed = self._draw_seed()
             seed = request.drawn_seed if request.params.seed is None else request.params.seed
             assert seed is not None
-            row = rows.occupy(request, shared, cached, seed, self._vocab_size)
+            row = rows.occupy(request, blocks, cached, seed, self._vocab_size)
             self.running.append(row)
             count = min(n - cached, budget)
-            rows.append_blocks(row, pool.allocate(-(-(cached + count) // size) - len(shared)))
+            rows.append_blocks(row, pool.allocate(-(-(cached + count) // size) - len(blocks)))
             budget -= count
             yield row, count
+
+    def _load(self, request: EngineRequest, keys: list[bytes]) -> list[int]:
+        """Blocks with what other engines computed of a sequence, where that goes on from its cached prefix."""
+        contents = []
+        for key in keys:
+            if (content := request.fetched.get(key)) is None:
+                break
+            contents.append(content)
+        request.fetched = {}
+        return self._load_blocks(keys[: len(contents)], contents)
 
     def advance(self, step: Step) -> None:
         """Record that the tokens of a step were computed; full blocks become findable."""
@@ -204,7 +222,9 @@ class Scheduler:
             self._leave(request.row)
 
     def preempt_all(self) -> None:
-        """Put every running request back into the queue; their KV is computed again."""
+        """Put every running request back into the queue; their KV is computed again, also what others computed."""
+        for request in self.waiting:
+            request.fetched = {}
         for row in list(self.running):
             self._preempt(row)
 

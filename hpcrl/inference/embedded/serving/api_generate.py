@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import msgspec
@@ -28,7 +28,7 @@ from hpcrl.inference.embedded.serving.api_common import (
     wants_usage,
 )
 from hpcrl.inference.embedded.serving.errors import bad_request
-from hpcrl.inference.embedded.serving.protocol import GenerateRequest, check_cache_salt, parse
+from hpcrl.inference.embedded.serving.protocol import GenerateRequest, KvTransferParams, check_cache_salt, parse
 from hpcrl.inference.embedded.serving.serving import Generation, Prompt, Serving, candidates
 from hpcrl.inference.embedded.serving.text import TextStream
 
@@ -65,6 +65,10 @@ class GenerateApi:
         # up to one entry is the sampled token itself, for which no candidates need be found
         wanted = 0 if sampling.logprobs in (0, 1) else sampling.logprobs
         params = to_params(serving.facts, sampling, max_tokens=max_tokens, logprobs=wanted)
+        transfer = request.kv_transfer_params or KvTransferParams()
+        if transfer.do_remote_decode:
+            # nobody reads this answer: the other engine has the rows with the KV
+            params = replace(params, routed_experts_prompt_start=len(request.token_ids))
         stops = stop_strings(sampling.stop)
         if stops and not sampling.detokenize:
             raise bad_request("stop strings need detokenize", "stop")
@@ -96,15 +100,26 @@ class GenerateApi:
             has_stop_strings=bool(stops),
             stream_interval=sampling.stream_interval or 1,
             experts_in_parts=bool(request.stream),
+            prefill=transfer.prefill,
         ) as generation:
-            framed = takes_frames(http)
+            # a router reads what is for another engine
+            framed = takes_frames(http) and not transfer.do_remote_decode
             if request.stream:
                 chunks = self._chunks(request, name, generation, framed=framed)
                 return await (send_frames if framed else send_events)(http, chunks)
-            whole = self._whole(request, name, await generation.final(), framed=framed)
+            outputs = await generation.final()
+            whole = self._whole(request, name, outputs, framed=framed, handover=_handover(http, transfer))
             return (frame_response if framed else json_response)(whole)
 
-    def _whole(self, request: GenerateRequest, name: str, outputs: list[Output], *, framed: bool) -> dict[str, Any]:
+    def _whole(
+        self,
+        request: GenerateRequest,
+        name: str,
+        outputs: list[Output],
+        *,
+        framed: bool,
+        handover: KvTransferParams | None,
+    ) -> dict[str, Any]:
         return {
             "request_id": name,
             "model": self._serving.facts.names[0],
@@ -115,7 +130,7 @@ class GenerateApi:
             "prompt_token_ids": request.token_ids if request.return_token_ids else None,
             "mm_placeholders": None,
             "metrics": None,
-            "kv_transfer_params": None,
+            "kv_transfer_params": handover,
             "ec_transfer_params": None,
             "output_mode": "tokens",
             "choices": [self._choice(request, i, output, framed=framed) for i, output in enumerate(outputs)],
@@ -165,6 +180,14 @@ class GenerateApi:
             raise bad_request("request_ids is missing", "request_ids")
         self._serving.engine.abort(self._serving.find(names))
         return web.Response()
+
+
+def _handover(http: web.Request, transfer: KvTransferParams) -> KvTransferParams | None:
+    """What the engine is told that goes on from the prompt: the address of this one, which the caller has reached."""
+    if not transfer.do_remote_decode or http.transport is None:
+        return None
+    host, port = http.transport.get_extra_info("sockname")[:2]
+    return KvTransferParams(do_remote_prefill=True, remote_host=host, remote_port=port)
 
 
 def _text_columns(output: Output, logprobs: int | None) -> dict[str, Any]:

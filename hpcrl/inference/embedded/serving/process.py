@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import torch
 from aiohttp import web
 
@@ -21,8 +22,10 @@ from hpcrl.inference.embedded.engine.attention import KVCache
 from hpcrl.inference.embedded.engine.config import EngineConfig
 from hpcrl.inference.embedded.engine.engine import Delivery, Engine
 from hpcrl.inference.embedded.engine.states import RecurrentStates
+from hpcrl.inference.embedded.kv.fetching import KvFetcher
 from hpcrl.inference.embedded.serving.api_control import ControlApi
 from hpcrl.inference.embedded.serving.api_generate import GenerateApi
+from hpcrl.inference.embedded.serving.api_kv import KvApi
 from hpcrl.inference.embedded.serving.api_text import TextApi
 from hpcrl.inference.embedded.serving.api_turns import TurnsApi
 from hpcrl.inference.embedded.serving.errors import error_middleware
@@ -143,7 +146,8 @@ def engine_app(
 ) -> web.Application:
     """What is served to whom ``gate`` lets in. ``turns``: of an engine that shares its device with a trainer."""
     app = web.Application(middlewares=[gate.middleware(), error_middleware], client_max_size=_MAX_BODY_BYTES)
-    for api in (GenerateApi(serving), TextApi(serving), ControlApi(serving, updater, metrics, turns)):
+    control = ControlApi(serving, updater, metrics, turns)
+    for api in (GenerateApi(serving), TextApi(serving), KvApi(serving.engine), control):
         app.add_routes(api.routes())
     if turns is not None:
         app.add_routes(TurnsApi(turns).routes())
@@ -151,6 +155,14 @@ def engine_app(
 
 
 async def _serve(settings: ServerSettings, gate: Gate, model: Decoder, listener: socket.socket) -> int:
+    # engines are servers of one kind: what this one lets in is what the others ask for
+    async with aiohttp.ClientSession(headers=gate.headers) as session:
+        return await _serve_with(session, settings, gate, model, listener)
+
+
+async def _serve_with(
+    session: aiohttp.ClientSession, settings: ServerSettings, gate: Gate, model: Decoder, listener: socket.socket
+) -> int:
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -158,7 +170,8 @@ async def _serve(settings: ServerSettings, gate: Gate, model: Decoder, listener:
     metrics = EngineMetrics(Registry({"model_name": settings.served_model_name[0], "engine": "0"}))
     engine = Engine(model, engine_config(settings, model), metrics)
     tokenizer = _tokenizer(settings)
-    serving = Serving(engine, tokenizer, _facts(settings, model, tokenizer))
+    facts = _facts(settings, model, tokenizer)
+    serving = Serving(engine, tokenizer, facts, KvFetcher(engine, session, metrics))
     updater = WeightUpdater(model, settings.reader, gate_from_env("fanout", token_file=settings.token_file))
 
     def hand_over(delivery: Delivery) -> None:

@@ -18,6 +18,7 @@ __all__ = [
     "ChatRequest",
     "CompletionRequest",
     "GenerateRequest",
+    "KvTransferParams",
     "OpenAIRequest",
     "StreamOptions",
     "WireSampling",
@@ -78,6 +79,30 @@ class WireSampling(_Common, kw_only=True):
     prompt_logprob_token_ids: list[list[int]] | None = None
 
 
+class KvTransferParams(msgspec.Struct, kw_only=True):
+    """Where the KV of a prompt goes or comes from; names are those of vLLM's connector for NIXL.
+
+    Attributes
+    ----------
+    do_remote_decode:
+        Another engine goes on from this prompt: the answer says where its KV is.
+    do_remote_prefill, remote_host, remote_port:
+        Another engine, which listens there, has computed it: that answer, as it was.
+    """
+
+    do_remote_decode: bool = False
+    do_remote_prefill: bool = False
+    remote_host: str | None = None
+    remote_port: int | None = None
+
+    @property
+    def prefill(self) -> tuple[str, int] | None:
+        """Host and port of the engine that has the KV; None where none has it."""
+        if not self.do_remote_prefill or self.remote_host is None or self.remote_port is None:
+            return None
+        return self.remote_host, self.remote_port
+
+
 class GenerateRequest(msgspec.Struct, kw_only=True):
     """``/inference/v1/generate``: token ids in, token ids out."""
 
@@ -90,11 +115,11 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
     priority: int = 0
     return_token_ids: bool | None = None
+    kv_transfer_params: KvTransferParams | None = None
     # known to vLLM, not to this engine
     output_mode: str = "tokens"
     features: dict[str, Any] | None = None
     content_parts: list[dict[str, Any]] | None = None
-    kv_transfer_params: dict[str, Any] | None = None
     ec_transfer_params: dict[str, Any] | None = None
 
 

@@ -15,6 +15,7 @@ from aiohttp import web
 from hpcrl.inference.embedded.engine.engine import Engine
 from hpcrl.inference.embedded.engine.params import SamplingParams
 from hpcrl.inference.embedded.engine.request import EngineRequest, Output, TopLogprobs, VersionSpan
+from hpcrl.inference.embedded.kv.fetching import KvFetcher
 from hpcrl.inference.embedded.serving.errors import ApiError, bad_request
 from hpcrl.inference.embedded.serving.text import TextStream
 from hpcrl.models.tokenizer import ChatTokenizer
@@ -170,8 +171,11 @@ def _extend(whole: Output, output: Output) -> None:
 class Serving:
     """What all endpoints share."""
 
-    def __init__(self, engine: Engine, tokenizer: ChatTokenizer | None, facts: ModelFacts) -> None:
-        self.engine, self.facts = engine, facts
+    def __init__(
+        self, engine: Engine, tokenizer: ChatTokenizer | None, facts: ModelFacts, fetcher: KvFetcher | None = None
+    ) -> None:
+        """Prepare; without ``fetcher`` all prompts are computed here."""
+        self.engine, self.facts, self._fetcher = engine, facts, fetcher
         self._tokenizer = tokenizer
         self._by_id: dict[str, set[EngineRequest]] = defaultdict(set)
 
@@ -262,8 +266,14 @@ class Serving:
         has_stop_strings: bool = False,
         stream_interval: int = 1,
         experts_in_parts: bool = False,
+        prefill: tuple[str, int] | None = None,
     ) -> AsyncIterator[Generation]:
         """Run sequences; those that have not ended when the context is left (a client went away) are aborted.
+
+        Parameters
+        ----------
+        prefill:
+            Host and port of the engine that has computed the one prompt.
 
         Raises
         ------
@@ -299,6 +309,8 @@ class Serving:
                     experts_in_parts=experts_in_parts and not has_stop_strings,
                 )
                 generation.add(request, make_text())
+        if self._fetcher is not None:
+            await self._fetcher.fetch(generation.requests, prefill)
         generation.abort = self.engine.abort
         for request in generation.requests:
             self._by_id[request.request_id].add(request)

@@ -1,0 +1,49 @@
+"""What an engine asks others for before it begins a sequence: KV of its prompt that it has not got itself."""
+
+from __future__ import annotations
+
+import asyncio
+
+import aiohttp
+
+from hpcrl.inference.embedded.engine.engine import Engine
+from hpcrl.inference.embedded.engine.request import EngineRequest
+from hpcrl.inference.embedded.kv.prefill import fetch_from_prefill
+from hpcrl.inference.metrics import EngineMetrics
+
+__all__ = ["KvFetcher"]
+
+
+class KvFetcher:
+    """Fetches KV of prompts for one engine."""
+
+    def __init__(self, engine: Engine, session: aiohttp.ClientSession, metrics: EngineMetrics) -> None:
+        """Prepare; ``session`` brings the token of the run, and its owner closes it."""
+        self._engine, self._session, self._metrics = engine, session, metrics
+
+    async def fetch(self, requests: list[EngineRequest], prefill: tuple[str, int] | None) -> None:
+        """Give requests with one prompt, which were not submitted, the blocks of it that others have.
+
+        Parameters
+        ----------
+        prefill:
+            Host and port of the engine that has computed the prompt; None: nobody was asked to.
+        """
+        first, size = requests[0], self._engine.config.block_size
+        if prefill is None or first.params.skip_reading_prefix_cache:
+            return
+        first.extend_hashes(first.tokens, size)
+        # at least one token is computed here: its logits are what the request wants
+        keys = first.hashes[: (len(first.tokens) - 1) // size]
+        cached = self._engine.cached
+        keys = keys[await asyncio.wrap_future(self._engine.call(lambda: cached.count(keys))) :]
+        if not keys:
+            return
+        self._metrics.external_queries.inc(len(keys) * size)
+        blocks = await fetch_from_prefill(self._session, prefill, keys, cached.format)
+        if blocks is None:
+            self._metrics.fetch_failures.inc(value="prefill")
+            return
+        fetched = dict(zip(keys, blocks, strict=False))
+        for request in requests:
+            request.fetched = fetched

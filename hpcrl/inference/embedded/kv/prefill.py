@@ -1,0 +1,50 @@
+"""KV of prompts from the prefill engine that computed them, over its own HTTP server.
+
+A decode engine asks for blocks by their hashes, in which salt and tokens are. What it does not get, for whatever
+reason, it computes itself; that is counted, and told where something went wrong.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import aiohttp
+
+from hpcrl.inference.embedded.kv.sealing import BlockFormat
+
+__all__ = ["BLOCKS_PATH", "fetch_from_prefill"]
+
+BLOCKS_PATH = "/hpcrl/kv_blocks"
+_FETCH_S = 10.0
+"""For the KV of a prompt; to compute it takes seconds at most, with the small models that this engine is for."""
+_log = logging.getLogger(__name__)
+
+
+async def fetch_from_prefill(
+    session: aiohttp.ClientSession, address: tuple[str, int], keys: Sequence[bytes], form: BlockFormat
+) -> list[bytes] | None:
+    """The first of these blocks, as many as an engine has.
+
+    Parameters
+    ----------
+    session:
+        With the token of the run.
+    address:
+        Host and port of the engine.
+
+    Returns
+    -------
+    list of bytes or None
+        None where it did not answer in time, refused, or sent something else than these blocks.
+    """
+    host, port = address
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}{BLOCKS_PATH}"
+    try:
+        timeout = aiohttp.ClientTimeout(total=_FETCH_S)
+        async with session.post(url, data=b"".join(keys), timeout=timeout, allow_redirects=False) as answer:
+            answer.raise_for_status()
+            return form.open(keys, await answer.read())
+    except (aiohttp.ClientError, OSError, ValueError) as error:
+        _log.warning("a prompt is computed here, its KV was not to be had from %s: %s", url, error or type(error))
+        return None
