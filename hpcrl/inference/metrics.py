@@ -139,9 +139,7 @@ class EngineMetrics:
         self.external_queries = add(
             Counter("vllm:external_prefix_cache_queries", "Tokens whose KV was asked for elsewhere.")
         )
-        self.external_hits = add(
-            Counter("vllm:external_prefix_cache_hits", "Tokens whose KV came from elsewhere, and was used.")
-        )
+        self.external_hits = add(Counter("vllm:external_prefix_cache_hits", "Tokens whose KV came from elsewhere."))
         self.fetch_failures = add(
             Counter(
                 "hpcrl_engine_kv_fetch_failures",

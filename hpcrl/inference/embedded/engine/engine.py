@@ -294,7 +294,6 @@ class Engine:
         for counter, total in (
             (metrics.prefix_queries, scheduler.prefix_queries),
             (metrics.prefix_hits, scheduler.prefix_hits),
-            (metrics.external_hits, scheduler.external_hits),
             (metrics.preemptions, scheduler.num_preemptions),
         ):
             counter.set_total(total)

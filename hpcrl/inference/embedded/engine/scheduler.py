@@ -83,7 +83,6 @@ class Scheduler:
         self.num_preemptions = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
-        self.external_hits = 0
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request behind those of its priority."""
@@ -178,7 +177,6 @@ class Scheduler:
                 self.prefix_hits += len(shared) * size
                 request.num_cached_tokens = cached
                 request.num_fetched_tokens = cached - len(shared) * size
-                self.external_hits += request.num_fetched_tokens
             if request.params.seed is None and request.drawn_seed is None:
                 request.drawn_seed = self._draw_seed()
             seed = request.drawn_seed if request.params.seed is None else request.params.seed

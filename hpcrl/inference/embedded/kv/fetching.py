@@ -44,6 +44,7 @@ class KvFetcher:
         if blocks is None:
             self._metrics.fetch_failures.inc(value="prefill")
             return
+        self._metrics.external_hits.inc(len(blocks) * size)
         fetched = dict(zip(keys, blocks, strict=False))
         for request in requests:
             request.fetched = fetched
