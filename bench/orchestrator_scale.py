@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import platform
+import shutil
 import socket
 import subprocess
 import sys
@@ -20,8 +21,10 @@ import tempfile
 import threading
 import time
 import urllib.request
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import psutil
@@ -42,25 +45,28 @@ STUB = REPOSITORY / "tests" / "rollouts" / "stub_engine.py"
 GOAL_P99_MS = 50.0
 
 
-def make_run(path: Path, in_flight: int) -> RunDir:
-    """A run whose rollouts are words of one turn: the orchestrator's own work, with nothing else in it."""
+def make_run(path: Path, in_flight: int, settings: Mapping[str, Any], facts: Path | None) -> RunDir:
+    """A run whose rollouts are words of one turn: the orchestrator's own work, with nothing else in it.
+
+    ``settings`` are more of the recipe, by section; ``facts`` is the ``config.json`` of its model.
+    """
     run = RunDir(path / "run")
     run.path.mkdir()
     write_character_tokenizer(path / "model")
+    if facts is not None:
+        shutil.copy(facts, path / "model" / "config.json")
+    rollouts = {"rollouts_per_step": 256, "group_size": 8, "max_in_flight": in_flight} | settings.get("rollouts", {})
+    # so far ahead that admission is bounded by max_in_flight alone
+    rollouts["max_off_policy_steps"] = 4 * in_flight // rollouts["rollouts_per_step"]
     recipe = Recipe.model_validate(
         {
             "name": "scale",
             "model": {"path": str(path / "model")},
             "environments": [{"name": "words", "kind": "words"}],
             "trainer": {"steps": 1_000_000, "micro_batch_tokens": 8192},
-            "rollouts": {
-                "rollouts_per_step": 256,
-                "group_size": 8,
-                "max_in_flight": in_flight,
-                # so far ahead that admission is bounded by max_in_flight alone
-                "max_off_policy_steps": 4 * in_flight // 256,
-            },
             "evaluation": {"every_steps": 0, "prompts": 64},
+            **settings,
+            "rollouts": rollouts,
         }
     )
     run.recipe_path.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
@@ -130,11 +136,20 @@ def measure(request: urllib.request.Request, process: psutil.Process, seconds: f
     }
 
 
-def bench(in_flight: int, engines: int, request_s: float, seconds: float) -> dict[str, Any]:
-    """One measurement."""
+def bench(
+    in_flight: int,
+    engines: int,
+    request_s: float,
+    seconds: float,
+    *,
+    engine: Path = STUB,
+    settings: Mapping[str, Any] = MappingProxyType({}),
+    facts: Path | None = None,
+) -> dict[str, Any]:
+    """One measurement, with the program ``engine`` for engines."""
     with ExitStack() as stack:
         path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hpcrl-bench-")))
-        run = make_run(path, in_flight)
+        run = make_run(path, in_flight, settings, facts)
         *ports, own = free_ports(engines + 1)
         urls = {
             "engine": [f"http://127.0.0.1:{port}" for port in ports],
@@ -152,7 +167,7 @@ def bench(in_flight: int, engines: int, request_s: float, seconds: float) -> dic
             return child
 
         for port in ports:
-            start([str(STUB), "--port", str(port), "--request-s", str(request_s)])
+            start([str(engine), "--port", str(port), "--request-s", str(request_s)])
         orchestrator = start(
             ["-m", "hpcrl.rollouts"],
             HPCRL_RUN_DIR=str(run.path),
