@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hpcrl.modeling.decoder import Decoder
 from hpcrl.modeling.hf import HfAdapter, model_tensors
@@ -15,6 +14,9 @@ from hpcrl.modeling.load import load_model_dir
 from hpcrl.modeling.packed_attention import PackedAttention
 from hpcrl.modeling.spec import build_model
 from hpcrl.models.arch import load_arch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 LENGTHS = (5, 1, 12, 9)
 VOCAB = 103
@@ -24,6 +26,9 @@ TOLERANCE = {"rtol": 2e-4, "atol": 2e-5}
 
 def save_model(path: Path, config: dict[str, Any], seed: int = 0) -> PreTrainedModel:
     """A model of transformers with random weights of some size, saved as users publish theirs."""
+    # a second, which every rank of a test that imports this module would take
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     torch.manual_seed(seed)
     kind = config.pop("model_type")
     made = AutoConfig.for_model(kind, vocab_size=VOCAB, attn_implementation="eager", **config)

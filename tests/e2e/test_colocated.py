@@ -12,7 +12,7 @@ from hpcrl.runs.rundir import RunDir
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
-SHORT = ("trainer.steps=30", "evaluation.every_steps=0")
+SHORT = ("trainer.steps=14", "trainer.optimizer.schedule=constant", "evaluation.every_steps=0")
 LAYOUTS = {
     "one-rank": ("rollouts.max_off_policy_steps=0",),
     "fsdp-one-behind": ("trainer.ranks=2", "rollouts.max_off_policy_steps=1"),

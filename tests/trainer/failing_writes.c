@@ -1,5 +1,5 @@
-/* Makes a filesystem fail for one process (LD_PRELOAD): write or fsync of files whose path holds $FAIL_PATH fails
- * with errno $FAIL_ERRNO. $FAIL_OP is "write" or "fsync". */
+/* Makes a filesystem fail for one process (LD_PRELOAD). $FAIL has rules separated by ";", each "write" or "fsync", an errno
+ * and a part of a path, as in "fsync:5:manifest.json": that operation of such files fails with that error. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -9,16 +9,21 @@
 #include <unistd.h>
 
 static int fails(const char *op, int fd) {
-    const char *wanted = getenv("FAIL_OP"), *part = getenv("FAIL_PATH"), *number = getenv("FAIL_ERRNO");
-    char link[64], path[4096];
-    if (!wanted || !part || !number || strcmp(wanted, op)) return 0;
+    const char *rule = getenv("FAIL");
+    char link[64], path[4096], of[8], part[256];
+    int number;
+    if (!rule) return 0;
     snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
     ssize_t n = readlink(link, path, sizeof path - 1);
     if (n < 0) return 0;
     path[n] = 0;
-    if (!strstr(path, part)) return 0;
-    errno = atoi(number);
-    return 1;
+    for (; rule; rule = strchr(rule, ';'), rule = rule ? rule + 1 : NULL) {
+        if (sscanf(rule, "%7[^:]:%d:%255[^;]", of, &number, part) != 3) abort();
+        if (strcmp(of, op) || !strstr(path, part)) continue;
+        errno = number;
+        return 1;
+    }
+    return 0;
 }
 
 ssize_t write(int fd, const void *data, size_t size) {

@@ -85,43 +85,53 @@ def good_steps(run):
     return ledger.steps()
 
 
-FAULTS = [
-    ("write", errno.ENOSPC, "trainer/__0_0.distcp"),
-    ("write", errno.EDQUOT, "trainer/.metadata"),
-    ("fsync", errno.EIO, "trainer/__0_0.distcp"),
-    ("write", errno.EDQUOT, ".orchestrator.msgpack"),
-    ("fsync", errno.EIO, ".manifest.json"),
-]
+#: by the step whose save fails
+FAULTS = {
+    4: ("write", errno.ENOSPC, "trainer/__0_0.distcp"),
+    8: ("write", errno.EDQUOT, "trainer/.metadata"),
+    12: ("fsync", errno.EIO, "trainer/__0_0.distcp"),
+    16: ("write", errno.EDQUOT, ".orchestrator.msgpack"),
+    20: ("fsync", errno.EIO, ".manifest.json"),
+}
+
+
+def rules(faults):
+    """As `failing_writes.c` reads them."""
+    return ";".join(f"{op}:{number}:step-{step:06}/{file}" for step, (op, number, file) in faults.items())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault[0]}-{errno.errorcode[fault[1]]}")
-def test_a_periodic_save_that_fails_is_said_and_survived(tmp_path, model_dir, failing_writes, fault):
-    op, number, file = fault
-    run = new_run(tmp_path / "run", model_dir)
-    with StubDock().serving() as dock:
-        code = run_trainer(
-            run,
-            dock,
-            LD_PRELOAD=str(failing_writes),
-            FAIL_OP=op,
-            FAIL_ERRNO=str(number),
-            FAIL_PATH=f"step-000004/{file}",
-        )
-    assert code == 0
-    (event,) = failed(run)
-    assert (event["step"], event["newest"], event["failures_in_a_row"]) == (4, 2, 1)
-    assert os.strerror(number) in event["reason"]
-    assert good_steps(run) == [2, 6]
-    assert [record.step for record in read_metrics(run)] == [1, 2, 3, 4, 5, 6]
+def test_a_periodic_save_that_fails_is_said_and_survived(tmp_path, model_dir, failing_writes):
+    run = new_run(tmp_path / "run", model_dir, steps=22)
+    left = {}
+
+    def saved(step):
+        done = list(run.checkpoints_dir.glob(".*/*")) == []
+        return done and step in CheckpointLedger(run.checkpoints_dir).steps()
+
+    class Watching(StubDock):
+        def get(self, path):
+            step = int(urlsplit(path).path.rsplit("/", 1)[1]) - 3
+            if step in FAULTS:  # the save after the one that failed is still under way
+                wait_for(lambda: saved(step + 2), 15, f"checkpoint of step {step + 2}")
+                left[step] = good_steps(run)
+            return super().get(path)
+
+    with Watching().serving() as dock:
+        assert run_trainer(run, dock, LD_PRELOAD=str(failing_writes), FAIL=rules(FAULTS)) == 0
+    assert {**left, 20: good_steps(run)} == {step: [step - 2, step + 2] for step in FAULTS}
+    for (step, (_, number, _)), event in zip(FAULTS.items(), failed(run), strict=True):
+        assert (event["step"], event["newest"], event["failures_in_a_row"]) == (step, step - 2, 1)
+        assert os.strerror(number) in event["reason"]
+    assert [record.step for record in read_metrics(run)] == list(range(1, 23))
 
 
 @pytest.mark.slow
 def test_a_last_save_that_fails_is_an_error(tmp_path, model_dir, failing_writes):
     run = new_run(tmp_path / "run", model_dir)
-    fault = {"FAIL_OP": "write", "FAIL_ERRNO": str(errno.ENOSPC), "FAIL_PATH": "step-000006/trainer"}
+    fault = rules({6: ("write", errno.ENOSPC, "trainer")})
     with StubDock().serving() as dock:
-        assert run_trainer(run, dock, LD_PRELOAD=str(failing_writes), **fault) == 1
+        assert run_trainer(run, dock, LD_PRELOAD=str(failing_writes), FAIL=fault) == 1
         (record,) = FailureRecord.read_all(run, 1)
         assert os.strerror(errno.ENOSPC) in record.message
         assert not record.secondary

@@ -131,8 +131,8 @@ def test_formulas_and_the_real_model_agree(family: type[ModelArch], change: str)
 def test_the_head_in_pieces_takes_what_its_formula_says(dtype: str, of_rollouts: bool) -> None:
     """Logits of some tokens, and the gradient of the head, which is added up in float32; or the pieces of `gspo`."""
     # many columns in a piece of 32 MiB are not all
-    rows = 3000 if of_rollouts else 300
-    arch, lengths = sizes_of(Qwen3Arch, vocab_size=16384), (1000,) * 4
+    rows, lengths = (3000, (1000,) * 4) if of_rollouts else (150, (500,) * 4)
+    arch = sizes_of(Qwen3Arch, vocab_size=16384)
     memory = TrainerMemoryConfig(lm_head_chunk_tokens=rows)
     real = estimate_pass(arch, lengths, dtype=getattr(torch, dtype), memory=memory, loss_of_rollouts=of_rollouts)
     head = by_formulas(arch, lengths, dtype, lm_head_chunk_tokens=rows, loss_of_rollouts=of_rollouts)[0]

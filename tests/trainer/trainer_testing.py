@@ -12,11 +12,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing.context import ForkServerContext
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
+import pytest
 import torch
 import yaml
 from torch import Tensor
@@ -261,6 +264,17 @@ def _rank_main(rank: int, environment: dict[str, str], target: Callable[..., Any
         results.put((rank, False, (type(error).__name__, str(error), traceback.format_exc())))
 
 
+def _rank_server() -> ForkServerContext:
+    """What ranks are forked from, which has imported `rank_imports`."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["rank_imports"])
+    # it gets the environment of this process, and not the places that this process imports from
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        ensure_running()
+    return context
+
+
 def run_ranks(
     world_size: int,
     target: Callable[..., Any],
@@ -274,8 +288,7 @@ def run_ranks(
     With ``fails`` every rank must raise; the results are ``(type name, message)``. ``target`` lies at the top
     of a module and returns what can be pickled. Processes are forked from a server that has torch loaded.
     """
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["hpcrl.trainer.loop", "hpcrl.trainer.state.checkpoint", "torch._dynamo"])
+    context = _rank_server()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
