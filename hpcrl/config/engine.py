@@ -107,7 +107,7 @@ class EngineConfig(StrictModel):
     memory: EngineMemoryConfig = EngineMemoryConfig()
     """Memory of a vLLM engine (planned)."""
     kv_store: KvStoreConfig | None = None
-    """Pool of KV blocks that all engines share (Mooncake Store); ``backend: vllm`` only. None: each keeps its own."""
+    """Pool of KV blocks that all engines share (Mooncake Store). None: each keeps its own."""
     router: RouterConfig = RouterConfig()
     """Who chooses the engine of a request."""
     vllm_args: dict[str, Any] = {}

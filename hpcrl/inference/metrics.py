@@ -145,7 +145,15 @@ class EngineMetrics:
                 "hpcrl_engine_kv_fetch_failures",
                 "Prompts computed because their KV, said to be elsewhere, could not be had.",
                 "source",
-                ("prefill",),
+                ("prefill", "pool"),
+            )
+        )
+        self.fetched_tokens = add(
+            Counter(
+                "hpcrl_engine_kv_fetched_tokens",
+                "Tokens whose KV came from elsewhere, by where it came from.",
+                "source",
+                ("prefill", "pool"),
             )
         )
         self.preemptions = add(Counter("vllm:num_preemptions", "Sequences put back into the queue for want of blocks."))

@@ -48,7 +48,7 @@ def _engines(recipe: Recipe, cluster: ClusterProfile, run_name: str) -> list[Rol
             ranks=nodes * engine_ranks_per_node(recipe, cluster, role),
             nodes=nodes,
             beside=engine.is_colocated and isinstance(cluster, SlurmCluster),
-            command=_engine_command(recipe, role)
+            command=join_command(recipe, cluster, role, _engine_command(recipe, role), nodes=nodes, ranks_per_node=1)
             if engine.backend == "embedded"
             else _vllm_command(recipe, cluster, role, nodes=nodes),
             servers_per_node=_engine_servers(recipe, cluster, role),

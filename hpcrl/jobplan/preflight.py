@@ -243,6 +243,9 @@ def check_packages(recipe: Loaded[Recipe], plan: Plan) -> list[str]:
     if recipe.value.rollouts.warehouse.backend == "mooncake":
         pooled = _Package("rollouts.warehouse.backend", "mooncake", "'hpcrl[store]'", "backend: embedded")
         wanted |= {Role.ORCHESTRATOR: pooled, Role.TRAINER: pooled}
+    if recipe.value.engine.kv_store is not None and recipe.value.engine.backend == "embedded":
+        kept = _Package("engine.kv_store", "mooncake", "'hpcrl[store]'", "engine.kv_store: null")
+        wanted |= dict.fromkeys((Role.STORE, Role.ENGINE, Role.PREFILL, Role.DECODE), kept)
     notes = []
     for group in plan.groups:
         if group.role in wanted:

@@ -63,7 +63,6 @@ def test_a_recipe_without_a_pool_has_no_store() -> None:
 @pytest.mark.parametrize(
     ("rule", "cluster", "settings"),
     [
-        ("store-needs-vllm", "local", ["engine.kv_store.segment_gib=1"]),
         ("store-fits-host", "h200-28", ["engine.backend=vllm", "engine.kv_store.segment_gib=100000"]),
         ("store-disk-place", "local", [*POOL, "engine.kv_store.disk_gib=1"]),
         ("store-rdma", "local", [*POOL, "engine.kv_store.protocol=rdma"]),

@@ -487,6 +487,19 @@ def test_embedded_sides_are_planned_as_those_of_vllm() -> None:
     assert words_after(groups[Role.ROUTER], "hpcrl.inference.vllm.front")[:2] == ["--connector", "nixl"]
 
 
+def test_embedded_engines_join_a_pool_as_those_of_vllm() -> None:
+    pool = ("engine.kv_store={segment_gib: 0.5, local_buffer_gib: 0.25}",)
+    theirs = groups_of("quickstart_vllm", "local", *SIDES, *pool)
+    groups = groups_of("quickstart_vllm", "local", *EMBEDDED_SIDES, *pool)
+    assert groups[Role.STORE] == theirs[Role.STORE]
+    for role in (Role.PREFILL, Role.DECODE):
+        command = groups[role].command
+        join = words_after(groups[role], "hpcrl.store.join")
+        assert join == words_after(theirs[role], "hpcrl.store.join")
+        assert "hpcrl.inference.embedded.server" in command[command.index("--") :]
+        assert groups[role].after == (Role.STORE,)
+
+
 def test_a_router_that_is_not_installed_is_a_finding(tmp_path: Path) -> None:
     """For the interpreter that will run it; where that cannot be seen, a note says so."""
     recipe = load_recipe("quickstart_vllm")

@@ -9,11 +9,6 @@ from hpcrl.config.rules.rule import Conflicts, Rule
 __all__ = ["STORE_RULES"]
 
 
-def _needs_vllm(recipe: Recipe, _: ClusterProfile) -> Conflicts:
-    if recipe.engine.kv_store is not None and recipe.engine.backend != "vllm":
-        yield "engine.kv_store", f"engines of the backend {recipe.engine.backend!r} cannot use a KV pool"
-
-
 def _fits_host(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
     store = recipe.engine.kv_store
     if store is None or not isinstance(cluster, SlurmCluster):
@@ -53,7 +48,6 @@ def _rdma_is_there(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
 
 
 STORE_RULES: tuple[Rule, ...] = (
-    Rule("store-needs-vllm", "A KV pool needs engines that can use it.", "set engine.backend: vllm", _needs_vllm),
     Rule("store-fits-host", "The KV pool fits into the memory of engine nodes.", "lower segment_gib", _fits_host),
     Rule(
         "store-disk-place",

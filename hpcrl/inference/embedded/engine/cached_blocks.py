@@ -39,7 +39,11 @@ class CachedBlocks:
 
     def read(self, keys: Sequence[bytes]) -> list[bytes]:
         """The first blocks, as far as they are cached."""
-        return [b"".join(part.tobytes() for part in self._parts(block)) for block in self._pool.match(keys)]
+        return [self.content(block) for block in self._pool.match(keys)]
+
+    def content(self, block: int) -> bytes:
+        """What is in a block."""
+        return b"".join(part.tobytes() for part in self._parts(block))
 
     def load(self, keys: Sequence[bytes], contents: Sequence[bytes]) -> list[int]:
         """Take a free block for each, fill it, and make it findable. The caller has checked that so many are free."""

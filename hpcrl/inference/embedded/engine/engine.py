@@ -81,6 +81,7 @@ class Engine:
         self._stopping = False
         self._last_step_s = 0.0
         self._deliver: Callable[[Delivery], None] = lambda _: None
+        self._share: Callable[[list[tuple[bytes, bytes]]], None] | None = None
         self._pending: Delivery = []
         self._thread = threading.Thread(target=self._main, name="model", daemon=True)
         self._add_gauges(metrics)
@@ -93,15 +94,22 @@ class Engine:
 
     # -- any thread -------------------------------------------------------------------------------------------
 
-    def start(self, deliver: Callable[[Delivery], None]) -> None:
+    def start(
+        self,
+        deliver: Callable[[Delivery], None],
+        share: Callable[[list[tuple[bytes, bytes]]], None] | None = None,
+    ) -> None:
         """Begin.
 
         Parameters
         ----------
         deliver:
             Called on the model thread after each step with the outputs of all requests; must not block.
+        share:
+            The same, with name and content of the blocks that the step has filled: those that have a salt, of which
+            other engines know for which weights they are.
         """
-        self._deliver = deliver
+        self._deliver, self._share = deliver, share
         self._thread.start()
 
     def stop(self, timeout_s: float = 5.0) -> None:
@@ -287,6 +295,9 @@ class Engine:
                 request.note_version(self.weight_version, 0)
         inputs, logits, selected = self._runner.run(step)
         scheduler.advance(step)
+        filled, scheduler.filled = scheduler.filled, []
+        if self._share is not None and filled:
+            self._share([(key, self.cached.content(block)) for block, key in filled])
         result = self._runner.sample(step, inputs, logits, selected)
         self._collect(result)
         metrics.iteration_tokens.observe(int(step.counts.sum()))

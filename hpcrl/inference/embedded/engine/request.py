@@ -129,7 +129,7 @@ class EngineRequest:
         self.top: list[TopLogprobs] = []
         self.prompt_logprobs: list[PromptLogprobs] = []
         self.hashes: list[bytes] = []
-        self._root = root_hash(cache_salt)
+        self._root, self.salted = root_hash(cache_salt), cache_salt is not None
         self.sequence_number = 0
         self.drawn_seed: int | None = None
         self.row: int | None = None

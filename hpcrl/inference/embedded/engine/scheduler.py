@@ -83,6 +83,8 @@ class Scheduler:
         self.num_preemptions = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
+        #: since they were last taken: blocks of requests with a salt that a step filled, and their names
+        self.filled: list[tuple[int, bytes]] = []
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request behind those of its priority."""
@@ -211,6 +213,8 @@ class Scheduler:
             request.extend_hashes(rows.tokens[row, : after[i]], size)
             for block in range(int(before[i]) // size, int(after[i]) // size):
                 self._pool.register(int(rows.block_table[row, block]), request.hashes[block])
+                if request.salted:
+                    self.filled.append((int(rows.block_table[row, block]), request.hashes[block]))
 
     def remove(self, request: EngineRequest) -> None:
         """Take a request out, wherever it is; its blocks become free, its tokens stay in it."""

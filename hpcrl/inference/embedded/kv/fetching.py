@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Sequence
 
 import aiohttp
 
 from hpcrl.inference.embedded.engine.engine import Engine
 from hpcrl.inference.embedded.engine.request import EngineRequest
+from hpcrl.inference.embedded.kv.pool import KvPool
 from hpcrl.inference.embedded.kv.prefill import fetch_from_prefill
 from hpcrl.inference.metrics import EngineMetrics
 
@@ -17,9 +19,11 @@ __all__ = ["KvFetcher"]
 class KvFetcher:
     """Fetches KV of prompts for one engine."""
 
-    def __init__(self, engine: Engine, session: aiohttp.ClientSession, metrics: EngineMetrics) -> None:
-        """Prepare; ``session`` brings the token of the run, and its owner closes it."""
-        self._engine, self._session, self._metrics = engine, session, metrics
+    def __init__(
+        self, engine: Engine, session: aiohttp.ClientSession, metrics: EngineMetrics, pool: KvPool | None = None
+    ) -> None:
+        """Prepare; ``session`` brings the token of the run. Session and pool are closed by their owner."""
+        self._engine, self._session, self._metrics, self._pool = engine, session, metrics, pool
 
     async def fetch(self, requests: list[EngineRequest], prefill: tuple[str, int] | None) -> None:
         """Give requests with one prompt, which were not submitted, the blocks of it that others have.
@@ -27,10 +31,12 @@ class KvFetcher:
         Parameters
         ----------
         prefill:
-            Host and port of the engine that has computed the prompt; None: nobody was asked to.
+            Host and port of the engine that has computed the prompt; None: nobody was asked to. What it does not have,
+            the pool is asked for.
         """
         first, size = requests[0], self._engine.config.block_size
-        if prefill is None or first.params.skip_reading_prefix_cache:
+        pool = self._pool if first.salted else None
+        if (prefill is None and pool is None) or first.params.skip_reading_prefix_cache:
             return
         first.extend_hashes(first.tokens, size)
         # at least one token is computed here: its logits are what the request wants
@@ -40,11 +46,22 @@ class KvFetcher:
         if not keys:
             return
         self._metrics.external_queries.inc(len(keys) * size)
-        blocks = await fetch_from_prefill(self._session, prefill, keys, cached.format)
-        if blocks is None:
-            self._metrics.fetch_failures.inc(value="prefill")
-            return
-        self._metrics.external_hits.inc(len(blocks) * size)
+        blocks: list[bytes] = []
+        if prefill is not None:
+            blocks += await self._of("prefill", fetch_from_prefill(self._session, prefill, keys, cached.format))
+        if pool is not None and (rest := keys[len(blocks) :]):
+            blocks += await self._of("pool", pool.fetch(rest))
         fetched = dict(zip(keys, blocks, strict=False))
         for request in requests:
             request.fetched = fetched
+
+    async def _of(self, source: str, fetch: Awaitable[Sequence[bytes] | None]) -> Sequence[bytes]:
+        """The blocks that somebody gives, counted."""
+        blocks = await fetch
+        if blocks is None:
+            self._metrics.fetch_failures.inc(value=source)
+            return ()
+        tokens = len(blocks) * self._engine.config.block_size
+        self._metrics.external_hits.inc(tokens)
+        self._metrics.fetched_tokens.inc(tokens, source)
+        return blocks

@@ -16,13 +16,14 @@ import aiohttp
 import torch
 from aiohttp import web
 
-from hpcrl.errors import ExitCode, UsageError
+from hpcrl.errors import ExitCode, HpcrlError, UsageError
 from hpcrl.gate import Gate
 from hpcrl.inference.embedded.engine.attention import KVCache
 from hpcrl.inference.embedded.engine.config import EngineConfig
 from hpcrl.inference.embedded.engine.engine import Delivery, Engine
 from hpcrl.inference.embedded.engine.states import RecurrentStates
 from hpcrl.inference.embedded.kv.fetching import KvFetcher
+from hpcrl.inference.embedded.kv.pool import KvPool
 from hpcrl.inference.embedded.serving.api_control import ControlApi
 from hpcrl.inference.embedded.serving.api_generate import GenerateApi
 from hpcrl.inference.embedded.serving.api_kv import KvApi
@@ -169,9 +170,10 @@ async def _serve_with(
         loop.add_signal_handler(number, stop.set)
     metrics = EngineMetrics(Registry({"model_name": settings.served_model_name[0], "engine": "0"}))
     engine = Engine(model, engine_config(settings, model), metrics)
+    pool = KvPool.of_environment(engine.cached.format)
     tokenizer = _tokenizer(settings)
     facts = _facts(settings, model, tokenizer)
-    serving = Serving(engine, tokenizer, facts, KvFetcher(engine, session, metrics))
+    serving = Serving(engine, tokenizer, facts, KvFetcher(engine, session, metrics, pool))
     updater = WeightUpdater(model, settings.reader, gate_from_env("fanout", token_file=settings.token_file))
 
     def hand_over(delivery: Delivery) -> None:
@@ -181,7 +183,7 @@ async def _serve_with(
             if engine.failure is not None:
                 loop.call_soon_threadsafe(stop.set)
 
-    engine.start(hand_over)
+    engine.start(hand_over, None if pool is None else pool.put_soon)
     turns = Turns(engine, model) if settings.colocated else None
     app = engine_app(gate, serving, updater, metrics, turns)
     # a client that goes away cancels its handler, which aborts its sequences
@@ -208,6 +210,8 @@ async def _serve_with(
     await asyncio.to_thread(updater.shutdown)
     if turns is not None:
         turns.close()
+    if pool is not None:
+        await asyncio.to_thread(pool.close)
     return ExitCode.OK if engine.failure is None else ExitCode.FAILED
 
 
@@ -235,9 +239,9 @@ def main(argv: list[str] | None = None) -> int:
         with contextlib.closing(_bind(settings)) as listener:
             model = load_model(Path(settings.model), settings.dtype, empty=settings.colocated)
             return asyncio.run(_serve(settings, gate, model, listener))
-    except UsageError as error:
+    except HpcrlError as error:
         print(f"error: {error}", file=sys.stderr)
-        return ExitCode.USAGE
+        return ExitCode.USAGE if isinstance(error, UsageError) else ExitCode.FAILED
 
 
 if __name__ == "__main__":
