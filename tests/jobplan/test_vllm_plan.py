@@ -500,6 +500,19 @@ def test_embedded_engines_join_a_pool_as_those_of_vllm() -> None:
         assert groups[role].after == (Role.STORE,)
 
 
+def test_embedded_engines_in_a_pool_need_its_client(tmp_path: Path) -> None:
+    """In their own environment, which is another than that of vLLM's engines."""
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexit 3\n")
+    python.chmod(0o755)
+    recipe = load_recipe("quickstart", ("engine.kv_store={segment_gib: 0.5}",))
+    for role in ("store", "engine"):
+        site = with_values("local", python_by_role={role: str(python)})
+        with pytest.raises(ConfigError, match=r"engine\.kv_store: .* has no mooncake") as error:
+            check_packages(recipe, make_plan(recipe.value, site, "n", RUN_DIR))
+        assert "'hpcrl[store]'" in str(error.value)
+
+
 def test_a_router_that_is_not_installed_is_a_finding(tmp_path: Path) -> None:
     """For the interpreter that will run it; where that cannot be seen, a note says so."""
     recipe = load_recipe("quickstart_vllm")
