@@ -27,8 +27,12 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.vllm, pytest.mark.t
 
 #: so many steps the quickstart is left alone; then comes an evaluation
 ALONE = 12
+#: how long a rollout waits for its environment: while an engine starts anew, the run would take the processors from it
+LATENCY = "latency: {median_s: 6.0}"
 SETTINGS = (
     "trainer.steps=100000",
+    f"environments=[{{name: reverse, kind: words, task: reverse, {LATENCY}}}, "
+    f"{{name: calculator, kind: calculator, {LATENCY}}}]",
     # it falls with the number of steps, and here it does not
     "trainer.optimizer.learning_rate=7e-4",
     f"evaluation.every_steps={ALONE}",

@@ -183,7 +183,7 @@ def test_silent_controller_is_a_warning(held: RunDir, probe_lab: SlurmLab) -> No
 @pytest.mark.campaign
 def test_run_completes_although_the_controller_was_away_for_a_minute(slurm_lab: SlurmLab) -> None:
     """Twice as long as nodes may be silent, and six times as long as one command of Slurm waits."""
-    run = slurm_lab.submit("away", *ONE_NODE_EACH, "trainer.steps=200", HETJOB)
+    run = slurm_lab.submit("away", *ONE_NODE_EACH, "trainer.steps=150", HETJOB)
     wait_step(run, 5)
     slurm_lab.cluster.pause_controller()
     try:
@@ -212,7 +212,7 @@ def goes_on_and_completes(slurm_lab: SlurmLab, run: RunDir) -> None:
 @pytest.mark.campaign
 def test_preempted_run_saves_and_goes_on(slurm_lab: SlurmLab) -> None:
     """The site sends our signal when it preempts (`PreemptParameters=send_user_signal`)."""
-    run = slurm_lab.submit("preempted", *ONE_NODE_EACH, "trainer.steps=60", "checkpoint.every_steps=0", HETJOB)
+    run = slurm_lab.submit("preempted", *ONE_NODE_EACH, "trainer.steps=40", "checkpoint.every_steps=0", HETJOB)
     wait_step(run, 5)
     slurm_lab.preempt()
     goes_on_and_completes(slurm_lab, run)
@@ -231,7 +231,7 @@ def test_preempted_run_goes_on_where_the_site_sends_no_signal(slurm_lab: SlurmLa
     conf.write_text(before.replace(signalling[0], ""))
     reconfigure(slurm_lab)
     try:
-        run = slurm_lab.submit("terminated", *ONE_NODE_EACH, "trainer.steps=60", "checkpoint.every_steps=2", HETJOB)
+        run = slurm_lab.submit("terminated", *ONE_NODE_EACH, "trainer.steps=40", "checkpoint.every_steps=2", HETJOB)
         wait_saved(run, 4)
         slurm_lab.preempt()
         goes_on_and_completes(slurm_lab, run)

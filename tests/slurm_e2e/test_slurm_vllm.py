@@ -24,7 +24,9 @@ from hpcrl.store.endpoints import StoreEndpoints
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(3600)]
 
-STEPS = 24
+STEPS = 18
+#: in so few steps
+LEARNS = (f"trainer.steps={STEPS}", "trainer.optimizer.schedule=constant")
 ENGINES = {"engine-0", "engine-1"}
 
 
@@ -58,7 +60,7 @@ def segments(run: RunDir) -> list[str]:
 def test_the_quickstart_learns_on_three_nodes(vllm_lab: SlurmLab, capsys: Any) -> None:
     """A heterogeneous job: the trainer's node, and one for each engine."""
     started_s = time.time()
-    settings = (f"trainer.steps={STEPS}", "evaluation.every_steps=0", "evaluation.prompts=32")
+    settings = (*LEARNS, "evaluation.every_steps=0", "evaluation.prompts=32")
     run = submit(vllm_lab, "learns", *settings, "job.layout=hetjob")
     wait_step(run, 1, 900)
     engines = addresses(vllm_lab, run, "engine")
@@ -87,7 +89,7 @@ def test_the_quickstart_learns_on_three_nodes(vllm_lab: SlurmLab, capsys: Any) -
 @pytest.mark.nightly
 def test_a_replica_of_two_nodes_learns(vllm_lab: SlurmLab, capsys: Any) -> None:
     """Wide expert parallelism: a rank with half of the experts on each node, each with a server of its own."""
-    settings = (f"trainer.steps={STEPS}", "evaluation.every_steps=0", "evaluation.prompts=32", "engine.replicas=1")
+    settings = (*LEARNS, "evaluation.every_steps=0", "evaluation.prompts=32", "engine.replicas=1")
     run = submit(vllm_lab, "wide", *settings, "engine.nodes=2", "job.layout=hetjob")
     wait_step(run, 1, 900)
     status = RunStatus.read(run)
