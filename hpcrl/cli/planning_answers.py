@@ -163,14 +163,16 @@ def _better(outlook: Outlook, better: Candidate | None) -> str:
     layout, loop = outlook.layout, outlook.loop
     if layout is None or loop is None:
         return "measure a run: hpcrl plan calibrate RUN"
+    split = f"{layout.gpus} GPUs" if layout.shared_node else f"{layout.nodes} nodes"
     if better is None:
-        return f"no other split of {layout.nodes} nodes that hpcrl looks at is faster; `hpcrl plan search` tries others"
+        return f"no other split of {split} that hpcrl looks at is faster; `hpcrl plan search` tries others"
     own = better.layout
-    prefill = "" if own.prefill is None else f", prefill {own.prefill.all_nodes} ({side_text(own.prefill)})"
+    takes = "`hpcrl plan search` says how" if layout.shared_node else f"`--nodes {better.nodes}` takes it"
+    prefill = "" if own.prefill is None else f", prefill {own.size(own.prefill)} ({side_text(own.prefill)})"
     return (
-        f"trainer {own.trainer.nodes} ({mesh_text(better)}){prefill}, decode {own.decode.all_nodes} "
-        f"({side_text(own.decode)}): {duration_text(better.step_s)} on the same {better.nodes} nodes, "
-        f"{1 - better.step_s / loop.step_s:.0%} less (`--nodes {better.nodes}` takes it)"
+        f"trainer {own.size(own.trainer)} ({mesh_text(better)}){prefill}, decode {own.size(own.decode)} "
+        f"({side_text(own.decode)}): {duration_text(better.step_s)} on the same {split}, "
+        f"{1 - better.step_s / loop.step_s:.0%} less ({takes})"
     )
 
 

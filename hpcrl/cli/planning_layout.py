@@ -89,6 +89,9 @@ def _print_layout(console: Console, resolved: Plan, site: Loaded[ClusterProfile]
         nodes = group.replicas * group.nodes
         if group.beside:
             row = (f"beside {component.roles[0]}", "first", str(group.ranks_per_node), "-")
+        elif group.share is not None:
+            gpus = str(group.replicas * group.share.gpus)
+            row = (f"{group.replicas} x {group.share.text}", str(group.first_node), str(group.ranks_per_node), gpus)
         else:
             own = component.jobs > 1
             first = group.first_node

@@ -284,11 +284,11 @@ def _candidate_row(candidate: Candidate, narrow: bool) -> tuple[Any, ...]:
     waits = () if narrow else (loop.bound, f"{loop.trainer_waits:.0%}", f"{loop.engines_wait:.0%}")
 
     def side(shape: Any) -> str:
-        return "-" if shape is None else side_text(shape) if narrow else f"{shape.all_nodes} ({side_text(shape)})"
+        return "-" if shape is None else side_text(shape) if narrow else f"{layout.size(shape)} ({side_text(shape)})"
 
     return (
         str(candidate.nodes),
-        f"{layout.trainer.nodes} {mesh}" if narrow else f"{layout.trainer.nodes} ({mesh})",
+        f"{layout.size(layout.trainer)} {mesh}" if narrow else f"{layout.size(layout.trainer)} ({mesh})",
         side(layout.prefill),
         side(layout.decode),
         duration_text(candidate.step_s),

@@ -59,8 +59,10 @@ class EngineConfig(StrictModel):
 
     backend: Literal["embedded", "vllm"] = "embedded"
     """Which server: ``embedded`` runs the project's own torch model behind vLLM's API, ``vllm`` is vLLM."""
-    placement: Literal["apart", "colocated"] = "apart"
-    """``apart``: engines have devices of their own, generate while the trainer trains, and read weights from files.
+    placement: Literal["apart", "shared_node", "colocated"] = "apart"
+    """``apart``: engines have nodes of their own, generate while the trainer trains, and read weights from files.
+    ``shared_node``: the same on the trainer's node, of which there is one: engines have the GPUs that ``trainer.ranks``
+    leaves there, the same number each (docs/admins.md, One node for trainer and engines).
     ``colocated``: trainer and engines take turns on the same devices of one node (docs/training.md, Trainer and engines
     in turns); ``rollouts.max_off_policy_steps`` is 0 or 1 then."""
     device: Literal["auto", "cpu"] = "auto"
@@ -119,6 +121,11 @@ class EngineConfig(StrictModel):
     def is_colocated(self) -> bool:
         """Whether engines take turns with the trainer on its devices."""
         return self.placement == "colocated"
+
+    @property
+    def shares_node(self) -> bool:
+        """Whether engines are on the trainer's node, with GPUs of their own."""
+        return self.placement == "shared_node"
 
     @property
     def fetches_kv(self) -> bool:

@@ -11,7 +11,7 @@ from pydantic import Field
 from hpcrl.config.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, StrictModel
 from hpcrl.config.layout import AttemptPolicy, Container, ElasticPolicy, JobComponent, Layout
 
-__all__ = ["FileProbe", "HttpProbe", "Plan", "Role", "RoleGroup", "RolePolicy", "WatchPolicy"]
+__all__ = ["FileProbe", "HttpProbe", "NodeShare", "Plan", "Role", "RoleGroup", "RolePolicy", "WatchPolicy"]
 
 
 class Role(StrEnum):
@@ -69,6 +69,26 @@ class WatchPolicy(StrictModel):
     """Longest weight update: tokens may stand still in an engine that long."""
 
 
+class NodeShare(StrictModel):
+    """What one replica has of a node that trainer and engines share."""
+
+    cpus: PositiveInt
+    gpus: NonNegativeInt
+    first_gpu: NonNegativeInt = 0
+    """Where the GPUs of the group's first replica begin; those of the next follow."""
+
+    @property
+    def text(self) -> str:
+        """``4 GPUs and 84 CPUs``."""
+        counts = [(self.gpus, "GPU"), (self.cpus, "CPU")]
+        return " and ".join(f"{count} {what}{'' if count == 1 else 's'}" for count, what in counts if count)
+
+    def gpus_of(self, replica: int) -> range:
+        """GPUs of a replica as the node numbers them; where Slurm gives them out, it may choose others."""
+        begin = self.first_gpu + replica * self.gpus
+        return range(begin, begin + self.gpus)
+
+
 class RoleGroup(StrictModel):
     """The replicas of one role.
 
@@ -92,6 +112,8 @@ class RoleGroup(StrictModel):
     """Index of the layout's component with the nodes."""
     first_node: NonNegativeInt = 0
     """Where this group's nodes begin in the node list of its component."""
+    share: NodeShare | None = None
+    """The part of one node that each replica has; None: its nodes are its own."""
     beside: bool = False
     """Runs on nodes of another group, without GPUs: its steps overlap with that group's."""
     command: tuple[str, ...]
@@ -150,7 +172,7 @@ class Plan(StrictModel):
         """Which job of the group's component a replica is in, and which nodes of that job's node list it has."""
         if self.own_jobs(group):
             return replica, range(group.nodes)
-        begin = group.first_node + replica * group.nodes
+        begin = group.first_node + (replica * group.nodes if group.share is None else 0)
         return 0, range(begin, begin + group.nodes)
 
     def own_jobs(self, group: RoleGroup) -> bool:

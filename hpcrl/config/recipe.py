@@ -362,8 +362,9 @@ class Recipe(StrictModel):
 
     @property
     def engine_nodes(self) -> int:
-        """Nodes of all engines on a cluster; a local run has one, whatever this says. Colocated they have none."""
-        if self.engine.is_colocated:
+        """Nodes of all engines on a cluster; a local run has one, whatever this says. On the trainer's node they have
+        none of their own."""
+        if self.engine.placement != "apart":
             return 0
         sides = [side for side in (self.engine.prefill, self.engine.decode) if side is not None]
         return sum(side.replicas * side.nodes for side in sides) or self.engine.replicas * self.engine.nodes

@@ -44,7 +44,8 @@ def role_variables(recipe: Recipe, cluster: ClusterProfile, role: Role, run_name
         partition = cluster.partition_name(Role.TRAINER if beside_trainer else role)
         source = f"cluster.partitions.{partition}.node"
         node = cluster.partitions[partition].node
-        variables |= _sourced(_network(node, role), source)
+        whole = not recipe.engine.shares_node
+        variables |= _sourced(_network(node, role, whole=whole), source)
         variables |= _sourced(_caches(cluster, run_name), "cluster.paths")
     variables |= _sourced(cluster.env, "cluster.env")
     if isinstance(cluster, SlurmCluster):
@@ -77,8 +78,8 @@ def _caches(cluster: SlurmCluster, run_name: str) -> dict[str, str]:
     return variables
 
 
-def _network(node: NodeConfig, role: Role) -> dict[str, str]:
-    """What NCCL, Gloo, NVSHMEM and UCX must be told about the network of a node."""
+def _network(node: NodeConfig, role: Role, *, whole: bool) -> dict[str, str]:
+    """What NCCL, Gloo, NVSHMEM and UCX must be told about the network of a node; ``whole``: of all its GPUs."""
     # left alone Gloo takes the address of the node's own name, which often is 127.0.1.1 there
     variables = {"GLOO_SOCKET_IFNAME": node.interface or "{node_interface}"}
     if node.interface is not None:
@@ -90,7 +91,7 @@ def _network(node: NodeConfig, role: Role) -> dict[str, str]:
         return {**variables, "NCCL_IB_DISABLE": "1"}
     if node.nics:
         variables["NCCL_IB_HCA"] = "=" + ",".join(f"{nic.name}:{nic.port}" for nic in node.nics)
-        variables |= _nvshmem(node)
+        variables |= _nvshmem(node, whole=whole)
         if role in _ENGINES:
             variables["UCX_NET_DEVICES"] = ",".join(f"{nic.name}:{nic.port}" for nic in node.nics)
     for setting, value in (("GID_INDEX", node.fabric.gid_index), ("TC", node.fabric.traffic_class)):
@@ -102,10 +103,10 @@ def _network(node: NodeConfig, role: Role) -> dict[str, str]:
     return variables
 
 
-def _nvshmem(node: NodeConfig) -> dict[str, str]:
+def _nvshmem(node: NodeConfig, *, whole: bool) -> dict[str, str]:
     """NVSHMEM takes an adapter for each local rank, in the order of ranks: ``name:port:ranks``."""
     nearest: dict[int, NicConfig] = {gpu: nic for nic in node.nics for gpu in nic.gpus}
-    if sorted(nearest) == list(range(node.gpus)):
+    if whole and sorted(nearest) == list(range(node.gpus)):
         mapping = ",".join(f"{nearest[gpu].name}:{nearest[gpu].port}:1" for gpu in range(node.gpus))
         return {"NVSHMEM_ENABLE_NIC_PE_MAPPING": "1", "NVSHMEM_HCA_PE_MAPPING": mapping}
     return {"NVSHMEM_HCA_LIST": ",".join(f"{nic.name}:{nic.port}" for nic in node.nics)}

@@ -7,8 +7,9 @@ from math import gcd
 from typing import NamedTuple
 
 from hpcrl.config.cluster import SlurmCluster
+from hpcrl.config.engine_shape import engine_gpus
 from hpcrl.config.layout import JobComponent, Layout, LayoutKind
-from hpcrl.config.plan import Role, RoleGroup
+from hpcrl.config.plan import NodeShare, Role, RoleGroup
 from hpcrl.config.recipe import Recipe
 
 __all__ = ["Demand", "choose_layout", "demands", "place_groups"]
@@ -28,7 +29,7 @@ def demands(recipe: Recipe, cluster: SlurmCluster) -> list[Demand]:
     """Nodes by role, the trainer first: its first node is the one that the supervisor runs on."""
     engine = recipe.engine
     wanted = [(Role.TRAINER, 1, recipe.trainer.nodes)]
-    if engine.prefill is None and engine.decode is None and not engine.is_colocated:
+    if engine.prefill is None and engine.decode is None and engine.placement == "apart":
         wanted.append((Role.ENGINE, engine.replicas, engine.nodes))
     for role, group in ((Role.PREFILL, engine.prefill), (Role.DECODE, engine.decode)):
         if group is not None:
@@ -43,6 +44,8 @@ def choose_layout(recipe: Recipe, cluster: SlurmCluster) -> tuple[LayoutKind, st
     if recipe.job.layout != "auto":
         return recipe.job.layout, "the recipe says so"
     wanted = demands(recipe, cluster)
+    if recipe.engine.shares_node and len(wanted) == 1:
+        return "single", "trainer and engines share one node"
     if len({demand.partition for demand in wanted}) > 1:
         return "hetjob", "roles have different partitions"
     if len({demand.replicas * demand.nodes for demand in wanted}) == 1:
@@ -87,8 +90,33 @@ def place_groups(groups: Sequence[RoleGroup], recipe: Recipe, cluster: SlurmClus
     ]
     if kind == "elastic":
         placed = [_after_replicas(group, tuple(demand.role for demand in wanted[1:])) for group in placed]
+    if recipe.engine.shares_node:
+        components[0] = components[0].model_copy(update={"roles": (*components[0].roles, Role.ENGINE.value)})
+        shares = _shares(recipe, cluster, placed, components[0])
+        placed = [group.model_copy(update={"share": shares.get(group.role)}) for group in placed]
     options = recipe.job.sbatch_options
     return Layout(kind=kind, reason=reason, components=tuple(components), sbatch_options=options), placed
+
+
+_UNSHARED = 1 / 8
+"""CPUs of a shared node that no step has for itself: for roles beside, and for what a site keeps of its nodes
+(``CoreSpecCount``)."""
+
+
+def _shares(
+    recipe: Recipe, cluster: SlurmCluster, groups: Sequence[RoleGroup], node: JobComponent
+) -> dict[Role, NodeShare]:
+    """What trainer and engines have of the node that they share: for each rank as many CPUs, and a GPU or none."""
+    ranks = {group.role: group.ranks for group in groups}
+    trainer, engine = ranks[Role.TRAINER], ranks[Role.ENGINE]
+    cpus = max(1, int(node.cpus * (1 - _UNSHARED)) // (trainer + recipe.engine.replicas * engine))
+    # Slurm gives whole cores, which have two CPUs where they have threads
+    cpus -= cpus % 2 if cpus > 1 else 0
+    first, gpus = min(trainer, node.gpus_per_node), engine_gpus(recipe, cluster, Role.ENGINE)
+    return {
+        Role.TRAINER: NodeShare(cpus=cpus * trainer, gpus=first),
+        Role.ENGINE: NodeShare(cpus=cpus * engine, gpus=gpus, first_gpu=first),
+    }
 
 
 def _after_replicas(group: RoleGroup, inference: tuple[Role, ...]) -> RoleGroup:

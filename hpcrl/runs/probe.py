@@ -46,6 +46,8 @@ class ProbeReport(msgspec.Struct, frozen=True, kw_only=True):
         Slurm's name of the node, or the machine's where there is no Slurm.
     gpus:
         ``CUDA_VISIBLE_DEVICES`` as a list; empty where it is not set.
+    node_gpus:
+        The same GPUs as the node numbers them: Slurm may count those of a step from 0.
     cpus:
         CPUs that the process may run on.
     memlock_bytes:
@@ -70,6 +72,7 @@ class ProbeReport(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     job_id: str
     gpus: tuple[str, ...]
+    node_gpus: tuple[str, ...]
     cpus: int
     memlock_bytes: int
     open_files: int
@@ -93,7 +96,8 @@ def report(context: RoleContext) -> ProbeReport:
         node_rank=int(env.get("SLURM_NODEID", "0")),
         host=env.get("SLURMD_NODENAME") or socket.gethostname(),
         job_id=env.get("SLURM_JOB_ID", ""),
-        gpus=tuple(part for part in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if part),
+        gpus=_listed("CUDA_VISIBLE_DEVICES"),
+        node_gpus=_listed("SLURM_STEP_GPUS") or _listed("CUDA_VISIBLE_DEVICES"),
         cpus=len(os.sched_getaffinity(0)),
         memlock_bytes=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
@@ -102,6 +106,10 @@ def report(context: RoleContext) -> ProbeReport:
         has_scontrol=_answers("scontrol", "version"),
         environment={name: value for name, value in env.items() if name.startswith(_NETWORK_PREFIXES)},
     )
+
+
+def _listed(variable: str) -> tuple[str, ...]:
+    return tuple(part for part in os.environ.get(variable, "").split(",") if part)
 
 
 def collect(directory: Path, count: int, *, timeout_s: float) -> tuple[list[ProbeReport], float]:
@@ -144,16 +152,21 @@ def misplaced(plan: Plan, reports: list[ProbeReport]) -> list[str]:
                 wrong.append(f"{label} is on {len(set(hosts.values()))} nodes, the plan says {group.nodes}")
             if group.beside or plan.layout.kind == "local":
                 continue
-            for host in set(hosts.values()):
-                owners.setdefault(host, set()).add(label)
-            wanted = plan.component(group).gpus_per_node if plan.component(group).gres != "none" else 0
+            if group.share is None:
+                wanted = plan.component(group).gpus_per_node if plan.component(group).gres != "none" else 0
+                owned = [f"{host} is" for host in set(hosts.values())]
+            else:
+                wanted = group.share.gpus
+                owned = list({f"GPU {gpu} of {r.host} is" for r in mine for gpu in r.node_gpus})
+            for what in owned:
+                owners.setdefault(what, set()).add(label)
             wrong += [
                 f"{label} rank {r.rank} on {r.host} sees {len(r.gpus)} GPUs, the plan says {wanted}"
                 for r in mine
-                if wanted and len(r.gpus) != wanted
+                if (wanted or group.share is not None) and len(r.gpus) != wanted
             ]
-    shared = sorted((host, sorted(names)) for host, names in owners.items() if len(names) > 1)
-    wrong += [f"{host} is shared by {', '.join(names)}" for host, names in shared]
+    shared = sorted((what, sorted(names)) for what, names in owners.items() if len(names) > 1)
+    wrong += [f"{what} shared by {', '.join(names)}" for what, names in shared]
     return wrong
 
 

@@ -210,7 +210,7 @@ def launch_replica(
         f"--nodelist={','.join(hosts)}",
         f"--ntasks={tasks}",
         f"--ntasks-per-node={group.tasks_per_node}",
-        *_share(component, beside=group.beside),
+        *_share(component, group),
         # a task may use all CPUs of its step: threads are set by the plan
         "--cpu-bind=none",
         # torchrun and vLLM do their own rendezvous
@@ -223,6 +223,7 @@ def launch_replica(
     ]
     if output is not None:
         argv += [f"--output={_file_pattern(output)}", "--open-mode=append"]
+    command = _seeing(command, component, group, replica)
     return Launch((*argv, *_contained(plan.container, group, component, command, cwd)), hosts, tasks)
 
 
@@ -247,7 +248,7 @@ def launch_on_nodes(plan: Plan, component: int, allocation: Allocation, *, comma
         f"--nodelist={','.join(allocation.hosts)}",
         f"--ntasks={nodes}",
         "--ntasks-per-node=1",
-        *_share(plan.layout.components[component], beside=True),
+        *_beside(plan.layout.components[component]),
         "--cpu-bind=none",
         "--mpi=none",
         "--kill-on-bad-exit=1",
@@ -323,23 +324,44 @@ def _which_job(plan: Plan, component: int, allocation: Allocation) -> list[str]:
     return [f"--het-group={component}"] if heterogeneous else []
 
 
-def _share(component: JobComponent, *, beside: bool) -> list[str]:
+def _beside(component: JobComponent) -> list[str]:
+    """A step without GPUs that may run where another step is."""
+    return ["--overlap", *(["--gres=none"] if component.gres != "none" else [])]
+
+
+def _share(component: JobComponent, group: RoleGroup) -> list[str]:
     """GPUs of the step, and whether it may run where another step is."""
-    if beside:
-        return ["--overlap", *(["--gres=none"] if component.gres != "none" else [])]
+    if group.beside:
+        return _beside(component)
+    if group.share is not None:
+        # CPUs and GPUs of its own, which a restarted engine waits for as well; no memory of its own, because what is
+        # written to /dev/shm and to files is charged to whoever touches it first
+        cpus = max(1, group.share.cpus // group.tasks_per_node)
+        return ["--exact", f"--cpus-per-task={cpus}", "--mem=0", *gpu_options(component, group.share.gpus)]
     # not --exact: without it a step has all CPUs and memory of its nodes, and a second one waits until it is gone,
     # so that a restarted engine never meets the GPU memory of the one before
     return gpu_options(component)
 
 
-def gpu_options(component: JobComponent) -> list[str]:
-    """How GPUs are asked for, the same for jobs and steps."""
+def gpu_options(component: JobComponent, gpus: int | None = None) -> list[str]:
+    """How GPUs are asked for, the same for jobs and steps; ``gpus`` of each node, None: all."""
     if component.gres == "none" or component.gpus_per_node == 0:
         return []
+    gpus = component.gpus_per_node if gpus is None else gpus
+    if gpus == 0:
+        return ["--gres=none"]
     kind = "" if component.gpu_type is None else f"{component.gpu_type}:"
     if component.gres == "gres":
-        return [f"--gres=gpu:{kind}{component.gpus_per_node}"]
-    return [f"--gpus-per-node={kind}{component.gpus_per_node}"]
+        return [f"--gres=gpu:{kind}{gpus}"]
+    return [f"--gpus-per-node={kind}{gpus}"]
+
+
+def _seeing(command: Sequence[str], component: JobComponent, group: RoleGroup, replica: int) -> list[str]:
+    """The command of a task, told which GPUs of a shared node are its own where Slurm knows of none."""
+    if group.share is None or component.gres != "none" or not component.gpus_per_node:
+        return list(command)
+    visible = ",".join(map(str, group.share.gpus_of(replica)))
+    return ["env", f"CUDA_VISIBLE_DEVICES={visible}", *command]
 
 
 def _file_pattern(path: Path) -> str:
@@ -365,7 +387,8 @@ def _contained(
         # an image's own variables win over those of the step, unless they are named
         names = ["HPCRL_RUN_DIR", *sorted(group.env)]
         return [*options, f"--container-env={','.join(names)}", *command]
-    options = ["apptainer", "exec", *(["--nv"] if component.gpus_per_node and not group.beside else [])]
+    gpus = component.gpus_per_node if group.share is None else group.share.gpus
+    options = ["apptainer", "exec", *(["--nv"] if gpus and not group.beside else [])]
     options += [] if container.mount_home else ["--no-home"]
     for mount in mounts:
         options += ["--bind", mount]

@@ -214,6 +214,8 @@ def _shares(plan: Plan) -> list[str]:
     for group in sorted(plan.groups, key=lambda group: (group.component, group.first_node, group.beside)):
         if group.beside:
             shares.append(f"{group.role.value} beside {plan.component(group).roles[0]}")
+        elif group.share is not None:
+            shares.append(f"{group.role.value} {group.replicas} x {group.share.text} of a node")
         else:
             shares.append(f"{group.role.value} {group.replicas} x {_count(group.nodes, 'node')}")
     return shares

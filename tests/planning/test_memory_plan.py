@@ -53,6 +53,33 @@ def test_the_reference_split_fits_with_named_headroom() -> None:
         assert place.ledger.largest.name in place.summary()
 
 
+def test_a_shared_node_has_one_host_and_engines_have_the_gpus_that_are_left() -> None:
+    qwen, cluster = load_facts("Qwen3-30B-A3B"), load_cluster("h200-28").value
+
+    def report(*settings: str) -> MemoryReport:
+        return memory_report(load_recipe("qwen3_30b_a3b_node", settings).value, cluster, qwen)
+
+    shared = report()
+    assert [(place.role, place.kind) for place in shared.places] == [
+        (Role.TRAINER, "gpu"),
+        (Role.ENGINE, "gpu"),
+        (Role.TRAINER, "host"),
+    ]
+    # the same four GPUs a role, on nodes of their own
+    apart = [report("engine.placement=apart").place(role, "host").needed for role in (Role.TRAINER, Role.ENGINE)]
+    host = shared.place(Role.TRAINER, "host")
+    mine = sum(term.value for term in host.ledger if term.counts and not term.name.startswith("engines: "))
+    assert mine == apart[0]
+    # four ranks each
+    assert host.ledger["engines: processes"].value == host.ledger["processes"].value
+    experts = shared.place(Role.ENGINE, "gpu").ledger["expert weights"].value
+    assert experts == 2 * report("engine.placement=apart").place(Role.ENGINE, "gpu").ledger["expert weights"].value
+    two = report("engine.replicas=2")
+    assert two.place(Role.ENGINE, "gpu").ledger["expert weights"].value == 2 * experts
+    window = "engines: window of a version on the node"
+    assert two.place(Role.TRAINER, "host").ledger[window].value == 2 * host.ledger[window].value
+
+
 def test_known_sizes_of_the_reference_run() -> None:
     report = _report()
     gpu = report.place(Role.TRAINER, "gpu").ledger

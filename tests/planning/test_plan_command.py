@@ -99,7 +99,7 @@ def test_what_the_documentation_says_of_other_settings_is_planned(hpcrl: Hpcrl) 
     for settings, memory, work in rows:
         out = hpcrl(*NODE, *settings.strip().strip("`").split())[1]
         (gpu,) = (line for line in out.splitlines() if line.startswith("trainer gpu"))
-        (trainer,) = (line for line in out.splitlines() if line.startswith("trainer  1      8     FSDP"))
+        (trainer,) = (line for line in out.splitlines() if line.startswith("trainer  1      4     FSDP"))
         assert memory.strip().partition(",")[0] == gpu.split()[3], settings
         assert work.strip() in trainer, settings
 

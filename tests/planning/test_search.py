@@ -10,6 +10,7 @@ import pytest
 from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.load import load_cluster, load_recipe
 from hpcrl.config.recipe import Recipe
+from hpcrl.config.rules.table import check_rules
 from hpcrl.errors import UsageError
 from hpcrl.models import load_facts
 from hpcrl.planning.calibration.file import load_calibration
@@ -144,3 +145,21 @@ def test_numbers_of_nodes_that_would_not_be_answered_are_refused(text: str) -> N
 def test_numbers_of_nodes_that_are_answered() -> None:
     assert node_range("1024") == range(1024, 1025)
     assert len(node_range("2..256")) == 255
+
+
+def test_gpus_of_a_shared_node_are_split() -> None:
+    shared = load_recipe("qwen3_30b_a3b_node", ["trainer.parallelism.ep=4", "trainer.parallelism.cp=2"]).value
+    assert list(default_range(shared, site())) == [1]
+    found = run_search(shared, site(), load_calibration(), default_range(shared, site()))
+    assert found.own is not None
+    assert found.candidates
+    assert found.candidates[0].step_s < found.own.step_s
+    for candidate in found.candidates:
+        layout = candidate.layout
+        assert (layout.nodes, layout.gpus, layout.trainer.nodes) == (1, 8, 1)
+        assert layout.trainer.ranks + layout.decode.replicas * layout.decode.gpus_per_node == 8
+        changed = with_layout(shared, layout)
+        check_rules(replace(load_recipe("qwen3_30b_a3b_node"), value=changed), load_cluster("h200-28"))
+        assert memory_report(changed, site(), load_facts("Qwen3-30B-A3B")).ok
+    with pytest.raises(UsageError, match="share one node"):
+        run_search(shared, site(), load_calibration(), [4])

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from hpcrl.config.load import load_cluster, load_recipe
@@ -17,8 +18,8 @@ from hpcrl.jobplan import make_plan
 from hpcrl.runs.probe import ProbeReport, collect, misplaced
 
 
-def planned() -> Plan:
-    recipe = load_recipe("glm5_swe", ["job.payload=probe"]).value
+def planned(name: str = "glm5_swe") -> Plan:
+    recipe = load_recipe(name, ["job.payload=probe"]).value
     return make_plan(recipe, load_cluster("h200-28").value, "r", Path("/r"))
 
 
@@ -29,6 +30,9 @@ def reports(plan: Plan) -> list[ProbeReport]:
     for group in plan.groups:
         for replica in range(group.replicas):
             begin = first[group.component] + group.first_node + replica * group.nodes
+            gpus = () if group.beside else tuple("01234567")
+            if group.share is not None:
+                gpus = tuple(map(str, group.share.gpus_of(replica)))
             for rank in range(group.nodes * group.tasks_per_node):
                 node = rank // group.tasks_per_node
                 found.append(
@@ -40,7 +44,8 @@ def reports(plan: Plan) -> list[ProbeReport]:
                         node_rank=node,
                         host=f"n{begin + node}",
                         job_id="7",
-                        gpus=() if group.beside else tuple("01234567"),
+                        gpus=gpus,
+                        node_gpus=gpus,
                         cpus=192,
                         memlock_bytes=-1,
                         open_files=1 << 20,
@@ -75,6 +80,19 @@ def test_what_is_wrong_is_said() -> None:
     moved = [change("prefill", 1, rank, host=f"n{12 + rank // 8}")[by_label["prefill", 1, rank]] for rank in range(16)]
     assert misplaced(plan, shared + moved) == [f"n{n} is shared by prefill 0, prefill 1" for n in (12, 13)]
     assert misplaced(plan, found[:-1]) == [f"trainer 0 has ranks {list(range(95))}, the plan 96"]
+
+
+def test_parts_of_a_shared_node_are_apart() -> None:
+    plan = planned("qwen3_30b_a3b_node")
+    found = reports(plan)
+    assert misplaced(plan, found) == []
+    # as where Slurm numbers the GPUs of each step from 0: what the node calls them counts
+    hidden = [msgspec.structs.replace(r, gpus=r.gpus and tuple("0123")) for r in found]
+    assert misplaced(plan, hidden) == []
+    same = [msgspec.structs.replace(r, node_gpus=r.gpus and tuple("0123")) for r in found]
+    assert misplaced(plan, same) == [f"GPU {i} of n0 is shared by engine 0, trainer 0" for i in range(4)]
+    blind = [msgspec.structs.replace(r, gpus=()) if r.role == "engine" else r for r in found]
+    assert misplaced(plan, blind) == [f"engine 0 rank {i} on n0 sees 0 GPUs, the plan says 4" for i in range(4)]
 
 
 def test_missing_reports_have_a_deadline(tmp_path: Path) -> None:

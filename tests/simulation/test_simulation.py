@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from scenes import LONG_TAIL, constant, local, recipe, scenario
+from scenes import LONG_TAIL, constant, durations, local, recipe, scenario
 
+from hpcrl.config.load import load_cluster
 from hpcrl.config.recipe import Recipe
 from hpcrl.errors import UsageError
 from hpcrl.simulation import Durations, Failures, Simulation, SimulationResult, make_scenario, simulate
@@ -248,6 +249,18 @@ def test_nodes_scale_every_role() -> None:
     assert ten.rollouts_per_step == 10 * one.rollouts_per_step
     assert ten.steps_per_minute == pytest.approx(one.steps_per_minute, rel=0.15)
     assert ten.engine.sampled_tokens_per_s == pytest.approx(10 * one.engine.sampled_tokens_per_s, rel=0.15)
+
+
+def test_a_shared_node_counts_once() -> None:
+    shape = ("trainer.ranks=2", "engine.placement=shared_node")
+    site = load_cluster("devcluster").value
+    shared = make_scenario(recipe(*shape), site, durations(), days=0.002).size
+    assert (shared.nodes, shared.trainer_nodes, shared.engine_nodes, shared.gpus) == (1, 1, 1, 8)
+    assert shared.trainer_share == 2 / 8
+    apart = make_scenario(recipe("trainer.ranks=2"), site, durations(), days=0.002).size
+    assert (apart.nodes, apart.gpus, apart.trainer_share) == (2, 16, 0.5)
+    with pytest.raises(UsageError, match="which has one size"):
+        make_scenario(recipe(*shape), site, durations(), days=0.002, nodes=4)
 
 
 def test_a_sample_of_the_engines_says_the_same() -> None:

@@ -124,6 +124,49 @@ def test_only_what_runs_beside_overlaps() -> None:
     assert "--overlap" not in start(plan, Role.TRAINER).argv
 
 
+SHARED = ("qwen3_30b_a3b_node", "h200-28", "engine.replicas=2")
+
+
+def test_on_a_shared_node_steps_have_parts_of_it() -> None:
+    plan, _ = plan_for(*SHARED)
+    started = [start(plan, Role.TRAINER), start(plan, Role.ENGINE, 0), start(plan, Role.ENGINE, 1)]
+    assert {launch.hosts for launch in started} == {("n001",)}
+    found = [options(launch) for launch in started]
+    assert [each["--gres"] for each in found] == ["gpu:h200:4", "gpu:h200:2", "gpu:h200:2"]
+    # an eighth of the CPUs is for what runs beside, and memory is nobody's alone
+    assert [int(each["--cpus-per-task"]) for each in found] == [80, 40, 40]
+    assert {each["--mem"] for each in found} == {"0"}
+    # of what another one has, nothing: a restarted engine waits for its own part
+    assert all("--exact" in each and "--overlap" not in each for each in found)
+    assert "--overlap" in start(plan, Role.ORCHESTRATOR).argv
+    assert (plan.layout.nodes, plan.layout.gpus, plan.layout.kind) == (1, 8, "single")
+
+
+def test_on_a_shared_node_ranks_that_are_tasks_share_the_part() -> None:
+    plan, _ = plan_for(*SHARED, "job.payload=probe")
+    found = options(start(plan, Role.TRAINER))
+    assert (found["--ntasks"], found["--cpus-per-task"], found["--gres"]) == ("4", "20", "gpu:h200:4")
+
+
+def test_where_slurm_gives_out_no_gpus_roles_are_told_theirs() -> None:
+    plan, _ = plan_for(*SHARED, gres="none")
+    roles = [(Role.TRAINER, 0), (Role.ENGINE, 0), (Role.ENGINE, 1)]
+    told = [start(plan, role, replica).argv[-4:-2] for role, replica in roles]
+    assert told == [("env", f"CUDA_VISIBLE_DEVICES={gpus}") for gpus in ("0,1,2,3", "4,5", "6,7")]
+    assert not any("CUDA_VISIBLE_DEVICES" in word for word in start(plan, Role.ORCHESTRATOR).argv)
+    whole, _ = plan_for("qwen3_30b_a3b", "h200-28", gres="none")
+    assert not any("CUDA_VISIBLE_DEVICES" in word for word in start(whole, Role.ENGINE).argv)
+
+
+def test_engines_without_gpus_have_cpus_of_a_shared_node() -> None:
+    shape = ("trainer.ranks=2", "engine.replicas=2", "engine.placement=shared_node")
+    plan, _ = plan_for("quickstart", "devcluster", *shape, container=APPTAINER)
+    trainer, engine = start(plan, Role.TRAINER), start(plan, Role.ENGINE)
+    assert "--gres=gpu:h200:2" in trainer.argv
+    assert "--gres=none" in engine.argv
+    assert ("--nv" in trainer.argv, "--nv" in engine.argv) == (True, False)
+
+
 def test_reference_run_takes_every_node_once() -> None:
     plan, _ = plan_for("glm5_swe", "h200-28", "job.payload=probe")
     launches = [start(plan, g.role, r) for g in plan.groups if not g.beside for r in range(g.replicas)]

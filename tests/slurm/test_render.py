@@ -91,7 +91,13 @@ def test_golden(layout: str, container: str) -> None:
 
 @pytest.mark.parametrize(
     ("recipe", "cluster"),
-    [("glm5_swe", "h200-28"), ("glm5_swe", "devcluster"), ("glm5_swe", "roce-h100"), ("qwen3_30b_a3b", "pyxis-site")],
+    [
+        ("glm5_swe", "h200-28"),
+        ("glm5_swe", "devcluster"),
+        ("glm5_swe", "roce-h100"),
+        ("qwen3_30b_a3b", "pyxis-site"),
+        ("qwen3_30b_a3b_node", "h200-28"),
+    ],
 )
 def test_golden_of_the_examples(recipe: str, cluster: str) -> None:
     plan, site = plan_for(recipe, cluster, "job.payload=probe")

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from slurm_lab import SlurmLab, events, job_id
+from slurm_lab import SlurmLab, events, job_id, wait_step
 
 from hpcrl.runs.metrics import read_metrics
 from hpcrl.runs.record import RunRecord
 from hpcrl.runs.rundir import RunDir
+from hpcrl.runs.status import RunStatus
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -108,3 +111,30 @@ def test_a_run_inside_of_an_allocation(slurm_lab: SlurmLab) -> None:
     status = slurm_lab.json("status", run.name)
     used = {node for component in status["components"] for node in component["nodes"]}
     assert (len(job.nodes), used) == (5, set(job.nodes[:4]))
+
+
+def test_trainer_and_engines_share_a_node(slurm_lab: SlurmLab, taught_model: Path) -> None:
+    """Each has GPUs of its own; the run learns, and an engine that is killed comes back into its part of the node."""
+    probe = slurm_lab.submit("parts", "job.payload=probe", recipe="qwen3_30b_a3b_node", small=False)
+    status = slurm_lab.wait_state(probe, ["COMPLETED", "FAILED", "LOST", "CANCELLED"])
+    assert status["state"] == "COMPLETED", slurm_lab.hpcrl("why", probe.name).stdout
+    reports = [json.loads(path.read_bytes()) for path in (probe.attempt_dir(1) / "probe").glob("*-*.json")]
+    assert len({report["host"] for report in reports}) == 1
+    seen = {r["role"]: tuple(r["node_gpus"]) for r in reports}
+    assert (len(seen["trainer"]), len(seen["engine"]), seen["orchestrator"]) == (4, 4, ())
+    assert sorted(seen["trainer"] + seen["engine"]) == list("01234567")
+
+    shape = ("trainer.ranks=2", "engine.replicas=2", "engine.placement=shared_node")
+    length = (f"trainer.steps={STEPS}", "trainer.optimizer.schedule=constant", "evaluation.every_steps=0")
+    run = slurm_lab.submit("one", f"model.path={taught_model}", *length, *shape, recipe="quickstart", small=False)
+    wait_step(run, 2)
+    (engine,) = (c for c in RunStatus.read(run).components if (c.role, c.replica) == ("engine", 1))
+    os.kill(engine.pid, signal.SIGKILL)
+    status = slurm_lab.wait_state(run, ["COMPLETED", "FAILED", "LOST", "CANCELLED"], timeout_s=300)
+    assert status["state"] == "COMPLETED", slurm_lab.hpcrl("why", run.name).stdout
+    assert len({node for c in status["components"] for node in c["nodes"]}) == 1
+    assert {(c["role"], c["replica"]): c["restarts"] for c in status["components"]}["engine", 1] == 1
+    assert [record.step for record in read_metrics(run)] == list(range(1, STEPS + 1))
+    rewards = [event.data["reward"] for event in events(run, "evaluation")]
+    print(f"shared node: reward of held-out prompts {rewards}")
+    assert rewards[-1] >= rewards[0] + 0.1

@@ -22,7 +22,8 @@ def _engine_groups(recipe: Recipe) -> list[tuple[str, str, int, int]]:
 
 def _placed_groups(recipe: Recipe, cluster: SlurmCluster) -> list[tuple[str, str, int, int]]:
     """Key, role, replicas and nodes of one replica, of all roles that have nodes."""
-    groups = [("trainer", "trainer", 1, recipe.trainer.nodes), *_engine_groups(recipe)]
+    engines = _engine_groups(recipe) if recipe.engine.placement == "apart" else []
+    groups = [("trainer", "trainer", 1, recipe.trainer.nodes), *engines]
     return [*groups, *([("orchestrator", "orchestrator", 1, 1)] if cluster.orchestrator_apart else [])]
 
 

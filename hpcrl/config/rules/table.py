@@ -19,6 +19,7 @@ from hpcrl.config.rules.kernels import KERNEL_RULES
 from hpcrl.config.rules.parallel import PARALLEL_RULES
 from hpcrl.config.rules.quantization import QUANTIZATION_RULES
 from hpcrl.config.rules.rule import Conflicts, Rule
+from hpcrl.config.rules.shared_node import SHARED_NODE_RULES
 from hpcrl.config.rules.site import SITE_RULES
 from hpcrl.config.rules.store import STORE_RULES
 from hpcrl.errors import ConfigError, Finding
@@ -342,4 +343,5 @@ RULES: tuple[Rule, ...] = (
     *STORE_RULES,
     *ENGINE_RULES,
     *COLOCATED_RULES,
+    *SHARED_NODE_RULES,
 )

@@ -121,7 +121,19 @@ def memory_report(
     """
     if isinstance(cluster, LocalCluster):
         return MemoryReport((_local(recipe, cluster, facts, real),))
-    return MemoryReport((*_trainer_places(recipe, cluster, facts, real), *_engine_places(recipe, cluster, facts)))
+    places = (*_trainer_places(recipe, cluster, facts, real), *_engine_places(recipe, cluster, facts))
+    return MemoryReport(_one_host(places, recipe.engine.replicas) if recipe.engine.shares_node else places)
+
+
+def _one_host(places: tuple[Place, ...], replicas: int) -> tuple[Place, ...]:
+    """Places of a node that trainer and engines share: it has one host, with what all of them keep there."""
+    trainer, engine = (place for place in places if place.kind == "host")
+    of_engines = (
+        replace(term, name=f"engines: {term.name}", value=term.value * replicas, formula=f"({term.formula}) · replicas")
+        for term in engine.ledger.terms
+    )
+    host = Ledger.of("training and serving", (*trainer.ledger.terms, *of_engines))
+    return (*(place for place in places if place.kind == "gpu"), replace(trainer, ledger=host))
 
 
 # -- trainer ----------------------------------------------------------------------------------------------------
@@ -212,11 +224,12 @@ def _engine_places(recipe: Recipe, cluster: SlurmCluster, facts: ModelFacts) -> 
     places: list[Place] = []
     for role, nodes in replica_nodes(recipe).items():
         node = node_hardware(cluster, role)
-        if not engine_gpus(recipe, cluster, role):
+        gpus = engine_gpus(recipe, cluster, role)
+        if not gpus:
             ledger = _embedded(recipe, facts)
             places.append(Place(role, "host", ledger, round(node.host_bytes * (1 - HOST_RESERVE))))
             continue
-        memory = engine_memory(engine, ranks=nodes * node.gpus, nodes=nodes, role=role)
+        memory = engine_memory(engine, ranks=nodes * gpus, nodes=nodes, role=role)
         ledger = engine_ledger(facts, memory)
         length, token = memory.max_model_len, kv_bytes_of_rank(facts, memory)
         one = kv_bytes_of_rank(facts, memory, length)
@@ -229,16 +242,17 @@ def _engine_places(recipe: Recipe, cluster: SlurmCluster, facts: ModelFacts) -> 
         budget = round(node.gpu_bytes * memory.gpu_memory_utilization)
         held = Ledger.of(ledger.name, (*ledger.terms, sequence))
         places.append(Place(role, "gpu", held, budget, kv_capacity(facts, memory, node.gpu_bytes)))
-        places.append(engine_host_place(facts, recipe, node, role=role, ranks=memory.ranks, ledger=ledger))
+        places.append(engine_host_place(facts, recipe, node, role=role, memory=memory, ledger=ledger))
     return places
 
 
 def engine_host_place(
-    facts: ModelFacts, recipe: Recipe, node: NodeHardware, *, role: Role, ranks: int, ledger: Ledger
+    facts: ModelFacts, recipe: Recipe, node: NodeHardware, *, role: Role, memory: EngineMemory, ledger: Ledger
 ) -> Place:
-    """The host of a node of an engine of ``ranks`` GPUs; ``ledger`` says what one of these holds."""
+    """The host of a node of an engine; ``ledger`` says what one of its GPUs holds."""
     weights = ledger["other weights"].value + (ledger["expert weights"].value if facts.moe_layers else 0)
-    host = engine_host(facts, recipe, role=role, ranks=ranks, ranks_per_node=node.gpus, weight_bytes=weights)
+    here = memory.ranks // memory.nodes
+    host = engine_host(facts, recipe, role=role, ranks=memory.ranks, ranks_per_node=here, weight_bytes=weights)
     return Place(role, "host", host, round(node.host_bytes * (1 - HOST_RESERVE)))
 
 

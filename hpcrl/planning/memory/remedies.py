@@ -123,6 +123,8 @@ def _candidates(
     """Changes that may help at a place, cheapest first."""
     if place.role is Role.TRAINER:
         yield from (_trainer_gpu if place.kind == "gpu" else _trainer_host)(recipe, cluster, facts)
+        if place.kind == "host" and recipe.engine.shares_node:
+            yield from _engine_host(recipe)
     elif place.kind == "gpu":
         yield from _engine_gpu(place.role, recipe, cluster)
     else:
@@ -158,7 +160,7 @@ def _trainer_gpu(recipe: Recipe, cluster: ClusterProfile, facts: ModelFacts) -> 
 
 def _more_trainer_nodes(recipe: Recipe, cluster: ClusterProfile) -> Iterator[tuple[Changes, str]]:
     trainer = recipe.trainer
-    if not isinstance(cluster, SlurmCluster):
+    if not isinstance(cluster, SlurmCluster) or recipe.engine.shares_node:
         return
     per_node = trainer.ranks // trainer.nodes
     parallel = trainer.parallelism
@@ -212,7 +214,7 @@ def _engine_gpu(role: Role, recipe: Recipe, cluster: ClusterProfile) -> Iterator
     side = engine_side(engine, role)
     key = "engine" if side is None else f"engine.{role.value}"
     nodes = engine.nodes if side is None else side.nodes
-    if isinstance(cluster, SlurmCluster):
+    if isinstance(cluster, SlurmCluster) and not recipe.engine.shares_node:
         limit = cluster.partitions[cluster.partition_name(role.value)].nodes
         for more in (nodes * 2, nodes * 4, nodes * 8):
             if more <= limit:

@@ -57,7 +57,7 @@ def memory_fits(
                 False,
                 f"{role.value} gpu: {lacking:.1f} GiB short; largest: {largest.name} {largest.value / GIB:.1f} GiB",
             )
-        fit = _fit(engine_host_place(facts, recipe, node, role=role, ranks=memory.ranks, ledger=ledger))
+        fit = _fit(engine_host_place(facts, recipe, node, role=role, memory=memory, ledger=ledger))
         slots = min(float(shape.max_num_seqs), kv.tokens / mean_tokens)
         return Fit(fit.ok, fit.short, max(1.0, slots))
 

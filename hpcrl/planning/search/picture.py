@@ -83,9 +83,9 @@ def _ticks(nodes: Sequence[int]) -> list[int]:
 
 def _dot(x: float, y: float, colour: str, radius: int, candidate: Candidate) -> str:
     layout = candidate.layout
-    prefill = "" if layout.prefill is None else f" + {layout.prefill.all_nodes} prefill"
+    prefill = "" if layout.prefill is None else f" + {layout.size(layout.prefill)} prefill"
     text = (
-        f"{layout.trainer.nodes} trainer{prefill} + {layout.decode.all_nodes} decode: {candidate.step_s:.0f} s, "
-        f"{candidate.gpu_hours:.1f} GPU-hours"
+        f"{layout.size(layout.trainer)} trainer{prefill} + {layout.size(layout.decode)} decode: "
+        f"{candidate.step_s:.0f} s, {candidate.gpu_hours:.1f} GPU-hours"
     )
     return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" fill="{colour}"><title>{escape(text)}</title></circle>'

@@ -14,6 +14,7 @@ from hpcrl.config.plan import Role
 from hpcrl.config.recipe import Recipe
 from hpcrl.errors import ConfigError, UnknownSizesError, UsageError
 from hpcrl.planning.calibration.file import Calibration
+from hpcrl.planning.memory.fit import memory_report
 from hpcrl.planning.memory.remedies import why_not
 from hpcrl.planning.report import Outlook, find_facts, loop_document
 from hpcrl.planning.search.memory import memory_fits
@@ -75,6 +76,8 @@ class SearchResult:
 
 def default_range(recipe: Recipe, cluster: ClusterProfile) -> range:
     """Numbers of nodes to look at where nobody says any: around the recipe's own, as far as the profile has them."""
+    if recipe.engine.shares_node:
+        return range(1, 2)
     own = recipe.trainer.nodes + sum(
         side.replicas * side.nodes
         for side in ((recipe.engine.prefill, recipe.engine.decode) if recipe.engine.decode else (recipe.engine,))
@@ -138,7 +141,10 @@ def run_search(
     base = planned_layout(recipe, cluster, facts)
     mean_tokens = resolve_workload(recipe, calibration).mean("tokens")
     fits = memory_fits(recipe, cluster, facts, base, mean_tokens=mean_tokens)
-    found = search(Problem(recipe, facts, base, site, fits), nodes, progress)
+    if base.shared_node:
+        found = _of_one_node(Problem(recipe, facts, base, site, fits), cluster, nodes, progress)
+    else:
+        found = search(Problem(recipe, facts, base, site, fits), nodes, progress)
     own_fits = [fits.trainer(base.trainer), fits.engine(base.decode, False)]
     if base.prefill is not None:
         own_fits.append(fits.engine(base.prefill, True))
@@ -160,6 +166,20 @@ def run_search(
     return SearchResult(found, candidate, "; ".join(shorts), "\n    ".join(reasons), tuple(notes), base.nodes)
 
 
+def _of_one_node(
+    problem: Problem, cluster: SlurmCluster, nodes: Sequence[int], progress: Callable[[float], None]
+) -> list[Candidate]:
+    """Splits of the GPUs of the node that trainer and engines share, whose host has room for both."""
+    if list(nodes) != [1]:
+        raise UsageError(
+            "trainer and engines share one node (engine.placement), whose GPUs are split\n"
+            "    hint: leave --nodes out, or --set engine.placement=apart"
+        )
+    recipe, facts = problem.recipe, problem.facts
+    found = search(problem, [cluster.partitions[cluster.partition_name(Role.TRAINER)].node.gpus], progress)
+    return [c for c in found if memory_report(with_layout(recipe, c.layout), cluster, facts).ok]
+
+
 _LOOKED_AT = 64
 """Nodes up to which a plan looks for a better split of its own accord: that takes about a second."""
 _WORTH = 0.98
@@ -168,7 +188,7 @@ _WORTH = 0.98
 def better_split(outlook: Outlook, calibration: Calibration) -> Candidate | None:
     """A split of the same nodes with a shorter step than a plan's own; None where there is none, or nobody looked."""
     layout, loop = outlook.layout, outlook.loop
-    if layout is None or loop is None or not 2 <= layout.nodes <= _LOOKED_AT:
+    if layout is None or loop is None or not (layout.shared_node or 2 <= layout.nodes <= _LOOKED_AT):
         return None
     if calibration.measured_for(outlook.recipe.name, outlook.cluster.name) is not None:
         return None

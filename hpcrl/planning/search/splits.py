@@ -123,6 +123,8 @@ def search(
 
     Parameters
     ----------
+    nodes:
+        Where trainer and engines share a node: its GPUs, which are split as nodes are otherwise.
     progress:
         Told how much is done, from 0 to 1.
 
@@ -194,7 +196,11 @@ def _trainers(problem: Problem, most: int) -> Iterator[tuple[int, tuple[TrainerS
     for nodes in range(1, most):
         timed = [
             (trainer_step(problem.facts, shape, batch, problem.site.trainer).seconds, shape)
-            for shape in trainer_shapes(base.trainer, problem.facts, nodes)
+            for shape in (
+                _trainers_of_node(base.trainer, problem.facts, nodes)
+                if base.shared_node
+                else trainer_shapes(base.trainer, problem.facts, nodes)
+            )
         ]
         # memory is the dearer question: only the fastest are asked
         ordered = sorted(((s, shape) for s, shape in timed if s is not None), key=lambda pair: pair[0])
@@ -202,6 +208,13 @@ def _trainers(problem: Problem, most: int) -> Iterator[tuple[int, tuple[TrainerS
             if problem.fits.trainer(shape).ok:
                 yield nodes, (shape, seconds)
                 break
+
+
+def _trainers_of_node(base: TrainerShape, facts: ModelFacts, gpus: int) -> Iterator[TrainerShape]:
+    """Shapes of a trainer that has so many GPUs of one node."""
+    copies = 1 if gpus % base.copies else base.copies
+    smallest = replace(base, gpus_per_node=gpus, copies=copies, context_parallel=1, expert_parallel=1)
+    return trainer_shapes(smallest, facts, 1)
 
 
 def trainer_shapes(base: TrainerShape, facts: ModelFacts, nodes: int) -> Iterator[TrainerShape]:
@@ -240,7 +253,8 @@ def _sides(problem: Problem, most: int, *, prompts: bool) -> Iterator[tuple[int,
     memory: dict[EngineShape, Fit] = {}
     for nodes in range(1, most):
         best: _Side | None = None
-        for shape in engine_shapes(own, problem.facts, nodes):
+        shapes = _parts_of_node if base.shared_node else engine_shapes
+        for shape in shapes(own, problem.facts, nodes):
             one = replace(shape, replicas=1)
             if one not in memory:
                 memory[one] = problem.fits.engine(one, prompts)
@@ -266,6 +280,14 @@ def engine_shapes(base: EngineShape, facts: ModelFacts, nodes: int) -> Iterator[
                 yield replace(base, replicas=replicas, nodes=each, expert_parallel=ranks)
         elif each == 1:
             yield replace(base, replicas=replicas, nodes=each)
+
+
+def _parts_of_node(base: EngineShape, facts: ModelFacts, gpus: int) -> Iterator[EngineShape]:
+    """Ways to cut GPUs of one node into replicas."""
+    for ranks in range(base.tensor_parallel, gpus + 1, base.tensor_parallel):
+        one = replace(base, replicas=gpus // ranks, nodes=1, gpus_per_node=ranks)
+        if gpus % ranks == 0 and not (facts.num_experts and facts.num_experts % ranks):
+            yield replace(one, expert_parallel=ranks) if facts.num_experts else one
 
 
 def _rate(problem: Problem, shape: EngineShape, slots: float | None, *, prompts: bool) -> float:

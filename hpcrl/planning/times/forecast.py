@@ -164,9 +164,8 @@ def forecast(
     trainer = trainer_step(facts, layout.trainer, batch, site.trainer)
     own = _handoff_of(recipe, facts, layout, site)
     weights = handoff(own, site.trainer, site.decode, site.storage)
-    save = checkpoint_save(
-        trained_parameters(facts, recipe.trainer.lora) * _STATE_BYTES, layout.trainer.nodes, site.trainer, site.storage
-    )
+    state = trained_parameters(facts, recipe.trainer.lora) * _STATE_BYTES
+    save = checkpoint_save(state, layout.trainer.nodes, layout.trainer.ranks, site.trainer, site.storage)
     tables = {
         "trainer": trainer,
         "handoff": weights,
@@ -254,7 +253,8 @@ def _handoff_of(recipe: Recipe, facts: ModelFacts, layout: PlannedLayout, site: 
     # every engine takes what is published, and makes of it what it serves
     dtype = layout.handoff_dtype
     sides = [replace(side, weight_dtype=dtype) for side in (layout.decode, layout.prefill) if side is not None]
-    needs = [(side.all_nodes, *engine_bytes(facts, side)) for side in sides]
+    # replicas of one node share what is read
+    needs = [(1 if layout.shared_node else side.all_nodes, *engine_bytes(facts, side)) for side in sides]
     nodes = sum(count for count, _, _ in needs)
     delta, chain = site.calibration.constant("delta_share"), layout.delta_chain
     if delta > recipe.handoff.delta_max_share:
@@ -265,6 +265,7 @@ def _handoff_of(recipe: Recipe, facts: ModelFacts, layout: PlannedLayout, site: 
         # a full version, and its deltas
         changed_share=(1.0 + chain * delta) / (chain + 1),
         trainer_nodes=layout.trainer.nodes,
+        trainer_gpus=layout.trainer.ranks,
         engine_nodes=nodes,
         node_bytes=sum(count * node for count, node, _ in needs) / nodes,
         gpu_bytes=max(gpu for _, _, gpu in needs),
@@ -277,9 +278,8 @@ def _startup(facts: ModelFacts, layout: PlannedLayout, site: Site) -> TimeTable:
     sides = [side for side in (layout.decode, layout.prefill) if side is not None]
     return startup(
         trainer_bytes=start_bytes,
-        trainer_nodes=layout.trainer.nodes,
+        nodes=layout.nodes,
         engine_bytes=sum(side.all_nodes * engine_bytes(facts, side)[0] for side in sides),
-        engine_nodes=layout.engine_nodes,
         rates=site.trainer,
         storage=site.storage,
     )

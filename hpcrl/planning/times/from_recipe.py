@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpcrl.config.cluster import SlurmCluster
-from hpcrl.config.engine_shape import step_limits
+from hpcrl.config.engine_shape import engine_ranks_per_node, step_limits
 from hpcrl.config.plan import Role
-from hpcrl.config.recipe import EngineConfig, EngineGroupConfig, Recipe
+from hpcrl.config.recipe import EngineGroupConfig, Recipe
 from hpcrl.models.facts import ModelFacts
-from hpcrl.planning.hardware import node_hardware
 from hpcrl.planning.memory.settings import trained_parameters
 from hpcrl.planning.times.handoff import HandoffPath
 from hpcrl.planning.times.shapes import ComputeDtype, EngineShape, TrainerShape
@@ -30,6 +29,8 @@ class PlannedLayout:
         How weights go from trainer to engines, as what, and how many deltas follow a full version.
     router_replay:
         Rollouts carry the engines' choices of experts.
+    shared_node:
+        Trainer and engines share the GPUs of one node.
     """
 
     trainer: TrainerShape
@@ -39,16 +40,25 @@ class PlannedLayout:
     handoff_dtype: ComputeDtype = "bfloat16"
     delta_chain: int = 0
     router_replay: bool = False
+    shared_node: bool = False
 
     @property
     def nodes(self) -> int:
         """Nodes of all roles."""
-        return self.trainer.nodes + self.engine_nodes
+        return self.trainer.nodes + (0 if self.shared_node else self.engine_nodes)
 
     @property
     def engine_nodes(self) -> int:
         """Nodes of all engines."""
+        if self.shared_node:
+            return 1
         return self.decode.all_nodes + (0 if self.prefill is None else self.prefill.all_nodes)
+
+    def size(self, shape: TrainerShape | EngineShape) -> int:
+        """Nodes of a role; where trainer and engines share one, its GPUs."""
+        if isinstance(shape, EngineShape):
+            return shape.all_ranks if self.shared_node else shape.all_nodes
+        return shape.ranks if self.shared_node else shape.nodes
 
     @property
     def gpus(self) -> int:
@@ -62,11 +72,11 @@ def planned_layout(recipe: Recipe, cluster: SlurmCluster, facts: ModelFacts) -> 
     engine = recipe.engine
     prefill = None
     if engine.prefill is not None and engine.decode is not None:
-        prefill = _engine_shape(engine, cluster, facts, Role.PREFILL, engine.prefill)
-        decode = _engine_shape(engine, cluster, facts, Role.DECODE, engine.decode)
+        prefill = _engine_shape(recipe, cluster, facts, Role.PREFILL, engine.prefill)
+        decode = _engine_shape(recipe, cluster, facts, Role.DECODE, engine.decode)
     else:
         whole = EngineGroupConfig(replicas=engine.replicas, nodes=engine.nodes)
-        decode = _engine_shape(engine, cluster, facts, Role.ENGINE, whole)
+        decode = _engine_shape(recipe, cluster, facts, Role.ENGINE, whole)
     return PlannedLayout(
         trainer=_trainer_shape(recipe, facts),
         decode=decode,
@@ -75,6 +85,7 @@ def planned_layout(recipe: Recipe, cluster: SlurmCluster, facts: ModelFacts) -> 
         handoff_dtype="fp8" if recipe.handoff.kind == "fp8" else recipe.handoff.dtype or recipe.trainer.dtype,
         delta_chain=recipe.handoff.delta_chain,
         router_replay=recipe.returns_routed_experts,
+        shared_node=engine.shares_node,
     )
 
 
@@ -101,12 +112,11 @@ def _trainer_shape(recipe: Recipe, facts: ModelFacts) -> TrainerShape:
 
 
 def _engine_shape(
-    engine: EngineConfig, cluster: SlurmCluster, facts: ModelFacts, role: Role, group: EngineGroupConfig
+    recipe: Recipe, cluster: SlurmCluster, facts: ModelFacts, role: Role, group: EngineGroupConfig
 ) -> EngineShape:
-    gpus = max(1, node_hardware(cluster, role).gpus)
+    engine = recipe.engine
     weights: ComputeDtype = "fp8" if engine.memory.weights == "fp8" else engine.dtype
-    # an embedded engine is one process, whatever its node has
-    ranks = 1 if engine.backend == "embedded" else gpus
+    ranks = engine_ranks_per_node(recipe, cluster, role)
     return EngineShape(
         replicas=group.replicas,
         nodes=group.nodes,

@@ -27,8 +27,8 @@ class Handoff:
         Of the full version.
     changed_share:
         Share of the bytes that is published and read; 1 is a full version, less a delta.
-    trainer_nodes, engine_nodes:
-        Nodes that write, and nodes that load.
+    trainer_nodes, trainer_gpus, engine_nodes:
+        Nodes that write and their GPUs, and nodes that load.
     node_bytes:
         What one engine node needs: the whole model where it holds a replica, its part of a wide one.
     gpu_bytes, gpu_tensors:
@@ -39,6 +39,7 @@ class Handoff:
     bytes: float
     changed_share: float = 1.0
     trainer_nodes: int
+    trainer_gpus: int
     engine_nodes: int
     node_bytes: float
     gpu_bytes: float
@@ -50,7 +51,7 @@ def handoff(h: Handoff, trainer: Rates, engine: Rates, storage: StorageRates) ->
     published = h.bytes * h.changed_share
     read_each = h.node_bytes * h.changed_share
     fixed = trainer.calibration.constant("file_overhead_s")
-    gpu_share = published / h.trainer_nodes / trainer.gpus_per_node
+    gpu_share = published / h.trainer_gpus
     reads = h.engine_nodes * read_each if h.path == "filesystem" else min(published, h.engine_nodes * read_each)
 
     def read() -> float:
@@ -104,9 +105,9 @@ def share_bytes(h: Handoff) -> tuple[float, float]:
     return published, wanted if h.path == "filesystem" else min(published, wanted)
 
 
-def checkpoint_save(state_bytes: float, nodes: int, rates: Rates, storage: StorageRates) -> TimeTable:
+def checkpoint_save(state_bytes: float, nodes: int, gpus: int, rates: Rates, storage: StorageRates) -> TimeTable:
     """An asynchronous save: the copy to host memory stops the trainer, the write does not."""
-    gpu_share = state_bytes / nodes / rates.gpus_per_node
+    gpu_share = state_bytes / gpus
     return TimeTable(
         "checkpoint",
         (
@@ -130,15 +131,13 @@ def checkpoint_save(state_bytes: float, nodes: int, rates: Rates, storage: Stora
 def startup(
     *,
     trainer_bytes: float,
-    trainer_nodes: int,
     engine_bytes: float,
-    engine_nodes: int,
+    nodes: int,
     rates: Rates,
     storage: StorageRates,
 ) -> TimeTable:
     """From process start to the first request: trainer and engines load at the same time from the same share."""
     total = trainer_bytes + engine_bytes
-    nodes = trainer_nodes + engine_nodes
     return TimeTable(
         "start-up",
         (

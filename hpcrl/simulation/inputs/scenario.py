@@ -44,7 +44,9 @@ class Size:
     Attributes
     ----------
     nodes, trainer_nodes, engine_nodes:
-        Nodes of the run and of its roles.
+        Nodes of the run and of its roles; where trainer and engines share one, it counts for both.
+    trainer_share:
+        Of the run's GPUs, or nodes, those that the trainer has.
     scale:
         Times the recipe.
     engines, prefill_engines:
@@ -58,6 +60,7 @@ class Size:
     nodes: int
     trainer_nodes: int
     engine_nodes: int
+    trainer_share: float
     scale: float
     engines: int
     prefill_engines: int
@@ -174,7 +177,12 @@ def _size(recipe: Recipe, cluster: ClusterProfile, nodes: int | None) -> Size:
 
 
 def _scaled(recipe: Recipe, cluster: ClusterProfile, nodes: int | None) -> Size:
-    engine, rollouts = recipe.engine, recipe.rollouts
+    engine, rollouts, shared = recipe.engine, recipe.rollouts, recipe.engine.shares_node
+    if shared and nodes is not None:
+        raise UsageError(
+            f"--nodes {nodes}: trainer and engines share one node (engine.placement), which has one size\n"
+            "    hint: leave --nodes out, or --set engine.placement=apart"
+        )
     prefill = engine.prefill
     says = engine.decode if engine.decode is not None else engine
     replicas, per_replica = says.replicas, says.nodes
@@ -191,16 +199,22 @@ def _scaled(recipe: Recipe, cluster: ClusterProfile, nodes: int | None) -> Size:
     engine_nodes = engines * per_replica + (prefill_engines * prefill.nodes if prefill is not None else 0)
     trainer_nodes = max(1, round(recipe.trainer.nodes * scale))
     groups = rollouts.rollouts_per_step // rollouts.group_size
+    all_nodes = 1 if shared else trainer_nodes + engine_nodes
+    gpus = _gpus(cluster, trainer_nodes, 0 if shared else engine_nodes)
+    share = trainer_nodes / (trainer_nodes + engine_nodes)
+    if shared:
+        share = recipe.trainer.ranks / gpus if gpus else 0.5
     return Size(
-        nodes=trainer_nodes + engine_nodes,
+        nodes=all_nodes,
         trainer_nodes=trainer_nodes,
-        engine_nodes=engine_nodes,
+        engine_nodes=1 if shared else engine_nodes,
+        trainer_share=share,
         scale=scale,
         engines=engines,
         prefill_engines=prefill_engines,
         groups_per_step=max(1, round(groups * scale)),
         max_in_flight=max(rollouts.group_size, round(rollouts.max_in_flight * scale)),
-        gpus=_gpus(cluster, trainer_nodes, engine_nodes),
+        gpus=gpus,
     )
 
 

@@ -298,7 +298,7 @@ def _goodput(simulation: Simulation) -> Goodput:
     trainer = trained_s / now
     busy = simulation.busy_s / (now * scenario.engines)
     engines = busy * min(1.0, consumed / said) if said else 0.0
-    share = (trainer * size.trainer_nodes + engines * size.engine_nodes) / size.nodes
+    share = trainer * size.trainer_share + engines * (1.0 - size.trainer_share)
     gpu_hours = size.gpus * now / 3600.0
     return Goodput(
         trainer=trainer,

@@ -1,0 +1,61 @@
+"""Rules about engines that have GPUs of the trainer's node."""
+
+from __future__ import annotations
+
+from hpcrl.config.cluster import ClusterProfile, SlurmCluster
+from hpcrl.config.engine_shape import engine_ranks_per_node
+from hpcrl.config.plan import Role
+from hpcrl.config.recipe import Recipe
+from hpcrl.config.rules.rule import Conflicts, Rule
+
+__all__ = ["SHARED_NODE_RULES"]
+
+
+def _one_node(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
+    engine = recipe.engine
+    if not engine.shares_node:
+        return
+    for key, nodes in (("trainer.nodes", recipe.trainer.nodes), ("engine.nodes", engine.nodes)):
+        if nodes > 1:
+            yield key, f"{nodes} nodes, and trainer and engines share one"
+    for key, side in (("engine.prefill", engine.prefill), ("engine.decode", engine.decode)):
+        if side is not None:
+            yield key, "prefill and decode have nodes of their own"
+    if recipe.job.layout == "elastic":
+        yield "job.layout", "elastic replicas come and go with jobs of their own"
+    if isinstance(cluster, SlurmCluster):
+        trainer, engines = cluster.partition_name("trainer"), cluster.partition_name("engine")
+        if trainer != engines:
+            yield "job.partition", f"the trainer is in {trainer!r}, engines are in {engines!r}: that is not one node"
+
+
+def _parts_fit(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
+    engine, trainer = recipe.engine, recipe.trainer
+    if not engine.shares_node or not isinstance(cluster, SlurmCluster):
+        return
+    node = cluster.partitions[cluster.partition_name("trainer")].node
+    if node.gpus and engine.backend == "vllm" and engine.device == "auto":
+        left = node.gpus - trainer.ranks
+        if left < 1:
+            yield "trainer.ranks", f"{trainer.ranks} ranks leave engines none of the {node.gpus} GPUs of a node"
+        elif left % engine.replicas:
+            yield "engine.replicas", f"{engine.replicas} replicas cannot share {left} GPUs evenly"
+    ranks = trainer.ranks + engine.replicas * engine_ranks_per_node(recipe, cluster, Role.ENGINE)
+    if ranks > node.cpus:
+        yield "trainer.ranks", f"{ranks} ranks of trainer and engines on a node of {node.cpus} CPUs"
+
+
+SHARED_NODE_RULES: tuple[Rule, ...] = (
+    Rule(
+        "shared-node",
+        "Trainer and engines that share a node are on one.",
+        "set engine.placement: apart, or one node for the trainer and for a replica, without sides, in one partition",
+        _one_node,
+    ),
+    Rule(
+        "shared-node-parts",
+        "The parts of a shared node are whole GPUs, and there is a CPU for each rank.",
+        "choose trainer.ranks below the GPUs of a node, and engine.replicas as a divisor of what is left",
+        _parts_fit,
+    ),
+)
