@@ -227,6 +227,11 @@ def _hardware(cluster: SlurmCluster, partition: str, report: NodeReport) -> Iter
     elif report.gpus is not None and report.gpus < node.gpus:
         what = f"the driver shows {report.gpus} GPUs, the profile says {node.gpus}"
         yield "gpus-missing", Severity.ERROR, "", what, "drain the node, or correct gpus"
+    if not (report.c_compiler if node.gpus else report.cxx_compiler):
+        language, users = ("C", "Triton, on GPUs") if node.gpus else ("C++", "torch, on processors")
+        what = f"there is no {language} compiler, which {users}, needs for recipes with trainer.memory.compile"
+        way = f"install {'gcc' if node.gpus else 'g++'}, or add its directory to launch.path, where recipes ask for it"
+        yield "no-compiler", Severity.NOTE, "", what, way
 
 
 def _of_names(report: NodeReport, *, several: bool) -> Iterator[CheckFinding]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import shutil
 import socket
 import subprocess
 import sys
@@ -75,6 +76,8 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
         Why the directory cannot be used; empty where it can, or none is named.
     gpus:
         GPUs that the driver shows; None where there is no NVIDIA driver.
+    c_compiler, cxx_compiler:
+        Whether there is one where Triton and torch look for it: layers are compiled with it, on GPUs and on processors.
     clock_ahead_s:
         Clock of the node minus clock of the filesystem's server.
     visible_s, negative_lag_s:
@@ -95,6 +98,8 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
     scratch_problem: str
     cache_problem: str
     gpus: int | None
+    c_compiler: bool
+    cxx_compiler: bool
     clock_ahead_s: float
     visible_s: float | None = None
     negative_lag_s: float | None = None
@@ -129,6 +134,8 @@ def look_around(directory: Path, index: int, questions: NodeQuestions) -> NodeRe
         scratch_problem=_directory_problem(questions.scratch),
         cache_problem=_directory_problem(questions.cache),
         gpus=_gpus(),
+        c_compiler=_is_there(os.environ.get("CC"), "gcc", "clang"),
+        cxx_compiler=_is_there(os.environ.get("CXX"), "g++"),
         clock_ahead_s=_clock_ahead_s(directory, index),
         visible_s=visible_s,
         negative_lag_s=negative_lag_s,
@@ -182,6 +189,10 @@ def _gpus() -> int | None:
         return len(os.listdir("/proc/driver/nvidia/gpus"))
     except OSError:
         return None
+
+
+def _is_there(*programs: str | None) -> bool:
+    return any(shutil.which(name) for name in programs if name)
 
 
 def _directory_problem(path: str | None) -> str:

@@ -25,6 +25,8 @@ GOOD = NodeReport(
     scratch_problem="",
     cache_problem="",
     gpus=8,
+    c_compiler=True,
+    cxx_compiler=True,
     clock_ahead_s=0.0,
     visible_s=0.1,
     negative_lag_s=0.0,
@@ -62,6 +64,7 @@ def test_good_nodes_give_no_finding(site: SlurmCluster) -> None:
         ({"scratch_problem": "Permission denied"}, "no-scratch", Severity.ERROR),
         ({"gpus": None}, "no-driver", Severity.WARNING),
         ({"gpus": 7}, "gpus-missing", Severity.ERROR),
+        ({"c_compiler": False}, "no-compiler", Severity.NOTE),
         ({"clock_ahead_s": -30.0}, "clock", Severity.WARNING),
         ({"visible_s": None, "negative_lag_s": None}, "not-shared", Severity.ERROR),
         ({"negative_lag_s": 58.0}, "name-lag", Severity.NOTE),
@@ -79,6 +82,16 @@ def test_the_same_on_many_nodes_is_said_once_and_errors_first(site: SlurmCluster
     bad = msgspec.structs.replace(GOOD, open_files=1024, has_scontrol=False)
     many = [msgspec.structs.replace(bad, host=f"n{i}") for i in range(20)]
     assert list(codes(site, *many)) == ["no-scontrol", "open-files"]
+
+
+def test_where_there_are_no_gpus_another_compiler_is_wanted(site: SlurmCluster) -> None:
+    partition = site.partitions[site.placement.default]
+    node = partition.node.model_copy(update={"gpus": 0})
+    plain = partition.model_copy(update={"node": node})
+    changed = site.model_copy(update={"partitions": {**site.partitions, site.placement.default: plain}})
+    report = msgspec.structs.replace(GOOD, c_compiler=False)
+    assert codes(changed, report) == {}
+    assert codes(changed, msgspec.structs.replace(report, cxx_compiler=False)) == {"no-compiler": Severity.NOTE}
 
 
 def test_one_node_cannot_tell_about_names(site: SlurmCluster) -> None:
