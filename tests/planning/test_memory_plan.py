@@ -118,6 +118,20 @@ def test_what_does_not_fit_is_told_what_would_help(settings: tuple[str, ...], ro
         assert "--set" in str(knob)
 
 
+def test_embedded_engines_of_two_sides_and_their_pool_are_counted() -> None:
+    """On nodes each gives memory to the pool; on one machine all engines of both sides are there."""
+    pool = "engine.kv_store={segment_gib: 3}"
+    for role in (Role.PREFILL, Role.DECODE):
+        ledger = _report("engine.backend=embedded", pool).place(role, "host").ledger
+        assert (ledger["Mooncake segment"].value, ledger["Mooncake buffers"].value) == (3 * GIB, GIB)
+    sides = ("engine.prefill={replicas: 2, nodes: 1}", "engine.decode={replicas: 3, nodes: 1}")
+    local = load_cluster("local").value
+    report = memory_report(load_recipe("quickstart", (*sides, pool)).value, local, GLM5)
+    (engines,) = [term for place in report.places for term in place.ledger.terms if term.name == "engines"]
+    assert engines.inputs["replicas"] == 5
+    assert engines.value > 5 * 4 * GIB
+
+
 def test_a_missing_number_is_named() -> None:
     recipe, _ = _glm5()
     with pytest.raises(ConfigError, match=r"cluster\.partitions\.train\.node\.gpu\.memory_gib"):

@@ -19,7 +19,7 @@ from hpcrl.models.tensors import DTYPE_BYTES
 from hpcrl.planning.hardware import NodeHardware, node_hardware
 from hpcrl.planning.ledger import GIB, Ledger, Term
 from hpcrl.planning.memory.engine import EngineMemory, KvCapacity, engine_ledger, kv_bytes_of_rank, kv_capacity
-from hpcrl.planning.memory.host import engine_host, orchestrator_terms, trainer_host
+from hpcrl.planning.memory.host import engine_host, orchestrator_terms, pool_terms, trainer_host
 from hpcrl.planning.memory.settings import AUTO_CHUNK, RealPass, TrainerMemory
 from hpcrl.planning.memory.trainer import trainer_moments, trainer_peak
 
@@ -269,6 +269,7 @@ def _embedded(recipe: Recipe, facts: ModelFacts) -> Ledger:
             Term("weights", weights, "b P", {"b": b, "P": facts.num_parameters()}),
             Term("weights of the next version", weights, "b P", {"b": b, "P": facts.num_parameters()}),
             Term("KV cache", cache, "engine.kv_cache_gib"),
+            *pool_terms(recipe, 1),
         ),
     )
 

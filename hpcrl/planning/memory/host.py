@@ -12,7 +12,7 @@ from hpcrl.models.tensors import Part
 from hpcrl.planning.ledger import GIB, Ledger, Term
 from hpcrl.planning.memory.settings import TrainerMemory, checkpoint_term, image_term
 
-__all__ = ["engine_host", "orchestrator_terms", "trainer_host"]
+__all__ = ["engine_host", "orchestrator_terms", "pool_terms", "trainer_host"]
 
 PROCESS_BYTES = int(4.0 * GIB)
 """A Python process with torch and CUDA: libraries, pinned pools, allocator."""
@@ -112,17 +112,22 @@ def _engine(
     yield Term("KV offload", offload, "engine.memory.kv_offload_gib")
     if role is Role.PREFILL and recipe.returns_routed_experts:
         yield Term("routed experts of prompts", PROMPT_ROWS_BYTES, "constant")
-    store = recipe.engine.kv_store
-    if store is not None:
-        yield Term("Mooncake segment", round(store.segment_gib * GIB), "engine.kv_store.segment_gib")
-        buffers = round(store.local_buffer_gib * GIB) * per_node
-        inputs = {"buffer": store.local_buffer_gib, "ranks": per_node}
-        yield Term("Mooncake buffers", buffers, "engine.kv_store.local_buffer_gib · ranks", inputs)
+    yield from pool_terms(recipe, per_node)
     if recipe.handoff.node_cache is not None:
         cache = round(recipe.handoff.node_cache_gib * GIB)
         yield Term("window of a version on the node", cache, "handoff.node_cache_gib")
     read = weight_bytes * per_node
     yield Term("page cache of weights", read, "W per GPU · ranks", {"W": weight_bytes}, counts=False)
+
+
+def pool_terms(recipe: Recipe, ranks: int) -> Iterator[Term]:
+    """What a node with so many ranks of an engine gives to the pool; nothing where there is none."""
+    store = recipe.engine.kv_store
+    if store is not None:
+        yield Term("Mooncake segment", round(store.segment_gib * GIB), "engine.kv_store.segment_gib")
+        buffers = round(store.local_buffer_gib * GIB) * ranks
+        inputs = {"buffer": store.local_buffer_gib, "ranks": ranks}
+        yield Term("Mooncake buffers", buffers, "engine.kv_store.local_buffer_gib · ranks", inputs)
 
 
 def _next_version(facts: ModelFacts, recipe: Recipe, role: Role, ranks: int, per_node: int) -> Term:
