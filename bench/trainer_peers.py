@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -65,14 +66,18 @@ def start(python: Path, script: str, case: dict[str, Any]) -> list[dict[str, Any
     ]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'bench'}"}
     env["HPCRL_BENCH_CASE"] = json.dumps({**case, "out": str(out)})
-    try:
-        done = subprocess.run(
-            command, check=False, cwd=ROOT / "bench/peers", env=env, capture_output=True, text=True, timeout=START_S
-        )
-    except subprocess.TimeoutExpired:
-        raise TrainerFailedError(f"{script} took more than {START_S} s") from None
-    if done.returncode:
-        raise TrainerFailedError(f"{script} failed:\n{done.stderr[-4000:]}")
+    pipe, cwd = subprocess.PIPE, ROOT / "bench/peers"
+    # a session of its own, so that its ranks can be ended with it
+    with subprocess.Popen(
+        command, cwd=cwd, env=env, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    ) as run:
+        try:
+            errors = run.communicate(timeout=START_S)[1]
+        except subprocess.TimeoutExpired:
+            os.killpg(run.pid, signal.SIGKILL)
+            raise TrainerFailedError(f"{script} took more than {START_S} s") from None
+    if run.returncode:
+        raise TrainerFailedError(f"{script} failed:\n{errors[-4000:]}")
     return [json.loads(out.with_name(f"rank.{rank}").read_text()) for rank in range(RANKS)]
 
 
@@ -113,6 +118,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1, help="starts of each trainer, which take turns")
     parser.add_argument("--steps", type=int, default=3, help="timed steps of a start")
     arguments = parser.parse_args()
+    if arguments.torchtitan and not arguments.torchtitan.is_file():
+        parser.error(f"--torchtitan: there is no {arguments.torchtitan}")
     failures, began = 0, time.monotonic()
     for turn, (model, ep, low_memory) in enumerate(CASES):
         if model not in arguments.models:
