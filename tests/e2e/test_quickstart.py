@@ -48,7 +48,10 @@ def quickstart(quickstart_lab: Lab) -> RunDir:
 def test_adapters_learn_and_are_resumed(quickstart_lab: Lab) -> None:
     """Only adapters are trained, saved and published; engines show that they compute with them, in both attempts."""
     lab = quickstart_lab
-    run = lab.submit("adapters", recipe="quickstart_lora")
+    length = ("trainer.steps=14", "trainer.optimizer.schedule=constant")
+    run = lab.submit(
+        "adapters", *length, "checkpoint.every_steps=4", "evaluation.every_steps=0", recipe="quickstart_lora"
+    )
     wait_for(lambda: CheckpointLedger(run.checkpoints_dir).steps(), 120.0 * patience(), "a checkpoint")
     lab.hpcrl("cancel", run.name, "--yes")
     lab.wait_end(run, 60.0 * patience())
