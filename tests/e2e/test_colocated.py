@@ -12,11 +12,12 @@ from hpcrl.runs.rundir import RunDir
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
-SHORT = ("trainer.steps=14", "trainer.optimizer.schedule=constant", "evaluation.every_steps=0")
+#: of a constant learning rate: the reward of held-out prompts is then several times what it was
+SHORT = ("trainer.steps=9", "trainer.optimizer.schedule=constant")
 LAYOUTS = {
-    "one-rank": ("rollouts.max_off_policy_steps=0",),
-    "fsdp-one-behind": ("trainer.ranks=2", "rollouts.max_off_policy_steps=1"),
-    "experts": ("trainer.ranks=2", "trainer.parallelism.ep=2", "rollouts.max_off_policy_steps=0"),
+    "one-rank": (*SHORT, "rollouts.max_off_policy_steps=0"),
+    "fsdp-one-behind": ("trainer.steps=30", "trainer.ranks=2", "rollouts.max_off_policy_steps=1"),
+    "experts": (*SHORT, "trainer.ranks=2", "trainer.parallelism.ep=2", "rollouts.max_off_policy_steps=0"),
 }
 
 
@@ -29,7 +30,7 @@ def submit(lab: Lab, name: str, *settings: str, follow: bool = False) -> RunDir:
 @pytest.mark.parametrize("layout", ["one-rank", "experts", pytest.param("fsdp-one-behind", marks=pytest.mark.campaign)])
 def test_it_learns_in_turns(layout: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     lab = Lab(tmp_path, start_models.taught_model(tmp_path_factory))
-    run = submit(lab, layout, *SHORT, *LAYOUTS[layout], follow=True)
+    run = submit(lab, layout, "evaluation.every_steps=0", *LAYOUTS[layout], follow=True)
     recipe, records = run.recipe(), steps(run)
     total, bound = recipe.trainer.steps, recipe.rollouts.max_off_policy_steps
     assert list(records) == list(range(1, total + 1))
