@@ -118,6 +118,26 @@ def test_a_replica_of_two_nodes_learns(vllm_lab: SlurmLab, capsys: Any) -> None:
 
 
 @pytest.mark.nightly
+def test_engines_on_the_trainers_node_learn(vllm_lab: SlurmLab, capsys: Any) -> None:
+    """One node for all roles: trainer and engines are steps with parts of it, and both engines give to the pool."""
+    settings = (*LEARNS, "evaluation.every_steps=0", "evaluation.prompts=32", "engine.placement=shared_node")
+    run = submit(vllm_lab, "together", *settings)
+    status = vllm_lab.wait_state(run, ["COMPLETED", "FAILED", "LOST", "CANCELLED"], timeout_s=900)
+    assert status["state"] == "COMPLETED", vllm_lab.hpcrl("why", run.name, "--events").stdout
+    assert len({node for c in status["components"] for node in c["nodes"]}) == 1
+    rewards = [event.data["reward"] for event in events(run, "evaluation")]
+    with capsys.disabled():
+        print(f"\nreward of held-out prompts {rewards}")
+    assert rewards[-1] >= rewards[0] + 0.1
+    assert {event.data["engine"] for event in events(run, "router.engine_added")} == ENGINES
+    updates = [event.data for event in events(run, "engine.weights_updated")]
+    assert {engine: max(u["version"] for u in updates if u["engine"] == engine) for engine in ENGINES} == dict.fromkeys(
+        ENGINES, STEPS
+    )
+    vllm_lab.wait_empty()
+
+
+@pytest.mark.nightly
 def test_a_lost_node_takes_its_segment_and_the_run_goes_on(vllm_lab: SlurmLab, capsys: Any) -> None:
     """Engines with jobs of their own: the node of one has a power failure."""
     small = ("rollouts.rollouts_per_step=16", "rollouts.group_size=4", "rollouts.max_in_flight=32")
