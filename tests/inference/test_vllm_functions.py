@@ -146,7 +146,34 @@ for scale in (1.0, 0.02, 1e-5, 0.0):
         assert torch.equal(mine.view(torch.uint8), values.view(torch.uint8)), (scale, rows)
 """
 
-PROGRAMS = {"beside transfer": BESIDE_TRANSFER, "fetches": FETCHES, "rotate": ROTATE, "fork": FORK, "bits": BITS}
+WAIT = """
+import time
+from hpcrl.inference.vllm.cpu import apply_corrections
+from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+
+apply_corrections()
+writer = MessageQueue(1, 1)
+reader = MessageQueue.create_from_handle(writer.export_handle(), 0)
+for number in range(3):
+    writer.enqueue(number)
+    assert reader.dequeue(timeout=60.0) == number
+before_s = time.thread_time()
+try:
+    reader.dequeue(timeout=0.9)
+    raise AssertionError("nothing was sent")
+except TimeoutError:
+    pass
+assert time.thread_time() - before_s < 0.05
+"""
+
+PROGRAMS = {
+    "beside transfer": BESIDE_TRANSFER,
+    "fetches": FETCHES,
+    "rotate": ROTATE,
+    "fork": FORK,
+    "wait": WAIT,
+    "bits": BITS,
+}
 #: loads what all of them need; what one of them changes, the next does not find
 ALL = """
 import json
@@ -214,6 +241,11 @@ def test_queries_of_latent_attention_are_rotated_like_those_of_others(said: dict
 def test_processes_of_an_engine_are_forked(said: dict[str, str]) -> None:
     """Where the environment asks for it, and only there; and none of them keeps its parent's port."""
     assert said["fork"] == "done"
+
+
+def test_what_waits_for_another_process_of_an_engine_leaves_the_processor(said: dict[str, str]) -> None:
+    """Less than a second after a message, when vLLM alone would look without a pause."""
+    assert said["wait"] == "done"
 
 
 def test_online_quantisation_makes_the_same_bits(said: dict[str, str]) -> None:
