@@ -170,9 +170,9 @@ def hand_over() -> dict[str, Any]:
     ]
     engine = subprocess.Popen([*map(str, command), *sizes], cwd=ROOT, stderr=subprocess.DEVNULL)
     try:
-        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), __file__]
+        launch = ["-m", "hpcrl.trainer.launcher", "--ranks", str(RANKS), "colocated"]
         own = ["--ranks", str(directory), f"http://127.0.0.1:{port}"]
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'bench'}"}
         subprocess.run([sys.executable, *launch, *own], check=True, cwd=ROOT, env=env)
     finally:
         engine.terminate()

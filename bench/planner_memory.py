@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -116,10 +117,10 @@ def measured(row: Row, arch: ModelArch) -> dict[str, int]:
         "saves": row.memory.get("saves_aside", False),
     }
     (root / "settings.json").write_text(json.dumps(settings))
-    worker = [planner_memory_worker.__file__, str(root / "settings.json")]
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(row.ranks)]
-    command = [sys.executable, *(launch if row.ranks > 1 else []), *worker]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=900)
+    launch = ["hpcrl.trainer.launcher", "--ranks", str(row.ranks)] if row.ranks > 1 else []
+    command = [sys.executable, "-m", *launch, planner_memory_worker.__name__, str(root / "settings.json")]
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'bench'}"}
+    done = subprocess.run(command, check=False, env=env, capture_output=True, text=True, timeout=900)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")
     peaks = [json.loads((root / f"rank-{rank}.json").read_text()) for rank in range(row.ranks)]

@@ -21,10 +21,10 @@ from hpcrl.runs.rundir import RunDir
 
 sys.path[:0] = [str(ROOT / "tests" / part) for part in (".", "e2e", "slurm_e2e")]
 from fault_shim import build_shim  # noqa: E402
-from lab import Lab, processes  # noqa: E402
+from lab import Lab, processes, rank_number  # noqa: E402
 from slurm_lab import SlurmLab  # noqa: E402
 
-__all__ = ["Skew", "Switches", "laboratory"]
+__all__ = ["Lab", "Skew", "SlurmLab", "Switches", "laboratory", "processes", "rank_number"]
 
 NODES = 7
 START_S = 60.0
@@ -39,7 +39,7 @@ exec {srun} --task-prolog={prolog} "$@"
 """
 _PROLOG = """\
 #!/bin/bash
-# torchrun cannot sleep with the libfaketime of Debian 12
+# torchrun could not sleep with the libfaketime of Debian 12; whether the ranks' own launcher can was not tried
 [ -r {skew} ] && [ -z "$FAULTS_TIME" ] || exit 0
 read -r node seconds < {skew}
 [ "$SLURMD_NODENAME" = "$node" ] || exit 0

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from fault_trials.places import Lab, SlurmLab, Switches, processes
+from fault_trials.places import Lab, SlurmLab, Switches, processes, rank_number
 from fault_trials.policies import Fault, expected_outcomes
 from hpcrl.checkpoints import CheckpointLedger
 from hpcrl.runs.events import Event, read_events
@@ -299,10 +299,7 @@ def is_end(event: Event) -> bool:
 
 def is_rank(process: psutil.Process) -> bool:
     """Whether it is a worker of the trainer, not its launcher."""
-    try:
-        return "RANK" in process.environ() and "hpcrl.trainer" in process.cmdline()
-    except psutil.Error:
-        return False
+    return rank_number(process) is not None
 
 
 def status(run: RunDir) -> RunStatus:

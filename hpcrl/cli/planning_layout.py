@@ -66,7 +66,9 @@ def _print_layout(console: Console, resolved: Plan, site: Loaded[ClusterProfile]
     layout, attempts = resolved.layout, resolved.attempts
     if layout.kind == "local":
         return
-    console.print(f"layout    {layout.kind} ({layout.reason}): {layout.nodes} nodes, {layout.gpus} GPUs")
+    console.print(
+        f"layout    {layout.kind} ({layout.reason}): {layout.nodes} node{'s' * (layout.nodes != 1)}, {layout.gpus} GPUs"
+    )
     console.print(
         f"time      {resolved.time_limit_s / 3600:g} h a job, signal {attempts.signal_lead_s} s before its end, "
         + (

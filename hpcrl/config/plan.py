@@ -103,11 +103,11 @@ class RoleGroup(StrictModel):
     role: Role
     replicas: PositiveInt
     ranks: PositiveInt
-    """Processes of one replica (torchrun workers of a trainer), over all of its nodes."""
+    """Processes of one replica (ranks of a trainer), over all of its nodes."""
     nodes: PositiveInt = 1
     """Nodes of one replica."""
     tasks_per_node: PositiveInt = 1
-    """Processes that the launcher starts on each node; torchrun, for one, starts its ranks itself."""
+    """Processes that Slurm starts on each node; a trainer's launcher, for one, starts its ranks itself."""
     component: NonNegativeInt = 0
     """Index of the layout's component with the nodes."""
     first_node: NonNegativeInt = 0

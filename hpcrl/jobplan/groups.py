@@ -213,7 +213,7 @@ def _trainer(recipe: Recipe, cluster: ClusterProfile, run_name: str) -> RoleGrou
         replicas=1,
         ranks=trainer.ranks,
         nodes=trainer.nodes,
-        command=(*_torchrun(trainer), *module_command("{python}", "hpcrl.trainer", unbuffered=True)),
+        command=_trainer_command(trainer),
         env=plain(role_variables(recipe, cluster, Role.TRAINER, run_name)),
         # colocated engines get their weights from it, and are there before
         after=(Role.ENGINE,) if recipe.engine.is_colocated else (),
@@ -223,24 +223,15 @@ def _trainer(recipe: Recipe, cluster: ClusterProfile, run_name: str) -> RoleGrou
     )
 
 
-def _torchrun(trainer: TrainerConfig) -> tuple[str, ...]:
-    """What starts the ranks of each node; nothing where there is one rank, which needs no launcher above it."""
+def _trainer_command(trainer: TrainerConfig) -> tuple[str, ...]:
+    """What starts the ranks of each node; one rank needs no launcher above it."""
     if trainer.ranks == 1:
-        return ()
-    # --node-rank keeps ranks in the order of nodes; torchrun's own rendezvous would number them as they come
-    nodes = ("--nnodes", str(trainer.nodes), "--node-rank", "{node_rank}") if trainer.nodes > 1 else ()
-    return (
-        *module_command("{python}", "torch.distributed.run"),
-        *nodes,
-        "--nproc-per-node",
-        str(trainer.ranks // trainer.nodes),
-        "--master-addr",
-        "{host}",
-        "--master-port",
-        "{port}",
-        # torchrun's own command line for a module lacks what module_command says
-        "--no-python",
-    )
+        return tuple(module_command("{python}", "hpcrl.trainer", unbuffered=True))
+    flags = {"--ranks": str(trainer.ranks // trainer.nodes), "--master-addr": "{host}", "--master-port": "{port}"}
+    if trainer.nodes > 1:
+        flags |= {"--nodes": str(trainer.nodes), "--node-rank": "{node_rank}"}
+    command = module_command("{python}", "hpcrl.trainer.launcher", unbuffered=True)
+    return (*command, *(word for flag in flags.items() for word in flag))
 
 
 def _policy(config: RolePolicyConfig, cluster: ClusterProfile, *, ends_run: bool = False) -> RolePolicy:

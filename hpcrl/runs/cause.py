@@ -204,7 +204,7 @@ def choose_cause(ends: Iterable[Cause], records: Sequence[FailureRecord], clocks
     -----
     The exit of a role that said it lost a peer is a consequence as much as the record is. And where one worker
     of a replica was killed by a signal, the complaints of its sister ranks are consequences, although they
-    are written earlier than the launcher of the ranks (torchrun) reports the death.
+    are written earlier than the launcher of the ranks reports the death.
     """
     ends = list(ends)
     killed = {(end.role, end.replica) for end in ends if end.rank is not None and end.signal is not None}
@@ -240,7 +240,11 @@ def _doubt(first: Cause, candidates: Sequence[Cause], clocks: Clocks) -> str:
     return ""
 
 
-#: torchrun's words about the first worker that it saw dead, for example
+#: the words of `hpcrl.trainer.launcher` about a rank that was killed
+_KILLED_RANK = re.compile(
+    rb" launcher hpcrl\.trainer\.launcher: rank (\d+) \(pid \d+\) was killed by (SIG\w+|signal \d+)"
+)
+#: those of torchrun, which older runs had, about the first worker that it saw dead, for example
 #: ``failed (exitcode: -9) local_rank: 1 (pid: 4242) of binary``
 _DEAD_WORKER = re.compile(rb"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: (\d+)\)")
 #: and the same in its summary, where it also knows the rank among all nodes
@@ -248,10 +252,13 @@ _ROOT_CAUSE = re.compile(rb"rank +: (\d+) \(local_rank: \d+\)\s+exitcode +: (-?\
 
 
 def find_dead_worker(log: bytes) -> tuple[int, int] | None:
-    """Rank and signal of the worker that torchrun names as killed in its log; None where it names none.
+    """Rank and signal of the rank that its launcher names as killed in its log; None where it names none.
 
-    The rank is the one on its node where the log ends before torchrun's summary.
+    In a log of torchrun's the rank is the one on its node where the log ends before the summary.
     """
+    if match := _KILLED_RANK.search(log):
+        name = match[2].decode()
+        return int(match[1]), signal.Signals[name] if name.startswith("SIG") else int(name.split()[1])
     if match := _ROOT_CAUSE.search(log, log.rfind(b"Root Cause")) if b"Root Cause" in log else None:
         rank, code = int(match[1]), int(match[2])
     elif match := _DEAD_WORKER.search(log):

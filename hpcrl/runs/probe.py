@@ -214,6 +214,6 @@ def _answers(*command: str) -> bool:
 
 
 if __name__ == "__main__":
-    # torchrun is not there to number ranks: Slurm has
+    # no launcher is there to number ranks: Slurm has
     os.environ.setdefault("RANK", os.environ.get("SLURM_PROCID", "0"))
     run_role(main)

@@ -1,7 +1,7 @@
 """The side of a role process: who am I, where is the rest, I am ready, this is why I failed.
 
-The supervisor sets ``HPCRL_RUN_DIR``, ``HPCRL_ATTEMPT``, ``HPCRL_ROLE`` and ``HPCRL_REPLICA``; torchrun sets
-``RANK`` for the workers of a trainer.
+The supervisor sets ``HPCRL_RUN_DIR``, ``HPCRL_ATTEMPT``, ``HPCRL_ROLE`` and ``HPCRL_REPLICA``; the launcher of a
+trainer's ranks (`hpcrl.trainer.launcher`) sets ``RANK``.
 """
 
 from __future__ import annotations

@@ -213,7 +213,7 @@ def launch_replica(
         *_share(component, group),
         # a task may use all CPUs of its step: threads are set by the plan
         "--cpu-bind=none",
-        # torchrun and vLLM do their own rendezvous
+        # trainer ranks and vLLM do their own rendezvous
         "--mpi=none",
         # a rank that fails takes its replica with it, one that ends well waits for the others
         "--kill-on-bad-exit=1",

@@ -1,4 +1,4 @@
-"""The trainer role: ``python -m hpcrl.trainer``, which torchrun starts where there are several ranks."""
+"""The trainer role: ``python -m hpcrl.trainer``, as `hpcrl.trainer.launcher` runs it where there are several ranks."""
 
 from __future__ import annotations
 

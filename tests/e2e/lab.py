@@ -20,6 +20,7 @@ from hpcrl.runs.metrics import StepRecord, read_metrics
 from hpcrl.runs.observe import observe
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ComponentStatus, RunStatus
+from hpcrl.trainer.launcher import RANK_NAME
 
 ROOT = Path(__file__).resolve().parents[2]
 HPCRL = Path(sys.executable).with_name("hpcrl")
@@ -133,6 +134,16 @@ def processes(run: RunDir) -> list[psutil.Process]:
         except psutil.Error:
             continue
     return found
+
+
+def rank_number(process: psutil.Process) -> int | None:
+    """Which rank of a trainer of several this process is; None for another one, the launcher of ranks among them."""
+    before, _ = RANK_NAME.split("{}")
+    try:
+        name = process.name()
+    except psutil.Error:
+        return None
+    return int(name[len(before) :]) if name.startswith(before) else None
 
 
 def events(run: RunDir, kind: str, *, since_s: float = 0.0) -> list[Event]:

@@ -8,7 +8,7 @@ import time
 
 import psutil
 import pytest
-from lab import SLOW_RUN, Lab, processes, steps, wait_step
+from lab import SLOW_RUN, Lab, processes, rank_number, steps, wait_step
 from patience import wait_for
 from test_colocated import submit
 
@@ -37,9 +37,8 @@ def rank_of(run: RunDir, rank: int) -> psutil.Process:
     attempt = str(run.attempts()[-1])
     found = []
     for process in processes(run):
-        with_rank = process.environ()
-        if (with_rank.get("RANK"), with_rank.get("HPCRL_ATTEMPT")) == (str(rank), attempt):
-            found += [process] if "hpcrl.trainer" in process.cmdline() else []
+        if rank_number(process) == rank and process.environ().get("HPCRL_ATTEMPT") == attempt:
+            found.append(process)
     return found[0]
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
-from lab import SLOW_RUN, Lab, SharedRun, processes, steps
+from lab import SLOW_RUN, Lab, SharedRun, processes, rank_number, steps
 from patience import wait_for
 
 from hpcrl.checkpoints import CheckpointLedger
@@ -26,13 +26,13 @@ def victim(run: RunDir, role: str) -> psutil.Process:
         module = {
             "engine": "hpcrl.inference.embedded.server",
             "orchestrator": "hpcrl.rollouts",
-            "trainer": "torch.distributed.run",
-            "trainer worker": "hpcrl.trainer",
+            "trainer": "hpcrl.trainer.launcher",
+            "trainer worker": "hpcrl.trainer.launcher",
         }[role]
         of_role = [p for p in processes(run) if p.environ().get("HPCRL_ROLE") == role.split(maxsplit=1)[0]]
         found = [p for p in of_role if module in p.cmdline() and "hpcrl.supervisor.process.guard" not in p.cmdline()]
-        if role == "trainer worker":
-            found = [p for p in found if p.environ().get("RANK") == "1"]
+        if role.startswith("trainer"):
+            found = [p for p in found if rank_number(p) == (1 if role == "trainer worker" else None)]
     assert len(found) == 1, f"{role}: {[p.cmdline() for p in processes(run)]}"
     return found[0]
 

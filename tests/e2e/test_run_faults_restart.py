@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from lab import SLOW_RUN, Lab, SharedRun, component, events, processes, steps, wait_step
+from lab import SLOW_RUN, Lab, SharedRun, component, events, processes, rank_number, steps, wait_step
 from patience import wait_for
 
 from hpcrl.runs.rundir import RunDir
@@ -101,7 +101,7 @@ def test_a_stopped_engine_is_found_dumped_and_restarted(run: RunDir, shared_lab:
 
 
 def test_a_stopped_trainer_rank_fails_the_attempt_with_its_stack(run: RunDir, shared_lab: Lab) -> None:
-    (rank,) = [p for p in processes(run) if p.environ().get("RANK") == "1" and "hpcrl.trainer" in p.cmdline()]
+    (rank,) = [p for p in processes(run) if rank_number(p) == 1]
     rank.send_signal(signal.SIGSTOP)
     assert shared_lab.wait_end(run, 120).upper() == "FAILED"
     why = shared_lab.json("why", run.name)

@@ -58,7 +58,7 @@ def test_a_killed_role_that_lost_a_peer_before_counts_by_its_signal() -> None:
 
 
 def test_sister_ranks_of_a_killed_worker_only_follow() -> None:
-    """Rank 0 complains about its connection before torchrun reports that rank 1 was killed."""
+    """Rank 0 complains about its connection before the launcher reports that rank 1 was killed."""
     ends = [end("trainer", 3.0, rank=1, signal=9), end("orchestrator", 2.5, exit_code=1)]
     cause = choose_cause(ends, [record("trainer", 2.0, rank=0)])
     assert cause is not None
@@ -69,7 +69,17 @@ def test_nothing_seen_is_no_cause() -> None:
     assert choose_cause([], []) is None
 
 
-def test_torchrun_names_the_worker_that_was_killed() -> None:
+def test_the_launcher_of_ranks_names_the_one_that_was_killed() -> None:
+    line = b"2026-11-23 12:00:00,123 %s launcher hpcrl.trainer.launcher: rank %d (pid 4242) %s\n"
+    assert find_dead_worker(line % (b"ERROR", 5, b"was killed by SIGKILL")) == (5, 9)
+    assert find_dead_worker(line % (b"ERROR", 11, b"was killed by signal 50")) == (11, 50)
+    ended = line % (b"ERROR", 0, b"exited with code 1")
+    assert find_dead_worker(ended) is None
+    assert find_dead_worker(ended + line % (b"ERROR", 3, b"was killed by SIGSEGV")) == (3, 11)
+    assert find_dead_worker(b"INFO trainer-0 x: rank 3 (pid 4242) was killed by SIGKILL\n") is None
+
+
+def test_torchrun_of_older_runs_names_the_worker_that_was_killed() -> None:
     log = (
         b"W1121 12:00:00 api.py:1] Sending process 12 closing signal\nE1121 12:00:01 api.py:984] failed (exitcode: -9) "
     )
@@ -78,7 +88,7 @@ def test_torchrun_names_the_worker_that_was_killed() -> None:
     assert find_dead_worker(b"all is well") is None
 
 
-def test_torchrun_knows_the_rank_among_all_nodes_in_its_summary() -> None:
+def test_torchrun_of_older_runs_knows_the_rank_among_all_nodes_in_its_summary() -> None:
     first = b"E1121 api.py:984] failed (exitcode: -9) local_rank: 0 (pid: 21219) of binary: python3\n"
     summary = b"Root Cause (first observed failure):\n[0]:\n  host      : localhost\n  rank      : 5 (local_rank: 0)\n"
     assert find_dead_worker(first + summary + b"  exitcode  : -9 (pid: 21219)  (SIGKILL)\n") == (5, 9)

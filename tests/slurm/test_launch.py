@@ -176,16 +176,16 @@ def test_reference_run_takes_every_node_once() -> None:
     assert {options(launch)["--ntasks-per-node"] for launch in launches} == {"8"}
 
 
-def test_torchrun_is_one_task_a_node() -> None:
+def test_the_launcher_of_ranks_is_one_task_a_node() -> None:
     plan, _ = plan_for("quickstart", "devcluster", "trainer.ranks=4", "trainer.nodes=2")
     command = plan.group(Role.TRAINER).command
-    assert command[command.index("--nnodes") + 1] == "2"
+    assert command[command.index("--nodes") + 1] == "2"
     assert command[command.index("--node-rank") + 1] == "{node_rank}"
-    assert command[command.index("--nproc-per-node") + 1] == "2"
+    assert command[command.index("--ranks") + 1] == "2"
     assert options(start(plan, Role.TRAINER))["--ntasks-per-node"] == "1"
 
 
-def test_one_rank_has_no_torchrun_above_it() -> None:
+def test_one_rank_has_no_launcher_above_it() -> None:
     plan, _ = plan_for("quickstart", "devcluster", "trainer.ranks=1")
     assert plan.group(Role.TRAINER).command == ("{python}", "-u", "-P", "-m", "hpcrl.trainer")
 

@@ -37,7 +37,8 @@ def launches(plan: Plan) -> str:
     lines = []
     for group in plan.groups:
         for replica in range(group.replicas):
-            command = [part.replace("{python}", plan.python or "/opt/hpcrl/bin/python") for part in group.command[:4]]
+            module = group.command[: group.command.index("-m") + 2]
+            command = [part.replace("{python}", plan.python or "/opt/hpcrl/bin/python") for part in module]
             launch = launch_replica(plan, group, replica, command=command, cwd=CWD, allocations=allocations_for(plan))
             lines.append(shlex.join(launch.argv))
     return "\n".join(lines) + "\n"

@@ -85,7 +85,7 @@ def test_commands_of_every_plan() -> None:
         "hpcrl.store.join",
         "hpcrl.store.master",
         "hpcrl.trainer",
-        "torch.distributed.run",
+        "hpcrl.trainer.launcher",
         "vllm.entrypoints.cli.main",
         "vllm.entrypoints.openai.api_server",
         "hpcrl.inference.vllm.router",

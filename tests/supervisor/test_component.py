@@ -157,8 +157,9 @@ def test_the_launcher_of_any_node_tells_which_rank_was_killed(component: Compone
     logs = [tmp_path / "0-0.log", tmp_path / "0-1.log"]
     end = End(exit_code=1, signal=None, time_s=1.0)
     assert explain_end(component, end, logs).message == "trainer 0 exited with code 1"
-    logs[0].write_text("torch.distributed.elastic...SignalException: Process 7499 got signal: 15")
-    logs[1].write_text("failed (exitcode: -9) local_rank: 1 (pid: 4242) of binary: python3")
+    said = "2026-11-23 12:00:00,123 ERROR launcher hpcrl.trainer.launcher: rank {} (pid 4242) {}\n"
+    logs[0].write_text(said.format(0, "exited with code 1"))
+    logs[1].write_text(said.format(1, "was killed by SIGKILL"))
     told = explain_end(component, end, logs)
     assert (told.message, told.rank) == ("trainer 0 lost its rank 1, which was killed by SIGKILL", 1)
 

@@ -343,7 +343,7 @@ def test_a_learning_rate_that_explodes_stops_before_the_weights_are_lost(tmp_pat
 
 
 def start_ranks(run, context, ranks):
-    """The trainer as a plan starts it: by torchrun where there are several ranks."""
+    """The trainer as a plan starts it: by a launcher where there are several ranks."""
     environment = {
         **os.environ,
         "HPCRL_RUN_DIR": str(run.path),
@@ -352,9 +352,9 @@ def start_ranks(run, context, ranks):
         "HPCRL_REPLICA": "0",
         "OMP_NUM_THREADS": "1",
     }
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    trainer = ["hpcrl.trainer.launcher", "--ranks", str(ranks)] if ranks > 1 else ["hpcrl.trainer"]
     (run.attempt_dir(context.attempt) / "logs" / "trainer").mkdir(exist_ok=True)
-    return subprocess.Popen([sys.executable, *torchrun, "-m", "hpcrl.trainer"], env=environment)
+    return subprocess.Popen([sys.executable, "-m", *trainer], env=environment)
 
 
 @pytest.mark.slow

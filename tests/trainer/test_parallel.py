@@ -1,5 +1,7 @@
 """One rank or two, one micro-batch or several: the same losses, gradients and weights."""
 
+import socket
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -150,3 +152,41 @@ def test_nothing_is_left_of_the_group():
     with distributed(timeout_s=20) as parallel:
         assert parallel.world.size == 1
     assert not dist.is_initialized()
+
+
+@pytest.fixture
+def rank_of_two(monkeypatch):
+    """Become one of two ranks, of which the other never comes."""
+
+    def become(rank, port):
+        named = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        for name, value in named.items():
+            monkeypatch.setenv(name, str(value))
+
+    return become
+
+
+def test_who_comes_first_is_no_cause_where_the_others_do_not(rank_of_two):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        rank_of_two(0, port)
+        with pytest.raises(dist.DistNetworkError, match="EADDRINUSE"), distributed(timeout_s=1):
+            pass
+    rank_of_two(1, port)
+    with pytest.raises(PeerLostError, match="rank 0 of the trainer is not there"), distributed(timeout_s=1):
+        pass
+    rank_of_two(0, port)
+    with pytest.raises(PeerLostError, match="not all ranks of the trainer came"), distributed(timeout_s=1):
+        pass
+
+
+def test_rank_0_serves_on_the_port_of_the_attempt_before():
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    for _ in range(2):
+        store = dist.TCPStore("127.0.0.1", port, 2, is_master=True, wait_for_workers=False)
+        client = dist.TCPStore("127.0.0.1", port, 2, is_master=False, wait_for_workers=False)
+        client.set("key", "value")
+        # the server closes first, and its end of the connection stays in TIME_WAIT
+        del store
+        del client

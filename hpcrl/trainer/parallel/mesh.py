@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from hpcrl.config.recipe import TrainerParallelismConfig
+from hpcrl.errors import PeerLostError
 from hpcrl.modeling.mesh import ParallelDims
 from hpcrl.trainer.parallel.ranks import Ranks
 
@@ -64,7 +65,7 @@ def is_lost_rank(error: Exception) -> bool:
 
 @contextmanager
 def distributed(*, timeout_s: float, parallelism: TrainerParallelismConfig | None = None) -> Iterator[Parallel]:
-    """Join the ranks that torchrun started, or be the only one where there is no torchrun.
+    """Join the ranks that a launcher started, or be the only one where there is none.
 
     Parameters
     ----------
@@ -75,6 +76,8 @@ def distributed(*, timeout_s: float, parallelism: TrainerParallelismConfig | Non
 
     Raises
     ------
+    PeerLostError
+        Rank 0, or ranks that it waited for, went away before all were there.
     ValueError
         The degrees of ``parallelism`` do not divide the ranks that there are.
     """
@@ -88,7 +91,7 @@ def distributed(*, timeout_s: float, parallelism: TrainerParallelismConfig | Non
         backend = f"cpu:gloo,{accelerator.type}:{native}"
     timeout = timedelta(seconds=timeout_s)
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
+        _join(backend, timeout)
     else:
         dist.init_process_group(backend, timeout=timeout, store=HashStore(), rank=0, world_size=1)
     try:
@@ -101,3 +104,15 @@ def distributed(*, timeout_s: float, parallelism: TrainerParallelismConfig | Non
         dist.barrier()
     finally:
         dist.destroy_process_group()
+
+
+def _join(backend: str, timeout: timedelta) -> None:
+    """Meet the others at the store of rank 0."""
+    try:
+        dist.init_process_group(backend, timeout=timeout)
+    except dist.DistStoreError as error:
+        raise PeerLostError(f"not all ranks of the trainer came: {error}") from error
+    except dist.DistNetworkError as error:
+        if os.environ["RANK"] == "0":  # nobody else: it cannot listen
+            raise
+        raise PeerLostError(f"rank 0 of the trainer is not there: {error}") from error
