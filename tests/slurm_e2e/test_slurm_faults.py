@@ -21,6 +21,7 @@ from hpcrl.runs.metrics import read_metrics
 from hpcrl.runs.record import RunRecord
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ComponentStatus, RunStatus
+from hpcrl.trainer.launcher import RANK_NAME
 
 HETJOB = "job.layout=hetjob"
 ENDS = ["COMPLETED", "FAILED", "LOST", "CANCELLED"]
@@ -53,7 +54,7 @@ def pid(run: RunDir, role: str) -> int:
         return status.supervisor.pid
     if role == "trainer rank":
         mine = (psutil.Process(p.pid) for p in procfs.with_environ("HPCRL_RUN_ID", RunRecord.read(run).run_id))
-        return next(p.pid for p in mine if p.environ().get("RANK") == "1")
+        return next(process.pid for process in mine if process.name() == RANK_NAME.format(1))
     found = next(c.pid for c in status.components if c.role == role)
     assert found is not None
     return found
