@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from patience import wait_for
 from warehouse_testing import Disk
@@ -142,6 +143,8 @@ def test_a_master_that_hangs_is_waited_for_once(
     master = warehouse.master.pid
     assert master is not None
     os.kill(master, signal.SIGSTOP)
+    # its threads may answer until one of them has seen the signal
+    wait_for(lambda: psutil.Process(master).status() == psutil.STATUS_STOPPED, 20.0, "a stopped master")
     try:
         assert reader.read(place) == b"".join(block)
         asked: list[object] = []
