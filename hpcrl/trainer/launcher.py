@@ -41,6 +41,13 @@ RANK_NAME = "hpcrl rank {}"
 
 _log = logging.getLogger("hpcrl.trainer.launcher")
 _IMPORTS = ("hpcrl.trainer.loop",)
+_WHILE_IMPORTING = {
+    # numpy would start threads for products, which no rank makes with it
+    "OPENBLAS_NUM_THREADS": "1",
+    # whoever asks at import whether there is a GPU must not initialise CUDA, which no fork survives
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+}
+"""In the environment until the ranks are forked, where it says nothing else."""
 _LAST_WORD_S = 1.0
 """How long the others may say what they have to, after a rank that ended by itself."""
 _GRACE_S = 30.0
@@ -129,11 +136,8 @@ def _free_port() -> int:
 def _import_all(modules: Sequence[str]) -> str:
     """Import what every rank needs. Why the ranks cannot be forked from here; empty where they can."""
     before = _open_files()
-    # numpy would start threads for products, which no rank makes with it
-    guarded = {name: "1" for name in ("OPENBLAS_NUM_THREADS",) if name not in os.environ}
-    # whoever asks at import whether there is a GPU must not initialise CUDA, which no fork survives
-    guarded |= {name: "1" for name in ("PYTORCH_NVML_BASED_CUDA_CHECK",) if name not in os.environ}
-    os.environ.update(guarded)
+    guarded = _WHILE_IMPORTING.keys() - os.environ.keys()
+    os.environ.update({name: _WHILE_IMPORTING[name] for name in guarded})
     bound_kernel_caches()
     try:
         with lasting_imports():

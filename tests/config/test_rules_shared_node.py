@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from hpcrl.config.cluster import ClusterProfile
 from hpcrl.config.load import load_cluster, load_recipe
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.rules.shared_node import SHARED_NODE_RULES
@@ -56,8 +57,8 @@ def test_one_node_of_one_partition_is_enough() -> None:
     whole["partitions"]["other"] = whole["partitions"]["gpu"]
     one = type(site.value).model_validate(whole)
 
-    def found(cluster: object, recipe: Recipe) -> list[str]:
-        return [key for rule in SHARED_NODE_RULES for key, _ in rule.check(recipe, cluster)]  # type: ignore[arg-type]
+    def found(cluster: ClusterProfile, recipe: Recipe) -> list[str]:
+        return [key for rule in SHARED_NODE_RULES for key, _ in rule.check(recipe, cluster)]
 
     recipe = load_recipe(RECIPE)
     check_rules(recipe, type(site)(one, site.source, site.origins))
