@@ -1,5 +1,5 @@
 # The two commands of the README are `make quickstart` and `make test`. Each target sets up all it needs.
-.PHONY: quickstart test test-long test-nightly test-all lint format docs wheel clean
+.PHONY: quickstart test suite test-long test-nightly test-all lint style types format docs wheel clean
 .DELETE_ON_ERROR:
 
 BIN := .venv/bin
@@ -23,18 +23,25 @@ PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # everything but real vLLM engines and long campaigns; with the start model of the quickstart, which takes a minute, and
 # with the run that `make quickstart` has made, where the code was not changed since
-test: lint
+test:
 	@python3 tools/bootstrap.py all dev --slurm
+	@$(MAKE) --no-print-directory style
 	@$(MAKE) --no-print-directory models/quickstart/config.json
+	@$(MAKE) --no-print-directory -j 2 types suite
+
+# mypy uses one processor, and for a while it is the only one that works: beside the tests it costs half of its time
+suite:
 	@HPCRL_TEST_TAUGHT_MODEL=$(CURDIR)/models/quickstart HPCRL_TEST_QUICKSTARTS=$(CURDIR)/runs $(PYTEST) $(PARALLEL) -m "not vllm and not campaign"
 
-# what `make test` leaves out. Real vLLM engines have an environment of their own (2.7 GB), and need all cores when they
+# what `make test` leaves out. Real vLLM engines have an environment of their own (2.5 GB), and need all cores when they
 # start, so that these are three at a time, of which one or two wait
 test-long: WORKERS = 3
+# each worker collects: of hundreds of files these are the ones that have such tests
+LONG_FILES = $$(grep -rlE "mark\.(campaign|vllm)" tests --include="test_*.py")
 test-long:
 	@python3 tools/bootstrap.py all dev --slurm --vllm
 	@$(MAKE) --no-print-directory models/quickstart/config.json
-	@HPCRL_TEST_TAUGHT_MODEL=$(CURDIR)/models/quickstart $(PYTEST) $(PARALLEL) -m "(campaign or vllm) and not nightly"
+	@HPCRL_TEST_TAUGHT_MODEL=$(CURDIR)/models/quickstart $(PYTEST) $(PARALLEL) -m "(campaign or vllm) and not nightly" $(LONG_FILES)
 
 # whole runs with real vLLM that lose engines, sides and nodes: minutes each, so not in every continuous integration
 test-nightly:
@@ -43,10 +50,15 @@ test-nightly:
 
 test-all: test test-long
 
-lint:
+lint: style types
+
+style:
 	@python3 tools/bootstrap.py all dev
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+
+types:
+	@python3 tools/bootstrap.py all dev
 	@$(BIN)/mypy
 
 format:

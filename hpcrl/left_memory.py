@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import secrets
 import shutil
 from pathlib import Path
 
@@ -26,7 +25,7 @@ _ALIVE = "alive"
 
 def make_owned(base: Path) -> tuple[Path, int]:
     """A new directory of this process below ``base``, and the lock on it, an open file (OSError where refused)."""
-    directory = base / f"{_PREFIX}-{os.geteuid()}-{secrets.token_hex(16)}"
+    directory = base / f"{_PREFIX}-{os.geteuid()}-{os.urandom(16).hex()}"
     # locked before it has the name by which others find it
     made = base / f".{directory.name}"
     made.mkdir(mode=0o700)

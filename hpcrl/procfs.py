@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 import os
 import signal
-import socket
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -193,7 +192,7 @@ def _prctl(option: int, value: int) -> None:
 
 def hostname() -> str:
     """Name of this machine."""
-    return socket.gethostname()
+    return os.uname().nodename
 
 
 def boot_id() -> str:

@@ -27,6 +27,9 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # in each worker, and went on between tests.
 gc.disable()
 
+# Nor is what tests have left behind a forked child's to collect: native parts of it do not survive a fork.
+os.register_at_fork(after_in_child=gc.freeze)
+
 
 def pytest_collection_finish() -> None:
     gc.freeze()

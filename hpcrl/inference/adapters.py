@@ -11,8 +11,9 @@ from hpcrl.errors import HandoffError
 from hpcrl.weights import Handoff
 from hpcrl.weights.format.adapters import Contents, Part, contents_of, plan_merge
 from hpcrl.weights.read.assemble import StoredTensor
+from hpcrl.weights.read.subscriber import Reading
 
-__all__ = ["Adapter", "as_tensor"]
+__all__ = ["Adapter", "KeptBase", "as_tensor"]
 
 
 def as_tensor(stored: StoredTensor) -> Tensor:
@@ -74,6 +75,45 @@ class Adapter:
             into = total if part.expert is None else total[part.expert]
             into[part.rows].addmm_(b, a, alpha=self._merge.scale)
         result = total.to(base.dtype)
-        if not torch.isfinite(result).all() and torch.isfinite(base).all():
+        if not _is_finite(result) and _is_finite(base):
             raise HandoffError(f"the adapter makes {stored.name} infinite or not a number in {stored.record.dtype}")
         return result
+
+
+class KeptBase:
+    """What adapters have changed of their base so far, in memory: the next one needs nothing of it from the share.
+
+    Attributes
+    ----------
+    digest:
+        Of the base, as in `hpcrl.weights.format.adapters.Contents`.
+    """
+
+    def __init__(self, digest: str) -> None:
+        self.digest = digest
+        self._tensors: dict[str, StoredTensor] = {}
+
+    def tensors(self, reading: Reading, names: Collection[str], keep: Collection[str]) -> Iterator[StoredTensor]:
+        """The tensors ``names`` of the base; what is not here is read, and stays if ``keep`` has it.
+
+        Raises
+        ------
+        HandoffError
+            See `hpcrl.weights.read.subscriber.Reading.read`.
+        """
+        missing = frozenset(names) - self._tensors.keys()
+        yield from [own for name, own in self._tensors.items() if name in names]
+        for stored in reading.base_tensors(missing):
+            if stored.name in keep:
+                # what was read may be shared with others, and go
+                self._tensors[stored.name] = stored._replace(data=memoryview(bytearray(stored.data)))
+            yield stored
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """Whether all numbers are finite.
+
+    Their sum is not finite where one of them is not. It is made in one pass; looking at each takes as long as all else
+    that a merge does. Where the sum overflows, each is looked at.
+    """
+    return bool(torch.isfinite(tensor.sum(dtype=torch.float32))) or bool(torch.isfinite(tensor).all())

@@ -10,6 +10,8 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
+from hpcrl.inference.embedded.kv.failures import PoolFailure
+
 __all__ = ["Counter", "EngineMetrics", "Gauge", "Histogram", "Registry"]
 
 M = TypeVar("M", bound="_Metric")
@@ -154,6 +156,14 @@ class EngineMetrics:
                 "Tokens whose KV came from elsewhere, by where it came from.",
                 "source",
                 ("prefill", "pool"),
+            )
+        )
+        self.pool_failures = add(
+            Counter(
+                "hpcrl_engine_kv_pool_failures",
+                "Calls to the pool of KV that failed, by what was wrong.",
+                "kind",
+                [*PoolFailure],
             )
         )
         self.preemptions = add(Counter("vllm:num_preemptions", "Sequences put back into the queue for want of blocks."))

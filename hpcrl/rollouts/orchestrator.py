@@ -386,7 +386,8 @@ class Orchestrator:
 
     async def _is_restored(self, wait_s: float) -> bool:
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._restored.wait(), wait_s)
+            async with asyncio.timeout(wait_s):
+                await self._restored.wait()
         return self._restored.is_set()
 
     async def _finish(self, version: int) -> None:

@@ -1,5 +1,6 @@
 """The payload ``probe``: a small program in place of a rank. It reports where it is and what it sees.
 
+Ranks of one node are started as the trainer's are, by one process of Slurm (`hpcrl.trainer.launcher`).
 Every rank writes ``attempts/NNNN/probe/<role>-<replica>-<rank>.json``. The trainer's first rank waits until all ranks
 of the plan have reported, checks that each is where the plan says, and ends the run; the others wait to be stopped.
 ``PROBE_HOLD_S`` in the profile's ``env`` keeps all of them there for so long, for a look at the nodes.
@@ -145,8 +146,8 @@ def misplaced(plan: Plan, reports: list[ProbeReport]) -> list[str]:
             label = f"{group.role.value} {replica}"
             mine = [r for r in reports if (r.role, r.replica) == (group.role.value, replica)]
             ranks = sorted(r.rank for r in mine)
-            if ranks != list(range(group.nodes * group.tasks_per_node)):
-                wrong.append(f"{label} has ranks {ranks}, the plan {group.nodes * group.tasks_per_node}")
+            if ranks != list(range(group.ranks)):
+                wrong.append(f"{label} has ranks {ranks}, the plan {group.ranks}")
             hosts = {r.node_rank: r.host for r in mine}
             if len(set(hosts.values())) != group.nodes:
                 wrong.append(f"{label} is on {len(set(hosts.values()))} nodes, the plan says {group.nodes}")
@@ -192,7 +193,7 @@ def main(context: RoleContext) -> None:
 
 def _lead(context: RoleContext, directory: Path) -> None:
     plan = context.run.plan()
-    count = sum(group.replicas * group.nodes * group.tasks_per_node for group in plan.groups)
+    count = plan.processes
     reports, lag_s = collect(directory, count, timeout_s=max(group.start_timeout_s for group in plan.groups))
     hosts = {r.host for r in reports}
     print(f"{count} ranks on {len(hosts)} nodes; a report was seen {lag_s:.1f} s after it was written, at most")
@@ -214,6 +215,4 @@ def _answers(*command: str) -> bool:
 
 
 if __name__ == "__main__":
-    # no launcher is there to number ranks: Slurm has
-    os.environ.setdefault("RANK", os.environ.get("SLURM_PROCID", "0"))
     run_role(main)

@@ -21,12 +21,14 @@ from hpcrl.sites.node_check import QUESTIONS, REPORT_PATTERN, NodeQuestions, Nod
 from hpcrl.sites.profile_check import CheckFinding, Severity
 from hpcrl.slurm.client import SlurmClient
 from hpcrl.slurm.render import render_script
+from hpcrl.slurm.states import JobState
 
 __all__ = ["check_nodes", "node_findings"]
 
 _MINUTES = 10
 _POLL_S = 1.0
-_ENDED_S = 30.0
+_ENDED_S, _FAILED_S = 30.0, 5.0
+"""How late the last report of a job that has ended may be seen; of one that has failed, most likely there is none."""
 """A job that has ended is given this long until its reports are seen here."""
 _GIB = 1 << 30
 _UNLIMITED = -1
@@ -75,10 +77,10 @@ def check_nodes(
         job_id = client.submit(script, name="hpcrl-check", token=work.name).job_id
         say(f"job {job_id} asks {nodes} nodes of {partition}")
         try:
-            _wait(client, job_id, wait_s)
+            failed = _wait(client, job_id, wait_s) is not JobState.COMPLETED
         finally:
             client.cancel(job_id)
-        reports = _read(work, nodes, job_id)
+        reports = _read(work, nodes, job_id, late_s=_FAILED_S if failed else _ENDED_S)
         if nodes > 1 and not any(report.address_problem or report.unreached for report in reports):
             on = site.node.interface or "the addresses that Slurm has"
             places = ", ".join(f"{report.host} {report.address}" for report in reports)
@@ -110,14 +112,15 @@ def _render(cluster: SlurmCluster, partition: str, site: PartitionConfig, nodes:
     return render_script("check", cluster, options=[options], command=command, cluster=cluster.name)
 
 
-def _wait(client: SlurmClient, job_id: int, wait_s: float) -> None:
+def _wait(client: SlurmClient, job_id: int, wait_s: float) -> JobState:
+    """How the job has ended."""
     deadline = time.monotonic() + wait_s
     last = "UNKNOWN"
     while time.monotonic() < deadline:
         job = client.jobs([job_id]).get(job_id)
         if job is not None:
             if job.state.ended:
-                return
+                return job.state
             last = job.state.value + (f" ({job.reason})" if job.reason else "")
         time.sleep(_POLL_S)
     raise DeadlineError(
@@ -126,8 +129,8 @@ def _wait(client: SlurmClient, job_id: int, wait_s: float) -> None:
     )
 
 
-def _read(work: Path, nodes: int, job_id: int) -> list[NodeReport]:
-    deadline = time.monotonic() + _ENDED_S
+def _read(work: Path, nodes: int, job_id: int, *, late_s: float) -> list[NodeReport]:
+    deadline = time.monotonic() + late_s
     while True:
         # listed, not asked for by name: the lag of names is what this is about
         found = sorted(path for path in work.iterdir() if path.match(REPORT_PATTERN))

@@ -102,7 +102,8 @@ class Notices:
         """Who asks through hpcrl says so in the record first; Slurm and kill do not."""
         by = ""
         try:
-            record = await asyncio.wait_for(asyncio.to_thread(RunRecord.read, self._run), _WHO_S)
+            async with asyncio.timeout(_WHO_S):
+                record = await asyncio.to_thread(RunRecord.read, self._run)
             by = record.submissions[-1].cancelled_by if record.submissions else ""
         except Exception as error:  # noqa: BLE001 - the run ends all the same
             _log.warning("who cancels the run is not known, its record cannot be read: %r", error)
@@ -148,7 +149,8 @@ class Notices:
         said = "Slurm warned that the job is about to end (its time limit, or a preemption)"
         if self._in_step:
             try:
-                taken = await asyncio.wait_for(asyncio.to_thread(self._taken), _WHO_S)
+                async with asyncio.timeout(_WHO_S):
+                    taken = await asyncio.to_thread(self._taken)
             except Exception as error:  # noqa: BLE001 - only a word less
                 _log.warning("why the job is about to end cannot be asked: %r", error)
                 taken = None

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from free_ports import free_port
 
 from hpcrl.dock.client import DockClient
 from hpcrl.errors import PeerLostError
@@ -27,9 +27,7 @@ class Dock(BaseHTTPRequestHandler):
 @pytest.fixture
 def late() -> Iterator[tuple[int, threading.Event]]:
     """The port of a dock that serves one and a half seconds from now, until the event."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     over = threading.Event()
 
     def serve() -> None:

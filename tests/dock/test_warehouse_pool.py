@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from free_ports import free_blocks
 from patience import wait_for
 from warehouse_testing import Disk
 
@@ -22,7 +23,6 @@ from hpcrl.dock.warehouse.mooncake import MooncakeWarehouse, leave_pools
 from hpcrl.dock.warehouse.reading import BlockReader
 from hpcrl.errors import HpcrlError, MissingExtraError
 from hpcrl.mooncake import load_client
-from hpcrl.ports import choose_blocks
 from hpcrl.rollouts.batches.warehouse import make_warehouse
 
 pytestmark = pytest.mark.skipif(
@@ -33,7 +33,7 @@ LIMIT = 32 << 20
 
 @pytest.fixture(scope="module")
 def warehouse() -> Iterator[MooncakeWarehouse]:
-    (port,) = choose_blocks([2], first=21000, last=29999, host="127.0.0.1")
+    (port,) = free_blocks([2])
     warehouse = MooncakeWarehouse(Pool("127.0.0.1", port, "tcp"), limit_bytes=LIMIT)
     yield warehouse
     leave_pools()

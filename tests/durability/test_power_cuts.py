@@ -10,6 +10,7 @@ from power_cut import Cut, PowerCuts, State, tree_of
 from recording import Kind, Operation, Recordings
 
 SCENARIOS = ("handoffs", "ledger", "put_aside", "rollouts", "run_files")
+WITH_TORCH = (*SCENARIOS, "torch_checkpoint")
 RULES = ("posix", "nfs", "clients")
 
 
@@ -22,7 +23,7 @@ def test_the_recorder_sees_everything(scenario: str, recordings: Recordings) -> 
 
 
 @pytest.mark.parametrize("rules", RULES)
-@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("scenario", WITH_TORCH)
 def test_a_cut_loses_nothing_and_tears_nothing(scenario: str, rules: str, recordings: Recordings) -> None:
     figures = examine(scenario, recordings(scenario)[0], rules=rules, limit=8, most=40)
     assert figures.problems == []
@@ -30,9 +31,9 @@ def test_a_cut_loses_nothing_and_tears_nothing(scenario: str, rules: str, record
     print(f"{figures.cuts} cuts, {figures.states} states, {figures.opened} of them different")
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize("rules", RULES)
-@pytest.mark.parametrize("scenario", [*SCENARIOS, "torch_checkpoint"])
+@pytest.mark.parametrize("scenario", WITH_TORCH)
 def test_many_cuts(scenario: str, rules: str, recordings: Recordings) -> None:
     figures = examine(scenario, recordings(scenario)[0], rules=rules, limit=40, most=400)
     assert figures.problems == []

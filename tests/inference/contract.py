@@ -22,7 +22,7 @@ KIND = os.environ.get("HPCRL_TEST_ENGINE", "embedded")
 EMBEDDED = KIND == "embedded"
 MAX_MODEL_LEN = 1024
 #: tokens of a request that is still running when something is done to it
-LONG = 1000
+LONG = 500
 MAX_NUM_SEQS = 16
 BLOCK = 32
 #: both compute in float32, but not in the same order

@@ -72,13 +72,18 @@ class Side:
 
 @asynccontextmanager
 async def side(
-    model: Decoder, join: Callable[[BlockFormat], KvPool | None] = lambda form: None, **changes: Any
+    model: Decoder,
+    join: Callable[[BlockFormat, Callable[[str], None]], KvPool | None] = lambda form, failed: None,
+    **changes: Any,
 ) -> AsyncIterator[Side]:
-    """An engine; ``join`` makes its share in a pool."""
+    """An engine; ``join`` makes its share in a pool, which tells of what failed."""
     metrics = EngineMetrics(Registry({}))
     config = EngineConfig(**{**SIZES, "num_blocks": 256, "return_routed_experts": True, **changes})
     engine = Engine(model, config, metrics)
-    loop, pool = asyncio.get_running_loop(), join(engine.cached.format)
+    loop, pool = (
+        asyncio.get_running_loop(),
+        join(engine.cached.format, lambda kind: metrics.pool_failures.inc(value=kind)),
+    )
 
     def deliver(delivery: Any) -> None:
         for request, output in delivery:

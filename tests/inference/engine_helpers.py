@@ -7,7 +7,6 @@ import io
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from free_ports import free_port
 from numpy.typing import NDArray
 
 from hpcrl import procfs
@@ -159,13 +159,6 @@ def logprob_error(model: Decoder, prompt: Sequence[int], output: Sequence[int], 
 def decode_experts(text: str) -> NDArray[np.uint8]:
     array: NDArray[np.uint8] = np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
     return array
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @dataclass

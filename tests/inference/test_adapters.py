@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from adapter_helpers import ALPHA, EXPERTS, OUTPUT, QUERY, RANK, Factors, changes, factors, publish_factors
@@ -202,6 +203,18 @@ def test_an_adapter_that_overflows_is_refused(store: HandoffStore, base: Handoff
     adapter = publish_factors(store, 1, base, given, lora_alpha=1e9)
     with pytest.raises(HandoffError, match=r"makes model.layers.0.self_attn.q_proj.weight infinite"):
         merge(store, adapter, base)
+
+
+def test_weights_whose_sum_overflows_are_merged(store: HandoffStore, tmp_path: Path) -> None:
+    """Each of them is finite, and the sum of the base is; that of what the adapter makes of it is not."""
+    name = f"{QUERY}.weight"
+    rows, columns = TENSORS[name].shape
+    large = publish(store, 0, tmp_path, {**TENSORS, name: torch.full((rows, columns), 3e38 / (rows * columns))})
+    side = (ALPHA * 1e-38 * rows * columns) ** -0.5
+    given = {QUERY: (np.full((RANK, columns), side, np.float32), np.full((rows, RANK), side, np.float32))}
+    found = merge(store, publish_factors(store, 1, large, Factors(given, {})), large)
+    assert torch.isfinite(found[name]).all()
+    assert torch.isinf(found[name].sum())
 
 
 def test_nothing_is_merged_into_fp8_or_into_an_adapter(store: HandoffStore, base: Handoff, tmp_path: Path) -> None:

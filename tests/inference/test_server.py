@@ -19,13 +19,13 @@ from engine_helpers import (
     decode_experts,
     embedded_command,
     forward,
-    free_port,
     logprob_error,
     publish,
     random_model,
     start_server,
     tensors_of,
 )
+from free_ports import free_port
 
 from hpcrl.inference.embedded.serving.process import main
 from hpcrl.inference.embedded.serving.settings import parse_settings

@@ -19,6 +19,7 @@ from typing import Any
 import aiohttp
 import pytest
 from engine_helpers import Server, logprob_error, publish, random_model, tensors_of
+from free_ports import free_blocks
 from vllm_environment import VLLM_PYTHON
 from vllm_fleet import HOST, generate
 
@@ -27,7 +28,6 @@ from hpcrl.config.plan import Role
 from hpcrl.credentials import Credentials
 from hpcrl.jobplan.commands.vllm import vllm_command, vllm_ports, vllm_variables
 from hpcrl.modeling.decoder import Decoder
-from hpcrl.ports import choose_blocks
 from hpcrl.rollouts.engines.client import EngineError
 from hpcrl.rollouts.engines.replica_client import ReplicaClient
 from hpcrl.rollouts.weights.exchange import begin, exchange, wait_staged
@@ -65,7 +65,7 @@ def servers(tiny: tuple[Path, Decoder], run: RunDir) -> Iterator[list[Server]]:
     settings = [f"model.path={path}", "engine.max_model_len=1024", "engine.kv_store=null"]
     recipe = load_recipe(NAME, settings).value
     command = vllm_command(recipe, Role.ENGINE, nodes=RANKS, ranks_per_node=1)
-    ports = choose_blocks([vllm_ports(1, nodes=RANKS)] * RANKS, first=21000, last=29999, host=HOST)
+    ports = free_blocks([vllm_ports(1, nodes=RANKS)] * RANKS)
     who = {"RUN_DIR": str(run.path), "ATTEMPT": "1", "ROLE": "engine", "REPLICA": "0"}
     env = {**os.environ, **vllm_variables(recipe, gpus=False), "OMP_NUM_THREADS": "1"}
     env |= {f"HPCRL_{name}": value for name, value in who.items()}

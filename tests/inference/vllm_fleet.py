@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 from engine_helpers import Server
+from free_ports import free_blocks
 from vllm_environment import VLLM_PYTHON
 
 from hpcrl.config.load import load_cluster, load_recipe
@@ -19,7 +20,6 @@ from hpcrl.config.plan import HttpProbe, Role, RoleGroup
 from hpcrl.credentials import Credentials
 from hpcrl.jobplan.groups import make_groups
 from hpcrl.modeling.decoder import Decoder
-from hpcrl.ports import choose_blocks
 from hpcrl.runs.record import RunRecord
 from hpcrl.runs.role import Endpoints, ready_path
 from hpcrl.runs.rundir import RunDir
@@ -54,7 +54,7 @@ class Fleet:
         wanted = (Role.STORE, Role.ENGINE, Role.PREFILL, Role.DECODE, Role.ROUTER)
         self.groups = {group.role: group for group in groups if group.role in wanted}
         blocks = [(group, replica) for group in self.groups.values() for replica in range(group.replicas)]
-        chosen = choose_blocks([group.ports for group, _ in blocks], first=21000, last=29999, host=HOST)
+        chosen = free_blocks([group.ports for group, _ in blocks])
         self._ports = {(g.role, replica): port for (g, replica), port in zip(blocks, chosen, strict=True)}
         self.servers: dict[tuple[Role, int], Server] = {}
         self._scratch = contextlib.ExitStack()

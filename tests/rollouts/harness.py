@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from free_ports import free_blocks
 from handoff_lab import model_directory, publish
 from patience import patience
 from stub_engine import StubEngine
@@ -84,12 +84,6 @@ def make_run(path: Path, **changes: Any) -> RunDir:
     return run
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 Replica = StubEngine | Sequence[StubEngine]
 """An engine, or the ranks of a wide one."""
 
@@ -120,7 +114,8 @@ class Loop:
         self.recipe = run.recipe()
         self.store = HandoffStore(run.weights_dir)
         self.attempt = run.attempts()[-1]
-        url = f"http://127.0.0.1:{free_port()}"
+        # behind the dock are a warehouse or the two ports of a pool's master
+        url = f"http://127.0.0.1:{free_blocks([3])[0]}"
         self.dock_url = url
         if elastic:
             self.tell_members(*engines)

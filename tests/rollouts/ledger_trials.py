@@ -19,8 +19,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from free_ports import free_blocks, free_port
 from handoff_lab import model_directory, publish
-from harness import WORDS, free_port, make_run
+from harness import WORDS, make_run
 from stub_engine import StubEngine, coin, several_turns
 
 from hpcrl import procfs
@@ -129,7 +130,7 @@ class Attempt:
 
     def __init__(self, run: RunDir, seed: int) -> None:
         self.run, self._seed, self._port = run, seed, free_port()
-        url, attempt = f"http://127.0.0.1:{free_port()}", run.attempts()[-1]
+        url, attempt = f"http://127.0.0.1:{free_blocks([3])[0]}", run.attempts()[-1]
         newest = CheckpointLedger(run.checkpoints_dir).newest_verified().entry
         step = None if newest is None else newest.step
         Endpoints(urls={"engine": [f"http://127.0.0.1:{self._port}"], "orchestrator": [url]}).write(run, attempt)

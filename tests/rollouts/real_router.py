@@ -9,12 +9,12 @@ import time
 import urllib.request
 from pathlib import Path
 
+from free_ports import free_blocks
 from vllm_environment import VLLM_PYTHON
 
 from hpcrl.config.load import load_recipe
 from hpcrl.credentials import Credentials
 from hpcrl.jobplan.commands.router import ROUTER_PORTS, router_command
-from hpcrl.ports import choose_blocks
 from hpcrl.runs.rundir import RunDir
 from hpcrl.supervisor.launch.commands import fill_placeholders
 
@@ -37,7 +37,7 @@ class Router:
             who = {"RUN_DIR": run.path, "ATTEMPT": run.attempts()[-1], "ROLE": "router", "REPLICA": 0}
             self._env |= {f"HPCRL_{name}": str(value) for name, value in who.items()}
             self._headers = Credentials.of_run(run.path, run.attempts()[-1]).headers
-        (self.port,) = choose_blocks([ROUTER_PORTS], first=21000, last=29999, host=HOST)
+        (self.port,) = free_blocks([ROUTER_PORTS])
         self.url, self._log = f"http://{HOST}:{self.port}", log
         settings = [f"engine.router.kind={kind}", "engine.router.health_interval_s=1"]
         recipe = load_recipe("quickstart_vllm", settings).value

@@ -33,8 +33,8 @@ def reports(plan: Plan) -> list[ProbeReport]:
             gpus = () if group.beside else tuple("01234567")
             if group.share is not None:
                 gpus = tuple(map(str, group.share.gpus_of(replica)))
-            for rank in range(group.nodes * group.tasks_per_node):
-                node = rank // group.tasks_per_node
+            for rank in range(group.ranks):
+                node = rank // group.ranks_per_node
                 found.append(
                     ProbeReport(
                         time_s=0.0,

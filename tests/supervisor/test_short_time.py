@@ -26,7 +26,7 @@ from hpcrl.runs.record import RunRecord, Submission
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunState
 from hpcrl.runs.views.diagnosis import diagnose
-from hpcrl.supervisor import job
+from hpcrl.supervisor import supervise
 from hpcrl.supervisor.attempt_state import AttemptState
 from hpcrl.supervisor.board import Board
 from hpcrl.supervisor.component import Component
@@ -213,11 +213,11 @@ def test_the_requeue_does_not_wait_for_a_list_of_nodes(tmp_path: Path, monkeypat
     run: RunDir = create(tmp_path / "runs")
     exclude(run, {"n1": "it went down"}, attempt=1, now_s=1e10, seconds=1e10)
     slurm = _SlowSlurm()
-    monkeypatch.setattr(job, "SlurmClient", lambda: slurm)
-    monkeypatch.setattr(job, "_FIND_NODES_S", 0.1)
-    monkeypatch.setattr(job, "_KILLED_WITHIN_S", 0.0)
+    monkeypatch.setattr(supervise, "SlurmClient", lambda: slurm)
+    monkeypatch.setattr(supervise, "_FIND_NODES_S", 0.1)
+    monkeypatch.setattr(supervise, "_KILLED_WITHIN_S", 0.0)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    job._requeue(run, run.plan(), 1)
+    supervise._requeue(run, run.plan(), 1)
     assert slurm.asked.is_set()
     assert slurm.late, "the requeue was asked for first"
 
@@ -228,7 +228,7 @@ import os, signal, sys, threading, time
 from pathlib import Path
 from hpcrl.runs.record import RunRecord, Submission
 from hpcrl.runs.rundir import RunDir
-from hpcrl.supervisor import job
+from hpcrl.supervisor import supervise
 
 class Slurm:
     def requeue(self, job_id):
@@ -237,11 +237,11 @@ class Slurm:
         print("asked", flush=True)
 
 threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
-job.SlurmClient = Slurm
-job.nodes_to_exclude = lambda *_: ["n1"]
-job.stay_away = lambda plan, client, job_id, nodes, *, within_s: print("stays away from", *nodes, flush=True)
+supervise.SlurmClient = Slurm
+supervise.nodes_to_exclude = lambda *_: ["n1"]
+supervise.stay_away = lambda plan, client, job_id, nodes, *, within_s: print("stays away from", *nodes, flush=True)
 run = RunDir(Path(sys.argv[1]))
-job._requeue(run, run.plan(), 1)
+supervise._requeue(run, run.plan(), 1)
 print("lived on", flush=True)
 """
 

@@ -111,7 +111,8 @@ class PromptRows:
             # the router may not have waited for this answer: it comes soon, or not at all
             event = self._news.setdefault(request_id, asyncio.Event())
             try:
-                await asyncio.wait_for(event.wait(), _LATE_S)
+                async with asyncio.timeout(_LATE_S):
+                    await event.wait()
             except TimeoutError:
                 pass
             finally:

@@ -314,7 +314,8 @@ class EnginePool:
                 names = ", ".join(f"{engine.name} ({engine.client.url})" for engine in self.engines)
                 raise PeerLostError(f"{names} has not answered for {self._lost_after_s:g} s")
             try:
-                await asyncio.wait_for(self._look.wait(), WATCH_S)
+                async with asyncio.timeout(WATCH_S):
+                    await self._look.wait()
             except TimeoutError:
                 continue
             await asyncio.sleep(_FIRST_BACKOFF_S)  # many requests may fail at once

@@ -186,7 +186,8 @@ class RoutedPool(EnginePool):
                 await self.notify()
                 self._due.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._due.wait(), engine_pool.WATCH_S)
+                async with asyncio.timeout(engine_pool.WATCH_S):
+                    await self._due.wait()
                 await asyncio.sleep(0.05)  # many requests may fail at once
 
     async def _reconcile(self) -> bool:

@@ -128,7 +128,8 @@ class ReplicaRunner:
         """Wait for its tasks to begin, or to fail to; the cause where neither came until the deadline."""
         limit_s = component.group.start_timeout_s
         try:
-            component.pid = await asyncio.wait_for(process.started(), limit_s)
+            async with asyncio.timeout(limit_s):
+                component.pid = await process.started()
         except TimeoutError:
             who = "srun" if self._launcher.in_step else "its guard"
             words = "; Slurm's words are in the log of the supervisor" if self._launcher.in_step else ""
@@ -160,8 +161,9 @@ class ReplicaRunner:
                 component.ready()
             return None
         probing.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await probing
+        await asyncio.wait({probing})
+        if not probing.cancelled():
+            probing.result()
         if ended.done() or component.stop_asked_at_s is not None:
             return None
         why = f"was not ready after {deadline_s:g} s: {prober.problem}; its log is {component.log}"
@@ -236,7 +238,6 @@ class ReplicaRunner:
             "port": str(component.address.port),
         }
         writer = f"guard-{component.role}-{replica}"
-        ranks_per_task = group.ranks // (group.nodes * group.tasks_per_node)
         return ProcessSpec(
             role=component.role.value,
             replica=replica,
@@ -254,7 +255,7 @@ class ReplicaRunner:
             cwd=os.getcwd(),
             logs=[
                 str(self._run.log_path(self._attempt, component.role.value, replica, rank))
-                for rank in range(0, group.ranks, ranks_per_task)
+                for rank in range(0, group.ranks, group.ranks_per_node)
             ],
             in_step=self._launcher.in_step,
             hosts=component.address.hosts,

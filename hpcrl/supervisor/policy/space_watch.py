@@ -148,7 +148,8 @@ class SpaceWatch:
     async def explain(self, cause: Cause) -> Cause:
         """The cause of the end of an attempt: a full disk comes before what it brought about."""
         try:
-            await asyncio.wait_for(self.look(), _VERDICT_S)
+            async with asyncio.timeout(_VERDICT_S):
+                await self.look()
         except TimeoutError:
             _log.warning("what space is left could not be seen within %g s", _VERDICT_S)
         said = f"{cause.message}\n{cause.traceback}"

@@ -42,7 +42,6 @@ from hpcrl.marks import KIND_VARIABLE, RUN_ID_VARIABLE
 from hpcrl.ours import read_secret, umask_of
 from hpcrl.supervisor.process.leftovers import Scratch
 from hpcrl.supervisor.process.node_values import fill_node, fill_node_rank, own_caches
-from hpcrl.supervisor.process.stacks import dump_stacks
 
 __all__ = ["Guard", "end_processes", "main"]
 
@@ -201,6 +200,8 @@ class Guard:
 
     def _dump(self, path: str) -> None:
         path = f"{path}-{self._task}.txt" if self._task else f"{path}.txt"
+        from hpcrl.supervisor.process.stacks import dump_stacks  # noqa: PLC0415 - only roles that hang need it
+
         try:
             report = dump_stacks(self._role_pid, path)
         except OSError as error:

@@ -290,7 +290,8 @@ class GuardedProcess:
         self._dumps, self._dumped = [], asyncio.get_running_loop().create_future()
         self._send({"order": "dump", "path": path})
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(self._dumped), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await asyncio.shield(self._dumped)
         dumps = self._dumps
         if not dumps:
             return Dump([], [], [], f"its guard took no stacks within {timeout_s:g} s")

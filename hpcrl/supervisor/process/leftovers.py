@@ -17,7 +17,6 @@ import json
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -68,6 +67,8 @@ class Scratch:
         try:
             make_private(self._run_dir)
         except NotOursError as error:
+            import tempfile  # noqa: PLC0415 - hardly ever needed, and a tenth of a guard's start
+
             # not the node's own directory then: programs keep compiled code in it under names that anybody can guess
             self._run_dir = Path(tempfile.mkdtemp(prefix=f"{self._run_dir.name}-", dir=self._run_dir.parent))
             self.path = self._run_dir / self.path.name

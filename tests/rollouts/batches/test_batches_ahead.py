@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from free_ports import free_port
 from harness import make_run, running
 from patience import wait_for
 from shards import make_shard
@@ -29,9 +29,7 @@ class Dock:
 
     def __init__(self, *, held: int = 1 << 30) -> None:
         self.held, self.asked, self.trained = held, list[str](), list[str]()
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
+        self.port = free_port()
         self._stack = contextlib.ExitStack()
 
     def get(self, path: str) -> tuple[int, bytes]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from free_ports import free_blocks
 from harness import make_run, running
 from patience import patience
 from stub_engine import StubEngine
@@ -22,7 +23,6 @@ from hpcrl.dock.warehouse.embedded import EmbeddedWarehouse
 from hpcrl.dock.warehouse.interface import Location
 from hpcrl.dock.warehouse.mooncake import MooncakeWarehouse, leave_pools
 from hpcrl.dock.warehouse.reading import BlockReader
-from hpcrl.ports import choose_blocks
 from hpcrl.rollouts.batches import warehouse as module
 from hpcrl.rollouts.batches.warehouse import WarehouseProcess
 from hpcrl.rollouts.ledger import RolloutLedger
@@ -189,7 +189,7 @@ async def test_a_killed_server_is_started_again_and_serves_the_same_files(
     assert warehouse.put(place, block)
     context = RoleContext(RunDir(tmp_path), attempt=2, role="orchestrator", replica=0, rank=0)
     context.run.attempt_dir(2).mkdir(parents=True)
-    (port,) = choose_blocks([2], first=21000, last=29999, host="127.0.0.1")
+    (port,) = free_blocks([2])
     Endpoints(urls={"orchestrator": [f"http://127.0.0.1:{port}"]}, servers={}).write(context.run, 2)
     server = WarehouseProcess(context, warehouse, spawn=asyncio.create_task)
 

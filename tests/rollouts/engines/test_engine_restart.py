@@ -214,6 +214,21 @@ async def test_who_waits_for_an_engine_leaves_the_event_loop_to_others() -> None
             await asyncio.wait_for(pool.settle(session), 0.1)
 
 
+@pytest.mark.parametrize("ticks", range(4))
+async def test_a_watch_ends_when_it_is_told_to_just_when_it_has_something_to_look_at(ticks: int) -> None:
+    """`asyncio.wait_for` of Python 3.11 forgets a cancellation that meets the end of what it waits for."""
+    async with aiohttp.ClientSession() as http:
+        client = EngineClient(http, name="engine-0", url="http://127.0.0.1:9")
+        pool = engine_pool.EnginePool([client], counters=Counters(), request_timeout_s=1.0, max_retries=0)
+        watch = asyncio.create_task(pool.watch())
+        await asyncio.sleep(0.2)
+        pool._look.set()
+        for _ in range(ticks):
+            await asyncio.sleep(0)
+        watch.cancel()
+        assert (await asyncio.wait([watch], timeout=2.0))[0]
+
+
 async def test_an_engine_that_loads_slowly_is_not_said_to_be_left_behind(tmp_path: Path) -> None:
     """The others have gone on to newer versions, while it loads the one that it was asked to."""
     one, two = StubEngine(), StubEngine()

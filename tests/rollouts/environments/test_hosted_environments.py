@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
@@ -321,7 +322,7 @@ async def test_a_run_survives_the_death_of_an_environment(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("split", "count"), [("heldout", "none of the 8 rollouts that"), ("train", "64 rollouts failed")]
+    ("split", "count"), [("heldout", "none of the 8 rollouts that"), ("train", r"(6[4-9]|7\d) rollouts failed")]
 )
 async def test_what_the_environment_raises_is_why_the_run_ends(tmp_path: Path, split: str, count: str) -> None:
     """Its type, its message and its own frames, as `ls`, `--follow` and `why` show them."""
@@ -336,7 +337,10 @@ async def test_what_the_environment_raises_is_why_the_run_ends(tmp_path: Path, s
     context.record_failure(caught.value)
     (record,) = FailureRecord.read_all(run, context.attempt)
     cause = from_record(record)
-    assert cause.message.startswith(f"environment 'mine' raised ZeroDivisionError: a test suite without tests ({count}")
+    # others fail while the run is being ended
+    assert re.match(
+        rf"environment 'mine' raised ZeroDivisionError: a test suite without tests \({count}", cause.message
+    )
     assert cause.details
     assert "in judge: raise ZeroDivisionError" in cause.details[-1]
     assert not any("hpcrl/" in line for line in cause.details)

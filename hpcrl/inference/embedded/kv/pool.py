@@ -4,6 +4,7 @@
 it moves (0.3.10 cut objects over TCP and said that all was well): blocks are sealed as those of a prefill engine are.
 Their names are hashes in which is the salt of the weights' version, so nobody finds blocks of another version; they
 leave the pool when it needs room. A pool that fails is left alone for a while: engines compute what they do not get.
+What was wrong is counted by kind (`PoolFailure`), and of each kind the first is told in the log.
 """
 
 from __future__ import annotations
@@ -14,17 +15,20 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hpcrl.errors import HpcrlError
+from hpcrl.inference.embedded.kv.failures import PoolFailure
 from hpcrl.inference.embedded.kv.sealing import BlockFormat
 from hpcrl.mooncake import load_client
 
 __all__ = ["KvPool"]
 
+_T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 _FETCH_S = 3.0
 _AGAIN_S = 5.0
@@ -33,10 +37,22 @@ _MOST_QUEUED_BYTES = 64 << 20
 """Of blocks that are on their way into the pool; more are dropped."""
 
 
+_NO_ROOM, _TRANSFER_FAILED = -200, -800
+"""Of Mooncake's ``ErrorCode``: no segment has room for an object; its bytes did not get to, or from, their segment."""
+
+
+class _PoolError(Exception):
+    def __init__(self, kind: PoolFailure, why: str) -> None:
+        super().__init__(why)
+        self.kind = kind
+
+
 class KvPool:
     """One engine's share in the pool: it gives memory, puts what it computes, and gets what others have put."""
 
-    def __init__(self, settings: Mapping[str, Any], host: str, form: BlockFormat) -> None:
+    def __init__(
+        self, settings: Mapping[str, Any], host: str, form: BlockFormat, *, failed: Callable[[str], None]
+    ) -> None:
         """Join.
 
         Parameters
@@ -45,13 +61,17 @@ class KvPool:
             As `hpcrl.store.endpoints.engine_settings` makes them.
         host:
             Address of this node.
+        failed:
+            Told the kind of each call that failed, by any thread, one at a time.
 
         Raises
         ------
         HpcrlError
             Mooncake is not installed or cannot be loaded, or the pool cannot be joined.
         """
-        self._form, self._store = form, load_client().MooncakeDistributedStore()
+        self._form, self._failed, self._store = form, failed, load_client().MooncakeDistributedStore()
+        # all blocks of a call are in the local buffer together, and it cannot be filled to its last byte
+        self._most_blocks = max(1, settings["local_buffer_size"] // 2 // form.sealed_bytes)
         code = self._store.setup(
             host,
             settings["metadata_server"],
@@ -66,66 +86,97 @@ class KvPool:
             raise HpcrlError(f"{host} cannot join the KV pool at {settings['master_server_address']}: code {code}")
         # calls block, and cannot be interrupted
         self._getter, self._putter = (ThreadPoolExecutor(1, thread_name_prefix=f"kv-pool-{i}") for i in ("get", "put"))
-        self._lock, self._queued_bytes, self._again_s = threading.Lock(), 0, 0.0
+        self._lock, self._queued_bytes = threading.Lock(), 0
+        self._gets_again_s = self._puts_again_s = 0.0
+        self._told: set[PoolFailure] = set()
 
     @classmethod
-    def of_environment(cls, form: BlockFormat) -> KvPool | None:
+    def of_environment(cls, form: BlockFormat, failed: Callable[[str], None]) -> KvPool | None:
         """The pool that `hpcrl.store.join` has left word of; None without one."""
         path = os.environ.get("MOONCAKE_CONFIG_PATH")
-        return (
-            None
-            if path is None
-            else cls(json.loads(Path(path).read_text()), os.environ.get("VLLM_HOST_IP", "127.0.0.1"), form)
-        )
+        if path is None:
+            return None
+        host = os.environ.get("VLLM_HOST_IP", "127.0.0.1")
+        return cls(json.loads(Path(path).read_text()), host, form, failed=failed)
 
     def put_soon(self, blocks: Sequence[tuple[bytes, bytes]]) -> None:
         """Have blocks put, name and content of each, by a thread; they are dropped where it does not keep up."""
         size = sum(len(content) for _, content in blocks)
         with self._lock:
-            if time.monotonic() < self._again_s or self._queued_bytes + size > _MOST_QUEUED_BYTES:
+            if time.monotonic() < self._puts_again_s or self._queued_bytes + size > _MOST_QUEUED_BYTES:
                 return
             self._queued_bytes += size
         self._putter.submit(self._put, blocks, size)
 
     def _put(self, blocks: Sequence[tuple[bytes, bytes]], size: int) -> None:
         try:
-            names = [key.hex() for key, _ in blocks]
-            code = self._store.put_batch(names, [self._form.seal(key, content) for key, content in blocks])
-            if code != 0:
-                self._leave_alone(f"{len(blocks)} blocks cannot be put: code {code}")
+            for some in self._parts(blocks):
+                names = [key.hex() for key, _ in some]
+                code = self._store.put_batch(names, [self._form.seal(key, content) for key, content in some])
+                if code != 0:
+                    kinds = {_NO_ROOM: PoolFailure.FULL, _TRANSFER_FAILED: PoolFailure.SEGMENT}
+                    self._note(kinds.get(code, PoolFailure.MASTER), f"{len(some)} blocks cannot be put: code {code}")
+                    # room will come; the rest of these is of the same sequence, and of no use without what is missing
+                    if code != _NO_ROOM:
+                        self._puts_again_s = time.monotonic() + _AGAIN_S
+                    return
         finally:
             with self._lock:
                 self._queued_bytes -= size
 
     async def fetch(self, keys: Sequence[bytes]) -> list[bytes] | None:
         """The first of these blocks, as many as are in the pool; None where it failed, or gave something else."""
-        if time.monotonic() < self._again_s:
+        if time.monotonic() < self._gets_again_s:
             return []
+        begun = threading.Event()
         try:
-            call = asyncio.get_running_loop().run_in_executor(self._getter, self._get, keys)
-            return await asyncio.wait_for(call, _FETCH_S)
-        except (OSError, ValueError) as error:
-            self._leave_alone(str(error) or f"no answer within {_FETCH_S:g} s")
-            return None
+            call = asyncio.get_running_loop().run_in_executor(self._getter, self._get, keys, begun)
+            async with asyncio.timeout(_FETCH_S):
+                return await call
+        except TimeoutError:
+            kind = PoolFailure.TIMEOUT if begun.is_set() else PoolFailure.BEHIND
+            self._note(kind, f"no answer within {_FETCH_S:g} s")
+        except _PoolError as error:
+            self._note(error.kind, str(error))
+            if error.kind is PoolFailure.SEGMENT:
+                return None  # of one engine; the other ones have what they have
+        self._gets_again_s = self._puts_again_s = time.monotonic() + _AGAIN_S
+        return None
 
-    def _get(self, keys: Sequence[bytes]) -> list[bytes]:
-        names = [key.hex() for key in keys]
-        there = self._store.batch_is_exist(names)
-        if min(there) < 0:
-            raise OSError(f"the master answered with code {min(there)}")
-        count = next((i for i, found in enumerate(there) if not found), len(names))
-        if not count:
-            return []
+    def _get(self, keys: Sequence[bytes], begun: threading.Event) -> list[bytes]:
+        begun.set()
+        there = self._are_there(keys)
+        keys = keys[: next((i for i, found in enumerate(there) if not found), len(there))]
         blocks: list[bytes] = []
-        for key, sealed in zip(keys, self._store.get_batch(names[:count]), strict=False):
-            if not sealed:
-                break  # it made room meanwhile
-            blocks += self._form.open([key], sealed)
+        for some in self._parts(keys):
+            for key, sealed in zip_longest(some, self._store.get_batch([key.hex() for key in some])):
+                if not sealed:
+                    if not self._are_there([key])[0]:
+                        return blocks  # the pool made room meanwhile, or its master knows now that an engine is gone
+                    raise _PoolError(PoolFailure.SEGMENT, "a block is there, and who has it does not give it")
+                try:
+                    blocks += self._form.open([key], sealed)
+                except ValueError as error:
+                    raise _PoolError(PoolFailure.DAMAGED, str(error)) from error
         return blocks
 
-    def _leave_alone(self, why: str) -> None:
-        _log.warning("the KV pool is not used for %g s: %s", _AGAIN_S, why)
-        self._again_s = time.monotonic() + _AGAIN_S
+    def _are_there(self, keys: Sequence[bytes]) -> list[bool]:
+        codes = self._store.batch_is_exist([key.hex() for key in keys])
+        if min(codes) < 0:
+            raise _PoolError(PoolFailure.MASTER, f"its master answered with code {min(codes)}")
+        return [code > 0 for code in codes]
+
+    def _parts(self, all_of_them: Sequence[_T]) -> Iterator[Sequence[_T]]:
+        """What goes in one call each."""
+        return (all_of_them[i : i + self._most_blocks] for i in range(0, len(all_of_them), self._most_blocks))
+
+    def _note(self, kind: PoolFailure, why: str) -> None:
+        with self._lock:
+            self._failed(kind)
+            first = kind not in self._told
+            self._told.add(kind)
+        if first:
+            _log.warning("the KV pool failed (%s): %s; more of this kind are only counted", kind, why)
 
     def close(self) -> None:
         """Leave: what this engine gave to the pool is gone from it."""

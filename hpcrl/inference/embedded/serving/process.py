@@ -170,7 +170,7 @@ async def _serve_with(
         loop.add_signal_handler(number, stop.set)
     metrics = EngineMetrics(Registry({"model_name": settings.served_model_name[0], "engine": "0"}))
     engine = Engine(model, engine_config(settings, model), metrics)
-    pool = KvPool.of_environment(engine.cached.format)
+    pool = KvPool.of_environment(engine.cached.format, lambda kind: metrics.pool_failures.inc(value=kind))
     tokenizer = _tokenizer(settings)
     facts = _facts(settings, model, tokenizer)
     serving = Serving(engine, tokenizer, facts, KvFetcher(engine, session, metrics, pool))

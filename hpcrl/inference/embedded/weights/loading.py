@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hpcrl.errors import HandoffError, UsageError
-from hpcrl.inference.adapters import Adapter, as_tensor
+from hpcrl.inference.adapters import Adapter, KeptBase, as_tensor
 from hpcrl.modeling.decoder import Decoder
 from hpcrl.modeling.fp8.quantiser import dequantise
 from hpcrl.modeling.hf import published_tensors
@@ -132,7 +132,11 @@ def read_tensors(reading: Reading, served: Served | None = None) -> Iterator[tup
 
 
 def adapted_tensors(
-    reading: Reading, adapter: Adapter, contents: Contents | None = None, model: Decoder | None = None
+    reading: Reading,
+    adapter: Adapter,
+    base: KeptBase,
+    contents: Contents | None = None,
+    model: Decoder | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """All tensors of a base whose manifest `check_fits`, with an adapter merged into them.
 
@@ -140,8 +144,10 @@ def adapted_tensors(
     ----------
     reading:
         Of the adapter.
+    base:
+        What was read of its base before; what it changes is kept there.
     contents, model:
-        What this engine has already; only tensors that may differ from it are read.
+        What this engine has already; only tensors that may differ from it are merged.
 
     Raises
     ------
@@ -153,7 +159,7 @@ def adapted_tensors(
         different = frozenset(reading.chain[-2].manifest.tensors)
     else:
         yield from ((name, tensor) for name, tensor in _published(model).items() if name not in different)
-    yield from adapter.merged(reading.base_tensors(different))
+    yield from adapter.merged(base.tensors(reading, different, adapter.contents.changed))
 
 
 def model_bytes(model: Decoder) -> Callable[[str, TensorRecord], bytearray | None]:

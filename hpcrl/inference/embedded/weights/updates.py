@@ -2,7 +2,8 @@
 
 New weights are read into a second copy of the model while generation goes on with the first; finishing
 exchanges the two between steps. So a hand-off that is torn, missing or of another shape changes nothing, and
-the engine stands still only for the exchange.
+the engine stands still only for the exchange. What adapters change of their base is in memory a third time, so
+that each version after the first reads its own few bytes alone.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from hpcrl.errors import HandoffError
 from hpcrl.gate import Gate
-from hpcrl.inference.adapters import Adapter
+from hpcrl.inference.adapters import Adapter, KeptBase
 from hpcrl.inference.embedded.weights.loading import adapted_tensors, check_fits, model_bytes, read_tensors
 from hpcrl.modeling.decoder import Decoder
 from hpcrl.modeling.hf import load_hf_tensors
@@ -116,6 +117,7 @@ class WeightUpdater:
         self._spare: Decoder | None = None
         self._ready: _Version | None = None
         self._served: _Weights | None = None
+        self._base: KeptBase | None = None
         self._initialised = False
         self._active = False
 
@@ -147,7 +149,7 @@ class WeightUpdater:
         """Close the door and unregister; an unfinished session and the second copy of the weights are dropped."""
         with self._lock:
             self._initialised = self._active = False
-            self._spare = self._ready = None
+            self._spare = self._ready = self._base = None
             if self._subscriber is not None:
                 self._subscriber.close()
                 self._subscriber = None
@@ -262,8 +264,10 @@ class WeightUpdater:
         """Merge an adapter into its base, in the second copy. What it does not change comes from the first."""
         check_fits(reading.chain[-2], self._arch)
         adapter = Adapter(reading.chain, reading.tensors())
+        if self._base is None or self._base.digest != adapter.contents.base:
+            self._base = KeptBase(adapter.contents.base)
         served = () if self._served is None else (self._served.version.contents, self._served.model)
-        self._fill(adapted_tensors(reading, adapter, *served), reading)
+        self._fill(adapted_tensors(reading, adapter, self._base, *served), reading)
         return _Version(reading.handoff.manifest, adapter.contents)
 
     def _fill(self, tensors: Iterable[tuple[str, Tensor]], reading: Reading) -> None:
