@@ -59,12 +59,14 @@ def parallelize_decoder(model: nn.Module, mesh: ParallelDims, *, dtype: torch.dt
         "offload_policy": CPUOffloadPolicy(pin_memory=pinned) if on_host else OffloadPolicy(),
     }
     layers = list(model.get_submodule("layers").children())
+    dealt_out: set[nn.Module] = set()
     if mesh.ep > 1:
         sparse = [module for module in model.modules() if isinstance(module, SparseMLP)]
         if not sparse:
             raise ValueError(f"the model has no experts to be dealt out over ep {mesh.ep}")
         for mlp in sparse:
             _deal_out(mlp, mesh, settings)
+            dealt_out.add(mlp.experts)
     for block in layers:
         fully_shard(block, mesh=mesh.sharding, **settings)
     embedding, norm, head = (model.get_submodule(name) for name in ("embed_tokens", "norm", "lm_head"))
@@ -77,7 +79,10 @@ def parallelize_decoder(model: nn.Module, mesh: ParallelDims, *, dtype: torch.dt
     fully_shard(model, mesh=mesh.sharding, **settings, reshard_after_forward=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
+            own = mesh.expert_sharding if module in dealt_out else mesh.sharding
+            # a rank that has all divides by 1 into a copy where it is told to
+            if own.size() > 1:
+                module.set_gradient_divide_factor(1.0)
             # gloo cannot pre-multiply in a reduction
             module.set_force_sum_reduction_for_comms(True)
     if mesh.ep > 1:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from hpcrl.models.arch import ModelArch, RopeScaling
 
@@ -45,13 +46,51 @@ def apply_rotary(x: Tensor, tables: RotaryTables, *, interleaved: bool = False) 
     width = tables.cos.shape[-1]
     if not width:
         return x
-    rotated, rest = x[..., :width], x[..., width:]
-    half = width // 2
-    first, second = (rotated[..., 0::2], rotated[..., 1::2]) if interleaved else torch.split(rotated, half, dim=-1)
-    cos, sin = tables.cos[..., :half], tables.sin[..., :half]
-    turned = (first * cos).sub_(second * sin), (second * cos).add_(first * sin)
+    cos, sin = (table[..., : width // 2] for table in tables)
+    if torch.compiler.is_compiling() or not x.requires_grad:
+        return _rotate(x, cos, sin, interleaved=interleaved)
+    y: Tensor = _Rotation.apply(x, cos, sin, interleaved)  # type: ignore[no-untyped-call]
+    return y
+
+
+def _pairs(x: Tensor, width: int, *, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """First and second members of the pairs among the first ``width`` channels."""
+    if interleaved:
+        return x[..., 0:width:2], x[..., 1:width:2]
+    return x[..., : width // 2], x[..., width // 2 : width]
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
+    width = 2 * cos.shape[-1]
+    turned = _turn(_pairs(x, width, interleaved=interleaved), cos, sin, x.dtype)
     # once together: each copy of queries and keys is as dear as the rotation
-    return torch.cat((*(part.to(x.dtype) for part in turned), rest), dim=-1)
+    return torch.cat((*turned, x[..., width:]), dim=-1)
+
+
+def _turn(pairs: tuple[Tensor, Tensor], cos: Tensor, sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    first, second = pairs
+    turned = (first * cos).sub_(second * sin), (second * cos).add_(first * sin)
+    return turned[0].to(dtype), turned[1].to(dtype)
+
+
+class _Rotation(torch.autograd.Function):
+    """By hand, because the backward pass is a rotation too, by the negative angle; autograd makes it of many copies."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.interleaved = interleaved
+        return _rotate(x, cos, sin, interleaved=interleaved)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        cos, sin = ctx.saved_tensors
+        if not ctx.interleaved:
+            return _rotate(grad, cos, -sin, interleaved=False), None, None, None
+        width = 2 * cos.shape[-1]
+        back = _turn(_pairs(grad, width, interleaved=False), cos, -sin, grad.dtype)
+        return torch.cat((torch.stack(back, dim=-1).flatten(-2), grad[..., width:]), dim=-1), None, None, None
 
 
 def _frequencies(arch: ModelArch, device: torch.device) -> tuple[Tensor, float]:

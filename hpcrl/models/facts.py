@@ -6,10 +6,12 @@ a known model. Nothing here says how a model is run; `hpcrl.planning` does.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from math import prod
+from operator import add, attrgetter
 from types import MappingProxyType
 from typing import Literal
 
@@ -57,14 +59,17 @@ class Flops:
     @property
     def total(self) -> float:
         """All parts."""
-        return float(sum(getattr(self, field.name) for field in fields(self)))
+        return float(sum(_parts(self)))
 
     def __add__(self, other: Flops) -> Flops:
-        return Flops(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+        return Flops(*map(add, _parts(self), _parts(other)))
 
     def scaled(self, factor: float) -> Flops:
         """Every part times ``factor``."""
-        return Flops(*(getattr(self, f.name) * factor for f in fields(self)))
+        return Flops(*(value * factor for value in _parts(self)))
+
+
+_parts: Callable[[Flops], tuple[float, ...]] = attrgetter(*(field.name for field in fields(Flops)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,10 +125,12 @@ class ModelFacts:
         dtype:
             In place of the model's; what the architecture keeps in float32 stays so.
         fp8:
-            DeepSeek's block format: matrices of layers in ``float8_e4m3fn``, each with a float32 ``*_scale_inv``.
+            DeepSeek's block format: matrices of layers in ``float8_e4m3fn``, each with a float32 ``*_scale_inv``. They
+            are those that engines multiply in FP8. Some published checkpoints have an indexer's keys (``wk``) in FP8
+            too; vLLM brings them back to bfloat16, and they are not among them.
         """
         base = dtype or self.dtype
-        for weight, prefix, layer in self._placed(mtp=mtp):
+        for weight, prefix, layer in self.placed(mtp=mtp):
             for expert in range(weight.copies):
                 name = prefix + (
                     weight.name.format(expert) if weight.copies > 1 or "{}" in weight.name else weight.name
@@ -137,8 +144,8 @@ class ModelFacts:
                     shape = scale_shape(weight.shape)
                     yield TensorSpec(scale, shape, "float32", weight.part, layer, number, weight.tp_dim, is_scale=True)
 
-    def _placed(self, *, mtp: bool) -> Iterator[tuple[Weight, str, int | None]]:
-        """Weights with the prefix of their name and their layer."""
+    def placed(self, *, mtp: bool) -> Iterator[tuple[Weight, str, int | None]]:
+        """Weights with the prefix of their names and their layer: those of all experts at once."""
         shape = (self.vocab_size, self.hidden_size)
         yield Weight(self.naming.embedding, shape, Part.EMBEDDING, tp_dim=0), "", None
         for index, layer in enumerate(self.layers):
@@ -203,6 +210,17 @@ class ModelFacts:
     # -- kinds of layers ----------------------------------------------------------------------------------------
 
     @cached_property
+    def alike(self) -> tuple[int, ...]:
+        """For each layer the number of the first one that is equal to it: what one takes, all of them take."""
+        first: dict[Layer, int] = {}
+        return tuple(first.setdefault(layer, index) for index, layer in enumerate(self.layers))
+
+    @cached_property
+    def distinct_layers(self) -> tuple[tuple[Layer, int], ...]:
+        """Layers that differ, in the order in which they come, with how many there are of each."""
+        return tuple((self.layers[index], count) for index, count in Counter(self.alike).items())
+
+    @cached_property
     def attention_kinds(self) -> tuple[AttentionKind, ...]:
         """Kind of the mixer of each layer."""
         return tuple(_attention_kind(layer) for layer in self.layers)
@@ -244,6 +262,11 @@ class ModelFacts:
         return sum(layer.mixer.state_bytes_per_sequence(dtype) for layer in self.layers if layer.mixer is not None)
 
     # -- operations ---------------------------------------------------------------------------------------------
+
+    @cached_property
+    def fixed_flops(self) -> tuple[Flops, ...]:
+        """Operations a token of each of `distinct_layers` that do not depend on what it sees."""
+        return tuple(_layer_fixed(layer) for layer, _ in self.distinct_layers)
 
     def flops_per_token(self, context: float, *, backward: bool = False, absorbed: bool = False) -> Flops:
         """Operations for one token that sees ``context`` tokens, itself included.
@@ -291,7 +314,7 @@ def _attention_kind(layer: Layer) -> AttentionKind:
 @lru_cache(maxsize=64)
 def _parameters_by_part(facts: ModelFacts, mtp: bool) -> Mapping[Part, int]:
     total: dict[Part, int] = {}
-    for weight, _, layer in facts._placed(mtp=mtp):
+    for weight, _, layer in facts.placed(mtp=mtp):
         part = Part.MTP if layer is not None and layer >= len(facts.layers) else weight.part
         total[part] = total.get(part, 0) + weight.elements
     return MappingProxyType(total)
@@ -300,7 +323,7 @@ def _parameters_by_part(facts: ModelFacts, mtp: bool) -> Mapping[Part, int]:
 @lru_cache(maxsize=64)
 def _weight_bytes(facts: ModelFacts, dtype: str, fp8: bool, mtp: bool) -> Mapping[Part, int]:
     total: dict[Part, int] = {}
-    for weight, _, layer in facts._placed(mtp=mtp):
+    for weight, _, layer in facts.placed(mtp=mtp):
         part = Part.MTP if layer is not None and layer >= len(facts.layers) else weight.part
         total[part] = total.get(part, 0) + weight_bytes(weight, dtype, fp8=fp8)
     return MappingProxyType(total)
@@ -333,12 +356,8 @@ def _sum_flops(facts: ModelFacts, scores: Callable[[Layer], Flops], *, tokens: i
     """Parts that do not depend on the context times ``tokens``, and ``scores`` of each layer."""
     fixed = Flops(lm_head=2.0 * facts.vocab_size * facts.hidden_size)
     total = Flops()
-    seen: dict[Layer, tuple[int, Flops]] = {}
-    for layer in facts.layers:
-        count, value = seen.get(layer, (0, Flops()))
-        seen[layer] = (count + 1, value if count else _layer_fixed(layer).scaled(tokens) + scores(layer))
-    for count, value in seen.values():
-        total += value.scaled(count)
+    for (layer, count), each in zip(facts.distinct_layers, facts.fixed_flops, strict=True):
+        total += (each.scaled(tokens) + scores(layer)).scaled(count)
     return total + fixed.scaled(tokens)
 
 

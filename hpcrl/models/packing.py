@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 
 from hpcrl.models.facts import ModelFacts
 
@@ -17,13 +18,13 @@ def training_cost(facts: ModelFacts) -> Callable[[int], float]:
     The part of matrix products is linear in the tokens; scores of attention are quadratic, in windows and in sparse
     attention linear from some length on, with the quadratic part of an indexer beside them.
     """
-    absorbed = "mla+dsa" in facts.attention_kinds
+    return partial(_training_cost, facts, "mla+dsa" in facts.attention_kinds)
 
-    def cost(length: int) -> float:
-        passes = (facts.sequence_flops(length, backward=backward, absorbed=absorbed) for backward in (False, True))
-        return sum(flops.total for flops in passes)
 
-    return cost
+@lru_cache(maxsize=4096)
+def _training_cost(facts: ModelFacts, absorbed: bool, length: int) -> float:
+    passes = (facts.sequence_flops(length, backward=backward, absorbed=absorbed) for backward in (False, True))
+    return sum(flops.total for flops in passes)
 
 
 def fill_bins(

@@ -26,15 +26,17 @@ def fp8_problems(
     """
     chosen: dict[str, tuple[Part, str]] = {}
     fused = False
-    for spec in facts.tensors(fp8=True):
-        if spec.dtype != "float8_e4m3fn" or not (experts if spec.part is Part.EXPERT else linears):
+    for weight, prefix, _ in facts.placed(mtp=False):
+        if not weight.quantized or not (experts if weight.part is Part.EXPERT else linears):
             continue
-        module, _, leaf = spec.name.rpartition(".")
+        module, _, leaf = (prefix + weight.name).rpartition(".")
         # experts of a layer that are one tensor are in no version in FP8
-        if leaf == "weight":
-            chosen[module] = spec.part, module.partition(".experts.")[0]
-        else:
+        if leaf != "weight":
             fused = True
+            continue
+        # where no pattern tells experts of a layer apart, one stands for all
+        for expert in range(weight.copies if keep else 1):
+            chosen[module.format(expert)] = weight.part, module.partition(".experts.")[0]
     if fused:
         yield "experts", f"experts of a layer of {facts.name} are published as one tensor, which no version has in FP8"
     for pattern in keep:

@@ -51,7 +51,7 @@ class Weight:
     dtype:
         Where it differs from the model's.
     quantized:
-        FP8 checkpoints store it in FP8 with a ``*_scale_inv`` beside it.
+        It is multiplied in FP8 where weights are, and stored so with a ``*_scale_inv`` beside it.
     copies:
         Equal tensors, one an expert.
     trained:

@@ -1,4 +1,4 @@
-"""Norm and gate, whose gradients are written by hand: those of autograd, with less kept."""
+"""Norm, gate and rotation, whose gradients are written by hand: those of autograd, with less kept."""
 
 import pytest
 import torch
@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from hpcrl.modeling.layers.norm import RMSNorm
 from hpcrl.modeling.layers.swiglu import swiglu
+from hpcrl.modeling.rope import RotaryTables, apply_rotary
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 ROWS, WIDTH, EPS = 60, 48, 1e-5
@@ -31,6 +32,24 @@ def separate_gate(gate, up):
 
 def norm(x, weight):
     return torch.func.functional_call(RMSNorm(WIDTH, EPS), {"weight": weight}, (x,))
+
+
+def rotation(interleaved, *, by_hand):
+    """A rotation of half of the channels, whose backward pass is ours or autograd's."""
+    angles = torch.rand(ROWS, 1, WIDTH // 4, generator=torch.Generator().manual_seed(1)) * 6
+    angles = torch.cat((angles, angles), dim=-1)
+    tables = RotaryTables(angles.cos(), angles.sin())
+
+    def rotate(x):
+        if by_hand:
+            return apply_rotary(x, tables, interleaved=interleaved)
+        width = WIDTH // 2
+        first, second = (x[..., 0:width:2], x[..., 1:width:2]) if interleaved else x[..., :width].chunk(2, dim=-1)
+        cos, sin = (table[..., : width // 2] for table in tables)
+        turned = first * cos - second * sin, second * cos + first * sin
+        return torch.cat((*(part.to(x.dtype) for part in turned), x[..., width:]), dim=-1)
+
+    return rotate
 
 
 def computed(function, inputs, grad):
@@ -67,6 +86,16 @@ def test_a_norm_is_what_autograd_makes_of_it(shape, dtype):
         torch.testing.assert_close(
             own.float(), other.float(), rtol=tolerance, atol=tolerance * other.abs().max().item()
         )
+
+
+@DTYPES
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_a_rotation_is_what_autograd_makes_of_it(interleaved, dtype):
+    x, grad = inputs_of((ROWS, 3, WIDTH), (ROWS, 3, WIDTH), dtype=dtype)
+    found, wanted = (computed(rotation(interleaved, by_hand=by_hand), (x,), grad) for by_hand in (True, False))
+    assert torch.equal(found[0], wanted[0])
+    # autograd rounds each of two addends to the dtype of the input
+    torch.testing.assert_close(found[1], wanted[1], **({} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}))
 
 
 def test_a_part_of_a_wider_tensor_is_normed():

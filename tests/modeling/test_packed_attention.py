@@ -13,7 +13,7 @@ from hpcrl.modeling.kernels.plain import PlainKernel
 
 KERNELS = {"plain": PlainKernel(), "fused": FusedKernel()}
 #: starts of queries and of keys, causal or not
-CAUSAL = ([0, 5], [0, 1, 8, 11, 11, 30], [0, 3, 12, 22, 33, 45])
+CAUSAL = ([0, 5], [0, 6, 12, 18], [0, 1, 8, 11, 11, 30], [0, 3, 12, 22, 33, 45])
 OTHERS = (([0, 2, 7], [0, 4, 5]), ([0, 3, 3, 6], [0, 2, 9, 9]))
 SHAPES = {"equal": (4, 4, 8, 8), "grouped": (6, 2, 8, 8), "narrow values": (4, 4, 12, 5), "one key head": (6, 1, 4, 7)}
 

@@ -11,7 +11,6 @@ import pytest
 from hpcrl.models import load_facts
 
 torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers", minversion="5.0")
 
 SEEDS = (0, 1, 2)
 DTYPES = {"F32": "float32", "BF16": "bfloat16"}
@@ -166,7 +165,13 @@ FAMILIES = {
 CONFIGS = {"llama4_text": "Llama4TextConfig"}
 
 
+def _transformers() -> Any:
+    """Not at the top: every worker collects this module, a second more with the import, and one runs it."""
+    return pytest.importorskip("transformers", minversion="5.0")
+
+
 def _small_model(model_type: str, seed: int) -> Any:
+    transformers = _transformers()
     prefix, sizes = FAMILIES[model_type]
     rng = random.Random(f"{model_type}{seed}")
     common = {
@@ -233,6 +238,7 @@ def test_llama4_with_its_eyes_names_its_language_model(tmp_path: Path) -> None:
         "projector_input_dim": 16,
         "projector_output_dim": 16,
     }
+    transformers = _transformers()
     config = transformers.Llama4Config(text_config=text.to_dict(), vision_config=vision)
     transformers.Llama4ForConditionalGeneration._from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
     ours = {spec.name: (spec.shape, spec.dtype) for spec in load_facts(tmp_path).tensors()}
@@ -252,6 +258,7 @@ def test_the_eyes_are_what_the_published_count_of_llama4_has_beyond_ours() -> No
         "projector_input_dim": 4096,
         "projector_output_dim": 4096,
     }
+    transformers = _transformers()
     config = transformers.Llama4Config(text_config={"hidden_size": 5120}, vision_config=vision)
     with torch.device("meta"):
         tower = transformers.Llama4VisionModel(config.vision_config)

@@ -137,7 +137,7 @@ def test_a_last_save_that_fails_is_an_error(tmp_path, model_dir, failing_writes)
         assert not record.secondary
         assert good_steps(run) == [2, 4]
         # with room again it goes on from there
-        assert run_trainer(run, dock) == 0
+        train(start_attempt(run, dock))
     assert good_steps(run) == [4, 6]
 
 

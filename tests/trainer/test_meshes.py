@@ -272,7 +272,7 @@ def references(models):
         return {family: train(new_policy(model_dir, parallel)) for family, model_dir in models.items()}
 
 
-@pytest.mark.parametrize("size", MESHES)
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.campaign)])
 def test_every_mesh_trains_publishes_and_restores_as_one_rank(tmp_path, models, references, size):
     ranks = run_ranks(size, on_meshes, models, tmp_path, timeout_s=240.0)
     for number, (family, degrees) in enumerate(MESHES[size]):

@@ -75,6 +75,18 @@ def test_large_gradients_do_not_overflow():
     assert clip_gradients(parameters_with([3e30, 4e30]), 1.0, None) == pytest.approx(5e30)
 
 
+def test_small_gradients_are_not_lost():
+    assert clip_gradients(parameters_with([3e-30, 4e-30]), 1.0, None) == pytest.approx(5e-30)
+
+
+def test_the_norm_does_not_depend_on_how_gradients_are_cut():
+    values = torch.randn(300_001, generator=torch.Generator().manual_seed(0))
+    exact = values.double().square().sum().sqrt().item()
+    for sizes in ([300_001], [1, 300_000], [1000, 1023, 1024, 1025, 295_929]):
+        parts = [part.tolist() for part in values.split(sizes)]
+        assert clip_gradients(parameters_with(*parts), 1e9, None) == pytest.approx(exact, rel=1e-7)
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_bad_gradients_are_reported_and_left(bad):
     parameters = parameters_with([1.0, bad])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import multiprocessing as mp
 import os
-import socket
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from free_ports import free_port
 from torch import Tensor
 
 from hpcrl.config.recipe import Recipe
@@ -289,10 +289,7 @@ def run_ranks(
     of a module and returns what can be pickled. Processes are forked from a server that has torch loaded.
     """
     context = _rank_server()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    environment = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     results = context.Queue()
     processes = [
         context.Process(target=_rank_main, args=(rank, environment, partial(target, **keywords), args, results))

@@ -62,18 +62,14 @@ class FusedKernel:
         """See `Kernel`."""
         width, wide = inputs.v.shape[2], max(inputs.q.shape[2], inputs.v.shape[2])
         q, k, v = (_widen(x, wide) for x in inputs)
+        parts = _parts(segments)
+        if _is_one(parts, q, k):
+            y, sums = _forward(QKV(q, k, v), parts[0], scale)
+            return Attended(_flat(y)[..., :width].contiguous(), _flat(sums))
         out = q.new_zeros(*q.shape[:2], width)
         lse = torch.full(q.shape[:2], float("-inf"), dtype=score_dtype(q.dtype), device=q.device)
-        for part in _parts(segments):
-            y, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                _take(q, part.queries),
-                _take(k, part.keys),
-                _take(v, part.keys),
-                0.0,
-                part.causal,
-                attn_mask=None if part.mask is None else part.mask.to(q.dtype),
-                scale=scale,
-            )
+        for part in parts:
+            y, sums = _forward(QKV(q, k, v), part, scale)
             _put(out, part.queries, y[..., :width])
             _put(lse[..., None], part.queries, sums[..., None])
         return Attended(out, lse)
@@ -82,33 +78,73 @@ class FusedKernel:
         """See `Kernel`."""
         widths, lse = [x.shape[2] for x in inputs], attended.lse
         q, k, v, out, grad = (_widen(x, max(widths)) for x in (*inputs, attended.out, grad))
+        parts = _parts(segments)
+        if _is_one(parts, q, k):
+            found = _backward(grad, QKV(q, k, v), Attended(out, lse), parts[0], scale)
+            return QKV(*(_flat(x)[..., :n] for x, n in zip(found, widths, strict=True)))
         # keys of one window are keys of the next one, too
         kind = q.dtype if segments.window is None else score_dtype(q.dtype)
         dq = torch.zeros_like(q)
         dk, dv = (torch.zeros(x.shape, dtype=kind, device=x.device) for x in (k, v))
-        for part in _parts(segments):
-            own, sums = _take(grad, part.queries), _take(lse[..., None], part.queries)[..., 0]
-            if isinstance(part.queries, _Padded):
-                # padding repeats the last token of a sequence, whose weights are none above 1, and has no gradient
-                filled = torch.ones_like(part.queries.places, dtype=torch.bool)
-                filled.view(-1)[part.queries.real] = False
-                own = own.masked_fill(filled[:, None, :, None], 0.0)
-            found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                own,
-                _take(q, part.queries),
-                _take(k, part.keys),
-                _take(v, part.keys),
-                _take(out, part.queries),
-                sums.contiguous(),
-                0.0,
-                part.causal,
-                attn_mask=None if part.mask is None else part.mask.to(q.dtype),
-                scale=scale,
-            )
+        for part in parts:
+            found = _backward(grad, QKV(q, k, v), Attended(out, lse), part, scale)
             _put(dq, part.queries, found[0])
             _add(dk, part.keys, found[1])
             _add(dv, part.keys, found[2])
         return QKV(*(x[..., :n].to(q.dtype) for x, n in zip((dq, dk, dv), widths, strict=True)))
+
+
+def _forward(inputs: QKV, part: _Part, scale: float) -> tuple[Tensor, Tensor]:
+    """Output ``[n, heads, tokens of each, dim]`` of a part, and the logarithms ``[n, heads, tokens of each]``."""
+    q, k, v = inputs
+    found: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        _take(q, part.queries),
+        _take(k, part.keys),
+        _take(v, part.keys),
+        0.0,
+        part.causal,
+        attn_mask=None if part.mask is None else part.mask.to(q.dtype),
+        scale=scale,
+    )
+    return found
+
+
+def _backward(grad: Tensor, inputs: QKV, attended: Attended, part: _Part, scale: float) -> QKV:
+    """Gradients of the inputs of a part, ``[n, heads, tokens of each, dim]``."""
+    (q, k, v), (out, lse) = inputs, attended
+    own, sums = _take(grad, part.queries), _take(lse[..., None], part.queries)[..., 0]
+    if isinstance(part.queries, _Padded):
+        # padding repeats the last token of a sequence, whose weights are none above 1, and has no gradient
+        filled = torch.ones_like(part.queries.places, dtype=torch.bool)
+        filled.view(-1)[part.queries.real] = False
+        own = own.masked_fill(filled[:, None, :, None], 0.0)
+    found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        own,
+        _take(q, part.queries),
+        _take(k, part.keys),
+        _take(v, part.keys),
+        _take(out, part.queries),
+        sums.contiguous(),
+        0.0,
+        part.causal,
+        attn_mask=None if part.mask is None else part.mask.to(q.dtype),
+        scale=scale,
+    )
+    return QKV(*found)
+
+
+def _is_one(parts: tuple[_Part, ...], q: Tensor, k: Tensor) -> bool:
+    """Whether a single part has all tokens where they are: what the kernel returns is the result, uncopied."""
+    if len(parts) != 1:
+        return False
+    (part,) = parts
+    rows = (part.queries, q), (part.keys, k)
+    return all(isinstance(row, _Row) and row.tokens == slice(0, len(x)) for row, x in rows)
+
+
+def _flat(x: Tensor) -> Tensor:
+    """``[n, heads, tokens of each, …]`` to ``[tokens, heads, …]``; a view of what the kernel returns."""
+    return x.transpose(1, 2).flatten(0, 1)
 
 
 def _widen(x: Tensor, width: int) -> Tensor:

@@ -49,12 +49,12 @@ class _RMSNorm(torch.autograd.Function):
         of_x, of_weight, _ = ctx.needs_input_grad
         wide, size = x.float(), x.shape[-1]
         inverse = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(size).add_(ctx.eps).rsqrt_()
-        normed = wide * inverse
         # each value's part in the gradient of the weight; with the weight, in that of the length of x
-        parts = normed * grad
+        parts = (wide * grad).mul_(inverse)
         grad_weight = parts.reshape(-1, size).sum(0).to(weight.dtype) if of_weight else None
         if not of_x:
             return None, grad_weight, None
-        along = (parts @ weight.to(parts.dtype))[..., None].div_(size)
-        grad_x = parts.copy_(grad).mul_(weight).sub_(normed.mul_(along)).mul_(inverse)
+        weight = weight.to(parts.dtype)
+        along = (parts @ weight)[..., None].mul_(inverse).mul_(inverse).div_(size)
+        grad_x = torch.mul(grad, weight, out=parts).mul_(inverse).addcmul_(wide, along, value=-1.0)
         return grad_x.to(x.dtype), grad_weight, None

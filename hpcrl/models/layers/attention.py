@@ -108,7 +108,7 @@ class Indexer:
         part = Part.INDEXER
         return (
             *linear("indexer.wq_b", self.n_heads * self.head_dim, self.q_lora_rank, part, tp=None),
-            *linear("indexer.wk", self.head_dim, self.hidden_size, part, tp=None),
+            Weight("indexer.wk.weight", (self.head_dim, self.hidden_size), part),
             Weight("indexer.k_norm.weight", (self.head_dim,), part),
             Weight("indexer.k_norm.bias", (self.head_dim,), part),
             Weight("indexer.weights_proj.weight", (self.n_heads, self.hidden_size), part),

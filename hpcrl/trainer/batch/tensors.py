@@ -239,20 +239,23 @@ def normalise(logits: Tensor, targets: Tensor, temperature: float) -> Normalised
     ``targets`` ``[N]`` int64. Nothing has a gradient.
     """
     wide = _wide(logits)
-    normaliser, mean_logit, own = (logits.new_empty(len(logits), dtype=wide) for _ in range(3))
+    own = logits.gather(-1, targets[:, None])[:, 0].to(wide)
+    if temperature != 1.0:
+        own = own / temperature
+    # exp(logit - largest) summed over the vocabulary; the same times logit
+    largest, total, weighted = (logits.new_empty(len(logits), dtype=wide) for _ in range(3))
     for rows in _pieces(logits):
         piece = logits[rows].to(wide)
         if temperature != 1.0:
             piece = piece / temperature
-        own[rows] = piece.gather(-1, targets[rows, None])[:, 0]
-        largest = piece.amax(-1, keepdim=True)
-        exponentials = (piece - largest).exp_()
-        total = exponentials.sum(-1)
-        normaliser[rows] = largest[:, 0] + total.log()
-        mean_logit[rows] = exponentials.mul_(piece).sum(-1) / total
+        torch.amax(piece, -1, out=largest[rows])
+        exponentials = (piece - largest[rows, None]).exp_()
+        torch.sum(exponentials, -1, out=total[rows])
+        torch.sum(exponentials.mul_(piece), -1, out=weighted[rows])
         # or they would be held until the next piece has its own
         del piece, exponentials
-    return Normalised(own - normaliser, normaliser - mean_logit, normaliser)
+    normaliser = largest + total.log()
+    return Normalised(own - normaliser, normaliser - weighted / total, normaliser)
 
 
 def put_gradient(logits: Tensor, targets: Tensor, normaliser: Tensor, slopes: Tensor, temperature: float) -> None:

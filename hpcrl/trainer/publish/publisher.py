@@ -10,8 +10,6 @@ with ``overlap``; twice with deltas, which compare with the image of an earlier 
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -28,6 +26,7 @@ from hpcrl.modeling.spec import spec_of
 from hpcrl.models.arch import ModelArch
 from hpcrl.trainer.parallel.mesh import Parallel
 from hpcrl.trainer.parallel.ranks import Ranks
+from hpcrl.trainer.publish.background import Background
 from hpcrl.trainer.publish.persistence import Persistence
 from hpcrl.trainer.publish.plan import Window, held_blocks, make_plan
 from hpcrl.trainer.publish.staging import Staging, new_image
@@ -43,8 +42,6 @@ __all__ = ["Published", "Publisher", "tensor_bytes"]
 _log = logging.getLogger(__name__)
 
 _CLOSE_S = 30.0
-_LOOK_S = 1.0
-"""How often who waits for a version looks whether it is tried again."""
 
 
 def tensor_bytes(name: str, tensor: Tensor, dtype: torch.dtype) -> TensorBytes:
@@ -159,9 +156,8 @@ class Publisher:
             settings=settings,
             chunk_bytes=chunk_bytes,
         )
-        self._thread: threading.Thread | None = None
+        self._background = Background()
         self._pending = -1
-        self._failure: BaseException | None = None
         self._base: Image | None = None
         self._last: Image | None = None
         self._spare: Tensor | None = None
@@ -218,7 +214,8 @@ class Publisher:
                 if self._ranks.rank == 0:
                     on_published(published)
 
-            self._start(version, write)
+            self._pending = version
+            self._background.start(f"publishing version {version}", write)
         else:
             published = self._publish(image, None, "")
             if self._ranks.rank == 0:
@@ -229,21 +226,16 @@ class Publisher:
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until nothing is being written; raises what `publish` says of the previous version."""
         limit = self._settings.publish_timeout_s + self._settings.retry_s if timeout_s is None else timeout_s
-        if self._thread is not None:
-            deadline = time.monotonic() + limit
-            while self._thread.is_alive() and (left_s := deadline - time.monotonic()) > 0:
-                self._thread.join(min(left_s, _LOOK_S))
-                if self._persistence.trying:
-                    self._on_wait()
-            if self._thread.is_alive():
-                raise DeadlineError(
-                    f"version {self._pending} is still being written to {self._store.root} after {limit:g} s\n"
-                    "    hint: look at the filesystem; raise handoff.publish_timeout_s where it is just slow"
-                )
-            self._thread = None
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
+
+        def look() -> None:
+            if self._persistence.trying:
+                self._on_wait()
+
+        if not self._background.wait(limit, look):
+            raise DeadlineError(
+                f"version {self._pending} is still being written to {self._store.root} after {limit:g} s\n"
+                "    hint: look at the filesystem; raise handoff.publish_timeout_s where it is just slow"
+            )
 
     def close(self) -> None:
         """Let what is being written come to its end, for a moment; its failure is logged. For the way out."""
@@ -251,19 +243,6 @@ class Publisher:
             self.wait(_CLOSE_S)
         except Exception as error:  # noqa: BLE001 - another failure is under way, or the run is over
             _log.warning("the last version may not be published: %s", error)
-
-    def _start(self, version: int, write: Callable[[], None]) -> None:
-        def run() -> None:
-            try:
-                write()
-            except BaseException as error:  # noqa: BLE001 - raised by the next call
-                _log.warning("version %d was not published: %s", version, error)
-                self._failure = error
-
-        self._pending = version
-        # a daemon: a process that fails elsewhere must not hang on a filesystem that does
-        self._thread = threading.Thread(target=run, name=f"publish-{version}", daemon=True)
-        self._thread.start()
 
     def _prepare(self, model: nn.Module) -> None:
         """Plan once: where everything lies and who writes it."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from hpcrl.config.recipe import OptimizerConfig
 from hpcrl.modeling.blocks import local_part
@@ -17,6 +17,8 @@ __all__ = ["clip_gradients", "learning_rate", "make_optimizer", "set_learning_ra
 
 _NORM_PIECE = 1 << 22
 """Elements of a gradient whose norm is taken at once."""
+_NORM_ROW = 1024
+"""Elements that a processor sums up in float32."""
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
@@ -93,9 +95,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, group: d
         The global norm before clipping. It may be infinite or NaN; gradients are then left as they are.
     """
     local = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    # by pieces: on CPU each is copied to float64
-    pieces = [piece for gradient in local for piece in torch.split(gradient.reshape(-1), _NORM_PIECE)]
-    total = torch.stack(torch._foreach_norm(pieces, 2, dtype=torch.float64)).square().sum()
+    total = _sum_of_squares(local)
     if group is not None:
         dist.all_reduce(total, group=group)
     # the only wait for the device
@@ -103,3 +103,25 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, group: d
     if math.isfinite(norm) and norm > max_norm:
         torch._foreach_mul_(local, max_norm / norm)
     return norm
+
+
+def _sum_of_squares(gradients: list[Tensor]) -> Tensor:
+    """Of all elements, in float64."""
+    if all(x.device.type == "cpu" and x.dtype == torch.float32 for x in gradients):
+        # processors copy to float64 what they sum in it: rows are so short that float32 is exact enough for one
+        rows = [row for x in gradients for row in _rows(x.reshape(-1))]
+        total = torch.cat([torch.linalg.vector_norm(row, dim=1) for row in rows]).double().square().sum()
+        # a square of a row may be too large for float32, or lost
+        if 0.0 < total.item() < math.inf:
+            return total
+    # by pieces: on CPU each is copied to float64
+    pieces = [piece for x in gradients for piece in torch.split(x.reshape(-1), _NORM_PIECE)]
+    return torch.stack(torch._foreach_norm(pieces, 2, dtype=torch.float64)).square().sum()
+
+
+def _rows(x: Tensor) -> Iterator[Tensor]:
+    """``[n]`` as ``[n // _NORM_ROW, _NORM_ROW]``, and what remains as one row more."""
+    whole = len(x) // _NORM_ROW * _NORM_ROW
+    yield x[:whole].view(-1, _NORM_ROW)
+    if whole < len(x):
+        yield x[None, whole:]
