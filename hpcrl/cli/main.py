@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from typing import Annotated
@@ -95,6 +96,8 @@ def main() -> None:
     if values is not None:
         typer.echo("\n".join(values))
         return
+    # a command imports much and leaves no cycles worth looking for: every look goes through all of it
+    gc.set_threshold(100_000)
     try:
         app(prog_name="hpcrl")
     except HpcrlError as error:

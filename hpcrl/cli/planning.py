@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hpcrl.config.load import Loaded
     from hpcrl.config.recipe import Recipe
     from hpcrl.planning.calibration.file import Calibration
+    from hpcrl.planning.memory.settings import RealPass
 
 __all__ = ["load_for_planning", "print_plan", "read_calibration", "register"]
 
@@ -116,7 +117,6 @@ def show(
     from hpcrl.cli.progress import working
     from hpcrl.config.rules.table import unstartable
     from hpcrl.jobplan import absolute_site_paths
-    from hpcrl.planning.memory.real_model import measure_pass
     from hpcrl.planning.report import find_facts, make_outlook, outlook_document
     from hpcrl.planning.search.recipe import better_document, better_split
     from hpcrl.planning.verdict import judge
@@ -129,7 +129,7 @@ def show(
     resolved = plan_from_here(wanted, site.value)
     facts = find_facts(wanted)
     with working("computing memory and times") as told:
-        real = measure_pass(wanted, site.value) if real_model else None
+        real = _measured(wanted, site.value) if real_model else None
         outlook = make_outlook(wanted, site.value, measured, facts, real)
         verdict = judge(outlook, facts)
         told.share(0.2, "computing ranges")
@@ -154,6 +154,12 @@ def show(
     if environment:
         print_environment(wanted, absolute_site_paths(site.value, Path.cwd()), resolved)
     raise typer.Exit(verdict.exit_code)
+
+
+def _measured(recipe: Recipe, cluster: ClusterProfile) -> RealPass:
+    from hpcrl.planning.memory.real_model import measure_pass
+
+    return measure_pass(recipe, cluster)
 
 
 def _best_split(recipe: Recipe, cluster: ClusterProfile, calibration: Calibration, nodes: int) -> Recipe:

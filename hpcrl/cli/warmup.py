@@ -25,6 +25,7 @@ def warmup(
     replace: Annotated[bool, typer.Option("--replace", help="Replace a model that is already there.")] = False,
 ) -> None:
     """Make the start model of a recipe by a short supervised training on its environments."""
+    import os
     import signal
     import subprocess
     import sys
@@ -33,6 +34,7 @@ def warmup(
 
     from hpcrl.config.load import load_recipe
     from hpcrl.errors import ExitCode, MissingExtraError, UsageError
+    from hpcrl.fs import StagedDirectory
     from hpcrl.interpreter import module_command
     from hpcrl.jobplan import absolute_paths
 
@@ -45,6 +47,10 @@ def warmup(
         raise UsageError(f"{target} exists already\n    hint: use it as it is, or give --replace or --output")
     if find_spec("torch") is None:
         raise MissingExtraError("trainer", "torch")
+    # where no directory can be made, that is said at once, not when torch has been imported
+    stage = StagedDirectory(target, token=f"tried-{os.getpid()}")
+    stage.create()
+    stage.discard()
     # a process of its own: the command line never imports torch
     command = module_command(sys.executable, "hpcrl.trainer.warmup.make", "--output", str(target))
     if replace:

@@ -6,7 +6,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from hpcrl.config.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, StrictModel
 from hpcrl.config.layout import AttemptPolicy, Container, ElasticPolicy, JobComponent, Layout
@@ -100,14 +100,16 @@ class RoleGroup(StrictModel):
     of ``env`` may be ``{node_host}``, too, or ``{node_interface}``, the network interface with that address.
     """
 
+    # plans of earlier runs have `tasks_per_node`, too
+    model_config = ConfigDict(extra="ignore")
+
     role: Role
     replicas: PositiveInt
     ranks: PositiveInt
-    """Processes of one replica (ranks of a trainer), over all of its nodes."""
+    """Processes of one replica (ranks of a trainer), over all of its nodes. Slurm starts one on each node, which starts
+    the others there."""
     nodes: PositiveInt = 1
     """Nodes of one replica."""
-    tasks_per_node: PositiveInt = 1
-    """Processes that Slurm starts on each node; a trainer's launcher, for one, starts its ranks itself."""
     component: NonNegativeInt = 0
     """Index of the layout's component with the nodes."""
     first_node: NonNegativeInt = 0

@@ -227,11 +227,18 @@ def _trainer_command(trainer: TrainerConfig) -> tuple[str, ...]:
     """What starts the ranks of each node; one rank needs no launcher above it."""
     if trainer.ranks == 1:
         return tuple(module_command("{python}", "hpcrl.trainer", unbuffered=True))
-    flags = {"--ranks": str(trainer.ranks // trainer.nodes), "--master-addr": "{host}", "--master-port": "{port}"}
-    if trainer.nodes > 1:
-        flags |= {"--nodes": str(trainer.nodes), "--node-rank": "{node_rank}"}
+    return _launcher_command(trainer.ranks // trainer.nodes, trainer.nodes)
+
+
+def _launcher_command(ranks: int, nodes: int, *program: str) -> tuple[str, ...]:
+    """What starts so many ranks on each of so many nodes; ``program``: what they run, if not the trainer."""
+    flags = {"--ranks": str(ranks), "--master-addr": "{host}", "--master-port": "{port}"}
+    if nodes > 1:
+        flags |= {"--nodes": str(nodes), "--node-rank": "{node_rank}"}
+    if program:
+        flags["--imports"] = program[0]
     command = module_command("{python}", "hpcrl.trainer.launcher", unbuffered=True)
-    return (*command, *(word for flag in flags.items() for word in flag))
+    return (*command, *(word for flag in flags.items() for word in flag), *program)
 
 
 def _policy(config: RolePolicyConfig, cluster: ClusterProfile, *, ends_run: bool = False) -> RolePolicy:
@@ -248,17 +255,18 @@ def _policy(config: RolePolicyConfig, cluster: ClusterProfile, *, ends_run: bool
 
 def _as_probe(group: RoleGroup, *, local: bool) -> RoleGroup:
     """The same place, order and environment, with a small program for every rank."""
+    probe = "hpcrl.runs.probe"
     # this machine's launcher starts one process a replica
-    ranks = 1 if local else group.ranks
+    ranks, nodes = 1 if local else group.ranks, group.nodes
+    alone = tuple(module_command("{python}", probe))
     return group.model_copy(
         update={
-            "command": tuple(module_command("{python}", "hpcrl.runs.probe")),
+            "command": alone if ranks == 1 else _launcher_command(ranks // nodes, nodes, probe),
             # hpcrl's own: the shape of a job can be tried before the environment of the engines is there
             "python": None,
             "servers_per_node": 0,
             "ports": 1,
             "ranks": ranks,
-            "tasks_per_node": 1 if local else group.ranks_per_node,
             "ready": FileProbe(),
         }
     )

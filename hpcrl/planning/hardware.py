@@ -64,8 +64,8 @@ class NodeHardware:
 
     def gpu_flops(self, dtype: str) -> float:
         """Peak operations a second of a GPU in ``dtype`` (float32, bfloat16 or fp8)."""
-        by_dtype = {str(key): value for key, value in self.node.gpu.tflops.items()}
-        return self._number(by_dtype.get(dtype), f"gpu.tflops.{dtype}", f"speed of a GPU in {dtype}", 1e12)
+        peak = next((value for key, value in self.node.gpu.tflops.items() if key == dtype), None)
+        return self._number(peak, f"gpu.tflops.{dtype}", f"speed of a GPU in {dtype}", 1e12)
 
     @property
     def nvlink_rate(self) -> float:

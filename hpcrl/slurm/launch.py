@@ -202,14 +202,13 @@ def launch_replica(
     assert allocations is not None, "a Slurm layout needs its allocations"
     component = plan.component(group)
     allocation, hosts = _hosts(plan, group, replica, allocations)
-    tasks = group.nodes * group.tasks_per_node
     argv = ["srun", *_which_job(plan, group.component, allocation)]
     argv += [
         f"--job-name={group.role.value}-{replica}",
         f"--nodes={group.nodes}",
         f"--nodelist={','.join(hosts)}",
-        f"--ntasks={tasks}",
-        f"--ntasks-per-node={group.tasks_per_node}",
+        f"--ntasks={group.nodes}",
+        "--ntasks-per-node=1",
         *_share(component, group),
         # a task may use all CPUs of its step: threads are set by the plan
         "--cpu-bind=none",
@@ -224,7 +223,7 @@ def launch_replica(
     if output is not None:
         argv += [f"--output={_file_pattern(output)}", "--open-mode=append"]
     command = _seeing(command, component, group, replica)
-    return Launch((*argv, *_contained(plan.container, group, component, command, cwd)), hosts, tasks)
+    return Launch((*argv, *_contained(plan.container, group, component, command, cwd)), hosts, group.nodes)
 
 
 def launch_on_nodes(plan: Plan, component: int, allocation: Allocation, *, command: Sequence[str]) -> Launch:
@@ -336,8 +335,7 @@ def _share(component: JobComponent, group: RoleGroup) -> list[str]:
     if group.share is not None:
         # CPUs and GPUs of its own, which a restarted engine waits for as well; no memory of its own, because what is
         # written to /dev/shm and to files is charged to whoever touches it first
-        cpus = max(1, group.share.cpus // group.tasks_per_node)
-        return ["--exact", f"--cpus-per-task={cpus}", "--mem=0", *gpu_options(component, group.share.gpus)]
+        return ["--exact", f"--cpus-per-task={group.share.cpus}", "--mem=0", *gpu_options(component, group.share.gpus)]
     # not --exact: without it a step has all CPUs and memory of its nodes, and a second one waits until it is gone,
     # so that a restarted engine never meets the GPU memory of the one before
     return gpu_options(component)

@@ -116,6 +116,8 @@ def test_experts_of_a_replica() -> None:
         ("gpt-oss-20b", "{}", "trainer.precision.fp8.experts", "published as one tensor"),
         ("gpt-oss-20b", "{linears: false}", "trainer.precision.fp8.experts", "published as one tensor"),
         ("GLM-5", "{keep: ['*.mlp.gate']}", "trainer.precision.fp8.keep", "keeps nothing of GLM-5"),
+        # never in FP8: whoever keeps it believes that it would be
+        ("GLM-5", "{keep: ['*.indexer.wk']}", "trainer.precision.fp8.keep", "keeps nothing of GLM-5"),
         ("GLM-5", "{experts: false, keep: ['*.experts.*']}", "trainer.precision.fp8.keep", "keeps nothing of GLM-5"),
         ("GLM-5", "{keep: ['*.experts.7.*']}", "trainer.precision.fp8.keep", "some experts of model.layers.3.mlp"),
         ("Qwen3-8B", "{linears: false}", "trainer.precision.fp8", "nothing of Qwen3-8B is left"),

@@ -87,7 +87,7 @@ def test_ranks_of_a_wide_replica_cover_all_gpus_once() -> None:
     for role, nodes in ((Role.PREFILL, 2), (Role.DECODE, 8)):
         group = groups_of("glm5_swe", "h200-28")[role]
         # servers, their health, RPC, and a port a rank for KV
-        assert (group.nodes, group.ranks, group.tasks_per_node, group.ports) == (nodes, 8 * nodes, 1, 18)
+        assert (group.nodes, group.ranks, group.ports) == (nodes, 8 * nodes, 18)
         starts, words = [], []
         for node in range(nodes):
             words = [fill_node_rank(word, node, [f"n{i}" for i in range(nodes)]) for word in group.command]

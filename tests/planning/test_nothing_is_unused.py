@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 from pathlib import Path
 
 import hpcrl
@@ -10,31 +11,30 @@ import hpcrl
 PACKAGE = Path(hpcrl.__file__).parent
 
 
-def names_used(tree: ast.AST) -> set[str]:
-    """Names that a module reads, or imports by another name; what it defines or lists in ``__all__`` is not read."""
-    aliased = {
-        alias.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-        if alias.asname
-    }
-    found = aliased | {
-        node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
-    }
-    return found | {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+def names_used(tree: ast.AST, *, strings: bool) -> Iterator[str]:
+    """Names that a module reads, or imports by another name; what it defines or lists in ``__all__`` is not read.
+
+    With ``strings`` those, too.
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            if isinstance(node.ctx, ast.Load):
+                yield node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.ImportFrom):
+            yield from (alias.name for alias in node.names if alias.asname)
+        elif strings and isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
 
 
 def test_every_function_of_the_planner_has_a_caller_in_the_package() -> None:
     trees = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
-    used = set().union(*(names_used(tree) for tree in trees.values()))
-    used |= {
-        # annotations of lazily imported names, and constants of calibration files, are strings
-        node.value
+    used = {
+        name
         for path, tree in trees.items()
-        if path.is_relative_to(PACKAGE / "cli")
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        # annotations of lazily imported names, and constants of calibration files, are strings
+        for name in names_used(tree, strings=path.is_relative_to(PACKAGE / "cli"))
     }
     unused = []
     for path, tree in trees.items():

@@ -9,15 +9,17 @@ import pytest
 
 from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.load import load_cluster, load_recipe
+from hpcrl.config.plan import Role
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.rules.table import check_rules
 from hpcrl.errors import UsageError
 from hpcrl.models import load_facts
 from hpcrl.planning.calibration.file import load_calibration
 from hpcrl.planning.memory.fit import memory_report
+from hpcrl.planning.search.memory import memory_fits, trainer_fit
 from hpcrl.planning.search.picture import search_svg
 from hpcrl.planning.search.recipe import default_range, node_range, run_search, settings_of
-from hpcrl.planning.search.splits import Fit, Fits, Problem, pareto, search
+from hpcrl.planning.search.splits import Fit, Fits, Problem, pareto, search, trainer_shapes
 from hpcrl.planning.times.forecast import forecast, site_rates
 from hpcrl.planning.times.from_recipe import planned_layout, with_layout
 
@@ -52,7 +54,7 @@ def test_a_better_split_of_28_nodes_is_found_and_fits() -> None:
 
 def test_memory_is_obeyed_and_splits_add_up() -> None:
     fits = Fits(
-        trainer=lambda shape: Fit(shape.nodes >= 9 and shape.context_parallel == 4),
+        trainer=lambda shape: shape.nodes >= 9 and shape.context_parallel == 4,
         engine=lambda shape, prompts: Fit(shape.nodes == (2 if prompts else 4)),
     )
     for candidate in search(problem(fits), [20, 24]):
@@ -65,8 +67,29 @@ def test_memory_is_obeyed_and_splits_add_up() -> None:
         assert candidate.nodes in (20, 24)
 
 
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("glm5_swe", ()), ("qwen3_30b_a3b", ("trainer.memory.activation_checkpointing=none",))],
+)
+def test_memory_of_a_shape_is_that_of_the_recipe_with_it(name: str, settings: tuple[str, ...]) -> None:
+    """The quick answer of a search is the one that a plan of each layout gives."""
+    own = load_recipe(name, settings).value
+    facts = load_facts(own.model.path)
+    base = planned_layout(own, site(), facts)
+    fits, answers = memory_fits(own, site(), facts, base, mean_tokens=48e3), []
+    for nodes in (1, 5, 9, 12):
+        for shape in list(trainer_shapes(base.trainer, facts, nodes))[::3]:
+            planned = memory_report(with_layout(own, replace(base, trainer=shape)), site(), facts)
+            places = [place for place in planned.places if place.role is Role.TRAINER]
+            answers.append(fits.trainer(shape))
+            assert answers[-1] == all(place.ok for place in places), shape
+            said = trainer_fit(own, site(), facts, shape)
+            assert (said.ok, said.short) == (answers[-1], "; ".join(p.summary() for p in places if not p.ok))
+    assert set(answers) == {True, False}
+
+
 def test_nothing_fits_where_memory_says_so() -> None:
-    none = Fits(trainer=lambda shape: Fit(False, "no"), engine=lambda shape, prompts: Fit(True))
+    none = Fits(trainer=lambda shape: False, engine=lambda shape, prompts: Fit(True))
     assert search(problem(none), [20]) == []
     found = run_search(recipe(), site(), load_calibration(), [8])
     assert found.candidates == []
@@ -86,7 +109,7 @@ def test_the_kv_cache_bounds_the_batch() -> None:
 
 
 def test_pareto_keeps_what_no_other_beats_and_the_picture_shows_all() -> None:
-    fits = Fits(trainer=lambda shape: Fit(shape.nodes >= 9), engine=lambda shape, prompts: Fit(shape.nodes >= 2))
+    fits = Fits(trainer=lambda shape: shape.nodes >= 9, engine=lambda shape, prompts: Fit(shape.nodes >= 2))
     found = search(problem(fits), [20, 22, 24])
     best = pareto(found)
     for one in best:

@@ -14,6 +14,7 @@ from hpcrl.planning.calibration.file import load_calibration
 from hpcrl.planning.hardware import NodeHardware, node_hardware
 from hpcrl.planning.memory.settings import TrainerMemory
 from hpcrl.planning.memory.trainer import trainer_peak
+from hpcrl.planning.times import trainer as times_trainer
 from hpcrl.planning.times import work as times_work
 from hpcrl.planning.times.distributions import LogNormal, quantiles_of
 from hpcrl.planning.times.lengths import Quantiles
@@ -108,6 +109,25 @@ def test_features_move_the_step_the_right_way() -> None:
     assert seconds(batch=replace(BATCH, router_replay=True)) > seconds()
     # experts on other nodes: dispatch goes through the adapters
     assert seconds(replace(SHAPE, expert_parallel=32)) > seconds()
+
+
+def test_a_step_is_the_same_whatever_was_asked_before() -> None:
+    """What steps share is kept: of another shape, batch or rates nothing else may come."""
+    own, other = rates(), rates()
+    slow = replace(other, calibration=other.calibration.moved("efficiencies.trainer_busy", 0.5))
+    asked = [
+        (replace(SHAPE, offload_optimizer=moments, offload_activations=inputs, context_parallel=cp), batch, on)
+        for moments in (True, False)
+        for inputs in (True, False)
+        for cp in (4, 8)
+        for batch in (BATCH, replace(BATCH, router_replay=True))
+        for on in (own, slow)
+    ]
+    after_others = [trainer_step(GLM5, *one) for one in asked]
+    assert len({(table.seconds, tuple(term.name for term in table)) for table in after_others}) == len(asked)
+    for one, table in zip(asked, after_others, strict=True):
+        times_trainer._on_devices.cache_clear()
+        assert trainer_step(GLM5, *one) == table
 
 
 def test_selective_recomputation_repeats_neither_experts_nor_exchanges() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -142,10 +143,10 @@ def test_on_a_shared_node_steps_have_parts_of_it() -> None:
     assert (plan.layout.nodes, plan.layout.gpus, plan.layout.kind) == (1, 8, "single")
 
 
-def test_on_a_shared_node_ranks_that_are_tasks_share_the_part() -> None:
+def test_on_a_shared_node_probes_have_the_part_of_their_role() -> None:
     plan, _ = plan_for(*SHARED, "job.payload=probe")
     found = options(start(plan, Role.TRAINER))
-    assert (found["--ntasks"], found["--cpus-per-task"], found["--gres"]) == ("4", "20", "gpu:h200:4")
+    assert (found["--ntasks"], found["--cpus-per-task"], found["--gres"]) == ("1", "80", "gpu:h200:4")
 
 
 def test_where_slurm_gives_out_no_gpus_roles_are_told_theirs() -> None:
@@ -172,8 +173,13 @@ def test_reference_run_takes_every_node_once() -> None:
     launches = [start(plan, g.role, r) for g in plan.groups if not g.beside for r in range(g.replicas)]
     hosts = [host for launch in launches for host in launch.hosts]
     assert sorted(hosts) == [f"n{i:03d}" for i in range(1, 29)]
-    assert sum(launch.tasks for launch in launches) == plan.layout.gpus == 224
-    assert {options(launch)["--ntasks-per-node"] for launch in launches} == {"8"}
+    assert sum(launch.tasks for launch in launches) == plan.layout.nodes == 28
+    assert plan.processes - 2 == plan.layout.gpus == 224
+    # the ranks of a node are started as those of a trainer are
+    assert {options(launch)["--ntasks-per-node"] for launch in launches} == {"1"}
+    trainer = plan.group(Role.TRAINER).command
+    assert trainer[trainer.index("--ranks") + 1 :][:1] == ("8",)
+    assert trainer[-3:] == ("--imports", "hpcrl.runs.probe", "hpcrl.runs.probe")
 
 
 def test_the_launcher_of_ranks_is_one_task_a_node() -> None:
@@ -183,6 +189,13 @@ def test_the_launcher_of_ranks_is_one_task_a_node() -> None:
     assert command[command.index("--node-rank") + 1] == "{node_rank}"
     assert command[command.index("--ranks") + 1] == "2"
     assert options(start(plan, Role.TRAINER))["--ntasks-per-node"] == "1"
+
+
+def test_probes_of_one_rank_a_node_are_numbered_by_their_launchers() -> None:
+    plan, _ = plan_for("quickstart", "devcluster", *TWO_BY_TWO, "job.payload=probe")
+    command = plan.group(Role.TRAINER).command
+    assert command[command.index("--node-rank") + 1] == "{node_rank}"
+    assert plan.group(Role.ENGINE).command == ("{python}", "-P", "-m", "hpcrl.runs.probe")
 
 
 def test_one_rank_has_no_launcher_above_it() -> None:
@@ -318,3 +331,12 @@ def test_replicas_listen_on_the_interface_of_the_profile_not_on_slurms_address(t
         assert abs(clock.ahead_s - ahead_s) <= clock.uncertain_s < 1.0, node
     with pytest.raises(HpcrlError, match="node n007 has no network interface bond0"):
         StepLauncher(with_interface(site, "bond0"), environ=environ, client=CountingClient()).place(plan)
+
+
+def test_a_plan_of_an_earlier_run_is_read() -> None:
+    """It says how many tasks Slurm starts on each node, which is always one."""
+    plan, _ = plan_for("quickstart", "devcluster")
+    written = json.loads(plan.model_dump_json())
+    for group in written["groups"]:
+        group["tasks_per_node"] = 1
+    assert Plan.model_validate_json(json.dumps(written)) == plan

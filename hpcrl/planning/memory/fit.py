@@ -262,12 +262,15 @@ def _embedded(recipe: Recipe, facts: ModelFacts) -> Ledger:
     b = DTYPE_BYTES[engine.dtype]
     weights = b * facts.num_parameters()
     cache = round(engine.kv_cache_gib * GIB)
+    # what adapters change is kept as it was, too; here all of it
+    kept = 0 if recipe.trainer.lora is None else weights
     # a new version is loaded beside the one that is served
     return Ledger.of(
         "serving",
         (
             Term("weights", weights, "b P", {"b": b, "P": facts.num_parameters()}),
             Term("weights of the next version", weights, "b P", {"b": b, "P": facts.num_parameters()}),
+            *([Term("base of adapters", kept, "b P", {"b": b, "P": facts.num_parameters()})] if kept else []),
             Term("KV cache", cache, "engine.kv_cache_gib"),
             *pool_terms(recipe, 1),
         ),

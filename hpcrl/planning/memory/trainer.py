@@ -7,14 +7,15 @@ optimizer's update, publishing and (where ranks load whole models) loading. `tra
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from itertools import accumulate
 
 from hpcrl.models.facts import ModelFacts
 from hpcrl.models.layers import Gqa, Layer, Mla
 from hpcrl.models.tensors import DTYPE_BYTES, Part
 from hpcrl.planning.ledger import Ledger, Term
 from hpcrl.planning.memory.activations import (
-    ActivationShape,
     dear_output_bytes,
     fp8_copies_bytes,
     gradient_bytes,
@@ -35,7 +36,7 @@ from hpcrl.planning.memory.settings import (
     trained_parameters,
 )
 
-__all__ = ["trainer_moments", "trainer_peak"]
+__all__ = ["trainer_fits", "trainer_moments", "trainer_peak"]
 
 
 def trainer_peak(facts: ModelFacts, memory: TrainerMemory) -> Ledger:
@@ -46,6 +47,20 @@ def trainer_peak(facts: ModelFacts, memory: TrainerMemory) -> Ledger:
 def trainer_moments(facts: ModelFacts, memory: TrainerMemory) -> tuple[Ledger, ...]:
     """What is held at each moment."""
     return tuple(_Trainer(facts, memory).moments())
+
+
+def trainer_fits(facts: ModelFacts, memory: TrainerMemory, capacity: int) -> bool:
+    """Whether `trainer_peak` is at most ``capacity`` bytes; the first moment that has more ends the look."""
+    planner = _Trainer(facts, memory)
+    # most that do not fit cannot even hold what the last moment wants, which asks for no layer
+    last = planner.at_the_update()
+    return last.total <= capacity and all(ledger.total <= capacity for ledger in planner.moments())
+
+
+def _of_all_layers(facts: ModelFacts, of_one: Callable[[int], int]) -> list[int]:
+    """A number for each layer, asked for once for those that are equal."""
+    found = {index: of_one(index) for index in set(facts.alike)}
+    return [found[index] for index in facts.alike]
 
 
 def _gathered(facts: ModelFacts, index: int, ep: int) -> int:
@@ -62,19 +77,29 @@ class _Trainer:
         self.parameters = facts.num_parameters()
         self.trained = trained_parameters(facts, memory.lora)
         self.layers: tuple[Layer, ...] = facts.layers
-        self.gathered = [_gathered(facts, i, memory.ep) for i in range(len(self.layers))]
-        self.saved, self.working = self._activations()
-        own = [sum(facts.layer_parameters(i).values()) for i in range(len(self.layers))]
-        self.root = self.parameters - sum(own)
+        self.shape = memory.activations
         # norm and head, which are gathered and reduced by themselves unless the head is the embedding
         head = facts.parameters_by_part().get(Part.LM_HEAD, 0)
         self.head = head + facts.hidden_size if head else 0
-        self.above = [sum(own[i + 1 :]) + self.head for i in range(len(own))]
+        self.own = _of_all_layers(facts, lambda i: sum(facts.layer_parameters(i).values()))
+        self.root = self.parameters - sum(self.own)
 
-    def _activations(self) -> tuple[list[int], list[int]]:
+    @cached_property
+    def gathered(self) -> list[int]:
+        """Parameters of each layer as a rank gathers them."""
+        return _of_all_layers(self.facts, lambda i: _gathered(self.facts, i, self.m.ep))
+
+    @cached_property
+    def above(self) -> list[int]:
+        """Parameters of all that lies above each layer."""
+        whole = sum(self.own) + self.head
+        return [whole - upto for upto in accumulate(self.own)]
+
+    @cached_property
+    def activations(self) -> tuple[list[int], list[int]]:
         """Kept from forward to backward, and needed again while a layer's backward pass runs, by layer."""
-        m, shape = self.m, self.m.activations
-        whole = [_cached_saved(layer, shape) for layer in self.layers]
+        m, shape = self.m, self.shape
+        whole = _of_all_layers(self.facts, lambda i: saved_bytes(self.layers[i], shape))
         if m.activation_checkpointing == "none":
             return whole, [0] * len(whole)
         inputs = m.tokens * self.facts.hidden_size * m.element_bytes
@@ -162,7 +187,7 @@ class _Trainer:
             sizes: dict[str, float | str] = {"bound": m.offload_in_flight_bytes, "T": m.tokens}
             yield Term("activations in transfer", value, "b T D + max(bound, b T D)", sizes)
         inputs: dict[str, float | str] = {"layers": upto, "T": m.tokens, "checkpointing": how}
-        yield Term("activations", sum(self.saved[:upto]), "Σ a_l over layers", inputs)
+        yield Term("activations", sum(self.activations[0][:upto]), "Σ a_l over layers", inputs)
         yield Term("rotary tables", 8 * m.tokens * _rotary_dim(self.facts), "8 T r", {"T": m.tokens})
 
     def _fragments(self, terms: list[Term]) -> Term | None:
@@ -184,17 +209,22 @@ class _Trainer:
         if self.head and self.m.lora is None:
             yield self._ledger("reduction of the head", self._head_reduction())
         for name, terms in (("backward", self._backward), ("reduction", self._reduction)):
-            ledgers = (self._ledger(f"{name} of layer {i}", terms(i)) for i in self._candidates())
+            ledgers = (self._ledger(f"{name} of layer {i}", terms(i)) for i in self._candidates)
             yield max(ledgers, key=lambda ledger: ledger.total)
-        yield self._ledger("optimizer", self._optimizer())
+        yield self.at_the_update()
         if self.m.eager:
             yield self._ledger("publishing", self._publishing())
             yield self._ledger("loading", self._loading())
 
+    def at_the_update(self) -> Ledger:
+        """While the optimizer works."""
+        return self._ledger("optimizer", self._optimizer())
+
+    @cached_property
     def _candidates(self) -> list[int]:
         """Layers where a peak may be: in a row of equal layers each term changes steadily, so at its ends."""
         last = len(self.layers) - 1
-        kinds = list(zip(self.gathered, self.saved, self.working, map(_has_indexer, self.layers), strict=True))
+        kinds = list(zip(self.gathered, *self.activations, map(_has_indexer, self.layers), strict=True))
         edges = {i for i in range(last) if kinds[i] != kinds[i + 1]}
         near = {0, 1, last - 1, last} | edges | {i + 1 for i in edges} | {i + 2 for i in edges}
         return sorted(i for i in near if 0 <= i <= last)
@@ -237,13 +267,13 @@ class _Trainer:
         """What kernels of a layer hold beside what is kept: both go when the layer is done."""
         m = self.m
         if m.fp8:
-            copies = fp8_copies_bytes(self.layers[i], m.activations)
+            copies = fp8_copies_bytes(self.layers[i], self.shape)
             yield Term("FP8 copies of activations", copies, "2 (1 + 4/128) rows · (in + out)", {"layer": i})
-        if m.ring and m.cp > 1 and (value := ring_bytes(self.layers[i], m.activations)):
+        if m.ring and m.cp > 1 and (value := ring_bytes(self.layers[i], self.shape)):
             formula = "T (kv (3 b + 8) + 4 q)"
             yield Term("keys and values in a ring", value, formula, {"T": m.tokens, "layer": i})
         context = m.tokens * m.cp
-        if value := indexer_bytes(self.layers[i], m.activations, context):
+        if value := indexer_bytes(self.layers[i], self.shape, context):
             formula = "b T H_i d_i + b T CP d_i + min(1 GiB, 4 T · T CP)"
             yield Term("indexer", value, formula, {"T": m.tokens, "CP": m.cp, "layer": i})
 
@@ -256,8 +286,8 @@ class _Trainer:
             yield _real_term(m.real.whole)
         else:
             yield from self._kept(i + 1)
-            yield Term("recomputed layer", self.working[i], "a_l without checkpointing", {"layer": i})
-            gradient = gradient_bytes(self.layers[i], m.activations)
+            yield Term("recomputed layer", self.activations[1][i], "a_l without checkpointing", {"layer": i})
+            gradient = gradient_bytes(self.layers[i], self.shape)
             yield Term("gradients of activations", gradient, "b (T k (3 F + D) + 2 T D)", {"layer": i})
         yield Term("gathered layer", b * p, "b · p_l", {"b": b, "p_l": p})
         yield self._prefetched(i)
@@ -340,19 +370,6 @@ class _Trainer:
 
 def _real_term(value: int) -> Term:
     return Term("activations and logits", value, "most of a pass of the real model", source="measured")
-
-
-_SAVED: dict[tuple[Layer, ActivationShape], int] = {}
-
-
-def _cached_saved(layer: Layer, shape: ActivationShape) -> int:
-    """`saved_bytes`, once for equal layers."""
-    key = (layer, shape)
-    if key not in _SAVED:
-        if len(_SAVED) > 4096:
-            _SAVED.clear()
-        _SAVED[key] = saved_bytes(layer, shape)
-    return _SAVED[key]
 
 
 def _has_indexer(layer: Layer) -> bool:

@@ -8,17 +8,18 @@ from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.plan import Role
 from hpcrl.config.recipe import Recipe
 from hpcrl.models.facts import ModelFacts
-from hpcrl.planning.hardware import node_hardware
+from hpcrl.planning.hardware import NodeHardware, node_hardware
 from hpcrl.planning.ledger import GIB
 from hpcrl.planning.memory.engine import engine_ledger, kv_bytes_of_rank, kv_capacity
 from hpcrl.planning.memory.fit import HOST_RESERVE, Place, engine_host_place, engine_memory, trainer_memory
 from hpcrl.planning.memory.host import trainer_host
-from hpcrl.planning.memory.trainer import trainer_peak
+from hpcrl.planning.memory.settings import TrainerMemory
+from hpcrl.planning.memory.trainer import trainer_fits, trainer_peak
 from hpcrl.planning.search.splits import Fit, Fits
-from hpcrl.planning.times.from_recipe import PlannedLayout, with_layout
+from hpcrl.planning.times.from_recipe import PlannedLayout
 from hpcrl.planning.times.shapes import EngineShape, TrainerShape
 
-__all__ = ["memory_fits"]
+__all__ = ["memory_fits", "trainer_fit"]
 
 
 def memory_fits(
@@ -34,13 +35,13 @@ def memory_fits(
         Tokens of a rollout: how many sequences a KV cache holds is counted with it, not with the longest one.
     """
 
-    def trainer(shape: TrainerShape) -> Fit:
-        changed = with_layout(recipe, replace(layout, trainer=shape))
-        node = node_hardware(cluster, Role.TRAINER)
-        memory = trainer_memory(changed, device="cuda")
-        gpu = Place(Role.TRAINER, "gpu", trainer_peak(facts, memory), node.gpu_bytes)
-        host = trainer_host(facts, memory, changed, ranks_per_node=shape.gpus_per_node)
-        return _fit(gpu, Place(Role.TRAINER, "host", host, round(node.host_bytes * (1 - HOST_RESERVE))))
+    own, trainers = trainer_memory(recipe, device="cuda"), node_hardware(cluster, Role.TRAINER)
+
+    def trainer(shape: TrainerShape) -> bool:
+        memory = _of_shape(own, shape)
+        if not trainer_fits(facts, memory, trainers.gpu_bytes):
+            return False
+        return _trainer_host(facts, memory, recipe, trainers, shape).ok
 
     def engine(shape: EngineShape, prompts: bool) -> Fit:
         role = Role.PREFILL if prompts else Role.ENGINE if layout.prefill is None else Role.DECODE
@@ -62,6 +63,34 @@ def memory_fits(
         return Fit(fit.ok, fit.short, max(1.0, slots))
 
     return Fits(trainer, engine)
+
+
+def trainer_fit(recipe: Recipe, cluster: SlurmCluster, facts: ModelFacts, shape: TrainerShape) -> Fit:
+    """What memory says to a recipe's trainer of one shape, in words where it does not fit."""
+    node = node_hardware(cluster, Role.TRAINER)
+    memory = _of_shape(trainer_memory(recipe, device="cuda"), shape)
+    gpu = Place(Role.TRAINER, "gpu", trainer_peak(facts, memory), node.gpu_bytes)
+    return _fit(gpu, _trainer_host(facts, memory, recipe, node, shape))
+
+
+def _of_shape(own: TrainerMemory, shape: TrainerShape) -> TrainerMemory:
+    """The memory of a recipe's trainer in another shape (`hpcrl.planning.times.from_recipe.with_layout`)."""
+    return replace(
+        own,
+        ranks=shape.ranks,
+        ep=shape.expert_parallel,
+        cp=shape.context_parallel,
+        dp_replicate=shape.copies,
+        optimizer_offload=shape.offload_optimizer,
+        activation_offload=shape.offload_activations,
+    )
+
+
+def _trainer_host(
+    facts: ModelFacts, memory: TrainerMemory, recipe: Recipe, node: NodeHardware, shape: TrainerShape
+) -> Place:
+    host = trainer_host(facts, memory, recipe, ranks_per_node=shape.gpus_per_node)
+    return Place(Role.TRAINER, "host", host, round(node.host_bytes * (1 - HOST_RESERVE)))
 
 
 def _fit(*places: Place) -> Fit:

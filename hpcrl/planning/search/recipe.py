@@ -17,7 +17,7 @@ from hpcrl.planning.calibration.file import Calibration
 from hpcrl.planning.memory.fit import memory_report
 from hpcrl.planning.memory.remedies import why_not
 from hpcrl.planning.report import Outlook, find_facts, loop_document
-from hpcrl.planning.search.memory import memory_fits
+from hpcrl.planning.search.memory import memory_fits, trainer_fit
 from hpcrl.planning.search.splits import Candidate, Problem, marked, pareto, search
 from hpcrl.planning.times.forecast import forecast, site_rates
 from hpcrl.planning.times.from_recipe import PlannedLayout, planned_layout, with_layout
@@ -145,7 +145,7 @@ def run_search(
         found = _of_one_node(Problem(recipe, facts, base, site, fits), cluster, nodes, progress)
     else:
         found = search(Problem(recipe, facts, base, site, fits), nodes, progress)
-    own_fits = [fits.trainer(base.trainer), fits.engine(base.decode, False)]
+    own_fits = [trainer_fit(recipe, cluster, facts, base.trainer), fits.engine(base.decode, False)]
     if base.prefill is not None:
         own_fits.append(fits.engine(base.prefill, True))
     shorts = [fit.short for fit in own_fits if not fit.ok]
@@ -181,7 +181,7 @@ def _of_one_node(
 
 
 _LOOKED_AT = 64
-"""Nodes up to which a plan looks for a better split of its own accord: that takes about a second."""
+"""Nodes up to which a plan looks for a better split of its own accord: that takes less than a second."""
 _WORTH = 0.98
 
 

@@ -54,7 +54,7 @@ class Fit:
 class Fits:
     """Memory, as the search asks it."""
 
-    trainer: Callable[[TrainerShape], Fit]
+    trainer: Callable[[TrainerShape], bool]
     engine: Callable[[EngineShape, bool], Fit]
     """Shape, and whether it is for prompts alone."""
 
@@ -205,7 +205,7 @@ def _trainers(problem: Problem, most: int) -> Iterator[tuple[int, tuple[TrainerS
         # memory is the dearer question: only the fastest are asked
         ordered = sorted(((s, shape) for s, shape in timed if s is not None), key=lambda pair: pair[0])
         for seconds, shape in ordered:
-            if problem.fits.trainer(shape).ok:
+            if problem.fits.trainer(shape):
                 yield nodes, (shape, seconds)
                 break
 

@@ -15,10 +15,13 @@ from functools import cached_property, lru_cache
 
 from hpcrl.planning.tables.file import AttentionSample, CollectiveSample, GemmSample, GroupedSample, TableFile
 
-__all__ = ["Curves", "TableKind", "Tables", "gemm_roofline"]
+__all__ = ["Curves", "Matrix", "TableKind", "Tables", "gemm_roofline"]
 
 TableKind = str
 """``gemm``, ``grouped_gemm`` or ``attention`` with a type (``gemm.fp8``), or ``collectives`` with a kind."""
+
+Matrix = tuple[float, float, float]
+"""Products with equal matrices: width of the result, inner width, and how many there are of them."""
 
 _BYTES = {"float32": 4.0, "bfloat16": 2.0, "fp8": 1.0}
 _NEIGHBOURS = 4
@@ -117,15 +120,20 @@ class Tables:
     factors: Mapping[TableKind, float] = field(default_factory=dict)
     _found: dict[TableKind, Curves] = field(default_factory=dict, repr=False)
     """Of the files, as they are asked for."""
+    _of_devices: dict[str, Tables] = field(default_factory=dict, repr=False)
+    """Those of `for_device`, whose curves are the same whatever the factors are."""
 
     __hash__ = object.__hash__
 
     def for_device(self, gpu_type: str | None) -> Tables:
         """Those of a GPU, those of its own device last."""
         name = (gpu_type or "").lower()
-        other = [file for file in self.files if name and name in (chip.lower() for chip in file.same_chip)]
-        own = [file for file in self.files if name and name == file.device.lower()]
-        return replace(self, files=(*other, *own), _found={})
+        if name not in self._of_devices:
+            other = [file for file in self.files if name and name in (chip.lower() for chip in file.same_chip)]
+            own = [file for file in self.files if name and name == file.device.lower()]
+            self._of_devices[name] = Tables((*other, *own))
+        found = self._of_devices[name]
+        return replace(found, factors=self.factors) if self.factors else found
 
     def moved(self, kind: TableKind, factor: float) -> Tables:
         """The same with the times of one kind longer by ``factor``."""
@@ -150,6 +158,18 @@ class Tables:
         if kind not in self.kinds:
             return None
         return self._curves(kind).share(family, size) / self.factors.get(kind, 1.0)
+
+    @lru_cache(maxsize=1 << 14)  # noqa: B019 - as above
+    def matrix_share(
+        self, kind: str, dtype: str, matrices: tuple[Matrix, ...], rows: float, peak: tuple[float, float]
+    ) -> float:
+        """Share of their roofline that products of ``rows`` rows reach together, on a GPU with these peak rates of
+        operations and of its memory (`Tables.share` of each by its part of the time)."""
+        name, (flops, memory), least, taken = f"{kind}.{dtype}", peak, 0.0, 0.0
+        for n, k, count in matrices:
+            one = count * gemm_roofline((rows, n, k), dtype, flops, memory)
+            least, taken = least + one, taken + one / (self.share(name, (n, k), rows) or 1.0)
+        return least / taken
 
     def smallest(self, kind: TableKind) -> float:
         """The smallest size that was measured of a kind."""

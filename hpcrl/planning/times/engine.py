@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 
 from hpcrl.models.facts import ModelFacts
-from hpcrl.models.layers import DenseMlp, Gqa, Layer, Mla
+from hpcrl.models.layers import DenseMlp, Gqa, Mla
 from hpcrl.models.tensors import Part
+from hpcrl.planning.tables.lookup import Matrix
 from hpcrl.planning.times.collectives import Group, all_reduce, all_to_all
 from hpcrl.planning.times.rates import Rates
 from hpcrl.planning.times.shapes import EngineShape
@@ -29,13 +30,14 @@ def _weights(facts: ModelFacts, dtype: str) -> tuple[float, float]:
     return sum(parts.values()) - experts - skipped, experts
 
 
+@lru_cache(maxsize=1024)
 def kv_read_bytes(facts: ModelFacts, context: float, dtype: str) -> float:
     """Bytes of cache that one token's attention reads.
 
     Sparse attention reads the indexer's keys of the whole context, and of the rest only the chosen tokens.
     """
     total = 0.0
-    for layer, count in _distinct_layers(facts):
+    for layer, count in facts.distinct_layers:
         mixer = layer.mixer
         if mixer is None:
             continue
@@ -47,14 +49,6 @@ def kv_read_bytes(facts: ModelFacts, context: float, dtype: str) -> float:
             seen = mixer.seen(context) if isinstance(mixer, Gqa) else context
             total += count * (seen * per_token + mixer.state_bytes_per_sequence(dtype))
     return total
-
-
-@lru_cache(maxsize=64)
-def _distinct_layers(facts: ModelFacts) -> tuple[tuple[Layer, int], ...]:
-    counts: dict[Layer, int] = {}
-    for layer in facts.layers:
-        counts[layer] = counts.get(layer, 0) + 1
-    return tuple(counts.items())
 
 
 @dataclass(frozen=True)
@@ -72,6 +66,12 @@ class DecodeModel:
         """Weight bytes of a GPU outside of experts, and in experts."""
         dense, experts = _weights(self.facts, self.shape.weight_dtype)
         return dense / self.shape.tensor_parallel, experts / self.shape.expert_shards
+
+    @cached_property
+    def _matrices(self) -> tuple[tuple[Matrix, ...], tuple[Matrix, ...]]:
+        """Products of one rank outside of experts, and in experts."""
+        outside = matrices(self.facts, experts=False, tensor_parallel=self.shape.tensor_parallel)
+        return outside, matrices(self.facts, experts=True)
 
     def seconds(self, batch: float, context: float) -> float:
         """A step in which each data-parallel rank decodes ``batch`` sequences of ``context`` tokens."""
@@ -98,8 +98,7 @@ class DecodeModel:
     def _linear_s(self, batch: float, work: Work, weight_bytes: float) -> float:
         shape, rates = self.shape, self.rates
         operations = batch * work.linear / shape.tensor_parallel
-        own = matrices(self.facts, experts=False, tensor_parallel=shape.tensor_parallel)
-        if share := rates.matrix_share(own, batch, shape.weight_dtype, "gemm"):
+        if share := rates.matrix_share(self._matrices[0], batch, shape.weight_dtype, "gemm"):
             peak = rates.hardware.gpu_flops(shape.weight_dtype)
             return max(weight_bytes / rates.hardware.gpu_memory_rate, operations / peak) / share
         return max(weight_bytes / rates.memory, operations / rates.gemm(shape.weight_dtype))
@@ -118,7 +117,7 @@ class DecodeModel:
         chosen = 1.0 - math.pow(1.0 - facts.num_experts_per_tok / facts.num_experts, tokens)
         operations = batch * work.experts / shape.tensor_parallel
         rows = max(1.0, tokens * facts.num_experts_per_tok / facts.num_experts)
-        if share := self.rates.matrix_share(matrices(facts, experts=True), rows, shape.weight_dtype, "grouped_gemm"):
+        if share := self.rates.matrix_share(self._matrices[1], rows, shape.weight_dtype, "grouped_gemm"):
             peak, memory = self.rates.hardware.gpu_flops(shape.weight_dtype), self.rates.hardware.gpu_memory_rate
             return max(chosen * expert_bytes / memory, operations / peak) / share
         return max(chosen * expert_bytes / self.rates.memory, operations / self.rates.gemm(shape.weight_dtype, True))
@@ -183,10 +182,11 @@ def decode_step(facts: ModelFacts, shape: EngineShape, rates: Rates, *, batch: f
         "kernels": {"layers": len(facts.layers)},
     }
     terms: list[Seconds] = []
+    parts = cache(lambda: model._parts(batch, context))
     for name, formula in _FORMULAS.items():
         term = attempt(
             f"decode.{name}",
-            lambda name=name: model._parts(batch, context)[name],  # type: ignore[misc]
+            lambda name=name: parts()[name],  # type: ignore[misc]
             formula,
             {"batch": batch, **inputs.get(name, {})},
         )

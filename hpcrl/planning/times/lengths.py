@@ -10,6 +10,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from statistics import NormalDist
 
 __all__ = ["POINTS", "Quantiles", "expected_later"]
@@ -33,7 +34,7 @@ class Quantiles:
     def __post_init__(self) -> None:
         if not self.values:
             raise ValueError("a distribution needs at least one value")
-        if self.values[0] < 0 or any(a > b for a, b in zip(self.values, self.values[1:], strict=False)):
+        if self.values[0] < 0 or list(self.values) != sorted(self.values):
             raise ValueError("values of a distribution must be non-negative and in rising order")
 
     @classmethod
@@ -42,7 +43,7 @@ class Quantiles:
         ordered = sorted(values)
         if len(ordered) > POINTS:
             ordered = [ordered[(2 * i + 1) * len(ordered) // (2 * POINTS)] for i in range(POINTS)]
-        return cls(tuple(float(value) for value in ordered))
+        return cls(tuple(map(float, ordered)))
 
     @property
     def mean(self) -> float:
@@ -61,11 +62,7 @@ class Quantiles:
 
     def quantile(self, share: float) -> float:
         """The value that ``share`` of the distribution is below (linear between the stored ones)."""
-        position = min(max(share, 0.0), 1.0) * len(self.values) - 0.5
-        low = min(max(math.floor(position), 0), len(self.values) - 1)
-        high = min(low + 1, len(self.values) - 1)
-        part = min(max(position - low, 0.0), 1.0)
-        return self.values[low] + part * (self.values[high] - self.values[low])
+        return self._between((_place(len(self.values), share),))[0]
 
     def above(self, value: float) -> float:
         """Share of the distribution above ``value``."""
@@ -77,20 +74,16 @@ class Quantiles:
         The largest of n is below x with probability ``F(x)^n``: each stored value is the largest with the
         probability mass ``(i/m)^n - ((i-1)/m)^n``.
         """
-        size = len(self.values)
-        total, below = 0.0, 0.0
-        for i, value in enumerate(self.values, start=1):
-            up_to = (i / size) ** count
-            total += value * (up_to - below)
-            below = up_to
+        total = 0.0
+        for value, mass in zip(self.values, _largest_masses(len(self.values), count), strict=True):
+            total += value * mass
         return total
 
     def largest(self, count: int) -> Quantiles:
         """The distribution of the largest of ``count`` independent values."""
         if count == 1:
             return self
-        size = len(self.values)
-        return Quantiles(tuple(self.quantile(((2 * i + 1) / (2 * size)) ** (1.0 / count)) for i in range(size)))
+        return Quantiles(tuple(self._between(_largest_places(len(self.values), count))))
 
     def mapped(self, function: Callable[[float], float]) -> Quantiles:
         """The distribution of ``function`` of the value; it must not fall."""
@@ -98,7 +91,46 @@ class Quantiles:
 
     def sample(self, count: int) -> list[float]:
         """``count`` values that stand for the distribution: its midpoints, not random ones."""
-        return [self.quantile((2 * i + 1) / (2 * count)) for i in range(count)]
+        return self._between(_midpoints(len(self.values), count))
+
+    def _between(self, places: Sequence[_Place]) -> list[float]:
+        values = self.values
+        return [values[low] + part * (values[high] - values[low]) for low, high, part in places]
+
+
+_Place = tuple[int, int, float]
+"""Where a quantile lies: between two stored values, and how far from the lower one."""
+
+
+def _place(size: int, share: float) -> _Place:
+    """Of the value that ``share`` of a distribution of ``size`` values is below."""
+    position = min(max(share, 0.0), 1.0) * size - 0.5
+    low = min(max(math.floor(position), 0), size - 1)
+    return low, min(low + 1, size - 1), min(max(position - low, 0.0), 1.0)
+
+
+# the planner asks for the same few sizes and counts thousands of times
+
+
+@lru_cache(maxsize=64)
+def _midpoints(size: int, count: int) -> tuple[_Place, ...]:
+    return tuple(_place(size, (2 * i + 1) / (2 * count)) for i in range(count))
+
+
+@lru_cache(maxsize=64)
+def _largest_places(size: int, count: int) -> tuple[_Place, ...]:
+    return tuple(_place(size, ((2 * i + 1) / (2 * size)) ** (1.0 / count)) for i in range(size))
+
+
+@lru_cache(maxsize=64)
+def _largest_masses(size: int, count: float) -> tuple[float, ...]:
+    """Probability of each stored value to be the largest of ``count``."""
+    masses, below = [], 0.0
+    for i in range(1, size + 1):
+        up_to = (i / size) ** count
+        masses.append(up_to - below)
+        below = up_to
+    return tuple(masses)
 
 
 def expected_later(a: float, b: float, deviation: float) -> float:

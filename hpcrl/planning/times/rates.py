@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -11,7 +10,7 @@ from hpcrl.models.facts import ModelFacts
 from hpcrl.models.layers import Gqa
 from hpcrl.planning.calibration.file import Calibration, EfficiencyName
 from hpcrl.planning.hardware import NodeHardware, filesystem_rate
-from hpcrl.planning.tables.lookup import Tables, gemm_roofline
+from hpcrl.planning.tables.lookup import Matrix, Tables
 from hpcrl.planning.times.collectives import Group, Links, bytes_s
 
 __all__ = ["Rates", "StorageRates"]
@@ -48,26 +47,20 @@ class Rates:
         """Measured times of these GPUs."""
         return self.calibration.tables.for_device(self.hardware.node.gpu_type)
 
-    def matrix_share(self, matrices: Sequence[tuple[float, float, float]], rows: float, dtype: str, kind: str) -> float:
+    def matrix_share(self, matrices: tuple[Matrix, ...], rows: float, dtype: str, kind: str) -> float:
         """Share of their roofline that matrix products reach together; 0 where their kind was not measured.
 
         Parameters
         ----------
-        matrices:
-            Width of the result, inner width, and how many there are of each.
         rows:
             Rows of each product.
         kind:
             ``gemm`` or ``grouped_gemm``.
         """
-        name = f"{kind}.{dtype}"
-        if name not in self.tables.kinds or not matrices:
+        if f"{kind}.{dtype}" not in self.tables.kinds or not matrices:
             return 0.0
-        flops, memory, least, taken = self.hardware.gpu_flops(dtype), self.hardware.gpu_memory_rate, 0.0, 0.0
-        for n, k, count in matrices:
-            one = count * gemm_roofline((rows, n, k), dtype, flops, memory)
-            least, taken = least + one, taken + one / (self.tables.share(name, (n, k), rows) or 1.0)
-        return least / taken
+        peak = self.hardware.gpu_flops(dtype), self.hardware.gpu_memory_rate
+        return self.tables.matrix_share(kind, dtype, matrices, rows, peak)
 
     def attention_share(self, facts: ModelFacts, queries: float, context: float) -> float:
         """Share of its roofline that attention with grouped queries reaches; 0 where that was not measured."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -109,48 +110,56 @@ class Serving:
             return 1.0 / (1.0 / decode + 1.0 / prompts), "decode"
         return (prompts, "prefill") if prompts < decode else (decode, "slots")
 
-    def _mean_duration(self, rate: float) -> tuple[float, RolloutPace, float]:
-        """Mean seconds of a rollout at ``rate`` rollouts a second, the pace, and the batch of a rank."""
-        work = self.workload
-        busy = min(_FULL, rate * self.prompt_tokens / self.prompt_rate)
-        alive = 1.0 - busy if self.prefill is None else 1.0
+    @cached_property
+    def _pace_at(self) -> Callable[[float], tuple[float, float, float, float]]:
+        """For a rate of rollouts a second: mean seconds of one, seconds of a sampled token and of one that others say,
+        and sequences that a rank decodes at once.
+
+        Whatever does not depend on the rate is computed once: every bisection asks forty times.
+        """
+        work, shape, alone = self.workload, self.prefill or self.decode, self.prefill is not None
+        tokens, sampled, waits_s = work.mean("tokens"), work.mean("sampled"), work.mean("waits")
+        said, computed, prompt_rate = tokens - sampled, self.prompt_tokens, self.prompt_rate
+        prompt_s, scale = self._prompt_gpu_s / shape.tensor_parallel, computed / max(1.0, said)
         ranks = self.decode.replicas * self.decode.data_parallel
-        batch, step = self._at(rate * work.mean("sampled") / ranks / alive)
-        shape = self.prefill or self.decode
-        # a request waits behind others: twice as long at half load
-        prompt = self._prompt_gpu_s / shape.tensor_parallel / (1.0 - busy)
-        scale = self.prompt_tokens / max(1.0, work.mean("tokens") - work.mean("sampled"))
-        overhead = self.decode_rates.calibration.constant("request_overhead_s")
-        pace = RolloutPace(token_s=step / alive, prompt_token_s=prompt * scale, request_s=overhead)
-        return self._mean_served(pace), pace, batch
-
-    def _mean_served(self, pace: RolloutPace) -> float:
-        work = self.workload
-        sampled, turns = work.mean("sampled"), work.mean("turns")
-        prompt = (work.mean("tokens") - sampled) * pace.prompt_token_s
-        return sampled * pace.token_s + prompt + turns * pace.request_s + work.mean("waits")
-
-    def _at(self, tokens_per_s: float) -> tuple[float, float]:
-        """Batch and step of a rank that samples so many tokens a second."""
+        requests_s = work.mean("turns") * self._request_s
         batches, steps, rates = self._table
-        index = bisect_left(rates, tokens_per_s)
-        if index == 0:
-            return max(tokens_per_s * steps[0], 1e-9), steps[0]
-        if index == len(rates):
-            return batches[-1], steps[-1]
-        part = (tokens_per_s - rates[index - 1]) / (rates[index] - rates[index - 1])
-        step = steps[index - 1] + part * (steps[index] - steps[index - 1])
-        return batches[index - 1] + part * (batches[index] - batches[index - 1]), step
+
+        def decoding(tokens_per_s: float) -> tuple[float, float]:
+            """Batch and step of a rank that samples so many tokens a second."""
+            index = bisect_left(rates, tokens_per_s)
+            if index == 0:
+                return max(tokens_per_s * steps[0], 1e-9), steps[0]
+            if index == len(rates):
+                return batches[-1], steps[-1]
+            part = (tokens_per_s - rates[index - 1]) / (rates[index] - rates[index - 1])
+            step = steps[index - 1] + part * (steps[index] - steps[index - 1])
+            return batches[index - 1] + part * (batches[index] - batches[index - 1]), step
+
+        def pace_at(rate: float) -> tuple[float, float, float, float]:
+            busy = min(_FULL, rate * computed / prompt_rate)
+            alive = 1.0 if alone else 1.0 - busy
+            batch, step = decoding(rate * sampled / ranks / alive)
+            token_s = step / alive
+            # a request waits behind others: twice as long at half load
+            prompt_token_s = prompt_s / (1.0 - busy) * scale
+            return sampled * token_s + said * prompt_token_s + requests_s + waits_s, token_s, prompt_token_s, batch
+
+        return pace_at
+
+    @property
+    def _request_s(self) -> float:
+        return self.decode_rates.calibration.constant("request_overhead_s")
 
     def rate(self, in_flight: float) -> tuple[float, str]:
         """Rollouts a second with ``in_flight`` of them, and what limits it: Little's law, solved by bisection."""
         most, why = self.most
-        low, high = 0.0, most * _FULL
-        if high * self._mean_duration(high)[0] <= in_flight:
+        low, high, pace_at = 0.0, most * _FULL, self._pace_at
+        if high * pace_at(high)[0] <= in_flight:
             return high, why
         for _ in range(_BISECTIONS):
             middle = (low + high) / 2
-            if middle * self._mean_duration(middle)[0] > in_flight:
+            if middle * pace_at(middle)[0] > in_flight:
                 high = middle
             else:
                 low = middle
@@ -170,10 +179,10 @@ class Serving:
     def __call__(self, in_flight: float) -> Served:
         """Durations, rate and batch with ``in_flight`` rollouts."""
         rate, limit = self.rate(in_flight)
-        mean, pace, batch = self._mean_duration(rate)
-        durations = self.workload.durations(pace)
+        mean, token_s, prompt_token_s, batch = self._pace_at(rate)
+        durations = self.workload.durations(RolloutPace(token_s, prompt_token_s, self._request_s))
         # more in flight than engines have work for: the others queue
         queue = max(0.0, in_flight / rate - mean)
         if queue > 0.01 * mean:
             durations = durations.mapped(lambda value: value + queue)
-        return Served(durations, rate, batch, pace.token_s, limit)
+        return Served(durations, rate, batch, token_s, limit)

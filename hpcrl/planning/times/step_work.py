@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 from hpcrl.models.facts import ModelFacts
@@ -33,6 +33,8 @@ class StepWork:
     packing: Packing
     work: Work
     rates: Rates
+    _parts: dict[str, float] = field(default_factory=dict, repr=False)
+    """Of `part_s`, which each of the terms asks for."""
 
     @property
     def gpu_tokens(self) -> float:
@@ -77,8 +79,11 @@ class StepWork:
         return times * kept_bytes(self.facts) * self.gpu_tokens / self.rates.memory / self.busy
 
     def part_s(self, part: str) -> float:
-        operations = getattr(self.work, part) * self.gpu_tokens
-        return operations / self.rate(part) / self.busy if operations else 0.0
+        """Seconds of one kind of kernel in a forward pass."""
+        if part not in self._parts:
+            operations = getattr(self.work, part) * self.gpu_tokens
+            self._parts[part] = operations / self.rate(part) / self.busy if operations else 0.0
+        return self._parts[part]
 
     def rate(self, part: str) -> float:
         dtype = self.shape.compute_dtype

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from hpcrl.models.facts import ModelFacts
@@ -46,13 +46,23 @@ def trainer_step(facts: ModelFacts, shape: TrainerShape, batch: TrainerBatch, ra
 
     Collectives of FSDP hide behind compute as far as ``comm_overlap`` allows; only what sticks out counts.
     """
+    here = shape
+    if shape.offload_optimizer or shape.offload_activations:
+        here = replace(shape, offload_optimizer=False, offload_activations=False)
+    step, terms = _on_devices(facts, here, batch, rates)
+    replay = (_replay_term(step),) if batch.router_replay else ()
+    return TimeTable("trainer step", (*terms, *_host_terms(replace(step, shape=shape)), *replay))
+
+
+@lru_cache(maxsize=64)
+def _on_devices(
+    facts: ModelFacts, shape: TrainerShape, batch: TrainerBatch, rates: Rates
+) -> tuple[StepWork, tuple[Seconds, ...]]:
+    """The terms that are the same wherever optimizer and activations are: a search asks for each of those."""
     packing = pack_rows(batch.lengths, batch.rollouts, shape.groups, shape.micro_batch_tokens, facts)
     work = sequence_work(facts, batch.lengths)
     step = StepWork(facts, shape, packing, work, rates)
-    terms = [*_compute_terms(step), *_fsdp_terms(step), *_mesh_terms(step), *_host_terms(step)]
-    if batch.router_replay:
-        terms.append(_replay_term(step))
-    return TimeTable("trainer step", tuple(terms))
+    return step, (*_compute_terms(step), *_fsdp_terms(step), *_mesh_terms(step))
 
 
 def _compute_terms(step: StepWork) -> list[Seconds]:
@@ -240,7 +250,7 @@ def _mesh_terms(step: StepWork) -> list[Seconds]:
             )
         )
     if shape.context_parallel > 1:
-        kv = sum(_travelling_bytes(layer, ring=shape.ring) for layer in facts.layers)
+        kv = sum(count * _travelling_bytes(layer, ring=shape.ring) for layer, count in facts.distinct_layers)
         group = Group.inner(shape.context_parallel, shape.gpus_per_node)
         whole = tokens * shape.context_parallel * kv
         # in a ring gradients travel back in float32, and nothing is kept of the way there

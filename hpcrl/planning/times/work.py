@@ -10,6 +10,7 @@ from functools import lru_cache
 from hpcrl.models.facts import Flops, ModelFacts
 from hpcrl.models.packing import fill_bins, training_cost
 from hpcrl.models.tensors import Part
+from hpcrl.planning.tables.lookup import Matrix
 from hpcrl.planning.times.lengths import Quantiles
 
 __all__ = ["Packing", "Work", "matrices", "pack_rows", "sequence_work", "tensor_counts", "token_work"]
@@ -62,7 +63,7 @@ def tensor_counts(facts: ModelFacts, *, fp8: bool = False) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=64)
-def matrices(facts: ModelFacts, *, experts: bool, tensor_parallel: int = 1) -> tuple[tuple[float, float, float], ...]:
+def matrices(facts: ModelFacts, *, experts: bool, tensor_parallel: int = 1) -> tuple[Matrix, ...]:
     """Matrix products of a forward pass as one rank does them: width of the result, inner width, how many.
 
     Of experts one is taken for all of a layer. Gate and up projection are one product, as kernels do them.
@@ -105,6 +106,7 @@ def sequence_work(facts: ModelFacts, lengths: Quantiles) -> Work:
     return Work.of(total).scaled(1.0 / tokens)
 
 
+@lru_cache(maxsize=1024)
 def token_work(facts: ModelFacts, context: float) -> Work:
     """Operations of one decoded token that sees ``context`` tokens."""
     return Work.of(facts.flops_per_token(context, absorbed=True))
@@ -157,10 +159,9 @@ def pack_rows(lengths: Quantiles, rollouts: int, groups: int, budget: int, facts
         Of the model, whose operations are the cost; None: tokens are.
     """
     packed = min(rollouts, max(PACKED, 8 * groups))
-    sizes = [max(1.0, size) for size in reversed(lengths.sample(packed))]
+    sizes, costs = _sizes_and_costs(lengths, packed, facts)
     tokens = sum(sizes)
     rows = max(1, -(-int(sum(min(size, budget) for size in sizes)) // (budget * groups)))
-    costs = sizes if facts is None else _costs(facts, sizes)
     while (
         found := fill_bins(sizes, costs, budget=budget, bins=rows * groups)
         or fill_bins(sizes, sizes, budget=budget, bins=rows * groups)
@@ -171,6 +172,13 @@ def pack_rows(lengths: Quantiles, rollouts: int, groups: int, budget: int, facts
     loads.sort(reverse=True)
     times, critical = rollouts / packed, sum(loads[::groups]) / sum(loads)
     return Packing(math.ceil(times * rows), times * tokens, times * tokens * critical, rollouts)
+
+
+@lru_cache(maxsize=16)
+def _sizes_and_costs(lengths: Quantiles, count: int, facts: ModelFacts | None) -> tuple[list[float], list[float]]:
+    """Tokens of so many rollouts, the longest first, and what each costs: the same however they are packed."""
+    sizes = [max(1.0, size) for size in reversed(lengths.sample(count))]
+    return sizes, sizes if facts is None else _costs(facts, sizes)
 
 
 def _costs(facts: ModelFacts, sizes: list[float]) -> list[float]:

@@ -114,21 +114,29 @@ class EnvironmentLoad:
 
     def durations(self, pace: RolloutPace) -> list[float]:
         """Seconds of rollouts; every value is as likely as the others."""
-        waits = [(2 * i + 1) / (2 * self.grid) for i in range(self.grid)]
+        token_s, prompt_token_s, request_s = pace.token_s, pace.prompt_token_s, pace.request_s
+        result: list[float] = []
+        for sampled, prompt, turns, waits in self._unserved:
+            served = sampled * token_s + prompt * prompt_token_s + turns * request_s
+            result += [served + tools + judged for tools, judged in waits]
+        return result
+
+    @cached_property
+    def _unserved(self) -> list[tuple[float, float, float, list[tuple[float, float]]]]:
+        """What of durations does not depend on the pace: for some lengths their sampled and other tokens, their turns,
+        and seconds of tools with those until the reward."""
         tool_mean = self.tool.mean
-        tool_spread = [self.tool.quantile(share) - tool_mean for share in waits]
-        judge = [self.judge.quantile(share) for share in waits]
-        result = []
+        tool_spread = [value - tool_mean for value in self.tool.sample(self.grid)]
+        judge = self.judge.sample(self.grid)
+        found = []
         for length in self.tokens.sample(min(self.grid, len(self.tokens.values))):
-            turns = self.turns_of(length)
-            sampled = self.sampled(length)
-            served = sampled * pace.token_s + (length - sampled) * pace.prompt_token_s + turns * pace.request_s
+            turns, sampled = self.turns_of(length), self.sampled(length)
             calls = turns - 1.0
             # a sum of n tool calls spreads like the root of n
             spread = math.sqrt(calls) if calls > 0 else 0.0
-            for deviation, judged in zip(tool_spread, judge, strict=True):
-                result.append(served + max(0.0, calls * tool_mean + spread * deviation) + judged)
-        return result
+            tools = [max(0.0, calls * tool_mean + spread * deviation) for deviation in tool_spread]
+            found.append((sampled, length - sampled, turns, list(zip(tools, judge, strict=True))))
+        return found
 
 
 _DISTRIBUTIONS = {"tokens": "tokens", "tool_s": "tool", "judge_s": "judge"}
