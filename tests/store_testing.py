@@ -23,11 +23,13 @@ RUN_ID = "0123456789abcdef"
 class MasterRole:
     """One start of the role in attempt 1 of a run."""
 
-    def __init__(self, run: RunDir, port: int, *, client_ttl_s: float = 3.0, etcd: str = "") -> None:
+    def __init__(
+        self, run: RunDir, port: int, *, client_ttl_s: float = 3.0, lease_ttl_s: float = 2.0, etcd: str = ""
+    ) -> None:
         self.run, self.log = run, run.path / "store.log"
         command = [sys.executable, "-m", "hpcrl.store.master", "--host", "127.0.0.1", "--port", str(port)]
         command += ["--client-ttl-s", str(client_ttl_s)]
-        command += ["--lease-ttl-s", "2", "--eviction-high-watermark", "0.9", "--eviction-ratio", "0.1"]
+        command += ["--lease-ttl-s", str(lease_ttl_s), "--eviction-high-watermark", "0.9", "--eviction-ratio", "0.1"]
         command += ["--etcd", etcd] if etcd else []
         env = {**os.environ, "HPCRL_RUN_DIR": str(run.path), "HPCRL_ATTEMPT": "1", "HPCRL_ROLE": "store"}
         self.ready = run.path / "attempts/0001/ready/store-0.json"

@@ -99,10 +99,33 @@ def test_torch_free_rooms_never_name_torch(room: str) -> None:
 
 
 def test_command_line_is_light() -> None:
-    """Importing the command line loads none of the heavy packages, nor what only single commands need."""
-    code = "import sys, hpcrl.cli.main; print('\\n'.join(sys.modules))"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert not set(out) & {*HEAVY, "pydantic", "submitit", "aiohttp", "yaml"}
+    """Importing the command line loads none of the heavy packages, nor what only single commands need; a guard, of
+    which there is one a task, loads still less; and who hands a run over loads no supervisor."""
+    modules = ("hpcrl.supervisor.process.guard", "hpcrl.cli.main", "hpcrl.submit.submission")
+    code = "import sys, importlib\nfor name in sys.argv[1:]:\n    importlib.import_module(name); print(*sys.modules)"
+    command = [sys.executable, "-c", code, *modules]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    guard, cli, submission = (set(line.split()) for line in lines)
+    assert not guard & {"msgspec", "logging", "subprocess", "socket", "random"}
+    assert not cli & {*HEAVY, "pydantic", "submitit", "aiohttp", "yaml"}
+    assert not submission & {*HEAVY, "aiohttp", "hpcrl.supervisor.supervisor"}
+
+
+def test_a_submit_hands_the_supervisor_over_without_importing_it() -> None:
+    """It is half of what a submit would import. Who is handed it has it before submitit takes signals."""
+    code = """
+import pickle, sys
+import hpcrl.submit.new_run
+from hpcrl.supervisor.job import Supervise
+handed_over = pickle.dumps(Supervise("run"))
+print(*sys.modules)
+pickle.loads(handed_over)
+print(*sys.modules)
+"""
+    command = [sys.executable, "-c", code]
+    before, after = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert not {*before.split()} & {*HEAVY, "aiohttp", "hpcrl.supervisor.supervise"}
+    assert "hpcrl.supervisor.supervise" in after.split()
 
 
 def test_an_embedded_engine_starts_without_what_shards_or_compiles_a_model() -> None:

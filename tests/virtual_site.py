@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -28,13 +28,19 @@ def virtual_site(name: str, *, nodes: int) -> Iterator[DevCluster]:
     cluster.paths.root.parent.rmdir()
 
 
-def wait_written(cluster: DevCluster) -> None:
+def wait_written(cluster: DevCluster) -> Callable[[], None]:
     """The controller has written down what it knows now: killed before, it would take started jobs for pending.
 
-    It writes seconds after a change of any job, and else every five minutes: so there is a change.
+    It writes seconds after a change of any job, and else every five minutes: so there is a change. What is returned
+    undoes it, when the controller is back: undone before, a job whose end was not written yet would come back.
     """
     saved, now, env = cluster.paths.state / "job_state", time.time(), {**os.environ, **cluster.environment()}
     held = ["sbatch", "--parsable", "--hold", "--output=/dev/null", "--wrap=true"]
     job = subprocess.run(held, env=env, check=True, capture_output=True, text=True).stdout.strip()
-    subprocess.run(["scancel", job], env=env, check=True, capture_output=True)
     wait_for(lambda: saved.exists() and saved.stat().st_mtime > now, 60.0, "state written by the controller")
+
+    def undo() -> None:
+        # it need not be known: what was written may have been on its way before
+        subprocess.run(["scancel", job], env=env, check=False, capture_output=True)
+
+    return undo

@@ -10,4 +10,4 @@ def wait_until(what: str, probe: Callable[[], bool], *, deadline_s: float = 60.0
     stop_at = time.monotonic() + deadline_s
     while not probe():
         assert time.monotonic() < stop_at, f"waited {deadline_s:g} s until {what}"
-        time.sleep(0.1)
+        time.sleep(0.25)  # a command of Slurm each time

@@ -65,6 +65,7 @@ def test_a_session(hpcrl: CliRunner, home: Path) -> None:
 
 
 @pytest.mark.slurm
+@pytest.mark.campaign
 def test_a_node_that_nobody_noticed(hpcrl: CliRunner, home: Path) -> None:
     """The controller finds out by itself, after its time-out."""
     cluster = DevCluster.named("cli", home)

@@ -246,6 +246,7 @@ def test_node_failure_requeues(cluster: DevCluster, client: SlurmClient, tmp_pat
     assert next(n for n in client.nodes() if n.name == node.name).usable
 
 
+@pytest.mark.campaign
 def test_preemption_requeues(client: SlurmClient, tmp_path: Path) -> None:
     (tmp_path / "low").mkdir()
     (tmp_path / "high").mkdir()
@@ -305,7 +306,7 @@ def test_lost_answer_is_looked_up(cluster: DevCluster, client: SlurmClient, tmp_
 def test_killed_controller_comes_back_with_its_jobs(cluster: DevCluster, client: SlurmClient, tmp_path: Path) -> None:
     het = Hetjob(client, tmp_path)
     het.wait_running()
-    wait_written(cluster)
+    undo = wait_written(cluster)
     hasty = SlurmClient(conf=cluster.paths.conf, timeout_s=2.0)
     cluster.pause_controller(kill=True)
     assert cluster.status().controller == "dead"
@@ -315,6 +316,7 @@ def test_killed_controller_comes_back_with_its_jobs(cluster: DevCluster, client:
         hasty.submit(het.script, name="het", token="while away")
     assert not isinstance(caught.value, SubmitUnclearError), "nothing was sent: the look before already failed"
     cluster.resume_controller()
+    undo()
     het.wait_for(JobState.RUNNING)
 
 

@@ -67,12 +67,24 @@ class Lab:
         return result
 
     def submit(
-        self, name: str, *settings: str, follow: bool = False, check: bool = True, recipe: str = "quickstart"
+        self, name: str, *settings: str, to_end: bool = False, check: bool = True, recipe: str = "quickstart"
     ) -> RunDir:
-        """Submit the quickstart, or another recipe for its start model, with this lab's model."""
+        """Submit the quickstart, or another recipe for its start model, with this lab's model; ``to_end``: and wait
+        until it has completed."""
         sets = [part for s in (f"model.path={self.model}", *settings) for part in ("--set", s)]
-        self.hpcrl("submit", recipe, "--name", name, *sets, *(["--follow"] if follow else []), check=check)
-        return RunDir(self.runs_root / name)
+        self.hpcrl("submit", recipe, "--name", name, *sets, check=check)
+        run = RunDir(self.runs_root / name)
+        if to_end:
+            self.complete(run)
+        return run
+
+    def complete(self, run: RunDir) -> None:
+        """Wait until a run has completed and nothing of it is left.
+
+        ``--follow`` would draw its report, too, which costs as much as four other commands.
+        """
+        assert self.wait_end(run, 240.0).upper() == "COMPLETED"
+        wait_for(lambda: not processes(run), 10.0, "end of all processes")
 
     def json(self, *arguments: str) -> Any:
         return json.loads(self.hpcrl(*arguments, "--json").stdout)

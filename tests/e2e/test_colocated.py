@@ -8,8 +8,6 @@ import pytest
 import start_models
 from lab import Lab, events, processes, steps
 
-from hpcrl.runs.rundir import RunDir
-
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
 #: of a constant learning rate: the reward of held-out prompts is then several times what it was
@@ -21,16 +19,14 @@ LAYOUTS = {
 }
 
 
-def submit(lab: Lab, name: str, *settings: str, follow: bool = False) -> RunDir:
-    sets = [part for s in (f"model.path={lab.model}", *settings) for part in ("--set", s)]
-    lab.hpcrl("submit", "quickstart_colocated", "--name", name, *sets, *(["--follow"] if follow else []))
-    return RunDir(lab.runs_root / name)
-
-
-@pytest.mark.parametrize("layout", ["one-rank", "experts", pytest.param("fsdp-one-behind", marks=pytest.mark.campaign)])
+@pytest.mark.parametrize(
+    "layout",
+    ["experts", *(pytest.param(layout, marks=pytest.mark.campaign) for layout in ("one-rank", "fsdp-one-behind"))],
+)
 def test_it_learns_in_turns(layout: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     lab = Lab(tmp_path, start_models.taught_model(tmp_path_factory))
-    run = submit(lab, layout, "evaluation.every_steps=0", *LAYOUTS[layout], follow=True)
+    settings = ("evaluation.every_steps=0", *LAYOUTS[layout])
+    run = lab.submit(layout, *settings, to_end=True, recipe="quickstart_colocated")
     recipe, records = run.recipe(), steps(run)
     total, bound = recipe.trainer.steps, recipe.rollouts.max_off_policy_steps
     assert list(records) == list(range(1, total + 1))

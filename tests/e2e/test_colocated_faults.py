@@ -10,7 +10,6 @@ import psutil
 import pytest
 from lab import SLOW_RUN, Lab, processes, rank_number, steps, wait_step
 from patience import wait_for
-from test_colocated import submit
 
 from hpcrl.runs.progress import RoleProgress, progress_path
 from hpcrl.runs.rundir import RunDir
@@ -27,7 +26,7 @@ def turn_run(lab: Lab) -> RunDir:
         "job.max_attempts=12",
         "rollouts.max_off_policy_steps=1",
     )
-    run = submit(lab, "turns", "trainer.ranks=2", *SLOW_RUN, *settings)
+    run = lab.submit("turns", "trainer.ranks=2", *SLOW_RUN, *settings, recipe="quickstart_colocated")
     wait_step(run, 3)
     return run
 

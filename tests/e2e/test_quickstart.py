@@ -42,7 +42,7 @@ def quickstart(quickstart_lab: Lab) -> RunDir:
     for run in done_before(Path(given)) if (given := os.environ.get("HPCRL_TEST_QUICKSTARTS")) else ():
         quickstart_lab.keep_runs_in(run.path.parent)
         return run
-    return quickstart_lab.submit("first", follow=True)
+    return quickstart_lab.submit("first", to_end=True)
 
 
 def test_adapters_learn_and_are_resumed(quickstart_lab: Lab) -> None:
@@ -55,7 +55,8 @@ def test_adapters_learn_and_are_resumed(quickstart_lab: Lab) -> None:
     wait_for(lambda: CheckpointLedger(run.checkpoints_dir).steps(), 120.0 * patience(), "a checkpoint")
     lab.hpcrl("cancel", run.name, "--yes")
     lab.wait_end(run, 60.0 * patience())
-    lab.hpcrl("resume", run.name, "--follow")
+    lab.hpcrl("resume", run.name)
+    lab.complete(run)
     total = run.recipe().trainer.steps
     evaluations = [event.data for event in events(run, "evaluation")]
     assert evaluations[-1]["version"] == total

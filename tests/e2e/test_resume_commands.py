@@ -1,4 +1,7 @@
-"""``hpcrl resume`` on a real run: more steps, several at once, nothing that can be restored, from scratch."""
+"""``hpcrl resume`` on a real run: more steps, several at once, nothing that can be restored, from scratch.
+
+The run replays the engines' experts: with the same weights the trainer would choose the same ones.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +45,10 @@ def resume_at_once(lab: Lab, run: RunDir, totals: list[int]) -> list[subprocess.
 def test_resume_says_what_is_true(lab: Lab) -> None:
     """One run, through all that a person may meet after its first end."""
     with watched_command_lines(lab.runs_root / "mine") as seen:
-        run = lab.submit("mine", "trainer.steps=3", "checkpoint.every_steps=2", *SMALL_RUN, follow=True)
+        settings = ("trainer.steps=3", "checkpoint.every_steps=2", "trainer.router_replay=true")
+        run = lab.submit("mine", *settings, *SMALL_RUN, to_end=True)
     check_token_is_nowhere(run, seen)
+    check_trainer_and_engine_choose_the_same_experts(lab, run)
     check_a_completed_run_wants_more_steps(lab, run)
     check_of_three_at_once_one_resumes(lab, run)
     check_another_run_begins_with_its_weights(lab, run)
@@ -84,6 +89,23 @@ def check_token_is_nowhere(run: RunDir, command_lines: set[str]) -> None:
     assert found == [file]
 
 
+def check_trainer_and_engine_choose_the_same_experts(lab: Lab, run: RunDir) -> None:
+    records = steps(run)
+    assert list(records) == [1, 2, 3]
+    for record in records.values():
+        assert record.routing_mismatch is not None
+        # of each rollout all rows are there but the last, over all turns
+        rollouts = run.recipe().rollouts.rollouts_per_step
+        assert record.tokens - record.routed_tokens == rollouts
+        assert record.replayed_share == pytest.approx(record.routed_tokens / record.tokens)
+        assert record.unknown_routing == pytest.approx({"last": rollouts / record.tokens})
+    # the policy moves, so tokens of older versions may differ
+    fresh = [r.routing_mismatch_by_lag["0"] for r in records.values() if "0" in r.routing_mismatch_by_lag]
+    assert fresh
+    assert max(fresh) < 1e-3
+    assert "routes" in lab.hpcrl("status", run.name).stdout
+
+
 def check_a_completed_run_wants_more_steps(lab: Lab, run: RunDir) -> None:
     recipe = run.recipe_path.read_text()
     done = "nothing to resume"
@@ -118,10 +140,11 @@ def check_of_three_at_once_one_resumes(lab: Lab, run: RunDir) -> None:
 def check_another_run_begins_with_its_weights(lab: Lab, run: RunDir) -> None:
     step = CheckpointLedger(run.checkpoints_dir).steps()[-1]
     wanted = weights(run, step)
-    sets = [part for setting in (*SMALL_RUN, "trainer.steps=1") for part in ("--set", setting)]
-    sets += ["--set", f"model.path={lab.model}"]
+    settings = (f"model.path={lab.model}", "trainer.steps=1", *SMALL_RUN)
+    sets = [part for setting in settings for part in ("--set", setting)]
     for name, source in (("second", f"mine@{step}"), ("third", f"mine@v{step}")):
-        lab.hpcrl("submit", "quickstart", "--name", name, "--from", source, *sets, "--follow")
+        lab.hpcrl("submit", "quickstart", "--name", name, "--from", source, *sets)
+        lab.complete(RunDir(lab.runs_root / name))
         begun = RunDir(lab.runs_root / name)
         assert weights(begun, 0) == wanted
         what = "the checkpoint of step" if name == "second" else "version"

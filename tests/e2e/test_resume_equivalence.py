@@ -61,7 +61,7 @@ def consumed(run: RunDir) -> Counter[tuple[int, int]]:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, small_model: Path) -> dict[int, StepRecord]:
     """The run that is not interrupted."""
-    run = Lab(tmp_path_factory.mktemp("whole"), small_model).submit("whole", *SYNCHRONOUS, follow=True)
+    run = Lab(tmp_path_factory.mktemp("whole"), small_model).submit("whole", *SYNCHRONOUS, to_end=True)
     return steps(run)
 
 

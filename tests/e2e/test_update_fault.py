@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from fault_shim import build_shim
 from lab import (
-    SMALL_RUN,
+    SLOW_RUN,
     Lab,
     after,
     component,
@@ -35,8 +35,7 @@ from hpcrl.runs.status import ComponentStatus
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.campaign, pytest.mark.timeout(900)]
 
-ENDLESS = "trainer.steps=100000"
-TWO_ENGINES = ("engine.replicas=2", "rollouts.stream_interval=4", *SMALL_RUN)
+TWO_ENGINES = ("engine.replicas=2", "rollouts.stream_interval=4", *SLOW_RUN)
 
 
 def engine(run: RunDir) -> ComponentStatus:
@@ -85,7 +84,7 @@ def test_an_update_that_fails_on_one_of_two_engines(lab: Lab, tmp_path: Path, ca
     fault = f"op=read short=0 delay_us=300000 path={lab.runs_root}/torn/weights/v when={switch} who=engine-0"
     lab.env |= {"LD_PRELOAD": str(build_shim(tmp_path)), "TEST_FAULT": fault}
     # without a node cache each engine reads for itself
-    run = lab.submit("torn", ENDLESS, "handoff.node_cache=null", *TWO_ENGINES)
+    run = lab.submit("torn", "handoff.node_cache=null", *TWO_ENGINES)
     wait_step(run, 20)
     wait_for(lambda: health(run) == ["healthy", "healthy"], 30, "two healthy engines")
 
@@ -134,7 +133,7 @@ def test_an_update_that_fails_on_one_of_two_engines(lab: Lab, tmp_path: Path, ca
 def test_an_engine_that_answers_and_samples_nothing_is_restarted(lab: Lab, capsys: Any) -> None:
     """Its requests are held, its updates load, and ``/health`` says 200 all the time."""
     # with pauses of its own the orchestrator would end ours
-    run = lab.submit("silent", ENDLESS, "engine.pause=none", "supervision.hang_floor_s=10", *TWO_ENGINES)
+    run = lab.submit("silent", "engine.pause=none", "supervision.hang_floor_s=10", *TWO_ENGINES)
     wait_step(run, 20)
     wait_for(lambda: health(run) == ["healthy", "healthy"], 30, "two healthy engines")
     fault_s, url = time.time(), f"http://{engine(run).host}:{engine(run).port}"

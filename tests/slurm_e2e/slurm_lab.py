@@ -28,6 +28,8 @@ from hpcrl.runs.rundir import RunDir
 from hpcrl.slurm.client import SlurmClient
 
 ROOT = Path(__file__).resolve().parents[2]
+_ASK_S = 0.3
+"""Between two commands of Slurm, or looks at all processes: they take a processor that what is tested wants."""
 HPCRL = Path(sys.executable).with_name("hpcrl")
 #: small steps of which there are two a second, and processors are free meanwhile; no evaluation on the way, two trainer
 #: nodes and two engine nodes
@@ -123,6 +125,7 @@ class SlurmLab:
             lambda: status if (status := status_of(run))["state"] in states else None,
             timeout_s,
             f"{run.name} in {states}",
+            every_s=_ASK_S,
         )
 
     def preempt(self) -> None:
@@ -145,10 +148,15 @@ class SlurmLab:
 
     def wait_empty(self, timeout_s: float = 60.0) -> None:
         """Nothing of any run is left: no job, no process."""
-        wait_for(lambda: not self.alive_jobs(), timeout_s, "empty queue")
+        wait_for(lambda: not self.alive_jobs(), timeout_s, "empty queue", every_s=_ASK_S)
         for run in self.runs_root.iterdir() if self.runs_root.is_dir() else ():
             run_id = RunRecord.read(RunDir(run)).run_id
-            wait_for(lambda run_id=run_id: not procfs.with_environ("HPCRL_RUN_ID", run_id), 20.0, "processes gone")
+            wait_for(
+                lambda run_id=run_id: not procfs.with_environ("HPCRL_RUN_ID", run_id),
+                20.0,
+                "processes gone",
+                every_s=_ASK_S,
+            )
 
     def alive_jobs(self) -> list[str]:
         """One line a job in the queue."""
@@ -195,6 +203,11 @@ class SharedRun:
     def _runs(self, run: RunDir) -> bool:
         status = status_of(run)
         return status["state"] == "RUNNING" and {c["state"] for c in status["components"]} == {"READY"}
+
+
+def slow(wait_s: float) -> str:
+    """For a small run that is only watched: a step takes half of what a rollout waits for its environment."""
+    return f"environments=[{{name: reverse, kind: words, task: reverse, latency: {{median_s: {wait_s}}}}}]"
 
 
 def job_id(run: RunDir) -> int:

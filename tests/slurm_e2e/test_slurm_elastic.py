@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from observed import status_of
 from patience import wait_for
-from slurm_lab import HPCRL, ROOT, SharedRun, SlurmLab, events, wait_step
+from slurm_lab import HPCRL, ROOT, SharedRun, SlurmLab, events, slow, wait_step
 
 from hpcrl.runs.exclusions import read_exclusions
 from hpcrl.runs.metrics import read_metrics
@@ -24,7 +24,7 @@ from hpcrl.runs.status import RunStatus
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.campaign, pytest.mark.timeout(600)]
 
 ENDS = ["COMPLETED", "FAILED", "LOST", "CANCELLED"]
-LONG = ("trainer.steps=4000", "checkpoint.every_steps=2", "job.layout=elastic")
+LONG = (slow(2.0), "trainer.steps=4000", "checkpoint.every_steps=2", "job.layout=elastic")
 
 
 def engines(run: RunDir) -> dict[int, Any]:
@@ -45,7 +45,7 @@ def ready(run: RunDir, count: int, lost: Mapping[int, Any] | None = None) -> dic
         there = all(c["state"] == "READY" and again(replica, c) for replica, c in found.items())
         return found if len(found) == count and there else None
 
-    return dict(wait_for(look, 90.0, f"{count} engines ready"))
+    return dict(wait_for(look, 90.0, f"{count} engines ready", every_s=0.3))
 
 
 def served(run: RunDir, engine: str, after_s: float) -> bool:

@@ -12,25 +12,31 @@ from typing import Any
 import psutil
 import pytest
 from patience import wait_for
-from slurm_lab import ONE_NODE_EACH, PROBES, SharedRun, SlurmLab, events, job_id, wait_saved, wait_step
+from slurm_lab import ONE_NODE_EACH, PROBES, SharedRun, SlurmLab, events, job_id, slow, wait_saved, wait_step
 from virtual_site import wait_written
 
 from hpcrl import procfs
+from hpcrl.marks import KIND_VARIABLE
 from hpcrl.runs.exclusions import exclude
 from hpcrl.runs.metrics import read_metrics
 from hpcrl.runs.record import RunRecord
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ComponentStatus, RunStatus
+from hpcrl.slurm.states import JobState
 from hpcrl.trainer.launcher import RANK_NAME
 
 HETJOB = "job.layout=hetjob"
+#: a node that says nothing for 30 s is down
+AWAY_S = 40.0
 ENDS = ["COMPLETED", "FAILED", "LOST", "CANCELLED"]
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
 def shared(shared_lab: SlurmLab) -> SharedRun:
-    return SharedRun(shared_lab, "trainer.steps=100000", "checkpoint.every_steps=2", "job.retry_failures=20", HETJOB)
+    length = ("trainer.steps=100000", "checkpoint.every_steps=2", "job.retry_failures=20")
+    # two ranks on one node: of another node's there is a probe below
+    return SharedRun(shared_lab, *length, *ONE_NODE_EACH, "trainer.ranks=2", HETJOB)
 
 
 @pytest.fixture
@@ -58,6 +64,14 @@ def pid(run: RunDir, role: str) -> int:
     found = next(c.pid for c in status.components if c.role == role)
     assert found is not None
     return found
+
+
+def tasks(run: RunDir, role: str) -> list[procfs.Process]:
+    """What guards have started for a role, one process on each of its nodes: not the ranks below."""
+    mine = procfs.with_environ("HPCRL_RUN_ID", RunRecord.read(run).run_id)
+    environs = ((process, procfs.read_environ(process.pid)) for process in mine)
+    found = [p for p, env in environs if (env.get(KIND_VARIABLE), env.get("HPCRL_ROLE")) == ("role", role)]
+    return [p for p in found if not psutil.Process(p.pid).name().startswith(RANK_NAME.format(""))]
 
 
 def excluded(slurm_lab: SlurmLab, run: RunDir) -> list[str]:
@@ -122,6 +136,25 @@ def test_run_goes_on_after_a_node_went_down(running: RunDir, shared_lab: SlurmLa
     assert f"node {node} went down" in why(shared_lab, running)["earlier"][str(status.attempt)]
 
 
+def test_silent_controller_is_a_warning(running: RunDir, shared_lab: SlurmLab) -> None:
+    attempts = running.attempts()
+    undo = wait_written(shared_lab.cluster)
+    shared_lab.cluster.pause_controller(kill=True)
+    try:
+        status = shared_lab.json("status", running.name)
+        assert status["state"] == "RUNNING"
+        assert status["job"]["warning"]
+    finally:
+        shared_lab.cluster.resume_controller()
+        undo()
+    # the controller knows the job again, and nobody has ended it
+    job = wait_for(lambda: shared_lab.client().jobs([job_id(running)]).get(job_id(running)), 30, "the job")
+    assert job.state is JobState.RUNNING
+    assert running.attempts() == attempts
+    # it asks nodes anew: before they have answered none is left to be used in place of another
+    wait_for(lambda: sum(node.usable for node in shared_lab.client().nodes()) >= 10, 60, "nodes that have answered")
+
+
 def test_a_cancelled_run_is_resumed_away_from_broken_nodes(running: RunDir, shared_lab: SlurmLab) -> None:
     wait_saved(running, 6)
     shared_lab.hpcrl("cancel", running.name, "--yes")
@@ -149,9 +182,13 @@ def test_killed_supervisor_leaves_nothing(running: RunDir, shared_lab: SlurmLab)
 
 
 def test_without_retries_a_killed_role_ends_the_run_and_is_named(probe_lab: SlurmLab) -> None:
+    """Killed on the second node of its replica: the first one's task ends with it."""
     run = probe_lab.submit("once", *PROBES, "job.retry_failures=0", small=False)
     probe_lab.wait_state(run, ["RUNNING"], 90)
-    os.kill(pid(run, "trainer"), signal.SIGKILL)
+    wait_for((run.attempt_dir(1) / "probe/trainer-0-1.json").exists, 60, "the report of the second node")
+    first = pid(run, "trainer")
+    (second,) = {p.pid for p in tasks(run, "trainer")} - {first}
+    os.kill(second, signal.SIGKILL)
     probe_lab.wait_state(run, ["FAILED"], 60)
     cause = why(probe_lab, run)["cause"]
     assert (cause["role"], cause["signal"]) == ("trainer", signal.SIGKILL)
@@ -168,23 +205,10 @@ def test_cancelled_component_is_named(component: int, held: RunDir, probe_lab: S
     probe_lab.wait_empty()
 
 
-def test_silent_controller_is_a_warning(held: RunDir, probe_lab: SlurmLab) -> None:
-    wait_written(probe_lab.cluster)
-    probe_lab.cluster.pause_controller(kill=True)
-    try:
-        status = probe_lab.json("status", held.name)
-        assert status["state"] == "RUNNING"
-        assert status["job"]["warning"]
-    finally:
-        probe_lab.cluster.resume_controller()
-    probe_lab.hpcrl("cancel", held.name, "--yes")
-    assert probe_lab.json("status", held.name)["state"] == "CANCELLED"
-
-
 @pytest.mark.campaign
-def test_run_completes_although_the_controller_was_away_for_a_minute(slurm_lab: SlurmLab) -> None:
-    """Twice as long as nodes may be silent, and six times as long as one command of Slurm waits."""
-    run = slurm_lab.submit("away", *ONE_NODE_EACH, "trainer.steps=150", HETJOB)
+def test_run_completes_although_the_controller_was_away(slurm_lab: SlurmLab) -> None:
+    """For longer than nodes may be silent, and four times as long as one command of Slurm waits."""
+    run = slurm_lab.submit("away", *ONE_NODE_EACH, slow(2.0), "trainer.steps=60", HETJOB)
     wait_step(run, 5)
     slurm_lab.cluster.pause_controller()
     try:
@@ -192,7 +216,7 @@ def test_run_completes_although_the_controller_was_away_for_a_minute(slurm_lab: 
         status = slurm_lab.json("status", run.name)
         assert status["state"] in ("RUNNING", "COMPLETED")
         assert status["job"] is None or "Slurm has not answered" in status["job"]["warning"]
-        time.sleep(max(0.0, 60.0 - (time.monotonic() - paused)))
+        time.sleep(max(0.0, AWAY_S - (time.monotonic() - paused)))
         assert read_metrics(run)[-1].step >= step + 10
     finally:
         slurm_lab.cluster.resume_controller()
@@ -253,6 +277,7 @@ def test_time_limit_saves_and_goes_on(slurm_lab: SlurmLab) -> None:
     run = slurm_lab.submit(
         "limited",
         *ONE_NODE_EACH,
+        slow(4.0),
         "trainer.steps=100000",
         "checkpoint.every_steps=0",
         HETJOB,

@@ -18,7 +18,7 @@ from hpcrl.runs.status import RunStatus
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.campaign, pytest.mark.timeout(900)]
 
-STEPS, KILLED_AFTER = 30, 6
+STEPS, KILLED_AFTER = 24, 6
 #: a run that does not learn measures the same held-out prompts every time, within 0.01
 LEARNED = 0.1
 MEMORY = {

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from patience import wait_for
 from slurm_lab import SlurmLab, events, job_id, wait_step
 
 from hpcrl.runs.metrics import read_metrics
@@ -19,33 +21,49 @@ from hpcrl.runs.status import RunStatus
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(600)]
 
+ENDS = ["COMPLETED", "FAILED", "LOST", "CANCELLED"]
 #: of a constant learning rate; the reward of held-out prompts is then several times what it was
 STEPS = 10
+LENGTH = (f"trainer.steps={STEPS}", "trainer.optimizer.schedule=constant", "evaluation.every_steps=0")
+FOUR_NODES = ("trainer.nodes=2", "trainer.ranks=2", "engine.replicas=2")
 
 
-@pytest.mark.parametrize("layout", ["hetjob", "single", "elastic"])
+@pytest.mark.parametrize("layout", ["hetjob", "elastic"])
 def test_quickstart_learns_on_four_nodes(layout: str, slurm_lab: SlurmLab, taught_model: Path) -> None:
-    shape = ["trainer.nodes=2", "trainer.ranks=2", "engine.replicas=2", f"job.layout={layout}"]
-    length = (f"trainer.steps={STEPS}", "trainer.optimizer.schedule=constant", "evaluation.every_steps=0")
-    apart = layout == "hetjob"
+    own, apart = [f"job.layout={layout}"], layout == "hetjob"
     if apart:  # the orchestrator has a node of its own, in another partition, and asks for no GPUs there
         profile = yaml.safe_load(slurm_lab.profile.read_text())
         node = profile["partitions"]["gpu"]["node"]
         profile["partitions"]["urgent"] = {"nodes": 28, "node": {**node, "gpus": 0}}
         slurm_lab.profile.write_text(yaml.safe_dump(profile))
-        shape.append("job.partition={orchestrator: urgent}")
+        own.append("job.partition={orchestrator: urgent}")
     run = slurm_lab.submit(
-        f"q-{layout}", f"model.path={taught_model}", *length, *shape, recipe="quickstart", small=False
+        f"q-{layout}", f"model.path={taught_model}", *LENGTH, *FOUR_NODES, *own, recipe="quickstart", small=False
     )
-    slurm_lab.wait_state(run, ["RUNNING", "COMPLETED", "FAILED", "LOST", "CANCELLED"])
+    slurm_lab.wait_state(run, ["RUNNING", *ENDS])
     listeners = slurm_lab.listeners(run)
-    status = slurm_lab.wait_state(run, ["COMPLETED", "FAILED", "LOST", "CANCELLED"], timeout_s=300)
-    assert status["state"] == "COMPLETED", slurm_lab.hpcrl("why", run.name).stdout
+    status = _has_learned(slurm_lab, run)
     _listens_on_its_nodes_alone(listeners, status, slurm_lab)
+    jobs = {c["job"]["job_id"] for c in status["components"] if c["job"]}
+    assert len({job_id(run), *jobs}) == (3 if layout == "elastic" else 1)
+    _has_four_nodes(status, apart=apart)
+    slurm_lab.wait_empty()
+    _frees_its_nodes(slurm_lab, run, job_id(run))
+
+
+def _has_learned(lab: SlurmLab, run: RunDir) -> Any:
+    """Wait for the end of a run that learns; returns its status."""
+    status = lab.wait_state(run, ENDS, timeout_s=300)
+    assert status["state"] == "COMPLETED", lab.hpcrl("why", run.name).stdout
     assert [record.step for record in read_metrics(run)] == list(range(1, STEPS + 1))
     rewards = [event.data["reward"] for event in events(run, "evaluation")]
-    print(f"{layout}: reward of held-out prompts {rewards}")
+    print(f"{run.name}: reward of held-out prompts {rewards}")
     assert rewards[-1] >= rewards[0] + 0.1
+    return status
+
+
+def _has_four_nodes(status: Any, *, apart: bool) -> None:
+    """Trainer and engines have nodes of their own; ``apart``: the orchestrator, too."""
     nodes = {(c["role"], c["replica"]): c["nodes"] for c in status["components"]}
     assert len(nodes["trainer", 0]) == 2
     assert len(nodes["orchestrator", 0]) == 1
@@ -53,13 +71,13 @@ def test_quickstart_learns_on_four_nodes(layout: str, slurm_lab: SlurmLab, taugh
     others = {*nodes["trainer", 0], *nodes["engine", 0], *nodes["engine", 1]}
     assert (nodes["orchestrator", 0][0] not in others) is apart
     assert len({*nodes["trainer", 0], *nodes["engine", 0], *nodes["engine", 1]}) == 4
-    jobs = {c["job"]["job_id"] for c in status["components"] if c["job"]}
-    assert len({job_id(run), *jobs}) == (3 if layout == "elastic" else 1)
-    slurm_lab.wait_empty()
-    # a clean end of the trainer frees all nodes: nobody keeps engines waiting for work that never comes
+
+
+def _frees_its_nodes(lab: SlurmLab, run: RunDir, job: int) -> None:
+    """A clean end of the trainer frees all nodes: nobody keeps engines waiting for work that never comes."""
     trainer = [e for e in events(run, "component.state") if (e.data["role"], e.data["state"]) == ("trainer", "EXITED")]
-    freed_s = max(int(record["EndTime"]) for record in slurm_lab.client().details(job_id(run))) - trainer[-1].time_s
-    print(f"{layout}: nodes were free {freed_s:.0f} s after the trainer's end")
+    freed_s = max(int(record["EndTime"]) for record in lab.client().details(job)) - trainer[-1].time_s
+    print(f"{run.name}: nodes were free {freed_s:.0f} s after the trainer's end")
     assert freed_s < 30.0
 
 
@@ -82,7 +100,7 @@ def _listens_on_its_nodes_alone(listeners: list[tuple[str, str, int]], status: A
 
 def test_reference_run_has_its_shape_on_28_nodes(slurm_lab: SlurmLab) -> None:
     run = slurm_lab.submit("glm", "job.payload=probe", recipe="glm5_swe", small=False)
-    status = slurm_lab.wait_state(run, ["COMPLETED", "FAILED", "LOST", "CANCELLED"], timeout_s=400)
+    status = slurm_lab.wait_state(run, ENDS, timeout_s=400)
     # the probe itself fails where a rank or a GPU is not where the plan says
     assert status["state"] == "COMPLETED", slurm_lab.hpcrl("why", run.name).stdout
     directory = run.attempt_dir(1) / "probe"
@@ -92,31 +110,41 @@ def test_reference_run_has_its_shape_on_28_nodes(slurm_lab: SlurmLab) -> None:
     assert (len(reports), len(gpus)) == (226, 224)
 
 
-def test_a_run_inside_of_an_allocation(slurm_lab: SlurmLab) -> None:
-    """Nothing is submitted, and the job is the shell's: it is there after the run as it was before."""
-    settings = [word for setting in slurm_lab.settings("trainer.steps=3") for word in ("--set", setting)]
-    submit = ["submit", "quickstart", "--cluster", str(slurm_lab.profile), "--in-job", *settings]
+def test_a_run_learns_inside_of_an_allocation(slurm_lab: SlurmLab, taught_model: Path) -> None:
+    """Nothing is submitted, and the job is the shell's: it is there after the run as it was before. One job of four
+    nodes, which is what the layout ``single`` is."""
+    settings = (f"model.path={taught_model}", *LENGTH, *FOUR_NODES, "job.layout=single")
+    words = [word for setting in settings for word in ("--set", setting)]
+    submit = ["submit", "quickstart", "--cluster", str(slurm_lab.profile), "--in-job", *words]
     refused = slurm_lab.salloc(2, *submit, "--name", "narrow")
     assert refused.returncode == 2
     assert "has 2 nodes, the run needs 4\n    hint: salloc --partition=gpu --nodes=4" in refused.stderr
     assert not (slurm_lab.runs_root / "narrow").exists()
-    done = slurm_lab.salloc(5, *submit, "--name", "inside", "--follow")
     run = RunDir(slurm_lab.runs_root / "inside")
+    with ThreadPoolExecutor() as beside:
+        following = beside.submit(slurm_lab.salloc, 5, *submit, "--name", "inside", "--follow")
+        wait_for(lambda: following.done() or RunStatus.read(run), 120.0, "a supervisor")
+        slurm_lab.wait_state(run, ["RUNNING", *ENDS])
+        listeners = slurm_lab.listeners(run)
+        done = following.result()
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{slurm_lab.hpcrl('why', run.name).stdout}"
-    assert [record.step for record in read_metrics(run)] == list(range(1, 4))
+    status = _has_learned(slurm_lab, run)
+    _listens_on_its_nodes_alone(listeners, status, slurm_lab)
+    _has_four_nodes(status, apart=False)
     (submission,) = RunRecord.read(run).submissions
     job = slurm_lab.client().jobs([int(submission.in_job)])[int(submission.in_job)]
     assert f"inside of job {job.job_id}" in done.stderr
     assert job.leader.comment == "", "a job of the shell, not of the run"
-    status = slurm_lab.json("status", run.name)
     used = {node for component in status["components"] for node in component["nodes"]}
     assert (len(job.nodes), used) == (5, set(job.nodes[:4]))
+    slurm_lab.wait_empty()
+    _frees_its_nodes(slurm_lab, run, job.job_id)
 
 
 def test_trainer_and_engines_share_a_node(slurm_lab: SlurmLab, taught_model: Path) -> None:
     """Each has GPUs of its own; the run learns, and an engine that is killed comes back into its part of the node."""
     probe = slurm_lab.submit("parts", "job.payload=probe", recipe="qwen3_30b_a3b_node", small=False)
-    status = slurm_lab.wait_state(probe, ["COMPLETED", "FAILED", "LOST", "CANCELLED"])
+    status = slurm_lab.wait_state(probe, ENDS)
     assert status["state"] == "COMPLETED", slurm_lab.hpcrl("why", probe.name).stdout
     reports = [json.loads(path.read_bytes()) for path in (probe.attempt_dir(1) / "probe").glob("*-*.json")]
     assert len({report["host"] for report in reports}) == 1
@@ -125,16 +153,40 @@ def test_trainer_and_engines_share_a_node(slurm_lab: SlurmLab, taught_model: Pat
     assert sorted(seen["trainer"] + seen["engine"]) == list("01234567")
 
     shape = ("trainer.ranks=2", "engine.replicas=2", "engine.placement=shared_node")
-    length = (f"trainer.steps={STEPS}", "trainer.optimizer.schedule=constant", "evaluation.every_steps=0")
-    run = slurm_lab.submit("one", f"model.path={taught_model}", *length, *shape, recipe="quickstart", small=False)
+    run = slurm_lab.submit("one", f"model.path={taught_model}", *LENGTH, *shape, recipe="quickstart", small=False)
     wait_step(run, 2)
     (engine,) = (c for c in RunStatus.read(run).components if (c.role, c.replica) == ("engine", 1))
     os.kill(engine.pid, signal.SIGKILL)
-    status = slurm_lab.wait_state(run, ["COMPLETED", "FAILED", "LOST", "CANCELLED"], timeout_s=300)
-    assert status["state"] == "COMPLETED", slurm_lab.hpcrl("why", run.name).stdout
+    status = _has_learned(slurm_lab, run)
     assert len({node for c in status["components"] for node in c["nodes"]}) == 1
     assert {(c["role"], c["replica"]): c["restarts"] for c in status["components"]}["engine", 1] == 1
-    assert [record.step for record in read_metrics(run)] == list(range(1, STEPS + 1))
-    rewards = [event.data["reward"] for event in events(run, "evaluation")]
-    print(f"shared node: reward of held-out prompts {rewards}")
-    assert rewards[-1] >= rewards[0] + 0.1
+
+
+@pytest.mark.campaign
+def test_trainer_and_engine_take_turns_on_a_node(slurm_lab: SlurmLab) -> None:
+    """As two steps of one job, of one node; that such a run learns is shown by `tests/e2e/test_colocated.py`."""
+    few = ("rollouts.rollouts_per_step=8", "rollouts.group_size=4", "evaluation.every_steps=0", "evaluation.prompts=8")
+    run = slurm_lab.submit(
+        "turns",
+        f"model.path={slurm_lab.model}",
+        "trainer.steps=4",
+        "trainer.ranks=2",
+        *few,
+        recipe="quickstart_colocated",
+        small=False,
+    )
+    status = slurm_lab.wait_state(run, ENDS, timeout_s=300)
+    assert status["state"] == "COMPLETED", slurm_lab.hpcrl("why", run.name, "--events").stdout
+    places = {component["role"]: component["nodes"] for component in status["components"]}
+    assert len({node for nodes in places.values() for node in nodes}) == 1
+    assert places["engine"] == places["trainer"]
+    job = slurm_lab.client().jobs([job_id(run)])[job_id(run)]
+    assert len(job.nodes) == 1
+    records = read_metrics(run)
+    assert [record.step for record in records] == [1, 2, 3, 4]
+    assert all(record.phases_s["swap"] > 0 for record in records)
+    # the engine has what the trainer has: its steps share memory
+    assert max(record.mismatch_kl for record in records) < 1e-5
+    assert [event.data["version"] for event in events(run, "trainer.handed_over")] == [0, 1, 2, 3, 4]
+    assert not list(run.weights_dir.rglob("*.safetensors"))
+    slurm_lab.wait_empty()

@@ -12,10 +12,10 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
+from free_ports import free_blocks
 from patience import wait_for
 from store_testing import MISSING, REASON, RUN_ID, MasterRole, make_run_dir
 
-from hpcrl.ports import choose_blocks
 from hpcrl.runs.record import RunRecord
 from hpcrl.runs.rundir import RunDir
 from hpcrl.store.endpoints import StoreEndpoints, engine_settings
@@ -33,7 +33,7 @@ pytestmark = [
 @pytest.fixture
 def etcd(tmp_path: Path) -> Iterator[str]:
     """URL of an etcd of our own."""
-    port, peer = choose_blocks([1, 1], first=21000, last=29999, host="127.0.0.1")
+    port, peer = free_blocks([1, 1])
     url, peers = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{peer}"
     command = [ETCD, "--data-dir", tmp_path / "etcd", "--listen-client-urls", url, "--advertise-client-urls", url]
     command += ["--listen-peer-urls", peers, "--initial-advertise-peer-urls", peers]
@@ -70,7 +70,7 @@ def prove(endpoints: StoreEndpoints) -> None:
 
 
 def test_a_master_is_elected_and_elected_again(run: RunDir, etcd: str) -> None:
-    (port,) = choose_blocks([3], first=21000, last=29999, host="127.0.0.1")
+    (port,) = free_blocks([3])
     role = MasterRole(run, port, etcd=etcd)
     try:
         endpoints = role.wait_ready()

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from free_ports import free_blocks
 from store_testing import MISSING, REASON, RUN_ID, MasterRole, make_run_dir
 
 from hpcrl.errors import HpcrlError
-from hpcrl.ports import choose_blocks
 from hpcrl.runs.events import read_events
 from hpcrl.runs.record import RunRecord
 from hpcrl.runs.rundir import RunDir
@@ -36,7 +36,7 @@ with open(os.environ["MOONCAKE_CONFIG_PATH"]) as file:
 
 @pytest.fixture
 def port() -> int:
-    return choose_blocks([3], first=21000, last=29999, host="127.0.0.1")[0]
+    return free_blocks([3])[0]
 
 
 @pytest.fixture

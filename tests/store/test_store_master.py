@@ -11,11 +11,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from free_ports import free_blocks
 from patience import wait_for
 from store_testing import MISSING, REASON, RUN_ID, MasterRole, make_run_dir
 
 from hpcrl.errors import HpcrlError
-from hpcrl.ports import choose_blocks
 from hpcrl.runs.role import FailureRecord
 from hpcrl.runs.rundir import RunDir
 from hpcrl.store.admin import StoreAdmin
@@ -43,7 +43,7 @@ def run(tmp_path: Path) -> RunDir:
 
 @pytest.fixture
 def port() -> int:
-    return choose_blocks([3], first=21000, last=29999, host="127.0.0.1")[0]
+    return free_blocks([3])[0]
 
 
 @pytest.fixture

@@ -1,0 +1,40 @@
+"""docs/planning.md has the published figures that the bench has computed, and the shares that follow from them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+RESULTS = json.loads((ROOT / "bench/results/planner_published.json").read_text())
+#: without those that no plan can express
+CASES: list[dict[str, Any]] = [case for case in RESULTS["cases"] if case["predicted"] is not None]
+DOCS = (ROOT / "docs/planning.md").read_text()
+SUBJECTS = {
+    "all": "all",
+    "rl step": "whole steps",
+    "training": "training",
+    "serving": "engines",
+    "weights": "hand-offs",
+    "sizes": "sizes",
+}
+
+
+def row(case: dict[str, Any]) -> str:
+    numbers = f"{case['published']:,.4g} | {case['predicted']:,.4g} | {case['error']:+.0%}"
+    note = "fitted" if case["fitted"] else "not of a recipe" if case["cannot"] else ""
+    return f"| {case['what']} ({case['unit']}) | {numbers} | {note} |"
+
+
+def test_every_case_is_in_the_docs() -> None:
+    shown = [case for case in CASES if case["subject"] != "sizes"]
+    assert len(shown) > 50
+    assert [row(case) for case in shown if row(case) not in DOCS] == []
+
+
+def test_shares_are_those_of_the_cases() -> None:
+    for subject, name in SUBJECTS.items():
+        errors = [abs(case["error"]) for case in CASES if not case["fitted"] and subject in ("all", case["subject"])]
+        shares = [sum(error <= most for error in errors) / len(errors) for most in (0.1, 0.25, 0.5)]
+        assert f"| {name} | {len(errors)} | " + " | ".join(f"{share:.0%}" for share in shares) + " |" in DOCS
