@@ -5,7 +5,12 @@ that of the devices: weights and optimizer state of the trainer, weights and KV 
 counted as it is taken and given back. ``layer by layer`` is `hpcrl.trainer.publish.swap_sync`: seconds of a hand-over
 with the way of the trainer's tensors to the host, and of taking the devices back. ``naive`` gathers all weights on each
 rank, hands them over whole and loads them, while the trainer stays where it is. Both in turn in one run, the median of
-some. Writes ``bench/results/colocated.json``.
+some.
+
+Then both schedules, synchronous and one step behind, train the quickstart, one after the other: as it is, and with a
+long tail of late answers. Medians of steps, by part. The device is idle where neither computes: while it changes hands,
+and in the engine's turn while its batch is empty, which is looked at twenty times a second. Writes
+``bench/results/colocated.json``.
 
     python bench/colocated.py
 """
@@ -19,22 +24,29 @@ import socket
 import statistics
 import subprocess
 import sys
+import threading
 import time
+import urllib.request
 from pathlib import Path
 from typing import Any
 
 import torch
-from harness import ROOT, record, scratch
+from harness import ROOT, RunResult, record, run_recipe, scratch, warmup
 from torch import Tensor
 from vllm_lab import write_model
 
 from hpcrl.config.load import load_recipe
+from hpcrl.credentials import Credentials
+from hpcrl.errors import HpcrlError
 from hpcrl.modeling.arena import memory_of
 from hpcrl.modeling.blocks import is_sharded
 from hpcrl.modeling.hf import model_tensors
 from hpcrl.modeling.shared import view_of
 from hpcrl.modeling.spec import build_model
 from hpcrl.models.arch import Qwen3MoeArch, load_arch
+from hpcrl.runs.events import read_events
+from hpcrl.runs.role import Endpoints
+from hpcrl.runs.rundir import RunDir
 from hpcrl.trainer.parallel.mesh import Parallel, distributed
 from hpcrl.trainer.publish.colocated_engines import ColocatedEngines
 from hpcrl.trainer.publish.swap_sync import SwapSync
@@ -59,6 +71,14 @@ RANKS = 2
 KV_BYTES = 64 << 20
 START_S = 120.0
 MIB = 1 << 20
+SCHEDULES = {"synchronous": 0, "one step behind": 1}
+RECIPE = "recipes/quickstart_colocated.yaml"
+LATE = "{median_s: 0.3, tail_share: 0.1, tail_factor: 10}"
+WORKLOADS: dict[str, tuple[str, ...]] = {
+    "as it is": (),
+    "a long tail": tuple(f"environments.{i}.latency={LATE}" for i in range(2)),
+}
+LOOK_S = 0.05
 
 
 def train_without_batch(policy: TrainerPolicy) -> None:
@@ -158,17 +178,8 @@ def hand_over() -> dict[str, Any]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "hpcrl.inference.embedded.server", "--model", directory / "model", "--colocated"]
-    sizes = [
-        "--port",
-        str(port),
-        "--dtype",
-        "float32",
-        "--kv-cache-memory-bytes",
-        str(KV_BYTES),
-        "--max-num-seqs",
-        "16",
-    ]
-    engine = subprocess.Popen([*map(str, command), *sizes], cwd=ROOT, stderr=subprocess.DEVNULL)
+    command += f"--port {port} --dtype float32 --kv-cache-memory-bytes {KV_BYTES} --max-num-seqs 16".split()
+    engine = subprocess.Popen([*map(str, command)], cwd=ROOT, stderr=subprocess.DEVNULL)
     try:
         launch = ["-m", "hpcrl.trainer.launcher", "--ranks", str(RANKS), "colocated"]
         own = ["--ranks", str(directory), f"http://127.0.0.1:{port}"]
@@ -181,10 +192,98 @@ def hand_over() -> dict[str, Any]:
     return found
 
 
+class BatchWatch(threading.Thread):
+    """How many sequences are in the batch of a run's engine, by the time at which it was asked."""
+
+    def __init__(self, run: RunDir) -> None:
+        super().__init__(daemon=True)
+        self._run, self._ended = run, threading.Event()
+        self.seen: list[tuple[float, float]] = []
+
+    def run(self) -> None:
+        """Look until `end`; what cannot be asked yet, or any more, is not seen."""
+        while not self._ended.wait(LOOK_S):
+            try:
+                (member,) = Endpoints.read(self._run, 1).fixed("engine")
+                headers = Credentials.of_run(self._run.path, 1).headers
+                request = urllib.request.Request(f"{member.url}/metrics", headers=headers)
+                with urllib.request.urlopen(request, timeout=2) as answer:
+                    lines = answer.read().decode().splitlines()
+            except (OSError, ValueError, HpcrlError):
+                continue
+            running = [line for line in lines if line.startswith("vllm:num_requests_running")]
+            self.seen.append((time.time(), float(running[0].rpartition(" ")[2])))
+
+    def end(self) -> None:
+        """Stop looking."""
+        self._ended.set()
+        self.join()
+
+    def idle_share(self, turns: list[tuple[float, float]]) -> float:
+        """Of all looks in these stretches of time, those that saw no sequence."""
+        seen = [running for at, running in self.seen if any(begin <= at < end for begin, end in turns)]
+        return sum(running == 0 for running in seen) / len(seen)
+
+
+def steps_of(result: RunResult, watch: BatchWatch, skip: int) -> dict[str, float]:
+    """Medians of all steps but the first ``skip`` and the last, which saves a checkpoint, and shares of their time."""
+    handed = {e.data["version"]: e.data["seconds"] for e in read_events(result.run, kind="trainer.handed_over")}
+    rows, turns = [], []
+    steps = result.steps[skip:-1]
+    for step in steps:
+        phases, total = step.phases_s, sum(step.phases_s.values())
+        parts = {
+            "generate_s": phases["wait_batch"],
+            "take_back_s": phases["swap"] - handed[step.step],
+            "train_s": phases["forward_backward"] + phases["optimizer"],
+            "hand_over_s": handed[step.step],
+        }
+        rows.append({"step_s": total, **parts, "rest_s": total - sum(parts.values())})
+        turns.append((step.time_s - total, step.time_s - total + phases["wait_batch"]))
+    sums = {name: sum(row[name] for row in rows) for name in rows[0]}
+    empty = watch.idle_share(turns)
+    computing_s = (1 - empty) * sums["generate_s"] + sums["train_s"]
+    figures = {
+        **{name: statistics.median(row[name] for row in rows) for name in sums},
+        "swap_share": (sums["take_back_s"] + sums["hand_over_s"]) / sums["step_s"],
+        "empty_share_of_generate": empty,
+        "idle_share": 1 - computing_s / sums["step_s"],
+        "sampled_tokens_per_s": sum(step.sampled_tokens for step in steps) / sums["step_s"],
+        "staleness_mean": statistics.mean(step.staleness_mean for step in steps),
+        "staleness_max": max(step.staleness_max for step in steps),
+    }
+    return {name: round(value, 4) for name, value in figures.items()}
+
+
+def schedules(steps: int, skip: int, model: Path | None) -> dict[str, dict[str, dict[str, float]]]:
+    """The second part: figures by workload and schedule."""
+    directory = scratch("schedules")
+    if model is None:
+        warmup(RECIPE, model := directory / "model")
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for number, (workload, settings) in enumerate(WORKLOADS.items()):
+        for schedule, bound in SCHEDULES.items():
+            name = f"run-{number}-{bound}"
+            watch = BatchWatch(RunDir(directory / name))
+            watch.start()
+            own = (f"model.path={model}", f"trainer.steps={steps}", f"rollouts.max_off_policy_steps={bound}")
+            none = ("evaluation.every_steps=0", "evaluation.prompts=8", "checkpoint.every_steps=0")
+            result = run_recipe(RECIPE, directory, name, *own, *none, *settings)
+            watch.end()
+            found.setdefault(workload, {})[schedule] = steps_of(result, watch, skip)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", nargs=2, metavar=("DIRECTORY", "URL"), help=argparse.SUPPRESS)
+    parser.add_argument("--steps", type=int, default=24, help="of each run")
+    parser.add_argument("--skip", type=int, default=4, help="first steps that are not measured")
+    parser.add_argument("--model", type=Path, help="start model of the quickstart; by default one is made")
+    parser.add_argument("--output", type=Path, help="where to write, if not bench/results/colocated.json")
     given = parser.parse_args()
+    if given.steps < given.skip + 2:
+        parser.error(f"--steps {given.steps} leaves nothing behind the first {given.skip} and before the last")
     if given.ranks:
         ranks(Path(given.ranks[0]), given.ranks[1])
         return
@@ -192,7 +291,16 @@ def main() -> None:
     print(f"weights {result['weights_mib']:.0f} MiB, trainer {result['trainer_mib']:.0f} MiB on {RANKS} ranks")
     for way, row in result["ways"].items():
         print(f"{way:16}" + "".join(f"  {name} {value:.2f}" for name, value in row.items()))
-    record("colocated", result)
+    result["schedules"] = schedules(given.steps, given.skip, given.model)
+    print("| answers | schedule | a step | generate | train | hand over, take back | nothing to compute | staleness |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    for workload, by_schedule in result["schedules"].items():
+        for schedule, row in by_schedule.items():
+            seconds = " | ".join(f"{row[f'{part}_s']:.2f} s" for part in ("step", "generate", "train"))
+            swap, late = f"{row['hand_over_s']:.2f}, {row['take_back_s']:.2f} s", f"{row['staleness_mean']:.1f}"
+            late += f", at most {row['staleness_max']:.0f}"
+            print(f"| {workload} | {schedule} | {seconds} | {swap} | {row['idle_share']:.0%} | {late} |")
+    record("colocated", result, given.output)
 
 
 if __name__ == "__main__":

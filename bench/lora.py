@@ -62,7 +62,8 @@ def versions(tool: Tool, parallel: Parallel, model_dir: Path, root: Path) -> dic
     publisher = Publisher(store, parallel, **settings)
     if lora is not None:
         publisher = AdapterPublisher(store, parallel, lora=lora, **settings)
-    updater = WeightUpdater(build_model(ARCH, device="cpu"), ReaderConfig(root, None, ReaderSettings()))
+    served = build_model(ARCH, device="cpu")
+    updater = WeightUpdater(served, ReaderConfig(root, None, ReaderSettings()))
     updater.init()
 
     def publish(version: int) -> None:
@@ -72,8 +73,12 @@ def versions(tool: Tool, parallel: Parallel, model_dir: Path, root: Path) -> dic
     def load(version: int) -> None:
         updater.start()
         updater.update({"path": str(store.path_of(version))})
-        old = updater.take()
-        assert old is not None
+        nonlocal served
+        new, old = updater.take(), served
+        assert new is not None
+        # the engine reads the next version into the model that it served before
+        served = new
+        updater.give_back(old)
 
     publish(0)
     load(0)
