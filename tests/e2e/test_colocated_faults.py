@@ -8,11 +8,12 @@ import time
 
 import psutil
 import pytest
-from lab import SLOW_RUN, Lab, processes, rank_number, steps, wait_step
+from lab import SLOW_RUN, Lab, events, processes, rank_number, steps, wait_step
 from patience import wait_for
 
 from hpcrl.runs.progress import RoleProgress, progress_path
 from hpcrl.runs.rundir import RunDir
+from hpcrl.supervisor.policy.attempts import may_retry
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.campaign, pytest.mark.timeout(900)]
 
@@ -53,6 +54,18 @@ def wait_turn(run: RunDir, turn: str) -> None:
     raise TimeoutError(f"no {turn} in 120 s")
 
 
+def has_saved(run: RunDir) -> bool:
+    """Whether the newest attempt has made a joint checkpoint."""
+    return may_retry(run, run.plan(), began_at=events(run, "attempt.started")[-1].data["checkpoint_step"])
+
+
+def goes_on(run: RunDir, lab: Lab, attempt: int) -> bool:
+    """Whether another attempt has followed this one; a run that has ended instead says why."""
+    followed = run.attempts()[-1] > attempt
+    assert followed or lab.state(run).upper() != "FAILED", lab.hpcrl("why", run.name, check=False).stdout
+    return followed
+
+
 def test_a_process_is_lost_in_each_turn_and_nothing_with_it(turn_run: RunDir, lab: Lab) -> None:
     run = turn_run
     shown = wait_for(lambda: lab.hpcrl("status", run.name).stdout, 60, "a status")
@@ -70,9 +83,11 @@ def test_a_process_is_lost_in_each_turn_and_nothing_with_it(turn_run: RunDir, la
                 and p.environ()["HPCRL_ATTEMPT"] == str(attempt)
                 and "hpcrl.supervisor" not in " ".join(p.cmdline())
             ][-1:]
+        # an attempt that has saved nothing is not made again, and saves may take longer than some steps
+        wait_for(lambda: has_saved(run), 120, f"checkpoint of attempt {attempt}")
         wait_turn(run, turn)
         os.kill(rank.pid, signal.SIGKILL)
-        wait_for(lambda was=attempt: run.attempts()[-1] > was, 120, f"another attempt after {victim} in {turn}")
+        wait_for(lambda was=attempt: goes_on(run, lab, was), 120, f"another attempt after {victim} in {turn}")
         wait_step(run, before + 3)
     records = steps(run)
     assert list(records) == list(range(1, max(records) + 1))
