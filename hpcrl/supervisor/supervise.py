@@ -15,6 +15,7 @@ from hpcrl.errors import HpcrlError, RunDirError, RunFailedError
 from hpcrl.log_thread import log_in_thread
 from hpcrl.ours import umask_of
 from hpcrl.passing import patiently
+from hpcrl.ports import HeldPorts
 from hpcrl.runs.cause import Cause, CauseKind
 from hpcrl.runs.events import EventWriter, read_events
 from hpcrl.runs.exclusions import read_exclusions
@@ -83,9 +84,9 @@ async def _attempts(
     run: RunDir, plan: Plan, run_id: str, submission: int, *, inside: bool
 ) -> tuple[RunState, Cause | None]:
     """One attempt after the other, as long as the job is ours."""
-    started = time.monotonic()
+    started, held = time.monotonic(), HeldPorts()
     while True:
-        supervisor = _supervisor(run, plan, run_id, submission, started, inside=inside)
+        supervisor = _supervisor(run, plan, run_id, submission, started, held=held, inside=inside)
         end = await supervisor.run()
         if end[0] is RunState.REQUEUED:
             # before the loop is closed: that waits for threads, which Slurm or the filesystem may keep
@@ -94,10 +95,12 @@ async def _attempts(
             return end
 
 
-def _supervisor(run: RunDir, plan: Plan, run_id: str, submission: int, started: float, *, inside: bool) -> Supervisor:
+def _supervisor(
+    run: RunDir, plan: Plan, run_id: str, submission: int, started: float, *, held: HeldPorts, inside: bool
+) -> Supervisor:
     if plan.layout.kind == "local":
-        return Supervisor(run, run_id=run_id, plan=plan, launcher=LocalLauncher(), started=started)
-    steps = StepLauncher(run.cluster(), inside=inside)
+        return Supervisor(run, run_id=run_id, plan=plan, launcher=LocalLauncher(held), started=started)
+    steps = StepLauncher(run.cluster(), inside=inside, held=held)
     elastic = None
     if plan.layout.kind == "elastic":
         jobs = ReplicaJobs(run, plan=plan, client=SlurmClient(), number=submission)

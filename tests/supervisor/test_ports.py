@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 
 import pytest
 
 from hpcrl.errors import HpcrlError
-from hpcrl.ports import choose_blocks, choose_ports, is_free
+from hpcrl.ports import HeldPorts, choose_blocks, choose_ports, is_free
 
 HOST = "127.0.0.1"
 
@@ -72,3 +74,41 @@ def test_a_range_without_neighbours_is_a_clear_error() -> None:
     with pytest.raises(HpcrlError, match="no 3 neighbouring free ports") as caught:
         choose_blocks([3], first=23000, last=23006, host=HOST, taken=[23002, 23005])
     assert "hint" in str(caught.value)
+
+
+HOLDER = """
+from hpcrl.ports import HeldPorts, choose_blocks
+held = HeldPorts()
+print(*choose_blocks([20, 3], first=24000, last=24999, host="127.0.0.1", start=24500, held=held), flush=True)
+input()
+"""
+
+
+def test_what_a_run_chose_is_not_chosen_by_another_until_its_process_ends() -> None:
+    """Nobody listens yet, and both begin at the same port."""
+    held = HeldPorts()
+
+    def choose() -> list[int]:
+        return choose_blocks([20, 3], first=24000, last=24999, host=HOST, start=24500, held=held)
+
+    with subprocess.Popen([sys.executable, "-c", HOLDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        theirs = [int(word) for word in other.stdout.readline().split()]
+        ours = choose()
+        other.kill()
+    spans = [
+        {port + i for port, size in zip(blocks, [20, 3], strict=True) for i in range(size)} for blocks in (ours, theirs)
+    ]
+    assert not spans[0] & spans[1]
+    # our own attempt before does not stand in the way, nor does a process that is gone
+    assert choose() == theirs
+    held.release()
+
+
+def test_released_ports_can_be_chosen() -> None:
+    first, second = HeldPorts(), HeldPorts()
+    assert first.hold(24100)
+    assert not second.hold(24100)
+    first.release()
+    assert second.hold(24100)
+    second.release()

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 from hpcrl.config.plan import Plan, Role, RoleGroup
 from hpcrl.interfaces import http_url
-from hpcrl.ports import choose_blocks
+from hpcrl.ports import HeldPorts, choose_blocks
 from hpcrl.runs.cause import CauseKind
 from hpcrl.runs.clocks import Clocks
 from hpcrl.runs.rundir import RunDir
@@ -112,12 +112,17 @@ class LocalLauncher:
     in_step = False
     clocks = Clocks()
 
+    def __init__(self, held: HeldPorts | None = None) -> None:
+        """Prepare; ``held`` holds the ports of the run, over all of its attempts."""
+        self._held = held or HeldPorts()
+
     def place(self, plan: Plan) -> dict[tuple[Role, int], Address]:
         """See `Launcher.place`."""
+        self._held.release()  # those of the attempt before
         replicas = [(group, replica) for group in plan.groups for replica in range(group.replicas)]
         # nodes of a replica are all this machine: each has ports of its own
         sizes = [group.ports * group.nodes for group, _ in replicas]
-        ports = choose_blocks(sizes, first=plan.first_port, last=plan.last_port, host=self.host)
+        ports = choose_blocks(sizes, first=plan.first_port, last=plan.last_port, host=self.host, held=self._held)
         return {
             (group.role, replica): Address.of(group, [self.host], port, interfaces=[self.interface])
             for (group, replica), port in zip(replicas, ports, strict=True)

@@ -21,7 +21,7 @@ from hpcrl import procfs
 from hpcrl.config.cluster import ClusterProfile, SlurmCluster
 from hpcrl.config.plan import Plan, Role, RoleGroup
 from hpcrl.errors import HpcrlError
-from hpcrl.ports import choose_blocks
+from hpcrl.ports import HeldPorts, choose_blocks
 from hpcrl.runs.cause import CauseKind
 from hpcrl.runs.clocks import Clocks
 from hpcrl.runs.rundir import RunDir
@@ -67,6 +67,8 @@ class StepLauncher:
         Asked for the addresses of nodes.
     inside:
         The job was there before, and may have more nodes than the plan.
+    held:
+        Who holds the ports of the run on this machine, over all of its attempts.
 
     Attributes
     ----------
@@ -83,6 +85,7 @@ class StepLauncher:
         environ: Mapping[str, str] | None = None,
         client: SlurmClient | None = None,
         inside: bool = False,
+        held: HeldPorts | None = None,
     ) -> None:
         assert isinstance(cluster, SlurmCluster)
         self._cluster = cluster
@@ -95,13 +98,15 @@ class StepLauncher:
         self._reached: dict[str, str] = {}
         self._start_timeout_s = cluster.limits.start_timeout_s
         self._ports: set[int] = set()
+        self._held = held or HeldPorts()
         self.clocks = Clocks()
 
     def place(self, plan: Plan) -> dict[tuple[Role, int], Address]:
         """See `hpcrl.supervisor.launch.launcher.Launcher.place`.
 
         Ports are different over all replicas, and free here: on other nodes we cannot try. Nodes belong to the run
-        alone, so that what listens there is the site's, and outside of the profile's range.
+        alone, so that what listens there is the site's, and outside of the profile's range. Nodes of a virtual cluster
+        are one machine: its runs see what others hold.
         """
         self._plan = plan
         self._allocations = allocations_from_env(plan, self._environ, spare=self._inside)
@@ -110,7 +115,8 @@ class StepLauncher:
         here = [group for group in plan.groups if not plan.own_jobs(group)]
         replicas = [(group, replica) for group in here for replica in range(group.replicas)]
         sizes = [group.ports for group, _ in replicas]
-        ports = choose_blocks(sizes, first=plan.first_port, last=plan.last_port, host=_ANY_ADDRESS)
+        self._held.release()  # those of the attempt before
+        ports = self._choose(sizes)
         placed = {}
         for (group, replica), port in zip(replicas, ports, strict=True):
             job, places = plan.place(group, replica)
@@ -125,15 +131,19 @@ class StepLauncher:
         assert self._plan is not None, "place comes first"
         job, _ = self._plan.place(group, replica)
         self._allocations[group.component, job] = allocation
-        first, last = self._plan.first_port, self._plan.last_port
         try:
-            (port,) = choose_blocks([group.ports], first=first, last=last, host=_ANY_ADDRESS, taken=self._ports)
+            (port,) = self._choose([group.ports], taken=self._ports)
         except HpcrlError:  # replicas that left keep theirs: on other nodes the same ports do no harm
-            (port,) = choose_blocks([group.ports], first=first, last=last, host=_ANY_ADDRESS)
+            (port,) = self._choose([group.ports])
         self._ports.update(range(port, port + group.ports))
         addresses = self._survey({(group.component, job): allocation})
         reached, interfaces = zip(*(addresses[host] for host in allocation.hosts), strict=True)
         return Address.of(group, reached, port, nodes=allocation.hosts, interfaces=interfaces)
+
+    def _choose(self, sizes: Sequence[int], *, taken: Collection[int] = ()) -> list[int]:
+        assert self._plan is not None
+        first, last = self._plan.first_port, self._plan.last_port
+        return choose_blocks(sizes, first=first, last=last, host=_ANY_ADDRESS, taken=taken, held=self._held)
 
     def clear_job(self, allocation: Allocation) -> None:
         """See `hpcrl.supervisor.elastic.needs.PlacesReplicas`: guards end their roles at SIGTERM, the holder stays."""
