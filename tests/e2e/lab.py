@@ -15,6 +15,7 @@ import psutil
 import pytest
 from patience import patience, wait_for
 
+from hpcrl.checkpoints import CheckpointLedger
 from hpcrl.runs.events import Event, read_events
 from hpcrl.runs.metrics import StepRecord, read_metrics
 from hpcrl.runs.observe import observe
@@ -107,7 +108,8 @@ class SharedRun:
         self._count = 0
 
     def taken(self, request: pytest.FixtureRequest) -> Iterator[RunDir]:
-        """The run with some steps of its newest attempt, for the fixture of a test; it leaves it so, or ends it."""
+        """The run with some steps of its newest attempt and a checkpoint, for the fixture of a test; it leaves it so,
+        or ends it."""
         failed = request.session.testsfailed
         yield self._take()
         if request.session.testsfailed > failed:
@@ -128,12 +130,18 @@ class SharedRun:
         wait_for(lambda: self.lab.state(run).upper() == "RUNNING", 120, "a run that runs")
         attempt = run.attempts()[-1]
         wait_for(lambda: len([r for r in read_metrics(run) if r.attempt == attempt]) >= 4, 120, "four steps")
+        wait_saved(run)
         return run
 
 
 def wait_step(run: RunDir, step: int, timeout_s: float = 120.0) -> None:
     """Wait until a step was recorded."""
     wait_for(lambda: [r for r in read_metrics(run) if r.step >= step], timeout_s, f"step {step}")
+
+
+def wait_saved(run: RunDir) -> None:
+    """Wait until there is a checkpoint to go on from: a save may take longer than some steps."""
+    wait_for(lambda: CheckpointLedger(run.checkpoints_dir).newest_verified().entry, 120, "a checkpoint")
 
 
 def processes(run: RunDir) -> list[psutil.Process]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from lab import SMALL_RUN, Lab, events, processes, steps, wait_step
+from lab import SMALL_RUN, Lab, events, processes, steps, wait_saved, wait_step
 from patience import wait_for
 from test_run_faults import processes_of_tree
 
@@ -76,6 +76,7 @@ def test_killed_and_resumed_on_other_numbers_of_ranks(lab: Lab, whole: dict[int,
         # the save of the step before the last one may be under way
         last = random.randint(first, first + 1)
         wait_step(run, last)
+        wait_saved(run)
         kill_all(run)
         assert lab.wait_end(run, 20.0).upper() == "LOST"
         saved = CheckpointLedger(run.checkpoints_dir).newest_verified()
@@ -120,6 +121,7 @@ def test_finished_rollouts_survive_and_none_is_used_twice(lab: Lab) -> None:
         "rollouts.max_in_flight=64",
     )
     wait_step(run, random.randint(3, 5))
+    wait_saved(run)
     kill_all(run)
     lab.wait_end(run, 20.0)
     entry = CheckpointLedger(run.checkpoints_dir).newest_verified().entry
