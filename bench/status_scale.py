@@ -66,7 +66,7 @@ def measure(command: list[str], env: dict[str, str], notes: Path) -> tuple[float
 def make_local_runs(root: Path, count: int, steps: int) -> None:
     """Runs that have ended, as their processes would have left them; all have the measurements of the first."""
     recipe, cluster = load_recipe("quickstart").value, load_cluster("local").value
-    first = create_run(recipe, cluster, make_plan(recipe, cluster, "run-0000", root / "run-0000"))
+    first = create_run(recipe, cluster, make_plan(recipe, cluster, "run-0000", root / "run-0000")).run
     attempt = first.start_attempt()
     numbers = dict.fromkeys((f.name for f in msgspec.structs.fields(StepRecord) if f.type is float), 0.5)
     tables = {f.name: {"words": 0.5} for f in msgspec.structs.fields(StepRecord) if f.type == dict[str, float]}

@@ -60,6 +60,7 @@ def resume(
 
     from hpcrl.cli.slurm import reach_slurm_of, reachable_slurm
     from hpcrl.errors import RunDirError, UsageError
+    from hpcrl.runs.contents import RunContents
     from hpcrl.runs.record import user_name
     from hpcrl.runs.start.claim import claimed
     from hpcrl.runs.start.resume import Begin, request_restart
@@ -86,11 +87,12 @@ def resume(
             _try_environments(found, change)
             if change is not None:
                 change.write(found)
-            keep_snapshot(found, take_snapshot(found, found.recipe(), found.plan()))
+            contents = RunContents.read(found)
+            keep_snapshot(found, take_snapshot(found, found.recipe(), contents.plan))
             request_restart(found, begin)
             if swept := end_leftovers(found):
                 typer.echo(f"ended {swept} processes that an earlier attempt had left behind", err=True)
-            submit_attempt(found, in_job=allocation)
+            submit_attempt(contents, in_job=allocation)
     except RunDirError as error:
         if not overrides:
             raise

@@ -113,11 +113,11 @@ def submit(
     if source is not None:
         typer.echo(f"taking the weights of {source.origin}", err=True)
         provenance["model.path"] = f"--from {from_run}"
-    run = create_run(resolved, profile, plan, provenance=provenance, source=source)
-    submit_new(run, in_job=allocation)
+    made = create_run(resolved, profile, plan, provenance=provenance, source=source)
+    submit_new(made, in_job=allocation)
     where = "" if allocation is None else f", inside of job {allocation.job_id}"
-    typer.echo(f"submitted {run_name} in {run.path}{where}", err=True)
-    follow_or_tell(run, follow)
+    typer.echo(f"submitted {run_name} in {made.run.path}{where}", err=True)
+    follow_or_tell(made.run, follow)
 
 
 def _name_unread_variables(plan: Plan, *, in_job: bool) -> None:

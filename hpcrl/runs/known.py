@@ -41,9 +41,15 @@ def state_directory() -> Path | None:
     return base / "hpcrl"
 
 
-def remember(run: RunDir) -> bool:
-    """Enter a run of our own; returns whether the registry knows it now. A home that refuses it is no error."""
-    run_id = own_run_id(run)
+def remember(run: RunDir, run_id: str | None = None) -> bool:
+    """Enter a run of our own; returns whether the registry knows it now. A home that refuses it is no error.
+
+    Parameters
+    ----------
+    run_id:
+        Its id, where the caller knows it; by default it is read.
+    """
+    run_id = run_id or own_run_id(run)
     directory = _links()
     if run_id is None or directory is None:
         return False

@@ -10,6 +10,7 @@ from hpcrl.config.plan import Plan
 from hpcrl.errors import HpcrlError, RunDirError
 from hpcrl.fs import atomic_write
 from hpcrl.passing import patiently
+from hpcrl.runs.contents import RunContents
 from hpcrl.runs.observe import RunView, observe
 from hpcrl.runs.record import RunRecord, Submission, this_process
 from hpcrl.runs.registry import reference
@@ -34,17 +35,17 @@ _RECORD_S = 5.0
 _KILL_DEADLINE_S = 60.0
 
 
-def submit_jobs(run: RunDir) -> Submission:
+def submit_jobs(contents: RunContents) -> Submission:
     """Hand the next attempt of a run to Slurm, and write down which jobs it got.
 
     The main job comes first, then the record, then jobs of replicas (layout ``elastic``). If we die after the first,
     calling again finds it: a job is named by the run id and by the number of the submission. If we die later, the
     supervisor submits what is missing when it runs, and a cancel finds all of them.
     """
-    client = SlurmClient()
-    plan = with_measured_lead(run, run.plan())
-    submission = _submit_main(run, plan, client)
-    record = RunRecord.read(run).with_submission(submission)
+    client, run = SlurmClient(), contents.run
+    plan = with_measured_lead(run, contents.plan)
+    submission = _submit_main(contents._replace(plan=plan), client)
+    record = contents.record.with_submission(submission)
     write_submission(run, record)
     if plan.layout.kind == "elastic":
         replicas = ReplicaJobs(run, plan=plan, client=client, number=len(record.submissions))
@@ -74,8 +75,8 @@ def write_submission(run: RunDir, record: RunRecord) -> None:
         ) from error
 
 
-def _submit_main(run: RunDir, plan: Plan, client: SlurmClient) -> Submission:
-    cluster, record = run.cluster(), RunRecord.read(run)
+def _submit_main(contents: RunContents, client: SlurmClient) -> Submission:
+    run, cluster, plan, record = contents
     assert isinstance(cluster, SlurmCluster)
     number = len(record.submissions) + 1
     excluded = nodes_to_exclude(run, plan, client)

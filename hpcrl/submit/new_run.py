@@ -6,8 +6,9 @@ import os
 import shutil
 import uuid
 
+from hpcrl.runs.contents import RunContents
 from hpcrl.runs.known import forget
-from hpcrl.runs.record import RunRecord, Submission
+from hpcrl.runs.record import Submission
 from hpcrl.runs.registry import reference
 from hpcrl.runs.rundir import RunDir
 from hpcrl.slurm.client import SlurmClient
@@ -25,7 +26,7 @@ from hpcrl.submit.submission import submit_attempt
 __all__ = ["submit_new"]
 
 
-def submit_new(run: RunDir, *, in_job: InJob | None = None) -> Submission:
+def submit_new(contents: RunContents, *, in_job: InJob | None = None) -> Submission:
     """As `hpcrl.submit.submission.submit_attempt`, for a run that nobody has submitted yet.
 
     Raises
@@ -36,23 +37,24 @@ def submit_new(run: RunDir, *, in_job: InJob | None = None) -> Submission:
         of it: then the run is kept, and the message says how to go on.
     """
     try:
-        return submit_attempt(run, in_job=in_job)
+        return submit_attempt(contents, in_job=in_job)
     except SlurmError as error:
         unclear = isinstance(error, SubmitUnclearError | SlurmAnswerError)
-        if not unclear and _withdraw(run):
+        if not unclear and _withdraw(contents):
             raise
-        kept = type(error)(_how_to_go_on(run, error))
+        kept = type(error)(_how_to_go_on(contents.run, error))
         raise kept from error
 
 
-def _withdraw(run: RunDir) -> bool:
+def _withdraw(contents: RunContents) -> bool:
     """Cancel what Slurm has of a run, and remove it; returns whether that could be done."""
     try:
-        cancel_all(SlurmClient(), RunRecord.read(run).run_id)
+        cancel_all(SlurmClient(), contents.record.run_id)
     except (SlurmMissingError, NoClusterError):
         pass  # where there are no commands, nothing was submitted
     except SlurmError:
         return False
+    run = contents.run
     forget(run)
     # the name is free at once, whatever takes its time to be removed
     doomed = run.path.with_name(f".removed-{run.name}-{uuid.uuid4().hex}")

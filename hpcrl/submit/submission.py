@@ -18,6 +18,7 @@ from hpcrl.errors import RunDirError
 from hpcrl.fs import StagedDirectory, atomic_write
 from hpcrl.marks import KIND_VARIABLE, RUN_ID_VARIABLE
 from hpcrl.ours import CLOSED_UMASK, files_as, umask_of
+from hpcrl.runs.contents import RunContents
 from hpcrl.runs.known import remember
 from hpcrl.runs.observe import RunView, observe
 from hpcrl.runs.record import RunRecord, Submission, this_process
@@ -67,7 +68,7 @@ def create_run(
     *,
     provenance: Mapping[str, str] | None = None,
     source: Source | None = None,
-) -> RunDir:
+) -> RunContents:
     """Make the directory of a new run: complete at once, or not at all. Starts nothing.
 
     Parameters
@@ -98,7 +99,8 @@ def create_run(
         run.write_configuration(recipe, cluster, plan)
         ensure_token(run.path)
         origin = None if source is None else source.origin
-        RunRecord.new(run, name=plan.run, provenance=provenance or {}, origin=origin).write(run)
+        record = RunRecord.new(run, name=plan.run, provenance=provenance or {}, origin=origin)
+        record.write(run)
         if source is not None:
             make_start_model(source, run.path / START_MODEL)
         keep_snapshot(run, take_snapshot(run, recipe, plan))
@@ -109,8 +111,8 @@ def create_run(
         os.umask(previous)
         stage.discard()
     run = RunDir(target)
-    remember(run)
-    return run
+    remember(run, record.run_id)
+    return RunContents(run, cluster, plan, record)
 
 
 def _occupied(target: Path) -> str:
@@ -130,7 +132,7 @@ def _occupied(target: Path) -> str:
     return f"the run {run.name} exists ({view.state}) in {target}\n" + "\n".join(f"    hint: {way}" for way in ways)
 
 
-def submit_attempt(run: RunDir, *, in_job: InJob | None = None) -> Submission:
+def submit_attempt(contents: RunContents, *, in_job: InJob | None = None) -> Submission:
     """Hand the next attempt of a run to submitit, and write down whom it was handed to (under Slurm: `submit_jobs`).
 
     Inside of an allocation that is there (`hpcrl.slurm.in_job.find_allocation`), the supervisor is a process of this
@@ -139,21 +141,21 @@ def submit_attempt(run: RunDir, *, in_job: InJob | None = None) -> Submission:
     If we die between the two, the supervisor still runs and says so in ``status.json``; a second hand-over is
     refused by `prepare_resume` and by the second supervisor itself.
     """
-    with files_as(run.path):  # submitit's files, and those of its controller and of the job
-        keep_start_reserve(run)
-        return _submit_attempt(run, in_job)
+    with files_as(contents.run.path):  # submitit's files, and those of its controller and of the job
+        keep_start_reserve(contents.run)
+        return _submit_attempt(contents, in_job)
 
 
-def _submit_attempt(run: RunDir, in_job: InJob | None) -> Submission:
-    plan, record = run.plan(), RunRecord.read(run)
+def _submit_attempt(contents: RunContents, in_job: InJob | None) -> Submission:
+    run, cluster, plan, record = contents
     command = None
     if in_job is not None:
-        script, cluster = run.path / _IN_JOB_SCRIPT, run.cluster()
+        script = run.path / _IN_JOB_SCRIPT
         assert isinstance(cluster, SlurmCluster)
         atomic_write(script, in_job_script(plan, cluster, run_id=record.run_id, run_dir=run.path).encode())
         command = ["/bin/bash", str(script)]
     elif plan.layout.kind != "local":
-        return submit_jobs(run)
+        return submit_jobs(contents)
     executor = DetachedLocalExecutor(
         run.path / JOB_FOLDER,
         time_limit_s=plan.time_limit_s,

@@ -43,7 +43,7 @@ def test_a_wrong_override_is_refused(recipe_path: Path) -> None:
 def test_a_run_that_was_planned_before_there_were_tokens_is_planned_anew(tmp_path: Path) -> None:
     """Its vLLM engines would answer everybody."""
     recipe, cluster = load_recipe("quickstart_vllm").value, load_cluster("local").value
-    run = create_run(recipe, cluster, make_plan(recipe, cluster, "old", tmp_path / "old"))
+    run = create_run(recipe, cluster, make_plan(recipe, cluster, "old", tmp_path / "old")).run
     assert _renewal(run) is None
     (run.path / TOKEN_FILE).unlink()
     run.plan_path.write_text(run.plan_path.read_text().replace('"--middleware"', '"--seed"'))

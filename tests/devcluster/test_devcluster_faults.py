@@ -167,7 +167,7 @@ def test_replicas_wait_for_a_trainer_that_was_requeued(client: SlurmClient, tmp_
     """A replica without nodes does not take those that the trainer has just given back, and waits for."""
     recipe, site = load_both("quickstart", "devcluster", ["job.layout=elastic", "engine.replicas=2"], environ={})
     plan = make_plan(recipe.value, site.value, "mine", tmp_path / "runs/mine")
-    run = create_run(recipe.value, site.value, plan)
+    run = create_run(recipe.value, site.value, plan).run
     script = tmp_path / "sleep.sh"
     # as a supervisor, which asks for the requeue and tells Slurm about the replicas before it ends
     script.write_text("#!/bin/bash\ntrap 'sleep 5; exit' TERM\nsleep 1000 &\nwait\n")

@@ -92,7 +92,7 @@ def _make(runs_root: Path) -> RunDir:
         last_port=20009,
         time_limit_s=3600.0,
     )
-    return create_run(recipe, cluster, plan)
+    return create_run(recipe, cluster, plan).run
 
 
 def judge(root: Path, cut: Cut, other: Path) -> Iterator[str]:

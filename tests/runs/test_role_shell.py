@@ -152,7 +152,7 @@ def test_in_an_elastic_run_a_role_is_entered_in_the_job_that_has_its_nodes(
 ) -> None:
     """Engines have jobs of their own; of the others Slurm is asked which nodes the first job has."""
     recipe, site = load_both("quickstart", "devcluster", ["job.layout=elastic", "engine.replicas=2"], environ={})
-    run = create_run(recipe.value, site.value, make_plan(recipe.value, site.value, "mine", tmp_path / "runs/mine"))
+    run = create_run(recipe.value, site.value, make_plan(recipe.value, site.value, "mine", tmp_path / "runs/mine")).run
     record = RunRecord.read(run)
     submission = Submission(submitted_at_s=time.time(), executor="slurm", job_id="7", folder="/f", after_attempt=0)
     record.with_submission(submission).write(run)

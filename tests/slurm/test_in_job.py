@@ -174,7 +174,7 @@ def test_the_script_cleans_the_shell_and_keeps_what_submitit_needs(tmp_path: Pat
 @pytest.mark.parametrize(("in_job", "says"), [("7", "that of job 7, the allocation"), ("", "job.time_limit_h")])
 def test_why_names_whose_limit_it_was(in_job: str, says: str, tmp_path: Path) -> None:
     recipe, site = load_both("quickstart", "devcluster", ["job.layout=single"], environ={})
-    run = create_run(recipe.value, site.value, make_plan(recipe.value, site.value, "r", tmp_path / "r"))
+    run = create_run(recipe.value, site.value, make_plan(recipe.value, site.value, "r", tmp_path / "r")).run
     submission = Submission(submitted_at_s=1.0, executor="local", job_id="9", folder="", after_attempt=0, in_job=in_job)
     record = RunRecord.read(run).with_submission(submission)
     record.write(run)

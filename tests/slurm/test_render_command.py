@@ -16,6 +16,7 @@ from hpcrl.config.plan import Plan
 from hpcrl.jobplan import absolute_paths, absolute_site_paths, make_plan
 from hpcrl.models import known
 from hpcrl.models.tokenizer import write_character_tokenizer
+from hpcrl.runs.contents import RunContents
 from hpcrl.runs.record import RunRecord
 from hpcrl.slurm.errors import SlurmRejectedError
 from hpcrl.slurm.scripts import STAND_IN_ID
@@ -101,8 +102,8 @@ def test_render_writes_what_submit_sends(
     assert run(monkeypatch, "render", "quickstart", "-c", "devcluster", "-o", "out", "--name", "mine", *sets) == 0
     recipe, site = load_both("quickstart", "devcluster", settings, environ={})
     resolved, profile = absolute_paths(recipe.value, tmp_path), absolute_site_paths(site.value, tmp_path)
-    directory = create_run(resolved, profile, make_plan(resolved, profile, "mine", tmp_path / "runs/mine"))
-    submission = submit_attempt(directory)
+    directory = create_run(resolved, profile, make_plan(resolved, profile, "mine", tmp_path / "runs/mine")).run
+    submission = submit_attempt(RunContents.read(directory))
     run_id = RunRecord.read(directory).run_id
     assert len(run_id) == 32
     shown = {path.name: path.read_text() for path in (tmp_path / "out").glob("*.sbatch")}
@@ -123,9 +124,9 @@ def test_a_refused_hand_over_leaves_nothing(stub_slurm: Path, monkeypatch: pytes
     (tmp_path / "bin/sbatch").write_text("#!/bin/bash\necho 'sbatch: error: Invalid account' >&2\nexit 1\n")
     recipe, site = load_both("quickstart", "devcluster", (), environ={})
     resolved, profile = absolute_paths(recipe.value, tmp_path), absolute_site_paths(site.value, tmp_path)
-    directory = create_run(resolved, profile, make_plan(resolved, profile, "mine", tmp_path / "runs/mine"))
+    directory = create_run(resolved, profile, make_plan(resolved, profile, "mine", tmp_path / "runs/mine")).run
     with pytest.raises(SlurmRejectedError, match="Invalid account"):
-        submit_attempt(directory)
+        submit_attempt(RunContents.read(directory))
     assert list((directory.path / "submitit").iterdir()) == []
 
 

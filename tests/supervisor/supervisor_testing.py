@@ -17,6 +17,7 @@ from hpcrl.config.cluster import LocalCluster, PathsConfig
 from hpcrl.config.layout import AttemptPolicy
 from hpcrl.config.plan import FileProbe, HttpProbe, Plan, Role, RoleGroup, RolePolicy, WatchPolicy
 from hpcrl.config.recipe import ModelConfig, Recipe, TrainerConfig, WordsEnv
+from hpcrl.runs.contents import RunContents
 from hpcrl.runs.observe import RunView, observe
 from hpcrl.runs.record import RunRecord
 from hpcrl.runs.rundir import RunDir
@@ -103,13 +104,13 @@ def make_cluster() -> LocalCluster:
 def create(root: Path, name: str = "run-1", **changes: object) -> RunDir:
     """A run directory, nothing started."""
     root.mkdir(parents=True, exist_ok=True)
-    return create_run(make_recipe(), make_cluster(), make_plan(root / name, **changes))  # type: ignore[arg-type]
+    return create_run(make_recipe(), make_cluster(), make_plan(root / name, **changes)).run  # type: ignore[arg-type]
 
 
 def start(root: Path, name: str = "run-1", **changes: object) -> RunDir:
     """A submitted run."""
     run = create(root, name, **changes)
-    submit_attempt(run)
+    submit_attempt(RunContents.read(run))
     return run
 
 

@@ -30,6 +30,7 @@ from supervisor_testing import (
 from hpcrl.config.layout import AttemptPolicy
 from hpcrl.errors import RunDirError
 from hpcrl.runs.cause import CauseKind
+from hpcrl.runs.contents import RunContents
 from hpcrl.runs.events import read_events
 from hpcrl.runs.observe import RunView, observe
 from hpcrl.runs.record import RunRecord
@@ -90,7 +91,7 @@ def test_an_attempt_that_would_run_something_else_says_so(root: Path, on_change:
     run = create(root, trainer="finish", attempts=AttemptPolicy(on_change=on_change))
     with run.recipe_path.open("a") as recipe:
         recipe.write("# changed in the queue\n")
-    submit_attempt(run)
+    submit_attempt(RunContents.read(run))
     view, _ = wait_ended(run)
     (event,) = read_events(run, kind="attempt.changed")
     assert event.data["changes"] == ["recipe.yaml of the run was changed by hand"]
@@ -220,7 +221,7 @@ def test_a_command_that_does_not_exist(root: Path) -> None:
     plan = run.plan()
     engine = plan.groups[0].model_copy(update={"command": ("/no/such program",)})
     run.plan_path.write_text(plan.model_copy(update={"groups": (engine, plan.groups[1])}).model_dump_json())
-    submit_attempt(run)
+    submit_attempt(RunContents.read(run))
     view, _ = wait_ended(run)
     assert view.cause is not None
     assert view.cause.kind is CauseKind.SPAWN
@@ -262,7 +263,7 @@ def test_resume_begins_a_new_attempt_and_ends_leftovers(root: Path) -> None:
     assert prepare_resume(run).step is None
     assert end_leftovers(run) >= 4
     assert not processes_of(run, marked_only=True)
-    submit_attempt(run)
+    submit_attempt(RunContents.read(run))
     wait_for(lambda: observe(run).attempt == 2, 20, "the second attempt")
     assert wait_running(run).attempt == 2
     os.kill(observe(run).pid or 0, signal.SIGTERM)
@@ -275,7 +276,7 @@ def test_resume_begins_a_new_attempt_and_ends_leftovers(root: Path) -> None:
 def test_a_second_supervisor_of_a_living_run_refuses(root: Path) -> None:
     run = start(root)
     pid = wait_running(run).pid
-    submit_attempt(run)
+    submit_attempt(RunContents.read(run))
     folder = Path(RunRecord.read(run).submissions[-1].folder)
     job = RunRecord.read(run).submissions[-1].job_id
     error = folder / f"{job}_0_log.err"

@@ -17,6 +17,7 @@ from hpcrl.errors import HpcrlError, refusal
 from hpcrl.fs import atomic_write
 from hpcrl.runs import rundir
 from hpcrl.runs.cause import Cause, CauseKind
+from hpcrl.runs.contents import RunContents
 from hpcrl.runs.events import read_events
 from hpcrl.runs.observe import observe
 from hpcrl.runs.record import RunRecord, Submission
@@ -80,7 +81,7 @@ def test_a_run_that_fills_its_disk_ends_in_order_and_can_be_resumed(disk: Path) 
 
     (run.path / "filler").unlink()
     prepare_resume(run)
-    submit_attempt(run)
+    submit_attempt(RunContents.read(run))
     wait_for(lambda: observe(run).attempt == 2, 20, "the second attempt")
     view, _ = wait_ended(run)
     assert (view.state, view.attempts) == (RunState.COMPLETED, 2)
@@ -126,9 +127,9 @@ def test_an_attempt_that_begins_on_a_full_disk_says_so(disk: Path) -> None:
     assert not list(run.path.glob(".reserve-*"))
     # the next one would have no words: it is not begun
     with pytest.raises(OSError, match="No space left"):
-        submit_attempt(run)
+        submit_attempt(RunContents.read(run))
     filler.unlink()
-    submit_attempt(run)
+    submit_attempt(RunContents.read(run))
     assert (run.path / ".reserve-start").exists()
     wait_running(run)
     assert observe(run).attempt == 2

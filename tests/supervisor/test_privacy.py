@@ -65,7 +65,7 @@ def test_a_group_may_read(tmp_path: Path) -> None:
     gid = os.getgroups()[-1] if os.getgroups() else os.getgid()
     name = grp.getgrgid(gid).gr_name
     cluster = make_cluster().model_copy(update={"files": FilesConfig(group=name)})
-    run = create_run(make_recipe(), cluster, make_plan(tmp_path / "root/run-1"))
+    run = create_run(make_recipe(), cluster, make_plan(tmp_path / "root/run-1")).run
     found = modes(run)
     assert found.pop(".") == 0o2750
     assert found.pop("token") == 0o600

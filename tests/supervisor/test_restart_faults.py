@@ -16,6 +16,7 @@ from supervisor_testing import create, end_everything, processes_of, start, wait
 from hpcrl.config.layout import AttemptPolicy
 from hpcrl.config.plan import WatchPolicy
 from hpcrl.runs.cause import CauseKind
+from hpcrl.runs.contents import RunContents
 from hpcrl.runs.events import Event, read_events
 from hpcrl.runs.observe import observe
 from hpcrl.runs.record import RunRecord
@@ -177,7 +178,7 @@ def test_what_a_killed_engine_left_is_removed(root: Path, scratch: Path) -> None
     old = scratch / f"hpcrl-{run_id[:12]}" / "0-engine-0"
     old.mkdir(parents=True)
     (old / "socket").touch()
-    submit_attempt(run)
+    submit_attempt(RunContents.read(run))
     wait_running(run)
     own = scratch / f"hpcrl-{run_id[:12]}" / "1-engine-0"
     wait_for((own / "shared-memory.json").is_file, 20, "the guard to look at shared memory")

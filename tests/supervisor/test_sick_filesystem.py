@@ -14,6 +14,7 @@ from supervisor_testing import create, end_everything, start, wait_ended, wait_f
 from hpcrl import procfs
 from hpcrl.config.layout import AttemptPolicy
 from hpcrl.runs.cause import CauseKind
+from hpcrl.runs.contents import RunContents
 from hpcrl.runs.events import read_events
 from hpcrl.runs.observe import observe
 from hpcrl.runs.rundir import RunDir
@@ -54,7 +55,7 @@ def test_reports_that_fail_cost_nothing(
         assert RunStatus.read(run) is None
     else:
         run = create(root, trainer="finish")
-        submit_attempt(run)
+        submit_attempt(RunContents.read(run))
         wait_for(lambda: observe(run).state is RunState.COMPLETED, 30, "the end of the run")
         assert not states(run)
     switch.unlink()
