@@ -205,7 +205,11 @@ _REFUSALS = {
 
 def refusal(error: OSError) -> UsageError | None:
     """What a filesystem refused to a command, as one message with the file; None where it may be a defect of ours."""
-    if error.errno not in _REFUSALS or error.filename is None:
+    if error.errno not in _REFUSALS:
         return None
     what, hint = _REFUSALS[error.errno]
+    if error.filename is None:
+        # a write to what is open already: of a command mostly its own output, as in `hpcrl plan > FILE`
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+        return UsageError(f"what was written could not be kept: {what}\n    hint: {hint}") if full else None
     return UsageError(f"{error.filename}: {what}\n    hint: {hint}")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hpcrl.cli.options import STEP, JsonOption, confirm
-from hpcrl.cli.selection import RunArgument, RunsRootOption, find
+from hpcrl.cli.selection import OptionalRunArgument, RunArgument, RunsRootOption, find
 
 if TYPE_CHECKING:
     from hpcrl.runs.rundir import RunDir
@@ -31,7 +31,7 @@ def register(app: typer.Typer) -> None:
 
 
 @checkpoint_app.command("ls")
-def checkpoint_ls(run: RunArgument, as_json: JsonOption = False, root: RunsRootOption = None) -> None:
+def checkpoint_ls(run: OptionalRunArgument = None, as_json: JsonOption = False, root: RunsRootOption = None) -> None:
     """List checkpoints: which were verified, by whom and when. Exit code 1 where one is known to be damaged.
 
     Sizes are compared, data is not read: hpcrl checkpoint verify does that.

@@ -110,5 +110,7 @@ def main() -> None:
     except OSError as error:
         if (refused := refusal(error)) is None:
             raise
+        if error.filename is None:  # standard output may be what was refused, and would be once more at the end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         typer.echo(f"hpcrl: {refused}", err=True)
         sys.exit(refused.exit_code)

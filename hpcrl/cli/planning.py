@@ -144,7 +144,8 @@ def show(
         raise typer.Exit(verdict.exit_code)
     console = table_console()
     print_verdict(console, verdict, outlook)
-    print_answers(console, verdict, outlook, blocked, better)
+    refused = "" if isinstance(facts, str) else _refused_model(loaded)
+    print_answers(console, verdict, outlook, blocked, better, refused)
     print_plan(resolved, site, commands=commands)
     print_outlook(console, outlook)
     if real is not None:
@@ -154,6 +155,25 @@ def show(
     if environment:
         print_environment(wanted, absolute_site_paths(site.value, Path.cwd()), resolved)
     raise typer.Exit(verdict.exit_code)
+
+
+def _refused_model(recipe: Loaded[Recipe]) -> str:
+    """Why `hpcrl submit` would refuse the start model of a recipe that is called here; empty where it would not."""
+    from pathlib import Path
+
+    from rich.markup import escape
+
+    from hpcrl.errors import ConfigError
+    from hpcrl.jobplan import absolute_paths, check_model
+
+    if recipe.value.job.payload != "roles":
+        return ""
+    path = absolute_paths(recipe.value, Path.cwd()).model.path
+    try:
+        check_model(recipe, Path(path))
+    except ConfigError as error:
+        return escape(error.findings[0].what.replace(path, recipe.value.model.path))
+    return ""
 
 
 def _measured(recipe: Recipe, cluster: ClusterProfile) -> RealPass:

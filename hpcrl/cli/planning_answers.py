@@ -73,19 +73,35 @@ def print_verdict(console: Console, verdict: Verdict, outlook: Outlook) -> None:
 
 
 def print_answers(
-    console: Console, verdict: Verdict, outlook: Outlook, unstartable: Sequence[str], better: Candidate | None
+    console: Console,
+    verdict: Verdict,
+    outlook: Outlook,
+    unstartable: Sequence[str],
+    better: Candidate | None,
+    refused: str = "",
 ) -> None:
-    """Whether it can start, the step as a range with what makes it, what binds, what would be better."""
-    lines = [("starts", _starts(unstartable))]
+    """Whether it can start, the step as a range with what makes it, what binds, what would be better.
+
+    Parameters
+    ----------
+    unstartable:
+        Keys of the recipe that are planned and cannot be started by this version.
+    refused:
+        Why ``hpcrl submit`` would refuse the start model; empty where it would not.
+    """
+    lines = [("starts", _starts(verdict, unstartable, refused))]
     step, loop = outlook.step, outlook.loop
     if loop is None:
-        lines.append(("step", f"not known: {outlook.because}"))
+        # what the profile lacks stands above, in the verdict
+        because = "see above" if verdict.unknown else outlook.because
+        lines.append(("step", f"not known: {because}"))
     else:
         known = "" if step is None else f"{range_text(step)}, expected "
         lines.append(("step", f"[bold]{known}{duration_text(loop.step_s)}[/]"))
         lines += [("", text) for text in _causes(step)]
         lines.append(("binds", _binding(outlook)))
-        lines.append(("better", _better(outlook, better) if verdict.fits else "make it fit first (hints above)"))
+        hints = " (hints above)" if any(shortage.knobs for shortage in outlook.shortages) else ""
+        lines.append(("better", _better(outlook, better) if verdict.fits else f"make it fit first{hints}"))
     lines += [("not counted", what) for what in outlook.uncounted]
     for warning in () if outlook.forecast is None else outlook.forecast.warnings:
         lines.append(("[yellow]warning[/]", warning))
@@ -119,7 +135,11 @@ def print_lines(console: Console, lines: Sequence[tuple[str, str]]) -> None:
             console.print(begin + part, highlight=False, soft_wrap=True)
 
 
-def _starts(unstartable: Sequence[str]) -> str:
+def _starts(verdict: Verdict, unstartable: Sequence[str], refused: str) -> str:
+    if not unstartable and verdict.fits is False:
+        return "[bold yellow]no[/]: hpcrl submit refuses what does not fit"
+    if not unstartable and refused:
+        return f"[bold yellow]not yet[/]: hpcrl submit says: {refused}"
     if not unstartable:
         return "yes: hpcrl submit starts all of it"
     sections = dict.fromkeys(".".join(key.split(".")[:2]) for key in unstartable)

@@ -78,11 +78,13 @@ def _print_memory(console: Console, outlook: Outlook) -> None:
 
 
 def _kv_line(place: Place, outlook: Outlook) -> str:
-    """What is called free of an engine's GPU is its KV cache."""
+    """What is called free of an engine's GPU is its KV cache, beside that of the one sequence that must have room."""
     assert place.kv is not None
     length = outlook.recipe.engine.max_model_len
+    one = place.kv.cache_bytes - (place.headroom or 0.0)
+    beside = f" ({_gib(one)} of one sequence, {_gib(place.headroom)} beside it)" if place.headroom and one > 0 else ""
     return (
-        f"{place.role.value}: {_gib(place.kv.cache_bytes)} GiB a GPU hold {place.kv.tokens:,} tokens of a "
+        f"{place.role.value}: {_gib(place.kv.cache_bytes)} GiB a GPU{beside} hold {place.kv.tokens:,} tokens of a "
         f"rank, {place.kv.sequences:.1f} sequences of {length:,}"
     )
 
@@ -187,6 +189,7 @@ def _other_ways(tables: Mapping[str, TimeTable]) -> str:
 
 def print_explanation(console: Console, outlook: Outlook, calibration: Calibration) -> None:
     """Print every term with its formula and inputs, all assumptions, and all efficiencies with their sources."""
+    from rich.markup import escape
     from rich.table import Table
 
     from hpcrl.planning.ledger import explain
@@ -197,14 +200,18 @@ def print_explanation(console: Console, outlook: Outlook, calibration: Calibrati
             console.print(f"  {explain(amount)}", highlight=False, soft_wrap=True, markup=False)
     for key, table in outlook.tables.items():
         console.print(f"\n[bold]{table.name}[/bold]: {duration_text(table.seconds)}", highlight=False)
+        # a terminal has no room for six columns whose last ones are sentences
+        wide = not console.is_terminal
         grid = Table(box=None, header_style="bold", pad_edge=False)
-        for column in ("term", "time", "range", "rests on", "formula", "inputs"):
+        for column in ("term", "time", "range", "rests on", *(("formula", "inputs") if wide else ())):
             grid.add_column(column, overflow="fold")
         for term in table:
             known = outlook.ranges.get(f"{key}/{term.name}")
             within, origin = ("", "") if known is None else (range_text(known), known.origin)
-            grid.add_row(term.name, _term_time(term), within, origin, term.formula, _inputs(term))
+            grid.add_row(term.name, _term_time(term), within, origin, *((term.formula, _inputs(term)) if wide else ()))
         console.print(grid)
+        for term in () if wide else table:
+            print_lines(console, [(f"  {term.name}", f"{escape(term.formula)}; {escape(_inputs(term))}")])
     if outlook.forecast is not None and outlook.forecast.assumptions:
         console.print("\n[bold]What it rests on[/bold]")
         for assumption in outlook.forecast.assumptions:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hpcrl.cli.options import JsonOption
-from hpcrl.cli.selection import RunArgument, RunsRootOption, find
+from hpcrl.cli.selection import OptionalRunArgument, RunArgument, RunsRootOption, find
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -60,7 +60,7 @@ def register(app: typer.Typer) -> None:
 
 @rollouts_app.command("ls")
 def rollouts_ls(
-    run: RunArgument,
+    run: OptionalRunArgument = None,
     environment: EnvironmentOption = None,
     state: StateOption = None,
     step: StepOption = None,

@@ -10,7 +10,6 @@ from hpcrl.cli.completion import complete_clusters, complete_roles, complete_sta
 from hpcrl.cli.options import JsonOption
 from hpcrl.cli.selection import (
     OptionalRunArgument,
-    RunArgument,
     RunsRootOption,
     ask_slurm,
     find,
@@ -195,7 +194,7 @@ def why(
 
 
 def report(
-    run: RunArgument,
+    run: OptionalRunArgument = None,
     output: Annotated[
         str | None, typer.Option("--output", "-o", metavar="FILE", help="Default: report.png in the run.")
     ] = None,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hpcrl.cli.options import VERSION, JsonOption, confirm
-from hpcrl.cli.selection import RunArgument, RunsRootOption, find
+from hpcrl.cli.selection import OptionalRunArgument, RunArgument, RunsRootOption, find
 
 if TYPE_CHECKING:
     from hpcrl.runs.rundir import RunDir
@@ -32,7 +32,7 @@ def register(app: typer.Typer) -> None:
 
 
 @weights_app.command("ls")
-def weights_ls(run: RunArgument, as_json: JsonOption = False, root: RunsRootOption = None) -> None:
+def weights_ls(run: OptionalRunArgument = None, as_json: JsonOption = False, root: RunsRootOption = None) -> None:
     """List published versions."""
     from hpcrl.runs.views.stores import weights_items
 

@@ -40,7 +40,8 @@ ABSENT: dict[str, dict[str, str]] = {
     },
     "handoff": dict.fromkeys(("transport", "nccl", "nixl", "rdma", "reshard"), _VERSIONS),
     "rollouts": dict.fromkeys(
-        ("colocate", "colocated"), "trainer and engines have nodes of their own; no plan lets them share GPUs in turns"
+        ("colocate", "colocated"),
+        "trainer and engines take turns on the same devices with engine.placement: colocated",
     ),
     "partitions": {"scratch_gb_s": "no plan computes with the rate of a node's own disk; remove the line"},
 }

@@ -234,7 +234,7 @@ ABSENT = {
     ),
     "weights over NCCL": Case("no other transport", more("handoff: {transport: nccl}")),
     "draft tokens": Case("no plan computes with draft tokens", more("engine: {speculative_config: {method: mtp}}")),
-    "GPUs in turns": Case("no plan lets them share", more("rollouts: {colocate: true}")),
+    "GPUs in turns": Case("engine.placement: colocated", more("rollouts: {colocate: true}")),
 }
 CASES = {**FILES, **VALUES, **SIZES, **CONFIGS, **ABSENT}
 

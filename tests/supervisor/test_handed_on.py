@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from supervisor_testing import make_cluster, make_plan, make_recipe
 
 from hpcrl.runs.record import RunRecord
 from hpcrl.runs.rundir import RunDir
 from hpcrl.submit.new_run import submit_new
 from hpcrl.submit.submission import cancel, create_run
-from supervisor_testing import make_cluster, make_plan, make_recipe
 
 READERS = ((RunRecord, "read"), (RunDir, "plan"), (RunDir, "recipe"), (RunDir, "cluster"))
 

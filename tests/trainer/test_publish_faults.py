@@ -275,6 +275,7 @@ import torch
 from test_publish_kinds import change, load_model, make_publisher
 from hpcrl.trainer.parallel.mesh import distributed
 from hpcrl.weights.store import HandoffStore
+from patience import wait_for
 torch.set_num_threads(1)
 root, model_dir = Path({root!r}), Path({model!r})
 store = HandoffStore(root)
@@ -317,7 +318,9 @@ def test_writer_killed_at_any_moment(tmp_path, model_dir):
             writer.stdin.write(b"go\n")
             writer.stdin.flush()
             assert writer.stdout.readline() == b"begin\n"
-            time.sleep(rng.uniform(0.05, 1.5))
+            # a busy machine takes its time for the first one: each writer is killed beside or behind one of its own
+            wait_for(lambda known=checked: len(store.versions()) > known, 60, "a version")
+            time.sleep(rng.uniform(0.0, 1.0))
             writer.send_signal(signal.SIGKILL)
             writer.wait()
             versions = store.versions()

@@ -137,8 +137,11 @@ class Packing:
         return self.critical_tokens * groups / self.tokens
 
 
-PACKED = 16_384
+PACKED = 4_096
 """Rollouts that are packed one by one, or eight a group of ranks: more of them are taken as even as these."""
+
+_EACH_ROW = 256
+"""Micro-batches a group up to which each number of them is tried; beyond, steps double."""
 
 
 @lru_cache(maxsize=512)
@@ -162,12 +165,14 @@ def pack_rows(lengths: Quantiles, rollouts: int, groups: int, budget: int, facts
     sizes, costs = _sizes_and_costs(lengths, packed, facts)
     tokens = sum(sizes)
     rows = max(1, -(-int(sum(min(size, budget) for size in sizes)) // (budget * groups)))
+    step = 1
     while (
         found := fill_bins(sizes, costs, budget=budget, bins=rows * groups)
         or fill_bins(sizes, sizes, budget=budget, bins=rows * groups)
     ) is None:
         # of many rows the smallest number is not worth a packing each
-        rows += max(1, rows // 256)
+        step = step if rows < _EACH_ROW else 2 * step
+        rows += max(step, rows // 256)
     loads = [sum(costs[i] for i in items) for items in found[1]]
     loads.sort(reverse=True)
     times, critical = rollouts / packed, sum(loads[::groups]) / sum(loads)

@@ -338,6 +338,8 @@ def _say_events(diagnosis: Diagnosis, say: Callable[..., None], *, most: int | N
         ("earlier attempts", [(None, line) for line in earlier]),
     )
     left_out = 0
+    if most is None and not any(items for _, items in lists):
+        say("\n", ("nothing else is on record of this attempt", "dim"))
     for title, items in lists:
         shown = items[:most]
         left_out += len(items) - len(shown)

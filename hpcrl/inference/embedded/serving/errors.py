@@ -66,6 +66,8 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
     """Turn exceptions of handlers into error answers."""
     try:
         return await handler(request)
+    except ConnectionResetError:
+        raise  # who asked has gone, as an orchestrator does that drops a rollout: nobody reads an answer
     except Exception as error:  # noqa: BLE001 - the one place where every failure becomes an answer
         answer = _as_api_error(error)
         return web.Response(status=answer.status, body=error_body(answer), content_type="application/json")
