@@ -96,7 +96,7 @@ class TrainerPolicy:
         use_dispatcher(self.model, parallel.mesh, recipe.trainer, find())
         apply_memory_tools(self.model, memory, parallel.device, dtype=dtype)
         self.model.materialise(parallel.device, parameters_on="cpu" if memory.parameter_offload else None)
-        self._watch = GradientWatch(self.model.embed_tokens)
+        self._watch = GradientWatch(self.model)
         self._carry_mtp()
         if model_dir is not None:
             read = partial(load_model_dir, self.model, self.model.adapter, model_dir)
