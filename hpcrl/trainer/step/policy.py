@@ -107,7 +107,7 @@ class TrainerPolicy:
             assert model_dir is not None, "adapters are trained on a start model"
             init_adapters(self.model, recipe.seed)
             self.base = base_digest(self.model, parallel.sharding.group)
-        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        trained = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
         self.optimizer = make_optimizer(trained, recipe.trainer.optimizer, on_host=memory.optimizer_offload)
 
     def _carry_mtp(self) -> None:
