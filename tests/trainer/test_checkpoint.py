@@ -29,6 +29,7 @@ def state_of(policy):
         state[name] = whole(parameter).tolist()
         for key, value in policy.optimizer.state[parameter].items():
             state[f"{name}/{key}"] = whole(value).tolist()
+    state |= {name: whole(buffer).tolist() for name, buffer in policy.model.named_buffers()}
     state["rng"] = torch.get_rng_state().tolist()
     return state
 
