@@ -267,7 +267,7 @@ def deltas(root: Path, learning_rate: float = 1e-6) -> dict[str, Any]:
     store = HandoffStore(root / "deltas")
     model = build_model(arch, device="cpu")
     model.init_weights(torch.Generator().manual_seed(0))
-    optimizer = make_optimizer(model.parameters(), OptimizerConfig(learning_rate=learning_rate))
+    optimizer = make_optimizer(model.named_parameters(), OptimizerConfig(learning_rate=learning_rate))
     generator = torch.Generator().manual_seed(1)
     rows = []
     with distributed(timeout_s=200) as parallel:

@@ -107,7 +107,7 @@ class OptimizerConfig(StrictModel):
     learning_rate: PositiveFloat = 1e-3
     """Peak learning rate."""
     weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay."""
+    """Decoupled weight decay of matrices; biases, norms, attention sinks and constants of Mamba-2 heads have none."""
     beta1: Fraction = 0.9
     """Decay of the first moment."""
     beta2: Fraction = 0.99

@@ -1,4 +1,4 @@
-"""docs/planning.md has the published figures that the bench has computed, and the shares that follow from them."""
+"""Tables of docs have the figures that benches have recorded: published ones of planning, packed attention."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ SUBJECTS = {
     "sizes": "sizes",
 }
 
+#: of the table of packed attention: what the bench says, and how it is written
+PACKED_COLUMNS = (("tokens", "{:,}"), ("peak_mib", "{:.0f} MiB"), ("s", "{:.2f} s"))
+
 
 def row(case: dict[str, Any]) -> str:
     numbers = f"{case['published']:,.4g} | {case['predicted']:,.4g} | {case['error']:+.0%}"
@@ -38,3 +41,16 @@ def test_shares_are_those_of_the_cases() -> None:
         errors = [abs(case["error"]) for case in CASES if not case["fitted"] and subject in ("all", case["subject"])]
         shares = [sum(error <= most for error in errors) / len(errors) for most in (0.1, 0.25, 0.5)]
         assert f"| {name} | {len(errors)} | " + " | ".join(f"{share:.0%}" for share in shares) + " |" in DOCS
+
+
+def test_packed_attention_is_what_the_bench_recorded() -> None:
+    docs = (ROOT / "docs/training.md").read_text()
+    rows = json.loads((ROOT / "bench/results/packed_attention.json").read_text())["rows"]
+
+    def both(packed: dict[str, Any], padded: dict[str, Any], key: str, form: str) -> str:
+        return ", ".join(form.format(each[key]) if key in each else "not tried" for each in (packed, padded))
+
+    for packed, padded in zip(rows[::2], rows[1::2], strict=True):
+        assert (packed["mix"], packed["way"], padded["way"]) == (padded["mix"], "packed", "padded")
+        columns = [both(packed, padded, *column) for column in PACKED_COLUMNS]
+        assert f"| {packed['mix']} | {' | '.join(columns)} |\n" in docs

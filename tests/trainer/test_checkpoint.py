@@ -29,6 +29,7 @@ def state_of(policy):
         state[name] = whole(parameter).tolist()
         for key, value in policy.optimizer.state[parameter].items():
             state[f"{name}/{key}"] = whole(value).tolist()
+    state |= {name: whole(buffer).tolist() for name, buffer in policy.model.named_buffers()}
     state["rng"] = torch.get_rng_state().tolist()
     return state
 
@@ -189,3 +190,21 @@ def test_what_others_could_have_written_is_not_unpickled(model_dir, tmp_path):
             load(0, model_dir, root)
         path.chmod(before)
     load(0, model_dir, root)
+
+
+def lose_rank_1(rank, model_dir, root):
+    """The second rank goes away when the first one has begun to load."""
+    entry = CheckpointLedger(root).newest_verified().entry
+    with distributed(timeout_s=30) as parallel:
+        policy = TrainerPolicy(make_recipe(model_dir, steps=9), load_arch(model_dir), parallel, model_dir=None)
+        if rank == 1:
+            raise KeyError("the cause")
+        load_checkpoint(entry, policy.model, policy.optimizer, parallel)
+
+
+def test_a_rank_that_goes_away_is_not_taken_for_a_checkpoint_that_does_not_fit(model_dir, tmp_path):
+    save(0, model_dir, tmp_path)
+    (kind, words), (cause, _) = run_ranks(2, lose_rank_1, model_dir, tmp_path, fails=True)
+    assert (kind, cause) == ("PeerLostError", "KeyError")
+    assert "another rank of the trainer went away while" in words
+    assert "does not fit" not in words

@@ -111,7 +111,7 @@ def policy_on_meta(arch, recipe, mesh):
     policy.model = build_model(arch, dtype=torch.bfloat16, device="meta")
     freeze_parameters(policy.model, recipe.trainer.freeze)
     policy._replay = recipe.trainer.router_replay
-    policy._watch = GradientWatch(policy.model.embed_tokens)
+    policy._watch = GradientWatch(policy.model)
     for mlp in policy.model.modules():
         if isinstance(mlp, SparseMLP) and mesh.ep > 1:
             experts = mlp.gate.out_features

@@ -26,6 +26,7 @@ from hpcrl.models.arch import (
     GptOssArch,
     MinimaxM2Arch,
     NemotronHArch,
+    Qwen3Arch,
     load_arch,
 )
 from hpcrl.trainer.parallel.mesh import Parallel, distributed
@@ -99,6 +100,15 @@ ARCHS = {
         chunk_size=4,
     ),
 }
+MODELS = {
+    **ARCHS,
+    "qwen3": Qwen3Arch(
+        **{name: size for name, size in SIZES.items() if name in {f.name for f in fields(Qwen3Arch)}},
+        num_key_value_heads=2,
+        head_dim=8,
+    ),
+}
+"""The model without experts, too."""
 MESHES = {
     2: [
         ("qwen3_moe", {"ep": 2}),
@@ -113,6 +123,11 @@ MESHES = {
         ("gpt_oss", {"cp": 2}),
         ("nemotron_h", {"ep": 2}),
         ("nemotron_h", {"dp_replicate": 2}),
+        ("qwen3", {"cp": 2}),
+        ("qwen3", {"dp_replicate": 2}),
+        # what the first mesh of a family saved is read on its others
+        ("deepseek_v3", {"cp": 2}),
+        ("glm4_moe", {"dp_replicate": 2}),
     ],
     4: [
         ("qwen3_moe", {"ep": 2}),
@@ -127,6 +142,13 @@ MESHES = {
         ("minimax_m2", {"cp": 2, "ep": 4}),
         ("gpt_oss", {"cp": 2, "ep": 4}),
         ("nemotron_h", {"ep": 4}),
+        ("nemotron_h", {"ep": 2, "dp_replicate": 2}),
+        ("qwen3", {"cp": 2}),
+        ("qwen3", {"cp": 2, "dp_replicate": 2}),
+        ("qwen3", {}),
+        ("glm_moe_dsa", {"ep": 4}),
+        ("minimax_m2", {"cp": 2}),
+        ("gpt_oss", {"ep": 4}),
     ],
 }
 
@@ -143,7 +165,7 @@ def models(tmp_path_factory):
     root = tmp_path_factory.mktemp("experts")
     return {
         name: write_model_dir(root / name, arch, change=starve if name == "deepseek_v3" else lambda model: None)
-        for name, arch in ARCHS.items()
+        for name, arch in MODELS.items()
     }
 
 
@@ -187,16 +209,17 @@ def publish(policy, model_dir, directory):
     publisher.wait()
 
 
-def held_experts(policy):
-    """What of the last layer's experts this rank holds, and how many of its numbers are there."""
-    *_, experts = (module.experts for module in policy.model.modules() if isinstance(module, SparseMLP))
-    blocks = [local_block(parameter) for parameter in experts.parameters()]
-    return blocks, sum(parameter.to_local().numel() for parameter in experts.parameters())
+def held_numbers(policy):
+    """What of the last layer's experts, or of its dense part, this rank holds, and how many of their numbers."""
+    sparse = [module.experts for module in policy.model.modules() if isinstance(module, SparseMLP)]
+    part = sparse[-1] if sparse else policy.model.layers[-1].mlp
+    blocks = [local_block(parameter) for parameter in part.parameters()]
+    return blocks, sum(parameter.to_local().numel() for parameter in part.parameters())
 
 
 def on_meshes(rank, models, root):
     """Everything of this file that needs ranks, in one set of processes; results of each mesh."""
-    results = []
+    results, saved = [], {}
     with distributed(timeout_s=60) as start:
         size = start.world.size
         check_dispatch(rank, size)
@@ -208,18 +231,23 @@ def on_meshes(rank, models, root):
             with counted_reads() as read:
                 policy = new_policy(models[family], parallel)
             publish(policy, models[family], root / f"weights-{size}-{number}")
-            results.append((held_experts(policy), train(policy), dict(read)))
-            if number == 0:
-                save(policy, root / f"checkpoints-{size}")
-                saved = state_of(policy)
-            elif family == MESHES[size][0][0]:
+            results.append((held_numbers(policy), train(policy), dict(read)))
+            checkpoints = root / f"checkpoints-{size}-{family}"
+            if family not in saved:
+                save(policy, checkpoints)
+                saved[family] = state_of(policy)
+            else:
                 other = new_policy(models[family], parallel, load=False)
-                entry = CheckpointLedger(root / f"checkpoints-{size}").newest_verified().entry
+                entry = CheckpointLedger(checkpoints).newest_verified().entry
                 load_checkpoint(entry, other.model, other.optimizer, parallel)
-                restored = state_of(other)
-                assert restored.keys() == saved.keys()
-                assert restored == saved, [name for name in saved if restored[name] != saved[name]]
+                assert_same(state_of(other), saved[family], (family, degrees))
     return results
+
+
+def assert_same(restored, saved, what):
+    """Parameters, correction biases, moments, steps of the optimizer and random numbers, to the last bit."""
+    assert restored.keys() == saved.keys(), what
+    assert restored == saved, (what, [name for name in saved if restored[name] != saved[name]])
 
 
 def save(policy, directory):
@@ -300,9 +328,12 @@ def test_every_mesh_trains_publishes_and_restores_as_one_rank(tmp_path, models, 
 
 
 def check_shards(held, family, degrees):
-    """Every number of the experts lies on as many ranks as there are copies, and ranks have equal parts or almost."""
-    (_, moe), *_ = ARCHS[family].facts.moe_layers
-    copies, whole_layer = degrees.get("dp_replicate", 1), moe.num_experts * moe.expert_parameters
+    """Every number of the experts, or of the dense part, lies on as many ranks as there are copies; parts are equal."""
+    arch, copies = MODELS[family], degrees.get("dp_replicate", 1)
+    moe = [layer for _, layer in arch.facts.moe_layers]
+    whole_layer = (
+        moe[0].num_experts * moe[0].expert_parameters if moe else 3 * arch.hidden_size * arch.intermediate_size
+    )
     assert sum(numbers for _, numbers in held) == copies * whole_layer
     if "ep" in degrees:
         assert len({str(blocks) for blocks, _ in held}) == len(held) // copies

@@ -27,6 +27,15 @@ SKIP = {"action": "skip", "max_in_a_row": 2}
 MEMORY = {"optimizer_offload": True, "lm_head_chunk_tokens": 3, "activation_checkpointing": "full"}
 
 
+#: what leaves the output of the embedding without a gradient
+FROZEN_BELOW = {
+    "adapters": {"lora": {"rank": 4, "alpha": 8.0}},
+    "frozen embedding": {"freeze": ["model.embed_tokens.weight"]},
+    "frozen first layer": {"freeze": ["model.embed_tokens.weight", "model.layers.0.*"]},
+    "head alone": {"freeze": ["model.*"]},
+}
+
+
 def poisoned(rollouts, *numbers, value=math.nan):
     """The engine said ``value`` for one token of each of these rollouts."""
     for number in numbers:
@@ -183,10 +192,18 @@ def test_a_poisoned_weight_is_named_and_not_skipped(model_dir, memory):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "memory"), [({"ep": 2}, {}), ({"cp": 2}, {}), ({"cp": 2, "cp_scheme": "ring"}, {}), ({"ep": 2}, MEMORY)]
+    ("mesh", "trainer"),
+    [
+        ({"ep": 2}, {}),
+        ({"cp": 2}, {}),
+        ({"cp": 2, "cp_scheme": "ring"}, {}),
+        ({"ep": 2}, {"memory": MEMORY}),
+        ({"ep": 2}, {**FROZEN_BELOW["adapters"], "memory": MEMORY}),
+        ({"cp": 2}, FROZEN_BELOW["frozen embedding"]),
+    ],
 )
-def test_ranks_find_the_same(model_dir, mesh, memory):
-    found = run_ranks(2, explain, model_dir, broken=(1, 4), parallelism=mesh, memory=memory)
+def test_ranks_find_the_same(model_dir, mesh, trainer):
+    found = run_ranks(2, explain, model_dir, broken=(1, 4), parallelism=mesh, **trainer)
     assert found[0] == found[1]
     assert sorted(each.split(" (")[0] for each in found[0].rollouts) == ["group 2 member 1", "group 2 member 4"]
     assert found[0].weights == []
@@ -199,3 +216,34 @@ def test_a_weight_of_one_rank_is_named_on_all(model_dir):
     assert found[0].weights == [name]
     # of the rollouts those that had a token for the expert
     assert found[0].rollouts
+
+
+@pytest.mark.parametrize("frozen", FROZEN_BELOW)
+def test_rollouts_are_named_where_the_embedding_needs_no_gradient(model_dir, frozen):
+    found = explain(0, model_dir, broken=(1, 4), **FROZEN_BELOW[frozen])
+    reason = "the engine's log-probability of 1 tokens is not finite"
+    # in the order of the micro-batches: rollouts 0, 2, 4 and 1, 3, 5
+    assert found.rollouts == [f"group 2 member {member} ({reason})" for member in (4, 1)]
+    words = str(NonFiniteGradientError(2, math.nan, found))
+    assert f"    rollouts: group 2 member 4 ({reason}); " in words
+    assert "hint: look at the engine's log" in words
+
+
+@pytest.mark.parametrize(
+    ("trainer", "words"),
+    [
+        ({}, "rollouts: none alone; their sum is too large"),
+        *((frozen, "rollouts: not known; ") for frozen in FROZEN_BELOW.values()),
+    ],
+    ids=["all is trained", *FROZEN_BELOW],
+)
+def test_what_was_not_found_out_is_not_called_none(model_dir, trainer, words):
+    with distributed(timeout_s=30) as parallel:
+        recipe = make_recipe(model_dir, steps=1, **trainer)
+        policy = TrainerPolicy(recipe, load_arch(model_dir), parallel, model_dir=model_dir)
+        policy.forward_backward(Rollouts(1).shard())
+        *_, last = (p for p in policy.model.parameters() if p.requires_grad)
+        local_part(last.grad).flatten()[0] = math.inf
+        with pytest.raises(NonFiniteGradientError) as error:
+            policy.optimizer_step(1)
+    assert words in str(error.value)

@@ -92,6 +92,10 @@ def parameters():
 CONFIG = OptimizerConfig(learning_rate=1e-2, weight_decay=0.1, max_grad_norm=0.5)
 
 
+def named(trained):
+    return [(str(number), parameter) for number, parameter in enumerate(trained)]
+
+
 def steps(optimizer, trained, *, prefetch=False):
     generator = torch.Generator().manual_seed(1)
     for step in range(1, 4):
@@ -108,9 +112,9 @@ def steps(optimizer, trained, *, prefetch=False):
 @pytest.mark.parametrize("bucket", [8, 8 * 150, 8 * 1000])
 def test_steps_are_those_of_the_device_bit_for_bit(monkeypatch, bucket):
     wanted_of, found_of = parameters(), parameters()
-    device = make_optimizer(wanted_of, CONFIG)
+    device = make_optimizer(named(wanted_of), CONFIG)
     monkeypatch.setitem(HostAdamW.__init__.__kwdefaults__, "bucket_bytes", bucket)
-    host = make_optimizer(found_of, CONFIG, on_host=True)
+    host = make_optimizer(named(found_of), CONFIG, on_host=True)
     assert isinstance(host, HostAdamW)
     wanted, found = steps(device, wanted_of), steps(host, found_of, prefetch=True)
     assert all(map(torch.equal, found, wanted))
@@ -123,7 +127,7 @@ def test_three_buckets_are_on_the_device_at_most(monkeypatch):
     monkeypatch.setitem(HostAdamW.__init__.__kwdefaults__, "bucket_bytes", 8 * 20)
     monkeypatch.setattr(host_optimizer, "copies_of", lambda device: SlowCopies())
     trained, compute, held = parameters(), HostAdamW._compute, []
-    optimizer = make_optimizer(trained, CONFIG, on_host=True)
+    optimizer = make_optimizer(named(trained), CONFIG, on_host=True)
 
     def looking(self, bucket):
         held.append(sum(bool(each.moments) for each in self._buckets))
@@ -139,6 +143,6 @@ def test_three_buckets_are_on_the_device_at_most(monkeypatch):
 def test_a_step_that_is_not_made_changes_nothing():
     """Moments that were fetched for a step that a gradient spoilt are those of the next one."""
     one, other = parameters(), parameters()
-    first, second = (make_optimizer(trained, CONFIG, on_host=True) for trained in (one, other))
+    first, second = (make_optimizer(named(trained), CONFIG, on_host=True) for trained in (one, other))
     first.prefetch()
     assert all(map(torch.equal, steps(first, one, prefetch=True), steps(second, other)))

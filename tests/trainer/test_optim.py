@@ -1,12 +1,16 @@
-"""Schedules, AdamW and clipping against formulas."""
+"""Schedules, AdamW and clipping against formulas; what decays, of all families."""
 
 import math
+import re
 
 import pytest
 import torch
+from test_families import FAMILIES
 from torch import nn
 
 from hpcrl.config.recipe import OptimizerConfig
+from hpcrl.modeling.spec import build_model
+from hpcrl.models.arch import arch_from_config
 from hpcrl.trainer.step.optim import clip_gradients, learning_rate, make_optimizer, set_learning_rate
 
 
@@ -39,7 +43,7 @@ def test_steps_outside_are_refused(step):
 def test_adamw_by_hand():
     config = OptimizerConfig(learning_rate=0.1, weight_decay=0.3, beta1=0.8, beta2=0.95)
     matrix, vector = nn.Parameter(torch.tensor([[2.0]])), nn.Parameter(torch.tensor([2.0]))
-    optimizer = make_optimizer([matrix, vector], config)
+    optimizer = make_optimizer([("matrix", matrix), ("vector", vector)], config)
     expected = {"matrix": 2.0, "vector": 2.0}
     m = v = 0.0
     for step, (gradient, rate) in enumerate([(0.5, 0.1), (-2.0, 0.05), (0.1, 0.2)], 1):
@@ -54,6 +58,49 @@ def test_adamw_by_hand():
         expected["vector"] -= rate * update
         assert matrix.item() == pytest.approx(expected["matrix"], rel=1e-5)
         assert vector.item() == pytest.approx(expected["vector"], rel=1e-5)
+
+
+def weights(module, *names):
+    return {f"{module}.{name}.weight" for name in names}
+
+
+ATTENTION = weights("self_attn", "q_proj", "k_proj", "v_proj", "o_proj")
+LATENT = weights("self_attn", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+DENSE = weights("mlp", "gate_proj", "up_proj", "down_proj")
+SPARSE = {"mlp.gate.weight", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"}
+SHARED = weights("mlp.shared_experts", "gate_proj", "up_proj", "down_proj")
+ENDS = {"embed_tokens.weight", "lm_head.weight"}
+MIXERS = {
+    *weights("mixer", "in_proj", "conv1d", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"),
+    *weights("mixer", "gate", "fc1_latent_proj", "fc2_latent_proj", "shared_experts.up_proj"),
+    *{"mixer.shared_experts.down_proj.weight", "mixer.experts.up_proj", "mixer.experts.down_proj"},
+}
+#: of each family, of any layer: all that decays
+DECAYED = {
+    "qwen3": {"embed_tokens.weight"} | ATTENTION | DENSE,
+    "qwen3_moe": ENDS | ATTENTION | DENSE | SPARSE,
+    "deepseek_v3": ENDS | LATENT | DENSE | SPARSE | SHARED,
+    "glm_moe_dsa": ENDS | LATENT | DENSE | SPARSE | SHARED | weights("self_attn.indexer", "wq_b", "wk", "weights_proj"),
+    "minimax_m2": ENDS | ATTENTION | SPARSE,
+    "glm4_moe": ENDS | ATTENTION | DENSE | SPARSE | SHARED,
+    "gpt_oss": ENDS | ATTENTION | SPARSE,
+    "nemotron_h": ENDS | MIXERS,
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_matrices_decay_and_no_bias_norm_sink_or_constant(family):
+    config = {"model_type": family, "vocab_size": 8, **FAMILIES[family], "pad_token_id": None}
+    model = build_model(arch_from_config(config), device="meta")
+    groups = make_optimizer(model.named_parameters(), OptimizerConfig(weight_decay=0.1)).param_groups
+    decay = {parameter: group["weight_decay"] for group in groups for parameter in group["params"]}
+    found = {0.1: set(), 0.0: set()}
+    for name, parameter in model.named_parameters():
+        found[decay[parameter]].add(re.sub(r"^layers\.\d+\.", "", name))
+    assert found[0.1] == DECAYED[family]
+    assert not found[0.0] & found[0.1]
+    exempt = r"(norm\.weight|bias|sinks|A_log|\bD)$"
+    assert all(re.search(exempt, name) for name in found[0.0]), found[0.0]
 
 
 def parameters_with(*gradients):

@@ -24,12 +24,12 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from hpcrl.checkpoints.ledger import CheckpointEntry
-from hpcrl.errors import CheckpointError
+from hpcrl.errors import CheckpointError, PeerLostError
 from hpcrl.fs import FileRecord
 from hpcrl.modeling.adapters import adapted_matrices
 from hpcrl.modeling.hf import adapter_parameters, model_tensors
 from hpcrl.ours import NotOursError, check_private, check_tree
-from hpcrl.trainer.parallel.mesh import Parallel
+from hpcrl.trainer.parallel.mesh import Parallel, is_lost_rank
 
 __all__ = [
     "BASE",
@@ -154,6 +154,8 @@ def load_checkpoint(
     ------
     CheckpointError
         The entry does not fit the model, or adapters in it were trained on other weights.
+    PeerLostError
+        Another rank went away: nothing is known of the entry.
     """
     check_owner(entry)
     state = trainer_state(model, optimizer, entry.step, base=base)
@@ -165,6 +167,9 @@ def load_checkpoint(
             del state[_ACCELERATOR_RNG]  # saved without an accelerator: its random numbers begin at the seed
         load(state, storage_reader=reader, process_group=parallel.world.group)
     except (CheckpointException, RuntimeError, ValueError) as error:
+        if isinstance(error, RuntimeError) and is_lost_rank(error):
+            what = f"another rank of the trainer went away while {entry.path} was read"
+            raise PeerLostError(f"{what}: {error}") from error
         raise CheckpointError(f"checkpoint {entry.path} does not fit the model: {error}") from error
     if int(state["step"]) != entry.step:
         raise CheckpointError(

@@ -1,8 +1,11 @@
 """Gradients that are not finite: which parameters, which rollouts, and whether the step is skipped or the run ends.
 
-A token's gradient at the embedding depends on tokens of its own rollout alone, on any mesh: attention does not cross
-rollouts, and experts work row by row. So where that gradient is not finite, the rollout is to blame, and one look at it
-in the backward pass that runs anyway finds the rollout without a second one.
+A token's gradient at the embedding, or at the output of a layer, depends on tokens of its own rollout alone, on any
+mesh: attention does not cross rollouts, and experts work row by row. So where that gradient is not finite, the rollout
+is to blame, and one look at it in the backward pass that runs anyway finds the rollout without a second one. The
+backward pass goes down to the first output that needs a gradient: that of the embedding, or of a layer where the
+embedding is frozen, as it is beside adapters. Where it does not show all, what the batch brought that is not finite is
+told, and no more.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from hpcrl.config.recipe import NonFiniteConfig
 from hpcrl.dock.wire import BatchShard, MicroBatch
 from hpcrl.errors import HpcrlError, RunFailedError
 from hpcrl.modeling.blocks import local_part
+from hpcrl.modeling.decoder import Decoder
 from hpcrl.runs.metrics import StepRecord
 from hpcrl.trainer.parallel.ranks import Ranks
 
@@ -25,6 +29,8 @@ __all__ = ["GradientWatch", "NonFiniteGradientError", "SkippedSteps", "skipped_i
 
 _NAMED = 5
 """So many parameters or rollouts are named; of the others there is the number."""
+_OWN_PASS = "in the trainer's own pass"
+"""Why the gradient of a rollout is not finite where all that it brought is."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +45,14 @@ class _Found:
         Parameters that are not finite themselves.
     rollouts:
         What is to blame, with the reason.
+    saw_all:
+        Whether the gradient of every token was seen below all layers, so that no other rollout can be to blame.
     """
 
     gradients: list[str]
     weights: list[str]
     rollouts: list[str]
+    saw_all: bool
 
 
 class NonFiniteGradientError(HpcrlError):
@@ -66,9 +75,16 @@ class NonFiniteGradientError(HpcrlError):
         if self.found.weights:
             lines.append(f"    weights that are not finite: {_some(self.found.weights)}")
         lines.append(f"    gradients that are not finite: {_some(self.found.gradients)}")
-        blamed = self.found.rollouts
-        lines.append(f"    rollouts: {_some(blamed, '; ') if blamed else 'none alone; their sum is too large'}")
+        lines.append(f"    rollouts: {self._blamed}")
         return "\n".join(lines)
+
+    @property
+    def _blamed(self) -> str:
+        if self.found.rollouts:
+            return _some(self.found.rollouts, "; ")
+        if self.found.saw_all:
+            return "none alone; their sum is too large"
+        return "not known; the backward pass does not go down to the embeddings, which are frozen"
 
     @property
     def _hint(self) -> str:
@@ -76,6 +92,11 @@ class NonFiniteGradientError(HpcrlError):
             return "resume from a checkpoint before the weights were lost (hpcrl resume RUN --from-step N)"
         if all("engine" in each for each in self.found.rollouts) and self.found.rollouts:
             return "look at the engine's log; trainer.nonfinite.action: skip leaves out such a step"
+        if not self.found.rollouts and not self.found.saw_all:
+            return (
+                "look at grad_norm of the steps before: where it grew, a lower trainer.optimizer.learning_rate, then "
+                "resume from the last checkpoint; trainer.nonfinite.action: skip leaves out such a step"
+            )
         return (
             "a lower trainer.optimizer.learning_rate, then resume from the last checkpoint; "
             "trainer.nonfinite.action: skip leaves out such a step"
@@ -83,21 +104,27 @@ class NonFiniteGradientError(HpcrlError):
 
 
 class _Noted(NamedTuple):
-    """Of one backward pass, on the device: which tokens have a gradient that is not finite, and their rollouts."""
+    """Of one backward pass: which tokens have a gradient that is not finite, and their rollouts, on the device.
+
+    ``saw_all``: it is that of the embedding, below all layers.
+    """
 
     bad: Tensor
     sequences: Tensor
+    saw_all: bool
 
 
 class GradientWatch:
     """Notes, without waiting for the device, which tokens of each micro-batch have a gradient that is not finite."""
 
-    def __init__(self, embedding: nn.Module) -> None:
-        """Watch the output of ``embedding``. Where it is frozen no rollout can be named."""
+    def __init__(self, model: Decoder) -> None:
+        """Watch the first output of the embedding, the layers and the last norm of ``model`` that needs a gradient."""
         self._shard: BatchShard | None = None
         self._noted: list[_Noted | None] = []
         self._sequences: Tensor | None = None
-        embedding.register_forward_hook(self._look)
+        self._embedding = model.embed_tokens
+        for module in (model.embed_tokens, *model.layers, model.norm):
+            module.register_forward_hook(self._look)
 
     def begin_step(self, shard: BatchShard) -> None:
         """What follows are the micro-batches of ``shard``, in their order."""
@@ -119,41 +146,44 @@ class GradientWatch:
         self._sequences = None
 
         def note(gradient: Tensor) -> None:
-            self._noted[at] = _Noted(~gradient.isfinite().all(-1), sequences)
+            self._noted[at] = _Noted(~gradient.isfinite().all(-1), sequences, module is self._embedding)
 
         output.register_hook(note)  # type: ignore[no-untyped-call]
 
-    def _rollouts(self) -> list[str]:
-        """Names of the rollouts of this rank that are to blame."""
-        names = []
+    def _rollouts(self) -> tuple[list[str], bool]:
+        """Names of the rollouts of this rank that are to blame, and whether there can be no others."""
+        names, saw_all = [], True
         micro_batches = [] if self._shard is None else self._shard.micro_batches
         for noted, micro_batch in zip(self._noted, micro_batches, strict=False):
-            if noted is None:
-                continue
-            bad = set(noted.sequences[noted.bad].tolist())
+            bad = set() if noted is None else set(noted.sequences[noted.bad].tolist())
             for i, (group, member) in enumerate(micro_batch.rollouts):
-                if i in bad:
-                    names.append(f"group {group} member {member} ({_reason(micro_batch, i)})")
-        return names
+                # nothing was seen of its gradient: what it brought itself is known all the same
+                reason = _wrong_input(micro_batch, i)
+                if i in bad or (noted is None and reason is not None):
+                    names.append(f"group {group} member {member} ({reason or _OWN_PASS})")
+            if micro_batch.rollouts:
+                saw_all = saw_all and noted is not None and noted.saw_all
+        return names, saw_all
 
     def error(self, model: nn.Module, step: int, norm: float, ranks: Ranks) -> NonFiniteGradientError:
         """What to raise, on all ranks alike. Collective; it waits for the device, as nothing is urgent any more."""
         named = dict(model.named_parameters())
         gradients = {name for name, p in named.items() if p.grad is not None and _is_broken(p.grad)}
         weights = {name for name, p in named.items() if _is_broken(p.detach())}
-        own = _Found(sorted(gradients), sorted(weights), self._rollouts())
+        own = _Found(sorted(gradients), sorted(weights), *self._rollouts())
         everywhere = ranks.gather(own)
         found = _Found(
             [name for name in named if any(name in each.gradients for each in everywhere)],
             [name for name in named if any(name in each.weights for each in everywhere)],
             # ranks of a context-parallel group share rollouts
             list(dict.fromkeys(name for each in everywhere for name in each.rollouts)),
+            all(each.saw_all for each in everywhere),
         )
         return NonFiniteGradientError(step, norm, found)
 
 
-def _reason(micro_batch: MicroBatch, rollout: int) -> str:
-    """Why the gradient of a rollout is not finite."""
+def _wrong_input(micro_batch: MicroBatch, rollout: int) -> str | None:
+    """What a rollout brought that is not finite; None where all of it is."""
     part = slice(micro_batch.cu_seqlens[rollout], micro_batch.cu_seqlens[rollout + 1])
     sampled = micro_batch.loss_mask[part] != 0
     wrong = int((~np.isfinite(micro_batch.logprobs[part][sampled])).sum())
@@ -161,7 +191,7 @@ def _reason(micro_batch: MicroBatch, rollout: int) -> str:
         return f"the engine's log-probability of {wrong} tokens is not finite"
     if not np.isfinite(micro_batch.advantages[part]).all():
         return "its advantage is not finite"
-    return "in the trainer's own pass"
+    return None
 
 
 def _is_broken(tensor: Tensor) -> bool:

@@ -47,19 +47,30 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
 
 
 def make_optimizer(
-    parameters: Iterable[nn.Parameter], config: OptimizerConfig, *, on_host: bool = False
+    named: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig, *, on_host: bool = False
 ) -> torch.optim.AdamW:
-    """AdamW with decoupled decay of matrices; norm weights (vectors) are not decayed.
+    """AdamW with decoupled decay of what multiplies: matrices, of experts and adapters too, embeddings, convolutions.
 
-    With ``on_host`` its moments are in host memory, see `hpcrl.trainer.memory.optimizer`.
+    Biases, norm weights, attention sinks and the constants of Mamba-2's heads are not decayed.
+
+    Parameters
+    ----------
+    named:
+        What is trained, with the names that the model has for it.
+    config:
+        Learning rate, betas and decay.
+    on_host:
+        Its moments are in host memory, see `hpcrl.trainer.memory.optimizer`.
     """
-    matrices: list[nn.Parameter] = []
-    vectors: list[nn.Parameter] = []
-    for parameter in parameters:
-        (vectors if parameter.dim() == 1 else matrices).append(parameter)
+    decayed: list[nn.Parameter] = []
+    exempt: list[nn.Parameter] = []
+    for name, parameter in named:
+        # biases of all experts of a layer are one matrix: it is their name that tells
+        is_exempt = parameter.dim() == 1 or name.endswith("bias")
+        (exempt if is_exempt else decayed).append(parameter)
     groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+        {"params": decayed, "weight_decay": config.weight_decay},
+        {"params": exempt, "weight_decay": 0.0},
     ]
     betas = (config.beta1, config.beta2)
     if on_host:

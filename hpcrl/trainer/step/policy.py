@@ -96,7 +96,7 @@ class TrainerPolicy:
         use_dispatcher(self.model, parallel.mesh, recipe.trainer, find())
         apply_memory_tools(self.model, memory, parallel.device, dtype=dtype)
         self.model.materialise(parallel.device, parameters_on="cpu" if memory.parameter_offload else None)
-        self._watch = GradientWatch(self.model.embed_tokens)
+        self._watch = GradientWatch(self.model)
         self._carry_mtp()
         if model_dir is not None:
             read = partial(load_model_dir, self.model, self.model.adapter, model_dir)
@@ -107,7 +107,7 @@ class TrainerPolicy:
             assert model_dir is not None, "adapters are trained on a start model"
             init_adapters(self.model, recipe.seed)
             self.base = base_digest(self.model, parallel.sharding.group)
-        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        trained = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
         self.optimizer = make_optimizer(trained, recipe.trainer.optimizer, on_host=memory.optimizer_offload)
 
     def _carry_mtp(self) -> None:

@@ -139,7 +139,7 @@ def _train(model: Decoder, source: DemonstrationSource, config: WarmupConfig, pr
     schedule = OptimizerConfig(
         learning_rate=config.learning_rate, schedule="cosine", warmup_steps=round(config.steps * _RISE_SHARE)
     )
-    optimizer = make_optimizer(model.parameters(), schedule)
+    optimizer = make_optimizer(model.named_parameters(), schedule)
     losses: list[float] = []
     for step in range(1, config.steps + 1):
         try:
