@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import TypedDict
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor, Shard
 
 from hpcrl.modeling.layers.dispatch import AllToAllDispatcher
@@ -83,10 +86,38 @@ def parallelize_decoder(model: nn.Module, mesh: ParallelDims, *, dtype: torch.dt
             # a rank that has all divides by 1 into a copy where it is told to
             if own.size() > 1:
                 module.set_gradient_divide_factor(1.0)
+            if own.size(-1) == 1:
+                module.set_custom_reduce_scatter(_ReduceNothing())
             # gloo cannot pre-multiply in a reduction
             module.set_force_sum_reduction_for_comms(True)
     if mesh.ep > 1:
         _prefetch(layers)
+
+
+class _ReduceNothing(ReduceScatter):
+    """What FSDP2 reduces gradients with where one rank has all of a parameter: they stay in the memory they are in.
+
+    It asks for memory for what is reduced, then for the result, copies from the one to the other and takes parts of the
+    result as gradients.
+    """
+
+    def __init__(self) -> None:
+        # weakly: a reduction that failed in between leaves nothing for the next one
+        self._input: weakref.ref[Tensor] | None = None
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for the gradients of a group, then the same."""
+        found = None if self._input is None else self._input()
+        if found is not None:
+            assert found.shape == tuple(size), "asked for something else than the result"
+            self._input = None
+            return found
+        made = torch.empty(*size, dtype=dtype, device=device)
+        self._input = weakref.ref(made)
+        return made
+
+    def __call__(self, *_: object, **__: object) -> None:
+        raise AssertionError("a group of one rank has nothing to reduce")
 
 
 def sum_over_copies(model: nn.Module, *, now: bool) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from trainer_testing import Rollouts, make_recipe, run_ranks, write_model_dir
 
 from hpcrl.errors import PeerLostError
@@ -87,6 +88,32 @@ def test_bfloat16_keeps_float32_masters(model_dir, one_rank):
     assert [m.loss for m in losses] != [m.loss for m in one_rank[0]]
     assert [m.entropy for m in losses] == pytest.approx([m.entropy for m in one_rank[0]], rel=0.02)
     assert norms == pytest.approx(one_rank[1], rel=0.1)
+
+
+class Copies(TorchDispatchMode):
+    """Elements of what is copied from one place to another."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.copy_.default and args[0].data_ptr() != args[1].data_ptr():
+            self.seen.add(args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_rank_that_has_all_does_not_copy_gradients_to_where_they_are(model_dir, dtype):
+    recipe = make_recipe(model_dir, steps=STEPS, dtype=dtype)
+    with distributed(timeout_s=30) as parallel:
+        policy = TrainerPolicy(recipe, load_arch(model_dir), parallel, model_dir=model_dir)
+        with Copies() as copies:
+            policy.forward_backward(Rollouts(1, count=6).shard(micro_batches=2))
+        # FSDP2 puts gradients of a layer behind each other
+        layers = {sum(parameter.numel() for parameter in layer.parameters()) for layer in policy.model.layers}
+    assert copies.seen
+    assert not copies.seen & layers
 
 
 def bfloat16_step(rank, model_dir):

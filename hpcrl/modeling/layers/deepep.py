@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hpcrl.errors import UsageError
 from hpcrl.modeling.layers.dispatch import Dispatched
+from hpcrl.modeling.layers.rows import RowOrder, copy_rows, mix_rows
 from hpcrl.modeling.sums import count_rows
 
 __all__ = ["DeepEPDispatcher", "ElasticBuffer", "Exchange", "MakeBuffer", "find_deepep"]
@@ -111,16 +112,14 @@ class DeepEPDispatcher:
         key = torch.where(places < 0, self._here, places)
         counts = count_rows(key, self._here + 1)[: self._here]
         # the device has just been waited for: there is nothing left that this could wait for
-        order = key.argsort(stable=True)[: int(counts.sum())]
+        here = key.argsort(stable=True)[: int(counts.sum())]
+        order = RowOrder.of(here, *experts.shape)
 
         def combine(y: Tensor) -> Tensor:
-            weighted = y * shares.flatten()[order].to(y.dtype)[:, None]
-            # one place for each expert of a row, so that sums have a fixed order
-            spread = y.new_zeros(len(places), y.shape[1]).index_copy(0, order, weighted)
-            mixed: Tensor = _Return.apply(way, spread.view(*experts.shape, y.shape[1]).sum(1))  # type: ignore[no-untyped-call]
+            mixed: Tensor = _Return.apply(way, mix_rows(y, order, shares))  # type: ignore[no-untyped-call]
             return mixed
 
-        return Dispatched(rows[order // chosen.shape[1]], counts, combine)
+        return Dispatched(copy_rows(rows, order), counts, combine)
 
 
 class _Way:

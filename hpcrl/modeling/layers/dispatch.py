@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpcrl.modeling.exchange import exchange_rows
+from hpcrl.modeling.layers.rows import RowOrder, copy_rows, inverse, mix_rows, permute_rows
 from hpcrl.modeling.sums import count_rows
 
 __all__ = ["AllToAllDispatcher", "Dispatched", "Dispatcher", "LocalDispatcher", "fetch_sizes"]
@@ -62,9 +63,9 @@ class LocalDispatcher:
     def dispatch(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Dispatched:
         """See `Dispatcher`; no collective."""
         flat = chosen.reshape(-1)
-        order = flat.argsort(stable=True)
+        order = RowOrder.of(flat.argsort(stable=True), *chosen.shape)
         counts = count_rows(flat, self._experts)
-        return Dispatched(x[order // chosen.shape[1]], counts, lambda y: _mix(y, order, weights))
+        return Dispatched(copy_rows(x, order), counts, lambda y: mix_rows(y, order, weights))
 
 
 class AllToAllDispatcher:
@@ -86,20 +87,21 @@ class AllToAllDispatcher:
         the host knows already.
         """
         flat = chosen.reshape(-1)
-        order = flat.argsort(stable=True)
+        order = RowOrder.of(flat.argsort(stable=True), *chosen.shape)
         if self._last is None or self._last.of() is not chosen:
             self._last = _Traffic(weakref.ref(chosen), *self._agree(flat))
         _, coming, sent, received = self._last
-        rows = exchange_rows(x[order // chosen.shape[1]], sent, received, self._group)
+        rows = exchange_rows(copy_rows(x, order), sent, received, self._group)
         # from rank after rank to expert after expert
         local = torch.arange(coming.shape[1], device=x.device).repeat(self._ranks)
         by_expert = local.repeat_interleave(coming.flatten(), output_size=sum(received)).argsort(stable=True)
+        by_rank = inverse(by_expert)
 
         def combine(y: Tensor) -> Tensor:
-            by_rank = torch.empty_like(y).index_copy(0, by_expert, y)
-            return _mix(exchange_rows(by_rank, received, sent, self._group), order, weights)
+            back = permute_rows(y, by_rank, by_expert)
+            return mix_rows(exchange_rows(back, received, sent, self._group), order, weights)
 
-        return Dispatched(rows[by_expert], coming.sum(0), combine)
+        return Dispatched(permute_rows(rows, by_expert, by_rank), coming.sum(0), combine)
 
     def _agree(self, flat: Tensor) -> tuple[Tensor, list[int], list[int]]:
         """How many rows come, ``[ranks, experts here]``; how many go to each rank, and come from it. A collective."""
@@ -123,10 +125,3 @@ def fetch_sizes(sizes: Tensor) -> list[list[int]]:
     """Numbers of the device, on the host: what collectives with uneven parts ask for, and the only wait of a pass."""
     found: list[list[int]] = sizes.tolist()
     return found
-
-
-def _mix(y: Tensor, order: Tensor, weights: Tensor) -> Tensor:
-    """From rows ``[T · k, hidden_size]``, sorted as ``order`` says, to sums over ``k`` by weight."""
-    # back to token order and a sum over k in fixed order: index_add would sum in arrival order
-    unsorted = torch.empty_like(y).index_copy(0, order, y).view(*weights.shape, y.shape[1])
-    return (unsorted * weights.to(y.dtype)[..., None]).sum(1)

@@ -1,0 +1,136 @@
+"""Rows of tokens on their way to experts and back: permutations, copies for several experts, and sums by weight.
+
+Gradients are written by hand: autograd's indexing adds them up row after row, and keeps and makes copies that nobody
+needs. Sums are over the places of a token in their order, whatever the order of rows is: equal input gives equal sums.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+__all__ = ["RowOrder", "copy_rows", "inverse", "mix_rows", "permute_rows"]
+
+
+class RowOrder(NamedTuple):
+    """How rows lie that are sorted by expert; a token has ``k`` places, of which each has a row, or none.
+
+    Attributes
+    ----------
+    places:
+        ``[rows]`` int64: of each row its place, ``token · k + i``.
+    by_token:
+        ``[rows]`` int64: numbers of the rows in the order of their places.
+    starts:
+        ``[T]`` int64: where the rows of each token begin in ``by_token``.
+    k:
+        Places of a token.
+    """
+
+    places: Tensor
+    by_token: Tensor
+    starts: Tensor
+    k: int
+
+    @classmethod
+    def of(cls, places: Tensor, tokens: int, k: int) -> RowOrder:
+        """From ``places`` of ``tokens``: all of them, or those that have a row."""
+        rows = len(places)
+        if rows == tokens * k:
+            return cls(places, inverse(places), torch.arange(0, rows, k, device=places.device), k)
+        counts = torch.zeros(tokens, dtype=torch.int64, device=places.device)
+        counts.scatter_add_(0, places // k, torch.ones_like(places))
+        return cls(places, places.argsort(), counts.cumsum(0) - counts, k)
+
+
+def inverse(order: Tensor) -> Tensor:
+    """The permutation that undoes ``order``, ``[n]`` int64."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+
+
+def permute_rows(x: Tensor, order: Tensor, back: Tensor) -> Tensor:
+    """``x [n, D]`` in the order of the permutation ``order [n]``, which ``back [n]`` undoes."""
+    permuted: Tensor = _Permute.apply(x, order, back)  # type: ignore[no-untyped-call]
+    return permuted
+
+
+def copy_rows(x: Tensor, rows: RowOrder) -> Tensor:
+    """For each row that of its token in ``x [T, D]``: ``[rows, D]``."""
+    copies: Tensor = _Copy.apply(x, rows)  # type: ignore[no-untyped-call]
+    return copies
+
+
+def mix_rows(y: Tensor, rows: RowOrder, weights: Tensor) -> Tensor:
+    """Of each token the sum over its rows in ``y [rows, D]`` by weight: ``[T, D]``.
+
+    ``weights`` are ``[T, k]``; they are rounded to the dtype of ``y``. What stands in places without a row is not read,
+    and its gradient is 0.
+    """
+    mixed: Tensor = _Mix.apply(y, weights, rows)  # type: ignore[no-untyped-call]
+    return mixed
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
+        return x.index_select(0, order)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad.index_select(0, *ctx.saved_tensors), None, None
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: RowOrder) -> Tensor:
+        # not as they are: what is not saved in this way is kept where a layer is computed again, too
+        ctx.save_for_backward(rows.by_token, rows.starts)
+        return x.index_select(0, rows.places // rows.k)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        by_token, starts = ctx.saved_tensors
+        return _sum_bags(grad, by_token, starts), None
+
+
+class _Mix(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, weights: Tensor, rows: RowOrder) -> Tensor:
+        places, by_token, starts, ctx.k = rows
+        ctx.save_for_backward(y, weights, places, by_token, starts)
+        shares = weights.flatten().index_select(0, places.index_select(0, by_token)).to(y.dtype)
+        return _sum_bags(y.detach(), by_token, starts, shares)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        y, weights, places, by_token, starts = ctx.saved_tensors
+        of_weights = None
+        if ctx.needs_input_grad[1]:
+            ordered = places.index_select(0, by_token)
+            # products of rows of both, without rows that are copied or multiplied before
+            of_shares = torch.ops.aten._embedding_bag_per_sample_weights_backward(
+                grad.contiguous(), y, by_token, starts, ordered // ctx.k, _SUM
+            )
+            of_weights = weights.new_zeros(weights.numel()).index_copy_(0, ordered, of_shares.to(weights.dtype))
+            of_weights = of_weights.view(weights.shape)
+        shares = weights.flatten().index_select(0, places).to(y.dtype)
+        return grad.index_select(0, places // ctx.k).mul_(shares[:, None]), of_weights, None
+
+
+_SUM = 0
+"""The mode of `torch.nn.functional.embedding_bag`, as its operators number it."""
+
+
+def _sum_bags(rows: Tensor, order: Tensor, starts: Tensor, shares: Tensor | None = None) -> Tensor:
+    """Sums over rows, ``[bags, D]``; a bag is a run of ``order`` from each of ``starts`` on, as are ``shares``."""
+    if not len(starts):
+        return rows.new_zeros(0, rows.shape[1])
+    return F.embedding_bag(order, rows.contiguous(), starts, mode="sum", per_sample_weights=shares)
