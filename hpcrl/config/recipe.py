@@ -27,6 +27,7 @@ __all__ = [
     "AlgorithmConfig",
     "CalculatorEnv",
     "CheckpointConfig",
+    "ContextScheme",
     "CustomEnv",
     "EngineConfig",
     "EngineGroupConfig",
@@ -120,6 +121,9 @@ class OptimizerConfig(StrictModel):
     """Steps of linear rise from 0."""
 
 
+ContextScheme = Literal["ulysses", "ring", "gather"]
+
+
 class TrainerParallelismConfig(StrictModel):
     """How the ranks share the work, beside the sharding of parameters (docs/training.md, Meshes)."""
 
@@ -130,10 +134,11 @@ class TrainerParallelismConfig(StrictModel):
     """Expert parallelism: ranks among which the experts of a layer are dealt out; divides ``ranks`` and the experts."""
     cp: PositiveInt = 1
     """Context parallelism: ranks among which a sequence is cut; divides ``ranks``."""
-    cp_scheme: Literal["ulysses", "ring"] = "ulysses"
+    cp_scheme: ContextScheme = "ulysses"
     """How ranks of a context-parallel group attend together: ``ulysses`` exchanges tokens for heads, which have to be
-    dealt out evenly; ``ring`` passes keys and values around, for any number of heads. Sparse attention has a scheme of
-    its own, which goes by ``ulysses``."""
+    dealt out evenly; ``ring`` passes keys and values around, for any number of heads; ``gather`` is for latent
+    attention (DeepSeek-V3, Kimi K2), whose latents it gathers once a layer: the least is sent, and each rank makes keys
+    and values of what its queries see. Sparse attention has a scheme of its own, which goes by ``ulysses``."""
     dispatcher: Literal["all_to_all", "deepep"] = "all_to_all"
     """What takes tokens to experts of other ranks: collectives of torch, or the kernels of DeepEP,
     which has to be installed where the trainer runs (never run on a GPU by this project yet)."""

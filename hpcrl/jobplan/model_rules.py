@@ -88,7 +88,7 @@ def _heads_divide(recipe: Recipe, _: ClusterProfile, facts: ModelFacts) -> Confl
 
 def _heads_share_context(recipe: Recipe, _: ClusterProfile, facts: ModelFacts) -> Conflicts:
     cp = recipe.trainer.parallelism.cp
-    if recipe.trainer.parallelism.cp_scheme == "ring":
+    if recipe.trainer.parallelism.cp_scheme != "ulysses":
         return
     for layer in facts.layers:
         mixer = layer.mixer
@@ -120,6 +120,16 @@ def _ring_is_dense(recipe: Recipe, _: ClusterProfile, facts: ModelFacts) -> Conf
     if others:
         kinds = ", ".join(sorted(others))
         yield "trainer.parallelism.cp_scheme", f"ring passes keys of dense attention around; {facts.name} has {kinds}"
+
+
+def _gather_is_of_latents(recipe: Recipe, _: ClusterProfile, facts: ModelFacts) -> Conflicts:
+    parallelism = recipe.trainer.parallelism
+    if parallelism.cp == 1 or parallelism.cp_scheme != "gather":
+        return
+    others = {kind for kind in facts.attention_kinds if kind != "mla"}
+    if others:
+        kinds = ", ".join(sorted(others))
+        yield "trainer.parallelism.cp_scheme", f"gather is for layers that attend to latents; {facts.name} has {kinds}"
 
 
 def _sequence_divides(recipe: Recipe, _: ClusterProfile, facts: ModelFacts) -> Conflicts:
@@ -277,6 +287,12 @@ MODEL_RULES: tuple[ModelRule, ...] = (
         "Ring attention is for attention that sees all keys.",
         "set trainer.parallelism.cp_scheme: ulysses",
         _ring_is_dense,
+    ),
+    ModelRule(
+        "gather-is-of-latents",
+        "Only dense latent attention has latents to gather for context parallelism.",
+        "set trainer.parallelism.cp_scheme: ulysses, which gathers the keys of sparse attention as well",
+        _gather_is_of_latents,
     ),
     ModelRule(
         "sequence-divides",

@@ -17,6 +17,7 @@ __all__ = [
     "BatchContext",
     "GatherFn",
     "IndexQuery",
+    "LatentAttentionFn",
     "RecurrenceFn",
     "ReplayedExperts",
     "RoutedExpertsRecorder",
@@ -104,6 +105,34 @@ class SparseAttentionFn(Protocol):
         ...
 
 
+class LatentAttentionFn(Protocol):
+    """Causal attention that makes keys and values of latents itself, where ranks share a batch."""
+
+    def attend_latents(self, layer: int, q: Tensor, latents: Tensor, expand: Tensor, *, scale: float) -> Tensor:
+        """Attend.
+
+        Parameters
+        ----------
+        layer:
+            Global layer number.
+        q:
+            ``[T, heads, key_dim]``, of which the last ``rotary_dim`` channels are rotated.
+        latents:
+            ``[T, latent_dim + rotary_dim]``: the normalised latent of each token, and the rotated key of all heads.
+        expand:
+            ``[heads * (key_dim - rotary_dim + value_dim), latent_dim]``: makes the other channels of a head's key, and
+            its value, of a latent.
+        scale:
+            Of the scores.
+
+        Returns
+        -------
+        Tensor
+            ``[T, heads, value_dim]``.
+        """
+        ...
+
+
 class RecurrenceFn(Protocol):
     """What recurrent layers need of a sequence; owns sequence boundaries and any state that an engine keeps."""
 
@@ -175,6 +204,8 @@ class BatchContext:
         Told what the router of every sparse layer chooses by itself.
     sparse:
         The same attention for layers that choose tokens; None where it cannot.
+    latent:
+        The same attention for layers with latents; None where it wants the keys and values of heads.
     recurrence:
         Of layers with a state; None where it cannot.
     gather:
@@ -195,6 +226,7 @@ class BatchContext:
     select: Tensor | None = None
     record: RoutedExpertsRecorder | None = None
     sparse: SparseAttentionFn | None = None
+    latent: LatentAttentionFn | None = None
     recurrence: RecurrenceFn | None = None
     gather: GatherFn | None = None
     chosen: dict[int, Tensor] = field(default_factory=dict)

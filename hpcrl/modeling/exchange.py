@@ -99,9 +99,9 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        # every rank has used every row: their gradients are added, in float32 and in the order of ranks
+        # every rank has used every row: their gradients are added, in float32 at least and in the order of ranks
         gradient = gradients[0]
         ranks = dist.get_world_size(ctx.group)
         equal = [len(gradient) // ranks] * ranks
         parts = exchange_rows(gradient, equal, equal, ctx.group).view(ranks, -1, *gradient.shape[1:])
-        return parts.sum(0, dtype=torch.float32).to(gradient.dtype), None, None
+        return parts.sum(0, dtype=torch.promote_types(gradient.dtype, torch.float32)).to(gradient.dtype), None, None

@@ -1,61 +1,29 @@
 """Ring attention: dense attention over sequences that are cut among the ranks of a context-parallel group.
 
 Keys and values travel around the ranks once in a forward pass and once, with their gradients, in a backward pass. Each
-sequence is cut into two chunks a rank, of which rank ``r`` has the ``r``-th from its head and the ``r``-th from its
-tail: so all ranks have the same share of the causal mask, whatever the lengths. Unlike with exchanged heads
-(`hpcrl.modeling.context_parallel`) any number of ranks can share any number of heads. Softmaxes over the keys of each
-rank are merged by their sums (Liu et al., Ring Attention, arXiv 2310.01889). Results are equal on every run: keys come
-in a fixed order.
+rank has a chunk near the head and one near the tail of each sequence (`hpcrl.modeling.balanced_chunks`). Unlike with
+exchanged heads (`hpcrl.modeling.context_parallel`) any number of ranks can share any number of heads. Softmaxes over
+the keys of each rank are merged by their sums (Liu et al., Ring Attention, arXiv 2310.01889). Results are equal on
+every run: keys come in a fixed order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hpcrl.modeling.balanced_chunks import Chunks, head_tail, places
 from hpcrl.modeling.context import BatchContext, RoutedExpertsRecorder
-from hpcrl.modeling.kernels.attend import add_sinks, kernel_for, sink_gradients
+from hpcrl.modeling.kernels.attend import add_sinks, kernel_for, merge, sink_gradients
 from hpcrl.modeling.kernels.kernel import QKV, Attended, Kernel, Segments, score_dtype
 from hpcrl.modeling.transfer import movable
 
-__all__ = ["RingAttention", "head_tail"]
-
-
-class _Chunks(NamedTuple):
-    """What a rank has of each sequence: tokens near its head and near its tail, as runs of flat tokens."""
-
-    heads: list[range]
-    tails: list[range]
-
-    @property
-    def tokens(self) -> list[int]:
-        """Flat tokens in the order in which the rank has them: sequence by sequence."""
-        return [token for head, tail in zip(self.heads, self.tails, strict=True) for token in (*head, *tail)]
-
-    @property
-    def starts(self) -> tuple[int, ...]:
-        """Of each sequence among the rank's tokens."""
-        both = (len(head) + len(tail) for head, tail in zip(self.heads, self.tails, strict=True))
-        return tuple(accumulate(both, initial=0))
-
-
-def head_tail(starts: tuple[int, ...], rank: int, ranks: int) -> _Chunks:
-    """Chunks of ``rank`` of sequences that begin at ``starts``, ``[n + 1]``; lengths need not be divisible."""
-
-    def chunk(begin: int, end: int, number: int) -> range:
-        cut = [begin + i * (end - begin) // (2 * ranks) for i in (number, number + 1)]
-        return range(*cut)
-
-    sequences = list(pairwise(starts))
-    return _Chunks(
-        [chunk(begin, end, rank) for begin, end in sequences],
-        [chunk(begin, end, 2 * ranks - 1 - rank) for begin, end in sequences],
-    )
+__all__ = ["RingAttention"]
 
 
 class _Block(NamedTuple):
@@ -95,16 +63,16 @@ class RingAttention:
         self.blocks = [self._block(rank, mine, theirs) for rank, theirs in enumerate(chunks)]
         """By the rank that the keys are from."""
 
-    def _block(self, origin: int, mine: _Chunks, theirs: _Chunks) -> _Block:
+    def _block(self, origin: int, mine: Chunks, theirs: Chunks) -> _Block:
         if origin == self._rank:
             # head and tail in the order of their positions: plain causal attention
             return _Block(None, None, Segments(mine.starts, mine.starts, causal=True))
         if origin < self._rank:
             # their heads lie before all that is here, their tails behind it
             keys = tuple(accumulate(map(len, theirs.heads), initial=0))
-            return _Block(None, _places(theirs, tails=False), Segments(mine.starts, keys, causal=False))
+            return _Block(None, places(theirs, tails=False), Segments(mine.starts, keys, causal=False))
         queries = tuple(accumulate(map(len, mine.tails), initial=0))
-        return _Block(_places(mine, tails=True), None, Segments(queries, theirs.starts, causal=False))
+        return _Block(places(mine, tails=True), None, Segments(queries, theirs.starts, causal=False))
 
     def __call__(
         self,
@@ -181,15 +149,6 @@ class _Coming(NamedTuple):
         return self.received
 
 
-def _places(chunks: _Chunks, *, tails: bool) -> Tensor:
-    """Where all heads, or all tails, are among the tokens of a rank."""
-    places: list[int] = []
-    for start, head, tail in zip(chunks.starts[:-1], chunks.heads, chunks.tails, strict=True):
-        middle = start + len(head)
-        places += range(middle, middle + len(tail)) if tails else range(start, middle)
-    return torch.tensor(places, dtype=torch.int64)
-
-
 def _picked(x: Tensor, index: Tensor | None) -> Tensor:
     return x if index is None else x[index]
 
@@ -206,8 +165,7 @@ class _RingAttention(torch.autograd.Function):
             keys, values = _split(_picked(rows, block.keys), k, v)
             found = kernel.forward(QKV(_picked(q, block.queries), keys, values), block.segments, scale)
             where = slice(None) if block.queries is None else block.queries
-            merged = _merge(Attended(out[where], lse[where]), found)
-            out[where], lse[where] = merged
+            out[where], lse[where] = merge(Attended(out[where], lse[where]), found)
         attended = Attended(out.to(q.dtype), lse)
         if sinks is not None:
             attended = add_sinks(attended, sinks)
@@ -248,10 +206,3 @@ def _split(rows: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """`_joined` the other way, with the heads of ``k`` and ``v``."""
     keys, values = torch.split(rows, [k[0].numel(), v[0].numel()], dim=1)
     return keys.reshape(len(rows), *k.shape[1:]), values.reshape(len(rows), *v.shape[1:])
-
-
-def _merge(so_far: Attended, more: Attended) -> Attended:
-    """The softmax over the keys of both."""
-    lse = torch.logaddexp(so_far.lse, more.lse)
-    shares = [(part.lse - lse).exp()[..., None] for part in (so_far, more)]
-    return Attended(so_far.out * shares[0] + more.out * shares[1], lse)

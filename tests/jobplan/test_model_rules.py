@@ -26,6 +26,7 @@ BROKEN = {
         "trainer.parallelism.cp",
     ),
     "ring-is-dense": (("trainer.parallelism.cp_scheme=ring",), "GLM-5", "trainer.parallelism.cp_scheme"),
+    "gather-is-of-latents": (("trainer.parallelism.cp_scheme=gather",), "GLM-5", "trainer.parallelism.cp_scheme"),
     "sequence-divides": (("trainer.micro_batch_tokens=131076",), "GLM-5", "trainer.micro_batch_tokens"),
     "fp8-blocks": (("engine.tp=8",), "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "engine.memory.weights"),
     "replay-has-routers": (("trainer.router_replay=true",), "Qwen3-8B", "trainer.router_replay"),
@@ -44,6 +45,18 @@ BROKEN = {
 
 def _check(model: str, *settings: str) -> None:
     check_model_rules(load_recipe("glm5_swe", settings), load_cluster("h200-28"), load_facts(model))
+
+
+def test_latents_are_gathered_for_any_number_of_heads() -> None:
+    """Of 128 heads 96 ranks cannot have equal shares; of latents every rank makes what it needs."""
+    settings = ("trainer.parallelism.cp=96", "trainer.nodes=12", "trainer.ranks=96", "trainer.parallelism.ep=32")
+    found = {}
+    for scheme in ("ulysses", "gather"):
+        with pytest.raises(ConfigError) as caught:
+            _check("DeepSeek-V3", *settings, f"trainer.parallelism.cp_scheme={scheme}", "trainer.micro_batch_tokens=7")
+        found[scheme] = [finding.what.rpartition("[")[2] for finding in caught.value.findings]
+    assert "heads-share-context]" in found["ulysses"]
+    assert not {"heads-share-context]", "gather-is-of-latents]", "ring-is-dense]"} & set(found["gather"])
 
 
 def test_rows_of_one_expert_cannot_be_told_from_unknown_ones() -> None:

@@ -188,10 +188,23 @@ def test_a_ring_holds_what_travels() -> None:
         return trainer_peak(facts, TrainerMemory(ranks=8, cp=8, micro_batch_tokens=131072, **changes))
 
     full = {"activation_checkpointing": "full", "lm_head_chunk_tokens": 1024}
-    ring = peak(ring=True, **full)
+    ring = peak(cp_scheme="ring", **full)
     # 8 heads of keys and of values, three times in bfloat16 and twice in float32, and gradients of 32 heads of queries
     assert ring["keys and values in a ring"].value == 16384 * 128 * (2 * 8 * (3 * 2 + 2 * 4) + 4 * 32)
     assert ring.total > peak(**full).total
+
+
+def test_gathered_latents_are_kept_in_place_of_keys_and_values() -> None:
+    facts = load_facts("DeepSeek-V3")
+
+    def peak(**changes: Any) -> Ledger:
+        return trainer_peak(facts, TrainerMemory(ranks=256, ep=32, cp=8, micro_batch_tokens=131072, **changes))
+
+    gather = peak(cp_scheme="gather", activation_checkpointing="full")
+    # of 128 heads: keys of 128 + 64 channels and values of 128; of all tokens 576 numbers
+    held = gather["keys and values of gathered latents"].value
+    assert held == 16384 * (2 * 128 * (2 * 128 + 3 * 192 + 4 * 128) + (4 + 2) * 8 * 576)
+    assert peak(cp_scheme="gather").total < peak().total
 
 
 def test_the_host_holds_versions_and_checkpoints_that_are_written_aside() -> None:

@@ -199,10 +199,28 @@ def test_a_ring_carries_expanded_keys_and_gradients() -> None:
     """DeepSeek-V3: 128 heads of 192 and 128 channels, where 576 numbers a token are gathered."""
     facts = load_facts("DeepSeek-V3")
     full, ring = (
-        trainer_step(facts, replace(SHAPE, ring=ring), BATCH, rates())["cp.keys_and_values"] for ring in (False, True)
+        trainer_step(facts, replace(SHAPE, cp_scheme=scheme), BATCH, rates())["cp.keys_and_values"]
+        for scheme in ("gather", "ring")
     )
     assert ring.inputs["bytes"] / full.inputs["bytes"] == pytest.approx(128 * 320 / 576)
     assert ring.inputs["times"] == full.inputs["times"] + 1
+
+
+def test_gathered_latents_are_less_to_send_and_more_to_compute() -> None:
+    """DeepSeek-V3 sends queries, keys, values and outputs of all heads by Ulysses, each to one rank of four."""
+    facts = load_facts("DeepSeek-V3")
+    ulysses, gather = (
+        trainer_step(facts, replace(SHAPE, cp_scheme=scheme), BATCH, rates()) for scheme in ("ulysses", "gather")
+    )
+    sent = ulysses["cp.keys_and_values"].inputs["bytes sent"], gather["cp.keys_and_values"].inputs["bytes"]
+    assert sent[0] / sent[1] == pytest.approx(128 * 2 * 320 / (576 * SHAPE.context_parallel))
+    assert gather["cp.keys_and_values"].value < ulysses["cp.keys_and_values"].value
+    # forward, again, and both gradients of all tokens, less what linear layers count of a rank's own
+    expansion = gather["cp.expansion"].inputs
+    assert expansion["operations a token"] == len(facts.layers) * 2 * 512 * 128 * 256
+    passes = 2 if SHAPE.recompute == "full" else 1
+    assert expansion["times"] == SHAPE.context_parallel * (passes + 1 + 2) - (passes + 2)
+    assert "cp.expansion" not in [term.name for term in ulysses.terms]
 
 
 def test_copies_hold_more_each_and_add_up_their_gradients() -> None:

@@ -10,10 +10,10 @@ from hpcrl.modeling.context import ReplayedExperts
 from hpcrl.trainer.batch.tensors import TokenBatch
 
 
-def cut(batch, rank, ranks, *, ring=False):
+def cut(batch, rank, ranks, scheme="ulysses"):
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:
-        return batch.cut(dist.group.WORLD, ring=ring)
+        return batch.cut(dist.group.WORLD, scheme)
     finally:
         dist.destroy_process_group()
 
@@ -66,10 +66,11 @@ def test_a_rank_without_trained_tokens_selects_one_all_the_same():
     assert [len(part.select) for part in parts] == [1, 1]
 
 
+@pytest.mark.parametrize("scheme", ["ring", "gather"])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_a_ring_has_every_trained_token_once(ranks):
+def test_balanced_chunks_have_every_trained_token_once(ranks, scheme):
     batch = batch_of(5)
-    parts = [cut(batch, rank, ranks, ring=True) for rank in range(ranks)]
+    parts = [cut(batch, rank, ranks, scheme) for rank in range(ranks)]
     tokens = torch.cat([part.attention.own for part in parts])
     assert sorted(tokens.tolist()) == list(range(len(batch.input_ids)))
     for part in parts:
@@ -84,8 +85,9 @@ def test_a_ring_has_every_trained_token_once(ranks):
         assert found == sorted(getattr(batch, name).tolist())
 
 
-def test_no_rank_of_a_ring_is_without_a_token():
+@pytest.mark.parametrize("scheme", ["ring", "gather"])
+def test_no_rank_with_balanced_chunks_is_without_a_token(scheme):
     empty = TokenBatch.from_wire(Rollouts(3, count=0).shard(micro_batches=1).micro_batches[0])
     for rank in range(4):
-        part = cut(empty, rank, 4, ring=True)
+        part = cut(empty, rank, 4, scheme)
         assert (len(part.input_ids) >= 2, part.num_trained, part.select.tolist()) == (True, 0, [0])

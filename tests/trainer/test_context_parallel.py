@@ -1,16 +1,20 @@
-"""Ways to share the context of rollouts among ranks: ring attention, and losses of whole rollouts."""
+"""Ways to share the context of rollouts among ranks: a ring, gathered latents, and losses of whole rollouts."""
 
 import itertools
+from collections import Counter
 
 import pytest
 import torch
 from test_meshes import ARCHS, GRADIENT_TOLERANCE, WEIGHT_TOLERANCE, train
-from trainer_testing import make_recipe, run_ranks, write_model_dir
+from torch.utils._python_dispatch import TorchDispatchMode
+from trainer_testing import Rollouts, make_recipe, run_ranks, write_model_dir
 
 from hpcrl.config.recipe import AlgorithmConfig, LossConfig
+from hpcrl.modeling.balanced_chunks import head_tail
+from hpcrl.modeling.latent_gather import LatentGather
 from hpcrl.modeling.mesh import ParallelDims
 from hpcrl.modeling.packed_attention import PackedAttention
-from hpcrl.modeling.ring_attention import RingAttention, head_tail
+from hpcrl.modeling.ring_attention import RingAttention
 from hpcrl.models.arch import Qwen3Arch, load_arch
 from hpcrl.trainer.parallel.mesh import Parallel, distributed
 from hpcrl.trainer.step.policy import TrainerPolicy
@@ -32,11 +36,15 @@ CASES = [
     ("qwen3", {"cp": 4}, "ring", "gspo"),
     ("qwen3_moe", {"cp": 2, "ep": 2}, "ring", "masked_ratio"),
     ("deepseek_v3", {"cp": 4, "ep": 2}, "ring", "masked_ratio"),
+    ("deepseek_v3", {"cp": 4}, "gather", "gspo"),
+    ("deepseek_v3", {"cp": 2, "ep": 2}, "gather", "masked_ratio"),
     ("glm_moe_dsa", {"cp": 4}, "ulysses", "gspo"),
 ]
 #: starts of sequences, some shorter than there are chunks; query heads, key heads, key and value channels
 STARTS = ((0, 50), (0, 3, 4, 29, 31, 90), (0, 16, 32))
 SHAPES = ((6, 3, 8, 8), (4, 4, 12, 5))
+#: heads, channels of a key that are not rotated and that are, channels of values and latents
+LATENT_SHAPES = ((5, 6, 4, 7, 9), (4, 8, 2, 8, 6))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
@@ -81,6 +89,82 @@ def check_ring(cp):
         RingAttention(torch.tensor([0, 8]), group)(0, *[torch.zeros(1, 1, 1)] * 3, window=4)
 
 
+def latent_attention_of(run, own, inputs, weights):
+    """Output, and gradients of queries, latents and the expanding matrix."""
+    q, latents, expand = inputs
+    leaves = [x.clone().requires_grad_() for x in (q[own], latents[own], expand)]
+    out = run(*leaves)
+    return [out, *torch.autograd.grad(out, leaves, weights[own])]
+
+
+def expanded_attention(cu_seqlens, q, latents, expand):
+    """As one rank computes it, with keys and values of all heads at once."""
+    heads, latent_dim = q.shape[1], expand.shape[1]
+    rotary = latents[:, None, latent_dim:].expand(-1, heads, -1)
+    made = (latents[:, :latent_dim] @ expand.T).view(len(latents), heads, -1)
+    unrotated = q.shape[2] - rotary.shape[2]
+    k = torch.cat((made[..., :unrotated], rotary), dim=-1)
+    return PackedAttention(cu_seqlens)(0, q, k, made[..., unrotated:], scale=0.3)
+
+
+class Collectives(TorchDispatchMode):
+    """Counts what ranks of a model exchange, by the name of its operator."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name
+        if name.startswith("c10d::") or name in {"hpcrl::all_gather", "hpcrl::all_to_all"}:
+            self.seen[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def check_gathered_latents(cp):
+    """On the ranks of ``cp``: as one rank that expands all; the same bits twice; one collective each way."""
+    mesh = ParallelDims(world_size=RANKS, cp=cp)
+    mesh.build_mesh("cpu")
+    group = mesh.get_mesh("cp").get_group()
+    for starts, (heads, unrotated, rotary, value, latent) in itertools.product((*STARTS, (0, 5)), LATENT_SHAPES):
+        torch.manual_seed(0)
+        tokens = starts[-1]
+        sizes = ((tokens, heads, unrotated + rotary), (tokens, latent + rotary), (heads * (unrotated + value), latent))
+        inputs = [torch.randn(*size, dtype=torch.float64) for size in sizes]
+        weights, cu_seqlens = torch.randn(tokens, heads, value).double(), torch.tensor(starts)
+        gather = LatentGather(cu_seqlens, group)
+
+        def run(*leaves, gather=gather):
+            return gather.attend_latents(0, *leaves, scale=0.3)
+
+        def plain(*leaves, cu_seqlens=cu_seqlens):
+            return expanded_attention(cu_seqlens, *leaves)
+
+        expected = latent_attention_of(plain, slice(None), inputs, weights)
+        with Collectives() as collectives:
+            found = latent_attention_of(run, gather.own, inputs, weights)
+        assert collectives.seen == {"hpcrl::all_gather": 1, "hpcrl::all_to_all": 1}
+        again = latent_attention_of(run, gather.own, inputs, weights)
+        assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+        torch.distributed.all_reduce(found[3], group=group)
+        for ours, theirs in zip(found[:3], expected, strict=False):
+            torch.testing.assert_close(ours, theirs[gather.own], rtol=1e-9, atol=1e-11)
+        torch.testing.assert_close(found[3], expected[3], rtol=1e-9, atol=1e-11)
+    with pytest.raises(ValueError, match="latents"):
+        LatentGather(torch.tensor([0, 8]), group)(3, *[torch.zeros(1, 1, 1)] * 3)
+
+
+def exchanged(policy):
+    """Collectives of attention in a micro-batch's layer, forward and backward."""
+    data, layers = policy.parallel.data, policy.model.arch.num_hidden_layers
+    shard = Rollouts(1).shard(data.rank, data.size)
+    with Collectives() as collectives:
+        policy.forward_backward(shard)
+    policy.optimizer.zero_grad()
+    times = len(shard.micro_batches) * layers
+    return {name: count / times for name, count in collectives.seen.items() if name.startswith("hpcrl::")}
+
+
 def new_policy(model_dir, parallel, scheme, loss):
     recipe = make_recipe(model_dir, steps=9, parallelism={"cp_scheme": scheme})
     losses = LossConfig(kind=loss, clip_low=0.9, clip_high=4.0) if loss == "gspo" else LossConfig(kind=loss)
@@ -93,10 +177,15 @@ def on_ranks(rank, models):
     with distributed(timeout_s=60) as start:
         for cp in (2, RANKS):
             check_ring(cp)
+            check_gathered_latents(cp)
         for family, degrees, scheme, loss in CASES:
             mesh = ParallelDims(world_size=RANKS, **degrees)
             mesh.build_mesh("cpu")
-            results.append(train(new_policy(models[family], Parallel(mesh, start.device), scheme, loss)))
+            policy = new_policy(models[family], Parallel(mesh, start.device), scheme, loss)
+            if scheme == "gather" and "ep" not in degrees:
+                # and the gradients of what was gathered, back to their ranks
+                assert exchanged(policy) == {"hpcrl::all_gather": 1, "hpcrl::all_to_all": 1}
+            results.append(train(policy))
     return results
 
 

@@ -45,9 +45,9 @@ def degrees_of(family: str, dimension: str) -> str:
     found: dict[str, set[int]] = {}
     for kind, degrees, scheme in TRAINED:
         if kind == family and degrees.get(dimension, 1) > 1:
-            found.setdefault(scheme if dimension == "cp" else "", set()).add(degrees[dimension])
+            found.setdefault(scheme if dimension == "cp" else "ulysses", set()).add(degrees[dimension])
     return "; ".join(
-        f"{'ring ' if scheme == 'ring' else ''}{', '.join(map(str, sorted(sizes)))}"
+        f"{'' if scheme == 'ulysses' else scheme + ' '}{', '.join(map(str, sorted(sizes)))}"
         for scheme, sizes in sorted(found.items(), reverse=True)
     )
 

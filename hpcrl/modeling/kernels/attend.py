@@ -12,7 +12,7 @@ from hpcrl.modeling.kernels.fused import FusedKernel
 from hpcrl.modeling.kernels.kernel import QKV, Attended, Kernel, Segments
 from hpcrl.modeling.kernels.plain import PlainKernel
 
-__all__ = ["add_sinks", "attend", "kernel_for", "sink_gradients", "use_flash_attention_3"]
+__all__ = ["add_sinks", "attend", "kernel_for", "merge", "sink_gradients", "use_flash_attention_3"]
 
 _AMPERE, _HOPPER = (8, 0), (9, 0)
 
@@ -91,6 +91,13 @@ def attend(
     how = _How(segments, scale, kernel or kernel_for(inputs))
     out: Tensor = _Attention.apply(how, sinks, *inputs)  # type: ignore[no-untyped-call]
     return out
+
+
+def merge(so_far: Attended, more: Attended) -> Attended:
+    """The softmax over the keys of both, which are of the same queries and in float32 at least."""
+    lse = torch.logaddexp(so_far.lse, more.lse)
+    shares = [(part.lse - lse).exp()[..., None] for part in (so_far, more)]
+    return Attended(so_far.out * shares[0] + more.out * shares[1], lse)
 
 
 def add_sinks(attended: Attended, sinks: Tensor) -> Attended:

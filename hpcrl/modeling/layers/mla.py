@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from hpcrl.modeling.context import BatchContext
+from hpcrl.modeling.fp8.linear import effective_weight
 from hpcrl.modeling.layers.norm import RMSNorm
 from hpcrl.modeling.opaque import opaque
 from hpcrl.modeling.rope import RotaryTables, apply_rotary, yarn_mscale
@@ -15,7 +16,10 @@ __all__ = ["LatentAttention"]
 
 
 class LatentAttention(nn.Module):
-    """DeepSeek-V3's attention in its expanded form, as training and prefill compute it."""
+    """DeepSeek-V3's attention in its expanded form, as training and prefill compute it.
+
+    Who expands is the layer, or an attention that gathers latents.
+    """
 
     def __init__(self, arch: DeepseekV3Arch, layer: int) -> None:
         super().__init__()
@@ -47,19 +51,34 @@ class LatentAttention(nn.Module):
         q = self._queries(x).view(tokens, -1, self.nope_dim + self.rope_dim)
         q_pass, q_rot = torch.split(q, [self.nope_dim, self.rope_dim], dim=-1)
         latent, k_rot = torch.split(self.kv_a_proj_with_mqa(x), [self.latent_dim, self.rope_dim], dim=-1)
-        expanded = self.kv_b_proj(self.kv_a_layernorm(latent)).view(tokens, -1, self.nope_dim + self.value_dim)
-        k_pass, v = torch.split(expanded, [self.nope_dim, self.value_dim], dim=-1)
-        q_rot = apply_rotary(q_rot, rotary, interleaved=self.interleaved)
-        # one rotary key for all heads
-        k_rot = apply_rotary(k_rot[:, None], rotary, interleaved=self.interleaved).expand(-1, k_pass.shape[1], -1)
-        q, k = torch.cat((q_pass, q_rot), dim=-1), torch.cat((k_pass, k_rot), dim=-1)
-        projected: Tensor = self.o_proj(self.attend(q, k, v, context).reshape(tokens, -1))
+        latent = self.kv_a_layernorm(latent)
+        q = torch.cat((q_pass, apply_rotary(q_rot, rotary, interleaved=self.interleaved)), dim=-1)
+        k_rot = apply_rotary(k_rot[:, None], rotary, interleaved=self.interleaved)
+        if context.latent is None:
+            k, v = self._expanded(latent, k_rot)
+            y = self.attend(q, k, v, context)
+        else:
+            rows = torch.cat((latent, k_rot[:, 0]), dim=-1)
+            y = self.attend_latents(q, rows, effective_weight(self.kv_b_proj), context)
+        projected: Tensor = self.o_proj(y.reshape(tokens, -1))
         return projected
+
+    def _expanded(self, latent: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of all heads; one rotary key for all."""
+        expanded = self.kv_b_proj(latent).view(len(latent), -1, self.nope_dim + self.value_dim)
+        k_pass, v = torch.split(expanded, [self.nope_dim, self.value_dim], dim=-1)
+        return torch.cat((k_pass, k_rot.expand(-1, k_pass.shape[1], -1)), dim=-1), v
 
     @opaque
     def attend(self, q: Tensor, k: Tensor, v: Tensor, context: BatchContext) -> Tensor:
         """See `hpcrl.modeling.context.AttentionFn`."""
         return context.attention(self.layer, q, k, v, scale=self.scale)
+
+    @opaque
+    def attend_latents(self, q: Tensor, latents: Tensor, expand: Tensor, context: BatchContext) -> Tensor:
+        """See `hpcrl.modeling.context.LatentAttentionFn`."""
+        assert context.latent is not None
+        return context.latent.attend_latents(self.layer, q, latents, expand, scale=self.scale)
 
     def _queries(self, x: Tensor) -> Tensor:
         q: Tensor = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))) if self.compressed_queries else self.q_proj(x)

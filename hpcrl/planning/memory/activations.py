@@ -16,6 +16,7 @@ __all__ = [
     "ActivationShape",
     "attention_output_bytes",
     "dear_output_bytes",
+    "expansion_bytes",
     "fp8_copies_bytes",
     "gradient_bytes",
     "indexer_bytes",
@@ -46,12 +47,15 @@ class ActivationShape:
         See the module.
     imbalance:
         Tokens that the busiest rank of expert parallelism receives, relative to the mean.
+    gathers_from:
+        Ranks whose latents latent attention gathers; 0: it keeps keys and values of heads.
     """
 
     tokens: int
     element_bytes: int
     eager: bool = False
     imbalance: float = 1.0
+    gathers_from: int = 0
 
 
 def saved_bytes(layer: Layer, shape: ActivationShape) -> int:
@@ -73,6 +77,7 @@ def dear_output_bytes(layer: Layer, shape: ActivationShape, *, ep: int = 1, cp: 
         # queries, keys and values of all tokens and some heads; and the way back
         heads = layer.mixer.num_attention_heads + layer.mixer.num_key_value_heads
         total += 2 * b * t * heads * layer.mixer.head_dim
+    total += _gathered_latents(layer.mixer, shape)
     if isinstance(mlp, Moe):
         routed = t * mlp.num_experts_per_tok
         total += b * routed * shape.imbalance * ((2 if mlp.gated else 1) * mlp.moe_intermediate_size + mlp.expert_width)
@@ -91,6 +96,9 @@ def attention_output_bytes(layer: Layer, shape: ActivationShape) -> int:
         if isinstance(mixer, Mla) and mixer.topk is not None:
             # in latents, normalisers in float32, and the choice
             return shape.tokens * (heads * (mixer.kv_lora_rank * shape.element_bytes + 4) + 4 * mixer.topk)
+        if _gathered_latents(mixer, shape):
+            assert isinstance(mixer, Mla)
+            return shape.tokens * heads * (mixer.v_head_dim * shape.element_bytes + 4)
         wide = mixer.head_dim if isinstance(mixer, Gqa) else mixer.qk_nope_head_dim + mixer.qk_rope_head_dim
         return shape.tokens * heads * (wide * shape.element_bytes + 4)
     width = {
@@ -167,6 +175,30 @@ def ring_bytes(layer: Layer, shape: ActivationShape) -> int:
     return t * (travelling * (3 * b + 2 * 4) + 4 * queries)
 
 
+def expansion_bytes(layer: Layer, shape: ActivationShape) -> int:
+    """What the backward pass of gathered latents holds while it runs (`hpcrl.modeling.latent_gather`).
+
+    Of a rank's share of the heads over all tokens, which is as much as of all heads over its own: keys and values, what
+    they are made of, their gradients from the kernel and where they are put, and that of what they are made of.
+    Gradients of all latents, in float32 and as they travel.
+    """
+    mixer, b, t = layer.mixer, shape.element_bytes, shape.tokens
+    if not isinstance(mixer, Mla) or not _gathered_latents(mixer, shape):
+        return 0
+    key, value = mixer.qk_nope_head_dim + mixer.qk_rope_head_dim, mixer.v_head_dim
+    made = mixer.num_attention_heads * (2 * mixer.qk_nope_head_dim + 3 * key + 4 * value)
+    row = mixer.kv_lora_rank + mixer.qk_rope_head_dim
+    return t * (b * made + (4 + b) * shape.gathers_from * row)
+
+
+def _gathered_latents(mixer: Mixer | None, shape: ActivationShape) -> int:
+    """Latents and rotary keys of all tokens of a context-parallel group; 0 where none are gathered to be expanded."""
+    if not isinstance(mixer, Mla) or mixer.topk is not None:
+        return 0
+    row = mixer.kv_lora_rank + mixer.qk_rope_head_dim
+    return shape.element_bytes * shape.tokens * shape.gathers_from * row
+
+
 def _hidden(layer: Layer) -> int:
     module = layer.mixer if layer.mixer is not None else layer.mlp
     assert module is not None
@@ -209,6 +241,10 @@ def _mla(mixer: Mla, shape: ActivationShape) -> float:
     b, t, heads = shape.element_bytes, shape.tokens, mixer.num_attention_heads
     qk = mixer.qk_nope_head_dim + mixer.qk_rope_head_dim
     latents = (mixer.q_lora_rank or 0) + mixer.kv_lora_rank
+    if latents_of_all := _gathered_latents(mixer, shape):
+        # queries and the output, with a sum of each query's scores; keys and values are made again
+        norms = 2 * b * latents if shape.eager else latents * (4 + 2 * b) + 8
+        return t * (norms + b * mixer.qk_rope_head_dim + heads * (b * (qk + mixer.v_head_dim) + 4)) + latents_of_all
     if shape.eager and mixer.topk is None:
         # queries; keys, and what they and values are made of; the output, and a sum of each query's scores
         attention = heads * (b * (2 * qk + mixer.qk_nope_head_dim + 2 * mixer.v_head_dim) + 4)

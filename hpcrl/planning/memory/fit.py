@@ -150,7 +150,7 @@ def trainer_memory(recipe: Recipe, *, device: Literal["cpu", "cuda"]) -> Trainer
         ep=trainer.parallelism.ep,
         cp=trainer.parallelism.cp,
         dp_replicate=trainer.parallelism.dp_replicate,
-        ring=trainer.parallelism.cp_scheme == "ring",
+        cp_scheme=trainer.parallelism.cp_scheme,
         dtype=trainer.dtype,
         micro_batch_tokens=budget,
         activation_checkpointing=saving.activation_checkpointing,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hpcrl.config.lora import LoraConfig
+from hpcrl.config.recipe import ContextScheme
 from hpcrl.models.adapting import lora_parameters
 from hpcrl.models.facts import ModelFacts
 from hpcrl.models.tensors import DTYPE_BYTES
@@ -59,8 +60,8 @@ class TrainerMemory:
     ----------
     ranks, ep, cp, dp_replicate:
         Ranks of the trainer; degrees of expert and context parallelism; copies of the parameters.
-    ring:
-        Keys and values travel around the context-parallel ranks.
+    cp_scheme:
+        How the context-parallel ranks attend together.
     dtype:
         Of parameters and activations in forward and backward.
     loss_of_rollouts:
@@ -92,7 +93,7 @@ class TrainerMemory:
     ep: int = 1
     cp: int = 1
     dp_replicate: int = 1
-    ring: bool = False
+    cp_scheme: ContextScheme = "ulysses"
     trained_tokens: int | None = None
     accumulates: bool = True
     handoff_dtype: Literal["float32", "bfloat16", "fp8"] | None = None
@@ -153,6 +154,7 @@ class TrainerMemory:
             element_bytes=self.element_bytes,
             eager=self.eager,
             imbalance=self.expert_imbalance if self.ep > 1 else 1.0,
+            gathers_from=self.cp if self.cp > 1 and self.cp_scheme == "gather" else 0,
         )
 
 

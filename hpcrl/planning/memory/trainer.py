@@ -17,6 +17,7 @@ from hpcrl.models.tensors import DTYPE_BYTES, Part
 from hpcrl.planning.ledger import Ledger, Term
 from hpcrl.planning.memory.activations import (
     dear_output_bytes,
+    expansion_bytes,
     fp8_copies_bytes,
     gradient_bytes,
     indexer_bytes,
@@ -269,9 +270,12 @@ class _Trainer:
         if m.fp8:
             copies = fp8_copies_bytes(self.layers[i], self.shape)
             yield Term("FP8 copies of activations", copies, "2 (1 + 4/128) rows · (in + out)", {"layer": i})
-        if m.ring and m.cp > 1 and (value := ring_bytes(self.layers[i], self.shape)):
+        if m.cp_scheme == "ring" and m.cp > 1 and (value := ring_bytes(self.layers[i], self.shape)):
             formula = "T (kv (3 b + 8) + 4 q)"
             yield Term("keys and values in a ring", value, formula, {"T": m.tokens, "layer": i})
+        if value := expansion_bytes(self.layers[i], self.shape):
+            formula = "b T H (2 nope + 3 qk + 4 v) + (4 + b) T CP row"
+            yield Term("keys and values of gathered latents", value, formula, {"T": m.tokens, "CP": m.cp, "layer": i})
         context = m.tokens * m.cp
         if value := indexer_bytes(self.layers[i], self.shape, context):
             formula = "b T H_i d_i + b T CP d_i + min(1 GiB, 4 T · T CP)"

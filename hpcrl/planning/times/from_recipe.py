@@ -97,7 +97,7 @@ def _trainer_shape(recipe: Recipe, facts: ModelFacts) -> TrainerShape:
         context_parallel=trainer.parallelism.cp,
         expert_parallel=trainer.parallelism.ep,
         copies=trainer.parallelism.dp_replicate,
-        ring=trainer.parallelism.cp_scheme == "ring",
+        cp_scheme=trainer.parallelism.cp_scheme,
         compute_dtype="fp8" if trainer.precision.fp8 is not None else trainer.dtype,
         gather_dtype_bytes=2 if trainer.dtype == "bfloat16" else 4,
         recompute=trainer.memory.activation_checkpointing,

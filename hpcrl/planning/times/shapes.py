@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from hpcrl.config.recipe import ContextScheme
+
 __all__ = ["ComputeDtype", "EngineShape", "Recompute", "TrainerShape"]
 
 ComputeDtype = Literal["float32", "bfloat16", "fp8"]
@@ -26,8 +28,8 @@ class TrainerShape:
     context_parallel, expert_parallel, copies:
         Degrees, of which the last says how many copies of the parameters there are; ranks of one copy can be divided by
         the others.
-    ring:
-        Keys and values travel around the ranks of a context-parallel group.
+    cp_scheme:
+        How the ranks of a context-parallel group attend together.
     compute_dtype:
         Of matrix products.
     gather_dtype_bytes, grad_dtype_bytes:
@@ -56,7 +58,7 @@ class TrainerShape:
     context_parallel: int = 1
     expert_parallel: int = 1
     copies: int = 1
-    ring: bool = False
+    cp_scheme: ContextScheme = "ulysses"
     compute_dtype: ComputeDtype = "bfloat16"
     gather_dtype_bytes: int = 2
     grad_dtype_bytes: int = 4

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from hpcrl.models.facts import ModelFacts
-from hpcrl.models.layers import Layer, Mla
 from hpcrl.models.tensors import Part
 from hpcrl.planning.times.collectives import Group, all_gather, all_to_all
+from hpcrl.planning.times.context import context_terms
 from hpcrl.planning.times.lengths import Quantiles
 from hpcrl.planning.times.rates import Rates
 from hpcrl.planning.times.shapes import TrainerShape
@@ -210,17 +210,6 @@ def _fsdp_terms(step: StepWork) -> list[Seconds]:
     ]
 
 
-def _travelling_bytes(layer: Layer, *, ring: bool) -> int:
-    """Keys and values of a token that the ranks of a context-parallel group give each other, in bfloat16."""
-    mixer = layer.mixer
-    if mixer is None:
-        return 0
-    if ring and isinstance(mixer, Mla):
-        # expanded, for each head
-        return 2 * mixer.num_attention_heads * (mixer.qk_nope_head_dim + mixer.qk_rope_head_dim + mixer.v_head_dim)
-    return mixer.kv_bytes_per_token("bfloat16")
-
-
 def _mesh_terms(step: StepWork) -> list[Seconds]:
     """Expert and context parallelism."""
     shape, facts, rates = step.shape, step.facts, step.rates
@@ -250,19 +239,7 @@ def _mesh_terms(step: StepWork) -> list[Seconds]:
             )
         )
     if shape.context_parallel > 1:
-        kv = sum(count * _travelling_bytes(layer, ring=shape.ring) for layer, count in facts.distinct_layers)
-        group = Group.inner(shape.context_parallel, shape.gpus_per_node)
-        whole = tokens * shape.context_parallel * kv
-        # in a ring gradients travel back in float32, and nothing is kept of the way there
-        times = step.passes + 3 if shape.ring else passes + 1
-        terms.append(
-            attempt(
-                "cp.keys_and_values",
-                lambda: times * count * all_gather(whole, group, rates.collectives),
-                "times * micro-batches * all_gather(tokens * KV bytes of all layers, CP)",
-                {"bytes": whole, "times": times, "micro-batches": count},
-            )
-        )
+        terms += context_terms(step, tokens)
     return terms
 
 

@@ -11,11 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hpcrl.config.recipe import ContextScheme
 from hpcrl.dock.wire import MicroBatch
+from hpcrl.modeling.balanced_chunks import head_tail
 from hpcrl.modeling.context import BatchContext, ReplayedExperts, RoutedExpertsRecorder
 from hpcrl.modeling.context_parallel import ContextParallelAttention
+from hpcrl.modeling.latent_gather import LatentGather
 from hpcrl.modeling.packed_attention import PackedAttention
-from hpcrl.modeling.ring_attention import RingAttention, head_tail
+from hpcrl.modeling.ring_attention import RingAttention
 from hpcrl.modeling.transfer import move
 from hpcrl.models.arch import ModelArch
 from hpcrl.trainer.batch.routed_experts import cut_experts, engine_experts
@@ -55,7 +58,7 @@ class TokenBatch(NamedTuple):
     """
 
     input_ids: Tensor
-    attention: PackedAttention | ContextParallelAttention | RingAttention
+    attention: PackedAttention | ContextParallelAttention | RingAttention | LatentGather
     select: Tensor
     targets: Tensor
     engine_logprobs: Tensor
@@ -117,28 +120,28 @@ class TokenBatch(NamedTuple):
             routes=engine_experts(batch, arch) if total and arch is not None else None,
         )
 
-    def cut(self, group: dist.ProcessGroup, *, ring: bool = False) -> TokenBatch:
+    def cut(self, group: dist.ProcessGroup, scheme: ContextScheme = "ulysses") -> TokenBatch:
         """This rank's part of a batch, still on the host, that the ranks of a context-parallel ``group`` have alike.
 
-        Each gets an equal run of the tokens, or, for ``ring``, chunks of each sequence of equal work. What is wanting
-        for that is filled up with tokens of the batch, as a sequence of their own, so that routers deal them out like
-        others. A trained token belongs to the rank that has the token before it, whose logits predict it.
+        Each gets an equal run of the tokens, or chunks of each sequence of equal work (``ring``, ``gather``). What is
+        wanting for that is filled up with tokens of the batch, as a sequence of their own, so that routers deal them
+        out like others. A trained token belongs to the rank that has the token before it, whose logits predict it.
         """
         assert isinstance(self.attention, PackedAttention)
         ranks, total, starts = dist.get_world_size(group), len(self.input_ids), self.attention.starts
-        if ring:
+        if scheme != "ulysses":
             # no rank without a token
             wanting = 0 if all(head_tail(starts, rank, ranks).starts[-1] for rank in range(ranks)) else 2 * ranks
         else:
             wanting = -total % ranks
         cu_seqlens = torch.tensor([*starts, total + wanting] if wanting else starts)
-        attention: ContextParallelAttention | RingAttention
-        if ring:
-            attention = RingAttention(cu_seqlens, group)
-            own = attention.own
-        else:
+        attention: ContextParallelAttention | RingAttention | LatentGather
+        if scheme == "ulysses":
             attention = ContextParallelAttention(PackedAttention(cu_seqlens), group)
             own = torch.arange(total + wanting)[attention.own]
+        else:
+            attention = (RingAttention if scheme == "ring" else LatentGather)(cu_seqlens, group)
+            own = attention.own
         places = torch.full((total + wanting,), -1)
         places[own] = torch.arange(len(own))
         select = places[self.select]

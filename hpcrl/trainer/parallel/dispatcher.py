@@ -28,9 +28,9 @@ def use_dispatcher(model: nn.Module, mesh: ParallelDims, config: TrainerConfig, 
     """Let the sparse layers of a model that is dealt out over ``ep`` use what `find_dispatcher` found."""
     if make is None or mesh.ep == 1:
         return
-    # chunks of a ring are of unequal length, and what fills up comes on top
+    # chunks near heads and tails are of unequal length, and what fills up comes on top
     share = -(-config.micro_batch_tokens // mesh.cp)
-    most = (2 * share if config.parallelism.cp_scheme == "ring" and mesh.cp > 1 else share) + 2 * mesh.cp
+    most = (2 * share if config.parallelism.cp_scheme != "ulysses" and mesh.cp > 1 else share) + 2 * mesh.cp
     exchange = Exchange(make, mesh.get_mesh("ep").get_group(), most_tokens=most)
     for module in model.modules():
         if isinstance(module, SparseMLP):

@@ -31,7 +31,7 @@ class CanaryMaker:
 
     def __init__(self, recipe: Recipe, arch: ModelArch, parallel: Parallel) -> None:
         """Choose the prompt: random tokens, the same in every run of a model."""
-        self._parallel, self._ring = parallel, recipe.trainer.parallelism.cp_scheme == "ring"
+        self._parallel, self._scheme = parallel, recipe.trainer.parallelism.cp_scheme
         length = min(_TOKENS, recipe.engine.max_model_len - 1)
         self._token_ids = np.random.default_rng(0).integers(0, arch.vocab_size, length)
         self._plain: Tensor | None = None
@@ -70,7 +70,7 @@ class CanaryMaker:
         batch = TokenBatch.from_wire(micro_batch)
         context = self._parallel.mesh.get_optional_mesh("cp")
         if context is not None:
-            batch = batch.cut(context.get_group(), ring=self._ring)
+            batch = batch.cut(context.get_group(), self._scheme)
         batch = batch.to(self._parallel.device)
         head = partial(whole_logprobs, targets=batch.targets, temperature=1.0)
         found: Tensor = model(batch.input_ids, batch.context(), head)[0]

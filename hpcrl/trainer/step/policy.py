@@ -150,7 +150,7 @@ class TrainerPolicy:
             sum_over_copies(self.model, now=last)
             batch = TokenBatch.from_wire(micro_batch, self.arch)
             if context is not None:
-                batch = batch.cut(context.get_group(), ring=self.recipe.trainer.parallelism.cp_scheme == "ring")
+                batch = batch.cut(context.get_group(), self.recipe.trainer.parallelism.cp_scheme)
             batch = batch.to(self.parallel.device)
             comparison = None if batch.routes is None else RoutedExpertsComparison(batch.routes)
             self._watch.begin(batch.attention.sequences)
