@@ -179,14 +179,14 @@ class RolloutLog:
                 entries.append(job.entry(places.pop(0)))
             else:
                 entries.append(job.entry)
-        if self._warehouse is not None:
+        lines = b"".join(_encoder.encode(entry) + b"\n" for entry in entries)
+        patiently(lambda: self._append(lines), limit_s=self._limit_s, what="the ledger of rollouts")
+        self._end += len(lines)
+        if self._warehouse is not None:  # may hang, and what is durable already is not lost with it
             for job, entry in zip(jobs, entries, strict=True):
                 # turns of rollouts in progress are read by nobody but the next process
                 if isinstance(entry, Finished) and job.pieces is not None:
                     self._warehouse.put(entry.payload, job.pieces)
-        lines = b"".join(_encoder.encode(entry) + b"\n" for entry in entries)
-        patiently(lambda: self._append(lines), limit_s=self._limit_s, what="the ledger of rollouts")
-        self._end += len(lines)
         for job, entry in zip(jobs, entries, strict=True):
             job.done.set_result(entry)
         self._unsettled = self._payload.file
