@@ -24,9 +24,10 @@ from hpcrl.dock.ledger.log import RolloutLog
 from hpcrl.dock.warehouse import mooncake as module
 from hpcrl.dock.warehouse.interface import Pool, key_of
 from hpcrl.dock.warehouse.mooncake import MooncakeWarehouse, leave_pools
+from hpcrl.dock.warehouse.pool_master import PoolMaster
 from hpcrl.dock.warehouse.reading import BlockReader
 from hpcrl.errors import HpcrlError, MissingExtraError
-from hpcrl.mooncake import load_client
+from hpcrl.mooncake import load_client, program_of_master
 from hpcrl.rollouts.batches.warehouse import make_warehouse
 
 pytestmark = pytest.mark.skipif(
@@ -200,6 +201,28 @@ def test_a_writer_waits_once_for_a_master_that_hangs_and_entries_are_durable_bef
     assert caplog.text.count("did not answer: it is asked again after 120 s") == 1
     log.close()
     warehouse.close()
+
+
+def test_a_master_that_cannot_be_started_for_a_while_is_started_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its program is away, as on a file system that is."""
+    program = tmp_path / "master"
+    program.symlink_to(program_of_master())
+    monkeypatch.setattr("hpcrl.dock.warehouse.pool_master.bound_command", lambda command: [str(program), *command[1:]])
+    monkeypatch.setattr("hpcrl.dock.warehouse.pool_master._AGAIN_S", 0.05)
+    (port,) = free_blocks([2])
+    master = PoolMaster(Pool("127.0.0.1", port, "tcp"))
+    first = master.pid
+    assert first is not None
+    program.rename(tmp_path / "away")
+    os.kill(first, signal.SIGKILL)
+    wait_for(lambda: "cannot be started" in caplog.text, 20.0, "a start that fails")
+    (tmp_path / "away").rename(program)
+    wait_for(lambda: master.pid not in (first, None), 20.0, "another master")
+    assert caplog.text.count("cannot be started") == 1
+    master.close()
+    assert master.pid is None
 
 
 def finished(member: int, place: PayloadPlace) -> Finished:
