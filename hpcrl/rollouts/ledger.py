@@ -8,7 +8,6 @@ group start again.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -27,6 +26,7 @@ from hpcrl.rollouts.lent import LentRollouts
 from hpcrl.rollouts.records import Group, Rollout, SavedGroup, StoredRollout, decode_rollout, encode_rollout
 from hpcrl.rollouts.sampling.data_order import GroupTask
 from hpcrl.rollouts.saved_turns import SavedTurn, decode_turn, encode_turn
+from hpcrl.rollouts.unneeded import UnneededColumns
 
 __all__ = ["Found", "GroupJournal", "RolloutLedger"]
 
@@ -138,10 +138,11 @@ class RolloutLedger:
         OSError
             The filesystem refused.
         """
-        self._restored, self._bound, self._checkpoints, self._replays = restored, bound, checkpoints, replays
+        self._restored, self._bound, self._replays = restored, bound, replays
         self._log = RolloutLog(rollouts_dir, attempt=attempt, restored=restored, limit_s=limit_s, warehouse=warehouse)
         self.warehouse, self._lent = warehouse, LentRollouts(warehouse)
         self._asked: set[int] = set()
+        self._garbage = UnneededColumns(self._log.payload_dir, checkpoints=checkpoints, choose=self._unneeded)
         try:
             self._replay = Replay.of_long_run(read_entries(self._log.ledger_dir), self._payload_files())
         except ValueError as error:
@@ -161,6 +162,11 @@ class RolloutLedger:
     def payload_dir(self) -> Path:
         """Where columns are durable."""
         return self._log.payload_dir
+
+    @property
+    def not_removed(self) -> int:
+        """How often the filesystem did not let columns go that nobody needs."""
+        return self._garbage.failures
 
     @property
     def full(self) -> bool:
@@ -198,9 +204,8 @@ class RolloutLedger:
         named = {held.entry.payload.file for held in self._replay.rollouts} | self._files_of_turns()
         self._replay.forget(lambda file: file not in there)
         # a writer that was killed before its first entry was durable; nobody can find these columns
-        for file in there - named:
-            with contextlib.suppress(FileNotFoundError):
-                (self._log.payload_dir / file).unlink()
+        for error in self._garbage.remove(there - named):
+            _log.warning("columns that nobody needs are left for now: %s", error)
         return Found(finished, parts, over, next_index, count, turns, given_up)
 
     def _turns(
@@ -346,7 +351,8 @@ class RolloutLedger:
         members = [(group.index, [rollout.member for rollout in group.rollouts]) for group in groups]
         self._lent.lend(step, [rollout.place for group in groups for rollout in group.rollouts])
         await self._durable(self._noted(self._log.append(Taken(step=step, groups=members))))
-        await self._collect()
+        # files of a later process are none of ours, and of those from here on entries may be on their way
+        self._garbage.look(before=self._log.oldest_unsettled)
 
     def trained(self, step: int) -> None:
         """See `GroupJournal.trained`."""
@@ -356,29 +362,20 @@ class RolloutLedger:
         """A checkpoint of ``step`` is being saved: what it needs stays."""
         self._asked.add(step)
 
-    async def _collect(self) -> None:
-        """Remove files of columns of which no checkpoint needs anything."""
-        saved = await asyncio.to_thread(self._checkpoints)
+    def _unneeded(self, saved: Sequence[int], there: set[str]) -> list[str]:
+        """Files of columns of which no checkpoint needs anything, and no rank."""
         newest = max(saved, default=0)
         self._asked = {step for step in self._asked if step > newest}
         steps = {*saved, *self._asked} or {0}
         # ranks may read what a step was made of, whether a checkpoint needs it or not
-        needed = {self._log.file} | self._files_of_turns() | self._lent.files()
+        needed = self._files_of_turns() | self._lent.files()
         for held in self._replay.rollouts:
             if any(self._needs(step, held) for step in steps):
                 needed.add(held.entry.payload.file)
-        try:
-            there = await asyncio.to_thread(self._payload_files)
-        except OSError as error:
-            _log.warning("columns that nobody needs are not removed now: %s", error)
-            return
-        # files of a later process are none of ours
-        unneeded = sorted(file for file in there - needed if file < self._log.file)
+        unneeded = sorted(there - needed)
         if unneeded:
             self._replay.forget(set(unneeded).__contains__)
-        for file in unneeded:
-            with contextlib.suppress(FileNotFoundError):
-                await asyncio.to_thread((self._log.payload_dir / file).unlink)
+        return unneeded
 
     def _needs(self, step: int, held: Held) -> bool:
         """Whether a restore of ``step`` could train on this rollout."""

@@ -229,7 +229,7 @@ class Orchestrator:
             journal=self._ledger,
         )
         server = WarehouseProcess(self._context, self._ledger.warehouse, spawn=self._tasks.create_task)
-        self._gauges = partial(gauges, self._scheduler, self._lag, self._ledger.warehouse)
+        self._gauges = partial(gauges, self._scheduler, self._lag, self._ledger)
         self._evaluator = Evaluator(
             recipe=recipe,
             environments=self._environments,

@@ -41,6 +41,9 @@ class SavedTurn(msgspec.Struct, frozen=True, kw_only=True):
         Its sizes and times.
     experts:
         ``[rows, layers, experts_per_token]``, as the answer had them; None where it had none.
+    mirrored:
+        Whether the versions are those that it counts as, and not those of the weights that computed it: these are of
+        a step that was undone, and what they computed is nobody else's. Not written.
     """
 
     said: NDArray[np.int32]
@@ -51,10 +54,11 @@ class SavedTurn(msgspec.Struct, frozen=True, kw_only=True):
     salt: int
     turn: Turn
     experts: NDArray[Any] | None = None
+    mirrored: bool = False
 
     def counted_as(self, version: int) -> SavedTurn:
-        """The same with all tokens of one version."""
-        return msgspec.structs.replace(self, versions=np.full_like(self.versions, version), salt=version)
+        """The same with all tokens of one version, which is not that of the weights."""
+        return msgspec.structs.replace(self, versions=np.full_like(self.versions, version), salt=version, mirrored=True)
 
 
 class _About(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,8 +8,10 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 from free_ports import free_blocks
@@ -17,12 +19,15 @@ from patience import wait_for
 from warehouse_testing import Disk
 
 from hpcrl.config.rollouts import WarehouseConfig
+from hpcrl.dock.ledger.entries import Finished, PayloadPlace, read_entries
+from hpcrl.dock.ledger.log import RolloutLog
 from hpcrl.dock.warehouse import mooncake as module
 from hpcrl.dock.warehouse.interface import Pool, key_of
 from hpcrl.dock.warehouse.mooncake import MooncakeWarehouse, leave_pools
+from hpcrl.dock.warehouse.pool_master import PoolMaster
 from hpcrl.dock.warehouse.reading import BlockReader
 from hpcrl.errors import HpcrlError, MissingExtraError
-from hpcrl.mooncake import load_client
+from hpcrl.mooncake import load_client, program_of_master
 from hpcrl.rollouts.batches.warehouse import make_warehouse
 
 pytestmark = pytest.mark.skipif(
@@ -158,6 +163,82 @@ def test_a_master_that_hangs_is_waited_for_once(
     assert "answered with code -901" in reader.problems[0]
     assert "did not answer: it is asked again after 120 s" in reader.problems[1]
     warehouse.release([place, other])
+
+
+@pytest.mark.campaign  # 30 s, as long as Mooncake waits
+def test_a_writer_waits_once_for_a_master_that_hangs_and_entries_are_durable_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A warehouse of its own: the pool forgets a client whose master was silent for so long."""
+    (port,) = free_blocks([2])
+    warehouse = MooncakeWarehouse(Pool("127.0.0.1", port, "tcp"), limit_bytes=LIMIT)
+    calls: list[int] = []
+    store = warehouse._store
+
+    class Counted:
+        def put_from(self, *arguments: object) -> int:
+            calls.append(len(list(read_entries(log.ledger_dir))))
+            return int(store.put_from(*arguments))
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(store, name)
+
+    monkeypatch.setattr(warehouse, "_store", Counted())
+    log = RolloutLog(tmp_path, attempt=1, restored=0, limit_s=5.0, warehouse=warehouse)
+    arrays = {"token_ids": np.arange(5, dtype=np.int32)}
+    master = warehouse.master.pid
+    assert master is not None
+    os.kill(master, signal.SIGSTOP)
+    wait_for(lambda: psutil.Process(master).status() == psutil.STATUS_STOPPED, 20.0, "a stopped master")
+    try:
+        for member in range(4):
+            log.finish(b"", arrays, partial(finished, member)).result(120.0)
+    finally:
+        os.kill(master, signal.SIGCONT)
+    # the entries that were on disk when the pool was asked: that of the beginning, and the rollout's own
+    assert calls == [2]
+    assert warehouse.figures().refused == 4
+    assert caplog.text.count("did not answer: it is asked again after 120 s") == 1
+    log.close()
+    warehouse.close()
+
+
+def test_a_master_that_cannot_be_started_for_a_while_is_started_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its program is away, as on a file system that is."""
+    program = tmp_path / "master"
+    program.symlink_to(program_of_master())
+    monkeypatch.setattr("hpcrl.dock.warehouse.pool_master.bound_command", lambda command: [str(program), *command[1:]])
+    monkeypatch.setattr("hpcrl.dock.warehouse.pool_master._AGAIN_S", 0.05)
+    (port,) = free_blocks([2])
+    master = PoolMaster(Pool("127.0.0.1", port, "tcp"))
+    first = master.pid
+    assert first is not None
+    program.rename(tmp_path / "away")
+    os.kill(first, signal.SIGKILL)
+    wait_for(lambda: "cannot be started" in caplog.text, 20.0, "a start that fails")
+    (tmp_path / "away").rename(program)
+    wait_for(lambda: master.pid not in (first, None), 20.0, "another master")
+    assert caplog.text.count("cannot be started") == 1
+    master.close()
+    assert master.pid is None
+
+
+def finished(member: int, place: PayloadPlace) -> Finished:
+    return Finished(
+        group=0,
+        member=member,
+        environment="words",
+        prompt_index=0,
+        reward=1.0,
+        tokens=5,
+        sampled_tokens=5,
+        first_version=0,
+        last_version=0,
+        ended_s=0.0,
+        payload=place,
+    )
 
 
 def test_where_mooncake_is_missing_a_start_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,6 +85,7 @@ class RolloutLog:
         self.number, self._fd = self._make_file()
         self._end = 0
         self._payload = PayloadWriter(self.payload_dir, self.number)
+        self._unsettled = self._payload.file
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
         own = f"{self.number:06d}.jsonl"
@@ -115,9 +116,9 @@ class RolloutLog:
         return self._put(_Job(entry, encode_columns(about, arrays), Future()))
 
     @property
-    def file(self) -> str:
-        """The file of columns that is being written."""
-        return self._payload.file
+    def oldest_unsettled(self) -> str:
+        """The first file of columns with any whose entries may not be durable yet."""
+        return self._unsettled
 
     def close(self) -> None:
         """Write what was appended, and end; a filesystem that hangs is not waited for."""
@@ -178,16 +179,17 @@ class RolloutLog:
                 entries.append(job.entry(places.pop(0)))
             else:
                 entries.append(job.entry)
-        if self._warehouse is not None:
+        lines = b"".join(_encoder.encode(entry) + b"\n" for entry in entries)
+        patiently(lambda: self._append(lines), limit_s=self._limit_s, what="the ledger of rollouts")
+        self._end += len(lines)
+        if self._warehouse is not None:  # may hang, and what is durable already is not lost with it
             for job, entry in zip(jobs, entries, strict=True):
                 # turns of rollouts in progress are read by nobody but the next process
                 if isinstance(entry, Finished) and job.pieces is not None:
                     self._warehouse.put(entry.payload, job.pieces)
-        lines = b"".join(_encoder.encode(entry) + b"\n" for entry in entries)
-        patiently(lambda: self._append(lines), limit_s=self._limit_s, what="the ledger of rollouts")
-        self._end += len(lines)
         for job, entry in zip(jobs, entries, strict=True):
             job.done.set_result(entry)
+        self._unsettled = self._payload.file
 
     def _append(self, lines: bytes) -> None:
         """Always at the same place, so that a second try leaves nothing half between two lines."""

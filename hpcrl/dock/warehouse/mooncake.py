@@ -41,7 +41,7 @@ _RPC_TIMEOUT = -901
 _AGAIN_S = 5.0
 """A pool that failed is left alone for so long: a call of it may take seconds, and rollouts wait for it."""
 _SILENT_S = 120.0
-"""The same for a reader whose master has hung: each call would wait 30 s, as long as Mooncake waits for an answer."""
+"""The same where a master has hung: each call would wait 30 s, as long as Mooncake waits for an answer."""
 
 
 class MooncakeWarehouse:
@@ -74,7 +74,7 @@ class MooncakeWarehouse:
         self._limit = half_at_most(limit_bytes, psutil.virtual_memory().available, "the node's memory")
         self._pinned = client.ReplicateConfig()
         self._pinned.with_hard_pin = True
-        self.location = Location("", pool=pool)
+        self._pool, self.location = pool, Location("", pool=pool)
         self.master = PoolMaster(pool)
         segment = -(-self._limit // _SEGMENT_STEP) * _SEGMENT_STEP
         try:
@@ -115,7 +115,12 @@ class MooncakeWarehouse:
                 self._refused += 1
                 # without any object there is room: the master is new, and has not heard of the segment yet
                 self._full = code == _NO_SPACE and self._held > 0
-                if not self._full:
+                if code == _RPC_TIMEOUT:
+                    self._again_s = time.monotonic() + _SILENT_S
+                    _log.warning(
+                        "%s; until then ranks read what finishes from the shared filesystem", _silent(self._pool)
+                    )
+                elif not self._full:
                     self._again_s = time.monotonic() + _AGAIN_S
                     _log.warning("the pool of rollouts cannot keep a block of %d bytes: code %d", place.bytes, code)
                 return False
@@ -190,9 +195,7 @@ def fetch(pool: Pool, places: Sequence[PayloadPlace]) -> list[memoryview | OSErr
         The pool cannot be joined, or its master did not answer lately.
     """
     if time.monotonic() < _silent_until_s.get(pool, 0.0):
-        raise OSError(
-            f"the master of the pool at {pool.master} did not answer: it is asked again after {_SILENT_S:g} s"
-        )
+        raise OSError(_silent(pool))
     with _joining:
         if pool not in _joined:
             if not _joined:
@@ -218,6 +221,10 @@ def fetch(pool: Pool, places: Sequence[PayloadPlace]) -> list[memoryview | OSErr
         view[start : start + place.bytes] if code == place.bytes else OSError(_why(code, place))
         for start, place, code in zip(starts, places, codes, strict=True)
     ]
+
+
+def _silent(pool: Pool) -> str:
+    return f"the master of the pool at {pool.master} did not answer: it is asked again after {_SILENT_S:g} s"
 
 
 def _why(code: int, place: PayloadPlace) -> str:

@@ -82,23 +82,34 @@ class PoolMaster:
             time.sleep(_POLL_S)
 
     def _run(self) -> None:
+        said = False
         while not self._closed.is_set():
-            with subprocess.Popen(self._command, stdin=subprocess.DEVNULL) as process:
-                self.pid = process.pid
-                while process.poll() is None and not self._closed.wait(_POLL_S):
-                    pass
-                if process.poll() is None:
-                    process.terminate()
-                    with contextlib.suppress(subprocess.TimeoutExpired):
-                        process.wait(_STOP_S)
-                    process.kill()
-                else:
-                    said = (
-                        "mooncake_master ended with code %d, and all rollouts in memory are lost; it is started again"
-                    )
-                    _log.warning("%s", said % process.returncode)
+            try:
+                process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL)
+            except OSError as error:  # no memory or processes left, or a file system that is away, for now
+                if not said:
+                    _log.warning("mooncake_master cannot be started, and is tried again: %s", error)
+                said = True
+            else:
+                said = False
+                with process:
+                    self._attend(process)
             self.pid = None
             self._closed.wait(_AGAIN_S)
+
+    def _attend(self, process: subprocess.Popen[bytes]) -> None:
+        """Until it ends, or is to end."""
+        self.pid = process.pid
+        while process.poll() is None and not self._closed.wait(_POLL_S):
+            pass
+        if process.poll() is None:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_STOP_S)
+            process.kill()
+        else:
+            said = "mooncake_master ended with code %d, and all rollouts in memory are lost; it is started again"
+            _log.warning(said, process.returncode)
 
     def close(self) -> None:
         """End it."""

@@ -24,9 +24,6 @@ from hpcrl.rollouts.records import Group, StoredRollout
 
 __all__ = ["Batch", "build_batch"]
 
-_MAX_TEXT_CHARACTERS = 4000
-"""Of a rollout in the file for people; long ones lose their middle."""
-
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -152,9 +149,6 @@ def _stats(samples: Sequence[_Sample], counters: Mapping[str, float]) -> BatchSt
 
 def _line(sample: _Sample, text: str) -> dict[str, Any]:
     group, rollout = sample.group, sample.rollout
-    if len(text) > _MAX_TEXT_CHARACTERS:
-        half = _MAX_TEXT_CHARACTERS // 2
-        text = f"{text[:half]} … {text[-half:]}"
     return {
         "group": group.index,
         "member": rollout.member,

@@ -9,8 +9,12 @@ from hpcrl.dock.columns import decode_columns
 from hpcrl.dock.ledger.entries import PayloadPlace
 from hpcrl.dock.warehouse.interface import Location
 from hpcrl.dock.warehouse.reading import BlockReader
+from hpcrl.rollouts.batches.excerpt import excerpt
 
 __all__ = ["RolloutColumns"]
+
+_MAX_TEXT_CHARACTERS = 4000
+"""Of a rollout in the file for people."""
 
 
 class RolloutColumns:
@@ -46,9 +50,9 @@ class RolloutColumns:
         return self._locate()
 
     def text(self, place: PayloadPlace) -> str:
-        """Of the tokens of a rollout; where these cannot be read, which ranks will say, why."""
+        """Of the tokens of a rollout, a long one without its middle; where ranks cannot read it either, why."""
         try:
             columns = decode_columns(BlockReader(self.location, self.payload_dir).glance(place))[1]
-            return self._decode(columns["token_ids"].tolist())
+            return excerpt(columns["token_ids"], self._decode, _MAX_TEXT_CHARACTERS)
         except (OSError, ValueError, KeyError) as error:
             return f"(cannot be read: {error})"

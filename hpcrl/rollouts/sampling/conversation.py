@@ -208,8 +208,9 @@ class Conversation:
 
     def _keep_experts(self, routes: RoutedExpertsRows, turn: SavedTurn) -> None:
         assert turn.experts is not None
-        # later turns have prefixes that no other conversation has
-        opening = None if self._turns or turn.salt < 0 else (turn.salt, turn.said)
+        # later turns have prefixes that no other conversation has, and the salt of a mirrored one is of other weights
+        own = self._turns or turn.salt < 0 or turn.mirrored
+        opening = None if own else (turn.salt, turn.said)
         try:
             routes.add(len(self._tokens) + len(turn.token_ids) - 1, turn.experts, opening=opening)
         except ValueError as error:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 
-from hpcrl.dock.warehouse.interface import Warehouse
+from hpcrl.rollouts.ledger import RolloutLedger
 from hpcrl.rollouts.sampling.scheduler import Scheduler
 from hpcrl.rollouts.telemetry.lag import LagMonitor
 
 __all__ = ["gauges"]
 
 
-def gauges(scheduler: Scheduler, lag_monitor: LagMonitor, warehouse: Warehouse | None) -> dict[str, float]:
+def gauges(scheduler: Scheduler, lag_monitor: LagMonitor, ledger: RolloutLedger) -> dict[str, float]:
     """Rollouts in flight, groups, the served version, delays of the event loop, processor time, and the warehouse."""
+    warehouse = ledger.warehouse
     account, lag, cpu = scheduler.account, lag_monitor.summary(), os.times()
     held: dict[str, float] = {}
     if warehouse is not None:
@@ -20,6 +21,7 @@ def gauges(scheduler: Scheduler, lag_monitor: LagMonitor, warehouse: Warehouse |
         held = {"warehouse_bytes": figures.held_bytes, "warehouse_refused": figures.refused}
     return {
         **held,
+        "columns_not_removed": ledger.not_removed,
         "in_flight": scheduler.in_flight,
         "in_flight_limit": scheduler.limit,
         "groups_running": account.running,

@@ -56,6 +56,9 @@ _MEASURED = {
     "loop_lag_max_ms": _Measured("loop_lag_max_seconds", 1e-3, "Largest lag of the event loop since the start."),
     "warehouse_bytes": _Measured("warehouse_bytes", 1.0, "Memory that finished rollouts take."),
     "warehouse_refused": _Measured("warehouse_refused_total", 1.0, "Rollouts for which there was no room there."),
+    "columns_not_removed": _Measured(
+        "columns_not_removed_total", 1.0, "Times that the filesystem did not let columns go that nobody needs."
+    ),
     "cpu_s": _Measured("cpu_seconds_total", 1.0, "CPU time of the orchestrator."),
     "children_cpu_s": _Measured("children_cpu_seconds_total", 1.0, "CPU time of tool processes that have ended."),
 }

@@ -33,6 +33,7 @@ from hpcrl.rollouts.sampling.conversation import Conversation, Sampler
 from hpcrl.rollouts.sampling.known_rows import KnownRows
 from hpcrl.rollouts.sampling.rendering import Transcript
 from hpcrl.rollouts.sampling.routed_experts import RoutedExpertsRows, RoutedExpertsSettings, read_rows
+from hpcrl.rollouts.saved_turns import SavedTurn, TurnKeeper
 from hpcrl.rollouts.telemetry.counters import Counters
 
 LAYERS, WIDTH, EXPERTS = 3, 2, 8
@@ -315,7 +316,11 @@ class Bench:
         self.stub, self.transcript = stub, transcript
 
     def conversation(
-        self, routes: RoutedExpertsSettings | None, stream_interval: int = 0, rows: KnownRows | None = None
+        self,
+        routes: RoutedExpertsSettings | None,
+        stream_interval: int = 0,
+        rows: KnownRows | None = None,
+        keeper: TurnKeeper | None = None,
     ) -> Conversation:
         sampler = Sampler(
             self.pool,
@@ -327,7 +332,7 @@ class Bench:
             routes=routes,
             rows=rows,
         )
-        return Conversation(sampler, self.pool.session("group-0"), seed=11)
+        return Conversation(sampler, self.pool.session("group-0"), seed=11, keeper=keeper)
 
     async def two_turns(
         self, routes: RoutedExpertsSettings | None, stream_interval: int = 0, rows: KnownRows | None = None
@@ -390,6 +395,36 @@ async def test_beside_a_pool_a_rollout_has_the_rows_of_another_with_its_prompt(b
     assert (second.routed_experts.known == first.routed_experts.known).all()
     assert store.counters.rows_shared_prefix == block
     assert store.counters.rows_unknown == 0
+
+
+@pytest.mark.parametrize("mirrored", [False, True])
+async def test_rows_of_weights_that_were_undone_are_nobody_elses(bench: Bench, mirrored: bool) -> None:
+    """A rollout goes on from a first turn that counts as version 3 and, mirrored, was computed by other weights."""
+
+    def without_first_block(tokens: list[int]) -> NDArray[np.uint8]:
+        rows = experts_of(tokens)
+        rows[:4] = 0
+        return rows
+
+    bench.stub.experts = without_first_block
+    bench.stub.answer = lambda token_ids, seed: [*encode("run 1+1"), EOS]
+    saved: list[SavedTurn] = []
+    keeper = TurnKeeper(lambda number, turn: saved.append(turn))
+    await bench.conversation(POOLED, keeper=keeper).reply(USER)
+    keeper.flush()
+    (turn,) = saved
+    store = KnownRows(Counters(), block=2, limit_bytes=1 << 20, keep_versions=1)
+    again = TurnKeeper(lambda number, turn: None, [turn.counted_as(3) if mirrored else turn])
+    goes_on = bench.conversation(POOLED, rows=store, keeper=again)
+    await goes_on.reply(USER)
+    assert again.recalled == 1
+    assert (store.bytes == 0) is mirrored
+    # nor is what is known of version 3 put into its gaps
+    rows_from(store, turn.said.tolist()[:4])
+    rollout = goes_on.rollout(0, Outcome(reward=1.0), seconds=0.5)
+    assert rollout is not None
+    assert rollout.routed_experts is not None
+    assert rollout.routed_experts.known[:4].any() == (not mirrored)
 
 
 async def test_who_does_not_keep_rows_asks_for_as_few_as_possible(bench: Bench) -> None:

@@ -1,0 +1,45 @@
+"""The ends of a long text, from its tokens, without decoding what lies between: it costs what is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["excerpt"]
+
+_TOKENS_A_CHARACTER = 4
+"""At most: a character of UTF-8 has up to four bytes, and a tokenizer may know each of these by itself alone."""
+_MARGIN = 2 * _TOKENS_A_CHARACTER
+"""Characters at a cut that are not looked at: pieces of one, and a space that decoders leave out at a beginning."""
+_UNREADABLE = "\ufffd"
+
+
+def excerpt(token_ids: NDArray[np.int32], decode: Callable[[Sequence[int]], str], characters: int) -> str:
+    """The text of ``token_ids``; one that is longer than ``characters`` loses its middle."""
+    half = characters // 2
+    head = _end(len(token_ids), half, lambda count: decode(token_ids[:count].tolist()), slice(None, half))
+    tail = _end(len(token_ids), half, lambda count: decode(token_ids[-count:].tolist()), slice(-half, None))
+    if head is None or tail is None:
+        text = decode(token_ids.tolist())
+        return text if len(text) <= characters else f"{text[:half]} … {text[-half:]}"
+    return f"{head} … {tail}"
+
+
+def _end(tokens: int, wanted: int, decode: Callable[[int], str], kept: slice) -> str | None:
+    """``kept`` of as few tokens as have so much text; None where that takes half of them, and one may as well have all.
+
+    A cut within a character may spoil more than that one: what a tokenizer has in bytes alone is decoded as a whole.
+    So of a few cuts that one counts which spoils nothing, or least.
+    """
+    count = max(1, wanted // 2)
+    while 2 * (count + _TOKENS_A_CHARACTER) <= tokens:
+        text, more = decode(count), 1
+        while _UNREADABLE in text and more < _TOKENS_A_CHARACTER:
+            text = min(text, decode(count + more), key=lambda each: each.count(_UNREADABLE))
+            more += 1
+        if len(text) >= wanted + _MARGIN:
+            return text[kept]
+        count *= 2
+    return None
