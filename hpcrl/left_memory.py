@@ -1,9 +1,12 @@
-"""Directories in shared memory that say by a lock whether their owner lives. Standard library only, as the guard is.
+"""Directories in shared memory that say by a lock whether their owners live. Standard library only, as the guard is.
 
 ::
 
-    /dev/shm/hpcrl-dock-<uid>-<32 random digits>/     mode 0700
-      alive                                           locked by the process that it belongs to
+    /dev/shm/hpcrl-dock-<uid>-<32 digits>/     mode 0700
+      alive                                    locked by the process that it belongs to, or by each of several
+
+Under its name a directory has this file from its first to its last moment: it gets the name after the lock, and loses
+it before the file. So who is new to it and who removes it never meet.
 """
 
 from __future__ import annotations
@@ -12,27 +15,65 @@ import contextlib
 import fcntl
 import os
 import shutil
+import time
 from pathlib import Path
 
 from hpcrl.ours import check_private
 
-__all__ = ["SHARED_MEMORY", "make_owned", "remove_dead"]
+__all__ = ["SHARED_MEMORY", "join_owned", "leave_owned", "make_owned", "remove_dead"]
 
 SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "hpcrl-dock"
 _ALIVE = "alive"
+_REMOVED = ".removed-"
+_JOIN_S = 10.0
+_POLL_S = 0.01
 
 
 def make_owned(base: Path) -> tuple[Path, int]:
     """A new directory of this process below ``base``, and the lock on it, an open file (OSError where refused)."""
-    directory = base / f"{_PREFIX}-{os.geteuid()}-{os.urandom(16).hex()}"
-    # locked before it has the name by which others find it
-    made = base / f".{directory.name}"
-    made.mkdir(mode=0o700)
-    lock = os.open(made / _ALIVE, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    made, lock = _stage(base, fcntl.LOCK_EX)
+    directory = base / made.name.removeprefix(".")
     made.rename(directory)
     return directory, lock
+
+
+def join_owned(base: Path, digits: str) -> tuple[Path, int]:
+    """A directory that belongs to several processes of this user, made by the first of them; and a lock on it.
+
+    Parameters
+    ----------
+    digits:
+        Of its name, which nobody else can know.
+
+    Raises
+    ------
+    OSError
+        Refused, or the directory is others' to change (`hpcrl.ours.NotOursError`).
+    """
+    directory, deadline = base / f"{_PREFIX}-{os.geteuid()}-{digits}", time.monotonic() + _JOIN_S
+    while True:
+        if (lock := _join(directory)) is not None:
+            return directory, lock
+        made, lock = _stage(base, fcntl.LOCK_SH)
+        try:
+            made.rename(directory)
+        except OSError:  # another one was faster, or what the dead have left is in the way
+            os.close(lock)
+            shutil.rmtree(made, ignore_errors=True)
+            _remove_if_dead(directory)
+        else:
+            return directory, lock
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{directory} could not be joined within {_JOIN_S:g} s")
+        time.sleep(_POLL_S)
+
+
+def leave_owned(directory: Path, lock: int) -> None:
+    """Belong to it no more; the last one removes it."""
+    os.close(lock)
+    with contextlib.suppress(OSError):
+        _remove_if_dead(directory)
 
 
 def remove_dead(base: Path = SHARED_MEMORY) -> list[str]:
@@ -40,23 +81,57 @@ def remove_dead(base: Path = SHARED_MEMORY) -> list[str]:
     removed = []
     for directory in base.glob(f"{_PREFIX}-{os.geteuid()}-*"):
         with contextlib.suppress(OSError):
-            check_private(directory)
-            if _is_dead(directory):
-                shutil.rmtree(directory, ignore_errors=True)
+            if _remove_if_dead(directory):
                 removed.append(str(directory))
+    for directory in base.glob(f"{_REMOVED}{_PREFIX}-{os.geteuid()}-*"):
+        with contextlib.suppress(OSError):  # who began to remove it has died, or is not faster alone
+            check_private(directory)
+            shutil.rmtree(directory, ignore_errors=True)
     return removed
 
 
-def _is_dead(directory: Path) -> bool:
-    """Whether nobody holds the lock."""
+def _stage(base: Path, kind: int) -> tuple[Path, int]:
+    """A directory that is locked before it has the name by which others find it."""
+    made = base / f".{_PREFIX}-{os.geteuid()}-{os.urandom(16).hex()}"
+    made.mkdir(mode=0o700)
+    lock = os.open(made / _ALIVE, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    fcntl.flock(lock, kind | fcntl.LOCK_NB)
+    return made, lock
+
+
+def _join(directory: Path) -> int | None:
+    """A lock on a directory that is there; None where it is not, or is being removed."""
+    with contextlib.suppress(FileNotFoundError):
+        check_private(directory)
+        lock = os.open(directory / _ALIVE, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with contextlib.suppress(BlockingIOError, FileNotFoundError):
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(lock), (directory / _ALIVE).lstat()):
+                return lock
+        os.close(lock)
+    return None
+
+
+def _remove_if_dead(directory: Path) -> bool:
+    """Remove a directory on which nobody has the lock; False where somebody has (OSError where it is not ours)."""
+    check_private(directory)
     try:
-        fd = os.open(directory / _ALIVE, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError:  # somebody has begun to remove it
-        return True
+        lock = os.open(directory / _ALIVE, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:  # its owner has begun to remove it
+        if not directory.exists():
+            return False
+        lock = -1
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        if lock >= 0:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.path.samestat(os.fstat(lock), (directory / _ALIVE).lstat()):
+                return False
+        removed = directory.with_name(f"{_REMOVED}{directory.name}-{os.urandom(4).hex()}")
+        directory.rename(removed)
+        shutil.rmtree(removed, ignore_errors=True)
+    except (BlockingIOError, FileNotFoundError):
         return False
     finally:
-        os.close(fd)
+        if lock >= 0:
+            os.close(lock)
     return True

@@ -42,14 +42,14 @@ class WarehouseConfig(StrictModel):
     everybody: Mooncake asks nobody who he is."""
     directory: str | None = "/dev/shm"
     """Of ``embedded``, on the orchestrator's node, in memory: files that nobody else may read, removed at the end.
-    Ranks of that node map them, ranks of others ask a small server there. None: ranks read rollouts from the shared
-    filesystem."""
+    Ranks of that node map them, ranks of others ask a small server there; those of a context-parallel group on another
+    node share what they fetch in the same directory of theirs. None: ranks read rollouts from the shared filesystem."""
     protocol: Literal["tcp", "rdma"] = "tcp"
     """Of ``mooncake``, between nodes."""
     limit_gib: PositiveFloat = 16.0
-    """Memory that they may take, in GiB. With routed experts a token of a large model takes 600 bytes: two steps of
-    rollouts should fit. At most half of what is free is taken. Where it is full, no rollout starts while whole
-    batches wait, and what finishes is read from the shared filesystem."""
+    """Memory that they may take, in GiB; the same on other nodes whose ranks share them. With routed experts a token of
+    a large model takes 600 bytes: two steps of rollouts should fit. At most half of what is free is taken. Where it is
+    full, no rollout starts while whole batches wait, and what finishes is read from the shared filesystem."""
 
     @property
     def ports(self) -> int:

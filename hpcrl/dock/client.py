@@ -31,6 +31,7 @@ from urllib.parse import urlsplit
 from hpcrl.credentials import Credentials
 from hpcrl.dock.assemble import assemble
 from hpcrl.dock.warehouse.reading import BlockReader
+from hpcrl.dock.warehouse.sharing import Sharing
 from hpcrl.dock.wire import BatchShard, ReferencedShard, decode_answer
 from hpcrl.errors import DeadlineError, FencedError, PeerLostError
 
@@ -68,6 +69,7 @@ class DockClient:
         connect_timeout_s: float = 60.0,
         on_wait: Callable[[], None] = lambda: None,
         on_disk: Callable[[int, int, str], None] = lambda step, rollouts, why: None,
+        sharing: Sharing | None = None,
     ) -> None:
         """Remember where the dock is; nothing is sent.
 
@@ -88,6 +90,8 @@ class DockClient:
         on_disk:
             Told of a step's rollouts that were read from the shared filesystem and not from memory: how many, and why
             (the first; empty where the run has no warehouse). From the thread that fetches the batch.
+        sharing:
+            With ranks of this node that train on the same shard; None where there are none.
         """
         parts = urlsplit(url)
         if parts.hostname is None or parts.port is None:
@@ -97,6 +101,7 @@ class DockClient:
         self.wait_timeout_s, self.connect_timeout_s = wait_timeout_s, connect_timeout_s
         self.on_wait, self.on_disk = on_wait, on_disk
         self._headers = {} if credentials is None else credentials.headers
+        self._sharing = sharing
         self._reached = False
         self.sources: Counter[str] = Counter()
 
@@ -151,6 +156,8 @@ class DockClient:
         authorization = self._headers.get("Authorization", "")
         reader = BlockReader(shard.location, Path(shard.payload_dir), authorization=authorization)
         try:
+            if self._sharing is not None:
+                reader.share(self._sharing, shard.step)
             reader.prepare([sample.place for samples in shard.micro_batches for sample in samples])
             return assemble(shard, reader.read)
         finally:
@@ -161,6 +168,20 @@ class DockClient:
             if reader.problems:
                 what = f"{len(reader.problems)} rollouts of step {shard.step} are read from the shared filesystem"
                 _log.warning("%s, the first: %s", what, reader.problems[0])
+            if reader.unshared:
+                _log.warning(
+                    "%d rollouts of step %d are not shared with other ranks of this node, the first: %s\n"
+                    "    hint: rollouts.warehouse.limit_gib, and what is free in rollouts.warehouse.directory, bound "
+                    "what a node shares: two steps of its ranks should fit",
+                    len(reader.unshared),
+                    shard.step,
+                    reader.unshared[0],
+                )
+
+    def close(self) -> None:
+        """Share nothing with other ranks of this node any more."""
+        if self._sharing is not None:
+            self._sharing.close()
 
     def trained(self, step: int) -> None:
         """Say that ``step`` is trained, and that the batch of the next is waited for."""

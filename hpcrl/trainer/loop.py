@@ -20,6 +20,7 @@ from hpcrl.config.recipe import Recipe
 from hpcrl.config.rules.parallel import refuse_planned_settings
 from hpcrl.dock.ahead import BatchFetcher
 from hpcrl.dock.client import DockClient
+from hpcrl.dock.warehouse.sharing import Sharing
 from hpcrl.dock.wire import BatchShard
 from hpcrl.errors import HandoffError, PeerLostError
 from hpcrl.models.arch import load_arch
@@ -107,6 +108,7 @@ class Trainer:
             wait_timeout_s=recipe.wait_for_batch_s,
             on_wait=self._still_waiting,
             on_disk=self._read_from_disk,
+            sharing=_sharing(recipe),
         )
         data = parallel.data
         self.batches = BatchFetcher(self.dock, rank=data.rank, world_size=data.size, last_step=recipe.trainer.steps)
@@ -157,6 +159,7 @@ class Trainer:
                 self._run(metrics)
             finally:
                 self.batches.close()
+                self.dock.close()
                 self.sync.close()
 
     def _run(self, metrics: MetricsWriter | None) -> None:
@@ -339,6 +342,15 @@ class Trainer:
             return False
         self._saved_on_request = True
         return True
+
+
+def _sharing(recipe: Recipe) -> Sharing | None:
+    """Where ranks of one context-parallel group, which train on the same rollouts, are on one node."""
+    warehouse = recipe.rollouts.warehouse
+    together = recipe.trainer.parallelism.cp > 1 and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1
+    if not together or warehouse.backend != "embedded" or warehouse.directory is None:
+        return None
+    return Sharing(Path(warehouse.directory), limit_bytes=int(warehouse.limit_gib * (1 << 30)))
 
 
 def _check_shard(shard: BatchShard, step: int, data: Ranks) -> None:

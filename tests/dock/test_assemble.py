@@ -17,6 +17,7 @@ from hpcrl.dock.ledger.payload import PayloadWriter
 from hpcrl.dock.warehouse.embedded import EmbeddedWarehouse
 from hpcrl.dock.warehouse.interface import Location
 from hpcrl.dock.warehouse.reading import BlockReader
+from hpcrl.dock.warehouse.sharing import Sharing
 from hpcrl.dock.wire import ReferencedShard, decode_answer, encode_shard
 from hpcrl.errors import RolloutsLostError
 from hpcrl.rollouts.batches.build import Batch, build_batch
@@ -85,6 +86,28 @@ def test_a_batch_by_reference_is_the_recorded_one_bit_for_bit(tmp_path: Path, ex
         assert set(reader.sources) == {source}
     assert found == RECORDED[experts]
     warehouse.close()
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_a_batch_that_ranks_of_a_node_share_is_the_recorded_one_bit_for_bit(tmp_path: Path, experts: bool) -> None:
+    batch, warehouse = stored_batch(tmp_path, experts=experts)
+    (tmp_path / "node").mkdir(mode=0o700)
+    # of a warehouse on another node, that nobody serves
+    warehouse.close()
+    sharing = [Sharing(tmp_path / "node", limit_bytes=1 << 20) for _ in range(2)]
+    sources = []
+    for each in sharing:
+        found = []
+        for data in batch.shards:
+            shard = referenced(data)
+            reader = BlockReader(shard.location, Path(shard.payload_dir))
+            reader.share(each, shard.step)
+            found.append(xxhash.xxh3_128(encode_shard(assemble(shard, reader.read))).hexdigest())
+            sources.append(set(reader.sources))
+        assert found == RECORDED[experts]
+    assert sources == [{"disk"}, {"disk"}, {"node"}, {"node"}]
+    for each in sharing:
+        each.close()
 
 
 def test_after_a_restore_all_tokens_count_as_one_version(tmp_path: Path) -> None:

@@ -1,5 +1,8 @@
 """The reader's side: a block from the memory of its own node, from another node's, or from the shared filesystem.
 
+Where several ranks of a node train on the same blocks of another one, they fetch each of them once
+(`hpcrl.dock.warehouse.sharing`).
+
 Each block is compared with the length and the hash that the ledger has of it, wherever it came from. What is damaged or
 missing in memory is read from the file that made the rollout durable; only where that is gone, too, it is an error.
 """
@@ -7,28 +10,27 @@ missing in memory is read from the file that made the rollout durable; only wher
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import socket
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 
 from hpcrl.dock.ledger.entries import PayloadPlace
 from hpcrl.dock.ledger.payload import check_block, read_payload, view_payload
+from hpcrl.dock.warehouse.files import map_block, view_block
 from hpcrl.dock.warehouse.frames import HEAD, LONGEST, Answer, Request, frame
 from hpcrl.dock.warehouse.interface import Location, key_of
 from hpcrl.dock.warehouse.mooncake import fetch
+from hpcrl.dock.warehouse.sharing import SharedBlocks, Sharing
 from hpcrl.ours import check_private, open_ours
 
 __all__ = ["BlockReader"]
 
 _CONNECT_S = 5.0
 _RECEIVE_S = 60.0
-_SMALL_BYTES = 1 << 18
-"""To copy so little takes less than to map it."""
 
 
 class BlockReader:
@@ -38,9 +40,12 @@ class BlockReader:
     ----------
     sources:
         Blocks that came from the memory of this ``node``, from the ``server`` of another, from a ``pool``, and from
-        ``disk``.
+        ``disk``. Where ranks share them: those that this one has fetched by where it found them, the others' as
+        ``node``.
     problems:
         Why blocks did not come from memory.
+    unshared:
+        Why this rank has fetched blocks for itself alone that it should have shared.
     """
 
     def __init__(self, location: Location | None, payload_dir: Path, *, authorization: str = "") -> None:
@@ -58,14 +63,26 @@ class BlockReader:
         self._location, self._payload_dir, self._authorization = location, payload_dir, authorization
         self.sources: Counter[str] = Counter()
         self.problems: list[str] = []
+        self.unshared: list[str] = []
+        self._shared: SharedBlocks | None = None
         self._socket: socket.socket | None = None
         self._pool = location.pool if location is not None else None
         self._fetched: dict[str, memoryview | OSError] = {}
         self._here = location is not None and self._pool is None and _is_here(Path(location.directory))
         self._served = location is not None and location.port > 0 and not self._here
 
+    def share(self, sharing: Sharing, step: int) -> None:
+        """Share what comes from another node with the ranks of this one that train on it, too."""
+        if self._location is not None and self._pool is None and not self._here:
+            self._shared = sharing.of(self._location, self._authorization, step)
+
     def prepare(self, places: Sequence[PayloadPlace]) -> None:
-        """Say which blocks are read next: a pool gives them together in less time than one after the other."""
+        """Say which blocks are read next.
+
+        A pool gives them together in less time than one after the other; ranks that share them fetch different ones.
+        """
+        if self._shared is not None:
+            self._shared.fetch(places, self._load)
         if self._pool is None or not places:
             return
         try:
@@ -84,20 +101,18 @@ class BlockReader:
         OSError, ValueError
             It is not in memory, and the file is gone or damaged.
         """
+        if self._shared is not None:
+            try:
+                found = self._shared.read(place, self._load)
+            except (OSError, ValueError) as error:
+                self.unshared.append(f"{key_of(place)}: {error}")
+            else:
+                if not found.own:  # else `_load` has counted it
+                    self.sources["node"] += 1
+                return found.block
         try:
-            if self._here and place.bytes < _SMALL_BYTES:
-                return self._counted("node", self._copy(place), place)
-            if self._here:
-                # all pages at once: finding them one after the other takes longer than reading them
-                return self._counted("node", self._map(place, mmap.MAP_SHARED | mmap.MAP_POPULATE), place)
-            if self._served:
-                return self._counted("server", self._ask(place), place)
-            if key_of(place) not in self._fetched:
-                self.prepare([place])
-            if (fetched := self._fetched.pop(key_of(place), None)) is not None:
-                if isinstance(fetched, OSError):
-                    raise fetched
-                return self._counted("pool", fetched, place)
+            if (block := self._in_memory(place)) is not None:
+                return block
         except (OSError, ValueError) as error:
             self.problems.append(f"{key_of(place)}: {error}")
         block = memoryview(read_payload(self._payload_dir, place))
@@ -108,44 +123,58 @@ class BlockReader:
         """The same without a look at its hash, for what is only shown to people: pages come as they are looked at."""
         if self._here:
             with contextlib.suppress(OSError, ValueError):
-                return self._map(place, mmap.MAP_SHARED)
+                return self._view(place, map_block)
         return view_payload(self._payload_dir, place)
+
+    def _in_memory(self, place: PayloadPlace) -> memoryview | None:
+        """The block from a warehouse; None where there is none (OSError, ValueError where it does not have it)."""
+        if self._here:
+            return self._counted("node", self._view(place, view_block), place)
+        if self._served:
+            memory = memoryview(bytearray(place.bytes))
+            self._ask(place, memory)
+            return self._counted("server", memory.toreadonly(), place)
+        if self._pool is not None and key_of(place) not in self._fetched:
+            self.prepare([place])
+        fetched = self._fetched.pop(key_of(place), None)
+        if isinstance(fetched, OSError):
+            raise fetched
+        return None if fetched is None else self._counted("pool", fetched, place)
+
+    def _load(self, place: PayloadPlace, memory: memoryview) -> None:
+        """Fill memory that is shared with a block, compared with its hash: as `read`, for all ranks of this node."""
+        try:
+            if self._served:
+                self._ask(place, memory)
+                self._counted("server", memory, place)
+                return
+        except (OSError, ValueError) as error:
+            self.problems.append(f"{key_of(place)}: {error}")
+        memory[:] = read_payload(self._payload_dir, place)
+        self.sources["disk"] += 1
 
     def _counted(self, source: str, block: memoryview, place: PayloadPlace) -> memoryview:
         check_block(block, place)
         self.sources[source] += 1
         return block
 
-    def _map(self, place: PayloadPlace, flags: int) -> memoryview:
-        fd = self._open(place)
-        try:
-            return memoryview(mmap.mmap(fd, place.bytes, flags=flags, prot=mmap.PROT_READ))
-        finally:
-            os.close(fd)
-
-    def _copy(self, place: PayloadPlace) -> memoryview:
-        fd = self._open(place)
-        try:
-            return memoryview(os.pread(fd, place.bytes, 0))
-        finally:
-            os.close(fd)
-
-    def _open(self, place: PayloadPlace) -> int:
+    def _view(self, place: PayloadPlace, view: Callable[[int, int], memoryview]) -> memoryview:
         assert self._location is not None
         fd = open_ours(f"{self._location.directory}/{key_of(place)}")
-        if (size := os.fstat(fd).st_size) < place.bytes:
-            os.close(fd)
-            raise ValueError(f"it ends {place.bytes - size} bytes before the end of a rollout")
-        return fd
-
-    def _ask(self, place: PayloadPlace) -> memoryview:
         try:
-            return self._asked(place)
+            return view(fd, place.bytes)
+        finally:
+            os.close(fd)
+
+    def _ask(self, place: PayloadPlace, memory: memoryview) -> None:
+        """Receive a block from the server of its warehouse."""
+        try:
+            self._receive_block(place, memory)
         except (OSError, ValueError):
             self.close()
             raise
 
-    def _asked(self, place: PayloadPlace) -> memoryview:
+    def _receive_block(self, place: PayloadPlace, memory: memoryview) -> None:
         assert self._location is not None
         if self._socket is None:
             try:
@@ -156,24 +185,29 @@ class BlockReader:
                 raise
             self._socket.settimeout(_RECEIVE_S)
         self._socket.sendall(frame(Request(self._authorization, key_of(place), 0, place.bytes)))
-        (length,) = HEAD.unpack(self._receive(HEAD.size))
+        head = bytearray(HEAD.size)
+        self._receive(head)
+        (length,) = HEAD.unpack(head)
         if length > LONGEST:
             raise ValueError(f"the server of a warehouse sent {length} bytes as an answer")
-        answer = msgspec.msgpack.decode(self._receive(length), type=Answer)
+        data = bytearray(length)
+        self._receive(data)
+        answer = msgspec.msgpack.decode(data, type=Answer)
         if answer.status != 200:
             raise ValueError(f"the server of the warehouse answered {answer.status}: {answer.message}")
-        return self._receive(place.bytes).toreadonly()
+        self._receive(memory)
 
-    def _receive(self, count: int) -> memoryview:
+    def _receive(self, memory: bytearray | memoryview) -> None:
         assert self._socket is not None
-        data = bytearray(count)
-        view = memoryview(data)
-        while view:
-            got = self._socket.recv_into(view)
-            if got == 0:
-                raise ConnectionResetError("the server of the warehouse closed the connection")
-            view = view[got:]
-        return memoryview(data)
+        # released before an error leaves: what is mapped can be closed
+        with memoryview(memory) as whole:
+            begin = 0
+            while begin < len(whole):
+                with whole[begin:] as rest:
+                    got = self._socket.recv_into(rest)
+                if got == 0:
+                    raise ConnectionResetError("the server of the warehouse closed the connection")
+                begin += got
 
     def close(self) -> None:
         """End the connection; what was read stays."""

@@ -82,7 +82,10 @@ def orchestrator_terms(facts: ModelFacts, recipe: Recipe) -> Iterator[Term | Non
 
 
 def _warehouse(recipe: Recipe, token_bytes: int) -> Term | None:
-    """Finished rollouts: batches that wait, one that is trained, and one that is fetched meanwhile."""
+    """Finished rollouts: batches that wait, one that is trained, and one that is fetched meanwhile.
+
+    On a node without the orchestrator its ranks share the latter two (`hpcrl.dock.warehouse.sharing`): never more.
+    """
     settings = recipe.rollouts
     limit = round(settings.warehouse.limit_gib * GIB)
     if settings.warehouse.backend == "mooncake":  # given to the pool at the start
