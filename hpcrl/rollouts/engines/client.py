@@ -75,7 +75,7 @@ _decoder = ThreadPoolExecutor(1, thread_name_prefix="answers")
 class EngineClient:
     """Calls of one engine. Every call has a time limit; failures are `EngineError`."""
 
-    accepts = f"{MEDIA_TYPE}, application/json, text/event-stream"
+    accepts: str = f"{MEDIA_TYPE}, application/json, text/event-stream"
     """Forms of an answer, the ``Accept`` of a request."""
 
     def __init__(self, session: aiohttp.ClientSession, *, name: str, url: str) -> None:
