@@ -43,6 +43,9 @@ class _Workers(msgspec.Struct, frozen=True):
 class RouterClient(EngineClient):
     """A router, for requests as an engine would be."""
 
+    # it chooses by the prompt, and reads JSON
+    alone_reads_requests = False
+
     def __init__(
         self, session: aiohttp.ClientSession, *, name: str, url: str, hands_on_content_types: bool = False
     ) -> None:
