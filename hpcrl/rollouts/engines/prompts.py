@@ -37,7 +37,7 @@ class EncodedTokens:
     @property
     def raw(self) -> msgspec.Raw:
         """The list as JSON, to be put into a request as it is."""
-        return msgspec.Raw(b"[%b]" % self._text())
+        return msgspec.Raw(b"".join((b"[", self._text(), b"]")))
 
     def followed_by(self, token_ids: list[int]) -> EncodedTokens:
         """The same with more behind it."""
