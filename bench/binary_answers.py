@@ -64,7 +64,7 @@ async def serve(port: int) -> None:
 async def measure(url: str, server: psutil.Process, rounds: int) -> dict[str, object]:
     """Medians over rounds, of one answer."""
     figures: dict[str, object] = {}
-    sent: list[int] = []
+    sent, rng = list[int](), np.random.default_rng(1)
 
     async def note(_: object, __: object, params: aiohttp.TraceRequestChunkSentParams) -> None:
         sent.append(len(params.chunk))
@@ -87,7 +87,7 @@ async def measure(url: str, server: psutil.Process, rounds: int) -> dict[str, ob
                     late.clear()
                     sent.clear()
                     before, began = (_cpu_s(psutil.Process()), _cpu_s(server)), time.perf_counter()
-                    tokens = [60] * prompt
+                    tokens = rng.integers(0, 150_000, prompt).tolist()
                     answer = await client.generate(tokens, params, cache_salt="0", session_id="s", timeout_s=120.0)
                     seconds = time.perf_counter() - began
                     assert len(answer.token_ids) == count
