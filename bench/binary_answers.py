@@ -1,7 +1,8 @@
-"""What an answer with routed experts costs in text and in binary: seconds of both processes, bytes, and lag.
+"""What an answer with routed experts, and its request, cost in text and in binary: seconds of both processes, and lag.
 
 A process answers as the embedded engine does, with rows of 75 layers and 8 experts a token: base64 in JSON where the
-client does not take `hpcrl.answer_frames`, frames where it does. The orchestrator's own client asks by turns for both;
+client does not take `hpcrl.answer_frames`, frames where it does, and then requests are frames as well. The
+orchestrator's own client asks by turns for both;
 its CPU time and that of the server are measured, and how late the client's event loop was. The last size has tokens
 alone, so that it says what columns of tokens are worth. Writes ``bench/results/binary_answers.json``.
 
@@ -26,6 +27,7 @@ from harness import record
 from hpcrl.inference.embedded.engine.request import Output, VersionSpan
 from hpcrl.inference.embedded.serving import api_generate
 from hpcrl.inference.embedded.serving.api_common import frame_response, json_response, takes_frames
+from hpcrl.inference.embedded.serving.protocol import GenerateRequest, parse
 from hpcrl.rollouts.engines.client import EngineClient, SamplingParams
 
 LAYERS, EXPERTS = 75, 8
@@ -39,8 +41,8 @@ async def serve(port: int) -> None:
     rows = rng.integers(0, 256, (max(sum(size) for size in SIZES.values()), LAYERS, EXPERTS), np.uint8)
 
     async def generate(request: web.Request) -> web.Response:
-        params = (await request.json())["sampling_params"]
-        count, prompt = params["max_tokens"], params["seed"]
+        params = (await parse(request, GenerateRequest)).sampling_params
+        count, prompt = params.max_tokens, params.seed
         output = Output(
             token_ids=rng.integers(0, 150_000, count).tolist(),
             logprobs=(-rng.random(count)).tolist(),
@@ -53,7 +55,7 @@ async def serve(port: int) -> None:
         framed = takes_frames(request)
         columns = api_generate._binary_columns if framed else api_generate._text_columns
         spans = [{"version": "0", "start": 0, "end": count}]
-        choice = {"finish_reason": "length", "weight_versions": spans, **columns(output, params["logprobs"])}
+        choice = {"finish_reason": "length", "weight_versions": spans, **columns(output, params.logprobs)}
         return (frame_response if framed else json_response)({"request_id": "r", "choices": [choice]})
 
     await stand_in_engine.serve(generate, port)
@@ -61,31 +63,38 @@ async def serve(port: int) -> None:
 
 async def measure(url: str, server: psutil.Process, rounds: int) -> dict[str, object]:
     """Medians over rounds, of one answer."""
-    accepts = {"text": "application/json", "binary": EngineClient.accepts}
     figures: dict[str, object] = {}
-    async with aiohttp.ClientSession() as http, stand_in_engine.lateness() as late:
-        client = EngineClient(http, name="engine-0", url=url)
-        await stand_in_engine.reached(client)
+    sent, rng = list[int](), np.random.default_rng(1)
+
+    async def note(_: object, __: object, params: aiohttp.TraceRequestChunkSentParams) -> None:
+        sent.append(len(params.chunk))
+
+    trace = aiohttp.TraceConfig()
+    trace.on_request_chunk_sent.append(note)
+    async with aiohttp.ClientSession(trace_configs=[trace]) as http, stand_in_engine.lateness() as late:
+        clients = {kind: EngineClient(http, name="engine-0", url=url) for kind in ("text", "binary")}
+        clients["text"].accepts = "application/json"
+        await stand_in_engine.reached(clients["text"])
         for name, (prompt, count) in SIZES.items():
-            samples: dict[str, list[tuple[float, ...]]] = {kind: [] for kind in accepts}
+            samples: dict[str, list[tuple[float, ...]]] = {kind: [] for kind in clients}
             params = SamplingParams(temperature=1.0, max_tokens=count, seed=prompt, stop_token_ids=[])
             if prompt:
                 params = SamplingParams(
                     temperature=1.0, max_tokens=count, seed=prompt, stop_token_ids=[], routed_experts_prompt_start=0
                 )
             for round_ in range(rounds + 1):
-                for kind, accept in accepts.items():
-                    client.accepts = accept
+                for kind, client in clients.items():
                     late.clear()
+                    sent.clear()
                     before, began = (_cpu_s(psutil.Process()), _cpu_s(server)), time.perf_counter()
-                    tokens = [60] * prompt
+                    tokens = rng.integers(0, 150_000, prompt).tolist()
                     answer = await client.generate(tokens, params, cache_salt="0", session_id="s", timeout_s=120.0)
                     seconds = time.perf_counter() - began
                     assert len(answer.token_ids) == count
                     if round_:
                         mine, theirs = _cpu_s(psutil.Process()) - before[0], _cpu_s(server) - before[1]
-                        samples[kind].append((seconds, mine, theirs, 1e3 * max(late, default=0.0)))
-            names = ("seconds", "client_cpu_s", "server_cpu_s", "longest_lag_ms")
+                        samples[kind].append((seconds, mine, theirs, 1e3 * max(late, default=0.0), sum(sent)))
+            names = ("seconds", "client_cpu_s", "server_cpu_s", "longest_lag_ms", "request_bytes")
             figures[name] = {
                 kind: {n: round(statistics.median(v), 4) for n, v in zip(names, zip(*found, strict=True), strict=True)}
                 for kind, found in samples.items()

@@ -1,10 +1,13 @@
-"""Answers of engines in binary: what our own engine sends to our own orchestrator, where vLLM's API has JSON.
+"""Answers and requests in binary: what our own engine and our own orchestrator send each other, where vLLM has JSON.
 
 A client that reads frames says so (``Accept: application/vnd.hpcrl.answer``); a server that does not know them answers
 as it always does. A frame is the length of what follows as eight bytes, the lowest first, and a msgpack map with the
 fields of vLLM's answer, or of an event of it. In its choices ``token_ids`` is the bytes of int32, ``logprobs`` those of
 float64 (of the sampled tokens alone), and ``routed_experts`` an ``.npy`` file: nothing is text, and nothing is copied
 to be read.
+
+An engine that answers in frames takes requests (``Content-Type: application/vnd.hpcrl.request``) that are one frame:
+the fields of vLLM's request, with ``token_ids`` as above.
 """
 
 from __future__ import annotations
@@ -14,9 +17,10 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["MEDIA_TYPE", "FrameSplitter", "encode_frame"]
+__all__ = ["MEDIA_TYPE", "REQUEST_TYPE", "FrameSplitter", "encode_frame", "only_frame"]
 
 MEDIA_TYPE = "application/vnd.hpcrl.answer"
+REQUEST_TYPE = "application/vnd.hpcrl.request"
 _LENGTH = struct.Struct("<Q")
 _encoder = msgspec.msgpack.Encoder()
 
@@ -27,6 +31,17 @@ def encode_frame(value: Any) -> bytearray:
     _encoder.encode_into(value, frame, _LENGTH.size)
     _LENGTH.pack_into(frame, 0, len(frame) - _LENGTH.size)
     return frame
+
+
+def only_frame(data: bytes) -> memoryview:
+    """What is in ``data``, which must be one frame and no more (ValueError where it is not); nothing is copied."""
+    if len(data) < _LENGTH.size:
+        raise ValueError(f"a frame begins with its length in {_LENGTH.size} bytes, and here are {len(data)}")
+    (length,) = _LENGTH.unpack_from(data)
+    content = memoryview(data)[_LENGTH.size :]
+    if length != len(content):
+        raise ValueError(f"a frame of {length} bytes has {len(content)}")
+    return content
 
 
 class FrameSplitter:

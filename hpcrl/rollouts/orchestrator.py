@@ -178,7 +178,8 @@ class Orchestrator:
         self._stream_interval = 0 if sides or config.order == "deterministic" else config.stream_interval
         router = None
         if "router" in endpoints.urls:
-            router = RouterClient(http, name="router", url=endpoints.one("router"))
+            ours = recipe.engine.router.kind == "dynamo"
+            router = RouterClient(http, name="router", url=endpoints.one("router"), hands_on_content_types=ours)
         self._pool = make_pool(
             [make_client(member) for member in members] + sides,
             router,

@@ -44,6 +44,28 @@ assert refusal(1) is None
 assert "pipeline parallelism" in refusal(2)
 """
 
+UNCOUNTED = """
+from types import SimpleNamespace
+from hpcrl.inference.vllm.connector_metrics import leave_out_uncounted
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorPromMetrics
+
+seen = []
+metrics = MultiKVConnectorPromMetrics.__new__(MultiKVConnectorPromMetrics)
+metrics._prom_metrics = {"store": SimpleNamespace(observe=lambda stats, engine: seen.append((stats, engine)))}
+moved = {"between sides": {"bytes": 1}, "store": {"bytes": 2}}
+try:
+    metrics.observe(moved, 3)
+except AssertionError:
+    pass
+else:
+    raise SystemExit("vLLM has mended it")
+leave_out_uncounted()
+leave_out_uncounted()
+metrics.observe(moved, 3)
+metrics.observe({"between sides": {"bytes": 4}}, 5)
+assert seen == [({"bytes": 2}, 3)], seen
+"""
+
 FETCHES = """
 from types import SimpleNamespace
 from hpcrl.inference.vllm.fetches import TRIES, limit_fetches
@@ -169,6 +191,7 @@ assert time.thread_time() - before_s < 0.05
 PROGRAMS = {
     "beside transfer": BESIDE_TRANSFER,
     "fetches": FETCHES,
+    "uncounted": UNCOUNTED,
     "rotate": ROTATE,
     "fork": FORK,
     "wait": WAIT,
@@ -231,6 +254,11 @@ def test_experts_are_returned_beside_a_connector_and_all_else_is_still_checked(s
 def test_a_request_whose_kv_cannot_be_fetched_is_computed_after_two_tries(said: dict[str, str]) -> None:
     """By vLLM's own scheduler; what a real pool does then is in `test_vllm_pool.py`."""
     assert said["fetches"] == "done"
+
+
+def test_what_a_connector_counts_without_a_metric_ends_no_server(said: dict[str, str]) -> None:
+    """MooncakeConnector beside the pool's connector: prefill and decode with a KV pool."""
+    assert said["uncounted"] == "done"
 
 
 def test_queries_of_latent_attention_are_rotated_like_those_of_others(said: dict[str, str]) -> None:

@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
-import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import aiohttp
 import pytest
-from engine_helpers import forward, logprob_error, publish, random_model, tensors_of
-from msgspec.structs import replace
+from engine_helpers import forward, logprob_error, random_model
+from sides_rollouts import NAME, follow_rollouts, prompt_of, take
 from vllm_fleet import Fleet, generate
 
 from hpcrl.config.plan import Role
 from hpcrl.modeling.decoder import Decoder
-from hpcrl.rollouts.engines.client import EngineClient, SamplingParams
-from hpcrl.rollouts.engines.disaggregated_pool import DisaggregatedPool
-from hpcrl.rollouts.engines.partial_generation import PartialGeneration
-from hpcrl.rollouts.engines.router_client import RouterClient
 from hpcrl.rollouts.sampling.known_rows import KnownRows
-from hpcrl.rollouts.sampling.routed_experts import RoutedExpertsRows, RoutedExpertsSettings
 from hpcrl.rollouts.telemetry.counters import Counters
-from hpcrl.runs.events import EventWriter
-from hpcrl.weights import HandoffStore
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(2400)]
 
-NAME = "quickstart_vllm"
 TOLERANCE = 2e-3
 SETTINGS = (
     "engine.replicas=1",
@@ -48,24 +37,6 @@ def fleet(tiny: tuple[Path, Decoder], tmp_path_factory: pytest.TempPathFactory) 
         yield fleet
     finally:
         fleet.stop()
-
-
-def prompt_of(length: int, seed: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(7, 103) for _ in range(length)]
-
-
-def take(fleet: Fleet, version: int, model_dir: Path, model: Decoder) -> None:
-    """Both sides serve these weights from now on."""
-    path = publish(HandoffStore(fleet.run.weights_dir), version, model_dir, tensors_of(model)).path
-    for side in (Role.PREFILL, Role.DECODE):
-        engine = fleet.servers[side, 0]
-        engine.ok("/init_weight_transfer_engine", {"init_info": {}})
-        engine.ok("/start_weight_update", {})
-        engine.ok("/pause?mode=keep&clear_cache=false")
-        engine.ok("/update_weights", {"update_info": {"path": str(path)}})
-        engine.ok("/finish_weight_update", {"weight_version": str(version)})
-        engine.ok("/resume")
 
 
 def test_answers_are_those_of_one_model_and_prompts_come_from_prefill(fleet: Fleet, tiny: tuple[Path, Decoder]) -> None:
@@ -114,49 +85,10 @@ def test_experts_of_prompts_are_those_of_prefill(
         take(fleet, 1, *tiny)  # a version that is a number, as in a run
     counters = Counters()
     store = KnownRows(counters, block=32, limit_bytes=1 << 30, keep_versions=1)
-    settings = RoutedExpertsSettings(layers=2, width=2, experts=8, gaps=True)
     opening = prompt_of(170, 900 + (interval or 0))
-
-    async def rollout(pool: DisaggregatedPool, seed: int) -> int:
-        text, rows = opening, RoutedExpertsRows(settings, store)
-        for turn in range(3):
-            params = SamplingParams(
-                temperature=1.0,
-                max_tokens=12,
-                seed=seed,
-                stop_token_ids=[],
-                routed_experts_prompt_start=rows.start(len(text)),
-            )
-            if interval is not None:
-                params = replace(params, stream_interval=interval)
-            generation = await pool._ask(pool.front, PartialGeneration(text, params), "1", "rows")
-            text = [*text, *generation.token_ids]
-            assert generation.experts is not None
-            rows.add(len(text) - 1, generation.experts, opening=None if turn else (1, opening))
-            if turn < 2:
-                text += prompt_of(40, 100 * seed + turn)
-        routes = rows.aligned(len(text))
-        assert routes is not None
-        assert routes.known.tolist() == [True] * (len(text) - 1) + [False]
-        assert (routes.experts[:-1] == forward(tiny[1], text)[1][:-1]).all()
-        return len(text) - 1
-
-    async def run() -> int:
-        urls = {side.value: fleet.servers[side, 0].url for side in (Role.PREFILL, Role.DECODE, Role.ROUTER)}
-        events = EventWriter(fleet.run, attempt=fleet.attempt, writer="test")
-        async with aiohttp.ClientSession(headers=fleet.headers) as session:
-            pool = DisaggregatedPool(
-                [EngineClient(session, name=f"{side}-0", url=urls[side]) for side in ("prefill", "decode")],
-                router=RouterClient(session, name="router", url=urls["router"]),
-                restart_router=pytest.fail,
-                events=events,
-                counters=counters,
-                request_timeout_s=300.0,
-                max_retries=0,
-            )
-            return sum([await rollout(pool, seed) for seed in (1, 2)])
-
-    tokens = asyncio.run(run())
+    found = follow_rollouts(fleet, tiny[1], opening, (1, 2), store, interval=interval)
+    tokens = sum(len(known) for known in found) - 2
+    assert [known.tolist() for known in found] == [[True] * (len(known) - 1) + [False] for known in found]
     assert (counters.rows_answer, counters.rows_shared_prefix, counters.rows_unknown) == (tokens, 0, 0)
     # of the rest decode has computed the answers, and the last tokens of prompts
     assert counters.rows_prefill >= 2 * (len(opening) - 1)

@@ -19,6 +19,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
+from hpcrl.answer_frames import MEDIA_TYPE
 from hpcrl.decoding import prepared
 from hpcrl.errors import ExitCode, HpcrlError, MissingExtraError
 from hpcrl.gate import Gate
@@ -37,7 +38,9 @@ _FAILURES = 2
 """Health checks in a row after which an engine is not chosen."""
 _KEEP_S = 2.0
 """How long an idle connection is kept: vLLM's server closes them after 5 s, and one request a year would meet that."""
-_FORWARDED = ("content-type", "x-session-id")
+_FORWARDED = ("accept", "content-type", "x-session-id")
+_STREAMED = ("text/event-stream", MEDIA_TYPE)
+"""Answers that come in parts, or are large."""
 
 
 class _Prompt(msgspec.Struct):
@@ -179,10 +182,11 @@ class Front:
             async with self._http.post(
                 url, data=body, headers=headers, timeout=timeout, allow_redirects=False
             ) as answer:
-                if not answer.content_type.startswith("text/event-stream"):
+                if answer.content_type not in _STREAMED:
                     content_type = {"content-type": answer.headers.get("content-type", "application/json")}
                     return web.Response(status=answer.status, body=await answer.read(), headers=content_type)
-                parts = web.StreamResponse(headers={"content-type": answer.headers["content-type"]})
+                kind = {"content-type": answer.headers["content-type"]}
+                parts = web.StreamResponse(status=answer.status, headers=kind)
                 await parts.prepare(request)
                 await self._hand_on(answer, parts, choice)
                 return parts

@@ -1,8 +1,9 @@
 """The entry point ``vllm.general_plugins``: vLLM calls `register` in each of its processes.
 
 The weight transfer engine is vLLM's own extension point. Changed everywhere is what becomes of rows of experts that an
-engine does not know: they are marked (`hpcrl.inference.vllm.experts`); and KV that cannot be fetched is computed after
-some tries (`hpcrl.inference.vllm.fetches`). The corrections of `hpcrl.inference.vllm.cpu`
+engine does not know: they are marked (`hpcrl.inference.vllm.experts`); KV that cannot be fetched is computed after some
+tries (`hpcrl.inference.vllm.fetches`); and what no metric shows ends no server
+(`hpcrl.inference.vllm.connector_metrics`). The corrections of `hpcrl.inference.vllm.cpu`
 are applied to the CPU build alone. Servers that no run of ours started are left as they are.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import os
 
+from hpcrl.inference.vllm.connector_metrics import leave_out_uncounted
 from hpcrl.inference.vllm.experts import allow_beside_transfer, mark_unknown_rows
 from hpcrl.inference.vllm.fetches import limit_fetches
 
@@ -22,7 +24,7 @@ TRANSFER_BACKEND = "hpcrl"
 
 
 def register() -> None:
-    """Add our weight transfer engine, marks of unknown experts and a limit of fetches, and on CPU what its build lacks.
+    """Add our weight transfer engine, what all of its builds need of us, and on CPU what that build lacks.
 
     May be called more than once.
 
@@ -43,6 +45,7 @@ def register() -> None:
     mark_unknown_rows()
     allow_beside_transfer()
     limit_fetches()
+    leave_out_uncounted()
     if current_platform.is_cpu():
         from hpcrl.inference.vllm.cpu import apply_corrections  # noqa: PLC0415
 

@@ -18,7 +18,7 @@ import aiohttp
 import msgspec
 from numpy.typing import NDArray
 
-from hpcrl.answer_frames import MEDIA_TYPE, FrameSplitter
+from hpcrl.answer_frames import MEDIA_TYPE, REQUEST_TYPE, FrameSplitter, encode_frame
 from hpcrl.decoding import prepared
 from hpcrl.rollouts.engines.answers import (
     AnswerReader,
@@ -29,7 +29,7 @@ from hpcrl.rollouts.engines.answers import (
     Part,
     SamplingParams,
 )
-from hpcrl.rollouts.engines.prompts import EncodedTokens, PromptTokens
+from hpcrl.rollouts.engines.prompts import EncodedTokens, PromptTokens, binary_ids
 from hpcrl.rollouts.engines.sse import EventSplitter, Pieces
 from hpcrl.rollouts.sampling.routed_experts import read_rows
 
@@ -40,7 +40,7 @@ _FREEZE_S = 2.0
 
 
 class _Request(msgspec.Struct, frozen=True, kw_only=True):
-    token_ids: list[int] | msgspec.Raw
+    token_ids: list[int] | msgspec.Raw | bytes
     sampling_params: SamplingParams
     cache_salt: str
     stream: bool | msgspec.UnsetType = msgspec.UNSET
@@ -75,8 +75,10 @@ _decoder = ThreadPoolExecutor(1, thread_name_prefix="answers")
 class EngineClient:
     """Calls of one engine. Every call has a time limit; failures are `EngineError`."""
 
-    accepts = f"{MEDIA_TYPE}, application/json, text/event-stream"
+    accepts: str = f"{MEDIA_TYPE}, application/json, text/event-stream"
     """Forms of an answer, the ``Accept`` of a request."""
+    alone_reads_requests = True
+    """Whether nobody but the engine reads what is sent to it: one that has answered in frames takes these, too."""
 
     def __init__(self, session: aiohttp.ClientSession, *, name: str, url: str) -> None:
         """Remember where the engine is; nothing is sent.
@@ -92,6 +94,7 @@ class EngineClient:
         """
         self.name, self.url = name, url.rstrip("/")
         self._session = session
+        self._binary = False
 
     @property
     def servers(self) -> tuple[EngineClient, ...]:
@@ -125,18 +128,13 @@ class EngineClient:
             An answer that training cannot use.
         """
         streams = params.stream_interval is not msgspec.UNSET
-        request = _Request(
-            token_ids=token_ids.raw if isinstance(token_ids, EncodedTokens) else token_ids,
-            sampling_params=params,
-            cache_salt=cache_salt,
-            stream=True if streams else msgspec.UNSET,
-        )
-        headers = {"content-type": "application/json", "accept": self.accepts, "x-session-id": session_id}
-        path, body = _GENERATE, _encoder.encode(request)
+        content_type, body = self._encoded(token_ids, params, cache_salt, streams=streams)
+        headers, path = {"content-type": content_type, "accept": self.accepts, "x-session-id": session_id}, _GENERATE
         timeout = aiohttp.ClientTimeout(**{"sock_read" if streams else "total": timeout_s})
         reader = AnswerReader(self.name, len(token_ids), params, on_part)
         async with self._answer("POST", path, body, headers, timeout) as answer:
             framed = answer.content_type == MEDIA_TYPE
+            self._binary |= framed and self.alone_reads_requests
             if answer.status != 200 or not (streams or framed):
                 data = await answer.read()
                 if answer.status != 200:
@@ -151,6 +149,21 @@ class EngineClient:
         if generation is None:
             raise EngineError(f"{self.name}: {path} ended before the answer did", unreachable=True)
         return generation
+
+    def _encoded(
+        self, token_ids: PromptTokens, params: SamplingParams, cache_salt: str, *, streams: bool
+    ) -> tuple[str, bytes | bytearray]:
+        """A request for tokens, and its content type."""
+        request = _Request(
+            token_ids=b"",
+            sampling_params=params,
+            cache_salt=cache_salt,
+            stream=True if streams else msgspec.UNSET,
+        )
+        if self._binary:
+            return REQUEST_TYPE, encode_frame(msgspec.structs.replace(request, token_ids=binary_ids(token_ids)))
+        text = token_ids.raw if isinstance(token_ids, EncodedTokens) else token_ids
+        return "application/json", _encoder.encode(msgspec.structs.replace(request, token_ids=text))
 
     async def prompt_logprobs(self, token_ids: list[int], *, cache_salt: str, timeout_s: float) -> list[float]:
         """Log-probability of each token of a prompt but the first, at temperature 1.
@@ -284,7 +297,12 @@ class EngineClient:
 
     @contextlib.asynccontextmanager
     async def _answer(
-        self, method: str, path: str, body: bytes | None, headers: dict[str, str] | None, timeout: aiohttp.ClientTimeout
+        self,
+        method: str,
+        path: str,
+        body: bytes | bytearray | None,
+        headers: dict[str, str] | None,
+        timeout: aiohttp.ClientTimeout,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """An answer while it arrives; whatever goes wrong on the way is an `EngineError`."""
         try:

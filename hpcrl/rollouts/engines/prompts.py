@@ -1,12 +1,14 @@
-"""Prompts as requests carry them: token ids that were encoded once, however many requests they are part of."""
+"""Prompts as requests carry them: in binary, or as text that was encoded once, however many requests it is part of."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
-__all__ = ["EncodedTokens", "PromptTokens", "encode_ids"]
+__all__ = ["EncodedTokens", "PromptTokens", "binary_ids", "encode_ids"]
 
 _encoder = msgspec.json.Encoder()
 
@@ -17,26 +19,38 @@ def encode_ids(token_ids: Sequence[int]) -> bytes:
 
 
 class EncodedTokens:
-    """Token ids as JSON.
+    """Token ids that a request may have in either form; a form that nobody asks for is not made.
 
     Attributes
     ----------
-    raw:
-        The list, to be put into a request as it is.
+    token_ids:
+        int32.
     """
 
-    def __init__(self, count: int, ids: bytes | bytearray) -> None:
-        """Take ``count`` ids as `encode_ids` gives them; several of these are joined by commas."""
-        self._count, self._ids = count, bytes(ids)
-        self.raw = msgspec.Raw(b"[" + self._ids + b"]")
+    def __init__(self, token_ids: NDArray[np.int32], text: Callable[[], bytes | bytearray]) -> None:
+        """Take ids, which stay as they are, and what gives them as `encode_ids` does."""
+        self.token_ids, self._text = token_ids, text
 
     def __len__(self) -> int:
-        return self._count
+        return len(self.token_ids)
+
+    @property
+    def raw(self) -> msgspec.Raw:
+        """The list as JSON, to be put into a request as it is."""
+        return msgspec.Raw(b"".join((b"[", self._text(), b"]")))
 
     def followed_by(self, token_ids: list[int]) -> EncodedTokens:
         """The same with more behind it."""
-        more = encode_ids(token_ids)
-        return EncodedTokens(self._count + len(token_ids), b",".join(part for part in (self._ids, more) if part))
+
+        def text() -> bytes:
+            return b",".join(part for part in (self._text(), encode_ids(token_ids)) if part)
+
+        return EncodedTokens(np.concatenate([self.token_ids, np.array(token_ids, np.int32)]), text)
 
 
 PromptTokens = list[int] | EncodedTokens
+
+
+def binary_ids(prompt: PromptTokens) -> bytes:
+    """Token ids as `hpcrl.answer_frames` has them."""
+    return np.asarray(prompt.token_ids if isinstance(prompt, EncodedTokens) else prompt, "<i4").tobytes()

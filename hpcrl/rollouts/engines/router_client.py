@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from urllib.parse import quote
 
+import aiohttp
 import msgspec
 
 from hpcrl.decoding import prepared
@@ -42,8 +43,25 @@ class _Workers(msgspec.Struct, frozen=True):
 class RouterClient(EngineClient):
     """A router, for requests as an engine would be."""
 
-    # vllm-router calls every stream that it hands on one of events: frames could not be told from these
-    accepts = "application/json, text/event-stream"
+    # it chooses by the prompt, and reads JSON
+    alone_reads_requests = False
+
+    def __init__(
+        self, session: aiohttp.ClientSession, *, name: str, url: str, hands_on_content_types: bool = False
+    ) -> None:
+        """Remember where the router is; nothing is sent.
+
+        Parameters
+        ----------
+        session, name, url:
+            As for `EngineClient`.
+        hands_on_content_types:
+            Whether the type of an answer is the engine's. vllm-router calls every stream that it hands on one of
+            events: frames could not be told from these.
+        """
+        super().__init__(session, name=name, url=url)
+        if not hands_on_content_types:
+            self.accepts = "application/json, text/event-stream"
 
     async def workers(self, *, timeout_s: float) -> dict[str, Worker]:
         """Engines that it knows, by URL (EngineError where it does not say)."""

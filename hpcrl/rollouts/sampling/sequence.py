@@ -1,6 +1,6 @@
-"""The tokens of one conversation as arrays that grow, and as the text in which requests carry them.
+"""The tokens of one conversation as arrays that grow, and as the text in which requests may carry them.
 
-Each turn appends to both; what was there is neither encoded nor converted again.
+Each turn appends to both, to the text where one is asked for; what was there is neither encoded nor converted again.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class TokenSequence:
         self._logprobs = np.empty(_FIRST_CAPACITY, np.float32)
         self._versions = np.empty(_FIRST_CAPACITY, np.int32)
         self._text = bytearray()
+        self._encoded = 0
 
     def __len__(self) -> int:
         return self._length
@@ -65,14 +66,23 @@ class TokenSequence:
         self._sampled[start:end] = sampled
         self._logprobs[start:end] = logprobs
         self._versions[start:end] = versions
-        self._text += b"," if start else b""
-        self._text += encode_ids(token_ids.tolist())
         self._length = end
 
     @property
     def encoded(self) -> EncodedTokens:
         """All token ids as a request has them."""
-        return EncodedTokens(self._length, self._text)
+        count = self._length
+        return EncodedTokens(self._token_ids[:count], lambda: self._text_of(count))
+
+    def _text_of(self, count: int) -> bytes | bytearray:
+        """The first ``count`` ids as `encode_ids` gives them."""
+        if count < self._encoded:
+            return encode_ids(self._token_ids[:count].tolist())
+        if count > self._encoded:
+            self._text += b"," if self._encoded else b""
+            self._text += encode_ids(self._token_ids[self._encoded : count].tolist())
+            self._encoded = count
+        return self._text
 
     def end_of_sampled(self) -> int:
         """Tokens up to the last sampled one; 0 where there is none."""

@@ -18,7 +18,7 @@ from hpcrl.rollouts.engines import answers
 from hpcrl.rollouts.engines.answers import AnswerReader, EngineProtocolError, SamplingParams
 from hpcrl.rollouts.engines.client import EngineClient
 from hpcrl.rollouts.engines.partial_generation import PartialGeneration
-from hpcrl.rollouts.engines.prompts import EncodedTokens, encode_ids
+from hpcrl.rollouts.engines.prompts import EncodedTokens, binary_ids, encode_ids
 from hpcrl.rollouts.sampling import sequence
 from hpcrl.rollouts.sampling.sequence import TokenSequence
 
@@ -128,7 +128,9 @@ def test_a_turn_encodes_what_is_new_in_it(monkeypatch: pytest.MonkeyPatch) -> No
         assert len(tokens.encoded) == len(tokens) == len(whole)
         tokens.append_sampled(sampled, [-0.5] * len(sampled), [turn] * len(sampled))
         whole += sampled.tolist()
-    assert sum(encoded) == len(whole) > 2000
+        binary = EncodedTokens(tokens.encoded.token_ids, pytest.fail)
+        assert np.frombuffer(binary_ids(binary), "<i4").tolist() == whole
+    assert sum(encoded) == len(whole) - len(sampled) > 2000
     token_ids, kinds, logprobs, versions = tokens.arrays(len(tokens))
     assert token_ids.tolist() == whole
     assert (logprobs == np.where(kinds == 1, np.float32(-0.5), 0.0)).all()
@@ -137,13 +139,22 @@ def test_a_turn_encodes_what_is_new_in_it(monkeypatch: pytest.MonkeyPatch) -> No
     assert TokenSequence().end_of_sampled() == 0
 
 
+def test_a_prompt_stays_what_it_was_when_the_conversation_goes_on() -> None:
+    tokens = TokenSequence()
+    tokens.append_said(np.arange(5, dtype=np.int32))
+    prompt = tokens.encoded
+    tokens.append_said(np.arange(5, 2000, dtype=np.int32))
+    assert msgspec.json.decode(tokens.encoded.raw) == list(range(2000))
+    assert msgspec.json.decode(prompt.raw) == prompt.token_ids.tolist() == list(range(5))
+
+
 @pytest.mark.parametrize("prompt", [[], [3, 4]])
 def test_the_rest_of_an_answer_follows_an_encoded_prompt(prompt: list[int]) -> None:
-    partial = PartialGeneration(EncodedTokens(len(prompt), encode_ids(prompt)), PARAMS)
+    partial = PartialGeneration(EncodedTokens(np.array(prompt, np.int32), lambda: encode_ids(prompt)), PARAMS)
     partial.request(lambda: 2)
     partial.receive([10, 11], [-0.5, -0.6])
     partial.keep()
     tokens, params = partial.request(lambda: 2)
     assert isinstance(tokens, EncodedTokens)
-    assert msgspec.json.decode(tokens.raw) == [*prompt, 10, 11]
+    assert msgspec.json.decode(tokens.raw) == [*prompt, 10, 11] == tokens.token_ids.tolist()
     assert (len(tokens), params.max_tokens) == (len(prompt) + 2, 6)

@@ -6,11 +6,13 @@ refused and never answered as if the field had not been there.
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
+import numpy as np
 from aiohttp import web
 
+from hpcrl.answer_frames import REQUEST_TYPE, only_frame
 from hpcrl.decoding import prepared
 from hpcrl.inference.embedded.serving.errors import bad_request
 
@@ -123,6 +125,12 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     ec_transfer_params: dict[str, Any] | None = None
 
 
+class _FramedRequest(GenerateRequest, kw_only=True):
+    """The same as `hpcrl.answer_frames` has it."""
+
+    token_ids: memoryview  # type: ignore[assignment]
+
+
 class OpenAIRequest(_Common, kw_only=True):
     """What the two text endpoints share. None means the model's default."""
 
@@ -221,13 +229,17 @@ def refuse_unsupported(request: msgspec.Struct) -> None:
 
 
 async def parse(http: web.Request, kind: type[S]) -> S:
-    """Read a JSON body.
+    """Read a body: JSON, or of a `GenerateRequest` a frame.
 
     Raises
     ------
     ApiError
-        400: it is not JSON, or a field is missing or of another type (the message has its path).
+        400: it is not what it says, or a field is missing or of another type (the message has its path).
     """
+    if http.content_type == REQUEST_TYPE and issubclass(kind, GenerateRequest):
+        framed = _read_frame(await http.read())
+        refuse_unsupported(framed)
+        return cast(S, framed)
     if http.content_type != "application/json":
         raise bad_request("the request's content type must be application/json")
     try:
@@ -236,6 +248,15 @@ async def parse(http: web.Request, kind: type[S]) -> S:
         raise bad_request(str(error)) from error
     refuse_unsupported(request)
     return request
+
+
+def _read_frame(body: bytes) -> GenerateRequest:
+    try:
+        framed = msgspec.msgpack.decode(only_frame(body), type=prepared(_FramedRequest))
+        token_ids = np.frombuffer(framed.token_ids, "<i4").tolist()
+    except (msgspec.DecodeError, ValueError) as error:
+        raise bad_request(f"the frame of a request cannot be read: {error}") from error
+    return GenerateRequest(**{**msgspec.structs.asdict(framed), "token_ids": token_ids})
 
 
 def check_cache_salt(salt: str | None) -> None:

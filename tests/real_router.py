@@ -32,6 +32,7 @@ class Router:
         run:
             Whose newest attempt it belongs to; None: it answers everybody.
         """
+        self.kind = kind
         self._env, self._headers = dict(os.environ), {}
         if run is not None:
             who = {"RUN_DIR": run.path, "ATTEMPT": run.attempts()[-1], "ROLE": "router", "REPLICA": 0}

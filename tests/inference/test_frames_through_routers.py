@@ -1,0 +1,86 @@
+"""Answers of a real embedded engine through each real router: in frames where the router leaves them what they are."""
+
+from __future__ import annotations
+
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import aiohttp
+import msgspec
+import numpy as np
+import pytest
+from engine_helpers import SERVED_NAME, Server, embedded_command, start_server, write_model
+from real_router import Router
+
+from hpcrl.answer_frames import MEDIA_TYPE
+from hpcrl.rollouts.engines.client import EngineClient, Generation, SamplingParams
+from hpcrl.rollouts.engines.router_client import RouterClient
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+
+PROMPT = [7 + n % 90 for n in range(70)]
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    path = tmp_path_factory.mktemp("model")
+    flags = ("--enable-return-routed-experts", "--max-model-len", "256", "--dtype", "float32")
+    server = start_server(embedded_command(*flags), path, write_model(path, seed=1), path.parent / "engine.log")
+    server.ok("/update_weight_version", {"new_version": "7"})
+    yield server
+    server.stop()
+
+
+@pytest.fixture(params=["vllm-router", "dynamo"])
+def router(engine: Server, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Router]:
+    router = Router(tmp_path / "router.log", request.param)
+    router.start()
+    url = f"{router.url}/add_worker?url={urllib.parse.quote(engine.url, safe='')}"
+    with urllib.request.urlopen(urllib.request.Request(url, method="POST"), timeout=30.0) as answer:
+        assert answer.status == 200
+    yield router
+    router.kill()
+
+
+async def ask(client: EngineClient, interval: int | msgspec.UnsetType) -> Generation:
+    rows = {"routed_experts_prompt_start": 0}
+    params = SamplingParams(temperature=1.0, max_tokens=9, seed=5, stop_token_ids=[], stream_interval=interval, **rows)
+    return await client.generate(PROMPT, params, cache_salt="7", session_id="s", timeout_s=60.0)
+
+
+async def test_answers_through_a_router_are_those_of_the_engine(engine: Server, router: Router) -> None:
+    """As a whole and in parts."""
+    ours = router.kind == "dynamo"
+    kinds = []
+
+    async def note(_: object, __: object, params: aiohttp.TraceRequestEndParams) -> None:
+        kinds.append((params.url.port == router.port, params.response.content_type))
+
+    trace = aiohttp.TraceConfig()
+    trace.on_request_end.append(note)
+    async with aiohttp.ClientSession(trace_configs=[trace]) as session:
+        direct = EngineClient(session, name="engine-0", url=engine.url)
+        through = RouterClient(session, name="router", url=router.url, hands_on_content_types=ours)
+        for interval, text in ((msgspec.UNSET, "application/json"), (4, "text/event-stream")):
+            await ask(direct, interval)  # the others find its prompt in the cache, and round alike
+            kinds.clear()
+            wanted, found = [await ask(client, interval) for client in (direct, through)]
+            assert kinds == [(False, MEDIA_TYPE), (True, MEDIA_TYPE if ours else text)]
+            assert (found.token_ids, found.logprobs) == (wanted.token_ids, wanted.logprobs)
+            assert (found.versions, found.finish_reason) == (wanted.versions, wanted.finish_reason)
+            assert found.experts is not None
+            assert wanted.experts is not None
+            assert np.array_equal(found.experts, wanted.experts)
+
+
+async def test_whoever_does_not_take_frames_gets_json(router: Router) -> None:
+    body = {"model": SERVED_NAME, "token_ids": PROMPT, "sampling_params": {"max_tokens": 2, "logprobs": 1}}
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{router.url}/inference/v1/generate", json=body) as answer,
+    ):
+        assert answer.content_type == "application/json"
+        (choice,) = (await answer.json())["choices"]
+        assert len(choice["token_ids"]) == 2
