@@ -67,7 +67,8 @@ class EngineConfig(StrictModel):
     in turns); ``rollouts.max_off_policy_steps`` is 0 or 1 then."""
     device: Literal["auto", "cpu"] = "auto"
     """``vllm``: where it runs. ``auto``: a rank on each GPU of its nodes, on CPUs where they have none; ``cpu``: one
-    rank a node, whatever the nodes have. ``embedded`` is always on CPUs."""
+    rank a node, whatever the nodes have. ``embedded`` is always on CPUs; ``cpu`` says that
+    this is meant where it is colocated with a trainer on GPUs."""
     replicas: PositiveInt = 1
     """Independent engines; each serves the whole model."""
     nodes: PositiveInt = 1

@@ -34,11 +34,11 @@ BROKEN = [
 ]
 
 
-def findings(*settings: str, recipe: str = RECIPE) -> list[tuple[str, str, str]]:
+def findings(*settings: str, recipe: str = RECIPE, cluster: str = "local") -> list[tuple[str, str, str]]:
     """Name of the rule, key and hint of each conflict with the rules of this table."""
     names = {rule.name for rule in COLOCATED_RULES}
     try:
-        check_rules(load_recipe(recipe, settings), load_cluster("local"))
+        check_rules(load_recipe(recipe, settings), load_cluster(cluster))
     except ConfigError as error:
         found = [(f.what.rpartition("[")[2].rstrip("]"), f.key, f.hint) for f in error.findings]
         return [one for one in found if one[0] in names]
@@ -51,6 +51,15 @@ def test_the_recipe_itself_is_right_and_rules_are_silent_about_others():
     assert findings("rollouts.order=deterministic", recipe="quickstart") == []
 
 
+def test_an_engine_on_processors_does_not_take_turns_with_gpus_unless_that_is_meant():
+    """The embedded engine computes on processors alone, and a whole turn of GPUs would wait for it."""
+    (found,) = findings(cluster="h200-28")
+    assert found[:2] == ("colocated-device", "engine.placement")
+    assert "engine.device: cpu" in found[2]
+    assert findings("engine.device=cpu", cluster="h200-28") == []
+    assert findings(recipe="quickstart", cluster="h200-28") == []
+
+
 @pytest.mark.parametrize(("rule", "settings", "key"), BROKEN, ids=[f"{rule}-{key}" for rule, _, key in BROKEN])
 def test_what_needs_engines_apart_is_refused_by_name(rule, settings, key):
     found = findings(*settings)
@@ -59,7 +68,8 @@ def test_what_needs_engines_apart_is_refused_by_name(rule, settings, key):
 
 
 def test_every_rule_is_broken_here():
-    assert {rule for rule, _, _ in BROKEN} == {rule.name for rule in COLOCATED_RULES}
+    # the last is about a site, and has a test of its own
+    assert {rule for rule, _, _ in BROKEN} | {"colocated-device"} == {rule.name for rule in COLOCATED_RULES}
 
 
 def test_engines_start_before_the_trainer_and_are_not_restarted_alone():

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
+from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.load import load_cluster, load_recipe
 from hpcrl.config.rules.table import KERNEL_RULES, PARALLEL_RULES, QUANTIZATION_RULES, check_rules
 from hpcrl.errors import ConfigError
@@ -157,6 +161,42 @@ def test_a_trainer_in_fp8_has_the_weights_of_its_engines(settings: tuple[str, ..
     with pytest.raises(ConfigError) as caught:
         _check(*settings)
     assert key in [finding.key for finding in caught.value.findings if "[fp8-is-one]" in finding.what]
+
+
+SCALES = "VLLM_USE_DEEP_GEMM_E8M0"
+
+
+@pytest.mark.parametrize(
+    ("changed", "keys"),
+    [
+        ({"env": {SCALES: "1"}}, [f"cluster.env.{SCALES}"]),
+        ({"env": {SCALES: "0"}}, []),
+        ({"env_by_role": {"engine": {SCALES: "1"}}}, [f"cluster.env_by_role.engine.{SCALES}"]),
+        ({"env_by_role": {"decode": {SCALES: "1"}}}, [f"cluster.env_by_role.decode.{SCALES}"]),
+        ({"env_by_role": {"trainer": {SCALES: "1"}}}, []),
+        ({"gpu_type": "b200"}, ["cluster.partitions.gpu.node.gpu_type"]),
+        ({"gpu_type": "nvidia_gb300"}, ["cluster.partitions.gpu.node.gpu_type"]),
+        ({"gpu_type": "nvidia_h100_80gb_hbm3"}, []),
+        ({"gpu_type": None}, []),
+    ],
+)
+def test_engines_beside_a_trainer_in_fp8_keep_its_scales(changed: dict[str, Any], keys: list[str]) -> None:
+    """vLLM would round scales up to powers of two; so do GPUs that have no others."""
+    loaded = load_cluster("h200-28")
+    site = loaded.value.model_dump(exclude_unset=True)
+    (node,) = [partition["node"] for partition in site["partitions"].values()]
+    if "gpu_type" in changed:
+        node["gpu_type"] = changed["gpu_type"]
+    variables = {key: value for key, value in changed.items() if key != "gpu_type"}
+    profile = replace(loaded, value=SlurmCluster.model_validate({**site, **variables}))
+    found: list[str] = []
+    try:
+        check_rules(load_recipe("glm5_swe", GLM5), profile)
+    except ConfigError as error:
+        found = [finding.key for finding in error.findings if "[fp8-is-one]" in finding.what]
+    assert sorted(set(found)) == keys
+    # engines of a trainer without FP8 do as they like
+    check_rules(load_recipe("glm5_swe", (*GLM5, "trainer.precision.fp8=null")), profile)
 
 
 def test_layers_in_fp8_are_not_compiled() -> None:

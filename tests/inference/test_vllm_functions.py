@@ -168,6 +168,38 @@ for scale in (1.0, 0.02, 1e-5, 0.0):
         assert torch.equal(mine.view(torch.uint8), values.view(torch.uint8)), (scale, rows)
 """
 
+SCALES = """
+import os
+import torch
+from types import SimpleNamespace
+from hpcrl.modeling.fp8.quantiser import quantise_blocks
+from vllm.model_executor.layers.quantization.utils import fp8_utils
+from vllm.utils import deep_gemm
+
+# DeepGEMM and its GPU are not here: that it would be used is said, and its own layout of scales is left out
+deep_gemm._lazy_init = lambda: None
+deep_gemm._fp8_gemm_nt_impl = object()
+deep_gemm.is_deep_gemm_supported = lambda: True
+fp8_utils.transform_sf_into_required_layout = lambda sf, **_: sf
+weight = (torch.randn(256, 512, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16()
+own = quantise_blocks(weight)
+
+def served(variable):
+    os.environ.pop("VLLM_USE_DEEP_GEMM_E8M0", None)
+    os.environ.update(variable)
+    deep_gemm.is_deep_gemm_e8m0_used.cache_clear()
+    values, scales = fp8_utils.deepgemm_post_process_fp8_weight_block(
+        own.values.clone(), own.scales.clone(), (128, 128), deep_gemm.is_deep_gemm_e8m0_used()
+    )
+    return (values.view(torch.uint8) != own.values.view(torch.uint8)).float().mean().item(), scales
+
+changed, scales = served({"VLLM_USE_DEEP_GEMM_E8M0": "0"})
+assert changed == 0 and torch.equal(scales, own.scales)
+# left alone vLLM rounds scales up to powers of two, and values with them
+changed, scales = served({})
+assert changed > 0.9 and torch.equal(scales.log2(), scales.log2().round())
+"""
+
 WAIT = """
 import time
 from hpcrl.inference.vllm.cpu import apply_corrections
@@ -196,6 +228,7 @@ PROGRAMS = {
     "fork": FORK,
     "wait": WAIT,
     "bits": BITS,
+    "scales": SCALES,
 }
 #: loads what all of them need; what one of them changes, the next does not find
 ALL = """
@@ -204,6 +237,7 @@ import os
 import sys
 import traceback
 import vllm.config
+import vllm.model_executor.layers.quantization.utils.fp8_utils
 import vllm.model_executor.layers.rotary_embedding.base
 import vllm.utils.deep_gemm
 import vllm.v1.core.sched.scheduler
@@ -280,3 +314,8 @@ def test_online_quantisation_makes_the_same_bits(said: dict[str, str]) -> None:
     """Every bit is that of our quantiser: `per_block_cast_to_fp8` is what ``quantization: fp8_per_block`` calls for
     linear layers and for each expert, in bfloat16, when it loads them."""
     assert said["bits"] == "done"
+
+
+def test_engines_keep_the_weights_that_the_trainer_has_quantised(said: dict[str, str]) -> None:
+    """With the variable that plans give to engines beside a trainer in FP8; by vLLM's default nine of ten change."""
+    assert said["scales"] == "done"

@@ -148,6 +148,14 @@ def test_experts_are_returned_on_request() -> None:
             assert flags_of(asked)[flag] is True
 
 
+def test_engines_beside_a_trainer_in_fp8_keep_its_scales() -> None:
+    """vLLM would round them up to powers of two, those of published weights as well."""
+    for role in (Role.PREFILL, Role.DECODE):
+        assert groups_of("glm5_swe", "h200-28")[role].env["VLLM_USE_DEEP_GEMM_E8M0"] == "0"
+        without = groups_of("glm5_swe", "h200-28", "trainer.precision.fp8=null")[role]
+        assert "VLLM_USE_DEEP_GEMM_E8M0" not in without.env
+
+
 def test_a_cpu_engine_ignores_the_gpus_of_its_node() -> None:
     group = groups_of("quickstart_vllm", "devcluster")[Role.ENGINE]
     assert group.ranks == 1

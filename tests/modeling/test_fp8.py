@@ -21,6 +21,7 @@ from hpcrl.modeling.fp8.quantiser import (
     quantise_rows,
     scales_of,
 )
+from hpcrl.modeling.fp8.trial import products
 from hpcrl.weights.format.quantize import QuantisedModules
 
 #: several rows, none, more than a block, one
@@ -200,3 +201,55 @@ def test_a_quantiser_with_other_bits_is_found_by_its_trial(spoiled: Quantiser, m
     try_quantiser(PLAIN, torch.device("cpu"))
     with pytest.raises(LookupError, match=message):
         try_quantiser(spoiled, torch.device("cpu"))
+
+
+class Library(Reference):
+    """What a library is in front of: one that names its version, and whose product ``wrong`` is not the reference's."""
+
+    version = "9.8.7"
+    wrong = ""
+    fails = False
+
+    def __init__(self, device):
+        pass
+
+    def _made(self, name, *inputs):
+        if self.fails and name == self.wrong:
+            raise RuntimeError("a scale is missing")
+        a, *others = inputs
+        # the scales of other rows, as a library that wants them in another layout would take them
+        given = a._replace(scales=a.scales.roll(1, 0)) if name == self.wrong else a
+        return getattr(Reference, name)(self, given, *others)
+
+    def multiply(self, *inputs):
+        return self._made("multiply", *inputs)
+
+    def multiply_rows(self, *inputs):
+        return self._made("multiply_rows", *inputs)
+
+    def multiply_groups(self, *inputs):
+        return self._made("multiply_groups", *inputs)
+
+    def multiply_within_groups(self, *inputs):
+        return self._made("multiply_within_groups", *inputs)
+
+
+PRODUCTS = ("multiply", "multiply_rows", "multiply_groups", "multiply_within_groups")
+
+
+@pytest.mark.parametrize("wrong", PRODUCTS)
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_backend_is_tried_before_it_is_taken(monkeypatch, wrong, fails):
+    """Names of functions say nothing of what they compute, and contracts of libraries change with their versions."""
+    cpu = torch.device("cpu")
+    monkeypatch.setattr("hpcrl.modeling.fp8.deep_gemm.DeepGemm", Library)
+    assert isinstance(find_backend("deep_gemm", cpu), Library)
+    monkeypatch.setattr(Library, "wrong", wrong)
+    monkeypatch.setattr(Library, "fails", fails)
+    said = "9.8.7 fails on cpu: RuntimeError: a scale is missing" if fails else f"9.8.7 differs.*{wrong} by"
+    with pytest.raises(UsageError, match=f"deep_gemm {said}"):
+        find_backend("deep_gemm", cpu)
+
+
+def test_all_products_are_tried():
+    assert tuple(name for name, _ in products(Reference(), torch.device("cpu"))) == PRODUCTS

@@ -380,6 +380,13 @@ def test_a_lost_segment_of_the_pool_is_that_of_its_engine(tmp_path: Path) -> Non
     assert "the segment 10.0.0.3:15008 left the KV pool" in shared
 
 
+def test_an_engine_that_has_not_shown_its_adapter_is_named(run: RunDir) -> None:
+    with contextlib.closing(EventWriter(run, attempt=1, writer="orchestrator")) as events:
+        events.emit("engine.adapter_unproven", engine="engine-3", version=8, tries=8)
+    said = [consequence.what for consequence in diagnose(run).consequences]
+    assert any("engine-3 has not shown in 8 versions that it computes with the adapter" in what for what in said)
+
+
 def test_the_picture(run: RunDir, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     assert write_report(run).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"

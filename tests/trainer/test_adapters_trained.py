@@ -1,8 +1,10 @@
 """Low-rank adapters: on every mesh as on one rank, of every family, saved alone, and published as engines merge."""
 
 import msgspec
+import peft
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from test_checkpoint import state_of, whole
 from test_meshes import ARCHS, GRADIENT_TOLERANCE, WEIGHT_TOLERANCE, save
@@ -28,7 +30,7 @@ from hpcrl.trainer.state.checkpoint import load_checkpoint
 from hpcrl.trainer.state.export import export_checkpoint
 from hpcrl.trainer.step.canary import CanaryMaker
 from hpcrl.trainer.step.policy import TrainerPolicy
-from hpcrl.weights.format.adapters import CANARY
+from hpcrl.weights.format.adapters import ADAPTER_CONFIG, ADAPTER_MODEL, CANARY
 from hpcrl.weights.format.canary import Canary, judge
 from hpcrl.weights.read.subscriber import ReaderSettings
 from hpcrl.weights.store import HandoffStore
@@ -153,7 +155,9 @@ def check_merge(policy, model_dir, root, entry, export):
     updater = WeightUpdater(engine, ReaderConfig(root, None, ReaderSettings()))
     updater.init()
     updater.start()
-    assert updater.update({"path": str(HandoffStore(root).path_of(STEPS))}).kind == "lora"
+    handoff = HandoffStore(root).open(STEPS)
+    assert handoff.manifest.files.keys() == {ADAPTER_MODEL, ADAPTER_CONFIG}
+    assert updater.update({"path": str(handoff.path)}).kind == "lora"
     served = dict(published_tensors(updater.take(), engine.adapter))
     export_checkpoint(entry, model_dir, export, dtype="float32", recipe=policy.recipe)
     exported = {name: t for file in export.glob("*.safetensors") for name, t in load_file(file).items()}
@@ -307,3 +311,64 @@ def test_the_canary_tells_engines_with_the_adapter_from_others(models, tmp_path)
         if name.endswith(("experts.down_proj", "o_proj.weight")):
             parameter.copy_(parameter.flip(0))
     assert judge(canary, logprobs(model), plain).outcome == "ignored"
+
+
+def test_every_version_has_a_canary(models):
+    """An engine may be started anew at any version, and the first that it loads is the one to compare."""
+    with distributed(timeout_s=30) as parallel:
+        policy = new_policy(models["qwen3_moe"], parallel, LORA)
+        canary = CanaryMaker(policy.recipe, policy.arch, parallel)
+        assert all(canary(policy.model, version) is not None for version in range(1, 13))
+
+
+@pytest.mark.parametrize("targets", [["attention"], ["attention", "experts"]], ids=["attention", "experts"])
+def test_peft_reads_a_version_as_it_is(models, tmp_path, targets):
+    """And gives the trainer's log-probabilities, without it and with it."""
+    model_dir = models["qwen3_moe"]
+    with distributed(timeout_s=30) as parallel:
+        policy = new_policy(model_dir, parallel, {**LORA, "targets": targets})
+        scramble(policy)
+        canary = CanaryMaker(policy.recipe, policy.arch, parallel)
+        publisher = make_publisher(policy, model_dir, tmp_path / "weights", canary=canary)
+        publisher.publish(policy.model, 1)
+        publisher.wait()
+    path = HandoffStore(tmp_path / "weights").path_of(1)
+    wanted = msgspec.json.decode((path / CANARY).read_bytes(), type=Canary)
+    tokens = torch.tensor(wanted.token_ids)
+
+    def difference(model, logprobs):
+        with torch.no_grad():
+            scores = model(input_ids=tokens[None]).logits[0, :-1].log_softmax(-1)
+        return float((scores.gather(1, tokens[1:, None])[:, 0] - torch.tensor(logprobs)).abs().max())
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    assert difference(model, wanted.plain) < 1e-4
+    adapted = peft.PeftModel.from_pretrained(model, path)
+    assert difference(adapted, wanted.adapted) < 1e-4
+    assert difference(adapted, wanted.plain) > 0.01
+
+
+def test_versions_of_earlier_trainers_are_read(models, tmp_path, monkeypatch):
+    """Their tensors lie in shards with the names of a model's."""
+    model_dir = models["qwen3_moe"]
+    with distributed(timeout_s=30) as parallel:
+        policy = new_policy(model_dir, parallel, LORA)
+        scramble(policy)
+        publisher = make_publisher(policy, model_dir, tmp_path)
+        monkeypatch.setattr(publisher, "_only_file", None)
+        publisher.publish(policy.model, 1)
+        publisher.wait()
+        publisher = make_publisher(policy, model_dir, tmp_path)
+        publisher.publish(policy.model, 2)
+        publisher.wait()
+    store = HandoffStore(tmp_path)
+    assert "model-00001-of-00001.safetensors" in store.open(1).manifest.files
+    served = []
+    for version in (1, 2):
+        engine = build_model(policy.arch, device="cpu").requires_grad_(requires_grad=False)
+        updater = WeightUpdater(engine, ReaderConfig(tmp_path, None, ReaderSettings()))
+        updater.init()
+        updater.start()
+        updater.update({"path": str(store.path_of(version))})
+        served.append(dict(published_tensors(updater.take(), engine.adapter)))
+    assert all(torch.equal(served[0][name], served[1][name]) for name in served[0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpcrl.config.cluster import ClusterProfile
+from hpcrl.config.cluster import ClusterProfile, SlurmCluster
 from hpcrl.config.recipe import HandoffConfig, Recipe
 from hpcrl.config.rules.rule import Conflicts, Rule
 
@@ -31,6 +31,19 @@ def _disaggregated(recipe: Recipe, _: ClusterProfile) -> Conflicts:
 def _one_backend(recipe: Recipe, _: ClusterProfile) -> Conflicts:
     if recipe.engine.is_colocated and recipe.engine.backend != "embedded":
         yield "engine.backend", f"engines of the backend {recipe.engine.backend!r} do not take turns in this version"
+
+
+def _one_device(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
+    """A local run's devices are not known."""
+    if not recipe.engine.is_colocated or recipe.engine.device == "cpu" or not isinstance(cluster, SlurmCluster):
+        return
+    partition = cluster.partition_name("trainer")
+    if gpus := cluster.partitions[partition].node.gpus:
+        yield (
+            "engine.placement",
+            f"colocated engines compute on processors, and the trainer's nodes ({partition}) have {gpus} GPUs, which "
+            "would wait for them",
+        )
 
 
 def _turns(recipe: Recipe, _: ClusterProfile) -> Conflicts:
@@ -80,6 +93,12 @@ COLOCATED_RULES: tuple[Rule, ...] = (
         "Engines that take turns with the trainer are embedded ones.",
         "set engine.backend: embedded, or engine.placement: apart",
         _one_backend,
+    ),
+    Rule(
+        "colocated-device",
+        "Engines that take turns with the trainer compute on processors, and so does the trainer.",
+        "set engine.placement: apart and engine.backend: vllm; or engine.device: cpu, where GPUs that wait are meant",
+        _one_device,
     ),
     Rule(
         "colocated-turns",

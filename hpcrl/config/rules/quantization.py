@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from hpcrl.config.cluster import ClusterProfile
-from hpcrl.config.engine_shape import vllm_flag
+import re
+from collections.abc import Iterator
+
+from hpcrl.config.cluster import ClusterProfile, SlurmCluster
+from hpcrl.config.engine_shape import engine_gpus, vllm_flag
+from hpcrl.config.plan import Role
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.rules.rule import Conflicts, Rule, trainer_needs_gpus
 
 __all__ = ["QUANTIZATION_RULES"]
+
+_POWERS_OF_TWO = "VLLM_USE_DEEP_GEMM_E8M0"
+"""Whether vLLM rounds scales up to powers of two; plans set it to 0 beside a trainer in FP8."""
+_BLACKWELL = re.compile(r"(?<![a-z])g?b[123]00|(?<![a-z])rtx.?pro", re.IGNORECASE)
+"""Names of GPUs that multiply with scales that are powers of two, and with no others."""
 
 
 def _quantized_once(recipe: Recipe, _: ClusterProfile) -> Conflicts:
@@ -24,7 +33,41 @@ def _quantized_once(recipe: Recipe, _: ClusterProfile) -> Conflicts:
         yield "engine.memory.weights", "is as_dtype, but engines hold FP8: plans would count too much"
 
 
-def _fp8_is_one(recipe: Recipe, _: ClusterProfile) -> Conflicts:
+def _fp8_is_one(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
+    yield from _one_quantiser(recipe)
+    yield from _same_scales(recipe, cluster)
+
+
+def _same_scales(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
+    """What engines' GPUs and environment do to scales; a local run's GPUs are not known."""
+    sides = ("engine",) if recipe.engine.prefill is None else ("prefill", "decode")
+    if recipe.trainer.precision.fp8 is None or recipe.engine.backend != "vllm" or not isinstance(cluster, SlurmCluster):
+        return
+    for side in sides:
+        if not engine_gpus(recipe, cluster, Role(side)):
+            continue
+        partition = cluster.partition_name(side)
+        gpu_type = cluster.partitions[partition].node.gpu_type
+        if gpu_type is not None and _BLACKWELL.search(gpu_type):
+            yield (
+                f"cluster.partitions.{partition}.node.gpu_type",
+                f"engines on {gpu_type} multiply with scales that are powers of two, and the trainer's are not",
+            )
+        for key, value in _environment(cluster, side, _POWERS_OF_TWO):
+            if value != "0":
+                yield key, f"is {value!r}: vLLM would round the scales of FP8 weights up to powers of two"
+
+
+def _environment(cluster: SlurmCluster, side: str, name: str) -> Iterator[tuple[str, str]]:
+    """Where a profile gives engines of a side the variable ``name``, and its value."""
+    found = [("cluster.env", cluster.env)]
+    found += [
+        (f"cluster.env_by_role.{role}", env) for role, env in cluster.env_by_role.items() if role in ("engine", side)
+    ]
+    yield from ((f"{key}.{name}", env[name]) for key, env in found if name in env)
+
+
+def _one_quantiser(recipe: Recipe) -> Conflicts:
     fp8, handoff, dtype, engine = recipe.trainer.precision.fp8, recipe.handoff, recipe.trainer.dtype, recipe.engine
     if fp8 is None:
         return
@@ -69,7 +112,8 @@ QUANTIZATION_RULES: tuple[Rule, ...] = (
         "fp8-is-one",
         "A trainer in FP8 and its engines have the same FP8 weights.",
         "set handoff.kind: fp8, without handoff.dtype and quantization of vllm_args, or for all vLLM engines "
-        "quantization: fp8_per_block and trainer.precision.fp8 without linears, experts and keep",
+        "quantization: fp8_per_block and trainer.precision.fp8 without linears, experts and keep; engines on "
+        "Hopper, with VLLM_USE_DEEP_GEMM_E8M0 as plans set it",
         _fp8_is_one,
     ),
     Rule(

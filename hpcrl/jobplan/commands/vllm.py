@@ -140,6 +140,10 @@ def vllm_variables(recipe: Recipe, *, gpus: bool) -> dict[str, str]:
         # keys of KV blocks are hashes: they must be the same in all engines
         variables["PYTHONHASHSEED"] = "0"
     if gpus:
+        if recipe.trainer.precision.fp8 is not None:
+            # left alone vLLM rounds scales of weights and activations up to powers of two, also those of published
+            # weights: they would not be the trainer's any more (the rule `fp8-is-one`)
+            variables["VLLM_USE_DEEP_GEMM_E8M0"] = "0"
         return {**variables, "VLLM_USE_DEEP_GEMM": "1", "VLLM_MOE_USE_DEEP_GEMM": "1"}
     # whole GiB; engines of one machine share its cores by OMP_NUM_THREADS, each left alone would take all
     gib = str(math.ceil(recipe.engine.kv_cache_gib))

@@ -66,6 +66,8 @@ class Backend(Protocol):
     """Multiplies. Results are in ``dtype`` where one is asked for, else float32; sums are float32."""
 
     name: str
+    version: str
+    """Of the library, for messages."""
     quantiser: Quantiser
     """What quantises for it: bit for bit the plain one."""
 
@@ -90,6 +92,7 @@ class Reference:
     """Plain torch on any device: the product of the numbers that quantised matrices stand for, in float32."""
 
     name = "reference"
+    version: str = torch.__version__
     quantiser = PLAIN
 
     def multiply(self, a: Quantised, b: Quantised, dtype: torch.dtype) -> Tensor:
@@ -112,24 +115,28 @@ class Reference:
 
 
 def find_backend(name: str, device: torch.device) -> Backend:
-    """The backend ``name`` of `BACKENDS` for ``device``.
+    """The backend ``name`` of `BACKENDS` for ``device``; but for the reference, it has been tried there.
 
     Raises
     ------
     UsageError
-        It cannot be used here; or ``auto``, and none of those for this device can.
+        It cannot be used here, or gives other numbers than the reference; or ``auto``, and none of those for this
+        device can.
     """
     if name == "reference" or (name == "auto" and device.type == "cpu"):
         return Reference()
     # what they import is not installed everywhere
     from hpcrl.modeling.fp8.deep_gemm import DeepGemm  # noqa: PLC0415
     from hpcrl.modeling.fp8.scaled_mm import ScaledMm  # noqa: PLC0415
+    from hpcrl.modeling.fp8.trial import try_backend  # noqa: PLC0415
 
     kinds: dict[str, Callable[[torch.device], Backend]] = {"deep_gemm": DeepGemm, "torch": ScaledMm}
     problems = []
     for kind in kinds if name == "auto" else (name,):
         try:
-            return kinds[kind](device)
+            backend = kinds[kind](device)
+            try_backend(backend, device)
+            return backend
         except LookupError as error:
             problems.append(f"{kind} {error.args[0]}")
     way_out = "set it to reference, which is slow and runs everywhere, or leave trainer.precision.fp8 out"

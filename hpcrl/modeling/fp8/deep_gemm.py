@@ -44,9 +44,10 @@ class DeepGemm:
         except (ImportError, OSError, RuntimeError) as error:
             reason = f"is not installed where the trainer runs, or does not load: {error}"
             raise LookupError(f"{reason} (DeepGEMM from its sources, or sgl-deep-gemm for this torch)") from error
+        self.version = str(getattr(self._library, "__version__", "of an unknown version"))
         missing = [name for name in _NEEDED if not hasattr(self._library, name)]
         if missing:
-            raise LookupError(f"is too old or too new: it has no {', '.join(missing)}")
+            raise LookupError(f"{self.version} is too old or too new: it has no {', '.join(missing)}")
         self.quantiser = find_quantiser(device)
 
     def multiply(self, a: Quantised, b: Quantised, dtype: torch.dtype) -> Tensor:

@@ -30,6 +30,7 @@ class ScaledMm:
     """See `hpcrl.modeling.fp8.backends.Backend`."""
 
     name = "torch"
+    version: str = torch.__version__
 
     def __init__(self, device: torch.device) -> None:
         """LookupError with the reason where it is not there."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from typing import Any
 
 import msgspec
@@ -21,6 +22,9 @@ __all__ = ["CanaryCheck"]
 
 _log = logging.getLogger(__name__)
 
+_TRIES = 8
+"""So many versions that change too little to be compared are said of an engine, once."""
+
 
 class CanaryCheck:
     """Asks engines for log-probabilities of the prompt that versions carry; nothing, where they carry none."""
@@ -30,6 +34,7 @@ class CanaryCheck:
         self._store, self._events, self._call_s = store, events, call_s
         self._plain: dict[EngineClient, tuple[int, list[list[float]]]] = {}
         self._shown: dict[Engine, int] = {}
+        self._unclear: Counter[tuple[str, int]] = Counter()
 
     async def before(self, engine: Engine, version: int) -> None:
         """Ask an engine that serves the model alone, before it goes on to ``version`` (EngineError: no answer)."""
@@ -69,9 +74,19 @@ class CanaryCheck:
                     "than this run's may have other names for them"
                 )
             if verdict.outcome == "unclear":
-                _log.info("%s: what version %d changes is too little to be compared", engine.name, version)
+                self._say_unclear(engine, version)
                 return
         self._shown[engine] = engine.incarnation
+
+    def _say_unclear(self, engine: Engine, version: int) -> None:
+        """Count; who reads the run's events must know that nothing has shown that an engine has the adapter."""
+        process = engine.name, engine.incarnation
+        self._unclear[process] += 1
+        tries = self._unclear[process]
+        _log.info("%s: what version %d changes is too little to be compared", engine.name, version)
+        if tries == _TRIES:
+            _log.warning("%s has not shown in %d versions that it computes with the adapter", engine.name, tries)
+            self._events.emit("engine.adapter_unproven", engine=engine.name, version=version, tries=tries)
 
     async def _canary_of(self, engine: Engine, version: int) -> Canary | None:
         """What ``engine`` is to be compared with; None where it has shown what it does, or nothing is said."""

@@ -206,6 +206,10 @@ def _restarts(run: RunDir, view: RunView) -> list[Consequence]:
         found.append(Consequence(time_s=event.time_s, what=what))
     for event in read_events(run, attempt=view.attempt, kind="trainer.version_refused"):
         found.append(Consequence(time_s=event.time_s, what=event.data["what"]))
+    for event in read_events(run, attempt=view.attempt, kind="engine.adapter_unproven"):
+        engine, tries = event.data["engine"], event.data["tries"]
+        what = f"{engine} has not shown in {tries} versions that it computes with the adapter: they change too little"
+        found.append(Consequence(time_s=event.time_s, what=what))
     return found + _lost_segments(run, view)
 
 

@@ -16,7 +16,7 @@ from hpcrl.modeling.decoder import Decoder
 from hpcrl.trainer.parallel.mesh import Parallel
 from hpcrl.trainer.publish.publisher import Published, Publisher
 from hpcrl.trainer.publish.version_writer import AdapterForm
-from hpcrl.weights.format.adapters import ADAPTER_CONFIG, CANARY
+from hpcrl.weights.format.adapters import ADAPTER_CONFIG, ADAPTER_MODEL, CANARY
 from hpcrl.weights.store import HandoffStore
 from hpcrl.weights.write.lora import adapter_config
 
@@ -59,7 +59,7 @@ class AdapterPublisher(Publisher):
         super().__init__(store, parallel, model_dir=model_dir, **settings)
         self._lora, self._canary, self._model_dir = lora, canary, model_dir
         self._base_publisher = partial(Publisher, store, parallel, model_dir=model_dir, **settings, beside=self)
-        self._kind = "lora"
+        self._kind, self._only_file = "lora", ADAPTER_MODEL
         self._has_base = False
 
     def publish(

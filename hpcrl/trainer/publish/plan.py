@@ -154,6 +154,7 @@ def make_plan(
     max_shard_bytes: int,
     chunk_bytes: int,
     window_bytes: int | None,
+    only_file: str | None = None,
 ) -> Plan:
     """Who copies and writes what; the same on all ranks but for what is theirs.
 
@@ -175,6 +176,8 @@ def make_plan(
         Size of hash chunks.
     window_bytes:
         Files that are staged together have at most so many bytes (one file may have more); None for all at once.
+    only_file:
+        See `hpcrl.weights.format.layout.layout_shards`.
     """
     with _collector_paused():
         sources = find_sources(model, adapter, dtype, fp8=fp8)
@@ -185,7 +188,7 @@ def make_plan(
         overlaps = find_overlaps(sources, blocks)
         runs = find_runs(overlaps)
         windows = []
-        for group in _grouped(layout_shards(tensors, max_shard_bytes), window_bytes):
+        for group in _grouped(layout_shards(tensors, max_shard_bytes, only_file=only_file), window_bytes):
             inside = sorted(number_of[tensor.name] for shard in group for tensor, _ in shard.tensors)
             window = Window(group, [sources[number] for number in inside], len(blocks))
             table = assign_units(group, number_of, runs, len(blocks), chunk_bytes=chunk_bytes)

@@ -129,6 +129,7 @@ class Publisher:
         self._store, self._dtype, self._chunk_bytes = store, dtype, chunk_bytes
         self._names = spec_of(arch).adapter(arch)
         self._kind: Kind = settings.kind
+        self._only_file: str | None = None
         self._settings, self._acknowledged = settings, acknowledged
         self._quantised = quantised or QuantisedModules()
         self._device = parallel.device
@@ -262,6 +263,7 @@ class Publisher:
             max_shard_bytes=int(settings.max_shard_gib * 2**30),
             chunk_bytes=self._chunk_bytes,
             window_bytes=None if whole else int(settings.staging_gib * 2**30) * self._ranks.size,
+            only_file=self._only_file,
         )
         self._windows = plan.windows
         self._staging = Staging(tensors, plan.cut, self._dtype, self._ranks, device=self._device)

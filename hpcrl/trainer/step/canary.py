@@ -22,8 +22,6 @@ from hpcrl.weights.format.canary import Canary
 __all__ = ["CanaryMaker"]
 
 _TOKENS = 64
-_EACH = 8
-"""So many first versions of an attempt have a canary; then one of each power of two."""
 
 
 class CanaryMaker:
@@ -35,13 +33,13 @@ class CanaryMaker:
         length = min(_TOKENS, recipe.engine.max_model_len - 1)
         self._token_ids = np.random.default_rng(0).integers(0, arch.vocab_size, length)
         self._plain: Tensor | None = None
-        self._versions = 0
 
-    def __call__(self, model: nn.Module, version: int) -> bytes | None:
-        """The canary of the adapters as they are now; None where this version has none."""
-        self._versions += 1
-        if self._versions > _EACH and self._versions.bit_count() > 1:
-            return None
+    def __call__(self, model: nn.Module, version: int) -> bytes:
+        """The canary of the adapters as they are now.
+
+        Each version has one, at the price of a forward pass of few tokens: an engine may be started anew at any time,
+        and the first version that it loads is compared.
+        """
         if self._plain is None:
             with use_adapters(model, "off"):
                 self._plain = self._logprobs(model)

@@ -17,9 +17,21 @@ from hpcrl.errors import HandoffError
 from hpcrl.weights.format.manifest import Handoff, TensorRecord, chunk_digests, content_digest
 from hpcrl.weights.read.share import read_small
 
-__all__ = ["ADAPTER_CONFIG", "CANARY", "Contents", "Merge", "Part", "blocks_of", "contents_of", "plan_merge"]
+__all__ = [
+    "ADAPTER_CONFIG",
+    "ADAPTER_MODEL",
+    "CANARY",
+    "Contents",
+    "Merge",
+    "Part",
+    "blocks_of",
+    "contents_of",
+    "plan_merge",
+]
 
 ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_MODEL = "adapter_model.safetensors"
+"""The only file in which PEFT and vLLM look for tensors. Who merges takes any: manifests say where tensors are."""
 CANARY = "canary.json"
 """What engines that have the version are compared with, where a version has that (`hpcrl.weights.format.canary`)."""
 _NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")

@@ -38,12 +38,14 @@ class ShardLayout(NamedTuple):
     bytes: int
 
 
-def layout_shards(tensors: Iterable[PublishedTensor], max_shard_bytes: int) -> list[ShardLayout]:
+def layout_shards(
+    tensors: Iterable[PublishedTensor], max_shard_bytes: int, *, only_file: str | None = None
+) -> list[ShardLayout]:
     """Deal tensors out to shard files.
 
     Tensors keep their order, a shard is full before it would exceed ``max_shard_bytes`` (a tensor larger than
     that has a shard of its own), and inside a shard tensors of whole pages come first, so that they all begin
-    on a page and the others share few.
+    on a page and the others share few. With ``only_file`` all are in one file of this name, however large.
 
     Raises
     ------
@@ -58,13 +60,15 @@ def layout_shards(tensors: Iterable[PublishedTensor], max_shard_bytes: int) -> l
             raise ValueError(f"tensor {tensor.name!r} comes twice")
         names.add(tensor.name)
         size = tensor.bytes
-        if not groups or filled + size > max_shard_bytes:
+        if not groups or (only_file is None and filled + size > max_shard_bytes):
             groups.append([])
             filled = 0
         groups[-1].append((tensor, size))
         filled += size
     if not groups:
         raise ValueError("there are no tensors to publish")
+    if only_file is not None:
+        return [_layout(only_file, groups[0])]
     return [
         _layout(f"model-{number:05d}-of-{len(groups):05d}.safetensors", group)
         for number, group in enumerate(groups, start=1)

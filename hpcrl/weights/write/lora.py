@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hpcrl.weights.format.adapters import ADAPTER_CONFIG
+from hpcrl.weights.format.adapters import ADAPTER_CONFIG, ADAPTER_MODEL
 from hpcrl.weights.format.manifest import Handoff, content_digest
 from hpcrl.weights.format.shard import TensorBytes, write_shard
 from hpcrl.weights.write.handoff_writer import HandoffWriter, ShardResult
@@ -219,8 +219,7 @@ def publish_adapter(
         for name, array in tensors.items()
     ]
     try:
-        name = "adapter_model.safetensors"
-        shard = ShardResult(name, *write_shard(stage / name, data))
+        shard = ShardResult(ADAPTER_MODEL, *write_shard(stage / ADAPTER_MODEL, data))
     except BaseException:
         writer.discard(version)
         raise

@@ -50,12 +50,12 @@ class Server:
         return web.json_response({"prompt_logprobs": [None, *({str(t): {"logprob": p}} for t, p in tokens)]})
 
 
-async def update(tmp_path, *, ignores, versions=(1,), served=0):
+async def update(tmp_path, *, ignores, versions=(1,), served=0, canary=TRAINER):
     """The updates of an engine; what is on record of each, and what its server was asked."""
     writer = HandoffWriter.claim(tmp_path, 1)
     publish(writer, 0)
     for version in versions:
-        publish(writer, version, base=0, canary=TRAINER)
+        publish(writer, version, base=0, canary=canary)
     server, events = Server(ignores=ignores), []
     app = web.Application()
     app.router.add_post("/inference/v1/generate", server.generate)
@@ -96,6 +96,15 @@ def test_an_engine_with_the_adapter_is_asked_until_it_has_shown_it(tmp_path):
     # before and after the first adapter; once is enough
     assert not more
     assert asked == ["canary-0", "canary-1"]
+
+
+def test_an_engine_that_never_shows_it_is_said_once(tmp_path):
+    """Adapters that change next to nothing: no run goes on for long without a word of it."""
+    nothing = msgspec.structs.replace(TRAINER, adapted=TRAINER.plain)
+    events, _ = asyncio.run(update(tmp_path, ignores=True, versions=range(1, 12), canary=nothing))
+    assert [data["outcome"] for kind, data in events if kind == "engine.adapter_compared"] == ["unclear"] * 11
+    unproven = [data for kind, data in events if kind == "engine.adapter_unproven"]
+    assert unproven == [{"engine": "engine-0", "version": 8, "tries": 8}]
 
 
 @pytest.mark.parametrize("served", [0, -1])
