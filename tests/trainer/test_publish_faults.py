@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+from patience import wait_for
 from test_publish_kinds import change, load_model, make_publisher
 from trainer_testing import run_ranks, tiny_arch, write_model_dir
 
@@ -275,7 +276,6 @@ import torch
 from test_publish_kinds import change, load_model, make_publisher
 from hpcrl.trainer.parallel.mesh import distributed
 from hpcrl.weights.store import HandoffStore
-from patience import wait_for
 torch.set_num_threads(1)
 root, model_dir = Path({root!r}), Path({model!r})
 store = HandoffStore(root)
