@@ -117,7 +117,8 @@ def show(
     from hpcrl.cli.progress import working
     from hpcrl.config.rules.table import unstartable
     from hpcrl.jobplan import absolute_site_paths
-    from hpcrl.planning.report import find_facts, make_outlook, outlook_document
+    from hpcrl.planning.documents import outlook_document
+    from hpcrl.planning.report import find_facts, make_outlook
     from hpcrl.planning.search.recipe import better_document, better_split
     from hpcrl.planning.verdict import judge
 

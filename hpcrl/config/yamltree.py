@@ -85,8 +85,8 @@ def parse_file(path: Path) -> tuple[dict[str, Any], Origins]:
     try:
         size = path.stat().st_size
         if size > _MOST_BYTES:
-            way_out = f"a recipe or profile has a few kilobytes, {_MOST_BYTES} bytes at most; name another file"
-            raise ConfigError([Finding(str(path), "", f"has {size} bytes", way_out)])
+            hint = f"a recipe or profile has a few kilobytes, {_MOST_BYTES} bytes at most; name another file"
+            raise ConfigError([Finding(str(path), "", f"has {size} bytes", hint)])
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         raise ConfigError([Finding(str(path), "", f"cannot be read: {error}")]) from error
@@ -161,8 +161,8 @@ class _Builder:
             kind = node.tag.rpartition(":")[2]
             dotted = ".".join(str(part) for part in path)
             shown = f"{node.value[:20]}…" if len(node.value) > 20 else node.value
-            way_out = "text is written in quotes"
-            self.findings.append(Finding(self._where(node), dotted, f"{shown!r} is no {kind}: {error}", way_out))
+            hint = "text is written in quotes"
+            self.findings.append(Finding(self._where(node), dotted, f"{shown!r} is no {kind}: {error}", hint))
             return None
         if isinstance(value, str) and any(char == "\0" or "\ud800" <= char <= "\udfff" for char in value):
             dotted = ".".join(str(part) for part in path)

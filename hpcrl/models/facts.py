@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
-from operator import add, attrgetter
 from types import MappingProxyType
 from typing import Literal
 
+from hpcrl.models.flops import Flops, backward_flops, layer_fixed, layer_scores, sequence_scores
 from hpcrl.models.layers import GatedDeltaNet, Gqa, Layer, Mamba2, Mla, Moe
 from hpcrl.models.tensors import DTYPE_BYTES, Part, TensorSpec, Weight, scale_shape
 
-__all__ = ["AttentionKind", "Flops", "ModelFacts", "Naming"]
+__all__ = ["AttentionKind", "ModelFacts", "Naming"]
 
 AttentionKind = Literal["gqa", "gqa+window", "gqa+chunk", "mla", "mla+dsa", "mamba2", "gated_delta_net", "none"]
 """What mixes tokens in a layer."""
@@ -36,40 +36,6 @@ class Naming:
     mtp_layers: str | None = None
     """Prefix of the modules of multi-token prediction; None: they count on after the last layer."""
     lm_head: str = "lm_head.weight"
-
-
-@dataclass(frozen=True, slots=True)
-class Flops:
-    """Floating-point operations by part; a multiply-add is two."""
-
-    attention_projections: float = 0.0
-    """Products with the weights of every kind of mixer."""
-    attention_scores: float = 0.0
-    indexer: float = 0.0
-    mamba: float = 0.0
-    """The scan alone."""
-    linear_attention: float = 0.0
-    """The rule alone."""
-    router: float = 0.0
-    experts: float = 0.0
-    shared_experts: float = 0.0
-    dense_mlp: float = 0.0
-    lm_head: float = 0.0
-
-    @property
-    def total(self) -> float:
-        """All parts."""
-        return float(sum(_parts(self)))
-
-    def __add__(self, other: Flops) -> Flops:
-        return Flops(*map(add, _parts(self), _parts(other)))
-
-    def scaled(self, factor: float) -> Flops:
-        """Every part times ``factor``."""
-        return Flops(*(value * factor for value in _parts(self)))
-
-
-_parts: Callable[[Flops], tuple[float, ...]] = attrgetter(*(field.name for field in fields(Flops)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,7 +232,7 @@ class ModelFacts:
     @cached_property
     def fixed_flops(self) -> tuple[Flops, ...]:
         """Operations a token of each of `distinct_layers` that do not depend on what it sees."""
-        return tuple(_layer_fixed(layer) for layer, _ in self.distinct_layers)
+        return tuple(layer_fixed(layer) for layer, _ in self.distinct_layers)
 
     def flops_per_token(self, context: float, *, backward: bool = False, absorbed: bool = False) -> Flops:
         """Operations for one token that sees ``context`` tokens, itself included.
@@ -282,12 +248,12 @@ class ModelFacts:
             Latent attention as decode and sparse kernels compute it.
         """
         flops = _flops(self, float(context), absorbed)
-        return _backward(flops) if backward else flops
+        return backward_flops(flops) if backward else flops
 
     def sequence_flops(self, length: int, *, backward: bool = False, absorbed: bool = False) -> Flops:
         """Operations for all tokens of a causal sequence of ``length`` tokens, exactly summed over positions."""
         flops = _sequence_flops(self, length, absorbed)
-        return _backward(flops) if backward else flops
+        return backward_flops(flops) if backward else flops
 
 
 def weight_bytes(weight: Weight, dtype: str, *, fp8: bool) -> int:
@@ -337,19 +303,14 @@ def _layer_parameters(facts: ModelFacts, index: int) -> Mapping[Part, int]:
     return MappingProxyType(total)
 
 
-def _backward(flops: Flops) -> Flops:
-    doubled = flops.scaled(2.0)
-    return Flops(**{f.name: 0.0 if f.name == "indexer" else getattr(doubled, f.name) for f in fields(Flops)})
-
-
 @lru_cache(maxsize=4096)
 def _flops(facts: ModelFacts, context: float, absorbed: bool) -> Flops:
-    return _sum_flops(facts, lambda layer: _layer_scores(layer, context, absorbed), tokens=1)
+    return _sum_flops(facts, lambda layer: layer_scores(layer, context, absorbed), tokens=1)
 
 
 @lru_cache(maxsize=4096)
 def _sequence_flops(facts: ModelFacts, length: int, absorbed: bool) -> Flops:
-    return _sum_flops(facts, lambda layer: _sequence_scores(layer, length, absorbed), tokens=length)
+    return _sum_flops(facts, lambda layer: sequence_scores(layer, length, absorbed), tokens=length)
 
 
 def _sum_flops(facts: ModelFacts, scores: Callable[[Layer], Flops], *, tokens: int) -> Flops:
@@ -359,46 +320,3 @@ def _sum_flops(facts: ModelFacts, scores: Callable[[Layer], Flops], *, tokens: i
     for (layer, count), each in zip(facts.distinct_layers, facts.fixed_flops, strict=True):
         total += (each.scaled(tokens) + scores(layer)).scaled(count)
     return total + fixed.scaled(tokens)
-
-
-def _layer_fixed(layer: Layer) -> Flops:
-    mixer, mlp = layer.mixer, layer.mlp
-    projections = 0.0 if mixer is None else float(mixer.projection_flops)
-    indexer = mixer.indexer if isinstance(mixer, Mla) else None
-    return Flops(
-        attention_projections=projections,
-        indexer=0.0 if indexer is None else float(indexer.projection_flops),
-        router=float(mlp.router_flops) if isinstance(mlp, Moe) else 0.0,
-        experts=float(mlp.expert_flops) if isinstance(mlp, Moe) else 0.0,
-        shared_experts=float(mlp.shared_flops) if isinstance(mlp, Moe) else 0.0,
-        dense_mlp=0.0 if mlp is None or isinstance(mlp, Moe) else float(mlp.flops),
-    )
-
-
-def _layer_scores(layer: Layer, context: float, absorbed: bool) -> Flops:
-    mixer = layer.mixer
-    if mixer is None:
-        return Flops()
-    scores = mixer.score_flops(context, absorbed=absorbed)
-    if isinstance(mixer, Mamba2):
-        return Flops(mamba=scores)
-    if isinstance(mixer, GatedDeltaNet):
-        return Flops(linear_attention=scores)
-    indexer = mixer.indexer if isinstance(mixer, Mla) else None
-    return Flops(attention_scores=scores, indexer=0.0 if indexer is None else indexer.score_flops(context))
-
-
-def _sequence_scores(layer: Layer, length: int, absorbed: bool) -> Flops:
-    """Sum over positions 1 … length. All formulas are linear in the context up to a limit."""
-    mixer = layer.mixer
-    limit = length if mixer is None or mixer.limit is None else min(length, mixer.limit)
-    below = _layer_scores(layer, (limit + 1) / 2, absorbed).scaled(limit)
-    if limit == length:
-        return below
-    if isinstance(mixer, Gqa) and mixer.chunk is not None:
-        # each chunk is a sequence of its own, and so is what is left of the last one
-        whole, rest = divmod(length, limit)
-        return below.scaled(whole) + _layer_scores(layer, (rest + 1) / 2, absorbed).scaled(rest)
-    # beyond the limit only the indexer still grows
-    above = _layer_scores(layer, (limit + 1 + length) / 2, absorbed).scaled(length - limit)
-    return below + above

@@ -98,7 +98,7 @@ class AttemptState:
         self.ends.extend(causes)
         self._decided.set()
 
-    def blame(self, nodes: Mapping[str, str]) -> None:
+    def add_node_faults(self, nodes: Mapping[str, str]) -> None:
         """A role failed as it does on broken hardware."""
         self.broken |= nodes
 

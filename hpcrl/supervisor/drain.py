@@ -67,7 +67,7 @@ class Drain:
             it leaves on its node is for Slurm to end.
         """
         ends_at = math.inf if left_s is None else time.monotonic() + left_s
-        impatience = asyncio.create_task(self._kill_on_hurry())
+        hurried = asyncio.create_task(self._kill_on_hurry())
         if any(c.end is not None and c.end.guard_lost for c in self._components):
             await self.orphans()
         longest_s = max((g.policy.stop_timeout_s for g in self._plan.groups), default=0.0)
@@ -80,7 +80,7 @@ class Drain:
             grace_s = min(max(deadline - time.monotonic(), _LEAST_GRACE_S), max(g.policy.stop_timeout_s for g in stage))
             cut_s = min(limit_s, grace_s + _ANSWER_S) if ends_at < math.inf else math.inf
             await asyncio.gather(*(self._stop_in_time(c, min(grace_s, limit_s), cut_s) for c in members))
-        impatience.cancel()
+        hurried.cancel()
         await self.orphans()
 
     async def _wait_for_save(self, limit_s: float) -> None:

@@ -42,13 +42,13 @@ class Ending:
         """Drain, in the time that there is; where that is too short, the requeue is worth more than an end in order."""
         left_s = self._state.left_s
         if left_s is None:
-            await self._drain.all(save_s=self._save_patience_s())
+            await self._drain.all(save_s=self._save_limit_s())
             return
         kept_s = _LAST_WORDS_HURRIED_S + (_REQUEUE_S if self._state.requeue else _SLACK_S)
         if left_s - kept_s < _LEAST_DRAIN_S and self._state.requeue:
             self._board.emit("supervisor.left_to_slurm", seconds=left_s)
             return
-        await self._drain.all(save_s=self._save_patience_s(), left_s=max(left_s - kept_s, 1.0))
+        await self._drain.all(save_s=self._save_limit_s(), left_s=max(left_s - kept_s, 1.0))
 
     def conclude(self, cause: Cause | None) -> bool:
         """Enter the state that the attempt ends in; returns whether the next one begins at once."""
@@ -66,7 +66,7 @@ class Ending:
             _log.warning("no other attempt is made: whether it may be cannot be read: %s", error)
             return False
 
-    def _save_patience_s(self) -> float:
+    def _save_limit_s(self) -> float:
         """How long the end waits for a checkpoint that is being written."""
         if self._state.asked_by_slurm:
             return _SAVE_PATIENCE_KILLED_S

@@ -50,7 +50,7 @@ __all__ = ["Supervisor"]
 
 _log = logging.getLogger(__name__)
 
-_START_PATIENCE_S = 60.0
+_START_LIMIT_S = 60.0
 """How long an attempt waits for a filesystem that refuses it what it begins with."""
 _NODE_SIGNS = frozenset({CauseKind.CANCELLED, CauseKind.GUARD_LOST, CauseKind.NODE_FAIL})
 """Ends of a step that the loss of a node may have brought."""
@@ -101,7 +101,7 @@ class Supervisor:
 
     async def run(self) -> tuple[RunState, Cause | None]:
         """Run the attempt to its end; returns COMPLETED, FAILED or CANCELLED, and why; or REQUEUED."""
-        self.attempt, self._start_patience_s = begin_attempt(self._run, patience_s=_START_PATIENCE_S)
+        self.attempt, self._start_limit_s = begin_attempt(self._run, limit_s=_START_LIMIT_S)
         self._board = Board(self._run, run_id=self._run_id, attempt=self.attempt)
         self._state = AttemptState(self._board)
         self._endpoints = EndpointsFile(self._run, self.attempt)
@@ -208,7 +208,7 @@ class Supervisor:
             self.fail(CauseKind.NO_PROGRESS, f"the run is given up: {why}")
             return
         await asyncio.to_thread(
-            patiently, self._look_at_files, limit_s=self._start_patience_s, what="what an attempt needs of its files"
+            patiently, self._look_at_files, limit_s=self._start_limit_s, what="what an attempt needs of its files"
         )
         if changes := await asyncio.to_thread(say_changes, self._run, self._plan, self._board):
             self.fail(CauseKind.CHANGED, f"it would run something else than was submitted: {changes}")
@@ -348,7 +348,7 @@ class Supervisor:
         component.given_up = True
         component.ended(end.end, as_it_should=False)
         others = [c for c in self._components if c.group is component.group and not c.given_up]
-        self._state.blame(broken_nodes(component, end.cause, self._replicas.spec(component).logs))
+        self._state.add_node_faults(broken_nodes(component, end.cause, self._replicas.spec(component).logs))
         if component.group.policy.critical or not others:
             self._state.fail(component.restarts.first_error())
         else:

@@ -114,7 +114,7 @@ async def replica(servers: list[Server], run: RunDir) -> AsyncIterator[ReplicaCl
     ) as http:
         client = ReplicaClient(http, name="engine-0", urls=[server.url for server in servers])
         registration = ReaderRegistration(load_recipe(NAME).value.handoff, run.weights_dir, fans_out=False)
-        await registration.invite(client, limit_s=LIMIT_S)
+        await registration.register(client, limit_s=LIMIT_S)
         yield client
 
 

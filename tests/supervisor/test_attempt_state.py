@@ -19,7 +19,7 @@ SAYINGS = {
     "cancel": lambda state: state.cancel(killed_within_s=30.0),
     "warn": lambda state: state.warn(60.0),
     "leave": lambda state: state.leave("the job is about to end"),
-    "blame": lambda state: state.blame({"n1": "its GPU fell off the bus"}),
+    "blame": lambda state: state.add_node_faults({"n1": "its GPU fell off the bus"}),
     "ready": lambda state: state.running(),
 }
 CAUSES = (None, CauseKind.EXIT, CauseKind.CANCELLED, CauseKind.NODE_FAIL, CauseKind.PREEMPTED)

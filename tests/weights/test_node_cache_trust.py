@@ -48,7 +48,7 @@ def settings(base: Path) -> ReaderSettings:
 def cache_of(store: HandoffStore, base: Path) -> NodeCache:
     ensure_token(store.root)
     secret = (store.root / TOKEN_FILE).read_text()
-    return NodeCache(base, store.root, secret=secret, limit_bytes=1 << 30, patience_s=Pace(10.0).limit_s)
+    return NodeCache(base, store.root, secret=secret, limit_bytes=1 << 30, segment_limit_s=Pace(10.0).limit_s)
 
 
 def name_of(store: HandoffStore, base: Path) -> Path:

@@ -172,7 +172,7 @@ def test_ranks_of_a_node_read_each_byte_once(store: HandoffStore, tmp_path: Path
                 store.root,
                 secret="5" * 64,
                 limit_bytes=limit,
-                patience_s=Pace(10.0).limit_s,
+                segment_limit_s=Pace(10.0).limit_s,
             )
         ) as cache,
         ranks(store, tmp_path / "node", 3, limit) as figures,

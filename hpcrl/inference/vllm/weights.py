@@ -141,10 +141,10 @@ class HandoffTransferEngine(WeightTransferEngine[HandoffInit, HandoffUpdate]):
             return reader
         return msgspec.structs.replace(reader, name=f"{reader.name}-{self.parallel_config.data_parallel_index}")
 
-    def _name_of(self, invitation: ReaderIdentity) -> str:
+    def _name_of(self, identity: ReaderIdentity) -> str:
         """Of this worker: a server may have several, each with its part of the model."""
         rank = self.parallel_config.rank
-        return f"{invitation.name}-w{rank}" if self.parallel_config.world_size > 1 else invitation.name
+        return f"{identity.name}-w{rank}" if self.parallel_config.world_size > 1 else identity.name
 
     def start_weight_update(self) -> None:
         """Begin a session; the model is not touched before the first bytes are verified."""

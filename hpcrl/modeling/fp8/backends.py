@@ -139,5 +139,5 @@ def find_backend(name: str, device: torch.device) -> Backend:
             return backend
         except LookupError as error:
             problems.append(f"{kind} {error.args[0]}")
-    way_out = "set it to reference, which is slow and runs everywhere, or leave trainer.precision.fp8 out"
-    raise UsageError(f"{_WHERE}: {name}: {'; '.join(problems)}\n    hint: {way_out}")
+    hint = "set it to reference, which is slow and runs everywhere, or leave trainer.precision.fp8 out"
+    raise UsageError(f"{_WHERE}: {name}: {'; '.join(problems)}\n    hint: {hint}")

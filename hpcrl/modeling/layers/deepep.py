@@ -48,18 +48,18 @@ def find_deepep(device: torch.device) -> MakeBuffer:
     UsageError
         It cannot be used here: it is not installed, too old, or there is no GPU.
     """
-    way_out = "    hint: set trainer.parallelism.dispatcher: all_to_all"
+    hint = "    hint: set trainer.parallelism.dispatcher: all_to_all"
     where = "trainer.parallelism.dispatcher: deepep"
     if device.type != "cuda":
-        raise UsageError(f"{where} needs GPUs of NVIDIA, and this trainer computes on {device.type}\n{way_out}")
+        raise UsageError(f"{where} needs GPUs of NVIDIA, and this trainer computes on {device.type}\n{hint}")
     try:
         found = import_module("deep_ep").ElasticBuffer
     except (ImportError, OSError) as error:
         install = ", or install DeepEP 2.0 from its sources in the environment of the trainer"
-        raise UsageError(f"{where}: the package deep_ep is not installed here ({error})\n{way_out}{install}") from error
+        raise UsageError(f"{where}: the package deep_ep is not installed here ({error})\n{hint}{install}") from error
     except AttributeError as error:
         what = "the package deep_ep is older than 2.0: it has no ElasticBuffer"
-        raise UsageError(f"{where}: {what}\n{way_out}, or install DeepEP 2.0") from error
+        raise UsageError(f"{where}: {what}\n{hint}, or install DeepEP 2.0") from error
     made: MakeBuffer = found
     return made
 

@@ -14,9 +14,10 @@ from hpcrl.config.plan import Role
 from hpcrl.config.recipe import Recipe
 from hpcrl.errors import ConfigError, UnknownSizesError, UsageError
 from hpcrl.planning.calibration.file import Calibration
+from hpcrl.planning.documents import loop_document
 from hpcrl.planning.memory.fit import memory_report
 from hpcrl.planning.memory.remedies import why_not
-from hpcrl.planning.report import Outlook, find_facts, loop_document
+from hpcrl.planning.report import Outlook, find_facts
 from hpcrl.planning.search.memory import memory_fits, trainer_fit
 from hpcrl.planning.search.splits import Candidate, Problem, marked, pareto, search
 from hpcrl.planning.times.forecast import forecast, site_rates

@@ -7,7 +7,8 @@ from bisect import bisect
 from dataclasses import dataclass
 from functools import lru_cache
 
-from hpcrl.models.facts import Flops, ModelFacts
+from hpcrl.models.facts import ModelFacts
+from hpcrl.models.flops import Flops
 from hpcrl.models.packing import fill_bins, training_cost
 from hpcrl.models.tensors import Part
 from hpcrl.planning.tables.lookup import Matrix

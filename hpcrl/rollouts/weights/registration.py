@@ -43,7 +43,7 @@ class ReaderRegistration:
         """By the recipe of a run."""
         return cls(recipe.handoff, root, fans_out=recipe.fans_out)
 
-    async def invite(self, client: EngineClient, *, limit_s: float) -> None:
+    async def register(self, client: EngineClient, *, limit_s: float) -> None:
         """Tell each server of an engine (`EngineError` where one does not take it). May be repeated."""
         servers = client.servers
         names = [client.name] if len(servers) == 1 else [f"{client.name}-{rank}" for rank in range(len(servers))]
@@ -58,7 +58,7 @@ class ReaderRegistration:
 
     def _info(self, name: str, server: EngineClient) -> dict[str, Any]:
         handoff = self._handoff
-        invitation = ReaderIdentity(
+        identity = ReaderIdentity(
             name=name,
             expiry_s=handoff.lease_timeout_s,
             floor_s=handoff.update_timeout_s,
@@ -70,4 +70,4 @@ class ReaderRegistration:
             fanout_host=urlsplit(server.url).hostname if self._fans_out else None,
             fanout_degree=handoff.fanout_degree,
         )
-        return {"root": str(self._root), "reader": msgspec.to_builtins(invitation)}
+        return {"root": str(self._root), "reader": msgspec.to_builtins(identity)}

@@ -316,7 +316,7 @@ class WeightUpdater:
         raise EngineError(f"could not {what} in {_ATTEMPTS} attempts: {last}")
 
     async def _initialise(self, engine: Engine) -> None:
-        await self._registration.invite(engine.client, limit_s=self._pace.floor_s)
+        await self._registration.register(engine.client, limit_s=self._pace.floor_s)
 
     async def _catch_up(self, engine: Engine, version: int) -> tuple[int, float]:
         """`_load`, which must not leave the engine behind: what another engine could load, this one must.

@@ -180,13 +180,13 @@ class Survey:
             "limits.start_timeout_s where they start slowly"
         )
 
-    def _end(self, patience_s: float = _END_S) -> None:
+    def _end(self, limit_s: float = _END_S) -> None:
         for process, words in self._steps:
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.close()
             try:
-                process.wait(patience_s)
+                process.wait(limit_s)
             except subprocess.TimeoutExpired:
                 _log.warning("the step that asked nodes (pid %d) did not end by itself and is killed", process.pid)
                 process.kill()

@@ -53,13 +53,13 @@ _RETRIED = frozenset(
 """Failures that a new attempt may follow."""
 
 
-def begin_attempt(run: RunDir, *, patience_s: float) -> tuple[int, float]:
+def begin_attempt(run: RunDir, *, limit_s: float) -> tuple[int, float]:
     """The number of a new attempt, and for how many seconds a filesystem may refuse what it needs next.
 
     Where there is no space for it, which was waited for, it is begun to say so.
     """
     try:
-        return patiently(run.start_attempt, limit_s=patience_s, what="the start of an attempt"), patience_s
+        return patiently(run.start_attempt, limit_s=limit_s, what="the start of an attempt"), limit_s
     except OSError as error:
         if error.errno not in NO_SPACE:
             raise

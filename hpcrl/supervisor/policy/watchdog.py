@@ -89,7 +89,7 @@ class Pulse:
         """On top of the limit while it answers: work that shows no progress by nature (an engine's weight update)."""
         self._sign: Sign | None = None
         self._measured: float | None = None
-        self._patience = 1.0
+        self._stretch = 1.0
         self.since = self.answered = self._looked = now
 
     def see(self, sign: Sign | None, now: float) -> bool:
@@ -122,11 +122,11 @@ class Pulse:
 
     @property
     def _floor_s(self) -> float:
-        return min(self._patience * self._policy.floor_s, self._policy.ceiling_s)
+        return min(self._stretch * self._policy.floor_s, self._policy.ceiling_s)
 
     def excuse(self) -> None:
         """It was called hung and went on: wait twice as long from now on."""
-        self._patience *= 2.0
+        self._stretch *= 2.0
 
     def problem(self, now: float) -> str:
         """Why it counts as hung, in words; empty where it does not."""

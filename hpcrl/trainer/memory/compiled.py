@@ -36,17 +36,17 @@ def find_compiler(device: torch.device) -> None:
     UsageError
         It is not installed.
     """
-    way_out = "    hint: set trainer.memory.compile: false, or install one on the trainer's nodes"
+    hint = "    hint: set trainer.memory.compile: false, or install one on the trainer's nodes"
     if device.type != "cpu":
         if importlib.util.find_spec("triton") is None:
-            raise UsageError(f"trainer.memory.compile needs Triton, and this environment has none\n{way_out}")
+            raise UsageError(f"trainer.memory.compile needs Triton, and this environment has none\n{hint}")
         return
     from torch._inductor import config  # noqa: PLC0415 - a second, for those who compile
 
     names = [name for name in config.cpp.cxx if name]
     if not any(map(shutil.which, names)):
         what = f"trainer.memory.compile needs a C++ compiler, and there is none ({', '.join(names)})"
-        raise UsageError(f"{what}\n{way_out}")
+        raise UsageError(f"{what}\n{hint}")
 
 
 class _Opaque:

@@ -65,7 +65,7 @@ class NodeCache:
         *,
         secret: str,
         limit_bytes: int,
-        patience_s: Callable[[int], float],
+        segment_limit_s: Callable[[int], float],
         verify: bool = True,
     ) -> None:
         """Join the cache; what the dead have left below ``base`` is removed.
@@ -80,7 +80,7 @@ class NodeCache:
             What only readers of ``root`` know: the name of the cache is made from it.
         limit_bytes:
             Most bytes of segments, of all versions together.
-        patience_s:
+        segment_limit_s:
             How long to wait for another process to load so many bytes, or to make room for them.
         verify:
             Compare what another process has loaded with the manifest before it is used.
@@ -96,7 +96,7 @@ class NodeCache:
             :_KEY_DIGITS
         ]
         self.directory = base / f"{_PREFIX}-{os.getuid()}-{key}"
-        self._limit_bytes, self._patience_s = limit_bytes, patience_s
+        self._limit_bytes, self._segment_limit_s = limit_bytes, segment_limit_s
         self._lock = threading.Lock()
         self._reading: dict[str, int] = {}
         #: segments that this process has loaded, or compared with the manifest
@@ -152,7 +152,7 @@ class NodeCache:
         stopped:
             Nobody wants it any more: end in a `CancelledError` rather than wait.
         """
-        deadline, pause = time.monotonic() + 2 * self._patience_s(segment.bytes), _POLL_S
+        deadline, pause = time.monotonic() + 2 * self._segment_limit_s(segment.bytes), _POLL_S
         path = self._segment_path(segments, segment)
         while segment.bytes <= self._limit_bytes and time.monotonic() < deadline:
             try:
@@ -259,7 +259,7 @@ class NodeCache:
         Nobody loads further ahead than the cache is large, counted from the slowest reader: so there is always room
         for what that one needs, and it comes on.
         """
-        deadline = time.monotonic() + self._patience_s(segment.bytes)
+        deadline = time.monotonic() + self._segment_limit_s(segment.bytes)
         number = segments.number(segment)
         while True:
             window = self._window(segments, number)

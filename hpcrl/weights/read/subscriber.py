@@ -127,7 +127,7 @@ class Subscriber:
                     self.root,
                     secret=self._secret(),
                     limit_bytes=settings.cache_bytes,
-                    patience_s=settings.pace.limit_s,
+                    segment_limit_s=settings.pace.limit_s,
                     verify=settings.verify,
                 )
             except (OSError, HpcrlError) as error:

@@ -42,10 +42,10 @@ def recipe(*settings: str) -> Recipe:
     return load_recipe("quickstart_vllm", list(settings)).value
 
 
-async def invitation(recipe: Recipe) -> ReaderIdentity:
+async def identity_of(recipe: Recipe) -> ReaderIdentity:
     async with aiohttp.ClientSession() as session:
         told = Told(session, name="engine-1", url="http://node7:8000")
-        await ReaderRegistration.of(recipe, ROOT).invite(told, limit_s=5.0)
+        await ReaderRegistration.of(recipe, ROOT).register(told, limit_s=5.0)
     (info,) = told.infos
     assert info["root"] == str(ROOT)
     return msgspec.convert(info["reader"], ReaderIdentity)
@@ -53,7 +53,7 @@ async def invitation(recipe: Recipe) -> ReaderIdentity:
 
 async def test_an_engine_reads_as_the_recipe_says() -> None:
     settings = ("handoff.node_cache=/fast", "handoff.node_cache_gib=2", "handoff.update_timeout_s=33")
-    told = await invitation(recipe(*settings, "engine.replicas=2", "handoff.lease_timeout_s=7"))
+    told = await identity_of(recipe(*settings, "engine.replicas=2", "handoff.lease_timeout_s=7"))
     assert (told.name, told.expiry_s, told.floor_s) == ("engine-1", 7.0, 33.0)
     assert (told.cache_dir, told.cache_bytes) == ("/fast", 2 << 30)
     # other nodes reach it where requests do
@@ -64,7 +64,7 @@ async def test_an_engine_reads_as_the_recipe_says() -> None:
 
 @pytest.mark.parametrize("settings", [("handoff.fanout=off",), ("handoff.node_cache=null",), ("engine.replicas=1",)])
 async def test_without_a_cache_or_another_node_nobody_is_served(settings: tuple[str, ...]) -> None:
-    assert (await invitation(recipe("engine.replicas=2", *settings))).fanout_host is None
+    assert (await identity_of(recipe("engine.replicas=2", *settings))).fanout_host is None
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ async def test_an_engine_was_started_as_whom_it_is_taken_for(settings: tuple[str
     values = {"python": "p", "run_dir": "/runs/one", "replica": "1", "host": "node7", "port": "8000"}
     words = fill_placeholders(engine.command, values)
     own = json.loads(words[words.index("--additional-config") + 1])["hpcrl"]
-    started_as, told = msgspec.convert(own["reader"], ReaderIdentity), await invitation(recipe(*settings))
+    started_as, told = msgspec.convert(own["reader"], ReaderIdentity), await identity_of(recipe(*settings))
     assert (started_as, own["servers"]) == (told, 1)
     who: dict[str, Any] = {"root": ROOT, "name": started_as.name, "settings": started_as.settings}
     given = {"root": str(ROOT), "reader": msgspec.to_builtins(told)}
@@ -94,6 +94,6 @@ async def test_ranks_of_a_wide_replica_have_names_of_their_own(monkeypatch: pyte
     monkeypatch.setattr("hpcrl.rollouts.engines.replica_client.EngineClient", Told)
     async with aiohttp.ClientSession() as session:
         replica = ReplicaClient(session, name="decode-0", urls=["http://a:1", "http://b:1"])
-        await ReaderRegistration.of(recipe("engine.replicas=2"), ROOT).invite(replica, limit_s=5.0)
+        await ReaderRegistration.of(recipe("engine.replicas=2"), ROOT).register(replica, limit_s=5.0)
     readers = [info["reader"] for server in replica.servers for info in server.infos]  # type: ignore[attr-defined]
     assert [(reader["name"], reader["fanout_host"]) for reader in readers] == [("decode-0-0", "a"), ("decode-0-1", "b")]
