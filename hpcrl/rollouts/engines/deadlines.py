@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Unpack
 
 import msgspec
 
@@ -11,7 +11,7 @@ from hpcrl.config.rollouts import RolloutConfig
 from hpcrl.reporting import ReportedFile
 from hpcrl.rollouts.engines.concurrency import AdaptiveLimit
 from hpcrl.rollouts.engines.pool import LOST_AFTER_S
-from hpcrl.rollouts.telemetry.fleet_watch import SUSPECT_S, FleetWatch
+from hpcrl.rollouts.telemetry.fleet_watch import SUSPECT_S, FleetWatch, WatchedParts
 from hpcrl.runs.fleet import FleetView
 from hpcrl.runs.role import RoleContext
 from hpcrl.runs.rundir import RunDir
@@ -40,13 +40,13 @@ def _suspect_after_s(run: RunDir) -> float:
     return run.plan().watch.floor_s / 2 if run.plan_path.is_file() else SUSPECT_S
 
 
-def make_fleet_watch(context: RoleContext, config: RolloutConfig, **parts: Any) -> FleetWatch:
+def make_fleet_watch(context: RoleContext, config: RolloutConfig, **parts: Unpack[WatchedParts]) -> FleetWatch:
     """The watch of an attempt.
 
     Parameters
     ----------
     parts:
-        Of `FleetWatch`.
+        What the watch looks at, and its events.
     """
     # in flight there are never more: the bound of staleness counts groups from their start
     most = min(config.max_in_flight, (config.max_off_policy_steps + 1) * config.rollouts_per_step)

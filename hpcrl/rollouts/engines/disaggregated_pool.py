@@ -20,7 +20,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Unpack
 from urllib.parse import urlsplit
 
 import msgspec
@@ -31,7 +31,7 @@ from hpcrl.errors import DeadlineError
 from hpcrl.rollouts.engines.client import EngineClient, EngineError, EngineProtocolError, Generation
 from hpcrl.rollouts.engines.engine import Engine
 from hpcrl.rollouts.engines.partial_generation import PartialGeneration
-from hpcrl.rollouts.engines.routed_pool import RoutedPool
+from hpcrl.rollouts.engines.routed_pool import RoutedPool, RoutedPoolSettings
 
 __all__ = ["PREFILL", "DisaggregatedPool"]
 
@@ -59,7 +59,11 @@ class DisaggregatedPool(RoutedPool):
     """
 
     def __init__(
-        self, clients: Sequence[EngineClient], *, restart_router: Callable[[str], None], **settings: Any
+        self,
+        clients: Sequence[EngineClient],
+        *,
+        restart_router: Callable[[str], None],
+        **settings: Unpack[RoutedPoolSettings],
     ) -> None:
         super().__init__(clients, **settings)
         self._restart_router = restart_router

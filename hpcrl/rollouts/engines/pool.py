@@ -12,6 +12,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from typing import NotRequired, TypedDict
 
 from hpcrl.errors import DeadlineError, PeerLostError
 from hpcrl.rollouts.engines.client import EngineClient, EngineError, Generation, SamplingParams
@@ -20,7 +21,7 @@ from hpcrl.rollouts.engines.partial_generation import PartialGeneration
 from hpcrl.rollouts.engines.prompts import PromptTokens
 from hpcrl.rollouts.telemetry.counters import Counters
 
-__all__ = ["LOST_AFTER_S", "WATCH_S", "EnginePool", "EngineSession"]
+__all__ = ["LOST_AFTER_S", "WATCH_S", "EnginePool", "EngineSession", "PoolLimits", "PoolSettings"]
 
 _log = logging.getLogger(__name__)
 
@@ -63,6 +64,21 @@ class EngineSession:
         """One rollout has ended."""
         self._rollouts -= 1
         self.engine.assign(-1)
+
+
+class PoolLimits(TypedDict):
+    """Keywords of `EnginePool` that come from the recipe and the plan."""
+
+    counters: Counters
+    request_timeout_s: float
+    max_retries: int
+    lost_after_s: NotRequired[float]
+
+
+class PoolSettings(PoolLimits):
+    """All keywords of `EnginePool`."""
+
+    on_change: NotRequired[Callable[[bool, Engine, str], None]]
 
 
 class EnginePool:

@@ -16,16 +16,16 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Unpack
 
 from hpcrl.rollouts.engines import pool as engine_pool
 from hpcrl.rollouts.engines.client import EngineClient, EngineError
 from hpcrl.rollouts.engines.engine import Engine
-from hpcrl.rollouts.engines.pool import EnginePool, EngineSession
+from hpcrl.rollouts.engines.pool import EnginePool, EngineSession, PoolLimits, PoolSettings
 from hpcrl.rollouts.engines.router_client import RouterClient, Worker
 from hpcrl.runs.events import EventWriter
 
-__all__ = ["RoutedPool", "make_pool"]
+__all__ = ["RoutedPool", "RoutedPoolSettings", "make_pool"]
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ def make_pool(
     *,
     events: EventWriter,
     routed: Callable[..., RoutedPool] | None = None,
-    **settings: Any,
+    **settings: Unpack[PoolLimits],
 ) -> EnginePool:
     """The engines of a run, behind its router where it has one; what comes and goes is written down.
 
@@ -66,6 +66,13 @@ def make_pool(
     return (routed or RoutedPool)(clients, router=router, on_change=engine_changed, events=events, **settings)
 
 
+class RoutedPoolSettings(PoolSettings):
+    """All keywords of `RoutedPool`."""
+
+    router: RouterClient
+    events: EventWriter
+
+
 class RoutedPool(EnginePool):
     """Engines behind a router.
 
@@ -81,7 +88,7 @@ class RoutedPool(EnginePool):
         *,
         router: RouterClient,
         events: EventWriter,
-        **settings: Any,
+        **settings: Unpack[PoolSettings],
     ) -> None:
         """Take the engines; nothing is sent.
 

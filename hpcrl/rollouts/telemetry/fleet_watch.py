@@ -17,7 +17,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 import aiohttp
 
@@ -33,7 +33,7 @@ from hpcrl.runs.engine_metrics import engine_samples
 from hpcrl.runs.events import EventWriter
 from hpcrl.runs.fleet import EngineView, FleetView
 
-__all__ = ["LOOK_S", "SUSPECT_S", "FleetWatch", "Reading"]
+__all__ = ["LOOK_S", "SUSPECT_S", "FleetWatch", "Reading", "WatchedParts"]
 
 _log = logging.getLogger(__name__)
 
@@ -197,6 +197,16 @@ class _SeenEngine:
         """Of all servers; None where that of one is not known."""
         rates = [seen.tokens_per_s for seen in self.servers if seen.tokens_per_s is not None]
         return sum(rates) if len(rates) == len(self.servers) else None
+
+
+class WatchedParts(TypedDict):
+    """What a `FleetWatch` looks at, and where it says what it saw."""
+
+    http: aiohttp.ClientSession
+    pool: EnginePool
+    updater: WeightUpdater
+    scheduler: Scheduler
+    events: EventWriter
 
 
 class FleetWatch:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 from torch import nn
 
@@ -14,7 +14,7 @@ from hpcrl.config.lora import LoraConfig
 from hpcrl.modeling.adapters import AdapterNames
 from hpcrl.modeling.decoder import Decoder
 from hpcrl.trainer.parallel.mesh import Parallel
-from hpcrl.trainer.publish.publisher import Published, Publisher
+from hpcrl.trainer.publish.publisher import Published, Publisher, PublisherSettings
 from hpcrl.trainer.publish.version_writer import AdapterForm
 from hpcrl.weights.format.adapters import ADAPTER_CONFIG, ADAPTER_MODEL, CANARY
 from hpcrl.weights.store import HandoffStore
@@ -42,7 +42,7 @@ class AdapterPublisher(Publisher):
         lora: LoraConfig,
         model_dir: Path,
         canary: Callable[[nn.Module, int], bytes | None] = lambda model, version: None,
-        **settings: Any,
+        **settings: Unpack[PublisherSettings],
     ) -> None:
         """As `Publisher`, with its ``settings``; collective.
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NotRequired, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,7 @@ from hpcrl.weights.format.shard import TensorBytes
 from hpcrl.weights.store import HandoffStore
 from hpcrl.weights.write.handoff_writer import HandoffWriter
 
-__all__ = ["Published", "Publisher", "tensor_bytes"]
+__all__ = ["Published", "Publisher", "PublisherSettings", "tensor_bytes"]
 
 _log = logging.getLogger(__name__)
 
@@ -66,6 +66,20 @@ class Published(NamedTuple):
     version: int
     kind: Kind
     instead_of_delta: str = ""
+
+
+class PublisherSettings(TypedDict):
+    """Keywords of `Publisher` beside the directory of the start model, for those who hand them on."""
+
+    arch: ModelArch
+    dtype: torch.dtype
+    attempt: int
+    settings: HandoffConfig
+    quantised: NotRequired[QuantisedModules | None]
+    acknowledged: NotRequired[Callable[[], int | None] | None]
+    on_wait: NotRequired[Callable[[], None]]
+    on_refused: NotRequired[Callable[[str], None]]
+    chunk_bytes: NotRequired[int]
 
 
 class Publisher:
