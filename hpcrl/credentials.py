@@ -103,12 +103,12 @@ class Credentials(NamedTuple):
 
     @classmethod
     def of_run(cls, run_dir: Path, attempt: int | None = None) -> Credentials:
-        """Those of a role of ``attempt`` (RunDirError where the token cannot be read)."""
+        """Read the credentials of a role of ``attempt`` (RunDirError where the token cannot be read)."""
         return cls(read_token(run_dir / TOKEN_FILE), attempt)
 
     @classmethod
     def from_env(cls, environment: Mapping[str, str] | None = None) -> Credentials | None:
-        """Those of this process; None where no supervisor of a run started it (RunDirError as above)."""
+        """Read the credentials of this process; None where no supervisor of a run started it (RunDirError as above)."""
         env = os.environ if environment is None else environment
         run_dir = env.get("HPCRL_RUN_DIR")
         return cls.of_run(Path(run_dir), int(env["HPCRL_ATTEMPT"])) if run_dir else None
@@ -119,7 +119,7 @@ class Credentials(NamedTuple):
 
     @property
     def headers(self) -> dict[str, str]:
-        """For requests to servers of the run, and to no others."""
+        """Headers for requests to servers of the run, and to no others."""
         return {"Authorization": f"Bearer {self.bearer}"}
 
     @property

@@ -95,7 +95,7 @@ class Gate:
 
     @property
     def headers(self) -> dict[str, str]:
-        """For requests to the same kind of server elsewhere in the run."""
+        """Headers for requests to the same kind of server elsewhere in the run."""
         return {} if self.credentials is None else self.credentials.headers
 
     def check_host(self, host: str) -> None:
@@ -122,7 +122,7 @@ class Gate:
         return refusal
 
     def middleware(self) -> Middleware:
-        """For aiohttp's servers; it must be the outermost one."""
+        """Make the middleware for aiohttp's servers; it must be the outermost one."""
         from aiohttp import web  # noqa: PLC0415 - not needed by other servers
 
         @web.middleware

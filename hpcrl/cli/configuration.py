@@ -99,7 +99,7 @@ def recipe_show(recipe: RecipeArgument, overrides: SetOption = None, as_json: Js
 
 
 def _with_provenance(loaded: Loaded[Any]) -> Loaded[Any]:
-    """Of a recipe that a run was submitted with: what its record says, the run that it began with included."""
+    """Add to a recipe that a run was submitted with where its values come from, the run that it began with included."""
     import dataclasses
 
     from hpcrl.errors import RunDirError

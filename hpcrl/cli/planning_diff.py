@@ -38,7 +38,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Difference:
-    """Two sides."""
+    """Two plans side by side, and what differs between them."""
 
     first: Subject
     second: Subject
@@ -57,7 +57,7 @@ class Difference:
         return [(name, a[name], b[name]) for name in a if a[name] is not None or b[name] is not None]
 
     def document(self) -> dict[str, Any]:
-        """As JSON."""
+        """Give the difference as a JSON document."""
         return {
             "schema_version": 1,
             "a": self.first.name,

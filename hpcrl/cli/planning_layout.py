@@ -106,7 +106,7 @@ def _print_layout(console: Console, resolved: Plan, site: Loaded[ClusterProfile]
 
 
 def _charges(resolved: Plan, site: Loaded[ClusterProfile]) -> dict[str, str]:
-    """By partition, what its jobs are charged to, and who said so."""
+    """Say for each partition what its jobs are charged to, and who said so."""
     shown = {}
     for component in resolved.layout.components:
         parts = [

@@ -28,7 +28,7 @@ rollouts_app = typer.Typer(help="Rollouts of a run.", no_args_is_help=True)
 
 
 class Order(StrEnum):
-    """By what rows are sorted."""
+    """The column that rows are sorted by."""
 
     ID = "id"
     REWARD = "reward"
@@ -38,7 +38,7 @@ class Order(StrEnum):
 
 
 class Format(StrEnum):
-    """Of an export."""
+    """The file format of an export."""
 
     JSONL = "jsonl"
     PARQUET = "parquet"

@@ -29,7 +29,7 @@ def meanings_of(model: type[BaseModel]) -> dict[str, str]:
 
 @cache
 def _written_in(module: str) -> dict[str, dict[str, str]]:
-    """Of all classes of a module; nothing where its source is not there."""
+    """Give what is written of all classes of a module; nothing where its source is not there."""
     try:
         source = inspect.getsource(sys.modules[module])
     except OSError:

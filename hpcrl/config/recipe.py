@@ -58,7 +58,7 @@ __all__ = [
 
 
 class ModelConfig(StrictModel):
-    """The policy."""
+    """The model that is trained."""
 
     path: str
     """Hugging Face model directory that the run starts from; relative to where hpcrl is called."""
@@ -94,7 +94,7 @@ class LossConfig(StrictModel):
 
 
 class AlgorithmConfig(StrictModel):
-    """Advantages and loss."""
+    """How advantages and the loss are computed."""
 
     advantage: Literal["grpo", "mean_baseline"] = "grpo"
     """``grpo``: reward minus group mean, divided by the group's standard deviation; ``mean_baseline``: not divided."""

@@ -54,7 +54,7 @@ def template_dirs() -> tuple[Path, ...]:
 
 
 def _own_dirs() -> tuple[Path, ...]:
-    """Of the user, of the site."""
+    """Give the directories of the user and of the site."""
     config_home = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
     return (config_home / "hpcrl", Path("/etc/hpcrl"))
 

@@ -53,7 +53,7 @@ class WarehouseConfig(StrictModel):
 
     @property
     def ports(self) -> int:
-        """That it needs above the orchestrator's own."""
+        """How many ports it needs above the orchestrator's own."""
         return 2 if self.backend == "mooncake" else int(self.directory is not None)
 
 

@@ -188,7 +188,7 @@ class Roster:
         return len(self._seen)
 
     def find(self, *kinds: str) -> list[Member]:
-        """Those that live now, of some kinds or all."""
+        """Find the daemons that live now, of some kinds or all."""
         for member in find_members(self._paths):
             if self._node in (None, member.node):
                 self._seen.setdefault(_identity(member.process), member)

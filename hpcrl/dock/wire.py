@@ -98,7 +98,7 @@ class BatchStats(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of_tokens(cls, total: int = 0, *, sampled: int = 0) -> BatchStats:
-        """Of a batch that does not come from an orchestrator: only how many tokens it has is known."""
+        """Describe a batch that does not come from an orchestrator: only how many tokens it has is known."""
         return cls(
             reward_mean=0.0,
             reward_std=0.0,

@@ -79,7 +79,7 @@ class Gauge(_Metric):
 
 
 class Histogram(_Metric):
-    """Observations in buckets."""
+    """Counts of observations by bucket, as Prometheus has them."""
 
     kind = "histogram"
 

@@ -57,7 +57,7 @@ def role_variables(recipe: Recipe, cluster: ClusterProfile, role: Role, run_name
 
 
 def plain(variables: Mapping[str, EnvValue]) -> dict[str, str]:
-    """The values alone."""
+    """Give the values of the variables without where they come from."""
     return {name: value for name, (value, _) in variables.items()}
 
 

@@ -87,7 +87,7 @@ def _engine_servers(recipe: Recipe, cluster: ClusterProfile, role: Role) -> int:
 
 
 def _engine_ports(recipe: Recipe, cluster: ClusterProfile, role: Role, *, nodes: int) -> int:
-    """Of each node: servers, then what leads KV between engines, or what tells the router of it."""
+    """Count the ports of a node: servers, then what leads KV between engines, or tells the router of it."""
     ranks, gpus = engine_ranks_per_node(recipe, cluster, role), engine_gpus(recipe, cluster, role) > 0
     events = ranks if has_events(recipe) else 0
     return vllm_ports(ranks, nodes=nodes) + side_ports(recipe, gpus=gpus, ranks_per_node=ranks) + events

@@ -69,7 +69,7 @@ def _is_shared(model: Decoder, mlp: nn.Module) -> bool:
 
 
 def _adapt_linears(parent: nn.Module, config: AdapterSettings) -> None:
-    """Those that are children of ``parent``: an indexer of attention, and a router, are modules of their own."""
+    """Adapt the linear layers that are children of ``parent``: an indexer and a router are modules of their own."""
     for name, child in list(parent.named_children()):
         if type(child) is nn.Linear:
             setattr(parent, name, AdaptedLinear.of(child, config.rank, config.scale))

@@ -28,7 +28,7 @@ class Chunks(NamedTuple):
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """Of each sequence among the rank's tokens."""
+        """Where each sequence begins among the rank's tokens."""
         both = (len(head) + len(tail) for head, tail in zip(self.heads, self.tails, strict=True))
         return tuple(accumulate(both, initial=0))
 

@@ -190,7 +190,7 @@ class ReplayedExperts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BatchContext:
-    """Of one forward pass over ``T`` flat tokens: several sequences lie one behind the other.
+    """What one forward pass over ``T`` flat tokens needs; several sequences lie one behind the other.
 
     Attributes
     ----------

@@ -21,7 +21,7 @@ __all__ = ["parallelize_decoder", "sum_over_copies"]
 
 
 class _Settings(TypedDict):
-    """Of every group of FSDP2."""
+    """What every group of FSDP2 is set to."""
 
     mp_policy: MixedPrecisionPolicy
     offload_policy: OffloadPolicy

@@ -31,7 +31,7 @@ class Flops:
 
     @property
     def total(self) -> float:
-        """All parts."""
+        """Operations of all parts together."""
         return float(sum(_parts(self)))
 
     def __add__(self, other: Flops) -> Flops:
@@ -46,7 +46,7 @@ _parts: Callable[[Flops], tuple[float, ...]] = attrgetter(*(field.name for field
 
 
 def backward_flops(flops: Flops) -> Flops:
-    """Of the backward pass: twice the forward one, and nothing of an indexer, which has no gradient."""
+    """Operations of the backward pass: twice the forward one, and nothing of an indexer, which has no gradient."""
     doubled = flops.scaled(2.0)
     return Flops(**{f.name: 0.0 if f.name == "indexer" else getattr(doubled, f.name) for f in fields(Flops)})
 

@@ -51,13 +51,13 @@ class Verdict:
 
     @property
     def exit_code(self) -> ExitCode:
-        """Of ``hpcrl plan``. A model that a warm-up makes later is no defect of a plan."""
+        """The exit code of ``hpcrl plan``. A model that a warm-up makes later is no defect of a plan."""
         if self.short:
             return ExitCode.DOES_NOT_FIT
         return ExitCode.UNKNOWN if self.unknown else ExitCode.OK
 
     def document(self) -> dict[str, Any]:
-        """As JSON."""
+        """Give the verdict as a JSON document."""
         return {
             "fits": self.fits,
             "short": list(self.short),

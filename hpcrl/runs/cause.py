@@ -60,7 +60,7 @@ class CauseKind(StrEnum):
 
     @property
     def exit_code(self) -> ExitCode:
-        """Of the job, and of a command that follows the run."""
+        """The exit code of the job, and of a command that follows the run."""
         return _EXIT_CODES.get(self, ExitCode.FAILED)
 
 

@@ -56,7 +56,7 @@ class Clocks(msgspec.Struct, frozen=True):
 
     @staticmethod
     def path(run: RunDir, attempt: int) -> Path:
-        """Where those of an attempt stand."""
+        """The file with the clocks of an attempt."""
         return run.attempt_dir(attempt) / "clocks.json"
 
     def encode(self) -> bytes:
@@ -65,7 +65,7 @@ class Clocks(msgspec.Struct, frozen=True):
 
     @classmethod
     def read(cls, run: RunDir, attempt: int) -> Clocks:
-        """Those of an attempt; none where they were not measured."""
+        """Read the clocks of an attempt; none where they were not measured."""
         try:
             return msgspec.json.decode(cls.path(run, attempt).read_bytes(), type=prepared(cls))
         except (OSError, msgspec.DecodeError):
@@ -83,5 +83,5 @@ class Clocks(msgspec.Struct, frozen=True):
 
     @property
     def far(self) -> dict[str, Clock]:
-        """Those that differ by more than `FAR_S`, whatever is not known of them."""
+        """Give the clocks that differ by more than `FAR_S`, whatever is not known of them."""
         return {node: c for node, c in self.nodes.items() if abs(c.ahead_s) - c.uncertain_s > FAR_S}

@@ -18,7 +18,7 @@ __all__ = ["ExcludedNode", "choose_exclusions", "exclude", "read_exclusions"]
 
 
 class ExcludedNode(msgspec.Struct, frozen=True, kw_only=True):
-    """One entry.
+    """A node that later attempts stay away from, and why.
 
     Attributes
     ----------

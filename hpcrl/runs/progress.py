@@ -52,7 +52,7 @@ class RoleProgress(msgspec.Struct, frozen=True, kw_only=True):
             return None
 
     def words(self) -> str:
-        """For people: ``step 12, forward_backward``."""
+        """Say it for people: ``step 12, forward_backward``."""
         return ", ".join([*(f"{name} {value:g}" for name, value in self.counts.items()), self.phase])
 
 

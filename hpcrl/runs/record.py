@@ -205,7 +205,7 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def hash_text(data: bytes) -> str:
-    """SHA-256, hexadecimal."""
+    """The SHA-256 of ``data`` in hexadecimal."""
     return hashlib.sha256(data).hexdigest()
 
 
@@ -215,7 +215,7 @@ def this_process() -> str:
 
 
 def user_name() -> str:
-    """Of whoever calls; the number of the user where that has no name."""
+    """The name of whoever calls; the number of the user where that has no name."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):  # a uid without a name, as in many containers

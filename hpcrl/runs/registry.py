@@ -206,7 +206,7 @@ def _distinct(runs: Iterable[RunDir]) -> list[RunDir]:
 
 
 def _newest_first(runs: Iterable[RunDir]) -> list[RunDir]:
-    """Those that are runs, the last submitted first."""
+    """Sort those that are runs, the last submitted first."""
     dated = []
     for run in runs:
         try:

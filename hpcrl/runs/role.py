@@ -191,7 +191,7 @@ class RoleContext:
 
     @property
     def credentials(self) -> Credentials:
-        """For requests to other roles of the attempt (RunDirError where the token cannot be read)."""
+        """Credentials for requests to other roles of the attempt (RunDirError where the token cannot be read)."""
         return Credentials.of_run(self.run.path, self.attempt)
 
     def events(self) -> EventWriter:

@@ -44,11 +44,11 @@ class PortRange(Protocol):
 
     @property
     def first_port(self) -> int:
-        """Included."""
+        """The first port of the range, which belongs to it."""
 
     @property
     def last_port(self) -> int:
-        """Included."""
+        """The last port of the range, which belongs to it."""
 
 
 class RunAddresses(msgspec.Struct, frozen=True):
@@ -82,7 +82,7 @@ class RunAddresses(msgspec.Struct, frozen=True):
             return cls(problem=str(error).split("\n", 1)[0])
 
     def to_env(self) -> dict[str, str]:
-        """For the step that follows."""
+        """Give the variables by which the step that follows learns of it."""
         return {_VARIABLE: msgspec.json.encode(self).decode()}
 
     @classmethod

@@ -63,7 +63,7 @@ class PartitionFacts:
 
     @property
     def total(self) -> int:
-        """All nodes."""
+        """All nodes of the partition."""
         return sum(count for _, count in self.nodes)
 
 

@@ -37,12 +37,12 @@ class JobState(StrEnum):
 
     @property
     def waiting(self) -> bool:
-        """In the queue, without nodes."""
+        """Whether a job is in the queue without nodes."""
         return self in _WAITING
 
     @property
     def holding(self) -> bool:
-        """Has nodes."""
+        """Whether a job has nodes."""
         return self in _HOLDING
 
     @property

@@ -29,7 +29,7 @@ _MODULE = "hpcrl.supervisor.launch.role_shell"
 
 @dataclass(frozen=True)
 class RoleShell:
-    """What to execute.
+    """The command that opens a shell in a role's environment.
 
     Attributes
     ----------

@@ -78,7 +78,7 @@ class Component:
         self._on_change(self)
 
     def starting(self, process: RunningProcess) -> None:
-        """Its guard runs."""
+        """Note that its guard runs."""
         self.process, self.started_at_s = process, time.time()
         self.end, self.pid, self.verdict = None, None, None
         self.enter(ComponentState.STARTING)
@@ -100,7 +100,7 @@ class Component:
         return self.started_at_s or 0.0
 
     def ready(self) -> None:
-        """Its probe succeeded."""
+        """Note that its probe succeeded."""
         self.ready_at_s = time.time()
         self.enter(ComponentState.READY)
 

@@ -26,7 +26,7 @@ class TrainerKernels(NamedTuple):
 
     @property
     def names(self) -> dict[str, str]:
-        """By setting of ``trainer.kernels``, for the record of the run."""
+        """The names of kernels by setting of ``trainer.kernels``, for the record of the run."""
         if self.sparse_attention is None:
             return {"attention": self.attention}
         return {"sparse_attention": self.sparse_attention.name}

@@ -16,7 +16,7 @@ Conflicts = Iterator[tuple[str, str]]
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule.
+    """A rule that recipe and cluster profile must keep together.
 
     Attributes
     ----------

@@ -20,7 +20,7 @@ _FORGET_STEPS = 500
 
 
 class State(Enum):
-    """Where a finished rollout is."""
+    """What has become of a finished rollout."""
 
     WAITING = "waiting"
     TRAINED = "trained"
@@ -29,7 +29,7 @@ class State(Enum):
 
 @dataclass(slots=True)
 class Held:
-    """A finished rollout.
+    """A finished rollout that the ledger knows.
 
     Attributes
     ----------
@@ -83,7 +83,7 @@ class Unfinished:
     pivots: list[list[int]] = field(default_factory=list)
 
     def add(self, entry: TurnSaved) -> None:
-        """A turn has ended."""
+        """Take in the next entry of the ledger."""
         del self.turns[entry.turn :], self.pivots[entry.turn :]
         self.turns.append(entry)
         self.pivots.append([])

@@ -112,7 +112,7 @@ class PoolMaster:
             _log.warning(said, process.returncode)
 
     def close(self) -> None:
-        """End it."""
+        """End the master's process."""
         self._closed.set()
         self._thread.join(2 * _STOP_S)
 

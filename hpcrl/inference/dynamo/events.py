@@ -45,7 +45,7 @@ class Salts:
 
 
 def _own_salt(extra_keys: Any) -> str | None:
-    """In the keys of a first block: the name of an adapter, pairs of other inputs, the salt, digests."""
+    """Read the salt from the keys of a first block: an adapter's name, pairs of other inputs, the salt, digests."""
     first = extra_keys[0] if extra_keys else None
     return next((key for key in reversed(first or ()) if isinstance(key, str)), None)
 

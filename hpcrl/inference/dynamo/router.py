@@ -51,7 +51,7 @@ class _Prompt(msgspec.Struct):
 
 
 class Front:
-    """The HTTP side."""
+    """The HTTP side of the router."""
 
     def __init__(self, selection: Selection, http: aiohttp.ClientSession, *, timeout_s: float, health_s: float) -> None:
         """Prepare; nothing is sent.
@@ -73,7 +73,7 @@ class Front:
         add(Gauge("hpcrl_router_workers", "Engines that can be chosen.", lambda: len(self._healthy())))
 
     def routes(self) -> list[web.RouteDef]:
-        """For requests and admin calls."""
+        """Routes for requests and admin calls."""
         return [
             web.post("/inference/v1/generate", self._generate),
             web.get("/workers", self._list),
@@ -84,7 +84,7 @@ class Front:
         ]
 
     def metrics_routes(self) -> list[web.RouteDef]:
-        """For the second port."""
+        """Routes of the port for metrics."""
         return [web.get("/metrics", self._metrics)]
 
     async def watch(self) -> None:

@@ -37,7 +37,7 @@ class NoEngineError(HpcrlError):
 
 @dataclass
 class Worker:
-    """An engine.
+    """An engine that requests can be sent to.
 
     Attributes
     ----------
@@ -58,7 +58,7 @@ class Worker:
 
 @dataclass(frozen=True)
 class Choice:
-    """Where a request goes.
+    """The engine that a request goes to, and why.
 
     Attributes
     ----------

@@ -30,7 +30,7 @@ _METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 
 
 class Correction(NamedTuple):
-    """One defect.
+    """A defect of vLLM's CPU build, and what corrects it.
 
     Attributes
     ----------

@@ -130,7 +130,7 @@ class Staged:
         yield from adapter.merged(_own(stored) for stored in reading.base_tensors(self._held(changed)))
 
     def _held(self, names: Collection[str]) -> Collection[str]:
-        """Those of ``names`` that the worker loads."""
+        """Give those of ``names`` that the worker loads."""
         held = {name for name in names if self._loads(name)}
         self.elsewhere = len(names) - len(held)
         return held

@@ -69,7 +69,7 @@ class HandoffInit(WeightTransferInitInfo):
 
 @dataclass
 class HandoffUpdate(WeightTransferUpdateInfo):
-    """What to load.
+    """What a call of ``/update_weights`` asks a worker to load.
 
     Attributes
     ----------
@@ -142,7 +142,7 @@ class HandoffTransferEngine(WeightTransferEngine[HandoffInit, HandoffUpdate]):
         return msgspec.structs.replace(reader, name=f"{reader.name}-{self.parallel_config.data_parallel_index}")
 
     def _name_of(self, identity: ReaderIdentity) -> str:
-        """Of this worker: a server may have several, each with its part of the model."""
+        """Name this worker as a reader: a server may have several, each with its part of the model."""
         rank = self.parallel_config.rank
         return f"{identity.name}-w{rank}" if self.parallel_config.world_size > 1 else identity.name
 

@@ -43,7 +43,7 @@ class Groups(NamedTuple):
 
     @classmethod
     def of(cls, counts: Tensor, rows: int) -> Groups:
-        """For ``rows`` that are sorted by expert, of which each of ``[experts]`` has ``counts``."""
+        """Lay out ``rows`` that are sorted by expert, of which each of ``[experts]`` has ``counts``."""
         sizes = (counts + BLOCK - 1) // BLOCK * BLOCK
         ends = sizes.cumsum(0)
         if counts.device.type == "cpu":

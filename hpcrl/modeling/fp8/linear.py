@@ -13,13 +13,13 @@ __all__ = ["Fp8Linear", "effective_weight"]
 
 
 class Fp8Linear(nn.Linear):
-    """With the parameters of a linear layer; the weight is quantised each time that it is used."""
+    """A linear layer whose products are in FP8; the weight is quantised each time that it is used."""
 
     backend: Backend
 
     @classmethod
     def of(cls, linear: nn.Linear, backend: Backend) -> Fp8Linear:
-        """In place of ``linear``, whose parameters it takes over."""
+        """Take the place of ``linear`` and its parameters."""
         made = cls(linear.in_features, linear.out_features, bias=False, device="meta")
         made.weight, made.bias = linear.weight, linear.bias
         made.backend = backend

@@ -94,7 +94,7 @@ def _multiply(a: Quantised, b: Tensor, scales: Tensor, kind: F.ScalingType, dtyp
 
 
 def _padded(rows: Quantised) -> Quantised:
-    """With as many rows as cuBLASLt wants; what is added is zero."""
+    """Give as many rows as cuBLASLt wants; what is added is zero."""
     more = -len(rows.values) % _ROWS_AT_ONCE
     if not more:
         return Quantised(rows.values.contiguous(), rows.scales)

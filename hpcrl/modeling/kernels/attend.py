@@ -101,14 +101,14 @@ def merge(so_far: Attended, more: Attended) -> Attended:
 
 
 def add_sinks(attended: Attended, sinks: Tensor) -> Attended:
-    """Of a softmax that has ``sinks [heads]`` beside the keys."""
+    """Give the attention of a softmax that has ``sinks [heads]`` beside the keys."""
     out, lse = attended
     with_sinks = torch.logaddexp(lse, sinks.to(lse.dtype))
     return Attended(out * (lse - with_sinks).exp()[..., None].to(out.dtype), with_sinks)
 
 
 def sink_gradients(grad: Tensor, attended: Attended, sinks: Tensor) -> Tensor:
-    """Of ``sinks``, ``[heads]``: a score without a value takes from all others."""
+    """Gradients of ``sinks [heads]``: a score without a value takes from all others."""
     out, lse = attended
     weights = (sinks.to(lse.dtype) - lse).exp()
     return -(weights * (grad.to(lse.dtype) * out).sum(-1)).sum(0).to(sinks.dtype)

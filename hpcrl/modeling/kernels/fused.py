@@ -226,7 +226,7 @@ def _windows(run: Run, window: int) -> Iterator[_Part]:
 
 @kept_for_layers(8)
 def _mask(queries: int, keys: int, window: int) -> Tensor:
-    """Of the last queries of as many keys; the same for all pieces of a sequence but its ends."""
+    """The mask for the last queries of as many keys; the same for all pieces of a sequence but its ends."""
     distance = np.arange(keys - queries, keys)[:, None] - np.arange(keys)
     seen = (distance >= 0) & (distance < window)
     return torch.from_numpy(np.where(seen, np.float32(0.0), np.float32("-inf")))

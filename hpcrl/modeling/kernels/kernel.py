@@ -63,7 +63,7 @@ class QKV(NamedTuple):
 
 
 class Attended(NamedTuple):
-    """What attention gives.
+    """The output of attention, and what its backward pass needs.
 
     Attributes
     ----------
@@ -98,5 +98,5 @@ class Kernel(Protocol):
 
 
 def score_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In which scores of activations of ``dtype`` are summed."""
+    """The type in which scores of activations of ``dtype`` are summed."""
     return torch.float64 if dtype == torch.float64 else torch.float32

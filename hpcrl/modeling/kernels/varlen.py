@@ -75,7 +75,7 @@ def _widen(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _starts(segments: Segments, q: Tensor) -> tuple[Tensor, Tensor, int, int]:
-    """Of queries and of keys: starts on the device, and the longest segment."""
+    """Starts of queries and of keys on the device, and the longest segment."""
     (of_queries, longest_q), (of_keys, longest_k) = (
         _on_device(starts, q.device) for starts in (segments.queries, segments.keys)
     )

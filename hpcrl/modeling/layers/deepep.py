@@ -35,7 +35,7 @@ class ElasticBuffer(Protocol):
 
 
 class MakeBuffer(Protocol):
-    """DeepEP's ``ElasticBuffer``, called."""
+    """A call that makes DeepEP's ``ElasticBuffer``."""
 
     def __call__(self, group: dist.ProcessGroup, **settings: Any) -> ElasticBuffer: ...
 
@@ -73,7 +73,7 @@ class Exchange:
         self._buffers: dict[tuple[int, int], ElasticBuffer] = {}
 
     def buffer(self, width: int, experts_per_token: int) -> ElasticBuffer:
-        """For rows of ``width``."""
+        """The buffer for rows of ``width``."""
         wanted = (width, experts_per_token)
         if wanted not in self._buffers:
             self._buffers[wanted] = self._make(
@@ -123,7 +123,7 @@ class DeepEPDispatcher:
 
 
 class _Way:
-    """Of the tokens of one layer in one pass; the handle says how they went, for those that come back."""
+    """How the tokens of one layer went in one pass, for those that come back."""
 
     def __init__(self, buffer: ElasticBuffer, experts: int) -> None:
         self.buffer, self.experts = buffer, experts

@@ -40,7 +40,7 @@ class AdaptedLinear(nn.Linear):
 
     @classmethod
     def of(cls, linear: nn.Linear, rank: int, scale: float) -> AdaptedLinear:
-        """In place of ``linear``, whose parameters it takes over."""
+        """Take the place of ``linear`` and its parameters."""
         made = cls(linear.in_features, linear.out_features, bias=False, device="meta")
         made.weight, made.bias, made.scale = linear.weight, linear.bias, scale
         device = linear.weight.device

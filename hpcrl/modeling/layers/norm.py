@@ -1,4 +1,4 @@
-"""Norms."""
+"""Root-mean-square norms, with a backward pass by hand."""
 
 from __future__ import annotations
 

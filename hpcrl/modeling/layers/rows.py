@@ -59,13 +59,13 @@ def permute_rows(x: Tensor, order: Tensor, back: Tensor) -> Tensor:
 
 
 def copy_rows(x: Tensor, rows: RowOrder) -> Tensor:
-    """For each row that of its token in ``x [T, D]``: ``[rows, D]``."""
+    """Copy for each row its token of ``x [T, D]``: ``[rows, D]``."""
     copies: Tensor = _Copy.apply(x, rows)  # type: ignore[no-untyped-call]
     return copies
 
 
 def mix_rows(y: Tensor, rows: RowOrder, weights: Tensor) -> Tensor:
-    """Of each token the sum over its rows in ``y [rows, D]`` by weight: ``[T, D]``.
+    """Sum for each token its rows of ``y [rows, D]`` by weight: ``[T, D]``.
 
     ``weights`` are ``[T, k]``; they are rounded to the dtype of ``y``. What stands in places without a row is not read,
     and its gradient is 0.

@@ -54,7 +54,7 @@ def _kinds() -> dict[str, Make]:
 
 
 class Results(NamedTuple):
-    """Of a kernel: output, normaliser, gradients of queries and rows, and scores of an indexer."""
+    """What a kernel computes: output, normaliser, gradients of queries and rows, scores of an indexer."""
 
     output: Tensor
     normaliser: Tensor

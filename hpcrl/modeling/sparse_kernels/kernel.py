@@ -66,7 +66,7 @@ class SparseKernel(Protocol):
     """Whether it gives the same numbers each time."""
 
     def rows_at_once(self, heads: int, keys: int) -> int:
-        """Of how many queries `index_scores` is asked at once, where there are so many heads and keys."""
+        """How many queries `index_scores` is asked for at once, where there are so many heads and keys."""
         ...
 
     def forward(self, inputs: Chosen) -> Attended:

@@ -13,7 +13,7 @@ __all__ = ["Qwen3Arch", "Qwen3MoeArch"]
 
 @dataclass(frozen=True, kw_only=True)
 class _Qwen3(GroupedQueryArch):
-    """What both have."""
+    """What the dense and the sparse models of Qwen3 share."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -40,7 +40,7 @@ class _Qwen3(GroupedQueryArch):
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3Arch(_Qwen3):
-    """Dense Qwen3."""
+    """The architecture of dense Qwen3."""
 
     MODEL_TYPES: ClassVar[tuple[str, ...]] = ("qwen3",)
     ARCHITECTURE: ClassVar[str] = "Qwen3ForCausalLM"

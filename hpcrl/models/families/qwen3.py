@@ -11,14 +11,14 @@ __all__ = ["qwen3", "qwen3_moe", "qwen3_next"]
 
 
 def qwen3(config: Config, name: str) -> ModelFacts:
-    """Dense Qwen3."""
+    """Read the facts of dense Qwen3."""
     attention = gqa(config, qk_norm="head")
     layer = Layer(mixer=attention, mlp=dense(config), extra=decoder_norms(config))
     return ModelFacts(**common(config, name), layers=(layer,) * config["num_hidden_layers"])
 
 
 def qwen3_moe(config: Config, name: str) -> ModelFacts:
-    """Qwen3 with experts."""
+    """Read the facts of Qwen3 with experts."""
     attention = gqa(config, qk_norm="head")
     moe = Moe(
         hidden_size=config["hidden_size"],

@@ -81,7 +81,7 @@ FACTORS: dict[Origin, float] = {"assumed": 1.5, "published": 1.15, "measured": 1
 
 
 def origin_of(source: str) -> Origin:
-    """By the first words of a source: ``assumed`` is nobody's measurement, ``run NAME`` is a run of this site."""
+    """Read the first words of a source: ``assumed`` is nobody's measurement, ``run NAME`` is a run of this site."""
     if source.startswith("assumed"):
         return "assumed"
     return "measured" if source.startswith("run ") else "published"
@@ -217,11 +217,11 @@ class Calibration(StrictModel):
         return self
 
     def share(self, name: EfficiencyName) -> float:
-        """An efficiency."""
+        """Look an efficiency up by its name."""
         return self.efficiencies[name].value
 
     def constant(self, name: ConstantName) -> float:
-        """A constant."""
+        """Look a constant up by its name."""
         return self.constants[name].value
 
     def uncertain(self) -> Iterator[tuple[str, float, Origin]]:

@@ -39,7 +39,7 @@ class ExpertMargin:
     overflows: float | None
 
     def document(self) -> Mapping[str, float | None]:
-        """As JSON."""
+        """Give the margin as a JSON document."""
         return {"planned": self.planned, "most": self.most, "overflows_above": self.overflows}
 
     def __str__(self) -> str:

@@ -303,7 +303,7 @@ class _Trainer:
                 yield Term("gradient in reduction", 4 * held, "4 p_l of the layer above", {"p_l": held})
 
     def _root_gradient(self) -> Term | None:
-        """Of the head where it is the embedding, too; else it is reduced before layers."""
+        """The gradient of the head where it is the embedding, too; else it is reduced before layers."""
         m = self.m
         if m.lora is not None or self.head:
             return None

@@ -61,7 +61,7 @@ class Fits:
 
 @dataclass(frozen=True)
 class Problem:
-    """What is searched.
+    """What a search looks for: recipe, cluster, nodes, and what is known of times.
 
     Attributes
     ----------
@@ -308,7 +308,7 @@ def _endless(shape: EngineShape) -> EngineShape:
 
 
 def pareto(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Those that no other one beats in nodes and in seconds of a step, by nodes."""
+    """Give the layouts that no other one beats in nodes and in seconds of a step, by nodes."""
     best = float("inf")
     kept = []
     for candidate in sorted(candidates, key=lambda c: (c.nodes, c.step_s)):

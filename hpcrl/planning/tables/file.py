@@ -102,7 +102,7 @@ class TableFile(StrictModel):
 
 
 def load_table(path: Path) -> TableFile:
-    """Read a file.
+    """Read a file of measured kernel times.
 
     Raises
     ------
@@ -122,5 +122,5 @@ def load_table(path: Path) -> TableFile:
 
 @lru_cache(maxsize=1)
 def shipped_tables() -> tuple[TableFile, ...]:
-    """Those that come with hpcrl, from published figures."""
+    """Give the tables that come with hpcrl, from published figures."""
     return tuple(load_table(path) for path in sorted((Path(__file__).parent / "data").glob("*.yaml")))

@@ -126,7 +126,7 @@ class Tables:
     __hash__ = object.__hash__
 
     def for_device(self, gpu_type: str | None) -> Tables:
-        """Those of a GPU, those of its own device last."""
+        """Give the tables that hold for a GPU, those of its own device last."""
         name = (gpu_type or "").lower()
         if name not in self._of_devices:
             other = [file for file in self.files if name and name in (chip.lower() for chip in file.same_chip)]
@@ -150,7 +150,7 @@ class Tables:
         return found
 
     def factor(self, kind: TableKind) -> float:
-        """By how much times of a kind may be wrong. A site's own file names no other chips, and is surest."""
+        """Say by how much times of a kind may be wrong. A site's own file names no other chips, and is surest."""
         return OTHER if self.kinds[kind].same_chip else OWN
 
     def share(self, kind: TableKind, family: tuple[float, ...], size: float) -> float | None:

@@ -14,7 +14,7 @@ __all__ = ["context_terms"]
 
 
 def context_terms(step: StepWork, tokens: float) -> list[Seconds]:
-    """Of ``tokens`` a rank and micro-batch."""
+    """Times of context parallelism for ``tokens`` a rank and micro-batch."""
     found = [_keys_and_values(step, tokens)]
     if step.shape.cp_scheme == "gather":
         found.append(_expansion(step))

@@ -33,7 +33,7 @@ Draw = Callable[[], float]
 
 
 class Constant(StrictModel):
-    """Always the same."""
+    """A distribution that always gives the same value."""
 
     kind: Literal["constant"]
     value: NonNegativeFloat

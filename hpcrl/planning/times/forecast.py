@@ -242,7 +242,7 @@ def _loop(
 
 
 def _published_bytes(facts: ModelFacts, recipe: Recipe, dtype: str) -> float:
-    """Of a version. Engines read of the base of an adapter what that changes, which may be nearly all."""
+    """Bytes of a version. Engines read of the base of an adapter what that changes, which may be nearly all."""
     lora = recipe.trainer.lora
     if lora is None:
         return _weight_bytes(facts, dtype)[0]

@@ -71,7 +71,7 @@ class LoopInputs:
     def of(
         cls, recipe: Recipe, serve: Callable[[float], Served], *, trainer_s: float, handoff_s: float, load_s: float
     ) -> LoopInputs:
-        """Of a recipe; ``load_s`` is the part of a hand-off for which engines stand still where requests stay."""
+        """Read the loop of a recipe; ``load_s`` of a hand-off engines stand still where requests stay."""
         rollouts = recipe.rollouts
         return cls(
             rollouts_per_step=rollouts.rollouts_per_step,

@@ -63,7 +63,7 @@ class Range:
 
     @property
     def origin(self) -> Origin:
-        """Of the number that matters most; ``published`` where none does."""
+        """The origin of the number that matters most; ``published`` where none does."""
         return self.causes[0].origin if self.causes else "published"
 
 

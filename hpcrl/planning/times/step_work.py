@@ -101,7 +101,7 @@ class StepWork:
                 return self.rates.gemm("float32") if dtype == "float32" else self.rates.indexer
 
     def _matrix_rate(self, experts: bool, dtype: str) -> float:
-        """By measured times of these shapes, else by the efficiency of all."""
+        """The rate of products by measured times of these shapes, else by the efficiency of all."""
         rows, facts = self.gpu_tokens / self.packing.micro_batches, self.facts
         if experts:
             rows *= self.shape.expert_parallel * facts.num_experts_per_tok / facts.num_experts
@@ -120,7 +120,7 @@ class StepWork:
 
 @lru_cache(maxsize=64)
 def kept_bytes(facts: ModelFacts) -> float:
-    """Of a token, in bfloat16, where nothing is computed again."""
+    """Bytes that are kept of a token, in bfloat16, where nothing is computed again."""
     tokens = 4096
     shape = ActivationShape(tokens=tokens, element_bytes=2)
     return sum(saved_bytes(layer, shape) for layer in facts.layers) / tokens

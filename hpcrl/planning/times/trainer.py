@@ -24,7 +24,7 @@ _LOGIT_BYTES = 20
 
 @dataclass(frozen=True, slots=True)
 class TrainerBatch:
-    """A batch.
+    """The batch that a trainer step trains on.
 
     Attributes
     ----------

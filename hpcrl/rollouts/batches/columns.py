@@ -46,7 +46,7 @@ class RolloutColumns:
 
     @property
     def location(self) -> Location | None:
-        """Of the warehouse, as it is reached now."""
+        """Where the warehouse can be reached now."""
         return self._locate()
 
     def text(self, place: PayloadPlace) -> str:

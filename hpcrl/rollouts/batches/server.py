@@ -180,7 +180,7 @@ class BatchServer:
 
 
 def _cost_of(recipe: Recipe) -> Callable[[int], float]:
-    """By the model's sizes; of a model that says none, tokens."""
+    """What training on a rollout costs by the model's sizes; of a model that says none, its tokens."""
     try:
         return training_cost(load_facts(recipe.model.path))
     except (FileNotFoundError, ValueError) as error:

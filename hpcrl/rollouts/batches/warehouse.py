@@ -101,7 +101,7 @@ class WarehouseProcess:
         self.task = spawn(self._run())
 
     def locate(self) -> Location | None:
-        """For readers, without a port while no process serves; None where there is no warehouse."""
+        """Say where readers find the warehouse, without a port while no process serves; None where there is none."""
         if self._pooled is not None:
             return self._pooled
         return None if self._directory is None else Location(str(self._directory), self._host, self._port)

@@ -23,7 +23,7 @@ OnPart = Callable[[list[int], list[float], NDArray[Any] | None], None]
 
 
 class EngineError(Exception):
-    """A request failed.
+    """An engine did not answer a request, or answered with an error.
 
     Attributes
     ----------
@@ -126,7 +126,7 @@ class _FramedChoice(msgspec.Struct, frozen=True):
 
 
 class _FramedEvent(msgspec.Struct, frozen=True):
-    """Of `hpcrl.answer_frames`."""
+    """An event in the frames of `hpcrl.answer_frames`."""
 
     request_id: str = ""
     choices: list[_FramedChoice] = []

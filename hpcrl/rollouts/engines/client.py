@@ -98,7 +98,7 @@ class EngineClient:
 
     @property
     def servers(self) -> tuple[EngineClient, ...]:
-        """Those that requests may be sent to, in the order of ranks; an engine of one rank is its own."""
+        """The servers that requests may be sent to, in the order of ranks; an engine of one rank is its own."""
         return (self,)
 
     async def generate(

@@ -108,7 +108,7 @@ class RoutedPool(EnginePool):
         self._due = asyncio.Event()
 
     def least_loaded(self, failed: Engine | None) -> Engine:
-        """The router."""
+        """Give the router, which chooses among its engines."""
         return self.front
 
     async def wait_open(self, session: EngineSession) -> Engine:

@@ -59,6 +59,6 @@ def _build(config: EnvironmentConfig, on_lost: Callable[[str, str], None]) -> En
 
 
 def hosted(environments: Sequence[Environment]) -> list[HostedEnvironment]:
-    """Those that have a process, which must be closed."""
+    """Give the environments that have a process, which must be closed."""
     inner = [each.inner if isinstance(each, DelayedEnvironment) else each for each in environments]
     return [each for each in inner if isinstance(each, HostedEnvironment)]

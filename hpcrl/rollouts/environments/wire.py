@@ -120,7 +120,7 @@ class NotBuilt(_Message, frozen=True):
 
 
 class Answer(_Message, frozen=True):
-    """Of a call that is no rollout."""
+    """The answer to a call that is no rollout."""
 
     call: int
     value: Any

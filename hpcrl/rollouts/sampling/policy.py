@@ -23,7 +23,7 @@ __all__ = ["Fate", "GroupPolicy"]
 
 
 class Fate(Enum):
-    """Of a group whose members have all ended."""
+    """What becomes of a group whose members have all ended."""
 
     KEPT = "kept"
     TOO_FEW = "too few"

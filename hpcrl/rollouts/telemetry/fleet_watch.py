@@ -110,7 +110,7 @@ class Reading(NamedTuple):
 
     @classmethod
     def together(cls, readings: Sequence[Reading | None]) -> Reading | None:
-        """Of all servers of a replica; None where one of them says nothing, because then nobody knows the sums."""
+        """Add up all servers of a replica; None where one of them says nothing, because then nobody knows the sums."""
         known = [reading for reading in readings if reading is not None]
         if len(known) < len(readings):
             return None
@@ -194,7 +194,7 @@ class _SeenEngine:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Of all servers; None where that of one is not known."""
+        """Tokens a second of all servers; None where that of one is not known."""
         rates = [seen.tokens_per_s for seen in self.servers if seen.tokens_per_s is not None]
         return sum(rates) if len(rates) == len(self.servers) else None
 

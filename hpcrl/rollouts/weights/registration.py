@@ -40,7 +40,7 @@ class ReaderRegistration:
 
     @classmethod
     def of(cls, recipe: Recipe, root: Path) -> ReaderRegistration:
-        """By the recipe of a run."""
+        """Make the registration by the recipe of a run."""
         return cls(recipe.handoff, root, fans_out=recipe.fans_out)
 
     async def register(self, client: EngineClient, *, limit_s: float) -> None:

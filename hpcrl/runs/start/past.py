@@ -61,7 +61,7 @@ class Past:
 
 
 def read_past(run: RunDir) -> Past:
-    """By what trainers have decided; attempts that began with nothing, or have not decided yet, change nothing."""
+    """Read what trainers have decided; attempts that began with nothing, or have not decided yet, change nothing."""
     starts = {}
     for attempt in run.attempts():
         decision = read_restored(run, attempt)

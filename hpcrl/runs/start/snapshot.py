@@ -233,7 +233,7 @@ def _python_files(root: Path) -> list[Path]:
 
 
 def _hash_of_package(package: Path) -> str:
-    """Of the list of files that an installer left, where the package came from a wheel; else of its Python files."""
+    """Hash the list of files that an installer left, where the package came from a wheel; else its Python files."""
     try:
         listed = importlib.metadata.distribution("hpcrl").read_text("RECORD") or ""
     except importlib.metadata.PackageNotFoundError:

@@ -121,7 +121,7 @@ def screen_lines(console: Console, body: RenderableType) -> list[str]:
 
 
 class _LineScreen:
-    """For pipes and log files: a line when something happened, nothing otherwise."""
+    """The screen for pipes and log files: a line when something happened, nothing otherwise."""
 
     def __init__(self, console: Console, after_attempt: int) -> None:
         self._console = console

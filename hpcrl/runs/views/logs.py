@@ -52,7 +52,7 @@ class LogFile(NamedTuple):
 
 
 class LogLine(msgspec.Struct, frozen=True, kw_only=True):
-    """One line.
+    """A line of a log, with the role, replica and rank that wrote it.
 
     Attributes
     ----------

@@ -23,7 +23,7 @@ SCHEMA = "hpcrl.stored/1"
 
 
 class StoredItem(msgspec.Struct, frozen=True, kw_only=True):
-    """A version.
+    """A version or checkpoint that a store has.
 
     Attributes
     ----------

@@ -192,7 +192,7 @@ class Durations(StrictModel):
     """Share of groups whose rewards are all equal (dropped where the recipe says so)."""
 
     def merged(self, turns: int) -> Durations:
-        """With ``turns`` turns of each recorded rollout as one; what distributions describe stays."""
+        """Take ``turns`` turns of each recorded rollout as one; what distributions describe stays."""
         if turns == 1:
             return self
         overhead_s = self.engine.request_overhead_s

@@ -108,7 +108,7 @@ class Evidence:
 
     @property
     def requests(self) -> list[Request]:
-        """Of all rollouts."""
+        """Give the requests of all rollouts."""
         return [request for rollout in self.rollouts for request in rollout.requests]
 
 

@@ -12,7 +12,7 @@ __all__ = ["Arrivals", "Busy", "Crowd", "Interval", "Kind"]
 
 
 class Interval(NamedTuple):
-    """By the wall clock."""
+    """An interval of the wall clock."""
 
     begin_s: float
     end_s: float

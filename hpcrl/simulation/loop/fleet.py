@@ -132,7 +132,7 @@ class Fleet:
             rollout.engine.submit(rollout)
 
     def set_speed(self, speed: float) -> None:
-        """Of all engines."""
+        """Set the speed of all engines."""
         for engine in self.engines:
             engine.set_speed(speed)
 

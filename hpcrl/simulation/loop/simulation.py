@@ -25,7 +25,7 @@ _KV_SAMPLES = 400
 
 
 class Simulation:
-    """One simulation.
+    """One simulated run, with its attempts.
 
     Attributes
     ----------

@@ -12,7 +12,7 @@ __all__ = ["KvSample", "LostTime", "StepSample", "Tally"]
 
 @dataclass(slots=True)
 class StepSample:
-    """One optimizer step.
+    """What one optimizer step took.
 
     Attributes
     ----------
@@ -33,12 +33,12 @@ class StepSample:
 
     @property
     def seconds(self) -> float:
-        """Of the whole step."""
+        """Seconds of the whole step."""
         return sum(self.phases_s.values())
 
     @property
     def staleness_mean(self) -> float:
-        """Over its rollouts."""
+        """Mean staleness of the step's rollouts."""
         return sum(lag * count for lag, count in self.staleness.items()) / self.staleness.total()
 
 

@@ -38,7 +38,7 @@ class Quantiles(StrictModel):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Quantiles:
-        """Of at least one value; zeros where there is none."""
+        """Summarise at least one value; zeros where there is none."""
         if not values:
             return cls(mean=0.0, p10=0.0, p50=0.0, p90=0.0, p99=0.0, maximum=0.0)
         ordered = sorted(values)
@@ -51,7 +51,7 @@ class Quantiles(StrictModel):
 
 
 class Staleness(StrictModel):
-    """Of consumed rollouts, in policy versions."""
+    """Staleness of consumed rollouts, in policy versions."""
 
     bound: int
     mean: float

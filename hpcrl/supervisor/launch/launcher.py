@@ -53,12 +53,12 @@ class Address(NamedTuple):
 
     @property
     def url(self) -> str:
-        """Of the replica's first server."""
+        """The URL of the replica's first server."""
         return http_url(self.host, self.port)
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """Of all of its servers, in the order of ranks."""
+        """The URLs of all of its servers, in the order of ranks."""
         return tuple(http_url(host, port) for host, port in self.servers) or (self.url,)
 
 

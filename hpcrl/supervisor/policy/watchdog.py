@@ -140,7 +140,7 @@ class Pulse:
 
 
 class Pulses:
-    """Those of all servers of one replica; most have one. It hangs where one of them does."""
+    """The pulses of all servers of one replica; most have one. It hangs where one of them does."""
 
     def __init__(self, policy: WatchPolicy, now: float, *, servers: int) -> None:
         self._pulses = [Pulse(policy, now) for _ in range(servers)]

@@ -211,7 +211,7 @@ _LARGE_PIECE_BYTES = 64 << 20
 
 
 class Normalised(NamedTuple):
-    """Of each row of logits, all ``[N]`` float32: log-probability of its target, entropy in nats, log of the sum."""
+    """Of each row of logits, ``[N]`` float32: its target's log-probability, entropy in nats, log of the sum."""
 
     logprobs: Tensor
     entropies: Tensor

@@ -28,7 +28,7 @@ class Copies(Protocol):
 
 
 def copies_of(device: torch.device) -> Copies:
-    """Of an accelerator: on a stream of its own. Of the processor, which stands in for one: in a thread."""
+    """Make copies for a device: of an accelerator on a stream of its own, of the processor in a thread."""
     return _ThreadCopies() if device.type == "cpu" else _StreamCopies(device)
 
 

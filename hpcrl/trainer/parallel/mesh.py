@@ -22,7 +22,7 @@ __all__ = ["Parallel", "distributed", "is_lost_rank"]
 
 @dataclass(frozen=True)
 class Parallel:
-    """Where this rank stands.
+    """The ranks of the trainer, and where this one stands among them.
 
     Attributes
     ----------

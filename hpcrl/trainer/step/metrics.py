@@ -85,7 +85,7 @@ class TokenSums:
     def of_shard(
         cls, shard: BatchShard, device: torch.device, *, counts_unknown: bool = True, replay: bool = False
     ) -> TokenSums:
-        """For the micro-batches of ``shard``.
+        """Make the sums for the micro-batches of ``shard``.
 
         Parameters
         ----------

@@ -104,7 +104,7 @@ class NonFiniteGradientError(HpcrlError):
 
 
 class _Noted(NamedTuple):
-    """Of one backward pass: which tokens have a gradient that is not finite, and their rollouts, on the device.
+    """What one backward pass noted on the device: tokens whose gradient is not finite, and their rollouts.
 
     ``saw_all``: it is that of the embedding, below all layers.
     """

@@ -117,7 +117,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, group: d
 
 
 def _sum_of_squares(gradients: list[Tensor]) -> Tensor:
-    """Of all elements, in float64."""
+    """The sum of squares of all elements, in float64."""
     if all(x.device.type == "cpu" and x.dtype == torch.float32 for x in gradients):
         # processors copy to float64 what they sum in it: rows are so short that float32 is exact enough for one
         rows = [row for x in gradients for row in _rows(x.reshape(-1))]

@@ -172,7 +172,7 @@ class TrainerPolicy:
     def _loss(
         self, batch: TokenBatch, record: RoutedExpertsRecorder | None, peers: dist.ProcessGroup | None, total: int
     ) -> tuple[PolicyLoss, Tensor]:
-        """Of one micro-batch, with the entropy of each trained token; ``total`` as in `policy_loss`."""
+        """The loss of one micro-batch, with the entropy of each trained token; ``total`` as in `policy_loss`."""
         config, chunk = self.recipe.algorithm.loss, self.recipe.trainer.memory.lm_head_chunk_tokens
         temperature, targets = self.recipe.rollouts.sampling.temperature, batch.targets
 

@@ -24,7 +24,7 @@ def step_record(
     update: Update,
     phases_s: dict[str, float],
 ) -> StepRecord:
-    """Of a batch, its tokens and what the optimizer did, with the phases so far."""
+    """Make the record of a step: its batch, its tokens, what the optimizer did, the phases so far."""
     measured = asdict(tokens)
     measured.pop("tokens")
     return StepRecord(

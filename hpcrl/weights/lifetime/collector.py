@@ -160,7 +160,7 @@ class Collector:
     # -- the steps of the protocol
 
     def _hide(self, version: int) -> None:
-        """Step H."""
+        """Rename a version so that no reader finds it (step H)."""
         with contextlib.suppress(FileNotFoundError):  # withdrawn by the trainer meanwhile
             os.rename(self._store.path_of(version), self._hidden_path(version))
 

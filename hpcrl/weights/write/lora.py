@@ -138,7 +138,7 @@ def adapter_config(
     layout: ExpertLayout,
     base_model: str,
 ) -> dict[str, Any]:
-    """``adapter_config.json``.
+    """Make the bytes of ``adapter_config.json``.
 
     Parameters
     ----------

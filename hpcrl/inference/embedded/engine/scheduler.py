@@ -23,7 +23,7 @@ __all__ = ["Scheduler", "Step"]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One model step.
+    """What the model computes in one step: sequences, their tokens, their places in the cache.
 
     Attributes
     ----------

@@ -29,7 +29,7 @@ class RecurrentStates:
 
     @staticmethod
     def bytes_per_row(arch: ModelArch, dtype: torch.dtype) -> int:
-        """Of one sequence over all layers."""
+        """Bytes of one sequence over all layers."""
         if (shape := arch.state) is None:
             return 0
         return len(shape.layers) * (shape.conv[0] * shape.conv[1] * dtype.itemsize + 4 * int(np.prod(shape.recurrent)))

@@ -75,7 +75,7 @@ def encode_array(array: NDArray[np.generic] | None) -> str | None:
 
 
 def usage(facts: ModelFacts, prompt_tokens: int, outputs: list[Output]) -> dict[str, Any]:
-    """The ``usage`` field."""
+    """Make the ``usage`` field of an answer."""
     completion = sum(len(output.token_ids) for output in outputs)
     details = None
     if facts.prompt_tokens_details and outputs:

@@ -156,7 +156,7 @@ class OpenAIRequest(_Common, kw_only=True):
 
 
 class CompletionRequest(OpenAIRequest, kw_only=True):
-    """``/v1/completions``."""
+    """The body of ``/v1/completions``."""
 
     prompt: str | list[int | str | list[int]] | None = None
     logprobs: int | None = None
@@ -166,7 +166,7 @@ class CompletionRequest(OpenAIRequest, kw_only=True):
 
 
 class ChatRequest(OpenAIRequest, kw_only=True):
-    """``/v1/chat/completions``."""
+    """The body of ``/v1/chat/completions``."""
 
     messages: list[dict[str, Any]]
     logprobs: bool | None = False
