@@ -295,17 +295,17 @@ def _mlp(mlp: DenseMlp | Moe, shape: ActivationShape) -> float:
         return _dense(mlp, shape.tokens, shape)
     b, t, k = shape.element_bytes, shape.tokens, mlp.num_experts_per_tok
     routed = t * k * shape.imbalance
-    # probabilities; chosen experts, their weights before and after they are normalised, and twice the order of the
-    # assignments
-    router = 4 * t * mlp.num_experts + t * (4 + (28 + b) * k)
+    # probabilities; chosen experts, their weights before and after they are normalised; places of rows, and rows by
+    # place, twice where the rows of each token begin
+    router = 4 * t * mlp.num_experts + t * (4 + 8 + (32 if shape.eager else 28 + b) * k)
     if shape.eager and mlp.correction_bias and b < 4:
         # scores are computed of float32 copies; what they are copied from is kept for others that read it alone
         router += 4 * mlp.hidden_size * (t + mlp.num_experts)
         router -= b * t * mlp.hidden_size if mlp.shared is None and mlp.latent_size is None else 0
-    # sorted inputs, gate and up, activation, product, outputs, outputs in token order
+    # sorted inputs, gate and up, activation, product, outputs
     # clamped gates (gpt-oss): they and ups as they are, clamped, activated, and each factor of the product
     products = 7 if shape.eager and _clamped(mlp) else _products(gated=mlp.gated, shape=shape)
-    widths = 3 * mlp.expert_width + products * mlp.moe_intermediate_size
+    widths = 2 * mlp.expert_width + products * mlp.moe_intermediate_size
     shared = 0.0 if mlp.shared is None else _dense(mlp.shared, t, shape)
     # what is sorted by expert is not kept as it was before
     latent = 0 if mlp.latent_size is None else (1 if shape.eager else 2) * b * t * mlp.latent_size

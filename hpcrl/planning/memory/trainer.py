@@ -299,7 +299,8 @@ class _Trainer:
         yield from self._kernels(i)
         if m.lora is None:
             yield Term("layer gradient", b * p, "b · p_l", {"b": b, "p_l": p})
-            if held := self.gathered[i + 1] if i + 1 < len(self.layers) else self.head:
+            above = i + 1 < len(self.layers)
+            if held := self._travelling(self.gathered[i + 1], i + 1) if above else self._travelling(self.head):
                 yield Term("gradient in reduction", 4 * held, "4 p_l of the layer above", {"p_l": held})
 
     def _root_gradient(self) -> Term | None:
@@ -318,19 +319,33 @@ class _Trainer:
         yield from self._kept(i)
         yield self._prefetched(i)
         if m.lora is None:
-            yield from self._reduced_parameters(p, m.shards // m.ep)
+            yield from self._reduced_parameters(p, self._travelling(p, i), m.shards // m.ep)
 
     def _head_reduction(self) -> Iterator[Term | None]:
         yield from self.standing(gradients=1.0 if self.m.accumulates else 0.0)
         yield from self._kept(len(self.layers))
         yield self._prefetched(len(self.layers))
-        yield from self._reduced_parameters(self.head, self.m.shards)
+        yield from self._reduced_parameters(self.head, self._travelling(self.head), self.m.shards)
 
-    def _reduced_parameters(self, p: int, shards: int) -> Iterator[Term]:
+    def _travelling(self, p: int, layer: int | None = None) -> int:
+        """Of ``p`` gathered parameters (of a layer) those whose gradients other ranks have parts of: where one rank has
+        a parameter alone, as with expert parallelism over all ranks, its gradient is not reduced."""
+        m = self.m
+        if m.shards == 1:
+            return 0
+        if layer is None or m.ep < m.shards:
+            return p
+        return p - -(-self.facts.layer_parameters(layer).get(Part.EXPERT, 0) // m.ep)
+
+    def _reduced_parameters(self, p: int, travelling: int, shards: int) -> Iterator[Term]:
         # gloo reduces a copy of its input
-        copies = 2 if self.m.device == "cpu" else 1
-        yield Term("gradient in reduction", copies * 4 * p, "copies · 4 p_l", {"p_l": p, "copies": copies})
-        yield Term("reduced gradient", 4 * p // shards, "4 p_l / (N / EP)", {"p_l": p, "N": shards})
+        b, copies, here = self.m.element_bytes, 2 if self.m.device == "cpu" else 1, p - travelling
+        inputs = {"p_l": travelling, "copies": copies}
+        yield Term("gradient in reduction", copies * 4 * travelling, "copies · 4 p_l", inputs)
+        yield Term("reduced gradient", 4 * travelling // shards, "4 p_l / (N / EP)", {"p_l": travelling, "N": shards})
+        if here:
+            # copied to float32, and a gradient of the optimizer from then on
+            yield Term("gradient that stays", (b + 4) * here, "(b + 4) p_l", {"b": b, "p_l": here})
 
     def _optimizer(self) -> Iterator[Term | None]:
         yield from self.standing(gradients=1.0)
