@@ -38,6 +38,7 @@ CASES = [
     ("deepseek_v3", {"cp": 4, "ep": 2}, "ring", "masked_ratio"),
     ("deepseek_v3", {"cp": 4}, "gather", "gspo"),
     ("deepseek_v3", {"cp": 2, "ep": 2}, "gather", "masked_ratio"),
+    ("deepseek_v3", {"cp": 2, "dp_replicate": 2}, "gather", "gspo"),
     ("glm_moe_dsa", {"cp": 4}, "ulysses", "gspo"),
 ]
 #: starts of sequences, some shorter than there are chunks; query heads, key heads, key and value channels
@@ -45,6 +46,8 @@ STARTS = ((0, 50), (0, 3, 4, 29, 31, 90), (0, 16, 32))
 SHAPES = ((6, 3, 8, 8), (4, 4, 12, 5))
 #: heads, channels of a key that are not rotated and that are, channels of values and latents
 LATENT_SHAPES = ((5, 6, 4, 7, 9), (4, 8, 2, 8, 6))
+#: operators of a layer that gathers latents, forward and backward
+GATHERED = {"hpcrl::all_gather": 1, "hpcrl::attend_latents": 1, "hpcrl::all_to_all": 1}
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
@@ -108,7 +111,7 @@ def expanded_attention(cu_seqlens, q, latents, expand):
 
 
 class Collectives(TorchDispatchMode):
-    """Counts what ranks of a model exchange, by the name of its operator."""
+    """Counts what ranks of a model exchange, and operators of ours, by their names."""
 
     def __init__(self):
         super().__init__()
@@ -116,7 +119,7 @@ class Collectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func._schema.name
-        if name.startswith("c10d::") or name in {"hpcrl::all_gather", "hpcrl::all_to_all"}:
+        if name.startswith(("c10d::", "hpcrl::")):
             self.seen[name] += 1
         return func(*args, **(kwargs or {}))
 
@@ -143,7 +146,7 @@ def check_gathered_latents(cp):
         expected = latent_attention_of(plain, slice(None), inputs, weights)
         with Collectives() as collectives:
             found = latent_attention_of(run, gather.own, inputs, weights)
-        assert collectives.seen == {"hpcrl::all_gather": 1, "hpcrl::all_to_all": 1}
+        assert collectives.seen == GATHERED
         again = latent_attention_of(run, gather.own, inputs, weights)
         assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
         torch.distributed.all_reduce(found[3], group=group)
@@ -155,7 +158,7 @@ def check_gathered_latents(cp):
 
 
 def exchanged(policy):
-    """Collectives of attention in a micro-batch's layer, forward and backward."""
+    """Operators of attention in a micro-batch's layer, forward and backward."""
     data, layers = policy.parallel.data, policy.model.arch.num_hidden_layers
     shard = Rollouts(1).shard(data.rank, data.size)
     with Collectives() as collectives:
@@ -184,7 +187,7 @@ def on_ranks(rank, models):
             policy = new_policy(models[family], Parallel(mesh, start.device), scheme, loss)
             if scheme == "gather" and "ep" not in degrees:
                 # and the gradients of what was gathered, back to their ranks
-                assert exchanged(policy) == {"hpcrl::all_gather": 1, "hpcrl::all_to_all": 1}
+                assert exchanged(policy) == GATHERED
             results.append(train(policy))
     return results
 

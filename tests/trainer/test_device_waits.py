@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 from trainer_testing import Rollouts, make_recipe
 
 from hpcrl.dock.routes import RoutedExperts
-from hpcrl.modeling import exchange, sparse_attention, state_space
+from hpcrl.modeling import exchange, latent_gather, sparse_attention, state_space
 from hpcrl.modeling.kernels import varlen
 from hpcrl.modeling.layers import dispatch
 from hpcrl.modeling.layers.dispatch import AllToAllDispatcher
@@ -53,6 +53,7 @@ OPERATORS = (
     (sparse_attention, "_attend"),
     (exchange, "_all_to_all"),
     (exchange, "_all_gather"),
+    (latent_gather, "_attend_latents"),
 )
 
 
@@ -183,7 +184,7 @@ def watch(family, parallelism, memory, kind):
     return {name: count / MICRO_BATCHES for name, count in traffic.seen.items()}, sizes.waits, layers
 
 
-ULYSSES, RING = {"cp": 2}, {"cp": 2, "cp_scheme": "ring"}
+ULYSSES, RING, GATHER = ({"cp": 2, "cp_scheme": scheme} for scheme in ("ulysses", "ring", "gather"))
 FULL, SELECTIVE = {"activation_checkpointing": "full"}, {"activation_checkpointing": "selective"}
 
 
@@ -195,6 +196,8 @@ FULL, SELECTIVE = {"activation_checkpointing": "full"}, {"activation_checkpointi
         *[("qwen3_moe", parallelism, {}) for parallelism in (ULYSSES, RING, {"ep": 2})],
         *[("glm_moe_dsa", {"cp": 2, "ep": 2}, memory) for memory in ({}, FULL, SELECTIVE)],
         ("minimax_m2", RING | {"ep": 2}, FULL),
+        *[("deepseek_v3", GATHER, memory) for memory in ({}, SELECTIVE)],
+        ("deepseek_v3", GATHER | {"ep": 2}, FULL),
     ],
 )
 def test_the_host_waits_for_nothing_but_sizes_of_expert_parallelism(family, parallelism, memory):
