@@ -22,7 +22,6 @@ from hpcrl.runs.rundir import RunDir
 __all__ = [
     "RolloutItem",
     "Verdict",
-    "export_rows",
     "find_rollout",
     "read_ledger",
     "rollout_details",
@@ -249,22 +248,3 @@ def _unreadable(run: RunDir, waiting: Sequence[Held], turns: Sequence[TurnSaved]
             read_payload(run.rollouts_dir / "payload", place)
         except (OSError, ValueError) as error:
             yield f"{what}, and cannot be read: {error}"
-
-
-def export_rows(run: RunDir, replay: Replay, items: set[str] | None = None) -> Iterator[dict[str, Any]]:
-    """A row a rollout: what `rollout_items` has, and its columns as lists where they are on disk.
-
-    Parameters
-    ----------
-    items:
-        Only these; None: all.
-    """
-    for held in replay.rollouts:
-        if items is not None and f"{held.entry.group}/{held.entry.member}" not in items:
-            continue
-        document = rollout_details(run, held)
-        columns = document.pop("columns", {})
-        document.pop("member", None)
-        document["turns"] = [list(turn) for turn in document.get("turns", [])]
-        names = ("token_ids", "sampled", "logprobs", "versions", "routed_experts")
-        yield document | {name: columns[name].tolist() if name in columns else None for name in names}
