@@ -264,6 +264,8 @@ def rollouts_verify(
         attempts = "1 attempt" if verdict.attempts == 1 else f"{verdict.attempts} attempts"
         typer.echo(f"{verdict.finished:,} rollouts finished in {attempts}")
         typer.echo(f"  {verdict.trained:>9,}  trained, each in one of {verdict.steps:,} steps")
+        if verdict.compared:
+            typer.echo(f"  {verdict.compared:>9,}  of these steps compared with what the trainer itself recorded")
         for why, number in verdict.dropped.items():
             typer.echo(f"  {number:>9,}  dropped: {why}")
         typer.echo(f"  {verdict.waiting:>9,}  waiting for a step")

@@ -17,12 +17,14 @@ from numpy.typing import NDArray
 
 from hpcrl.cli.main import main
 from hpcrl.config.load import load_recipe
+from hpcrl.dock.ledger.digest import digest_of
 from hpcrl.dock.ledger.entries import Dropped, Finished, Kept, Taken
 from hpcrl.dock.ledger.log import RolloutLog
 from hpcrl.dock.routes import RoutedExperts
 from hpcrl.models.tokenizer import ChatTokenizer, write_character_tokenizer
 from hpcrl.rollouts.records import Rollout, Turn, encode_rollout
 from hpcrl.runs.events import EventWriter
+from hpcrl.runs.metrics import MetricsWriter, StepRecord
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.views import rollout_export, rollout_parquet
 
@@ -66,6 +68,18 @@ def finish(log: RolloutLog, group: int, rollout: Rollout) -> None:
     log.finish(*encode_rollout(rollout), entry)
 
 
+def record_step(run: RunDir, step: int, rollouts: list[tuple[int, int]] | None) -> None:
+    """What the trainer writes of a step; None: one of an earlier version, which does not say which rollouts it had."""
+    numbers = ("reward_mean", "reward_std", "loss", "entropy", "mismatch_kl", "masked_share", "ess", "staleness_mean")
+    others = ("time_s", "staleness_max", "tokens", "sampled_tokens", "tokens_per_s", "grad_norm", "learning_rate")
+    tables = ("reward_by_env", "reward_parts", "mismatch_kl_by_lag", "staleness_histogram", "phases_s", "rollouts")
+    values: dict[str, Any] = {**dict.fromkeys((*numbers, *others), 1), **{name: {} for name in tables}}
+    digest = None if rollouts is None else digest_of(rollouts)
+    metrics = MetricsWriter(run, 1)
+    metrics.write(StepRecord(attempt=1, step=step, rollouts_digest=digest, **values))
+    metrics.close()
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
     """Groups 0 and 1 are trained, 2 was dropped, 3 waits, 4 is in flight."""
@@ -86,6 +100,7 @@ def run(tmp_path: Path) -> RunDir:
         log.append(Taken(step=step, groups=[(step - 1, [0, 1])]))
         known = {"group": step - 1, "text": "kept text", "turns": [], "parts": {}, "seconds": 1.0}
         lines = [{**known, "member": member} for member in (0, 1)]
+        record_step(run, step, [(step - 1, 1), (step - 1, 0)])
         (run.rollouts_dir / f"step-{step:06d}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     log.append(Dropped(group=2, members=[0, 1], why="too old", step=2))
     log.close()
@@ -111,6 +126,7 @@ def test_verify_accounts_for_every_rollout(rollouts: Command) -> None:
     assert out.splitlines() == [
         "9 rollouts finished in 1 attempt",
         "          4  trained, each in one of 2 steps",
+        "          2  of these steps compared with what the trainer itself recorded",
         "          2  dropped: too old",
         "          3  waiting for a step",
         "nothing was lost, and nothing trained twice",
@@ -141,6 +157,25 @@ def test_verify_sees_a_batch_that_had_other_rollouts(run: RunDir, rollouts: Comm
     path.unlink()
     out, _ = rollouts("verify")
     assert "note: 1 steps have no file of consumed rollouts" in out
+
+
+def test_verify_sees_what_the_trainer_says_otherwise(run: RunDir, rollouts: Command) -> None:
+    """The files that the orchestrator wrote agree with its ledger: the trainer's record alone tells."""
+    problem = "problem: step 2: the trainer recorded other rollouts than the ledger"
+    for other in ([(1, 0), (3, 1)], [(1, 0)], [(1, 0), (1, 1), (1, 1)], []):
+        record_step(run, 2, other)
+        out, _ = rollouts("verify", code=1)
+        assert problem in out
+        assert "step 1" not in out
+    record_step(run, 2, [(1, 0), (1, 1)])
+    assert json.loads(rollouts("verify", "--json")[0])["compared"] == 2
+
+
+def test_verify_says_which_steps_the_trainer_said_nothing_of(run: RunDir, rollouts: Command) -> None:
+    record_step(run, 2, None)
+    out, _ = rollouts("verify")
+    assert "1  of these steps compared" in out
+    assert "note: of 1 steps the trainer has not recorded which rollouts they were trained on" in out
 
 
 def test_verify_sees_a_step_that_is_not_in_the_ledger(run: RunDir, rollouts: Command) -> None:
