@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,16 +12,13 @@ from hpcrl.cli.options import JsonOption
 from hpcrl.cli.selection import OptionalRunArgument, RunArgument, RunsRootOption, find
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterable
 
     from hpcrl.dock.ledger.replay import Held
     from hpcrl.runs.rundir import RunDir
     from hpcrl.runs.views.rollouts import RolloutItem
 
 __all__ = ["register"]
-
-_ROWS = 256
-"""Of one piece of a Parquet file."""
 
 rollouts_app = typer.Typer(help="Rollouts of a run.", no_args_is_help=True)
 
@@ -167,16 +163,15 @@ def rollouts_show(
 
     Tokens are kept as long as a checkpoint may need them; of older ones there is the text, without its middle.
     """
-    import json
-
-    from hpcrl.runs.views.rollouts import export_rows, find_rollout, read_ledger
+    from hpcrl.runs.views.rollout_export import export_row, json_pieces
+    from hpcrl.runs.views.rollouts import find_rollout, read_ledger
 
     found = find(run, root)
-    replay = read_ledger(found)
-    held = find_rollout(replay, rollout)
+    held = find_rollout(read_ledger(found), rollout)
     if as_json:
-        rows = list(export_rows(found, replay, {rollout}))
-        typer.echo(json.dumps(rows[-1], indent=2))
+        for piece in json_pieces(export_row(found, held), lines=True):
+            typer.echo(piece, nl=False)
+        typer.echo()
         return
     _print_rollout(found, held)
 
@@ -194,8 +189,10 @@ def _print_rollout(run: RunDir, held: Held) -> None:
     for name in (*names, "first_version", "last_version", "staleness", "seconds", "state", "step", "why", "problem"):
         if (value := details.get(name)) not in (None, "", {}):
             table.add_row(name, f"{value:.3f}" if isinstance(value, float) else str(value))
-    console.print(table)
     columns = details.get("columns")
+    if columns is not None and "routed_experts" in columns:
+        table.add_row("routed_experts", _routes_in_words(columns))
+    console.print(table)
     if columns is None:
         if text := details.get("text"):
             console.print(f"\n{text}", markup=False, highlight=False)
@@ -203,6 +200,13 @@ def _print_rollout(run: RunDir, held: Held) -> None:
     for piece in _pieces(run, details, columns):
         console.print(f"\n{piece[0]}", markup=False, highlight=False, style="bold")
         console.print(piece[1], markup=False, highlight=False)
+
+
+def _routes_in_words(columns: dict[str, Any]) -> str:
+    tokens, layers, width = columns["routed_experts"].shape
+    known = int(columns["routed_present"].sum())
+    share = known / max(tokens, 1)
+    return f"{width} a token in {layers} layers, known of {known:,} of {tokens:,} tokens ({share:.1%})"
 
 
 def _pieces(run: RunDir, details: dict[str, Any], columns: dict[str, Any]) -> list[tuple[str, str]]:
@@ -260,6 +264,8 @@ def rollouts_verify(
         attempts = "1 attempt" if verdict.attempts == 1 else f"{verdict.attempts} attempts"
         typer.echo(f"{verdict.finished:,} rollouts finished in {attempts}")
         typer.echo(f"  {verdict.trained:>9,}  trained, each in one of {verdict.steps:,} steps")
+        if verdict.compared:
+            typer.echo(f"  {verdict.compared:>9,}  of these steps compared with what the trainer itself recorded")
         for why, number in verdict.dropped.items():
             typer.echo(f"  {number:>9,}  dropped: {why}")
         typer.echo(f"  {verdict.waiting:>9,}  waiting for a step")
@@ -288,10 +294,9 @@ def rollouts_export(
     root: RunsRootOption = None,
 ) -> None:
     """Write rollouts into a file: JSON lines, or Parquet (with pyarrow). Tokens are in it where they are still kept."""
-    import json
-
     from hpcrl.errors import UsageError
-    from hpcrl.runs.views.rollouts import export_rows, read_ledger, rollout_items
+    from hpcrl.runs.views.rollout_export import export_row, json_pieces
+    from hpcrl.runs.views.rollouts import read_ledger, rollout_items
 
     if form is None:
         form = Format.PARQUET if output.suffix == ".parquet" else Format.JSONL
@@ -300,48 +305,24 @@ def rollouts_export(
     found = find(run, root)
     replay = read_ledger(found)
     wanted = {item.id for item in _chosen(rollout_items(replay), environment, state, step)}
-    rows = export_rows(found, replay, wanted)
+    chosen = [held for held in replay.rollouts if f"{held.entry.group}/{held.entry.member}" in wanted]
+    rows = (export_row(found, held) for held in chosen)
     if form is Format.JSONL:
-        count = 0
         with output.open("x") as stream:
             for row in rows:
-                stream.write(json.dumps(row) + "\n")
-                count += 1
+                stream.writelines(json_pieces(row))
+                stream.write("\n")
     else:
-        count = _write_parquet(output, rows)
-    typer.echo(f"{count:,} rollouts in {output}", err=True)
+        _parquet_writer()(output, rows)
+    typer.echo(f"{len(chosen):,} rollouts in {output}", err=True)
 
 
-def _write_parquet(output: Path, rows: Iterator[dict[str, Any]]) -> int:
+def _parquet_writer() -> Callable[[Path, Iterable[dict[str, Any]]], None]:
     from hpcrl.errors import UsageError
 
     try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
+        from hpcrl.runs.views.rollout_parquet import write_parquet
     except ImportError as error:
         hint = "pip install 'hpcrl[export]', or --format jsonl"
         raise UsageError(f"pyarrow writes Parquet, and is not installed\n    hint: {hint}") from error
-
-    text, whole, number = pa.string(), pa.int64(), pa.float64()
-    kinds = {
-        **dict.fromkeys(("id", "environment", "state", "why", "text", "problem"), text),
-        **dict.fromkeys(("prompt_index", "tokens", "sampled_tokens", "first_version", "last_version"), whole),
-        **dict.fromkeys(("step", "staleness"), whole),
-        **dict.fromkeys(("reward", "seconds", "ended_s"), number),
-        "parts": pa.map_(text, number),
-        "turns": pa.list_(pa.list_(number)),
-        "token_ids": pa.list_(pa.int32()),
-        "sampled": pa.list_(pa.uint8()),
-        "logprobs": pa.list_(pa.float32()),
-        "versions": pa.list_(pa.int32()),
-        "routed_experts": pa.list_(pa.list_(pa.list_(pa.uint16()))),
-    }
-    schema, count = pa.schema(list(kinds.items())), 0
-    with pq.ParquetWriter(output, schema) as writer:
-        while chunk := list(islice(rows, _ROWS)):
-            known = [{name: row.get(name) for name in kinds} for row in chunk]
-            for row in known:
-                row["parts"] = list((row["parts"] or {}).items())
-            writer.write_table(pa.Table.from_pylist(known, schema=schema))
-            count += len(chunk)
-    return count
+    return write_parquet

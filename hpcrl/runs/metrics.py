@@ -62,6 +62,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
         Share of the batch's tokens whose experts no engine said, by kind: ``last``, the last token of a rollout, which
         never went into an engine; ``sampled``, other sampled tokens; ``context``, prompts and what tools said. Empty
         where engines return no experts.
+    rollouts_digest:
+        Of the rollouts that ranks trained on, by `hpcrl.dock.ledger.digest`; None in records of earlier versions.
     staleness_mean, staleness_max:
         Trainer version minus version of the first sampled token, over rollouts.
     staleness_histogram:
@@ -113,6 +115,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     routed_tokens: int = 0
     replayed_share: float | None = None
     unknown_routing: dict[str, float] = {}
+    rollouts_digest: str | None = None
     skipped: bool = False
     nonfinite_tokens: int = 0
 

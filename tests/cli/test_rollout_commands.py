@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,15 +13,20 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from numpy.typing import NDArray
 
 from hpcrl.cli.main import main
 from hpcrl.config.load import load_recipe
+from hpcrl.dock.ledger.digest import digest_of
 from hpcrl.dock.ledger.entries import Dropped, Finished, Kept, Taken
 from hpcrl.dock.ledger.log import RolloutLog
+from hpcrl.dock.routes import RoutedExperts
 from hpcrl.models.tokenizer import ChatTokenizer, write_character_tokenizer
 from hpcrl.rollouts.records import Rollout, Turn, encode_rollout
 from hpcrl.runs.events import EventWriter
+from hpcrl.runs.metrics import MetricsWriter, StepRecord
 from hpcrl.runs.rundir import RunDir
+from hpcrl.runs.views import rollout_export, rollout_parquet
 
 Command = Callable[..., tuple[str, str]]
 
@@ -43,6 +49,37 @@ def make_rollout(member: int, tokenizer: ChatTokenizer) -> Rollout:
     )
 
 
+def finish(log: RolloutLog, group: int, rollout: Rollout) -> None:
+    def entry(place: Any) -> Finished:
+        return Finished(
+            group=group,
+            member=rollout.member,
+            environment="words" if group % 2 else "sums",
+            prompt_index=7 * group,
+            reward=rollout.reward,
+            tokens=len(rollout.token_ids),
+            sampled_tokens=rollout.sampled_tokens,
+            first_version=0,
+            last_version=0,
+            ended_s=rollout.ended_s,
+            payload=place,
+        )
+
+    log.finish(*encode_rollout(rollout), entry)
+
+
+def record_step(run: RunDir, step: int, rollouts: list[tuple[int, int]] | None) -> None:
+    """What the trainer writes of a step; None: one of an earlier version, which does not say which rollouts it had."""
+    numbers = ("reward_mean", "reward_std", "loss", "entropy", "mismatch_kl", "masked_share", "ess", "staleness_mean")
+    others = ("time_s", "staleness_max", "tokens", "sampled_tokens", "tokens_per_s", "grad_norm", "learning_rate")
+    tables = ("reward_by_env", "reward_parts", "mismatch_kl_by_lag", "staleness_histogram", "phases_s", "rollouts")
+    values: dict[str, Any] = {**dict.fromkeys((*numbers, *others), 1), **{name: {} for name in tables}}
+    digest = None if rollouts is None else digest_of(rollouts)
+    metrics = MetricsWriter(run, 1)
+    metrics.write(StepRecord(attempt=1, step=step, rollouts_digest=digest, **values))
+    metrics.close()
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
     """Groups 0 and 1 are trained, 2 was dropped, 3 waits, 4 is in flight."""
@@ -56,30 +93,14 @@ def run(tmp_path: Path) -> RunDir:
     log = RolloutLog(run.rollouts_dir, attempt=1, restored=0, limit_s=5.0)
     for group in range(5):
         for member in range(2 if group < 4 else 1):
-            rollout = make_rollout(member, tokenizer)
-
-            def entry(place: Any, group: int = group, rollout: Rollout = rollout) -> Finished:
-                return Finished(
-                    group=group,
-                    member=rollout.member,
-                    environment="words" if group % 2 else "sums",
-                    prompt_index=7 * group,
-                    reward=rollout.reward,
-                    tokens=len(rollout.token_ids),
-                    sampled_tokens=rollout.sampled_tokens,
-                    first_version=0,
-                    last_version=0,
-                    ended_s=rollout.ended_s,
-                    payload=place,
-                )
-
-            log.finish(*encode_rollout(rollout), entry)
+            finish(log, group, make_rollout(member, tokenizer))
         if group < 4:
             log.append(Kept(group=group))
     for step in (1, 2):
         log.append(Taken(step=step, groups=[(step - 1, [0, 1])]))
         known = {"group": step - 1, "text": "kept text", "turns": [], "parts": {}, "seconds": 1.0}
         lines = [{**known, "member": member} for member in (0, 1)]
+        record_step(run, step, [(step - 1, 1), (step - 1, 0)])
         (run.rollouts_dir / f"step-{step:06d}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     log.append(Dropped(group=2, members=[0, 1], why="too old", step=2))
     log.close()
@@ -105,6 +126,7 @@ def test_verify_accounts_for_every_rollout(rollouts: Command) -> None:
     assert out.splitlines() == [
         "9 rollouts finished in 1 attempt",
         "          4  trained, each in one of 2 steps",
+        "          2  of these steps compared with what the trainer itself recorded",
         "          2  dropped: too old",
         "          3  waiting for a step",
         "nothing was lost, and nothing trained twice",
@@ -135,6 +157,25 @@ def test_verify_sees_a_batch_that_had_other_rollouts(run: RunDir, rollouts: Comm
     path.unlink()
     out, _ = rollouts("verify")
     assert "note: 1 steps have no file of consumed rollouts" in out
+
+
+def test_verify_sees_what_the_trainer_says_otherwise(run: RunDir, rollouts: Command) -> None:
+    """The files that the orchestrator wrote agree with its ledger: the trainer's record alone tells."""
+    problem = "problem: step 2: the trainer recorded other rollouts than the ledger"
+    for other in ([(1, 0), (3, 1)], [(1, 0)], [(1, 0), (1, 1), (1, 1)], []):
+        record_step(run, 2, other)
+        out, _ = rollouts("verify", code=1)
+        assert problem in out
+        assert "step 1" not in out
+    record_step(run, 2, [(1, 0), (1, 1)])
+    assert json.loads(rollouts("verify", "--json")[0])["compared"] == 2
+
+
+def test_verify_says_which_steps_the_trainer_said_nothing_of(run: RunDir, rollouts: Command) -> None:
+    record_step(run, 2, None)
+    out, _ = rollouts("verify")
+    assert "1  of these steps compared" in out
+    assert "note: of 1 steps the trainer has not recorded which rollouts they were trained on" in out
 
 
 def test_verify_sees_a_step_that_is_not_in_the_ledger(run: RunDir, rollouts: Command) -> None:
@@ -200,6 +241,100 @@ def test_export(tmp_path: Path, rollouts: Command) -> None:
     assert back[1]["token_ids"] == rows[1]["token_ids"]
     assert dict(back[1]["parts"]) == {"exact": 1.0}
     assert "exists already" in rollouts("export", "--output", str(table), code=2)[1]
+
+
+def add_routed(run: RunDir, shapes: list[tuple[int, int, int]]) -> list[NDArray[Any]]:
+    """A rollout more for each shape of routed experts, `5/0` and so on; its last token has no row."""
+    numbers, found = np.random.default_rng(7), []
+    log = RolloutLog(run.rollouts_dir, attempt=2, restored=2, limit_s=5.0)
+    for group, shape in enumerate(shapes, 5):
+        tokens = shape[0]
+        experts = numbers.integers(0, 300 if group % 2 else 200, shape).astype(np.uint16 if group % 2 else np.uint8)
+        sampled = np.ones(tokens, np.uint8)
+        sampled[0] = 0
+        present = np.ones(tokens, np.uint8)
+        present[-1] = 0
+        rollout = Rollout(
+            member=0,
+            token_ids=np.full(tokens, 5, np.int32),
+            sampled=sampled,
+            logprobs=numbers.standard_normal(tokens).astype(np.float32) * sampled,
+            versions=np.full(tokens, 2, np.int32),
+            reward=1.0,
+            parts={},
+            seconds=1.5,
+            ended_s=200.0,
+            turns=[Turn(1, tokens - 1, 0.5, 2.0)],
+            routed_experts=RoutedExperts.of(experts, present),
+        )
+        finish(log, group, rollout)
+        found.append(experts)
+    log.close()
+    return found
+
+
+def test_export_has_routed_experts(
+    tmp_path: Path, run: RunDir, rollouts: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    added = add_routed(run, [(40, 3, 2), (30, 3, 2), (4, 3, 2), (1, 3, 2)])
+    # some rows a group, some by themselves; some arrays in one piece, some in several
+    monkeypatch.setattr(rollout_parquet, "_GROUP_BYTES", 1200)
+    monkeypatch.setattr(rollout_export, "_JSON_NUMBERS", 7)
+    lines, table = tmp_path / "out.jsonl", tmp_path / "out.parquet"
+    rollouts("export", "--output", str(lines))
+    rollouts("export", "--output", str(table))
+    from_json = {row["id"]: row for row in map(json.loads, lines.read_text().splitlines())}
+    from_parquet = {row["id"]: row for row in pq.read_table(table).to_pylist()}
+    assert list(from_json) == list(from_parquet)
+    assert len(from_json) == 13
+    assert 1 < pq.ParquetFile(table).num_row_groups < 13
+    for group, experts in enumerate(added, 5):
+        shown = json.loads(rollouts("show", f"{group}/0", "--json")[0])
+        for row in (from_json[f"{group}/0"], from_parquet[f"{group}/0"], shown):
+            assert row["routed_experts"] == experts.tolist()
+            assert row["routed_present"] == [1] * (len(experts) - 1) + [0]
+    for name, row in from_json.items():
+        other = from_parquet[name]
+        assert {**other, "parts": dict(other["parts"]), "text": None, "problem": None} == {
+            **row,
+            "text": None,
+            "problem": None,
+        }
+
+
+def test_show_sums_up_routed_experts(run: RunDir, rollouts: Command) -> None:
+    add_routed(run, [(40, 3, 2)])
+    out, _ = rollouts("show", "5/0")
+    assert "2 a token in 3 layers, known of 39 of 40 tokens (97.5%)" in " ".join(out.split())
+    assert "routed_experts" not in rollouts("show", "3/0")[0]
+
+
+_PEAK = """
+import re, sys
+from hpcrl.cli.main import main
+try:
+    main()
+except SystemExit as ended:
+    assert not ended.code, ended
+print(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1], file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("how", ["parquet", "jsonl", "show"])
+def test_memory_of_an_export_does_not_grow_with_it(tmp_path: Path, run: RunDir, how: str) -> None:
+    def peak(number: int) -> int:
+        one = ("show", "mine", f"{number}/0", "--json")
+        all_ = ("export", "mine", "--output", str(tmp_path / f"{number}.{how}"), "--state", "waiting")
+        command = [*(one if how == "show" else all_), "--runs-root", str(run.path.parent)]
+        ended = subprocess.run(
+            [sys.executable, "-c", _PEAK, "rollouts", *command], check=True, capture_output=True, text=True, timeout=300
+        )
+        return int(ended.stderr.split()[-1]) << 10
+
+    base = peak(3)
+    # as lists of Python's this is 0.7 GiB (export), and 0.2 GiB (show)
+    add_routed(run, [(16384, 64, 8)] if how == "show" else [(2048, 64, 8)] * 32)
+    assert peak(5) - base < (160 << 20)
 
 
 def test_a_run_without_a_ledger_says_so(run: RunDir, rollouts: Command) -> None:

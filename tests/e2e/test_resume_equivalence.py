@@ -134,6 +134,9 @@ def test_finished_rollouts_survive_and_none_is_used_twice(lab: Lab) -> None:
     used = consumed(run)
     assert max(used.values()) == 1
     assert len(used) == AHEAD * 16
+    # the trainer itself says the same of every step, of both attempts
+    verdict = lab.json("rollouts", "verify", run.name)
+    assert (verdict["problems"], verdict["compared"], verdict["steps"]) == ([], AHEAD, AHEAD)
     # what was not used by the end had been started too late, or was dropped and counted
     last = steps(run)[AHEAD].rollouts
     assert last["consumed"] == len(used)

@@ -292,6 +292,10 @@ def test_two_ranks_equal_one_and_resume_from_each_other(tmp_path, model_dir, doc
     train_ranks(two, dock, 2)
     assert sorted(dock.asked) == [(6, 0, 1), (6, 0, 1), (7, 0, 1), (7, 0, 1)]
     assert losses(two) == pytest.approx(losses(one), rel=1e-3, abs=1e-5)
+    # the same rollouts, however ranks divide or share them
+    digests = [record.rollouts_digest for record in read_metrics(two)]
+    assert digests == [record.rollouts_digest for record in read_metrics(one)]
+    assert len(set(digests)) == 7
 
 
 def test_a_batch_that_never_comes(tmp_path, model_dir):

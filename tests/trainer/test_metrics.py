@@ -8,6 +8,7 @@ import pytest
 import torch
 from trainer_testing import Rollouts, run_ranks
 
+from hpcrl.dock.ledger.digest import digest_of
 from hpcrl.trainer.parallel.mesh import distributed
 from hpcrl.trainer.step.losses import PolicyLoss
 from hpcrl.trainer.step.metrics import TokenSums
@@ -70,6 +71,20 @@ def test_micro_batches_add_up():
         for part in (tokens[:3], tokens[3:29], tokens[29:], []):
             add(sums, part)
         check(sums.reduce(parallel.world), tokens, 4)
+
+
+def rank_digests(rank):
+    with distributed(timeout_s=20) as parallel:
+        names = [(group, member) for group in range(50) for member in range(8)]
+        mine = names[:300] if rank == 0 else names[:299:-1]
+        found = [TokenSums(VERSION, rollouts=each).reduce(parallel.world) for each in (mine, mine if rank else [])]
+        return [metrics.rollouts_digest for metrics in found], digest_of(names), digest_of(names[300:])
+
+
+def test_ranks_add_up_which_rollouts_they_had():
+    for found, all_, of_one in run_ranks(2, rank_digests):
+        assert found == [all_, of_one]
+        assert all_ != of_one
 
 
 def rank_metrics(rank):

@@ -10,6 +10,7 @@ from test_checkpoint import whole
 from test_meshes import ARCHS, GRADIENT_TOLERANCE
 from trainer_testing import Rollouts, gradient_distance, make_recipe, run_ranks, tiny_arch, tiny_model, write_model_dir
 
+from hpcrl.dock.ledger.digest import digest_of
 from hpcrl.dock.routes import RoutedExperts
 from hpcrl.modeling.layers.moe import ChosenSoftmaxRouter, SigmoidRouter, SoftmaxRouter, SparseMLP
 from hpcrl.modeling.mesh import ParallelDims
@@ -279,5 +280,7 @@ def test_ranks_that_share_the_work_replay_as_one(models):
                 assert_close((metrics, {name: torch.tensor(value) for name, value in gradients.items()}), wanted)
                 for name in ("replayed_share", "unknown_routing", "routed_tokens"):
                     assert getattr(metrics, name) == pytest.approx(getattr(wanted[0], name)), (family, degrees, name)
+                # also where ranks share rollouts: each is counted once
+                assert metrics.rollouts_digest == digest_of((4, number) for number in range(5))
                 # a near tie may be decided otherwise
                 assert metrics.routing_mismatch == pytest.approx(wanted[0].routing_mismatch, abs=0.01)

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from hpcrl.dock.columns import decode_columns
+from hpcrl.dock.ledger.digest import digest_of
 from hpcrl.dock.ledger.entries import TurnSaved, ledger_files, read_entries, whole_bytes
 from hpcrl.dock.ledger.payload import read_payload
 from hpcrl.dock.ledger.replay import Held, Replay, State
@@ -22,7 +23,6 @@ from hpcrl.runs.rundir import RunDir
 __all__ = [
     "RolloutItem",
     "Verdict",
-    "export_rows",
     "find_rollout",
     "read_ledger",
     "rollout_details",
@@ -80,6 +80,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
         Rollouts in progress of which turns were saved, and these turns.
     dropped:
         Rollouts by the reason.
+    compared:
+        Steps of which the trainer's own record was compared with the ledger.
     from_disk:
         How often a rank read a rollout of its batch from the shared filesystem, and not from memory.
     notes:
@@ -96,6 +98,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     unfinished: int
     turns: int
     dropped: dict[str, int]
+    compared: int
     from_disk: int
     notes: list[str]
     problems: list[str]
@@ -187,9 +190,10 @@ def rollout_details(run: RunDir, held: Held) -> dict[str, Any]:
 def verify_rollouts(run: RunDir, *, content: bool = True) -> Verdict:
     """Whether each finished rollout is in exactly one batch, or was dropped for a reason, or waits.
 
-    The ledger is compared with itself, with the files of consumed rollouts, with the steps that were trained, and
-    (``content``) with the columns of what waits or is in progress.
+    The ledger is compared with itself, with the files of consumed rollouts, with what the trainer recorded of each
+    step, and (``content``) with the columns of what waits or is in progress.
     """
+    records = read_metrics(run)  # first: of a run that goes on, the ledger then knows all their steps
     replay = read_ledger(run)
     rollouts = replay.rollouts
     problems: list[str] = list(replay.problems)
@@ -216,7 +220,16 @@ def verify_rollouts(run: RunDir, *, content: bool = True) -> Verdict:
             (notes if step == replay.step else problems).append(f"step {step}: batch and ledger differ in {odd}")
     if missing:
         notes.append(f"{missing} steps have no file of consumed rollouts (it is written for people, and may be lost)")
-    trained = max((record.step for record in read_metrics(run)), default=0)
+    digests = {record.step: record.rollouts_digest for record in records if record.rollouts_digest is not None}
+    compared = sorted(digests.keys() & by_step.keys())
+    problems += [
+        f"step {step}: the trainer recorded other rollouts than the ledger"
+        for step in compared
+        if digests[step] != digest_of(by_step[step])
+    ]
+    if unseen := replay.step - len(compared):
+        notes.append(f"of {unseen} steps the trainer has not recorded which rollouts they were trained on")
+    trained = max((record.step for record in records), default=0)
     if trained > replay.step:
         problems.append(f"step {trained} was trained, and the ledger knows steps up to {replay.step}")
     newest = ledger_files(run.rollouts_dir / "ledger")[-1]
@@ -234,6 +247,7 @@ def verify_rollouts(run: RunDir, *, content: bool = True) -> Verdict:
         steps=replay.step,
         attempts=replay.attempts,
         dropped=dict(sorted(Counter(held.why for held in rollouts if held.state is State.DROPPED).items())),
+        compared=len(compared),
         from_disk=sum(event.data.get("rollouts", 0) for event in read_events(run, kind="rollouts.read_from_disk")),
         notes=notes,
         problems=problems,
@@ -249,22 +263,3 @@ def _unreadable(run: RunDir, waiting: Sequence[Held], turns: Sequence[TurnSaved]
             read_payload(run.rollouts_dir / "payload", place)
         except (OSError, ValueError) as error:
             yield f"{what}, and cannot be read: {error}"
-
-
-def export_rows(run: RunDir, replay: Replay, items: set[str] | None = None) -> Iterator[dict[str, Any]]:
-    """A row a rollout: what `rollout_items` has, and its columns as lists where they are on disk.
-
-    Parameters
-    ----------
-    items:
-        Only these; None: all.
-    """
-    for held in replay.rollouts:
-        if items is not None and f"{held.entry.group}/{held.entry.member}" not in items:
-            continue
-        document = rollout_details(run, held)
-        columns = document.pop("columns", {})
-        document.pop("member", None)
-        document["turns"] = [list(turn) for turn in document.get("turns", [])]
-        names = ("token_ids", "sampled", "logprobs", "versions", "routed_experts")
-        yield document | {name: columns[name].tolist() if name in columns else None for name in names}

@@ -7,12 +7,13 @@ the device while micro-batches run.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from hpcrl.dock.ledger.digest import digest_of_parts, digest_parts
 from hpcrl.dock.wire import BatchShard
 from hpcrl.trainer.batch.routed_experts import UNKNOWN_KINDS, RoutedExpertsComparison, unknown_rows
 from hpcrl.trainer.batch.tensors import TokenBatch
@@ -46,6 +47,7 @@ class TokenMetrics:
     routed_tokens: int
     replayed_share: float | None
     unknown_routing: dict[str, float]
+    rollouts_digest: str
 
 
 class TokenSums:
@@ -58,6 +60,7 @@ class TokenSums:
         longest_lag: int = 0,
         device: torch.device | None = None,
         unknown: Mapping[str, int] = _NO_UNKNOWN,
+        rollouts: Iterable[tuple[int, int]] = (),
         replay: bool = False,
     ) -> None:
         """Start a step that is computed with policy version ``trainer_version``.
@@ -70,11 +73,14 @@ class TokenSums:
             Where tokens are; None for the processor.
         unknown:
             Tokens of this rank without a row of experts, by `UNKNOWN_KINDS`.
+        rollouts:
+            Of this rank, by group and member.
         replay:
             Whether tokens with a row take the experts of it.
         """
         self._version, self._replay = trainer_version, replay
         self._unknown = torch.tensor([unknown[kind] for kind in UNKNOWN_KINDS], dtype=torch.float64)
+        self._rollouts = torch.tensor(digest_parts(rollouts), dtype=torch.float64)
         self._scalars = torch.zeros(len(_SCALARS), dtype=torch.float64, device=device)
         # of trained tokens and their k3, and of pairs of token and layer and those whose experts differ: counts and
         # sums, first of mixed tokens, then by version lag
@@ -83,14 +89,15 @@ class TokenSums:
 
     @classmethod
     def of_shard(
-        cls, shard: BatchShard, device: torch.device, *, counts_unknown: bool = True, replay: bool = False
+        cls, shard: BatchShard, device: torch.device, *, counts: bool = True, replay: bool = False
     ) -> TokenSums:
         """Make the sums for the micro-batches of ``shard``.
 
         Parameters
         ----------
-        counts_unknown:
-            Whether this rank counts tokens without a row of experts, or another one that has the same shard.
+        counts:
+            Whether this rank counts rollouts and tokens without a row of experts, or another one that has the same
+            shard.
         replay:
             See `TokenSums`.
 
@@ -106,8 +113,15 @@ class TokenSums:
                 if (newest := int(sampled.max())) > version:
                     raise ValueError(f"a token was sampled by version {newest}, the trainer is at {version}")
                 longest = max(longest, version - int(sampled.min()))
-        unknown = unknown_rows(shard.micro_batches) if counts_unknown else _NO_UNKNOWN
-        return cls(version, longest_lag=longest, device=device, unknown=unknown, replay=replay)
+        counted = shard.micro_batches if counts else []
+        return cls(
+            version,
+            longest_lag=longest,
+            device=device,
+            unknown=unknown_rows(counted),
+            rollouts=(rollout for micro_batch in counted for rollout in micro_batch.rollouts),
+            replay=replay,
+        )
 
     def add(self, loss: PolicyLoss, entropies: Tensor, versions: Tensor, context_versions: Tensor) -> None:
         """Add the N trained tokens of a micro-batch. Of what is not finite only the number of tokens is counted.
@@ -171,10 +185,11 @@ class TokenSums:
         fetched = torch.cat((self._scalars, self._lags.flatten())).cpu()
         by_lag = torch.zeros(2, 2, longest, dtype=torch.float64)
         by_lag[..., :own] = fetched[len(_SCALARS) :].view(2, 2, own)
-        total = ranks.sum(torch.cat((fetched[: len(_SCALARS)], self._unknown, by_lag.flatten())))
-        scalars, others = total[: len(_SCALARS)], total[len(_SCALARS) :]
-        unknown, lags = others[: len(UNKNOWN_KINDS)], others[len(UNKNOWN_KINDS) :]
-        return _means(scalars, unknown, *lags.view_as(by_lag), replay=self._replay)
+        pieces = (fetched[: len(_SCALARS)], self._unknown, self._rollouts, by_lag.flatten())
+        total = ranks.sum(torch.cat(pieces))
+        scalars, unknown, rollouts, lags = torch.split(total, [len(piece) for piece in pieces])
+        digest = digest_of_parts([int(part) for part in rollouts.tolist()])
+        return _means(scalars, unknown, *lags.view_as(by_lag), digest=digest, replay=self._replay)
 
 
 def _shares(by_lag: Tensor) -> dict[str, float]:
@@ -186,7 +201,9 @@ def _shares(by_lag: Tensor) -> dict[str, float]:
     }
 
 
-def _means(scalars: Tensor, unknown: Tensor, kl_by_lag: Tensor, routes_by_lag: Tensor, *, replay: bool) -> TokenMetrics:
+def _means(
+    scalars: Tensor, unknown: Tensor, kl_by_lag: Tensor, routes_by_lag: Tensor, *, digest: str, replay: bool
+) -> TokenMetrics:
     sums = dict(zip(_SCALARS, scalars.tolist(), strict=True))
     tokens = sums["tokens"]
     share = 1.0 / max(tokens, 1.0)
@@ -210,4 +227,5 @@ def _means(scalars: Tensor, unknown: Tensor, kl_by_lag: Tensor, routes_by_lag: T
         routed_tokens=int(sums["known"]),
         replayed_share=sums["known"] / rows if replay and rows else None,
         unknown_routing=unknown_shares,
+        rollouts_digest=digest,
     )

@@ -143,7 +143,7 @@ class TrainerPolicy:
         context = self.parallel.mesh.get_optional_mesh("cp")
         # ranks that share a context have the same tokens: one of them counts
         counts = context is None or context.get_local_rank() == 0
-        sums = TokenSums.of_shard(shard, self.parallel.device, counts_unknown=counts, replay=self._replay)
+        sums = TokenSums.of_shard(shard, self.parallel.device, counts=counts, replay=self._replay)
         self._watch.begin_step(shard)
         for number, micro_batch in enumerate(shard.micro_batches, start=1):
             last = number == len(shard.micro_batches)
