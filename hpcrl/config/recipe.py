@@ -317,6 +317,9 @@ class HandoffConfig(StrictModel):
     node_cache_gib: PositiveFloat = 16.0
     """Most memory of a node's cache, in GiB. With less than a version, engines share a window that moves through it;
     other nodes are served from it, too."""
+    adapter_base_gib: NonNegativeFloat = 8.0
+    """With ``trainer.lora``: most memory of a vLLM worker for blocks of layers that adapters change, as they are in the
+    base, in GiB; what does not fit is read again with each version."""
     fanout: Annotated[Literal["auto", "on", "off"], BeforeValidator(_on_or_off)] = "auto"
     """Whether nodes give versions to each other, so that the share is read once and not once a node. ``auto``: where
     engines have more than one node, and there is a ``node_cache``."""
