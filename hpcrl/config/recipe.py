@@ -220,6 +220,8 @@ class TrainerConfig(StrictModel):
     weights are trained."""
     kernels: KernelsConfig = KernelsConfig()
     """What computes attention."""
+    deterministic: bool = False
+    """On GPUs: the same numbers from the same batches each time, by slower kernels. On processors it is always so."""
     router_replay: bool = False
     """Tokens go to the experts that engines chose for them, by weights of the trainer's own routers; tokens that nobody
     spoke of go where the routers say, and are counted: ``unknown_routing``. Engines return experts then."""
