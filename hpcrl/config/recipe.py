@@ -220,6 +220,8 @@ class TrainerConfig(StrictModel):
     weights are trained."""
     kernels: KernelsConfig = KernelsConfig()
     """What computes attention."""
+    deterministic: bool = False
+    """On GPUs: the same numbers from the same batches each time, by slower kernels. On processors it is always so."""
     router_replay: bool = False
     """Tokens go to the experts that engines chose for them, by weights of the trainer's own routers; tokens that nobody
     spoke of go where the routers say, and are counted: ``unknown_routing``. Engines return experts then."""
@@ -317,6 +319,9 @@ class HandoffConfig(StrictModel):
     node_cache_gib: PositiveFloat = 16.0
     """Most memory of a node's cache, in GiB. With less than a version, engines share a window that moves through it;
     other nodes are served from it, too."""
+    adapter_base_gib: NonNegativeFloat = 8.0
+    """With ``trainer.lora``: most memory of a vLLM worker for blocks of layers that adapters change, as they are in the
+    base, in GiB; what does not fit is read again with each version."""
     fanout: Annotated[Literal["auto", "on", "off"], BeforeValidator(_on_or_off)] = "auto"
     """Whether nodes give versions to each other, so that the share is read once and not once a node. ``auto``: where
     engines have more than one node, and there is a ``node_cache``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
@@ -83,31 +84,70 @@ class Adapter:
 class KeptBase:
     """What adapters have changed of their base so far, in memory: the next one needs nothing of it from the share.
 
+    Methods may be called from any thread: who gives up reading an adapter may still be at it when the next is begun.
+
     Attributes
     ----------
-    digest:
-        Of the base, as in `hpcrl.weights.format.adapters.Contents`.
+    bytes:
+        Memory of the tensors that are kept.
     """
 
-    def __init__(self, digest: str) -> None:
-        self.digest = digest
-        self._tensors: dict[str, StoredTensor] = {}
+    def __init__(self, limit_bytes: int | None = None) -> None:
+        """Keep nothing yet.
 
-    def tensors(self, reading: Reading, names: Collection[str], keep: Collection[str]) -> Iterator[StoredTensor]:
-        """The tensors ``names`` of the base; what is not here is read, and stays if ``keep`` has it.
+        Parameters
+        ----------
+        limit_bytes:
+            Most memory of what is kept; what does not fit beside the rest is read again each time. None: no limit.
+        """
+        self._limit = limit_bytes
+        self._lock = threading.Lock()
+        self._base = ""
+        self._tensors: dict[str, StoredTensor] = {}
+        self.bytes = 0
+
+    def tensors(
+        self, reading: Reading, base: str, names: Collection[str], keep: Collection[str]
+    ) -> Iterator[StoredTensor]:
+        """Tensors of the base; what is not here is read.
+
+        The bytes of what is kept are not to be written to.
+
+        Parameters
+        ----------
+        reading:
+            Of an adapter.
+        base:
+            Digest of its base, as in `hpcrl.weights.format.adapters.Contents`. Tensors of another one are dropped.
+        names:
+            Tensors that are wanted.
+        keep:
+            Those that stay once they were read.
 
         Raises
         ------
         HandoffError
             See `hpcrl.weights.read.subscriber.Reading.read`.
         """
-        missing = frozenset(names) - self._tensors.keys()
-        yield from [own for name, own in self._tensors.items() if name in names]
-        for stored in reading.base_tensors(missing):
+        with self._lock:
+            if self._base != base:
+                self._base, self._tensors, self.bytes = base, {}, 0
+            kept = {name: stored for name, stored in self._tensors.items() if name in names}
+        yield from kept.values()
+        for stored in reading.base_tensors(frozenset(names) - kept.keys()):
             if stored.name in keep:
-                # what was read may be shared with others, and go
-                self._tensors[stored.name] = stored._replace(data=memoryview(bytearray(stored.data)))
+                self._keep(base, stored)
             yield stored
+
+    def _keep(self, base: str, stored: StoredTensor) -> None:
+        """Keep a tensor that was read, where there is room for it and its base is still that of the others."""
+        with self._lock:
+            after = self.bytes + stored.data.nbytes
+            fits = self._limit is None or after <= self._limit
+            if fits and self._base == base and stored.name not in self._tensors:
+                # a copy: what was read may be shared with others, and go
+                self._tensors[stored.name] = stored._replace(data=memoryview(bytearray(stored.data)))
+                self.bytes = after
 
 
 def _is_finite(tensor: Tensor) -> bool:

@@ -37,6 +37,9 @@ def role_variables(recipe: Recipe, cluster: ClusterProfile, role: Role, run_name
     variables = {"OMP_NUM_THREADS": EnvValue(str(threads), key)}
     if role in _ENGINES and recipe.engine.backend == "vllm" and recipe.job.payload == "roles":
         variables |= _sourced(vllm_variables(recipe, gpus=engine_gpus(recipe, cluster, role) > 0), "hpcrl")
+    if role is Role.TRAINER and recipe.trainer.deterministic:
+        # what cuBLAS computes in depends on which buffer is free, unless there are as many as streams
+        variables["CUBLAS_WORKSPACE_CONFIG"] = EnvValue(":4096:8", "trainer.deterministic")
     if role is Role.ROUTER:
         variables |= _sourced(ROUTER_VARIABLES, "hpcrl")
     if isinstance(cluster, SlurmCluster):

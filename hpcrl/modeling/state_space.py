@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from hpcrl.modeling.sums import running_sums
 from hpcrl.modeling.transfer import kept_for_layers, to_device
 
 __all__ = ["Scan", "convolve", "scan"]
@@ -189,7 +190,7 @@ def _computed_again(function: Callable[..., T], *arguments: object) -> T:
 
 def _written(parts: Scan) -> tuple[Tensor, Tensor]:
     """What chunks ``[c, size, …]`` add to the state ``[c, heads, dim, state]``, and what they leave ``[c, heads]``."""
-    logs = (parts.steps * parts.decay).cumsum(1)
+    logs = running_sums(parts.steps * parts.decay)
     left = (logs[:, -1:] - logs).exp() * parts.steps
     weighted = _by_group(parts.values.float() * left[..., None], parts.keys.shape[2], 2)
     added = torch.einsum("cqgrp,cqgn->cgrpn", weighted, parts.keys.float())
@@ -213,7 +214,7 @@ def _read(parts: Scan, entering: Tensor) -> Tensor:
     """What queries of chunks ``[c, size, …]`` read: of what was written before them in the chunk, and of the state."""
     size, groups = parts.values.shape[1], parts.keys.shape[2]
     keys, queries = parts.keys.float(), parts.queries.float()
-    logs = (parts.steps * parts.decay).cumsum(1)
+    logs = running_sums(parts.steps * parts.decay)
     later = torch.ones(size, size, dtype=torch.bool, device=keys.device).triu(1)
     # [chunks, reader, writer, heads]
     between = (logs[:, :, None] - logs[:, None]).masked_fill(later[..., None], float("-inf")).exp()

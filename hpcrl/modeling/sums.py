@@ -1,7 +1,7 @@
-"""Sums of rows that share a number, with the same result on every run and without a wait for the device.
+"""Sums with the same result on every run and without a wait for the device: of rows that share a number, and running.
 
 `torch.bincount` asks the device how many bins there are, also where it is told, and `torch.unique` how many numbers it
-has found. `Tensor.index_add_` of floats adds in the order of arrival on accelerators.
+has found. `Tensor.index_add_` of floats adds in the order of arrival on accelerators, and `torch.cumsum` in any.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["add_rows", "count_rows"]
+__all__ = ["add_rows", "count_rows", "running_sums"]
 
 
 def count_rows(numbers: Tensor, bins: int) -> Tensor:
@@ -26,3 +26,14 @@ def add_rows(target: Tensor, numbers: Tensor, values: Tensor) -> Tensor:
     if target.device.type == "cpu":
         return target.index_add_(0, numbers, values)
     return target.index_put_((numbers,), values, accumulate=True)
+
+
+def running_sums(x: Tensor) -> Tensor:
+    """For each row of ``x [c, rows, n]`` the sum of those of its ``c`` up to it: ``[c, rows, n]``.
+
+    Where torch is told to be deterministic it refuses `torch.cumsum` of floats on accelerators, and its gradient. A
+    product with a triangle of ones takes its place there.
+    """
+    if x.device.type == "cpu" or not torch.are_deterministic_algorithms_enabled():
+        return x.cumsum(1)
+    return x.new_ones(x.shape[1], x.shape[1]).tril() @ x

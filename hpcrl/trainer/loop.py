@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 import torch
-import torch.utils.deterministic
 
 from hpcrl.checkpoints.writer import CheckpointWriter
 from hpcrl.config.recipe import Recipe
@@ -30,6 +29,7 @@ from hpcrl.runs.events import EventWriter
 from hpcrl.runs.metrics import MetricsWriter, StepRecord, read_metrics
 from hpcrl.runs.progress import ProgressReporter
 from hpcrl.runs.role import RoleContext, save_answer_path, save_request_path
+from hpcrl.trainer.determinism import settle_determinism
 from hpcrl.trainer.parallel.mesh import Parallel, distributed, is_lost_rank
 from hpcrl.trainer.parallel.ranks import Ranks
 from hpcrl.trainer.precision import quantised_modules
@@ -78,11 +78,7 @@ def train(context: RoleContext) -> None:
     torch.manual_seed(recipe.seed)
     timeout_s = recipe.wait_for_batch_s + _COLLECTIVE_MARGIN_S
     with distributed(timeout_s=timeout_s, parallelism=recipe.trainer.parallelism) as parallel:
-        if parallel.device.type == "cpu":
-            # costs nothing on CPU; accelerators would need slower kernels
-            torch.use_deterministic_algorithms(True)
-            # a check for bugs, at the price of writing every new tensor twice
-            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        settle_determinism(parallel.device, wanted=recipe.trainer.deterministic)
         try:
             Trainer(context, recipe, parallel).run()
         except RuntimeError as error:

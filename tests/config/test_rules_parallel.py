@@ -30,6 +30,10 @@ BROKEN = {
         ("trainer.kernels.sparse_attention=triton", "trainer.dtype=float32"),
         "trainer.kernels.sparse_attention",
     ),
+    "deterministic-holds": (
+        ("trainer.deterministic=true", "trainer.kernels.sparse_attention=flash_mla_cudnn"),
+        "trainer.kernels.sparse_attention",
+    ),
     "world-size": (("trainer.parallelism.cp=5",), "trainer.parallelism.cp"),
     "replica-size": (("engine.tp=3",), "engine.tp"),
     "adapters-load": (("trainer.lora.rank=1024",), "trainer.lora.rank"),
@@ -124,8 +128,25 @@ def test_deepep_takes_bfloat16_to_other_gpus() -> None:
             _check("trainer.parallelism.dispatcher=deepep", setting)
 
 
+@pytest.mark.parametrize("where", ["env", "env_by_role"])
+def test_a_profile_does_not_take_from_cublas_what_a_deterministic_trainer_needs(where: str) -> None:
+    name, loaded = "CUBLAS_WORKSPACE_CONFIG", load_cluster("h200-28")
+    recipe = load_recipe("glm5_swe", (*GLM5, "trainer.deterministic=true"))
+    for value in (":0:0", ":16:8"):
+        variables: dict[str, Any] = {"env": {name: value}, "env_by_role": {"trainer": {name: value}}}
+        site = replace(loaded, value=loaded.value.model_copy(update={where: variables[where]}))
+        if value == ":16:8":
+            check_rules(recipe, site)
+            continue
+        with pytest.raises(ConfigError, match="deterministic-holds") as caught:
+            check_rules(recipe, site)
+        role = ".trainer" if where == "env_by_role" else ""
+        assert [finding.key for finding in caught.value.findings] == [f"cluster.{where}{role}.{name}"]
+
+
 def test_ways_out_lead_out() -> None:
     """What the hint says keeps the rules again."""
+    _check("trainer.deterministic=true")
     _check("trainer.lora.rank=16", "trainer.precision.fp8=null", *UNQUANTIZED)
     _check("handoff.kind=fp8", *NO_FLAG)
     _check("engine.memory.kv_offload_gib=500.0")

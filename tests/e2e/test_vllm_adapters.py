@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -44,5 +45,9 @@ def test_vllm_computes_with_the_adapters_that_are_trained(tmp_path: Path, vllm_s
     assert compared
     assert compared[-1]["outcome"] == "applied"
     assert compared[-1]["share"] == pytest.approx(1.0, abs=0.05)
+    # what adapters change of the base stays with the worker, and the last was merged into that
+    log = run.log_path(1, "engine", 0).read_text()
+    stays = [int(number) for number in re.findall(r"(\d+) bytes of a base stay", log)]
+    assert stays[0] < stays[-1]
     # tokens of the version that is trained agree with the trainer
     assert max(r.mismatch_kl_by_lag["0"] for r in records.values() if "0" in r.mismatch_kl_by_lag) < 1e-3

@@ -103,10 +103,10 @@ def shard_of(path: Path, tensors: dict[str, torch.Tensor]) -> ShardResult:
     return ShardResult(path.name, record, records)
 
 
-def write_model(path: Path, seed: int) -> Decoder:
-    """A model directory with tokenizer; returns the model in it."""
+def write_model(path: Path, seed: int, arch: ModelArch | None = None) -> Decoder:
+    """A model directory with tokenizer; returns the model in it. ``arch``: None for `tiny_arch`."""
     vocab_size, eos = write_character_tokenizer(path)
-    model = random_model(tiny_arch(vocab_size, eos), seed)
+    model = random_model(arch or tiny_arch(vocab_size, eos), seed)
     write_json(path / "config.json", model.arch.to_hf_config())
     shard_of(path / "model.safetensors", tensors_of(model))
     return model

@@ -214,6 +214,11 @@ def test_the_base_of_adapters_is_read_once(store: HandoffStore, tmp_path: Path, 
         engine.load(store, 2)
         assert same(engine.model, merged(start, some[1]))
         assert share_bytes(engine) - before == adapters[1].manifest.tensor_bytes
+        # who leaves and comes again begins anew
+        engine.updater.shutdown()
+        engine.updater.init()
+        engine.load(store, 1)
+        assert same(engine.model, merged(start, some[0]))
     finally:
         engine.updater.shutdown()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from engine_helpers import publish, random_model, tensors_of, tiny_arch, write_m
 from patience import wait_for
 
 from hpcrl.errors import HandoffError
+from hpcrl.inference.adapters import KeptBase
 from hpcrl.inference.vllm.staging import Staged
 from hpcrl.weights import Handoff, HandoffStore
 from hpcrl.weights.lifetime.leases import ReaderWatch
@@ -128,6 +130,61 @@ def test_an_adapter_is_merged_into_the_experts_that_are_held(version: Handoff) -
         assert all(of_two_experts(name) for name in tensors)
         for name, tensor in tensors.items():
             torch.testing.assert_close(tensor, expected[name])
+
+
+@pytest.mark.parametrize("limit_bytes", [None, 1 << 14, 0])
+def test_of_a_base_that_is_kept_nothing_is_read_again(version: Handoff, limit_bytes: int | None) -> None:
+    """What does not fit within the limit is, each time; and the weights are the same."""
+    store = HandoffStore(version.path.parent)
+    start = random_model(tiny_arch(), 3)
+    tensors = tensors_of(start)
+    given = {4: factors(tensors, 1, QUERY, EXPERTS), 5: factors(tensors, 2, QUERY), 6: factors(tensors, 3, EXPERTS)}
+    base, served, read = KeptBase(limit_bytes), None, {}
+    with Subscriber(store.root, "engine-0", SETTINGS) as subscriber:
+        for number, adapter in given.items():
+            handoff = publish_factors(store, number, version, adapter)
+            before = subscriber.share.bytes_read
+            staged = Staged(handoff.path, served, subscriber, of_two_experts, base)
+            found, served = dict(staged.take()), staged.contents
+            own = sum(4 * math.prod(record.shape) for record in handoff.manifest.tensors.values())
+            read[number] = subscriber.share.bytes_read - before - own
+            expected = tensors_of(merged(start, adapter))
+            assert all(torch.allclose(tensor, expected[name], atol=1e-5) for name, tensor in found.items())
+            # the caller may do with them what it likes
+            for tensor in found.values():
+                tensor.fill_(7.0)
+        blocks = sum(t.nbytes for n, t in tensors.items() if of_two_experts(n) and in_blocks(n, QUERY, EXPERTS))
+        kept = blocks if limit_bytes is None else base.bytes
+        assert kept <= blocks
+        assert 0 < kept < blocks if limit_bytes else kept == (blocks if limit_bytes is None else 0)
+        # from the second adapter on blocks of the first are wanted again, and nothing else but ends of their segments
+        assert blocks - kept <= read[5] == read[6] < blocks - kept + SETTINGS.segment_bytes
+        assert (read[6] == 0) == (limit_bytes is None)
+
+
+def test_another_base_takes_the_place_of_the_one_that_is_kept(version: Handoff, tmp_path: Path) -> None:
+    store = HandoffStore(version.path.parent)
+    base, served = KeptBase(), None
+    other = random_model(tiny_arch(), 9)
+    with Subscriber(store.root, "engine-0", SETTINGS) as subscriber:
+        for number, model_of, handoff in (
+            (4, random_model(tiny_arch(), 3), version),
+            (6, other, publish(store, 5, tmp_path / "model", tensors_of(other))),
+        ):
+            given = factors(tensors_of(model_of), number, QUERY, EXPERTS)
+            adapter = publish_factors(store, number, handoff, given)
+            staged = Staged(adapter.path, served, subscriber, everything, base)
+            found, served = dict(staged.take()), staged.contents
+            expected = tensors_of(merged(model_of, given))
+            assert found.keys() == expected.keys()
+            assert all(torch.allclose(tensor, expected[name], atol=1e-5) for name, tensor in found.items())
+            blocks = sum(t.nbytes for n, t in expected.items() if in_blocks(n, QUERY, EXPERTS))
+            assert base.bytes == blocks
+
+
+def in_blocks(name: str, *modules: str) -> bool:
+    """Whether a tensor lies in a block of one of the modules."""
+    return any(name.startswith(".".join(module.split(".")[:4]) + ".") for module in modules)
 
 
 def test_who_is_dropped_gives_its_memory_back(version: Handoff) -> None:

@@ -82,6 +82,20 @@ def test_golden_commands_of_the_reference_run(role: Role, name: str, settings: t
     assert text == path.read_text()
 
 
+def test_a_deterministic_trainer_gets_what_cublas_needs_and_nobody_else() -> None:
+    name = "CUBLAS_WORKSPACE_CONFIG"
+    groups = groups_of("glm5_swe", "h200-28", "trainer.deterministic=true")
+    assert {role: group.env[name] for role, group in groups.items() if name in group.env} == {Role.TRAINER: ":4096:8"}
+    assert not any(name in group.env for group in groups_of("glm5_swe", "h200-28").values())
+
+
+def test_workers_are_told_how_much_of_the_base_of_adapters_they_may_keep() -> None:
+    settings = ("trainer.lora={}", "handoff.adapter_base_gib=1.5")
+    for given, wanted in ((settings, 3 << 29), ((), None)):
+        flags = flags_of(groups_of("quickstart_vllm", "local", *given)[Role.ENGINE])
+        assert json.loads(str(flags["additional-config"]))["hpcrl"].get("kept_base_bytes") == wanted
+
+
 def test_ranks_of_a_wide_replica_cover_all_gpus_once() -> None:
     """Each node starts its own ranks, on ports that do not meet."""
     for role, nodes in ((Role.PREFILL, 2), (Role.DECODE, 8)):

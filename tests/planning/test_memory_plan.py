@@ -241,6 +241,18 @@ def test_experts_that_move_are_read_by_all_ranks_of_their_side() -> None:
     assert moving[Role.DECODE] > 10 * still[Role.DECODE]
 
 
+def test_what_workers_keep_of_the_base_of_adapters_is_counted() -> None:
+    def kept(*settings: str) -> dict[str, int]:
+        ledger = _report("trainer.lora={}", *settings).place(Role.DECODE, "host").ledger
+        return {term.name: term.value for term in ledger.terms}
+
+    assert "kept base of adapters" not in {t.name for t in _report().place(Role.DECODE, "host").ledger.terms}
+    assert kept()["kept base of adapters"] == 8 * 8 * (1 << 30)
+    # never more than they load
+    most = kept("handoff.adapter_base_gib=1000.0")
+    assert most["kept base of adapters"] == most["next version"]
+
+
 def test_router_replay_payload_of_a_sample() -> None:
     """131,072 tokens x 75 layers x 8 experts in a byte each: 79 MB."""
     ledger = trainer_peak(GLM5, _trainer(cp=1, router_replay=True))

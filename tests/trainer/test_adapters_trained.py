@@ -16,7 +16,7 @@ from hpcrl.config.recipe import HandoffConfig
 from hpcrl.errors import CheckpointError, UsageError
 from hpcrl.inference.embedded.weights.updates import ReaderConfig, WeightUpdater
 from hpcrl.modeling.adapters import use_adapters
-from hpcrl.modeling.blocks import local_part
+from hpcrl.modeling.blocks import local_block, local_part
 from hpcrl.modeling.hf import adapter_parameters, model_tensors, published_tensors
 from hpcrl.modeling.mesh import ParallelDims
 from hpcrl.modeling.packed_attention import PackedAttention
@@ -38,6 +38,8 @@ from hpcrl.weights.store import HandoffStore
 LORA = {"rank": 4, "alpha": 8.0}
 SHARED = {**LORA, "experts": "shared_outer"}
 STEPS = 3
+#: of log-probabilities in float32, whose sums are made in another order
+CANARY_TOLERANCE = 2e-5
 #: family, mesh, adapters, and what else the trainer does
 CASES = [
     ("qwen3_moe", {"ep": 2}, LORA, {}),
@@ -74,12 +76,20 @@ def train(policy):
 
 
 def scramble(policy, seed=3):
-    """An adapter, of one rank, whose B is no longer zero."""
+    """An adapter whose B is no longer zero, and the same on every mesh."""
     with torch.no_grad():
         for name, parameter in adapter_parameters(policy.model).items():
             if name.endswith("lora_B"):
-                local = local_part(parameter)
-                local.copy_(torch.randn(local.shape, generator=torch.Generator().manual_seed(seed)) / 8)
+                held = tuple(map(slice, *local_block(parameter)))
+                drawn = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)) / 8
+                local_part(parameter).copy_(drawn[held])
+
+
+def canary_of(policy):
+    """Of an adapter that changes something, however little was trained."""
+    scramble(policy)
+    canary = CanaryMaker(policy.recipe, policy.arch, policy.parallel)(policy.model, STEPS)
+    return msgspec.json.decode(canary, type=Canary)
 
 
 def make_publisher(policy, model_dir, root, **more):
@@ -115,6 +125,7 @@ def on_meshes(rank, models, root):
                 publisher = make_publisher(policy, models[family], root / f"weights-{number}")
                 publisher.publish(policy.model, STEPS)
                 publisher.wait()
+            results[-1] = (canary_of(policy), *results[-1])
     return results
 
 
@@ -129,7 +140,7 @@ def test_every_mesh_trains_adapters_as_one_rank(tmp_path, models):
             losses, norms, gradients, adapters, base = train(policy)
             assert all(norm > 0 for norm in norms)
             for rank in ranks:
-                begun, found, *saved = rank[number]
+                _, begun, found, *saved = rank[number]
                 assert begun == first, "the same A is drawn on every mesh"
                 assert found[4] == base, "the digest of the base does not depend on the mesh"
                 assert found[0] == pytest.approx(losses, rel=1e-4, abs=1e-6), CASES[number]
@@ -142,11 +153,22 @@ def test_every_mesh_trains_adapters_as_one_rank(tmp_path, models):
             if number in (0, 1):
                 entry = CheckpointLedger(tmp_path / f"checkpoints-{number}").newest_verified().entry
                 load_checkpoint(entry, policy.model, policy.optimizer, parallel, base=policy.base)
-                restored, saved = state_of(policy), ranks[0][number][2]
+                restored, saved = state_of(policy), ranks[0][number][3]
                 assert restored == saved, [name for name in saved if restored[name] != saved[name]]
                 check_merge(
                     policy, models[family], tmp_path / f"weights-{number}", entry, tmp_path / f"export-{number}"
                 )
+            check_canaries(canary_of(policy), [rank[number][0] for rank in ranks], CASES[number])
+
+
+def check_canaries(wanted, found, case):
+    """Engines are compared with the log-probabilities of one rank, whatever the mesh that made them."""
+    assert min(wanted.plain) < max(wanted.plain) < 0
+    assert max(abs(a - b) for a, b in zip(wanted.adapted, wanted.plain, strict=True)) > 0.05
+    for canary in found:
+        assert canary.token_ids == wanted.token_ids
+        assert canary.plain == pytest.approx(wanted.plain, abs=CANARY_TOLERANCE), case
+        assert canary.adapted == pytest.approx(wanted.adapted, abs=CANARY_TOLERANCE), case
 
 
 def check_merge(policy, model_dir, root, entry, export):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 from hpcrl.config.cluster import ClusterProfile, SlurmCluster
 from hpcrl.config.engine_shape import engine_gpus, vllm_flag
 from hpcrl.config.plan import Role
 from hpcrl.config.recipe import Recipe
-from hpcrl.config.rules.rule import Conflicts, Rule, trainer_needs_gpus
+from hpcrl.config.rules.rule import Conflicts, Rule, profile_variables, trainer_needs_gpus
 
 __all__ = ["QUANTIZATION_RULES"]
 
@@ -53,18 +52,9 @@ def _same_scales(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
                 f"cluster.partitions.{partition}.node.gpu_type",
                 f"engines on {gpu_type} multiply with scales that are powers of two, and the trainer's are not",
             )
-        for key, value in _environment(cluster, side, _POWERS_OF_TWO):
+        for key, value in profile_variables(cluster, ("engine", side), _POWERS_OF_TWO):
             if value != "0":
                 yield key, f"is {value!r}: vLLM would round the scales of FP8 weights up to powers of two"
-
-
-def _environment(cluster: SlurmCluster, side: str, name: str) -> Iterator[tuple[str, str]]:
-    """Where a profile gives engines of a side the variable ``name``, and its value."""
-    found = [("cluster.env", cluster.env)]
-    found += [
-        (f"cluster.env_by_role.{role}", env) for role, env in cluster.env_by_role.items() if role in ("engine", side)
-    ]
-    yield from ((f"{key}.{name}", env[name]) for key, env in found if name in env)
 
 
 def _one_quantiser(recipe: Recipe) -> Conflicts:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from hpcrl.config.cluster import ClusterProfile, SlurmCluster
 from hpcrl.config.recipe import Recipe
 
-__all__ = ["Conflicts", "Rule", "SiteRule", "trainer_needs_gpus"]
+__all__ = ["Conflicts", "Rule", "SiteRule", "profile_variables", "trainer_needs_gpus"]
 
 Conflicts = Iterator[tuple[str, str]]
 """Pairs of a dotted key and what is wrong with it; keys of the profile begin with ``cluster.``."""
@@ -47,6 +47,14 @@ class SiteRule:
     conflict: str
     hint: str
     check: Callable[[ClusterProfile], Conflicts]
+
+
+def profile_variables(cluster: ClusterProfile, roles: Collection[str], name: str) -> Iterator[tuple[str, str]]:
+    """Where a profile gives one of the ``roles`` the variable ``name``: the key, and its value there."""
+    found = [("cluster.env", cluster.env)]
+    if isinstance(cluster, SlurmCluster):
+        found += [(f"cluster.env_by_role.{role}", env) for role, env in cluster.env_by_role.items() if role in roles]
+    yield from ((f"{key}.{name}", env[name]) for key, env in found if name in env)
 
 
 def trainer_needs_gpus(cluster: ClusterProfile, key: str, what: str) -> Conflicts:

@@ -1,8 +1,9 @@
 """A version on its way into a worker's host memory, read by a thread while the engine generates.
 
 Only what the worker will load is read: of the experts those that its rank holds, of a version with a merged adapter the
-blocks that differ from what is served. It comes by way of the node's cache and of other nodes where the run says so
-(`hpcrl.weights.read.subscriber`), and is copied out of the cache, which is a window that moves on.
+blocks that differ from what is served, as far as they were not kept from the adapter before. It comes by way of the
+node's cache and of other nodes where the run says so (`hpcrl.weights.read.subscriber`), and is copied out of the cache,
+which is a window that moves on.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 import torch
 
 from hpcrl.errors import HandoffError
-from hpcrl.inference.adapters import Adapter, as_tensor
+from hpcrl.inference.adapters import Adapter, KeptBase, as_tensor
 from hpcrl.weights import HandoffStore
 from hpcrl.weights.format.adapters import Contents, blocks_of, contents_of
 from hpcrl.weights.read.assemble import StoredTensor
@@ -42,7 +43,12 @@ class Staged:
     """
 
     def __init__(
-        self, path: Path, served: Contents | None, subscriber: Subscriber, loads: Callable[[str], bool]
+        self,
+        path: Path,
+        served: Contents | None,
+        subscriber: Subscriber,
+        loads: Callable[[str], bool],
+        base: KeptBase | None = None,
     ) -> None:
         """Begin to read.
 
@@ -54,6 +60,8 @@ class Staged:
             See above; None where nobody knows what that is.
         loads:
             Whether the worker loads the tensor of that name.
+        base:
+            What was kept of the base of adapters, and where more is kept. None: all is read.
 
         Raises
         ------
@@ -65,6 +73,7 @@ class Staged:
         self.kept = self.elsewhere = 0
         self.seconds = 0.0
         self._subscriber, self._loads = subscriber, loads
+        self._base = KeptBase(limit_bytes=0) if base is None else base
         self._tensors: list[tuple[str, torch.Tensor]] = []
         self._failure: Exception | None = None
         self._unwanted = threading.Event()
@@ -127,7 +136,11 @@ class Staged:
         changed = names if different is None else blocks_of(different, names)
         self.kept = len(names) - len(changed)
         self.contents = adapter.contents
-        yield from adapter.merged(_own(stored) for stored in reading.base_tensors(self._held(changed)))
+        again = blocks_of(adapter.contents.changed, names)
+        tensors = self._base.tensors(reading, adapter.contents.base, self._held(changed), again)
+        for name, tensor in adapter.merged(tensors):
+            # what the adapter changes was made anew; others are what was read, or is kept
+            yield name, tensor if name in adapter.contents.changed else tensor.clone()
 
     def _held(self, names: Collection[str]) -> Collection[str]:
         """Give those of ``names`` that the worker loads."""

@@ -7,10 +7,11 @@ torn or missing one leaves the served weights as they are. A failure after that 
 must not serve: the worker ends, and its engine is started again on the newest version.
 
 An adapter is merged while it is staged. Where the base is that of the served weights, only blocks of layers that it
-changes, or that the one before had changed, are read and loaded: vLLM loads what it has fused as a whole.
+changes, or that the one before had changed, are loaded: vLLM loads what it has fused as a whole. Of the base these
+blocks are read once, and kept as far as ``kept_base_bytes`` of the command line's ``--additional-config`` goes.
 
 Memory of the host: what each worker loads, from the first byte read to the end of the update. That is a version; of an
-adapter the changed blocks; where experts are dealt out, a rank's own and what is no expert.
+adapter the changed blocks; where experts are dealt out, a rank's own and what is no expert. And what is kept of a base.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from hpcrl.inference.adapters import KeptBase
 from hpcrl.inference.vllm.staging import Staged
 from hpcrl.runs.refusals import gate_from_env
 from hpcrl.weights.format.adapters import Contents
@@ -98,6 +100,7 @@ class HandoffTransferEngine(WeightTransferEngine[HandoffInit, HandoffUpdate]):
     _served: Contents | None = None
     """None: weights that no hand-off of this engine has put there."""
     _loaded: Staged | None = None
+    _base: KeptBase | None = None
 
     def init_transfer_engine(self, init_info: HandoffInit) -> None:
         """Register as a reader of hand-offs. May be called again.
@@ -127,13 +130,24 @@ class HandoffTransferEngine(WeightTransferEngine[HandoffInit, HandoffUpdate]):
         run_dir = os.environ.get("HPCRL_RUN_DIR")
         return None if run_dir is None else Path(run_dir, "weights").resolve()
 
+    @property
+    def _told(self) -> dict[str, Any] | None:
+        """What the plan says to this engine on its command line (``--additional-config``); None outside of a run."""
+        told: dict[str, Any] | None = self.vllm_config.additional_config.get("hpcrl")
+        return told
+
+    @property
+    def _kept_base_bytes(self) -> int:
+        """Most memory of this worker for the base of adapters."""
+        return int((self._told or {}).get("kept_base_bytes", 0))
+
     def _own_reader(self) -> ReaderIdentity | None:
-        """As whom this engine's server reads, by its command line (``--additional-config``).
+        """As whom this engine's server reads, by its command line.
 
         None: without a registration, so that what is read may be collected meanwhile; and neither shared on the node
         nor taken from another one.
         """
-        own = self.vllm_config.additional_config.get("hpcrl")
+        own = self._told
         if own is None:
             return None
         reader = msgspec.convert(own["reader"], ReaderIdentity)
@@ -174,7 +188,8 @@ class HandoffTransferEngine(WeightTransferEngine[HandoffInit, HandoffUpdate]):
             subscriber = self._subscriber or Subscriber(path.parent, None, ReaderSettings())
             # experts that move from rank to rank may be anywhere when they are loaded
             held = None if self.parallel_config.enable_eplb else _held_experts(self.model)
-            self._staged = Staged(path, self._served, subscriber, partial(_is_held, held))
+            self._base = self._base or KeptBase(self._kept_base_bytes)
+            self._staged = Staged(path, self._served, subscriber, partial(_is_held, held), self._base)
         if update_info.stage:
             return
         staged, self._staged = self._staged, None
@@ -191,7 +206,8 @@ class HandoffTransferEngine(WeightTransferEngine[HandoffInit, HandoffUpdate]):
         except BaseException:  # noqa: BLE001  whatever it was, the model is half old and half new
             self._die(f"loading {path} failed half-way")
         _log.info(
-            "%s: read and verified in %.3f s, waited for %.3f s, loaded %d tensors in %.3f s, kept %d, other ranks' %d",
+            "%s: read and verified in %.3f s, waited for %.3f s, loaded %d tensors in %.3f s, kept %d, "
+            "other ranks' %d, %d bytes of a base stay",
             path.name,
             staged.seconds,
             started - waited,
@@ -199,6 +215,7 @@ class HandoffTransferEngine(WeightTransferEngine[HandoffInit, HandoffUpdate]):
             time.monotonic() - started,
             staged.kept,
             staged.elsewhere,
+            0 if self._base is None else self._base.bytes,
         )
 
     def has_staged(self, path: str) -> bool:

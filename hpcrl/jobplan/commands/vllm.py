@@ -72,7 +72,7 @@ def vllm_command(
         "disable-uvicorn-access-log": True,
         "middleware": f"hpcrl.inference.vllm.{_door(recipe, role)}",
         # where it reads weights and as whom; calls can only agree (`hpcrl.inference.vllm.weights`)
-        "additional-config": {"hpcrl": {"reader": _reader(recipe, role, host), "servers": nodes * ranks_per_node}},
+        "additional-config": {"hpcrl": _told(recipe, role, host, servers=nodes * ranks_per_node)},
         **engine_flags(recipe, role, gpus=gpus, rdma=rdma, ranks_per_node=ranks_per_node),
     }
     if has_events(recipe):
@@ -162,6 +162,14 @@ def _door(recipe: Recipe, role: Role) -> str:
     if role is Role.PREFILL and recipe.returns_routed_experts:
         return "prompt_rows.RunAccessToPrefill"
     return "access.RunAccessBehindRouter" if asks_health(recipe) else "access.RunAccess"
+
+
+def _told(recipe: Recipe, role: Role, host: str, *, servers: int) -> dict[str, Any]:
+    """What `hpcrl.inference.vllm.weights` is told."""
+    told: dict[str, Any] = {"reader": _reader(recipe, role, host), "servers": servers}
+    if recipe.trainer.lora is not None:
+        told["kept_base_bytes"] = int(recipe.handoff.adapter_base_gib * (1 << 30))
+    return told
 
 
 def _reader(recipe: Recipe, role: Role, host: str) -> dict[str, Any]:

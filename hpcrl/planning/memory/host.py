@@ -111,7 +111,12 @@ def _engine(
 ) -> Iterator[Term | None]:
     offload = round(recipe.engine.memory.kv_offload_gib * GIB)
     yield Term("processes", PROCESS_BYTES * per_node, "ranks · constant", {"ranks": per_node}, "assumed")
-    yield _next_version(facts, recipe, role, ranks, per_node)
+    version = _next_version(facts, recipe, role, ranks, per_node)
+    yield version
+    if recipe.trainer.lora is not None:
+        limit = round(recipe.handoff.adapter_base_gib * GIB) * per_node
+        inputs = {"version": version.value, "limit": limit}
+        yield Term("kept base of adapters", min(version.value, limit), "min(version, limit)", inputs)
     yield Term("KV offload", offload, "engine.memory.kv_offload_gib")
     if role is Role.PREFILL and recipe.returns_routed_experts:
         yield Term("routed experts of prompts", PROMPT_ROWS_BYTES, "constant")

@@ -159,7 +159,8 @@ def adapted_tensors(
         different = frozenset(reading.chain[-2].manifest.tensors)
     else:
         yield from ((name, tensor) for name, tensor in _published(model).items() if name not in different)
-    yield from adapter.merged(base.tensors(reading, different, adapter.contents.changed))
+    tensors = base.tensors(reading, adapter.contents.base, different, adapter.contents.changed)
+    yield from adapter.merged(tensors)
 
 
 def model_bytes(model: Decoder) -> Callable[[str, TensorRecord], bytearray | None]:

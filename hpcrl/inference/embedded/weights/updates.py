@@ -117,7 +117,7 @@ class WeightUpdater:
         self._spare: Decoder | None = None
         self._ready: _Version | None = None
         self._served: _Weights | None = None
-        self._base: KeptBase | None = None
+        self._base = KeptBase()
         self._initialised = False
         self._active = False
 
@@ -149,7 +149,8 @@ class WeightUpdater:
         """Close the door and unregister; an unfinished session and the second copy of the weights are dropped."""
         with self._lock:
             self._initialised = self._active = False
-            self._spare = self._ready = self._base = None
+            self._spare = self._ready = None
+            self._base = KeptBase()
             if self._subscriber is not None:
                 self._subscriber.close()
                 self._subscriber = None
@@ -264,8 +265,6 @@ class WeightUpdater:
         """Merge an adapter into its base, in the second copy. What it does not change comes from the first."""
         check_fits(reading.chain[-2], self._arch)
         adapter = Adapter(reading.chain, reading.tensors())
-        if self._base is None or self._base.digest != adapter.contents.base:
-            self._base = KeptBase(adapter.contents.base)
         served = () if self._served is None else (self._served.version.contents, self._served.model)
         self._fill(adapted_tensors(reading, adapter, self._base, *served), reading)
         return _Version(reading.handoff.manifest, adapter.contents)
