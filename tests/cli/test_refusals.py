@@ -49,6 +49,21 @@ def test_a_directory_that_is_refused_is_one_message(tmp_path: Path, arguments: t
     assert "Traceback" not in result.stderr
 
 
+def test_output_that_a_full_disk_refuses_is_one_message(tmp_path: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        result = subprocess.run(
+            [HPCRL, "recipe", "show", "quickstart"],
+            cwd=tmp_path,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert result.returncode == 2
+    assert result.stderr.startswith("hpcrl: what was written could not be kept: no space is left on the device\n")
+    assert "Traceback" not in result.stderr
+
+
 def test_a_question_without_a_terminal_names_the_option(tmp_path: Path) -> None:
     home = tmp_path / "clusters"
     shared = home / "dev/shared"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import subprocess
 import sys
@@ -11,9 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 import torch
 from adapter_helpers import EXPERTS, OUTPUT, QUERY, factors, merged, publish_factors
+from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
 from engine_helpers import (
     Server,
     decode_experts,
@@ -27,6 +31,7 @@ from engine_helpers import (
 )
 from free_ports import free_port
 
+from hpcrl.inference.embedded.serving.errors import error_middleware
 from hpcrl.inference.embedded.serving.process import main
 from hpcrl.inference.embedded.serving.settings import parse_settings
 from hpcrl.modeling.decoder import Decoder
@@ -339,3 +344,28 @@ def test_processed_logprobs_and_a_small_cache(tiny: tuple[Path, Decoder], tmp_pa
         assert "tokenizer" in answer["error"]["message"]
     finally:
         assert running.stop() == 0
+
+
+async def test_a_client_that_goes_away_is_no_failure(caplog: pytest.LogCaptureFixture) -> None:
+    """As an orchestrator does that drops a rollout: nothing is said of it, and the next request is answered."""
+
+    async def stream(request: web.Request) -> web.StreamResponse:
+        parts = web.StreamResponse()
+        await parts.prepare(request)
+        await parts.write(b"begin")
+        assert request.transport is not None
+        request.transport.close()
+        await parts.write(b"more")  # ClientConnectionResetError
+        return parts
+
+    async def fail(request: web.Request) -> web.StreamResponse:
+        raise RuntimeError("a defect")
+
+    app = web.Application(middlewares=[error_middleware])
+    app.add_routes([web.get("/stream", stream), web.get("/fail", fail)])
+    async with TestClient(TestServer(app)) as client:
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await (await client.get("/stream")).read()
+        assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+        assert (await client.get("/fail")).status == 500
+    assert "a request failed" in caplog.text

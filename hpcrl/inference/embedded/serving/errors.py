@@ -48,6 +48,10 @@ def error_body(error: ApiError) -> bytes:
     )
 
 
+_CLIENT_HAS_GONE = 499
+"""As nginx has it in its log; nobody gets it."""
+
+
 def _as_api_error(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
@@ -66,8 +70,10 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
     """Turn exceptions of handlers into error answers."""
     try:
         return await handler(request)
-    except ConnectionResetError:
-        raise  # who asked has gone, as an orchestrator does that drops a rollout: nobody reads an answer
+    except ConnectionResetError as error:
+        # who asked has gone, as an orchestrator does that drops a rollout: nobody reads this answer
+        _log.debug("a client has gone: %s", error)
+        return web.Response(status=_CLIENT_HAS_GONE)
     except Exception as error:  # noqa: BLE001 - the one place where every failure becomes an answer
         answer = _as_api_error(error)
         return web.Response(status=answer.status, body=error_body(answer), content_type="application/json")
