@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from collections.abc import Sequence
+from copy import copy
 from typing import Annotated
 
 import typer
@@ -90,6 +92,21 @@ for module in (
 make_plain(app)
 
 
+def _of(words: Sequence[str]) -> typer.Typer:
+    """The application that has no command but the one that ``words`` begin with, or all where that is none.
+
+    Typer makes all commands before it looks which one is called: as much time as all imports of most commands.
+    """
+    name = words[0] if words and "_HPCRL_COMPLETE" not in os.environ else ""
+    commands = [one for one in app.registered_commands if one.name == name]
+    groups = [one for one in app.registered_groups if one.name == name]
+    if not commands and not groups:
+        return app
+    alone = copy(app)
+    alone.registered_commands, alone.registered_groups = commands, groups
+    return alone
+
+
 def main() -> None:
     """Run the command line; errors for people become one message and a documented exit code."""
     values = bash_values(os.environ)
@@ -99,7 +116,7 @@ def main() -> None:
     # a command imports much and leaves no cycles worth looking for: every look goes through all of it
     gc.set_threshold(100_000)
     try:
-        app(prog_name="hpcrl")
+        _of(sys.argv[1:])(prog_name="hpcrl")
     except HpcrlError as error:
         typer.echo(f"hpcrl: {error}", err=True)
         sys.exit(error.exit_code)
