@@ -51,7 +51,8 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 class StrictModel(BaseModel):
     """Frozen; unknown keys are errors; no silent conversions (``"8"`` is not 8, ``true`` is not 1)."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    # a model's own validator is made where something is read by it: most are parts of others alone
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, defer_build=True)
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler, /) -> dict[str, Any]:

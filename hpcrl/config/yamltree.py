@@ -174,7 +174,7 @@ class _Builder:
         self._built += 1
         if self._built > _MOST_VALUES:
             raise _TooMuchError(f"its aliases stand for more than {_MOST_VALUES} values")
-        if len(path) > _MOST_LEVELS:
+        if len(path) + isinstance(node, yaml.CollectionNode) > _MOST_LEVELS:
             raise _TooMuchError(_TOO_DEEP)
         self.origins[path] = self._where(node)
         if isinstance(node, yaml.SequenceNode):

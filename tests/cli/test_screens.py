@@ -58,6 +58,21 @@ def printed(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     return found.out + found.err
 
 
+def test_a_command_alone_is_what_it_is_among_all(
+    piped: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`main` makes no other command than the one that is called, where it knows its name."""
+    hpcrl = get_command(app)
+    assert isinstance(hpcrl, TyperGroup)
+    for name in hpcrl.commands:
+        alone = printed([name, "--help"], monkeypatch, capsys)
+        hpcrl.main([name, "--help"], prog_name="hpcrl", standalone_mode=False)
+        assert alone == capsys.readouterr().out, name
+    everything = printed(["--help"], monkeypatch, capsys)
+    assert all(f" {name} " in everything for name in hpcrl.commands)
+    assert "Did you mean 'submit'?" in printed(["submitt"], monkeypatch, capsys)
+
+
 def test_help_of_every_command_has_80_columns_and_no_broken_paragraphs(
     piped: None, capsys: pytest.CaptureFixture[str]
 ) -> None:

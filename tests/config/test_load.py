@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from hpcrl.config import yamltree
 from hpcrl.config.cluster import cluster_from_json
 from hpcrl.config.load import leaves, load_cluster, load_recipe
 from hpcrl.config.recipe import EngineConfig, WordsEnv
@@ -214,3 +215,40 @@ def test_what_earlier_runs_wrote_is_read(tmp_path: Path) -> None:
     written["partitions"]["gpu"]["node"]["scratch_gb_s"] = 40
     run.cluster_path.write_text(yaml.safe_dump(written))
     assert run.cluster() == cluster
+
+
+DOCUMENTS = (
+    "",
+    "a: {b: [1, 1e-3, 010, 1:30, .inf, ~, yes, 2026-11-24], c: 'x: y'}\n",
+    "a: &same [1, {b: 2}]\nb: *same\nc: |\n  text\n    more\nd: >-\n  folded\n  text\n",
+    "a: 1\na: 2\nb: !!int x\n? [1]\n: 2\n",
+    "\ufeffa: \u00fc\n---\nb: 1\n",
+    "a: [1, 2\nb: 3\n",
+    "a: *unknown\n",
+    "\ta: 1\n",
+    "a: \x07\n",
+    "a: !half 1\n",
+    "a: \udcff\n",
+    "[" * 65 + "]" * 65,
+    "{a: " * 3000,
+    "- " * 5000 + "1",
+    "&a [*a]",
+    "a: &a [1, 2, 3, 4]\nb: &b [" + ", ".join(["*a"] * 200) + "]\nc: [" + ", ".join(["*b"] * 200) + "]\n",
+)
+
+
+@pytest.mark.parametrize("text", DOCUMENTS, ids=lambda text: repr(text[:12]))
+def test_libyaml_reads_what_pyyaml_reads(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values, lines, findings and messages are the same without it, on machines that have no libyaml too."""
+
+    def read() -> object:
+        try:
+            value, builder = yamltree._parse(text, Path("some.yaml"))
+        except yaml.YAMLError as error:
+            return yamltree._problem(error)
+        return repr(value), builder.origins, builder.findings
+
+    assert yamltree._QUICK
+    with_libyaml = read()
+    monkeypatch.setattr(yamltree, "_QUICK", ())
+    assert read() == with_libyaml
