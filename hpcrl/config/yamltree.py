@@ -66,15 +66,16 @@ _Loader.add_implicit_resolver(
 )
 
 if yaml.__with_libyaml__:
+    from yaml.cyaml import CParser  # type: ignore[attr-defined]
 
-    class _QuickLoader(Composer, yaml.cyaml.CParser, SafeConstructor, Resolver):  # type: ignore[misc]
+    class _QuickLoader(Composer, CParser, SafeConstructor, Resolver):  # type: ignore[misc]
         """The same with libyaml's scanner and parser, which take a tenth of the time.
 
         Nodes are put together in Python: in C, a document that is deep enough ends the process.
         """
 
         def __init__(self, stream: str) -> None:
-            yaml.cyaml.CParser.__init__(self, stream)
+            CParser.__init__(self, stream)
             SafeConstructor.__init__(self)
             Resolver.__init__(self)
             self.anchors: dict[str, yaml.Node] = {}
