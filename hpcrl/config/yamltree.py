@@ -68,7 +68,7 @@ _Loader.add_implicit_resolver(
 if yaml.__with_libyaml__:
     from yaml.cyaml import CParser  # type: ignore[attr-defined]
 
-    class _QuickLoader(Composer, CParser, SafeConstructor, Resolver):  # type: ignore[misc]
+    class _QuickLoader(Composer, CParser, SafeConstructor, Resolver):
         """The same with libyaml's scanner and parser, which take a tenth of the time.
 
         Nodes are put together in Python: in C, a document that is deep enough ends the process.
