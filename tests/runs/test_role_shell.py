@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import pytest
 from patience import wait_for
 from runs_testing import make_run, write_status
@@ -211,6 +212,8 @@ def execute(program: str, argv: Sequence[str], env: Mapping[str, str]) -> None:
 
 def test_on_a_terminal_it_is_a_shell(tmp_path: Path) -> None:
     run = make_run(tmp_path)
+    # its own: roles are looked for on the whole machine, where the same test may run for another checkout
+    msgspec.structs.replace(RunRecord.read(run), run_id=uuid.uuid4().hex).write(run)
     me = ProcessId.of(os.getpid())
     assert me is not None
     write_status(run, RunState.RUNNING, supervisor=me)
@@ -223,7 +226,7 @@ def test_on_a_terminal_it_is_a_shell(tmp_path: Path) -> None:
         os.write(main_end, b"echo I am $HPCRL_ROLE; exit 3\n")
         os.close(terminal)
         seen = _read_all(main_end)
-        assert shell.wait(30) == 3
+        assert shell.wait(30) == 3, seen
     finally:
         role.kill()
         role.wait()
