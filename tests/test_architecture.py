@@ -7,7 +7,8 @@ import json
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,35 @@ def imports(path: Path) -> Iterator[str]:
             assert node.level == 0, f"{path}: relative import"
             yield node.module or ""
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+class WithoutTypeChecking(ast.NodeTransformer):
+    """Takes out what is for type checkers alone."""
+
+    def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
+        return node.orelse if ast.unparse(node.test) == "TYPE_CHECKING" else self.generic_visit(node)
+
+
+def needed_modules(path: Path, known: Collection[str]) -> set[str]:
+    """Those of ``known`` that a module imports when it is loaded or when its functions are called."""
+    found = set()
+    for node in ast.walk(WithoutTypeChecking().visit(ast.parse(path.read_text()))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in known else node.module or "" for name in names}
+    return found & set(known)
+
+
+def test_no_two_modules_need_each_other() -> None:
+    """Neither at once nor by way of others, nor in functions that import when they are called."""
+    paths = dict(modules())
+    graph = {name: needed_modules(path, paths) - {name} for name, path in paths.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"modules need each other: {' -> '.join(error.args[1])}")
 
 
 def test_arrows() -> None:

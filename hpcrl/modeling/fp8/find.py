@@ -1,21 +1,49 @@
-"""Whether a backend multiplies as the reference does: tried on its device before a trainer begins."""
+"""Which backend multiplies in FP8, and whether it does so as the reference does: tried before a trainer begins."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
+from hpcrl.errors import UsageError
 from hpcrl.modeling.fp8.backends import Backend, Groups, Reference
+from hpcrl.modeling.fp8.deep_gemm import DeepGemm
 from hpcrl.modeling.fp8.quantiser import PLAIN
+from hpcrl.modeling.fp8.scaled_mm import ScaledMm
 
-__all__ = ["products", "try_backend"]
+__all__ = ["find_backend", "products", "try_backend"]
 
+_WHERE = "trainer.precision.fp8.backend"
 _TOLERANCE = 0.01
 """Norm of what differs over that of the reference: rounding to bfloat16 is 0.2 %, scales of other rows all of it."""
 _ROWS, _COLUMNS, _SUMMED = 256, 384, 512
 _COUNTS = (130, 0, 70)
+
+
+def find_backend(name: str, device: torch.device) -> Backend:
+    """The backend ``name`` of `Fp8Config.backend` for ``device``; but for the reference, it has been tried there.
+
+    Raises
+    ------
+    UsageError
+        It cannot be used here, or gives other numbers than the reference; or ``auto``, and none of those for this
+        device can.
+    """
+    if name == "reference" or (name == "auto" and device.type == "cpu"):
+        return Reference()
+    kinds: dict[str, Callable[[torch.device], Backend]] = {"deep_gemm": DeepGemm, "torch": ScaledMm}
+    problems = []
+    for kind in kinds if name == "auto" else (name,):
+        try:
+            backend = kinds[kind](device)
+            try_backend(backend, device)
+            return backend
+        except LookupError as error:
+            problems.append(f"{kind} {error.args[0]}")
+    hint = "set it to reference, which is slow and runs everywhere, or leave trainer.precision.fp8 out"
+    raise UsageError(f"{_WHERE}: {name}: {'; '.join(problems)}\n    hint: {hint}")
 
 
 def products(backend: Backend, device: torch.device) -> Iterator[tuple[str, Tensor]]:
