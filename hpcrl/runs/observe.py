@@ -14,7 +14,7 @@ from hpcrl.runs.cause import Cause, CauseKind
 from hpcrl.runs.clocks import Clock
 from hpcrl.runs.events import Event, read_events
 from hpcrl.runs.exclusions import read_exclusions
-from hpcrl.runs.jobs import JobFact, ask
+from hpcrl.runs.job_facts import JobFact, ask
 from hpcrl.runs.record import RunRecord, Submission
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ComponentState, ComponentStatus, ProcessId, RunState, RunStatus

@@ -14,7 +14,7 @@ from runs_testing import make_run, write_status, write_steps
 
 from hpcrl.runs.exclusions import exclude
 from hpcrl.runs.fleet import EngineView, Fleet, Replica, ReplicaState
-from hpcrl.runs.jobs import JobFact, use_source
+from hpcrl.runs.job_facts import JobFact, use_source
 from hpcrl.runs.observe import RunView, observe
 from hpcrl.runs.record import RunRecord
 from hpcrl.runs.run_progress import read_progress

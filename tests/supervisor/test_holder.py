@@ -14,9 +14,9 @@ import pytest
 from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.load import load_cluster, load_recipe
 from hpcrl.jobplan import make_plan
-from hpcrl.runs import jobs
+from hpcrl.runs import job_facts
 from hpcrl.runs.exclusions import read_exclusions
-from hpcrl.runs.jobs import JobFact
+from hpcrl.runs.job_facts import JobFact
 from hpcrl.runs.record import RunRecord, Submission
 from hpcrl.runs.replicas import Held, Wanted, wanted_replicas
 from hpcrl.runs.rundir import RunDir
@@ -125,11 +125,11 @@ class Scene:
 
 @pytest.fixture
 def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
-    scene, before = Scene(tmp_path), list(jobs._sources)
+    scene, before = Scene(tmp_path), list(job_facts._sources)
     monkeypatch.setattr(holder, "client_of", lambda submission: scene.slurm)
-    jobs.use_source(scene.look_up)
+    job_facts.use_source(scene.look_up)
     yield scene
-    jobs._sources[:] = before
+    job_facts._sources[:] = before
 
 
 def test_a_beating_supervisor_costs_slurm_no_question(scene: Scene) -> None:

@@ -31,7 +31,7 @@ import msgspec
 from hpcrl.config.plan import Role
 from hpcrl.errors import HpcrlError
 from hpcrl.ours import umask_of
-from hpcrl.runs.jobs import use_source
+from hpcrl.runs.job_facts import use_source
 from hpcrl.runs.observe import observe
 from hpcrl.runs.record import RunRecord
 from hpcrl.runs.replicas import Held, wanted_replicas
