@@ -11,10 +11,10 @@ from hpcrl.errors import HpcrlError, RunDirError
 from hpcrl.fs import atomic_write
 from hpcrl.passing import patiently
 from hpcrl.runs.contents import RunContents
+from hpcrl.runs.elastic import wanted_replicas
 from hpcrl.runs.observe import RunView, observe
 from hpcrl.runs.record import RunRecord, Submission, this_process
 from hpcrl.runs.registry import reference
-from hpcrl.runs.replicas import wanted_replicas
 from hpcrl.runs.rundir import RunDir
 from hpcrl.slurm.client import SlurmClient
 from hpcrl.slurm.directives import JobIdentity

@@ -12,7 +12,7 @@ from hpcrl.config.load import load_cluster, load_recipe
 from hpcrl.config.plan import Role, RoleGroup
 from hpcrl.jobplan import make_plan
 from hpcrl.runs.cause import CauseKind
-from hpcrl.runs.replicas import Held
+from hpcrl.runs.elastic import Held
 from hpcrl.runs.rundir import RunDir
 from hpcrl.slurm.errors import SlurmError
 from hpcrl.slurm.launch import Allocation

@@ -14,7 +14,7 @@ from elastic_scene import Scene
 
 from hpcrl.config.plan import Role
 from hpcrl.runs.cause import Cause, CauseKind
-from hpcrl.runs.replicas import Held, Wanted
+from hpcrl.runs.elastic import Held, Wanted
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ComponentState
 from hpcrl.slurm.errors import SlurmError, SlurmRejectedError, SlurmUnavailableError

@@ -15,10 +15,10 @@ from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.load import load_cluster, load_recipe
 from hpcrl.jobplan import make_plan
 from hpcrl.runs import job_facts
+from hpcrl.runs.elastic import Held, Wanted, wanted_replicas
 from hpcrl.runs.exclusions import read_exclusions
 from hpcrl.runs.job_facts import JobFact
 from hpcrl.runs.record import RunRecord, Submission
-from hpcrl.runs.replicas import Held, Wanted, wanted_replicas
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ComponentState, ComponentStatus, ProcessId, RunState, RunStatus
 from hpcrl.slurm.client import SlurmClient

@@ -31,10 +31,10 @@ import msgspec
 from hpcrl.config.plan import Role
 from hpcrl.errors import HpcrlError
 from hpcrl.ours import umask_of
+from hpcrl.runs.elastic import Held, wanted_replicas
 from hpcrl.runs.job_facts import use_source
 from hpcrl.runs.observe import observe
 from hpcrl.runs.record import RunRecord
-from hpcrl.runs.replicas import Held, wanted_replicas
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import HEARTBEAT_S, RunState, RunStatus
 from hpcrl.slurm.exclude import nodes_to_exclude, stay_away

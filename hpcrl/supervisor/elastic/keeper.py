@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from hpcrl.config.plan import Plan, RoleGroup
 from hpcrl.runs.cause import Cause, CauseKind
-from hpcrl.runs.replicas import Held, wanted_replicas
+from hpcrl.runs.elastic import Held, wanted_replicas
 from hpcrl.runs.role import Member
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ComponentState, ReplicaJob
