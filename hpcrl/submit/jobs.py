@@ -21,7 +21,7 @@ from hpcrl.slurm.directives import JobIdentity
 from hpcrl.slurm.exclude import nodes_to_exclude
 from hpcrl.slurm.lookup import client_of
 from hpcrl.slurm.render import Script, planned_parts
-from hpcrl.slurm.replicas import ReplicaJobs, cancel_all
+from hpcrl.slurm.replica_jobs import ReplicaJobs, cancel_all
 from hpcrl.slurm.scripts import JOB_FOLDER, run_scripts, submission_id
 from hpcrl.submit.slurm_executor import SlurmExecutor
 from hpcrl.supervisor.job import Supervise

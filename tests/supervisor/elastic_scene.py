@@ -17,7 +17,7 @@ from hpcrl.runs.rundir import RunDir
 from hpcrl.slurm.errors import SlurmError
 from hpcrl.slurm.launch import Allocation
 from hpcrl.slurm.records import HetComponent, Job
-from hpcrl.slurm.replicas import LivingJob, ReplicaJobs
+from hpcrl.slurm.replica_jobs import LivingJob, ReplicaJobs
 from hpcrl.slurm.states import JobState
 from hpcrl.supervisor.component import Component
 from hpcrl.supervisor.elastic.keeper import ElasticReplicas

@@ -40,7 +40,7 @@ from hpcrl.runs.status import HEARTBEAT_S, RunState, RunStatus
 from hpcrl.slurm.exclude import nodes_to_exclude, stay_away
 from hpcrl.slurm.hostlist import expand_hostlist
 from hpcrl.slurm.lookup import client_of, look_up
-from hpcrl.slurm.replicas import ReplicaJobs
+from hpcrl.slurm.replica_jobs import ReplicaJobs
 from hpcrl.supervisor.policy.nodes import may_ask, record_lost_nodes
 
 __all__ = ["Holder", "main"]

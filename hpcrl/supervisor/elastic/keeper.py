@@ -20,7 +20,7 @@ from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ComponentState, ReplicaJob
 from hpcrl.slurm.errors import SlurmError, SlurmRejectedError
 from hpcrl.slurm.launch import Allocation
-from hpcrl.slurm.replicas import LivingJob, ReplicaJobs
+from hpcrl.slurm.replica_jobs import LivingJob, ReplicaJobs
 from hpcrl.slurm.states import JobState
 from hpcrl.supervisor.component import Component
 from hpcrl.supervisor.elastic.needs import Crew, PlacesReplicas
