@@ -21,7 +21,7 @@ from hpcrl.slurm.replica_jobs import LivingJob, ReplicaJobs
 from hpcrl.slurm.states import JobState
 from hpcrl.supervisor.component import Component
 from hpcrl.supervisor.elastic.keeper import ElasticReplicas
-from hpcrl.supervisor.launch.launcher import Address
+from hpcrl.supervisor.launch.replica_launcher import Address
 from hpcrl.supervisor.launch.survey import NodesSilentError
 from hpcrl.supervisor.process.guarded import Dump, End
 

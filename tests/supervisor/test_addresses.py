@@ -13,7 +13,7 @@ import pytest
 from hpcrl.errors import HpcrlError
 from hpcrl.interfaces import machine_id
 from hpcrl.supervisor.launch.addresses import choose_addresses
-from hpcrl.supervisor.launch.launcher import Address
+from hpcrl.supervisor.launch.replica_launcher import Address
 from hpcrl.supervisor.launch.survey import NodeAnswer, NodesSilentError, Survey
 
 LOOP = {"lo": ["127.0.0.1", "::1"]}

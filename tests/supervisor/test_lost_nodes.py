@@ -17,7 +17,7 @@ from hpcrl.runs.status import ComponentState, ComponentStatus, ProcessId, RunSta
 from hpcrl.slurm.client import SlurmClient
 from hpcrl.slurm.command import CommandResult
 from hpcrl.supervisor.board import Board
-from hpcrl.supervisor.launch.launcher import LocalLauncher
+from hpcrl.supervisor.launch.replica_launcher import LocalLauncher
 from hpcrl.supervisor.policy.node_faults import NodeFaults
 from hpcrl.supervisor.policy.nodes import find_lost_nodes
 

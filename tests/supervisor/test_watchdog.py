@@ -15,7 +15,7 @@ from hpcrl import reporting
 from hpcrl.config.plan import Role, WatchPolicy
 from hpcrl.runs.progress import RoleProgress, progress_path
 from hpcrl.supervisor.component import Component
-from hpcrl.supervisor.launch.launcher import Address
+from hpcrl.supervisor.launch.replica_launcher import Address
 from hpcrl.supervisor.policy.watchdog import Pulse, Sign, Watchdog, read_engine_metrics
 
 POLICY = WatchPolicy(floor_s=10.0, ceiling_s=100.0)

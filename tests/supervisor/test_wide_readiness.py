@@ -23,8 +23,8 @@ from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunState
 from hpcrl.serving import stop_serving
 from hpcrl.supervisor.component import Component
-from hpcrl.supervisor.launch.launcher import Address, LocalLauncher
 from hpcrl.supervisor.launch.readiness import Prober
+from hpcrl.supervisor.launch.replica_launcher import Address, LocalLauncher
 from hpcrl.supervisor.policy.watchdog import Pulses, Sign, Watchdog
 from hpcrl.supervisor.process.node_values import fill_node_rank
 

@@ -25,7 +25,7 @@ from hpcrl.slurm.states import JobState
 from hpcrl.supervisor.component import Component
 from hpcrl.supervisor.elastic.needs import Crew, PlacesReplicas
 from hpcrl.supervisor.elastic.slots import Slot
-from hpcrl.supervisor.launch.launcher import Address
+from hpcrl.supervisor.launch.replica_launcher import Address
 from hpcrl.supervisor.launch.survey import NodesSilentError
 
 __all__ = ["ElasticReplicas"]

@@ -10,7 +10,7 @@ import aiohttp
 
 from hpcrl.config.plan import FileProbe, HttpProbe
 from hpcrl.credentials import Credentials
-from hpcrl.supervisor.launch.launcher import Address
+from hpcrl.supervisor.launch.replica_launcher import Address
 
 __all__ = ["Prober"]
 
