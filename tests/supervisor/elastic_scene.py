@@ -15,7 +15,7 @@ from hpcrl.runs.cause import CauseKind
 from hpcrl.runs.elastic import Held
 from hpcrl.runs.rundir import RunDir
 from hpcrl.slurm.errors import SlurmError
-from hpcrl.slurm.launch import Allocation
+from hpcrl.slurm.launch_arguments import Allocation
 from hpcrl.slurm.records import HetComponent, Job
 from hpcrl.slurm.replica_jobs import LivingJob, ReplicaJobs
 from hpcrl.slurm.states import JobState

@@ -19,7 +19,7 @@ from hpcrl.runs.role import Member
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ComponentState, ReplicaJob
 from hpcrl.slurm.errors import SlurmError, SlurmRejectedError
-from hpcrl.slurm.launch import Allocation
+from hpcrl.slurm.launch_arguments import Allocation
 from hpcrl.slurm.replica_jobs import LivingJob, ReplicaJobs
 from hpcrl.slurm.states import JobState
 from hpcrl.supervisor.component import Component

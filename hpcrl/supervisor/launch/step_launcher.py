@@ -28,7 +28,7 @@ from hpcrl.runs.rundir import RunDir
 from hpcrl.slurm.client import SlurmClient
 from hpcrl.slurm.errors import SlurmError
 from hpcrl.slurm.exclude import nodes_to_exclude, stay_away
-from hpcrl.slurm.launch import (
+from hpcrl.slurm.launch_arguments import (
     Allocation,
     Allocations,
     allocations_from_env,
