@@ -15,7 +15,7 @@ from hpcrl.weights.format.manifest import CHUNK_BYTES, Chunk
 from hpcrl.weights.format.shard import TensorBytes, write_shard
 from hpcrl.weights.write.handoff_writer import ShardResult
 from hpcrl.weights.write.lora import adapter_tensors, publish_adapter
-from hpcrl.weights.write.publisher import Cut, OwnUnit, delta_result, encode_delta
+from hpcrl.weights.write.own_units import Cut, OwnUnit, delta_result, encode_delta
 
 DOC = Path(__file__).parents[2] / "docs/handoff.md"
 

@@ -28,7 +28,7 @@ from hpcrl.weights.format.units import Runs, assign_units
 from hpcrl.weights.lifetime.collector import Collector
 from hpcrl.weights.lifetime.leases import ReaderWatch
 from hpcrl.weights.lifetime.pins import pins_of
-from hpcrl.weights.write.publisher import Cut, Digests, OwnUnit, full_results, write_units
+from hpcrl.weights.write.own_units import Cut, Digests, OwnUnit, full_results, write_units
 from hpcrl.weights.write.writer import FileWriter, preallocate
 
 WORDS = 100

@@ -22,7 +22,7 @@ from hpcrl.weights.format.layout import PAGE_BYTES, PublishedTensor, ShardLayout
 from hpcrl.weights.format.quantize import QuantisedModules
 from hpcrl.weights.format.shard import SAFETENSORS_DTYPES
 from hpcrl.weights.format.units import UnitTable, assign_units
-from hpcrl.weights.write.publisher import Cut, OwnUnit
+from hpcrl.weights.write.own_units import Cut, OwnUnit
 
 __all__ = ["Copy", "Plan", "Window", "held_blocks", "make_plan"]
 
