@@ -22,12 +22,12 @@ from hpcrl.decoding import prepared
 from hpcrl.fs import make_directory, write_json
 from hpcrl.runs.rundir import RunDir
 
-__all__ = ["Held", "Wanted", "wanted_replicas"]
+__all__ = ["HeldNodes", "Wanted", "wanted_replicas"]
 
 _log = logging.getLogger(__name__)
 
 
-class Held(msgspec.Struct, frozen=True, kw_only=True):
+class HeldNodes(msgspec.Struct, frozen=True, kw_only=True):
     """Nodes that wait for their replica, as the holder in their job says.
 
     Attributes
@@ -67,7 +67,7 @@ class Held(msgspec.Struct, frozen=True, kw_only=True):
         self.path(run).unlink(missing_ok=True)
 
     @staticmethod
-    def read_all(run: RunDir) -> list[Held]:
+    def read_all(run: RunDir) -> list[HeldNodes]:
         """What holders say. A job that was killed leaves its file: only Slurm knows which jobs live."""
         try:
             names = os.listdir(_directory(run))
@@ -80,7 +80,7 @@ class Held(msgspec.Struct, frozen=True, kw_only=True):
             with contextlib.suppress(FileNotFoundError):  # removed since
                 path = _directory(run) / name
                 try:
-                    found.append(msgspec.json.decode(path.read_bytes(), type=prepared(Held)))
+                    found.append(msgspec.json.decode(path.read_bytes(), type=prepared(HeldNodes)))
                 except msgspec.DecodeError as error:
                     _log.warning("%s cannot be read: %s", path, error)
         return found

@@ -25,10 +25,10 @@ from hpcrl.runs.record import RunRecord, Submission, this_process
 from hpcrl.runs.registry import reference
 from hpcrl.runs.reserve import keep_start_reserve, release_reserve
 from hpcrl.runs.rundir import RunDir
-from hpcrl.runs.start.origin import START_MODEL, Source, make_start_model
+from hpcrl.runs.start.origin import START_MODEL, ModelOrigin, make_start_model
 from hpcrl.runs.start.privacy import check_root, protect
 from hpcrl.runs.start.restart import ResumePoint
-from hpcrl.runs.start.resume import Begin, plan_resume
+from hpcrl.runs.start.resume import ResumeFrom, plan_resume
 from hpcrl.runs.start.snapshot import keep_snapshot, take_snapshot
 from hpcrl.runs.status import ProcessId, RunState
 from hpcrl.slurm.in_job import InJob
@@ -67,7 +67,7 @@ def create_run(
     plan: Plan,
     *,
     provenance: Mapping[str, str] | None = None,
-    source: Source | None = None,
+    source: ModelOrigin | None = None,
 ) -> RunContents:
     """Make the directory of a new run: complete at once, or not at all. Starts nothing.
 
@@ -178,7 +178,7 @@ def _submit_attempt(contents: RunContents, in_job: InJob | None) -> Submission:
     return submission
 
 
-def prepare_resume(run: RunDir, begin: Begin | None = None, *, steps: int | None = None) -> ResumePoint:
+def prepare_resume(run: RunDir, begin: ResumeFrom | None = None, *, steps: int | None = None) -> ResumePoint:
     """Check that a run may be resumed, and find its checkpoint. Starts, ends and changes nothing.
 
     Parameters
@@ -211,7 +211,7 @@ def prepare_resume(run: RunDir, begin: Begin | None = None, *, steps: int | None
             f"    hint: watch it: hpcrl status {reference(run)} --watch\n"
             f"    hint: end it first: hpcrl cancel {reference(run)}"
         )
-    return plan_resume(run, begin or Begin(), completed=view.state is RunState.COMPLETED, steps=steps)
+    return plan_resume(run, begin or ResumeFrom(), completed=view.state is RunState.COMPLETED, steps=steps)
 
 
 def end_leftovers(run: RunDir) -> int:

@@ -17,7 +17,7 @@ from runs_testing import START_S, make_run, step_record, write_event, write_log,
 
 from hpcrl.errors import MissingExtraError, UsageError
 from hpcrl.runs.cause import Cause, CauseKind
-from hpcrl.runs.clocks import Clock
+from hpcrl.runs.clocks import NodeClock
 from hpcrl.runs.events import EventWriter
 from hpcrl.runs.fleet import EngineView, Fleet, FleetView, Replica, judge
 from hpcrl.runs.metrics import MetricsWriter, StepRecord, read_metrics, read_newest
@@ -216,7 +216,12 @@ def test_the_live_view_shows_what_one_waits_for(run: RunDir, width: int) -> None
 
 
 def test_nodes_whose_clocks_are_off_are_named(run: RunDir) -> None:
-    clocks = {"n1": Clock(0.001, 0.0001), "n2": Clock(3.1, 0.0002), "n3": Clock(-7.0, 0.01), "n4": Clock(2.0, 1.5)}
+    clocks = {
+        "n1": NodeClock(0.001, 0.0001),
+        "n2": NodeClock(3.1, 0.0002),
+        "n3": NodeClock(-7.0, 0.01),
+        "n4": NodeClock(2.0, 1.5),
+    }
     view = msgspec.structs.replace(observe(run), clocks=clocks)
     text = shown(render(view, read_progress(run), read_metrics(run)))
     assert "clocks are off: n2 3.1 s ± 0.0002 s ahead, n3 7 s ± 0.01 s behind; " in text

@@ -14,7 +14,7 @@ from elastic_scene import Scene
 
 from hpcrl.config.plan import Role
 from hpcrl.runs.cause import Cause, CauseKind
-from hpcrl.runs.elastic import Held, Wanted
+from hpcrl.runs.elastic import HeldNodes, Wanted
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ComponentState
 from hpcrl.slurm.errors import SlurmError, SlurmRejectedError, SlurmUnavailableError
@@ -188,13 +188,13 @@ async def test_files_that_cannot_be_read_end_nothing(
     bad: Any = OSError(116, "Stale file handle")
     looks: list[str] = []
 
-    def read(run: RunDir) -> list[Held]:
+    def read(run: RunDir) -> list[HeldNodes]:
         looks.append("look")
         if len(looks) <= 2:
             raise bad
         return []
 
-    monkeypatch.setattr(Held, "read_all", staticmethod(read))
+    monkeypatch.setattr(HeldNodes, "read_all", staticmethod(read))
     monkeypatch.setattr("hpcrl.supervisor.elastic.keeper._ROUND_S", 0.01)
     keeper = asyncio.create_task(scene.replicas.run())
     while len(looks) < 4:

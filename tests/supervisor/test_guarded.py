@@ -17,7 +17,7 @@ import pytest
 from hpcrl import procfs
 from hpcrl.left_memory import SHARED_MEMORY, make_owned
 from hpcrl.marks import RUN_ID_VARIABLE
-from hpcrl.runs.clocks import Clock, Clocks
+from hpcrl.runs.clocks import Clocks, NodeClock
 from hpcrl.supervisor.process import guarded
 from hpcrl.supervisor.process.guarded import ProcessSpec, guard_command, start_guarded
 
@@ -83,7 +83,7 @@ async def test_a_guard_that_obeys_is_left_alone(tmp_path: Path, caplog: pytest.L
 
 async def test_the_time_of_an_end_is_by_our_clock_and_the_node_is_named(tmp_path: Path) -> None:
     """The guard's own clock is that of its node, which here counts as 3.1 s behind."""
-    clocks = Clocks({"n7": Clock(-3.1, 0.01)})
+    clocks = Clocks({"n7": NodeClock(-3.1, 0.01)})
     before_s = time.time()
     process = await start_guarded(
         guard_command(sys.executable),

@@ -15,7 +15,7 @@ from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.load import load_cluster, load_recipe
 from hpcrl.jobplan import make_plan
 from hpcrl.runs import job_facts
-from hpcrl.runs.elastic import Held, Wanted, wanted_replicas
+from hpcrl.runs.elastic import HeldNodes, Wanted, wanted_replicas
 from hpcrl.runs.exclusions import read_exclusions
 from hpcrl.runs.job_facts import JobFact
 from hpcrl.runs.record import RunRecord, Submission
@@ -84,7 +84,7 @@ class Scene:
         self.slurm = Slurm()
         self.asked = 0
         self.now = 1000.0
-        held = Held(role="engine", replica=1, submission=1, job_id=8, restart=0, nodes=["n2"], since_s=0.0)
+        held = HeldNodes(role="engine", replica=1, submission=1, job_id=8, restart=0, nodes=["n2"], since_s=0.0)
         self.holder = Holder(self.run, held, clock=lambda: self.now)
 
     @staticmethod
@@ -203,15 +203,15 @@ def test_what_a_job_holds(tmp_path: Path) -> None:
     run, held = held_from_env([str(tmp_path), "engine", "4", "2"], environ)
     assert (held.job_id, held.restart, held.nodes, held.submission) == (12, 3, ["n1", "n2"], 2)
     held.write(run)
-    (found,) = Held.read_all(run)
+    (found,) = HeldNodes.read_all(run)
     assert found == held
     held.remove(run)
-    assert Held.read_all(run) == []
+    assert HeldNodes.read_all(run) == []
 
 
 def test_what_is_held_is_said_once_the_filesystem_takes_it(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(holder, "_LOOK_S", 0.05)
-    held = Held(role="engine", replica=0, submission=1, job_id=9, restart=0, nodes=["n3"], since_s=0.0)
+    held = HeldNodes(role="engine", replica=0, submission=1, job_id=9, restart=0, nodes=["n3"], since_s=0.0)
     in_the_way = scene.run.path / "replicas"
     in_the_way.write_text("a file where the directory belongs")
     said = threading.Thread(target=holder._say_held, args=(scene.run, held, threading.Event()))
@@ -220,4 +220,4 @@ def test_what_is_held_is_said_once_the_filesystem_takes_it(scene: Scene, monkeyp
     assert said.is_alive()
     in_the_way.unlink()
     said.join(30)
-    assert Held.read_all(scene.run) == [held]
+    assert HeldNodes.read_all(scene.run) == [held]
