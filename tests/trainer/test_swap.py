@@ -35,7 +35,7 @@ from hpcrl.trainer.publish.colocated_engines import ColocatedEngines
 from hpcrl.trainer.publish.swap_sync import SwapSync
 from hpcrl.trainer.step.phases import PhaseClock
 from hpcrl.weights import HandoffStore
-from hpcrl.weights.handover import Layer, SharedMemory, SharedTensor
+from hpcrl.weights.handover import HandoverLayer, SharedMemory, SharedTensor
 from hpcrl.weights.read.model_files import ModelFiles
 
 STEPS = 2
@@ -194,15 +194,15 @@ def test_an_engine_says_why_it_takes_no_layer(tmp_path):
             engines.wake(1)
         wrong = [SharedTensor("norm.weight", "float32", (3,), 0)]
         with pytest.raises(HandoffError, match=r"norm\.weight' has shape \(3,\), not"):
-            engines.load(Layer(memory.path, wrong))
+            engines.load(HandoverLayer(memory.path, wrong))
         with pytest.raises(HandoffError, match=r"'unheard\.of' is not part of this model"):
-            engines.load(Layer(memory.path, [SharedTensor("unheard.of", "float32", (3,), 0)]))
+            engines.load(HandoverLayer(memory.path, [SharedTensor("unheard.of", "float32", (3,), 0)]))
         for path in ("/etc/passwd", f"/proc/{os.getpid()}/fd/0#0f", memory.path[:-4] + "0000", "/proc/1/../1/mem"):
             with pytest.raises(HandoffError, match=r"shared memory|no memory for layers|cannot be opened"):
-                engines.load(Layer(path, wrong))
+                engines.load(HandoverLayer(path, wrong))
         for name, tensor in model_tensors(model).items():
             room = SharedMemory.create(tensor.numel() * 4)
-            engines.load(Layer(room.path, [SharedTensor(name, "float32", tuple(tensor.shape), 0)]))
+            engines.load(HandoverLayer(room.path, [SharedTensor(name, "float32", tuple(tensor.shape), 0)]))
             room.close()
         assert engines.wake(1) == turns.arena.device_bytes > 0
         kept = engine_kept(turns)
@@ -211,7 +211,7 @@ def test_an_engine_says_why_it_takes_no_layer(tmp_path):
             # what the next owner of this memory may find in it
             tensor.fill_(float("nan"))
         with pytest.raises(HandoffError, match="call /sleep first"):
-            engines.load(Layer(memory.path, wrong))
+            engines.load(HandoverLayer(memory.path, wrong))
         assert engines.sleep() == 0
         assert turns.is_asleep
         assert memory_of(kept) == []

@@ -22,7 +22,7 @@ from hpcrl.weights.format.layout import PAGE_BYTES, PublishedTensor, ShardLayout
 from hpcrl.weights.format.quantize import QuantisedModules
 from hpcrl.weights.format.shard import SAFETENSORS_DTYPES
 from hpcrl.weights.format.units import UnitTable, assign_units
-from hpcrl.weights.write.own_units import Cut, OwnUnit
+from hpcrl.weights.write.own_units import OwnUnit, UnitChunk
 
 __all__ = ["Copy", "Plan", "Window", "held_blocks", "make_plan"]
 
@@ -109,14 +109,14 @@ class Window:
 
 def _cuts_of(
     table: UnitTable, own: NDArray[np.int64], names: Sequence[str], widths: Sequence[int]
-) -> dict[int, list[Cut]]:
+) -> dict[int, list[UnitChunk]]:
     """The hash chunks of units, by number of the unit."""
     chunks = table.chunks
-    cuts: dict[int, list[Cut]] = {number: [] for number in own.tolist()}
+    cuts: dict[int, list[UnitChunk]] = {number: [] for number in own.tolist()}
     mine = np.flatnonzero(np.isin(chunks.unit, own))
     unit, tensor, number, size = (column[mine].tolist() for column in chunks)
     for i, of in enumerate(unit):
-        cuts[of].append(Cut(names[tensor[i]], number[i], size[i], widths[tensor[i]]))
+        cuts[of].append(UnitChunk(names[tensor[i]], number[i], size[i], widths[tensor[i]]))
     return cuts
 
 

@@ -23,7 +23,7 @@ __all__ = [
     "CANARY",
     "Contents",
     "Merge",
-    "Part",
+    "Product",
     "blocks_of",
     "contents_of",
     "plan_merge",
@@ -51,7 +51,7 @@ _PLAIN: dict[str, Any] = {
 }
 
 
-class Part(NamedTuple):
+class Product(NamedTuple):
     """A product ``B[b_rows, b_columns] @ A[a_rows]`` that is added to a stretch of a tensor of the base.
 
     Attributes
@@ -87,7 +87,7 @@ class Merge(NamedTuple):
     """
 
     scale: float
-    parts: dict[str, list[Part]]
+    parts: dict[str, list[Product]]
 
 
 class Contents(NamedTuple):
@@ -202,13 +202,13 @@ def _modules(tensors: Mapping[str, TensorRecord], problems: list[str]) -> dict[s
 
 def _parts(
     module: str, pair: tuple[str, str], rank: int, own: Mapping[str, TensorRecord], base: Mapping[str, TensorRecord]
-) -> Iterator[tuple[str, Part]]:
+) -> Iterator[tuple[str, Product]]:
     """The changes of one module (ValueError where it does not fit)."""
     a, b = pair
     (a_rows, columns), (rows, b_columns) = own[a].shape, own[b].shape
     if f"{module}.weight" in base:
         _check_rank((a_rows, b_columns), rank)
-        yield _fitting(base, f"{module}.weight", (rows, columns)), Part(a, b)
+        yield _fitting(base, f"{module}.weight", (rows, columns)), Product(a, b)
     elif (match := _EXPERT.fullmatch(module)) and (stacked := _stacked(match[1], match[3])) in base:
         _check_rank((a_rows, b_columns), rank)
         halves = 1 if match[3] == "down_proj" else 2
@@ -216,14 +216,14 @@ def _parts(
         if int(match[2]) >= base[stacked].shape[0]:
             raise ValueError(f"{stacked} has {base[stacked].shape[0]} experts")
         begin = rows if match[3] == "up_proj" else 0
-        yield stacked, Part(a, b, expert=int(match[2]), rows=slice(begin, begin + rows))
+        yield stacked, Product(a, b, expert=int(match[2]), rows=slice(begin, begin + rows))
     else:
         yield from _fused_parts(module, pair, rank, own, base)
 
 
 def _fused_parts(
     module: str, pair: tuple[str, str], rank: int, own: Mapping[str, TensorRecord], base: Mapping[str, TensorRecord]
-) -> Iterator[tuple[str, Part]]:
+) -> Iterator[tuple[str, Product]]:
     """The changes of all experts of a layer: rows of A are grouped by expert, columns of B by rank."""
     a, b = pair
     (a_rows, columns), (rows, b_columns) = own[a].shape, own[b].shape
@@ -237,7 +237,7 @@ def _fused_parts(
     if stacked in base:
         _fitting(base, stacked, (count, rows, columns))
     for e in range(count):
-        part = Part(a, b, slice(e * rank, (e + 1) * rank), slice(None), slice(e, None, count))
+        part = Product(a, b, slice(e * rank, (e + 1) * rank), slice(None), slice(e, None, count))
         if stacked in base:
             yield stacked, part._replace(expert=e)
             continue

@@ -15,10 +15,10 @@ from hpcrl.weights.write.handoff_writer import ShardResult
 from hpcrl.weights.write.writer import FileWriter, shard_records, write_stream
 
 __all__ = [
-    "Cut",
     "Delta",
     "Digests",
     "OwnUnit",
+    "UnitChunk",
     "delta_result",
     "delta_tensors",
     "encode_delta",
@@ -30,7 +30,7 @@ Digests = dict[str, list[Chunk]]
 """Hashed chunks by file, as each writer reports them."""
 
 
-class Cut(NamedTuple):
+class UnitChunk(NamedTuple):
     """A hash chunk of a unit: of which tensor, which of its chunks, its length, and bytes of an element."""
 
     tensor: str
@@ -46,7 +46,7 @@ class OwnUnit(NamedTuple):
     offset: int
     at: int
     bytes: int
-    cuts: tuple[Cut, ...]
+    cuts: tuple[UnitChunk, ...]
 
 
 def write_units(writer: FileWriter, units: Sequence[OwnUnit], image: memoryview, turn: int) -> Digests:
