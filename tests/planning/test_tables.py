@@ -18,7 +18,7 @@ from hpcrl.planning.report import make_outlook
 from hpcrl.planning.tables.file import TableFile, load_table, shipped_tables
 from hpcrl.planning.tables.lookup import Curves, Tables, gemm_roofline
 from hpcrl.planning.tables.profile import measure, table_yaml
-from hpcrl.planning.times.collectives import Group, all_to_all
+from hpcrl.planning.times.collectives import RankGroup, all_to_all
 from hpcrl.planning.times.engine import decode_step
 from hpcrl.planning.times.rates import Rates
 from hpcrl.planning.times.shapes import EngineShape
@@ -141,8 +141,8 @@ def test_a_dispatch_takes_what_was_measured_and_small_ones_keep_their_latency() 
     links = rates(load_calibration()).low_latency
     sent = 128 * 8 * 7168 * (1 + 4 / 128)
     # EP 64 on H800: 173 us; adapters of the site are the same
-    assert all_to_all(sent, Group.inner(64, 8), links) == pytest.approx(173e-6, rel=0.01)
-    small = all_to_all(sent / 64, Group.inner(64, 8), links)
+    assert all_to_all(sent, RankGroup.inner(64, 8), links) == pytest.approx(173e-6, rel=0.01)
+    small = all_to_all(sent / 64, RankGroup.inner(64, 8), links)
     assert links.hop_s * 0.9 < small < 173e-6 / 2
 
 

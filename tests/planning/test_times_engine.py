@@ -13,10 +13,10 @@ from hpcrl.models import load_facts
 from hpcrl.planning.calibration.file import load_calibration
 from hpcrl.planning.hardware import NodeHardware, node_hardware
 from hpcrl.planning.report import make_outlook
-from hpcrl.planning.times.collectives import Group, all_reduce
+from hpcrl.planning.times.collectives import RankGroup, all_reduce
 from hpcrl.planning.times.engine import decode_step, kv_read_bytes, prefill_token
 from hpcrl.planning.times.rates import Rates
-from hpcrl.planning.times.serving import Serving
+from hpcrl.planning.times.serving import ServingFleet
 from hpcrl.planning.times.shapes import EngineShape
 from hpcrl.planning.times.workload import resolve_workload
 
@@ -83,7 +83,7 @@ def test_a_step_is_a_line_near_its_batch() -> None:
     workload = resolve_workload(recipe, load_calibration())
     own = rates()
     decode = EngineShape(replicas=1, nodes=8, gpus_per_node=8, expert_parallel=64, weight_dtype="fp8", max_num_seqs=96)
-    line = Serving(GLM5, workload, decode, own).step_line(32)
+    line = ServingFleet(GLM5, workload, decode, own).step_line(32)
     for batch in (24, 32, 48):
         context = workload.mean("context")
         exact = decode_step(GLM5, decode, own, batch=batch, context=context).seconds
@@ -99,7 +99,7 @@ def test_engines_saturate_and_rollouts_queue() -> None:
     own = rates()
     decode = EngineShape(replicas=1, nodes=8, gpus_per_node=8, expert_parallel=64, weight_dtype="fp8", max_num_seqs=96)
     prefill = replace(decode, replicas=4, nodes=2, expert_parallel=16)
-    serving = Serving(GLM5, workload, decode, own, prefill, own)
+    serving = ServingFleet(GLM5, workload, decode, own, prefill, own)
     few, many, flood = serving(256), serving(1024), serving(100_000)
     assert few.limit == "in flight"
     assert few.rate < many.rate < flood.rate <= serving.most[0]
@@ -108,7 +108,7 @@ def test_engines_saturate_and_rollouts_queue() -> None:
     for in_flight, served in ((256, few), (1024, many), (100_000, flood)):
         assert served.durations.mean * served.rate == pytest.approx(in_flight, rel=0.02)
     # one node of prompts is too few: it binds
-    small = Serving(GLM5, workload, decode, own, replace(prefill, replicas=1), own)
+    small = ServingFleet(GLM5, workload, decode, own, replace(prefill, replicas=1), own)
     assert small(100_000).limit == "prefill"
 
 
@@ -132,7 +132,7 @@ def test_outputs_of_experts_are_brought_together_once() -> None:
     """By the combine where tokens were dispatched, by an all-reduce where every rank has all of them; never by both."""
     layers, sparse, batch = len(V3.layers), len(V3.moe_layers), 512.0
     own = rates()
-    each = all_reduce(batch * V3.hidden_size * 2, Group.inner(8, 8), own.collectives)
+    each = all_reduce(batch * V3.hidden_size * 2, RankGroup.inner(8, 8), own.collectives)
     within = replace(WIDE, nodes=1, expert_parallel=8, tensor_parallel=8)
     assert sums(within, batch) == (0.0, pytest.approx(2 * layers * each))
     across = replace(within, nodes=2, expert_parallel=16)
@@ -152,7 +152,7 @@ def test_prompts_pay_for_tensor_parallelism() -> None:
     alone = replace(WIDE, nodes=1, expert_parallel=8)
     shared = replace(alone, tensor_parallel=8)
     term = prefill_token(V3, shared, own, context=1000)["prefill.tensor_parallel"]
-    group = Group.inner(8, 8)
+    group = RankGroup.inner(8, 8)
     links = replace(own.collectives, hop_s=0.0, local_hop_s=0.0)
     assert term.value == pytest.approx(8 * 2 * len(V3.layers) * all_reduce(V3.hidden_size * 2, group, links))
     names = [term.name for term in prefill_token(V3, shared, own, context=1000)]

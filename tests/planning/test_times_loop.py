@@ -12,7 +12,7 @@ import pytest
 
 from hpcrl.planning.times.distributions import LogNormal, quantiles_of
 from hpcrl.planning.times.lengths import Quantiles
-from hpcrl.planning.times.loop import LoopEstimate, LoopInputs, Served, steady_state
+from hpcrl.planning.times.loop import LoopEstimate, LoopInputs, ServedRate, steady_state
 
 
 def simulate(
@@ -75,7 +75,7 @@ def whole_estimate(
         trainer_s=trainer_s,
         handoff_s=0.0,
         pause_s=0.0,
-        serve=lambda n: Served(durations, n / durations.mean, n, 0.0, "in flight"),
+        serve=lambda n: ServedRate(durations, n / durations.mean, n, 0.0, "in flight"),
         ready_batches=ready,
     )
     return steady_state(inputs)
@@ -124,7 +124,7 @@ def test_rollouts_that_outlive_the_bound_are_counted() -> None:
         trainer_s=5.0,
         handoff_s=0.0,
         pause_s=0.0,
-        serve=lambda n: Served(durations, n / durations.mean, n, 0.0, "in flight"),
+        serve=lambda n: ServedRate(durations, n / durations.mean, n, 0.0, "in flight"),
     )
     assert 0.03 < steady_state(inputs).dropped < 0.15
 
@@ -174,7 +174,7 @@ def test_pauses_of_engines_are_in_the_durations() -> None:
         trainer_s=10.0,
         handoff_s=10.0,
         pause_s=10.0,
-        serve=lambda n: Served(durations, n / durations.mean, n, 0.0, "in flight"),
+        serve=lambda n: ServedRate(durations, n / durations.mean, n, 0.0, "in flight"),
     )
     loop = steady_state(inputs)
     assert loop.served.durations.mean > 105.0
