@@ -14,7 +14,7 @@ from test_meshes import ARCHS, whole
 from trainer_testing import Rollouts, StubDock, make_recipe, run_ranks, write_model_dir, write_recipe
 
 from hpcrl.errors import HandoffError, PeerLostError
-from hpcrl.inference.embedded.engine.config import EngineConfig
+from hpcrl.inference.embedded.engine.config import EngineSettings
 from hpcrl.inference.embedded.engine.engine import Engine
 from hpcrl.inference.embedded.serving.api_turns import TurnsApi
 from hpcrl.inference.embedded.serving.errors import error_middleware
@@ -49,7 +49,7 @@ def engine_of(arch):
     """An embedded engine's turns behind their HTTP face, and its model."""
     model = build_model(arch, device="cpu").requires_grad_(False).eval()
     sizes = {"max_num_seqs": 2, "max_model_len": 64, "max_num_batched_tokens": 64, "block_size": 16, "num_blocks": 8}
-    engine = Engine(model, EngineConfig(**sizes), EngineMetrics(Registry({})))
+    engine = Engine(model, EngineSettings(**sizes), EngineMetrics(Registry({})))
     engine.start(lambda delivery: None)
     turns = Turns(engine, model)
     loop, ready = asyncio.new_event_loop(), threading.Event()

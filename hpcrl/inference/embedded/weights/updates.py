@@ -29,7 +29,7 @@ from hpcrl.weights.read.assemble import ServedVersion
 from hpcrl.weights.read.registration import check_same_reader
 from hpcrl.weights.read.subscriber import LoadedVersion, ReaderSettings, Reading, SkippedVersion, Subscriber
 
-__all__ = ["ReaderConfig", "Update", "UpdateOrderError", "WeightUpdater"]
+__all__ = ["ReaderConfig", "Update", "UpdateOrderError", "UpdateSession"]
 
 _log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class ReaderConfig(NamedTuple):
 
 
 class Update(NamedTuple):
-    """What `WeightUpdater.update` read.
+    """What `UpdateSession.update` read.
 
     Attributes
     ----------
@@ -94,7 +94,7 @@ class _Weights(NamedTuple):
     model: Decoder
 
 
-class WeightUpdater:
+class UpdateSession:
     """State of the update session. Calls may come from any thread; one runs at a time."""
 
     def __init__(self, model: Decoder, reader: ReaderConfig, gate: Gate | None = None) -> None:
