@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from hpcrl.modeling.blocks import Block, local_block
+from hpcrl.modeling.blocks import HeldBlock, local_block
 from hpcrl.modeling.hf import HfAdapter
 from hpcrl.trainer.parallel.ranks import Ranks
 from hpcrl.trainer.publish.holdings import cut_regions, find_overlaps, find_runs
@@ -24,7 +24,7 @@ from hpcrl.weights.format.shard import SAFETENSORS_DTYPES
 from hpcrl.weights.format.units import UnitTable, assign_units
 from hpcrl.weights.write.own_units import OwnUnit, UnitChunk
 
-__all__ = ["Copy", "Plan", "Window", "held_blocks", "make_plan"]
+__all__ = ["Copy", "PublishPlan", "Window", "held_blocks", "make_plan"]
 
 
 class Copy(NamedTuple):
@@ -120,12 +120,12 @@ def _cuts_of(
     return cuts
 
 
-def held_blocks(tensors: Mapping[str, Tensor], ranks: Ranks) -> list[dict[str, Block]]:
+def held_blocks(tensors: Mapping[str, Tensor], ranks: Ranks) -> list[dict[str, HeldBlock]]:
     """What each rank holds of each of ``tensors``; collective."""
     return ranks.gather({name: local_block(own) for name, own in tensors.items()})
 
 
-class Plan(NamedTuple):
+class PublishPlan(NamedTuple):
     """What one rank does for each version.
 
     Attributes
@@ -146,7 +146,7 @@ class Plan(NamedTuple):
 def make_plan(
     model: nn.Module,
     adapter: HfAdapter,
-    blocks: Sequence[Mapping[str, Block]],
+    blocks: Sequence[Mapping[str, HeldBlock]],
     rank: int,
     dtype: torch.dtype,
     *,
@@ -155,7 +155,7 @@ def make_plan(
     chunk_bytes: int,
     window_bytes: int | None,
     only_file: str | None = None,
-) -> Plan:
+) -> PublishPlan:
     """Who copies and writes what; the same on all ranks but for what is theirs.
 
     Parameters
@@ -194,7 +194,7 @@ def make_plan(
             table = assign_units(group, number_of, runs, len(blocks), chunk_bytes=chunk_bytes)
             window.add(table, names, widths, rank)
             windows.append(window)
-        return Plan(tensors, windows, cut_regions(sources, overlaps))
+        return PublishPlan(tensors, windows, cut_regions(sources, overlaps))
 
 
 @contextmanager
