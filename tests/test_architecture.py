@@ -52,6 +52,17 @@ EXCEPTIONS = {
     # the warm-up takes demonstrations from the environments of the recipe
     "trainer": {"hpcrl.rollouts.environments"},
 }
+#: public classes of one name in two modules, with the reason; a reader of any other knows which one is meant
+TWINS = {
+    # the embedded engine's own, as in vLLM, and what the orchestrator knows of engines
+    *("Engine", "SamplingParams", "Scheduler"),
+    # the simulator has its own of what a run has
+    *("Fleet", "Group", "Outcome", "Replica", "Rollout"),
+    # facts of a layer without torch, and its module in torch
+    *("Indexer", "Mamba2"),
+    # messages of processes of environments, which are always named with their module: `wire.Begin`
+    *("Answer", "Begin"),
+}
 TORCH_FREE = sorted(set(ARROWS) - {"trainer", "inference", "modeling"})
 HEAVY = ("torch", "transformers", "vllm", "safetensors", "numpy", "matplotlib")
 
@@ -173,6 +184,16 @@ print(*sys.modules)
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     assert "torch" in out
     assert not set(out) & {"torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo", "sympy"}
+
+
+def test_no_two_public_classes_have_one_name() -> None:
+    classes = [
+        node.name
+        for _, path in modules()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    ]
+    assert {name for name, count in Counter(classes).items() if count > 1} == TWINS
 
 
 def test_no_two_test_modules_have_one_name() -> None:
