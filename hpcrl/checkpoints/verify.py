@@ -82,7 +82,11 @@ def damaged_files(
 
 
 def share_of(files: Mapping[str, FileRecord], rank: int, world_size: int) -> dict[str, FileRecord]:
-    """The files that ``rank`` looks at where ``world_size`` ranks share the work: about equal bytes for each."""
+    """The files that ``rank`` looks at where ``world_size`` ranks share the work: about equal bytes for each.
+
+    All ranks work it out from equal ``files`` (of a manifest, by name), and each file is one rank's: the shares need no
+    message between ranks.
+    """
     loads = [0] * world_size
     mine: dict[str, FileRecord] = {}
     for name, record in sorted(files.items(), key=lambda item: (-item[1].bytes, item[0])):

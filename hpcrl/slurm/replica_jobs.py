@@ -110,7 +110,18 @@ class ReplicaJobs:
 
 
 def cancel_all(client: SlurmClient, run_id: str, *, keep_main: bool = False) -> list[int]:
-    """Cancel all living jobs of a run; returns their ids (`SlurmError` where one could not be)."""
+    """Cancel all living jobs of a run, of all its submissions, but for the main one with ``keep_main``.
+
+    Returns
+    -------
+    list[int]
+        Ids of the jobs that were cancelled.
+
+    Raises
+    ------
+    SlurmError
+        Slurm does not say which jobs there are, or one could not be cancelled; those after it were not tried.
+    """
     found = [living for living in _living(client, run_id) if not (keep_main and living.part == "main")]
     for living in found:
         client.cancel(living.job.job_id)

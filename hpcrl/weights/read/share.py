@@ -49,7 +49,13 @@ class Pace:
 
 
 def read_small(path: Path, *, sleep: Callable[[float], None] = time.sleep) -> bytes:
-    """Read a small file, with the retries of `ShareReader` (HandoffError, naming the file)."""
+    """Read a whole small file, with the retries of `ShareReader`: stale handles and entries of NFS are looked up anew.
+
+    Raises
+    ------
+    HandoffError
+        It is not there, also for those who list its directory; or it cannot be read. Names the file.
+    """
     seen: dict[int, int] = {}
     pause = _FIRST_PAUSE_S
     for attempt in range(1, _ATTEMPTS + 1):

@@ -50,7 +50,20 @@ class OwnUnit(NamedTuple):
 
 
 def write_units(writer: FileWriter, units: Sequence[OwnUnit], image: memoryview, turn: int) -> Digests:
-    """Write units from an image; ranks give different ``turn`` so that they begin with different files."""
+    """Write units from an image, and hash their chunks.
+
+    Parameters
+    ----------
+    image:
+        Bytes of this rank's units, each at its ``at``.
+    turn:
+        With which unit to begin: ranks give different ones, so that they do not all write the same file first.
+
+    Raises
+    ------
+    OSError
+        The filesystem refused (no space, a quota, a stale handle).
+    """
     digests: Digests = {}
     begin = turn % max(1, len(units))
     for unit in (*units[begin:], *units[:begin]):
@@ -61,7 +74,13 @@ def write_units(writer: FileWriter, units: Sequence[OwnUnit], image: memoryview,
 
 
 def full_results(shards: Sequence[ShardLayout], reports: Sequence[Digests], chunk_bytes: int) -> list[ShardResult]:
-    """Records of all shards from what the writers report."""
+    """Records of all shards from what the writers report, one report a rank.
+
+    Raises
+    ------
+    KeyError
+        Nobody reported a chunk: a rank did not write its units.
+    """
     by_file: dict[str, dict[int, str]] = {shard.file: {} for shard in shards}
     for report in reports:
         for file, chunks in report.items():
@@ -88,7 +107,15 @@ class Delta(NamedTuple):
 
 
 def encode_delta(units: Sequence[OwnUnit], old: memoryview, new: memoryview, *, limit: int) -> Delta | None:
-    """Compare two images of the same units. None as soon as the changes exceed ``limit`` bytes."""
+    """Compare two images of the same units. None as soon as the changes exceed ``limit`` bytes.
+
+    Parameters
+    ----------
+    old, new:
+        Images of equal layout, of the version that the delta builds on and of the new one.
+    limit:
+        Bytes of this rank's records; a delta that is larger is not worth it.
+    """
     from hpcrl.weights.format.delta import encode_chunk  # noqa: PLC0415 - numpy, which login nodes do not need
 
     records: list[tuple[str, bytes]] = []
@@ -110,7 +137,13 @@ def encode_delta(units: Sequence[OwnUnit], old: memoryview, new: memoryview, *, 
 
 
 def delta_result(directory: Path, name: str, delta: Delta, chunk_bytes: int) -> ShardResult:
-    """Write this rank's changes as the file ``name`` and fsync it."""
+    """Write this rank's changes as the file ``name`` and fsync it.
+
+    Returns
+    -------
+    ShardResult
+        The file, and where in it each tensor's changes lie; changes of one tensor are neighbours.
+    """
     changes: dict[str, list[Piece]] = {}
 
     def blocks() -> Iterator[bytes]:
@@ -132,7 +165,7 @@ def delta_result(directory: Path, name: str, delta: Delta, chunk_bytes: int) -> 
 def delta_tensors(
     shards: Sequence[ShardLayout], reports: Sequence[Digests], chunk_bytes: int
 ) -> dict[str, TensorRecord]:
-    """All tensors of a delta's version: hashed, but in no file."""
+    """Records of all tensors of a delta's version, changed or not: with hashes, but in no file (``file`` is empty)."""
     return {
         name: msgspec.structs.replace(record, file="", offset=0)
         for result in full_results(shards, reports, chunk_bytes)
