@@ -237,7 +237,13 @@ class DevCluster:
         wait_for_nodes(self.paths, [node.name])
 
     def pause_controller(self, *, kill: bool = False) -> None:
-        """Let slurmctld stop answering: connections hang (as with a lost network), or with ``kill`` are refused."""
+        """Let slurmctld stop answering: connections hang (as with a lost network), or with ``kill`` are refused.
+
+        Raises
+        ------
+        UsageError
+            It does not run.
+        """
         self.record()
         process = self._controller()
         if process is None:

@@ -131,7 +131,25 @@ def _submit_script(client: SlurmClient, run: RunDir, script: Script, submission_
 
 
 def cancel_jobs(run: RunDir, *, deadline_s: float) -> RunView:
-    """Ask the supervisor to stop, and wait until the run has ended; then, or where it waits, cancel all its jobs."""
+    """Ask the supervisor to stop, and wait until the run has ended; then, or where it waits, cancel all its jobs.
+
+    Parameters
+    ----------
+    deadline_s:
+        Seconds that the supervisor gets to end by itself, before the main job is cancelled.
+
+    Returns
+    -------
+    RunView
+        The run as it ended.
+
+    Raises
+    ------
+    RunDirError
+        Slurm has cancelled the job and not ended it yet.
+    SlurmError
+        Slurm refused, or does not answer.
+    """
     signal_job(run, kill=False)
     deadline = time.monotonic() + deadline_s
     killed = False
