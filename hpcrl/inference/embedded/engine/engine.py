@@ -315,7 +315,6 @@ class Engine:
         first = rows.num_tokens[result.rows] == rows.num_prompt[result.rows] + 1
         for row in result.rows[first].tolist():
             request = rows.request(row)
-            request.first_token_s = now
             metrics.first_token.observe(now - request.arrived_s)
             metrics.prompt_tokens.inc(request.num_prompt)
             metrics.request_prompt_tokens.observe(request.num_prompt)
