@@ -50,7 +50,7 @@ def run(tmp_path: Path) -> RunDir:
     return run
 
 
-GOLDEN = Path(__file__).with_name("golden")
+GOLDEN = Path(__file__).parents[1] / "golden"
 
 
 def compare_screen(name: str, text: str) -> None:

@@ -19,7 +19,7 @@ from hpcrl.simulation import load_durations, save_durations
 from hpcrl.simulation.inputs.least_squares import least_squares
 from hpcrl.simulation.inputs.timeline import Arrivals, Busy, Crowd, Interval, Kind
 
-DOCS = Path(__file__).resolve().parents[2] / "docs/simulation.md"
+DOCS = Path(__file__).resolve().parents[3] / "docs/simulation.md"
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from runs_testing import make_run, write_status, write_steps
 from hpcrl.runs.status import ProcessId, RunState
 from hpcrl.runs.views.words import PHASES
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SVG = "{http://www.w3.org/2000/svg}"
 
 

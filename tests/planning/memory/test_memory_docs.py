@@ -9,7 +9,7 @@ import hpcrl
 from hpcrl.jobplan.model_rules import MODEL_RULES
 
 PLANNING = Path(hpcrl.__file__).parent / "planning"
-DOCS = (Path(__file__).parents[2] / "docs/planning-memory.md").read_text()
+DOCS = (Path(__file__).parents[3] / "docs/planning-memory.md").read_text()
 
 
 def _term_names() -> set[str]:
