@@ -132,24 +132,20 @@ class CheckpointEntry:
             )
         return cls(path, manifest)
 
-    def verify(self, *, content: bool = True, deadline_s: float | None = None) -> None:
+    def verify(self, *, content: bool = True) -> None:
         """Compare the files with the manifest: every byte, or sizes only.
 
         Parameters
         ----------
         content:
             Whether to read the files.
-        deadline_s:
-            Longest time in seconds.
 
         Raises
         ------
         CheckpointError
             Naming each file that differs.
-        DeadlineError
-            It took too long; nothing is known.
         """
-        self._refuse(damaged_files(self.path, self.manifest.files, content=content, deadline_s=deadline_s))
+        self._refuse(damaged_files(self.path, self.manifest.files, content=content))
 
     def _refuse(self, problems: list[str]) -> None:
         if problems:

@@ -238,9 +238,9 @@ def end(
     return True
 
 
-def log_tail(paths: ClusterPaths, name: str, *, lines: int = 8) -> str:
+def log_tail(paths: ClusterPaths, name: str) -> str:
     """The last lines that a daemon wrote, indented, for an error message."""
     for path in (paths.log / f"{name}.log", paths.log / f"{name}.start"):
         if path.is_file() and (text := path.read_text(errors="replace").strip()):
-            return f"{path}:\n" + "\n".join(f"      {line}" for line in text.splitlines()[-lines:])
+            return f"{path}:\n" + "\n".join(f"      {line}" for line in text.splitlines()[-8:])
     return f"{paths.log}: nothing of {name}"

@@ -219,8 +219,11 @@ def end_leftovers(run: RunDir) -> int:
     return len(sweep(RunRecord.read(run).run_id))
 
 
-def cancel(run: RunDir, *, user: str, deadline_s: float | None = None) -> RunView:
+def cancel(run: RunDir, *, user: str) -> RunView:
     """Ask the supervisor to stop, and wait until the run has ended.
+
+    When the time that the plan's roles have to stop is over, the supervisor itself is killed (its guards then end the
+    roles).
 
     Parameters
     ----------
@@ -228,9 +231,6 @@ def cancel(run: RunDir, *, user: str, deadline_s: float | None = None) -> RunVie
         The run.
     user:
         Who asks.
-    deadline_s:
-        After this time the supervisor itself is killed (its guards then end the roles). By default derived
-        from the plan's stop timeouts.
 
     Raises
     ------
@@ -247,7 +247,7 @@ def cancel(run: RunDir, *, user: str, deadline_s: float | None = None) -> RunVie
         raise RunDirError(f"the run {run.name} has ended already ({view.state}){ended}")
     _put_on_record(run, record.with_cancel(user, time.time()))
     if record.submissions and record.submissions[-1].executor == "slurm":
-        return cancel_jobs(run, deadline_s=_stop_deadline_s(run) if deadline_s is None else deadline_s)
+        return cancel_jobs(run, deadline_s=_stop_deadline_s(run))
     process = _whom_to_ask(run, record, view)
     if process.alive() is None:
         raise RunDirError(
@@ -255,9 +255,7 @@ def cancel(run: RunDir, *, user: str, deadline_s: float | None = None) -> RunVie
             f"    hint: call hpcrl cancel {reference(run)} on {process.host}"
         )
     request_stop(process)
-    if deadline_s is None:
-        deadline_s = _stop_deadline_s(run)
-    deadline = time.monotonic() + deadline_s
+    deadline = time.monotonic() + _stop_deadline_s(run)
     while not (view := observe(run)).state.ended:
         if time.monotonic() > deadline:
             kill_launch(record.run_id)
