@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import xxhash
+from adapter_lab import adapter_tensors, publish_adapter
 
 from hpcrl.weights import HandoffStore, HandoffWriter
 from hpcrl.weights.format.manifest import CHUNK_BYTES, Chunk
 from hpcrl.weights.format.shard import TensorBytes, write_shard
 from hpcrl.weights.write.handoff_writer import ShardResult
-from hpcrl.weights.write.lora import adapter_tensors, publish_adapter
 from hpcrl.weights.write.own_units import OwnUnit, UnitChunk, delta_result, encode_delta
 
 DOC = Path(__file__).parents[2] / "docs/handoff.md"

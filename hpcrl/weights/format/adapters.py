@@ -1,8 +1,17 @@
 """What an adapter changes in the version that it was trained on: names, shapes and ranks, before any weight is read.
 
 An engine merges: ``W = W_base + (alpha / r) · B · A``. `plan_merge` says for each tensor of the base which parts of
-the adapter go where, for both layouts of experts (`hpcrl.weights.write.lora`) and for bases that store experts one by
-one or as one tensor ``[experts, out, in]``. Arithmetic is in `hpcrl.inference.adapters`. No numpy, no torch.
+the adapter go where, for both layouts of experts and for bases that store experts one by one or as one tensor
+``[experts, out, in]``. Arithmetic is in `hpcrl.inference.adapters`. No numpy, no torch.
+
+Each expert by itself:
+    ``...mlp.experts.7.gate_proj.lora_A.weight [r, in]`` and so on: our trainer's, and in vLLM that of Qwen3-MoE,
+    DeepSeek-V3 and GLM (``is_3d_moe_weight = False``).
+All experts of a layer together:
+    ``...mlp.experts.base_layer.lora_A.weight [E·r, hidden]`` and ``lora_B [2·intermediate, r·E]`` for gate and up,
+    ``...mlp.experts.lora_A.weight [E·r, intermediate]`` and ``lora_B [hidden, r·E]`` for down: PEFT's wrapper of
+    parameters, and vLLM's models with ``is_3d_moe_weight = True``. Rows of A are grouped by expert, columns of B by
+    rank: column ``i·E + e`` belongs to expert ``e``.
 """
 
 from __future__ import annotations
