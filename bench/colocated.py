@@ -52,7 +52,7 @@ from hpcrl.trainer.publish.colocated_engines import ColocatedEngines
 from hpcrl.trainer.publish.swap_sync import SwapSync
 from hpcrl.trainer.step.phases import PhaseClock
 from hpcrl.trainer.step.policy import TrainerPolicy
-from hpcrl.weights.handover import Layer, SharedMemory, SharedTensor
+from hpcrl.weights.handover import HandoverLayer, SharedMemory, SharedTensor
 
 ARCH = Qwen3MoeArch(
     vocab_size=8192,
@@ -113,7 +113,7 @@ def naive(policy: TrainerPolicy, parallel: Parallel, engines: ColocatedEngines) 
             with torch.no_grad():
                 view_of(whole, tensors[-1]).copy_(tensor)
             offset += tensor.nbytes + -tensor.nbytes % 64
-        engines.load(Layer(whole.path, tensors))
+        engines.load(HandoverLayer(whole.path, tensors))
         held = engines.wake(1) + len(whole.data)
         whole.close()
         return held

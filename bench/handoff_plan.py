@@ -17,36 +17,36 @@ import torch
 from harness import record
 from torch import nn
 
-from hpcrl.modeling.blocks import Block
+from hpcrl.modeling.blocks import HeldBlock
 from hpcrl.modeling.decoder import Decoder
 from hpcrl.modeling.hf import model_tensors
 from hpcrl.modeling.spec import build_model
 from hpcrl.models.arch import GlmMoeDsaArch, arch_from_config
 from hpcrl.models.known import find_config
-from hpcrl.trainer.publish.plan import Plan, make_plan
+from hpcrl.trainer.publish.plan import PublishPlan, make_plan
 from hpcrl.weights.format.manifest import CHUNK_BYTES
 
 SHARD_BYTES = 4 << 30
 
 
-def blocks_of(model: nn.Module, ranks: int) -> list[dict[str, Block]]:
+def blocks_of(model: nn.Module, ranks: int) -> list[dict[str, HeldBlock]]:
     """What each rank holds where every tensor is cut along its first dimension, as FSDP does."""
-    held: list[dict[str, Block]] = [{} for _ in range(ranks)]
+    held: list[dict[str, HeldBlock]] = [{} for _ in range(ranks)]
     for name, tensor in model_tensors(model).items():
         shape = tuple(tensor.shape)
         if not isinstance(tensor, nn.Parameter):
             # buffers are whole everywhere
             for own in held:
-                own[name] = Block((0,) * len(shape), shape)
+                own[name] = HeldBlock((0,) * len(shape), shape)
             continue
         step = -(-shape[0] // ranks)
         for rank, own in enumerate(held):
             low = min(rank * step, shape[0])
-            own[name] = Block((low, *(0 for _ in shape[1:])), (min(low + step, shape[0]), *shape[1:]))
+            own[name] = HeldBlock((low, *(0 for _ in shape[1:])), (min(low + step, shape[0]), *shape[1:]))
     return held
 
 
-def measure(model: Decoder, blocks: list[dict[str, Block]], *, fp8: bool) -> tuple[float, Plan]:
+def measure(model: Decoder, blocks: list[dict[str, HeldBlock]], *, fp8: bool) -> tuple[float, PublishPlan]:
     """Plan for rank 0: seconds, and the plan."""
     gc.collect()
     started = time.process_time()

@@ -33,9 +33,9 @@ from engine_helpers import random_model, tensors_of, tiny_arch, write_model
 from handoff_lab import model_directory, publish
 from kill_harness import Say, fork_child
 
-from hpcrl.inference.embedded.engine.config import EngineConfig
+from hpcrl.inference.embedded.engine.config import EngineSettings
 from hpcrl.inference.embedded.engine.engine import Engine
-from hpcrl.inference.embedded.weights.updates import ReaderConfig, WeightUpdater
+from hpcrl.inference.embedded.weights.updates import ReaderConfig, UpdateSession
 from hpcrl.inference.metrics import EngineMetrics, Registry
 from hpcrl.weights import HandoffStore
 from hpcrl.weights.read.share import Pace
@@ -171,11 +171,13 @@ def engine_pause(base: Path) -> dict[str, Any]:
     versions = range(1, 21)
     for version in versions:
         publish_model(store, version, model_dir, tensors_of(random_model(arch, seed=version)))
-    config = EngineConfig(max_num_seqs=4, max_model_len=256, max_num_batched_tokens=256, block_size=16, num_blocks=128)
+    config = EngineSettings(
+        max_num_seqs=4, max_model_len=256, max_num_batched_tokens=256, block_size=16, num_blocks=128
+    )
     metrics = EngineMetrics(Registry({}))
     model = random_model(arch, 0)
     engine = Engine(model, config, metrics)
-    updater = WeightUpdater(model, ReaderConfig(store.root, "bench", ReaderSettings()))
+    updater = UpdateSession(model, ReaderConfig(store.root, "bench", ReaderSettings()))
     updater.init()
     engine.start(lambda _: None)
     reads, pauses = [], []

@@ -24,7 +24,7 @@ from memory_tools import ARCH, LENGTHS, Tool
 
 from hpcrl.config.lora import LoraConfig
 from hpcrl.config.recipe import HandoffConfig
-from hpcrl.inference.embedded.weights.updates import ReaderConfig, WeightUpdater
+from hpcrl.inference.embedded.weights.updates import ReaderConfig, UpdateSession
 from hpcrl.modeling.spec import build_model
 from hpcrl.trainer.parallel.mesh import Parallel, distributed
 from hpcrl.trainer.publish.adapters import AdapterPublisher
@@ -63,7 +63,7 @@ def versions(tool: Tool, parallel: Parallel, model_dir: Path, root: Path) -> dic
     if lora is not None:
         publisher = AdapterPublisher(store, parallel, lora=lora, **settings)
     served = build_model(ARCH, device="cpu")
-    updater = WeightUpdater(served, ReaderConfig(root, None, ReaderSettings()))
+    updater = UpdateSession(served, ReaderConfig(root, None, ReaderSettings()))
     updater.init()
 
     def publish(version: int) -> None:

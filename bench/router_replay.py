@@ -37,7 +37,7 @@ from vllm_lab import make_arch, random_model, started_engines, write_model
 from hpcrl.config.load import load_recipe
 from hpcrl.dock.routes import RoutedExperts, joined
 from hpcrl.dock.wire import BatchShard
-from hpcrl.inference.embedded.engine.config import EngineConfig
+from hpcrl.inference.embedded.engine.config import EngineSettings
 from hpcrl.inference.embedded.engine.engine import Delivery, Engine
 from hpcrl.inference.embedded.engine.params import SamplingParams
 from hpcrl.inference.embedded.engine.request import EngineRequest, Output
@@ -106,7 +106,7 @@ def served(model: Decoder, *, noise: float) -> Decoder:
 
 def sampled(model: Decoder, rollouts: int) -> list[tuple[list[int], Output]]:
     """Prompts and what an engine makes of them; the later half has the prompts of the first, in its cache."""
-    config = EngineConfig(
+    config = EngineSettings(
         max_num_seqs=16,
         max_model_len=PROMPT + SAID,
         max_num_batched_tokens=1024,

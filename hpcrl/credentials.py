@@ -18,7 +18,6 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -107,11 +106,10 @@ class Credentials(NamedTuple):
         return cls(read_token(run_dir / TOKEN_FILE), attempt)
 
     @classmethod
-    def from_env(cls, environment: Mapping[str, str] | None = None) -> Credentials | None:
+    def from_env(cls) -> Credentials | None:
         """Read the credentials of this process; None where no supervisor of a run started it (RunDirError as above)."""
-        env = os.environ if environment is None else environment
-        run_dir = env.get("HPCRL_RUN_DIR")
-        return cls.of_run(Path(run_dir), int(env["HPCRL_ATTEMPT"])) if run_dir else None
+        run_dir = os.environ.get("HPCRL_RUN_DIR")
+        return cls.of_run(Path(run_dir), int(os.environ["HPCRL_ATTEMPT"])) if run_dir else None
 
     def __repr__(self) -> str:
         # a traceback or a log line may show it

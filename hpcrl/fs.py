@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-import xxhash
 
 from hpcrl.decoding import prepared
 
@@ -27,7 +26,6 @@ __all__ = [
     "atomic_write",
     "decode_versioned",
     "fsync_dir",
-    "hash_file",
     "make_directory",
     "open_log",
     "write_json",
@@ -36,7 +34,6 @@ __all__ = [
 _T = TypeVar("_T")
 _STAGING_PREFIX = ".staging-"
 _REMOVED_PREFIX = ".removed-"
-_READ_BLOCK_BYTES = 8 << 20
 
 
 class FileRecord(msgspec.Struct, frozen=True):
@@ -157,16 +154,6 @@ def decode_versioned(text: bytes, kind: type[_T], format_version: int) -> _T:
         return msgspec.json.decode(text, type=prepared(kind))
     except msgspec.DecodeError as error:
         raise ValueError(str(error)) from error
-
-
-def hash_file(path: Path) -> FileRecord:
-    """Read a file once and return its record."""
-    digest, size = xxhash.xxh3_128(), 0
-    with path.open("rb") as stream:
-        while block := stream.read(_READ_BLOCK_BYTES):
-            digest.update(block)
-            size += len(block)
-    return FileRecord(bytes=size, xxh3_128=digest.hexdigest())
 
 
 class StagedDirectory:

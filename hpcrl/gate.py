@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from aiohttp import web
     from aiohttp.typedefs import Handler, Middleware
 
-__all__ = ["Gate", "Refused", "Report", "is_loopback"]
+__all__ = ["Gate", "RefusedRequest", "Report", "is_loopback"]
 
 _log = logging.getLogger(__name__)
 _BURST = 30
@@ -29,7 +29,7 @@ _EVERY_S = 10.0
 _LONGEST = 200
 
 
-class Refused(NamedTuple):
+class RefusedRequest(NamedTuple):
     """A refusal that is told.
 
     Attributes
@@ -50,7 +50,7 @@ class Refused(NamedTuple):
     requests: int
 
 
-Report = Callable[[Refused], None]
+Report = Callable[[RefusedRequest], None]
 
 
 class Gate:
@@ -118,7 +118,7 @@ class Gate:
             return None
         refusal = self.credentials.refusal(method, path, authorization)
         if refusal is not None:
-            self._tell(Refused(self._server, peer, method, path, refusal.reason, 1))
+            self._tell(RefusedRequest(self._server, peer, method, path, refusal.reason, 1))
         return refusal
 
     def middleware(self) -> Middleware:
@@ -138,7 +138,7 @@ class Gate:
 
         return guard
 
-    def _tell(self, refused: Refused) -> None:
+    def _tell(self, refused: RefusedRequest) -> None:
         self.refused += 1
         self._untold += 1
         now = time.monotonic()
@@ -151,13 +151,13 @@ class Gate:
             loop = asyncio.get_running_loop()
             self._later = loop.call_later((1.0 - self._budget) * _EVERY_S, self._at_last, short)
 
-    def _at_last(self, refused: Refused) -> None:
+    def _at_last(self, refused: RefusedRequest) -> None:
         """Tell of what came while nothing more was told."""
         self._later = None
         if self._untold:
             self._now(refused)
 
-    def _now(self, refused: Refused) -> None:
+    def _now(self, refused: RefusedRequest) -> None:
         self._budget -= 1.0
         count, self._untold = self._untold, 0
         _log.warning(

@@ -48,7 +48,15 @@ def make_private(path: Path) -> None:
 
 
 def check_private(path: Path) -> None:
-    """See that a path is a directory, no link, is ours, and that nobody else may write in it."""
+    """See that a path is a directory, no link, is ours, and that nobody else may write in it.
+
+    Raises
+    ------
+    NotOursError
+        It is not so; says who could change what.
+    OSError
+        It cannot be looked at, or is not there.
+    """
     status = path.lstat()
     if not stat.S_ISDIR(status.st_mode):
         raise NotOursError(f"{path} is {'a link' if stat.S_ISLNK(status.st_mode) else 'no directory'}")
@@ -56,7 +64,15 @@ def check_private(path: Path) -> None:
 
 
 def check_parent(path: Path) -> None:
-    """See that nobody else can rename or replace what is ours in a directory."""
+    """See that nobody else can rename or replace what is ours in a directory, which may be root's (``/tmp``).
+
+    Raises
+    ------
+    NotOursError
+        It is another user's, or others may write there and no sticky bit protects what is ours.
+    OSError
+        It cannot be looked at, or is not there.
+    """
     status = path.stat()
     if status.st_uid not in (0, os.geteuid(), _OVERFLOW_UID):
         raise NotOursError(f"{path} belongs to user {status.st_uid}, who can replace whatever lies in it")
@@ -105,6 +121,8 @@ def open_ours(path: Path | str) -> int:
     ------
     FileNotFoundError
         It is not there.
+    NotOursError
+        It is not such a file, or cannot be opened.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

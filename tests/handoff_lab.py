@@ -12,7 +12,7 @@ from hpcrl.weights.format.manifest import CHUNK_BYTES, chunk_digests
 from hpcrl.weights.format.shard import TensorBytes
 from hpcrl.weights.read.subscriber import Reading
 from hpcrl.weights.write.handoff_writer import ShardResult
-from hpcrl.weights.write.publisher import Delta, delta_result
+from hpcrl.weights.write.own_units import Delta, delta_result
 
 __all__ = ["check_content", "content", "model_directory", "publish", "publish_delta"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hpcrl.runs import jobs
+from hpcrl.runs import job_facts
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.views.usage import status_document
 from hpcrl.slurm.lookup import look_up
@@ -18,5 +18,5 @@ __all__ = ["status_of"]
 def status_of(run: RunDir) -> Any:
     """What ``hpcrl status RUN --json`` prints. As there, Slurm is asked: without its word a requeued run looks lost."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jobs, "_sources", [look_up])
+        patch.setattr(job_facts, "_sources", [look_up])
         return json.loads(status_document(run))

@@ -7,7 +7,8 @@ import json
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,17 @@ EXCEPTIONS = {
     # the warm-up takes demonstrations from the environments of the recipe
     "trainer": {"hpcrl.rollouts.environments"},
 }
+#: public classes of one name in two modules, with the reason; a reader of any other knows which one is meant
+TWINS = {
+    # the embedded engine's own, as in vLLM, and what the orchestrator knows of engines
+    *("Engine", "SamplingParams", "Scheduler"),
+    # the simulator has its own of what a run has
+    *("Fleet", "Group", "Outcome", "Replica", "Rollout"),
+    # facts of a layer without torch, and its module in torch
+    *("Indexer", "Mamba2"),
+    # messages of processes of environments, which are always named with their module: `wire.Begin`
+    *("Answer", "Begin"),
+}
 TORCH_FREE = sorted(set(ARROWS) - {"trainer", "inference", "modeling"})
 HEAVY = ("torch", "transformers", "vllm", "safetensors", "numpy", "matplotlib")
 
@@ -69,6 +81,35 @@ def imports(path: Path) -> Iterator[str]:
             assert node.level == 0, f"{path}: relative import"
             yield node.module or ""
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+class WithoutTypeChecking(ast.NodeTransformer):
+    """Takes out what is for type checkers alone."""
+
+    def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
+        return node.orelse if ast.unparse(node.test) == "TYPE_CHECKING" else self.generic_visit(node)
+
+
+def needed_modules(path: Path, known: Collection[str]) -> set[str]:
+    """Those of ``known`` that a module imports when it is loaded or when its functions are called."""
+    found = set()
+    for node in ast.walk(WithoutTypeChecking().visit(ast.parse(path.read_text()))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in known else node.module or "" for name in names}
+    return found & set(known)
+
+
+def test_no_two_modules_need_each_other() -> None:
+    """Neither at once nor by way of others, nor in functions that import when they are called."""
+    paths = dict(modules())
+    graph = {name: needed_modules(path, paths) - {name} for name, path in paths.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"modules need each other: {' -> '.join(error.args[1])}")
 
 
 def test_arrows() -> None:
@@ -143,6 +184,16 @@ print(*sys.modules)
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     assert "torch" in out
     assert not set(out) & {"torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo", "sympy"}
+
+
+def test_no_two_public_classes_have_one_name() -> None:
+    classes = [
+        node.name
+        for _, path in modules()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    ]
+    assert {name for name, count in Counter(classes).items() if count > 1} == TWINS
 
 
 def test_no_two_test_modules_have_one_name() -> None:

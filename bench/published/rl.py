@@ -9,7 +9,7 @@ from hpcrl.models import load_facts
 from hpcrl.planning.times.distributions import LogNormal, quantiles_of
 from hpcrl.planning.times.lengths import Quantiles
 from hpcrl.planning.times.loop import LoopEstimate, LoopInputs, steady_state
-from hpcrl.planning.times.serving import Serving
+from hpcrl.planning.times.serving import ServingFleet
 from hpcrl.planning.times.shapes import EngineShape, TrainerShape
 from hpcrl.planning.times.trainer import TrainerBatch, trainer_step
 from hpcrl.planning.times.work import pack_rows
@@ -131,7 +131,7 @@ def estimate(run: NemoRun, spread: float = SPREAD) -> LoopEstimate:
             trainer_s=trainer_s(run, lengths) + update_s,
             handoff_s=update_s,
             pause_s=update_s,
-            serve=Serving(facts, Workload((load,)), shape, own),
+            serve=ServingFleet(facts, Workload((load,)), shape, own),
         )
     )
 

@@ -32,7 +32,7 @@ __all__ = [
     "CheckpointEntry",
     "CheckpointLedger",
     "CheckpointManifest",
-    "Choice",
+    "ResumeChoice",
     "expected_save_s",
 ]
 
@@ -132,31 +132,27 @@ class CheckpointEntry:
             )
         return cls(path, manifest)
 
-    def verify(self, *, content: bool = True, deadline_s: float | None = None) -> None:
+    def verify(self, *, content: bool = True) -> None:
         """Compare the files with the manifest: every byte, or sizes only.
 
         Parameters
         ----------
         content:
             Whether to read the files.
-        deadline_s:
-            Longest time in seconds.
 
         Raises
         ------
         CheckpointError
             Naming each file that differs.
-        DeadlineError
-            It took too long; nothing is known.
         """
-        self._refuse(damaged_files(self.path, self.manifest.files, content=content, deadline_s=deadline_s))
+        self._refuse(damaged_files(self.path, self.manifest.files, content=content))
 
     def _refuse(self, problems: list[str]) -> None:
         if problems:
             raise CheckpointError(f"checkpoint {self.path} is damaged: " + "; ".join(problems))
 
 
-class Choice(NamedTuple):
+class ResumeChoice(NamedTuple):
     """Which entry a resume takes, and what it passed over.
 
     ``skipped`` holds ``(step, reason)`` for every newer entry that cannot be used.
@@ -184,7 +180,7 @@ class CheckpointLedger:
         """Open the entry of ``step`` (see `CheckpointEntry.open`)."""
         return CheckpointEntry.open(self.path_of(step))
 
-    def newest_verified(self, *, content: bool = True) -> Choice:
+    def newest_verified(self, *, content: bool = True) -> ResumeChoice:
         """The newest entry whose every byte (or every size) is right, and why newer ones were skipped."""
         for _ in range(_MAX_LOOKS):
             choice, vanished = self._look(content=content)
@@ -193,7 +189,7 @@ class CheckpointLedger:
                 break
         return choice
 
-    def _look(self, *, content: bool) -> tuple[Choice, bool]:
+    def _look(self, *, content: bool) -> tuple[ResumeChoice, bool]:
         """`newest_verified` of one listing; and whether an entry went away while it was looked at."""
         skipped: list[tuple[int, str]] = []
         vanished = False
@@ -207,8 +203,8 @@ class CheckpointLedger:
                 else:  # nothing is wrong with it
                     vanished = True
                 continue
-            return Choice(entry, skipped), vanished
-        return Choice(None, skipped), vanished
+            return ResumeChoice(entry, skipped), vanished
+        return ResumeChoice(None, skipped), vanished
 
     def whole_steps(self, newest: int) -> list[int]:
         """The ``newest`` steps whose entry has all of its files in their sizes, ascending; data is not read."""

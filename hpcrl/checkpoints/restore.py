@@ -11,10 +11,10 @@ import msgspec
 from hpcrl.decoding import prepared
 from hpcrl.fs import write_json
 
-__all__ = ["RestoreDecision", "Skipped"]
+__all__ = ["RestoreDecision", "SkippedEntry"]
 
 
-class Skipped(msgspec.Struct, frozen=True):
+class SkippedEntry(msgspec.Struct, frozen=True):
     """An entry that could not be used, and why."""
 
     step: int
@@ -50,7 +50,7 @@ class RestoreDecision(msgspec.Struct, frozen=True, kw_only=True):
     step: int | None
     verified: Literal["content", "sizes"]
     seconds: float
-    skipped: list[Skipped]
+    skipped: list[SkippedEntry]
     refused: str = ""
     asked: str = ""
     saved_by: int | None = None

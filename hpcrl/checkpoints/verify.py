@@ -17,6 +17,7 @@ from hpcrl.fs import FileRecord
 __all__ = ["damaged_files", "share_of"]
 
 _THREADS = 8
+"""Files that are read at a time."""
 _READ_BLOCK_BYTES = 8 << 20
 _STALE_RETRIES = 3
 
@@ -27,7 +28,6 @@ def damaged_files(
     *,
     content: bool = True,
     deadline_s: float | None = None,
-    threads: int = _THREADS,
 ) -> list[str]:
     """One sentence for each file that is missing, cannot be read, or differs from its record; by name.
 
@@ -41,8 +41,6 @@ def damaged_files(
         Whether to read the files; else only sizes are compared.
     deadline_s:
         Longest time in seconds. A read that hangs is left behind in its thread.
-    threads:
-        Files that are read at a time.
 
     Raises
     ------
@@ -66,7 +64,7 @@ def damaged_files(
             except BaseException as error:  # noqa: BLE001 - raised by the caller of damaged_files
                 answers.put((name, error))
 
-    for _ in range(min(threads, len(files))):
+    for _ in range(min(_THREADS, len(files))):
         # daemons: a read that hangs on a dead server must not keep the process
         threading.Thread(target=work, name="verify", daemon=True).start()
     problems: dict[str, str] = {}
@@ -82,7 +80,11 @@ def damaged_files(
 
 
 def share_of(files: Mapping[str, FileRecord], rank: int, world_size: int) -> dict[str, FileRecord]:
-    """The files that ``rank`` looks at where ``world_size`` ranks share the work: about equal bytes for each."""
+    """The files that ``rank`` looks at where ``world_size`` ranks share the work: about equal bytes for each.
+
+    All ranks work it out from equal ``files`` (of a manifest, by name), and each file is one rank's: the shares need no
+    message between ranks.
+    """
     loads = [0] * world_size
     mine: dict[str, FileRecord] = {}
     for name, record in sorted(files.items(), key=lambda item: (-item[1].bytes, item[0])):

@@ -126,13 +126,13 @@ def list_(home: HomeOption = None, as_json: JsonOption = False) -> None:
 
     from hpcrl.cli.output import table_console
     from hpcrl.devcluster.cluster import list_clusters
-    from hpcrl.devcluster.daemons import find_members
+    from hpcrl.devcluster.daemons import find_processes
 
     rows = [
         {
             "name": cluster.paths.root.name,
             "nodes": cluster.record().settings.nodes,
-            "processes": len(find_members(cluster.paths)),
+            "processes": len(find_processes(cluster.paths)),
             "path": str(cluster.paths.root),
         }
         for cluster in list_clusters(home)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -10,6 +9,7 @@ import typer
 from hpcrl.cli.completion import complete_settings
 from hpcrl.cli.help import PlainGroup
 from hpcrl.cli.options import CalibrationOption, ClusterOption, JsonOption, RecipeArgument, SetOption, TablesOption
+from hpcrl.cli.planning_inputs import load_for_planning, read_calibration
 from hpcrl.cli.planning_layout import print_environment, print_plan
 from hpcrl.cli.selection import RunArgument, RunsRootOption
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hpcrl.planning.calibration.file import Calibration
     from hpcrl.planning.memory.settings import RealPass
 
-__all__ = ["load_for_planning", "print_plan", "read_calibration", "register"]
+__all__ = ["register"]
 
 _DEFAULT = "show"
 
@@ -47,36 +47,6 @@ app = typer.Typer(
 def register(parent: typer.Typer) -> None:
     """Add the command group."""
     parent.add_typer(app, name="plan")
-
-
-def read_calibration(path: str | None, cluster: ClusterProfile, tables: list[str] | None = None) -> Calibration:
-    """The calibration file, with the kernel times of the site and those that were named."""
-    from pathlib import Path
-
-    from hpcrl.config.cluster import SlurmCluster
-    from hpcrl.planning.calibration.file import load_calibration
-
-    own = cluster.paths.tables if isinstance(cluster, SlurmCluster) else ()
-    files = [Path(os.path.expandvars(name)).expanduser() for name in (*own, *(tables or ()))]
-    return load_calibration(None if path is None else Path(path), files)
-
-
-def load_for_planning(
-    recipe: str, cluster: str, overrides: list[str] | None
-) -> tuple[Loaded[Recipe], Loaded[ClusterProfile]]:
-    """Load both and check all rules but those about what this version can start."""
-
-    from hpcrl.config.joined import load_both
-    from hpcrl.config.rules.table import check_rules
-    from hpcrl.jobplan.model_rules import check_model_rules
-    from hpcrl.planning.report import find_facts
-
-    loaded, site = load_both(recipe, cluster, overrides or (), environ=os.environ)
-    check_rules(loaded, site, planning=True)
-    facts = find_facts(loaded.value)
-    if not isinstance(facts, str):
-        check_model_rules(loaded, site, facts)
-    return loaded, site
 
 
 @app.command(_DEFAULT)

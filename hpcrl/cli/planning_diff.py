@@ -99,7 +99,7 @@ def _loaded(side: Side, cluster: str, root: str | None) -> tuple[str, Recipe, Cl
     """Name, recipe, cluster and measured seconds of a step of one side."""
     from statistics import median
 
-    from hpcrl.cli.planning import load_for_planning
+    from hpcrl.cli.planning_inputs import load_for_planning
     from hpcrl.cli.selection import runs_root
     from hpcrl.config.load import load_recipe
     from hpcrl.runs.known import known_runs

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from hpcrl.config.recipe import Recipe
     from hpcrl.planning.calibration.file import Calibration
-    from hpcrl.planning.memory.fit import Place
+    from hpcrl.planning.memory.fit import RoleMemory
     from hpcrl.planning.report import Outlook
     from hpcrl.planning.search.splits import Candidate
     from hpcrl.planning.times.terms import Seconds, TimeTable
@@ -77,7 +77,7 @@ def _print_memory(console: Console, outlook: Outlook) -> None:
     console.print()
 
 
-def _kv_line(place: Place, outlook: Outlook) -> str:
+def _kv_line(place: RoleMemory, outlook: Outlook) -> str:
     """What is called free of an engine's GPU is its KV cache, beside that of the one sequence that must have room."""
     assert place.kv is not None
     length = outlook.recipe.engine.max_model_len

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from hpcrl.config.recipe import Recipe
     from hpcrl.runs.rundir import RunDir
     from hpcrl.runs.start.restart import ResumePoint
-    from hpcrl.runs.start.resume import Begin
+    from hpcrl.runs.start.resume import ResumeFrom
 
 __all__ = ["register"]
 
@@ -63,7 +63,7 @@ def resume(
     from hpcrl.runs.contents import RunContents
     from hpcrl.runs.record import user_name
     from hpcrl.runs.start.claim import claimed
-    from hpcrl.runs.start.resume import Begin, request_restart
+    from hpcrl.runs.start.resume import ResumeFrom, request_restart
     from hpcrl.runs.start.snapshot import keep_snapshot, take_snapshot
     from hpcrl.slurm.client import SlurmClient
     from hpcrl.slurm.in_job import find_allocation
@@ -71,7 +71,7 @@ def resume(
 
     if from_scratch and from_step is not None:
         raise UsageError("--from-scratch and --from-step exclude each other")
-    found, begin = find(run, root), Begin(scratch=from_scratch, step=from_step)
+    found, begin = find(run, root), ResumeFrom(scratch=from_scratch, step=from_step)
     reach_slurm_of(found)
     try:
         with claimed(found, user=user_name()):
@@ -132,7 +132,7 @@ def _say_changes(run: RunDir, *, accept: bool) -> None:
         typer.echo(f"changed since it was last submitted: {change}", err=True)
 
 
-def _what_it_tries(run: RunDir, begin: Begin, point: ResumePoint) -> str:
+def _what_it_tries(run: RunDir, begin: ResumeFrom, point: ResumePoint) -> str:
     """What a resume can say before the trainer has verified anything."""
     from hpcrl.runs.registry import reference
 

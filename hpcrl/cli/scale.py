@@ -34,9 +34,9 @@ def scale(
     import getpass
 
     from hpcrl.errors import RunDirError
+    from hpcrl.runs.elastic import Wanted, wanted_replicas
     from hpcrl.runs.observe import observe
     from hpcrl.runs.registry import reference
-    from hpcrl.runs.replicas import Wanted, wanted_replicas
     from hpcrl.runs.status import RunState
 
     found = find(run, root)

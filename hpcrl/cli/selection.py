@@ -90,7 +90,7 @@ def profile_roots() -> Iterator[Path]:
 
 def ask_slurm() -> None:
     """Let readers of runs ask Slurm about jobs. A command that only sees local runs never does."""
-    from hpcrl.runs.jobs import use_source
+    from hpcrl.runs.job_facts import use_source
     from hpcrl.slurm.lookup import look_up
 
     use_source(look_up)

@@ -81,7 +81,7 @@ def simulate(
 
     from pydantic import ValidationError
 
-    from hpcrl.cli.planning import load_for_planning
+    from hpcrl.cli.planning_inputs import load_for_planning
     from hpcrl.cli.progress import working
     from hpcrl.errors import UsageError
     from hpcrl.simulation import Failures, make_scenario, save_durations
@@ -137,7 +137,7 @@ def _durations(
     root: str | None,
 ) -> tuple[Outlook | None, Durations]:
     """From one file, from runs, or from the planner, with what it predicts."""
-    from hpcrl.cli.planning import read_calibration
+    from hpcrl.cli.planning_inputs import read_calibration
     from hpcrl.errors import UsageError
     from hpcrl.planning.report import find_facts, make_outlook
     from hpcrl.simulation import durations_from_outlook, load_durations

@@ -13,8 +13,8 @@ from hpcrl.cli.options import JsonOption
 
 if TYPE_CHECKING:
     from hpcrl.config.cluster import SlurmCluster
-    from hpcrl.sites.probe import SlurmFacts
     from hpcrl.sites.profile_check import CheckFinding
+    from hpcrl.sites.site_facts import SlurmFacts
 
 __all__ = ["register"]
 
@@ -40,8 +40,8 @@ def init(
     """Draft a cluster profile from the Slurm of this machine. Overwrites nothing."""
     from hpcrl.errors import UsageError
     from hpcrl.fs import atomic_write
-    from hpcrl.sites.probe import read_facts
     from hpcrl.sites.profile_draft import draft_profile
+    from hpcrl.sites.site_facts import read_facts
 
     path = output or Path("clusters") / f"{name}.yaml"
     if path.exists():
@@ -78,8 +78,8 @@ def check(
     from hpcrl.config.load import load_cluster
     from hpcrl.config.rules.table import SITE_RULES, check_cluster
     from hpcrl.errors import ExitCode
-    from hpcrl.sites.probe import read_facts
     from hpcrl.sites.profile_check import Severity, check_profile
+    from hpcrl.sites.site_facts import read_facts
 
     loaded = load_cluster(cluster)
     check_cluster(loaded)

@@ -59,7 +59,7 @@ def submit(
     import time
     from pathlib import Path
 
-    from hpcrl.cli.planning import print_plan
+    from hpcrl.cli.planning_layout import print_plan
     from hpcrl.config.joined import load_both
     from hpcrl.config.rules.table import check_rules
     from hpcrl.jobplan import (

@@ -23,18 +23,18 @@ __all__ = [
 
 
 class EngineGroupConfig(StrictModel):
-    """One side of disaggregated serving."""
+    """The engines for prefill, or those for decode, of disaggregated serving."""
 
     replicas: PositiveInt
-    """Independent engines of this side; each holds the whole model."""
+    """Independent engines of this kind; each holds the whole model."""
     nodes: PositiveInt
     """Nodes of one replica."""
     max_num_seqs: PositiveInt | None = None
-    """Sequences that one rank of this side runs at once. None: ``engine.max_num_seqs``."""
+    """Sequences that one rank of these engines runs at once. None: ``engine.max_num_seqs``."""
     max_num_batched_tokens: PositiveInt | None = None
     """Tokens of one engine step of a rank. None: ``engine.max_num_batched_tokens``."""
     vllm_args: dict[str, Any] = {}
-    """As ``engine.vllm_args``, for this side alone."""
+    """As ``engine.vllm_args``, for these engines alone."""
 
 
 class EngineMemoryConfig(StrictModel):

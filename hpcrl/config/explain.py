@@ -35,7 +35,15 @@ _WANTED = {
 
 
 def explain_errors(model: type[BaseModel], error: ValidationError, origins: Origins, source: Path) -> list[Finding]:
-    """One finding for each error of a validation."""
+    """One finding for each error of a validation: what is wrong with which key, where it stands, and a hint.
+
+    Parameters
+    ----------
+    origins:
+        File and line of each key; what is missing is told by the mapping that lacks it.
+    source:
+        The file for those that have no origin of their own.
+    """
     return [
         _explain(model, details, origins, source) for details in error.errors(include_url=False) if _is_own(details)
     ]

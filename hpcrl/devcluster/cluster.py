@@ -13,7 +13,7 @@ from typing import Literal
 import msgspec
 
 from hpcrl import procfs
-from hpcrl.devcluster.daemons import Roster, end, find_members, inside_job, read_daemons
+from hpcrl.devcluster.daemons import Roster, end, find_processes, inside_job, read_daemons
 from hpcrl.devcluster.packages import check_machine, require_program
 from hpcrl.devcluster.place import ClusterPaths, default_home
 from hpcrl.devcluster.ports import choose_ports
@@ -121,7 +121,9 @@ class DevCluster:
             return
         if not self.paths.record.is_file():
             raise UsageError(f"{self.paths.root} exists and is no virtual cluster\n    hint: another --name or --home")
-        state = "is up already" if find_members(self.paths) else "is there, but does not run (a failed start, a reboot)"
+        state = (
+            "is up already" if find_processes(self.paths) else "is there, but does not run (a failed start, a reboot)"
+        )
         name = self.paths.root.name
         raise UsageError(
             f"virtual cluster {name} {state}: {self.paths.root}\n"
@@ -162,7 +164,7 @@ class DevCluster:
     def status(self) -> ClusterStatus:
         """How the cluster is. A controller that does not answer costs a few seconds."""
         record = self.record()
-        members = find_members(self.paths)
+        members = find_processes(self.paths)
         controller, states = self._ask_controller()
         alive = {member.node for member in members if member.kind == "daemon"}
         return ClusterStatus(
@@ -235,7 +237,13 @@ class DevCluster:
         wait_for_nodes(self.paths, [node.name])
 
     def pause_controller(self, *, kill: bool = False) -> None:
-        """Let slurmctld stop answering: connections hang (as with a lost network), or with ``kill`` are refused."""
+        """Let slurmctld stop answering: connections hang (as with a lost network), or with ``kill`` are refused.
+
+        Raises
+        ------
+        UsageError
+            It does not run.
+        """
         self.record()
         process = self._controller()
         if process is None:

@@ -26,11 +26,11 @@ from hpcrl.errors import DeadlineError
 from hpcrl.fs import write_json
 
 __all__ = [
+    "ClusterProcess",
     "DaemonRecord",
-    "Member",
     "Roster",
     "end",
-    "find_members",
+    "find_processes",
     "inside_job",
     "log_tail",
     "read_daemons",
@@ -61,7 +61,7 @@ class DaemonRecord(msgspec.Struct, frozen=True, kw_only=True):
         return process
 
 
-class Member(NamedTuple):
+class ClusterProcess(NamedTuple):
     """A living process of a cluster; ``node`` is empty for what belongs to no node."""
 
     process: procfs.Process
@@ -134,36 +134,36 @@ def read_daemons(paths: ClusterPaths) -> dict[str, DaemonRecord]:
     return found
 
 
-def find_members(paths: ClusterPaths) -> list[Member]:
+def find_processes(paths: ClusterPaths) -> list[ClusterProcess]:
     """All living processes of a cluster: daemons, step managers, and what jobs have started on its nodes."""
     processes = procfs.all_processes()
-    members: dict[int, Member] = {}
+    members: dict[int, ClusterProcess] = {}
     for process in processes.values():
         if not process.dead and (member := _identify(paths, process)) is not None:
             members[process.pid] = member
     for record in read_daemons(paths).values():
         if (recorded := record.process()) is not None:
-            members.setdefault(recorded.pid, Member(recorded, "daemon", ""))
+            members.setdefault(recorded.pid, ClusterProcess(recorded, "daemon", ""))
     # what a task starts belongs to it, also with an environment of its own
     for step in [member for member in members.values() if member.kind == "step"]:
         for child in procfs.descendants(step.process.pid, processes):
-            members.setdefault(child.pid, Member(child, "task", step.node))
+            members.setdefault(child.pid, ClusterProcess(child, "task", step.node))
     return list(members.values())
 
 
-def _identify(paths: ClusterPaths, process: procfs.Process) -> Member | None:
+def _identify(paths: ClusterPaths, process: procfs.Process) -> ClusterProcess | None:
     try:
         cwd = Path(os.readlink(f"/proc/{process.pid}/cwd"))
         command = Path(f"/proc/{process.pid}/comm").read_text().strip()
     except OSError:
         return None  # ended meanwhile, or another user's
     if command == "slurmstepd":
-        return Member(process, "step", cwd.name) if cwd.parent == paths.spool else None
+        return ClusterProcess(process, "step", cwd.name) if cwd.parent == paths.spool else None
     env = procfs.read_environ(process.pid)
     if env.get(_MARK) == str(paths.root):
-        return Member(process, "daemon", env.get(_NODE_MARK, ""))
+        return ClusterProcess(process, "daemon", env.get(_NODE_MARK, ""))
     if env.get("SLURM_CONF") == str(paths.conf) and "SLURMD_NODENAME" in env:
-        return Member(process, "task", env["SLURMD_NODENAME"])
+        return ClusterProcess(process, "task", env["SLURMD_NODENAME"])
     return None
 
 
@@ -180,16 +180,16 @@ class Roster:
 
     def __init__(self, paths: ClusterPaths, *, node: str | None = None) -> None:
         self._paths, self._node = paths, node
-        self._seen: dict[tuple[int, int], Member] = {}
+        self._seen: dict[tuple[int, int], ClusterProcess] = {}
 
     @property
     def seen(self) -> int:
         """Number of processes found so far."""
         return len(self._seen)
 
-    def find(self, *kinds: str) -> list[Member]:
+    def find(self, *kinds: str) -> list[ClusterProcess]:
         """Find the daemons that live now, of some kinds or all."""
-        for member in find_members(self._paths):
+        for member in find_processes(self._paths):
             if self._node in (None, member.node):
                 self._seen.setdefault(_identity(member.process), member)
         alive = [member for member in self._seen.values() if procfs.is_alive(*_identity(member.process))]
@@ -205,7 +205,9 @@ def inside_job(paths: ClusterPaths) -> bool:
     return "SLURMD_NODENAME" in os.environ and os.environ.get("SLURM_CONF") == str(paths.conf)
 
 
-def end(find: Callable[[], Iterable[Member]], *, signum: int = signal.SIGKILL, deadline_s: float | None = None) -> bool:
+def end(
+    find: Callable[[], Iterable[ClusterProcess]], *, signum: int = signal.SIGKILL, deadline_s: float | None = None
+) -> bool:
     """Send a signal to all that ``find`` finds, again and again until it finds nothing.
 
     Returns whether nothing is left at the deadline. Without a deadline, what is left then is an error.
@@ -236,9 +238,9 @@ def end(find: Callable[[], Iterable[Member]], *, signum: int = signal.SIGKILL, d
     return True
 
 
-def log_tail(paths: ClusterPaths, name: str, *, lines: int = 8) -> str:
+def log_tail(paths: ClusterPaths, name: str) -> str:
     """The last lines that a daemon wrote, indented, for an error message."""
     for path in (paths.log / f"{name}.log", paths.log / f"{name}.start"):
         if path.is_file() and (text := path.read_text(errors="replace").strip()):
-            return f"{path}:\n" + "\n".join(f"      {line}" for line in text.splitlines()[-lines:])
+            return f"{path}:\n" + "\n".join(f"      {line}" for line in text.splitlines()[-8:])
     return f"{paths.log}: nothing of {name}"

@@ -65,7 +65,13 @@ class ClusterPaths:
         return self.spool / node
 
     def read_record(self) -> Record | None:
-        """What was made here; None where nothing was."""
+        """What was made here; None where nothing was.
+
+        Raises
+        ------
+        UsageError
+            It is damaged, or of another version.
+        """
         try:
             return msgspec.json.decode(self.record.read_bytes(), type=prepared(Record))
         except FileNotFoundError:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hpcrl.errors import HandoffError
 from hpcrl.weights import Handoff
-from hpcrl.weights.format.adapters import Contents, Part, contents_of, plan_merge
+from hpcrl.weights.format.adapters import Contents, Product, contents_of, plan_merge
 from hpcrl.weights.read.assemble import StoredTensor
 from hpcrl.weights.read.subscriber import Reading
 
@@ -68,7 +68,7 @@ class Adapter:
             parts = self._merge.parts.get(tensor.name)
             yield tensor.name, as_tensor(tensor) if parts is None else self._changed(as_tensor(tensor), tensor, parts)
 
-    def _changed(self, base: Tensor, stored: StoredTensor, parts: Collection[Part]) -> Tensor:
+    def _changed(self, base: Tensor, stored: StoredTensor, parts: Collection[Product]) -> Tensor:
         total = base.to(torch.float32, copy=True)
         for part in parts:
             a = self._factors[part.a][part.a_rows].float()

@@ -28,7 +28,11 @@ class EnvValue(NamedTuple):
 
 
 def role_variables(recipe: Recipe, cluster: ClusterProfile, role: Role, run_name: str) -> dict[str, EnvValue]:
-    """What the plan sets for a role, in order of rising precedence."""
+    """What the plan sets for a role: variables by name, each with its source (a key, or ``hpcrl``).
+
+    The last source wins: what hpcrl sets by itself, what follows from the node, what the profile says for all roles and
+    for this one.
+    """
     threads, key = recipe.engine.threads, "engine.threads"
     if role is Role.TRAINER:
         threads, key = recipe.trainer.threads, "trainer.threads"

@@ -33,7 +33,13 @@ class ModelRule:
 
 
 def check_model_rules(recipe: Loaded[Recipe], cluster: Loaded[ClusterProfile], facts: ModelFacts) -> None:
-    """Check all rules of `MODEL_RULES` (ConfigError with every conflict)."""
+    """Check all rules of `MODEL_RULES`: what recipe and cluster ask of the model that it cannot give.
+
+    Raises
+    ------
+    ConfigError
+        With every conflict, each with the file and line of its key, the name of its rule, and a hint.
+    """
     found = [
         Finding(_where(recipe, cluster, key), key, f"{what} [{rule.name}]", rule.hint)
         for rule in MODEL_RULES

@@ -9,10 +9,10 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["Block", "is_sharded", "local_block", "local_part", "overlap"]
+__all__ = ["HeldBlock", "is_sharded", "local_block", "local_part", "overlap"]
 
 
-class Block(NamedTuple):
+class HeldBlock(NamedTuple):
     """The part of a tensor that a rank holds: ``low <= index < high``."""
 
     low: tuple[int, ...]
@@ -33,19 +33,19 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
-def local_block(tensor: Tensor) -> Block:
+def local_block(tensor: Tensor) -> HeldBlock:
     """Which part of ``tensor`` this rank holds: all of it where it is not sharded."""
     if not is_sharded(tensor):
-        return Block((0,) * tensor.dim(), tuple(tensor.shape))
+        return HeldBlock((0,) * tensor.dim(), tuple(tensor.shape))
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # noqa: PLC0415
 
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     if len(offset) != len(shape):  # this rank is not in the mesh of the tensor
-        return Block((0,) * tensor.dim(), (0,) * tensor.dim())
-    return Block(tuple(offset), tuple(o + s for o, s in zip(offset, shape, strict=True)))
+        return HeldBlock((0,) * tensor.dim(), (0,) * tensor.dim())
+    return HeldBlock(tuple(offset), tuple(o + s for o, s in zip(offset, shape, strict=True)))
 
 
-def overlap(block: Block, low: tuple[int, ...], shape: tuple[int, ...]) -> Block:
+def overlap(block: HeldBlock, low: tuple[int, ...], shape: tuple[int, ...]) -> HeldBlock:
     """What ``block`` holds of a region, in the region's own indices; an empty block where that is nothing.
 
     Parameters
@@ -54,7 +54,7 @@ def overlap(block: Block, low: tuple[int, ...], shape: tuple[int, ...]) -> Block
         First index of the region in the tensor, and its shape without leading dimensions in which it has one element.
     """
     leading = len(low) - len(shape)
-    nothing = Block((0,) * len(shape), (0,) * len(shape))
+    nothing = HeldBlock((0,) * len(shape), (0,) * len(shape))
     for i in range(leading):
         if not block.low[i] <= low[i] < block.high[i]:
             return nothing
@@ -62,5 +62,5 @@ def overlap(block: Block, low: tuple[int, ...], shape: tuple[int, ...]) -> Block
     for i, size in enumerate(shape, start=leading):
         first.append(max(block.low[i] - low[i], 0))
         last.append(min(block.high[i] - low[i], size))
-    part = Block(tuple(first), tuple(last))
+    part = HeldBlock(tuple(first), tuple(last))
     return nothing if part.is_empty else part

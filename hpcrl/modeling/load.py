@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from hpcrl.modeling.blocks import Block, local_block, local_part, overlap
+from hpcrl.modeling.blocks import HeldBlock, local_block, local_part, overlap
 from hpcrl.modeling.fp8.quantiser import dequantise
 from hpcrl.modeling.hf import HfAdapter, Region, model_tensors
 from hpcrl.weights.format.quantize import BLOCK, FP8_DTYPE, scale_tensor
@@ -56,7 +56,7 @@ def read_whole(files: ModelFiles, adapter: HfAdapter, name: str, target: Tensor)
         _read_region(files, region, target, local_block(target))
 
 
-def _read_region(files: ModelFiles, region: Region, local: Tensor, block: Block) -> None:
+def _read_region(files: ModelFiles, region: Region, local: Tensor, block: HeldBlock) -> None:
     part = overlap(block, region.low, region.shape)
     if not part.is_empty:
         _fill(_view(local, block, region, part), files, region.name, part)
@@ -96,7 +96,7 @@ def _check_scales(files: ModelFiles, name: str, shape: tuple[int, ...]) -> None:
         )
 
 
-def _view(local: Tensor, block: Block, region: Region, part: Block) -> Tensor:
+def _view(local: Tensor, block: HeldBlock, region: Region, part: HeldBlock) -> Tensor:
     """The elements of ``local`` that hold ``part`` of the region, with the region's dimensions."""
     leading = len(region.low) - len(region.shape)
     view = local[tuple(region.low[i] - block.low[i] for i in range(leading))]
@@ -105,7 +105,7 @@ def _view(local: Tensor, block: Block, region: Region, part: Block) -> Tensor:
     return view
 
 
-def _fill(target: Tensor, files: ModelFiles, name: str, part: Block) -> None:
+def _fill(target: Tensor, files: ModelFiles, name: str, part: HeldBlock) -> None:
     """Read ``part`` of a tensor into ``target``, some rows at a time."""
     if not target.dim():
         target.copy_(_read(files, name, part).view(()))
@@ -114,11 +114,11 @@ def _fill(target: Tensor, files: ModelFiles, name: str, part: Block) -> None:
     step = max(1, _PORTION_BYTES // row)
     for begin in range(part.low[0], part.high[0], step):
         end = min(begin + step, part.high[0])
-        rows = Block((begin, *part.low[1:]), (end, *part.high[1:]))
+        rows = HeldBlock((begin, *part.low[1:]), (end, *part.high[1:]))
         target[begin - part.low[0] : end - part.low[0]].copy_(_read(files, name, rows))
 
 
-def _read(files: ModelFiles, name: str, part: Block) -> Tensor:
+def _read(files: ModelFiles, name: str, part: HeldBlock) -> Tensor:
     stored = files.tensors[name]
     shape = tuple(high - low for low, high in zip(part.low, part.high, strict=True))
     data = torch.frombuffer(files.read(name, *part), dtype=getattr(torch, stored.dtype)).view(shape)
@@ -126,4 +126,4 @@ def _read(files: ModelFiles, name: str, part: Block) -> Tensor:
         return data
     low = tuple(i // BLOCK for i in part.low)
     high = tuple(-(-i // BLOCK) for i in part.high)
-    return dequantise(data, _read(files, name + _SCALE, Block(low, high)).float(), part.low)
+    return dequantise(data, _read(files, name + _SCALE, HeldBlock(low, high)).float(), part.low)

@@ -66,7 +66,15 @@ def lora_parameters(facts: ModelFacts, rank: int, targets: Sequence[str] | None,
 
 
 def published_adapters(facts: ModelFacts, rank: int, targets: Sequence[str] | None) -> int:
-    """Numbers of a published version of adapters, where each matrix has an A and a B of its own."""
+    """Numbers of a published version of adapters, where each matrix has an A and a B of its own.
+
+    For a weight ``[out, in]`` that is ``rank * (out + in)``, once for each of its copies (experts).
+
+    Parameters
+    ----------
+    targets:
+        Kinds of matrices of ``trainer.lora.targets``; None: all.
+    """
     return sum(
         rank * sum(weight.shape) * weight.copies
         for layer in facts.layers

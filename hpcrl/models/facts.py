@@ -257,7 +257,15 @@ class ModelFacts:
 
 
 def weight_bytes(weight: Weight, dtype: str, *, fp8: bool) -> int:
-    """Stored bytes of a weight and its copies."""
+    """Stored bytes of a weight and its copies.
+
+    Parameters
+    ----------
+    dtype:
+        Of weights that the model does not keep in one of their own.
+    fp8:
+        Matrices that are quantised take a byte a number, and four for the scale of each block of 128 x 128.
+    """
     if fp8 and weight.quantized:
         return weight.elements + 4 * prod(scale_shape(weight.shape)) * weight.copies
     return weight.elements * DTYPE_BYTES[weight.dtype or dtype]

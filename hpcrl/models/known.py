@@ -45,7 +45,13 @@ def load_facts(model: str | Path) -> ModelFacts:
 
 
 def find_config(model: str | Path) -> Path:
-    """The ``config.json`` of what `load_facts` takes (FileNotFoundError as there)."""
+    """The ``config.json`` of what `load_facts` takes: a directory with one, such a file, or the name of a known model.
+
+    Raises
+    ------
+    FileNotFoundError
+        It is none of these; the message has the names that come close.
+    """
     path = Path(model)
     try:
         if path.is_dir() and (path / "config.json").is_file():

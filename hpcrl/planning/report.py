@@ -15,7 +15,7 @@ from hpcrl.errors import ConfigError, UsageError
 from hpcrl.models.facts import ModelFacts
 from hpcrl.models.known import load_facts
 from hpcrl.planning.calibration.file import Calibration
-from hpcrl.planning.memory.fit import MemoryReport, Place, memory_report
+from hpcrl.planning.memory.fit import MemoryReport, RoleMemory, memory_report
 from hpcrl.planning.memory.margin import ExpertMargin, expert_margin
 from hpcrl.planning.memory.remedies import Shortage, why_not
 from hpcrl.planning.memory.settings import RealPass
@@ -88,7 +88,7 @@ class Outlook:
         return self.ranges.get("step")
 
     @property
-    def tightest(self) -> Place | None:
+    def tightest(self) -> RoleMemory | None:
         """The memory with the smallest share free."""
         places = [] if self.memory is None else [p for p in self.memory.places if p.capacity and p.headroom is not None]
         return min(places, key=lambda place: (place.headroom or 0) / (place.capacity or 1), default=None)

@@ -28,7 +28,7 @@ from hpcrl.rollouts.sampling.data_order import GroupTask
 from hpcrl.rollouts.saved_turns import SavedTurn, decode_turn, encode_turn
 from hpcrl.rollouts.unneeded import UnneededColumns
 
-__all__ = ["Found", "GroupJournal", "RolloutLedger"]
+__all__ = ["GroupJournal", "RestoredRollouts", "RolloutLedger"]
 
 _log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class GroupJournal(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class RestoredRollouts:
     """What a restore finds in the ledger.
 
     Attributes
@@ -173,7 +173,7 @@ class RolloutLedger:
         """See `GroupJournal.full`."""
         return self._lent.full
 
-    def find(self, group_size: int) -> Found:
+    def find(self, group_size: int) -> RestoredRollouts:
         """Read what waits; rollouts that are too old now, or whose columns are gone, start again."""
         finished: dict[int, Group] = {}
         parts: dict[int, Group] = {}
@@ -206,7 +206,7 @@ class RolloutLedger:
         # a writer that was killed before its first entry was durable; nobody can find these columns
         for error in self._garbage.remove(there - named):
             _log.warning("columns that nobody needs are left for now: %s", error)
-        return Found(finished, parts, over, next_index, count, turns, given_up)
+        return RestoredRollouts(finished, parts, over, next_index, count, turns, given_up)
 
     def _turns(
         self, parts: dict[int, Group], finished: Collection[int]

@@ -13,7 +13,7 @@ from hpcrl.checkpoints.restore import RestoreDecision
 from hpcrl.config.recipe import Recipe
 from hpcrl.errors import DeadlineError, PeerLostError
 from hpcrl.rollouts.batches.warehouse import make_warehouse
-from hpcrl.rollouts.ledger import Found, RolloutLedger
+from hpcrl.rollouts.ledger import RestoredRollouts, RolloutLedger
 from hpcrl.rollouts.sampling.data_order import DataOrder, GroupTask
 from hpcrl.rollouts.state import OrchestratorState
 from hpcrl.runs.role import RoleContext, restore_path
@@ -63,7 +63,7 @@ def open_ledger(context: RoleContext, recipe: Recipe, step: int) -> RolloutLedge
 
 async def take_up(
     ledger: RolloutLedger, state: OrchestratorState, order: DataOrder
-) -> tuple[OrchestratorState, list[GroupTask], Found]:
+) -> tuple[OrchestratorState, list[GroupTask], RestoredRollouts]:
     """Go on with what finished after the checkpoint, too.
 
     Returns

@@ -11,7 +11,7 @@ from hpcrl.decoding import prepared
 from hpcrl.dock.wire import decode_array, encode_array
 from hpcrl.errors import CheckpointError
 from hpcrl.rollouts.batches.taken import Pending
-from hpcrl.rollouts.ledger import Found
+from hpcrl.rollouts.ledger import RestoredRollouts
 from hpcrl.rollouts.records import Group, SavedGroup
 from hpcrl.rollouts.sampling.data_order import DataOrder, GroupTask
 from hpcrl.rollouts.telemetry.counters import Counters
@@ -25,7 +25,7 @@ _WITHOUT_LEDGER = 2
 """Format of states that have finished rollouts in them."""
 
 
-NOTHING = Found({}, {}, frozenset(), 0, 0)
+NOTHING = RestoredRollouts({}, {}, frozenset(), 0, 0)
 """What the ledger of a new run has."""
 
 
@@ -134,7 +134,7 @@ class OrchestratorState(msgspec.Struct, frozen=True, kw_only=True):
         if wrong:
             raise CheckpointError(f"the orchestrator's state does not fit: it has {'; '.join(wrong)}")
 
-    def deal_again(self, order: DataOrder, found: Found = NOTHING) -> list[GroupTask]:
+    def deal_again(self, order: DataOrder, found: RestoredRollouts = NOTHING) -> list[GroupTask]:
         """The groups to start again, with the environments and prompts they had, whatever their weights are now.
 
         Parameters
@@ -170,7 +170,7 @@ class OrchestratorState(msgspec.Struct, frozen=True, kw_only=True):
         done = found.over | found.finished.keys()
         return [task for index, task in sorted(tasks.items()) if index not in done]
 
-    def going_on(self, found: Found) -> OrchestratorState:
+    def going_on(self, found: RestoredRollouts) -> OrchestratorState:
         """This state with what the ledger has beside it."""
         finished = {group.index: group for group in self.finished if group.index not in found.over} | found.finished
         counters = msgspec.structs.replace(

@@ -15,13 +15,13 @@ import msgspec
 from hpcrl.decoding import prepared
 from hpcrl.runs.rundir import RunDir
 
-__all__ = ["FAR_S", "Clock", "Clocks", "own_node"]
+__all__ = ["FAR_S", "Clocks", "NodeClock", "own_node"]
 
 FAR_S = 1.0
 """Clocks that differ by more are worth a word: they make logs of several nodes hard to read."""
 
 
-class Clock(msgspec.Struct, frozen=True):
+class NodeClock(msgspec.Struct, frozen=True):
     """The clock of one node against the supervisor's, in seconds.
 
     Attributes
@@ -52,7 +52,7 @@ def own_node() -> str:
 class Clocks(msgspec.Struct, frozen=True):
     """Clocks of an attempt's nodes, by Slurm's names; without any on one machine."""
 
-    nodes: dict[str, Clock] = {}
+    nodes: dict[str, NodeClock] = {}
 
     @staticmethod
     def path(run: RunDir, attempt: int) -> Path:
@@ -76,12 +76,12 @@ class Clocks(msgspec.Struct, frozen=True):
         clock = self.nodes.get(node)
         return time_s if clock is None or not clock.differs else time_s - clock.ahead_s
 
-    def compared(self, one: str, other: str) -> Clock:
+    def compared(self, one: str, other: str) -> NodeClock:
         """The clock of one node against that of another; a node that was not asked has the supervisor's."""
-        mine, theirs = self.nodes.get(one, Clock(0.0, 0.0)), self.nodes.get(other, Clock(0.0, 0.0))
-        return Clock(mine.ahead_s - theirs.ahead_s, mine.uncertain_s + theirs.uncertain_s)
+        mine, theirs = self.nodes.get(one, NodeClock(0.0, 0.0)), self.nodes.get(other, NodeClock(0.0, 0.0))
+        return NodeClock(mine.ahead_s - theirs.ahead_s, mine.uncertain_s + theirs.uncertain_s)
 
     @property
-    def far(self) -> dict[str, Clock]:
+    def far(self) -> dict[str, NodeClock]:
         """Give the clocks that differ by more than `FAR_S`, whatever is not known of them."""
         return {node: c for node, c in self.nodes.items() if abs(c.ahead_s) - c.uncertain_s > FAR_S}

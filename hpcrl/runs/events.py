@@ -117,7 +117,21 @@ def _read_file(path: Path, kind: str) -> Iterator[Event]:
 
 
 def read_events(run: RunDir, *, attempt: int | None = None, kind: str = "") -> list[Event]:
-    """All events of a run (or of one attempt, or of one kind) in time order, by the supervisor's clock."""
+    """All events of a run (or of one attempt, or of one kind) in time order, by the supervisor's clock.
+
+    What this process has said itself is written first. Torn last lines of writers that were killed are passed over, and
+    a run without events has none.
+
+    Parameters
+    ----------
+    kind:
+        ``trainer.step``, for example; the empty one means all kinds.
+
+    Raises
+    ------
+    OSError
+        A file is there and cannot be read: nobody is told that nothing happened.
+    """
     reporting.flush(_OWN_S, directory=run.events_dir)  # a process reads what it has said itself
     pattern = "*.jsonl" if attempt is None else f"{attempt:04d}-*.jsonl"
     if not run.events_dir.is_dir():

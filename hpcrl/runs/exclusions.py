@@ -51,7 +51,15 @@ def read_exclusions(run: RunDir, *, now_s: float) -> list[ExcludedNode]:
 
 
 def exclude(run: RunDir, nodes: Mapping[str, str], *, attempt: int, now_s: float, seconds: float) -> None:
-    """Add nodes with the reason of each; one that is there already begins anew."""
+    """Add nodes with the reason of each; one that is there already begins anew.
+
+    Parameters
+    ----------
+    nodes:
+        Reasons by name of the node.
+    now_s, seconds:
+        When that is, in seconds since the epoch, and for how long the run stays away from them.
+    """
     fresh = [
         ExcludedNode(node=node, reason=reason, attempt=attempt, since_s=now_s, until_s=now_s + seconds)
         for node, reason in sorted(nodes.items())

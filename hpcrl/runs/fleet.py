@@ -187,7 +187,15 @@ class Fleet(NamedTuple):
 
 
 def read_fleet(run: RunDir, attempt: int, components: Sequence[ComponentStatus]) -> Fleet:
-    """The engines of an attempt now. Nobody is asked: two files are read, of which the caller has one."""
+    """The engines of an attempt now. Nobody is asked: two files are read, of which the caller has one.
+
+    Parameters
+    ----------
+    attempt:
+        0 before the first: then there is no view of the orchestrator's.
+    components:
+        All of the attempt, of its ``status.json``; those that are no engines are passed over.
+    """
     view = FleetView.read(run, attempt) if attempt else None
     newest = None if view is None else view.newest
     found = []

@@ -11,10 +11,10 @@ import msgspec
 
 from hpcrl.errors import RunDirError
 from hpcrl.runs.cause import Cause, CauseKind
-from hpcrl.runs.clocks import Clock
+from hpcrl.runs.clocks import NodeClock
 from hpcrl.runs.events import Event, read_events
 from hpcrl.runs.exclusions import read_exclusions
-from hpcrl.runs.jobs import JobFact, ask
+from hpcrl.runs.job_facts import JobFact, ask
 from hpcrl.runs.record import RunRecord, Submission
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ComponentState, ComponentStatus, ProcessId, RunState, RunStatus
@@ -81,7 +81,7 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True):
     nodes_needed: int = 0
     elastic: bool = False
     origin: str = ""
-    clocks: dict[str, Clock] = {}
+    clocks: dict[str, NodeClock] = {}
 
     @property
     def wall_s(self) -> float | None:

@@ -57,7 +57,7 @@ class RoleProgress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def progress_path(run: RunDir, attempt: int, role: str, replica: int) -> Path:
-    """The file of a replica (of its rank 0)."""
+    """The file in which rank 0 of a replica says where it is; the watchdog reads how old that is."""
     return run.attempt_dir(attempt) / "progress" / f"{role}-{replica}.json"
 
 

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from hpcrl.credentials import Credentials, read_token
-from hpcrl.gate import Gate, Refused, Report
+from hpcrl.gate import Gate, RefusedRequest, Report
 from hpcrl.runs.events import EventWriter
 from hpcrl.runs.role import RoleContext
 from hpcrl.runs.rundir import RunDir
@@ -24,7 +24,7 @@ def refusal_report(run: RunDir, attempt: int, writer: str) -> Report:
     """
     writers: list[EventWriter] = []
 
-    def report(refused: Refused) -> None:
+    def report(refused: RefusedRequest) -> None:
         if not writers:
             writers.append(EventWriter(run, attempt=attempt, writer=writer))
         writers[0].emit("access.refused", **refused._asdict())

@@ -26,7 +26,13 @@ Roots = Callable[[], Iterable[Path]]
 
 
 def check_name(name: str) -> str:
-    """``name`` itself if a run may be called so (UsageError otherwise)."""
+    """``name`` itself if a run may be called so: it names directories, jobs and files.
+
+    Raises
+    ------
+    UsageError
+        It may not; the message says what names are made of.
+    """
     if not _NAME.fullmatch(name):
         raise UsageError(
             f"{name!r} cannot be the name of a run\n"
@@ -57,7 +63,18 @@ def all_runs(root: Path | None, roots: Roots) -> list[RunDir]:
 
 
 def newest_run(runs: list[RunDir], where: str) -> RunDir:
-    """The first of a list (RunDirError where it is empty; ``where`` says in which place)."""
+    """The first of ``runs``, which are sorted from the newest on.
+
+    Parameters
+    ----------
+    where:
+        Place of the list in words, for the message: ``below /shared/runs``.
+
+    Raises
+    ------
+    RunDirError
+        There is none.
+    """
     if not runs:
         raise RunDirError(
             f"there is no run {where}\n"

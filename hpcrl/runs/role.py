@@ -286,7 +286,7 @@ class Complaint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def ready_path(run: RunDir, attempt: int, role: str, replica: int) -> Path:
-    """Where a replica says that it is ready."""
+    """The file with which a replica says that it is ready; it is there from then on, and says since when."""
     return run.attempt_dir(attempt) / "ready" / f"{role}-{replica}.json"
 
 
@@ -306,7 +306,11 @@ def save_request_path(run: RunDir, attempt: int) -> Path:
 
 
 def run_role(main: Callable[[RoleContext], None]) -> NoReturn:
-    """Run a role: logging, failure record, exit code. The last line of a role's ``__main__``."""
+    """Run a role, and exit: 0 when ``main`` returns, 1 when it raises. The last line of a role's ``__main__``.
+
+    Output goes to the role's log. What ``main`` raises, `KeyboardInterrupt` included, is written down as the failure of
+    this rank, which is how the run learns its cause; a message for people (`HpcrlError`) is logged without a traceback.
+    """
     context = RoleContext.from_env()
     context.redirect_output()
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s %(levelname)s {context.writer} %(name)s: %(message)s")

@@ -10,7 +10,7 @@ from hpcrl import procfs
 from hpcrl.decoding import prepared
 from hpcrl.fs import atomic_write
 from hpcrl.runs.cause import Cause
-from hpcrl.runs.clocks import Clock
+from hpcrl.runs.clocks import NodeClock
 from hpcrl.runs.rundir import RunDir
 
 __all__ = ["HEARTBEAT_S", "ComponentState", "ComponentStatus", "ProcessId", "ReplicaJob", "RunState", "RunStatus"]
@@ -210,7 +210,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     cause: Cause | None = None
     components: list[ComponentStatus] = []
     warnings: list[str] = []
-    clocks: dict[str, Clock] = {}
+    clocks: dict[str, NodeClock] = {}
     format_version: int = FORMAT_VERSION
 
     def encode(self) -> bytes:

@@ -149,7 +149,15 @@ def _read(work: Path, nodes: int, job_id: int, *, late_s: float) -> list[NodeRep
 
 
 def node_findings(cluster: SlurmCluster, partition: str, reports: list[NodeReport]) -> list[CheckFinding]:
-    """What of the reports differs from what a run needs; errors first."""
+    """What of the reports differs from what a run needs; errors first.
+
+    Parameters
+    ----------
+    partition:
+        Key of the profile's partition whose nodes they are.
+    reports:
+        One of each node. A finding that several nodes have is given once, with the first one's name.
+    """
     found: list[CheckFinding] = []
     for report in reports:
         found += _of_node(cluster, partition, report)

@@ -24,7 +24,7 @@ from hpcrl.fs import atomic_write, write_json
 from hpcrl.interpreter import module_command
 from hpcrl.ports import is_free
 from hpcrl.sites.node_reach import RunAddresses, meet
-from hpcrl.slurm.launch import step_environment
+from hpcrl.slurm.launch_arguments import step_environment
 
 __all__ = ["REPORT_PATTERN", "NodeQuestions", "NodeReport", "look_around"]
 

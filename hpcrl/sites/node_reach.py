@@ -25,7 +25,7 @@ from hpcrl.ports import choose_ports
 from hpcrl.slurm.client import SlurmClient
 from hpcrl.slurm.errors import SlurmError
 from hpcrl.slurm.hostlist import expand_hostlist
-from hpcrl.slurm.launch import step_environment
+from hpcrl.slurm.launch_arguments import step_environment
 from hpcrl.supervisor.launch.addresses import choose_addresses
 from hpcrl.supervisor.launch.survey import Survey
 

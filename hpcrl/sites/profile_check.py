@@ -8,7 +8,7 @@ from enum import StrEnum
 
 from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.cluster_slurm import PartitionConfig
-from hpcrl.sites.probe import PartitionFacts, SiteFacts
+from hpcrl.sites.site_facts import PartitionFacts, SiteFacts
 
 __all__ = ["CheckFinding", "Severity", "check_profile"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 
-from hpcrl.sites.probe import PartitionFacts, SiteFacts
+from hpcrl.sites.site_facts import PartitionFacts, SiteFacts
 
 __all__ = ["draft_profile"]
 

@@ -18,7 +18,7 @@ from hpcrl.slurm.client import SlurmClient
 from hpcrl.slurm.errors import SlurmRejectedError
 from hpcrl.slurm.parse import parse_duration
 from hpcrl.slurm.records import Node
-from hpcrl.slurm.render import Part, planned_parts
+from hpcrl.slurm.render import ScriptPart, planned_parts
 from hpcrl.slurm.scripts import STAND_IN_ID, run_scripts
 
 __all__ = ["NodeNeed", "check_admission", "needed_nodes", "obstacles"]
@@ -120,7 +120,7 @@ def _limits(plan: Plan, partition: str, client: SlurmClient) -> list[str]:
 
 def _refusals(plan: Plan, cluster: SlurmCluster, client: SlurmClient) -> list[str]:
     """What ``sbatch --test-only`` says against each kind of job of the plan."""
-    parts: dict[tuple[int, ...], Part] = {}
+    parts: dict[tuple[int, ...], ScriptPart] = {}
     for part in planned_parts(plan):
         parts.setdefault(part.components, part)  # replicas of a role are alike
     found = []

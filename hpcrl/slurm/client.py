@@ -123,7 +123,7 @@ class SlurmClient(SlurmQueries):
                 ) from lost
             self._sleep(_LOOK_AGAIN_S)
 
-    def test_only(self, script: Path, *, options: Sequence[str] = ()) -> StartEstimate:
+    def test_only(self, script: Path) -> StartEstimate:
         """Ask whether Slurm would take a script, and when it would start. Submits nothing.
 
         Raises
@@ -131,7 +131,7 @@ class SlurmClient(SlurmQueries):
         SlurmRejectedError
             It would be refused; says why.
         """
-        result = self._run(["sbatch", "--test-only", *options, str(script)])
+        result = self._run(["sbatch", "--test-only", str(script)])
         return parse.parse_start_estimate(f"{result.stderr}\n{result.stdout}")
 
     def cancel(

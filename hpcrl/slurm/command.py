@@ -102,7 +102,17 @@ def check_configuration(conf: Path | str | None) -> None:
 
 
 def run_command(argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float) -> CommandResult:
-    """The real `Runner`. The command is in a process group of its own and killed whole at the time-out."""
+    """The real `Runner`. The command is in a process group of its own and killed whole at the time-out.
+
+    Raises
+    ------
+    SlurmMissingError
+        There is no such command on this machine.
+    SlurmUnavailableError
+        It gave no answer in ``timeout_s`` seconds.
+    NoConfigurationError
+        The ``SLURM_CONF`` of ``env`` is not there, or may not be read.
+    """
     check_configuration(env.get("SLURM_CONF"))
     try:
         process = subprocess.Popen(

@@ -10,7 +10,7 @@ from hpcrl.config.layout import JobComponent
 from hpcrl.config.plan import Plan
 from hpcrl.config.sbatch_options import repeats_in_components
 from hpcrl.errors import UsageError
-from hpcrl.slurm.launch import gpu_options
+from hpcrl.slurm.launch_arguments import gpu_options
 
 __all__ = ["JobIdentity", "component_options", "directive", "job_options", "repeated_options"]
 

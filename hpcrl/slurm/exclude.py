@@ -44,7 +44,13 @@ def nodes_to_exclude(run: RunDir, plan: Plan, client: SlurmClient) -> list[str]:
 
 
 def stay_away(plan: Plan, client: SlurmClient, job_id: int, nodes: Sequence[str], *, within_s: float) -> None:
-    """Let our job, which waits or is about to, stay away from nodes (`nodes_to_exclude`)."""
+    """Let our job, which waits or is about to, stay away from nodes (`nodes_to_exclude`).
+
+    Parameters
+    ----------
+    within_s:
+        How long to try. A job that keeps its nodes then is a line in the log and no error: it may still do its work.
+    """
     components = len(plan.layout.components) if plan.layout.kind == "hetjob" else 1
     if exclude_from_job(client, job_id, nodes, components=components, within_s=within_s) and nodes:
         _log.info("job %d stays away from %s", job_id, ", ".join(nodes))

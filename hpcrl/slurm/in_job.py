@@ -74,7 +74,13 @@ def find_allocation(plan: Plan, environ: Mapping[str, str], client: SlurmClient)
 
 
 def plan_inside(plan: Plan, job: InJob, *, now_s: float) -> Plan:
-    """The plan of an attempt in an allocation: it ends before the job does, saves by the clock, and is not requeued."""
+    """The plan of an attempt in an allocation: it ends before the job does, saves by the clock, and is not requeued.
+
+    Parameters
+    ----------
+    now_s:
+        Seconds since the epoch; a job without an end (``end_s`` is None) limits nothing.
+    """
     limit_s = plan.time_limit_s if job.end_s is None else min(plan.time_limit_s, job.end_s - now_s - _LEAVE_S)
     attempts = plan.attempts.model_copy(update={"requeue": False, "signalled": False})
     return plan.model_copy(update={"attempts": attempts, "time_limit_s": max(limit_s, 1.0)})

@@ -1,4 +1,4 @@
-"""The jobs of many runs by one query: the source of `hpcrl.runs.jobs`."""
+"""The jobs of many runs by one query: the source of `hpcrl.runs.job_facts`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from hpcrl.runs.jobs import JobFact
+from hpcrl.runs.job_facts import JobFact
 from hpcrl.runs.record import Submission
 from hpcrl.slurm.client import SlurmClient
 from hpcrl.slurm.errors import SlurmError

@@ -20,7 +20,7 @@ from hpcrl.config.resources import template_dirs
 from hpcrl.errors import UsageError
 from hpcrl.slurm.directives import JobIdentity, component_options, directive, job_options, repeated_options
 
-__all__ = ["Part", "Script", "planned_parts", "render_jobs", "render_part", "render_script", "replica_part"]
+__all__ = ["Script", "ScriptPart", "planned_parts", "render_jobs", "render_part", "render_script", "replica_part"]
 
 #: what of the submitter's environment a job keeps; patterns of the shell's `case`
 _KEPT = ("HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "LC_*", "TZ", "SLURM_*", "SLURMD_*")
@@ -30,7 +30,7 @@ Command = Callable[[str], Sequence[str]]
 """The command line of the batch process, by part of the run."""
 
 
-class Part(NamedTuple):
+class ScriptPart(NamedTuple):
     """What one script is for: its name, the components whose nodes it brings, and which job of the last it is."""
 
     name: str
@@ -73,7 +73,7 @@ def render_jobs(
     output: Callable[[str], Path] | None = None,
     exclude: Sequence[str] = (),
     templates: Path | None = None,
-    parts: Sequence[Part] | None = None,
+    parts: Sequence[ScriptPart] | None = None,
 ) -> list[Script]:
     """Render the jobs of a run, the main one first.
 
@@ -126,7 +126,7 @@ def render_jobs(
 def render_part(
     plan: Plan,
     cluster: SlurmCluster,
-    part: Part,
+    part: ScriptPart,
     *,
     options: Sequence[Sequence[str]],
     command: Sequence[str],
@@ -193,19 +193,19 @@ def render_script(
         raise UsageError(f"{template.filename}: {error}\n    hint: correct the template") from error
 
 
-def planned_parts(plan: Plan) -> list[Part]:
+def planned_parts(plan: Plan) -> list[ScriptPart]:
     """The jobs that a plan has at its start, the main one first."""
     indices = tuple(range(len(plan.layout.components)))
     if plan.layout.kind != "elastic":
-        return [Part("main", indices, 0)]
+        return [ScriptPart("main", indices, 0)]
     groups = sorted((group for group in plan.groups if plan.own_jobs(group)), key=lambda group: group.component)
     replicas = [replica_part(group, replica) for group in groups for replica in range(group.replicas)]
-    return [Part("main", indices[:1], 0), *replicas]
+    return [ScriptPart("main", indices[:1], 0), *replicas]
 
 
-def replica_part(group: RoleGroup, replica: int) -> Part:
+def replica_part(group: RoleGroup, replica: int) -> ScriptPart:
     """The job of one replica in the layout ``elastic``; there may be more of them than the plan began with."""
-    return Part(f"{group.role.value}-{replica}", (group.component,), replica)
+    return ScriptPart(f"{group.role.value}-{replica}", (group.component,), replica)
 
 
 def _shares(plan: Plan) -> list[str]:

@@ -13,7 +13,7 @@ from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.plan import Plan
 from hpcrl.interpreter import module_command
 from hpcrl.marks import KIND_VARIABLE, RUN_ID_VARIABLE
-from hpcrl.slurm.render import Part, Script, planned_parts, render_jobs, render_part
+from hpcrl.slurm.render import Script, ScriptPart, planned_parts, render_jobs, render_part
 
 __all__ = ["JOB_FOLDER", "STAND_IN_ID", "batch_process", "in_job_script", "run_scripts", "submission_id"]
 
@@ -42,7 +42,7 @@ def run_scripts(
     number: int = 1,
     exclude: Sequence[str] = (),
     templates: Path | None = None,
-    parts: Sequence[Part] | None = None,
+    parts: Sequence[ScriptPart] | None = None,
 ) -> list[Script]:
     """The scripts of one submission of a run, called from the working directory that its roles will have.
 

@@ -10,12 +10,12 @@ import msgspec
 
 from hpcrl.errors import HpcrlError
 
-__all__ = ["PoolStatus", "Segment", "StoreAdmin"]
+__all__ = ["PoolSegment", "PoolStatus", "StoreAdmin"]
 
 _SAMPLE = re.compile(r'^(\w+)(?:\{segment="([^"]+)"\})? ([0-9.eE+-]+)$', re.MULTILINE)
 
 
-class Segment(msgspec.Struct, frozen=True, kw_only=True):
+class PoolSegment(msgspec.Struct, frozen=True, kw_only=True):
     """The memory that one engine rank gives to the pool.
 
     Attributes
@@ -50,7 +50,7 @@ class PoolStatus(msgspec.Struct, frozen=True, kw_only=True):
         All samples without labels, by Mooncake's names (``master_put_start_requests_total`` …).
     """
 
-    segments: list[Segment]
+    segments: list[PoolSegment]
     keys: int
     clients: int
     metrics: dict[str, float]
@@ -105,7 +105,7 @@ class StoreAdmin:
                 plain[name] = float(value)
         return PoolStatus(
             segments=[
-                Segment(
+                PoolSegment(
                     name=name,
                     capacity_bytes=int(by_segment.get(name, {}).get("segment_total_capacity_bytes", 0)),
                     used_bytes=int(by_segment.get(name, {}).get("segment_allocated_bytes", 0)),

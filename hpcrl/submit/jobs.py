@@ -11,17 +11,17 @@ from hpcrl.errors import HpcrlError, RunDirError
 from hpcrl.fs import atomic_write
 from hpcrl.passing import patiently
 from hpcrl.runs.contents import RunContents
+from hpcrl.runs.elastic import wanted_replicas
 from hpcrl.runs.observe import RunView, observe
 from hpcrl.runs.record import RunRecord, Submission, this_process
 from hpcrl.runs.registry import reference
-from hpcrl.runs.replicas import wanted_replicas
 from hpcrl.runs.rundir import RunDir
 from hpcrl.slurm.client import SlurmClient
 from hpcrl.slurm.directives import JobIdentity
 from hpcrl.slurm.exclude import nodes_to_exclude
 from hpcrl.slurm.lookup import client_of
 from hpcrl.slurm.render import Script, planned_parts
-from hpcrl.slurm.replicas import ReplicaJobs, cancel_all
+from hpcrl.slurm.replica_jobs import ReplicaJobs, cancel_all
 from hpcrl.slurm.scripts import JOB_FOLDER, run_scripts, submission_id
 from hpcrl.submit.slurm_executor import SlurmExecutor
 from hpcrl.supervisor.job import Supervise
@@ -131,7 +131,25 @@ def _submit_script(client: SlurmClient, run: RunDir, script: Script, submission_
 
 
 def cancel_jobs(run: RunDir, *, deadline_s: float) -> RunView:
-    """Ask the supervisor to stop, and wait until the run has ended; then, or where it waits, cancel all its jobs."""
+    """Ask the supervisor to stop, and wait until the run has ended; then, or where it waits, cancel all its jobs.
+
+    Parameters
+    ----------
+    deadline_s:
+        Seconds that the supervisor gets to end by itself, before the main job is cancelled.
+
+    Returns
+    -------
+    RunView
+        The run as it ended.
+
+    Raises
+    ------
+    RunDirError
+        Slurm has cancelled the job and not ended it yet.
+    SlurmError
+        Slurm refused, or does not answer.
+    """
     signal_job(run, kill=False)
     deadline = time.monotonic() + deadline_s
     killed = False

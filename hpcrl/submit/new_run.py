@@ -20,7 +20,7 @@ from hpcrl.slurm.errors import (
     SubmitUnclearError,
 )
 from hpcrl.slurm.in_job import InJob
-from hpcrl.slurm.replicas import cancel_all
+from hpcrl.slurm.replica_jobs import cancel_all
 from hpcrl.submit.submission import submit_attempt
 
 __all__ = ["submit_new"]

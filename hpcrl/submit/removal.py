@@ -19,13 +19,13 @@ from hpcrl.runs.status import RunState
 from hpcrl.runs.views.checkpoints import pinned_steps
 from hpcrl.submit.submission import end_leftovers
 
-__all__ = ["Size", "measure", "removable", "remove_run"]
+__all__ = ["DiskUse", "measure", "removable", "remove_run"]
 
 _PARTS = ("checkpoints", "weights", "rollouts", "attempts", "metrics", "events")
 _OTHER = "the rest"
 
 
-class Size(NamedTuple):
+class DiskUse(NamedTuple):
     """What one part of a run has on disk: bytes of blocks that its files take, a hard link counted once."""
 
     bytes: int
@@ -61,9 +61,9 @@ def removable(run: RunDir) -> RunView:
     return view
 
 
-def measure(run: RunDir) -> dict[str, Size]:
+def measure(run: RunDir) -> dict[str, DiskUse]:
     """What the parts of a run have on disk, the largest first. What vanishes meanwhile does not count."""
-    sizes = dict.fromkeys((*_PARTS, _OTHER), Size(0, 0))
+    sizes = dict.fromkeys((*_PARTS, _OTHER), DiskUse(0, 0))
     seen: set[tuple[int, int]] = set()
     for folder, _, names in os.walk(run.path):
         top = Path(folder).relative_to(run.path).parts[:1]
@@ -76,7 +76,7 @@ def measure(run: RunDir) -> dict[str, Size]:
             size = sizes[part]
             new = (status.st_dev, status.st_ino) not in seen
             seen.add((status.st_dev, status.st_ino))
-            sizes[part] = Size(size.bytes + (512 * status.st_blocks if new else 0), size.files + 1)
+            sizes[part] = DiskUse(size.bytes + (512 * status.st_blocks if new else 0), size.files + 1)
     found = [(part, size) for part, size in sizes.items() if size.files]
     return dict(sorted(found, key=lambda item: item[1].bytes, reverse=True))
 

@@ -19,7 +19,7 @@ from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ComponentState, ComponentStatus
 from hpcrl.slurm.command import command_environment
 from hpcrl.slurm.hostlist import expand_hostlist
-from hpcrl.slurm.launch import launch_shell
+from hpcrl.slurm.launch_arguments import launch_shell
 from hpcrl.slurm.lookup import client_of
 
 __all__ = ["RoleShell", "shell_in"]

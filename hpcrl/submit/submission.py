@@ -25,10 +25,10 @@ from hpcrl.runs.record import RunRecord, Submission, this_process
 from hpcrl.runs.registry import reference
 from hpcrl.runs.reserve import keep_start_reserve, release_reserve
 from hpcrl.runs.rundir import RunDir
-from hpcrl.runs.start.origin import START_MODEL, Source, make_start_model
+from hpcrl.runs.start.origin import START_MODEL, ModelOrigin, make_start_model
 from hpcrl.runs.start.privacy import check_root, protect
 from hpcrl.runs.start.restart import ResumePoint
-from hpcrl.runs.start.resume import Begin, plan_resume
+from hpcrl.runs.start.resume import ResumeFrom, plan_resume
 from hpcrl.runs.start.snapshot import keep_snapshot, take_snapshot
 from hpcrl.runs.status import ProcessId, RunState
 from hpcrl.slurm.in_job import InJob
@@ -67,7 +67,7 @@ def create_run(
     plan: Plan,
     *,
     provenance: Mapping[str, str] | None = None,
-    source: Source | None = None,
+    source: ModelOrigin | None = None,
 ) -> RunContents:
     """Make the directory of a new run: complete at once, or not at all. Starts nothing.
 
@@ -178,7 +178,7 @@ def _submit_attempt(contents: RunContents, in_job: InJob | None) -> Submission:
     return submission
 
 
-def prepare_resume(run: RunDir, begin: Begin | None = None, *, steps: int | None = None) -> ResumePoint:
+def prepare_resume(run: RunDir, begin: ResumeFrom | None = None, *, steps: int | None = None) -> ResumePoint:
     """Check that a run may be resumed, and find its checkpoint. Starts, ends and changes nothing.
 
     Parameters
@@ -211,7 +211,7 @@ def prepare_resume(run: RunDir, begin: Begin | None = None, *, steps: int | None
             f"    hint: watch it: hpcrl status {reference(run)} --watch\n"
             f"    hint: end it first: hpcrl cancel {reference(run)}"
         )
-    return plan_resume(run, begin or Begin(), completed=view.state is RunState.COMPLETED, steps=steps)
+    return plan_resume(run, begin or ResumeFrom(), completed=view.state is RunState.COMPLETED, steps=steps)
 
 
 def end_leftovers(run: RunDir) -> int:
@@ -219,8 +219,11 @@ def end_leftovers(run: RunDir) -> int:
     return len(sweep(RunRecord.read(run).run_id))
 
 
-def cancel(run: RunDir, *, user: str, deadline_s: float | None = None) -> RunView:
+def cancel(run: RunDir, *, user: str) -> RunView:
     """Ask the supervisor to stop, and wait until the run has ended.
+
+    When the time that the plan's roles have to stop is over, the supervisor itself is killed (its guards then end the
+    roles).
 
     Parameters
     ----------
@@ -228,9 +231,6 @@ def cancel(run: RunDir, *, user: str, deadline_s: float | None = None) -> RunVie
         The run.
     user:
         Who asks.
-    deadline_s:
-        After this time the supervisor itself is killed (its guards then end the roles). By default derived
-        from the plan's stop timeouts.
 
     Raises
     ------
@@ -247,7 +247,7 @@ def cancel(run: RunDir, *, user: str, deadline_s: float | None = None) -> RunVie
         raise RunDirError(f"the run {run.name} has ended already ({view.state}){ended}")
     _put_on_record(run, record.with_cancel(user, time.time()))
     if record.submissions and record.submissions[-1].executor == "slurm":
-        return cancel_jobs(run, deadline_s=_stop_deadline_s(run) if deadline_s is None else deadline_s)
+        return cancel_jobs(run, deadline_s=_stop_deadline_s(run))
     process = _whom_to_ask(run, record, view)
     if process.alive() is None:
         raise RunDirError(
@@ -255,9 +255,7 @@ def cancel(run: RunDir, *, user: str, deadline_s: float | None = None) -> RunVie
             f"    hint: call hpcrl cancel {reference(run)} on {process.host}"
         )
     request_stop(process)
-    if deadline_s is None:
-        deadline_s = _stop_deadline_s(run)
-    deadline = time.monotonic() + deadline_s
+    deadline = time.monotonic() + _stop_deadline_s(run)
     while not (view := observe(run)).state.ended:
         if time.monotonic() > deadline:
             kill_launch(record.run_id)

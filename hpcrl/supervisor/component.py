@@ -8,7 +8,7 @@ from collections.abc import Callable
 from hpcrl.config.plan import Role, RoleGroup
 from hpcrl.runs.cause import Cause
 from hpcrl.runs.status import ComponentState, ComponentStatus, ReplicaJob
-from hpcrl.supervisor.launch.launcher import Address
+from hpcrl.supervisor.launch.replica_launcher import Address
 from hpcrl.supervisor.policy.restarts import Restarts
 from hpcrl.supervisor.process.guarded import End, RunningProcess
 

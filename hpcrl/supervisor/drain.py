@@ -13,7 +13,7 @@ from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ComponentState
 from hpcrl.supervisor.board import Board
 from hpcrl.supervisor.component import Component
-from hpcrl.supervisor.launch.launcher import Launcher
+from hpcrl.supervisor.launch.replica_launcher import Launcher
 from hpcrl.supervisor.policy.graph import drain_stages
 
 __all__ = ["Drain"]

@@ -10,7 +10,7 @@ from hpcrl.errors import DeadlineError
 from hpcrl.reporting import ReportedFile
 from hpcrl.runs.role import Endpoints, Member
 from hpcrl.runs.rundir import RunDir
-from hpcrl.supervisor.launch.launcher import Address
+from hpcrl.supervisor.launch.replica_launcher import Address
 
 __all__ = ["EndpointsFile"]
 

@@ -27,10 +27,10 @@ from hpcrl.slurm.client import SlurmClient
 from hpcrl.slurm.errors import SlurmError, SlurmUnavailableError
 from hpcrl.slurm.exclude import nodes_to_exclude, stay_away
 from hpcrl.slurm.in_job import InJob, plan_inside
-from hpcrl.slurm.launch import allocations_from_env
-from hpcrl.slurm.replicas import ReplicaJobs, cancel_replicas
+from hpcrl.slurm.launch_arguments import allocations_from_env
+from hpcrl.slurm.replica_jobs import ReplicaJobs, cancel_replicas
 from hpcrl.supervisor.elastic.keeper import ElasticReplicas
-from hpcrl.supervisor.launch.launcher import LocalLauncher
+from hpcrl.supervisor.launch.replica_launcher import LocalLauncher
 from hpcrl.supervisor.launch.step_launcher import StepLauncher
 from hpcrl.supervisor.policy.nodes import record_lost_nodes
 from hpcrl.supervisor.supervisor import Supervisor

@@ -32,8 +32,8 @@ from hpcrl.supervisor.drain import Drain
 from hpcrl.supervisor.elastic.keeper import ElasticReplicas
 from hpcrl.supervisor.ending import Ending
 from hpcrl.supervisor.endpoints_file import EndpointsFile
-from hpcrl.supervisor.launch.launcher import Address, Launcher
 from hpcrl.supervisor.launch.replica import ReplicaEnd, ReplicaRunner
+from hpcrl.supervisor.launch.replica_launcher import Address, Launcher
 from hpcrl.supervisor.launch.survey import NodesSilentError
 from hpcrl.supervisor.lookout import Lookout
 from hpcrl.supervisor.notices import Notices

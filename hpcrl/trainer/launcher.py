@@ -34,7 +34,7 @@ from hpcrl import procfs
 from hpcrl.interpreter import bound_kernel_caches, lasting_imports, module_command
 from hpcrl.runs.cause import describe_end
 
-__all__ = ["RANK_NAME", "Node", "main"]
+__all__ = ["RANK_NAME", "NodeRanks", "main"]
 
 RANK_NAME = "hpcrl rank {}"
 """What ``ps`` and ``top`` call a rank: its command line and ``/proc/PID/environ`` are those of the launcher."""
@@ -58,7 +58,7 @@ _HANDED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
-class Node:
+class NodeRanks:
     """The ranks of this node among all.
 
     Attributes
@@ -111,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not (given.ranks >= 1 and 0 <= given.node_rank < given.nodes):
         parser.error(f"{given.ranks} ranks on node {given.node_rank} of {given.nodes} nodes")
     port = given.master_port or _free_port()
-    node = Node(given.ranks, given.node_rank, given.nodes, given.master_addr, port)
+    node = NodeRanks(given.ranks, given.node_rank, given.nodes, given.master_addr, port)
     # as torchrun has it; before torch is imported, which may read them
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     if node.ranks > 1:
@@ -183,7 +183,7 @@ def _knows_cuda_is_lost() -> bool:
     return lost
 
 
-def _fork_ranks(node: Node, *, grace_s: float, problem: str) -> None:
+def _fork_ranks(node: NodeRanks, *, grace_s: float, problem: str) -> None:
     """Start the ranks. Returns in each of them; the launcher itself waits for them and exits."""
     # what is to be waited for is never delivered: no handler, and nothing is missed
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, *_HANDED_ON})
@@ -207,7 +207,7 @@ def _fork_ranks(node: Node, *, grace_s: float, problem: str) -> None:
     sys.exit(_Watch(ranks, grace_s=grace_s).wait(failure))
 
 
-def _become_rank(node: Node, local_rank: int, launcher: int) -> None:
+def _become_rank(node: NodeRanks, local_rank: int, launcher: int) -> None:
     procfs.die_with_parent()
     if os.getppid() != launcher:  # it died before the line above
         os._exit(1)

@@ -18,7 +18,7 @@ import msgspec
 from hpcrl.decoding import prepared
 from hpcrl.errors import HandoffError
 
-__all__ = ["Layer", "SharedMemory", "SharedTensor", "decode_layer"]
+__all__ = ["HandoverLayer", "SharedMemory", "SharedTensor", "decode_layer"]
 
 _NAME = "hpcrl-layer"
 _PATH = re.compile(r"(/proc/\d+/fd/\d+)#([0-9a-f]+)")
@@ -43,7 +43,7 @@ class SharedTensor(msgspec.Struct, frozen=True):
     offset: int
 
 
-class Layer(msgspec.Struct, frozen=True):
+class HandoverLayer(msgspec.Struct, frozen=True):
     """What is handed over together.
 
     Attributes
@@ -58,10 +58,10 @@ class Layer(msgspec.Struct, frozen=True):
     tensors: list[SharedTensor]
 
 
-def decode_layer(data: bytes) -> Layer:
+def decode_layer(data: bytes) -> HandoverLayer:
     """A layer from its JSON (HandoffError where it is none)."""
     try:
-        return msgspec.json.decode(data, type=prepared(Layer))
+        return msgspec.json.decode(data, type=prepared(HandoverLayer))
     except msgspec.DecodeError as error:
         raise HandoffError(f"what was sent is no layer: {error}") from error
 

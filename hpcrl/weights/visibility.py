@@ -23,13 +23,13 @@ _LOOK_S = 0.05
 _AGAIN_S = 0.005
 
 
-def missing_names(paths: Sequence[Path], *, limit_s: float = _RESTORE_S) -> list[Path]:
+def missing_names(paths: Sequence[Path]) -> list[Path]:
     """Which of ``paths`` (in one directory) are not there. For who has just said that they must stay.
 
     One that the collector has hidden is waited for: it is about to see what was said. A listing that is read while a
     name changes may hold neither the old nor the new one, so what is missing is looked for twice.
     """
-    deadline = time.monotonic() + limit_s
+    deadline = time.monotonic() + _RESTORE_S
     before: list[Path] | None = None
     while True:
         try:

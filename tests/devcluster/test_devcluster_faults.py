@@ -26,7 +26,7 @@ from hpcrl.slurm.errors import (
     SubmitUnclearError,
 )
 from hpcrl.slurm.records import Job
-from hpcrl.slurm.replicas import ReplicaJobs
+from hpcrl.slurm.replica_jobs import ReplicaJobs
 from hpcrl.slurm.states import JobState
 from hpcrl.slurm.watch import JobWatcher
 from hpcrl.submit.submission import create_run

@@ -15,7 +15,7 @@ from devcluster_testing import wait_until
 from hpcrl import procfs
 from hpcrl.devcluster import cluster as cluster_module
 from hpcrl.devcluster.cluster import DevCluster, list_clusters
-from hpcrl.devcluster.daemons import find_members, read_daemons
+from hpcrl.devcluster.daemons import find_processes, read_daemons
 from hpcrl.devcluster.settings import ClusterSettings, Ports
 from hpcrl.errors import HpcrlError, UsageError
 
@@ -35,7 +35,7 @@ def submit_stray(cluster: DevCluster, directory: Path) -> None:
     cluster.client().submit(script, name="stray", token="stray")
 
     def sleeping() -> bool:
-        tasks = [m for m in find_members(cluster.paths) if m.kind == "task"]
+        tasks = [m for m in find_processes(cluster.paths) if m.kind == "task"]
         return sum(Path(f"/proc/{m.process.pid}/comm").read_text() == "sleep\n" for m in tasks) >= 6
 
     wait_until("the job sleeps on both nodes", sleeping)
@@ -77,8 +77,8 @@ def test_down_leaves_nothing(make_cluster: Make, home: Path, tmp_path: Path) -> 
     before = outside(home)
     cluster = make_cluster("trace")
     submit_stray(cluster, tmp_path)
-    assert {m.node for m in find_members(cluster.paths) if m.kind != "daemon"} == {"trace-001", "trace-002"}
-    sleepers = [m.process for m in find_members(cluster.paths) if m.kind == "task"]
+    assert {m.node for m in find_processes(cluster.paths) if m.kind != "daemon"} == {"trace-001", "trace-002"}
+    sleepers = [m.process for m in find_processes(cluster.paths) if m.kind == "task"]
     cluster.down()
     assert not cluster.paths.root.exists()
     assert marked_processes(cluster.paths.root) == []

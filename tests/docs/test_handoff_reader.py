@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import xxhash
+from adapter_lab import adapter_tensors, publish_adapter
 
 from hpcrl.weights import HandoffStore, HandoffWriter
 from hpcrl.weights.format.manifest import CHUNK_BYTES, Chunk
 from hpcrl.weights.format.shard import TensorBytes, write_shard
 from hpcrl.weights.write.handoff_writer import ShardResult
-from hpcrl.weights.write.lora import adapter_tensors, publish_adapter
-from hpcrl.weights.write.publisher import Cut, OwnUnit, delta_result, encode_delta
+from hpcrl.weights.write.own_units import OwnUnit, UnitChunk, delta_result, encode_delta
 
 DOC = Path(__file__).parents[2] / "docs/handoff.md"
 
@@ -52,7 +52,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> HandoffStore:
             old = data.copy()
             data[rng.random(len(data)) < 0.03] += 3
             data[[5, 2_999_999]] = 0x7F
-            cuts = (Cut("a", 0, CHUNK_BYTES, 2), Cut("a", 1, data.nbytes - CHUNK_BYTES, 2))
+            cuts = (UnitChunk("a", 0, CHUNK_BYTES, 2), UnitChunk("a", 1, data.nbytes - CHUNK_BYTES, 2))
             unit = OwnUnit("f", 0, 0, data.nbytes, cuts)
             delta = encode_delta([unit], old.view(np.uint8).data, data.view(np.uint8).data, limit=1 << 30)
             assert delta is not None

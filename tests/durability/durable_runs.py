@@ -15,10 +15,10 @@ from hpcrl.config.cluster import LocalCluster, PathsConfig
 from hpcrl.config.plan import FileProbe, Plan, Role, RoleGroup, RolePolicy
 from hpcrl.config.recipe import ModelConfig, Recipe, TrainerConfig, WordsEnv
 from hpcrl.credentials import TOKEN_FILE, read_token
+from hpcrl.runs.elastic import Wanted
 from hpcrl.runs.events import EventWriter, read_events
 from hpcrl.runs.metrics import MetricsWriter, read_metrics
 from hpcrl.runs.record import RunRecord, Submission
-from hpcrl.runs.replicas import Wanted
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.start.snapshot import keep_snapshot, read_snapshot, take_snapshot
 from hpcrl.runs.status import RunState, RunStatus

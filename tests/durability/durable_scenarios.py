@@ -28,7 +28,7 @@ from hpcrl.weights.format.units import Runs, assign_units
 from hpcrl.weights.lifetime.collector import Collector
 from hpcrl.weights.lifetime.leases import ReaderWatch
 from hpcrl.weights.lifetime.pins import pins_of
-from hpcrl.weights.write.publisher import Cut, Digests, OwnUnit, full_results, write_units
+from hpcrl.weights.write.own_units import Digests, OwnUnit, UnitChunk, full_results, write_units
 from hpcrl.weights.write.writer import FileWriter, preallocate
 
 WORDS = 100
@@ -65,7 +65,7 @@ def publish_from_memory(writer: HandoffWriter, version: int, model: Path, *, ten
                 for part in np.flatnonzero(table.parts.unit == number):
                     name, start, length = f"t.{table.parts.tensor[part]}", *(int(c[part]) for c in table.parts[3:5])
                     image += content(version, name, WORDS)[start : start + length]
-                    cuts.append(Cut(name, 0, length, 8))
+                    cuts.append(UnitChunk(name, 0, length, 8))
                 units.append(OwnUnit(shard.file, int(offset), at, int(size), tuple(cuts)))
             reports.append(write_units(files, units, memoryview(bytes(image)), 0))
         files.sync()

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from adapter_lab import ExpertAdapter, ExpertLayout, adapter_tensors, config_of, publish_adapter
 from engine_helpers import random_model, tensors_of
 from numpy.typing import NDArray
 
 from hpcrl.modeling.decoder import Decoder
 from hpcrl.modeling.hf import load_hf_tensors
 from hpcrl.weights import Handoff, HandoffStore, HandoffWriter
-from hpcrl.weights.write.lora import ExpertAdapter, ExpertLayout, adapter_config, adapter_tensors, publish_adapter
 
 RANK, ALPHA = 4, 8
 QUERY = "model.layers.0.self_attn.q_proj"
@@ -26,7 +26,7 @@ _Array = NDArray[np.float32]
 
 
 class Factors(NamedTuple):
-    """An adapter as arrays, as `hpcrl.weights.write.lora.adapter_tensors` takes them."""
+    """An adapter as arrays, as `adapter_tensors` takes them."""
 
     linear: dict[str, tuple[_Array, _Array]]
     experts: dict[str, ExpertAdapter]
@@ -83,14 +83,13 @@ def publish_factors(
     store: HandoffStore, version: int, base: Handoff, given: Factors, layout: ExpertLayout = "per_expert", **config: Any
 ) -> Handoff:
     """Publish an adapter of ``base``; ``config`` replaces entries of its configuration."""
-    named = {"rank": RANK, "alpha": ALPHA, "linear": list(given.linear), "experts": list(given.experts)}
     return publish_adapter(
         HandoffWriter.claim(store.root, 1),
         version=version,
         base=base,
         tensors=adapter_tensors(given.linear, given.experts, layout),
         dtype="float32",
-        config={**adapter_config(**named, layout=layout, base_model="start"), **config},
+        config={**config_of(list(given.linear), list(given.experts), layout, rank=RANK, alpha=ALPHA), **config},
         producer="test",
     )
 

@@ -13,7 +13,7 @@ from hpcrl.weights import Handoff, HandoffStore, HandoffWriter, TensorRecord, wr
 from hpcrl.weights.format.delta import encode_chunk
 from hpcrl.weights.format.manifest import CHUNK_BYTES, chunk_digests
 from hpcrl.weights.write.handoff_writer import ShardResult
-from hpcrl.weights.write.publisher import Delta, delta_result
+from hpcrl.weights.write.own_units import Delta, delta_result
 
 ARCH = tiny_arch()
 BF16 = torch.bfloat16

@@ -13,13 +13,13 @@ from aiohttp.test_utils import TestServer
 from engine_helpers import decode_experts, forward, logprob_error
 
 from hpcrl.gate import Gate
-from hpcrl.inference.embedded.engine.config import EngineConfig
+from hpcrl.inference.embedded.engine.config import EngineSettings
 from hpcrl.inference.embedded.engine.engine import Engine
 from hpcrl.inference.embedded.kv.fetching import KvFetcher
 from hpcrl.inference.embedded.kv.pool import KvPool
 from hpcrl.inference.embedded.kv.sealing import BlockFormat
 from hpcrl.inference.embedded.serving.process import engine_app
-from hpcrl.inference.embedded.serving.serving import ModelFacts, Serving
+from hpcrl.inference.embedded.serving.serving import ServedModel, Serving
 from hpcrl.inference.metrics import EngineMetrics, Registry
 from hpcrl.modeling.decoder import Decoder
 
@@ -78,7 +78,7 @@ async def side(
 ) -> AsyncIterator[Side]:
     """An engine; ``join`` makes its share in a pool, which tells of what failed."""
     metrics = EngineMetrics(Registry({}))
-    config = EngineConfig(**{**SIZES, "num_blocks": 256, "return_routed_experts": True, **changes})
+    config = EngineSettings(**{**SIZES, "num_blocks": 256, "return_routed_experts": True, **changes})
     engine = Engine(model, config, metrics)
     loop, pool = (
         asyncio.get_running_loop(),
@@ -90,7 +90,7 @@ async def side(
             loop.call_soon_threadsafe(request.on_output, output)
 
     async with aiohttp.ClientSession() as session:
-        facts = ModelFacts(names=("m",), root="m", eos_token_id=None)
+        facts = ServedModel(names=("m",), root="m", eos_token_id=None)
         serving = Serving(engine, None, facts, KvFetcher(engine, session, metrics, pool))
         app = engine_app(Gate("engine", None), serving, cast(Any, None), metrics)
         engine.start(deliver, None if pool is None else pool.put_soon)

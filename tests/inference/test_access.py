@@ -18,7 +18,7 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from hpcrl.credentials import Credentials, ensure_token, read_token
 from hpcrl.errors import RunDirError, UsageError
-from hpcrl.gate import Gate, Refused
+from hpcrl.gate import Gate, RefusedRequest
 from hpcrl.inference.dynamo.router import Front, front_apps
 from hpcrl.inference.embedded.serving.process import engine_app
 from hpcrl.inference.metrics import EngineMetrics, Registry
@@ -206,7 +206,7 @@ def test_vllms_middleware_serves_nobody_outside_of_a_run(monkeypatch: pytest.Mon
 
 
 async def test_strangers_cannot_fill_the_disk() -> None:
-    told: list[Refused] = []
+    told: list[RefusedRequest] = []
     gate = Gate("engine", Credentials("5" * 64, 1), report=told.append)
     for number in range(5000):
         assert gate.refusal("GET", f"/{number}{'x' * 10_000}\n", None, "10.0.0.9") is not None
@@ -217,7 +217,7 @@ async def test_strangers_cannot_fill_the_disk() -> None:
 
 async def test_what_was_not_told_at_once_is_told_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hpcrl.gate._EVERY_S", 0.05)
-    told: list[Refused] = []
+    told: list[RefusedRequest] = []
     gate = Gate("engine", Credentials("5" * 64, 1), report=told.append)
     for _ in range(200):
         gate.refusal("GET", "/x", None, "10.0.0.9")

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from adapter_helpers import ALPHA, EXPERTS, OUTPUT, QUERY, RANK, Factors, changes, factors, publish_factors
+from adapter_lab import ExpertAdapter, publish_adapter
 from engine_helpers import publish, random_model, shard_of, tensors_of, tiny_arch
 
 from hpcrl.errors import HandoffError
@@ -19,7 +20,6 @@ from hpcrl.weights import Handoff, HandoffStore, HandoffWriter, write_shard
 from hpcrl.weights.format.adapters import ADAPTER_CONFIG, Contents, blocks_of, plan_merge
 from hpcrl.weights.read.reconstruct import read_tensors
 from hpcrl.weights.write.handoff_writer import ShardResult
-from hpcrl.weights.write.lora import ExpertAdapter, publish_adapter
 
 ARCH = tiny_arch()
 TENSORS = tensors_of(random_model(ARCH, 1))
@@ -219,10 +219,10 @@ def test_weights_whose_sum_overflows_are_merged(store: HandoffStore, tmp_path: P
 
 def test_nothing_is_merged_into_fp8_or_into_an_adapter(store: HandoffStore, base: Handoff, tmp_path: Path) -> None:
     adapter = publish_factors(store, 1, base, factors(TENSORS, 7, QUERY))
-    with pytest.raises(ValueError, match="kind 'lora', which cannot be adapted"):
-        publish_factors(store, 2, adapter, factors(TENSORS, 7, QUERY))
+    with pytest.raises(HandoffError, match=r"does not fit version 1: .*the base has no such module"):
+        plan_merge(publish_factors(store, 2, adapter, factors(TENSORS, 7, QUERY)), adapter)
     writer = HandoffWriter.claim(store.root, 1)
     shard = shard_of(writer.stage(3) / "model.safetensors", TENSORS)
     fp8 = writer.publish(version=3, shards=[shard], model_dir=tmp_path, producer="test", kind="fp8")
-    with pytest.raises(ValueError, match="kind 'fp8', which cannot be adapted"):
-        publish_factors(store, 4, fp8, factors(TENSORS, 7, QUERY))
+    with pytest.raises(HandoffError, match="of kind 'fp8': merged into FP8 it would lose most of its bits"):
+        plan_merge(publish_factors(store, 4, fp8, factors(TENSORS, 7, QUERY)), fp8)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from engine_helpers import forward, logprob_error, random_model, tiny_glm_arch
 
-from hpcrl.inference.embedded.engine.config import EngineConfig
+from hpcrl.inference.embedded.engine.config import EngineSettings
 from hpcrl.inference.embedded.engine.engine import Delivery, Engine
 from hpcrl.inference.embedded.engine.params import SamplingParams
 from hpcrl.inference.embedded.engine.request import EngineRequest, Output
@@ -83,7 +83,7 @@ def start(tiny: tuple[Path, Decoder]) -> Iterator[StartEngine]:
 
     def make(model: Decoder | None = None, **changes: Any) -> Client:
         sizes = {"max_num_seqs": 16, "max_model_len": 256, "max_num_batched_tokens": 128, "block_size": 4}
-        config = EngineConfig(**{**sizes, "num_blocks": 1024, "return_routed_experts": True, **changes})
+        config = EngineSettings(**{**sizes, "num_blocks": 1024, "return_routed_experts": True, **changes})
         engine = Engine(model or tiny[1], config, EngineMetrics(Registry({})))
         client = Client(engine)
         engine.start(client.deliver)
@@ -266,7 +266,7 @@ def test_distributions_are_the_models(start: StartEngine, tiny: tuple[Path, Deco
 
 def test_a_failed_step_is_heard_of(tiny: tuple[Path, Decoder], monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"max_num_seqs": 1, "max_model_len": 16, "max_num_batched_tokens": 16, "block_size": 4, "num_blocks": 4}
-    engine = Engine(tiny[1], EngineConfig(**sizes), EngineMetrics(Registry({})))
+    engine = Engine(tiny[1], EngineSettings(**sizes), EngineMetrics(Registry({})))
     heard = threading.Event()
     engine.start(lambda _: heard.set())
 

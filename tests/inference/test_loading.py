@@ -12,7 +12,7 @@ from delta_helpers import ARCH, model, nudged, publish_bf16, publish_delta, shar
 from engine_helpers import publish, random_model, tensors_of
 
 from hpcrl.errors import HandoffError
-from hpcrl.inference.embedded.weights.updates import ReaderConfig, Update, WeightUpdater
+from hpcrl.inference.embedded.weights.updates import ReaderConfig, Update, UpdateSession
 from hpcrl.modeling.decoder import Decoder
 from hpcrl.modeling.fp8.quantiser import block_amax, quantise, scales_of
 from hpcrl.weights import HandoffStore, HandoffWriter
@@ -39,7 +39,7 @@ class Engine:
 
     def __init__(self, root: Path, name: str | None = "engine-0", settings: ReaderSettings = READER_SETTINGS) -> None:
         self.model = model(1)
-        self.updater = WeightUpdater(self.model, ReaderConfig(root, name, settings))
+        self.updater = UpdateSession(self.model, ReaderConfig(root, name, settings))
         self.updater.init()
 
     def load(self, store: HandoffStore, version: int, *, fallback: bool = False) -> Update:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hpcrl.inference.embedded.engine.params import SamplingParams
-from hpcrl.inference.embedded.engine.sampler import SampledTokens, Sampler, SamplingBatch
+from hpcrl.inference.embedded.engine.sampler import SampledTokens, SamplingBatch, TokenSampler
 
 VOCAB = 40
 
@@ -37,7 +37,7 @@ def logits_of(n: int, seed: int = 0) -> torch.Tensor:
 
 
 def sample(logits: torch.Tensor, mode: str = "raw_logprobs", **changes: Any) -> SampledTokens:
-    return Sampler(VOCAB, mode)(logits.clone(), batch(len(logits), **changes))
+    return TokenSampler(VOCAB, mode)(logits.clone(), batch(len(logits), **changes))
 
 
 @pytest.mark.parametrize(("temperature", "top_k", "top_p", "min_p"), [
@@ -89,7 +89,7 @@ def test_rows_do_not_see_each_other() -> None:
 def test_nearby_seeds_and_positions_are_independent() -> None:
     """Neighbouring counters must not give related draws."""
     logits = torch.zeros(4096, 2)
-    sampler = Sampler(2, "raw_logprobs")
+    sampler = TokenSampler(2, "raw_logprobs")
 
     def bits(seed: Any, positions: Any) -> np.ndarray:
         changes = {"seed": seed, "positions": positions, "top_k": np.full(4096, 2)}

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from hpcrl.errors import UsageError
-from hpcrl.modeling.fp8.backends import Backend, Reference, find_backend
+from hpcrl.modeling.fp8.backends import Backend, Reference
+from hpcrl.modeling.fp8.find import find_backend
 from hpcrl.modeling.fp8.fused_quantiser import fused_quantiser, try_quantiser
 from hpcrl.modeling.fp8.products import grouped_product, linear_product
 

@@ -10,13 +10,13 @@ from runs_testing import make_run
 
 from hpcrl import reporting
 from hpcrl.runs.cause import Cause, CauseKind, choose_cause
-from hpcrl.runs.clocks import Clock, Clocks
+from hpcrl.runs.clocks import Clocks, NodeClock
 from hpcrl.runs.events import EventWriter, read_events
 from hpcrl.runs.role import Complaint, FailureRecord, RoleContext
 from hpcrl.runs.rundir import RunDir
 
 AHEAD_S = 3.1
-CLOCKS = Clocks({"n1": Clock(AHEAD_S, 0.2), "n2": Clock(-0.05, 0.1), "n3": Clock(-7.0, 0.01)})
+CLOCKS = Clocks({"n1": NodeClock(AHEAD_S, 0.2), "n2": NodeClock(-0.05, 0.1), "n3": NodeClock(-7.0, 0.01)})
 
 
 @pytest.fixture

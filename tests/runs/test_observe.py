@@ -10,9 +10,9 @@ import pytest
 from runs_testing import GONE, START_S, make_run, write_event, write_status, write_steps
 
 from hpcrl.errors import RunDirError
-from hpcrl.runs import jobs
+from hpcrl.runs import job_facts
 from hpcrl.runs.cause import Cause, CauseKind
-from hpcrl.runs.jobs import JobFact
+from hpcrl.runs.job_facts import JobFact
 from hpcrl.runs.observe import observe
 from hpcrl.runs.record import RunRecord
 from hpcrl.runs.run_progress import read_evaluations, read_progress
@@ -106,7 +106,7 @@ def test_under_slurm_a_silent_supervisor_is_lost_only_when_its_job_is(
     run = make_run(tmp_path)
     write_status(run, RunState.RUNNING)
     resubmit(run, executor="slurm", job_id="7", requeues=True)
-    monkeypatch.setattr(jobs, "_sources", [] if fact is None else [lambda _: {"7": fact}])
+    monkeypatch.setattr(job_facts, "_sources", [] if fact is None else [lambda _: {"7": fact}])
     assert observe(run).state is state
 
 

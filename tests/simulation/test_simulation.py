@@ -11,7 +11,7 @@ from hpcrl.errors import UsageError
 from hpcrl.simulation import Durations, Failures, Simulation, SimulationResult, make_scenario, simulate
 from hpcrl.simulation.inputs.durations import SharingDurations
 from hpcrl.simulation.loop.clock import Clock
-from hpcrl.simulation.loop.host import Host, Worker
+from hpcrl.simulation.loop.host import Host, SerialProcess
 
 HARD = (
     "rollouts.max_in_flight=24",
@@ -204,7 +204,7 @@ def test_shared_cpus_are_shared_equally() -> None:
 
 def test_a_worker_does_one_thing_after_the_other() -> None:
     clock, done = Clock(), []
-    worker = Worker(Host(clock, SharingDurations(cpus=8), 1))
+    worker = SerialProcess(Host(clock, SharingDurations(cpus=8), 1))
     for name in "abc":
         worker.run(1.0, lambda ended: done.append((ended, clock.now)), name)
     clock.run(100.0)

@@ -17,9 +17,9 @@ from hpcrl.config.cluster import CLUSTER_KINDS, SlurmCluster
 from hpcrl.config.load import load_cluster
 from hpcrl.config.rules.table import check_cluster
 from hpcrl.errors import ConfigError
-from hpcrl.sites.probe import PartitionFacts, Shape, SiteFacts, read_facts
 from hpcrl.sites.profile_check import Severity, check_profile
 from hpcrl.sites.profile_draft import draft_profile
+from hpcrl.sites.site_facts import PartitionFacts, Shape, SiteFacts, read_facts
 
 FACTS = Path(__file__).parents[1] / "slurm" / "facts"
 

@@ -10,7 +10,7 @@ from hpcrl.config.load import load_cluster, load_recipe
 from hpcrl.config.plan import Plan
 from hpcrl.config.rules.table import check_rules
 from hpcrl.jobplan import absolute_paths, make_plan
-from hpcrl.slurm.launch import Allocation
+from hpcrl.slurm.launch_arguments import Allocation
 
 CWD = Path("/home/ada/project")
 

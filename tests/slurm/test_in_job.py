@@ -26,7 +26,7 @@ from hpcrl.slurm import parse
 from hpcrl.slurm.client import SlurmClient
 from hpcrl.slurm.command import CommandResult
 from hpcrl.slurm.in_job import InJob, find_allocation, plan_inside
-from hpcrl.slurm.launch import allocations_from_env
+from hpcrl.slurm.launch_arguments import allocations_from_env
 from hpcrl.slurm.scripts import in_job_script
 from hpcrl.submit.submission import create_run
 from hpcrl.supervisor.attempt_state import AttemptState

@@ -18,7 +18,7 @@ from hpcrl.errors import HpcrlError
 from hpcrl.jobplan import make_plan
 from hpcrl.slurm.client import SlurmClient
 from hpcrl.slurm.command import CommandResult
-from hpcrl.slurm.launch import (
+from hpcrl.slurm.launch_arguments import (
     Allocation,
     Launch,
     allocations_from_env,

@@ -14,7 +14,7 @@ from hpcrl.config.plan import Plan, Role
 from hpcrl.config.rules.table import check_rules
 from hpcrl.errors import ConfigError
 from hpcrl.jobplan import absolute_paths, make_plan
-from hpcrl.slurm.launch import launch_replica
+from hpcrl.slurm.launch_arguments import launch_replica
 from hpcrl.slurm.render import render_jobs
 
 PROFILE = """\

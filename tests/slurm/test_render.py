@@ -19,7 +19,7 @@ from hpcrl.config.plan import Plan
 from hpcrl.config.sbatch_options import option_faults
 from hpcrl.errors import UsageError
 from hpcrl.slurm.directives import directive
-from hpcrl.slurm.launch import launch_replica, launch_shell
+from hpcrl.slurm.launch_arguments import launch_replica, launch_shell
 from hpcrl.slurm.render import Script, render_jobs
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -12,16 +12,16 @@ from hpcrl.config.load import load_cluster, load_recipe
 from hpcrl.config.plan import Role, RoleGroup
 from hpcrl.jobplan import make_plan
 from hpcrl.runs.cause import CauseKind
-from hpcrl.runs.replicas import Held
+from hpcrl.runs.elastic import HeldNodes
 from hpcrl.runs.rundir import RunDir
 from hpcrl.slurm.errors import SlurmError
-from hpcrl.slurm.launch import Allocation
+from hpcrl.slurm.launch_arguments import Allocation
 from hpcrl.slurm.records import HetComponent, Job
-from hpcrl.slurm.replicas import LivingJob, ReplicaJobs
+from hpcrl.slurm.replica_jobs import LivingJob, ReplicaJobs
 from hpcrl.slurm.states import JobState
 from hpcrl.supervisor.component import Component
 from hpcrl.supervisor.elastic.keeper import ElasticReplicas
-from hpcrl.supervisor.launch.launcher import Address
+from hpcrl.supervisor.launch.replica_launcher import Address
 from hpcrl.supervisor.launch.survey import NodesSilentError
 from hpcrl.supervisor.process.guarded import Dump, End
 
@@ -169,7 +169,7 @@ class Scene:
     def holds(self, replica: int, job_id: int, *, restart: int = 0, nodes: int | None = None) -> None:
         """The holder of a job says that it has its nodes."""
         count = self.group.nodes if nodes is None else nodes
-        Held(
+        HeldNodes(
             role="engine",
             replica=replica,
             submission=1,

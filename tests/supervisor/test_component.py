@@ -14,7 +14,7 @@ from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ComponentState
 from hpcrl.supervisor.component import Component
 from hpcrl.supervisor.launch.commands import fill_placeholders, role_environment
-from hpcrl.supervisor.launch.launcher import Address
+from hpcrl.supervisor.launch.replica_launcher import Address
 from hpcrl.supervisor.policy.explain import explain_end, name_lost_rank
 from hpcrl.supervisor.process.guarded import Dump, End
 

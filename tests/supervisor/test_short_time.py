@@ -32,9 +32,9 @@ from hpcrl.supervisor.board import Board
 from hpcrl.supervisor.component import Component
 from hpcrl.supervisor.drain import Drain
 from hpcrl.supervisor.ending import Ending
-from hpcrl.supervisor.launch.launcher import Address, LocalLauncher
-from hpcrl.supervisor.launch.probes import Prober
+from hpcrl.supervisor.launch.readiness import Prober
 from hpcrl.supervisor.launch.replica import ReplicaRunner
+from hpcrl.supervisor.launch.replica_launcher import Address, LocalLauncher
 from hpcrl.supervisor.notices import Notices
 from hpcrl.supervisor.process.guarded import GuardedProcess, ProcessSpec, guard_command, start_guarded
 

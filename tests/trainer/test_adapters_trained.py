@@ -14,7 +14,7 @@ from hpcrl.checkpoints import CheckpointLedger
 from hpcrl.config.lora import LoraConfig
 from hpcrl.config.recipe import HandoffConfig
 from hpcrl.errors import CheckpointError, UsageError
-from hpcrl.inference.embedded.weights.updates import ReaderConfig, WeightUpdater
+from hpcrl.inference.embedded.weights.updates import ReaderConfig, UpdateSession
 from hpcrl.modeling.adapters import use_adapters
 from hpcrl.modeling.blocks import local_block, local_part
 from hpcrl.modeling.hf import adapter_parameters, model_tensors, published_tensors
@@ -174,7 +174,7 @@ def check_canaries(wanted, found, case):
 def check_merge(policy, model_dir, root, entry, export):
     """What two ranks have published, merged by an engine, is the export of the checkpoint bit by bit."""
     engine = build_model(policy.arch, device="cpu").requires_grad_(requires_grad=False)
-    updater = WeightUpdater(engine, ReaderConfig(root, None, ReaderSettings()))
+    updater = UpdateSession(engine, ReaderConfig(root, None, ReaderSettings()))
     updater.init()
     updater.start()
     handoff = HandoffStore(root).open(STEPS)
@@ -317,7 +317,7 @@ def test_the_canary_tells_engines_with_the_adapter_from_others(models, tmp_path)
         return scores.gather(1, tokens[1:, None])[:, 0].tolist()
 
     engine = build_model(arch, device="cpu", dtype=torch.bfloat16).requires_grad_(requires_grad=False)
-    updater = WeightUpdater(engine, ReaderConfig(root, None, ReaderSettings()))
+    updater = UpdateSession(engine, ReaderConfig(root, None, ReaderSettings()))
     updater.init()
     served = []
     for version in (0, 1):
@@ -388,7 +388,7 @@ def test_versions_of_earlier_trainers_are_read(models, tmp_path, monkeypatch):
     served = []
     for version in (1, 2):
         engine = build_model(policy.arch, device="cpu").requires_grad_(requires_grad=False)
-        updater = WeightUpdater(engine, ReaderConfig(tmp_path, None, ReaderSettings()))
+        updater = UpdateSession(engine, ReaderConfig(tmp_path, None, ReaderSettings()))
         updater.init()
         updater.start()
         updater.update({"path": str(store.path_of(version))})

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpcrl.modeling.blocks import Block
+from hpcrl.modeling.blocks import HeldBlock
 from hpcrl.trainer.publish.holdings import cut_regions, find_overlaps, find_runs
 from hpcrl.trainer.publish.sources import Form, Source
 from hpcrl.weights.format.layout import PublishedTensor
@@ -30,10 +30,11 @@ def random_blocks(rng, ranks):
         for dim in rng.sample(range(len(shape)), min(len(shape), rng.randint(0, 2))):
             cuts[dim] = pieces(rng, shape[dim], rng.randint(1, 2))
         blocks = [
-            Block(tuple(low for low, _ in part), tuple(high for _, high in part)) for part in itertools.product(*cuts)
+            HeldBlock(tuple(low for low, _ in part), tuple(high for _, high in part))
+            for part in itertools.product(*cuts)
         ]
         if len(blocks) > ranks:
-            blocks = [Block((0,) * len(shape), shape)]
+            blocks = [HeldBlock((0,) * len(shape), shape)]
         order = rng.sample(range(ranks), ranks)
         for number, rank in enumerate(order):
             held[rank][name] = blocks[number % len(blocks)]
@@ -102,6 +103,6 @@ def test_each_byte_comes_from_one_rank_that_has_it(seed, fp8):
 
 def test_ranks_that_hold_the_same_share_the_work():
     sources = sources_of(fp8=False)
-    blocks = [{name: Block((0,) * len(shape), shape) for name, shape in SHAPES.items()} for _ in range(3)]
+    blocks = [{name: HeldBlock((0,) * len(shape), shape) for name, shape in SHAPES.items()} for _ in range(3)]
     runs = find_runs(find_overlaps(sources, blocks))
     assert runs.rank[np.argsort(runs.tensor)].tolist() == [number % 3 for number in range(len(sources))]

@@ -14,7 +14,7 @@ from test_meshes import ARCHS, whole
 from trainer_testing import Rollouts, StubDock, make_recipe, run_ranks, write_model_dir, write_recipe
 
 from hpcrl.errors import HandoffError, PeerLostError
-from hpcrl.inference.embedded.engine.config import EngineConfig
+from hpcrl.inference.embedded.engine.config import EngineSettings
 from hpcrl.inference.embedded.engine.engine import Engine
 from hpcrl.inference.embedded.serving.api_turns import TurnsApi
 from hpcrl.inference.embedded.serving.errors import error_middleware
@@ -35,7 +35,7 @@ from hpcrl.trainer.publish.colocated_engines import ColocatedEngines
 from hpcrl.trainer.publish.swap_sync import SwapSync
 from hpcrl.trainer.step.phases import PhaseClock
 from hpcrl.weights import HandoffStore
-from hpcrl.weights.handover import Layer, SharedMemory, SharedTensor
+from hpcrl.weights.handover import HandoverLayer, SharedMemory, SharedTensor
 from hpcrl.weights.read.model_files import ModelFiles
 
 STEPS = 2
@@ -49,7 +49,7 @@ def engine_of(arch):
     """An embedded engine's turns behind their HTTP face, and its model."""
     model = build_model(arch, device="cpu").requires_grad_(False).eval()
     sizes = {"max_num_seqs": 2, "max_model_len": 64, "max_num_batched_tokens": 64, "block_size": 16, "num_blocks": 8}
-    engine = Engine(model, EngineConfig(**sizes), EngineMetrics(Registry({})))
+    engine = Engine(model, EngineSettings(**sizes), EngineMetrics(Registry({})))
     engine.start(lambda delivery: None)
     turns = Turns(engine, model)
     loop, ready = asyncio.new_event_loop(), threading.Event()
@@ -194,15 +194,15 @@ def test_an_engine_says_why_it_takes_no_layer(tmp_path):
             engines.wake(1)
         wrong = [SharedTensor("norm.weight", "float32", (3,), 0)]
         with pytest.raises(HandoffError, match=r"norm\.weight' has shape \(3,\), not"):
-            engines.load(Layer(memory.path, wrong))
+            engines.load(HandoverLayer(memory.path, wrong))
         with pytest.raises(HandoffError, match=r"'unheard\.of' is not part of this model"):
-            engines.load(Layer(memory.path, [SharedTensor("unheard.of", "float32", (3,), 0)]))
+            engines.load(HandoverLayer(memory.path, [SharedTensor("unheard.of", "float32", (3,), 0)]))
         for path in ("/etc/passwd", f"/proc/{os.getpid()}/fd/0#0f", memory.path[:-4] + "0000", "/proc/1/../1/mem"):
             with pytest.raises(HandoffError, match=r"shared memory|no memory for layers|cannot be opened"):
-                engines.load(Layer(path, wrong))
+                engines.load(HandoverLayer(path, wrong))
         for name, tensor in model_tensors(model).items():
             room = SharedMemory.create(tensor.numel() * 4)
-            engines.load(Layer(room.path, [SharedTensor(name, "float32", tuple(tensor.shape), 0)]))
+            engines.load(HandoverLayer(room.path, [SharedTensor(name, "float32", tuple(tensor.shape), 0)]))
             room.close()
         assert engines.wake(1) == turns.arena.device_bytes > 0
         kept = engine_kept(turns)
@@ -211,7 +211,7 @@ def test_an_engine_says_why_it_takes_no_layer(tmp_path):
             # what the next owner of this memory may find in it
             tensor.fill_(float("nan"))
         with pytest.raises(HandoffError, match="call /sleep first"):
-            engines.load(Layer(memory.path, wrong))
+            engines.load(HandoverLayer(memory.path, wrong))
         assert engines.sleep() == 0
         assert turns.is_asleep
         assert memory_of(kept) == []

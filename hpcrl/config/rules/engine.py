@@ -20,7 +20,7 @@ def _payload_exists(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
         return
     engine = recipe.engine
     if engine.prefill is not None and recipe.job.layout == "elastic":
-        yield "engine.prefill", "the router between the sides cannot be told of replicas that come and go"
+        yield "engine.prefill", "the router between prefill and decode cannot be told of replicas that come and go"
     if engine.backend == "vllm" and _largest_replica(recipe, cluster) > 1:
         yield from _wide_runs(recipe, cluster)
 
@@ -32,7 +32,7 @@ def _wide_runs(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
     if engine.prefill is not None and (engine.kv_transfer == "mooncake" or not (gpus or engine.kv_transfer == "nixl")):
         yield (
             "engine.kv_transfer",
-            "Mooncake's connector between sides of several ranks was not worked out, and NIXL needs GPUs",
+            "Mooncake's connector between replicas of several ranks was not worked out, and NIXL needs GPUs",
         )
 
 
@@ -51,7 +51,7 @@ def _largest_replica(recipe: Recipe, cluster: ClusterProfile) -> int:
     return max(n * engine_ranks_per_node(recipe, cluster, role) for role, n in replica_nodes(recipe).items())
 
 
-def _sides_have_a_router(recipe: Recipe, _: ClusterProfile) -> Conflicts:
+def _prefill_has_a_router(recipe: Recipe, _: ClusterProfile) -> Conflicts:
     engine = recipe.engine
     if engine.prefill is not None and engine.router.kind == "direct":
         yield "engine.router.kind", "without a router nothing leads a request from prefill to decode"
@@ -96,8 +96,8 @@ def _args_for_vllm(recipe: Recipe, _: ClusterProfile) -> Conflicts:
 PAYLOAD_RULE = Rule(
     "payload-exists",
     "Everything that a run starts is part of this version.",
-    "choose another layout than elastic for sides, and for sides of several ranks kv_transfer: nixl; or try the shape "
-    "of the job: --set job.payload=probe",
+    "for prefill and decode choose another layout than elastic, and kv_transfer: nixl where replicas have several "
+    "ranks; or try the shape of the job: --set job.payload=probe",
     _payload_exists,
     submit_only=True,
 )
@@ -112,10 +112,10 @@ ENGINE_RULES: tuple[Rule, ...] = (
         _dynamo_can,
     ),
     Rule(
-        "sides-router",
+        "prefill-decode-router",
         "Prefill and decode have a router between them.",
         "set engine.router.kind: auto, and kv_transfer only for vLLM's prefill and decode",
-        _sides_have_a_router,
+        _prefill_has_a_router,
     ),
     Rule(
         "vllm-pause",

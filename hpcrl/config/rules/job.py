@@ -27,11 +27,11 @@ def _placed_groups(recipe: Recipe, cluster: SlurmCluster) -> list[tuple[str, str
     return [*groups, *([("orchestrator", "orchestrator", 1, 1)] if cluster.orchestrator_apart else [])]
 
 
-def _sides_together(recipe: Recipe, _: ClusterProfile) -> Conflicts:
+def _prefill_and_decode(recipe: Recipe, _: ClusterProfile) -> Conflicts:
     engine = recipe.engine
     if (engine.prefill is None) != (engine.decode is None):
         missing = "decode" if engine.decode is None else "prefill"
-        yield "engine", f"disaggregated serving has two sides; {missing} is missing"
+        yield "engine", f"disaggregated serving needs prefill and decode; {missing} is missing"
     if engine.prefill is not None:
         for name in ("replicas", "nodes"):
             if getattr(engine, name) != EngineConfig.model_fields[name].default:
@@ -170,10 +170,10 @@ def _sbatch_options(recipe: Recipe, _: ClusterProfile) -> Conflicts:
 JOB_RULES: tuple[Rule, ...] = (
     PAYLOAD_RULE,
     Rule(
-        "two-sides",
-        "Disaggregated serving has both sides, each with its own size.",
+        "prefill-and-decode",
+        "Disaggregated serving has engines for prefill and for decode, each with their own size.",
         "give both engine.prefill and engine.decode, or neither",
-        _sides_together,
+        _prefill_and_decode,
     ),
     Rule(
         "only-engines-restart",

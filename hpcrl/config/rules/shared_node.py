@@ -49,7 +49,8 @@ SHARED_NODE_RULES: tuple[Rule, ...] = (
     Rule(
         "shared-node",
         "Trainer and engines that share a node are on one.",
-        "set engine.placement: apart, or one node for the trainer and for a replica, without sides, in one partition",
+        "set engine.placement: apart, or one node for the trainer and for a replica, without prefill and decode, in "
+        "one partition",
         _one_node,
     ),
     Rule(

@@ -23,7 +23,7 @@ from hpcrl.answer_frames import MEDIA_TYPE
 from hpcrl.decoding import prepared
 from hpcrl.errors import ExitCode, HpcrlError, MissingExtraError
 from hpcrl.gate import Gate
-from hpcrl.inference.dynamo.selection import Choice, NoEngineError, Selection, Worker
+from hpcrl.inference.dynamo.selection import CandidateEngine, EngineChoice, NoEngineError, Selection
 from hpcrl.inference.metrics import Counter, Gauge, Registry
 from hpcrl.runs.refusals import gate_from_env
 from hpcrl.serving import stop_serving
@@ -95,7 +95,7 @@ class Front:
 
     # -- engines
 
-    async def _look_at(self, worker: Worker) -> None:
+    async def _look_at(self, worker: CandidateEngine) -> None:
         problem = await self._problem(worker.url)
         if self._selection.workers.get(worker.url) is not worker:
             return  # removed meanwhile
@@ -118,7 +118,7 @@ class Front:
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             return str(error) or type(error).__name__
 
-    def _healthy(self) -> list[Worker]:
+    def _healthy(self) -> list[CandidateEngine]:
         return [worker for worker in self._selection.workers.values() if worker.number is not None]
 
     async def _add(self, request: web.Request) -> web.Response:
@@ -127,7 +127,7 @@ class Front:
             return web.Response(text=f"{url} is known")
         if (problem := await self._problem(url)) is not None:
             return web.Response(status=503, text=f"{url}: {problem}")
-        worker = self._selection.workers.setdefault(url, Worker(url))
+        worker = self._selection.workers.setdefault(url, CandidateEngine(url))
         await self._selection.enter(worker)
         return web.Response(text=f"{url} is added")
 
@@ -172,7 +172,7 @@ class Front:
         except NoEngineError as error:
             return web.Response(status=503, text=str(error))
 
-    async def _forward(self, request: web.Request, body: bytes, choice: Choice) -> web.StreamResponse:
+    async def _forward(self, request: web.Request, body: bytes, choice: EngineChoice) -> web.StreamResponse:
         """The engine's answer, as it comes. Cancelled when the client goes away, and the engine then aborts."""
         headers = {name: request.headers[name] for name in _FORWARDED if name in request.headers}
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=self._timeout_s)
@@ -200,7 +200,7 @@ class Front:
                 request.transport.abort()
             return parts
 
-    async def _hand_on(self, answer: aiohttp.ClientResponse, parts: web.StreamResponse, choice: Choice) -> None:
+    async def _hand_on(self, answer: aiohttp.ClientResponse, parts: web.StreamResponse, choice: EngineChoice) -> None:
         first = True
         async for data in answer.content.iter_any():
             if first:

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 from hpcrl.errors import HpcrlError
 from hpcrl.inference.dynamo.events import SaltedEvents
 
-__all__ = ["Choice", "NoEngineError", "Selection", "Worker"]
+__all__ = ["CandidateEngine", "EngineChoice", "NoEngineError", "Selection"]
 
 _log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class NoEngineError(HpcrlError):
 
 
 @dataclass
-class Worker:
+class CandidateEngine:
     """An engine that requests can be sent to.
 
     Attributes
@@ -57,7 +57,7 @@ class Worker:
 
 
 @dataclass(frozen=True)
-class Choice:
+class EngineChoice:
     """The engine that a request goes to, and why.
 
     Attributes
@@ -66,7 +66,7 @@ class Choice:
         Tokens at the start of its prompt that are in the engine's cache.
     """
 
-    worker: Worker
+    worker: CandidateEngine
     selection_id: str
     cached_tokens: int
 
@@ -94,14 +94,14 @@ class Selection:
         ttl_s = None if session_ttl_s is None else max(_LEAST_TTL_S, session_ttl_s)
         self._service = SelectionService(indexer_threads=_INDEX_THREADS, session_affinity_ttl_secs=ttl_s)
         self._model, self._block_size, self._events_offset = model, block_size, events_offset
-        self.workers: dict[str, Worker] = {}
-        self._chosen: dict[int, Worker] = {}
+        self.workers: dict[str, CandidateEngine] = {}
+        self._chosen: dict[int, CandidateEngine] = {}
         self._events: dict[int, SaltedEvents] = {}
         self._numbers, self._ids = itertools.count(1), itertools.count(1)
         self._changes = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def enter(self, worker: Worker) -> None:
+    async def enter(self, worker: CandidateEngine) -> None:
         """Let an engine be chosen from now on."""
         async with self._changes:
             if worker.number is not None:
@@ -125,7 +125,7 @@ class Selection:
                 raise
             worker.number, self._chosen[number], self._events[number] = number, worker, events
 
-    async def leave(self, worker: Worker) -> None:
+    async def leave(self, worker: CandidateEngine) -> None:
         """Choose an engine no more; what it works on is left alone."""
         async with self._changes:
             number, worker.number = worker.number, None
@@ -135,7 +135,9 @@ class Selection:
                 await self._events.pop(number).close()
 
     @contextlib.asynccontextmanager
-    async def chosen(self, token_ids: list[int], *, salt: str | None, session: str | None) -> AsyncIterator[Choice]:
+    async def chosen(
+        self, token_ids: list[int], *, salt: str | None, session: str | None
+    ) -> AsyncIterator[EngineChoice]:
         """The engine of a request, which counts as its load for as long as the context.
 
         Raises
@@ -151,7 +153,7 @@ class Selection:
             request["session_id"] = session
         # a client that goes away meanwhile must not leave a booking behind
         booking = asyncio.ensure_future(self._book(request))
-        worker: Worker | None = None
+        worker: CandidateEngine | None = None
         try:
             choice = await asyncio.shield(booking)
             worker = choice.worker
@@ -162,7 +164,7 @@ class Selection:
                 worker.load -= 1
             self._in_background(self._free(selection_id, booking))
 
-    async def prefilled(self, choice: Choice) -> None:
+    async def prefilled(self, choice: EngineChoice) -> None:
         """Its prompt has been computed: what is left of it is lighter."""
         with self._tolerant(choice.selection_id):
             await self._service.prefill_complete(choice.selection_id)
@@ -174,7 +176,7 @@ class Selection:
             await self.leave(worker)
         self._service.shutdown()
 
-    async def _book(self, request: dict[str, Any]) -> Choice:
+    async def _book(self, request: dict[str, Any]) -> EngineChoice:
         if not self._chosen:
             raise NoEngineError("no engine can be chosen: none was added, or none is healthy")
         from dynamo._core import SelectionServiceError  # noqa: PLC0415
@@ -186,9 +188,9 @@ class Selection:
         worker = self._chosen.get(answer["worker_id"])
         if worker is None:
             raise NoEngineError("the engine that was chosen has just gone away")
-        return Choice(worker, request["selection_id"], answer["overlap"]["longest_matched"])
+        return EngineChoice(worker, request["selection_id"], answer["overlap"]["longest_matched"])
 
-    async def _free(self, selection_id: str, booking: asyncio.Future[Choice]) -> None:
+    async def _free(self, selection_id: str, booking: asyncio.Future[EngineChoice]) -> None:
         await asyncio.wait([booking])
         if not booking.cancelled() and booking.exception() is None:
             with self._tolerant(selection_id):

@@ -6,22 +6,16 @@ begin at multiples of 128.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hpcrl.errors import UsageError
 from hpcrl.modeling.fp8.quantiser import PLAIN, Quantised, Quantiser
 from hpcrl.weights.format.quantize import BLOCK
 
-__all__ = ["BACKENDS", "Backend", "Groups", "Reference", "find_backend"]
-
-BACKENDS = ("auto", "deep_gemm", "torch", "reference")
-"""``auto`` is `Reference` on processors, and on GPUs the first of the next two that is there."""
-_WHERE = "trainer.precision.fp8.backend"
+__all__ = ["Backend", "Groups", "Reference"]
 
 
 class Groups(NamedTuple):
@@ -112,32 +106,3 @@ class Reference:
         """See `Backend`."""
         ends = groups.sizes.cumsum(0).int()
         return F.grouped_mm(a.dequantised(), b.dequantised().mT, offs=ends)
-
-
-def find_backend(name: str, device: torch.device) -> Backend:
-    """The backend ``name`` of `BACKENDS` for ``device``; but for the reference, it has been tried there.
-
-    Raises
-    ------
-    UsageError
-        It cannot be used here, or gives other numbers than the reference; or ``auto``, and none of those for this
-        device can.
-    """
-    if name == "reference" or (name == "auto" and device.type == "cpu"):
-        return Reference()
-    # what they import is not installed everywhere
-    from hpcrl.modeling.fp8.deep_gemm import DeepGemm  # noqa: PLC0415
-    from hpcrl.modeling.fp8.scaled_mm import ScaledMm  # noqa: PLC0415
-    from hpcrl.modeling.fp8.trial import try_backend  # noqa: PLC0415
-
-    kinds: dict[str, Callable[[torch.device], Backend]] = {"deep_gemm": DeepGemm, "torch": ScaledMm}
-    problems = []
-    for kind in kinds if name == "auto" else (name,):
-        try:
-            backend = kinds[kind](device)
-            try_backend(backend, device)
-            return backend
-        except LookupError as error:
-            problems.append(f"{kind} {error.args[0]}")
-    hint = "set it to reference, which is slow and runs everywhere, or leave trainer.precision.fp8 out"
-    raise UsageError(f"{_WHERE}: {name}: {'; '.join(problems)}\n    hint: {hint}")

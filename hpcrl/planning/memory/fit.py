@@ -23,14 +23,14 @@ from hpcrl.planning.memory.host import engine_host, orchestrator_terms, pool_ter
 from hpcrl.planning.memory.settings import AUTO_CHUNK, RealPass, TrainerMemory
 from hpcrl.planning.memory.trainer import trainer_moments, trainer_peak
 
-__all__ = ["MemoryReport", "Place", "engine_host_place", "engine_memory", "memory_report", "trainer_memory"]
+__all__ = ["MemoryReport", "RoleMemory", "engine_host_place", "engine_memory", "memory_report", "trainer_memory"]
 
 HOST_RESERVE = 0.05
 """Share of a node's memory for the system, file handles, the site's daemons."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RoleMemory:
     """One kind of memory of one role.
 
     Attributes
@@ -84,7 +84,7 @@ class Place:
 class MemoryReport:
     """All places of a run."""
 
-    places: tuple[Place, ...]
+    places: tuple[RoleMemory, ...]
 
     @property
     def ok(self) -> bool:
@@ -92,11 +92,11 @@ class MemoryReport:
         return all(place.ok for place in self.places)
 
     @property
-    def short(self) -> tuple[Place, ...]:
+    def short(self) -> tuple[RoleMemory, ...]:
         """Places that do not fit."""
         return tuple(place for place in self.places if not place.ok)
 
-    def place(self, role: Role, kind: str) -> Place:
+    def place(self, role: Role, kind: str) -> RoleMemory:
         """The place of a role (KeyError where there is none)."""
         for place in self.places:
             if (place.role, place.kind) == (role, kind):
@@ -125,7 +125,7 @@ def memory_report(
     return MemoryReport(_one_host(places, recipe.engine.replicas) if recipe.engine.shares_node else places)
 
 
-def _one_host(places: tuple[Place, ...], replicas: int) -> tuple[Place, ...]:
+def _one_host(places: tuple[RoleMemory, ...], replicas: int) -> tuple[RoleMemory, ...]:
     """Places of a node that trainer and engines share: it has one host, with what all of them keep there."""
     trainer, engine = (place for place in places if place.kind == "host")
     of_engines = (
@@ -181,7 +181,7 @@ def _staging_bytes(recipe: Recipe) -> int | None:
 
 def _trainer_places(
     recipe: Recipe, cluster: SlurmCluster, facts: ModelFacts, real: RealPass | None
-) -> tuple[Place, ...]:
+) -> tuple[RoleMemory, ...]:
     node = node_hardware(cluster, Role.TRAINER)
     memory = replace(trainer_memory(recipe, device="cuda" if node.gpus else "cpu"), real=real)
     per_node = recipe.trainer.ranks // recipe.trainer.nodes
@@ -190,11 +190,11 @@ def _trainer_places(
     if not node.gpus:
         peak = trainer_peak(facts, memory)
         own = Term("trainer ranks", peak.total * per_node, "peak · ranks", {"peak": peak.total, "ranks": per_node})
-        return (Place(Role.TRAINER, "host", Ledger.of(peak.name, (own, *host.terms)), available),)
+        return (RoleMemory(Role.TRAINER, "host", Ledger.of(peak.name, (own, *host.terms)), available),)
     moments = trainer_moments(facts, memory)
     peak = max(moments, key=lambda ledger: ledger.total)
-    gpu = Place(Role.TRAINER, "gpu", peak, node.gpu_bytes, moments=moments)
-    return gpu, Place(Role.TRAINER, "host", host, available)
+    gpu = RoleMemory(Role.TRAINER, "gpu", peak, node.gpu_bytes, moments=moments)
+    return gpu, RoleMemory(Role.TRAINER, "host", host, available)
 
 
 # -- engines ----------------------------------------------------------------------------------------------------
@@ -219,15 +219,15 @@ def engine_memory(engine: EngineConfig, *, ranks: int, nodes: int, role: Role) -
     )
 
 
-def _engine_places(recipe: Recipe, cluster: SlurmCluster, facts: ModelFacts) -> list[Place]:
+def _engine_places(recipe: Recipe, cluster: SlurmCluster, facts: ModelFacts) -> list[RoleMemory]:
     engine = recipe.engine
-    places: list[Place] = []
+    places: list[RoleMemory] = []
     for role, nodes in replica_nodes(recipe).items():
         node = node_hardware(cluster, role)
         gpus = engine_gpus(recipe, cluster, role)
         if not gpus:
             ledger = _embedded(recipe, facts)
-            places.append(Place(role, "host", ledger, round(node.host_bytes * (1 - HOST_RESERVE))))
+            places.append(RoleMemory(role, "host", ledger, round(node.host_bytes * (1 - HOST_RESERVE))))
             continue
         memory = engine_memory(engine, ranks=nodes * gpus, nodes=nodes, role=role)
         ledger = engine_ledger(facts, memory)
@@ -241,19 +241,19 @@ def _engine_places(recipe: Recipe, cluster: SlurmCluster, facts: ModelFacts) -> 
         )
         budget = round(node.gpu_bytes * memory.gpu_memory_utilization)
         held = Ledger.of(ledger.name, (*ledger.terms, sequence))
-        places.append(Place(role, "gpu", held, budget, kv_capacity(facts, memory, node.gpu_bytes)))
+        places.append(RoleMemory(role, "gpu", held, budget, kv_capacity(facts, memory, node.gpu_bytes)))
         places.append(engine_host_place(facts, recipe, node, role=role, memory=memory, ledger=ledger))
     return places
 
 
 def engine_host_place(
     facts: ModelFacts, recipe: Recipe, node: NodeHardware, *, role: Role, memory: EngineMemory, ledger: Ledger
-) -> Place:
+) -> RoleMemory:
     """The host of a node of an engine; ``ledger`` says what one of its GPUs holds."""
     weights = ledger["other weights"].value + (ledger["expert weights"].value if facts.moe_layers else 0)
     here = memory.ranks // memory.nodes
     host = engine_host(facts, recipe, role=role, ranks=memory.ranks, ranks_per_node=here, weight_bytes=weights)
-    return Place(role, "host", host, round(node.host_bytes * (1 - HOST_RESERVE)))
+    return RoleMemory(role, "host", host, round(node.host_bytes * (1 - HOST_RESERVE)))
 
 
 def _embedded(recipe: Recipe, facts: ModelFacts) -> Ledger:
@@ -277,7 +277,7 @@ def _embedded(recipe: Recipe, facts: ModelFacts) -> Ledger:
     )
 
 
-def _local(recipe: Recipe, cluster: LocalCluster, facts: ModelFacts, real: RealPass | None) -> Place:
+def _local(recipe: Recipe, cluster: LocalCluster, facts: ModelFacts, real: RealPass | None) -> RoleMemory:
     """Everything on one machine."""
     memory = replace(trainer_memory(recipe, device="cpu"), real=real)
     peak = trainer_peak(facts, memory)
@@ -290,4 +290,4 @@ def _local(recipe: Recipe, cluster: LocalCluster, facts: ModelFacts, real: RealP
         *orchestrator_terms(facts, recipe),
     )
     capacity = None if cluster.memory_gib is None else round(cluster.memory_gib * GIB)
-    return Place(Role.TRAINER, "host", Ledger.of(f"training ({peak.name})", terms), capacity)
+    return RoleMemory(Role.TRAINER, "host", Ledger.of(f"training ({peak.name})", terms), capacity)

@@ -14,7 +14,7 @@ from hpcrl.config.recipe import Recipe
 from hpcrl.jobplan.layout import demands
 from hpcrl.models.facts import ModelFacts
 from hpcrl.planning.ledger import GIB
-from hpcrl.planning.memory.fit import MemoryReport, Place, memory_report
+from hpcrl.planning.memory.fit import MemoryReport, RoleMemory, memory_report
 
 __all__ = ["Knob", "Shortage", "why_not"]
 
@@ -52,7 +52,7 @@ class Knob:
 class Shortage:
     """A place that does not fit, and what would help; no knobs: nothing that hpcrl knows of does."""
 
-    place: Place
+    place: RoleMemory
     knobs: tuple[Knob, ...]
 
     @property
@@ -86,7 +86,11 @@ def _set(model: Any, keys: list[str], value: Any) -> Any:
 
 
 def _helpful(
-    place: Place, recipe: Recipe, cluster: ClusterProfile, facts: ModelFacts, plan: Callable[[Recipe], MemoryReport]
+    place: RoleMemory,
+    recipe: Recipe,
+    cluster: ClusterProfile,
+    facts: ModelFacts,
+    plan: Callable[[Recipe], MemoryReport],
 ) -> tuple[Knob, ...]:
     short = {(p.role, p.kind) for p in plan(recipe).short}
 
@@ -118,7 +122,7 @@ def _helpful(
 
 
 def _candidates(
-    place: Place, recipe: Recipe, cluster: ClusterProfile, facts: ModelFacts
+    place: RoleMemory, recipe: Recipe, cluster: ClusterProfile, facts: ModelFacts
 ) -> Iterator[tuple[Changes, str]]:
     """Changes that may help at a place, cheapest first."""
     if place.role is Role.TRAINER:

@@ -11,7 +11,7 @@ from hpcrl.models.facts import ModelFacts
 from hpcrl.planning.hardware import NodeHardware, node_hardware
 from hpcrl.planning.ledger import GIB
 from hpcrl.planning.memory.engine import engine_ledger, kv_bytes_of_rank, kv_capacity
-from hpcrl.planning.memory.fit import HOST_RESERVE, Place, engine_host_place, engine_memory, trainer_memory
+from hpcrl.planning.memory.fit import HOST_RESERVE, RoleMemory, engine_host_place, engine_memory, trainer_memory
 from hpcrl.planning.memory.host import trainer_host
 from hpcrl.planning.memory.settings import TrainerMemory
 from hpcrl.planning.memory.trainer import trainer_fits, trainer_peak
@@ -69,7 +69,7 @@ def trainer_fit(recipe: Recipe, cluster: SlurmCluster, facts: ModelFacts, shape:
     """What memory says to a recipe's trainer of one shape, in words where it does not fit."""
     node = node_hardware(cluster, Role.TRAINER)
     memory = _of_shape(trainer_memory(recipe, device="cuda"), shape)
-    gpu = Place(Role.TRAINER, "gpu", trainer_peak(facts, memory), node.gpu_bytes)
+    gpu = RoleMemory(Role.TRAINER, "gpu", trainer_peak(facts, memory), node.gpu_bytes)
     return _fit(gpu, _trainer_host(facts, memory, recipe, node, shape))
 
 
@@ -88,11 +88,11 @@ def _of_shape(own: TrainerMemory, shape: TrainerShape) -> TrainerMemory:
 
 def _trainer_host(
     facts: ModelFacts, memory: TrainerMemory, recipe: Recipe, node: NodeHardware, shape: TrainerShape
-) -> Place:
+) -> RoleMemory:
     host = trainer_host(facts, memory, recipe, ranks_per_node=shape.gpus_per_node)
-    return Place(Role.TRAINER, "host", host, round(node.host_bytes * (1 - HOST_RESERVE)))
+    return RoleMemory(Role.TRAINER, "host", host, round(node.host_bytes * (1 - HOST_RESERVE)))
 
 
-def _fit(*places: Place) -> Fit:
+def _fit(*places: RoleMemory) -> Fit:
     short = [place.summary() for place in places if not place.ok]
     return Fit(not short, "; ".join(short))

@@ -126,7 +126,9 @@ def run_search(
     Raises
     ------
     UsageError
-        The cluster has no nodes to search over, or the model is not known.
+        The cluster has no nodes to search over.
+    UnknownSizesError
+        The model's sizes are not known.
     ConfigError
         The cluster profile lacks a number.
     """

@@ -16,7 +16,7 @@ from hpcrl.errors import ConfigError, Finding
 from hpcrl.models.facts import ModelFacts
 from hpcrl.planning.times.forecast import Forecast, Site, forecast
 from hpcrl.planning.times.from_recipe import PlannedLayout
-from hpcrl.planning.times.serving import Serving
+from hpcrl.planning.times.serving import ServingFleet
 from hpcrl.planning.times.shapes import EngineShape, TrainerShape
 from hpcrl.planning.times.trainer import TrainerBatch, trainer_step
 from hpcrl.planning.times.workload import Workload, resolve_workload
@@ -294,10 +294,10 @@ def _rate(problem: Problem, shape: EngineShape, slots: float | None, *, prompts:
     """Rollouts a second that these engines end."""
     facts, site, base, workload = problem.facts, problem.site, problem.base, problem.workload
     if prompts:
-        serving = Serving(facts, workload, base.decode, site.decode, shape, site.prefill)
+        serving = ServingFleet(facts, workload, base.decode, site.decode, shape, site.prefill)
         return serving.prompt_rate / max(1.0, serving.prompt_tokens)
     prefill = None if base.prefill is None else _endless(base.prefill)
-    serving = Serving(facts, workload, shape, site.decode, prefill, site.prefill if prefill else None, slots)
+    serving = ServingFleet(facts, workload, shape, site.decode, prefill, site.prefill if prefill else None, slots)
     # with as many in flight as may be: short steps count as well as many sequences
     return serving.rate(float(problem.recipe.rollouts.max_in_flight))[0]
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
 from hpcrl.planning.tables.file import AttentionSample, CollectiveSample, GemmSample, GroupedSample, TableFile
+from hpcrl.planning.times.collectives import Links, RankGroup, bytes_s
 
 __all__ = ["Curves", "Matrix", "TableKind", "Tables", "gemm_roofline"]
 
@@ -208,11 +209,9 @@ def _attention(sample: AttentionSample, flops: float, memory: float) -> _Point:
 
 
 def _collective(sample: CollectiveSample, file: TableFile) -> _Point:
-    from hpcrl.planning.times.collectives import Group, Links, bytes_s  # noqa: PLC0415 - rates import this module
-
     gpu = (file.hardware.nvlink_gb_s or file.hardware.memory_gb_s) * 1e9
     node = (file.hardware.nic_gb_s or file.hardware.memory_gb_s) * 1e9 * sample.per_node
     links = Links(gpu=gpu, node=node, gpus_per_node=sample.per_node, hop_s=0.0, local_hop_s=0.0)
-    group = Group(sample.ranks, sample.per_node)
+    group = RankGroup(sample.ranks, sample.per_node)
     least = bytes_s(sample.kind, sample.bytes, group, links)
     return (sample.ranks, max(1.0, group.nodes)), sample.bytes, least / sample.seconds

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["Group", "Links", "all_gather", "all_reduce", "all_to_all", "bytes_s"]
+__all__ = ["Links", "RankGroup", "all_gather", "all_reduce", "all_to_all", "bytes_s"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,11 +39,11 @@ class Links:
     gpus_per_node: int
     hop_s: float
     local_hop_s: float
-    measured: Callable[[str, float, Group], float | None] | None = None
+    measured: Callable[[str, float, RankGroup], float | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class RankGroup:
     """Ranks of a collective and how they lie on nodes.
 
     Attributes
@@ -63,17 +63,17 @@ class Group:
         return -(-self.size // self.per_node)
 
     @classmethod
-    def inner(cls, size: int, gpus_per_node: int) -> Group:
+    def inner(cls, size: int, gpus_per_node: int) -> RankGroup:
         """Neighbouring ranks: the innermost dimension of a mesh."""
         return cls(size, min(size, gpus_per_node))
 
     @classmethod
-    def outer(cls, size: int, inner: int, gpus_per_node: int) -> Group:
+    def outer(cls, size: int, inner: int, gpus_per_node: int) -> RankGroup:
         """Every ``inner``-th rank: a dimension outside of one with ``inner`` ranks."""
         return cls(size, max(1, min(size, gpus_per_node // inner)))
 
 
-def all_gather(total_bytes: float, group: Group, links: Links) -> float:
+def all_gather(total_bytes: float, group: RankGroup, links: Links) -> float:
     """Every rank has a part of ``total_bytes`` and gets the others. A reduce-scatter takes as long.
 
     A rank receives ``total (n - 1) / n`` over NVLink; a node receives what its ranks of the group lack,
@@ -89,7 +89,7 @@ def all_gather(total_bytes: float, group: Group, links: Links) -> float:
     return max(local, far) + _latency(group, links)
 
 
-def all_reduce(total_bytes: float, group: Group, links: Links) -> float:
+def all_reduce(total_bytes: float, group: RankGroup, links: Links) -> float:
     """A reduce-scatter and an all-gather; of little within a node, one shot: every rank reads what all others have.
 
     A ring waits for every rank in turn, which for the few kilobytes of a decode step is all that it does. Engines have
@@ -106,7 +106,7 @@ def all_reduce(total_bytes: float, group: Group, links: Links) -> float:
     return min(ring, total_bytes * (group.size - 1) / links.gpu + 2.0 * links.local_hop_s)
 
 
-def all_to_all(sent_bytes: float, group: Group, links: Links) -> float:
+def all_to_all(sent_bytes: float, group: RankGroup, links: Links) -> float:
     """Every rank sends ``sent_bytes``, spread evenly over the group, itself included."""
     if group.size <= 1:
         return 0.0
@@ -119,7 +119,7 @@ def all_to_all(sent_bytes: float, group: Group, links: Links) -> float:
     return max(local, far) + hop
 
 
-def bytes_s(kind: str, size: float, group: Group, links: Links) -> float:
+def bytes_s(kind: str, size: float, group: RankGroup, links: Links) -> float:
     """Seconds of a collective by its kind; a reduce-scatter takes as long as a gather, a dispatch is an all-to-all."""
     match kind:
         case "all_reduce":
@@ -130,7 +130,7 @@ def bytes_s(kind: str, size: float, group: Group, links: Links) -> float:
             return all_gather(size, group, links)
 
 
-def _latency(group: Group, links: Links) -> float:
+def _latency(group: RankGroup, links: Links) -> float:
     """Rings within a node, trees between nodes."""
     far = math.ceil(math.log2(group.nodes)) * links.hop_s if group.nodes > 1 else 0.0
     return far + (group.per_node - 1) * links.local_hop_s

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from hpcrl.models.layers import Gqa, Layer, Mla
-from hpcrl.planning.times.collectives import Group, all_gather, all_to_all
+from hpcrl.planning.times.collectives import RankGroup, all_gather, all_to_all
 from hpcrl.planning.times.shapes import TrainerShape
 from hpcrl.planning.times.step_work import StepWork
 from hpcrl.planning.times.terms import Seconds, attempt
@@ -26,7 +26,7 @@ def _keys_and_values(step: StepWork, tokens: float) -> Seconds:
     layers = step.facts.distinct_layers
     whole = tokens * shape.context_parallel * sum(count * _gathered_bytes(layer, shape) for layer, count in layers)
     sent = tokens * sum(count * _exchanged_bytes(layer, shape) for layer, count in layers)
-    group, count = Group.inner(shape.context_parallel, shape.gpus_per_node), step.packing.micro_batches
+    group, count = RankGroup.inner(shape.context_parallel, shape.gpus_per_node), step.packing.micro_batches
     # gradients count twice, as in float32; in a ring keys travel with them, and nothing is kept of the way there
     times = step.passes + 3 if shape.cp_scheme == "ring" else step.part_passes("exchanges") + 2
 

@@ -10,7 +10,7 @@ from hpcrl.models.facts import ModelFacts
 from hpcrl.models.layers import DenseMlp, Gqa, Mla
 from hpcrl.models.tensors import Part
 from hpcrl.planning.tables.lookup import Matrix
-from hpcrl.planning.times.collectives import Group, all_reduce, all_to_all
+from hpcrl.planning.times.collectives import RankGroup, all_reduce, all_to_all
 from hpcrl.planning.times.rates import Rates
 from hpcrl.planning.times.shapes import EngineShape
 from hpcrl.planning.times.terms import Seconds, TimeTable, attempt
@@ -127,7 +127,7 @@ class DecodeModel:
         layers = facts.moe_layers
         if not shape.dispatches or not layers:
             return 0.0
-        group = Group.inner(shape.expert_parallel, shape.gpus_per_node)
+        group = RankGroup.inner(shape.expert_parallel, shape.gpus_per_node)
         width = layers[0][1].expert_width
         copies = batch / shape.tensor_parallel * facts.num_experts_per_tok
         links = self.rates.low_latency
@@ -139,7 +139,7 @@ class DecodeModel:
         shape = self.shape
         if shape.tensor_parallel == 1:
             return 0.0
-        group = Group.inner(shape.tensor_parallel, shape.gpus_per_node)
+        group = RankGroup.inner(shape.tensor_parallel, shape.gpus_per_node)
         each = all_reduce(batch * self.facts.hidden_size * 2, group, self.rates.collectives)
         return tensor_parallel_sums(self.facts, shape) * each
 
@@ -245,7 +245,7 @@ _PREFILL = "operations / rate / prefill_busy"
 
 def _prefill_tensor_parallel(facts: ModelFacts, shape: EngineShape, rates: Rates) -> Seconds:
     """Bytes of one token's sums; the ranks of a group are all at it, so a token costs each of them."""
-    group = Group.inner(shape.tensor_parallel, shape.gpus_per_node)
+    group = RankGroup.inner(shape.tensor_parallel, shape.gpus_per_node)
     sums, token_bytes = tensor_parallel_sums(facts, shape), facts.hidden_size * 2
 
     def seconds() -> float:
@@ -265,7 +265,7 @@ def _prefill_all_to_all(facts: ModelFacts, shape: EngineShape, rates: Rates, com
 
     Two batches take turns: what one sends hides behind what the other computes, and only the excess counts.
     """
-    group = Group.inner(shape.expert_parallel, shape.gpus_per_node)
+    group = RankGroup.inner(shape.expert_parallel, shape.gpus_per_node)
     width = facts.moe_layers[0][1].expert_width
     # a copy for each node that has a chosen expert, forwarded over NVLink there
     nodes = group.nodes

@@ -18,10 +18,10 @@ from hpcrl.planning.hardware import node_hardware
 from hpcrl.planning.memory.settings import trained_parameters
 from hpcrl.planning.times.engine import decode_step
 from hpcrl.planning.times.from_recipe import PlannedLayout
-from hpcrl.planning.times.handoff import HANDOFF_PATHS, Handoff, checkpoint_save, handoff, share_bytes, startup
+from hpcrl.planning.times.handoff import HANDOFF_PATHS, HandoffLoad, checkpoint_save, handoff, share_bytes, startup
 from hpcrl.planning.times.loop import LoopEstimate, LoopInputs, steady_state
 from hpcrl.planning.times.rates import Rates, StorageRates
-from hpcrl.planning.times.serving import Serving
+from hpcrl.planning.times.serving import ServingFleet
 from hpcrl.planning.times.shapes import EngineShape
 from hpcrl.planning.times.terms import TimeTable
 from hpcrl.planning.times.trainer import TrainerBatch, trainer_step
@@ -173,7 +173,7 @@ def forecast(
         "checkpoint": save,
         "startup": _startup(facts, layout, site),
     }
-    serving = Serving(
+    serving = ServingFleet(
         facts, workload, layout.decode, site.decode, layout.prefill, site.prefill if layout.prefill else None, slots
     )
     loop, loop_missing = _loop(recipe, tables, serving)
@@ -198,7 +198,7 @@ def forecast(
     )
 
 
-def _other_paths(own: Handoff, site: Site) -> dict[str, TimeTable]:
+def _other_paths(own: HandoffLoad, site: Site) -> dict[str, TimeTable]:
     """The same version by other ways, for comparison."""
     ways = {f"handoff_{path}": replace(own, path=path) for path in HANDOFF_PATHS if path != own.path}
     if own.changed_share == 1.0:
@@ -228,7 +228,7 @@ def trainer_seconds(recipe: Recipe, tables: Mapping[str, TimeTable]) -> float | 
 
 
 def _loop(
-    recipe: Recipe, tables: Mapping[str, TimeTable], serving: Serving
+    recipe: Recipe, tables: Mapping[str, TimeTable], serving: ServingFleet
 ) -> tuple[LoopEstimate | None, tuple[str, ...]]:
     trainer_s, handoff_s = trainer_seconds(recipe, tables), tables["handoff"].seconds
     if trainer_s is None or handoff_s is None:
@@ -249,7 +249,7 @@ def _published_bytes(facts: ModelFacts, recipe: Recipe, dtype: str) -> float:
     return float(published_adapters(facts, lora.rank, lora.targets) * DTYPE_BYTES[dtype])
 
 
-def _handoff_of(recipe: Recipe, facts: ModelFacts, layout: PlannedLayout, site: Site) -> Handoff:
+def _handoff_of(recipe: Recipe, facts: ModelFacts, layout: PlannedLayout, site: Site) -> HandoffLoad:
     # every engine takes what is published, and makes of it what it serves
     dtype = layout.handoff_dtype
     sides = [replace(side, weight_dtype=dtype) for side in (layout.decode, layout.prefill) if side is not None]
@@ -259,7 +259,7 @@ def _handoff_of(recipe: Recipe, facts: ModelFacts, layout: PlannedLayout, site: 
     delta, chain = site.calibration.constant("delta_share"), layout.delta_chain
     if delta > recipe.handoff.delta_max_share:
         chain = 0
-    return Handoff(
+    return HandoffLoad(
         path=layout.handoff_path,
         bytes=_published_bytes(facts, recipe, dtype),
         # a full version, and its deltas
@@ -285,7 +285,7 @@ def _startup(facts: ModelFacts, layout: PlannedLayout, site: Site) -> TimeTable:
     )
 
 
-def _share_bytes(recipe: Recipe, facts: ModelFacts, own: Handoff) -> dict[str, float]:
+def _share_bytes(recipe: Recipe, facts: ModelFacts, own: HandoffLoad) -> dict[str, float]:
     written, read = share_bytes(own)
     every = recipe.checkpoint.every_steps
     save = trained_parameters(facts, recipe.trainer.lora) * _STATE_BYTES / every if every else 0.0

@@ -9,14 +9,14 @@ from typing import Literal
 from hpcrl.planning.times.rates import Rates, StorageRates
 from hpcrl.planning.times.terms import TimeTable, attempt
 
-__all__ = ["HANDOFF_PATHS", "Handoff", "HandoffPath", "checkpoint_save", "handoff", "startup"]
+__all__ = ["HANDOFF_PATHS", "HandoffLoad", "HandoffPath", "checkpoint_save", "handoff", "startup"]
 
 HandoffPath = Literal["filesystem", "fan_out"]
 HANDOFF_PATHS: tuple[HandoffPath, ...] = ("filesystem", "fan_out")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Handoff:
+class HandoffLoad:
     """A published version and who loads it.
 
     Attributes
@@ -46,7 +46,7 @@ class Handoff:
     gpu_tensors: float = 0.0
 
 
-def handoff(h: Handoff, trainer: Rates, engine: Rates, storage: StorageRates) -> TimeTable:
+def handoff(h: HandoffLoad, trainer: Rates, engine: Rates, storage: StorageRates) -> TimeTable:
     """From the end of an optimizer step to the last engine that serves its weights."""
     published = h.bytes * h.changed_share
     read_each = h.node_bytes * h.changed_share
@@ -98,7 +98,7 @@ def handoff(h: Handoff, trainer: Rates, engine: Rates, storage: StorageRates) ->
     return TimeTable(f"hand-off ({way})", terms)
 
 
-def share_bytes(h: Handoff) -> tuple[float, float]:
+def share_bytes(h: HandoffLoad) -> tuple[float, float]:
     """Bytes written to and read from the shared filesystem by one hand-off."""
     published = h.bytes * h.changed_share
     wanted = h.engine_nodes * h.node_bytes * h.changed_share

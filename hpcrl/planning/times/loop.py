@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from hpcrl.config.recipe import Recipe
 from hpcrl.planning.times.lengths import Quantiles, expected_later
 
-__all__ = ["LoopEstimate", "LoopInputs", "Served", "steady_state", "waiting_share"]
+__all__ = ["LoopEstimate", "LoopInputs", "ServedRate", "steady_state", "waiting_share"]
 
 _ROUNDS = 24
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedRate:
     """What engines do with a number of rollouts in flight.
 
     Attributes
@@ -64,12 +64,12 @@ class LoopInputs:
     trainer_s: float
     handoff_s: float
     pause_s: float
-    serve: Callable[[float], Served]
+    serve: Callable[[float], ServedRate]
     ready_batches: int = 1
 
     @classmethod
     def of(
-        cls, recipe: Recipe, serve: Callable[[float], Served], *, trainer_s: float, handoff_s: float, load_s: float
+        cls, recipe: Recipe, serve: Callable[[float], ServedRate], *, trainer_s: float, handoff_s: float, load_s: float
     ) -> LoopInputs:
         """Read the loop of a recipe; ``load_s`` of a hand-off engines stand still where requests stay."""
         rollouts = recipe.rollouts
@@ -123,7 +123,7 @@ class LoopEstimate:
     staleness: float
     dropped: float
     bound: str
-    served: Served
+    served: ServedRate
 
     @property
     def started_per_s(self) -> float:
@@ -189,7 +189,9 @@ def steady_state(inputs: LoopInputs) -> LoopEstimate:
     )
 
 
-def _at_pace(serve: Callable[[float], Served], rate: float, most: float, served: Served) -> tuple[float, Served]:
+def _at_pace(
+    serve: Callable[[float], ServedRate], rate: float, most: float, served: ServedRate
+) -> tuple[float, ServedRate]:
     """How many in flight give ``rate`` rollouts a second, and engines with so many; ``most`` give ``served``.
 
     Little's law, taken again until it holds: fewer in flight take less time each, which makes them fewer.
@@ -249,7 +251,14 @@ def _age_in_bursts(inputs: LoopInputs) -> float:
 
 
 def _estimate(
-    inputs: LoopInputs, served: Served, *, step_s: float, rollout_s: float, in_flight: float, limit: str, dropped: float
+    inputs: LoopInputs,
+    served: ServedRate,
+    *,
+    step_s: float,
+    rollout_s: float,
+    in_flight: float,
+    limit: str,
+    dropped: float,
 ) -> LoopEstimate:
     trainer_bound = inputs.trainer_s > rollout_s
     bound = inputs.max_off_policy_steps

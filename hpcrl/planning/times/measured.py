@@ -5,7 +5,7 @@ from __future__ import annotations
 from hpcrl.config.recipe import Recipe
 from hpcrl.planning.calibration.file import Measured
 from hpcrl.planning.ledger import Term
-from hpcrl.planning.times.loop import LoopEstimate, LoopInputs, Served, steady_state
+from hpcrl.planning.times.loop import LoopEstimate, LoopInputs, ServedRate, steady_state
 from hpcrl.planning.times.terms import TimeTable
 from hpcrl.planning.times.workload import RolloutPace, Workload
 
@@ -43,12 +43,12 @@ def measured_loop(recipe: Recipe, measured: Measured, workload: Workload) -> Loo
     rate = measured.sampled_tokens_per_s * recipe.engine.replicas / measured.engines / sampled
     unserved = workload.durations(RolloutPace(0.0, 0.0, 0.0))
 
-    def serve(in_flight: float) -> Served:
+    def serve(in_flight: float) -> ServedRate:
         # beside their own waiting, rollouts take what is left of Little's law
         token_s = max(0.0, in_flight / rate - unserved.mean) / sampled
         durations = workload.durations(RolloutPace(token_s, 0.0, 0.0))
         ending = in_flight / durations.mean if durations.mean > 0 else rate
-        return Served(durations, min(rate, ending), in_flight, token_s, "decode" if token_s else "waiting")
+        return ServedRate(durations, min(rate, ending), in_flight, token_s, "decode" if token_s else "waiting")
 
     update_s = measured.update_s
     return steady_state(

@@ -13,14 +13,22 @@ from dataclasses import dataclass
 from hpcrl.planning.calibration.file import Calibration, Origin
 from hpcrl.planning.times.workload import Workload
 
-__all__ = ["Cause", "Range", "Variation", "calibration_variations", "ranges_of", "step_range", "workload_variations"]
+__all__ = [
+    "Contribution",
+    "Range",
+    "Variation",
+    "calibration_variations",
+    "ranges_of",
+    "step_range",
+    "workload_variations",
+]
 
 _NOTICED = 1e-4
 """Relative change of a time under which a number has no part in it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Cause:
+class Contribution:
     """What one number contributes to a range.
 
     Attributes
@@ -59,7 +67,7 @@ class Range:
     low: float
     mid: float
     high: float
-    causes: tuple[Cause, ...] = ()
+    causes: tuple[Contribution, ...] = ()
 
     @property
     def origin(self) -> Origin:
@@ -74,7 +82,7 @@ class Variation:
     Attributes
     ----------
     name, origin:
-        As in `Cause`.
+        As in `Contribution`.
     ends:
         Calibration and workload with the number at its lower and at its upper end.
     """
@@ -128,17 +136,17 @@ def ranges_of(
 
 def _causes(
     name: str, mid: float, plain: float, moved: Sequence[tuple[Variation, list[Mapping[str, float]]]]
-) -> list[Cause]:
+) -> list[Contribution]:
     found = []
     for variation, ends in moved:
         ratios = [end[name] / plain for end in ends if end.get(name, 0.0) > 0.0]
         low, high = min(1.0, *ratios, 1.0), max(1.0, *ratios, 1.0)
         if high / low > 1.0 + _NOTICED:
-            found.append(Cause(variation.name, variation.origin, mid * low, mid * high))
+            found.append(Contribution(variation.name, variation.origin, mid * low, mid * high))
     return sorted(found, key=lambda cause: -cause.width)
 
 
-def _range(mid: float, causes: Sequence[Cause]) -> Range:
+def _range(mid: float, causes: Sequence[Contribution]) -> Range:
     def together(ends: Sequence[float]) -> float:
         return math.sqrt(math.fsum(math.log(end / mid) ** 2 for end in ends))
 
@@ -166,6 +174,6 @@ def step_range(step: Range, sides: Sequence[Range]) -> Range:
         part = beyond * math.log(cause.high / longest.mid) ** 2 / squares if squares else 0.0
         own = causes.get(cause.name)
         high = max(step.mid * math.exp(part), own.high if own is not None else 0.0)
-        causes[cause.name] = Cause(cause.name, cause.origin, step.mid if own is None else own.low, high)
+        causes[cause.name] = Contribution(cause.name, cause.origin, step.mid if own is None else own.low, high)
     noticed = [cause for cause in causes.values() if cause.width > _NOTICED]
     return Range(low, step.mid, longest.high, tuple(sorted(noticed, key=lambda cause: -cause.width)))

@@ -11,7 +11,7 @@ from hpcrl.models.layers import Gqa
 from hpcrl.planning.calibration.file import Calibration, EfficiencyName
 from hpcrl.planning.hardware import NodeHardware, filesystem_rate
 from hpcrl.planning.tables.lookup import Matrix, Tables
-from hpcrl.planning.times.collectives import Group, Links, bytes_s
+from hpcrl.planning.times.collectives import Links, RankGroup, bytes_s
 
 __all__ = ["Rates", "StorageRates"]
 
@@ -128,7 +128,7 @@ class Rates:
         )
         hops = self.calibration.constant("hop_s"), self.calibration.constant("local_hop_s")
 
-        def measured(kind: str, size: float, group: Group) -> float | None:
+        def measured(kind: str, size: float, group: RankGroup) -> float | None:
             name = f"collectives.{dispatch if kind == 'all_to_all' else kind}"
             if name not in self.tables.kinds:
                 return None

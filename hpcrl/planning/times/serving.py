@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 from hpcrl.models.facts import ModelFacts
 from hpcrl.planning.times.engine import DecodeModel, prefill_token
-from hpcrl.planning.times.loop import Served
+from hpcrl.planning.times.loop import ServedRate
 from hpcrl.planning.times.rates import Rates
 from hpcrl.planning.times.shapes import EngineShape
 from hpcrl.planning.times.terms import TimeTable
 from hpcrl.planning.times.workload import RolloutPace, Workload
 
-__all__ = ["Serving", "StepLine"]
+__all__ = ["ServingFleet", "StepLine"]
 
 _BISECTIONS = 40
 _FULL = 0.999
@@ -34,7 +34,7 @@ class StepLine(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Serving:
+class ServingFleet:
     """The engines of a run.
 
     Attributes
@@ -176,7 +176,7 @@ class Serving:
         base = here - batch * (wider + longer * context)
         return StepLine(base, wider / ranks, longer / ranks, self._prompt_gpu_s / (self.prefill or self.decode).ranks)
 
-    def __call__(self, in_flight: float) -> Served:
+    def __call__(self, in_flight: float) -> ServedRate:
         """Durations, rate and batch with ``in_flight`` rollouts."""
         rate, limit = self.rate(in_flight)
         mean, token_s, prompt_token_s, batch = self._pace_at(rate)
@@ -185,4 +185,4 @@ class Serving:
         queue = max(0.0, in_flight / rate - mean)
         if queue > 0.01 * mean:
             durations = durations.mapped(lambda value: value + queue)
-        return Served(durations, rate, batch, token_s, limit)
+        return ServedRate(durations, rate, batch, token_s, limit)

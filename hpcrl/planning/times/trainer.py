@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from hpcrl.models.facts import ModelFacts
 from hpcrl.models.tensors import Part
-from hpcrl.planning.times.collectives import Group, all_gather, all_to_all
+from hpcrl.planning.times.collectives import RankGroup, all_gather, all_to_all
 from hpcrl.planning.times.context import context_terms
 from hpcrl.planning.times.lengths import Quantiles
 from hpcrl.planning.times.rates import Rates
@@ -142,8 +142,8 @@ def _pass_gather_s(step: StepWork, bytes_each: int) -> float:
     shape, links = step.shape, step.rates.collectives
     dense, experts = _expert_split(step.facts)
     ep = shape.expert_parallel
-    everyone = Group.inner(shape.shards, shape.gpus_per_node)
-    outer = Group.outer(shape.shards // ep, ep, shape.gpus_per_node)
+    everyone = RankGroup.inner(shape.shards, shape.gpus_per_node)
+    outer = RankGroup.outer(shape.shards // ep, ep, shape.gpus_per_node)
     return all_gather(dense * bytes_each, everyone, links) + all_gather(experts / ep * bytes_each, outer, links)
 
 
@@ -153,7 +153,7 @@ def _add_copies_s(step: StepWork) -> float:
     if shape.copies == 1:
         return 0.0
     mine = sum(_expert_split(step.facts)) / shape.shards * shape.grad_dtype_bytes
-    group = Group.outer(shape.copies, shape.shards, shape.gpus_per_node)
+    group = RankGroup.outer(shape.copies, shape.shards, shape.gpus_per_node)
     return 2 * all_gather(mine, group, step.rates.collectives)
 
 
@@ -222,7 +222,7 @@ def _mesh_terms(step: StepWork) -> list[Seconds]:
     if shape.expert_parallel > 1 and sparse_layers:
         rows = facts.num_experts_per_tok if shape.rows_sent is None else shape.rows_sent
         sent = tokens * rows * facts.moe_layers[0][1].expert_width * 2
-        group = Group.inner(shape.expert_parallel, shape.gpus_per_node)
+        group = RankGroup.inner(shape.expert_parallel, shape.gpus_per_node)
         hidden = rates.calibration.share("expert_comm_overlap")
         terms.append(
             attempt(

@@ -16,7 +16,7 @@ from hpcrl.errors import HpcrlError
 from hpcrl.rollouts.engines.sse import Pieces
 from hpcrl.rollouts.sampling.routed_experts import read_rows
 
-__all__ = ["AnswerReader", "EngineError", "EngineProtocolError", "Generation", "OnPart", "Part", "SamplingParams"]
+__all__ = ["AnswerPart", "AnswerReader", "EngineError", "EngineProtocolError", "Generation", "OnPart", "SamplingParams"]
 
 OnPart = Callable[[list[int], list[float], NDArray[Any] | None], None]
 """Told of tokens, log-probabilities, and rows of experts where these come in parts, too."""
@@ -133,7 +133,7 @@ class _FramedEvent(msgspec.Struct, frozen=True):
     error: Any = None
 
 
-class Part(NamedTuple):
+class AnswerPart(NamedTuple):
     """A decoded answer, or a part of one: new tokens, and their log-probabilities and rows as far as there are any.
 
     Attributes
@@ -222,9 +222,9 @@ class AnswerReader:
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
         self._experts: list[NDArray[Any]] = []
-        self._last: Part | None = None
+        self._last: AnswerPart | None = None
 
-    def read(self, data: bytes | Pieces | memoryview) -> Part:
+    def read(self, data: bytes | Pieces | memoryview) -> AnswerPart:
         """Decode an answer, or an event of one: JSON, whole or in pieces, or what is in a frame (a memoryview).
 
         Nothing is changed, so that a thread may do it.
@@ -241,12 +241,12 @@ class AnswerReader:
         except (msgspec.DecodeError, ValueError) as error:
             raise EngineProtocolError(f"{self._engine}: an answer cannot be read: {error}") from error
 
-    def _text(self, data: bytes | memoryview) -> Part:
+    def _text(self, data: bytes | memoryview) -> AnswerPart:
         event = _decoder.decode(data)
         if event.error is not None:
-            return Part([], [], None, error=event.error)
+            return AnswerPart([], [], None, error=event.error)
         (choice,) = event.choices
-        return Part(
+        return AnswerPart(
             token_ids=choice.token_ids or [],
             logprobs=[token.logprob for token in (choice.logprobs.content if choice.logprobs else None) or []],
             rows=None if self._experts_start is msgspec.UNSET else _rows_of(choice.routed_experts),
@@ -255,13 +255,13 @@ class AnswerReader:
             request_id=event.request_id,
         )
 
-    def _framed(self, data: memoryview) -> Part:
+    def _framed(self, data: memoryview) -> AnswerPart:
         event = _framed_decoder.decode(data)
         if event.error is not None:
-            return Part([], [], None, error=event.error)
+            return AnswerPart([], [], None, error=event.error)
         (choice,) = event.choices
         rows = None if self._experts_start is msgspec.UNSET else choice.routed_experts
-        return Part(
+        return AnswerPart(
             token_ids=np.frombuffer(choice.token_ids or b"", "<i4").tolist(),
             logprobs=np.frombuffer(choice.logprobs or b"", "<f8").tolist(),
             rows=None if rows is None else read_rows(rows),
@@ -270,12 +270,12 @@ class AnswerReader:
             request_id=event.request_id,
         )
 
-    def whole(self, part: Part) -> Generation:
+    def whole(self, part: AnswerPart) -> Generation:
         """An answer that came at once (raises as `take` and `generation`)."""
         self.take(part)
         return self.generation(part)
 
-    def take(self, part: Part) -> None:
+    def take(self, part: AnswerPart) -> None:
         """The next part (EngineError where the engine ended the request with an error)."""
         if part.error is not None:
             raise EngineError(f"{self._engine}: the engine ended a request with {part.error}")
@@ -292,7 +292,7 @@ class AnswerReader:
         """The answer when its parts have ended; None where it has no end (raises as `generation`)."""
         return None if self._last is None else self.generation(self._last)
 
-    def generation(self, last: Part) -> Generation:
+    def generation(self, last: AnswerPart) -> Generation:
         """What was read, with its end.
 
         Raises

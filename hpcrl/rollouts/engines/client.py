@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 from hpcrl.answer_frames import MEDIA_TYPE, REQUEST_TYPE, FrameSplitter, encode_frame
 from hpcrl.decoding import prepared
 from hpcrl.rollouts.engines.answers import (
+    AnswerPart,
     AnswerReader,
     EngineError,
     EngineProtocolError,
     Generation,
     OnPart,
-    Part,
     SamplingParams,
 )
 from hpcrl.rollouts.engines.prompts import EncodedTokens, PromptTokens, binary_ids
@@ -326,7 +326,7 @@ class EngineClient:
         return EngineError(f"{self.name}: {path} answered {status}: {text}", retryable=retryable, status=status)
 
 
-async def _read(reader: AnswerReader, data: bytes | Pieces | memoryview) -> Part:
+async def _read(reader: AnswerReader, data: bytes | Pieces | memoryview) -> AnswerPart:
     """Decode what arrived; beside the event loop where that takes milliseconds."""
     if len(data) < _LARGE_BYTES:
         return reader.read(data)

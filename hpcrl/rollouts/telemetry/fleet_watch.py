@@ -33,7 +33,7 @@ from hpcrl.runs.engine_metrics import engine_samples
 from hpcrl.runs.events import EventWriter
 from hpcrl.runs.fleet import EngineView, FleetView
 
-__all__ = ["LOOK_S", "SUSPECT_S", "FleetWatch", "Reading", "WatchedParts"]
+__all__ = ["LOOK_S", "SUSPECT_S", "EngineReading", "FleetWatch", "WatchedParts"]
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ _NAMES = (
 )
 
 
-class Reading(NamedTuple):
+class EngineReading(NamedTuple):
     """What an engine's metrics said at one moment.
 
     Attributes
@@ -84,7 +84,7 @@ class Reading(NamedTuple):
         return self.hits / self.queries if self.queries else None
 
     @classmethod
-    def of(cls, text: str, at_s: float) -> Reading | None:
+    def of(cls, text: str, at_s: float) -> EngineReading | None:
         """Read a Prometheus text, over all ranks; None where it does not say what vLLM's says."""
         try:
             samples = engine_samples(text, _NAMES)
@@ -109,7 +109,7 @@ class Reading(NamedTuple):
         )
 
     @classmethod
-    def together(cls, readings: Sequence[Reading | None]) -> Reading | None:
+    def together(cls, readings: Sequence[EngineReading | None]) -> EngineReading | None:
         """Add up all servers of a replica; None where one of them says nothing, because then nobody knows the sums."""
         known = [reading for reading in readings if reading is not None]
         if len(known) < len(readings):
@@ -144,7 +144,7 @@ class _Seen:
 
     def __init__(self, now: float) -> None:
         self.quiet_s, self._looked_s = 0.0, now
-        self.last: Reading | None = None
+        self.last: EngineReading | None = None
         self._progress: tuple[float, ...] | None = None
         self.tokens_per_s: float | None = None
 
@@ -153,7 +153,7 @@ class _Seen:
         """Whether it said that it has no requests."""
         return self.last is not None and not self.last.pressure.running + self.last.pressure.waiting
 
-    def see(self, reading: Reading | None, *, updating: bool, now: float) -> None:
+    def see(self, reading: EngineReading | None, *, updating: bool, now: float) -> None:
         """Take in a look; None where it did not answer, so that nothing is known."""
         last, self.last = self.last, reading
         since, self._looked_s = now - self._looked_s, now
@@ -174,13 +174,13 @@ class _SeenEngine:
     def __init__(self, incarnation: int, servers: int, now: float) -> None:
         self.incarnation = incarnation
         self.servers = [_Seen(now) for _ in range(servers)]
-        self.last: Reading | None = None
+        self.last: EngineReading | None = None
 
-    def see(self, readings: Sequence[Reading | None], *, updating: bool, now: float) -> None:
+    def see(self, readings: Sequence[EngineReading | None], *, updating: bool, now: float) -> None:
         """Take in a look at each server."""
         for seen, reading in zip(self.servers, readings, strict=True):
             seen.see(reading, updating=updating, now=now)
-        self.last = Reading.together(readings)
+        self.last = EngineReading.together(readings)
 
     @property
     def quietest(self) -> int:
@@ -270,12 +270,12 @@ class FleetWatch:
         self._adapt(engines)
         self._publish(self._view(engines))
 
-    async def _read(self, engine: Engine) -> list[Reading | None]:
+    async def _read(self, engine: Engine) -> list[EngineReading | None]:
         """What each server of an engine says now; None for one that says nothing."""
 
-        async def read(url: str) -> Reading | None:
+        async def read(url: str) -> EngineReading | None:
             text = await read_text(self._http, f"{url}/metrics")
-            return None if text is None else Reading.of(text, time.monotonic())
+            return None if text is None else EngineReading.of(text, time.monotonic())
 
         return list(await asyncio.gather(*(read(server.url) for server in engine.client.servers)))
 

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-__all__ = ["Part", "merge", "read_run", "read_text"]
+__all__ = ["MetricsPart", "merge", "read_run", "read_text"]
 
 _TIMEOUT_S = 3.0
 _METRICS_PORTS = {"router": 1, "store": 2}
@@ -24,7 +24,7 @@ _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?(\s+\S.*)$")
 _SUFFIXES = frozenset({"_total", "_bucket", "_sum", "_count", "_created", "_info"})
 
 
-class Part(NamedTuple):
+class MetricsPart(NamedTuple):
     """A part of the run.
 
     Attributes
@@ -59,22 +59,24 @@ async def read_run(
     """
     parts = [part for name, servers in engines.items() for part in _parts(name, servers)]
     if "router" in urls:
-        parts.append(Part("router", 0, _above(urls["router"][0], _METRICS_PORTS["router"])))
+        parts.append(MetricsPart("router", 0, _above(urls["router"][0], _METRICS_PORTS["router"])))
     asked = [read_text(http, part.url) for part in parts]
     async with contextlib.AsyncExitStack() as stack:
         if "store" in urls:
-            parts.append(Part("store", 0, _above(urls["store"][0], _METRICS_PORTS["store"])))
+            parts.append(MetricsPart("store", 0, _above(urls["store"][0], _METRICS_PORTS["store"])))
             # the pool's master asks nobody who he is: it has no use for the run's token
             bare = await stack.enter_async_context(aiohttp.ClientSession())
             asked.append(read_text(bare, parts[-1].url))
         texts = await asyncio.gather(*asked)
-    return merge([(Part("orchestrator", 0, ""), own), *zip(parts, texts, strict=True)])
+    return merge([(MetricsPart("orchestrator", 0, ""), own), *zip(parts, texts, strict=True)])
 
 
-def _parts(name: str, servers: Sequence[str]) -> list[Part]:
+def _parts(name: str, servers: Sequence[str]) -> list[MetricsPart]:
     role, _, replica = name.rpartition("-")
     several = len(servers) > 1
-    return [Part(role, int(replica), f"{url}/metrics", rank if several else None) for rank, url in enumerate(servers)]
+    return [
+        MetricsPart(role, int(replica), f"{url}/metrics", rank if several else None) for rank, url in enumerate(servers)
+    ]
 
 
 def _above(url: str, ports: int) -> str:
@@ -91,7 +93,7 @@ async def read_text(http: aiohttp.ClientSession, url: str) -> str | None:
         return None
 
 
-def merge(texts: Sequence[tuple[Part, str | None]]) -> str:
+def merge(texts: Sequence[tuple[MetricsPart, str | None]]) -> str:
     """One text of many: samples of a metric stand together, as the format wants it."""
     heads: dict[str, list[str]] = {
         "hpcrl_part_up": ["# HELP hpcrl_part_up Whether the part answered.", "# TYPE hpcrl_part_up gauge"]

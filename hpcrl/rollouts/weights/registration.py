@@ -18,8 +18,6 @@ from hpcrl.weights.read.registration import ReaderIdentity
 
 __all__ = ["ReaderRegistration"]
 
-_CALL = "/init_weight_transfer_engine"
-
 
 class ReaderRegistration:
     """Introduces engines to a store of versions."""

@@ -26,13 +26,13 @@ from hpcrl.runs.rundir import RunDir
 from hpcrl.weights.format.manifest import MANIFEST, Handoff
 from hpcrl.weights.store import HandoffStore
 
-__all__ = ["START_MODEL", "Source", "find_source", "make_start_model"]
+__all__ = ["START_MODEL", "ModelOrigin", "find_source", "make_start_model"]
 
 START_MODEL = "start-model"
 _WANTED = re.compile(r"(?P<run>.+?)(?:@(?:(?P<step>\d+)|v(?P<version>\d+)))?")
 
 
-class Source(msgspec.Struct, frozen=True, kw_only=True):
+class ModelOrigin(msgspec.Struct, frozen=True, kw_only=True):
     """Where a start model comes from.
 
     Attributes
@@ -50,7 +50,7 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     config_dir: Path
 
 
-def find_source(text: str, root: Path, roots: Roots | None = None) -> Source:
+def find_source(text: str, root: Path, roots: Roots | None = None) -> ModelOrigin:
     """The checkpoint or version that ``text`` means: ``RUN`` (its newest checkpoint), ``RUN@STEP`` or ``RUN@vVERSION``.
 
     Sizes of files are compared; data is read when the start model is made. Where the run is looked for, see
@@ -70,7 +70,7 @@ def find_source(text: str, root: Path, roots: Roots | None = None) -> Source:
     return _checkpoint(run, None if match["step"] is None else int(match["step"]))
 
 
-def _checkpoint(run: RunDir, step: int | None) -> Source:
+def _checkpoint(run: RunDir, step: int | None) -> ModelOrigin:
     ledger = CheckpointLedger(run.checkpoints_dir)
     steps = ledger.steps()
     if step is not None and step not in steps:
@@ -93,12 +93,12 @@ def _checkpoint(run: RunDir, step: int | None) -> Source:
         ledger.open(step).verify(content=False)
     except CheckpointError as error:
         raise UsageError(f"{error}\n    hint: another one: hpcrl checkpoint ls {reference(run)}") from error
-    return Source(
+    return ModelOrigin(
         origin=_origin(run, "checkpoint", step, ledger.path_of(step)), run=run, config_dir=Path(run.recipe().model.path)
     )
 
 
-def _version(run: RunDir, version: int) -> Source:
+def _version(run: RunDir, version: int) -> ModelOrigin:
     store = HandoffStore(run.weights_dir)
     versions = store.versions()
     if version not in versions:
@@ -114,7 +114,7 @@ def _version(run: RunDir, version: int) -> Source:
         raise UsageError(f"{error}\n    hint: another one: hpcrl weights ls {reference(run)}") from error
     if handoff.manifest.kind != "full":
         raise UsageError(_not_whole(run, handoff))
-    return Source(origin=_origin(run, "version", version, handoff.path), run=run, config_dir=handoff.path)
+    return ModelOrigin(origin=_origin(run, "version", version, handoff.path), run=run, config_dir=handoff.path)
 
 
 def _not_whole(run: RunDir, handoff: Handoff) -> str:
@@ -146,7 +146,7 @@ def _origin(run: RunDir, kind: str, number: int, path: Path) -> Origin:
     )
 
 
-def make_start_model(source: Source, target: Path) -> None:
+def make_start_model(source: ModelOrigin, target: Path) -> None:
     """Make the model directory ``target``, which must not exist. All bytes are compared with their manifest.
 
     A version is linked where that is possible: its files never change, and stay when it is collected. A checkpoint is

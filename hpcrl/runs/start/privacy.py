@@ -27,7 +27,15 @@ _CODE = ("submitit", "checkpoints", "plan.json", "run.json", "recipe.yaml", "clu
 
 
 def check_root(root: Path) -> None:
-    """See that not everybody can replace what lies in the directory of runs, where it exists (RunDirError)."""
+    """See that not everybody can replace what lies in the directory of runs.
+
+    One that does not exist is fine: it is made with the run, closed. A group may write there.
+
+    Raises
+    ------
+    RunDirError
+        All users of the machine may write there, and nothing (the sticky bit) keeps them from files of others.
+    """
     try:
         status = root.stat()
     except OSError:

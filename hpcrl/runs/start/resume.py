@@ -14,17 +14,17 @@ from hpcrl.runs.registry import reference
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.start.restart import RestartRequest, ResumePoint, find_resume_point, nothing_to_restore
 
-__all__ = ["Begin", "plan_resume", "request_restart"]
+__all__ = ["ResumeFrom", "plan_resume", "request_restart"]
 
 
-class Begin(NamedTuple):
+class ResumeFrom(NamedTuple):
     """What a resume begins with: the newest good checkpoint unless one of the two is given."""
 
     scratch: bool = False
     step: int | None = None
 
 
-def plan_resume(run: RunDir, begin: Begin, *, completed: bool, steps: int | None = None) -> ResumePoint:
+def plan_resume(run: RunDir, begin: ResumeFrom, *, completed: bool, steps: int | None = None) -> ResumePoint:
     """Where a run that has ended goes on. Nothing is changed.
 
     Parameters
@@ -58,7 +58,7 @@ def plan_resume(run: RunDir, begin: Begin, *, completed: bool, steps: int | None
     return point
 
 
-def request_restart(run: RunDir, begin: Begin) -> None:
+def request_restart(run: RunDir, begin: ResumeFrom) -> None:
     """Write down where the next attempts begin, for their trainer."""
     kind: Literal["newest", "scratch", "step"] = "scratch" if begin.scratch else "newest"
     RestartRequest(

@@ -119,7 +119,11 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def take_snapshot(run: RunDir, recipe: Recipe, plan: Plan) -> Snapshot:
-    """What an attempt of ``run`` would run now. Fast, and without importing anything."""
+    """What an attempt of ``run`` would run now, for a comparison with what it was submitted with.
+
+    Some hundred small files are read (the package, lists of installed packages, modules of environments); nothing is
+    imported, and nothing written: see `keep_snapshot`.
+    """
     package = Path(hpcrl.__file__).parent
     pythons = dict.fromkeys([plan.python or sys.executable, *(group.python or "" for group in plan.groups)])
     return Snapshot(

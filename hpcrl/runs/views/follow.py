@@ -30,7 +30,6 @@ def follow(
     console: Console,
     *,
     on_interrupt: Callable[[int], str] | None = None,
-    poll_s: float = _POLL_S,
     after_attempt: int = 0,
 ) -> RunView:
     """Show a run until it has ended; returns its last state.
@@ -44,8 +43,6 @@ def follow(
     on_interrupt:
         Called at each Ctrl-C with its number (1, 2 …); returns what to tell. Without it Ctrl-C ends the
         following only (KeyboardInterrupt).
-    poll_s:
-        Seconds between looks.
     after_attempt:
         What attempts up to this one did is not said again, where lines are written.
     """
@@ -60,7 +57,7 @@ def follow(
                 screen.show(view, read_progress(run, metrics), metrics, read_usage(run, view), fleet)
                 if view.state.ended:
                     return view
-                time.sleep(poll_s)
+                time.sleep(_POLL_S)
             except KeyboardInterrupt:
                 if on_interrupt is None:
                     raise

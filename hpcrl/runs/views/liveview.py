@@ -66,7 +66,19 @@ def render(
     room: Room = ROOMS[0],
     width: int = 120,
 ) -> RenderableType:
-    """The live table: head, progress, measurements, phases, newest steps, roles, engines."""
+    """The live table: head, progress, measurements, phases, newest steps, roles, engines.
+
+    Parameters
+    ----------
+    metrics:
+        All steps of the run, the oldest first.
+    usage, fleet:
+        None where they are not known; then nothing is said of them.
+    room:
+        Which parts the height of the screen has room for.
+    width:
+        Columns of the screen.
+    """
     parts: list[RenderableType] = [_head(view, progress, usage), *_job_line(view), *_clock_line(view), _bar(progress)]
     if progress.last is not None:
         parts += [_measurements(progress, progress.last), _phases(progress.last), Text()]

@@ -159,7 +159,15 @@ def _supervisor_files(run: RunDir, attempt: int) -> list[LogFile]:
 
 
 def read_logs(run: RunDir, wanted: LogFilter, *, lines: int = 0) -> list[LogLine]:
-    """Lines that match, merged by time; the newest ``lines`` of them (0: all)."""
+    """Lines that match, merged by time; the newest ``lines`` of them (0: all).
+
+    Without a search, the end of each file is read and no more. A line without a time has that of the line above it.
+
+    Raises
+    ------
+    OSError
+        A log cannot be read.
+    """
     # a search reads everything; else the end of each file is enough
     searches = wanted.grep is not None or wanted.since_s is not None
     limit = 0 if searches or lines == 0 else max(_LEAST_TAIL_BYTES, lines * _TAIL_BYTES_A_LINE)

@@ -21,8 +21,8 @@ from hpcrl.runs.metrics import read_metrics
 from hpcrl.runs.rundir import RunDir
 
 __all__ = [
+    "LedgerVerdict",
     "RolloutItem",
-    "Verdict",
     "find_rollout",
     "read_ledger",
     "rollout_details",
@@ -67,7 +67,7 @@ class RolloutItem(msgspec.Struct, frozen=True, kw_only=True):
     why: str
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+class LedgerVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """What a ledger comes to.
 
     Attributes
@@ -187,7 +187,7 @@ def rollout_details(run: RunDir, held: Held) -> dict[str, Any]:
     return document
 
 
-def verify_rollouts(run: RunDir, *, content: bool = True) -> Verdict:
+def verify_rollouts(run: RunDir, *, content: bool = True) -> LedgerVerdict:
     """Whether each finished rollout is in exactly one batch, or was dropped for a reason, or waits.
 
     The ledger is compared with itself, with the files of consumed rollouts, with what the trainer recorded of each
@@ -238,7 +238,7 @@ def verify_rollouts(run: RunDir, *, content: bool = True) -> Verdict:
     waiting = [held for each in replay.waiting().values() for held in each]
     turns = [turn for each in replay.unfinished.values() for turn in each.turns]
     problems += _unreadable(run, waiting, turns) if content else ()
-    return Verdict(
+    return LedgerVerdict(
         unfinished=len(replay.unfinished),
         turns=len(turns),
         finished=len(rollouts),

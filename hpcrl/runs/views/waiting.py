@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from hpcrl.runs.jobs import JobFact
+from hpcrl.runs.job_facts import JobFact
 from hpcrl.runs.observe import RunView
 
 __all__ = ["waiting_words"]

@@ -18,7 +18,7 @@ from hpcrl.runs.metrics import StepRecord, read_metrics
 from hpcrl.runs.rundir import RunDir
 from hpcrl.simulation.inputs.timeline import Interval
 
-__all__ = ["MIN_STEPS", "Evidence", "Recorded", "Request", "TrainerWork", "Use", "read_evidence"]
+__all__ = ["MIN_STEPS", "Evidence", "Recorded", "RecordedRequest", "TrainerWork", "Use", "read_evidence"]
 
 _SKIPPED_STEPS = 3
 """First steps are slower: programs warm up."""
@@ -28,7 +28,7 @@ _AFTER_WORK = ("checkpoint", "other")
 
 
 @dataclass(slots=True)
-class Request:
+class RecordedRequest:
     """One request of a recorded rollout.
 
     Attributes
@@ -51,7 +51,7 @@ class Recorded:
 
     environment: str
     judge_s: float
-    requests: list[Request] = field(default_factory=list)
+    requests: list[RecordedRequest] = field(default_factory=list)
 
 
 class TrainerWork(NamedTuple):
@@ -97,7 +97,7 @@ class Evidence:
     recipe: Recipe
     steps: list[StepRecord]
     rollouts: list[Recorded]
-    tools: list[tuple[Request, Interval]]
+    tools: list[tuple[RecordedRequest, Interval]]
     updates: list[Event]
     saves: list[Event]
     slots: dict[str, int]
@@ -107,7 +107,7 @@ class Evidence:
     cpus: float
 
     @property
-    def requests(self) -> list[Request]:
+    def requests(self) -> list[RecordedRequest]:
         """Give the requests of all rollouts."""
         return [request for rollout in self.rollouts for request in rollout.requests]
 
@@ -156,7 +156,7 @@ def _rollouts(consumed: ConsumedRollouts, step: int) -> Iterator[Recorded]:
         recorded = Recorded(value["environment"], 0.0)
         for said, sampled, wait_s, reply_s in turns:
             at = Interval(now + wait_s, now + wait_s + reply_s)
-            recorded.requests.append(Request(at, said, sampled, wait_s))
+            recorded.requests.append(RecordedRequest(at, said, sampled, wait_s))
             now = at.end_s
         recorded.judge_s = max(0.0, value["ended_s"] - now)
         yield recorded
@@ -222,12 +222,12 @@ def _tool_slots(run: RunDir, recipe: Recipe) -> dict[str, int]:
     return {e.name: cpus for e in recipe.environments if isinstance(e, CalculatorEnv)}
 
 
-def _tool_calls(rollouts: Sequence[Recorded], slots: dict[str, int]) -> list[tuple[Request, Interval]]:
+def _tool_calls(rollouts: Sequence[Recorded], slots: dict[str, int]) -> list[tuple[RecordedRequest, Interval]]:
     """Tool calls as they ran; takes the time in the queue for a slot out of their waits.
 
     Calls begin in the order in which they were asked for, each when one of the slots is free.
     """
-    calls: list[tuple[Request, Interval]] = []
+    calls: list[tuple[RecordedRequest, Interval]] = []
     for name in {rollout.environment for rollout in rollouts}:
         later = [request for r in rollouts if r.environment == name for request in r.requests[1:]]
         later.sort(key=lambda request: request.at.begin_s - request.wait_s)

@@ -14,7 +14,7 @@ from hpcrl.planning.report import Outlook, find_facts, make_outlook
 from hpcrl.planning.times.distributions import Constant, Distribution
 from hpcrl.planning.times.forecast import Forecast, site_rates
 from hpcrl.planning.times.lengths import Quantiles
-from hpcrl.planning.times.serving import Serving
+from hpcrl.planning.times.serving import ServingFleet
 from hpcrl.planning.times.terms import TimeTable
 from hpcrl.planning.times.workload import EnvironmentLoad
 from hpcrl.simulation.inputs.durations import (
@@ -119,7 +119,7 @@ def _engine(
 ) -> EngineDurations:
     assert whole.loop is not None
     layout, site = whole.layout, site_rates(cluster, calibration)
-    serving = Serving(
+    serving = ServingFleet(
         whole.facts,
         whole.workload,
         layout.decode,

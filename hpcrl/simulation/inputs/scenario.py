@@ -14,7 +14,7 @@ from hpcrl.errors import UsageError
 from hpcrl.planning.times.distributions import mean_of
 from hpcrl.simulation.inputs.durations import Durations
 
-__all__ = ["Failures", "Scenario", "Size", "make_scenario"]
+__all__ = ["Failures", "Scenario", "SimulatedSize", "make_scenario"]
 
 _VISITS = 1_000_000
 """Requests to engines that a simulation with ``sample`` None may take; beyond, a sample of the engines is simulated."""
@@ -38,7 +38,7 @@ class Failures(StrictModel):
 
 
 @dataclass(frozen=True)
-class Size:
+class SimulatedSize:
     """The recipe's roles in the size that is simulated.
 
     Attributes
@@ -89,7 +89,7 @@ class Scenario:
 
     recipe: Recipe
     durations: Durations
-    size: Size
+    size: SimulatedSize
     horizon_s: float
     seed: int = 0
     failures: Failures = field(default_factory=Failures)
@@ -161,7 +161,7 @@ def make_scenario(
     )
 
 
-def _size(recipe: Recipe, cluster: ClusterProfile, nodes: int | None) -> Size:
+def _size(recipe: Recipe, cluster: ClusterProfile, nodes: int | None) -> SimulatedSize:
     """Whole replicas, and a trainer in proportion (UsageError where they are far from ``nodes``)."""
     size = _scaled(recipe, cluster, nodes)
     if nodes is None or abs(size.nodes - nodes) <= _ROUNDED * nodes:
@@ -176,7 +176,7 @@ def _size(recipe: Recipe, cluster: ClusterProfile, nodes: int | None) -> Size:
     )
 
 
-def _scaled(recipe: Recipe, cluster: ClusterProfile, nodes: int | None) -> Size:
+def _scaled(recipe: Recipe, cluster: ClusterProfile, nodes: int | None) -> SimulatedSize:
     engine, rollouts, shared = recipe.engine, recipe.rollouts, recipe.engine.shares_node
     if shared and nodes is not None:
         raise UsageError(
@@ -204,7 +204,7 @@ def _scaled(recipe: Recipe, cluster: ClusterProfile, nodes: int | None) -> Size:
     share = trainer_nodes / (trainer_nodes + engine_nodes)
     if shared:
         share = recipe.trainer.ranks / gpus if gpus else 0.5
-    return Size(
+    return SimulatedSize(
         nodes=all_nodes,
         trainer_nodes=trainer_nodes,
         engine_nodes=1 if shared else engine_nodes,
@@ -262,7 +262,7 @@ def _mean_rollout(recipe: Recipe, durations: Durations) -> tuple[float, float, f
     return total[0], total[1], total[2]
 
 
-def _visits(recipe: Recipe, durations: Durations, size: Size, horizon_s: float) -> float:
+def _visits(recipe: Recipe, durations: Durations, size: SimulatedSize, horizon_s: float) -> float:
     """About how many requests engines serve in the horizon: the slower of engines and trainer sets the pace."""
     turns, sampled, tokens = _mean_rollout(recipe, durations)
     engine, trainer = durations.engine, durations.trainer

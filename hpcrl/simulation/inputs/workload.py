@@ -11,13 +11,13 @@ from hpcrl.config.recipe import Recipe
 from hpcrl.planning.times.distributions import drawer, tail_of
 from hpcrl.simulation.inputs.durations import Durations, EnvironmentDurations, TurnPlan
 
-__all__ = ["Workload"]
+__all__ = ["TrajectoryDraws"]
 
 Trajectory = tuple[tuple[TurnPlan, ...], float]
 """Turns, and seconds from the last reply to the reward."""
 
 
-class Workload:
+class TrajectoryDraws:
     """Draws trajectories.
 
     Attributes

@@ -10,7 +10,7 @@ from typing import Any
 from hpcrl.simulation.inputs.durations import SharingDurations
 from hpcrl.simulation.loop.clock import Clock
 
-__all__ = ["Host", "Worker"]
+__all__ = ["Host", "SerialProcess"]
 
 _EPSILON = 1e-9
 
@@ -91,7 +91,7 @@ class Host:
             then(argument)
 
 
-class Worker:
+class SerialProcess:
     """One process that does one thing after the other: the orchestrator's event loop."""
 
     def __init__(self, host: Host) -> None:

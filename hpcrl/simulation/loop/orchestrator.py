@@ -12,10 +12,10 @@ from random import Random
 from hpcrl.rollouts.sampling.policy import Fate, GroupPolicy
 from hpcrl.rollouts.sampling.staleness import StalenessAccount
 from hpcrl.simulation.inputs.scenario import Scenario
-from hpcrl.simulation.inputs.workload import Workload
+from hpcrl.simulation.inputs.workload import TrajectoryDraws
 from hpcrl.simulation.loop.clock import Clock
 from hpcrl.simulation.loop.fleet import Fleet
-from hpcrl.simulation.loop.host import Host, Worker
+from hpcrl.simulation.loop.host import Host, SerialProcess
 from hpcrl.simulation.loop.records import Group, Outcome, Rollout
 from hpcrl.simulation.loop.tally import Tally
 
@@ -80,7 +80,7 @@ class SimulatedOrchestrator:
         self,
         clock: Clock,
         scenario: Scenario,
-        workload: Workload,
+        workload: TrajectoryDraws,
         tally: Tally,
         rng: Random,
         *,
@@ -103,7 +103,7 @@ class SimulatedOrchestrator:
         self._failed_share = scenario.durations.failed_share
         self._zero_variance_share = scenario.durations.zero_variance_share
         self._batch_ready = batch_ready
-        self._loop = Worker(host)
+        self._loop = SerialProcess(host)
         self.account = StalenessAccount(
             groups_per_step=scenario.groups_per_step,
             max_off_policy_steps=recipe.rollouts.max_off_policy_steps,

@@ -9,7 +9,7 @@ from hpcrl.config.engine_shape import step_limits
 from hpcrl.config.plan import Role
 from hpcrl.planning.times.distributions import drawer
 from hpcrl.simulation.inputs.scenario import Scenario
-from hpcrl.simulation.inputs.workload import Workload
+from hpcrl.simulation.inputs.workload import TrajectoryDraws
 from hpcrl.simulation.loop.clock import Clock
 from hpcrl.simulation.loop.engine import EngineCosts, SimulatedEngine
 from hpcrl.simulation.loop.fleet import Fleet, PrefillPool
@@ -46,7 +46,7 @@ class Simulation:
         # a stream of its own for each source of chance: a failure leaves the trajectories as they were
         self._failure_rng = Random(f"{scenario.seed}-failures")
         self._rng = Random(f"{scenario.seed}-loop")
-        self._workload = Workload(scenario.recipe, scenario.durations, Random(f"{scenario.seed}-workload"))
+        self._workload = TrajectoryDraws(scenario.recipe, scenario.durations, Random(f"{scenario.seed}-workload"))
         self._restart_s = drawer(scenario.durations.trainer.restart_s, self._failure_rng)
         self._read_s = drawer(scenario.durations.handoff.read_s, self._rng)
         self._load_s = drawer(scenario.durations.handoff.load_s, self._rng)

@@ -16,8 +16,8 @@ __all__ = [
     "FailureTotals",
     "Goodput",
     "KvPoint",
-    "Quantiles",
     "SimulationResult",
+    "Spread",
     "Staleness",
     "StepPoint",
     "summarize",
@@ -26,7 +26,7 @@ __all__ = [
 _POINTS = 1000
 
 
-class Quantiles(StrictModel):
+class Spread(StrictModel):
     """A distribution in a few numbers."""
 
     mean: float
@@ -37,7 +37,7 @@ class Quantiles(StrictModel):
     maximum: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Quantiles:
+    def of(cls, values: Sequence[float]) -> Spread:
         """Summarise at least one value; zeros where there is none."""
         if not values:
             return cls(mean=0.0, p10=0.0, p50=0.0, p90=0.0, p99=0.0, maximum=0.0)
@@ -163,9 +163,9 @@ class SimulationResult(StrictModel):
     """First steps that the figures of steps leave out: the loop fills."""
     steps_per_minute: float
     """Between the end of the skipped steps and the last step, failures included."""
-    step_s: Quantiles
+    step_s: Spread
     tokens_per_step: float
-    rollout_s: Quantiles
+    rollout_s: Spread
     """From the start of a consumed rollout to its reward."""
     phases: dict[str, float]
     """Shares of the trainer's time in steps, as in ``hpcrl report``; ``wait_batch`` is its waiting share."""
@@ -226,9 +226,9 @@ def summarize(simulation: Simulation) -> SimulationResult:
         steps=len(tally.steps),
         skipped_steps=skipped,
         steps_per_minute=60.0 * len(steps) / span_s if span_s else 0.0,
-        step_s=Quantiles.of([step.seconds for step in steps]),
+        step_s=Spread.of([step.seconds for step in steps]),
         tokens_per_step=sum(step.tokens for step in steps) / max(1, len(steps)),
-        rollout_s=Quantiles.of(tally.rollout_s),
+        rollout_s=Spread.of(tally.rollout_s),
         phases={name: seconds / in_steps for name, seconds in phases.items()} if in_steps else {},
         engine=_engines(simulation),
         staleness=Staleness(

@@ -31,16 +31,16 @@ import msgspec
 from hpcrl.config.plan import Role
 from hpcrl.errors import HpcrlError
 from hpcrl.ours import umask_of
-from hpcrl.runs.jobs import use_source
+from hpcrl.runs.elastic import HeldNodes, wanted_replicas
+from hpcrl.runs.job_facts import use_source
 from hpcrl.runs.observe import observe
 from hpcrl.runs.record import RunRecord
-from hpcrl.runs.replicas import Held, wanted_replicas
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import HEARTBEAT_S, RunState, RunStatus
 from hpcrl.slurm.exclude import nodes_to_exclude, stay_away
 from hpcrl.slurm.hostlist import expand_hostlist
 from hpcrl.slurm.lookup import client_of, look_up
-from hpcrl.slurm.replicas import ReplicaJobs
+from hpcrl.slurm.replica_jobs import ReplicaJobs
 from hpcrl.supervisor.policy.nodes import may_ask, record_lost_nodes
 
 __all__ = ["Holder", "main"]
@@ -66,7 +66,7 @@ class Holder:
         Monotonic seconds.
     """
 
-    def __init__(self, run: RunDir, held: Held, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, run: RunDir, held: HeldNodes, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._run, self._held, self._clock = run, held, clock
         self._hold_s = run.plan().elastic.hold_s
         self._heartbeat: tuple[int, float] | None = None
@@ -131,10 +131,10 @@ class Holder:
             self._made_way = True
 
 
-def held_from_env(arguments: Sequence[str], environ: Mapping[str, str]) -> tuple[RunDir, Held]:
+def held_from_env(arguments: Sequence[str], environ: Mapping[str, str]) -> tuple[RunDir, HeldNodes]:
     """What the batch script's arguments and environment say."""
     run_dir, role, replica, submission = arguments
-    held = Held(
+    held = HeldNodes(
         role=Role(role).value,
         replica=int(replica),
         submission=int(submission),
@@ -146,7 +146,7 @@ def held_from_env(arguments: Sequence[str], environ: Mapping[str, str]) -> tuple
     return RunDir(Path(run_dir)), held
 
 
-def _say_held(run: RunDir, held: Held, told: threading.Event) -> None:
+def _say_held(run: RunDir, held: HeldNodes, told: threading.Event) -> None:
     """Write down what is held: nobody else knows the nodes. A filesystem that fails for a moment is asked again."""
     while not told.is_set():
         try:

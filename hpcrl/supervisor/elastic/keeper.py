@@ -14,18 +14,18 @@ from collections.abc import Callable
 
 from hpcrl.config.plan import Plan, RoleGroup
 from hpcrl.runs.cause import Cause, CauseKind
-from hpcrl.runs.replicas import Held, wanted_replicas
+from hpcrl.runs.elastic import HeldNodes, wanted_replicas
 from hpcrl.runs.role import Member
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ComponentState, ReplicaJob
 from hpcrl.slurm.errors import SlurmError, SlurmRejectedError
-from hpcrl.slurm.launch import Allocation
-from hpcrl.slurm.replicas import LivingJob, ReplicaJobs
+from hpcrl.slurm.launch_arguments import Allocation
+from hpcrl.slurm.replica_jobs import LivingJob, ReplicaJobs
 from hpcrl.slurm.states import JobState
 from hpcrl.supervisor.component import Component
 from hpcrl.supervisor.elastic.needs import Crew, PlacesReplicas
 from hpcrl.supervisor.elastic.slots import Slot
-from hpcrl.supervisor.launch.launcher import Address
+from hpcrl.supervisor.launch.replica_launcher import Address
 from hpcrl.supervisor.launch.survey import NodesSilentError
 
 __all__ = ["ElasticReplicas"]
@@ -157,7 +157,7 @@ class ElasticReplicas:
         self._open_slots(wanted)
         if self._clock() - self._asked_at >= (_ASK_S if self._complete() else _ASK_SOON_S):
             await self._ask()
-        held = await asyncio.to_thread(Held.read_all, self._run)
+        held = await asyncio.to_thread(HeldNodes.read_all, self._run)
         for slot in list(self._slots.values()):
             if slot.replica >= wanted[slot.group.role.value] or slot.leaving_since is not None:
                 await self._leave(slot)
@@ -196,7 +196,7 @@ class ElasticReplicas:
 
     # -- coming --------------------------------------------------------------------------------------------------
 
-    async def _fill(self, slot: Slot, held: list[Held]) -> None:
+    async def _fill(self, slot: Slot, held: list[HeldNodes]) -> None:
         """One step towards a running replica."""
         if self._silent or self._answered_at <= slot.ended_at:
             return  # what Slurm said is of a time before
@@ -220,7 +220,7 @@ class ElasticReplicas:
         if mine and slot.ends <= _MAX_ENDS:
             await self._start(slot, mine[0])
 
-    async def _start(self, slot: Slot, held: Held) -> None:
+    async def _start(self, slot: Slot, held: HeldNodes) -> None:
         allocation = Allocation(tuple(held.nodes), str(held.job_id))
         if len(held.nodes) != slot.group.nodes:
             self._crew.fail(

@@ -6,9 +6,9 @@ from typing import Protocol
 
 from hpcrl.config.plan import RoleGroup
 from hpcrl.runs.cause import CauseKind
-from hpcrl.slurm.launch import Allocation
+from hpcrl.slurm.launch_arguments import Allocation
 from hpcrl.supervisor.component import Component
-from hpcrl.supervisor.launch.launcher import Address
+from hpcrl.supervisor.launch.replica_launcher import Address
 
 __all__ = ["Crew", "PlacesReplicas"]
 

@@ -22,8 +22,8 @@ from hpcrl.runs.status import ComponentState
 from hpcrl.supervisor.board import Board
 from hpcrl.supervisor.component import Component
 from hpcrl.supervisor.launch.commands import fill_placeholders, role_environment
-from hpcrl.supervisor.launch.launcher import Launcher
-from hpcrl.supervisor.launch.probes import Prober
+from hpcrl.supervisor.launch.readiness import Prober
+from hpcrl.supervisor.launch.replica_launcher import Launcher
 from hpcrl.supervisor.policy.explain import explain_end
 from hpcrl.supervisor.process.guarded import End, ProcessSpec, RunningProcess
 

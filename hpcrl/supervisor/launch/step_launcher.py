@@ -28,7 +28,7 @@ from hpcrl.runs.rundir import RunDir
 from hpcrl.slurm.client import SlurmClient
 from hpcrl.slurm.errors import SlurmError
 from hpcrl.slurm.exclude import nodes_to_exclude, stay_away
-from hpcrl.slurm.launch import (
+from hpcrl.slurm.launch_arguments import (
     Allocation,
     Allocations,
     allocations_from_env,
@@ -39,7 +39,7 @@ from hpcrl.slurm.launch import (
 )
 from hpcrl.slurm.states import JobState, parse_state
 from hpcrl.supervisor.launch.addresses import choose_addresses, interface_of
-from hpcrl.supervisor.launch.launcher import Address
+from hpcrl.supervisor.launch.replica_launcher import Address
 from hpcrl.supervisor.launch.survey import Survey
 from hpcrl.supervisor.process.guard import end_processes
 from hpcrl.supervisor.process.guarded import ProcessSpec, RunningProcess, guard_command, start_guarded
@@ -102,7 +102,7 @@ class StepLauncher:
         self.clocks = Clocks()
 
     def place(self, plan: Plan) -> dict[tuple[Role, int], Address]:
-        """See `hpcrl.supervisor.launch.launcher.Launcher.place`.
+        """See `hpcrl.supervisor.launch.replica_launcher.Launcher.place`.
 
         Ports are different over all replicas, and free here: on other nodes we cannot try. Nodes belong to the run
         alone, so that what listens there is the site's, and outside of the profile's range. Nodes of a virtual cluster
@@ -197,7 +197,7 @@ class StepLauncher:
         return self._addresses
 
     async def start(self, spec: ProcessSpec) -> RunningProcess:
-        """See `hpcrl.supervisor.launch.launcher.Launcher.start`."""
+        """See `hpcrl.supervisor.launch.replica_launcher.Launcher.start`."""
         assert self._plan is not None, "place comes first"
         group = self._plan.group(Role(spec.role))
         launch = launch_replica(
@@ -213,11 +213,11 @@ class StepLauncher:
         return await start_guarded(launch.argv, spec, env=env, tasks=launch.tasks, clocks=self.clocks)
 
     def sweep(self, run_id: str) -> list[int]:
-        """See `hpcrl.supervisor.launch.launcher.Launcher.sweep`. Slurm ends what a job leaves behind."""
+        """See `hpcrl.supervisor.launch.replica_launcher.Launcher.sweep`. Slurm ends what a job leaves behind."""
         return []
 
     def failed_nodes(self, among: Collection[str] | None = None) -> list[str]:
-        """See `hpcrl.supervisor.launch.launcher.Launcher.failed_nodes`."""
+        """See `hpcrl.supervisor.launch.replica_launcher.Launcher.failed_nodes`."""
         if not self._cluster.capabilities.scontrol_on_nodes:
             return []
         # a node of another job takes its replica with it, not the run
@@ -232,7 +232,7 @@ class StepLauncher:
         return [node.name for node in nodes if node.down]
 
     def stay_away(self, run: RunDir) -> None:
-        """See `hpcrl.supervisor.launch.launcher.Launcher.stay_away`."""
+        """See `hpcrl.supervisor.launch.replica_launcher.Launcher.stay_away`."""
         job_id = self._environ.get("SLURM_JOB_ID", "")
         if self._inside:
             return  # nobody requeues it
@@ -241,7 +241,7 @@ class StepLauncher:
             stay_away(self._plan, self._client, int(job_id), nodes, within_s=_TELL_S)
 
     def taken(self) -> tuple[CauseKind, str] | None:
-        """See `hpcrl.supervisor.launch.launcher.Launcher.taken`.
+        """See `hpcrl.supervisor.launch.replica_launcher.Launcher.taken`.
 
         Where the site does not send our signal first, SIGTERM to the steps is all that a preempted job gets: seen
         from here, the same as a cancel.
@@ -266,7 +266,7 @@ class StepLauncher:
         return None
 
     def end_orphans(self, run_id: str, guards: Collection[int]) -> list[int]:
-        """See `hpcrl.supervisor.launch.launcher.Launcher.end_orphans`: what we adopted. Steps end with the job."""
+        """See `Launcher.end_orphans`: what we adopted. Steps end with the job."""
 
         def find() -> list[procfs.Process]:
             return [

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import IO, Any, NamedTuple
 
 from hpcrl.errors import HpcrlError
-from hpcrl.runs.clocks import Clock
+from hpcrl.runs.clocks import NodeClock
 
 __all__ = ["NodeAnswer", "NodesSilentError", "Survey"]
 
@@ -96,7 +96,7 @@ class Survey:
     def __exit__(self, *_: object) -> None:
         self._end()
 
-    def clocks(self) -> dict[str, Clock]:
+    def clocks(self) -> dict[str, NodeClock]:
         """How far the clock of each node is ahead of ours.
 
         Raises
@@ -104,12 +104,12 @@ class Survey:
         NodesSilentError
             A node stopped answering.
         """
-        best: dict[str, Clock] = {}
+        best: dict[str, NodeClock] = {}
         for _ in range(_ROUNDS):
             asked_s, began = time.time(), time.monotonic()
             for node, (arrived, said) in self._ask().items():
                 half_s = (arrived - began) / 2
-                clock = Clock(ahead_s=said["time_s"] - (asked_s + half_s), uncertain_s=half_s)
+                clock = NodeClock(ahead_s=said["time_s"] - (asked_s + half_s), uncertain_s=half_s)
                 if node not in best or clock.uncertain_s < best[node].uncertain_s:
                     best[node] = clock
         return best

@@ -16,7 +16,7 @@ from hpcrl.runs.cause import Cause, CauseKind
 from hpcrl.runs.exclusions import exclude
 from hpcrl.runs.rundir import RunDir
 from hpcrl.supervisor.board import Board
-from hpcrl.supervisor.launch.launcher import Launcher
+from hpcrl.supervisor.launch.replica_launcher import Launcher
 from hpcrl.supervisor.policy.attempts import retries
 
 __all__ = ["NodeFaults"]

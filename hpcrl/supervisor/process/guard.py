@@ -336,17 +336,16 @@ def end_processes(
     *,
     kill_at: float,
     between: Callable[[], None] = lambda: None,
-    give_up_s: float = _GIVE_UP_S,
 ) -> list[procfs.Process]:
     """SIGTERM what ``find`` returns, SIGKILL after ``kill_at`` (monotonic), until it returns nothing.
 
     ``find`` is asked again and again, because processes that die may have started others meanwhile. Returns
-    what hung in the kernel ``give_up_s`` after SIGKILL.
+    what hung in the kernel 5 s after SIGKILL.
     """
     asked: set[tuple[int, int]] = set()
     while processes := find():
         now = time.monotonic()
-        if now >= kill_at + give_up_s:
+        if now >= kill_at + _GIVE_UP_S:
             return processes
         if now >= kill_at:
             procfs.send_signal(processes, signal.SIGKILL)

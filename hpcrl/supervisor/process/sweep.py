@@ -27,14 +27,14 @@ def find_leftovers(run_id: str, *, kinds: tuple[str, ...] = ("role", "guard")) -
     ]
 
 
-def sweep(run_id: str, *, grace_s: float = _GRACE_S) -> list[procfs.Process]:
+def sweep(run_id: str) -> list[procfs.Process]:
     """End all guards and roles of a run; returns what was found. Blocks for up to the grace and a moment.
 
     For use when no attempt of the run is alive, or by its supervisor after the guards are gone.
     """
     found = find_leftovers(run_id)
     if found:
-        end_processes(lambda: find_leftovers(run_id), kill_at=time.monotonic() + grace_s, between=lambda: reap(found))
+        end_processes(lambda: find_leftovers(run_id), kill_at=time.monotonic() + _GRACE_S, between=lambda: reap(found))
     remove_dead()  # guards do it, but they may have been killed
     return found
 

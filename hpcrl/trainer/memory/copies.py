@@ -8,10 +8,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["Copies", "Copy", "copies_of", "host_like"]
+__all__ = ["Copies", "StartedCopy", "copies_of", "host_like"]
 
 
-class Copy(Protocol):
+class StartedCopy(Protocol):
     """A copy that was started."""
 
     def finish(self) -> None:
@@ -22,7 +22,7 @@ class Copy(Protocol):
 class Copies(Protocol):
     """Starts copies of one device, which run in their order."""
 
-    def start(self, target: Tensor, source: Tensor) -> Copy:
+    def start(self, target: Tensor, source: Tensor) -> StartedCopy:
         """Copy what was computed of ``source`` until now; it may not be changed before the copy is finished."""
         ...
 
@@ -41,7 +41,7 @@ class _ThreadCopies:
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="copies")
 
-    def start(self, target: Tensor, source: Tensor) -> Copy:
+    def start(self, target: Tensor, source: Tensor) -> StartedCopy:
         return _ThreadCopy(self._thread.submit(_copy, target, source.detach()))
 
 
@@ -62,7 +62,7 @@ class _StreamCopies:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.Stream(device)
 
-    def start(self, target: Tensor, source: Tensor) -> Copy:
+    def start(self, target: Tensor, source: Tensor) -> StartedCopy:
         self._stream.wait_stream(torch.accelerator.current_stream())
         with self._stream, torch.no_grad():
             target.copy_(source.detach(), non_blocking=True)

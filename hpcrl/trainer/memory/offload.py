@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hpcrl.trainer.memory.copies import Copies, Copy, copies_of, host_like
+from hpcrl.trainer.memory.copies import Copies, StartedCopy, copies_of, host_like
 
 __all__ = ["ActivationOffload"]
 
@@ -89,6 +89,6 @@ class ActivationOffload:
 class _Held:
     """A tensor; ``here`` while it is on the device."""
 
-    def __init__(self, host: Tensor, here: Tensor, copy: Copy, requires_grad: bool) -> None:
+    def __init__(self, host: Tensor, here: Tensor, copy: StartedCopy, requires_grad: bool) -> None:
         self.host, self.copy, self.requires_grad = host, copy, requires_grad
         self.here: Tensor | None = here

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from hpcrl.modeling.blocks import is_sharded, local_part
-from hpcrl.trainer.memory.copies import Copy, copies_of, host_like
+from hpcrl.trainer.memory.copies import StartedCopy, copies_of, host_like
 
 __all__ = ["BUCKET_BYTES", "HostAdamW"]
 
@@ -43,7 +43,7 @@ class _Bucket:
     def __init__(self, pieces: list[_Piece]) -> None:
         self.pieces = pieces
         self.moments: list[tuple[Tensor, ...]] = []
-        self.copies: list[Copy] = []
+        self.copies: list[StartedCopy] = []
 
     def finish(self) -> None:
         for copy in self.copies:

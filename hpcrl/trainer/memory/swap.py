@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hpcrl.modeling.arena import Arena, Memory, give_to_others, memory_of
-from hpcrl.trainer.memory.copies import Copies, Copy, copies_of, host_like
+from hpcrl.trainer.memory.copies import Copies, StartedCopy, copies_of, host_like
 
 __all__ = ["HostSwap"]
 
@@ -21,7 +21,7 @@ __all__ = ["HostSwap"]
 class _Leaving(NamedTuple):
     memory: Memory
     host: Tensor
-    copy: Copy
+    copy: StartedCopy
 
 
 class HostSwap:

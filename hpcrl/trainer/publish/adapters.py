@@ -108,9 +108,7 @@ class AdapterPublisher(Publisher):
         config = adapter_config(
             rank=self._lora.rank,
             alpha=self._lora.alpha,
-            linear=self._names.modules,
-            experts=(),
-            layout="per_expert",
+            modules=self._names.modules,
             base_model=str(self._model_dir),
         )
         return json.dumps(config, indent=2).encode() + b"\n"

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from hpcrl.errors import HandoffError, PeerLostError
-from hpcrl.weights.handover import Layer
+from hpcrl.weights.handover import HandoverLayer
 
 __all__ = ["ColocatedEngines"]
 
@@ -72,7 +72,7 @@ class ColocatedEngines:
         """
         return self._bytes("/sleep?level=2")
 
-    def load(self, layer: Layer) -> int:
+    def load(self, layer: HandoverLayer) -> int:
         """Copy a layer from shared memory; bytes that engines have of the device then."""
         return self._bytes("/load_layer", msgspec.json.encode(layer))
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hpcrl.modeling.blocks import Block
+from hpcrl.modeling.blocks import HeldBlock
 from hpcrl.trainer.publish.sources import Form, Source
 from hpcrl.weights.format.layout import block_runs
 from hpcrl.weights.format.quantize import BLOCK
@@ -69,7 +69,7 @@ class Overlaps(NamedTuple):
     holders: _Holders
 
 
-def find_overlaps(sources: Sequence[Source], blocks: Sequence[Mapping[str, Block]]) -> list[Overlaps]:
+def find_overlaps(sources: Sequence[Source], blocks: Sequence[Mapping[str, HeldBlock]]) -> list[Overlaps]:
     """What ranks hold of sources, which are numbered as they stand; those that are alike are found together.
 
     Parameters
@@ -77,7 +77,7 @@ def find_overlaps(sources: Sequence[Source], blocks: Sequence[Mapping[str, Block
     blocks:
         What each rank holds of each parameter.
     """
-    holders: dict[tuple[Block, ...], _Holders] = {}
+    holders: dict[tuple[HeldBlock, ...], _Holders] = {}
     by_parameter: dict[str, _Holders] = {}
     for name in dict.fromkeys(source.parameter for source in sources):
         held = tuple(map(itemgetter(name), blocks))
@@ -129,8 +129,8 @@ def cut_regions(sources: Sequence[Source], overlaps: Sequence[Overlaps]) -> froz
     return frozenset((sources[number].parameter, sources[number].low) for number in cut)
 
 
-def _find_holders(held: Sequence[Block]) -> _Holders:
-    ranks: dict[Block, list[int]] = {}
+def _find_holders(held: Sequence[HeldBlock]) -> _Holders:
+    ranks: dict[HeldBlock, list[int]] = {}
     for rank, block in enumerate(held):
         if not block.is_empty:
             ranks.setdefault(block, []).append(rank)

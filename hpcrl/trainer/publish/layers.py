@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from hpcrl.modeling.blocks import Block, local_block, local_part
+from hpcrl.modeling.blocks import HeldBlock, local_block, local_part
 from hpcrl.modeling.hf import CARRIED, model_tensors
 from hpcrl.modeling.shared import view_of
 from hpcrl.weights.handover import SharedMemory, SharedTensor
@@ -42,7 +42,7 @@ class ModelLayer:
 
 
 def find_layers(
-    model: nn.Module, blocks: Sequence[Mapping[str, Block]], rank: int, dtype: torch.dtype
+    model: nn.Module, blocks: Sequence[Mapping[str, HeldBlock]], rank: int, dtype: torch.dtype
 ) -> list[ModelLayer]:
     """The layers of a sharded ``model`` in its order; equal on all ranks but for what each provides.
 

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from hpcrl.modeling.blocks import Block, local_block
+from hpcrl.modeling.blocks import HeldBlock, local_block
 from hpcrl.modeling.hf import HfAdapter
 from hpcrl.trainer.parallel.ranks import Ranks
 from hpcrl.trainer.publish.holdings import cut_regions, find_overlaps, find_runs
@@ -22,9 +22,9 @@ from hpcrl.weights.format.layout import PAGE_BYTES, PublishedTensor, ShardLayout
 from hpcrl.weights.format.quantize import QuantisedModules
 from hpcrl.weights.format.shard import SAFETENSORS_DTYPES
 from hpcrl.weights.format.units import UnitTable, assign_units
-from hpcrl.weights.write.publisher import Cut, OwnUnit
+from hpcrl.weights.write.own_units import OwnUnit, UnitChunk
 
-__all__ = ["Copy", "Plan", "Window", "held_blocks", "make_plan"]
+__all__ = ["Copy", "PublishPlan", "Window", "held_blocks", "make_plan"]
 
 
 class Copy(NamedTuple):
@@ -109,23 +109,23 @@ class Window:
 
 def _cuts_of(
     table: UnitTable, own: NDArray[np.int64], names: Sequence[str], widths: Sequence[int]
-) -> dict[int, list[Cut]]:
+) -> dict[int, list[UnitChunk]]:
     """The hash chunks of units, by number of the unit."""
     chunks = table.chunks
-    cuts: dict[int, list[Cut]] = {number: [] for number in own.tolist()}
+    cuts: dict[int, list[UnitChunk]] = {number: [] for number in own.tolist()}
     mine = np.flatnonzero(np.isin(chunks.unit, own))
     unit, tensor, number, size = (column[mine].tolist() for column in chunks)
     for i, of in enumerate(unit):
-        cuts[of].append(Cut(names[tensor[i]], number[i], size[i], widths[tensor[i]]))
+        cuts[of].append(UnitChunk(names[tensor[i]], number[i], size[i], widths[tensor[i]]))
     return cuts
 
 
-def held_blocks(tensors: Mapping[str, Tensor], ranks: Ranks) -> list[dict[str, Block]]:
+def held_blocks(tensors: Mapping[str, Tensor], ranks: Ranks) -> list[dict[str, HeldBlock]]:
     """What each rank holds of each of ``tensors``; collective."""
     return ranks.gather({name: local_block(own) for name, own in tensors.items()})
 
 
-class Plan(NamedTuple):
+class PublishPlan(NamedTuple):
     """What one rank does for each version.
 
     Attributes
@@ -146,7 +146,7 @@ class Plan(NamedTuple):
 def make_plan(
     model: nn.Module,
     adapter: HfAdapter,
-    blocks: Sequence[Mapping[str, Block]],
+    blocks: Sequence[Mapping[str, HeldBlock]],
     rank: int,
     dtype: torch.dtype,
     *,
@@ -155,7 +155,7 @@ def make_plan(
     chunk_bytes: int,
     window_bytes: int | None,
     only_file: str | None = None,
-) -> Plan:
+) -> PublishPlan:
     """Who copies and writes what; the same on all ranks but for what is theirs.
 
     Parameters
@@ -194,7 +194,7 @@ def make_plan(
             table = assign_units(group, number_of, runs, len(blocks), chunk_bytes=chunk_bytes)
             window.add(table, names, widths, rank)
             windows.append(window)
-        return Plan(tensors, windows, cut_regions(sources, overlaps))
+        return PublishPlan(tensors, windows, cut_regions(sources, overlaps))
 
 
 @contextmanager

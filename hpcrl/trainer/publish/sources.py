@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hpcrl.modeling.blocks import Block, local_block, local_part, overlap
+from hpcrl.modeling.blocks import HeldBlock, local_block, local_part, overlap
 from hpcrl.modeling.hf import HfAdapter
 from hpcrl.weights.format.layout import PublishedTensor
 from hpcrl.weights.format.quantize import FP8_DTYPE, QuantisedModules, scale_tensor
@@ -72,7 +72,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def source_part(parameters: Mapping[str, Tensor], source: Source) -> tuple[Block, Tensor]:
+def source_part(parameters: Mapping[str, Tensor], source: Source) -> tuple[HeldBlock, Tensor]:
     """What this rank holds of a source: where in the region, and a view of it with the region's dimensions."""
     parameter = parameters[source.parameter]
     block = local_block(parameter)

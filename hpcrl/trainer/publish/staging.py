@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpcrl.modeling.blocks import Block
+from hpcrl.modeling.blocks import HeldBlock
 from hpcrl.modeling.fp8.quantiser import block_amax, quantise, scales_of
 from hpcrl.trainer.parallel.ranks import Ranks
 from hpcrl.trainer.publish.plan import Window
@@ -107,7 +107,7 @@ class Staging:
             result = scales[first[0] :, first[1] :] if local.numel() else scales
         return result.contiguous().view(-1).view(torch.uint8) if result.numel() else result.new_empty(0).byte()
 
-    def _local_scales(self, source: Source, part: Block, local: Tensor) -> Tensor:
+    def _local_scales(self, source: Source, part: HeldBlock, local: Tensor) -> Tensor:
         """Scales of the blocks that this rank touches; a collective where a block lies on several ranks."""
         key = (source.parameter, source.low)
         if self._scales is not None and self._scales[0] == key:
@@ -124,6 +124,6 @@ class Staging:
         return self._scales[1]
 
 
-def _low2(part: Block) -> tuple[int, int]:
+def _low2(part: HeldBlock) -> tuple[int, int]:
     rows, columns = part.low
     return rows, columns

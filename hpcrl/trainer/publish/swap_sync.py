@@ -34,7 +34,7 @@ from hpcrl.trainer.publish.layers import ModelLayer, fill, find_layers
 from hpcrl.trainer.publish.plan import held_blocks
 from hpcrl.trainer.step.phases import PhaseClock
 from hpcrl.trainer.step.policy import TrainerPolicy
-from hpcrl.weights.handover import Layer, SharedMemory
+from hpcrl.weights.handover import HandoverLayer, SharedMemory
 
 __all__ = ["SwapSync"]
 
@@ -125,7 +125,7 @@ class SwapSync:
             self._ranks.all_succeed(partial(fill, layer, tensors, memory), f"gathering {layer.name}")
             # on its way to the host while engines copy it
             self._swap.leave(tensors[shared.name] for shared in layer.tensors)
-            message = Layer(memory.path, layer.tensors)
+            message = HandoverLayer(memory.path, layer.tensors)
             held = self._ranks.on_leader(partial(self._engines.load, message), f"handing over {layer.name}")
             self._note(held, layer.size)
         # what no engine reads, such as carried tensors

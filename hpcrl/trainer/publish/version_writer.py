@@ -20,7 +20,7 @@ from hpcrl.weights.format.layout import PublishedTensor, ShardLayout
 from hpcrl.weights.format.manifest import Kind, TensorRecord, content_digest
 from hpcrl.weights.format.quantize import quantization_config
 from hpcrl.weights.write.handoff_writer import COMPANION_FILES, HandoffWriter, ParentGoneError, ShardResult
-from hpcrl.weights.write.publisher import (
+from hpcrl.weights.write.own_units import (
     Delta,
     Digests,
     delta_result,

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from hpcrl.checkpoints.ledger import CheckpointEntry, CheckpointLedger
-from hpcrl.checkpoints.restore import RestoreDecision, Skipped
+from hpcrl.checkpoints.restore import RestoreDecision, SkippedEntry
 from hpcrl.checkpoints.verify import damaged_files, share_of
 from hpcrl.errors import CheckpointError
 from hpcrl.trainer.parallel.ranks import Ranks
@@ -34,7 +34,7 @@ def choose_checkpoint(
         It took too long; which entry is good is not known.
     """
     started = time.monotonic()
-    skipped: list[Skipped] = []
+    skipped: list[SkippedEntry] = []
     if only is not None:
         candidates = [(int(only.name.removeprefix("step-")), only)]
     else:
@@ -52,7 +52,7 @@ def choose_checkpoint(
             return _decision(step, started, skipped, content=content)
         # else it was removed meanwhile
         if only is not None or step in ranks.on_leader(ledger.steps, "listing checkpoints"):
-            skipped.append(Skipped(step, f"{path} is damaged: " + "; ".join(problems)))
+            skipped.append(SkippedEntry(step, f"{path} is damaged: " + "; ".join(problems)))
     return _decision(None, started, skipped, content=content)
 
 
@@ -66,7 +66,7 @@ def _problems(path: Path, ranks: Ranks, *, content: bool, deadline_s: float) -> 
     return damaged_files(entry.path, share, content=content, deadline_s=max(0.0, deadline_s))
 
 
-def _decision(step: int | None, started: float, skipped: list[Skipped], *, content: bool) -> RestoreDecision:
+def _decision(step: int | None, started: float, skipped: list[SkippedEntry], *, content: bool) -> RestoreDecision:
     return RestoreDecision(
         step=step,
         verified="content" if content else "sizes",

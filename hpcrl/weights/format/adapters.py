@@ -1,8 +1,17 @@
 """What an adapter changes in the version that it was trained on: names, shapes and ranks, before any weight is read.
 
 An engine merges: ``W = W_base + (alpha / r) · B · A``. `plan_merge` says for each tensor of the base which parts of
-the adapter go where, for both layouts of experts (`hpcrl.weights.write.lora`) and for bases that store experts one by
-one or as one tensor ``[experts, out, in]``. Arithmetic is in `hpcrl.inference.adapters`. No numpy, no torch.
+the adapter go where, for both layouts of experts and for bases that store experts one by one or as one tensor
+``[experts, out, in]``. Arithmetic is in `hpcrl.inference.adapters`. No numpy, no torch.
+
+Each expert by itself:
+    ``...mlp.experts.7.gate_proj.lora_A.weight [r, in]`` and so on: our trainer's, and in vLLM that of Qwen3-MoE,
+    DeepSeek-V3 and GLM (``is_3d_moe_weight = False``).
+All experts of a layer together:
+    ``...mlp.experts.base_layer.lora_A.weight [E·r, hidden]`` and ``lora_B [2·intermediate, r·E]`` for gate and up,
+    ``...mlp.experts.lora_A.weight [E·r, intermediate]`` and ``lora_B [hidden, r·E]`` for down: PEFT's wrapper of
+    parameters, and vLLM's models with ``is_3d_moe_weight = True``. Rows of A are grouped by expert, columns of B by
+    rank: column ``i·E + e`` belongs to expert ``e``.
 """
 
 from __future__ import annotations
@@ -23,7 +32,7 @@ __all__ = [
     "CANARY",
     "Contents",
     "Merge",
-    "Part",
+    "Product",
     "blocks_of",
     "contents_of",
     "plan_merge",
@@ -51,7 +60,7 @@ _PLAIN: dict[str, Any] = {
 }
 
 
-class Part(NamedTuple):
+class Product(NamedTuple):
     """A product ``B[b_rows, b_columns] @ A[a_rows]`` that is added to a stretch of a tensor of the base.
 
     Attributes
@@ -87,7 +96,7 @@ class Merge(NamedTuple):
     """
 
     scale: float
-    parts: dict[str, list[Part]]
+    parts: dict[str, list[Product]]
 
 
 class Contents(NamedTuple):
@@ -202,13 +211,13 @@ def _modules(tensors: Mapping[str, TensorRecord], problems: list[str]) -> dict[s
 
 def _parts(
     module: str, pair: tuple[str, str], rank: int, own: Mapping[str, TensorRecord], base: Mapping[str, TensorRecord]
-) -> Iterator[tuple[str, Part]]:
+) -> Iterator[tuple[str, Product]]:
     """The changes of one module (ValueError where it does not fit)."""
     a, b = pair
     (a_rows, columns), (rows, b_columns) = own[a].shape, own[b].shape
     if f"{module}.weight" in base:
         _check_rank((a_rows, b_columns), rank)
-        yield _fitting(base, f"{module}.weight", (rows, columns)), Part(a, b)
+        yield _fitting(base, f"{module}.weight", (rows, columns)), Product(a, b)
     elif (match := _EXPERT.fullmatch(module)) and (stacked := _stacked(match[1], match[3])) in base:
         _check_rank((a_rows, b_columns), rank)
         halves = 1 if match[3] == "down_proj" else 2
@@ -216,14 +225,14 @@ def _parts(
         if int(match[2]) >= base[stacked].shape[0]:
             raise ValueError(f"{stacked} has {base[stacked].shape[0]} experts")
         begin = rows if match[3] == "up_proj" else 0
-        yield stacked, Part(a, b, expert=int(match[2]), rows=slice(begin, begin + rows))
+        yield stacked, Product(a, b, expert=int(match[2]), rows=slice(begin, begin + rows))
     else:
         yield from _fused_parts(module, pair, rank, own, base)
 
 
 def _fused_parts(
     module: str, pair: tuple[str, str], rank: int, own: Mapping[str, TensorRecord], base: Mapping[str, TensorRecord]
-) -> Iterator[tuple[str, Part]]:
+) -> Iterator[tuple[str, Product]]:
     """The changes of all experts of a layer: rows of A are grouped by expert, columns of B by rank."""
     a, b = pair
     (a_rows, columns), (rows, b_columns) = own[a].shape, own[b].shape
@@ -237,7 +246,7 @@ def _fused_parts(
     if stacked in base:
         _fitting(base, stacked, (count, rows, columns))
     for e in range(count):
-        part = Part(a, b, slice(e * rank, (e + 1) * rank), slice(None), slice(e, None, count))
+        part = Product(a, b, slice(e * rank, (e + 1) * rank), slice(None), slice(e, None, count))
         if stacked in base:
             yield stacked, part._replace(expert=e)
             continue

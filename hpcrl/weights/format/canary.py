@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-__all__ = ["Canary", "Verdict", "judge"]
+__all__ = ["Canary", "CanaryVerdict", "judge"]
 
 _NOISE = 0.5
 """Most deviation of an engine, relative to what the adapter changes, at which its answer counts. Over 63 tokens a
@@ -40,7 +40,7 @@ class Canary(msgspec.Struct, frozen=True):
     adapted: list[float]
 
 
-class Verdict(NamedTuple):
+class CanaryVerdict(NamedTuple):
     """What an engine's log-probabilities say.
 
     Attributes
@@ -59,7 +59,7 @@ class Verdict(NamedTuple):
     deviation: float
 
 
-def judge(canary: Canary, adapted: Sequence[float], plain: Sequence[float] | None = None) -> Verdict:
+def judge(canary: Canary, adapted: Sequence[float], plain: Sequence[float] | None = None) -> CanaryVerdict:
     """Compare what an engine says with the adapter, and before it had it, with what the trainer says.
 
     With ``d`` the trainer's difference and ``e`` the engine's, the share is ``<e, d> / <d, d>``, and the deviation
@@ -83,16 +83,16 @@ def judge(canary: Canary, adapted: Sequence[float], plain: Sequence[float] | Non
     e = [a - p for a, p in zip(adapted, plain or canary.plain, strict=True)]
     size = math.hypot(*d)
     if size == 0.0:
-        return Verdict("unclear", 0.0, math.inf)
+        return CanaryVerdict("unclear", 0.0, math.inf)
     share = sum(own * of for own, of in zip(e, d, strict=True)) / size**2
     rest = math.hypot(*(own - share * of for own, of in zip(e, d, strict=True))) / size
     if plain is None:
         # the deviation of the engine is in it, whatever it computes with
         if rest > _NOISE:
-            return Verdict("unclear", share, rest)
-        return Verdict("applied" if share > _SHARE else "ignored", share, rest)
+            return CanaryVerdict("unclear", share, rest)
+        return CanaryVerdict("applied" if share > _SHARE else "ignored", share, rest)
     noise = math.hypot(*(own - of for own, of in zip(plain, canary.plain, strict=True))) / size
     if noise > _NOISE:
-        return Verdict("unclear", share, rest)
+        return CanaryVerdict("unclear", share, rest)
     # a deviation that it did not have before: it computes with something else than the adapter
-    return Verdict("applied" if share > _SHARE and rest <= _NOISE + noise else "ignored", share, rest)
+    return CanaryVerdict("applied" if share > _SHARE and rest <= _NOISE + noise else "ignored", share, rest)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from hpcrl.weights.format.layout import PAGE_BYTES, PublishedTensor, ShardLayout
 from hpcrl.weights.format.manifest import CHUNK_BYTES
 
-__all__ = ["Chunks", "Parts", "Runs", "UnitTable", "Units", "assign_units"]
+__all__ = ["HashChunks", "Parts", "Runs", "UnitTable", "Units", "assign_units"]
 
 Ints = NDArray[np.int64]
 
@@ -61,7 +61,7 @@ class Units(NamedTuple):
     writer: Ints
 
 
-class Chunks(NamedTuple):
+class HashChunks(NamedTuple):
     """Hash chunks in the order of the files: of which unit and tensor, the number in the tensor, the length."""
 
     unit: Ints
@@ -95,7 +95,7 @@ class UnitTable(NamedTuple):
     """What `assign_units` finds."""
 
     units: Units
-    chunks: Chunks
+    chunks: HashChunks
     parts: Parts
 
 
@@ -170,7 +170,7 @@ def assign_units(
     turn = np.arange(len(first)) - np.searchsorted(unit_file, unit_file)
     return UnitTable(
         Units(unit_file, chunk_offset[first], unit_bytes, _writers(part_unit, part_rank, part_bytes, turn, world_size)),
-        Chunks(unit, number[of], nth, chunk_size),
+        HashChunks(unit, number[of], nth, chunk_size),
         Parts(part_unit, part_rank, number[part_of], begin - base[part_of], part_bytes, begin - unit_base[part_unit]),
     )
 

@@ -9,7 +9,7 @@ from hpcrl.errors import HandoffError
 from hpcrl.weights.format.manifest import Handoff, TensorRecord, chunk_digests
 from hpcrl.weights.format.shard import SAFETENSORS_DTYPES
 
-__all__ = ["Read", "Served", "StoredTensor", "assemble"]
+__all__ = ["Read", "ServedVersion", "StoredTensor", "assemble"]
 
 Read = Callable[[int, str, int, int], memoryview]
 """(version, file, offset, bytes) → these bytes, verified."""
@@ -31,7 +31,7 @@ class StoredTensor(NamedTuple):
     data: memoryview
 
 
-class Served(NamedTuple):
+class ServedVersion(NamedTuple):
     """A version that the reader has in memory: deltas that follow it need nothing else from the share.
 
     Attributes
@@ -49,7 +49,7 @@ class Served(NamedTuple):
 def assemble(
     chain: Sequence[Handoff],
     read: Read,
-    served: Served | None = None,
+    served: ServedVersion | None = None,
     *,
     check_all: bool = False,
     only: Collection[str] | None = None,

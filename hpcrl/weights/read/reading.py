@@ -13,7 +13,7 @@ from pathlib import Path
 from hpcrl.errors import HandoffError
 from hpcrl.weights.format.manifest import Handoff
 from hpcrl.weights.format.segments import SEGMENT_BYTES, Segment, SegmentMap
-from hpcrl.weights.read.assemble import Served, StoredTensor, assemble
+from hpcrl.weights.read.assemble import ServedVersion, StoredTensor, assemble
 from hpcrl.weights.read.nodecache import NodeCache
 from hpcrl.weights.read.share import Pace
 
@@ -145,7 +145,9 @@ class Reading:
             done += len(part)
         return result
 
-    def tensors(self, served: Served | None = None, only: Collection[str] | None = None) -> Iterator[StoredTensor]:
+    def tensors(
+        self, served: ServedVersion | None = None, only: Collection[str] | None = None
+    ) -> Iterator[StoredTensor]:
         """All tensors, verified, one at a time, in the order in which they are read fastest; deltas are applied.
 
         Of an adapter these are its own; see `base_tensors`.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 
 from hpcrl.errors import HandoffError
 from hpcrl.weights.read.assemble import StoredTensor, assemble
@@ -11,7 +11,7 @@ from hpcrl.weights.store import HandoffStore
 __all__ = ["read_tensors"]
 
 
-def read_tensors(store: HandoffStore, version: int, only: Collection[str] | None = None) -> Iterator[StoredTensor]:
+def read_tensors(store: HandoffStore, version: int) -> Iterator[StoredTensor]:
     """Read the tensors of a version, one at a time, in the order in which its whole ancestor stores them.
 
     Files are read, not mapped: a mapped file that is truncated or withdrawn on a shared filesystem kills the
@@ -24,8 +24,6 @@ def read_tensors(store: HandoffStore, version: int, only: Collection[str] | None
         Where the version is.
     version:
         Its number. Of an adapter the tensors are its own, not those of the model that it makes.
-    only:
-        Tensors that are wanted; the others are not read. None: all.
 
     Raises
     ------
@@ -51,4 +49,4 @@ def read_tensors(store: HandoffStore, version: int, only: Collection[str] | None
             raise HandoffError(f"{path} ends too early")
         return memoryview(data)
 
-    yield from assemble(chain, read, check_all=True, only=only)
+    yield from assemble(chain, read, check_all=True)

@@ -48,8 +48,14 @@ class Pace:
         return self.floor_s + size / self.bytes_per_s
 
 
-def read_small(path: Path, *, sleep: Callable[[float], None] = time.sleep) -> bytes:
-    """Read a small file, with the retries of `ShareReader` (HandoffError, naming the file)."""
+def read_small(path: Path) -> bytes:
+    """Read a whole small file, with the retries of `ShareReader`: stale handles and entries of NFS are looked up anew.
+
+    Raises
+    ------
+    HandoffError
+        It is not there, also for those who list its directory; or it cannot be read. Names the file.
+    """
     seen: dict[int, int] = {}
     pause = _FIRST_PAUSE_S
     for attempt in range(1, _ATTEMPTS + 1):
@@ -62,7 +68,7 @@ def read_small(path: Path, *, sleep: Callable[[float], None] = time.sleep) -> by
                 raise HandoffError(f"{path} cannot be read: {error.strerror} (attempt {attempt}; given up)") from error
             if number != errno.EIO and not (reveal(path.parent) and reveal(path)) and attempt > 2:
                 raise HandoffError(f"{path} is not there: {error.strerror}") from error
-        sleep(pause)
+        time.sleep(pause)
         pause = min(_LONGEST_PAUSE_S, 2 * pause)
     raise AssertionError("unreachable")
 

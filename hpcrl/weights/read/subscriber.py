@@ -31,7 +31,7 @@ from hpcrl.weights.read.share import ShareReader, read_small
 from hpcrl.weights.store import HandoffStore
 from hpcrl.weights.visibility import missing_names
 
-__all__ = ["Loaded", "ReaderSettings", "Reading", "Skipped", "Subscriber"]
+__all__ = ["LoadedVersion", "ReaderSettings", "Reading", "SkippedVersion", "Subscriber"]
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -41,19 +41,19 @@ _URLS_S = 1.0
 _MAPS_KEPT = 8
 
 
-class Skipped(NamedTuple):
+class SkippedVersion(NamedTuple):
     """A version that could not be taken, and why."""
 
     version: int
     reason: str
 
 
-class Loaded(NamedTuple, Generic[_T]):
+class LoadedVersion(NamedTuple, Generic[_T]):
     """What `Subscriber.load_newest` took."""
 
     version: int
     value: _T
-    skipped: list[Skipped]
+    skipped: list[SkippedVersion]
 
 
 class Subscriber:
@@ -224,7 +224,7 @@ class Subscriber:
             stack.callback(reading.close)
             yield reading
 
-    def load_newest(self, load: Callable[[Reading], _T], *, at_most: int | None = None) -> Loaded[_T]:
+    def load_newest(self, load: Callable[[Reading], _T], *, at_most: int | None = None) -> LoadedVersion[_T]:
         """Load the newest version that can be loaded; the way of a reader that comes late or starts again.
 
         It stays leased until a version is acknowledged (`Reading.keep`).
@@ -241,7 +241,7 @@ class Subscriber:
         HandoffError
             None can be loaded; says why not, for each.
         """
-        skipped: list[Skipped] = []
+        skipped: list[SkippedVersion] = []
         for version in reversed(self.versions()):
             if at_most is not None and version > at_most:
                 continue
@@ -251,9 +251,9 @@ class Subscriber:
                     reading.keep()
             except HandoffError as error:
                 _log.warning("version %d is skipped: %s", version, error)
-                skipped.append(Skipped(version, str(error)))
+                skipped.append(SkippedVersion(version, str(error)))
             else:
-                return Loaded(version, value, skipped)
+                return LoadedVersion(version, value, skipped)
         why = "; ".join(f"{version}: {reason}" for version, reason in skipped) or "there is none"
         raise HandoffError(f"{self.root}: no version can be loaded: {why}")
 

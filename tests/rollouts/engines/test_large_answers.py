@@ -93,7 +93,7 @@ async def test_large_answers_are_decoded_beside_the_event_loop(
     threads: list[int] = []
     decode = AnswerReader.read
 
-    def recorded(self: AnswerReader, data: bytes) -> answers.Part:
+    def recorded(self: AnswerReader, data: bytes) -> answers.AnswerPart:
         threads.append(threading.get_ident())
         return decode(self, data)
 

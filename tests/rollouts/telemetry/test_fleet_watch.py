@@ -13,7 +13,7 @@ from stub_engine import StubEngine
 
 from hpcrl.rollouts.engines import deadlines
 from hpcrl.rollouts.telemetry import fleet_watch
-from hpcrl.rollouts.telemetry.fleet_watch import Reading
+from hpcrl.rollouts.telemetry.fleet_watch import EngineReading
 from hpcrl.rollouts.weights import updates as weight_updates
 from hpcrl.runs.fleet import EngineView, FleetView
 
@@ -163,13 +163,13 @@ async def test_an_engine_that_is_gone_is_told_with_the_reason(tmp_path: Path) ->
 
 
 def test_a_text_that_is_not_an_engines_says_nothing() -> None:
-    assert Reading.of("vllm:num_requests_running 1\n", 0.0) is None
-    assert Reading.of("vllm:num_requests_running 1\nvllm:kv_cache_usage_perc none\n", 0.0) is None
+    assert EngineReading.of("vllm:num_requests_running 1\n", 0.0) is None
+    assert EngineReading.of("vllm:num_requests_running 1\nvllm:kv_cache_usage_perc none\n", 0.0) is None
     ranks = "".join(
         f'vllm:{name}{{engine="{rank}"}} {value}\n'
         for rank, (running_now, kv) in enumerate([(3, 0.25), (5, 0.75)])
         for name, value in (("num_requests_running", running_now), ("kv_cache_usage_perc", kv))
     )
-    reading = Reading.of(ranks, 0.0)
+    reading = EngineReading.of(ranks, 0.0)
     assert reading is not None
     assert (reading.pressure.running, reading.pressure.kv_usage, reading.hit_rate) == (8, 0.75, None)

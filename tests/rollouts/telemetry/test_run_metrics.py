@@ -12,7 +12,7 @@ from stub_engine import StubEngine
 
 from hpcrl.credentials import Credentials
 from hpcrl.inference.metrics import Counter, EngineMetrics, Gauge, Registry
-from hpcrl.rollouts.telemetry.run_metrics import Part, merge
+from hpcrl.rollouts.telemetry.run_metrics import MetricsPart, merge
 
 ENGINE = """# HELP vllm:tokens_total Tokens.
 # TYPE vllm:tokens_total counter
@@ -25,7 +25,7 @@ vllm:ttft_seconds_count 3
 
 
 def test_samples_of_a_metric_stand_together_with_the_labels_of_their_part() -> None:
-    one, two, gone = (Part("engine", i, "") for i in range(3))
+    one, two, gone = (MetricsPart("engine", i, "") for i in range(3))
     text = merge([(one, ENGINE % 1), (two, ENGINE % 2), (gone, None)])
     assert text.splitlines() == [
         "# HELP hpcrl_part_up Whether the part answered.",
@@ -58,7 +58,7 @@ def test_metrics_of_an_engine_are_as_prometheus_wants_them() -> None:
     text = registry.render()
     assert problems(text) == []
     assert "# TYPE vllm:prompt_tokens_total counter\nvllm:prompt_tokens_total{" in text
-    both = merge([(Part("engine", 0, ""), text), (Part("engine", 1, ""), text)])
+    both = merge([(MetricsPart("engine", 0, ""), text), (MetricsPart("engine", 1, ""), text)])
     assert problems(both) == []
 
 

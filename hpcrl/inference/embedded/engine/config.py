@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["EngineConfig"]
+__all__ = ["EngineSettings"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
+class EngineSettings:
     """Sizes and switches of an engine.
 
     Attributes
@@ -24,7 +24,7 @@ class EngineConfig:
     enable_prefix_caching, return_routed_experts:
         Switches.
     logprobs_mode:
-        See `hpcrl.inference.embedded.engine.sampler.Sampler`.
+        See `hpcrl.inference.embedded.engine.sampler.TokenSampler`.
     seed:
         Of the seeds drawn for requests without one.
     weight_version:

@@ -18,11 +18,11 @@ import numpy as np
 from hpcrl.inference.embedded.engine.attention import KVCache
 from hpcrl.inference.embedded.engine.blocks import BlockPool
 from hpcrl.inference.embedded.engine.cached_blocks import CachedBlocks
-from hpcrl.inference.embedded.engine.config import EngineConfig
+from hpcrl.inference.embedded.engine.config import EngineSettings
 from hpcrl.inference.embedded.engine.request import EngineRequest, Output
 from hpcrl.inference.embedded.engine.rows import Rows
 from hpcrl.inference.embedded.engine.runner import ModelRunner, StepResult
-from hpcrl.inference.embedded.engine.sampler import Sampler
+from hpcrl.inference.embedded.engine.sampler import TokenSampler
 from hpcrl.inference.embedded.engine.scheduler import Scheduler
 from hpcrl.inference.metrics import EngineMetrics, Gauge
 from hpcrl.modeling.decoder import Decoder
@@ -46,7 +46,7 @@ class Engine:
         The prefix cache, for the model thread alone (`call`).
     """
 
-    def __init__(self, model: Decoder, config: EngineConfig, metrics: EngineMetrics) -> None:
+    def __init__(self, model: Decoder, config: EngineSettings, metrics: EngineMetrics) -> None:
         """Allocate the KV cache; nothing runs yet."""
         arch, dtype = model.arch, model.embed_tokens.weight.dtype
         self.config, self.arch, self._metrics = config, arch, metrics
@@ -69,7 +69,7 @@ class Engine:
             model,
             cache,
             self._rows,
-            Sampler(arch.vocab_size, config.logprobs_mode),
+            TokenSampler(arch.vocab_size, config.logprobs_mode),
             routed_rows=metrics.routed_rows if config.return_routed_experts else None,
         )
         self.weight_version = config.weight_version
@@ -315,7 +315,6 @@ class Engine:
         first = rows.num_tokens[result.rows] == rows.num_prompt[result.rows] + 1
         for row in result.rows[first].tolist():
             request = rows.request(row)
-            request.first_token_s = now
             metrics.first_token.observe(now - request.arrived_s)
             metrics.prompt_tokens.inc(request.num_prompt)
             metrics.request_prompt_tokens.observe(request.num_prompt)

@@ -144,7 +144,6 @@ class EngineRequest:
         self.version_starts: list[tuple[str, int]] = []
         self.arrived_s = time.monotonic()
         self.started_s: float | None = None
-        self.first_token_s: float | None = None
 
     @property
     def sort_key(self) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from hpcrl.inference.embedded.engine.attention import KVCache, PagedAttention, StepInputs, prepare_inputs
 from hpcrl.inference.embedded.engine.request import EngineRequest, PromptLogprobs, TopLogprobs
 from hpcrl.inference.embedded.engine.rows import Rows
-from hpcrl.inference.embedded.engine.sampler import SampledTokens, Sampler, SamplingBatch, rank_and_top
+from hpcrl.inference.embedded.engine.sampler import SampledTokens, SamplingBatch, TokenSampler, rank_and_top
 from hpcrl.inference.embedded.engine.scheduler import Step
 from hpcrl.inference.embedded.engine.states import RecurrentStates, StepStates
 from hpcrl.inference.metrics import Counter
@@ -46,7 +46,7 @@ class ModelRunner:
     """
 
     def __init__(
-        self, model: Decoder, cache: KVCache, rows: Rows, sampler: Sampler, *, routed_rows: Counter | None
+        self, model: Decoder, cache: KVCache, rows: Rows, sampler: TokenSampler, *, routed_rows: Counter | None
     ) -> None:
         """Begin. ``routed_rows`` counts rows of experts that were returned; None: none are recorded."""
         self.model, self._cache, self._rows, self._sampler = model, cache, rows, sampler

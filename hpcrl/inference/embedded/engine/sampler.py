@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["LOGPROBS_MODES", "SampledTokens", "Sampler", "SamplingBatch", "rank_and_top"]
+__all__ = ["LOGPROBS_MODES", "SampledTokens", "SamplingBatch", "TokenSampler", "rank_and_top"]
 
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 
@@ -50,7 +50,7 @@ class SampledTokens:
     top_logprobs: NDArray[np.float32] | None
 
 
-class Sampler:
+class TokenSampler:
     """Samples from logits ``[n, vocab_size]``."""
 
     def __init__(self, vocab_size: int, logprobs_mode: str) -> None:

@@ -17,7 +17,7 @@ from hpcrl.inference.embedded.engine.params import SamplingParams
 from hpcrl.inference.embedded.engine.request import Output, PromptLogprobs
 from hpcrl.inference.embedded.serving.errors import ApiError, error_body
 from hpcrl.inference.embedded.serving.protocol import OpenAIRequest, StreamOptions, WireSampling
-from hpcrl.inference.embedded.serving.serving import ModelFacts
+from hpcrl.inference.embedded.serving.serving import ServedModel
 
 __all__ = [
     "clamp",
@@ -74,7 +74,7 @@ def encode_array(array: NDArray[np.generic] | None) -> str | None:
     return None if data is None else base64.b64encode(data).decode()
 
 
-def usage(facts: ModelFacts, prompt_tokens: int, outputs: list[Output]) -> dict[str, Any]:
+def usage(facts: ServedModel, prompt_tokens: int, outputs: list[Output]) -> dict[str, Any]:
     """Make the ``usage`` field of an answer."""
     completion = sum(len(output.token_ids) for output in outputs)
     details = None
@@ -112,7 +112,7 @@ def stop_strings(stop: str | list[str] | None) -> list[str]:
 
 
 def to_params(
-    facts: ModelFacts, request: WireSampling | OpenAIRequest, *, max_tokens: int, logprobs: int | None
+    facts: ServedModel, request: WireSampling | OpenAIRequest, *, max_tokens: int, logprobs: int | None
 ) -> SamplingParams:
     """Sampling parameters of a request, with the defaults of its endpoint.
 

@@ -19,7 +19,7 @@ from hpcrl.inference.embedded.serving.api_common import json_response
 from hpcrl.inference.embedded.serving.errors import bad_request
 from hpcrl.inference.embedded.serving.serving import Serving
 from hpcrl.inference.embedded.weights.turns import Turns
-from hpcrl.inference.embedded.weights.updates import UpdateOrderError, WeightUpdater
+from hpcrl.inference.embedded.weights.updates import UpdateOrderError, UpdateSession
 from hpcrl.inference.metrics import EngineMetrics
 from hpcrl.modeling.decoder import Decoder
 from hpcrl.modeling.hf import published_tensors
@@ -31,7 +31,7 @@ class ControlApi:
     """Handlers of control endpoints; names and answers are those of vLLM's RL and development routers."""
 
     def __init__(
-        self, serving: Serving, updater: WeightUpdater, metrics: EngineMetrics, turns: Turns | None = None
+        self, serving: Serving, updater: UpdateSession, metrics: EngineMetrics, turns: Turns | None = None
     ) -> None:
         self._turns = turns
         self._serving, self._engine, self._updater, self._metrics = serving, serving.engine, updater, metrics

@@ -29,7 +29,7 @@ from hpcrl.inference.embedded.serving.api_common import (
 )
 from hpcrl.inference.embedded.serving.errors import bad_request
 from hpcrl.inference.embedded.serving.protocol import GenerateRequest, KvTransferParams, check_cache_salt, parse
-from hpcrl.inference.embedded.serving.serving import Generation, Prompt, Serving, candidates
+from hpcrl.inference.embedded.serving.serving import CallPrompt, CallSequences, Serving, candidates
 from hpcrl.inference.embedded.serving.text import TextStream
 
 __all__ = ["GenerateApi"]
@@ -90,7 +90,7 @@ class GenerateApi:
 
         name = f"generate-tokens-{serving.request_id(http, request.request_id)}"
         async with serving.generate(
-            [Prompt(request_id=name, token_ids=request.token_ids)],
+            [CallPrompt(request_id=name, token_ids=request.token_ids)],
             params,
             n=sampling.n,
             stream=bool(request.stream),
@@ -137,7 +137,7 @@ class GenerateApi:
         }
 
     async def _chunks(
-        self, request: GenerateRequest, name: str, generation: Generation, *, framed: bool
+        self, request: GenerateRequest, name: str, generation: CallSequences, *, framed: bool
     ) -> AsyncIterator[dict[str, Any]]:
         include_usage, continuous = wants_usage(request.stream_options)
         facts, prompt_length = self._serving.facts, len(request.token_ids)

@@ -30,7 +30,7 @@ from hpcrl.inference.embedded.serving.protocol import (
     check_cache_salt,
     parse,
 )
-from hpcrl.inference.embedded.serving.serving import Generation, Prompt, Serving, candidates
+from hpcrl.inference.embedded.serving.serving import CallPrompt, CallSequences, Serving, candidates
 from hpcrl.inference.embedded.serving.text import TextStream
 
 __all__ = ["TextApi"]
@@ -93,7 +93,7 @@ class TextApi:
                 entry["routed_experts"] = encode_array(output.routed_experts)
             return entry
 
-        named = [Prompt(request_id=f"{name}-{i}", token_ids=prompt) for i, prompt in enumerate(prompts)]
+        named = [CallPrompt(request_id=f"{name}-{i}", token_ids=prompt) for i, prompt in enumerate(prompts)]
         params = [self._params(request, prompt, wanted, request.logprobs) for prompt in prompts]
         return await self._answer(http, request, named, params, _Shape(head, choice, {}))
 
@@ -131,7 +131,7 @@ class TextApi:
         extra = {"prompt_token_ids": prompt if request.return_token_ids else None}
         params = [self._params(request, prompt, wanted, count)]
         shape = _Shape(head, choice, extra)
-        return await self._answer(http, request, [Prompt(request_id=name, token_ids=prompt)], params, shape)
+        return await self._answer(http, request, [CallPrompt(request_id=name, token_ids=prompt)], params, shape)
 
     def _check(self, request: OpenAIRequest) -> None:
         check_cache_salt(request.cache_salt)
@@ -195,7 +195,7 @@ class TextApi:
         self,
         http: web.Request,
         request: OpenAIRequest,
-        prompts: list[Prompt],
+        prompts: list[CallPrompt],
         params: list[SamplingParams],
         shape: _Shape,
     ) -> web.StreamResponse:
@@ -236,7 +236,7 @@ class TextApi:
         self,
         request: OpenAIRequest,
         prompt_tokens: int,
-        generation: Generation,
+        generation: CallSequences,
         shape: _Shape,
     ) -> AsyncIterator[dict[str, Any]]:
         include_usage, continuous = wants_usage(request.stream_options)

@@ -35,7 +35,7 @@ class TurnsApi:
         return json_response({"device_bytes": await asyncio.to_thread(self._turns.sleep)})
 
     async def load_layer(self, http: web.Request) -> web.Response:
-        """A layer in shared memory of this node (`hpcrl.weights.handover.Layer`)."""
+        """A layer in shared memory of this node (`hpcrl.weights.handover.HandoverLayer`)."""
         layer = decode_layer(await http.read())
         return json_response({"device_bytes": await asyncio.to_thread(self._turns.load, layer)})
 

@@ -19,7 +19,7 @@ from aiohttp import web
 from hpcrl.errors import ExitCode, HpcrlError, UsageError
 from hpcrl.gate import Gate
 from hpcrl.inference.embedded.engine.attention import KVCache
-from hpcrl.inference.embedded.engine.config import EngineConfig
+from hpcrl.inference.embedded.engine.config import EngineSettings
 from hpcrl.inference.embedded.engine.engine import Delivery, Engine
 from hpcrl.inference.embedded.engine.states import RecurrentStates
 from hpcrl.inference.embedded.kv.fetching import KvFetcher
@@ -30,11 +30,11 @@ from hpcrl.inference.embedded.serving.api_kv import KvApi
 from hpcrl.inference.embedded.serving.api_text import TextApi
 from hpcrl.inference.embedded.serving.api_turns import TurnsApi
 from hpcrl.inference.embedded.serving.errors import error_middleware
-from hpcrl.inference.embedded.serving.serving import ModelFacts, Serving
+from hpcrl.inference.embedded.serving.serving import ServedModel, Serving
 from hpcrl.inference.embedded.serving.settings import ServerSettings, parse_settings
 from hpcrl.inference.embedded.weights.loading import load_model
 from hpcrl.inference.embedded.weights.turns import Turns
-from hpcrl.inference.embedded.weights.updates import WeightUpdater
+from hpcrl.inference.embedded.weights.updates import UpdateSession
 from hpcrl.inference.metrics import EngineMetrics, Registry
 from hpcrl.modeling.decoder import Decoder
 from hpcrl.models.tokenizer import ChatTokenizer
@@ -47,7 +47,7 @@ _MAX_BODY_BYTES = 256 << 20
 _SHUTDOWN_GRACE_S = 0.5
 
 
-def engine_config(settings: ServerSettings, model: Decoder) -> EngineConfig:
+def engine_config(settings: ServerSettings, model: Decoder) -> EngineSettings:
     """Sizes of the engine.
 
     Raises
@@ -76,7 +76,7 @@ def engine_config(settings: ServerSettings, model: Decoder) -> EngineConfig:
             f"{num_blocks} KV blocks of {size} tokens cannot hold one sequence of --max-model-len {max_model_len}: "
             f"{per_sequence} are needed"
         )
-    return EngineConfig(
+    return EngineSettings(
         max_num_seqs=settings.max_num_seqs,
         max_model_len=max_model_len,
         max_num_batched_tokens=batched,
@@ -99,7 +99,7 @@ def _tokenizer(settings: ServerSettings) -> ChatTokenizer | None:
         raise UsageError(f"{settings.model}: the tokenizer cannot be loaded: {error}") from error
 
 
-def _facts(settings: ServerSettings, model: Decoder, tokenizer: ChatTokenizer | None) -> ModelFacts:
+def _facts(settings: ServerSettings, model: Decoder, tokenizer: ChatTokenizer | None) -> ServedModel:
     """End-of-sequence tokens and sampling defaults, found where vLLM finds them."""
     config: dict[str, Any] = {}
     path = settings.model / "generation_config.json"
@@ -109,7 +109,7 @@ def _facts(settings: ServerSettings, model: Decoder, tokenizer: ChatTokenizer | 
     listed = [named] if isinstance(named, int) else list(named or ())
     eos = tokenizer.eos_token_id if tokenizer is not None else next(iter(listed), None)
     defaults = config if settings.generation_config == "auto" else {}
-    return ModelFacts(
+    return ServedModel(
         names=settings.served_model_name,
         root=str(settings.model),
         eos_token_id=eos,
@@ -143,7 +143,7 @@ def _deliver(delivery: Delivery) -> None:
 
 
 def engine_app(
-    gate: Gate, serving: Serving, updater: WeightUpdater, metrics: EngineMetrics, turns: Turns | None = None
+    gate: Gate, serving: Serving, updater: UpdateSession, metrics: EngineMetrics, turns: Turns | None = None
 ) -> web.Application:
     """What is served to whom ``gate`` lets in. ``turns``: of an engine that shares its device with a trainer."""
     app = web.Application(middlewares=[gate.middleware(), error_middleware], client_max_size=_MAX_BODY_BYTES)
@@ -174,7 +174,7 @@ async def _serve_with(
     tokenizer = _tokenizer(settings)
     facts = _facts(settings, model, tokenizer)
     serving = Serving(engine, tokenizer, facts, KvFetcher(engine, session, metrics, pool))
-    updater = WeightUpdater(model, settings.reader, gate_from_env("fanout", token_file=settings.token_file))
+    updater = UpdateSession(model, settings.reader, gate_from_env("fanout", token_file=settings.token_file))
 
     def hand_over(delivery: Delivery) -> None:
         # the loop may be closing while the last step ends

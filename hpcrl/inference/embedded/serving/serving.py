@@ -20,7 +20,7 @@ from hpcrl.inference.embedded.serving.errors import ApiError, bad_request
 from hpcrl.inference.embedded.serving.text import TextStream
 from hpcrl.models.tokenizer import ChatTokenizer
 
-__all__ = ["Generation", "ModelFacts", "Prompt", "Serving", "candidates"]
+__all__ = ["CallPrompt", "CallSequences", "ServedModel", "Serving", "candidates"]
 
 
 #: sequences one prompt may ask for, as in vLLM
@@ -28,7 +28,7 @@ MAX_CHOICES = 16384
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelFacts:
+class ServedModel:
     """What request handlers need to know of the served model.
 
     Attributes
@@ -64,14 +64,14 @@ class ModelFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prompt:
+class CallPrompt:
     """One prompt of a call and the name its sequences are aborted by."""
 
     request_id: str
     token_ids: list[int]
 
 
-class Generation:
+class CallSequences:
     """The sequences of one call, prompts times ``n``, in order."""
 
     def __init__(self) -> None:
@@ -172,7 +172,7 @@ class Serving:
     """What all endpoints share."""
 
     def __init__(
-        self, engine: Engine, tokenizer: ChatTokenizer | None, facts: ModelFacts, fetcher: KvFetcher | None = None
+        self, engine: Engine, tokenizer: ChatTokenizer | None, facts: ServedModel, fetcher: KvFetcher | None = None
     ) -> None:
         """Prepare; without ``fetcher`` all prompts are computed here."""
         self.engine, self.facts, self._fetcher = engine, facts, fetcher
@@ -255,7 +255,7 @@ class Serving:
     @contextlib.asynccontextmanager
     async def generate(
         self,
-        prompts: list[Prompt],
+        prompts: list[CallPrompt],
         params: SamplingParams | list[SamplingParams],
         *,
         n: int,
@@ -267,7 +267,7 @@ class Serving:
         stream_interval: int = 1,
         experts_in_parts: bool = False,
         prefill: tuple[str, int] | None = None,
-    ) -> AsyncIterator[Generation]:
+    ) -> AsyncIterator[CallSequences]:
         """Run sequences; those that have not ended when the context is left (a client went away) are aborted.
 
         Parameters
@@ -285,7 +285,7 @@ class Serving:
         if not 1 <= n <= MAX_CHOICES:
             raise bad_request(f"n must be between 1 and {MAX_CHOICES}, not {n}", "n")
         per_prompt = params if isinstance(params, list) else [params] * len(prompts)
-        generation = Generation()
+        generation = CallSequences()
         for prompt, one in zip(prompts, per_prompt, strict=True):
             self.check_prompt(prompt.token_ids)
             if n > 1 and one.greedy:

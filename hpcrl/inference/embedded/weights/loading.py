@@ -23,7 +23,7 @@ from hpcrl.weights import Handoff, TensorRecord
 from hpcrl.weights.format.adapters import Contents
 from hpcrl.weights.format.layout import PublishedTensor
 from hpcrl.weights.format.quantize import FP8_DTYPE, scale_tensor
-from hpcrl.weights.read.assemble import Served
+from hpcrl.weights.read.assemble import ServedVersion
 from hpcrl.weights.read.subscriber import Reading
 
 __all__ = ["DTYPES", "adapted_tensors", "check_fits", "load_model", "model_bytes", "read_tensors"]
@@ -103,7 +103,7 @@ def _scale_of(name: str, records: Mapping[str, TensorRecord]) -> PublishedTensor
     return scale_tensor(name, records[name].shape)
 
 
-def read_tensors(reading: Reading, served: Served | None = None) -> Iterator[tuple[str, Tensor]]:
+def read_tensors(reading: Reading, served: ServedVersion | None = None) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a hand-off that `check_fits`, one at a time; what is quantised is brought back to float32.
 
     Parameters

@@ -22,7 +22,7 @@ from hpcrl.modeling.arena import Arena, Memory, give_to_others, memory_of
 from hpcrl.modeling.decoder import Decoder
 from hpcrl.modeling.hf import model_tensors
 from hpcrl.modeling.shared import view_of
-from hpcrl.weights.handover import Layer, SharedMemory, SharedTensor
+from hpcrl.weights.handover import HandoverLayer, SharedMemory, SharedTensor
 
 __all__ = ["Turns"]
 
@@ -77,7 +77,7 @@ class Turns:
             self._vacate()
             return self.arena.device_bytes
 
-    def load(self, layer: Layer) -> int:
+    def load(self, layer: HandoverLayer) -> int:
         """Take memory for a layer and copy it; bytes of the device that this engine has now.
 
         Raises

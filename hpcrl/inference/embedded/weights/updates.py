@@ -25,11 +25,11 @@ from hpcrl.modeling.decoder import Decoder
 from hpcrl.modeling.hf import load_hf_tensors
 from hpcrl.weights import HandoffStore, Manifest
 from hpcrl.weights.format.adapters import Contents, contents_of
-from hpcrl.weights.read.assemble import Served
+from hpcrl.weights.read.assemble import ServedVersion
 from hpcrl.weights.read.registration import check_same_reader
-from hpcrl.weights.read.subscriber import Loaded, ReaderSettings, Reading, Skipped, Subscriber
+from hpcrl.weights.read.subscriber import LoadedVersion, ReaderSettings, Reading, SkippedVersion, Subscriber
 
-__all__ = ["ReaderConfig", "Update", "UpdateOrderError", "WeightUpdater"]
+__all__ = ["ReaderConfig", "Update", "UpdateOrderError", "UpdateSession"]
 
 _log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class ReaderConfig(NamedTuple):
 
 
 class Update(NamedTuple):
-    """What `WeightUpdater.update` read.
+    """What `UpdateSession.update` read.
 
     Attributes
     ----------
@@ -76,7 +76,7 @@ class Update(NamedTuple):
     version: int
     kind: str
     bytes: int
-    skipped: list[Skipped]
+    skipped: list[SkippedVersion]
     loaded: bool
 
 
@@ -94,7 +94,7 @@ class _Weights(NamedTuple):
     model: Decoder
 
 
-class WeightUpdater:
+class UpdateSession:
     """State of the update session. Calls may come from any thread; one runs at a time."""
 
     def __init__(self, model: Decoder, reader: ReaderConfig, gate: Gate | None = None) -> None:
@@ -234,7 +234,7 @@ class WeightUpdater:
             result = subscriber.load_newest(self._load, at_most=version)
         else:
             with subscriber.reading(version) as reading:
-                result = Loaded(version, self._load(reading), [])
+                result = LoadedVersion(version, self._load(reading), [])
                 reading.keep()
         new, loaded = result.value
         self._ready = new if loaded else None
@@ -278,13 +278,13 @@ class WeightUpdater:
         except ValueError as error:
             raise HandoffError(f"{reading.handoff.path}: {error}") from error
 
-    def _known_to(self, reading: Reading) -> Served | None:
+    def _known_to(self, reading: Reading) -> ServedVersion | None:
         """The served weights, where a delta leads from them to the version."""
         if self._served is None:
             return None
         for handoff in reading.chain[:-1]:
             if handoff.manifest == self._served.version.manifest:
-                return Served(handoff.version, model_bytes(self._served.model))
+                return ServedVersion(handoff.version, model_bytes(self._served.model))
         return None
 
     def _place(self, info: dict[str, Any]) -> tuple[Path, int]:

@@ -1,0 +1,1 @@
+"""This file puts what the folders below share (`scenes`) where they can import it."""

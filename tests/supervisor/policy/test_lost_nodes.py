@@ -1,0 +1,104 @@
+"""Which nodes the attempt before has lost, as far as Slurm's records show."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+from supervisor_testing import create
+
+from hpcrl.config.layout import AttemptPolicy
+from hpcrl.runs.cause import Cause, CauseKind
+from hpcrl.runs.exclusions import read_exclusions
+from hpcrl.runs.rundir import RunDir
+from hpcrl.runs.status import ComponentState, ComponentStatus, ProcessId, RunState, RunStatus
+from hpcrl.slurm.client import SlurmClient
+from hpcrl.slurm.command import CommandResult
+from hpcrl.supervisor.board import Board
+from hpcrl.supervisor.launch.replica_launcher import LocalLauncher
+from hpcrl.supervisor.policy.node_faults import NodeFaults
+from hpcrl.supervisor.policy.nodes import find_lost_nodes
+
+BEGAN_S = 1000.0
+
+
+def status(state: RunState = RunState.STOPPING) -> RunStatus:
+    component = ComponentStatus(role="trainer", replica=0, state=ComponentState.READY, nodes=["n1", "n2"])
+    me = ProcessId(host="n1", boot_id="b", pid=2, start_ticks=1)
+    return RunStatus(
+        run_id="r", attempt=1, state=state, supervisor=me, started_at_s=BEGAN_S, heartbeat_s=1.0, components=[component]
+    )
+
+
+def client(nodes: Sequence[str], job: str = "JobId=7", *, killed: int = 0) -> SlurmClient:
+    """Slurm with these nodes; its first answers are lost to a SIGTERM."""
+    left = [killed]
+
+    def run(argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float) -> CommandResult:
+        if left[0]:
+            left[0] -= 1
+            return CommandResult(-15, "", "")
+        return CommandResult(0, "\n".join(nodes if "node" in argv else [job]) + "\n", "")
+
+    return SlurmClient(run=run)
+
+
+def node(name: str, state: str = "IDLE", since_s: int = 500) -> str:
+    return f"NodeName={name} NodeAddr={name} State={state} SlurmdStartTime={since_s}"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "job", "lost"),
+    [
+        ([node("n1"), node("n2")], "JobId=7", {}),
+        ([node("n1", "DOWN*"), node("n2")], "JobId=7", {"n1": "the node went down"}),
+        ([node("n1"), node("n2", since_s=1001)], "JobId=7", {"n2": "the node went down and came back"}),
+        ([node("n1"), node("n2")], "JobId=7 FailedNode=n2", {"n2": "the node went down and came back"}),
+        ([node("n3", "DOWN*"), node("n4", since_s=1001)], "JobId=7 FailedNode=n3", {}),  # of other jobs
+    ],
+)
+def test_lost_nodes(nodes: list[str], job: str, lost: dict[str, str]) -> None:
+    assert find_lost_nodes(status(), client(nodes, job), 7) == lost
+    # one that failed, and that Slurm requeues nevertheless, may have seen only what followed
+    assert find_lost_nodes(status(RunState.FAILED), client(nodes, job), 7) == lost
+
+
+@pytest.mark.parametrize("state", [RunState.REQUEUED, RunState.CANCELLED])
+def test_an_attempt_that_said_how_it_ended_lost_nothing_more(state: RunState) -> None:
+    assert find_lost_nodes(status(state), client([node("n1", "DOWN")]), 7) == {}
+
+
+def test_a_question_that_slurms_sigterm_ended_is_asked_again() -> None:
+    assert find_lost_nodes(status(), client([node("n1", "DOWN")], killed=1), 7) == {"n1": "the node went down"}
+
+
+class OneLook(LocalLauncher):
+    """A launcher on whose nodes nothing is down any more; it counts what Slurm is told."""
+
+    def __init__(self) -> None:
+        self.told = 0
+
+    def stay_away(self, run: RunDir) -> None:
+        self.told += 1
+
+
+@pytest.mark.parametrize("ours", [True, False])
+async def test_a_node_that_one_look_found_down_stays_blamed_when_the_next_finds_it_back(
+    ours: bool, tmp_path: Path
+) -> None:
+    run = create(tmp_path, attempts=AttemptPolicy(requeue=True, max_attempts=3, exclude_s=3600.0))
+    launcher, board = OneLook(), Board(run, run_id="r", attempt=run.start_attempt())
+    blame = NodeFaults(run, attempt=1, plan=run.plan(), launcher=launcher, board=board)
+    lost = Cause(kind=CauseKind.NODE_FAIL, time_s=BEGAN_S, message="engine 0 was lost: node n3 went down")
+    blame.saw(["n3"], ours=ours)
+    blame.investigate(lost)
+    cause, requeues = await blame.judge(lost, {}, began_at=None)
+    assert [entry.node for entry in read_exclusions(run, now_s=time.time())] == ["n3"]
+    if ours:
+        assert (cause.kind, requeues, launcher.told) == (CauseKind.NODE_FAIL, True, 1)
+        assert cause.message.startswith("node n3 went down")
+    else:
+        assert (cause, requeues, launcher.told) == (lost, False, 0)
+    board.close()

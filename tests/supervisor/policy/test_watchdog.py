@@ -1,0 +1,147 @@
+"""When a replica counts as hung, and what an engine's metrics say."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+
+import aiohttp
+import msgspec
+import pytest
+from supervisor_testing import create
+
+from hpcrl import reporting
+from hpcrl.config.plan import Role, WatchPolicy
+from hpcrl.runs.progress import RoleProgress, progress_path
+from hpcrl.supervisor.component import Component
+from hpcrl.supervisor.launch.replica_launcher import Address
+from hpcrl.supervisor.policy.watchdog import Pulse, Sign, Watchdog, read_engine_metrics
+
+POLICY = WatchPolicy(floor_s=10.0, ceiling_s=100.0)
+
+
+def busy(token: object, longest_s: float | None = None) -> Sign:
+    return Sign(token, False, "work", longest_s)
+
+
+def test_the_limit_follows_the_longest_pause() -> None:
+    pulse = Pulse(POLICY, 0.0)
+    for now in range(0, 41, 4):
+        pulse.see(busy(now), float(now))
+    assert pulse.limit_s == 20.0
+    assert pulse.problem(40.0) == ""
+    for now in range(42, 62, 2):
+        pulse.see(busy(40), float(now))
+    assert "no progress for 21 s" in pulse.problem(61.0)
+
+
+def test_nothing_that_has_no_work_or_was_never_measured_is_hung() -> None:
+    pulse = Pulse(POLICY, 0.0)
+    assert pulse.problem(1e6) == ""  # it never showed anything
+    pulse.see(busy(1), 0.0)
+    pulse.see(busy(1), 99.0)
+    assert pulse.problem(99.0) == ""  # a first step may take up to the ceiling
+    pulse.see(Sign(1, True, "", None), 500.0)
+    assert pulse.problem(500.0) == ""
+    pulse.see(busy(1), 501.0)
+    assert pulse.problem(505.0) == ""  # its work began just now
+
+
+def test_work_that_was_done_before_is_judged_by_the_floor_where_nothing_was_measured() -> None:
+    """An engine that sampled between two looks, and then hangs."""
+    pulse = Pulse(POLICY, 0.0)
+    pulse.see(busy(1)._replace(begun=True), 0.0)
+    pulse.see(busy(1)._replace(begun=True), 11.0)
+    assert "the limit was 10 s" in pulse.problem(11.0)
+
+
+def test_no_answer_is_judged_by_the_floor_alone() -> None:
+    pulse = Pulse(POLICY, 0.0)
+    pulse.extra_s = 1000.0
+    pulse.see(busy(1), 0.0)
+    pulse.see(None, 9.0)
+    assert pulse.problem(9.0) == ""
+    assert pulse.problem(11.0) == "it has not answered for 11 s"
+
+
+def test_after_a_false_alarm_it_waits_twice_as_long() -> None:
+    pulse = Pulse(POLICY, 0.0)
+    pulse.see(busy(1, 0.0), 0.0)
+    assert pulse.problem(11.0)
+    pulse.see(busy(2, 0.0), 11.5)
+    pulse.excuse()
+    assert pulse.problem(30.0) == ""
+    assert pulse.problem(32.0)
+
+
+async def test_time_in_which_nothing_can_be_reported_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = create(tmp_path / "runs")
+    trainer = Component(
+        run.plan().group(Role.TRAINER), 0, address=Address("127.0.0.1", 1), log="log", on_change=lambda _: None
+    )
+    run.start_attempt()
+    watchdog = Watchdog(run, attempt=1, policy=POLICY, components=[trainer], on_hung=lambda *_: None)
+    path = progress_path(run, 1, "trainer", 0)
+    path.parent.mkdir()
+    path.write_bytes(msgspec.json.encode(RoleProgress(time_s=time.time(), phase="publish")))
+    async with aiohttp.ClientSession() as session:
+        (sign,) = await watchdog._look(trainer, session)
+        assert sign is not None
+        assert not sign.pauses
+    monkeypatch.setattr(reporting, "problems", lambda: ["status.json cannot be written: [Errno 28]"])
+    async with aiohttp.ClientSession() as session:
+        (sign,) = await watchdog._look(trainer, session)
+    assert sign is not None
+    assert sign.pauses
+    pulse = Pulse(POLICY, 0.0)
+    pulse.see(sign._replace(longest_s=0.1), 0.0)
+    pulse.see(sign._replace(longest_s=0.1), 60.0)
+    assert pulse.problem(61.0) == ""
+
+
+def test_a_role_that_measures_itself_is_judged_by_its_own_phases() -> None:
+    pulse = Pulse(POLICY, 0.0)
+    pulse.see(busy(1, math.inf), 0.0)  # its first checkpoint
+    assert pulse.limit_s == 100.0
+    pulse.see(busy(2, 0.0), 50.0)  # a beat
+    assert pulse.limit_s == 10.0
+    pulse.see(busy(3, 6.0), 51.0)
+    assert pulse.limit_s == 30.0
+
+
+def test_metrics_of_an_engine() -> None:
+    text = """# HELP vllm:num_requests_running Sequences in the batch.
+vllm:num_requests_running{engine="0",model_name="m"} 3.0
+vllm:num_requests_running{engine="1",model_name="m"} 1.0
+vllm:num_requests_waiting{engine="0",model_name="m"} 0.0
+vllm:generation_tokens_total{engine="0",model_name="m"} 1.25e+02
+vllm:iteration_tokens_total_bucket{engine="0",le="1.0"} 9.0
+vllm:iteration_tokens_total_sum{engine="0"} 700.0
+vllm:request_success_total{finished_reason="stop"} 5.0
+"""
+    sign = read_engine_metrics(text)
+    words = "125 tokens, 4 requests"
+    assert sign == Sign((0.0, 125.0, 700.0), False, words, begun=True, tokens=125.0, work=4.0)
+    assert read_engine_metrics("").pauses
+
+
+def test_an_engine_whose_requests_are_aborted_again_and_again_is_hung_all_the_same() -> None:
+    """Each of them for a shorter time than the limit."""
+    pulse = Pulse(POLICY, 0.0)
+    at_work = busy(1)._replace(begun=True)
+    pulse.see(at_work, 0.0)
+    for now in range(4, 20, 4):
+        pulse.see(at_work, float(now))
+        assert pulse.problem(float(now)) == ""
+        pulse.see(at_work._replace(pauses=True), now + 2.0)
+    pulse.see(at_work, 20.0)
+    assert "no progress for 12 s" in pulse.problem(20.0)
+    idle = Pulse(POLICY, 0.0)
+    idle.see(at_work._replace(pauses=True), 0.0)
+    for now in range(2, 1000, 2):
+        idle.see(at_work._replace(pauses=True), float(now))
+    idle.see(at_work, 1000.0)
+    assert idle.problem(1000.0) == ""
