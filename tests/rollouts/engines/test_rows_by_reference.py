@@ -1,4 +1,4 @@
-"""Experts of an answer behind a real vllm-router: it hands on where they are, the engine gives them as raw bytes."""
+"""Experts of an answer behind each real router: it hands on where they are, the engine gives them as raw bytes."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ async def stub() -> AsyncIterator[StubEngine]:
     await stub.stop()
 
 
-@pytest.fixture(scope="module")
-def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Router]:
-    router = Router(tmp_path_factory.mktemp("router") / "router.log")
+@pytest.fixture(scope="module", params=["vllm-router", "dynamo"])
+def router(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Router]:
+    router = Router(tmp_path_factory.mktemp("router") / "router.log", request.param)
     router.start()
     yield router
     router.kill()
@@ -77,7 +77,8 @@ class Asker:
     """
 
     def __init__(self, session: aiohttp.ClientSession, router: Router, stub: StubEngine) -> None:
-        self.client = RouterClient(session, name="router", url=router.url)
+        ours = router.kind == "dynamo"
+        self.client = RouterClient(session, name="router", url=router.url, hands_on_content_types=ours)
         self.engine = EngineClient(session, name="engine-0", url=stub.url)
         self.client.behind = lambda: [self.engine]
         self.parts: list[tuple[int, bool]] = []
