@@ -1,8 +1,8 @@
 """What an answer with routed experts, and its request, cost in text and in binary: seconds of both processes, and lag.
 
-A process answers as the embedded engine does, with rows of 75 layers and 8 experts a token: base64 in JSON where the
-client does not take `hpcrl.answer_frames`, frames where it does, and then requests are frames as well. The
-orchestrator's own client asks by turns for both;
+A process answers as the embedded engine does, with rows of 75 layers and 8 experts a token: base64 in JSON, as to
+people; JSON without rows, which are fetched (`hpcrl.rows_reference`), as behind vllm-router; or frames
+(`hpcrl.answer_frames`), and then requests are frames as well. The orchestrator's own client asks by turns for each;
 its CPU time and that of the server are measured, and how late the client's event loop was. The last size has tokens
 alone, so that it says what columns of tokens are worth. Writes ``bench/results/binary_answers.json``.
 
@@ -16,6 +16,7 @@ import asyncio
 import os
 import statistics
 import time
+from typing import cast
 
 import aiohttp
 import numpy as np
@@ -28,7 +29,9 @@ from hpcrl.inference.embedded.engine.request import Output, VersionSpan
 from hpcrl.inference.embedded.serving import api_generate
 from hpcrl.inference.embedded.serving.api_common import frame_response, json_response, takes_frames
 from hpcrl.inference.embedded.serving.protocol import GenerateRequest, parse
+from hpcrl.inference.embedded.serving.serving import Serving
 from hpcrl.rollouts.engines.client import EngineClient, SamplingParams
+from hpcrl.rows_reference import PATH
 
 LAYERS, EXPERTS = 75, 8
 #: tokens of a prompt whose rows are asked for, tokens of the answer
@@ -37,7 +40,7 @@ SIZES = {"8k tokens, routes": (8192 - 512, 512), "131k tokens, routes": (131_072
 
 async def serve(port: int) -> None:
     """An engine that has everything, and encodes it anew for each request, as the embedded one does."""
-    rng = np.random.default_rng(0)
+    rng, api = np.random.default_rng(0), api_generate.GenerateApi(cast(Serving, None))
     rows = rng.integers(0, 256, (max(sum(size) for size in SIZES.values()), LAYERS, EXPERTS), np.uint8)
 
     async def generate(request: web.Request) -> web.Response:
@@ -54,11 +57,13 @@ async def serve(port: int) -> None:
         )
         framed = takes_frames(request)
         columns = api_generate._binary_columns if framed else api_generate._text_columns
+        if not framed and request.headers["x-session-id"] == "reference":
+            columns = api._columns_aside(request)
         spans = [{"version": "0", "start": 0, "end": count}]
         choice = {"finish_reason": "length", "weight_versions": spans, **columns(output, params.logprobs)}
         return (frame_response if framed else json_response)({"request_id": "r", "choices": [choice]})
 
-    await stand_in_engine.serve(generate, port)
+    await stand_in_engine.serve(generate, port, web.get(PATH, api.rows))
 
 
 async def measure(url: str, server: psutil.Process, rounds: int) -> dict[str, object]:
@@ -72,8 +77,8 @@ async def measure(url: str, server: psutil.Process, rounds: int) -> dict[str, ob
     trace = aiohttp.TraceConfig()
     trace.on_request_chunk_sent.append(note)
     async with aiohttp.ClientSession(trace_configs=[trace]) as http, stand_in_engine.lateness() as late:
-        clients = {kind: EngineClient(http, name="engine-0", url=url) for kind in ("text", "binary")}
-        clients["text"].accepts = "application/json"
+        clients = {kind: EngineClient(http, name="engine-0", url=url) for kind in ("text", "reference", "binary")}
+        clients["text"].accepts = clients["reference"].accepts = "application/json"
         await stand_in_engine.reached(clients["text"])
         for name, (prompt, count) in SIZES.items():
             samples: dict[str, list[tuple[float, ...]]] = {kind: [] for kind in clients}
@@ -88,9 +93,10 @@ async def measure(url: str, server: psutil.Process, rounds: int) -> dict[str, ob
                     sent.clear()
                     before, began = (_cpu_s(psutil.Process()), _cpu_s(server)), time.perf_counter()
                     tokens = rng.integers(0, 150_000, prompt).tolist()
-                    answer = await client.generate(tokens, params, cache_salt="0", session_id="s", timeout_s=120.0)
+                    answer = await client.generate(tokens, params, cache_salt="0", session_id=kind, timeout_s=120.0)
                     seconds = time.perf_counter() - began
                     assert len(answer.token_ids) == count
+                    assert (answer.experts is not None) == bool(prompt)
                     if round_:
                         mine, theirs = _cpu_s(psutil.Process()) - before[0], _cpu_s(server) - before[1]
                         samples[kind].append((seconds, mine, theirs, 1e3 * max(late, default=0.0), sum(sent)))

@@ -17,14 +17,16 @@ from hpcrl.rollouts.engines.client import EngineClient
 HOST = "127.0.0.1"
 
 
-async def serve(generate: Callable[[web.Request], Awaitable[web.StreamResponse]], port: int) -> None:
-    """Answer requests to generate by ``generate``, for ever."""
+async def serve(
+    generate: Callable[[web.Request], Awaitable[web.StreamResponse]], port: int, *more: web.RouteDef
+) -> None:
+    """Answer requests to generate by ``generate``, and others by ``more``, for ever."""
 
     async def health(_: web.Request) -> web.Response:
         return web.Response()
 
     app = web.Application(client_max_size=1 << 26)
-    app.add_routes([web.post("/inference/v1/generate", generate), web.get("/health", health)])
+    app.add_routes([web.post("/inference/v1/generate", generate), web.get("/health", health), *more])
     runner = web.AppRunner(app)
     await runner.setup()
     await web.TCPSite(runner, HOST, port).start()

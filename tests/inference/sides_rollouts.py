@@ -23,6 +23,7 @@ from hpcrl.rollouts.engines.partial_generation import PartialGeneration
 from hpcrl.rollouts.engines.router_client import RouterClient
 from hpcrl.rollouts.sampling.known_rows import KnownRows
 from hpcrl.rollouts.sampling.routed_experts import RoutedExpertsRows, RoutedExpertsSettings
+from hpcrl.rows_reference import PATH
 from hpcrl.runs.events import EventWriter
 from hpcrl.weights import HandoffStore
 
@@ -74,8 +75,16 @@ def follow_rollouts(
     urls = {side.value: fleet.servers[side, 0].url for side in (Role.PREFILL, Role.DECODE, Role.ROUTER)}
     events = EventWriter(fleet.run, attempt=fleet.attempt, writer="test")
 
+    fetched: list[str] = []
+
+    async def note(_: object, __: object, params: aiohttp.TraceRequestEndParams) -> None:
+        if params.url.path == PATH and params.response.status == 200:
+            fetched.append(str(params.url.origin()))
+
     async def run() -> list[NDArray[np.bool_]]:
-        async with aiohttp.ClientSession(headers=fleet.headers) as session:
+        trace = aiohttp.TraceConfig()
+        trace.on_request_end.append(note)
+        async with aiohttp.ClientSession(headers=fleet.headers, trace_configs=[trace]) as session:
             pool = DisaggregatedPool(
                 [EngineClient(session, name=f"{side}-0", url=urls[side]) for side in ("prefill", "decode")],
                 router=RouterClient(session, name="router", url=urls["router"]),
@@ -87,7 +96,10 @@ def follow_rollouts(
             )
             return [await _rollout(pool, model, opening, store, seed=seed, interval=interval) for seed in seeds]
 
-    return asyncio.run(run())
+    known = asyncio.run(run())
+    # of each answer, or part of one, decode gives its rows itself
+    assert fetched.count(urls["decode"]) >= len(seeds) * TURNS
+    return known
 
 
 async def _rollout(

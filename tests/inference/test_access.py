@@ -23,7 +23,9 @@ from hpcrl.inference.dynamo.router import Front, front_apps
 from hpcrl.inference.embedded.serving.process import engine_app
 from hpcrl.inference.metrics import EngineMetrics, Registry
 from hpcrl.inference.vllm.access import RunAccess
+from hpcrl.inference.vllm.rows_aside import RunAccessBehindRouterWithRows, RunAccessWithRows
 from hpcrl.rollouts.batches.http import dock_app
+from hpcrl.rows_reference import PATH
 from hpcrl.runs.events import read_events
 from hpcrl.runs.refusals import gate_of
 from hpcrl.runs.role import RoleContext
@@ -169,6 +171,7 @@ async def test_vllms_server_is_behind_the_same_door(run: RunDir, monkeypatch: py
         return first.get("status", first)
 
     guarded, behind_router = RunAccess(vllm), RunAccess(vllm, open_health=True)
+    with_rows = (RunAccessWithRows(vllm), RunAccessBehindRouterWithRows(vllm))
     mine = context(run).credentials
     paths = (
         "/collective_rpc",
@@ -178,8 +181,9 @@ async def test_vllms_server_is_behind_the_same_door(run: RunDir, monkeypatch: py
         "/metrics",
         "/health",
         "/nothing",
+        PATH,
     )
-    for app in (guarded, behind_router):
+    for app in (guarded, behind_router, *with_rows):
         for path in paths:
             assert await status(app, path) == 401
             assert await status(app, path, "Bearer " + "0" * 64) == 401

@@ -1,4 +1,7 @@
-"""Answers of a real embedded engine through each real router: in frames where the router leaves them what they are."""
+"""Answers of a real embedded engine through each real router: in frames where the router leaves them what they are.
+
+Where it does not, tokens are text, and rows of experts stay at the engine, which gives them as raw bytes.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from real_router import Router
 from hpcrl.answer_frames import MEDIA_TYPE
 from hpcrl.rollouts.engines.client import EngineClient, Generation, SamplingParams
 from hpcrl.rollouts.engines.router_client import RouterClient
+from hpcrl.rows_reference import PATH
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -54,8 +58,10 @@ async def test_answers_through_a_router_are_those_of_the_engine(engine: Server, 
     """As a whole and in parts."""
     ours = router.kind == "dynamo"
     kinds = []
+    binary = "application/octet-stream"
 
     async def note(_: object, __: object, params: aiohttp.TraceRequestEndParams) -> None:
+        assert (params.response.content_type == binary) == (params.url.path == PATH)
         kinds.append((params.url.port == router.port, params.response.content_type))
 
     trace = aiohttp.TraceConfig()
@@ -63,11 +69,13 @@ async def test_answers_through_a_router_are_those_of_the_engine(engine: Server, 
     async with aiohttp.ClientSession(trace_configs=[trace]) as session:
         direct = EngineClient(session, name="engine-0", url=engine.url)
         through = RouterClient(session, name="router", url=router.url, hands_on_content_types=ours)
-        for interval, text in ((msgspec.UNSET, "application/json"), (4, "text/event-stream")):
+        through.behind = lambda: [direct]
+        for interval, text, parts in ((msgspec.UNSET, "application/json", 1), (4, "text/event-stream", 3)):
             await ask(direct, interval)  # the others find its prompt in the cache, and round alike
             kinds.clear()
             wanted, found = [await ask(client, interval) for client in (direct, through)]
-            assert kinds == [(False, MEDIA_TYPE), (True, MEDIA_TYPE if ours else text)]
+            fetched = [] if ours else [(False, binary)] * parts
+            assert kinds == [(False, MEDIA_TYPE), (True, MEDIA_TYPE if ours else text), *fetched]
             assert (found.token_ids, found.logprobs) == (wanted.token_ids, wanted.logprobs)
             assert (found.versions, found.finish_reason) == (wanted.versions, wanted.finish_reason)
             assert found.experts is not None

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -160,6 +161,22 @@ def test_experts_are_returned_on_request() -> None:
         for setting in ("engine.return_routed_experts=true", "trainer.router_replay=true"):
             asked = groups_of(recipe, "local", *settings, setting)[Role.ENGINE]
             assert flags_of(asked)[flag] is True
+
+
+@pytest.mark.parametrize(
+    ("settings", "doors"),
+    [
+        ((), ("access.RunAccessBehindRouter", "rows_aside.RunAccessBehindRouterWithRows")),
+        (("engine.router.kind=direct", "engine.replicas=1"), ("access.RunAccess", "rows_aside.RunAccessWithRows")),
+    ],
+)
+def test_rows_of_experts_stay_at_servers_that_return_them(settings: tuple[str, ...], doors: tuple[str, str]) -> None:
+    asked = [groups_of("quickstart_vllm", "local", *settings, *more) for more in ((), ("trainer.router_replay=true",))]
+    found = [flags_of(groups[Role.ENGINE])["middleware"] for groups in asked]
+    assert found == [f"hpcrl.inference.vllm.{door}" for door in doors]
+    for door in doors:
+        module, name = door.split(".")
+        assert hasattr(importlib.import_module(f"hpcrl.inference.vllm.{module}"), name)
 
 
 def test_engines_beside_a_trainer_in_fp8_keep_its_scales() -> None:

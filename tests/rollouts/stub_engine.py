@@ -14,6 +14,7 @@ import io
 import random
 import re
 import time
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -23,6 +24,8 @@ from aiohttp import web
 from numpy.typing import NDArray
 
 from hpcrl.gate import Gate
+from hpcrl.inference.kept_rows import KeptRows
+from hpcrl.rows_reference import FIELD, PATH, RowsReference
 from hpcrl.serving import stop_serving
 
 EOS = 2
@@ -117,6 +120,10 @@ class StubEngine:
         Gives a row of experts for each token of a sequence; None where it says nothing about them.
     experts_in_parts:
         Whether rows come with the tokens of parts, or all with the end.
+    rows:
+        Where rows stay of requests that say that they fetch them; None: it does not know of that.
+    said_port:
+        Where its answers say that rows are; None: here.
     gate:
         Lets in who brings the run's token; None: everybody.
     awake:
@@ -141,6 +148,8 @@ class StubEngine:
         self.slow_pause = False
         self.experts: Callable[[list[int]], NDArray[Any]] | None = None
         self.experts_in_parts = True
+        self.rows: KeptRows | None = None
+        self.said_port: int | None = None
         self.version = "initial"
         self.gate: Gate | None = None
         self.awake = asyncio.Event()
@@ -224,7 +233,7 @@ class StubEngine:
                 rows = None
                 if self.experts is not None and (last or self.experts_in_parts):
                     computed = [*body["token_ids"], *token_ids[:position]]
-                    rows, reported = npy(self.experts(computed)[reported:]), len(computed)
+                    rows, reported = self._said(self.experts(computed)[reported:], body), len(computed)
                 yield {
                     "index": 0,
                     "token_ids": new,
@@ -233,6 +242,16 @@ class StubEngine:
                     "weight_versions": spans if last else None,
                     "routed_experts": rows,
                 }
+
+    def _said(self, experts: NDArray[Any], body: dict[str, Any]) -> str | RowsReference:
+        """Rows of experts as an answer has them."""
+        if self.rows is None or not body.get(FIELD):
+            return npy(experts)
+        return self.rows.keep(uuid.uuid4().hex, npy_bytes(experts), engine=f"127.0.0.1:{self.said_port or self.port}")
+
+    async def kept_rows(self, request: web.Request) -> web.Response:
+        rows = None if self.rows is None else await self.rows.take(request.query["name"])
+        return web.Response(status=404) if rows is None else web.Response(body=rows)
 
     async def step(self) -> None:
         """Before each token of each request."""
@@ -340,6 +359,7 @@ class StubEngine:
                 web.get("/weight_info", info),
                 web.get("/metrics", self.metrics),
                 web.get("/is_paused", self.is_paused),
+                web.get(PATH, self.kept_rows),
                 web.post("/inference/v1/generate", self.generate),
                 recorded("pause", self.pause),
                 recorded("resume", self.resume),

@@ -16,8 +16,9 @@ from slurm_lab import SlurmLab, events, wait_saved
 from virtual_site import virtual_site
 from vllm_environment import VLLM_PYTHON
 
+from hpcrl.config.recipe import Recipe
 from hpcrl.credentials import Credentials
-from hpcrl.runs.metrics import read_metrics
+from hpcrl.runs.metrics import StepRecord, read_metrics
 from hpcrl.runs.role import Endpoints
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunStatus
@@ -48,6 +49,8 @@ FEW = (
     "engine.decode.replicas=2",
     "rollouts.rollouts_per_step=32",
 )
+#: the reference run does without, for want of memory on a site's first node
+REPLAY = "trainer.router_replay=true"
 
 
 #: the pool that the reference run has on a site with room for it; with as little memory as Mooncake takes
@@ -108,10 +111,20 @@ def kv_of_others(run: RunDir) -> dict[str, float]:
     return totals
 
 
+def check_replay(records: list[StepRecord], recipe: Recipe) -> None:
+    """Where experts are replayed, those of every token but the last of a rollout, whichever engine computed it."""
+    assert {record.replayed_share is not None for record in records} == {recipe.trainer.router_replay}
+    if recipe.trainer.router_replay:
+        last = [recipe.rollouts.rollouts_per_step / record.tokens for record in records]
+        assert [record.unknown_routing for record in records] == [{"last": share} for share in last]
+        assert [record.replayed_share for record in records] == pytest.approx([1 - share for share in last])
+        assert records[-1].rollouts["rows_unknown"] == 0
+
+
 @pytest.mark.parametrize(
     ("lab", "settings", "steps"),
     [
-        pytest.param(7, FEW, 12, id="7 nodes"),
+        pytest.param(7, (*FEW, REPLAY), 12, id="7 nodes"),
         pytest.param(28, (), 40, id="28 nodes", marks=pytest.mark.nightly),
     ],
     indirect=["lab"],
@@ -161,13 +174,13 @@ def test_all_parts_learn_lose_a_node_and_go_on(
     used = trained(run)
     assert max(used.values()) == 1
     assert len(used) == steps * recipe.rollouts.rollouts_per_step
-    (restored,) = events(run, "trainer.restored")
-    assert restored.data["step"] >= KILLED_AFTER
+    check_replay(records, recipe)
+    (kept,) = [event.data["step"] for event in events(run, "trainer.restored")]
+    assert kept >= KILLED_AFTER
 
     # and it learned, before and after
     before, after = (event.data["reward"] for event in events(run, "evaluation"))
     rewards = [record.reward_mean for record in records]
-    kept = restored.data["step"]
     early, at_loss, late = (sum(part) / len(part) for part in (rewards[:4], rewards[kept - 4 : kept], rewards[-4:]))
     seconds = sorted(sum(record.phases_s.values()) for record in records)[steps // 2]
     with capsys.disabled():

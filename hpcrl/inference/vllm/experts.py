@@ -6,7 +6,7 @@ block. Here rows that nobody knows are zero in all layers. No router makes such 
 (so a model with one expert a token is refused beside such KV), and whoever reads the answer can tell.
 
 Between prefill and decode vLLM refuses to return experts at all, because the decode engine has none of the prompt's.
-Marks say so, and `hpcrl.inference.vllm.prompt_rows` has the others.
+Marks say so, and `hpcrl.inference.vllm.rows_aside` has the others.
 
 Only what would have ended the engine goes another way; everything else is vLLM's own code. No torch is imported.
 """

@@ -70,7 +70,7 @@ def vllm_command(
         "enable-scale-out": True,
         "enable-prompt-tokens-details": True,
         "disable-uvicorn-access-log": True,
-        "middleware": f"hpcrl.inference.vllm.{_door(recipe, role)}",
+        "middleware": f"hpcrl.inference.vllm.{_door(recipe)}",
         # where it reads weights and as whom; calls can only agree (`hpcrl.inference.vllm.weights`)
         "additional-config": {"hpcrl": _told(recipe, role, host, servers=nodes * ranks_per_node)},
         **engine_flags(recipe, role, gpus=gpus, rdma=rdma, ranks_per_node=ranks_per_node),
@@ -157,11 +157,10 @@ def vllm_variables(recipe: Recipe, *, gpus: bool) -> dict[str, str]:
     return {**variables, "VLLM_CPU_KVCACHE_SPACE": gib, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
-def _door(recipe: Recipe, role: Role) -> str:
+def _door(recipe: Recipe) -> str:
     """Module and class of the layer that answers first."""
-    if role is Role.PREFILL and recipe.returns_routed_experts:
-        return "prompt_rows.RunAccessToPrefill"
-    return "access.RunAccessBehindRouter" if asks_health(recipe) else "access.RunAccess"
+    door = "RunAccessBehindRouter" if asks_health(recipe) else "RunAccess"
+    return f"rows_aside.{door}WithRows" if recipe.returns_routed_experts else f"access.{door}"
 
 
 def _told(recipe: Recipe, role: Role, host: str, *, servers: int) -> dict[str, Any]:

@@ -22,8 +22,8 @@ TOKEN_RECORD_BYTES = 17
 """A token of a rollout: id, log-probability, version and advantage of 4 bytes each, and a mask."""
 PAYLOAD_COPIES = 3
 """A payload as received, as decoded, and as it is written."""
-PROMPT_ROWS_BYTES = 1 << 30
-"""Rows of experts that a prefill engine keeps until somebody asks (`hpcrl.inference.vllm.prompt_rows`)."""
+KEPT_ROWS_BYTES = 1 << 30
+"""Rows of experts that a server keeps until they are fetched (`hpcrl.inference.kept_rows`)."""
 ENVIRONMENT_BYTES = 4 << 20
 """A rollout in flight: its conversation, its requests, its share of an environment's process."""
 
@@ -118,8 +118,10 @@ def _engine(
         inputs = {"version": version.value, "limit": limit}
         yield Term("kept base of adapters", min(version.value, limit), "min(version, limit)", inputs)
     yield Term("KV offload", offload, "engine.memory.kv_offload_gib")
-    if role is Role.PREFILL and recipe.returns_routed_experts:
-        yield Term("routed experts of prompts", PROMPT_ROWS_BYTES, "constant")
+    if recipe.returns_routed_experts:
+        # each rank has a server
+        value = KEPT_ROWS_BYTES * per_node
+        yield Term("kept routed experts", value, "ranks · constant", {"ranks": per_node})
     yield from pool_terms(recipe, per_node)
     if recipe.handoff.node_cache is not None:
         cache = round(recipe.handoff.node_cache_gib * GIB)

@@ -1,5 +1,8 @@
 """What comes back for a generation request, and what is wrong with it. Field names are vLLM's; only what we read is
 decoded.
+
+Rows of experts come in frames, or are fetched from where an answer says that they are (`hpcrl.rows_reference`). Base64
+is what engines write that are not ours.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from numpy.typing import NDArray
 from hpcrl.errors import HpcrlError
 from hpcrl.rollouts.engines.sse import Pieces
 from hpcrl.rollouts.sampling.routed_experts import read_rows
+from hpcrl.rows_reference import RowsReference
 
 __all__ = ["AnswerPart", "AnswerReader", "EngineError", "EngineProtocolError", "Generation", "OnPart", "SamplingParams"]
 
@@ -108,7 +112,7 @@ class _Choice(msgspec.Struct, frozen=True):
     token_ids: list[int] | None = None
     logprobs: _Logprobs | None = None
     weight_versions: list[_Span] | None = None
-    routed_experts: msgspec.Raw = msgspec.Raw()  # base64 in JSON, skipped by the decoder
+    routed_experts: msgspec.Raw = msgspec.Raw()  # a reference, or base64, which the decoder skips
 
 
 class _Event(msgspec.Struct, frozen=True):
@@ -142,6 +146,8 @@ class AnswerPart(NamedTuple):
         Of all tokens of the answer, with its end.
     error:
         None, or what the engine ended the request with; the rest means nothing then.
+    kept:
+        Where its rows are, as long as they were not fetched.
     """
 
     token_ids: list[int]
@@ -151,6 +157,7 @@ class AnswerPart(NamedTuple):
     versions: list[_Span] | None = None
     request_id: str = ""
     error: Any = None
+    kept: RowsReference | None = None
 
 
 class Generation(msgspec.Struct, frozen=True):
@@ -162,7 +169,7 @@ class Generation(msgspec.Struct, frozen=True):
         ``stop`` (the last token is a stop token) or ``length``.
     experts:
         ``[rows, layers, experts_per_token]``: of the last tokens, the very last excluded, which has not gone into the
-        model; None where they were not asked for.
+        model; None where they were not asked for, and where an engine had kept them and does not give them.
     request_id:
         What the engine calls the request.
     """
@@ -180,16 +187,15 @@ _framed_decoder = msgspec.msgpack.Decoder(_FramedEvent)
 _PIECE = 1 << 18
 
 
-def _rows_of(text: msgspec.Raw) -> NDArray[Any] | None:
-    """Rows of experts out of a JSON string of base64, or null.
+def _rows_of(text: msgspec.Raw) -> NDArray[Any] | RowsReference | None:
+    """Rows of experts out of JSON: null, where they are, or a string of base64.
 
     A piece at a time: one call for tens of megabytes would keep the interpreter, and with it the event loop, from
     everything else for as long.
     """
     quoted = memoryview(text)
     if bytes(quoted[:1]) != b'"':
-        payload = msgspec.json.decode(quoted, type=bytes | None) if quoted else None
-        return None if payload is None else read_rows(payload)
+        return msgspec.json.decode(quoted, type=RowsReference | None) if quoted else None
     last = len(quoted) - 1
     rows, end = np.empty(3 * (last // 4 + 1), np.uint8), 0
     try:
@@ -222,6 +228,7 @@ class AnswerReader:
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
         self._experts: list[NDArray[Any]] = []
+        self._lost = False
         self._last: AnswerPart | None = None
 
     def read(self, data: bytes | Pieces | memoryview) -> AnswerPart:
@@ -246,10 +253,15 @@ class AnswerReader:
         if event.error is not None:
             return AnswerPart([], [], None, error=event.error)
         (choice,) = event.choices
+        rows: NDArray[Any] | RowsReference | None = None
+        if self._experts_start is not msgspec.UNSET:
+            rows = _rows_of(choice.routed_experts)
+        kept = rows if isinstance(rows, RowsReference) else None
         return AnswerPart(
             token_ids=choice.token_ids or [],
             logprobs=[token.logprob for token in (choice.logprobs.content if choice.logprobs else None) or []],
-            rows=None if self._experts_start is msgspec.UNSET else _rows_of(choice.routed_experts),
+            rows=None if isinstance(rows, RowsReference) else rows,
+            kept=kept,
             finish_reason=choice.finish_reason,
             versions=choice.weight_versions,
             request_id=event.request_id,
@@ -276,17 +288,21 @@ class AnswerReader:
         return self.generation(part)
 
     def take(self, part: AnswerPart) -> None:
-        """The next part (EngineError where the engine ended the request with an error)."""
+        """The next part (EngineError where the engine ended the request with an error).
+
+        Where its rows could not be fetched, those of later parts are left out, too: all are known by their number.
+        """
         if part.error is not None:
             raise EngineError(f"{self._engine}: the engine ended a request with {part.error}")
         self._token_ids += part.token_ids
         self._logprobs += part.logprobs
+        self._lost |= part.kept is not None
         if part.rows is not None:
             self._experts.append(part.rows)
         if part.finish_reason is not None:
             self._last = part
         elif len(part.logprobs) == len(part.token_ids):
-            self._on_part(part.token_ids, part.logprobs, part.rows)
+            self._on_part(part.token_ids, part.logprobs, None if self._lost else part.rows)
 
     def streamed(self) -> Generation | None:
         """The answer when its parts have ended; None where it has no end (raises as `generation`)."""
@@ -318,9 +334,9 @@ class AnswerReader:
         )
 
     def _all_experts(self) -> NDArray[Any] | None:
-        """Rows from where they were asked for to the last token but one, and no others."""
+        """Rows from where they were asked for to the last token but one, and no others; None where some were lost."""
         start, prompt = self._experts_start, self._prompt_length
-        if start is msgspec.UNSET:
+        if start is msgspec.UNSET or self._lost:
             return None
         wanted, found = prompt + len(self._token_ids) - 1 - start, sum(len(rows) for rows in self._experts)
         if found != wanted or len({rows.shape[1:] for rows in self._experts}) != 1:

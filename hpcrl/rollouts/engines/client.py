@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 import aiohttp
 import msgspec
@@ -32,8 +33,12 @@ from hpcrl.rollouts.engines.answers import (
 from hpcrl.rollouts.engines.prompts import EncodedTokens, PromptTokens, binary_ids
 from hpcrl.rollouts.engines.sse import EventSplitter, Pieces
 from hpcrl.rollouts.sampling.routed_experts import read_rows
+from hpcrl.rows_reference import PATH as ROWS_PATH
+from hpcrl.rows_reference import RowsReference, digest_of
 
 __all__ = ["EngineClient", "EngineError", "EngineProtocolError", "Generation", "SamplingParams"]
+
+_log = logging.getLogger(__name__)
 
 _FREEZE_S = 2.0
 """How long a pause may take to be answered before the engine is asked whether it stands."""
@@ -44,6 +49,7 @@ class _Request(msgspec.Struct, frozen=True, kw_only=True):
     sampling_params: SamplingParams
     cache_salt: str
     stream: bool | msgspec.UnsetType = msgspec.UNSET
+    rows_by_reference: bool | msgspec.UnsetType = msgspec.UNSET
 
 
 class _Paused(msgspec.Struct, frozen=True):
@@ -64,7 +70,8 @@ class _PromptAnswer(msgspec.Struct, frozen=True):
 
 _GENERATE = "/inference/v1/generate"
 _UPDATE = "/update_weights"
-_PROMPT_ROWS = "/hpcrl/prompt_rows"
+_ROWS_S = 60.0
+"""For rows of one answer: 79 MB of the longest."""
 _LARGE_BYTES = 1 << 18
 """What is decoded in a thread: routed experts of some hundred tokens of a large model."""
 _encoder = msgspec.json.Encoder()
@@ -100,6 +107,10 @@ class EngineClient:
     def servers(self) -> tuple[EngineClient, ...]:
         """The servers that requests may be sent to, in the order of ranks; an engine of one rank is its own."""
         return (self,)
+
+    def server_at(self, address: str) -> EngineClient | None:
+        """The server that requests reach by this ``host:port``; None where it is none of those behind this client."""
+        return next((s for s in self.servers if urlsplit(s.url).netloc.lower() == address.lower()), None)
 
     async def generate(
         self,
@@ -139,12 +150,12 @@ class EngineClient:
                 data = await answer.read()
                 if answer.status != 200:
                     raise self._refusal(path, answer.status, data)
-                return reader.whole(await _read(reader, data))
+                return reader.whole(await self._read(reader, data))
             # to the end, so that the connection can be used again
             splitter = FrameSplitter() if framed else EventSplitter()
             async for piece in answer.content.iter_any():
                 for event in splitter.feed(piece):
-                    reader.take(await _read(reader, event))
+                    reader.take(await self._read(reader, event))
         generation = reader.streamed()
         if generation is None:
             raise EngineError(f"{self.name}: {path} ended before the answer did", unreachable=True)
@@ -159,6 +170,7 @@ class EngineClient:
             sampling_params=params,
             cache_salt=cache_salt,
             stream=True if streams else msgspec.UNSET,
+            rows_by_reference=msgspec.UNSET if params.routed_experts_prompt_start is msgspec.UNSET else True,
         )
         if self._binary:
             return REQUEST_TYPE, encode_frame(msgspec.structs.replace(request, token_ids=binary_ids(token_ids)))
@@ -188,7 +200,7 @@ class EngineClient:
             raise EngineProtocolError(f"{self.name}: log-probabilities of a prompt cannot be read: {error}") from error
 
     async def prompt_rows(self, request_id: str, *, timeout_s: float) -> NDArray[Any] | None:
-        """Rows of experts of the prompt that this engine computed for a request that another one answered.
+        """Rows of experts of the prompt that this engine computed for a request that another one answers.
 
         Returns
         -------
@@ -204,10 +216,37 @@ class EngineClient:
             Something else came.
         """
         try:
-            data = await self._request("GET", f"{_PROMPT_ROWS}?request={quote(request_id)}", timeout_s=timeout_s)
-            return read_rows(data)
+            # the router may not have waited for that engine's answer
+            data = await self._kept(f"{request_id}/0", "&late=1", timeout_s=timeout_s)
+            return None if data is None else read_rows(data)
         except ValueError as error:
             raise EngineProtocolError(f"{self.name}: rows of a prompt cannot be read: {error}") from error
+
+    async def kept_rows(self, kept: RowsReference, *, timeout_s: float) -> NDArray[Any]:
+        """Rows of experts that this engine has kept, in place of which an answer had ``kept``.
+
+        Raises
+        ------
+        EngineError
+            It does not give them, or others: it was started anew, they have made room, or were fetched already.
+        """
+        data = await self._kept(kept.name, "", timeout_s=timeout_s)
+        if data is None:
+            raise EngineError(f"{self.name}: rows of an answer are not there any more")
+        large = len(data) >= _LARGE_BYTES
+        digest = await asyncio.to_thread(digest_of, data) if large else digest_of(data)
+        if len(data) != kept.num_bytes or digest != kept.digest:
+            what = f"{len(data)} bytes ({digest}) where {kept.num_bytes} ({kept.digest}) were kept"
+            raise EngineError(f"{self.name}: rows of an answer are others: {what}")
+        try:
+            return read_rows(data)
+        except ValueError as error:
+            raise EngineError(f"{self.name}: rows of an answer cannot be read: {error}") from error
+
+    async def _kept(self, name: str, more: str, *, timeout_s: float) -> bytes | None:
+        """What an engine has kept under a name; None where there is nothing."""
+        try:
+            return await self._request("GET", f"{ROWS_PATH}?name={quote(name, safe='')}{more}", timeout_s=timeout_s)
         except EngineError as error:
             if error.status == HTTPStatus.NOT_FOUND:
                 return None
@@ -319,15 +358,31 @@ class EngineClient:
             refused = isinstance(error, aiohttp.ClientConnectorError)
             raise EngineError(f"{self.name}: {path} failed: {what}", unreachable=True, refused=refused) from error
 
+    async def _read(self, reader: AnswerReader, data: bytes | Pieces | memoryview) -> AnswerPart:
+        """Decode what arrived, beside the event loop where that takes milliseconds, and fetch rows that it tells of.
+
+        The part of those that cannot be had still says where they were: nobody guesses them. The next turn asks for
+        them again; in the end the trainer routes their tokens itself, and they are counted.
+        """
+        if len(data) < _LARGE_BYTES:
+            part = reader.read(data)
+        else:
+            part = await asyncio.get_running_loop().run_in_executor(_decoder, reader.read, data)
+        if part.kept is None:
+            return part
+        try:
+            # a stranger would be sent the run's token
+            server = self.server_at(part.kept.engine)
+            if server is None:
+                raise EngineError(f"{self.name}: {part.kept.engine}, which has rows of an answer, is no engine of ours")
+            rows = await server.kept_rows(part.kept, timeout_s=_ROWS_S)
+        except EngineError as error:
+            _log.warning("experts of an answer are unknown: %s", error)
+            return part
+        return part._replace(rows=rows, kept=None)
+
     def _refusal(self, path: str, status: int, data: bytes) -> EngineError:
         text = data[:500].decode(errors="replace").strip()
         # 429 and 5xx may pass; other refusals are about the request itself
         retryable = status == 429 or status >= 500
         return EngineError(f"{self.name}: {path} answered {status}: {text}", retryable=retryable, status=status)
-
-
-async def _read(reader: AnswerReader, data: bytes | Pieces | memoryview) -> AnswerPart:
-    """Decode what arrived; beside the event loop where that takes milliseconds."""
-    if len(data) < _LARGE_BYTES:
-        return reader.read(data)
-    return await asyncio.get_running_loop().run_in_executor(_decoder, reader.read, data)

@@ -7,7 +7,7 @@ away, the requests that the router has are therefore given up at once, before on
 model, could compute a prompt for them.
 
 Experts of a prompt are asked for behind the answer: only the prefill engine that computed it has them, and the router
-does not hand on what that engine answers (`hpcrl.inference.vllm.prompt_rows`).
+does not hand on what that engine answers (`hpcrl.inference.vllm.rows_aside`).
 
 Mooncake's connector has one more wish: the router asks a prefill engine at its own start who it is. After one was
 started anew, the router must be as well.
@@ -21,7 +21,6 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Unpack
-from urllib.parse import urlsplit
 
 import msgspec
 import numpy as np
@@ -96,14 +95,14 @@ class DisaggregatedPool(RoutedPool):
         """Rows of the prefill engine that a request went to; None where it does not give them: the trainer routes
         these tokens itself, and they are counted."""
         named = _REQUEST_ID.search(request_id)
-        servers = {urlsplit(s.url).netloc: s for engine in self.engines for s in engine.client.servers}
-        if named is None or named[1] not in servers:
+        server = None if named is None else self._router.server_at(named[1])
+        if named is None or server is None:
             if not self._told:
                 _log.warning("experts of prompts are unknown: request %r names no prefill engine of ours", request_id)
             self._told = True
             return None
         try:
-            return await servers[named[1]].prompt_rows(named[0], timeout_s=_ROWS_S)
+            return await server.prompt_rows(named[0], timeout_s=_ROWS_S)
         except EngineError as error:
             _log.warning("experts of a prompt are unknown: %s", error)
             return None

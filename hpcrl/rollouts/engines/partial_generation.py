@@ -102,7 +102,8 @@ class PartialGeneration:
             logprobs=self.logprobs + rest.logprobs,
             versions=self.versions + rest.versions,
             finish_reason=rest.finish_reason,
-            experts=_joined([self.experts, rest.experts]),
+            # without those of the rest nobody could say which tokens the kept ones are of
+            experts=None if rest.experts is None else _joined([self.experts, rest.experts]),
         )
 
     def _next_row(self) -> int | msgspec.UnsetType:

@@ -102,6 +102,7 @@ class RoutedPool(EnginePool):
         super().__init__(clients, **settings)
         self.front = Engine(router)
         self._router, self._events = router, events
+        router.behind = lambda: [engine.client for engine in self.engines]
         self._routed: set[Engine] = set()
         self._unhealthy: set[str] = set()
         self._behind_since: dict[Engine, float] = {}

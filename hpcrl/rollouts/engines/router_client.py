@@ -6,6 +6,7 @@ are never sent here.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from urllib.parse import quote
 
 import aiohttp
@@ -41,7 +42,13 @@ class _Workers(msgspec.Struct, frozen=True):
 
 
 class RouterClient(EngineClient):
-    """A router, for requests as an engine would be."""
+    """A router, for requests as an engine would be.
+
+    Attributes
+    ----------
+    behind:
+        The engines that it leads to, which give the rows of their answers themselves.
+    """
 
     # it chooses by the prompt, and reads JSON
     alone_reads_requests = False
@@ -60,8 +67,13 @@ class RouterClient(EngineClient):
             events: frames could not be told from these.
         """
         super().__init__(session, name=name, url=url)
+        self.behind: Callable[[], Sequence[EngineClient]] = tuple
         if not hands_on_content_types:
             self.accepts = "application/json, text/event-stream"
+
+    def server_at(self, address: str) -> EngineClient | None:
+        """See `EngineClient.server_at`."""
+        return next((found for client in self.behind() if (found := client.server_at(address)) is not None), None)
 
     async def workers(self, *, timeout_s: float) -> dict[str, Worker]:
         """Engines that it knows, by URL (EngineError where it does not say)."""

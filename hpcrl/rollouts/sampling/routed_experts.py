@@ -143,6 +143,8 @@ class RoutedExpertsRows:
         Called once, at the end: other rollouts may have brought what was missing when the answer came.
         """
         if not self._pieces:
+            if self._store is not None and self._settings.keep:
+                self._store.counters.rows_unknown += tokens - 1
             return None
         experts = np.zeros((tokens, self._settings.layers, self._settings.width), self._settings.dtype)
         present = np.zeros(tokens, np.bool_)

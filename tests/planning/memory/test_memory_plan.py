@@ -13,13 +13,13 @@ from hpcrl.config.lora import LoraConfig
 from hpcrl.config.plan import Role
 from hpcrl.config.recipe import Recipe
 from hpcrl.errors import ConfigError
-from hpcrl.inference.vllm import prompt_rows
+from hpcrl.inference import kept_rows
 from hpcrl.models import ModelFacts, load_facts
 from hpcrl.planning.ledger import GIB, Ledger, Term, explain
 from hpcrl.planning.memory.activations import ActivationShape, attention_output_bytes, saved_bytes
 from hpcrl.planning.memory.engine import EngineMemory, engine_ledger, kv_bytes_of_rank, kv_capacity
 from hpcrl.planning.memory.fit import MemoryReport, engine_memory, memory_report, trainer_memory
-from hpcrl.planning.memory.host import PROMPT_ROWS_BYTES
+from hpcrl.planning.memory.host import KEPT_ROWS_BYTES
 from hpcrl.planning.memory.margin import expert_margin
 from hpcrl.planning.memory.remedies import change, why_not
 from hpcrl.planning.memory.settings import TrainerMemory
@@ -452,17 +452,16 @@ def test_rows_of_prompts_are_counted_where_kv_is_fetched() -> None:
     assert kept(*alone, "engine.kv_store={segment_gib: 880}", "engine.routed_experts_gib=3") == [3 * GIB]
 
 
-def test_a_prefill_engine_keeps_rows_of_its_prompts() -> None:
-    def kept(role: Role, *settings: str) -> list[float | None]:
-        ledger = _report(*settings).place(role, "host").ledger
-        return [term.value for term in ledger.terms if term.name == "routed experts of prompts"]
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_servers_of_engines_keep_rows_until_they_are_fetched(role: Role) -> None:
+    """Each of the eight on a node."""
 
-    assert kept(Role.PREFILL, "engine.return_routed_experts=true") == [PROMPT_ROWS_BYTES] == [prompt_rows._LIMIT_BYTES]
-    assert (
-        kept(Role.PREFILL, "trainer.router_replay=false")
-        == kept(Role.DECODE, "engine.return_routed_experts=true")
-        == []
-    )
+    def kept(*settings: str) -> list[float | None]:
+        ledger = _report(*settings).place(role, "host").ledger
+        return [term.value for term in ledger.terms if term.name == "kept routed experts"]
+
+    assert kept("engine.return_routed_experts=true") == [8 * KEPT_ROWS_BYTES] == [8 * kept_rows._LIMIT_BYTES]
+    assert kept() == []
 
 
 def test_memory_for_finished_rollouts_is_counted_up_to_its_limit() -> None:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from stub_engine import npy, npy_bytes
 
 from hpcrl.errors import HpcrlError
-from hpcrl.inference.vllm import prompt_rows
+from hpcrl.inference.kept_rows import KeptRows
 from hpcrl.rollouts.engines import disaggregated_pool
 from hpcrl.rollouts.engines.answers import Generation, SamplingParams
 from hpcrl.rollouts.engines.client import EngineClient
@@ -22,6 +22,7 @@ from hpcrl.rollouts.engines.disaggregated_pool import DisaggregatedPool
 from hpcrl.rollouts.engines.partial_generation import PartialGeneration
 from hpcrl.rollouts.engines.router_client import RouterClient
 from hpcrl.rollouts.telemetry.counters import Counters
+from hpcrl.rows_reference import PATH
 
 PROMPT, START = list(range(10, 18)), 3
 WHOLE = np.random.default_rng(0).integers(1, 8, (10, 2, 2), np.uint8)
@@ -37,17 +38,20 @@ class Sides:
         Of the request, as the router makes it; ``{url}`` is the server's.
     rows:
         What the prefill engine has; None: nothing.
+    kept:
+        Where decode keeps its own; None: it answers in base64.
     """
 
     def __init__(self) -> None:
         self.name = "generate-tokens-___prefill_addr_{url}___decode_addr_127.0.0.1:9_e7"
         self.rows: NDArray[Any] | None = WHOLE[START:8]
+        self.kept: KeptRows | None = None
         self.asked: list[str] = []
         self.status, self.netloc = 200, ""
 
     async def start(self) -> web.AppRunner:
         app = web.Application()
-        app.add_routes([web.post("/inference/v1/generate", self.answer), web.get(prompt_rows._PATH, self.give)])
+        app.add_routes([web.post("/inference/v1/generate", self.answer), web.get(PATH, self.give)])
         runner = web.AppRunner(app)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -63,13 +67,19 @@ class Sides:
             "logprobs": {"content": [{"logprob": -0.5}] * 3},
             "finish_reason": "length",
             "weight_versions": [{"version": "1", "start": 0, "end": 3}],
-            "routed_experts": npy(experts),
+            "routed_experts": npy(experts)
+            if self.kept is None
+            else self.kept.keep("own", npy_bytes(experts), engine=self.netloc),
         }
         body = {"request_id": self.name.format(url=self.netloc), "choices": [choice]}
         return web.Response(body=msgspec.json.encode(body), content_type="application/json")
 
     async def give(self, request: web.Request) -> web.Response:
-        self.asked.append(request.query["request"])
+        if self.kept is not None and request.query["name"] == "own":
+            rows = await self.kept.take("own")
+            return web.Response(status=404) if rows is None else web.Response(body=rows)
+        assert request.query["late"]
+        self.asked.append(request.query["name"])
         if self.rows is None or self.status != 200:
             return web.Response(status=404 if self.rows is None else self.status)
         return web.Response(body=npy_bytes(self.rows))
@@ -83,7 +93,7 @@ async def sides() -> AsyncIterator[Sides]:
     await runner.cleanup()
 
 
-async def generation(sides: Sides) -> tuple[Generation, int]:
+async def generation(sides: Sides, *, known: bool = True) -> tuple[Generation, int]:
     """What the pool makes of an answer, and how many rows it had of prefill."""
     counters, url = Counters(), f"http://{sides.netloc}"
     params = SamplingParams(temperature=1.0, max_tokens=3, seed=1, stop_token_ids=[], routed_experts_prompt_start=START)
@@ -98,7 +108,7 @@ async def generation(sides: Sides) -> tuple[Generation, int]:
             max_retries=0,
         )
         answer = await pool._ask(pool.front, PartialGeneration(PROMPT, params), "1", "s")
-    assert answer.experts is not None
+    assert (answer.experts is not None) == known
     return answer, counters.rows_prefill
 
 
@@ -107,12 +117,22 @@ def known(answer: Generation) -> list[bool]:
     return (answer.experts.reshape(len(answer.experts), -1).max(axis=1) > 0).tolist()
 
 
-async def test_rows_of_the_prompt_are_those_of_prefill(sides: Sides) -> None:
+@pytest.mark.parametrize("kept", [False, True])
+async def test_rows_of_the_prompt_are_those_of_prefill(sides: Sides, kept: bool) -> None:
+    sides.kept = KeptRows() if kept else None
     answer, counted = await generation(sides)
     assert answer.experts is not None
     assert (answer.experts == WHOLE[START:]).all()
     assert counted == 7 - START
-    assert sides.asked == [f"___prefill_addr_{sides.netloc}___decode_addr_127.0.0.1:9_e7"]
+    assert sides.asked == [f"___prefill_addr_{sides.netloc}___decode_addr_127.0.0.1:9_e7/0"]
+
+
+async def test_without_the_rows_of_decode_prefill_is_asked_for_none(sides: Sides) -> None:
+    """The next turn asks for all of them."""
+    sides.kept = KeptRows(limit_bytes=0)
+    answer, counted = await generation(sides, known=False)
+    assert answer.experts is None
+    assert (counted, sides.asked) == (0, [])
 
 
 async def test_what_decode_has_itself_is_not_replaced(sides: Sides) -> None:

@@ -20,6 +20,7 @@ from hpcrl.dock.columns import encode_columns
 from hpcrl.dock.routes import RoutedExperts, exact_dtype, joined
 from hpcrl.dock.wire import BatchShard, BatchStats, MicroBatch, decode_shard, encode_shard
 from hpcrl.fs import write_json
+from hpcrl.inference.kept_rows import KeptRows
 from hpcrl.models.arch import Qwen3MoeArch
 from hpcrl.models.tokenizer import ChatTokenizer, write_character_tokenizer
 from hpcrl.rollouts import orchestrator
@@ -375,6 +376,47 @@ async def test_each_turn_asks_for_rows_that_are_not_there_yet(bench: Bench, stre
     assert bench.starts == [0, first.said + first.sampled - 1]
 
 
+@pytest.mark.parametrize("stream_interval", [0, 3])
+async def test_rows_are_fetched_from_where_the_answer_says(bench: Bench, stream_interval: int) -> None:
+    """Nothing of them is left at the engine."""
+    said = (await bench.two_turns(SETTINGS)).routed_experts
+    bench.stub.requests.clear()
+    bench.stub.rows = KeptRows()
+    found = (await bench.two_turns(SETTINGS, stream_interval)).routed_experts
+    assert said is not None
+    assert found is not None
+    assert (found.experts == said.experts).all()
+    assert (found.known == said.known).all()
+    assert bench.stub.rows.bytes == 0
+
+
+@pytest.mark.parametrize("stream_interval", [0, 3])
+@pytest.mark.parametrize("lost", [(0,), (1,), (0, 1)])
+async def test_rows_that_an_engine_has_lost(bench: Bench, stream_interval: int, lost: tuple[int, ...]) -> None:
+    """They come with the next turn; without one they are unknown, and counted."""
+    store = KnownRows(Counters(), block=4, limit_bytes=1 << 20, keep_versions=1)
+    answers = [[*encode("run 1+1"), EOS], [*encode("answer 2"), EOS]]
+    bench.stub.answer = lambda token_ids, seed: answers[len(bench.stub.requests) - 1]
+    conversation = bench.conversation(SETTINGS, stream_interval, store)
+    for turn, messages in enumerate((USER, TOOL)):
+        bench.stub.rows = KeptRows(limit_bytes=0 if turn in lost else 1 << 20)
+        await conversation.reply(messages)
+    rollout = conversation.rollout(0, Outcome(reward=1.0), seconds=0.5)
+    assert rollout is not None
+    tokens, first = rollout.token_ids.tolist(), rollout.turns[0].said + rollout.turns[0].sampled - 1
+    assert bench.starts == [0, 0 if 0 in lost else first]
+    known = 0 if lost == (0, 1) else first if lost == (1,) else len(tokens) - 1
+    counters = store.counters
+    assert (counters.rows_answer, counters.rows_unknown) == (known, len(tokens) - 1 - known)
+    routes = rollout.routed_experts
+    if not known:
+        assert routes is None
+        return
+    assert routes is not None
+    assert routes.known.tolist() == [True] * known + [False] * (len(tokens) - known)
+    assert (routes.experts[:known] == experts_of(tokens)[:known]).all()
+
+
 async def test_beside_a_pool_a_rollout_has_the_rows_of_another_with_its_prompt(bench: Bench) -> None:
     """Whole conversations: the second one's engine fetched a block of the prompt, and of its later turns nothing."""
     store, block = KnownRows(Counters(), block=4, limit_bytes=1 << 20, keep_versions=1), 4
@@ -519,6 +561,18 @@ def test_rows_that_a_lost_engine_did_not_send_are_those_of_the_next_one() -> Non
     assert (whole.experts == np.concatenate([NEXT[2:5], LOST[5:8]])).all()
 
 
+def test_without_the_rows_of_the_rest_those_of_kept_tokens_are_not_used() -> None:
+    """Rows are placed from the end of an answer."""
+    draft = partial_generation_of(PROMPT, 2)
+    draft.request(lambda: 3)
+    draft.receive([10, 11], [0.0, 0.0], LOST[2:5])
+    assert draft.keep() == 2
+    draft.request(lambda: 4)
+    whole = draft.whole(msgspec.structs.replace(rest_of(2, NEXT), experts=None))
+    assert whole.token_ids == ANSWER
+    assert whole.experts is None
+
+
 def test_rows_of_an_attempt_that_is_not_kept_are_forgotten() -> None:
     draft = partial_generation_of(PROMPT, 0)
     draft.request(lambda: 3)
@@ -553,8 +607,17 @@ def test_replay_asks_for_rows_by_itself(tmp_path: Path) -> None:
     assert RoutedExpertsSettings.of(make_recipe(tmp_path, **pooled)) == POOLED
 
 
-@pytest.mark.parametrize("in_parts", [True, False])
-async def test_no_row_is_lost_or_doubled_with_an_engine(tmp_path: Path, monkeypatch: Any, in_parts: bool) -> None:
+@pytest.mark.parametrize(
+    ("in_parts", "kept"),
+    [
+        pytest.param(True, False, id="in parts"),
+        pytest.param(False, False, id="with the end"),
+        pytest.param(True, True, id="in parts, by reference"),
+    ],
+)
+async def test_no_row_is_lost_or_doubled_with_an_engine(
+    tmp_path: Path, monkeypatch: Any, in_parts: bool, kept: bool
+) -> None:
     """The whole orchestrator: batches have one row a token, of either engine, and none for a rollout's last one."""
     monkeypatch.setattr(engine_pool, "WATCH_S", 0.1)
     monkeypatch.setattr(engine_pool, "_HEALTH_S", 0.3)
@@ -569,6 +632,7 @@ async def test_no_row_is_lost_or_doubled_with_an_engine(tmp_path: Path, monkeypa
     one.experts, two.experts = experts_of, lambda tokens: experts_of(tokens, shift=1)
     for stub in (one, two):
         stub.token_s, stub.experts_in_parts = 0.03, in_parts
+        stub.rows = KeptRows() if kept else None
     rollouts = {"rollouts_per_step": 8, "max_in_flight": 8, "max_off_policy_steps": 1, "stream_interval": 4}
     rollouts["sampling"] = {"max_new_tokens": 64}
     run = make_run(tmp_path, rollouts=rollouts, engine={"return_routed_experts": True})

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import AsyncIterator
+import uuid
+from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -31,18 +33,24 @@ from hpcrl.inference.embedded.serving.errors import bad_request
 from hpcrl.inference.embedded.serving.protocol import GenerateRequest, KvTransferParams, check_cache_salt, parse
 from hpcrl.inference.embedded.serving.serving import CallPrompt, CallSequences, Serving, candidates
 from hpcrl.inference.embedded.serving.text import TextStream
+from hpcrl.inference.kept_rows import KeptRows
+from hpcrl.rows_reference import PATH as ROWS_PATH
 
 __all__ = ["GenerateApi"]
+
+_Columns = Callable[[Output, int | None], dict[str, Any]]
+"""What there is of each token of an output; the number is of log-probabilities that are wanted."""
 
 
 class GenerateApi:
     """Handlers of the token endpoint."""
 
     def __init__(self, serving: Serving) -> None:
-        self._serving = serving
+        self._serving, self._rows = serving, KeptRows()
 
     def routes(self) -> list[web.RouteDef]:
         return [
+            web.get(ROWS_PATH, self.rows),
             web.post("/inference/v1/generate", self.generate),
             web.post("/inference/v1/abort_requests", self.abort_requests),
         ]
@@ -104,20 +112,39 @@ class GenerateApi:
         ) as generation:
             # a router reads what is for another engine
             framed = takes_frames(http) and not transfer.do_remote_decode
+            aside = request.rows_by_reference and not transfer.do_remote_decode
+            columns = _binary_columns if framed else self._columns_aside(http) if aside else _text_columns
             if request.stream:
-                chunks = self._chunks(request, name, generation, framed=framed)
+                chunks = self._chunks(request, name, generation, columns)
                 return await (send_frames if framed else send_events)(http, chunks)
             outputs = await generation.final()
-            whole = self._whole(request, name, outputs, framed=framed, handover=_handover(http, transfer))
+            whole = self._whole(request, name, outputs, columns, handover=_handover(http, transfer))
             return (frame_response if framed else json_response)(whole)
+
+    def _columns_aside(self, http: web.Request) -> _Columns:
+        """As text, less rows of experts: these stay here, and who asked fetches them."""
+        name, parts = uuid.uuid4().hex, itertools.count()
+
+        def columns(output: Output, logprobs: int | None) -> dict[str, Any]:
+            rows, kept = npy_bytes(output.routed_experts), None
+            if rows is not None:
+                kept = self._rows.keep(f"{name}/{next(parts)}", bytes(rows), engine=http.host)
+            return {**_text_of_tokens(output, logprobs), "routed_experts": kept}
+
+        return columns
+
+    async def rows(self, http: web.Request) -> web.Response:
+        """Rows of an answer that were kept, once."""
+        rows = await self._rows.take(http.query.get("name", ""))
+        return web.Response(status=404) if rows is None else web.Response(body=rows)
 
     def _whole(
         self,
         request: GenerateRequest,
         name: str,
         outputs: list[Output],
+        columns: _Columns,
         *,
-        framed: bool,
         handover: KvTransferParams | None,
     ) -> dict[str, Any]:
         return {
@@ -133,11 +160,11 @@ class GenerateApi:
             "kv_transfer_params": handover,
             "ec_transfer_params": None,
             "output_mode": "tokens",
-            "choices": [self._choice(request, i, output, framed=framed) for i, output in enumerate(outputs)],
+            "choices": [self._choice(request, i, output, columns) for i, output in enumerate(outputs)],
         }
 
     async def _chunks(
-        self, request: GenerateRequest, name: str, generation: CallSequences, *, framed: bool
+        self, request: GenerateRequest, name: str, generation: CallSequences, columns: _Columns
     ) -> AsyncIterator[dict[str, Any]]:
         include_usage, continuous = wants_usage(request.stream_options)
         facts, prompt_length = self._serving.facts, len(request.token_ids)
@@ -145,7 +172,7 @@ class GenerateApi:
         first = True
         async for index, output in generation.outputs():
             chunk: dict[str, Any] = {"request_id": name, "usage": None, "output_mode": "tokens"}
-            chunk["choices"] = [self._choice(request, index, output, framed=framed)]
+            chunk["choices"] = [self._choice(request, index, output, columns)]
             if first and request.return_token_ids:
                 chunk["prompt_token_ids"] = request.token_ids
             first = False
@@ -157,9 +184,8 @@ class GenerateApi:
             total = usage(facts, prompt_length, list(seen.values()))
             yield {"request_id": name, "usage": total, "output_mode": "tokens", "choices": []}
 
-    def _choice(self, request: GenerateRequest, index: int, output: Output, *, framed: bool) -> dict[str, Any]:
+    def _choice(self, request: GenerateRequest, index: int, output: Output, columns: _Columns) -> dict[str, Any]:
         finished = output.finish_reason is not None
-        columns = _binary_columns if framed else _text_columns
         return {
             "index": index,
             "finish_reason": output.finish_reason,
@@ -192,11 +218,11 @@ def _handover(http: web.Request, transfer: KvTransferParams) -> KvTransferParams
 
 def _text_columns(output: Output, logprobs: int | None) -> dict[str, Any]:
     """What there is of each token, as vLLM writes it."""
-    return {
-        "token_ids": output.token_ids,
-        "routed_experts": encode_array(output.routed_experts),
-        "logprobs": _logprobs(output, logprobs),
-    }
+    return {**_text_of_tokens(output, logprobs), "routed_experts": encode_array(output.routed_experts)}
+
+
+def _text_of_tokens(output: Output, logprobs: int | None) -> dict[str, Any]:
+    return {"token_ids": output.token_ids, "logprobs": _logprobs(output, logprobs)}
 
 
 def _binary_columns(output: Output, logprobs: int | None) -> dict[str, Any]:

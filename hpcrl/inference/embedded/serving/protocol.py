@@ -118,6 +118,8 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     priority: int = 0
     return_token_ids: bool | None = None
     kv_transfer_params: KvTransferParams | None = None
+    # whether rows of experts stay here until they are fetched (`hpcrl.rows_reference`)
+    rows_by_reference: bool = False
     # known to vLLM, not to this engine
     output_mode: str = "tokens"
     features: dict[str, Any] | None = None
