@@ -28,8 +28,8 @@ class PartialGeneration:
 
     Attributes
     ----------
-    kept:
-        The tokens of attempts that failed.
+    tokens:
+        Those that were kept of attempts that failed.
     experts:
         ``[rows, layers, experts_per_token]``: kept rows, from ``routed_experts_prompt_start`` of the parameters on.
         None where there are none.
@@ -37,7 +37,7 @@ class PartialGeneration:
 
     def __init__(self, prompt: PromptTokens, params: SamplingParams) -> None:
         self._prompt, self._params = prompt, params
-        self.kept = TokenSequence()
+        self.tokens = TokenSequence()
         self.experts: NDArray[Any] | None = None
         self._part = TokenSequence()
         self._rows: list[NDArray[Any]] = []
@@ -57,16 +57,16 @@ class PartialGeneration:
         self._part = TokenSequence()
         self._rows.clear()
         self._served, self._version = served, served()
-        if not len(self.kept):
+        if not len(self.tokens):
             return self._prompt, self._params
-        kept, start = len(self.kept), self._next_row()
+        kept, start = len(self.tokens), self._next_row()
         params = msgspec.structs.replace(
             self._params,
             max_tokens=self._params.max_tokens - kept,
             seed=stable_hash("rest of an answer", self._params.seed, kept),
             routed_experts_prompt_start=start,
         )
-        token_ids = self.kept.arrays(kept)[0].tolist()
+        token_ids = self.tokens.arrays(kept)[0].tolist()
         if isinstance(self._prompt, EncodedTokens):
             return self._prompt.followed_by(token_ids), params
         return [*self._prompt, *token_ids], params
@@ -83,9 +83,9 @@ class PartialGeneration:
     def keep(self) -> int:
         """Go on from what arrived in the attempt that has failed; returns how many tokens that is."""
         # one token at least is asked for: the end of an answer comes with its last token
-        count = min(len(self._part), self._params.max_tokens - 1 - len(self.kept))
+        count = min(len(self._part), self._params.max_tokens - 1 - len(self.tokens))
         token_ids, _, logprobs, versions = self._part.arrays(count)
-        self.kept.append_sampled(token_ids, logprobs, versions)
+        self.tokens.append_sampled(token_ids, logprobs, versions)
         self._part = TokenSequence()
         self._keep_experts()
         self._rows.clear()
@@ -93,9 +93,9 @@ class PartialGeneration:
 
     def whole(self, rest: Generation) -> Generation:
         """The answer, of which an engine has sampled the rest."""
-        if not len(self.kept):
+        if not len(self.tokens):
             return rest
-        token_ids, _, logprobs, versions = self.kept.arrays(len(self.kept))
+        token_ids, _, logprobs, versions = self.tokens.arrays(len(self.tokens))
         return Generation(
             token_ids=np.concatenate([token_ids, rest.token_ids]),
             logprobs=np.concatenate([logprobs, rest.logprobs]),
@@ -114,11 +114,11 @@ class PartialGeneration:
     def _keep_experts(self) -> None:
         """Rows up to the last kept token, which the next engine computes in any case."""
         start = self._params.routed_experts_prompt_start
-        if start is msgspec.UNSET or not len(self.kept):
+        if start is msgspec.UNSET or not len(self.tokens):
             return
         self.experts = _joined([self.experts, *self._rows])
         if self.experts is not None:
-            self.experts = self.experts[: len(self._prompt) + len(self.kept) - 1 - start]
+            self.experts = self.experts[: len(self._prompt) + len(self.tokens) - 1 - start]
 
 
 def _joined(parts: list[NDArray[Any] | None]) -> NDArray[Any] | None:

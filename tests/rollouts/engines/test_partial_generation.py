@@ -127,7 +127,7 @@ def test_a_part_has_the_version_of_when_the_part_before_arrived() -> None:
     version = -1  # it went away
     draft.receive(*sampled([14]))
     assert draft.keep() == 5
-    assert draft.kept.arrays(5)[3].tolist() == [3, 3, 3, 4, 4]
+    assert draft.tokens.arrays(5)[3].tolist() == [3, 3, 3, 4, 4]
 
 
 def test_what_a_failed_attempt_brought_is_forgotten_where_it_is_not_kept() -> None:
