@@ -14,6 +14,10 @@ layers x 8 as uint8) and ends when a consumer has the columns as arrays:
 - ``TransferQueue, SimpleStorage`` and ``TransferQueue, MooncakeStore``: with ``--transfer-queue PYTHON``, which has
   TransferQueue (and for the second one Mooncake); see ``bench/peers/with_transfer_queue.py``.
 
+Then ranks of one context-parallel group on another node, who all want the same rollouts: ``each for itself``, as ranks
+that share nothing, and ``shared``, where each rollout comes over the wire once and is mapped by all. Bytes over the
+wire and seconds until all ranks have all rollouts. Here the wire is loopback: what it costs is processor time.
+
 Rollouts go in twos, as those of a shard do, and a window of 8 is under way at a time. What is consumed is released.
 Processor time is of producers, consumers and servers together: where others use the machine, it says more than seconds
 do. For the TransferQueue::
@@ -25,316 +29,81 @@ do. For the TransferQueue::
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
-import mmap
-import multiprocessing as mp
 import os
-import signal
-import subprocess
-import sys
-import tempfile
-import time
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-import psutil
-import xxhash
-from harness import ROOT, OtherLoad, record
+from dock_ways.carry import WAYS, columns, measure
+from dock_ways.shared_fetch import measure_shared
+from dock_ways.transfer_queue import PEERS, measure_peers
+from harness import OtherLoad, record
 
-from hpcrl.dock.columns import decode_columns, encode_columns
-from hpcrl.dock.ledger.entries import PayloadPlace
-from hpcrl.dock.routes import RoutedExperts
-from hpcrl.dock.warehouse.embedded import EmbeddedWarehouse
-from hpcrl.dock.warehouse.interface import Location, Pool, Warehouse
-from hpcrl.dock.warehouse.mooncake import MooncakeWarehouse
-from hpcrl.dock.warehouse.pool_master import PoolMaster
-from hpcrl.dock.warehouse.reading import BlockReader
-from hpcrl.dock.wire import BatchShard, BatchStats, MicroBatch, decode_shard, encode_shard
-from hpcrl.interpreter import module_command
-from hpcrl.ports import choose_blocks
+from hpcrl.dock.columns import encode_columns
 
-PRODUCERS, CONSUMERS, WINDOW = 2, 4, 8
-PORTION = WINDOW // PRODUCERS // 2
-"""Rollouts that a consumer is told of at a time."""
 MARK = "HPCRL_BENCH_DOCK_PEERS"
 SIZES = {(8192, False): 256, (8192, True): 64, (131_072, False): 64, (131_072, True): 8}
 """Rollouts of each length, without routes and with them."""
 GOAL_MEMCPY, GOAL_TRANSFER_QUEUE = 0.7, 2.0
-WAYS = ("memcpy", "embedded", "served", "mooncake", "whole shards")
-PEERS = {name: f"TransferQueue, {name}" for name in ("SimpleStorage", "MooncakeStore")}
-PEER_S = 600.0
+RANKS = (2, 4)
+"""Context-parallel ranks of a node."""
+FETCHED = {(8192, False): 64, (8192, True): 16, (131_072, False): 16, (131_072, True): 4}
+"""Rollouts that each of them wants."""
 
 
-def columns(tokens: int, *, routed: bool) -> dict[str, Any]:
-    rng = np.random.default_rng(tokens)
-    arrays: dict[str, Any] = {
-        "token_ids": rng.integers(0, 100_000, tokens).astype(np.int32),
-        "sampled": np.ones(tokens, np.uint8),
-        "logprobs": -rng.random(tokens).astype(np.float32),
-        "versions": np.full(tokens, 3, np.int32),
-    }
-    if routed:
-        arrays["routed_experts"] = rng.integers(0, 256, (tokens, 78, 8), dtype=np.uint8)
-        arrays["routed_present"] = np.ones(tokens, np.uint8)
-    return arrays
+def carried(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row a size, with what each way took."""
+    rows, peers = [], {}
+    print(f"{'tokens':>7} {'routes':>6} {'way':>28} {'GB/s':>7} {'rollouts/s':>10} {'GB/s of a CPU':>13}")
+    if arguments.transfer_queue:
+        sizes = [(tokens, routed, count) for (tokens, routed), count in SIZES.items()]
+        peers = {
+            way: measure_peers(arguments.transfer_queue, name, arguments.rounds, sizes) for name, way in PEERS.items()
+        }
+    for (tokens, routed), count in SIZES.items():
+        size = sum(memoryview(piece).nbytes for piece in encode_columns(b"", columns(tokens, routed=routed)))
+        found = {way: measured[tokens, routed] for way, measured in peers.items() if (tokens, routed) in measured}
+        for _ in range(arguments.rounds):
+            for way in WAYS:
+                found.setdefault(way, []).append(measure(way, tokens, count, routed=routed))
+        row: dict[str, Any] = {"tokens": tokens, "routes": routed, "rollout_bytes": size, "rollouts": count}
+        for way, measured in found.items():
+            wall_s, cpu_s = (min(each) for each in zip(*measured, strict=True))
+            gigabytes = 1e-9 * size * count
+            row[way] = {"gb_s": gigabytes / wall_s, "rollouts_s": count / wall_s, "gb_cpu_s": gigabytes / cpu_s}
+            shown = f"{row[way]['gb_s']:7.2f} {row[way]['rollouts_s']:10.0f} {row[way]['gb_cpu_s']:12.2f}"
+            print(f"{tokens:>7} {routed!s:>6} {way:>28} {shown}", flush=True)
+        rows.append(row)
+    return rows
 
 
-class Producer:
-    """Puts the same rollout again and again, under a place of its own each time."""
-
-    def __init__(self, way: str, number: int, tokens: int, *, routed: bool) -> None:
-        self._way, self._number = way, number
-        self._arrays = columns(tokens, routed=routed)
-        self._block = encode_columns(b"", self._arrays)
-        self.bytes = sum(memoryview(piece).nbytes for piece in self._block)
-        self._end, self._free, self._server = 0, list[str](), None
-        self._warehouse: Warehouse | None = None
-        if way == "mooncake":
-            (port,) = choose_blocks([2], first=21000 + 2000 * number, last=29999, host="127.0.0.1")
-            pooled = MooncakeWarehouse(Pool("127.0.0.1", port, "tcp"), limit_bytes=1 << 30)
-            self._warehouse, self.location, self.master = pooled, pooled.location, pooled.master
-        if way in ("embedded", "served"):
-            files = EmbeddedWarehouse(Path("/dev/shm"), limit_bytes=4 << 30)
-            self._warehouse, self.location = files, Location(str(files.directory))
-        if way == "served":
-            options = ["--directory", self.location.directory, "--host", "127.0.0.1"]
-            command = module_command(sys.executable, "hpcrl.dock.warehouse.server", *options)
-            self._server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-            assert self._server.stdout is not None
-            self.location = Location("/nowhere", "127.0.0.1", int(self._server.stdout.readline()))
-
-    def put(self) -> Any:
-        """What a consumer is told of a portion."""
-        if self._way == "whole shards":
-            return self._shard()
-        if self._way == "memcpy":
-            return [self._copy() for _ in range(PORTION)]
-        return self.location, [self._store() for _ in range(PORTION)]
-
-    def _copy(self) -> str:
-        name = self._free.pop() if self._free else self._file()
-        with open(name, "r+b") as file:
-            view, start = mmap.mmap(file.fileno(), self.bytes), 0
-            for piece in self._block:
-                size = memoryview(piece).nbytes
-                np.copyto(np.frombuffer(view, np.uint8, size, start), np.frombuffer(piece, np.uint8))
-                start += size
-        return name
-
-    def _shard(self) -> bytes:
-        a, routes = self._arrays, None
-        if "routed_experts" in a:
-            routes = RoutedExperts.of(a["routed_experts"], a["routed_present"])
-        micro = MicroBatch(
-            token_ids=a["token_ids"],
-            cu_seqlens=np.asarray([0, len(a["token_ids"])], np.int32),
-            loss_mask=a["sampled"],
-            logprobs=a["logprobs"],
-            versions=a["versions"],
-            advantages=a["logprobs"],
-            routed_experts=routes,
-        )
-        micros, stats = [micro] * PORTION, BatchStats.of_tokens()
-        return encode_shard(BatchShard(step=1, rank=0, world_size=1, micro_batches=micros, stats=stats))
-
-    def _store(self) -> PayloadPlace:
-        digest = xxhash.xxh3_128()
-        for piece in self._block:
-            digest.update(piece)
-        place = PayloadPlace(f"{self._number:06d}-000001.columns", self._end, self.bytes, digest.hexdigest())
-        self._end += self.bytes
-        # a pool forgets what was released in a thread, a little later
-        deadline = time.monotonic() + 30.0
-        while not self._warehouse.put(place, self._block):
-            assert time.monotonic() < deadline, f"{self._way} took no rollout for 30 s"
-            time.sleep(0.001)
-        return place
-
-    def _file(self) -> str:
-        fd, name = tempfile.mkstemp(dir="/dev/shm", prefix="hpcrl-bench-memcpy-")
-        os.truncate(fd, self.bytes)
-        os.close(fd)
-        self._end += 1
-        return name
-
-    def release(self, told: Any) -> None:
-        """A consumer has done with it."""
-        if self._way == "memcpy":
-            self._free += told
-        elif self._warehouse is not None:
-            self._warehouse.release(told[1])
-
-    def server_cpu_s(self) -> float:
-        """Processor time of the server, or of the pool's master, in seconds."""
-        pid = self._server.pid if self._server is not None else self.master.pid if self._way == "mooncake" else None
-        return 0.0 if pid is None else sum(psutil.Process(pid).cpu_times()[:2])
-
-    def close(self) -> None:
-        for name in self._free:
-            os.unlink(name)
-        if self._server is not None:
-            self._server.kill()
-            self._server.communicate()
-        if self._warehouse is not None:
-            self._warehouse.close()
-
-
-def produce(way: str, number: int, size: tuple[int, bool, int], pipes: Any, shared: tuple[Any, Any]) -> None:
-    """A process: ``count`` rollouts in turn to its consumers, each of which says when it has done with one."""
-    (tokens, routed, count), (begin, cpu) = size, shared
-    producer = Producer(way, number, tokens, routed=routed)
-    used: dict[Any, float] = {}
-    under_way: list[tuple[Any, Any]] = []
-
-    def finish() -> None:
-        pipe, told = under_way.pop(0)
-        used[pipe] = pipe.recv()
-        producer.release(told)
-
-    def total() -> float:
-        return sum(used.values()) + time.process_time() + producer.server_cpu_s()
-
-    def run(many: int) -> None:
-        for i in range(many // PORTION):
-            if len(under_way) == WINDOW // PRODUCERS // PORTION:
-                finish()
-            told, pipe = producer.put(), pipes[i % len(pipes)]
-            if isinstance(told, bytes):
-                pipe.send_bytes(told)
-                told = None
-            else:
-                pipe.send(told)
-            under_way.append((pipe, told))
-        while under_way:
-            finish()
-
-    run(WINDOW)  # warm
-    begin.wait()
-    before = total()
-    run(count)
-    with cpu.get_lock():
-        cpu.value += total() - before
-    begin.wait()
-    producer.close()
-    for pipe in pipes:
-        pipe.close()
-
-
-def consume(way: str, tokens: int, routed: bool, pipe: Any) -> None:
-    """A process: has the columns of each rollout that it is told of, until nobody tells it of more."""
-    reader, warm = None, None
-    while True:
-        try:
-            told = pipe.recv_bytes() if way == "whole shards" else pipe.recv()
-        except EOFError:
-            return
-        if way == "memcpy":
-            for name in told:
-                with open(name, "rb") as file:
-                    view = np.frombuffer(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ), np.uint8)
-                warm = np.empty_like(view) if warm is None else warm
-                np.copyto(warm, view)
-        elif way == "whole shards":
-            assert decode_shard(told).micro_batches[-1].token_ids[-1] >= 0
-        else:
-            location, places = told
-            reader = reader or BlockReader(location, Path("/nowhere"))
-            reader.prepare(places)
-            for place in places:
-                try:
-                    block = reader.read(place)
-                except OSError as error:
-                    raise SystemExit(f"{way}: {reader.problems}") from error
-                assert len(decode_columns(block)[1]["token_ids"]) == tokens
-        pipe.send(time.process_time())
-
-
-def measure(way: str, tokens: int, count: int, *, routed: bool) -> tuple[float, float]:
-    """Seconds, and seconds of processors, for ``count`` rollouts."""
-    context = mp.get_context("spawn")
-    begin, cpu, processes = context.Barrier(PRODUCERS + 1), context.Value("d", 0.0), []
-    for number in range(PRODUCERS):
-        ends = []
-        for _ in range(CONSUMERS // PRODUCERS):
-            ours, theirs = context.Pipe()
-            processes.append(context.Process(target=consume, args=(way, tokens, routed, theirs)))
-            processes[-1].start()
-            theirs.close()
-            ends.append(ours)
-        arguments = (way, number + 1, (tokens, routed, count // PRODUCERS), ends, (begin, cpu))
-        processes.append(context.Process(target=produce, args=arguments))
-        processes[-1].start()
-        for end in ends:
-            end.close()
-    begin.wait(120)
-    began = time.monotonic()
-    begin.wait(300)
-    seconds = time.monotonic() - began
-    for process in processes:
-        process.join(30)
-    return seconds, cpu.value
-
-
-def measure_peers(python: str, backend: str, rounds: int) -> dict[tuple[int, bool], list[tuple[float, float]]]:
-    """Seconds and seconds of processors of each round, by size; empty, and said why, where it does not run."""
-    sizes = [[tokens, routed, count] for (tokens, routed), count in SIZES.items()]
-    work = {"producers": PRODUCERS, "consumers": CONSUMERS, "window": WINDOW, "rounds": rounds, "sizes": sizes}
-    script = ROOT / "bench/peers/with_transfer_queue.py"
-    command = [python, str(script), "--backend", backend, "--work", json.dumps(work)]
-    with contextlib.ExitStack() as stack:
-        if backend == "MooncakeStore":
-            (port,) = choose_blocks([2], first=21000, last=29999, host="127.0.0.1")
-            stack.callback(PoolMaster(Pool("127.0.0.1", port, "tcp")).close)
-            command += ["--master", f"127.0.0.1:{port}"]
-        log = stack.enter_context(tempfile.TemporaryFile("w+"))
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True)
-        try:
-            out, _ = process.communicate(timeout=PEER_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            out, _ = process.communicate()
-        if process.returncode:
-            log.seek(0)
-            print(f"TransferQueue with {backend} ended with {process.returncode}:\n{log.read()[-2000:]}", flush=True)
-    found: dict[tuple[int, bool], list[tuple[float, float]]] = {}
-    for line in out.splitlines():
-        if line.startswith("{"):
-            each = json.loads(line)
-            found.setdefault((each["tokens"], each["routes"]), []).append((each["wall_s"], each["cpu_s"]))
-    return found
+def fetched(rounds: int) -> list[dict[str, Any]]:
+    """A row a size and a number of ranks, with and without sharing."""
+    rows = []
+    print(f"{'tokens':>7} {'routes':>6} {'ranks':>5} {'how':>16} {'GB by wire':>10} {'seconds':>8} {'CPU s':>6}")
+    for (tokens, routed), count in FETCHED.items():
+        for ranks in RANKS:
+            row: dict[str, Any] = {"tokens": tokens, "routes": routed, "rollouts": count, "ranks": ranks}
+            for how in ("each for itself", "shared"):
+                row[how] = measure_shared(tokens, count, ranks, rounds, routed=routed, shared=how == "shared")
+                shown = f"{1e-9 * row[how]['wire_bytes']:10.3f} {row[how]['wall_s']:8.3f} {row[how]['cpu_s']:6.2f}"
+                print(f"{tokens:>7} {routed!s:>6} {ranks:>5} {how:>16} {shown}", flush=True)
+            rows.append(row)
+    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=2, help="of which the best counts")
     parser.add_argument("--transfer-queue", metavar="PYTHON", help="interpreter of an environment that has it")
+    parser.add_argument("--shared-fetch", action="store_true", help="only that part, and write nothing")
     arguments = parser.parse_args()
     os.environ[MARK] = "1"
-    rows = []
-    print(f"{'tokens':>7} {'routes':>6} {'way':>28} {'GB/s':>7} {'rollouts/s':>10} {'GB/s of a CPU':>13}")
+    if arguments.shared_fetch:
+        fetched(arguments.rounds)
+        return
     with OtherLoad(MARK) as load:
-        peers = {}
-        if arguments.transfer_queue:
-            peers = {
-                way: measure_peers(arguments.transfer_queue, name, arguments.rounds) for name, way in PEERS.items()
-            }
-        for (tokens, routed), count in SIZES.items():
-            size = sum(memoryview(piece).nbytes for piece in encode_columns(b"", columns(tokens, routed=routed)))
-            found = {way: measured[tokens, routed] for way, measured in peers.items() if (tokens, routed) in measured}
-            for _ in range(arguments.rounds):
-                for way in WAYS:
-                    found.setdefault(way, []).append(measure(way, tokens, count, routed=routed))
-            row: dict[str, Any] = {"tokens": tokens, "routes": routed, "rollout_bytes": size, "rollouts": count}
-            for way, measured in found.items():
-                wall_s, cpu_s = (min(each) for each in zip(*measured, strict=True))
-                gigabytes = 1e-9 * size * count
-                row[way] = {"gb_s": gigabytes / wall_s, "rollouts_s": count / wall_s, "gb_cpu_s": gigabytes / cpu_s}
-                shown = f"{row[way]['gb_s']:7.2f} {row[way]['rollouts_s']:10.0f} {row[way]['gb_cpu_s']:12.2f}"
-                print(f"{tokens:>7} {routed!s:>6} {way:>28} {shown}", flush=True)
-            rows.append(row)
-    result: dict[str, Any] = {"rows": rows, "other_load": load.share}
+        rows = carried(arguments)
+        shared = fetched(arguments.rounds)
+    result: dict[str, Any] = {"rows": rows, "shared_fetch": shared, "other_load": load.share}
     for unit in ("gb_s", "gb_cpu_s"):
         result[f"embedded_to_memcpy_{unit}"] = [row["embedded"][unit] / row["memcpy"][unit] for row in rows]
         for ours, theirs in (("embedded", "SimpleStorage"), ("mooncake", "MooncakeStore")):

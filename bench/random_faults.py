@@ -33,7 +33,8 @@ from typing import Any
 import psutil
 from fault_trials.places import Lab, Skew, SlurmLab, Switches, laboratory, processes
 from fault_trials.policies import FLOOR_S, LOCAL, SLURM, Fault
-from fault_trials.trial import LIMIT_S, Trial, ready_for_fault, status, wait_for
+from fault_trials.trial import Trial
+from fault_trials.watching import LIMIT_S, ready_for_fault, status, wait_for
 from harness import ROOT, record, scratch, warmup
 from lab import SMALL_RUN
 from start_models import SMALL_MODEL

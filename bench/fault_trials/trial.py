@@ -11,30 +11,16 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from fault_trials.places import Lab, SlurmLab, Switches, processes, rank_number
+from fault_trials.places import Lab, SlurmLab, Switches, processes
 from fault_trials.policies import Fault, expected_outcomes
-from hpcrl.checkpoints import CheckpointLedger
+from fault_trials.watching import ENDED, NOTICED, OVER, is_end, is_rank, status, wait_for
 from hpcrl.runs.events import Event, read_events
 from hpcrl.runs.metrics import read_metrics
 from hpcrl.runs.record import RunRecord
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ComponentStatus, RunState, RunStatus
 
-__all__ = ["OVER", "Trial", "ready_for_fault", "status", "wait_for"]
-
-OVER = ("COMPLETED", "FAILED", "LOST", "CANCELLED")
-ENDED = (*OVER, "refused")
-#: events by which somebody notices a fault
-NOTICED = (
-    "component.hung",
-    "component.restarting",
-    "guard.supervisor_lost",
-    "supervisor.warned",
-    "reports.caught_up",
-    "trainer.checkpoint_failed",
-)
-LIMIT_S = 300.0
-"""Longest wait for any one consequence."""
+__all__ = ["Trial"]
 
 
 class Target(NamedTuple):
@@ -288,43 +274,3 @@ class Trial:
 def find(now: RunStatus, target: Target) -> ComponentStatus:
     """The component that was hit."""
     return next(c for c in now.components if (c.role, c.replica) == (target.role, target.replica))
-
-
-def is_end(event: Event) -> bool:
-    """Whether an event says that something ended which was not to."""
-    if event.kind == "component.state":
-        return bool(event.data["state"] == "FAILED")
-    return event.kind == "run.state" and event.data["state"] == "STOPPING"
-
-
-def is_rank(process: psutil.Process) -> bool:
-    """Whether it is a worker of the trainer, not its launcher."""
-    return rank_number(process) is not None
-
-
-def status(run: RunDir) -> RunStatus:
-    """What the supervisor says."""
-    found = RunStatus.read(run)
-    assert found is not None
-    return found
-
-
-def wait_for(probe: Callable[[], Any], limit_s: float = LIMIT_S) -> Any:
-    """Poll until ``probe`` gives something; None where it does not in time."""
-    deadline = time.monotonic() + limit_s
-    while not (value := probe()):
-        if time.monotonic() > deadline:
-            return None
-        time.sleep(0.25)
-    return value
-
-
-def ready_for_fault(run: RunDir) -> bool:
-    """Running, with steps and a checkpoint of its own: a failure before that is rightly not retried."""
-    now = status(run)
-    started = read_events(run, attempt=now.attempt, kind="attempt.started")
-    if now.state is not RunState.RUNNING or not started or any(c.state != "READY" for c in now.components):
-        return False
-    began_at = started[0].data["checkpoint_step"] or 0
-    steps = [s.step for s in read_metrics(run) if s.attempt == now.attempt]
-    return len(steps) > 3 and max(CheckpointLedger(run.checkpoints_dir).steps(), default=0) > began_at

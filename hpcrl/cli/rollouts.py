@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from hpcrl.dock.ledger.replay import Held
     from hpcrl.runs.rundir import RunDir
+    from hpcrl.runs.views.rollout_export import RoutedLayout
     from hpcrl.runs.views.rollouts import RolloutItem
 
 __all__ = ["register"]
@@ -295,7 +296,7 @@ def rollouts_export(
 ) -> None:
     """Write rollouts into a file: JSON lines, or Parquet (with pyarrow). Tokens are in it where they are still kept."""
     from hpcrl.errors import UsageError
-    from hpcrl.runs.views.rollout_export import export_row, json_pieces
+    from hpcrl.runs.views.rollout_export import export_row, json_pieces, routed_layout
     from hpcrl.runs.views.rollouts import read_ledger, rollout_items
 
     if form is None:
@@ -313,11 +314,11 @@ def rollouts_export(
                 stream.writelines(json_pieces(row))
                 stream.write("\n")
     else:
-        _parquet_writer()(output, rows)
+        _parquet_writer()(output, rows, routed_layout(found, chosen))
     typer.echo(f"{len(chosen):,} rollouts in {output}", err=True)
 
 
-def _parquet_writer() -> Callable[[Path, Iterable[dict[str, Any]]], None]:
+def _parquet_writer() -> Callable[[Path, Iterable[dict[str, Any]], RoutedLayout | None], None]:
     from hpcrl.errors import UsageError
 
     try:

@@ -276,17 +276,24 @@ def add_routed(run: RunDir, shapes: list[tuple[int, int, int]]) -> list[NDArray[
 def test_export_has_routed_experts(
     tmp_path: Path, run: RunDir, rollouts: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    added = add_routed(run, [(40, 3, 2), (30, 3, 2), (4, 3, 2), (1, 3, 2)])
+    added = add_routed(run, [(40, 3, 2), (30, 3, 2), (4, 4, 2), (1, 3, 3)])
     # some rows a group, some by themselves; some arrays in one piece, some in several
     monkeypatch.setattr(rollout_parquet, "_GROUP_BYTES", 1200)
     monkeypatch.setattr(rollout_export, "_JSON_NUMBERS", 7)
     lines, table = tmp_path / "out.jsonl", tmp_path / "out.parquet"
     rollouts("export", "--output", str(lines))
     rollouts("export", "--output", str(table))
+    routed = pq.read_schema(table).field("routed_experts").type
+    assert [each.name for each in routed] == ["layer_0", "layer_1", "layer_2", "layer_3"]
+    assert str(routed.field(0).type.value_type.value_type) == "uint16"
     from_json = {row["id"]: row for row in map(json.loads, lines.read_text().splitlines())}
     from_parquet = {row["id"]: row for row in pq.read_table(table).to_pylist()}
     assert list(from_json) == list(from_parquet)
     assert len(from_json) == 13
+    for row in from_parquet.values():
+        if (layers := row["routed_experts"]) is not None:
+            known = [each for each in layers.values() if each is not None]
+            row["routed_experts"] = [list(token) for token in zip(*known, strict=True)]
     assert 1 < pq.ParquetFile(table).num_row_groups < 13
     for group, experts in enumerate(added, 5):
         shown = json.loads(rollouts("show", f"{group}/0", "--json")[0])
@@ -335,6 +342,10 @@ def test_memory_of_an_export_does_not_grow_with_it(tmp_path: Path, run: RunDir, 
     # as lists of Python's this is 0.7 GiB (export), and 0.2 GiB (show)
     add_routed(run, [(16384, 64, 8)] if how == "show" else [(2048, 64, 8)] * 32)
     assert peak(5) - base < (160 << 20)
+    if how == "parquet":
+        (large,) = add_routed(run, [(65536, 78, 8)])
+        # itself, a copy with the layers one behind the other, and what Parquet's writer has of one of them
+        assert peak(6) - base < 2 * large.nbytes + (64 << 20)
 
 
 def test_a_run_without_a_ledger_says_so(run: RunDir, rollouts: Command) -> None:

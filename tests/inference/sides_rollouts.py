@@ -117,7 +117,7 @@ async def _rollout(
         if interval is not None:
             params = replace(params, stream_interval=interval)
         generation = await pool._ask(pool.front, PartialGeneration(text, params), "1", "rows")
-        text = [*text, *generation.token_ids]
+        text = [*text, *generation.token_ids.tolist()]
         assert generation.experts is not None
         rows.add(len(text) - 1, generation.experts, opening=None if turn else (1, opening))
         if turn < TURNS - 1:

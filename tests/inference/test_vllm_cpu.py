@@ -284,7 +284,7 @@ def test_rows_of_two_turns_join(server: Server, tmp_path: Path) -> None:
                 answer = await client.generate(
                     sequence, params, cache_salt="10", session_id=f"s-{seed}", timeout_s=300.0
                 )
-                sequence += answer.token_ids
+                sequence += answer.token_ids.tolist()
                 assert answer.experts is not None
                 assert answer.experts.shape[1:] == (2, 2)
                 rows.add(len(sequence) - 1, answer.experts)

@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 
 BENCH = Path(__file__).parents[2] / "bench"
-HELPERS = {"harness", "vllm_lab", "planner_memory_worker", "adversary_stranger", "stand_in_engine"}
+HELPERS = {
+    "harness",
+    "vllm_lab",
+    "planner_memory_worker",
+    "adversary_stranger",
+    "stand_in_engine",
+    "colocated_schedules",
+}
 PROGRAMS = sorted(path.stem for path in BENCH.glob("*.py") if path.stem not in HELPERS)
 #: One process asks all: each for itself would import torch again, a minute of a processor in all.
 ASK = """

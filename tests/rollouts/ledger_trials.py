@@ -12,6 +12,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,17 +21,15 @@ from pathlib import Path
 from typing import Any
 
 from free_ports import free_blocks, free_port
-from handoff_lab import model_directory, publish
 from harness import WORDS, make_run
+from ledger_ranks import CALLS, DEADLINE_S, RankFiles, follow, lead
 from stub_engine import StubEngine, coin, several_turns
 
 from hpcrl import procfs
-from hpcrl.checkpoints import CheckpointLedger, CheckpointWriter
+from hpcrl.checkpoints import CheckpointLedger
 from hpcrl.checkpoints.restore import RestoreDecision
-from hpcrl.dock.client import DockClient
 from hpcrl.dock.ledger.entries import read_entries
 from hpcrl.dock.ledger.replay import Replay, State
-from hpcrl.dock.warehouse import reading
 from hpcrl.rollouts import process
 from hpcrl.rollouts.batches import warehouse
 from hpcrl.rollouts.engines import pool as engine_pool
@@ -39,14 +38,18 @@ from hpcrl.rollouts.weights import updates as weight_updates
 from hpcrl.runs.role import Endpoints, RoleContext, restore_path
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.views.rollouts import verify_rollouts
-from hpcrl.weights import HandoffStore, HandoffWriter
 
-BOUND, SAVE_EVERY = 3, 3
-KINDS = ("run", "orchestrator", "rank", "engine", "warehouse")
-"""What is killed. The first three end an attempt: without a rank of the trainer the supervisor ends the orchestrator,
-in order; without an orchestrator a trainer goes on for a while. An engine comes back, and the attempt goes on, as it
-does where the warehouse loses its server, all of its files, or the content of some."""
-_DEADLINE_S = 60.0
+BOUND = 3
+KINDS = {
+    "embedded": ("run", "orchestrator", "rank", "lock", "engine", "warehouse"),
+    "mooncake": ("run", "orchestrator", "rank", "engine", "master"),
+}
+"""What is killed, by the backend of the warehouse. Without a rank of the trainer the supervisor ends the orchestrator,
+in order; without an orchestrator a trainer goes on for a while. ``lock`` is the rank that holds the lock of a block
+which the other one of its node wants, too, and gets before the attempt ends. Behind these an attempt is over. An engine
+comes back, and the attempt goes on, as it does where the warehouse loses its server, all files, or the content of
+some, and where a pool of Mooncake's loses its master (its memory is the orchestrator's)."""
+_GOES_ON = ("engine", "warehouse", "master")
 _TOOLS = {"name": "tools", "kind": "calculator", "max_turns": 8}
 CHANGES: dict[str, Any] = {
     "rollouts": {"max_off_policy_steps": BOUND},
@@ -55,11 +58,12 @@ CHANGES: dict[str, Any] = {
 }
 
 
-def new_run(path: Path) -> RunDir:
+def new_run(path: Path, backend: str = "embedded") -> RunDir:
     """A run without an attempt that has begun."""
     memory = path / "memory"
     memory.mkdir(parents=True)
-    rollouts = {**CHANGES["rollouts"], "warehouse": {"directory": str(memory), "limit_gib": 0.1}}
+    warehouse = {"backend": backend, "directory": str(memory), "limit_gib": 0.1}
+    rollouts = {**CHANGES["rollouts"], "warehouse": warehouse}
     return make_run(path, **{**CHANGES, "rollouts": rollouts})
 
 
@@ -95,41 +99,12 @@ def _orchestrator(run: RunDir) -> None:
     process.main(RoleContext(run, attempt=run.attempts()[-1], role="orchestrator", replica=0, rank=0))
 
 
-def _trainer(run: RunDir, url: str, step: int) -> None:
-    attempt, store = run.attempts()[-1], HandoffStore(run.weights_dir)
-    if attempt % 2:  # on another node
-        reading._is_here = lambda directory: False
-    context = RoleContext(run, attempt=attempt, role="trainer", replica=0, rank=0)
-    client = DockClient(url, credentials=context.credentials, wait_timeout_s=_DEADLINE_S, connect_timeout_s=20.0)
-    weights = HandoffWriter.claim(store.root, attempt)
-    checkpoints = CheckpointWriter.claim(run.checkpoints_dir, attempt)
-
-    def published(version: int) -> None:
-        if version not in store.versions():
-            publish(weights, version, model_directory(run.path / "start"), tensors=1, shards=1, words=1)
-        client.published(version)
-
-    with (run.path / "trained.jsonl").open("ab", buffering=0) as trained:
-        published(step)
-        while True:
-            step += 1
-            batch = client.batch(step, rank=0, world_size=1)
-            ids = [list(rollout) for micro in batch.micro_batches for rollout in micro.rollouts]
-            told = {"recalled": batch.stats.rollouts["turns_recalled"], "sources": dict(client.sources)}
-            client.sources.clear()
-            trained.write(json.dumps({"step": step, "rollouts": ids, **told}).encode() + b"\n")
-            published(step)
-            if step % SAVE_EVERY == 0:
-                state = client.snapshot(step)
-                checkpoints.stage(step)
-                checkpoints.commit(step=step, world_size=1, files={}, orchestrator_state=state, started_at_s=0.0)
-
-
 class Attempt:
     """The processes of one attempt."""
 
-    def __init__(self, run: RunDir, seed: int) -> None:
-        self.run, self._seed, self._port = run, seed, free_port()
+    def __init__(self, run: RunDir, seed: int, *, far: bool) -> None:
+        """Begin; ``far``: the trainer is on another node than the orchestrator, and two ranks of it share rollouts."""
+        self.run, self.far, self._seed, self._port = run, far, seed, free_port()
         url, attempt = f"http://127.0.0.1:{free_blocks([3])[0]}", run.attempts()[-1]
         newest = CheckpointLedger(run.checkpoints_dir).newest_verified().entry
         step = None if newest is None else newest.step
@@ -137,6 +112,7 @@ class Attempt:
         decision = RestoreDecision(step=step, verified="content", seconds=0.0, skipped=[])
         decision.write(restore_path(run, attempt))
         self._path, self._lost = run.path / "trained.jsonl", seed
+        self.held = False
         # before anybody begins: the ledger says at once that later steps are undone
         with self._path.open("ab", buffering=0) as told:
             told.write(json.dumps({"restored": step or 0}).encode() + b"\n")
@@ -144,8 +120,27 @@ class Attempt:
         self._children = {
             "engine": self._start_engine(),
             "orchestrator": _fork(lambda: _orchestrator(run)),
-            "trainer": _fork(lambda: _trainer(run, url, step or 0)),
         }
+        self._start_ranks(url, step or 0)
+
+    def _start_ranks(self, url: str, step: int) -> None:
+        if not self.far:
+            self._children["trainer"] = _fork(lambda: lead(self.run, url, step, far=False, other=None))
+            return
+        ends = socket.socketpair()
+
+        def leading() -> None:
+            ends[1].close()
+            lead(self.run, url, step, far=True, other=ends[0])
+
+        def following() -> None:
+            ends[0].close()
+            follow(self.run, url, step, leader=ends[1])
+
+        self._step = step
+        self._children |= {"trainer": _fork(leading), "sister": _fork(following)}
+        for end in ends:
+            end.close()
 
     def _start_engine(self) -> int:
         return _fork(lambda: asyncio.run(_engine(self._port, self._seed)))
@@ -159,7 +154,7 @@ class Attempt:
 
     def train(self, steps: int) -> None:
         """Wait until it has trained so many more steps."""
-        steps, deadline = self._trained() + steps, time.monotonic() + _DEADLINE_S
+        steps, deadline = self._trained() + steps, time.monotonic() + DEADLINE_S
         while self._trained() < steps:
             for name, child in self._children.items():
                 if os.waitpid(child, os.WNOHANG)[0]:
@@ -168,7 +163,7 @@ class Attempt:
                     raise AssertionError(f"the {name} ended by itself")
             if time.monotonic() > deadline:
                 self.kill(*self._children)
-                raise AssertionError(f"an attempt did not train {steps} steps within {_DEADLINE_S:g} s")
+                raise AssertionError(f"an attempt did not train {steps} steps within {DEADLINE_S:g} s")
             time.sleep(0.002)
 
     def kill(self, *names: str) -> None:
@@ -189,14 +184,17 @@ class Attempt:
         if kind == "warehouse":
             self._lose_warehouse()
             return False
+        if kind == "master":
+            self._wait(lambda: self._kill_below("mooncake_master"), "there was no master")
+            return False
         if kind == "orchestrator":
             self.kill("orchestrator")
             time.sleep(rest_s)
-        elif kind == "rank":
-            self.kill("trainer")
+        elif kind in ("rank", "lock"):
+            self.kill("trainer") if kind == "rank" else self._lose_holder()
             child = self._children.pop("orchestrator")
             os.kill(child, signal.SIGTERM)
-            deadline = time.monotonic() + _DEADLINE_S
+            deadline = time.monotonic() + DEADLINE_S
             while not os.waitpid(child, os.WNOHANG)[0]:
                 if time.monotonic() > deadline:
                     os.kill(child, signal.SIGKILL)
@@ -207,14 +205,51 @@ class Attempt:
         self.kill(*self._children)
         return True
 
+    def _lose_holder(self) -> None:
+        """A rank dies with the lock of a block, and the other one of its node goes on without it."""
+        rng = random.Random(self._seed)
+        names = ["trainer", "sister"]
+        rng.shuffle(names)
+        (victim, files), (_, others) = ((name, RankFiles.of(self.run, name)) for name in names)
+        written = files.die.with_suffix(".new")
+        written.write_text(str(rng.randint(0, CALLS)))
+        written.rename(files.die)
+        child = self._children[victim]
+        self._wait(lambda: bool(os.waitpid(child, os.WNOHANG)[0]), f"the {victim} did not take a lock")
+        del self._children[victim]
+        self.held = files.held.read_bytes()[-1:] == b"+"
+        wanted = self._fetched(files) + 1
+        self._wait(lambda: self._fetched(others) >= wanted, f"nobody took over step {wanted} from the {victim}")
+
+    def _fetched(self, files: RankFiles) -> int:
+        """The last step whose batch a rank has."""
+        lines = files.fetched.read_bytes().split(b"\n")[:-1] if files.fetched.exists() else []
+        return int(lines[-1]) if lines else self._step
+
+    def _wait(self, holds: Callable[[], bool], otherwise: str) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not holds():
+            if time.monotonic() > deadline:
+                self.kill(*self._children)
+                raise AssertionError(f"{otherwise} within {DEADLINE_S:g} s")
+            time.sleep(0.002)
+
+    def _kill_below(self, program: str) -> bool:
+        """A process of the orchestrator by its program, or a module of Python; False where there is none now."""
+        for child in procfs.descendants(self._children["orchestrator"]):
+            with suppress(OSError):  # it may end while it is looked at
+                words = Path(f"/proc/{child.pid}/cmdline").read_bytes().decode().split("\0")
+                if words[0].endswith(program) or program in words[1:4]:
+                    os.kill(child.pid, signal.SIGKILL)
+                    return True
+        return False
+
     def _lose_warehouse(self) -> None:
         """Its server, all of its files, or the content of each second one."""
         what, rng = self._lost % 3, random.Random(self._seed)
         self._lost += 1
         if what == 0:
-            for process in procfs.descendants(self._children["orchestrator"]):
-                if b"hpcrl.dock.warehouse.server" in Path(f"/proc/{process.pid}/cmdline").read_bytes():
-                    os.kill(process.pid, signal.SIGKILL)
+            self._kill_below("hpcrl.dock.warehouse.server")
             return
         for directory in (self.run.path.parent / "memory").iterdir():
             if what == 1:
@@ -296,29 +331,37 @@ def _turns_recalled(run: RunDir) -> int:
     return count
 
 
-def run_trials(path: Path, kills: int, seed: int, kinds: Sequence[str] = KINDS) -> dict[str, int]:
+def run_trials(
+    path: Path, kills: int, seed: int, kinds: Sequence[str] = (), backend: str = "embedded"
+) -> dict[str, int]:
     """Kill a run so many times; returns what it came to, with ``problems`` after all kills."""
-    rng, run, counts = random.Random(seed), new_run(path), Counter[str]()
+    rng, run, counts = random.Random(seed), new_run(path, backend), Counter[str]()
+    kinds = kinds or KINDS[backend]
     attempt: Attempt | None = None
     try:
         for number in range(kills):
             kind = kinds[(seed + number) % len(kinds)]
+            if attempt is not None and kind == "lock" and not attempt.far:
+                attempt.lose("run", rest_s=0.0)
+                attempt = None
             if attempt is None:
                 if number:
                     run.start_attempt()
-                attempt = Attempt(run, seed + number)
+                far = backend == "embedded" and (kind == "lock" or run.attempts()[-1] % 2 == 1)
+                attempt = Attempt(run, seed + number, far=far)
             # now and then before its first step: while it starts, restores, or rolls out for the first time
-            early = kind not in ("engine", "warehouse") and rng.random() < 0.25
+            early = kind not in _GOES_ON and rng.random() < 0.25
             attempt.train(0 if early else rng.randint(1, 4))
             time.sleep(rng.uniform(0.0, 0.6 if early else 0.1))
             over = attempt.lose(kind, rest_s=rng.uniform(0.0, 0.2))
             found = problems_of(run) if over else attempt.stopped(lambda: problems_of(run))
-            attempt = None if over else attempt
             for problem in found:
                 print(f"seed {seed}, kill {number} ({kind}): {problem}", flush=True)
             counts["kills"] += 1
             counts[f"kills: {kind}"] += 1
+            counts["died with a lock"] += attempt.held
             counts["problems"] += len(found)
+            attempt = None if over else attempt
     finally:
         if attempt is not None:
             with suppress(ProcessLookupError):

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import yaml
 from harness import Loop, make_recipe, make_run, running
@@ -74,7 +75,8 @@ class Pool:
         finally:
             if answer in self.waiting:
                 self.waiting.remove(answer)
-        return Generation(token_ids=[7, 2], logprobs=[-0.5, -0.5], versions=[version, version], finish_reason="stop")
+        ids, logprobs = np.array([7, 2], np.int32), np.array([-0.5, -0.5], np.float32)
+        return Generation(ids, logprobs, np.full(2, version, np.int32), "stop")
 
 
 TRANSCRIPT: Any = SimpleNamespace(opening=lambda messages: [7, 8], text=lambda tokens: "x", eos_token_id=2)

@@ -196,8 +196,11 @@ class StubDock:
         if step == self.hold_step:
             threading.Event().wait(0.2)
             return 204, b""
-        shard = self.shard(step, rank, world_size)
-        return 200, encode_shard(shard)
+        return 200, self.encoded(step, rank, world_size)
+
+    def encoded(self, step: int, rank: int, world_size: int) -> bytes:
+        """What a rank is sent."""
+        return encode_shard(self.shard(step, rank, world_size))
 
     def shard(self, step: int, rank: int, world_size: int) -> BatchShard:
         """What a rank is given."""

@@ -18,11 +18,12 @@ from numpy.typing import NDArray
 from hpcrl.errors import HpcrlError
 from hpcrl.rollouts.engines.sse import Pieces
 from hpcrl.rollouts.sampling.routed_experts import read_rows
+from hpcrl.rollouts.sampling.sequence import TokenSequence
 from hpcrl.rows_reference import RowsReference
 
 __all__ = ["AnswerPart", "AnswerReader", "EngineError", "EngineProtocolError", "Generation", "OnPart", "SamplingParams"]
 
-OnPart = Callable[[list[int], list[float], NDArray[Any] | None], None]
+OnPart = Callable[[NDArray[np.int32], NDArray[np.float32], NDArray[Any] | None], None]
 """Told of tokens, log-probabilities, and rows of experts where these come in parts, too."""
 
 
@@ -150,8 +151,8 @@ class AnswerPart(NamedTuple):
         Where its rows are, as long as they were not fetched.
     """
 
-    token_ids: list[int]
-    logprobs: list[float]
+    token_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
     rows: NDArray[Any] | None
     finish_reason: str | None = None
     versions: list[_Span] | None = None
@@ -161,7 +162,7 @@ class AnswerPart(NamedTuple):
 
 
 class Generation(msgspec.Struct, frozen=True):
-    """Sampled tokens; the lists have the same length.
+    """Sampled tokens; the arrays have the same length.
 
     Attributes
     ----------
@@ -174,9 +175,9 @@ class Generation(msgspec.Struct, frozen=True):
         What the engine calls the request.
     """
 
-    token_ids: list[int]
-    logprobs: list[float]
-    versions: list[int]
+    token_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    versions: NDArray[np.int32]
     finish_reason: str
     experts: NDArray[Any] | None = None
     request_id: str = ""
@@ -184,6 +185,7 @@ class Generation(msgspec.Struct, frozen=True):
 
 _decoder = msgspec.json.Decoder(_Event)
 _framed_decoder = msgspec.msgpack.Decoder(_FramedEvent)
+_NO_IDS, _NO_LOGPROBS = np.empty(0, np.int32), np.empty(0, np.float32)
 _PIECE = 1 << 18
 
 
@@ -225,8 +227,7 @@ class AnswerReader:
         """
         self._engine, self._prompt_length, self._on_part = engine, prompt_length, on_part
         self._experts_start = params.routed_experts_prompt_start
-        self._token_ids: list[int] = []
-        self._logprobs: list[float] = []
+        self._tokens, self._scored, self._complete = TokenSequence(), 0, True
         self._experts: list[NDArray[Any]] = []
         self._lost = False
         self._last: AnswerPart | None = None
@@ -245,21 +246,22 @@ class AnswerReader:
             if isinstance(data, memoryview):
                 return self._framed(data)
             return self._text(data.joined() if isinstance(data, Pieces) else data)
-        except (msgspec.DecodeError, ValueError) as error:
+        except (msgspec.DecodeError, ValueError, OverflowError) as error:
             raise EngineProtocolError(f"{self._engine}: an answer cannot be read: {error}") from error
 
     def _text(self, data: bytes | memoryview) -> AnswerPart:
         event = _decoder.decode(data)
         if event.error is not None:
-            return AnswerPart([], [], None, error=event.error)
+            return AnswerPart(_NO_IDS, _NO_LOGPROBS, None, error=event.error)
         (choice,) = event.choices
+        scores = (choice.logprobs.content if choice.logprobs else None) or []
         rows: NDArray[Any] | RowsReference | None = None
         if self._experts_start is not msgspec.UNSET:
             rows = _rows_of(choice.routed_experts)
         kept = rows if isinstance(rows, RowsReference) else None
         return AnswerPart(
-            token_ids=choice.token_ids or [],
-            logprobs=[token.logprob for token in (choice.logprobs.content if choice.logprobs else None) or []],
+            token_ids=np.array(choice.token_ids or [], np.int32),
+            logprobs=np.array([token.logprob for token in scores], np.float32),
             rows=None if isinstance(rows, RowsReference) else rows,
             kept=kept,
             finish_reason=choice.finish_reason,
@@ -270,12 +272,12 @@ class AnswerReader:
     def _framed(self, data: memoryview) -> AnswerPart:
         event = _framed_decoder.decode(data)
         if event.error is not None:
-            return AnswerPart([], [], None, error=event.error)
+            return AnswerPart(_NO_IDS, _NO_LOGPROBS, None, error=event.error)
         (choice,) = event.choices
         rows = None if self._experts_start is msgspec.UNSET else choice.routed_experts
         return AnswerPart(
-            token_ids=np.frombuffer(choice.token_ids or b"", "<i4").tolist(),
-            logprobs=np.frombuffer(choice.logprobs or b"", "<f8").tolist(),
+            token_ids=np.frombuffer(choice.token_ids or b"", "<i4"),
+            logprobs=np.frombuffer(choice.logprobs or b"", "<f8").astype(np.float32),
             rows=None if rows is None else read_rows(rows),
             finish_reason=choice.finish_reason,
             versions=choice.weight_versions,
@@ -294,14 +296,16 @@ class AnswerReader:
         """
         if part.error is not None:
             raise EngineError(f"{self._engine}: the engine ended a request with {part.error}")
-        self._token_ids += part.token_ids
-        self._logprobs += part.logprobs
+        complete = len(part.logprobs) == len(part.token_ids)
+        # of an answer with a part that has not all of them there is nothing but an error
+        self._tokens.append_sampled(part.token_ids, part.logprobs if complete else 0.0, 0)
+        self._scored, self._complete = self._scored + len(part.logprobs), self._complete and complete
         self._lost |= part.kept is not None
         if part.rows is not None:
             self._experts.append(part.rows)
         if part.finish_reason is not None:
             self._last = part
-        elif len(part.logprobs) == len(part.token_ids):
+        elif complete:
             self._on_part(part.token_ids, part.logprobs, None if self._lost else part.rows)
 
     def streamed(self) -> Generation | None:
@@ -318,11 +322,11 @@ class AnswerReader:
         EngineProtocolError
             Counts do not fit each other.
         """
-        token_ids, logprobs = self._token_ids, self._logprobs
+        token_ids, _, logprobs, _ = self._tokens.arrays(len(self._tokens))
         if last.finish_reason not in ("stop", "length"):
             raise EngineError(f"{self._engine}: the engine ended a request with {last.finish_reason!r}")
-        if not token_ids or len(logprobs) != len(token_ids):
-            what = f"{len(token_ids)} tokens with {len(logprobs)} log-probabilities"
+        if not len(token_ids) or not self._complete:
+            what = f"{len(token_ids)} tokens with {self._scored} log-probabilities, not one of each in each part"
             raise EngineProtocolError(f"{self._engine}: an answer has {what}")
         return Generation(
             token_ids=token_ids,
@@ -338,7 +342,7 @@ class AnswerReader:
         start, prompt = self._experts_start, self._prompt_length
         if start is msgspec.UNSET or self._lost:
             return None
-        wanted, found = prompt + len(self._token_ids) - 1 - start, sum(len(rows) for rows in self._experts)
+        wanted, found = prompt + len(self._tokens) - 1 - start, sum(len(rows) for rows in self._experts)
         if found != wanted or len({rows.shape[1:] for rows in self._experts}) != 1:
             # another alignment would give each token the experts of a neighbour
             what = f"{found} rows of experts for {wanted} tokens, from token {start} of {prompt} of the prompt on"
@@ -348,15 +352,17 @@ class AnswerReader:
             )
         return self._experts[0] if len(self._experts) == 1 else np.concatenate(self._experts)
 
-    def _versions(self, spans: list[_Span], count: int) -> list[int]:
-        versions: list[int] = []
+    def _versions(self, spans: list[_Span], count: int) -> NDArray[np.int32]:
+        versions, known = np.empty(count, np.int32), 0
         for span in spans:
             if not span.version.isdecimal():
                 what = f"an answer is of weights {span.version!r}, which it was not given"
                 raise EngineError(f"{self._engine}: {what}", forgot=True)
-            if span.start != len(versions):
+            if span.start != known or not span.start <= span.end <= count:
+                known = -1
                 break
-            versions += [int(span.version)] * (span.end - span.start)
-        if len(versions) != count:
+            versions[known : span.end] = int(span.version)
+            known = span.end
+        if known != count:
             raise EngineProtocolError(f"{self._engine}: version spans {spans} do not cover {count} tokens")
         return versions

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from hpcrl.rollouts.engines.client import Generation, SamplingParams
 from hpcrl.rollouts.engines.prompts import EncodedTokens, PromptTokens
 from hpcrl.rollouts.sampling.seeding import stable_hash
+from hpcrl.rollouts.sampling.sequence import TokenSequence
 
 __all__ = ["PartialGeneration"]
 
@@ -27,8 +28,8 @@ class PartialGeneration:
 
     Attributes
     ----------
-    token_ids, logprobs, versions:
-        What was kept of attempts that failed; of one length.
+    tokens:
+        Those that were kept of attempts that failed.
     experts:
         ``[rows, layers, experts_per_token]``: kept rows, from ``routed_experts_prompt_start`` of the parameters on.
         None where there are none.
@@ -36,11 +37,9 @@ class PartialGeneration:
 
     def __init__(self, prompt: PromptTokens, params: SamplingParams) -> None:
         self._prompt, self._params = prompt, params
-        self.token_ids: list[int] = []
-        self.logprobs: list[float] = []
-        self.versions: list[int] = []
+        self.tokens = TokenSequence()
         self.experts: NDArray[Any] | None = None
-        self._part: list[tuple[list[int], list[float], int]] = []
+        self._part = TokenSequence()
         self._rows: list[NDArray[Any]] = []
         self._served: Callable[[], int] = lambda: 0
         self._version = 0
@@ -55,52 +54,52 @@ class PartialGeneration:
         served:
             Says which version the engine serves.
         """
-        self._part.clear()
+        self._part = TokenSequence()
         self._rows.clear()
         self._served, self._version = served, served()
-        if not self.token_ids:
+        if not len(self.tokens):
             return self._prompt, self._params
-        kept, start = len(self.token_ids), self._next_row()
+        kept, start = len(self.tokens), self._next_row()
         params = msgspec.structs.replace(
             self._params,
             max_tokens=self._params.max_tokens - kept,
             seed=stable_hash("rest of an answer", self._params.seed, kept),
             routed_experts_prompt_start=start,
         )
+        token_ids = self.tokens.arrays(kept)[0].tolist()
         if isinstance(self._prompt, EncodedTokens):
-            return self._prompt.followed_by(self.token_ids), params
-        return [*self._prompt, *self.token_ids], params
+            return self._prompt.followed_by(token_ids), params
+        return [*self._prompt, *token_ids], params
 
-    def receive(self, token_ids: list[int], logprobs: list[float], experts: NDArray[Any] | None = None) -> None:
+    def receive(
+        self, token_ids: NDArray[np.int32], logprobs: NDArray[np.float32], experts: NDArray[Any] | None = None
+    ) -> None:
         """Tokens that arrived before the end of the answer, and rows of experts where they came along."""
-        self._part.append((token_ids, logprobs, self._version))
+        self._part.append_sampled(token_ids, logprobs, self._version)
         if experts is not None:
             self._rows.append(experts)
         self._version = max(self._version, self._served())
 
     def keep(self) -> int:
         """Go on from what arrived in the attempt that has failed; returns how many tokens that is."""
-        before = len(self.token_ids)
-        for token_ids, logprobs, version in self._part:
-            self.token_ids += token_ids
-            self.logprobs += logprobs
-            self.versions += [version] * len(token_ids)
-        self._part.clear()
         # one token at least is asked for: the end of an answer comes with its last token
-        for kept in (self.token_ids, self.logprobs, self.versions):
-            del kept[self._params.max_tokens - 1 :]
+        count = min(len(self._part), self._params.max_tokens - 1 - len(self.tokens))
+        token_ids, _, logprobs, versions = self._part.arrays(count)
+        self.tokens.append_sampled(token_ids, logprobs, versions)
+        self._part = TokenSequence()
         self._keep_experts()
         self._rows.clear()
-        return len(self.token_ids) - before
+        return count
 
     def whole(self, rest: Generation) -> Generation:
         """The answer, of which an engine has sampled the rest."""
-        if not self.token_ids:
+        if not len(self.tokens):
             return rest
+        token_ids, _, logprobs, versions = self.tokens.arrays(len(self.tokens))
         return Generation(
-            token_ids=self.token_ids + rest.token_ids,
-            logprobs=self.logprobs + rest.logprobs,
-            versions=self.versions + rest.versions,
+            token_ids=np.concatenate([token_ids, rest.token_ids]),
+            logprobs=np.concatenate([logprobs, rest.logprobs]),
+            versions=np.concatenate([versions, rest.versions]),
             finish_reason=rest.finish_reason,
             # without those of the rest nobody could say which tokens the kept ones are of
             experts=None if rest.experts is None else _joined([self.experts, rest.experts]),
@@ -116,11 +115,11 @@ class PartialGeneration:
     def _keep_experts(self) -> None:
         """Rows up to the last kept token, which the next engine computes in any case."""
         start = self._params.routed_experts_prompt_start
-        if start is msgspec.UNSET or not self.token_ids:
+        if start is msgspec.UNSET or not len(self.tokens):
             return
         self.experts = _joined([self.experts, *self._rows])
         if self.experts is not None:
-            self.experts = self.experts[: len(self._prompt) + len(self.token_ids) - 1 - start]
+            self.experts = self.experts[: len(self._prompt) + len(self.tokens) - 1 - start]
 
 
 def _joined(parts: list[NDArray[Any] | None]) -> NDArray[Any] | None:

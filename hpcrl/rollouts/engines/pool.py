@@ -196,8 +196,8 @@ class EnginePool:
             asked_s, candidates = time.monotonic(), self._behind(engine)
             try:
                 generation = await engine.call(self._ask(engine, partial, salt, session.key))
-                if min(generation.versions) < oldest:
-                    what = f"an answer is of version {min(generation.versions)}, it had {oldest}"
+                if (version := generation.versions.min()) < oldest:
+                    what = f"an answer is of version {version}, it had {oldest}"
                     raise EngineError(f"{engine.name}: {what}", forgot=True)
             except EngineError as error:
                 if error.forgot and incarnation == engine.incarnation:

@@ -171,9 +171,9 @@ class Conversation:
         self._replied_s = now
         turn = SavedTurn(
             said=said,
-            token_ids=np.asarray(answer.token_ids, np.int32),
-            logprobs=np.asarray(answer.logprobs, np.float32),
-            versions=np.asarray(answer.versions, np.int32),
+            token_ids=answer.token_ids,
+            logprobs=answer.logprobs,
+            versions=answer.versions,
             finish_reason=answer.finish_reason,
             salt=-1 if self._salt is None else self._salt,
             turn=Turn(len(said), len(answer.token_ids), *times),

@@ -39,10 +39,10 @@ class TokenSequence:
     def append_sampled(
         self,
         token_ids: NDArray[np.int32],
-        logprobs: Sequence[float] | NDArray[np.float32],
-        versions: Sequence[int] | NDArray[np.int32],
+        logprobs: float | Sequence[float] | NDArray[np.float32],
+        versions: int | Sequence[int] | NDArray[np.int32],
     ) -> None:
-        """Tokens that it sampled."""
+        """Tokens that it sampled; one number stands for all of them."""
         self._append(token_ids, 1, logprobs, versions)
 
     def _append(

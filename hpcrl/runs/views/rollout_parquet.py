@@ -1,11 +1,12 @@
 """Rollouts as Parquet, from arrays as they lie on disk: this needs pyarrow.
 
-Columns are views of the arrays, and no more rollouts are held at once than a group of rows has.
+Columns are views of the arrays, and no more rollouts are held at once than a group of rows has. Routed experts are a
+column a layer: Parquet's writer takes each column of a group by itself, and what it has of one at a time is levels, a
+wider number and an encoded page for each number, many times what they take.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,19 +16,25 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from hpcrl.runs.views.rollout_export import COLUMNS
+from hpcrl.runs.views.rollout_export import COLUMNS, RoutedLayout
 
 __all__ = ["write_parquet"]
 
 _GROUP_ROWS = 256
 _GROUP_BYTES = 16 << 20
-"""Of arrays in a group of rows of a Parquet file, which its writer holds several times over; a rollout that has more is
-a group by itself."""
+"""Of arrays in a group of rows of a Parquet file; a rollout that has more is a group by itself."""
+_ROUTED = "routed_experts"
 
 
-def write_parquet(output: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Write rows of `hpcrl.runs.views.rollout_export.export_row` into a new file."""
-    schema = _schema()
+def write_parquet(output: Path, rows: Iterable[dict[str, Any]], routed: RoutedLayout | None) -> None:
+    """Write rows of `hpcrl.runs.views.rollout_export.export_row` into a new file.
+
+    Parameters
+    ----------
+    routed:
+        What routed experts any of them has; where it is None the file has no column of them.
+    """
+    schema = _schema(routed)
     with pq.ParquetWriter(output, schema) as writer:
         for chunk in _groups(rows):
             columns = [_column([row.get(field.name) for row in chunk], field) for field in schema]
@@ -35,24 +42,24 @@ def write_parquet(output: Path, rows: Iterable[dict[str, Any]]) -> None:
             del chunk, columns  # or they would be held while the next ones are read
 
 
-def _schema() -> Any:
+def _schema(routed: RoutedLayout | None) -> Any:
     text, whole, number = pa.string(), pa.int64(), pa.float64()
-    return pa.schema(
-        {
-            **dict.fromkeys(("id", "environment", "state", "why", "text", "problem"), text),
-            **dict.fromkeys(("prompt_index", "tokens", "sampled_tokens", "first_version", "last_version"), whole),
-            **dict.fromkeys(("step", "staleness"), whole),
-            **dict.fromkeys(("reward", "seconds", "ended_s"), number),
-            "parts": pa.map_(text, number),
-            "turns": pa.list_(pa.list_(number)),
-            "token_ids": pa.list_(pa.int32()),
-            "sampled": pa.list_(pa.uint8()),
-            "logprobs": pa.list_(pa.float32()),
-            "versions": pa.list_(pa.int32()),
-            "routed_experts": pa.list_(pa.list_(pa.list_(pa.uint16()))),
-            "routed_present": pa.list_(pa.uint8()),
-        }
-    )
+    fields = {
+        **dict.fromkeys(("id", "environment", "state", "why", "text", "problem"), text),
+        **dict.fromkeys(("prompt_index", "tokens", "sampled_tokens", "first_version", "last_version"), whole),
+        **dict.fromkeys(("step", "staleness"), whole),
+        **dict.fromkeys(("reward", "seconds", "ended_s"), number),
+        "parts": pa.map_(text, number),
+        "turns": pa.list_(pa.list_(number)),
+        "token_ids": pa.list_(pa.int32()),
+        "sampled": pa.list_(pa.uint8()),
+        "logprobs": pa.list_(pa.float32()),
+        "versions": pa.list_(pa.int32()),
+    }
+    if routed is not None:
+        tokens = pa.list_(pa.list_(pa.from_numpy_dtype(routed.dtype)))
+        fields[_ROUTED] = pa.struct({f"layer_{layer}": tokens for layer in range(routed.layers)})
+    return pa.schema({**fields, "routed_present": pa.list_(pa.uint8())})
 
 
 def _groups(rows: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
@@ -72,23 +79,41 @@ def _groups(rows: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
 
 
 def _column(values: list[Any], field: Any) -> Any:
+    if field.name == _ROUTED:
+        return pa.chunked_array([_layers(value, field.type) for value in values], type=field.type)
     if field.name in COLUMNS:
-        return pa.chunked_array([_lists(value, field.type) for value in values], type=field.type)
+        return pa.chunked_array([_numbers(value, field.type) for value in values], type=field.type)
     if pa.types.is_map(field.type):
         values = [list((value or {}).items()) for value in values]
     return pa.array(values, type=field.type)
 
 
-def _lists(array: NDArray[Any] | None, kind: Any) -> Any:
-    """One row of nested lists: the array's own memory with offsets, where it has the dtype that is written."""
+def _numbers(array: NDArray[Any] | None, kind: Any) -> Any:
+    """One row that is a list of numbers: the array's own memory, where it has the dtype that is written."""
     if array is None:
         return pa.nulls(1, kind)
-    leaf = kind
-    while pa.types.is_list(leaf):
-        leaf = leaf.value_type
-    found = pa.array(array.reshape(-1).astype(leaf.to_pandas_dtype(), copy=False))
-    for depth in range(array.ndim - 1, -1, -1):
-        lists, length = math.prod(array.shape[:depth]), array.shape[depth]
-        offsets = np.arange(lists + 1, dtype=np.int32) * np.int32(length)
-        found = pa.ListArray.from_arrays(pa.array(offsets), found)
-    return found
+    numbers = pa.array(array.astype(kind.value_type.to_pandas_dtype(), copy=False))
+    return pa.ListArray.from_arrays(_begins(1, len(numbers)), numbers)
+
+
+def _layers(experts: NDArray[Any] | None, kind: Any) -> Any:
+    """One row of experts ``[T, layers, k]``: of each layer a list of tokens, each a list of ``k`` numbers."""
+    if experts is None:
+        return pa.nulls(1, kind)
+    tokens, layers, width = experts.shape
+    dtype = kind.field(0).type.value_type.value_type.to_pandas_dtype()
+    all_tokens, each_token = _begins(1, tokens), _begins(tokens, width)
+    columns = []
+    for layer in range(kind.num_fields):
+        if layer < layers:
+            # next to each other, as Arrow has them: all layers together are one copy of the experts
+            numbers = pa.array(np.ascontiguousarray(experts[:, layer], dtype=dtype).reshape(-1))
+            columns.append(pa.ListArray.from_arrays(all_tokens, pa.ListArray.from_arrays(each_token, numbers)))
+        else:
+            columns.append(pa.nulls(1, kind.field(layer).type))
+    return pa.StructArray.from_arrays(columns, fields=list(kind))
+
+
+def _begins(lists: int, length: int) -> Any:
+    """Where each of so many lists of one length begins, and the last one ends."""
+    return pa.array(np.arange(lists + 1, dtype=np.int32) * np.int32(length))

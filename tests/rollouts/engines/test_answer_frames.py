@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import tracemalloc
 from itertools import pairwise
 from typing import Any
 
@@ -16,7 +17,7 @@ from aiohttp.test_utils import TestServer
 from stub_engine import npy_bytes
 
 from hpcrl.answer_frames import MEDIA_TYPE, FrameSplitter, encode_frame
-from hpcrl.rollouts.engines.answers import AnswerReader, EngineError, EngineProtocolError, SamplingParams
+from hpcrl.rollouts.engines.answers import AnswerReader, EngineError, EngineProtocolError, OnPart, Part, SamplingParams
 from hpcrl.rollouts.engines.client import EngineClient
 from hpcrl.rollouts.engines.router_client import RouterClient
 
@@ -57,14 +58,16 @@ def framed(**changes: Any) -> memoryview:
     return frame
 
 
-def reader() -> AnswerReader:
-    return AnswerReader("engine-0", 1, PARAMS, lambda tokens, scores, rows: None)
+def reader(*, routed: bool = True, on_part: OnPart = lambda tokens, scores, rows: None) -> AnswerReader:
+    params = PARAMS if routed else msgspec.structs.replace(PARAMS, routed_experts_prompt_start=msgspec.UNSET)
+    return AnswerReader("engine-0", 1, params, on_part)
 
 
 def test_a_frame_is_read_without_a_copy_of_its_rows() -> None:
     own, frame = reader(), framed()
     answer = own.whole(own.read(frame))
-    assert (answer.token_ids, answer.logprobs, answer.versions) == ([5, 2], [-0.5, -0.25], [3, 3])
+    columns = (answer.token_ids, answer.logprobs, answer.versions)
+    assert [column.tolist() for column in columns] == [[5, 2], [-0.5, -0.25], [3, 3]]
     assert (answer.finish_reason, answer.request_id) == ("stop", "r")
     assert answer.experts is not None
     assert (answer.experts == ROWS).all()
@@ -77,6 +80,46 @@ def test_a_frame_is_read_without_a_copy_of_its_rows() -> None:
 def test_a_damaged_frame_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(EngineProtocolError, match="cannot be read"):
         reader().read(framed(**changes))
+
+
+def test_tokens_of_an_answer_that_comes_in_parts_are_numbers_and_no_objects() -> None:
+    """Lists of Python's have 68 bytes a token, and an array a part a hundred more."""
+    own, parts = reader(routed=False), 20_000
+    tracemalloc.start()
+    for number in range(parts):
+        own.take(Part(np.array([1000 + number], np.int32), np.array([-0.5], np.float32), None))
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 30 * parts
+    spans = [{"version": "3", "start": 0, "end": 5}, {"version": "4", "start": 5, "end": parts}]
+    answer = own.generation(own.read(framed(token_ids=b"", logprobs=b"", weight_versions=spans)))
+    assert answer.token_ids.tolist() == list(range(1000, 1000 + parts))
+    assert answer.logprobs.tolist() == [-0.5] * parts
+    assert answer.versions.tolist() == [3] * 5 + [4] * (parts - 5)
+
+
+@pytest.mark.parametrize("spans", [[], [(0, 1)], [(1, 2)], [(0, 3)], [(0, 1), (0, 2)], [(0, 2), (2, 1)]])
+def test_versions_cover_each_token_once(spans: list[tuple[int, int]]) -> None:
+    own = reader(routed=False)
+    said = [{"version": "3", "start": start, "end": end} for start, end in spans]
+    part = own.read(framed(weight_versions=said))
+    own.take(part)
+    with pytest.raises(EngineProtocolError, match="do not cover 2 tokens"):
+        own.generation(part)
+
+
+@pytest.mark.parametrize(("scores", "then"), [([], 2), ([-0.5], 2), ([-0.5] * 3, 2), ([-0.5], 3)])
+def test_each_token_has_a_log_probability(scores: list[float], then: int) -> None:
+    told: list[Any] = []
+    own = reader(routed=False, on_part=lambda *part: told.append(part))
+    logprobs = np.array(scores, "<f8").tobytes()
+    own.take(own.read(framed(logprobs=logprobs, finish_reason=None)))
+    assert told == []
+    rest = np.full(then, -0.5, "<f8").tobytes()
+    last = own.read(framed(logprobs=rest, weight_versions=[{"version": "3", "start": 0, "end": 4}]))
+    own.take(last)
+    with pytest.raises(EngineProtocolError, match=f"4 tokens with {then + len(scores)} log-probabilities"):
+        own.generation(last)
 
 
 def test_an_error_in_a_frame_ends_the_request() -> None:
@@ -105,7 +148,7 @@ async def test_a_router_is_asked_for_events() -> None:
     async with TestServer(app) as server, aiohttp.ClientSession() as session:
         router = RouterClient(session, name="router", url=str(server.make_url("")))
         answer = await router.generate([1], params, cache_salt="3", session_id="s", timeout_s=10.0)
-        assert answer.token_ids == [5, 2]
+        assert answer.token_ids.tolist() == [5, 2]
         engine = EngineClient(session, name="engine-0", url=str(server.make_url("")))
         with pytest.raises(EngineError):
             await engine.generate([1], params, cache_salt="3", session_id="s", timeout_s=10.0)

@@ -152,7 +152,7 @@ def test_a_prompt_stays_what_it_was_when_the_conversation_goes_on() -> None:
 def test_the_rest_of_an_answer_follows_an_encoded_prompt(prompt: list[int]) -> None:
     partial = PartialGeneration(EncodedTokens(np.array(prompt, np.int32), lambda: encode_ids(prompt)), PARAMS)
     partial.request(lambda: 2)
-    partial.receive([10, 11], [-0.5, -0.6])
+    partial.receive(np.array([10, 11], np.int32), np.array([-0.5, -0.6], np.float32))
     partial.keep()
     tokens, params = partial.request(lambda: 2)
     assert isinstance(tokens, EncodedTokens)

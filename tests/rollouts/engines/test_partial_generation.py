@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import numpy as np
 import pytest
 from aiohttp import web
 from harness import Loop, make_run, running
+from numpy.typing import NDArray
 from stub_engine import EOS, StubEngine, encode
 
 from hpcrl.rollouts import orchestrator
@@ -90,21 +92,27 @@ async def test_an_engine_that_was_not_seen_with_its_weights_is_not_believed(tmp_
         assert answers(loop) == [[*ALPHABET, EOS]] * 8
 
 
+def sampled(token_ids: list[int], logprobs: list[float] | None = None) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    return np.array(token_ids, np.int32), np.array(logprobs or [0.0] * len(token_ids), np.float32)
+
+
 def test_the_rest_of_an_answer_is_asked_for_with_its_own_noise() -> None:
     draft = PartialGeneration([1, 2], PARAMS)
     assert draft.request(lambda: 3) == ([1, 2], PARAMS)
-    draft.receive([10], [-0.5])
-    draft.receive([11, 12], [-0.6, -0.7])
+    draft.receive(*sampled([10], [-0.5]))
+    draft.receive(*sampled([11, 12], [-0.75, -0.25]))
     assert draft.keep() == 3
     token_ids, params = draft.request(lambda: 4)
     assert token_ids == [1, 2, 10, 11, 12]
     assert (params.max_tokens, params.stream_interval) == (7, 4)
     assert params.seed not in (PARAMS.seed, PartialGeneration([1, 2], PARAMS).request(lambda: 4)[1].seed)
-    rest = Generation(token_ids=[13, EOS], logprobs=[-0.8, -0.9], versions=[4, 5], finish_reason="stop")
+    rest = Generation(*sampled([13, EOS], [-1.0, -1.5]), np.array([4, 5], np.int32), "stop")
     whole = draft.whole(rest)
-    assert whole.token_ids == [10, 11, 12, 13, EOS]
-    assert whole.logprobs == [-0.5, -0.6, -0.7, -0.8, -0.9]
-    assert whole.versions == [3, 3, 3, 4, 5]
+    assert whole.token_ids.tolist() == [10, 11, 12, 13, EOS]
+    assert whole.logprobs.tolist() == [-0.5, -0.75, -0.25, -1.0, -1.5]
+    assert whole.versions.tolist() == [3, 3, 3, 4, 5]
+    # four bytes a token each, and no objects
+    assert [each.dtype for each in (whole.token_ids, whole.logprobs, whole.versions)] == ["i4", "f4", "i4"]
 
 
 def test_a_part_has_the_version_of_when_the_part_before_arrived() -> None:
@@ -112,20 +120,20 @@ def test_a_part_has_the_version_of_when_the_part_before_arrived() -> None:
     version = 3
     draft = PartialGeneration([1], PARAMS)
     draft.request(lambda: version)
-    draft.receive([10], [0.0])
+    draft.receive(*sampled([10]))
     version = 4
-    draft.receive([11, 12], [0.0, 0.0])
-    draft.receive([13], [0.0])
+    draft.receive(*sampled([11, 12]))
+    draft.receive(*sampled([13]))
     version = -1  # it went away
-    draft.receive([14], [0.0])
+    draft.receive(*sampled([14]))
     assert draft.keep() == 5
-    assert draft.versions == [3, 3, 3, 4, 4]
+    assert draft.tokens.arrays(5)[3].tolist() == [3, 3, 3, 4, 4]
 
 
 def test_what_a_failed_attempt_brought_is_forgotten_where_it_is_not_kept() -> None:
     draft = PartialGeneration([1], PARAMS)
     draft.request(lambda: 0)
-    draft.receive([10], [0.0])
+    draft.receive(*sampled([10]))
     assert draft.request(lambda: 0) == ([1], PARAMS)
     assert draft.keep() == 0
 
@@ -133,7 +141,7 @@ def test_what_a_failed_attempt_brought_is_forgotten_where_it_is_not_kept() -> No
 def test_at_least_one_token_is_asked_for() -> None:
     draft = PartialGeneration([1], PARAMS)
     draft.request(lambda: 0)
-    draft.receive(list(range(10, 20)), [0.0] * 10)
+    draft.receive(*sampled(list(range(10, 20))))
     assert draft.keep() == 9
     assert draft.request(lambda: 0)[1].max_tokens == 1
 
@@ -180,7 +188,7 @@ async def ask(client: EngineClient) -> tuple[Generation, list[list[int]]]:
         cache_salt="0",
         session_id="s",
         timeout_s=5.0,
-        on_part=lambda tokens, scores, rows: parts.append(tokens),
+        on_part=lambda tokens, scores, rows: parts.append(tokens.tolist()),
     )
     return generation, parts
 
@@ -190,7 +198,8 @@ async def test_parts_are_joined_wherever_the_network_cuts_them(scripted: tuple[E
     whole = event([5]) + event([6]) + event([EOS], "stop") + b"data: [DONE]\n\n"
     pieces += [whole[:30], whole[30:100], whole[100:101], whole[101:]]
     generation, parts = await ask(client)
-    assert (generation.token_ids, generation.versions, parts) == ([5, 6, EOS], [2, 2, 2], [[5], [6]])
+    assert (generation.token_ids.tolist(), generation.versions.tolist()) == ([5, 6, EOS], [2, 2, 2])
+    assert parts == [[5], [6]]
 
 
 async def test_an_answer_that_is_cut_without_an_error_is_not_whole(scripted: tuple[EngineClient, list[bytes]]) -> None:

@@ -530,14 +530,18 @@ LOST, NEXT = experts_of([*PROMPT, *ANSWER]), experts_of([*PROMPT, *ANSWER], shif
 def rest_of(first: int, rows: NDArray[Any]) -> Generation:
     """The answer from its token ``first`` on."""
     count = len(ANSWER) - first
-    return Generation(ANSWER[first:], [0.0] * count, [4] * count, "stop", rows)
+    return Generation(*sampled(ANSWER[first:]), np.full(count, 4, np.int32), "stop", rows)
+
+
+def sampled(token_ids: list[int]) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    return np.array(token_ids, np.int32), np.zeros(len(token_ids), np.float32)
 
 
 def test_rows_of_kept_tokens_are_those_of_the_engine_that_sampled_them() -> None:
     draft = partial_generation_of(PROMPT, 2)
     assert start_of(draft.request(lambda: 3)) == 2
-    draft.receive([10], [0.0], LOST[2:4])
-    draft.receive([11, 12], [0.0, 0.0], LOST[4:6])
+    draft.receive(*sampled([10]), LOST[2:4])
+    draft.receive(*sampled([11, 12]), LOST[4:6])
     assert draft.keep() == 3
     assert draft.keep() == 0
     # the last kept token has not gone into the lost engine's model
@@ -550,10 +554,10 @@ def test_rows_of_kept_tokens_are_those_of_the_engine_that_sampled_them() -> None
 def test_rows_that_a_lost_engine_did_not_send_are_those_of_the_next_one() -> None:
     draft = partial_generation_of(PROMPT, 2)
     draft.request(lambda: 3)
-    draft.receive([10], [0.0])
+    draft.receive(*sampled([10]))
     draft.keep()
     assert start_of(draft.request(lambda: 3)) == 2
-    draft.receive([11], [0.0], NEXT[2:5])
+    draft.receive(*sampled([11]), NEXT[2:5])
     draft.keep()
     assert start_of(draft.request(lambda: 3)) == 5
     whole = draft.whole(rest_of(2, LOST[5:8]))
@@ -576,7 +580,7 @@ def test_without_the_rows_of_the_rest_those_of_kept_tokens_are_not_used() -> Non
 def test_rows_of_an_attempt_that_is_not_kept_are_forgotten() -> None:
     draft = partial_generation_of(PROMPT, 0)
     draft.request(lambda: 3)
-    draft.receive([10], [0.0], LOST[:4])
+    draft.receive(*sampled([10]), LOST[:4])
     assert start_of(draft.request(lambda: 3)) == 0
     assert draft.whole(rest_of(0, NEXT[:8])).experts is not None
     assert draft.experts is None
@@ -587,7 +591,7 @@ def test_rows_are_cut_with_their_tokens() -> None:
     draft = partial_generation_of([1], 0)
     draft.request(lambda: 0)
     rows = experts_of([1, *range(10, 20)])
-    draft.receive(list(range(10, 20)), [0.0] * 10, rows[:10])
+    draft.receive(*sampled(list(range(10, 20))), rows[:10])
     assert draft.keep() == 9
     assert draft.experts is not None
     assert len(draft.experts) == 9

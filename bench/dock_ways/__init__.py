@@ -1,0 +1,1 @@
+"""Ways of rollouts from producers to consumers, for ``bench/dock_peers.py``."""

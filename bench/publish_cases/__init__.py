@@ -1,0 +1,1 @@
+"""What ``bench/handoff_publish.py`` publishes."""
