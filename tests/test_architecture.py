@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -194,6 +195,20 @@ def test_no_two_public_classes_have_one_name() -> None:
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     ]
     assert {name for name, count in Counter(classes).items() if count > 1} == TWINS
+
+
+def test_what_docstrings_name_is_there() -> None:
+    sources = {name: path.read_text() for name, path in modules()}
+    missing = []
+    for name, source in sources.items():
+        for named in re.findall(r"`(hpcrl(?:\.\w+)+)`", source):
+            module = named
+            while module not in sources:
+                module = module.rpartition(".")[0]
+            member = named.removeprefix(module).strip(".").partition(".")[0]
+            if member and not re.search(rf"\b{member}\b", sources[module]):
+                missing.append(f"{name} names {named}")
+    assert not missing
 
 
 def test_no_two_test_modules_have_one_name() -> None:

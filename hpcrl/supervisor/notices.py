@@ -40,7 +40,7 @@ class Notices:
     in_step:
         Whether Slurm may be who sends signals.
     taken:
-        Asks Slurm what becomes of the job (`hpcrl.supervisor.launcher.Launcher.taken`).
+        Asks Slurm what becomes of the job (`hpcrl.supervisor.launch.replica_launcher.Launcher.taken`).
     """
 
     def __init__(

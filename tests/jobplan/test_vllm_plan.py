@@ -493,7 +493,7 @@ def test_each_rank_of_a_wide_replica_publishes_above_its_server() -> None:
         ([*SIDES, "job.layout=elastic"], "devcluster", "replicas that come and go"),
         ([*WIDE, "engine.pause=none"], "devcluster", "computed by layers of two versions"),
         (["engine.pause=none"], "local", "computed by layers of two versions"),
-        ([*WIDE, *SIDES, "engine.kv_transfer=mooncake"], "devcluster", "sides of several ranks was not worked out"),
+        ([*WIDE, *SIDES, "engine.kv_transfer=mooncake"], "devcluster", "replicas of several ranks was not worked out"),
         (["engine.kv_store=null", *WIDE_SIDES], "devcluster", "NIXL needs GPUs"),
     ],
 )

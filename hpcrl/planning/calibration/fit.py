@@ -73,7 +73,7 @@ def calibrate(run: RunDir, facts: ModelFacts | None) -> Calibration:
 
 
 def calibration_yaml(calibration: Calibration) -> str:
-    """The text of a file that `hpcrl.planning.load_calibration` reads."""
+    """The text of a file that `hpcrl.planning.calibration.file.load_calibration` reads."""
     value = calibration.model_dump(mode="json", exclude_defaults=True)
     body = yaml.safe_dump(
         {"format_version": 1, **value}, sort_keys=False, allow_unicode=True, width=118, default_flow_style=None
