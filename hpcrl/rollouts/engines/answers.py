@@ -4,7 +4,6 @@ decoded.
 
 from __future__ import annotations
 
-import binascii
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,12 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpcrl.errors import HpcrlError
+from hpcrl.rollouts.engines.rows import EncodedRows, Rows, join_rows, read_rows, rows_bytes
 from hpcrl.rollouts.engines.sse import Pieces
-from hpcrl.rollouts.sampling.routed_experts import read_rows
 
 __all__ = ["AnswerReader", "EngineError", "EngineProtocolError", "Generation", "OnPart", "Part", "SamplingParams"]
 
-OnPart = Callable[[list[int], list[float], NDArray[Any] | None], None]
+OnPart = Callable[[list[int], list[float], Rows | None], None]
 """Told of tokens, log-probabilities, and rows of experts where these come in parts, too."""
 
 
@@ -146,7 +145,7 @@ class Part(NamedTuple):
 
     token_ids: list[int]
     logprobs: list[float]
-    rows: NDArray[Any] | None
+    rows: Rows | None
     finish_reason: str | None = None
     versions: list[_Span] | None = None
     request_id: str = ""
@@ -177,29 +176,12 @@ class Generation(msgspec.Struct, frozen=True):
 
 _decoder = msgspec.json.Decoder(_Event)
 _framed_decoder = msgspec.msgpack.Decoder(_FramedEvent)
-_PIECE = 1 << 18
 
 
-def _rows_of(text: msgspec.Raw) -> NDArray[Any] | None:
-    """Rows of experts out of a JSON string of base64, or null.
-
-    A piece at a time: one call for tens of megabytes would keep the interpreter, and with it the event loop, from
-    everything else for as long.
-    """
+def _rows_in(text: msgspec.Raw) -> EncodedRows | None:
+    """Rows of experts of a part, which nobody has decoded yet; None where it has none."""
     quoted = memoryview(text)
-    if bytes(quoted[:1]) != b'"':
-        payload = msgspec.json.decode(quoted, type=bytes | None) if quoted else None
-        return None if payload is None else read_rows(payload)
-    last = len(quoted) - 1
-    rows, end = np.empty(3 * (last // 4 + 1), np.uint8), 0
-    try:
-        for start in range(1, last, _PIECE):
-            piece = binascii.a2b_base64(quoted[start : min(start + _PIECE, last)], strict_mode=True)
-            rows[end : end + len(piece)] = np.frombuffer(piece, np.uint8)
-            end += len(piece)
-    except binascii.Error:  # JSON may write a slash with an escape
-        return read_rows(msgspec.json.decode(quoted, type=bytes))
-    return read_rows(rows[:end].data.toreadonly())
+    return None if not quoted or quoted == b"null" else EncodedRows(quoted)
 
 
 class AnswerReader:
@@ -221,7 +203,7 @@ class AnswerReader:
         self._experts_start = params.routed_experts_prompt_start
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
-        self._experts: list[NDArray[Any]] = []
+        self._experts: list[Rows] = []
         self._last: Part | None = None
 
     def read(self, data: bytes | Pieces | memoryview) -> Part:
@@ -249,7 +231,7 @@ class AnswerReader:
         return Part(
             token_ids=choice.token_ids or [],
             logprobs=[token.logprob for token in (choice.logprobs.content if choice.logprobs else None) or []],
-            rows=None if self._experts_start is msgspec.UNSET else _rows_of(choice.routed_experts),
+            rows=None if self._experts_start is msgspec.UNSET else _rows_in(choice.routed_experts),
             finish_reason=choice.finish_reason,
             versions=choice.weight_versions,
             request_id=event.request_id,
@@ -270,11 +252,6 @@ class AnswerReader:
             request_id=event.request_id,
         )
 
-    def whole(self, part: Part) -> Generation:
-        """An answer that came at once (raises as `take` and `generation`)."""
-        self.take(part)
-        return self.generation(part)
-
     def take(self, part: Part) -> None:
         """The next part (EngineError where the engine ended the request with an error)."""
         if part.error is not None:
@@ -288,19 +265,25 @@ class AnswerReader:
         elif len(part.logprobs) == len(part.token_ids):
             self._on_part(part.token_ids, part.logprobs, part.rows)
 
-    def streamed(self) -> Generation | None:
-        """The answer when its parts have ended; None where it has no end (raises as `generation`)."""
-        return None if self._last is None else self.generation(self._last)
+    @property
+    def last(self) -> Part | None:
+        """The part that has the end; None before it has come."""
+        return self._last
+
+    @property
+    def row_bytes(self) -> int:
+        """How many bytes of rows `generation` has to go through."""
+        return rows_bytes(self._experts)
 
     def generation(self, last: Part) -> Generation:
-        """What was read, with its end.
+        """What was read, with its end; a thread may do it when all parts were taken.
 
         Raises
         ------
         EngineError
             The engine gave the request up, or samples with weights that are not ours.
         EngineProtocolError
-            Counts do not fit each other.
+            Counts do not fit each other, or rows of experts cannot be read.
         """
         token_ids, logprobs = self._token_ids, self._logprobs
         if last.finish_reason not in ("stop", "length"):
@@ -330,7 +313,10 @@ class AnswerReader:
                 f"{self._engine}: an answer has {what}\n"
                 "    hint: engine.return_routed_experts and trainer.router_replay: false, where its engines cannot say"
             )
-        return self._experts[0] if len(self._experts) == 1 else np.concatenate(self._experts)
+        try:
+            return join_rows(self._experts)
+        except ValueError as error:
+            raise EngineProtocolError(f"{self._engine}: an answer cannot be read: {error}") from error
 
     def _versions(self, spans: list[_Span], count: int) -> list[int]:
         versions: list[int] = []

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import quote
@@ -30,8 +30,8 @@ from hpcrl.rollouts.engines.answers import (
     SamplingParams,
 )
 from hpcrl.rollouts.engines.prompts import EncodedTokens, PromptTokens, binary_ids
+from hpcrl.rollouts.engines.rows import beside_loop, read_rows
 from hpcrl.rollouts.engines.sse import EventSplitter, Pieces
-from hpcrl.rollouts.sampling.routed_experts import read_rows
 
 __all__ = ["EngineClient", "EngineError", "EngineProtocolError", "Generation", "SamplingParams"]
 
@@ -65,11 +65,7 @@ class _PromptAnswer(msgspec.Struct, frozen=True):
 _GENERATE = "/inference/v1/generate"
 _UPDATE = "/update_weights"
 _PROMPT_ROWS = "/hpcrl/prompt_rows"
-_LARGE_BYTES = 1 << 18
-"""What is decoded in a thread: routed experts of some hundred tokens of a large model."""
 _encoder = msgspec.json.Encoder()
-_decoder = ThreadPoolExecutor(1, thread_name_prefix="answers")
-"""One thread: several would decode no faster, and the event loop would wait for each of them in turn."""
 
 
 class EngineClient:
@@ -139,16 +135,17 @@ class EngineClient:
                 data = await answer.read()
                 if answer.status != 200:
                     raise self._refusal(path, answer.status, data)
-                return reader.whole(await _read(reader, data))
+                part = await _read(reader, data)
+                reader.take(part)
+                return await _generation(reader, part)
             # to the end, so that the connection can be used again
             splitter = FrameSplitter() if framed else EventSplitter()
             async for piece in answer.content.iter_any():
                 for event in splitter.feed(piece):
                     reader.take(await _read(reader, event))
-        generation = reader.streamed()
-        if generation is None:
+        if reader.last is None:
             raise EngineError(f"{self.name}: {path} ended before the answer did", unreachable=True)
-        return generation
+        return await _generation(reader, reader.last)
 
     def _encoded(
         self, token_ids: PromptTokens, params: SamplingParams, cache_salt: str, *, streams: bool
@@ -327,7 +324,9 @@ class EngineClient:
 
 
 async def _read(reader: AnswerReader, data: bytes | Pieces | memoryview) -> Part:
-    """Decode what arrived; beside the event loop where that takes milliseconds."""
-    if len(data) < _LARGE_BYTES:
-        return reader.read(data)
-    return await asyncio.get_running_loop().run_in_executor(_decoder, reader.read, data)
+    """Decode what arrived."""
+    return await beside_loop(partial(reader.read, data), len(data))
+
+
+async def _generation(reader: AnswerReader, last: Part) -> Generation:
+    return await beside_loop(partial(reader.generation, last), reader.row_bytes)

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-import numpy as np
 from numpy.typing import NDArray
 
 from hpcrl.rollouts.engines.client import Generation, SamplingParams
 from hpcrl.rollouts.engines.prompts import EncodedTokens, PromptTokens
+from hpcrl.rollouts.engines.rows import Rows, join_rows, rows_bytes
 from hpcrl.rollouts.sampling.seeding import stable_hash
 
 __all__ = ["PartialGeneration"]
@@ -29,9 +29,6 @@ class PartialGeneration:
     ----------
     token_ids, logprobs, versions:
         What was kept of attempts that failed; of one length.
-    experts:
-        ``[rows, layers, experts_per_token]``: kept rows, from ``routed_experts_prompt_start`` of the parameters on.
-        None where there are none.
     """
 
     def __init__(self, prompt: PromptTokens, params: SamplingParams) -> None:
@@ -39,9 +36,9 @@ class PartialGeneration:
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
         self.versions: list[int] = []
-        self.experts: NDArray[Any] | None = None
+        self._kept: list[Rows] = []
         self._part: list[tuple[list[int], list[float], int]] = []
-        self._rows: list[NDArray[Any]] = []
+        self._rows: list[Rows] = []
         self._served: Callable[[], int] = lambda: 0
         self._version = 0
 
@@ -71,7 +68,7 @@ class PartialGeneration:
             return self._prompt.followed_by(self.token_ids), params
         return [*self._prompt, *self.token_ids], params
 
-    def receive(self, token_ids: list[int], logprobs: list[float], experts: NDArray[Any] | None = None) -> None:
+    def receive(self, token_ids: list[int], logprobs: list[float], experts: Rows | None = None) -> None:
         """Tokens that arrived before the end of the answer, and rows of experts where they came along."""
         self._part.append((token_ids, logprobs, self._version))
         if experts is not None:
@@ -93,8 +90,20 @@ class PartialGeneration:
         self._rows.clear()
         return len(self.token_ids) - before
 
+    @property
+    def experts(self) -> NDArray[Any] | None:
+        """``[rows, layers, experts_per_token]``: kept rows, from ``routed_experts_prompt_start`` of the parameters on.
+
+        None where there are none (ValueError where they cannot be read).
+        """
+        return join_rows(self._kept)
+
+    def row_bytes(self, rest: Generation) -> int:
+        """How many bytes of rows `whole` has to go through."""
+        return rows_bytes([*self._kept, rest.experts]) if self._kept else 0
+
     def whole(self, rest: Generation) -> Generation:
-        """The answer, of which an engine has sampled the rest."""
+        """The answer, of which an engine has sampled the rest (ValueError where kept rows cannot be read)."""
         if not self.token_ids:
             return rest
         return Generation(
@@ -102,7 +111,7 @@ class PartialGeneration:
             logprobs=self.logprobs + rest.logprobs,
             versions=self.versions + rest.versions,
             finish_reason=rest.finish_reason,
-            experts=_joined([self.experts, rest.experts]),
+            experts=join_rows([*self._kept, rest.experts]),
         )
 
     def _next_row(self) -> int | msgspec.UnsetType:
@@ -110,18 +119,19 @@ class PartialGeneration:
         start = self._params.routed_experts_prompt_start
         if start is msgspec.UNSET:
             return start
-        return start + (0 if self.experts is None else len(self.experts))
+        return start + sum(map(len, self._kept))
 
     def _keep_experts(self) -> None:
         """Rows up to the last kept token, which the next engine computes in any case."""
         start = self._params.routed_experts_prompt_start
         if start is msgspec.UNSET or not self.token_ids:
             return
-        self.experts = _joined([self.experts, *self._rows])
-        if self.experts is not None:
-            self.experts = self.experts[: len(self._prompt) + len(self.token_ids) - 1 - start]
-
-
-def _joined(parts: list[NDArray[Any] | None]) -> NDArray[Any] | None:
-    found = [part for part in parts if part is not None]
-    return np.concatenate(found) if found else None
+        self._kept += self._rows
+        left = len(self._prompt) + len(self.token_ids) - 1 - start
+        for number, piece in enumerate(self._kept):
+            if len(piece) > left:
+                whole = join_rows([piece])
+                assert whole is not None
+                self._kept[number:] = [whole[:left]]
+                break
+            left -= len(piece)

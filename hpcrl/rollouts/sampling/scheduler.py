@@ -294,7 +294,7 @@ class Scheduler:
             self._counters.dropped_environment += 1
             self._failed(error)
         else:
-            rollout = conversation.rollout(member, outcome, seconds=time.monotonic() - started)
+            rollout = await conversation.rollout(member, outcome, seconds=time.monotonic() - started)
             if rollout is None:
                 self._counters.dropped_environment += 1
                 self._failed(ValueError("the prompt leaves no room for an answer (engine.max_model_len)"))

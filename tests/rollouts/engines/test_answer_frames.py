@@ -63,7 +63,9 @@ def reader() -> AnswerReader:
 
 def test_a_frame_is_read_without_a_copy_of_its_rows() -> None:
     own, frame = reader(), framed()
-    answer = own.whole(own.read(frame))
+    part = own.read(frame)
+    own.take(part)
+    answer = own.generation(part)
     assert (answer.token_ids, answer.logprobs, answer.versions) == ([5, 2], [-0.5, -0.25], [3, 3])
     assert (answer.finish_reason, answer.request_id) == ("stop", "r")
     assert answer.experts is not None
