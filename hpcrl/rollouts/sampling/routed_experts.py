@@ -56,6 +56,11 @@ class RoutedExpertsSettings:
         """The smallest that is exact for the model's number of experts."""
         return exact_dtype(self.experts)
 
+    @property
+    def token_bytes(self) -> int:
+        """Of the row of a token."""
+        return self.layers * self.width * self.dtype.itemsize
+
     def unkept(self) -> RoutedExpertsSettings:
         """The same for who does not want to know."""
         return replace(self, keep=False)
