@@ -243,8 +243,7 @@ class Scheduler:
         if self._draining or not self._room.may_start(self._policy, self.in_flight, self.limit, size):
             return False
         # where memory is full, what waits is trained first; a batch that lacks groups gets them all the same
-        groups_per_step = self._config.rollouts_per_step // size
-        return len(self._finished) < groups_per_step or not self._journal.full
+        return self._policy.lacks(self._restart, self._finished.values()) or not self._journal.full
 
     def _deal(self) -> GroupTask:
         self.next_index += 1
