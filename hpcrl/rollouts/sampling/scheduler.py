@@ -323,6 +323,8 @@ class Scheduler:
                 return
             self._failures.finished()
             self._counters.finished += 1
+            routes = rollout.routed_experts
+            self._counters.routes_bytes += 0 if routes is None else routes.data.nbytes
             self._counters.mixed_versions += stored.first_version != stored.last_version
             running.rollouts.append(stored)
             running.conversations.remove(conversation)  # its tokens lie elsewhere now

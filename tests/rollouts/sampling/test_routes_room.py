@@ -126,4 +126,8 @@ async def test_a_run_keeps_the_limit_and_goes_on(tmp_path: Path, caplog: pytest.
 
 async def train(loop: Loop) -> None:
     for shard in await loop.train(1, 3):
-        assert shard.stats.rollouts["finished"] >= 16
+        rollouts = shard.stats.rollouts
+        assert rollouts["finished"] >= 16
+        # of 3 layers and 2 experts a token
+        assert rollouts["routes_bytes"] >= 6 * shard.stats.total_tokens
+        assert rollouts["routes_bytes"] % 6 == 0
