@@ -6,7 +6,10 @@ from typing import Literal
 
 from hpcrl.config.base import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, StrictModel
 
-__all__ = ["AdaptiveConcurrencyConfig", "RolloutConfig", "SamplingConfig", "WarehouseConfig"]
+__all__ = ["PAYLOAD_COPIES", "AdaptiveConcurrencyConfig", "RolloutConfig", "SamplingConfig", "WarehouseConfig"]
+
+PAYLOAD_COPIES = 3
+"""Of a rollout in flight in memory of the orchestrator: as received, as decoded, and as it is written."""
 
 
 class SamplingConfig(StrictModel):

@@ -14,10 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["PAYLOAD_COPIES", "RoutedExperts", "exact_dtype", "joined"]
-
-PAYLOAD_COPIES = 3
-"""Of rows in memory of the orchestrator: as received, as decoded, and as they are written."""
+__all__ = ["RoutedExperts", "exact_dtype", "joined"]
 
 
 def exact_dtype(num_experts: int) -> np.dtype[Any]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from hpcrl.config.plan import Role
 from hpcrl.config.recipe import Recipe
-from hpcrl.dock.routes import PAYLOAD_COPIES
+from hpcrl.config.rollouts import PAYLOAD_COPIES
 from hpcrl.jobplan.commands.vllm import own_flags
 from hpcrl.models.facts import ModelFacts
 from hpcrl.models.tensors import Part

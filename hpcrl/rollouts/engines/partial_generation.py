@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 from numpy.typing import NDArray
 
-from hpcrl.rollouts.engines.client import Generation, SamplingParams
+from hpcrl.rollouts.engines.client import EngineProtocolError, Generation, SamplingParams
 from hpcrl.rollouts.engines.prompts import EncodedTokens, PromptTokens
 from hpcrl.rollouts.engines.rows import Rows, join_rows, rows_bytes
 from hpcrl.rollouts.sampling.seeding import stable_hash
@@ -94,16 +94,16 @@ class PartialGeneration:
     def experts(self) -> NDArray[Any] | None:
         """``[rows, layers, experts_per_token]``: kept rows, from ``routed_experts_prompt_start`` of the parameters on.
 
-        None where there are none (ValueError where they cannot be read).
+        None where there are none (raises as `whole`).
         """
-        return join_rows(self._kept)
+        return _joined(self._kept)
 
     def row_bytes(self, rest: Generation) -> int:
         """How many bytes of rows `whole` has to go through."""
         return rows_bytes([*self._kept, rest.experts]) if self._kept else 0
 
     def whole(self, rest: Generation) -> Generation:
-        """The answer, of which an engine has sampled the rest (ValueError where kept rows cannot be read)."""
+        """The answer, of which an engine has sampled the rest (EngineProtocolError where rows cannot be read)."""
         if not self.token_ids:
             return rest
         return Generation(
@@ -111,7 +111,7 @@ class PartialGeneration:
             logprobs=self.logprobs + rest.logprobs,
             versions=self.versions + rest.versions,
             finish_reason=rest.finish_reason,
-            experts=join_rows([*self._kept, rest.experts]),
+            experts=_joined([*self._kept, rest.experts]),
         )
 
     def _next_row(self) -> int | msgspec.UnsetType:
@@ -130,8 +130,15 @@ class PartialGeneration:
         left = len(self._prompt) + len(self.token_ids) - 1 - start
         for number, piece in enumerate(self._kept):
             if len(piece) > left:
-                whole = join_rows([piece])
+                whole = _joined([piece])
                 assert whole is not None
                 self._kept[number:] = [whole[:left]]
                 break
             left -= len(piece)
+
+
+def _joined(parts: Sequence[Rows | None]) -> NDArray[Any] | None:
+    try:
+        return join_rows(parts)
+    except ValueError as error:
+        raise EngineProtocolError(f"rows of experts of an engine that was lost cannot be read: {error}") from error

@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 import psutil
 
 from hpcrl.config.recipe import Recipe
-from hpcrl.dock.routes import PAYLOAD_COPIES
+from hpcrl.config.rollouts import PAYLOAD_COPIES
 from hpcrl.rollouts.sampling.policy import GroupPolicy
 from hpcrl.rollouts.sampling.routed_experts import RoutedExpertsSettings
 

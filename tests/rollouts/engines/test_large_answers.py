@@ -164,9 +164,9 @@ async def test_rows_of_small_parts_are_decoded_once_and_beside_the_event_loop(
 
 async def test_what_kept_parts_had_is_decoded_with_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine is lost: to go on from its tokens needs to know how many rows there are, and none of them."""
-    rows = rows_of(6, 4)
+    rows = rows_of(6, 2000)
     monkeypatch.setattr(rows_module.EncodedRows, "decoded", lambda self: pytest.fail("decoded too early"))
-    params = msgspec.structs.replace(PARAMS, max_tokens=8)
+    params = msgspec.structs.replace(PARAMS, max_tokens=32)
     partial = PartialGeneration([7], params)
     partial.request(lambda: 3)
     for first in range(0, 6, 2):
@@ -179,6 +179,12 @@ async def test_what_kept_parts_had_is_decoded_with_the_rest(monkeypatch: pytest.
     rest = answers.Generation([7], [-0.5], [3], "length", experts=rows[:0])
     assert partial.row_bytes(rest) > rows.nbytes
     assert (partial.whole(rest).experts == rows).all()
+    text = npy(rows)
+    damaged = rows_module.EncodedRows(memoryview(msgspec.json.encode(text[:-8] + "!" + text[-7:])))
+    partial.receive([5] * 6, [-0.5] * 6, damaged)
+    partial.keep()
+    with pytest.raises(EngineProtocolError, match="of an engine that was lost cannot be read"):
+        partial.whole(rest)
 
 
 @pytest.mark.parametrize("bad", ["dtype", "shape"])
