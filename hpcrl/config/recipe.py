@@ -225,6 +225,10 @@ class TrainerConfig(StrictModel):
     router_replay: bool = False
     """Tokens go to the experts that engines chose for them, by weights of the trainer's own routers; tokens that nobody
     spoke of go where the routers say, and are counted: ``unknown_routing``. Engines return experts then."""
+    replay_probe_steps: NonNegativeInt = 0
+    """With ``router_replay``: every so many steps the first micro-batch of each rank goes through the model once more,
+    without replay and without gradients, to say what replay is good for: ``unreplayed_mismatch_kl`` beside
+    ``replayed_mismatch_kl``. 0: never."""
     freeze: list[str] | None = None
     """Patterns (``*``, ``?``, ``[…]``) of published names of tensors that are not trained, such as
     ``*.mlp.gate.weight``: they have no gradient and no optimizer state, and are saved and published all the same. The

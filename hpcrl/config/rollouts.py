@@ -6,7 +6,10 @@ from typing import Literal
 
 from hpcrl.config.base import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, StrictModel
 
-__all__ = ["AdaptiveConcurrencyConfig", "RolloutConfig", "SamplingConfig", "WarehouseConfig"]
+__all__ = ["PAYLOAD_COPIES", "AdaptiveConcurrencyConfig", "RolloutConfig", "SamplingConfig", "WarehouseConfig"]
+
+PAYLOAD_COPIES = 3
+"""Of a rollout in flight in memory of the orchestrator: as received, as decoded, and as it is written."""
 
 
 class SamplingConfig(StrictModel):
@@ -66,6 +69,10 @@ class RolloutConfig(StrictModel):
     """Rollouts of one prompt; their rewards are compared with each other."""
     max_in_flight: PositiveInt = 128
     """Rollouts that may be running at once; at least ``group_size``."""
+    routes_in_flight_gib: PositiveFloat | None = None
+    """Memory of the orchestrator for routed experts of rollouts in flight, in GiB, where engines return them. Each
+    counts as ``engine.max_model_len`` tokens, three times (as received, as decoded, as written). Where no more fit, no
+    rollout begins; one always may. None: a quarter of the memory that is free when the orchestrator starts."""
     adaptive_concurrency: AdaptiveConcurrencyConfig = AdaptiveConcurrencyConfig()
     """A lower limit where engines cannot take so many."""
     max_off_policy_steps: NonNegativeInt = 4

@@ -41,6 +41,7 @@ from hpcrl.rollouts.sampling.evaluation import Evaluator, evaluated_versions
 from hpcrl.rollouts.sampling.known_rows import KnownRows
 from hpcrl.rollouts.sampling.rendering import Transcript
 from hpcrl.rollouts.sampling.routed_experts import RoutedExpertsSettings
+from hpcrl.rollouts.sampling.routes_room import RoutesRoom
 from hpcrl.rollouts.sampling.scheduler import Scheduler
 from hpcrl.rollouts.sampling.staleness import StalenessAccount
 from hpcrl.rollouts.telemetry.gauges import gauges
@@ -143,6 +144,9 @@ class Orchestrator:
         complaint = Complaint(time_s=time.time(), role=role, replica=replica, message=why, node=own_node())
         complaint.write(self._context.run, self._context.attempt)
 
+    def _routes_full(self, rollouts: int, limit_gib: float) -> None:
+        self._events.emit("rollouts.routes_full", rollouts=rollouts, limit_gib=round(limit_gib, 3))
+
     def _environment_lost(self, name: str, why: str) -> None:
         self._events.emit("environment.lost", environment=name, why=why)
 
@@ -228,6 +232,7 @@ class Orchestrator:
             parts={index: group.rollouts for index, group in self._found.parts.items()},
             turns=self._found.turns,
             journal=self._ledger,
+            room=RoutesRoom.of(recipe, routes, on_full=self._routes_full),
         )
         server = WarehouseProcess(self._context, self._ledger.warehouse, spawn=self._tasks.create_task)
         self._gauges = partial(gauges, self._scheduler, self._lag, self._ledger)

@@ -55,6 +55,11 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
         The same by version lag as for ``mismatch_kl_by_lag``, over the forward passes that sampled trained tokens.
     routed_tokens:
         Tokens of the batch whose experts engines returned.
+    routes_bytes:
+        Of the rows of experts that ranks fetched with the batch, in all layers, each rollout once.
+    replayed_mismatch_kl, unreplayed_mismatch_kl:
+        ``mismatch_kl`` of the same trained tokens with the experts of the engine and without, in every so many steps
+        (``trainer.replay_probe_steps``); None in others.
     replayed_share:
         Share of the batch's tokens that took the experts of the engine (``trainer.router_replay``); None where experts
         are not replayed.
@@ -113,6 +118,9 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     routing_mismatch: float | None = None
     routing_mismatch_by_lag: dict[str, float] = {}
     routed_tokens: int = 0
+    routes_bytes: int = 0
+    replayed_mismatch_kl: float | None = None
+    unreplayed_mismatch_kl: float | None = None
     replayed_share: float | None = None
     unknown_routing: dict[str, float] = {}
     rollouts_digest: str | None = None

@@ -6,6 +6,7 @@ import errno
 import random
 import re
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,50 @@ def test_what_was_written_is_read_back_in_order(tmp_path: Path) -> None:
         _, arrays = decode_columns(read_payload(log.payload_dir, entry.payload))
         assert set(arrays["tokens"].tolist()) == {10 * entry.group + entry.member}
     assert isinstance(entries[-1], Taken)
+
+
+class Hanging:
+    """A warehouse that takes a block when it is let."""
+
+    full = False
+
+    def __init__(self) -> None:
+        self.asked, self.let = threading.Event(), threading.Event()
+        self.kept: list[PayloadPlace] = []
+
+    def put(self, place: PayloadPlace, pieces: object) -> bool:
+        self.asked.set()
+        assert self.let.wait(60.0)
+        self.kept.append(place)
+        return True
+
+
+def test_a_rollout_has_finished_when_it_is_durable_whatever_memory_does(tmp_path: Path) -> None:
+    """Who waits for it is told before the warehouse is asked; a batch comes behind what its rollouts' blocks need."""
+    warehouse: Any = Hanging()
+    log = RolloutLog(tmp_path, attempt=1, restored=0, limit_s=5.0, warehouse=warehouse)
+    first = keep(log, 0, 0).result(10.0)
+    assert warehouse.asked.wait(10.0)
+    # written together, when the warehouse has answered: nobody will read what was dropped, or release it once more
+    second, third = keep(log, 1, 0), keep(log, 2, 0)
+    log.append(Dropped(group=2, members=[0], why="too old"))
+    taken = log.append(Taken(step=1, groups=[(0, [0])]))
+    assert warehouse.kept == []
+    assert not taken.done()
+    warehouse.let.set()
+    assert taken.result(10.0)
+    log.close()
+    assert third.done()
+    assert warehouse.kept == [first.payload, second.result().payload]
+
+
+def test_what_is_appended_after_the_end_fails_at_once(tmp_path: Path) -> None:
+    log = open_log(tmp_path)
+    keep(log, 0, 0)
+    log.close()
+    with pytest.raises(OSError, match="the ledger of rollouts is closed"):
+        keep(log, 1, 0).result(10.0)
+    assert [entry.group for entry in read_entries(log.ledger_dir) if isinstance(entry, Finished)] == [0]
 
 
 def test_files_of_columns_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

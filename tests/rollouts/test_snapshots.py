@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import yaml
 from harness import Loop, make_recipe, make_run, running
+from patience import patience
 from stub_engine import StubEngine
 
 from hpcrl.config.recipe import Recipe
@@ -339,6 +340,29 @@ async def test_finished_groups_that_a_step_makes_too_old_are_kept_for_a_snapshot
         assert {group.index for group in before.finished} >= {group.index for group in state.finished}
         assert before.counters.dropped_stale == 0
         check(before, [], versions)
+
+
+async def test_where_memory_is_full_a_batch_in_order_still_gets_the_group_that_it_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a restore a group has to start again, and more than a batch has finished behind it: the batch waits for
+    that group, so it must start, or neither would ever go on."""
+    ordered = {**small_recipe(tmp_path).rollouts.model_dump(), "order": "deterministic", "max_off_policy_steps": 3}
+    recipe, rng = small_recipe(tmp_path, rollouts=ordered), random.Random(0)
+    async with living(recipe, OrchestratorState.fresh(recipe)) as life:
+        life.pool.slow = {0}
+        async with asyncio.timeout(20.0 * patience()):
+            while len(life.desk.snapshot(0).finished) < GROUPS:
+                await life.turn(rng)
+        state = life.desk.snapshot(0)
+    assert 0 in state.restart
+    monkeypatch.setattr(Unwritten, "full", True)
+    async with living(recipe, through_bytes(state)) as life:
+        life.desk.gate.set()
+        async with asyncio.timeout(20.0 * patience()):
+            while not await life.ask(1):
+                await life.turn(rng)
+        assert life.indices(1) == [0, 1, 2]
 
 
 async def test_a_resume_with_a_lower_bound_trains_nothing_that_is_older(tmp_path: Path) -> None:

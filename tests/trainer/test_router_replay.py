@@ -251,7 +251,8 @@ def on_ranks(rank, models):
             parallel = Parallel(mesh, start.device)
             shard = Rollouts(4, count=5).shard(parallel.data.rank, parallel.data.size)
             # a rollout has the same rows whichever rank has it
-            found = train(models[family], parallel, with_rows(shard, rows_of_tokens(FAMILIES[family])), **settings)
+            rows = with_rows(shard, rows_of_tokens(FAMILIES[family]))
+            found = train(models[family], parallel, rows, replay_probe_steps=1, **settings)
             results.append((found[0], {name: gradient.tolist() for name, gradient in found[1].items()}))
     return results
 
@@ -278,9 +279,41 @@ def test_ranks_that_share_the_work_replay_as_one(models):
             for rank in ranks:
                 metrics, gradients = rank[number]
                 assert_close((metrics, {name: torch.tensor(value) for name, value in gradients.items()}), wanted)
-                for name in ("replayed_share", "unknown_routing", "routed_tokens"):
+                for name in ("replayed_share", "unknown_routing", "routed_tokens", "routes_bytes"):
                     assert getattr(metrics, name) == pytest.approx(getattr(wanted[0], name)), (family, degrees, name)
                 # also where ranks share rollouts: each is counted once
                 assert metrics.rollouts_digest == digest_of((4, number) for number in range(5))
+                assert metrics.unreplayed_mismatch_kl > 0
                 # a near tie may be decided otherwise
                 assert metrics.routing_mismatch == pytest.approx(wanted[0].routing_mismatch, abs=0.01)
+
+
+def test_a_probe_says_what_replay_is_good_for(models):
+    """The same tokens with the engine's experts and without, and nothing else of the step is different."""
+    arch = FAMILIES["qwen3_moe"]
+    shard = with_rows(Rollouts(4).shard(), other_rows(arch))
+    first = msgspec.structs.replace(shard, micro_batches=shard.micro_batches[:1])
+    with distributed(timeout_s=30) as parallel:
+
+        def metrics(shard, **trainer):
+            return train(models["qwen3_moe"], parallel, shard, **trainer)
+
+        (found, gradients), (plain, others) = metrics(shard, replay_probe_steps=shard.step), metrics(shard)
+        in_pieces, _ = metrics(shard, replay_probe_steps=shard.step, memory={"lm_head_chunk_tokens": 16})
+        unreplayed, _ = metrics(first, replay=False)
+        replayed, _ = metrics(first)
+        off, _ = metrics(shard, replay_probe_steps=shard.step + 1)
+    assert (plain.unreplayed_mismatch_kl, plain.replayed_mismatch_kl) == (None, None)
+    assert (off.unreplayed_mismatch_kl, off.replayed_mismatch_kl) == (None, None)
+    assert found.replayed_mismatch_kl == pytest.approx(replayed.mismatch_kl, rel=1e-5)
+    assert found.unreplayed_mismatch_kl == pytest.approx(unreplayed.mismatch_kl, rel=1e-5)
+    assert found.unreplayed_mismatch_kl != pytest.approx(found.replayed_mismatch_kl, rel=1e-2)
+    assert in_pieces.unreplayed_mismatch_kl == pytest.approx(found.unreplayed_mismatch_kl, rel=1e-4)
+    assert (found.loss, found.mismatch_kl, found.routing_mismatch) == (
+        plain.loss,
+        plain.mismatch_kl,
+        plain.routing_mismatch,
+    )
+    assert all(torch.equal(gradients[name], others[name]) for name in gradients)
+    rows = sum(batch.routed_experts.data.nbytes for batch in shard.micro_batches)
+    assert found.routes_bytes == plain.routes_bytes == rows > 0

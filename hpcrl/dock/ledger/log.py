@@ -22,7 +22,7 @@ import msgspec
 from numpy.typing import NDArray
 
 from hpcrl.dock.columns import encode_columns
-from hpcrl.dock.ledger.entries import Begin, Entry, Finished, PayloadPlace, believed_bytes, ledger_files
+from hpcrl.dock.ledger.entries import Begin, Dropped, Entry, Finished, PayloadPlace, believed_bytes, ledger_files
 from hpcrl.dock.ledger.payload import PayloadWriter
 from hpcrl.dock.warehouse.interface import Warehouse
 from hpcrl.fs import fsync_dir, make_directory
@@ -88,6 +88,7 @@ class RolloutLog:
         self._unsettled = self._payload.file
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
+        self._lock, self._closed = threading.Lock(), False
         own = f"{self.number:06d}.jsonl"
         believed = believed_bytes(self.ledger_dir, but=own)
         begin = Begin(attempt=attempt, restored=restored, time_s=time.time(), believed=believed)
@@ -121,8 +122,13 @@ class RolloutLog:
         return self._unsettled
 
     def close(self) -> None:
-        """Write what was appended, and end; a filesystem that hangs is not waited for."""
-        self._queue.put(None)
+        """Write what was appended, and end; a filesystem that hangs is not waited for.
+
+        What is appended afterwards fails at once: nobody would write it, and who waits for it would do so for ever.
+        """
+        with self._lock:
+            self._closed = True
+            self._queue.put(None)
         self._thread.join(_CLOSE_S)
         if self._thread.is_alive():
             _log.warning("the ledger of rollouts is left as it is: the filesystem did not answer for %g s", _CLOSE_S)
@@ -131,10 +137,12 @@ class RolloutLog:
         os.close(self._fd)
 
     def _put(self, job: _Job) -> Future[Entry]:
-        if self._error is not None:
-            job.done.set_exception(self._error)
-        else:
-            self._queue.put(job)
+        with self._lock:
+            error = OSError("the ledger of rollouts is closed") if self._closed else self._error
+            if error is None:
+                self._queue.put(job)
+        if error is not None:
+            job.done.set_exception(error)
         return job.done
 
     def _run(self) -> None:
@@ -182,14 +190,22 @@ class RolloutLog:
         lines = b"".join(_encoder.encode(entry) + b"\n" for entry in entries)
         patiently(lambda: self._append(lines), limit_s=self._limit_s, what="the ledger of rollouts")
         self._end += len(lines)
-        if self._warehouse is not None:  # may hang, and what is durable already is not lost with it
-            for job, entry in zip(jobs, entries, strict=True):
-                # turns of rollouts in progress are read by nobody but the next process
-                if isinstance(entry, Finished) and job.pieces is not None:
-                    self._warehouse.put(entry.payload, job.pieces)
         for job, entry in zip(jobs, entries, strict=True):
             job.done.set_result(entry)
         self._unsettled = self._payload.file
+        # last, because it may hang: a rollout that is durable has finished, and its place is another's. No batch has it
+        # before its entry behind this one is written
+        self._keep_in_memory(jobs, entries)
+
+    def _keep_in_memory(self, jobs: Sequence[_Job], entries: Sequence[Entry]) -> None:
+        if self._warehouse is None:
+            return
+        # whoever was told of these may have released them already
+        dropped = {(each.group, member) for each in entries if isinstance(each, Dropped) for member in each.members}
+        for job, entry in zip(jobs, entries, strict=True):
+            # turns of rollouts in progress are read by nobody but the next process
+            if isinstance(entry, Finished) and job.pieces is not None and (entry.group, entry.member) not in dropped:
+                self._warehouse.put(entry.payload, job.pieces)
 
     def _append(self, lines: bytes) -> None:
         """Always at the same place, so that a second try leaves nothing half between two lines."""

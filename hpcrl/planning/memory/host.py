@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from hpcrl.config.plan import Role
 from hpcrl.config.recipe import Recipe
+from hpcrl.config.rollouts import PAYLOAD_COPIES
 from hpcrl.jobplan.commands.vllm import own_flags
 from hpcrl.models.facts import ModelFacts
 from hpcrl.models.tensors import Part
@@ -20,8 +21,6 @@ ORCHESTRATOR_BYTES = int(2.0 * GIB)
 """The orchestrator without rollouts."""
 TOKEN_RECORD_BYTES = 17
 """A token of a rollout: id, log-probability, version and advantage of 4 bytes each, and a mask."""
-PAYLOAD_COPIES = 3
-"""A payload as received, as decoded, and as it is written."""
 KEPT_ROWS_BYTES = 1 << 30
 """Rows of experts that a server keeps until they are fetched (`hpcrl.inference.kept_rows`)."""
 ENVIRONMENT_BYTES = 4 << 20
@@ -72,13 +71,23 @@ def orchestrator_terms(facts: ModelFacts, recipe: Recipe) -> Iterator[Term | Non
         routes = layers * k * width
     yield _warehouse(recipe, TOKEN_RECORD_BYTES + routes)
     if routes:
-        value = flying * length * routes * PAYLOAD_COPIES
         inputs = {"in flight": flying, "tokens": length, "layers": layers, "k": k, "w": width, "copies": PAYLOAD_COPIES}
-        yield Term("routed experts", value, "in flight · tokens · layers · k · w · copies", inputs)
+        yield _routes_in_flight(recipe, flying, length * routes * PAYLOAD_COPIES, inputs)
         if recipe.engine.fetches_kv:
             yield Term(
                 "routed experts of prompts", round(recipe.engine.routed_experts_gib * GIB), "engine.routed_experts_gib"
             )
+
+
+def _routes_in_flight(recipe: Recipe, flying: int, one: int, inputs: dict[str, float | int]) -> Term:
+    """Rows of rollouts in flight, of which one may need ``one`` bytes."""
+    most, formula = flying * one, "in flight · tokens · layers · k · w · copies"
+    limit = recipe.rollouts.routes_in_flight_gib
+    if limit is None or most <= round(limit * GIB):
+        return Term("routed experts", most, formula, inputs)
+    if round(limit * GIB) < one:
+        return Term("routed experts", one, f"one rollout: rollouts.routes_in_flight_gib ({limit:g}) holds none", inputs)
+    return Term("routed experts", round(limit * GIB), f"min(rollouts.routes_in_flight_gib, {formula})", inputs)
 
 
 def _warehouse(recipe: Recipe, token_bytes: int) -> Term | None:

@@ -7,7 +7,6 @@ is what engines write that are not ours.
 
 from __future__ import annotations
 
-import binascii
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,14 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpcrl.errors import HpcrlError
+from hpcrl.rollouts.engines.rows import EncodedRows, Rows, join_rows, read_rows, rows_bytes
 from hpcrl.rollouts.engines.sse import Pieces
-from hpcrl.rollouts.sampling.routed_experts import read_rows
 from hpcrl.rollouts.sampling.sequence import TokenSequence
 from hpcrl.rows_reference import RowsReference
 
 __all__ = ["AnswerPart", "AnswerReader", "EngineError", "EngineProtocolError", "Generation", "OnPart", "SamplingParams"]
 
-OnPart = Callable[[NDArray[np.int32], NDArray[np.float32], NDArray[Any] | None], None]
+OnPart = Callable[[NDArray[np.int32], NDArray[np.float32], Rows | None], None]
 """Told of tokens, log-probabilities, and rows of experts where these come in parts, too."""
 
 
@@ -153,7 +152,7 @@ class AnswerPart(NamedTuple):
 
     token_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
-    rows: NDArray[Any] | None
+    rows: Rows | None
     finish_reason: str | None = None
     versions: list[_Span] | None = None
     request_id: str = ""
@@ -186,28 +185,14 @@ class Generation(msgspec.Struct, frozen=True):
 _decoder = msgspec.json.Decoder(_Event)
 _framed_decoder = msgspec.msgpack.Decoder(_FramedEvent)
 _NO_IDS, _NO_LOGPROBS = np.empty(0, np.int32), np.empty(0, np.float32)
-_PIECE = 1 << 18
 
 
-def _rows_of(text: msgspec.Raw) -> NDArray[Any] | RowsReference | None:
-    """Rows of experts out of JSON: null, where they are, or a string of base64.
-
-    A piece at a time: one call for tens of megabytes would keep the interpreter, and with it the event loop, from
-    everything else for as long.
-    """
+def _rows_in(text: msgspec.Raw) -> EncodedRows | RowsReference | None:
+    """Rows of experts out of JSON: null, where they are, or a string of base64 that nobody has decoded yet."""
     quoted = memoryview(text)
     if bytes(quoted[:1]) != b'"':
         return msgspec.json.decode(quoted, type=RowsReference | None) if quoted else None
-    last = len(quoted) - 1
-    rows, end = np.empty(3 * (last // 4 + 1), np.uint8), 0
-    try:
-        for start in range(1, last, _PIECE):
-            piece = binascii.a2b_base64(quoted[start : min(start + _PIECE, last)], strict_mode=True)
-            rows[end : end + len(piece)] = np.frombuffer(piece, np.uint8)
-            end += len(piece)
-    except binascii.Error:  # JSON may write a slash with an escape
-        return read_rows(msgspec.json.decode(quoted, type=bytes))
-    return read_rows(rows[:end].data.toreadonly())
+    return EncodedRows(quoted)
 
 
 class AnswerReader:
@@ -228,7 +213,7 @@ class AnswerReader:
         self._engine, self._prompt_length, self._on_part = engine, prompt_length, on_part
         self._experts_start = params.routed_experts_prompt_start
         self._tokens, self._scored, self._complete = TokenSequence(), 0, True
-        self._experts: list[NDArray[Any]] = []
+        self._experts: list[Rows] = []
         self._lost = False
         self._last: AnswerPart | None = None
 
@@ -255,9 +240,9 @@ class AnswerReader:
             return AnswerPart(_NO_IDS, _NO_LOGPROBS, None, error=event.error)
         (choice,) = event.choices
         scores = (choice.logprobs.content if choice.logprobs else None) or []
-        rows: NDArray[Any] | RowsReference | None = None
+        rows: EncodedRows | RowsReference | None = None
         if self._experts_start is not msgspec.UNSET:
-            rows = _rows_of(choice.routed_experts)
+            rows = _rows_in(choice.routed_experts)
         kept = rows if isinstance(rows, RowsReference) else None
         return AnswerPart(
             token_ids=np.array(choice.token_ids or [], np.int32),
@@ -284,11 +269,6 @@ class AnswerReader:
             request_id=event.request_id,
         )
 
-    def whole(self, part: AnswerPart) -> Generation:
-        """An answer that came at once (raises as `take` and `generation`)."""
-        self.take(part)
-        return self.generation(part)
-
     def take(self, part: AnswerPart) -> None:
         """The next part (EngineError where the engine ended the request with an error).
 
@@ -308,19 +288,25 @@ class AnswerReader:
         elif complete:
             self._on_part(part.token_ids, part.logprobs, None if self._lost else part.rows)
 
-    def streamed(self) -> Generation | None:
-        """The answer when its parts have ended; None where it has no end (raises as `generation`)."""
-        return None if self._last is None else self.generation(self._last)
+    @property
+    def last(self) -> AnswerPart | None:
+        """The part that has the end; None before it has come."""
+        return self._last
+
+    @property
+    def row_bytes(self) -> int:
+        """How many bytes of rows `generation` has to go through."""
+        return rows_bytes(self._experts)
 
     def generation(self, last: AnswerPart) -> Generation:
-        """What was read, with its end.
+        """What was read, with its end; a thread may do it when all parts were taken.
 
         Raises
         ------
         EngineError
             The engine gave the request up, or samples with weights that are not ours.
         EngineProtocolError
-            Counts do not fit each other.
+            Counts do not fit each other, or rows of experts cannot be read.
         """
         token_ids, _, logprobs, _ = self._tokens.arrays(len(self._tokens))
         if last.finish_reason not in ("stop", "length"):
@@ -350,7 +336,10 @@ class AnswerReader:
                 f"{self._engine}: an answer has {what}\n"
                 "    hint: engine.return_routed_experts and trainer.router_replay: false, where its engines cannot say"
             )
-        return self._experts[0] if len(self._experts) == 1 else np.concatenate(self._experts)
+        try:
+            return join_rows(self._experts)
+        except ValueError as error:
+            raise EngineProtocolError(f"{self._engine}: an answer cannot be read: {error}") from error
 
     def _versions(self, spans: list[_Span], count: int) -> NDArray[np.int32]:
         versions, known = np.empty(count, np.int32), 0

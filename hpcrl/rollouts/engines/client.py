@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import quote, urlsplit
@@ -31,8 +31,8 @@ from hpcrl.rollouts.engines.answers import (
     SamplingParams,
 )
 from hpcrl.rollouts.engines.prompts import EncodedTokens, PromptTokens, binary_ids
+from hpcrl.rollouts.engines.rows import beside_loop, read_rows
 from hpcrl.rollouts.engines.sse import EventSplitter, Pieces
-from hpcrl.rollouts.sampling.routed_experts import read_rows
 from hpcrl.rows_reference import PATH as ROWS_PATH
 from hpcrl.rows_reference import RowsReference, digest_of
 
@@ -72,11 +72,7 @@ _GENERATE = "/inference/v1/generate"
 _UPDATE = "/update_weights"
 _ROWS_S = 60.0
 """For rows of one answer: 79 MB of the longest."""
-_LARGE_BYTES = 1 << 18
-"""What is decoded in a thread: routed experts of some hundred tokens of a large model."""
 _encoder = msgspec.json.Encoder()
-_decoder = ThreadPoolExecutor(1, thread_name_prefix="answers")
-"""One thread: several would decode no faster, and the event loop would wait for each of them in turn."""
 
 
 class EngineClient:
@@ -150,16 +146,17 @@ class EngineClient:
                 data = await answer.read()
                 if answer.status != 200:
                     raise self._refusal(path, answer.status, data)
-                return reader.whole(await self._read(reader, data))
+                part = await self._read(reader, data)
+                reader.take(part)
+                return await _generation(reader, part)
             # to the end, so that the connection can be used again
             splitter = FrameSplitter() if framed else EventSplitter()
             async for piece in answer.content.iter_any():
                 for event in splitter.feed(piece):
                     reader.take(await self._read(reader, event))
-        generation = reader.streamed()
-        if generation is None:
+        if reader.last is None:
             raise EngineError(f"{self.name}: {path} ended before the answer did", unreachable=True)
-        return generation
+        return await _generation(reader, reader.last)
 
     def _encoded(
         self, token_ids: PromptTokens, params: SamplingParams, cache_salt: str, *, streams: bool
@@ -233,8 +230,7 @@ class EngineClient:
         data = await self._kept(kept.name, "", timeout_s=timeout_s)
         if data is None:
             raise EngineError(f"{self.name}: rows of an answer are not there any more")
-        large = len(data) >= _LARGE_BYTES
-        digest = await asyncio.to_thread(digest_of, data) if large else digest_of(data)
+        digest = await beside_loop(partial(digest_of, data), len(data))
         if len(data) != kept.num_bytes or digest != kept.digest:
             what = f"{len(data)} bytes ({digest}) where {kept.num_bytes} ({kept.digest}) were kept"
             raise EngineError(f"{self.name}: rows of an answer are others: {what}")
@@ -364,10 +360,7 @@ class EngineClient:
         The part of those that cannot be had still says where they were: nobody guesses them. The next turn asks for
         them again; in the end the trainer routes their tokens itself, and they are counted.
         """
-        if len(data) < _LARGE_BYTES:
-            part = reader.read(data)
-        else:
-            part = await asyncio.get_running_loop().run_in_executor(_decoder, reader.read, data)
+        part = await beside_loop(partial(reader.read, data), len(data))
         if part.kept is None:
             return part
         try:
@@ -386,3 +379,7 @@ class EngineClient:
         # 429 and 5xx may pass; other refusals are about the request itself
         retryable = status == 429 or status >= 500
         return EngineError(f"{self.name}: {path} answered {status}: {text}", retryable=retryable, status=status)
+
+
+async def _generation(reader: AnswerReader, last: AnswerPart) -> Generation:
+    return await beside_loop(partial(reader.generation, last), reader.row_bytes)

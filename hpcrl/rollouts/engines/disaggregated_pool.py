@@ -31,6 +31,7 @@ from hpcrl.rollouts.engines.client import EngineClient, EngineError, EngineProto
 from hpcrl.rollouts.engines.engine import Engine
 from hpcrl.rollouts.engines.partial_generation import PartialGeneration
 from hpcrl.rollouts.engines.routed_pool import RoutedPool, RoutedPoolSettings
+from hpcrl.rollouts.engines.rows import beside_loop
 
 __all__ = ["PREFILL", "DisaggregatedPool"]
 
@@ -82,14 +83,19 @@ class DisaggregatedPool(RoutedPool):
 
     async def _ask(self, engine: Engine, partial: PartialGeneration, salt: str, key: str) -> Generation:
         generation = await super()._ask(engine, partial, salt, key)
-        if generation.experts is None or (unknown := _unknown(generation.experts)).size == 0:
+        experts = generation.experts
+        if experts is None:
+            return generation
+        unknown = await beside_loop(lambda: _unknown(experts), experts.nbytes)
+        if unknown.size == 0:
             return generation
         rows = await self._prompt_rows(generation.request_id)
         if rows is None:
             return generation
-        experts = await asyncio.to_thread(_filled, generation.experts, unknown, rows)
-        self._counters.rows_prefill += int(unknown.size - _unknown(experts).size)
-        return msgspec.structs.replace(generation, experts=experts)
+        filled = await asyncio.to_thread(_filled, experts, unknown, rows)
+        left = await beside_loop(lambda: _unknown(filled), filled.nbytes)
+        self._counters.rows_prefill += int(unknown.size - left.size)
+        return msgspec.structs.replace(generation, experts=filled)
 
     async def _prompt_rows(self, request_id: str) -> NDArray[Any] | None:
         """Rows of the prefill engine that a request went to; None where it does not give them: the trainer routes

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from hpcrl.rollouts.engines.client import Generation, SamplingParams
+from hpcrl.rollouts.engines.client import EngineProtocolError, Generation, SamplingParams
 from hpcrl.rollouts.engines.prompts import EncodedTokens, PromptTokens
+from hpcrl.rollouts.engines.rows import Rows, join_rows, rows_bytes
 from hpcrl.rollouts.sampling.seeding import stable_hash
 from hpcrl.rollouts.sampling.sequence import TokenSequence
 
@@ -30,17 +31,14 @@ class PartialGeneration:
     ----------
     tokens:
         Those that were kept of attempts that failed.
-    experts:
-        ``[rows, layers, experts_per_token]``: kept rows, from ``routed_experts_prompt_start`` of the parameters on.
-        None where there are none.
     """
 
     def __init__(self, prompt: PromptTokens, params: SamplingParams) -> None:
         self._prompt, self._params = prompt, params
         self.tokens = TokenSequence()
-        self.experts: NDArray[Any] | None = None
+        self._kept: list[Rows] = []
         self._part = TokenSequence()
-        self._rows: list[NDArray[Any]] = []
+        self._rows: list[Rows] = []
         self._served: Callable[[], int] = lambda: 0
         self._version = 0
 
@@ -72,7 +70,7 @@ class PartialGeneration:
         return [*self._prompt, *token_ids], params
 
     def receive(
-        self, token_ids: NDArray[np.int32], logprobs: NDArray[np.float32], experts: NDArray[Any] | None = None
+        self, token_ids: NDArray[np.int32], logprobs: NDArray[np.float32], experts: Rows | None = None
     ) -> None:
         """Tokens that arrived before the end of the answer, and rows of experts where they came along."""
         self._part.append_sampled(token_ids, logprobs, self._version)
@@ -91,8 +89,20 @@ class PartialGeneration:
         self._rows.clear()
         return count
 
+    @property
+    def experts(self) -> NDArray[Any] | None:
+        """``[rows, layers, experts_per_token]``: kept rows, from ``routed_experts_prompt_start`` of the parameters on.
+
+        None where there are none (raises as `whole`).
+        """
+        return _joined(self._kept)
+
+    def row_bytes(self, rest: Generation) -> int:
+        """How many bytes of rows `whole` has to go through."""
+        return rows_bytes([*self._kept, rest.experts]) if self._kept else 0
+
     def whole(self, rest: Generation) -> Generation:
-        """The answer, of which an engine has sampled the rest."""
+        """The answer, of which an engine has sampled the rest (EngineProtocolError where rows cannot be read)."""
         if not len(self.tokens):
             return rest
         token_ids, _, logprobs, versions = self.tokens.arrays(len(self.tokens))
@@ -102,7 +112,7 @@ class PartialGeneration:
             versions=np.concatenate([versions, rest.versions]),
             finish_reason=rest.finish_reason,
             # without those of the rest nobody could say which tokens the kept ones are of
-            experts=None if rest.experts is None else _joined([self.experts, rest.experts]),
+            experts=None if rest.experts is None else _joined([*self._kept, rest.experts]),
         )
 
     def _next_row(self) -> int | msgspec.UnsetType:
@@ -110,18 +120,26 @@ class PartialGeneration:
         start = self._params.routed_experts_prompt_start
         if start is msgspec.UNSET:
             return start
-        return start + (0 if self.experts is None else len(self.experts))
+        return start + sum(map(len, self._kept))
 
     def _keep_experts(self) -> None:
         """Rows up to the last kept token, which the next engine computes in any case."""
         start = self._params.routed_experts_prompt_start
         if start is msgspec.UNSET or not len(self.tokens):
             return
-        self.experts = _joined([self.experts, *self._rows])
-        if self.experts is not None:
-            self.experts = self.experts[: len(self._prompt) + len(self.tokens) - 1 - start]
+        self._kept += self._rows
+        left = len(self._prompt) + len(self.tokens) - 1 - start
+        for number, piece in enumerate(self._kept):
+            if len(piece) > left:
+                whole = _joined([piece])
+                assert whole is not None
+                self._kept[number:] = [whole[:left]]
+                break
+            left -= len(piece)
 
 
-def _joined(parts: list[NDArray[Any] | None]) -> NDArray[Any] | None:
-    found = [part for part in parts if part is not None]
-    return np.concatenate(found) if found else None
+def _joined(parts: Sequence[Rows | None]) -> NDArray[Any] | None:
+    try:
+        return join_rows(parts)
+    except ValueError as error:
+        raise EngineProtocolError(f"rows of experts of an engine that was lost cannot be read: {error}") from error

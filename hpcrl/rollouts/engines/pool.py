@@ -9,6 +9,7 @@ label of its weights, which we compare with what we gave it.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -19,6 +20,7 @@ from hpcrl.rollouts.engines.client import EngineClient, EngineError, Generation,
 from hpcrl.rollouts.engines.engine import Engine
 from hpcrl.rollouts.engines.partial_generation import PartialGeneration
 from hpcrl.rollouts.engines.prompts import PromptTokens
+from hpcrl.rollouts.engines.rows import beside_loop
 from hpcrl.rollouts.telemetry.counters import Counters
 
 __all__ = ["LOST_AFTER_S", "WATCH_S", "EnginePool", "EngineSession", "PoolLimits", "PoolSettings"]
@@ -211,7 +213,7 @@ class EnginePool:
                     self._counters.tokens_kept += partial.keep()
                 _log.warning("attempt %d failed: %s", attempt + 1, error)
             else:
-                return partial.whole(generation)
+                return await beside_loop(functools.partial(partial.whole, generation), partial.row_bytes(generation))
             self._counters.engine_retries += 1
             session.move_from(engine)
             await asyncio.sleep(min(_LONGEST_BACKOFF_S, _FIRST_BACKOFF_S * 2**attempt))

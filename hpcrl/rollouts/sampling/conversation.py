@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from hpcrl.config.recipe import SamplingConfig
+from hpcrl.dock.routes import RoutedExperts
 from hpcrl.rollouts.engines.client import EngineProtocolError, SamplingParams
 from hpcrl.rollouts.engines.engine import Engine
 from hpcrl.rollouts.engines.pool import EnginePool, EngineSession
+from hpcrl.rollouts.engines.rows import beside_loop
 from hpcrl.rollouts.environments import Message, Outcome, Reply
 from hpcrl.rollouts.records import Rollout, Turn
 from hpcrl.rollouts.sampling.known_rows import KnownRows
@@ -142,13 +145,14 @@ class Conversation:
         else:
             turn = await self._sample(said, room)
         if self._routes is not None and turn.experts is not None:
-            self._keep_experts(self._routes, turn)
+            await self._keep_experts(self._routes, turn)
         if self._first_version is None:
             self._first_version = int(turn.versions[0])
         self._tokens.append_sampled(turn.token_ids, turn.logprobs, turn.versions)
         self._cut = turn.finish_reason != "stop"
         self._turns.append(turn.turn)
-        return Reply(text=self._sampler.transcript.text(turn.token_ids.tolist()), finished=not self._cut)
+        text = partial(self._sampler.transcript.text, turn.token_ids.tolist())
+        return Reply(text=await beside_loop(text, turn.token_ids.nbytes), finished=not self._cut)
 
     async def _sample(self, said: NDArray[np.int32], room: int) -> SavedTurn:
         """Ask an engine for the next turn."""
@@ -183,12 +187,13 @@ class Conversation:
             self._keeper.ended(len(self._turns), turn)
         return turn
 
-    def rollout(self, member: int, outcome: Outcome, *, seconds: float) -> Rollout | None:
+    async def rollout(self, member: int, outcome: Outcome, *, seconds: float) -> Rollout | None:
         """The finished rollout; None where nothing was sampled."""
         if not self._turns:
             return None
         # what was said after the last sampled token has no part in training
         end = self._tokens.end_of_sampled()
+        routed_experts = None if self._routes is None else await self._all_experts(self._routes, end)
         token_ids, sampled, logprobs, versions = self._tokens.arrays(end)
         return Rollout(
             member=member,
@@ -203,18 +208,27 @@ class Conversation:
             seconds=seconds,
             ended_s=time.time(),
             turns=self._turns,
-            routed_experts=None if self._routes is None else self._routes.aligned(end),
+            routed_experts=routed_experts,
         )
 
-    def _keep_experts(self, routes: RoutedExpertsRows, turn: SavedTurn) -> None:
+    async def _keep_experts(self, routes: RoutedExpertsRows, turn: SavedTurn) -> None:
         assert turn.experts is not None
+        assert self._sampler.routes is not None
+        if not routes.wants_rows:
+            return
+        try:
+            examine = partial(self._sampler.routes.examined, turn.experts)
+            examined = await beside_loop(examine, turn.experts.nbytes)
+        except ValueError as error:
+            raise EngineProtocolError(f"{self._session.engine.name}: experts of an answer: {error}") from error
         # later turns have prefixes that no other conversation has, and the salt of a mirrored one is of other weights
         own = self._turns or turn.salt < 0 or turn.mirrored
         opening = None if own else (turn.salt, turn.said)
-        try:
-            routes.add(len(self._tokens) + len(turn.token_ids) - 1, turn.experts, opening=opening)
-        except ValueError as error:
-            raise EngineProtocolError(f"{self._session.engine.name}: experts of an answer: {error}") from error
+        routes.take(len(self._tokens) + len(turn.token_ids) - 1, examined, opening=opening)
+
+    async def _all_experts(self, routes: RoutedExpertsRows, end: int) -> RoutedExperts | None:
+        assembled = await beside_loop(partial(routes.assembled, end), routes.nbytes)
+        return None if assembled is None else routes.settled(assembled)
 
     def _oldest_context(self) -> int:
         known = [version for version in (self._salt, self._first_version) if version is not None]

@@ -206,7 +206,7 @@ class Evaluator:
             return error
         finally:
             session.leave()
-        rollout = conversation.rollout(0, outcome, seconds=time.monotonic() - started)
+        rollout = await conversation.rollout(0, outcome, seconds=time.monotonic() - started)
         return rollout or ValueError("the prompt leaves no room for an answer (engine.max_model_len)")
 
 

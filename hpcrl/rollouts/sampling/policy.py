@@ -130,10 +130,16 @@ class GroupPolicy:
         if not account.batch_ready:
             return False
         if self._in_order:
-            last = sorted(group.index for group in finished)[self._groups_per_step - 1]
-            return all(index > last for index, _ in running)
+            return not self.lacks((index for index, _ in running), finished)
         # taking a step makes groups of the oldest version that is usable now too old
         return not account.takes_ahead or all(v is None or v > account.oldest_usable for _, v in running)
+
+    def lacks(self, unfinished: Iterable[int], finished: Iterable[_Aged]) -> bool:
+        """Whether the next step must wait for one of the unfinished groups, whatever else has finished."""
+        indices = sorted(group.index for group in finished)
+        if len(indices) < self._groups_per_step:
+            return True
+        return self._in_order and min(unfinished, default=indices[-1] + 1) < indices[self._groups_per_step - 1]
 
     def take(self, finished: Iterable[_Group]) -> list[_Group]:
         """The groups of the next step: those that were begun first, where the order is deterministic; else the oldest

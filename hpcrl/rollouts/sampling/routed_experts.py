@@ -8,9 +8,8 @@ from the engine that computed them first, with the weights of that time.
 
 from __future__ import annotations
 
-import io
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,28 +19,7 @@ from hpcrl.dock.routes import RoutedExperts, exact_dtype
 from hpcrl.models import load_facts
 from hpcrl.rollouts.sampling.known_rows import KnownRows, Tokens
 
-__all__ = ["RoutedExpertsRows", "RoutedExpertsSettings", "read_rows"]
-
-_LONGEST_HEADER = 1 << 12
-_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-
-
-def read_rows(payload: bytes | memoryview) -> NDArray[Any]:
-    """Rows ``[rows, layers, experts_per_token]`` of an ``.npy`` file, as a read-only view.
-
-    Raises
-    ------
-    ValueError
-        It is no such file, or has no such rows.
-    """
-    stream = io.BytesIO(payload[:_LONGEST_HEADER])
-    version = np.lib.format.read_magic(stream)
-    if version not in _HEADERS:
-        raise ValueError(f"version {version} of the .npy format is not known")
-    shape, fortran, dtype = _HEADERS[version](stream)
-    if len(shape) != 3 or fortran or dtype.kind not in "ui":
-        raise ValueError(f"experts are whole numbers [rows, layers, experts a token], not {shape} of {dtype}")
-    return np.frombuffer(payload, dtype=dtype, offset=stream.tell()).reshape(shape)
+__all__ = ["Examined", "RoutedExpertsRows", "RoutedExpertsSettings"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +56,11 @@ class RoutedExpertsSettings:
         """The smallest that is exact for the model's number of experts."""
         return exact_dtype(self.experts)
 
+    @property
+    def token_bytes(self) -> int:
+        """Of the row of a token."""
+        return self.layers * self.width * self.dtype.itemsize
+
     def unkept(self) -> RoutedExpertsSettings:
         """The same for who does not want to know."""
         return replace(self, keep=False)
@@ -98,14 +81,40 @@ class RoutedExpertsSettings:
             raise ValueError(f"expert {wrong} is none of the model's {self.experts}")
         return rows if rows.dtype == self.dtype else rows.astype(self.dtype)
 
+    def examined(self, rows: NDArray[Any]) -> Examined:
+        """Rows of an engine, and which of them are known (ValueError as `checked`)."""
+        rows = self.checked(rows)
+        if not self.gaps:
+            return Examined(rows, np.ones(len(rows), np.bool_))
+        return Examined(rows, rows.reshape(len(rows), -1).max(axis=1, initial=0) > 0)
+
+
+class Examined(NamedTuple):
+    """Rows of an answer that fit the model.
+
+    Attributes
+    ----------
+    rows:
+        ``[T, layers, experts_per_token]`` in the dtype of the settings.
+    known:
+        ``[T]``: whether an engine said which experts they are.
+    """
+
+    rows: NDArray[Any]
+    known: NDArray[np.bool_]
+
 
 class RoutedExpertsRows:
-    """Rows of one conversation, as they come."""
+    """Rows of one conversation, as they come.
+
+    What goes through all of them (`RoutedExpertsSettings.examined`, `assembled`) reads what nobody changes meanwhile,
+    so that a thread may do it. The rest belongs to the event loop, as the store does.
+    """
 
     def __init__(self, settings: RoutedExpertsSettings, store: KnownRows | None = None) -> None:
         """Begin. ``store`` has rows of prompts from other conversations, and takes those of this one."""
         self._settings, self._store = settings, store
-        self._pieces: list[tuple[int, NDArray[Any]]] = []
+        self._pieces: list[tuple[int, Examined]] = []
         self._end = 0
         self._opening: tuple[int, Tokens] | None = None
 
@@ -115,53 +124,64 @@ class RoutedExpertsRows:
         return min(self._end, last) if self._settings.keep else last
 
     def add(self, end: int, rows: NDArray[Any], *, opening: tuple[int, Tokens] | None = None) -> None:
+        """Examine rows, and `take` them (ValueError: they are not of the model)."""
+        if self.wants_rows:
+            self.take(end, self._settings.examined(rows), opening=opening)
+
+    @property
+    def wants_rows(self) -> bool:
+        """False where nobody wants to know."""
+        return self._settings.keep
+
+    def take(self, end: int, examined: Examined, *, opening: tuple[int, Tokens] | None = None) -> None:
         """Rows of the tokens before token ``end``, in order.
 
         Parameters
         ----------
         opening:
             Salt and tokens of the first prompt, where rows begin with it and others may share them.
-
-        Raises
-        ------
-        ValueError
-            They are not of the model.
         """
-        if not self._settings.keep:
-            return
-        rows = self._settings.checked(rows)
-        self._pieces.append((end - len(rows), rows))
+        self._pieces.append((end - len(examined.rows), examined))
         self._end = end
         if opening is not None and self._store is not None and self._settings.gaps:
             self._opening = opening
             salt, token_ids = opening
-            self._store.add(salt, token_ids, rows, self._known(rows))
+            self._store.add(salt, token_ids, *examined)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all rows that are there."""
+        return sum(examined.rows.nbytes for _, examined in self._pieces)
 
     def aligned(self, tokens: int) -> RoutedExperts | None:
         """Rows of the first ``tokens`` tokens, those that are missing included; None where there are none at all.
 
         Called once, at the end: other rollouts may have brought what was missing when the answer came.
         """
+        assembled = self.assembled(tokens)
+        return None if assembled is None else self.settled(assembled)
+
+    def assembled(self, tokens: int) -> Examined | None:
+        """What engines said of the first ``tokens`` tokens, one row a token; None where they said nothing."""
         if not self._pieces:
             if self._store is not None and self._settings.keep:
                 self._store.counters.rows_unknown += tokens - 1
             return None
         experts = np.zeros((tokens, self._settings.layers, self._settings.width), self._settings.dtype)
         present = np.zeros(tokens, np.bool_)
-        for start, rows in self._pieces:
+        for start, (rows, known) in self._pieces:
             experts[start : start + len(rows)] = rows
-            present[start : start + len(rows)] = self._known(rows)
+            present[start : start + len(rows)] = known
+        return Examined(experts, present)
+
+    def settled(self, assembled: Examined) -> RoutedExperts:
+        """The same with what the store has of the opening; sources are counted."""
+        experts, present = assembled
         if self._store is not None:
             answer = int(present.sum())
             filled = 0 if self._opening is None else self._store.fill(*self._opening, experts, present)
             counters = self._store.counters
             counters.rows_answer += answer
             counters.rows_shared_prefix += filled
-            counters.rows_unknown += tokens - 1 - answer - filled
+            counters.rows_unknown += len(present) - 1 - answer - filled
         return RoutedExperts.of(experts, present.view(np.uint8))
-
-    def _known(self, rows: NDArray[Any]) -> NDArray[np.bool_]:
-        if not self._settings.gaps:
-            return np.ones(len(rows), np.bool_)
-        known: NDArray[np.bool_] = rows.reshape(len(rows), -1).max(axis=1, initial=0) > 0
-        return known

@@ -20,6 +20,7 @@ from hpcrl.rollouts.sampling.conversation import Conversation, Sampler
 from hpcrl.rollouts.sampling.data_order import DataOrder, GroupTask
 from hpcrl.rollouts.sampling.failures import FailureCount
 from hpcrl.rollouts.sampling.policy import Fate, GroupPolicy
+from hpcrl.rollouts.sampling.routes_room import RoutesRoom
 from hpcrl.rollouts.sampling.staleness import StalenessAccount
 from hpcrl.rollouts.saved_turns import SavedTurn, TurnKeeper
 from hpcrl.rollouts.telemetry.counters import Counters
@@ -80,6 +81,7 @@ class Scheduler:
         finished: Iterable[Group] = (),
         parts: Mapping[int, Sequence[StoredRollout]] | None = None,
         turns: Mapping[tuple[int, int], Sequence[SavedTurn]] | None = None,
+        room: RoutesRoom | None = None,
     ) -> None:
         """Take up the work; nothing is started before `run`.
 
@@ -97,7 +99,10 @@ class Scheduler:
             Rollouts that groups of ``restart`` have already: only their other members start.
         turns:
             What these begin with, by group and member.
+        room:
+            For routed experts of what is in flight; None: without bounds.
         """
+        self._room = room or RoutesRoom()
         self._journal, self._parts, self._turns = journal, dict(parts or {}), dict(turns or {})
         self.account, self.next_index, self.in_flight = account, next_index, 0
         self.limit = config.max_in_flight
@@ -228,12 +233,17 @@ class Scheduler:
 
     # -- groups
 
+    @property
+    def places(self) -> int:
+        """How many rollouts may be in flight, with memory for routed experts looked at."""
+        return self._room.bound(self.limit, self._config.group_size)
+
     def _may_start(self) -> bool:
-        if self._draining or not self._policy.may_start(self.in_flight, self.limit):
+        size = self._config.group_size
+        if self._draining or not self._room.may_start(self._policy, self.in_flight, self.limit, size):
             return False
         # where memory is full, what waits is trained first; a batch that lacks groups gets them all the same
-        groups_per_step = self._config.rollouts_per_step // self._config.group_size
-        return len(self._finished) < groups_per_step or not self._journal.full
+        return self._policy.lacks(self._restart, self._finished.values()) or not self._journal.full
 
     def _deal(self) -> GroupTask:
         self.next_index += 1
@@ -274,10 +284,15 @@ class Scheduler:
         return callback
 
     async def _roll_out(self, running: _Running, member: int) -> None:
-        started, task = time.monotonic(), running.task
+        task = running.task
         write = partial(self._journal.turn, task, member)
         keeper = TurnKeeper(write, self._turns.pop((task.index, member), ()))
         running.keepers.append(keeper)
+        async with self._room.place():
+            await self._roll_out_in(running, member, keeper)
+
+    async def _roll_out_in(self, running: _Running, member: int, keeper: TurnKeeper) -> None:
+        started, task = time.monotonic(), running.task
         try:
             # one member that ends does not take the prompt from the others
             prompt, opening = await asyncio.shield(running.opening)
@@ -294,7 +309,7 @@ class Scheduler:
             self._counters.dropped_environment += 1
             self._failed(error)
         else:
-            rollout = conversation.rollout(member, outcome, seconds=time.monotonic() - started)
+            rollout = await conversation.rollout(member, outcome, seconds=time.monotonic() - started)
             if rollout is None:
                 self._counters.dropped_environment += 1
                 self._failed(ValueError("the prompt leaves no room for an answer (engine.max_model_len)"))
@@ -308,6 +323,8 @@ class Scheduler:
                 return
             self._failures.finished()
             self._counters.finished += 1
+            routes = rollout.routed_experts
+            self._counters.routes_bytes += 0 if routes is None else routes.data.nbytes
             self._counters.mixed_versions += stored.first_version != stored.last_version
             running.rollouts.append(stored)
             running.conversations.remove(conversation)  # its tokens lie elsewhere now

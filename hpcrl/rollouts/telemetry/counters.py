@@ -42,6 +42,8 @@ class Counters(msgspec.Struct, kw_only=True):
         Tokens of finished rollouts by where their rows of experts are from: the engine that answered; another rollout
         of the same prompt and salt (`hpcrl.rollouts.sampling.known_rows`), maybe of another forward pass; nobody.
         The last token of a rollout has none, and is not counted.
+    routes_bytes:
+        Of the rows of experts of finished rollouts.
     rows_prefill:
         Tokens of all answers whose rows a prefill engine gave behind the answer; of finished rollouts they are among
         ``rows_answer``.
@@ -67,6 +69,7 @@ class Counters(msgspec.Struct, kw_only=True):
     rows_shared_prefix: int = 0
     rows_unknown: int = 0
     rows_prefill: int = 0
+    routes_bytes: int = 0
 
     def as_dict(self) -> dict[str, int]:
         """Names and counts."""

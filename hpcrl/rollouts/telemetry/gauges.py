@@ -23,7 +23,7 @@ def gauges(scheduler: Scheduler, lag_monitor: LagMonitor, ledger: RolloutLedger)
         **held,
         "columns_not_removed": ledger.not_removed,
         "in_flight": scheduler.in_flight,
-        "in_flight_limit": scheduler.limit,
+        "in_flight_limit": scheduler.places,
         "groups_running": account.running,
         "groups_waiting": account.waiting,
         "version": account.version,

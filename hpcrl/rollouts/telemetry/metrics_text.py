@@ -33,6 +33,7 @@ _COUNTERS = {
     "rows_answer": "Tokens whose experts the engine that answered returned.",
     "rows_shared_prefix": "Tokens whose experts are known from another rollout of the same prompt and salt.",
     "rows_unknown": "Tokens whose experts nobody returned.",
+    "routes_bytes": "Bytes of the rows of experts of finished rollouts.",
     "rows_prefill": "Tokens of prompts whose experts a prefill engine returned behind the answer.",
 }
 

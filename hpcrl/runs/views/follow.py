@@ -163,8 +163,10 @@ def _step_line(record: StepRecord, progress: Progress) -> str:
     left = f"  left {duration(progress.eta_s)}" if record is progress.last and progress.eta_s is not None else ""
     skipped = "  SKIPPED: its gradient was not finite" if record.skipped else ""
     routes = "" if record.routing_mismatch is None else f"  routes {record.routing_mismatch:.1e}"
+    own = record.mismatch_kl_by_lag.get("0")
+    lag = "" if own is None else f" (lag 0 {own:.1e})"
     return (
         f"step {record.step}/{progress.total_steps}  reward {record.reward_mean:.3f}"
-        f"  {staleness(record, progress)}  kl {record.mismatch_kl:.1e}{routes}"
+        f"  {staleness(record, progress)}  kl {record.mismatch_kl:.1e}{lag}{routes}"
         f"  {record.tokens_per_s:,.0f} tokens/s  {seconds:.1f} s (waiting {waiting:.0%}){left}{skipped}"
     )

@@ -24,7 +24,8 @@ __all__ = ["TokenMetrics", "TokenSums"]
 
 _TOKEN_SCALARS = ("tokens", "nonfinite", "loss", "entropy", "mismatch_kl", "masked", "ratio", "squared_ratio")
 _ROUTE_SCALARS = ("compared", "differing", "known")
-_SCALARS = (*_TOKEN_SCALARS, *_ROUTE_SCALARS)
+_PROBE_SCALARS = ("probed", "replayed_kl", "unreplayed_kl")
+_SCALARS = (*_TOKEN_SCALARS, *_ROUTE_SCALARS, *_PROBE_SCALARS)
 _NO_UNKNOWN = dict.fromkeys(UNKNOWN_KINDS, 0)
 _MAX_LOG_RATIO = 300.0
 """Squares of ratios, added up, are still numbers in float64: ``metrics.jsonl`` has no infinity."""
@@ -45,6 +46,9 @@ class TokenMetrics:
     routing_mismatch: float | None
     routing_mismatch_by_lag: dict[str, float]
     routed_tokens: int
+    routes_bytes: int
+    unreplayed_mismatch_kl: float | None
+    replayed_mismatch_kl: float | None
     replayed_share: float | None
     unknown_routing: dict[str, float]
     rollouts_digest: str
@@ -61,6 +65,7 @@ class TokenSums:
         device: torch.device | None = None,
         unknown: Mapping[str, int] = _NO_UNKNOWN,
         rollouts: Iterable[tuple[int, int]] = (),
+        routes_bytes: int = 0,
         replay: bool = False,
     ) -> None:
         """Start a step that is computed with policy version ``trainer_version``.
@@ -75,11 +80,14 @@ class TokenSums:
             Tokens of this rank without a row of experts, by `UNKNOWN_KINDS`.
         rollouts:
             Of this rank, by group and member.
+        routes_bytes:
+            Of rows of experts that came with them.
         replay:
             Whether tokens with a row take the experts of it.
         """
         self._version, self._replay = trainer_version, replay
         self._unknown = torch.tensor([unknown[kind] for kind in UNKNOWN_KINDS], dtype=torch.float64)
+        self._routes_bytes = torch.tensor([routes_bytes], dtype=torch.float64)
         self._rollouts = torch.tensor(digest_parts(rollouts), dtype=torch.float64)
         self._scalars = torch.zeros(len(_SCALARS), dtype=torch.float64, device=device)
         # of trained tokens and their k3, and of pairs of token and layer and those whose experts differ: counts and
@@ -120,6 +128,7 @@ class TokenSums:
             device=device,
             unknown=unknown_rows(counted),
             rollouts=(rollout for micro_batch in counted for rollout in micro_batch.rollouts),
+            routes_bytes=sum(each.routed_experts.data.nbytes for each in counted if each.routed_experts is not None),
             replay=replay,
         )
 
@@ -167,6 +176,20 @@ class TokenSums:
             bucket = self._buckets(batch.versions, batch.context_versions)
             self._add_lags(1, bucket, known[rows].double() * layers, comparison.differing[rows].double())
 
+    def add_probe(self, loss: PolicyLoss, unreplayed: Tensor) -> None:
+        """Compare log-probabilities of a micro-batch with replay and without.
+
+        Parameters
+        ----------
+        loss:
+            Of its tokens, with replay.
+        unreplayed:
+            ``[N]``: what ``loss.log_ratio`` is without.
+        """
+        both = loss.log_ratio.isfinite() & unreplayed.isfinite()
+        kls = [_k3(torch.where(both, ratios, 0.0).double(), both).sum() for ratios in (loss.log_ratio, unreplayed)]
+        self._add_scalars(len(_TOKEN_SCALARS) + len(_ROUTE_SCALARS), (both.sum(), *kls))
+
     def _add_scalars(self, first: int, values: Sequence[Tensor]) -> None:
         self._scalars[first : first + len(values)] += torch.stack([value.double() for value in values])
 
@@ -185,11 +208,12 @@ class TokenSums:
         fetched = torch.cat((self._scalars, self._lags.flatten())).cpu()
         by_lag = torch.zeros(2, 2, longest, dtype=torch.float64)
         by_lag[..., :own] = fetched[len(_SCALARS) :].view(2, 2, own)
-        pieces = (fetched[: len(_SCALARS)], self._unknown, self._rollouts, by_lag.flatten())
+        pieces = (fetched[: len(_SCALARS)], self._unknown, self._rollouts, self._routes_bytes, by_lag.flatten())
         total = ranks.sum(torch.cat(pieces))
-        scalars, unknown, rollouts, lags = torch.split(total, [len(piece) for piece in pieces])
+        scalars, unknown, rollouts, routes_bytes, lags = torch.split(total, [len(piece) for piece in pieces])
         digest = digest_of_parts([int(part) for part in rollouts.tolist()])
-        return _means(scalars, unknown, *lags.view_as(by_lag), digest=digest, replay=self._replay)
+        size = int(routes_bytes.item())
+        return _means(scalars, unknown, *lags.view_as(by_lag), digest=digest, routes_bytes=size, replay=self._replay)
 
 
 def _shares(by_lag: Tensor) -> dict[str, float]:
@@ -201,8 +225,20 @@ def _shares(by_lag: Tensor) -> dict[str, float]:
     }
 
 
+def _k3(log_ratio: Tensor, counted: Tensor) -> Tensor:
+    """``r - 1 - log r`` of each token that counts."""
+    return (log_ratio.clamp(max=_MAX_LOG_RATIO).exp() - 1.0 - log_ratio) * counted
+
+
 def _means(
-    scalars: Tensor, unknown: Tensor, kl_by_lag: Tensor, routes_by_lag: Tensor, *, digest: str, replay: bool
+    scalars: Tensor,
+    unknown: Tensor,
+    kl_by_lag: Tensor,
+    routes_by_lag: Tensor,
+    *,
+    digest: str,
+    routes_bytes: int,
+    replay: bool,
 ) -> TokenMetrics:
     sums = dict(zip(_SCALARS, scalars.tolist(), strict=True))
     tokens = sums["tokens"]
@@ -225,6 +261,9 @@ def _means(
         routing_mismatch=sums["differing"] / sums["compared"] if sums["compared"] else None,
         routing_mismatch_by_lag=_shares(routes_by_lag),
         routed_tokens=int(sums["known"]),
+        routes_bytes=routes_bytes,
+        unreplayed_mismatch_kl=sums["unreplayed_kl"] / sums["probed"] if sums["probed"] else None,
+        replayed_mismatch_kl=sums["replayed_kl"] / sums["probed"] if sums["probed"] else None,
         replayed_share=sums["known"] / rows if replay and rows else None,
         unknown_routing=unknown_shares,
         rollouts_digest=digest,

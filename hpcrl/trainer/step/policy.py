@@ -157,6 +157,8 @@ class TrainerPolicy:
             peers = None
             if context is not None and self.recipe.algorithm.loss.is_of_rollouts:
                 peers = context.get_group()
+            probe = number == 1 and self._probes(shard.step)
+            unreplayed = self._unreplayed(batch) if probe else None
             # without trained tokens the loss is 0, and joins the collectives of ranks that have some
             total = shard.stats.total_sampled_tokens if batch.num_trained else 1
             loss, entropies = self._loss(batch, comparison, peers, total)
@@ -167,7 +169,25 @@ class TrainerPolicy:
             loss.loss.backward()  # type: ignore[no-untyped-call]
             if batch.num_trained:
                 sums.add(loss, entropies, batch.versions, batch.context_versions)
+                if unreplayed is not None:
+                    sums.add_probe(loss, unreplayed)
         return sums
+
+    def _probes(self, step: int) -> bool:
+        every = self.recipe.trainer.replay_probe_steps
+        return self._replay and every > 0 and step % every == 0
+
+    @torch.no_grad()
+    def _unreplayed(self, batch: TokenBatch) -> Tensor:
+        """Log-ratio of each trained token where routers choose the experts."""
+        chunk, temperature = self.recipe.trainer.memory.lm_head_chunk_tokens, self.recipe.rollouts.sampling.temperature
+        head: HeadFn = partial(whole_logprobs, targets=batch.targets, temperature=temperature)
+        if chunk is not None:
+            tokens = None if chunk == "auto" else chunk
+            head = partial(chunked_logprobs, targets=batch.targets, temperature=temperature, tokens=tokens)
+        logprobs, _ = self.model(batch.input_ids, batch.context(), head)
+        found: Tensor = logprobs - batch.engine_logprobs
+        return found
 
     def _loss(
         self, batch: TokenBatch, record: RoutedExpertsRecorder | None, peers: dist.ProcessGroup | None, total: int

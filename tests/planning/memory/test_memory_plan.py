@@ -464,6 +464,25 @@ def test_servers_of_engines_keep_rows_until_they_are_fetched(role: Role) -> None
     assert kept() == []
 
 
+def test_routed_experts_in_flight_are_counted_up_to_their_limit() -> None:
+    """One rollout may always run; where the limit is less than that the plan says so."""
+
+    def kept(*settings: str) -> tuple[float, str]:
+        ledger = _report("engine.return_routed_experts=true", *settings).place(Role.TRAINER, "host").ledger
+        ((value, formula),) = [(term.value, term.formula) for term in ledger.terms if term.name == "routed experts"]
+        return value, formula
+
+    recipe = _glm5()[0]
+    one = recipe.engine.max_model_len * 75 * 8 * 3
+    without, formula = kept()
+    assert without == recipe.rollouts.max_in_flight * one
+    assert kept("rollouts.routes_in_flight_gib=5000") == (without, formula)
+    assert kept("rollouts.routes_in_flight_gib=200")[0] == 200 * GIB
+    value, formula = kept("rollouts.routes_in_flight_gib=0.1")
+    assert value == one
+    assert formula == "one rollout: rollouts.routes_in_flight_gib (0.1) holds none"
+
+
 def test_memory_for_finished_rollouts_is_counted_up_to_its_limit() -> None:
     """On the orchestrator's node: with routes of a large model it is its limit, without them what there can be."""
 

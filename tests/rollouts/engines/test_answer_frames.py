@@ -65,7 +65,9 @@ def reader(*, routed: bool = True, on_part: OnPart = lambda tokens, scores, rows
 
 def test_a_frame_is_read_without_a_copy_of_its_rows() -> None:
     own, frame = reader(), framed()
-    answer = own.whole(own.read(frame))
+    part = own.read(frame)
+    own.take(part)
+    answer = own.generation(part)
     columns = (answer.token_ids, answer.logprobs, answer.versions)
     assert [column.tolist() for column in columns] == [[5, 2], [-0.5, -0.25], [3, 3]]
     assert (answer.finish_reason, answer.request_id) == ("stop", "r")

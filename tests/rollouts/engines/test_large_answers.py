@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from stub_engine import EOS, npy
 
 from hpcrl.rollouts.engines import answers
+from hpcrl.rollouts.engines import rows as rows_module
 from hpcrl.rollouts.engines.answers import AnswerReader, EngineProtocolError, SamplingParams
 from hpcrl.rollouts.engines.client import EngineClient
 from hpcrl.rollouts.engines.partial_generation import PartialGeneration
@@ -27,6 +28,12 @@ PARAMS = SamplingParams(temperature=1.0, max_tokens=8, seed=1, stop_token_ids=[E
 
 def reader(prompt: int = 1) -> AnswerReader:
     return AnswerReader("engine-0", prompt, PARAMS, lambda tokens, scores, rows: None)
+
+
+def whole(own: AnswerReader, data: bytes | memoryview) -> answers.Generation:
+    part = own.read(data)
+    own.take(part)
+    return own.generation(part)
 
 
 def choice(rows: str | None) -> bytes:
@@ -46,11 +53,11 @@ def rows_of(count: int, width: int) -> NDArray[np.uint8]:
 
 @pytest.mark.parametrize("width", [1, 2, 3, 64])
 def test_rows_are_decoded_in_pieces(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
-    monkeypatch.setattr(answers, "_PIECE", 16)
+    monkeypatch.setattr(rows_module, "_PIECE", 16)
     rows = rows_of(2, width)
     for data in (choice(npy(rows)), choice(npy(rows)).replace(b"/", b"\\/")):
         own = reader(prompt=1)
-        assert (own.whole(own.read(data)).experts == rows).all()
+        assert (whole(own, data).experts == rows).all()
 
 
 def test_rows_that_are_missing_or_damaged(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +65,7 @@ def test_rows_that_are_missing_or_damaged(monkeypatch: pytest.MonkeyPatch) -> No
     text = npy(rows_of(2, 8))
     for broken in (text[:-2], text.replace("A", "!", 1), "AAAA"):
         with pytest.raises(EngineProtocolError, match="cannot be read"):
-            reader().read(choice(broken))
+            whole(reader(), choice(broken))
 
 
 @pytest.fixture
@@ -109,6 +116,88 @@ async def test_large_answers_are_decoded_beside_the_event_loop(
             assert found.experts is not None
             assert (found.experts == rows).all()
             assert (threads.pop() != threading.get_ident()) is beside
+
+
+async def test_rows_of_small_parts_are_decoded_once_and_beside_the_event_loop(
+    engine: tuple[str, list[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each part is small, and is read where it arrives; rows of all of them are many bytes."""
+    threads: list[int] = []
+    decode = rows_module.EncodedRows.decoded
+
+    def recorded(self: rows_module.EncodedRows) -> NDArray[Any]:
+        threads.append(threading.get_ident())
+        return decode(self)
+
+    monkeypatch.setattr(rows_module.EncodedRows, "decoded", recorded)
+    url, answer = engine
+    rows, parts = rows_of(64, 8000), 64
+    end = msgspec.json.decode(choice(None))["choices"][0]
+    answer[:] = []
+    for number in range(parts):
+        part = {
+            "token_ids": [5],
+            "logprobs": {"content": [{"logprob": -0.5}]},
+            "routed_experts": npy(rows[number : number + 1]),
+        }
+        if number == parts - 1:
+            spans = [{"version": "3", "start": 0, "end": parts}]
+            part |= {"finish_reason": end["finish_reason"], "weight_versions": spans}
+        answer.append(msgspec.json.encode({"choices": [part]}))
+    assert max(map(len, answer)) < rows_module.LARGE_BYTES < rows.nbytes
+    told: list[int] = []
+    async with aiohttp.ClientSession() as http:
+        found = await EngineClient(http, name="engine-0", url=url).generate(
+            [7],
+            msgspec.structs.replace(PARAMS, stream_interval=1),
+            cache_salt="0",
+            session_id="s",
+            timeout_s=30.0,
+            on_part=lambda tokens, scores, part: told.append(0 if part is None else len(part)),
+        )
+    assert found.experts is not None
+    assert (found.experts == rows).all()
+    assert told == [1] * (parts - 1)
+    assert len(threads) == parts
+    assert threading.get_ident() not in threads
+
+
+async def test_what_kept_parts_had_is_decoded_with_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine is lost: to go on from its tokens needs to know how many rows there are, and none of them."""
+    rows = rows_of(6, 2000)
+    monkeypatch.setattr(rows_module.EncodedRows, "decoded", lambda self: pytest.fail("decoded too early"))
+    params = msgspec.structs.replace(PARAMS, max_tokens=32)
+    partial = PartialGeneration([7], params)
+    partial.request(lambda: 3)
+    for first in range(0, 6, 2):
+        encoded = rows_module.EncodedRows(memoryview(msgspec.json.encode(npy(rows[first : first + 2]))))
+        partial.receive([5, 6], [-0.5, -0.5], encoded)
+    assert partial.keep() == 6
+    _, again = partial.request(lambda: 3)
+    assert again.routed_experts_prompt_start == 6
+    monkeypatch.undo()
+    rest = answers.Generation([7], [-0.5], [3], "length", experts=rows[:0])
+    assert partial.row_bytes(rest) > rows.nbytes
+    assert (partial.whole(rest).experts == rows).all()
+    text = npy(rows)
+    damaged = rows_module.EncodedRows(memoryview(msgspec.json.encode(text[:-8] + "!" + text[-7:])))
+    partial.receive([5] * 6, [-0.5] * 6, damaged)
+    partial.keep()
+    with pytest.raises(EngineProtocolError, match="of an engine that was lost cannot be read"):
+        partial.whole(rest)
+
+
+@pytest.mark.parametrize("bad", ["dtype", "shape"])
+def test_parts_that_differ_are_refused_or_widened(bad: str) -> None:
+    one, two = rows_of(2, 3), rows_of(2, 3 if bad == "dtype" else 4).astype(np.int16)
+    if bad == "dtype":
+        joined = rows_module.join_rows([one, None, two])
+        assert joined is not None
+        assert joined.dtype == np.int16
+        assert (joined == [*one, *two]).all()
+    else:
+        with pytest.raises(ValueError, match="differ in layers"):
+            rows_module.join_rows([one, two])
 
 
 def test_a_turn_encodes_what_is_new_in_it(monkeypatch: pytest.MonkeyPatch) -> None:

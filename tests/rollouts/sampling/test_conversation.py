@@ -102,7 +102,7 @@ async def test_one_sequence_with_exact_ids(bench: Bench, stub: StubEngine, tmp_p
     assert (await conversation.reply(USER)).text == "run 1+1"
     stub.version = "4"
     assert (await conversation.reply(TOOL)).text == "answer 2"
-    rollout = conversation.rollout(2, Outcome(reward=1.0), seconds=0.5)
+    rollout = await conversation.rollout(2, Outcome(reward=1.0), seconds=0.5)
     assert rollout is not None
     whole = [*USER, {"role": "assistant", "content": "run 1+1"}, *TOOL, {"role": "assistant", "content": "answer 2"}]
     assert rollout.token_ids.tolist() == ChatTokenizer(tmp_path).render_ids(whole, add_generation_prompt=False)
@@ -137,7 +137,7 @@ async def test_what_is_said_after_the_last_reply_is_not_trained_on(bench: Bench,
     await conversation.reply(USER)
     reply = await conversation.reply(({"role": "tool", "content": "a long result of a tool"},))
     assert not reply.finished
-    rollout = conversation.rollout(0, Outcome(reward=0.0), seconds=0.0)
+    rollout = await conversation.rollout(0, Outcome(reward=0.0), seconds=0.0)
     assert rollout is not None
     assert rollout.sampled[-1] == 1
     with pytest.raises(ValueError, match="cannot be followed"):
@@ -153,7 +153,7 @@ async def test_a_cut_reply_is_not_finished(bench: Bench, stub: StubEngine) -> No
 async def test_no_room_at_all(bench: Bench) -> None:
     conversation = bench.conversation(max_model_len=4)
     assert not (await conversation.reply(USER)).finished
-    assert conversation.rollout(0, Outcome(reward=0.0), seconds=0.0) is None
+    assert await conversation.rollout(0, Outcome(reward=0.0), seconds=0.0) is None
 
 
 async def test_an_engine_without_versions_is_refused(bench: Bench, stub: StubEngine) -> None:
@@ -182,7 +182,7 @@ def test_heldout_shares() -> None:
 async def test_states_survive_encoding(bench: Bench, stub: StubEngine) -> None:
     conversation = bench.conversation()
     await conversation.reply(({"role": "user", "content": "reverse stone"},))
-    rollout = conversation.rollout(0, Outcome(reward=0.5, parts={"exact": 0.0}), seconds=1.0)
+    rollout = await conversation.rollout(0, Outcome(reward=0.5, parts={"exact": 0.0}), seconds=1.0)
     assert rollout is not None
     group = Group(
         index=4,
@@ -202,7 +202,7 @@ async def test_states_survive_encoding(bench: Bench, stub: StubEngine) -> None:
 async def test_rollouts_survive_encoding(bench: Bench) -> None:
     conversation = bench.conversation()
     await conversation.reply(({"role": "user", "content": "reverse stone"},))
-    rollout = conversation.rollout(2, Outcome(reward=0.5, parts={"exact": 0.0}), seconds=1.0)
+    rollout = await conversation.rollout(2, Outcome(reward=0.5, parts={"exact": 0.0}), seconds=1.0)
     assert rollout is not None
     back = decode_rollout(b"".join(encode_columns(*encode_rollout(rollout))))
     for name in rollout.__struct_fields__:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -28,12 +29,13 @@ from hpcrl.rollouts.engines import pool as engine_pool
 from hpcrl.rollouts.engines.client import EngineClient, EngineProtocolError, Generation, SamplingParams
 from hpcrl.rollouts.engines.partial_generation import PartialGeneration
 from hpcrl.rollouts.engines.pool import EnginePool
+from hpcrl.rollouts.engines.rows import read_rows
 from hpcrl.rollouts.environments import Outcome
 from hpcrl.rollouts.records import Rollout, decode_rollout, encode_rollout
 from hpcrl.rollouts.sampling.conversation import Conversation, Sampler
 from hpcrl.rollouts.sampling.known_rows import KnownRows
 from hpcrl.rollouts.sampling.rendering import Transcript
-from hpcrl.rollouts.sampling.routed_experts import RoutedExpertsRows, RoutedExpertsSettings, read_rows
+from hpcrl.rollouts.sampling.routed_experts import RoutedExpertsRows, RoutedExpertsSettings
 from hpcrl.rollouts.saved_turns import SavedTurn, TurnKeeper
 from hpcrl.rollouts.telemetry.counters import Counters
 
@@ -343,7 +345,7 @@ class Bench:
         conversation = self.conversation(routes, stream_interval, rows)
         await conversation.reply(USER)
         await conversation.reply(TOOL)
-        rollout = conversation.rollout(0, Outcome(reward=1.0), seconds=0.5)
+        rollout = await conversation.rollout(0, Outcome(reward=1.0), seconds=0.5)
         assert rollout is not None
         return rollout
 
@@ -401,7 +403,7 @@ async def test_rows_that_an_engine_has_lost(bench: Bench, stream_interval: int, 
     for turn, messages in enumerate((USER, TOOL)):
         bench.stub.rows = KeptRows(limit_bytes=0 if turn in lost else 1 << 20)
         await conversation.reply(messages)
-    rollout = conversation.rollout(0, Outcome(reward=1.0), seconds=0.5)
+    rollout = await conversation.rollout(0, Outcome(reward=1.0), seconds=0.5)
     assert rollout is not None
     tokens, first = rollout.token_ids.tolist(), rollout.turns[0].said + rollout.turns[0].sampled - 1
     assert bench.starts == [0, 0 if 0 in lost else first]
@@ -415,6 +417,33 @@ async def test_rows_that_an_engine_has_lost(bench: Bench, stream_interval: int, 
     assert routes is not None
     assert routes.known.tolist() == [True] * known + [False] * (len(tokens) - known)
     assert (routes.experts[:known] == experts_of(tokens)[:known]).all()
+
+
+async def test_what_goes_through_all_rows_is_done_beside_the_event_loop(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hpcrl.rollouts.engines.rows.LARGE_BYTES", 1)
+    threads: dict[str, set[int]] = {}
+
+    def watched(owner: type, name: str) -> None:
+        call = getattr(owner, name)
+
+        def recorded(*arguments: Any) -> Any:
+            threads.setdefault(name, set()).add(threading.get_ident())
+            return call(*arguments)
+
+        monkeypatch.setattr(owner, name, recorded)
+
+    watched(RoutedExpertsSettings, "examined")
+    watched(RoutedExpertsRows, "assembled")
+    watched(RoutedExpertsRows, "settled")
+    rollout = await bench.two_turns(SETTINGS, 3)
+    assert rollout.routed_experts is not None
+    assert (rollout.routed_experts.experts[:-1] == experts_of(rollout.token_ids.tolist())[:-1]).all()
+    own = threading.get_ident()
+    assert own not in threads["examined"] | threads["assembled"]
+    # the store of shared rows is the event loop's
+    assert threads["settled"] == {own}
 
 
 async def test_beside_a_pool_a_rollout_has_the_rows_of_another_with_its_prompt(bench: Bench) -> None:
@@ -463,7 +492,7 @@ async def test_rows_of_weights_that_were_undone_are_nobody_elses(bench: Bench, m
     assert (store.bytes == 0) is mirrored
     # nor is what is known of version 3 put into its gaps
     rows_from(store, turn.said.tolist()[:4])
-    rollout = goes_on.rollout(0, Outcome(reward=1.0), seconds=0.5)
+    rollout = await goes_on.rollout(0, Outcome(reward=1.0), seconds=0.5)
     assert rollout is not None
     assert rollout.routed_experts is not None
     assert rollout.routed_experts.known[:4].any() == (not mirrored)

@@ -1,0 +1,161 @@
+"""Rows of experts on their way out of an answer: kept as they came, and made one array of beside the event loop.
+
+An answer of 131,072 tokens of a large model has 79 MB of rows. Where it is streamed, they come in thousands of parts:
+to decode those of a part takes ten times as long as to decode its tokens, and engines end parts of all their requests
+at the same time. So the event loop looks at the head of a part's rows alone, and all of an answer's are decoded once,
+into their place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import binascii
+import io
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["LARGE_BYTES", "EncodedRows", "Rows", "beside_loop", "join_rows", "read_rows", "rows_bytes"]
+
+_T = TypeVar("_T")
+
+LARGE_BYTES = 1 << 18
+"""What is for a thread to do: routed experts of some hundred tokens of a large model."""
+_PIECE = 1 << 18
+_HEAD = 3 << 12
+_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+_thread = ThreadPoolExecutor(1, thread_name_prefix="answers")
+"""One thread: several would decode no faster, and the event loop would wait for each of them in turn."""
+
+
+async def beside_loop(call: Callable[[], _T], size: int) -> _T:
+    """What ``call`` returns; it is called in a thread where it has many bytes to go through."""
+    if size < LARGE_BYTES:
+        return call()
+    return await asyncio.get_running_loop().run_in_executor(_thread, call)
+
+
+class _Header(NamedTuple):
+    shape: tuple[int, int, int]
+    dtype: np.dtype[Any]
+    end: int
+
+
+def _header(head: bytes) -> _Header:
+    """Of the beginning of an ``.npy`` file (ValueError where it is none, or has no rows of experts)."""
+    start = 12 if head[6:7] == b"\x02" else 10
+    return _parsed(head[: start + int.from_bytes(head[8:start], "little")])
+
+
+@lru_cache(1024)
+def _parsed(head: bytes) -> _Header:
+    """Parts of an answer have the same header, and parsing one takes longer than all else of it."""
+    stream = io.BytesIO(head)
+    version = np.lib.format.read_magic(stream)
+    if version not in _HEADERS:
+        raise ValueError(f"version {version} of the .npy format is not known")
+    shape, fortran, dtype = _HEADERS[version](stream)
+    if len(shape) != 3 or fortran or dtype.kind not in "ui":
+        raise ValueError(f"experts are whole numbers [rows, layers, experts a token], not {shape} of {dtype}")
+    return _Header(shape, dtype, stream.tell())
+
+
+def read_rows(payload: bytes | memoryview) -> NDArray[Any]:
+    """Rows ``[rows, layers, experts_per_token]`` of an ``.npy`` file, as a read-only view.
+
+    Raises
+    ------
+    ValueError
+        It is no such file, or has no such rows.
+    """
+    header = _header(bytes(payload[:_HEAD]))
+    return np.frombuffer(payload, dtype=header.dtype, offset=header.end).reshape(header.shape)
+
+
+class EncodedRows:
+    """Rows as a JSON string of base64, of which the head was looked at.
+
+    Attributes
+    ----------
+    shape:
+        ``[rows, layers, experts_per_token]``.
+    dtype:
+        Of the rows.
+    nbytes:
+        Of the text.
+    """
+
+    def __init__(self, quoted: memoryview) -> None:
+        """Read the head (ValueError where it is that of no such rows)."""
+        self._quoted, self.nbytes = quoted, len(quoted)
+        try:
+            head = binascii.a2b_base64(quoted[1 : 1 + min(_HEAD // 3 * 4, (len(quoted) - 2) // 4 * 4)])
+            header = _header(head)
+        except ValueError:  # JSON may write a slash with an escape
+            header = _header(self._escaped()[:_HEAD])
+        self.shape, self.dtype = header.shape, header.dtype
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def decoded(self) -> NDArray[Any]:
+        """The rows, as a read-only view (ValueError where they are damaged).
+
+        A piece at a time: one call for tens of megabytes would keep the interpreter, and with it the event loop, from
+        everything else for as long.
+        """
+        last = len(self._quoted) - 1
+        rows, end = np.empty(3 * (last // 4 + 1), np.uint8), 0
+        try:
+            for start in range(1, last, _PIECE):
+                piece = binascii.a2b_base64(self._quoted[start : min(start + _PIECE, last)], strict_mode=True)
+                rows[end : end + len(piece)] = np.frombuffer(piece, np.uint8)
+                end += len(piece)
+        except binascii.Error:
+            return read_rows(self._escaped())
+        return read_rows(rows[:end].data.toreadonly())
+
+    def _escaped(self) -> bytes:
+        try:
+            return msgspec.json.decode(self._quoted, type=bytes)
+        except msgspec.DecodeError as error:
+            raise ValueError(str(error)) from error
+
+
+Rows = NDArray[Any] | EncodedRows
+
+
+def rows_bytes(pieces: Sequence[Rows | None]) -> int:
+    """How many bytes there are to go through."""
+    return sum(piece.nbytes for piece in pieces if piece is not None)
+
+
+def join_rows(pieces: Sequence[Rows | None]) -> NDArray[Any] | None:
+    """Rows of some parts, in order; None where there are none.
+
+    Raises
+    ------
+    ValueError
+        They are damaged, or differ in layers or experts a token.
+    """
+    found = [piece for piece in pieces if piece is not None]
+    if len(found) < 2:
+        return next((_array(piece) for piece in found), None)
+    if len({piece.shape[1:] for piece in found}) != 1:
+        raise ValueError("parts of an answer differ in layers or experts a token")
+    # engines of another version may count in another width
+    dtype = np.result_type(*{piece.dtype for piece in found})
+    rows, end = np.empty((sum(map(len, found)), *found[0].shape[1:]), dtype), 0
+    for piece in found:
+        rows[end : end + len(piece)] = _array(piece)
+        end += len(piece)
+    return rows
+
+
+def _array(piece: Rows) -> NDArray[Any]:
+    return piece.decoded() if isinstance(piece, EncodedRows) else piece
