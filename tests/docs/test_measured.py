@@ -57,6 +57,16 @@ def test_adapters() -> None:
         assert all(says(cell, value) for cell, value in zip(cells[1:], [row["trained"], *ratios], strict=True)), cells
 
 
+def test_adapters_into_a_real_vllm() -> None:
+    found = rows("| model | way | bytes of a version |")
+    for cells, row in zip(found, recorded("lora_vllm")["rows"], strict=True):
+        assert cells[:2] == [row["model"], row["way"]]
+        load = row["pause_s"] if "pause_s" in row else row["load_s"]
+        columns = [[row["mib"]], [row["publish_s"]], [row["staged_s"]] if "staged_s" in row else [], [load]]
+        columns += [[row["bytes_ratio"]], [row["seconds_ratio"]]]
+        assert all(says(cell, *values) for cell, values in zip(cells[2:], columns, strict=True)), cells
+
+
 def test_turns() -> None:
     result = recorded("colocated")
     layers, naive = (result["ways"][name] for name in ("layer by layer", "naive"))
