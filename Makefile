@@ -31,17 +31,17 @@ test:
 
 # mypy uses one processor, and for a while it is the only one that works: beside the tests it costs half of its time
 suite:
-	@HPCRL_TEST_TAUGHT_MODEL=$(CURDIR)/models/quickstart HPCRL_TEST_QUICKSTARTS=$(CURDIR)/runs $(PYTEST) $(PARALLEL) -m "not vllm and not campaign"
+	@HPCRL_TEST_TAUGHT_MODEL=$(CURDIR)/models/quickstart HPCRL_TEST_QUICKSTARTS=$(CURDIR)/runs $(PYTEST) $(PARALLEL) -m "not vllm and not campaign and not triton"
 
 # what `make test` leaves out. Real vLLM engines have an environment of their own (2.5 GB), and need all cores when they
 # start, so that these are three at a time, of which one or two wait
 test-long: WORKERS = 3
 # each worker collects: of hundreds of files these are the ones that have such tests
-LONG_FILES = $$(grep -rlE "mark\.(campaign|vllm)" tests --include="test_*.py")
+LONG_FILES = $$(grep -rlE "mark\.(campaign|vllm|triton)" tests --include="test_*.py")
 test-long:
-	@python3 tools/bootstrap.py all dev --slurm --vllm
+	@python3 tools/bootstrap.py all dev --slurm --vllm --triton
 	@$(MAKE) --no-print-directory models/quickstart/config.json
-	@HPCRL_TEST_TAUGHT_MODEL=$(CURDIR)/models/quickstart $(PYTEST) $(PARALLEL) -m "(campaign or vllm) and not nightly" $(LONG_FILES)
+	@HPCRL_TEST_TAUGHT_MODEL=$(CURDIR)/models/quickstart $(PYTEST) $(PARALLEL) -m "(campaign or vllm or triton) and not nightly" $(LONG_FILES)
 
 # whole runs with real vLLM that lose engines, sides and nodes: minutes each, so not in every continuous integration
 test-nightly:
@@ -77,4 +77,4 @@ wheel:
 	@$(BIN)/python -m build --wheel --no-isolation
 
 clean:
-	rm -rf .venv .venv-vllm dist build .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-vllm .triton dist build .mypy_cache .ruff_cache .pytest_cache

@@ -11,8 +11,8 @@ import argparse
 from dataclasses import asdict
 
 from harness import record
-from published.cases import Case, shares, table
-from published.reference import reference_run, sensitivity, sizes
+from published.cases import Case, shares, table, with_ranges
+from published.reference import reference_ranges, reference_run, sensitivity, sizes
 from published.rl import RUNS, estimate, rl_steps
 from published.serving import serving
 from published.training import training
@@ -27,7 +27,7 @@ def all_cases() -> list[Case]:
 def main() -> None:
     """Predict, print and record."""
     argparse.ArgumentParser(description=__doc__).parse_args()
-    cases = all_cases()
+    cases = with_ranges(all_cases, reference_ranges())
     print(table(cases))
     print()
     found = shares(cases)
@@ -47,7 +47,7 @@ def main() -> None:
     record(
         "planner_published",
         {
-            "cases": [{**asdict(case), "error": case.error} for case in cases],
+            "cases": [{**asdict(case), "error": case.error, "in_range": case.in_range} for case in cases],
             "shares": found,
             "fitted": fitted,
             "refused": refused,

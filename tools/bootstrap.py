@@ -21,6 +21,8 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 #: the environment of vLLM engines: vLLM pins torch and much else
 VLLM_VENV = ROOT / ".venv-vllm"
+#: Triton alone, for tests that run programs in its interpreter: in `VENV` torch would find it and compile with it
+TRITON = ROOT / ".triton"
 MINIMUM = (3, 11)
 #: programs that tests use: a real Slurm, etcd, a check of scripts; and the Debian packages that have them
 SLURM_PACKAGES = {
@@ -51,6 +53,7 @@ PIP_INSTALL = ("-m", "pip", "install", "--quiet", *(() if sys.dont_write_bytecod
 #: what the stamps depend on
 INPUTS = ("pyproject.toml", "constraints.txt", "tools/bootstrap.py")
 VLLM_INPUTS = ("pyproject.toml", "constraints-vllm.txt", "tools/bootstrap.py")
+TRITON_INPUTS = ("constraints-triton.txt",)
 
 
 def main() -> int:
@@ -58,10 +61,11 @@ def main() -> int:
     parser.add_argument("extras", nargs="*", help="extras of pyproject.toml, for example: dev")
     parser.add_argument("--slurm", action="store_true", help="install Debian packages that tests use, too")
     parser.add_argument("--vllm", action="store_true", help="set up .venv-vllm, the environment of vLLM engines, too")
+    parser.add_argument("--triton", action="store_true", help="install Triton into .triton for its tests, too")
     arguments = parser.parse_args()
     extras = arguments.extras
-    if not extras and not arguments.vllm:
-        parser.error("name extras, or --vllm")
+    if not extras and not arguments.vllm and not arguments.triton:
+        parser.error("name extras, --vllm or --triton")
     if arguments.slurm:
         _install_slurm()
     if sys.version_info < MINIMUM:
@@ -74,6 +78,8 @@ def main() -> int:
             "vLLM could not be installed; what pip said stands above. Tests with a real vLLM need it\n"
             f"    hint: name an interpreter that has vLLM and hpcrl in {VLLM_VARIABLE}"
         )
+    if arguments.triton and not _set_up_triton():
+        return _fail("Triton could not be installed; what pip said stands above. Tests of our programs in it need it")
     return 0
 
 
@@ -85,18 +91,35 @@ def _set_up_vllm() -> bool:
     return _set_up(VLLM_VENV, _digest([], VLLM_INPUTS), _install_vllm)
 
 
+def _set_up_triton() -> bool:
+    """Put Triton into a directory of its own, with the pip of `VENV` where there is one."""
+
+    def install() -> bool:
+        shutil.rmtree(TRITON, ignore_errors=True)  # pip leaves what is there as it is
+        own = VENV / "bin" / "python"
+        python = str(own) if own.is_file() else sys.executable
+        what = ["--no-deps", "--target", str(TRITON), "-r", str(ROOT / "constraints-triton.txt")]
+        print("installing Triton for its tests; a first time takes 1 GB of disk", flush=True)
+        return subprocess.run([python, *PIP_INSTALL, *what], check=False).returncode == 0
+
+    return _filled(TRITON, _digest([], TRITON_INPUTS), install)
+
+
 def _set_up(venv: Path, wanted: str, install: Callable[[], bool]) -> bool:
     """Make and fill an environment, unless that was done from the same inputs."""
-    stamp = venv / "hpcrl-bootstrap"
+    return _filled(venv, wanted, lambda: ((venv / "bin" / "python").is_file() or _make_venv(venv)) and install())
+
+
+def _filled(directory: Path, wanted: str, fill: Callable[[], bool]) -> bool:
+    """Fill a directory, unless its stamp says that this was done from the same inputs."""
+    stamp = directory / "hpcrl-bootstrap"
     if stamp.is_file() and stamp.read_text() == wanted:
         return True
     started = time.monotonic()
-    if not (venv / "bin" / "python").is_file() and not _make_venv(venv):
-        return False
-    if not install():
+    if not fill():
         return False
     stamp.write_text(wanted)
-    print(f"environment {venv.name} is ready ({time.monotonic() - started:.0f} s)", flush=True)
+    print(f"{directory.name} is ready ({time.monotonic() - started:.0f} s)", flush=True)
     return True
 
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from hpcrl.config.absent import ABSENT
 from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.load import load_cluster
 from hpcrl.models import load_facts
-from hpcrl.planning.calibration.file import load_calibration
+from hpcrl.planning.calibration.file import Calibration, load_calibration
 from hpcrl.planning.hardware import NodeHardware
+from hpcrl.planning.times.ranges import Range, calibration_variations, ranges_of
 from hpcrl.planning.times.rates import Rates
+from hpcrl.planning.times.workload import Workload
 
-__all__ = ["Case", "cannot", "rates", "shares", "table", "weights"]
+__all__ = ["Case", "calibration", "cannot", "rates", "shares", "table", "weights", "with_ranges"]
 
 #: data sheets: GB/s of memory and (each way) NVLink, dense TFLOP/s
 GPUS = {
@@ -43,6 +46,8 @@ class Case:
         the same GPUs, and of what the case says is added.
     reason:
         Why the prediction is wrong where it is, or which datum is missing.
+    range:
+        Lowest and highest that a plan would say; None where a figure rests on no rate (sizes), or is refused.
     """
 
     subject: str
@@ -54,6 +59,12 @@ class Case:
     reason: str = ""
     fitted: bool = False
     cannot: tuple[str, ...] = ()
+    range: tuple[float, float] | None = None
+
+    @property
+    def in_range(self) -> bool | None:
+        """Whether the published figure is within the predicted range; None where there is none."""
+        return None if self.range is None else self.range[0] <= self.published <= self.range[1]
 
     @property
     def error(self) -> float | None:
@@ -66,6 +77,48 @@ def cannot(section: str, *keys: str) -> tuple[str, ...]:
     return tuple(f"{section}.{key}: {ABSENT[section][key].split(',')[0].split(';')[0]}" for key in keys)
 
 
+@contextmanager
+def _resting_on(other: Calibration) -> Iterator[None]:
+    """Cases that are made within rest on another calibration."""
+    before, _calibration[0] = _calibration[0], other
+    rates.cache_clear()
+    try:
+        yield
+    finally:
+        _calibration[0] = before
+        rates.cache_clear()
+
+
+_calibration = [load_calibration()]
+
+
+def calibration() -> Calibration:
+    """What cases rest on: the shipped one, or one with a number moved."""
+    return _calibration[0]
+
+
+def with_ranges(make: Callable[[], Sequence[Case]], known: dict[str, Range]) -> list[Case]:
+    """Cases with their ranges, each number of the calibration moved to its ends as for the ranges of a plan.
+
+    Parameters
+    ----------
+    make:
+        All cases of a calibration.
+    known:
+        Ranges by the figure of those that have one of their own.
+    """
+
+    def predictions(moved: Calibration, _: Workload) -> dict[str, float]:
+        with _resting_on(moved):
+            return {case.what: case.predicted for case in make() if case.predicted is not None}
+
+    cases, base = make(), (calibration(), Workload(()))
+    mids = {case.what: case.predicted for case in cases if case.predicted is not None}
+    found = ranges_of(mids, base, list(calibration_variations(*base)), predictions) | known
+    ranges = {name: (each.low, each.high) for name, each in found.items() if each.low < each.high}
+    return [replace(case, range=ranges.get(case.what)) for case in cases]
+
+
 @lru_cache(maxsize=8)
 def rates(gpu: str) -> Rates:
     """Nodes of 8 GPUs with eight 400 Gb/s adapters: the shape of the example profile with another GPU."""
@@ -73,7 +126,7 @@ def rates(gpu: str) -> Rates:
     assert isinstance(cluster, SlurmCluster)
     node = cluster.partitions["gpu"].node
     own = node.model_copy(update={"gpu": node.gpu.model_copy(update=GPUS[gpu])})
-    return Rates(NodeHardware(cluster, "gpu", own), load_calibration())
+    return Rates(NodeHardware(cluster, "gpu", own), calibration())
 
 
 def weights(model: str, *, fp8: bool = False) -> float:
@@ -82,13 +135,19 @@ def weights(model: str, *, fp8: bool = False) -> float:
 
 
 def shares(cases: Sequence[Case]) -> dict[str, dict[str, float]]:
-    """Of the predictions that nothing was fitted to, by subject and of all: how many, and the share within a margin."""
+    """Of the predictions that nothing was fitted to, by subject and of all: how many, and the share within a margin.
+
+    ``in range`` is the share of published figures within the predicted range, of those that have one.
+    """
     open_cases = [case for case in cases if case.error is not None and not case.fitted]
     found = {}
     for name in ("all", *dict.fromkeys(case.subject for case in open_cases)):
         errors = [abs(case.error or 0.0) for case in open_cases if name in ("all", case.subject)]
         within = {f"within {margin:.0%}": sum(error <= margin for error in errors) / len(errors) for margin in WITHIN}
         found[name] = {"cases": len(errors), **within}
+        inside = [case.in_range for case in open_cases if name in ("all", case.subject) and case.in_range is not None]
+        if inside:
+            found[name]["in range"] = sum(inside) / len(inside)
     return found
 
 

@@ -10,12 +10,14 @@ from hpcrl.config.plan import Role
 from hpcrl.models import Part, load_facts
 from hpcrl.planning.calibration.file import load_calibration
 from hpcrl.planning.hardware import node_hardware
+from hpcrl.planning.report import make_outlook
 from hpcrl.planning.times.distributions import LogNormal
 from hpcrl.planning.times.forecast import forecast, site_rates
 from hpcrl.planning.times.from_recipe import planned_layout
-from published.cases import Case
+from hpcrl.planning.times.ranges import Range
+from published.cases import Case, calibration
 
-__all__ = ["reference_run", "sensitivity", "sizes"]
+__all__ = ["reference_ranges", "reference_run", "sensitivity", "sizes"]
 
 
 def reference_run() -> Iterator[Case]:
@@ -24,7 +26,7 @@ def reference_run() -> Iterator[Case]:
     assert isinstance(cluster, SlurmCluster)
     facts = load_facts("GLM-5")
     assert node_hardware(cluster, Role.TRAINER).gpus == 8
-    result = forecast(recipe, facts, planned_layout(recipe, cluster, facts), site_rates(cluster, load_calibration()))
+    result = forecast(recipe, facts, planned_layout(recipe, cluster, facts), site_rates(cluster, calibration()))
     loop = result.loop
     assert loop is not None
     source = "prime-rl announcement, medians of its chart"
@@ -35,6 +37,18 @@ def reference_run() -> Iterator[Case]:
     yield Case(
         "rl step", "GLM-5 on 28 nodes: step (published: less than)", "min", 5.0, loop.step_s / 60, source, reason
     )
+
+
+def reference_ranges() -> dict[str, Range]:
+    """Ranges of the reference run as `hpcrl plan` prints them, with what describes rollouts; in minutes."""
+    recipe, cluster = load_recipe("glm5_swe").value, load_cluster("h200-28").value
+    ranges = make_outlook(recipe, cluster, load_calibration(), load_facts("GLM-5")).ranges
+    names = {"trainer": "trainer side", "rollouts": "rollouts", "step (published: less than)": "step"}
+    return {f"GLM-5 on 28 nodes: {what}": _minutes(ranges[name]) for what, name in names.items()}
+
+
+def _minutes(found: Range) -> Range:
+    return Range(found.low / 60, found.mid / 60, found.high / 60)
 
 
 def sensitivity() -> dict[str, tuple[float, float, float]]:

@@ -262,13 +262,15 @@ def diff(
     """Show what differs between two recipes or runs, field by field, and what that does to times. Changes nothing.
 
     `hpcrl plan diff A --set KEY=VALUE` compares a recipe, or a run, with itself changed.
+
+    Exit code: 0 both fit, or nobody can say; 3 one of them does not fit, in memory or in nodes, as of `hpcrl plan`.
     """
     import json
 
     from hpcrl.cli.output import table_console
     from hpcrl.cli.planning_diff import Side, compare, print_difference
     from hpcrl.cli.progress import working
-    from hpcrl.errors import UsageError
+    from hpcrl.errors import ExitCode, UsageError
 
     if second is None and not overrides:
         raise UsageError(
@@ -281,6 +283,8 @@ def diff(
         typer.echo(json.dumps(found.document(), indent=2))
     else:
         print_difference(table_console(), found)
+    if found.first.short or found.second.short:
+        raise typer.Exit(ExitCode.DOES_NOT_FIT)
 
 
 @app.command()

@@ -136,17 +136,17 @@ def print_lines(console: Console, lines: Sequence[tuple[str, str]]) -> None:
 
 
 def _starts(verdict: Verdict, unstartable: Sequence[str], refused: str) -> str:
-    if not unstartable and verdict.fits is False:
+    if unstartable:
+        sections = dict.fromkeys(".".join(key.split(".")[:2]) for key in unstartable)
+        return (
+            f"[bold yellow]no[/]: planned here, but no part of what this version can start: {', '.join(sections)}\n"
+            "hint: `--set job.payload=probe` submits the shape of the job"
+        )
+    if verdict.fits is False:
         return "[bold yellow]no[/]: hpcrl submit refuses what does not fit"
-    if not unstartable and refused:
+    if refused:
         return f"[bold yellow]not yet[/]: hpcrl submit says: {refused}"
-    if not unstartable:
-        return "yes: hpcrl submit starts all of it"
-    sections = dict.fromkeys(".".join(key.split(".")[:2]) for key in unstartable)
-    return (
-        f"[bold yellow]no[/]: planned here, but no part of what this version can start: {', '.join(sections)}\n"
-        "hint: `--set job.payload=probe` submits the shape of the job"
-    )
+    return "yes: hpcrl submit starts all of it"
 
 
 def _causes(step: Range | None) -> list[str]:

@@ -34,6 +34,8 @@ class Subject:
     values: dict[str, Any]
     outlook: Outlook
     measured_step_s: float | None
+    short: tuple[str, ...]
+    """What does not fit, a sentence each."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ class Difference:
             "b": self.second.name,
             "fields": [{"key": key, "a": a, "b": b} for key, a, b in self.fields],
             "figures": [{"name": name, "a": a, "b": b} for name, a, b in self.figures],
+            "short": {"a": list(self.first.short), "b": list(self.second.short)},
         }
 
 
@@ -85,6 +88,7 @@ def _subject(
 ) -> Subject:
     from hpcrl.config.load import leaves
     from hpcrl.planning.report import find_facts, make_outlook
+    from hpcrl.planning.verdict import judge
 
     name, recipe, site, step_s = _loaded(side, cluster, root)
     if side.overrides:
@@ -92,7 +96,9 @@ def _subject(
         step_s = None  # that was measured without
     values = {f"recipe.{_key(path)}": value for path, value in leaves(recipe)}
     values |= {f"cluster.{_key(path)}": value for path, value in leaves(site)}
-    return Subject(name, values, make_outlook(recipe, site, calibration(site), find_facts(recipe)), step_s)
+    facts = find_facts(recipe)
+    outlook = make_outlook(recipe, site, calibration(site), facts)
+    return Subject(name, values, outlook, step_s, judge(outlook, facts).short)
 
 
 def _loaded(side: Side, cluster: str, root: str | None) -> tuple[str, Recipe, ClusterProfile, float | None]:
@@ -141,8 +147,14 @@ def _figures(subject: Subject) -> dict[str, float | None]:
 
 
 def print_difference(console: Console, found: Difference) -> None:
-    """Print both tables."""
+    """Print what does not fit, and both tables."""
+    from rich.markup import escape
     from rich.table import Table
+
+    for side in (found.first, found.second):
+        for what in side.short:
+            text = f"[bold red]DOES NOT FIT[/] {escape(side.name)}: {escape(what)}"
+            console.print(text, highlight=False, soft_wrap=True)
 
     if not found.fields:
         console.print(f"{found.first.name} and {found.second.name} are the same")

@@ -23,6 +23,8 @@ __all__ = ["print_candidates", "print_explanation", "print_outlook", "print_sett
 _BAR = 12
 _NARROW = 100
 """Columns under which tables leave out what `--explain` or `--json` has."""
+_NARROW_CANDIDATES = 120
+"""The same of layouts that a search has found, which are wider."""
 
 
 def _bar(share: float, console: Console) -> str:
@@ -245,10 +247,13 @@ def print_candidates(console: Console, rows: Sequence[tuple[str, Candidate]]) ->
     """Print layouts of a search, each with a mark."""
     from rich.table import Table
 
-    narrow = console.width < _NARROW
+    narrow = console.width < _NARROW_CANDIDATES
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in ("", "nodes", "trainer", "prefill", "decode", "step", "GPU-hours"):
-        table.add_column(column, justify="right" if column in ("nodes", "step", "GPU-hours") else "left")
+        # what a layout is marked as, and its numbers, are never cut: layouts go on in further lines
+        is_layout = column in ("trainer", "prefill", "decode")
+        right = column in ("nodes", "step", "GPU-hours")
+        table.add_column(column, justify="right" if right else "left", no_wrap=not is_layout)
     if not narrow:
         for column in ("slower", "trainer waits", "engines wait"):
             table.add_column(column)

@@ -6,9 +6,16 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from hpcrl.models.facts import ModelFacts
-from hpcrl.models.tensors import Part, Weight
+from hpcrl.models.tensors import DTYPE_BYTES, Part, Weight
 
-__all__ = ["TARGET_PARTS", "AdapterSettings", "lora_parameters", "lora_problems", "published_adapters"]
+__all__ = [
+    "TARGET_PARTS",
+    "AdapterSettings",
+    "adapted_blocks",
+    "lora_parameters",
+    "lora_problems",
+    "published_adapters",
+]
 
 
 class AdapterSettings(Protocol):
@@ -81,6 +88,29 @@ def published_adapters(facts: ModelFacts, rank: int, targets: Sequence[str] | No
         for target in (TARGET_PARTS if targets is None else targets)
         for weight in _matrices(layer.weights, target)
     )
+
+
+def adapted_blocks(facts: ModelFacts, targets: Sequence[str] | None, dtype: str) -> tuple[int, int]:
+    """Bytes in ``dtype`` of the blocks of layers that adapters change: of routed experts, and of all else in them.
+
+    A block (``self_attn``, ``mlp``) goes whole where one of its matrices has an adapter: engines load what they fuse
+    together (`hpcrl.weights.format.adapters.blocks_of`).
+    """
+    experts = others = 0
+    for layer in facts.layers:
+        adapted = [
+            w for target in (TARGET_PARTS if targets is None else targets) for w in _matrices(layer.weights, target)
+        ]
+        blocks = {_block(weight) for weight in adapted}
+        for weight in layer.weights:
+            if _block(weight) in blocks:
+                size = weight.elements * DTYPE_BYTES[weight.dtype or dtype]
+                experts, others = (experts + size, others) if weight.part is Part.EXPERT else (experts, others + size)
+    return experts, others
+
+
+def _block(weight: Weight) -> str:
+    return weight.name.partition(".")[0]
 
 
 def lora_problems(facts: ModelFacts, targets: Sequence[str] | None) -> Iterator[str]:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hpcrl.models.tensors import DTYPE_BYTES
+from hpcrl.models.values import value_faults, value_relations
 
 __all__ = ["checked"]
 
@@ -38,6 +39,8 @@ _SIZES = {
     "num_local_experts": 1 << 16,
     "n_routed_experts": 1 << 16,
     "num_experts_per_tok": 1 << 16,
+    "n_group": 1 << 16,
+    "topk_group": 1 << 16,
     "moe_intermediate_size": 1 << 24,
     "moe_shared_expert_intermediate_size": 1 << 24,
     "moe_latent_size": 1 << 20,
@@ -71,7 +74,10 @@ _COUNTS = {
     "index_topk_freq": 1 << 12,
     "index_skip_topk_offset": 1 << 12,
 }
-_FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_bias", "use_conv_bias", "use_qk_norm")
+_FLAGS = (
+    *("tie_word_embeddings", "attention_bias", "mlp_bias", "use_bias", "use_conv_bias", "use_qk_norm"),
+    *("norm_topk_prob", "rope_interleave", "use_sliding_window", "is_encoder_decoder"),
+)
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 #: kinds of attention that the readers of families know, by ``layer_types``; full attention alone where none is named
 _ATTENTION = {
@@ -84,7 +90,12 @@ _ATTENTION = {
 #: families whose reader looks at ``layer_types`` itself
 _HYBRID = frozenset({"nemotron_h"})
 #: a list with a word for each layer, and the words
-_LAYER_WORDS = {"mlp_layer_types": {"dense", "sparse", "moe"}, "indexer_types": {"full", "shared", "F", "S"}}
+_LAYER_WORDS = {
+    "mlp_layer_types": {"dense", "sparse", "moe"},
+    "indexer_types": {"full", "shared", "F", "S"},
+    "index_topk_pattern": {"full", "shared", "F", "S"},
+}
+_CHOICES = ("indexer_types", "index_topk_pattern")
 
 #: lists of layers by number
 _LAYER_LISTS = ("mlp_only_layers", "moe_layers")
@@ -128,16 +139,21 @@ def _kinds(config: Config) -> Iterator[str]:
     if not isinstance(state, str) or state not in DTYPE_BYTES:
         yield f"mamba_ssm_dtype is {state!r}; known are {', '.join(DTYPE_BYTES)}"
     for key in ("layer_types", "no_rope_layers", "attn_type_list", *_LAYER_LISTS, *_LAYER_WORDS):
-        if not isinstance(config.get(key, []), list):
+        # patterns may be words of one letter each
+        kinds = (list, str) if key == "index_topk_pattern" else list
+        if not isinstance(config.get(key, []), kinds):
             yield f"{key} is {config[key]!r}, not a list"
+    yield from value_faults(config)
 
 
 def _relations(config: Config) -> Iterator[str]:
     yield from _attention(config)
-    chosen = config.get("num_experts_per_tok", 1)
-    for key in _EXPERTS:
-        if chosen > config.get(key, chosen):
-            yield f"num_experts_per_tok is {chosen}, more than the {config[key]} of {key}"
+    yield from value_relations(config)
+    for name in ("num_experts_per_tok", "experts_per_token"):
+        chosen = config.get(name, 1)
+        for key in _EXPERTS:
+            if chosen > config.get(key, chosen):
+                yield f"{name} is {chosen}, more than the {config[key]} of {key}"
     layers = config.get("num_hidden_layers")
     if layers is None:
         return
@@ -154,6 +170,8 @@ def _relations(config: Config) -> Iterator[str]:
             yield f"{key} names {len(given)} layers, num_hidden_layers is {layers}"
         if unknown := [word for word in given if not isinstance(word, str) or word not in words]:
             yield f"{key} has {unknown[0]!r}; known are {', '.join(sorted(words))}"
+        elif key in _CHOICES and given and given[0] not in ("full", "F"):
+            yield f"{key} begins with {given[0]!r}; the first layer has no choice of tokens before it to share"
 
 
 def _attention(config: Config) -> Iterator[str]:

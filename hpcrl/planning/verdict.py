@@ -8,6 +8,7 @@ from typing import Any
 
 from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.plan import Role
+from hpcrl.config.rules.job import ENOUGH_NODES
 from hpcrl.config.rules.table import RULES
 from hpcrl.errors import ExitCode
 from hpcrl.jobplan.model_rules import MODEL_RULES
@@ -81,7 +82,7 @@ def judge(outlook: Outlook, facts: ModelFacts | str) -> Verdict:
 
 def _short(outlook: Outlook) -> Iterator[str]:
     # a recipe with too many nodes is refused before; a split that was searched for is not
-    rule = next(rule for rule in RULES if rule.name == "nodes-available")
+    rule = next(rule for rule in RULES if rule.name == ENOUGH_NODES)
     yield from (what for _, what in rule.check(outlook.recipe, outlook.cluster))
     if outlook.memory is not None:
         yield from (place.summary() for place in outlook.memory.short)

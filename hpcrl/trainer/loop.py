@@ -172,6 +172,7 @@ class Trainer:
             mesh=self.parallel.mesh.degrees,
             memory=self.recipe.trainer.memory.model_dump(exclude_defaults=True),
             kernels=policy.kernels,
+            deterministic=self.recipe.trainer.deterministic,
         )
         try:
             while step < self.recipe.trainer.steps:

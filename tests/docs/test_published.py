@@ -40,7 +40,23 @@ def test_shares_are_those_of_the_cases() -> None:
     for subject, name in SUBJECTS.items():
         errors = [abs(case["error"]) for case in CASES if not case["fitted"] and subject in ("all", case["subject"])]
         shares = [sum(error <= most for error in errors) / len(errors) for most in (0.1, 0.25, 0.5)]
-        assert f"| {name} | {len(errors)} | " + " | ".join(f"{share:.0%}" for share in shares) + " |" in DOCS
+        inside = [
+            case["range"][0] <= case["published"] <= case["range"][1]
+            for case in CASES
+            if not case["fitted"] and subject in ("all", case["subject"]) and case["range"]
+        ]
+        in_range = sum(inside) / len(inside) if inside else None
+        assert RESULTS["shares"][subject].get("in range") == in_range
+        columns = [name, str(len(errors)), *(f"{share:.0%}" for share in shares)]
+        columns.append("" if in_range is None else f"{in_range:.0%}")
+        assert f"| {' | '.join(columns)} |" in DOCS
+
+
+def test_every_prediction_that_rests_on_a_rate_has_a_range() -> None:
+    for case in CASES:
+        assert (case["range"] is None) == (case["subject"] == "sizes"), case["what"]
+        if case["range"]:
+            assert case["range"][0] < case["predicted"] < case["range"][1]
 
 
 def test_packed_attention_is_what_the_bench_recorded() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from patience import wait_for
 from hpcrl.errors import HandoffError
 from hpcrl.inference.adapters import KeptBase
 from hpcrl.inference.vllm.staging import Staged
+from hpcrl.models.adapting import adapted_blocks
 from hpcrl.weights import Handoff, HandoffStore
 from hpcrl.weights.lifetime.leases import ReaderWatch
 from hpcrl.weights.read.subscriber import ReaderSettings, Subscriber
@@ -160,6 +162,23 @@ def test_of_a_base_that_is_kept_nothing_is_read_again(version: Handoff, limit_by
         # from the second adapter on blocks of the first are wanted again, and nothing else but ends of their segments
         assert blocks - kept <= read[5] == read[6] < blocks - kept + SETTINGS.segment_bytes
         assert (read[6] == 0) == (limit_bytes is None)
+
+
+@pytest.mark.parametrize("targets", [["attention"], ["experts"], None])
+def test_a_plan_counts_what_a_worker_keeps(version: Handoff, targets: list[str] | None) -> None:
+    """Bytes of the blocks of layers that adapters change, of a rank that has two of eight experts."""
+    store, tensors = HandoffStore(version.path.parent), tensors_of(random_model(tiny_arch(), 3))
+    modules = {name.removesuffix(".weight") for name in tensors}
+    parts = {
+        "attention": [name for name in modules if re.fullmatch(r".+\.self_attn\.[qkvo]_proj", name)],
+        "experts": [f"model.layers.{layer}.mlp.experts" for layer in range(2)],
+    }
+    adapted = [name for target in targets or parts for name in parts[target]]
+    handoff, base = publish_factors(store, 4, version, factors(tensors, 1, *adapted)), KeptBase()
+    with Subscriber(store.root, "engine-0", SETTINGS) as subscriber:
+        Staged(handoff.path, None, subscriber, of_two_experts, base).take()
+    experts, others = adapted_blocks(tiny_arch().facts, targets, "float32")
+    assert base.bytes == experts * len(HELD) // 8 + others > 0
 
 
 def test_another_base_takes_the_place_of_the_one_that_is_kept(version: Handoff, tmp_path: Path) -> None:

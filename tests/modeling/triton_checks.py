@@ -1,11 +1,13 @@
-"""What `test_triton_programs` runs in a process of its own: ``triton_checks.py interpret`` or ``compile``."""
+"""What `test_triton_programs` runs in a process of its own: ``triton_checks.py interpret|train|compile``."""
 
 from __future__ import annotations
 
 import sys
 
 import torch
+from model_agreement import TOLERANCE, loss_of, packed_logits, token_ids
 
+from hpcrl.config.recipe import TrainerConfig
 from hpcrl.modeling.fp8.fused_quantiser import fused_quantiser, try_quantiser
 from hpcrl.modeling.fp8.quantiser import Quantised, Quantiser
 from hpcrl.modeling.kernels.kernel import Attended
@@ -15,6 +17,9 @@ from hpcrl.modeling.sparse_kernels.by_triton import TritonKernel
 from hpcrl.modeling.sparse_kernels.find import try_kernel
 from hpcrl.modeling.sparse_kernels.kernel import Chosen, SparseShape
 from hpcrl.modeling.sparse_kernels.reference import ReferenceKernel
+from hpcrl.modeling.spec import build_model
+from hpcrl.models.arch import GlmMoeDsaArch
+from hpcrl.trainer.kernels import apply_kernels, find_kernels
 
 CPU = torch.device("cpu")
 #: of a streaming multiprocessor of Hopper, for one program
@@ -68,6 +73,48 @@ def interpret() -> None:
     print("6 cases agree")
 
 
+def train() -> None:
+    """A whole GLM-5 of four layers, chosen and set as a trainer does it: loss and all gradients are the reference's."""
+    arch = GlmMoeDsaArch(
+        vocab_size=103,
+        hidden_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        intermediate_size=48,
+        moe_intermediate_size=24,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        first_k_dense_replace=1,
+        max_position_embeddings=64,
+        q_lora_rank=20,
+        kv_lora_rank=12,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=6,
+        v_head_dim=10,
+        index_n_heads=16,
+        index_head_dim=10,
+        index_topk=4,
+        indexer_types=("full", "shared", "full", "shared"),
+        eos_token_id=2,
+    )
+    model = build_model(arch, device="cpu")
+    model.init_weights(torch.Generator().manual_seed(0), std=0.3)
+    found = {}
+    for name in ("reference", "triton"):
+        config = TrainerConfig.model_validate({"steps": 1, "kernels": {"sparse_attention": name}})
+        kernels = find_kernels(config, arch, CPU)
+        assert kernels.names == {"sparse_attention": name}
+        apply_kernels(model, kernels)
+        model.zero_grad()
+        loss = loss_of(packed_logits(model, token_ids()))
+        loss.backward()
+        found[name] = [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    assert len(found["triton"]) > 40
+    torch.testing.assert_close(found["triton"], found["reference"], **TOLERANCE)
+    assert any(not torch.equal(*both) for both in zip(*found.values(), strict=True)), "one kernel computed both"
+    print(f"loss and {len(found['triton']) - 1} gradients agree")
+
+
 def compile_for_hopper() -> None:
     """For the shapes of GLM-5; prints what each program takes."""
     import triton
@@ -110,4 +157,4 @@ def compile_for_hopper() -> None:
 
 
 if __name__ == "__main__":
-    {"interpret": interpret, "compile": compile_for_hopper}[sys.argv[1]]()
+    {"interpret": interpret, "train": train, "compile": compile_for_hopper}[sys.argv[1]]()

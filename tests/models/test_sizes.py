@@ -88,7 +88,84 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("GLM-5", {"model_type": "glm_6"}, "model_type is 'glm_6'"),
     ("GLM-5", {"model_type": MISSING}, "model_type is None"),
     ("NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", {"hybrid_override_pattern": "MX"}, "hybrid_override_pattern has 'X'"),
+    # what no size is: how weights are stored, numbers, groups of experts, token ids
+    *(
+        ("Qwen3-8B", {"quantization_config": value}, says)
+        for value, says in [
+            ({"quant_method": "awq"}, "quant_method 'awq'; known is block FP8"),
+            ({"quant_method": "compressed-tensors"}, "quant_method 'compressed-tensors'"),
+            ({"quant_method": "mxfp4"}, "quant_method 'mxfp4'"),
+            ({"bits": 4}, "quant_method None"),
+            ({"quant_method": "fp8"}, "weight_block_size None"),
+            ({"quant_method": "fp8", "weight_block_size": [64, 64]}, "weight_block_size [64, 64]"),
+            ("awq", "quantization_config is 'awq', not an object"),
+        ]
+    ),
+    *(
+        ("Qwen3-8B", {"rms_norm_eps": value}, says)
+        for value, says in [
+            (-1, "rms_norm_eps is -1; it must be above 0"),
+            (0, "rms_norm_eps is 0"),
+            (2, "and 1 at most"),
+            ("1e-6", "not a number"),
+            (True, "not a number"),
+            ([1e-6], "not a number"),
+        ]
+    ),
+    ("Qwen3-8B", {"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
+    ("Qwen3-8B", {"rope_theta": 0}, "rope_theta is 0"),
+    ("Qwen3-8B", {"rope_theta": "1e6"}, "rope_theta is '1e6'"),
+    ("Qwen3-8B", {"rope_scaling": "yarn"}, "rope_scaling is 'yarn', not an object"),
+    ("Qwen3-8B", {"rope_scaling": {"rope_type": "yarn", "factor": -4}}, "factor of rope_scaling"),
+    (
+        "Qwen3-8B",
+        {"rope_parameters": {"rope_theta": "much"}},
+        "rope_theta of rope_scaling or rope_parameters is 'much'",
+    ),
+    ("Qwen3-8B", {"rope_parameters": [1]}, "rope_parameters is [1], not an object"),
+    ("Qwen3-8B", {"head_dim": 127}, "head_dim is 127; rotary embeddings turn pairs"),
+    ("DeepSeek-V3", {"qk_rope_head_dim": 63}, "qk_rope_head_dim is 63"),
+    ("GLM-4.7", {"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5"),
+    ("Qwen3-8B", {"initializer_range": -0.02}, "initializer_range is -0.02; it must be from 0"),
+    ("Qwen3-8B", {"attention_dropout": 2}, "attention_dropout is 2"),
+    ("Qwen3-8B", {"hidden_act": 3}, "hidden_act is 3, not text"),
+    ("Qwen3-8B", {"is_encoder_decoder": True}, "a model with an encoder"),
+    ("Qwen3-8B", {"eos_token_id": 151936}, "eos_token_id is 151936; tokens are 0 to 151935"),
+    ("Qwen3-8B", {"eos_token_id": [151645, 200000]}, "eos_token_id is 200000"),
+    ("Qwen3-8B", {"eos_token_id": -1}, "eos_token_id is -1"),
+    ("Qwen3-8B", {"eos_token_id": "</s>"}, "eos_token_id is '</s>'"),
+    ("Qwen3-30B-A3B", {"norm_topk_prob": 1}, "norm_topk_prob is 1, not true or false"),
+    ("Qwen3-30B-A3B", {"router_aux_loss_coef": -0.1}, "router_aux_loss_coef is -0.1"),
+    ("GLM-5", {"n_group": 7}, "n_group is 7, which does not divide the 256 experts"),
+    ("GLM-5", {"n_group": 0}, "n_group is 0"),
+    ("DeepSeek-V3", {"n_group": 8, "topk_group": 9}, "topk_group is 9, more than the 8 of n_group"),
+    ("DeepSeek-V3", {"n_group": 64, "topk_group": 1}, "more than the 4 experts of topk_group groups"),
+    ("GLM-5", {"routed_scaling_factor": 0}, "routed_scaling_factor is 0"),
+    ("GLM-5", {"first_k_dense_replace": 79}, "more than the 78 of num_hidden_layers"),
+    ("DeepSeek-V3", {"moe_layer_freq": 2}, "moe_layer_freq is 2; known is 1"),
+    ("GLM-5", {"indexer_types": ["shared"] * 78}, "indexer_types begins with 'shared'"),
+    ("GLM-5", {"index_topk_pattern": "S" * 78}, "index_topk_pattern begins with 'S'"),
+    ("GLM-5", {"index_topk_pattern": "F" + "x" * 77}, "index_topk_pattern has 'x'"),
+    ("gpt-oss-20b", {"experts_per_token": 33, "num_experts_per_tok": MISSING}, "experts_per_token is 33"),
+    ("NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", {"n_groups": 7}, "mamba_num_heads (64) is no multiple of n_groups (7)"),
 ]
+
+
+def test_what_published_configs_say_is_taken(tmp_path: Path) -> None:
+    """Beside sizes, as Hugging Face has them."""
+    said: list[tuple[str, dict[str, Any]]] = [
+        ("Qwen3-30B-A3B", {"rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "rope_scaling": None, "hidden_act": "silu"}),
+        ("Qwen3-8B", {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}),
+        ("Qwen3-8B", {"eos_token_id": [151645, 151643], "pad_token_id": -1, "attention_dropout": 0.0}),
+        ("DeepSeek-V3", {"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "moe_layer_freq": 1}),
+        ("DeepSeek-V3", {"rope_scaling": {"type": "yarn", "factor": 40, "mscale": 1.0, "beta_fast": 32}}),
+        ("GLM-5", {"n_group": 1, "topk_group": 1, "index_topk_pattern": "F" + "S" * 77}),
+        ("gpt-oss-20b", {"quantization_config": {"quant_method": "mxfp4"}, "swiglu_limit": 7.0}),
+        ("NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", {"layer_norm_epsilon": 1e-5, "n_group": 1, "mlp_hidden_act": "relu2"}),
+    ]
+    for model, values in said:
+        (tmp_path / "config.json").write_text(json.dumps({**CONFIGS[model], **values}))
+        assert load_facts(tmp_path).num_parameters() > 0
 
 
 @pytest.mark.parametrize(

@@ -311,6 +311,39 @@ def test_more_nodes_than_the_site_has_are_said_first(hpcrl: Hpcrl) -> None:
     assert "which has 28" in out.splitlines()[0]
 
 
+@pytest.mark.parametrize("command", [(), ("diff",), ("search",)])
+def test_more_nodes_than_the_site_has_are_one_code_in_all_commands(hpcrl: Hpcrl, command: tuple[str, ...]) -> None:
+    """Whether they were asked for by a size or by settings; a recipe that is wrong as well is a wrong recipe."""
+    more = ("--set", "trainer.nodes=13", "--set", "trainer.ranks=104")
+    code, out, err = hpcrl(*command, *GLM5, *more)
+    assert (code, out) == (ExitCode.DOES_NOT_FIT, "")
+    assert "which has 28 [nodes-available]" in err
+    assert "hint: " in err
+    code, _, err = hpcrl(*command, *GLM5, *more, "--set", "rollouts.group_size=1")
+    assert (code, "[group-has-peers]" in err) == (ExitCode.USAGE, True)
+
+
+def test_a_difference_that_does_not_fit_says_so(hpcrl: Hpcrl) -> None:
+    """In memory, here."""
+    code, out, _ = hpcrl("diff", *GLM5, "--set", "trainer.memory.optimizer_offload=false")
+    assert code == ExitCode.DOES_NOT_FIT
+    assert out.startswith("DOES NOT FIT glm5_swe with --set: ")
+    assert "GPU-hours a step" in out
+
+
+def test_marks_of_a_search_are_whole_in_narrow_terminals(hpcrl: Hpcrl, monkeypatch: pytest.MonkeyPatch) -> None:
+    import rich.console
+
+    for width in (80, 100, 119):
+        monkeypatch.setattr("hpcrl.cli.output.table_console", lambda width=width: rich.console.Console(width=width))
+        out = hpcrl("search", *GLM5, "--nodes", "27..28", "--set", "seed=1")[1]
+        table = out[: out.index("layouts were found")]
+        assert "…" not in table
+        for mark in ("cheapest", "knee", "fastest", "same nodes", "recipe"):
+            assert any(line.startswith(mark) or f", {mark}" in line for line in table.splitlines()), (width, mark)
+        assert "GPU-hours" in table
+
+
 def test_what_an_engine_has_free_is_named_as_its_kv_cache(hpcrl: Hpcrl) -> None:
     _, out, _ = hpcrl(*GLM5)
     lines = {line.split()[2]: line for line in out.splitlines() if line.startswith("KV cache")}

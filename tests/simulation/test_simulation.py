@@ -290,6 +290,12 @@ def test_a_synchronous_sample_is_warned_about() -> None:
     assert "waits for the slowest" in result.warnings[0]
 
 
+def test_figures_of_the_start_alone_are_warned_about() -> None:
+    few, many = (simulate(scenario(f"trainer.steps={steps}")) for steps in (3, 200))
+    assert "all of them are of the start" in few.warnings[0]
+    assert many.warnings == ()
+
+
 def test_prefill_engines_take_the_prompts() -> None:
     swe: Recipe = recipe("engine.prefill={replicas: 2, nodes: 1}", "engine.decode={replicas: 1, nodes: 1}")
     durations = scenario(engine={"step_base_s": 0.01, "prefill_per_token_s": 0.01}).durations

@@ -88,7 +88,7 @@ def losses(run):
 
 
 def test_a_whole_run(tmp_path, model_dir, dock):
-    run = new_run(tmp_path / "run", model_dir, 5)
+    run = new_run(tmp_path / "run", model_dir, 5, deterministic=True)
     context = start_attempt(run, dock)
     torch.use_deterministic_algorithms(False)
     train(context)
@@ -124,6 +124,8 @@ def test_a_whole_run(tmp_path, model_dir, dock):
     assert dock.finished == [5]
     assert (run.attempt_dir(1) / "ready" / "trainer-0.json").is_file()
     assert [e["step"] for e in events(run, "step")] == [1, 2, 3, 4, 5]
+    (ready,) = events(run, "trainer.ready")
+    assert (ready["deterministic"], ready["kernels"]) == (True, {"attention": "fused"})
     assert list(run.weights_dir.glob(".*/*")) == []
     assert list(run.checkpoints_dir.glob(".*/*")) == []
 

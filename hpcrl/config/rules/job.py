@@ -9,7 +9,10 @@ from hpcrl.config.rules.engine import PAYLOAD_RULE
 from hpcrl.config.rules.rule import Conflicts, Rule
 from hpcrl.config.sbatch_options import option_faults
 
-__all__ = ["JOB_RULES"]
+__all__ = ["ENOUGH_NODES", "JOB_RULES"]
+
+ENOUGH_NODES = "nodes-available"
+"""The rule whose conflict is no wrong recipe, but one that does not fit the site: plans have an exit code for it."""
 
 
 def _engine_groups(recipe: Recipe) -> list[tuple[str, str, int, int]]:
@@ -196,7 +199,7 @@ JOB_RULES: tuple[Rule, ...] = (
         _local_is_one_node,
     ),
     Rule(
-        "nodes-available",
+        ENOUGH_NODES,
         "The partitions have the nodes that the roles need.",
         "lower nodes or replicas, or place roles in other partitions",
         _nodes_available,

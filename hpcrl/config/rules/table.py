@@ -14,7 +14,7 @@ from hpcrl.config.load import Loaded
 from hpcrl.config.recipe import LossConfig, Recipe, WarmupConfig, WordsEnv
 from hpcrl.config.rules.colocated import COLOCATED_RULES
 from hpcrl.config.rules.engine import ENGINE_RULES
-from hpcrl.config.rules.job import JOB_RULES
+from hpcrl.config.rules.job import ENOUGH_NODES, JOB_RULES
 from hpcrl.config.rules.kernels import KERNEL_RULES
 from hpcrl.config.rules.parallel import PARALLEL_RULES
 from hpcrl.config.rules.quantization import QUANTIZATION_RULES
@@ -22,7 +22,7 @@ from hpcrl.config.rules.rule import Conflicts, Rule
 from hpcrl.config.rules.shared_node import SHARED_NODE_RULES
 from hpcrl.config.rules.site import SITE_RULES
 from hpcrl.config.rules.store import STORE_RULES
-from hpcrl.errors import ConfigError, Finding
+from hpcrl.errors import ConfigError, DoesNotFitError, Finding
 
 __all__ = [
     "JOB_RULES",
@@ -58,14 +58,22 @@ def check_rules(recipe: Loaded[Recipe], cluster: Loaded[ClusterProfile], *, plan
         As loaded.
     planning:
         Nothing will be started: leave out the rules about what this version can start.
+
+    Raises
+    ------
+    DoesNotFitError
+        With ``planning``: nothing is wrong but that the site has fewer nodes, as of a split that was searched for.
     """
     # rules of recipe and site build on a profile that is right in itself
     check_cluster(cluster)
     rules = [rule for rule in RULES if not (planning and rule.submit_only)]
-    conflicts = ((rule, key, what) for rule in rules for key, what in rule.check(recipe.value, cluster.value))
-    _refuse(
+    conflicts = [(rule, key, what) for rule in rules for key, what in rule.check(recipe.value, cluster.value)]
+    found = [
         Finding(_where(recipe, cluster, key), key, f"{what} [{rule.name}]", rule.hint) for rule, key, what in conflicts
-    )
+    ]
+    if planning and {rule.name for rule, _, _ in conflicts} == {ENOUGH_NODES}:
+        raise DoesNotFitError(str(ConfigError(found)))
+    _refuse(found)
 
 
 def unstartable(recipe: Recipe, cluster: ClusterProfile) -> list[str]:

@@ -8,6 +8,7 @@ from hpcrl.config.plan import Role
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.rollouts import PAYLOAD_COPIES
 from hpcrl.jobplan.commands.vllm import own_flags
+from hpcrl.models.adapting import adapted_blocks
 from hpcrl.models.facts import ModelFacts
 from hpcrl.models.tensors import Part
 from hpcrl.planning.ledger import GIB, Ledger, Term
@@ -120,12 +121,9 @@ def _engine(
 ) -> Iterator[Term | None]:
     offload = round(recipe.engine.memory.kv_offload_gib * GIB)
     yield Term("processes", PROCESS_BYTES * per_node, "ranks · constant", {"ranks": per_node}, "assumed")
-    version = _next_version(facts, recipe, role, ranks, per_node)
-    yield version
+    yield _next_version(facts, recipe, role, ranks, per_node)
     if recipe.trainer.lora is not None:
-        limit = round(recipe.handoff.adapter_base_gib * GIB) * per_node
-        inputs = {"version": version.value, "limit": limit}
-        yield Term("kept base of adapters", min(version.value, limit), "min(version, limit)", inputs)
+        yield _kept_base(facts, recipe, role, ranks, per_node)
     yield Term("KV offload", offload, "engine.memory.kv_offload_gib")
     if recipe.returns_routed_experts:
         # each rank has a server
@@ -158,8 +156,24 @@ def _next_version(facts: ModelFacts, recipe: Recipe, role: Role, ranks: int, per
     by_part = facts.weight_bytes(recipe.handoff.dtype or recipe.trainer.dtype, fp8=fp8)
     experts = by_part.get(Part.EXPERT, 0)
     other = sum(by_part.values()) - experts
-    moving = bool(own_flags(recipe, role).get("enable-eplb"))
+    moving = _experts_move(recipe, role)
     value = (experts // (1 if moving else ranks) + other) * per_node
     inputs = {"W_experts": experts, "W_other": other, "ranks": ranks, "here": per_node}
     formula = "(W_experts + W_other) · here" if moving else "(W_experts / ranks + W_other) · here"
     return Term("next version", value, formula, inputs)
+
+
+def _kept_base(facts: ModelFacts, recipe: Recipe, role: Role, ranks: int, per_node: int) -> Term:
+    """What workers keep of the base of adapters: of the blocks that these change, a rank its part, up to a limit."""
+    assert recipe.trainer.lora is not None
+    dtype = recipe.handoff.dtype or recipe.trainer.dtype
+    experts, other = adapted_blocks(facts, recipe.trainer.lora.targets, dtype)
+    limit = round(recipe.handoff.adapter_base_gib * GIB)
+    rank = experts // (1 if _experts_move(recipe, role) else ranks) + other
+    inputs = {"W_experts": experts, "W_other": other, "ranks": ranks, "here": per_node, "limit": limit}
+    formula = "min(limit, adapted (W_experts / ranks + W_other)) · here"
+    return Term("kept base of adapters", min(rank, limit) * per_node, formula, inputs)
+
+
+def _experts_move(recipe: Recipe, role: Role) -> bool:
+    return bool(own_flags(recipe, role).get("enable-eplb"))

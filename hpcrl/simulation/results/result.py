@@ -196,6 +196,7 @@ def summarize(simulation: Simulation) -> SimulationResult:
     """The document of a finished simulation."""
     scenario, tally, now = simulation.scenario, simulation.tally, simulation.clock.now
     size, bound = scenario.size, scenario.recipe.rollouts.max_off_policy_steps
+    # until rollouts are as old as the bound lets them be, a step is of the start; a run of few steps has nothing else
     skipped = min(bound + 1, len(tally.steps) // 4)
     steps = tally.steps[skipped:]
     began_s = tally.steps[skipped - 1].end_s if skipped else 0.0
@@ -255,7 +256,7 @@ def summarize(simulation: Simulation) -> SimulationResult:
             for k in tally.kv
         ),
         step_series=tuple(_point(step) for step in tally.steps[::stride]),
-        warnings=tuple(_warnings(simulation, steps)),
+        warnings=tuple(_warnings(simulation, steps, start=bound + 1 - skipped)),
     )
 
 
@@ -310,11 +311,18 @@ def _goodput(simulation: Simulation) -> Goodput:
     )
 
 
-def _warnings(simulation: Simulation, steps: Sequence[StepSample]) -> list[str]:
+def _warnings(simulation: Simulation, steps: Sequence[StepSample], start: int) -> list[str]:
+    """What a reader has to know; ``start``: how many steps of the start are among ``steps``, at most."""
     scenario = simulation.scenario
     warnings = []
     if not steps:
         warnings.append("no step was done in the simulated time: figures of steps are zero")
+    elif start > 0:
+        among = "all of them are" if start >= len(steps) else f"{start} of them are"
+        warnings.append(
+            f"figures are of {len(steps)} steps, and {among} of the start, when rollouts are young and engines fill up "
+            "or run empty: more --days, or trainer.steps, would say what a long run does"
+        )
     if scenario.thinning > 1 and scenario.recipe.rollouts.max_off_policy_steps == 0:
         warnings.append(
             f"one of {scenario.thinning:.3g} rollouts was simulated, and a synchronous step waits for the slowest of "
