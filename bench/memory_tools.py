@@ -1,9 +1,10 @@
 """What each memory tool of the trainer saves and costs, beside training without, in one run.
 
-One rank trains the same model on the same batches with every tool in turn, on the processor. Memory is the most bytes
-of live tensors in a step, as torch's profiler records each allocation; what a tool keeps in host memory is left
-out (its buffers are made by numpy here, which the profiler does not see). Times are those of the processor, as the
-machine may have other work, the shortest of some steps; tools take turns.
+One rank trains the same model on the same batches with every tool in turn, on the processor; then two ranks do so with
+the dimensions of a mesh that save memory, beside two that share parameters alone. Memory is the most bytes of live
+tensors in a step, as torch's profiler records each allocation; what a tool keeps in host memory is left out (its
+buffers are made by numpy here, which the profiler does not see). Times are those of the processor, as the machine may
+have other work, the shortest of some steps, for each token; tools take turns.
 
     python bench/memory_tools.py
 """
@@ -11,18 +12,27 @@ machine may have other work, the shortest of some steps; tools take turns.
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import subprocess
+import sys
 import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import planner_memory_worker as worker
 import torch
-from harness import record, scratch
+from harness import ROOT, record, scratch
 from torch import Tensor
 
 from hpcrl.config.load import load_recipe
+from hpcrl.config.recipe import TrainerMemoryConfig, TrainerParallelismConfig
+from hpcrl.modeling.blocks import local_part
+from hpcrl.modeling.mesh import ParallelDims
 from hpcrl.models.arch import Qwen3MoeArch, load_arch
-from hpcrl.planning.memory.settings import TrainerMemory
+from hpcrl.planning.memory.fit import trainer_memory
 from hpcrl.planning.memory.trainer import trainer_peak
 from hpcrl.trainer.memory import offload, optimizer
 from hpcrl.trainer.parallel.mesh import Parallel, distributed
@@ -42,25 +52,38 @@ ARCH = Qwen3MoeArch(
 )
 LENGTHS = (256,) * 4
 FULL = {"activation_checkpointing": "full"}
+OFFLOAD: dict[str, Any] = {**FULL, "activation_offload": True, "offload_in_flight_gib": 2 / 1024}
+
+
+@dataclass(frozen=True)
+class Tool:
+    """Settings of a trainer: of its memory, and of its mesh."""
+
+    memory: dict[str, Any] = field(default_factory=dict)
+    degrees: dict[str, int] = field(default_factory=dict)
+
+
 #: on the processor ``parameter_offload`` moves nothing: host and device are one
-TOOLS: dict[str, dict[str, Any]] = {
-    "none": {},
-    "selective checkpointing": {"activation_checkpointing": "selective"},
-    "full checkpointing": FULL,
-    "full, every second layer": {**FULL, "checkpoint_every_layers": 2},
-    "full, inputs on the host": {**FULL, "activation_offload": True, "offload_in_flight_gib": 2 / 1024},
-    "head in pieces": {"lm_head_chunk_tokens": "auto"},
-    "optimizer on the host": {"optimizer_offload": True},
-    "layers compiled": {"compile": True},
-    "full checkpointing, compiled": {**FULL, "compile": True},
-    "all together": {
-        **FULL,
-        "activation_offload": True,
-        "offload_in_flight_gib": 2 / 1024,
-        "lm_head_chunk_tokens": "auto",
-        "optimizer_offload": True,
-    },
+TOOLS = {
+    "none": Tool(),
+    "selective checkpointing": Tool({"activation_checkpointing": "selective"}),
+    "full checkpointing": Tool(FULL),
+    "full, every second layer": Tool({**FULL, "checkpoint_every_layers": 2}),
+    "full, inputs on the host": Tool(OFFLOAD),
+    "head in pieces": Tool({"lm_head_chunk_tokens": "auto"}),
+    "optimizer on the host": Tool({"optimizer_offload": True}),
+    "layers compiled": Tool({"compile": True}),
+    "full checkpointing, compiled": Tool({**FULL, "compile": True}),
+    "all together": Tool({**OFFLOAD, "lm_head_chunk_tokens": "auto", "optimizer_offload": True}),
 }
+#: of two ranks; the first is what the others are compared with
+SHARED = {
+    "two ranks, none": Tool(),
+    "two ranks, `ep` 2": Tool(degrees={"ep": 2}),
+    "two ranks, `cp` 2": Tool(degrees={"cp": 2}),
+    "two ranks, `ep` 2 and `cp` 2": Tool(degrees={"ep": 2, "cp": 2}),
+}
+NO_FIGURE = "layers are counted as they are written: what a compiler fuses, and so no longer keeps, it does not know"
 ROUNDS, BUCKET_BYTES = 3, 4 << 20
 
 
@@ -70,99 +93,133 @@ def unseen(tensor: Tensor, device: torch.device) -> Tensor:
     return torch.from_numpy(np.empty(tensor.shape, np.float32))
 
 
-class Tool:
+class Trainer:
     """A trainer with one set of tools."""
 
-    def __init__(self, settings: dict[str, Any], model_dir: Any, parallel: Parallel, **trainer: Any) -> None:
+    def __init__(self, tool: Tool, model_dir: Path, parallel: Parallel) -> None:
         recipe = load_recipe("quickstart", [f"model.path={model_dir}", "trainer.micro_batch_tokens=2048"]).value
-        memory = type(recipe.trainer.memory)(**settings)
-        changed = recipe.trainer.model_copy(update={"memory": memory, **trainer})
-        recipe = recipe.model_copy(update={"trainer": changed})
-        self.policy = TrainerPolicy(recipe, load_arch(model_dir), parallel, model_dir=model_dir)
+        changed = {
+            "ranks": parallel.world.size,
+            "memory": TrainerMemoryConfig(**tool.memory),
+            "parallelism": TrainerParallelismConfig(**tool.degrees),
+        }
+        self.recipe = recipe.model_copy(update={"trainer": recipe.trainer.model_copy(update=changed)})
+        mesh = ParallelDims(world_size=parallel.world.size, **tool.degrees)
+        mesh.build_mesh(parallel.device.type)
+        own = Parallel(mesh, parallel.device)
+        self.policy = TrainerPolicy(self.recipe, load_arch(model_dir), own, model_dir=model_dir)
         self.seconds: dict[str, float] = {}
-        self.settings, self.steps = settings, 0
+        self.steps = 0
 
     def step(self) -> None:
-        """One step; keeps the shortest time of each phase."""
+        """One step; keeps the shortest time of each phase, for each token of all ranks."""
         self.steps += 1
+        data = self.policy.parallel.data
         settings = {"lengths": LENGTHS, "micro_batches": 1}
-        shard = worker.batch(settings, step=self.steps, rank=0, world_size=1, vocab=ARCH.vocab_size)
+        vocab = ARCH.vocab_size
+        shard = worker.batch(settings, step=self.steps, rank=data.rank, world_size=data.size, vocab=vocab)
         for name, work in (
             ("forward_backward_s", lambda: self.policy.forward_backward(shard)),
             ("optimizer_s", lambda: self.policy.optimizer_step(self.steps)),
         ):
             started = time.process_time()
             work()
-            seconds = time.process_time() - started
+            seconds = (time.process_time() - started) / data.size
             self.seconds[name] = min(seconds, self.seconds.get(name, seconds))
 
     def peak(self) -> int:
-        """Most bytes on the device in a step: what lives between steps, and the rise over it."""
+        """Most bytes on the device in a step: what lives between steps, and the rise over it.
+
+        The smallest of some steps: what threads of gloo free escapes the profiler (`worker.AllocatedBytes`).
+        """
         counter = worker.AllocatedBytes()
-        with counter.counting(), counter.phase("step"):
-            self.step()
-        moments = self.settings.get("optimizer_offload", False)
-        lasting = [*self.policy.model.parameters()]
-        if not moments:
-            lasting += [t for state in self.policy.optimizer.state.values() for t in state.values()]
+        with counter.counting():
+            for _ in range(ROUNDS):
+                with counter.phase("step"):
+                    self.step()
+        lasting = [local_part(parameter) for parameter in self.policy.model.parameters()]
+        if not self.recipe.trainer.memory.optimizer_offload:
+            lasting += [local_part(t) for state in self.policy.optimizer.state.values() for t in state.values()]
         return counter.rises["step"] + sum(t.numel() * t.element_size() for t in lasting)
 
-
-def predicted(settings: dict[str, Any]) -> int:
-    """By the planner, without a version that is published: nothing is here."""
-    known = {
-        name: settings[name] for name in ("activation_checkpointing", "checkpoint_every_layers") if name in settings
-    }
-    if "lm_head_chunk_tokens" in settings:
-        known["lm_head_chunk_tokens"] = 1024
-    tokens = sum(LENGTHS)
-    memory = TrainerMemory(
-        ranks=1,
-        micro_batch_tokens=tokens,
-        trained_tokens=tokens - len(LENGTHS),
-        dtype="float32",
-        accumulates=False,
-        device="cpu",
-        eager=True,
-        images=0,
-        **known,
-    )
-    return trainer_peak(ARCH.facts, memory).total
+    def predicted(self) -> int:
+        """By the planner, without a version that is published: nothing is here."""
+        tokens = sum(LENGTHS)
+        memory = replace(
+            trainer_memory(self.recipe, device="cpu"),
+            micro_batch_tokens=tokens,
+            trained_tokens=tokens - len(LENGTHS),
+            accumulates=False,
+            saves_aside=False,
+            images=0,
+            host_is_apart=True,
+            optimizer_bucket_bytes=BUCKET_BYTES,
+            # random weights deal tokens out evenly
+            expert_imbalance=1.0,
+        )
+        return trainer_peak(ARCH.facts, memory).total
 
 
-def main() -> None:
-    """Measure, print and record."""
-    argparse.ArgumentParser(description=__doc__).parse_args()
+def rows_of(tools: dict[str, Tool], model_dir: Path, parallel: Parallel) -> list[dict[str, Any]]:
+    """What is measured of each, beside the first."""
+    trainers = {name: Trainer(tool, model_dir, parallel) for name, tool in tools.items()}
+    for _ in range(1 + ROUNDS):
+        for trainer in trainers.values():
+            trainer.step()
+    seconds = {name: dict(trainer.seconds) for name, trainer in trainers.items()}
+    rows: list[dict[str, Any]] = []
+    for name, trainer in trainers.items():
+        peaks: list[float] = parallel.world.gather(float(trainer.peak()))
+        ours, peak = trainer.predicted(), min(peaks)
+        counted = not trainer.recipe.trainer.memory.compile
+        says = {"planner_off_by": round(ours / peak - 1, 3)} if counted else {"planner": NO_FIGURE}
+        rows.append({"tool": name, "peak_mib": round(peak / 2**20, 1), **seconds[name], **says})
+    base = rows[0]
+    whole = base["forward_backward_s"] + base["optimizer_s"]
+    for row in rows:
+        row["memory_ratio"] = round(row["peak_mib"] / base["peak_mib"], 3)
+        row["time_ratio"] = round((row["forward_backward_s"] + row["optimizer_s"]) / whole, 3)
+        row |= {name: round(row[name], 3) for name in ("forward_backward_s", "optimizer_s")}
+    return rows
+
+
+def measure(tools: dict[str, Tool], root: Path) -> list[dict[str, Any]]:
+    """The rows of one rank, or of each that a launcher has started."""
     torch.set_num_threads(1)
-    root = scratch("memory-tools")
-    worker.write_model(root / "model", ARCH)
     optimizer.host_like = offload.host_like = unseen
     kept = optimizer.HostAdamW.__init__.__kwdefaults__
     assert kept is not None
     kept["bucket_bytes"] = BUCKET_BYTES
-    rows: list[dict[str, Any]] = []
-    with distributed(timeout_s=60) as parallel:
-        tools = {name: Tool(settings, root / "model", parallel) for name, settings in TOOLS.items()}
-        for tool in tools.values():
-            tool.step()
-        for _ in range(ROUNDS):
-            for tool in tools.values():
-                tool.step()
-        seconds = {name: dict(tool.seconds) for name, tool in tools.items()}
-        for name, tool in tools.items():
-            rows.append({"tool": name, "peak_mib": round(tool.peak() / 2**20, 1), **seconds[name]})
-    base = rows[0]
-    whole = base["forward_backward_s"] + base["optimizer_s"]
-    print(f"{'tool':28}{'peak MiB':>10}{'memory':>8}{'time':>8}")
+    with distributed(timeout_s=240) as parallel:
+        return rows_of(tools, root / "model", parallel)
+
+
+def by_two_ranks(root: Path) -> list[dict[str, Any]]:
+    """`SHARED`, by ranks of their own."""
+    command = [sys.executable, "-m", "hpcrl.trainer.launcher", "--ranks", "2", "memory_tools", "--ranks-of", str(root)]
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'bench'}"}
+    subprocess.run(command, check=True, env=env, timeout=900)
+    found: list[dict[str, Any]] = json.loads((root / "shared.json").read_text())
+    return found
+
+
+def main() -> None:
+    """Measure, print and record."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks-of", type=Path, help=argparse.SUPPRESS)
+    shared: Path | None = parser.parse_args().ranks_of
+    if shared is not None:
+        rows = measure(SHARED, shared)
+        if os.environ["RANK"] == "0":
+            (shared / "shared.json").write_text(json.dumps(rows))
+        return
+    root = scratch("memory-tools")
+    worker.write_model(root / "model", ARCH)
+    rows = measure(TOOLS, root) + by_two_ranks(root)
+    print(f"{'tool':32}{'peak MiB':>10}{'memory':>8}{'time':>8}{'planner':>9}")
     for row in rows:
-        row["memory_ratio"] = round(row["peak_mib"] / base["peak_mib"], 3)
-        row["time_ratio"] = round((row["forward_backward_s"] + row["optimizer_s"]) / whole, 3)
-        # the planner counts layers as they are
-        no_figure = any(name in TOOLS[row["tool"]] for name in ("activation_offload", "optimizer_offload", "compile"))
-        ours = predicted(TOOLS[row["tool"]]) / 2**20
-        row["planner_off_by"] = None if no_figure else round(ours / row["peak_mib"] - 1, 3)
-        print(f"{row['tool']:28}{row['peak_mib']:10.1f}{row['memory_ratio']:8.2f}{row['time_ratio']:8.2f}")
-        row |= {name: round(row[name], 3) for name in ("forward_backward_s", "optimizer_s")}
+        says = f"{row['planner_off_by']:+9.1%}" if "planner_off_by" in row else f"{'none':>9}"
+        print(f"{row['tool']:32}{row['peak_mib']:10.1f}{row['memory_ratio']:8.2f}{row['time_ratio']:8.2f}{says}")
     record("memory_tools", {"tokens": sum(LENGTHS), "parameters": ARCH.num_parameters(), "rows": rows})
 
 

@@ -158,7 +158,7 @@ def main(settings_file: str) -> None:
     torch.set_num_threads(1)
     recipe = load_recipe(settings["recipe"], settings["set"]).value
     counter, base = AllocatedBytes(), dict[str, int]()
-    with distributed(timeout_s=240) as parallel:
+    with distributed(timeout_s=240, parallelism=recipe.trainer.parallelism) as parallel:
         with counter.counting():
             run(settings, counter, base, recipe, parallel)
         peaks = {name: base[name] + rise for name, rise in counter.rises.items()}

@@ -115,6 +115,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--torchtitan", type=Path, metavar="PYTHON", help="an interpreter that has torchtitan")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, help="which to train; all of them")
+    parser.add_argument("--memory", nargs="+", choices=("low", "plain"), default=("low", "plain"), help="and how; both")
     parser.add_argument("--rounds", type=int, default=1, help="starts of each trainer, which take turns")
     parser.add_argument("--steps", type=int, default=3, help="timed steps of a start")
     arguments = parser.parse_args()
@@ -122,7 +123,7 @@ def main() -> None:
         parser.error(f"--torchtitan: there is no {arguments.torchtitan}")
     failures, began = 0, time.monotonic()
     for turn, (model, ep, low_memory) in enumerate(CASES):
-        if model not in arguments.models:
+        if model not in arguments.models or ("low" if low_memory else "plain") not in arguments.memory:
             continue
         peers = {"hpcrl": Path(sys.executable)}
         if ep == 1:

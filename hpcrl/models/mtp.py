@@ -11,7 +11,8 @@ __all__ = ["config_of_tensors", "is_mtp_tensor"]
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _OWN = "mtp."
 """Before the names of modules that do not count on after the last layer (Nemotron 3)."""
-_COUNT = "num_nextn_predict_layers"
+_COUNTS = ("num_nextn_predict_layers", "num_mtp_modules")
+"""How configs say how many modules there are; the latter is MiniMax-M2's."""
 
 
 def is_mtp_tensor(name: str, *, layers: int, modules: int) -> bool:
@@ -22,7 +23,7 @@ def is_mtp_tensor(name: str, *, layers: int, modules: int) -> bool:
     layers:
         Decoder layers of the model; the modules count on after the last one.
     modules:
-        How many there are by the model's config (``num_nextn_predict_layers``).
+        How many there are by the model's config.
     """
     if name.startswith(_OWN):
         return modules > 0
@@ -32,11 +33,11 @@ def is_mtp_tensor(name: str, *, layers: int, modules: int) -> bool:
 
 def config_of_tensors(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """``config`` as it is true of a model that has the tensors ``names``: without the modules that it lacks."""
-    count = config.get(_COUNT)
+    count = max(config.get(key) or 0 for key in _COUNTS)
     if not count:
         return dict(config)
     # hybrids list their layers, and may not count them
     layers = config.get("num_hidden_layers") or len(config["layers_block_type"])
     if any(is_mtp_tensor(name, layers=layers, modules=count) for name in names):
         return dict(config)
-    return {**config, _COUNT: 0}
+    return {**config, **dict.fromkeys(config.keys() & set(_COUNTS), 0)}

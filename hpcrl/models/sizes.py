@@ -70,6 +70,7 @@ _SIZES = {
 _COUNTS = {
     "n_shared_experts": 1 << 10,
     "num_nextn_predict_layers": 1 << 6,
+    "num_mtp_modules": 1 << 6,
     "first_k_dense_replace": 1 << 12,
     "index_topk_freq": 1 << 12,
     "index_skip_topk_offset": 1 << 12,

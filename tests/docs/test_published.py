@@ -70,3 +70,59 @@ def test_packed_attention_is_what_the_bench_recorded() -> None:
         assert (packed["mix"], packed["way"], padded["way"]) == (padded["mix"], "packed", "padded")
         columns = [both(packed, padded, *column) for column in PACKED_COLUMNS]
         assert f"| {packed['mix']} | {' | '.join(columns)} |\n" in docs
+
+
+def recorded(bench: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads((ROOT / f"bench/results/{bench}.json").read_text())["rows"]
+    return rows
+
+
+def table(docs: str, heading: str) -> list[str]:
+    """Rows of the table whose first line is ``heading``."""
+    _, _, behind = docs.partition(f"{heading}\n")
+    assert behind, f"there is no table {heading}"
+    return [line for line in behind.split("\n\n")[0].splitlines() if not line.startswith(("| ---", "|---"))]
+
+
+def test_memory_tools_are_what_the_bench_recorded() -> None:
+    docs = (ROOT / "docs/training.md").read_text()
+    rows = [
+        f"| {row['tool']} | {row['memory_ratio']:.2f} | {row['time_ratio']:.2f} | "
+        + (f"{row['planner_off_by']:+.1%}" if "planner_off_by" in row else "does not count it")
+        + " |"
+        for row in recorded("memory_tools")
+    ]
+    assert table(docs, "| tool | peak memory | time of a token | the planner is off by |") == rows
+
+
+def test_the_planners_memory_is_what_the_bench_recorded() -> None:
+    docs = (ROOT / "docs/planning-memory.md").read_text()
+    rows = recorded("planner_memory")
+    shown = []
+    for row in rows:
+        phase, peak = max(row["phases"].items(), key=lambda item: item[1]["measured"])
+        shown.append(f"| {row['name']} | {phase} | {peak['measured'] / 1e6:.1f} MB | {row['off_by']:+.1%} |")
+    assert table(docs, "| configuration | fullest in | measured | off by |") == shown
+    worst = max(abs(row["off_by"]) for row in rows)
+    assert f"Peaks of {len(rows)} configurations are off by {worst:.1%} at most" in " ".join(docs.split())
+
+
+def test_peers_are_what_the_bench_recorded() -> None:
+    docs = (ROOT / "docs/training.md").read_text()
+    names = {"qwen3": "Qwen3", "qwen3_moe": "Qwen3-MoE", "deepseek_v3": "DeepSeek-V3"}
+    cases: dict[tuple[str, int, bool], dict[str, dict[str, Any]]] = {}
+    for row in recorded("trainer_peers"):
+        cases.setdefault((row["model"], row["ep"], row["low_memory"]), {})[row["trainer"]] = row
+
+    def beside(row: dict[str, Any] | None) -> str:
+        if row is None:
+            return "(has none)"
+        return f"{row['hpcrl_speed']:.2f} ({row['hpcrl_cpu_speed']:.2f}), {row['hpcrl_memory']:.2f}"
+
+    rows = [
+        f"| {names[model]}{f', `ep` {ep}' if ep > 1 else ''} | {'low' if low else 'plain'} "
+        f"| {beside(found.get('transformers'))} | {beside(found.get('torchtitan'))} |"
+        for (model, ep, low), found in cases.items()
+    ]
+    heading = "| model | memory | beside transformers: speed, memory | beside torchtitan: speed, memory |"
+    assert sorted(table(docs, heading)) == sorted(rows)

@@ -86,7 +86,7 @@ FROZEN = {"glm4_moe": "*.mlp.gate.weight", "glm_moe_dsa": "*.indexer.*"}
 """What is frozen: by the recipe, or for GLM-5 by itself."""
 
 
-def add_mtp(model_dir, prefix):
+def add_mtp(model_dir, prefix, count="num_nextn_predict_layers"):
     """Give a model the published tensors of a module of multi-token prediction; returns their names."""
     draw = torch.Generator().manual_seed(7)
     made = {
@@ -98,7 +98,7 @@ def add_mtp(model_dir, prefix):
     }
     made = {f"{prefix}.{name}": tensor for name, tensor in made.items()}
     save_file(made, model_dir / "mtp.safetensors")
-    write_config(model_dir, num_nextn_predict_layers=1)
+    write_config(model_dir, **{count: 1})
     return set(made)
 
 

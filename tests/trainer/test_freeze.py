@@ -72,11 +72,14 @@ def test_a_checkpoint_without_the_moments_says_so(model_dir, tmp_path):
 
 
 @pytest.mark.parametrize("what", ["keep", "drop"])
-def test_multi_token_prediction_is_kept_or_dropped(tmp_path, what):
+@pytest.mark.parametrize(
+    ("family", "count"), [("glm4_moe", "num_nextn_predict_layers"), ("minimax_m2", "num_mtp_modules")]
+)
+def test_multi_token_prediction_is_kept_or_dropped(tmp_path, family, count, what):
     """Tensors in bfloat16 and float32 of a model that trains in float32; `test_families` has two ranks."""
-    arch = arch_from_config({"model_type": "glm4_moe", "vocab_size": 103, **FAMILIES["glm4_moe"]})
+    arch = arch_from_config({"model_type": family, "vocab_size": 103, **FAMILIES[family]})
     model_dir = write_model_dir(tmp_path / "model", arch)
-    names, start = add_mtp(model_dir, "model.layers.2"), published(model_dir)
+    names, start = add_mtp(model_dir, "model.layers.2", count), published(model_dir)
     wanted = set(start) if what == "keep" else set(start) - names
     save(0, model_dir, tmp_path / "checkpoints", mtp_tensors=what)
     with distributed(timeout_s=30) as parallel:
@@ -99,7 +102,7 @@ def test_multi_token_prediction_is_kept_or_dropped(tmp_path, what):
         assert all(torch.equal(found[name], start[name]) for name in names & wanted)
         assert all(found[name].dtype == start[name].dtype for name in names & wanted)
         config = json.loads((directory / "config.json").read_text())
-        assert config["num_nextn_predict_layers"] == (what == "keep")
+        assert config[count] == (what == "keep")
 
 
 def test_multi_token_prediction_in_block_fp8_is_brought_back(tmp_path):

@@ -63,5 +63,8 @@ class MinimaxM2Arch(ExpertLayersArch):
         if found.get("rotary_dim") and found.get("head_dim") and "partial_rotary_factor" not in {**found, **rope}:
             # how published configs say it
             found["partial_rotary_factor"] = found["rotary_dim"] / found["head_dim"]
-        # its checkpoints lack the modules of multi-token prediction that its config may name
-        return super().from_hf_config({**found, "num_nextn_predict_layers": 0})
+        # published checkpoints lack the modules of multi-token prediction that their config names
+        modules = found.get("num_mtp_modules", found.get("num_nextn_predict_layers")) or 0
+        return super().from_hf_config(
+            {**found, "num_nextn_predict_layers": modules if found.get("use_mtp", True) else 0}
+        )

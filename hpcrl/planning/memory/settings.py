@@ -81,8 +81,12 @@ class TrainerMemory:
         Tokens of the busiest rank of expert parallelism relative to the mean.
     device:
         ``cuda`` adds what CUDA, NCCL and the caching allocator hold.
+    host_is_apart:
+        What a tool moves to the host is not counted; None: as the device has it, of which a processor is its own host.
+    optimizer_bucket_bytes:
+        Of optimizer state that moves together.
     eager:
-        The project's own trainer as it is (see `hpcrl.planning.memory.activations`); it also loads the whole model.
+        The project's own trainer as it is (see `hpcrl.planning.memory.activations`), and what it publishes.
     real:
         Activations of the real model; None: by formulas.
     """
@@ -113,6 +117,8 @@ class TrainerMemory:
     router_replay: bool = False
     expert_imbalance: float = EXPERT_IMBALANCE
     device: Literal["cpu", "cuda"] = "cuda"
+    host_is_apart: bool | None = None
+    optimizer_bucket_bytes: int = OFFLOAD_BUCKET
     eager: bool = False
     real: RealPass | None = None
 
@@ -132,9 +138,14 @@ class TrainerMemory:
         return -(-self.micro_batch_tokens // self.cp)
 
     @property
+    def has_host(self) -> bool:
+        """Whether the memory of the host is another than that of the device."""
+        return self.device == "cuda" if self.host_is_apart is None else self.host_is_apart
+
+    @property
     def offloads_activations(self) -> bool:
         """Whether inputs of layers leave the device."""
-        return self.activation_offload and self.activation_checkpointing != "none" and self.device == "cuda"
+        return self.activation_offload and self.activation_checkpointing != "none" and self.has_host
 
     @property
     def logit_tokens(self) -> int:

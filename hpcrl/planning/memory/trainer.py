@@ -1,8 +1,7 @@
 """Memory of one trainer rank: what is held at each moment of a step, term by term.
 
 The peak is the largest of a few moments: the logits, the backward pass of some layer, its reduce-scatter, the
-optimizer's update, publishing and (where ranks load whole models) loading. `trainer_moments` gives them all;
-`trainer_peak` the one that binds.
+optimizer's update, publishing and loading. `trainer_moments` gives them all; `trainer_peak` the one that binds.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from hpcrl.planning.memory.settings import (
     CUDA_BYTES,
     FRAGMENTATION,
     NCCL_BYTES,
-    OFFLOAD_BUCKET,
     OFFLOAD_BUCKETS,
     TrainerMemory,
     checkpoint_term,
@@ -113,27 +111,24 @@ class _Trainer:
 
     # -- standing terms ------------------------------------------------------------------------------------------
 
-    def standing(self, *, gradients: float) -> Iterator[Term | None]:
-        """What is held all the time, and ``gradients`` (a share of all of them)."""
+    def standing(self, *, gradients: float, buckets: int = OFFLOAD_BUCKETS - 1) -> Iterator[Term | None]:
+        """What is held all the time, and ``gradients`` (a share of all of them).
+
+        Of an optimizer on the host two buckets come before the update; there each of ``buckets`` has a place.
+        """
         m, n, trained = self.m, self.m.shards, self.trained
         if m.parameter_offload and m.device == "cuda":
             yield self._runtime()
             yield self._replay()
             return
-        width = 4 if m.lora is None else m.element_bytes
-        yield Term(
-            "master weights",
-            (width * self.parameters + (0 if m.lora is None else 4 * trained)) // n,
-            "4 P / N" if m.lora is None else "(b P + 4 A) / N",
-            {"P": self.parameters, "N": n, "A": trained, "b": m.element_bytes},
-        )
+        yield self._weights()
         if not m.optimizer_offload:
             yield Term("optimizer state", 8 * trained // n, "8 P / N", {"P": trained, "N": n})
         else:
-            staging = min(OFFLOAD_BUCKETS * OFFLOAD_BUCKET, 8 * trained // n)
-            inputs = {"buckets": OFFLOAD_BUCKETS, "bucket": OFFLOAD_BUCKET}
+            staging = min(buckets * m.optimizer_bucket_bytes, 8 * trained // n)
+            inputs = {"buckets": buckets, "bucket": m.optimizer_bucket_bytes}
             yield Term("optimizer staging", staging, "buckets · bucket", inputs)
-            if m.device == "cpu":
+            if not m.has_host:
                 yield Term("optimizer state", 8 * trained // n, "8 P / N", {"P": trained, "N": n})
         share = {"P": trained, "N": n, "share": gradients}
         yield Term("gradients", round(4 * trained / n * gradients), "4 P / N · share", share)
@@ -143,6 +138,16 @@ class _Trainer:
             yield checkpoint_term(self.facts, m)
         yield self._runtime()
         yield self._replay()
+
+    def _weights(self) -> Term:
+        m, n, trained = self.m, self.m.shards, self.trained
+        width = 4 if m.lora is None else m.element_bytes
+        return Term(
+            "master weights",
+            (width * self.parameters + (0 if m.lora is None else 4 * trained)) // n,
+            "4 P / N" if m.lora is None else "(b P + 4 A) / N",
+            {"P": self.parameters, "N": n, "A": trained, "b": m.element_bytes},
+        )
 
     def _runtime(self) -> Term | None:
         m = self.m
@@ -219,7 +224,7 @@ class _Trainer:
 
     def at_the_update(self) -> Ledger:
         """While the optimizer works."""
-        return self._ledger("optimizer", self._optimizer())
+        return self._ledger("optimizer", self.standing(gradients=1.0, buckets=OFFLOAD_BUCKETS))
 
     @cached_property
     def _candidates(self) -> list[int]:
@@ -347,19 +352,6 @@ class _Trainer:
             # copied to float32, and a gradient of the optimizer from then on
             yield Term("gradient that stays", (b + 4) * here, "(b + 4) p_l", {"b": b, "p_l": here})
 
-    def _optimizer(self) -> Iterator[Term | None]:
-        yield from self.standing(gradients=1.0)
-        largest = max(self._tensor_sizes()) // self.m.shards
-        # the norm is summed in float64: the gradient and its square
-        yield Term("norm in float64", 2 * 8 * largest, "2 · 8 · largest shard", {"largest shard": largest})
-
-    def _tensor_sizes(self) -> Iterator[int]:
-        """Elements of the tensors as the trainer holds them: experts of a layer in two."""
-        yield self.facts.vocab_size * self.facts.hidden_size
-        for _, moe in self.facts.moe_layers[:1]:
-            up = (2 if moe.gated else 1) * moe.moe_intermediate_size * moe.expert_width
-            yield moe.num_experts * up
-
     def _publishing(self) -> Iterator[Term | None]:
         """Tensor by tensor into the image; what is as it is published is not copied before."""
         m = self.m
@@ -380,10 +372,8 @@ class _Trainer:
         return max(matrices)
 
     def _loading(self) -> Iterator[Term | None]:
-        p = self.parameters
-        yield Term("whole model", 4 * p, "4 P", {"P": p})
-        # a layer's whole tensors go when all of the model is cut
-        yield Term("model while it is cut", 4 * p, "4 P", {"P": p}, "measured")
+        """A rank reads its own shards into their places."""
+        yield self._weights()
         yield self._runtime()
 
 

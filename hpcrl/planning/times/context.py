@@ -27,8 +27,10 @@ def _keys_and_values(step: StepWork, tokens: float) -> Seconds:
     whole = tokens * shape.context_parallel * sum(count * _gathered_bytes(layer, shape) for layer, count in layers)
     sent = tokens * sum(count * _exchanged_bytes(layer, shape) for layer, count in layers)
     group, count = RankGroup.inner(shape.context_parallel, shape.gpus_per_node), step.packing.micro_batches
-    # gradients count twice, as in float32; in a ring keys travel with them, and nothing is kept of the way there
-    times = step.passes + 3 if shape.cp_scheme == "ring" else step.part_passes("exchanges") + 2
+    # gradients count twice, as in float32; in a ring keys travel with them, and nothing is kept of the way there.
+    # Those of gathered latents go back as they are, each to its rank, which adds them up: as many bytes as came
+    behind = {"ring": 3, "gather": 1, "ulysses": 2}[shape.cp_scheme]
+    times = behind + (step.passes if shape.cp_scheme == "ring" else step.part_passes("exchanges"))
 
     def seconds() -> float:
         links = step.rates.collectives
