@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from hpcrl.config.plan import Role
 from hpcrl.config.recipe import Recipe
@@ -80,7 +80,7 @@ def orchestrator_terms(facts: ModelFacts, recipe: Recipe) -> Iterator[Term | Non
             )
 
 
-def _routes_in_flight(recipe: Recipe, flying: int, one: int, inputs: dict[str, float | int]) -> Term:
+def _routes_in_flight(recipe: Recipe, flying: int, one: int, inputs: Mapping[str, float]) -> Term:
     """Rows of rollouts in flight, of which one may need ``one`` bytes."""
     most, formula = flying * one, "in flight · tokens · layers · k · w · copies"
     limit = recipe.rollouts.routes_in_flight_gib

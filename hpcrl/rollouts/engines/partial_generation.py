@@ -69,9 +69,7 @@ class PartialGeneration:
             return self._prompt.followed_by(token_ids), params
         return [*self._prompt, *token_ids], params
 
-    def receive(
-        self, token_ids: NDArray[np.int32], logprobs: NDArray[np.float32], experts: Rows | None = None
-    ) -> None:
+    def receive(self, token_ids: NDArray[np.int32], logprobs: NDArray[np.float32], experts: Rows | None = None) -> None:
         """Tokens that arrived before the end of the answer, and rows of experts where they came along."""
         self._part.append_sampled(token_ids, logprobs, self._version)
         if experts is not None:
