@@ -17,7 +17,7 @@ models/quickstart/config.json: recipes/quickstart.yaml
 
 # Tests at a time. Those of runs and clusters mostly wait, so there are more than processors. All tests of a file, which
 # may share a run or a cluster, are one worker's; the order of files is that of tests/conftest.py.
-WORKERS ?= 7
+WORKERS ?= 4
 PYTEST = $(BIN)/python -m pytest -p no:cacheprovider
 PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 

@@ -31,6 +31,8 @@ def save_model(path: Path, config: dict[str, Any], seed: int = 0) -> PreTrainedM
 
     torch.manual_seed(seed)
     kind = config.pop("model_type")
+    # a default of transformers may be a token that so small a vocabulary does not have
+    config.setdefault("eos_token_id", 2)
     made = AutoConfig.for_model(kind, vocab_size=VOCAB, attn_implementation="eager", **config)
     model = AutoModelForCausalLM.from_config(made, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)

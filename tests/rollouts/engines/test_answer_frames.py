@@ -17,7 +17,14 @@ from aiohttp.test_utils import TestServer
 from stub_engine import npy_bytes
 
 from hpcrl.answer_frames import MEDIA_TYPE, FrameSplitter, encode_frame
-from hpcrl.rollouts.engines.answers import AnswerReader, EngineError, EngineProtocolError, OnPart, Part, SamplingParams
+from hpcrl.rollouts.engines.answers import (
+    AnswerPart,
+    AnswerReader,
+    EngineError,
+    EngineProtocolError,
+    OnPart,
+    SamplingParams,
+)
 from hpcrl.rollouts.engines.client import EngineClient
 from hpcrl.rollouts.engines.router_client import RouterClient
 
@@ -89,7 +96,7 @@ def test_tokens_of_an_answer_that_comes_in_parts_are_numbers_and_no_objects() ->
     own, parts = reader(routed=False), 20_000
     tracemalloc.start()
     for number in range(parts):
-        own.take(Part(np.array([1000 + number], np.int32), np.array([-0.5], np.float32), None))
+        own.take(AnswerPart(np.array([1000 + number], np.int32), np.array([-0.5], np.float32), None))
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert held < 30 * parts
