@@ -47,7 +47,7 @@ from hpcrl.modeling.layers.moe import SparseMLP
 from hpcrl.models.arch import Glm4MoeArch, ModelArch, arch_from_config
 from hpcrl.models.known import find_config
 from hpcrl.models.tokenizer import write_character_tokenizer
-from hpcrl.rollouts.sampling.routed_experts import read_rows
+from hpcrl.rollouts.engines.rows import read_rows
 from hpcrl.trainer.batch.routed_experts import engine_experts
 from hpcrl.trainer.parallel.mesh import Parallel, distributed
 from hpcrl.trainer.step.policy import TrainerPolicy

@@ -128,11 +128,3 @@ def test_router_replay(number: int) -> None:
         assert ("noise" in cells[1]) == bool(noise)
         columns = [row[way][key] for key in ("mismatch_kl", "ess") for way in ("without", "with")]
         assert all(says(cell, value) for cell, value in zip(cells[2:], columns, strict=True)), cells
-
-
-def test_memory_tools() -> None:
-    for cells, row in zip(rows("| tool | peak memory |"), recorded("memory_tools")["rows"], strict=True):
-        assert cells[0] == row["tool"]
-        assert says(cells[1], row["memory_ratio"])
-        assert says(cells[2], row["time_ratio"])
-        assert says(cells[3], *([] if row["planner_off_by"] is None else [row["planner_off_by"]]))
