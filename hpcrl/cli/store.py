@@ -15,16 +15,14 @@ if TYPE_CHECKING:
 
 __all__ = ["register"]
 
-store_app = typer.Typer(
-    name="store", help="The pool of KV blocks that the engines of a run share.", no_args_is_help=True
-)
+store_app = typer.Typer(help="The pool of KV blocks that the engines of a run share.", no_args_is_help=True)
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
     store_app.command("status")(status)
     store_app.command("canary")(canary)
-    app.add_typer(store_app)
+    app.add_typer(store_app, name="store")
 
 
 def _endpoints(run: RunDir) -> StoreEndpoints:

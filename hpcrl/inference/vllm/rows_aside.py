@@ -6,8 +6,8 @@ of it; what is left in the answer is where the rows are (`hpcrl.rows_reference`)
 answers.
 
 Between prefill and decode nobody gets the answer of the prefill engine: its rows would be lost, though the decode
-engine, which fetches the KV, has none of the prompt. The router gives both sides of a request one id, which the answer
-of the decode engine has as well, and which says who computed its prompt: rows are kept under that id.
+engine, which fetches the KV, has none of the prompt. The router gives both engines of a request one id, which the
+answer of the decode engine has as well, and which says who computed its prompt: rows are kept under that id.
 
 No torch is imported.
 """
