@@ -148,11 +148,10 @@ def indexer_bytes(layer: Layer, shape: ActivationShape, context: int) -> int:
     b, t = shape.element_bytes, shape.tokens
     if shape.eager and isinstance(layer.mixer, Mla) and layer.mixer.topk is not None:
         # rows that queries chose and their gradients (in float32 once more), weights and theirs, a piece of the queries
-        # at a time. What the layer's experts held is free by then: only what is more than that counts
+        # at a time
         heads, row = layer.mixer.num_attention_heads, layer.mixer.kv_lora_rank + layer.mixer.qk_rope_head_dim
         pairs = min(_CHUNK_BYTES / (12 * (row + heads)), t * layer.mixer.topk)
-        before = gradient_bytes(layer, shape) + (0 if layer.mlp is None else _mlp(layer.mlp, shape))
-        return max(0, round(pairs * (row * (4 + 2 * b) + heads * (12 + b)) - before))
+        return _beyond_mlp(round(pairs * (row * (4 + 2 * b) + heads * (12 + b))), layer, shape)
     queries, keys = b * t * indexer.n_heads * indexer.head_dim, b * context * indexer.head_dim
     return queries + keys + min(_SCORES_BYTES, 4 * t * context)
 
@@ -161,7 +160,7 @@ def ring_bytes(layer: Layer, shape: ActivationShape) -> int:
     """What the backward pass of a ring holds while it turns (`hpcrl.modeling.ring_attention`).
 
     Keys and values that are here, those that come, and those of whom they are from as kernels want them; their
-    gradients that go and that come, and that of queries, in float32.
+    gradients that go and that come, and that of queries, in float32. What the layer's experts held is free by then.
     """
     b, t, mixer = shape.element_bytes, shape.tokens, layer.mixer
     if isinstance(mixer, Gqa):
@@ -172,7 +171,7 @@ def ring_bytes(layer: Layer, shape: ActivationShape) -> int:
         travelling = queries + mixer.num_attention_heads * mixer.v_head_dim
     else:
         return 0
-    return t * (travelling * (3 * b + 2 * 4) + 4 * queries)
+    return _beyond_mlp(t * (travelling * (3 * b + 2 * 4) + 4 * queries), layer, shape)
 
 
 def expansion_bytes(layer: Layer, shape: ActivationShape) -> int:
@@ -180,7 +179,7 @@ def expansion_bytes(layer: Layer, shape: ActivationShape) -> int:
 
     Of a rank's share of the heads over all tokens, which is as much as of all heads over its own: keys and values, what
     they are made of, their gradients from the kernel and where they are put, and that of what they are made of.
-    Gradients of all latents, in float32 and as they travel.
+    Gradients of all latents, in float32 and as they travel. What the layer's experts held is free by then.
     """
     mixer, b, t = layer.mixer, shape.element_bytes, shape.tokens
     if not isinstance(mixer, Mla) or not _gathered_latents(mixer, shape):
@@ -188,7 +187,13 @@ def expansion_bytes(layer: Layer, shape: ActivationShape) -> int:
     key, value = mixer.qk_nope_head_dim + mixer.qk_rope_head_dim, mixer.v_head_dim
     made = mixer.num_attention_heads * (2 * mixer.qk_nope_head_dim + 3 * key + 4 * value)
     row = mixer.kv_lora_rank + mixer.qk_rope_head_dim
-    return t * (b * made + (4 + b) * shape.gathers_from * row)
+    return _beyond_mlp(t * (b * made + (4 + b) * shape.gathers_from * row), layer, shape)
+
+
+def _beyond_mlp(value: int, layer: Layer, shape: ActivationShape) -> int:
+    """What the backward pass of attention takes beyond what experts, or a dense block, of its layer held before it."""
+    before = gradient_bytes(layer, shape) + (0 if layer.mlp is None else _mlp(layer.mlp, shape))
+    return max(0, round(value - before))
 
 
 def _gathered_latents(mixer: Mixer | None, shape: ActivationShape) -> int:

@@ -104,7 +104,8 @@ class _Trainer:
         inputs = m.tokens * self.facts.hidden_size * m.element_bytes
         kept, working = list(whole), [0] * len(whole)
         for i in range(0, len(whole), m.checkpoint_every_layers):
-            kept[i], working[i] = 0 if m.offloads_activations else inputs, whole[i]
+            # its first norm keeps what the layer began with, which is counted already
+            kept[i], working[i] = 0 if m.offloads_activations else inputs, whole[i] - inputs
             if m.activation_checkpointing == "selective":
                 kept[i] += dear_output_bytes(self.layers[i], shape, ep=m.ep, cp=m.cp)
         return kept, working
@@ -295,7 +296,7 @@ class _Trainer:
             yield _real_term(m.real.whole)
         else:
             yield from self._kept(i + 1)
-            yield Term("recomputed layer", self.activations[1][i], "a_l without checkpointing", {"layer": i})
+            yield Term("recomputed layer", self.activations[1][i], "a_l without checkpointing - b T D", {"layer": i})
             gradient = gradient_bytes(self.layers[i], self.shape)
             yield Term("gradients of activations", gradient, "b (T k (3 F + D) + 2 T D)", {"layer": i})
         yield Term("gathered layer", b * p, "b · p_l", {"b": b, "p_l": p})
