@@ -1,7 +1,8 @@
 """What each memory tool of the trainer saves and costs, beside training without, in one run.
 
 One rank trains the same model on the same batches with every tool in turn, on the processor; then two ranks do so with
-the dimensions of a mesh that save memory, beside two that share parameters alone. Memory is the most bytes of live
+the dimensions of a mesh that save memory, beside two that share parameters alone; and two with a model of latent
+attention and one long sequence, by each way of context parallelism that it has. Memory is the most bytes of live
 tensors in a step, as torch's profiler records each allocation; what a tool keeps in host memory is left out (its
 buffers are made by numpy here, which the profiler does not see). Times are those of the processor, as the machine may
 have other work, the shortest of some steps, for each token; tools take turns.
@@ -31,7 +32,7 @@ from hpcrl.config.load import load_recipe
 from hpcrl.config.recipe import TrainerMemoryConfig, TrainerParallelismConfig
 from hpcrl.modeling.blocks import local_part
 from hpcrl.modeling.mesh import ParallelDims
-from hpcrl.models.arch import Qwen3MoeArch, load_arch
+from hpcrl.models.arch import DeepseekV3Arch, ModelArch, Qwen3MoeArch, load_arch
 from hpcrl.planning.memory.fit import trainer_memory
 from hpcrl.planning.memory.trainer import trainer_peak
 from hpcrl.trainer.memory import offload, optimizer
@@ -50,7 +51,24 @@ ARCH = Qwen3MoeArch(
     num_experts_per_tok=2,
     max_position_embeddings=4096,
 )
+LATENT = DeepseekV3Arch(
+    vocab_size=4096,
+    hidden_size=256,
+    num_hidden_layers=6,
+    num_attention_heads=8,
+    q_lora_rank=128,
+    kv_lora_rank=64,
+    qk_nope_head_dim=32,
+    qk_rope_head_dim=16,
+    v_head_dim=32,
+    intermediate_size=768,
+    moe_intermediate_size=192,
+    n_routed_experts=8,
+    num_experts_per_tok=2,
+    max_position_embeddings=4096,
+)
 LENGTHS = (256,) * 4
+LONG = (2048,)
 FULL = {"activation_checkpointing": "full"}
 OFFLOAD: dict[str, Any] = {**FULL, "activation_offload": True, "offload_in_flight_gib": 2 / 1024}
 
@@ -60,7 +78,7 @@ class Tool:
     """Settings of a trainer: of its memory, and of its mesh."""
 
     memory: dict[str, Any] = field(default_factory=dict)
-    degrees: dict[str, int] = field(default_factory=dict)
+    degrees: dict[str, Any] = field(default_factory=dict)
 
 
 #: on the processor ``parameter_offload`` moves nothing: host and device are one
@@ -76,12 +94,36 @@ TOOLS = {
     "full checkpointing, compiled": Tool({**FULL, "compile": True}),
     "all together": Tool({**OFFLOAD, "lm_head_chunk_tokens": "auto", "optimizer_offload": True}),
 }
-#: of two ranks; the first is what the others are compared with
+#: of two ranks
 SHARED = {
     "two ranks, none": Tool(),
     "two ranks, `ep` 2": Tool(degrees={"ep": 2}),
     "two ranks, `cp` 2": Tool(degrees={"cp": 2}),
     "two ranks, `ep` 2 and `cp` 2": Tool(degrees={"ep": 2, "cp": 2}),
+}
+WAYS = {
+    "latents, one long sequence, none": Tool(),
+    **{
+        f"latents, `cp` 2, `{scheme}`": Tool(degrees={"cp": 2, "cp_scheme": scheme})
+        for scheme in ("ulysses", "ring", "gather")
+    },
+}
+
+
+@dataclass(frozen=True)
+class Group:
+    """Tools of which the first is what the others are compared with."""
+
+    arch: ModelArch
+    lengths: tuple[int, ...]
+    tools: dict[str, Tool]
+    ranks: int = 1
+
+
+GROUPS = {
+    "one": Group(ARCH, LENGTHS, TOOLS),
+    "shared": Group(ARCH, LENGTHS, SHARED, ranks=2),
+    "latents": Group(LATENT, LONG, WAYS, ranks=2),
 }
 NO_FIGURE = "layers are counted as they are written: what a compiler fuses, and so no longer keeps, it does not know"
 ROUNDS, BUCKET_BYTES = 3, 4 << 20
@@ -96,7 +138,8 @@ def unseen(tensor: Tensor, device: torch.device) -> Tensor:
 class Trainer:
     """A trainer with one set of tools."""
 
-    def __init__(self, tool: Tool, model_dir: Path, parallel: Parallel) -> None:
+    def __init__(self, group: Group, tool: Tool, model_dir: Path, parallel: Parallel) -> None:
+        self.group = group
         recipe = load_recipe("quickstart", [f"model.path={model_dir}", "trainer.micro_batch_tokens=2048"]).value
         changed = {
             "ranks": parallel.world.size,
@@ -104,7 +147,8 @@ class Trainer:
             "parallelism": TrainerParallelismConfig(**tool.degrees),
         }
         self.recipe = recipe.model_copy(update={"trainer": recipe.trainer.model_copy(update=changed)})
-        mesh = ParallelDims(world_size=parallel.world.size, **tool.degrees)
+        degrees = {name: value for name, value in tool.degrees.items() if name != "cp_scheme"}
+        mesh = ParallelDims(world_size=parallel.world.size, **degrees)
         mesh.build_mesh(parallel.device.type)
         own = Parallel(mesh, parallel.device)
         self.policy = TrainerPolicy(self.recipe, load_arch(model_dir), own, model_dir=model_dir)
@@ -115,8 +159,8 @@ class Trainer:
         """One step; keeps the shortest time of each phase, for each token of all ranks."""
         self.steps += 1
         data = self.policy.parallel.data
-        settings = {"lengths": LENGTHS, "micro_batches": 1}
-        vocab = ARCH.vocab_size
+        settings = {"lengths": self.group.lengths, "micro_batches": 1}
+        vocab = self.group.arch.vocab_size
         shard = worker.batch(settings, step=self.steps, rank=data.rank, world_size=data.size, vocab=vocab)
         for name, work in (
             ("forward_backward_s", lambda: self.policy.forward_backward(shard)),
@@ -144,11 +188,11 @@ class Trainer:
 
     def predicted(self) -> int:
         """By the planner, without a version that is published: nothing is here."""
-        tokens = sum(LENGTHS)
+        tokens = sum(self.group.lengths)
         memory = replace(
             trainer_memory(self.recipe, device="cpu"),
             micro_batch_tokens=tokens,
-            trained_tokens=tokens - len(LENGTHS),
+            trained_tokens=tokens - len(self.group.lengths),
             accumulates=False,
             saves_aside=False,
             images=0,
@@ -157,12 +201,12 @@ class Trainer:
             # random weights deal tokens out evenly
             expert_imbalance=1.0,
         )
-        return trainer_peak(ARCH.facts, memory).total
+        return trainer_peak(self.group.arch.facts, memory).total
 
 
-def rows_of(tools: dict[str, Tool], model_dir: Path, parallel: Parallel) -> list[dict[str, Any]]:
+def rows_of(group: Group, model_dir: Path, parallel: Parallel) -> list[dict[str, Any]]:
     """What is measured of each, beside the first."""
-    trainers = {name: Trainer(tool, model_dir, parallel) for name, tool in tools.items()}
+    trainers = {name: Trainer(group, tool, model_dir, parallel) for name, tool in group.tools.items()}
     for _ in range(1 + ROUNDS):
         for trainer in trainers.values():
             trainer.step()
@@ -183,7 +227,7 @@ def rows_of(tools: dict[str, Tool], model_dir: Path, parallel: Parallel) -> list
     return rows
 
 
-def measure(tools: dict[str, Tool], root: Path) -> list[dict[str, Any]]:
+def measure(group: Group, model_dir: Path) -> list[dict[str, Any]]:
     """The rows of one rank, or of each that a launcher has started."""
     torch.set_num_threads(1)
     optimizer.host_like = offload.host_like = unseen
@@ -191,15 +235,19 @@ def measure(tools: dict[str, Tool], root: Path) -> list[dict[str, Any]]:
     assert kept is not None
     kept["bucket_bytes"] = BUCKET_BYTES
     with distributed(timeout_s=240) as parallel:
-        return rows_of(tools, root / "model", parallel)
+        return rows_of(group, model_dir, parallel)
 
 
-def by_two_ranks(root: Path) -> list[dict[str, Any]]:
-    """`SHARED`, by ranks of their own."""
-    command = [sys.executable, "-m", "hpcrl.trainer.launcher", "--ranks", "2", "memory_tools", "--ranks-of", str(root)]
+def of_group(name: str, root: Path) -> list[dict[str, Any]]:
+    """The rows of a group, by processes of their own."""
+    group, directory = GROUPS[name], root / name
+    directory.mkdir()
+    worker.write_model(directory / "model", group.arch)
+    launch = ["hpcrl.trainer.launcher", "--ranks", str(group.ranks)] if group.ranks > 1 else []
+    command = [sys.executable, "-m", *launch, "memory_tools", "--ranks-of", str(directory)]
     env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'bench'}"}
     subprocess.run(command, check=True, env=env, timeout=900)
-    found: list[dict[str, Any]] = json.loads((root / "shared.json").read_text())
+    found: list[dict[str, Any]] = json.loads((directory / "rows.json").read_text())
     return found
 
 
@@ -207,19 +255,18 @@ def main() -> None:
     """Measure, print and record."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks-of", type=Path, help=argparse.SUPPRESS)
-    shared: Path | None = parser.parse_args().ranks_of
-    if shared is not None:
-        rows = measure(SHARED, shared)
-        if os.environ["RANK"] == "0":
-            (shared / "shared.json").write_text(json.dumps(rows))
+    directory: Path | None = parser.parse_args().ranks_of
+    if directory is not None:
+        rows = measure(GROUPS[directory.name], directory / "model")
+        if os.environ.get("RANK", "0") == "0":
+            (directory / "rows.json").write_text(json.dumps(rows))
         return
     root = scratch("memory-tools")
-    worker.write_model(root / "model", ARCH)
-    rows = measure(TOOLS, root) + by_two_ranks(root)
-    print(f"{'tool':32}{'peak MiB':>10}{'memory':>8}{'time':>8}{'planner':>9}")
+    rows = [row for name in GROUPS for row in of_group(name, root)]
+    print(f"{'tool':36}{'peak MiB':>10}{'memory':>8}{'time':>8}{'planner':>9}")
     for row in rows:
         says = f"{row['planner_off_by']:+9.1%}" if "planner_off_by" in row else f"{'none':>9}"
-        print(f"{row['tool']:32}{row['peak_mib']:10.1f}{row['memory_ratio']:8.2f}{row['time_ratio']:8.2f}{says}")
+        print(f"{row['tool']:36}{row['peak_mib']:10.1f}{row['memory_ratio']:8.2f}{row['time_ratio']:8.2f}{says}")
     record("memory_tools", {"tokens": sum(LENGTHS), "parameters": ARCH.num_parameters(), "rows": rows})
 
 

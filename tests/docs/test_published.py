@@ -126,3 +126,24 @@ def test_peers_are_what_the_bench_recorded() -> None:
     ]
     heading = "| model | memory | beside transformers: speed, memory | beside torchtitan: speed, memory |"
     assert sorted(table(docs, heading)) == sorted(rows)
+
+
+def test_the_docks_figures_are_what_the_benches_recorded() -> None:
+    docs = (ROOT / "docs/rollouts.md").read_text()
+    ways = ("memcpy", "embedded", "served", "mooncake", "TransferQueue, SimpleStorage", "TransferQueue, MooncakeStore")
+    rows = [
+        f"| {row['tokens'] // 1000}k tokens{', routes' if row['routes'] else ''} | "
+        + " | ".join(f"{row[way]['gb_s']:.2f}" for way in (*ways, "whole shards"))
+        + " |"
+        for row in recorded("dock_peers")
+    ]
+    heading = "| rollout | memcpy in and out | warehouse, mapped | warehouse, by TCP | Mooncake, TCP | TransferQueue "
+    assert table(docs, heading + "| its Mooncake | whole shards (before) |") == rows
+    *_, shared = json.loads((ROOT / "bench/results/dock_peers.json").read_text())["shared_fetch"]
+    for how in ("shared", "each for itself"):
+        assert f"after {shared[how]['wall_s']:.2f} s, with {shared[how]['wire_bytes'] / 1e9:.2f} GB" in docs
+        assert f"{shared[how]['cpu_s']:.2f} s" in docs
+    figures = json.loads((ROOT / "bench/results/orchestrator_routes.json").read_text())
+    assert f"{figures['routes_mb_s']:.0f} MB of routes a second were made durable" in docs
+    assert f"with {figures['cpu_share']:.2f} of a processor and {figures['rss_mib']} MiB" in docs
+    assert f"{figures['loop_lag_p99_ms']:.0f} ms late (p99), {figures['loop_lag_max_ms']:.0f} at most" in docs

@@ -1,4 +1,5 @@
-"""A whole run with prefill and decode as engines of their own, behind the real router that leads between them."""
+"""A whole run with prefill and decode as engines of their own, behind the real router that leads between them, whose
+experts the trainer takes again."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import yaml
 from lab import HPCRL, ROOT, Lab, events, processes, steps
 from vllm_environment import VLLM_PYTHON
 
+from hpcrl.config.load import load_recipe
 from hpcrl.runs.rundir import RunDir
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.vllm, pytest.mark.nightly, pytest.mark.timeout(3600)]
@@ -35,6 +37,8 @@ def test_a_run_with_prefill_and_decode(tmp_path: Path) -> None:
         "engine.kv_store=null",
         "engine.prefill={replicas: 1, nodes: 1}",
         "engine.decode={replicas: 1, nodes: 1}",
+        "engine.return_routed_experts=true",
+        "trainer.router_replay=true",
     )
     sets = [part for s in settings for part in ("--set", s)]
     command = [HPCRL, "submit", "quickstart_vllm", "-c", str(profile), "--name", "sides", "--follow", *sets]
@@ -56,4 +60,11 @@ def test_a_run_with_prefill_and_decode(tmp_path: Path) -> None:
     fresh = [r.mismatch_kl_by_lag["0"] for r in records.values() if "0" in r.mismatch_kl_by_lag]
     assert fresh
     assert max(fresh) < 1e-5
+    # experts of every token but the last of a rollout are replayed, whichever of the two has computed it
+    rollouts = load_recipe("quickstart_vllm").value.rollouts.rollouts_per_step
+    for record in records.values():
+        last = rollouts / record.tokens
+        assert record.unknown_routing == pytest.approx({"last": last})
+        assert record.replayed_share == pytest.approx(1 - last)
+    assert counters["rows_unknown"] == 0
     assert processes(run) == []
