@@ -14,7 +14,7 @@ from vllm_environment import VLLM_PYTHON
 from hpcrl.config.load import load_recipe
 from hpcrl.runs.rundir import RunDir
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.vllm, pytest.mark.nightly, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(1200)]
 
 STEPS = 5
 

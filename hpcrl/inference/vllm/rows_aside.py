@@ -24,7 +24,7 @@ import msgspec
 
 from hpcrl.inference.kept_rows import KeptRows
 from hpcrl.inference.vllm.access import App, Message, Receive, RunAccess, Send
-from hpcrl.rows_reference import FIELD, PATH, digest_of
+from hpcrl.rows_reference import FIELD, PATH, decoded_base64, digest_of
 
 __all__ = ["RowsAside", "RunAccessBehindRouterWithRows", "RunAccessWithRows"]
 
@@ -33,7 +33,7 @@ _FIELD = f'"{FIELD}"'.encode()
 _BEFORE = b'"routed_experts":"'
 _END_OF_EVENT = b"\n\n"
 _PIECE = 1 << 20
-"""Of rows, and of base64, a multiple of four."""
+"""Of rows that are sent."""
 _LARGE_BYTES = 1 << 18
 """What is decoded beside the event loop."""
 
@@ -193,11 +193,6 @@ def _header(headers: list[tuple[bytes, bytes]], wanted: bytes) -> str:
 
 
 def _decoded(base64: bytes) -> tuple[bytes, str]:
-    """Rows and their digest; a piece at a time, so that the interpreter does other things between."""
-    rows, end = bytearray(len(base64) // 4 * 3), 0
-    for start in range(0, len(base64), _PIECE):
-        piece = binascii.a2b_base64(base64[start : start + _PIECE], strict_mode=True)
-        rows[end : end + len(piece)] = piece
-        end += len(piece)
-    data = bytes(memoryview(rows)[:end])
+    """Rows and their digest."""
+    data = bytes(decoded_base64(base64))
     return data, digest_of(data)

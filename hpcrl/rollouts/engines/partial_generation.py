@@ -87,14 +87,6 @@ class PartialGeneration:
         self._rows.clear()
         return count
 
-    @property
-    def experts(self) -> NDArray[Any] | None:
-        """``[rows, layers, experts_per_token]``: kept rows, from ``routed_experts_prompt_start`` of the parameters on.
-
-        None where there are none (raises as `whole`).
-        """
-        return _joined(self._kept)
-
     def row_bytes(self, rest: Generation) -> int:
         """How many bytes of rows `whole` has to go through."""
         return rows_bytes([*self._kept, rest.experts]) if self._kept else 0

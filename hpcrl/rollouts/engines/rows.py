@@ -20,13 +20,14 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from hpcrl.rows_reference import decoded_base64
+
 __all__ = ["LARGE_BYTES", "EncodedRows", "Rows", "beside_loop", "join_rows", "read_rows", "rows_bytes"]
 
 _T = TypeVar("_T")
 
 LARGE_BYTES = 1 << 18
 """What is for a thread to do: routed experts of some hundred tokens of a large model."""
-_PIECE = 1 << 18
 _HEAD = 3 << 12
 _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 _thread = ThreadPoolExecutor(1, thread_name_prefix="answers")
@@ -104,21 +105,11 @@ class EncodedRows:
         return self.shape[0]
 
     def decoded(self) -> NDArray[Any]:
-        """The rows, as a read-only view (ValueError where they are damaged).
-
-        A piece at a time: one call for tens of megabytes would keep the interpreter, and with it the event loop, from
-        everything else for as long.
-        """
-        last = len(self._quoted) - 1
-        rows, end = np.empty(3 * (last // 4 + 1), np.uint8), 0
+        """The rows, as a read-only view (ValueError where they are damaged)."""
         try:
-            for start in range(1, last, _PIECE):
-                piece = binascii.a2b_base64(self._quoted[start : min(start + _PIECE, last)], strict_mode=True)
-                rows[end : end + len(piece)] = np.frombuffer(piece, np.uint8)
-                end += len(piece)
-        except binascii.Error:
+            return read_rows(decoded_base64(self._quoted[1:-1]))
+        except binascii.Error:  # as above
             return read_rows(self._escaped())
-        return read_rows(rows[:end].data.toreadonly())
 
     def _escaped(self) -> bytes:
         try:

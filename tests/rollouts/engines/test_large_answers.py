@@ -14,6 +14,7 @@ from aiohttp import web
 from numpy.typing import NDArray
 from stub_engine import EOS, npy
 
+from hpcrl import rows_reference
 from hpcrl.rollouts.engines import answers
 from hpcrl.rollouts.engines import rows as rows_module
 from hpcrl.rollouts.engines.answers import AnswerReader, EngineProtocolError, SamplingParams
@@ -53,7 +54,7 @@ def rows_of(count: int, width: int) -> NDArray[np.uint8]:
 
 @pytest.mark.parametrize("width", [1, 2, 3, 64])
 def test_rows_are_decoded_in_pieces(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
-    monkeypatch.setattr(rows_module, "_PIECE", 16)
+    monkeypatch.setattr(rows_reference, "_PIECE", 16)
     rows = rows_of(2, width)
     for data in (choice(npy(rows)), choice(npy(rows)).replace(b"/", b"\\/")):
         own = reader(prompt=1)
