@@ -431,6 +431,11 @@ def test_nodes_on_a_local_cluster(
     assert run(monkeypatch, "recipe", "check", str(recipe)) == 2
     err = capsys.readouterr().err
     assert f"{recipe}:11: trainer.nodes: 2 nodes, but a local cluster is one machine [local-is-one-node]" in err
+    # of a recipe for a site, what else the machine of who checks it could not do is not said
+    assert run(monkeypatch, "recipe", "check", "glm5_swe") == 2
+    err = capsys.readouterr().err
+    assert "hpcrl: 3 problems" in err
+    assert err.count("[local-is-one-node]") == 3
 
 
 def test_every_site_rule_has_a_case(tmp_path: Path) -> None:

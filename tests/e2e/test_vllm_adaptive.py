@@ -42,29 +42,34 @@ def test_the_limit_comes_down_to_what_the_cache_holds(tmp_path: Path, vllm_start
     command = [HPCRL, "submit", "quickstart_vllm", "-c", str(profile), "--name", "narrow", *sets]
     subprocess.run(command, cwd=ROOT, env=lab.env, check=True, capture_output=True, timeout=1200)
     run = RunDir(lab.runs_root / "narrow")
-    waiting: list[tuple[int, int]] = []
+    looks: dict[float, tuple[int, int]] = {}
 
-    def seen() -> FleetView | None:
+    def look() -> tuple[int, int]:
+        """The limit, and how many requests wait at the engine; each look of the orchestrator counts once."""
         view = FleetView.read(run, 1)
-        if view is not None and view.engines and view.engines[0].waiting is not None:
-            waiting.append((view.limit, view.engines[0].waiting))
-        return view
+        if view is None or not view.engines or view.engines[0].waiting is None:
+            return MOST, MOST
+        looks[view.time_s] = view.limit, view.engines[0].waiting
+        return looks[view.time_s]
 
     try:
         wait_step(run, 1, 900)
-        wait_for(lambda: (view := seen()) is not None and view.limit <= MOST // 3, 300, "lower limit")
-        early = list(waiting)
-        waiting.clear()
+        wait_for(lambda: look()[0] <= MOST // 3, 300, "lower limit")
+        # what was sent before is still in the queue
+        wait_for(lambda: look()[1] < GROUP, 300, "end of the queue")
+        early = set(looks.values())
+        looks.clear()
         step = last_step(run)
-        wait_for(lambda: seen() is not None and last_step(run) >= step + 5, 300, "five more steps", every_s=0.5)
+        wait_for(lambda: look() and len(looks) >= 5 and last_step(run) >= step + 5, 300, "five steps", every_s=0.5)
     finally:
         lab.hpcrl("cancel", run.name, "--yes", check=False)
         lab.wait_end(run, 120)
     assert processes(run) == []
     cuts = [event.data for event in events(run, "rollouts.limit_cut")]
+    late = list(looks.values())
     with capsys.disabled():
-        print(f"\n{len(cuts)} cuts; limit and waiting requests, early: {set(early)}, late: {set(waiting)}")
+        print(f"\n{len(cuts)} cuts; limit and waiting requests, early: {early}, late: {late}")
     assert cuts
-    assert max(limit for limit, _ in waiting) < MOST // 2
+    assert max(limit for limit, _ in late) < MOST // 2
     # a group that just came may wait for a moment
-    assert mean(count for _, count in waiting) < GROUP
+    assert mean(count for _, count in late) < GROUP

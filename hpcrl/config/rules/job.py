@@ -9,9 +9,10 @@ from hpcrl.config.rules.engine import PAYLOAD_RULE
 from hpcrl.config.rules.rule import Conflicts, Rule
 from hpcrl.config.sbatch_options import option_faults
 
-__all__ = ["ENOUGH_NODES", "JOB_RULES"]
+__all__ = ["ENOUGH_NODES", "JOB_RULES", "ONE_NODE"]
 
 ENOUGH_NODES = "nodes-available"
+ONE_NODE = "local-is-one-node"
 """The rule whose conflict is no wrong recipe, but one that does not fit the site: plans have an exit code for it."""
 
 
@@ -193,7 +194,7 @@ JOB_RULES: tuple[Rule, ...] = (
         _ranks_per_node,
     ),
     Rule(
-        "local-is-one-node",
+        ONE_NODE,
         "A local run is on one machine.",
         "choose a Slurm site with --cluster, or set nodes to 1",
         _local_is_one_node,

@@ -14,7 +14,7 @@ from hpcrl.config.load import Loaded
 from hpcrl.config.recipe import LossConfig, Recipe, WarmupConfig, WordsEnv
 from hpcrl.config.rules.colocated import COLOCATED_RULES
 from hpcrl.config.rules.engine import ENGINE_RULES
-from hpcrl.config.rules.job import ENOUGH_NODES, JOB_RULES
+from hpcrl.config.rules.job import ENOUGH_NODES, JOB_RULES, ONE_NODE
 from hpcrl.config.rules.kernels import KERNEL_RULES
 from hpcrl.config.rules.parallel import PARALLEL_RULES
 from hpcrl.config.rules.quantization import QUANTIZATION_RULES
@@ -46,6 +46,8 @@ LOSS_SETTINGS: dict[str, frozenset[str]] = {
     "cispo": frozenset({"clip_low", "clip_high"}),
     "gspo": frozenset({"clip_low", "clip_high"}),
 }
+#: rules whose conflicts, of a recipe for several nodes on one machine, say nothing of the site that it is meant for
+_OF_THE_MACHINE = frozenset({"payload-exists", "port-range", "process-limit"})
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -68,6 +70,8 @@ def check_rules(recipe: Loaded[Recipe], cluster: Loaded[ClusterProfile], *, plan
     check_cluster(cluster)
     rules = [rule for rule in RULES if not (planning and rule.submit_only)]
     conflicts = [(rule, key, what) for rule in rules for key, what in rule.check(recipe.value, cluster.value)]
+    if any(rule.name == ONE_NODE for rule, _, _ in conflicts):
+        conflicts = [conflict for conflict in conflicts if conflict[0].name not in _OF_THE_MACHINE]
     found = [
         Finding(_where(recipe, cluster, key), key, f"{what} [{rule.name}]", rule.hint) for rule, key, what in conflicts
     ]
