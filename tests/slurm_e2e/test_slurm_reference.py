@@ -150,8 +150,9 @@ def test_all_parts_learn_lose_a_node_and_go_on(
         ended = lab.wait_state(run, ["COMPLETED", "FAILED", "LOST", "CANCELLED"], timeout_s=1800)
     finally:
         lab.cluster.revive_node(lost)
-    assert ended["state"] == "COMPLETED", lab.hpcrl("why", run.name, "--events").stdout
-    assert ended["attempt"] == 2
+    why = lab.hpcrl("why", run.name, "--events").stdout
+    assert ended["state"] == "COMPLETED", why
+    assert ended["attempt"] == 2, why
     assert lost not in {node for nodes in nodes_of(run).values() for node in nodes}
     assert f"node {lost} went down" in lab.hpcrl("why", run.name, "--events").stdout
 
