@@ -56,6 +56,19 @@ async def test_a_group_with_one_member_left_is_replaced(tmp_path: Path) -> None:
         assert len(rollouts_of(shard)) == 16
 
 
+async def test_what_a_failed_rollout_had_goes_at_once(tmp_path: Path) -> None:
+    """Not with the last member of its group: others already have its place in memory. Nor is the group as old as it."""
+    stub = StubEngine()
+    stub.fail, stub.request_s = 2, 1.0
+    async with running(make_run(tmp_path, rollouts={"max_retries": 0}), stub) as loop:
+        await loop.until(lambda: loop.orchestrator._counters.dropped_engine == 2)
+        groups = loop.orchestrator._scheduler._running.values()
+        assert sum(len(group.members) for group in groups) == loop.orchestrator._scheduler.in_flight > 0
+        for group in groups:
+            assert len(group.conversations) <= len(group.members)
+            assert len(group.keepers) <= len(group.members)
+
+
 async def test_an_engine_that_goes_away_is_named(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(engine_pool, "WATCH_S", 0.1)
     monkeypatch.setattr(orchestrator, "engines_lost_after_s", lambda run: 0.3)

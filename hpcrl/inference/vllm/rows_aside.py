@@ -45,12 +45,10 @@ class RowsAside:
     ----------
     app:
         vLLM's own server.
-    rows:
-        Where rows are kept.
     """
 
-    def __init__(self, app: App, rows: KeptRows | None = None) -> None:
-        self._app, self._rows = app, rows or KeptRows()
+    def __init__(self, app: App) -> None:
+        self._app, self._rows = app, KeptRows()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Answer one connection of ASGI."""

@@ -277,7 +277,7 @@ class AnswerReader:
         if part.error is not None:
             raise EngineError(f"{self._engine}: the engine ended a request with {part.error}")
         complete = len(part.logprobs) == len(part.token_ids)
-        # of an answer with a part that has not all of them there is nothing but an error
+        # of an answer with a part that has not all of them there is nothing but an error, and nothing behind it is kept
         self._tokens.append_sampled(part.token_ids, part.logprobs if complete else 0.0, 0)
         self._scored, self._complete = self._scored + len(part.logprobs), self._complete and complete
         self._lost |= part.kept is not None
@@ -285,13 +285,18 @@ class AnswerReader:
             self._experts.append(part.rows)
         if part.finish_reason is not None:
             self._last = part
-        elif complete:
+        elif self._complete:
             self._on_part(part.token_ids, part.logprobs, None if self._lost else part.rows)
 
     @property
     def last(self) -> AnswerPart | None:
         """The part that has the end; None before it has come."""
         return self._last
+
+    @property
+    def lost(self) -> bool:
+        """Whether rows of a part could not be fetched: those of later parts are of no use."""
+        return self._lost
 
     @property
     def row_bytes(self) -> int:

@@ -358,10 +358,11 @@ class EngineClient:
         """Decode what arrived, beside the event loop where that takes milliseconds, and fetch rows that it tells of.
 
         The part of those that cannot be had still says where they were: nobody guesses them. The next turn asks for
-        them again; in the end the trainer routes their tokens itself, and they are counted.
+        them again; in the end the trainer routes their tokens itself, and they are counted. Those of later parts are
+        left where they are.
         """
         part = await beside_loop(partial(reader.read, data), len(data))
-        if part.kept is None:
+        if part.kept is None or reader.lost:
             return part
         try:
             # a stranger would be sent the run's token

@@ -1,8 +1,8 @@
 """How many rollouts may have routed experts in memory while they are in flight.
 
 What a rollout in flight will need is not known, so each counts as the longest that there can be: the limit holds
-whatever becomes of them. A rollout that waits for room has nothing yet, and none that runs needs one that waits; one
-may always run. So all that have begun end, and those that wait go on.
+whatever becomes of them. A rollout that waits for room has nothing yet but the turns of before an interruption, and
+none that runs needs one that waits; one may always run. So all that have begun end, and those that wait go on.
 """
 
 from __future__ import annotations

@@ -293,6 +293,7 @@ class Scheduler:
 
     async def _roll_out_in(self, running: _Running, member: int, keeper: TurnKeeper) -> None:
         started, task = time.monotonic(), running.task
+        conversation = None
         try:
             # one member that ends does not take the prompt from the others
             prompt, opening = await asyncio.shield(running.opening)
@@ -327,9 +328,12 @@ class Scheduler:
             self._counters.routes_bytes += 0 if routes is None else routes.data.nbytes
             self._counters.mixed_versions += stored.first_version != stored.last_version
             running.rollouts.append(stored)
-            running.conversations.remove(conversation)  # its tokens lie elsewhere now
         finally:
             keeper.close()
+            # tokens of a finished rollout lie elsewhere now, and those of a failed one are nobody's
+            running.keepers.remove(keeper)
+            if conversation is not None:
+                running.conversations.remove(conversation)
             self._counters.turns_recalled += keeper.recalled
             self._counters.turns_given_up += keeper.given_up
 

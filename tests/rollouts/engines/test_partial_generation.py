@@ -218,3 +218,23 @@ async def test_an_error_on_the_way_is_one(scripted: tuple[EngineClient, list[byt
     pieces[:] = [b"data: nonsense\n\n"]
     with pytest.raises(EngineProtocolError, match="cannot be read"):
         await ask(client)
+
+
+async def test_nothing_is_kept_behind_a_part_that_lacks_log_probabilities(
+    scripted: tuple[EngineClient, list[bytes]],
+) -> None:
+    """The engine is lost before the end of the answer would tell: tokens on both sides of a hole are no answer."""
+    client, pieces = scripted
+    hole = json.dumps({"choices": [{"token_ids": [6], "logprobs": None}]}).encode()
+    pieces += [event([5]), b"data: " + hole + b"\n\n", event([7])]
+    parts: list[list[int]] = []
+    with pytest.raises(EngineError, match="ended before the answer did"):
+        await client.generate(
+            [1],
+            PARAMS,
+            cache_salt="0",
+            session_id="s",
+            timeout_s=5.0,
+            on_part=lambda tokens, scores, rows: parts.append(tokens.tolist()),
+        )
+    assert parts == [[5]]

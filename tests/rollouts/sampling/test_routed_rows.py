@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 import threading
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +45,7 @@ class Bench:
         self.pool.engines[0].serve(3, proved_s=0.0)
         self.pool.engines[0].end_exchange()
         stub.version = "3"
-        self.stub, self.transcript = stub, transcript
+        self.stub, self.transcript, self.http = stub, transcript, http
 
     def conversation(
         self,
@@ -145,6 +148,24 @@ async def test_rows_that_an_engine_has_lost(bench: Bench, stream_interval: int, 
     assert (routes.experts[:known] == experts_of(tokens)[:known]).all()
 
 
+class Asked(KeptRows):
+    """A store that has nothing, and counts who asks."""
+
+    asked = 0
+
+    async def take(self, name: str, *, late: bool = False) -> bytes | None:
+        self.asked += 1
+        return None
+
+
+async def test_what_cannot_be_placed_any_more_is_not_fetched(bench: Bench) -> None:
+    """Rows of later parts are known by their number alone. Each may take as long as there is for one."""
+    bench.stub.rows = store = Asked()
+    bench.stub.answer = lambda token_ids, seed: [*encode("run 1+1"), EOS]
+    await bench.conversation(SETTINGS, stream_interval=1).reply(USER)
+    assert store.asked == 1
+
+
 async def test_what_goes_through_all_rows_is_done_beside_the_event_loop(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,6 +213,31 @@ async def test_beside_a_pool_a_rollout_has_the_rows_of_another_with_its_prompt(b
     assert (second.routed_experts.known == first.routed_experts.known).all()
     assert store.counters.rows_shared_prefix == block
     assert store.counters.rows_unknown == 0
+
+
+@pytest.mark.parametrize("second", [3, 4, 2])
+async def test_rows_of_a_lost_engine_with_other_weights_are_nobody_elses(bench: Bench, second: int) -> None:
+    """What another rollout fetches under the salt of the second engine is KV of that one's weights."""
+    two = StubEngine()
+    two.experts, two.version = partial(experts_of, shift=1), str(second)
+    await two.start()
+    one, store = bench.stub, KnownRows(Counters(), block=2, limit_bytes=1 << 20, keep_versions=1)
+    clients = [EngineClient(bench.http, name=f"engine-{n}", url=stub.url) for n, stub in enumerate((one, two))]
+    bench.pool = EnginePool(clients, counters=Counters(), request_timeout_s=5.0, max_retries=1)
+    for engine, version in zip(bench.pool.engines, (3, second), strict=True):
+        engine.serve(version, proved_s=math.inf)
+        engine.end_exchange()
+    text = [*encode("run 1+1"), EOS]
+    one.answer, one.token_s = lambda token_ids, seed: text, 0.05
+    two.answer = lambda token_ids, seed: text[-1 - one.sampled :]
+    reply = asyncio.create_task(bench.conversation(POOLED, stream_interval=1, rows=store).reply(USER))
+    while one.sampled < 3:
+        await asyncio.sleep(0.01)
+    await one.stop()
+    await reply
+    await two.stop()
+    assert two.requests[0]["sampling_params"]["routed_experts_prompt_start"] > 0
+    assert (store.bytes == 0) is (second != 3)
 
 
 @pytest.mark.parametrize("mirrored", [False, True])
