@@ -128,3 +128,17 @@ def test_router_replay(number: int) -> None:
         assert ("noise" in cells[1]) == bool(noise)
         columns = [row[way][key] for key in ("mismatch_kl", "ess") for way in ("without", "with")]
         assert all(says(cell, value) for cell, value in zip(cells[2:], columns, strict=True)), cells
+
+
+def test_rewards_with_replay_through_vllm() -> None:
+    found = recorded("replay_vllm_rewards")
+    (said,) = re.findall(r"recipes/quickstart_vllm.yaml` with one engine in\nbfloat16, (.*?) of -", DOCS, re.DOTALL)
+    ends = [
+        end(seed[kind]["heldout_after"] for seed in found["seeds"])
+        for kind in ("without", "with")
+        for end in (min, max)
+    ]
+    before, difference = found["seeds"][0]["with"]["heldout_before"], found["difference"]
+    gained, half = difference["mean"], difference["half_interval_95"]
+    assert says(said.replace("95%", ""), len(found["seeds"]), before, *ends, gained)
+    assert f"interval of {gained - half:.3f} to {gained + half:.3f}." in DOCS

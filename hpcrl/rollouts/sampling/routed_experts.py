@@ -154,10 +154,7 @@ class RoutedExpertsRows:
         return sum(examined.rows.nbytes for _, examined in self._pieces)
 
     def aligned(self, tokens: int) -> RoutedExperts | None:
-        """Rows of the first ``tokens`` tokens, those that are missing included; None where there are none at all.
-
-        Called once, at the end: other rollouts may have brought what was missing when the answer came.
-        """
+        """What is `assembled`, and `settled`, in one call: for a few rows, beside no event loop."""
         assembled = self.assembled(tokens)
         return None if assembled is None else self.settled(assembled)
 
