@@ -47,7 +47,10 @@ class HostSwap:
         self._rooms: dict[int, list[Tensor]] = {}
 
     def leave(self, tensors: Iterable[Tensor]) -> None:
-        """Begin to move the memory of ``tensors`` to the host, and free what was begun before this call."""
+        """Begin to move the memory of ``tensors``, of any shapes, to the host; free what was begun before this call.
+
+        Of sharded ones this rank's parts go. What is away already, or begun, is left out.
+        """
         before, self._leaving = self._leaving, []
         # what was begun is still there, and about to be freed
         begun = {leaving.memory.key for leaving in before}

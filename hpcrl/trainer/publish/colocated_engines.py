@@ -48,7 +48,7 @@ class ColocatedEngines:
         self._pool = ThreadPoolExecutor(max(1, len(self._urls)), thread_name_prefix="engines")
 
     def wait_reachable(self) -> None:
-        """Wait until all of them answer (PeerLostError where one does not in time)."""
+        """Wait until all of them answer (PeerLostError where one does not in time, HandoffError where one refuses)."""
         deadline = time.monotonic() + self._start_timeout_s
         while True:
             try:

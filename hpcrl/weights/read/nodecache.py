@@ -151,6 +151,13 @@ class NodeCache:
         ----------
         stopped:
             Nobody wants it any more: end in a `CancelledError` rather than wait.
+
+        Raises
+        ------
+        CancelledError
+            See ``stopped``.
+        Exception
+            What ``load`` raises. A cache that cannot be used is no error.
         """
         deadline, pause = time.monotonic() + 2 * self._segment_limit_s(segment.bytes), _POLL_S
         path = self._segment_path(segments, segment)

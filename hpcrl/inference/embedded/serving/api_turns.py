@@ -15,7 +15,10 @@ __all__ = ["TurnsApi"]
 
 
 class TurnsApi:
-    """Handlers of ``/sleep``, ``/load_layer``, ``/wake_up`` and ``/is_sleeping``."""
+    """Handlers of ``/sleep``, ``/load_layer``, ``/wake_up`` and ``/is_sleeping``.
+
+    What is asked wrongly is an `ApiError`, which `hpcrl.inference.embedded.serving.errors` answers.
+    """
 
     def __init__(self, turns: Turns) -> None:
         self._turns = turns
