@@ -30,7 +30,10 @@ _MOUNT_THEN_RUN = 'bindfs -o "$1" "$2" "$2" && shift 2 && exec "$@"'
 
 
 def start_all(paths: ClusterPaths, record: Record) -> None:
-    """Start everything, and return when every node is ready for jobs."""
+    """Start everything, and return when every node is ready for jobs.
+
+    HpcrlError where a daemon ends, DeadlineError where one, or the nodes, are not ready in time.
+    """
     _start_munged(paths)
     if record.settings.accounting:
         _start_accounting(paths, record)

@@ -194,19 +194,23 @@ class DockClient:
         Raises
         ------
         PeerLostError, FencedError
-            As `batch`; also of `published` and `snapshot`.
+            As `batch`.
         """
         self._request("POST", f"/dock/trained/{step}")
 
     def published(self, version: int) -> None:
         """Tell the orchestrator that ``version`` is on the shared filesystem (it would find it by itself).
 
-        PeerLostError also where the orchestrator has restored another step than the first version that it is told.
+        PeerLostError also where the orchestrator has restored another step than the first version that it is told;
+        FencedError as `batch`.
         """
         self._request("POST", f"/dock/published/{version}")
 
     def snapshot(self, step: int) -> bytes:
-        """The orchestrator's state with exactly the batches up to ``step`` consumed."""
+        """The orchestrator's state, encoded, with exactly the batches up to ``step`` consumed.
+
+        PeerLostError also where that state is gone, or in the future; FencedError as `batch`.
+        """
         return self._request("POST", f"/dock/snapshot/{step}")[1]
 
     def finish(self, version: int) -> None:

@@ -207,7 +207,7 @@ def _begun(directory: Path) -> list[tuple[Path, Begin]]:
 
 
 def whole_bytes(path: Path) -> int:
-    """Bytes of a file up to its first line that cannot be read."""
+    """Bytes of a file up to its first line that cannot be read (OSError where the file cannot)."""
     return max((end for _, end in _entries_of(path, None)), default=0)
 
 

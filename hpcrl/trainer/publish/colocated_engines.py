@@ -66,9 +66,9 @@ class ColocatedEngines:
         Raises
         ------
         PeerLostError
-            An engine does not answer (also of the other calls).
+            An engine does not answer within ``timeout_s`` (also of `load` and `wake`).
         HandoffError
-            An engine refuses (also of the other calls).
+            An engine refuses (also of `load` and `wake`).
         """
         return self._bytes("/sleep?level=2")
 
