@@ -40,7 +40,10 @@ class NotOursError(PermissionError):
 
 
 def make_private(path: Path) -> None:
-    """Make a directory that nobody else may enter, or see that the one that is there is one (its parent exists)."""
+    """Make a directory that nobody else may enter, or see that the one that is there is one (its parent exists).
+
+    OSError where it cannot be made, NotOursError where the one that is there is others' to change.
+    """
     try:
         path.mkdir(mode=0o700)
     except FileExistsError:

@@ -50,6 +50,11 @@ class MergedWeights:
             What the adapters were trained on.
         held, published:
             Dtype of the trainer's weights, and of published versions.
+
+        Raises
+        ------
+        UsageError
+            The model has not what ``lora`` asks for.
         """
         self._entry, self._model, self._model_dir = entry, model, model_dir
         self._held, self._published = held, published

@@ -40,7 +40,7 @@ _FLOOR = -9999.0
 
 
 def clamp(logprob: float) -> float:
-    """A log-probability that JSON can hold."""
+    """A log-probability in nats that JSON can hold: at least -9999."""
     return logprob if logprob > _FLOOR else _FLOOR
 
 

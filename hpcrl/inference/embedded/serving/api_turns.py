@@ -38,7 +38,7 @@ class TurnsApi:
         return json_response({"device_bytes": await asyncio.to_thread(self._turns.sleep)})
 
     async def load_layer(self, http: web.Request) -> web.Response:
-        """A layer in shared memory of this node (`hpcrl.weights.handover.HandoverLayer`)."""
+        """A layer in shared memory of this node: a `hpcrl.weights.handover.HandoverLayer` (HandoffError where none)."""
         layer = decode_layer(await http.read())
         return json_response({"device_bytes": await asyncio.to_thread(self._turns.load, layer)})
 
