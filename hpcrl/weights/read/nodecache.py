@@ -56,7 +56,15 @@ Load = Callable[[memoryview], None]
 
 
 class NodeCache:
-    """The cache of one store on this node, as one process sees it. Methods may be called from any thread."""
+    """The cache of one store on this node, as one process sees it. Methods may be called from any thread.
+
+    Attributes
+    ----------
+    directory:
+        Where segments of all versions lie.
+    private_bytes:
+        What this process has read for itself alone so far, because the cache could not take it in time; for tests.
+    """
 
     def __init__(
         self,
