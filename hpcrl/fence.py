@@ -105,7 +105,10 @@ class Fence:
             raise FencedError(_message(self.root, self.token, _newest(self.root)))
 
     def create(self, name: str) -> Path:
-        """An empty directory in which the entry ``name`` is built; what a failure of ours had left there goes."""
+        """An empty directory in which the entry ``name`` is built; what a failure of ours had left there goes.
+
+        FencedError where a newer writer has claimed the store, OSError where the filesystem refuses.
+        """
         path = self.path / name
         self._clear(path)
         try:

@@ -40,7 +40,10 @@ class NotOursError(PermissionError):
 
 
 def make_private(path: Path) -> None:
-    """Make a directory that nobody else may enter, or see that the one that is there is one (its parent exists)."""
+    """Make a directory that nobody else may enter, or see that the one that is there is one (its parent exists).
+
+    OSError where it cannot be made, NotOursError where the one that is there is others' to change.
+    """
     try:
         path.mkdir(mode=0o700)
     except FileExistsError:
@@ -84,6 +87,11 @@ def check_tree(path: Path) -> None:
     """See that a directory and everything below it is ours, and that nobody else may write any of it.
 
     What is unpickled runs as whoever reads it: ask this first.
+
+    Raises
+    ------
+    NotOursError
+        Something in it is not.
     """
     check_private(path)
     for directory, directories, files in os.walk(path):
@@ -149,7 +157,7 @@ def read_secret(path: Path) -> str:
     Raises
     ------
     OSError
-        It is not so, or there is no text in it. What is in it is not in the message.
+        It is not so (`NotOursError`), or there is no text in it. What is in it is not in the message.
     """
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(fd, "rb") as stream:

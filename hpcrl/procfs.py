@@ -174,12 +174,15 @@ def _send(process: Process, signum: int) -> None:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every orphaned descendant (``PR_SET_CHILD_SUBREAPER``)."""
+    """Become the parent of every orphaned descendant (``PR_SET_CHILD_SUBREAPER``; OSError where refused)."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent() -> None:
-    """Let the kernel kill this process when its parent dies (``PR_SET_PDEATHSIG``); survives ``exec``."""
+    """Let the kernel kill this process when its parent dies (``PR_SET_PDEATHSIG``; OSError where refused).
+
+    It survives ``exec``.
+    """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

@@ -75,8 +75,8 @@ def load_recipe(name: str, overrides: Sequence[str] = ()) -> Loaded[Recipe]:
     return _validate(Recipe, source, tree, origins, _apply_overrides(tree, origins, overrides))
 
 
-def load_cluster(name: str, overrides: Sequence[str] = ()) -> Loaded[ClusterProfile]:
-    """Load a cluster profile by path or name; parameters and errors as `load_recipe`.
+def load_cluster(name: str) -> Loaded[ClusterProfile]:
+    """Load a cluster profile by path or name (ConfigError as `load_recipe`).
 
     A profile that ``extends`` another one, a user's own on top of the site's, is called like its file unless it says
     another name itself.
@@ -85,7 +85,7 @@ def load_cluster(name: str, overrides: Sequence[str] = ()) -> Loaded[ClusterProf
     tree, origins = with_bases(source, "cluster profile", find_cluster_below)
     if origins.get(("name",), "").rpartition(":")[0] != str(source) and "name" in tree:
         tree["name"] = source.stem
-    findings = _apply_overrides(tree, origins, overrides)
+    findings: list[Finding] = []
     kind = tree.get("kind")
     if not isinstance(kind, str) or kind not in CLUSTER_KINDS:
         # which keys are right depends on it: nothing else can be said about the file

@@ -30,7 +30,10 @@ _MOUNT_THEN_RUN = 'bindfs -o "$1" "$2" "$2" && shift 2 && exec "$@"'
 
 
 def start_all(paths: ClusterPaths, record: Record) -> None:
-    """Start everything, and return when every node is ready for jobs."""
+    """Start everything, and return when every node is ready for jobs.
+
+    HpcrlError where a daemon ends, DeadlineError where one, or the nodes, are not ready in time.
+    """
     _start_munged(paths)
     if record.settings.accounting:
         _start_accounting(paths, record)
@@ -40,7 +43,7 @@ def start_all(paths: ClusterPaths, record: Record) -> None:
 
 
 def start_controller(paths: ClusterPaths, record: Record, *, fresh: bool) -> DaemonRecord:
-    """Start slurmctld and wait until it listens; ``fresh`` forgets what it knew."""
+    """Start slurmctld and wait until it listens; ``fresh`` forgets what it knew. Errors are those of `wait_for`."""
     argv = [require_program("slurmctld"), "-D", *(["-c"] if fresh else [])]
     daemon = start_daemon(paths, CONTROLLER, argv, directory=paths.state)
     wait_for(paths, [daemon], "slurmctld listens", lambda: is_listening(record.ports.controller))
@@ -69,7 +72,10 @@ def start_slurmd(paths: ClusterPaths, record: Record, node: VirtualNode) -> Daem
 
 
 def wait_for_nodes(paths: ClusterPaths, names: Sequence[str], daemons: Sequence[DaemonRecord] = ()) -> None:
-    """Wait until Slurm could run jobs on all of these nodes (DeadlineError names those where it cannot)."""
+    """Wait until Slurm could run jobs on all of these nodes (DeadlineError names those where it cannot).
+
+    HpcrlError where one of ``daemons`` ends.
+    """
     client = SlurmClient(conf=paths.conf, timeout_s=10.0)
     missing = set(names)
 

@@ -41,7 +41,11 @@ def assemble(shard: ReferencedShard, read: Read) -> BatchShard:
 
 
 def routes_of(columns: dict[str, NDArray[Any]]) -> RoutedExperts | None:
-    """The routed experts among the columns of a rollout; None where engines said nothing."""
+    """The routed experts among the columns of a rollout of ``T`` tokens; None where engines said nothing.
+
+    Columns are ``routed_experts [T, layers, experts_per_token]``, unsigned integers, and ``routed_present [T]`` uint8;
+    they are not copied (ValueError where they do not fit each other).
+    """
     if "routed_experts" not in columns:
         return None
     return RoutedExperts.of(columns["routed_experts"], columns["routed_present"])

@@ -92,6 +92,11 @@ class DockClient:
             (the first; empty where the run has no warehouse). From the thread that fetches the batch.
         sharing:
             With ranks of this node that train on the same shard; None where there are none.
+
+        Raises
+        ------
+        ValueError
+            ``url`` has no host or no port.
         """
         parts = urlsplit(url)
         if parts.hostname is None or parts.port is None:
@@ -184,19 +189,40 @@ class DockClient:
             self._sharing.close()
 
     def trained(self, step: int) -> None:
-        """Say that ``step`` is trained, and that the batch of the next is waited for."""
+        """Say that ``step`` is trained, and that the batch of the next is waited for.
+
+        Raises
+        ------
+        PeerLostError, FencedError
+            As `batch`.
+        """
         self._request("POST", f"/dock/trained/{step}")
 
     def published(self, version: int) -> None:
-        """Tell the orchestrator that ``version`` is on the shared filesystem (it would find it by itself)."""
+        """Tell the orchestrator that ``version`` is on the shared filesystem (it would find it by itself).
+
+        PeerLostError also where the orchestrator has restored another step than the first version that it is told;
+        FencedError as `batch`.
+        """
         self._request("POST", f"/dock/published/{version}")
 
     def snapshot(self, step: int) -> bytes:
-        """The orchestrator's state with exactly the batches up to ``step`` consumed."""
+        """The orchestrator's state, encoded, with exactly the batches up to ``step`` consumed.
+
+        PeerLostError also where that state is gone, or in the future; FencedError as `batch`.
+        """
         return self._request("POST", f"/dock/snapshot/{step}")[1]
 
     def finish(self, version: int) -> None:
-        """Wait until the orchestrator has evaluated the last version. Raises like `batch`."""
+        """Wait until the orchestrator has evaluated the last version.
+
+        Raises
+        ------
+        DeadlineError
+            It did not come to that within ``wait_timeout_s``.
+        PeerLostError, FencedError
+            As `batch`.
+        """
         path = f"/dock/finish/{version}?wait_s={_POLL_S}"
         self._until_ready("POST", path, f"the final evaluation of version {version}")
 

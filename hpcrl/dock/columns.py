@@ -47,6 +47,13 @@ def encode_columns(about: bytes, arrays: Mapping[str, NDArray[Any]]) -> list[byt
     ----------
     about:
         What belongs to them and is no array, encoded.
+    arrays:
+        By name, of any shapes and of dtypes without objects. They may not change before the pieces are written.
+
+    Raises
+    ------
+    ValueError
+        An array has objects.
     """
     columns: list[_Column] = []
     body: list[bytes | memoryview] = []

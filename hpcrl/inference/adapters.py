@@ -18,7 +18,7 @@ __all__ = ["Adapter", "KeptBase", "as_tensor"]
 
 
 def as_tensor(stored: StoredTensor) -> Tensor:
-    """A tensor that shares the bytes of what was read."""
+    """A tensor on the host that shares the bytes of what was read, in its published shape and dtype."""
     return torch.frombuffer(stored.data, dtype=getattr(torch, stored.record.dtype)).view(stored.record.shape)
 
 
@@ -57,7 +57,7 @@ class Adapter:
         self._factors = {stored.name: as_tensor(stored).clone() for stored in tensors}
 
     def merged(self, stored: Iterable[StoredTensor]) -> Iterator[tuple[str, Tensor]]:
-        """Tensors of the base with the adapter's change, in the base's dtype; others are handed on as they are.
+        """Tensors of the base by name with the adapter's change, in the base's shape and dtype; others as they are.
 
         Raises
         ------

@@ -187,6 +187,7 @@ class AdapterNames(HfAdapter):
 
     @property
     def tensors(self) -> Callable[[nn.Module], dict[str, Tensor]]:
+        """See `HfAdapter`: the parameters of adapters alone."""
         return adapter_parameters
 
     def regions(self, name: str, shape: Sequence[int]) -> list[Region]:

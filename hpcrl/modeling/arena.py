@@ -73,7 +73,11 @@ class Memory:
 
 
 def memory_of(tensors: Iterable[Tensor]) -> list[Memory]:
-    """The memory of tensors, or of this rank's parts of them; once where several share it, none where it is away."""
+    """The memory of tensors of any shape and dtype, or of this rank's parts of them (`blocks.local_part`).
+
+    Once where several share it, none where it is away. All that lies in the same storage comes with a tensor, also what
+    is not seen through it.
+    """
     found: dict[int, Memory] = {}
     with torch.no_grad():
         for tensor in tensors:

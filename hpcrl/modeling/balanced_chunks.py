@@ -48,7 +48,7 @@ def head_tail(starts: tuple[int, ...], rank: int, ranks: int) -> Chunks:
 
 
 def places(chunks: Chunks, *, tails: bool) -> Tensor:
-    """Where all heads, or all tails, are among the tokens of a rank: int64."""
+    """Where all heads, or all tails, are among the tokens of a rank: ``[heads' or tails' tokens]`` int64, ascending."""
     found: list[int] = []
     for start, head, tail in zip(chunks.starts[:-1], chunks.heads, chunks.tails, strict=True):
         middle = start + len(head)

@@ -29,12 +29,16 @@ def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of ``tensor``: all of it where it is not sharded."""
+    """What this rank holds of ``tensor``, in the memory of it: all of it where it is not sharded."""
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def local_block(tensor: Tensor) -> HeldBlock:
-    """Which part of ``tensor`` this rank holds: all of it where it is not sharded."""
+    """Which part of ``tensor`` this rank holds: all of it where it is not sharded.
+
+    Indices are those of the whole tensor, one for each of its dimensions. An empty block where it holds nothing, also
+    where it is not in the mesh of the tensor.
+    """
     if not is_sharded(tensor):
         return HeldBlock((0,) * tensor.dim(), tuple(tensor.shape))
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # noqa: PLC0415

@@ -59,7 +59,10 @@ def find_mtp_tensors(model_dir: Path, adapter: HfAdapter) -> list[CarriedTensor]
 
 
 def carry(model: Decoder, tensors: list[CarriedTensor], empty: Callable[[CarriedTensor], Tensor]) -> None:
-    """Give ``model`` a buffer for each of ``tensors``, as ``empty`` makes it: sharded, whole or without memory."""
+    """Give ``model`` a buffer for each of ``tensors``, as ``empty`` makes it: sharded, whole or without memory.
+
+    What ``empty`` makes has the shape and the dtype that it is told.
+    """
     for tensor in tensors:
         *path, leaf = f"{CARRIED}{tensor.name}".split(".")
         module: nn.Module = model

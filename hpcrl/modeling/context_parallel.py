@@ -1,9 +1,9 @@
 """Attention over sequences that are cut among the ranks of a context-parallel group.
 
 Each rank has an equal run of the flat tokens of a batch. For ordinary attention ranks exchange tokens for heads and
-back (Ulysses): each attends over all tokens with its share of the heads, so all have the same work. Where queries
-choose tokens (DSA), heads share one small key: keys are gathered in one collective a layer, those of the indexer with
-them and without gradient, and each rank attends for its own queries.
+back (Jacobs et al., DeepSpeed Ulysses, arXiv 2309.14509): each attends over all tokens with its share of the heads, so
+all have the same work. Where queries choose tokens (DSA), heads share one small key: keys are gathered in one
+collective a layer, those of the indexer with them and without gradient, and each rank attends for its own queries.
 """
 
 from __future__ import annotations
@@ -101,16 +101,22 @@ class ContextParallelAttention:
         return exchange_rows(rows, equal, equal, self._group)
 
     def choose(self, layer: int, index: IndexQuery, top_k: int, kernel: SparseKernel) -> Tensor:
-        """See `SparseAttentionFn`: indices into the tokens of the batch; the keys of ``index`` are those of all."""
+        """See `SparseAttentionFn`: ``[tokens of this rank, width]`` indices into the tokens of the batch.
+
+        ``index`` has queries and weights of this rank's tokens, and the keys of all.
+        """
         return self._whole.choose_for(self.own, index, top_k, kernel)
 
     def attend(self, layer: int, inputs: Chosen, kernel: SparseKernel) -> Tensor:
-        """See `SparseAttentionFn`; the rows of ``inputs`` are those of all tokens of the batch."""
+        """See `SparseAttentionFn`; queries of ``inputs`` are of this rank's tokens, its rows of all in the batch."""
         return self._whole.attend(layer, inputs, kernel)
 
     def _gather(self, keys: Tensor, index_keys: Tensor | None) -> tuple[Tensor, Tensor | None]:
         return gather_rows(keys, self._group, beside=index_keys)
 
     def context(self, select: Tensor | None = None, record: RoutedExpertsRecorder | None = None) -> BatchContext:
-        """What a forward pass over this rank's tokens needs."""
+        """What a forward pass over this rank's tokens needs.
+
+        ``select`` is ``[selected]`` int64, indices of this rank's tokens: see `BatchContext`.
+        """
         return BatchContext(self.positions, self, select, record, sparse=self, gather=self._gather)

@@ -36,7 +36,10 @@ def gather_rows(
 
 
 def sum_over(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """``values`` added up over the ranks of ``group``; the loss of each may depend on the sum: all gradients count."""
+    """``values``, of one shape and dtype on all ranks of ``group``, added up over them: the same shape, new memory.
+
+    A collective, and so is its backward pass: the loss of each rank may depend on the sum, all gradients count.
+    """
     total: Tensor = _Sum.apply(values, group)  # type: ignore[no-untyped-call]
     return total
 

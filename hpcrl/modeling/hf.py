@@ -57,7 +57,7 @@ class HfAdapter:
 
     @property
     def tensors(self) -> Callable[[nn.Module], dict[str, Tensor]]:
-        """What of a model has the names of this map."""
+        """What of a model has the names of this map: takes it, and returns its own tensors by our names."""
         return model_tensors
 
     def regions(self, name: str, shape: Sequence[int]) -> list[Region]:
@@ -88,7 +88,10 @@ class HfAdapter:
         return [Region(f"model.{name}", (0,) * len(shape), shape)]
 
     def to_hf(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """The same as views of ``tensor`` (IndexError where it has too few elements)."""
+        """The same as views of ``tensor``, each by its published name, in the shape of its `Region`.
+
+        IndexError where ``tensor`` has too few elements.
+        """
         for region in self.regions(name, tensor.shape):
             leading = tensor.dim() - len(region.shape)
             view = tensor[region.low[:leading]]
@@ -128,12 +131,18 @@ class RenamedTensors(HfAdapter):
 
 
 def adapter_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters of low-rank adapters of ``model`` (`hpcrl.modeling.adapters`); none where it has none."""
+    """The parameters of low-rank adapters of ``model`` (`hpcrl.modeling.adapters`), sharded ones as they are, by name.
+
+    None where it has none.
+    """
     return {name: own for name, own in model.named_parameters() if _is_adapter(name)}
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """All that is loaded and published of ``model`` itself: parameters (tied ones once), then buffers; no adapters."""
+    """All that is loaded and published of ``model`` itself: parameters (tied ones once), then buffers; no adapters.
+
+    By our names, in the order of modules; sharded ones as they are.
+    """
     own = {name: own for name, own in model.named_parameters() if not _is_adapter(name)}
     return {**own, **dict(model.named_buffers())}
 
@@ -143,7 +152,7 @@ def _is_adapter(name: str) -> bool:
 
 
 def published_tensors(model: nn.Module, adapter: HfAdapter) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a whole (unsharded) ``model`` by their published names, as detached views."""
+    """The tensors of a whole (unsharded) ``model`` by their published names, as detached views in published shapes."""
     for name, tensor in model_tensors(model).items():
         yield from adapter.to_hf(name, tensor.detach())
 

@@ -130,7 +130,10 @@ class LatentGather:
         raise ValueError(f"this attention gathers latents, and layer {layer} has none (cp_scheme: ulysses)")
 
     def context(self, select: Tensor | None = None, record: RoutedExpertsRecorder | None = None) -> BatchContext:
-        """What a forward pass over this rank's tokens needs."""
+        """What a forward pass over this rank's tokens needs.
+
+        ``select`` is ``[selected]`` int64, indices of this rank's tokens: see `BatchContext`.
+        """
         return BatchContext(self.positions, self, select, record, latent=self)
 
 

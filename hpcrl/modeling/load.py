@@ -51,7 +51,10 @@ def load_model_dir(model: nn.Module, adapter: HfAdapter, model_dir: Path) -> Non
 
 @torch.no_grad()
 def read_whole(files: ModelFiles, adapter: HfAdapter, name: str, target: Tensor) -> None:
-    """Fill ``target``, our tensor ``name`` in any dtype, from published files that `load_model_dir` would take."""
+    """Fill ``target``, our tensor ``name`` in its shape and any dtype, from files that `load_model_dir` would take.
+
+    Files that it would refuse are not looked for: their errors are anything.
+    """
     for region in adapter.regions(name, target.shape):
         _read_region(files, region, target, local_block(target))
 

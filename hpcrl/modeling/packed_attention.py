@@ -63,7 +63,13 @@ class PackedAttention:
         return self.choose_for(slice(0, len(self.positions)), index, top_k, kernel)
 
     def choose_for(self, own: slice, index: IndexQuery, top_k: int, kernel: SparseKernel) -> Tensor:
-        """`choose` for the queries of some tokens, ``own``: ``index`` has their queries and weights, and all keys."""
+        """`choose` for the queries of some tokens, ``own``: ``index`` has their queries and weights, and all keys.
+
+        Returns
+        -------
+        Tensor
+            ``[len(own), min(top_k, longest)]`` int32: indices into all flat tokens; -1 where a query sees fewer.
+        """
         chosen = index.k.new_full((len(index.q), min(top_k, self._longest)), -1, dtype=torch.int32)
         for begin, end in pairwise(self.starts):
             first, last = max(begin, own.start), min(end, own.stop)
@@ -88,5 +94,8 @@ class PackedAttention:
         return scan(parts, self.starts, chunk_size)[0]
 
     def context(self, select: Tensor | None = None, record: RoutedExpertsRecorder | None = None) -> BatchContext:
-        """What a forward pass over these sequences needs."""
+        """What a forward pass over these sequences needs.
+
+        ``select`` is ``[selected]`` int64, indices of flat tokens: see `BatchContext`.
+        """
         return BatchContext(self.positions, self, select, record, sparse=self, recurrence=self)

@@ -102,6 +102,7 @@ class RingAttention:
     def around(self, rows: Tensor, carried: Tensor | None = None) -> Iterator[tuple[int, Tensor, Tensor | None]]:
         """Rows of each rank as they come by: the rank they are from, the rows, and what is carried along.
 
+        ``rows`` and ``carried`` are ``[tokens of this rank, …]``; what comes by has the tokens of the rank it is from.
         Begins with one's own. Who takes a turn may change ``carried`` in place before the next one. While a turn is
         taken, the next rows are already under way. After the last turn ``carried`` has one way to go: `pass_on`.
         """
@@ -117,7 +118,10 @@ class RingAttention:
                 carried = self.pass_on(carried, origin)
 
     def pass_on(self, carried: Tensor, origin: int) -> Tensor:
-        """Give ``carried``, of rows of rank ``origin``, to the next rank; returns that of the rank before."""
+        """Give ``carried``, of rows of rank ``origin``, to the next rank; returns that of the rank before.
+
+        ``[tokens of origin, …]`` goes, ``[tokens of origin - 1, …]`` (modulo ranks) comes.
+        """
         return self._pass_on(carried, self._tokens[(origin - 1) % self._ranks]).wait()
 
     def _pass_on(self, rows: Tensor, coming: int) -> _Coming:
@@ -132,7 +136,10 @@ class RingAttention:
         return _Coming(works, received, sent)
 
     def context(self, select: Tensor | None = None, record: RoutedExpertsRecorder | None = None) -> BatchContext:
-        """What a forward pass over this rank's tokens needs."""
+        """What a forward pass over this rank's tokens needs.
+
+        ``select`` is ``[selected]`` int64, indices of this rank's tokens: see `BatchContext`.
+        """
         return BatchContext(self.positions, self, select, record)
 
 

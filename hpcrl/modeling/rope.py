@@ -1,4 +1,7 @@
-"""Rotary position embeddings: frequencies as transformers computes them, and the rotation of queries and keys."""
+"""Rotary position embeddings (Su et al. 2021, arXiv 2104.09864), and the rotation of queries and keys.
+
+Frequencies are as transformers computes them, those of YaRN (Peng et al. 2023, arXiv 2309.00071) among them.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ class RotaryTables(NamedTuple):
 
 
 def rotary_tables(arch: ModelArch, positions: Tensor) -> RotaryTables:
-    """Tables for ``positions`` ``[T]``."""
+    """Tables for ``positions [T]``; with YaRN they are multiplied with its factor of attention."""
     frequencies, factor = _frequencies(arch, positions.device)
     angles = positions.float()[:, None] * frequencies
     angles = torch.cat((angles, angles), dim=-1)[:, None, :]
@@ -147,5 +150,8 @@ def _yarn_factor(scaling: RopeScaling) -> float:
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
-    """``0.1 · mscale · ln(factor) + 1``: how much sharper attention gets in a longer context."""
+    """``0.1 · mscale · ln(factor) + 1``: how much sharper attention gets in a longer context; 1 where it is not longer.
+
+    Of YaRN, arXiv 2309.00071; ``mscale`` is DeepSeek's.
+    """
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

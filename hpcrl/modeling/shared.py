@@ -13,7 +13,10 @@ __all__ = ["view_of"]
 
 
 def view_of(memory: SharedMemory, tensor: SharedTensor) -> Tensor:
-    """A tensor that lies in shared memory: a view, for as long as the memory is open."""
+    """A tensor that lies in shared memory, with the shape and dtype of ``tensor``: a view, while the memory is open.
+
+    On the host, and written through. What has no elements lies nowhere, and gets memory of its own.
+    """
     dtype, count = getattr(torch, tensor.dtype), math.prod(tensor.shape)
     if not count:
         return torch.empty(tensor.shape, dtype=dtype)

@@ -24,7 +24,11 @@ _ALIGNED = 16
 
 
 def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Tensors of the host on ``device``; they are kept as they are where that is the host itself."""
+    """Tensors of the host, of any shapes and dtypes, on ``device``, in their order.
+
+    Where that is the host itself they are kept as they are. Else nobody waits for the copy: what is computed on
+    ``device`` afterwards comes behind it.
+    """
     if device.type == "cpu":
         return list(tensors)
     # the allocator of pinned memory gives it to nobody else before the copy is made

@@ -81,28 +81,25 @@ class ModelFacts:
 
     # -- tensors ------------------------------------------------------------------------------------------------
 
-    def tensors(self, *, mtp: bool = False, dtype: str | None = None, fp8: bool = False) -> Iterator[TensorSpec]:
+    def tensors(self, *, mtp: bool = False, fp8: bool = False) -> Iterator[TensorSpec]:
         """Every tensor of a published checkpoint by its Hugging Face name.
 
         Parameters
         ----------
         mtp:
             With the modules of multi-token prediction.
-        dtype:
-            In place of the model's; what the architecture keeps in float32 stays so.
         fp8:
             DeepSeek's block format: matrices of layers in ``float8_e4m3fn``, each with a float32 ``*_scale_inv``. They
             are those that engines multiply in FP8. Some published checkpoints have an indexer's keys (``wk``) in FP8
             too; vLLM brings them back to bfloat16, and they are not among them.
         """
-        base = dtype or self.dtype
         for weight, prefix, layer in self.placed(mtp=mtp):
             for expert in range(weight.copies):
                 name = prefix + (
                     weight.name.format(expert) if weight.copies > 1 or "{}" in weight.name else weight.name
                 )
                 quantized = fp8 and weight.quantized
-                spec_dtype = "float8_e4m3fn" if quantized else weight.dtype or base
+                spec_dtype = "float8_e4m3fn" if quantized else weight.dtype or self.dtype
                 number = expert if "{}" in weight.name else None
                 yield TensorSpec(name, weight.shape, spec_dtype, weight.part, layer, number, weight.tp_dim)
                 if quantized:
@@ -161,17 +158,9 @@ class ModelFacts:
         """Parameters of one decoder layer by part."""
         return _layer_parameters(self, index)
 
-    def weight_bytes(self, dtype: str | None = None, *, fp8: bool = False, mtp: bool = False) -> Mapping[Part, int]:
-        """Stored bytes of the whole model by part, FP8 scales included."""
-        return _weight_bytes(self, dtype or self.dtype, fp8, mtp)
-
-    def expert_bytes(self, dtype: str | None = None, *, fp8: bool = False) -> int:
-        """Bytes of one routed expert of one layer (ValueError where the model has none)."""
-        if not self.moe_layers:
-            raise ValueError(f"{self.name} has no experts")
-        moe = self.moe_layers[0][1]
-        base = dtype or self.dtype
-        return sum(weight_bytes(w, base, fp8=fp8) for w in moe.expert_weights) // moe.num_experts
+    def weight_bytes(self, dtype: str | None = None, *, fp8: bool = False) -> Mapping[Part, int]:
+        """Stored bytes of the whole model by part, FP8 scales included, without multi-token prediction."""
+        return _weight_bytes(self, dtype or self.dtype, fp8)
 
     # -- kinds of layers ----------------------------------------------------------------------------------------
 
@@ -211,17 +200,9 @@ class ModelFacts:
     def kv_bytes_per_token(self, dtype: str = "bfloat16") -> int:
         """Bytes of KV cache that a token adds over all layers (float32, bfloat16, float16 or fp8; ValueError else).
 
-        Layers with a window or with chunks keep a limited number of tokens: `kv_bytes` counts whole sequences.
+        Layers with a window or with chunks keep a limited number of tokens of a sequence: ``kept_tokens`` of the mixer.
         """
         return sum(layer.mixer.kv_bytes_per_token(dtype) for layer in self.layers if layer.mixer is not None)
-
-    def kv_bytes(self, length: int, dtype: str = "bfloat16") -> int:
-        """Bytes of KV cache of a sequence of ``length`` tokens, each layer with the tokens that it must keep."""
-        return sum(
-            layer.mixer.kept_tokens(length) * layer.mixer.kv_bytes_per_token(dtype)
-            for layer in self.layers
-            if layer.mixer is not None
-        )
 
     def state_bytes_per_sequence(self, dtype: str = "bfloat16") -> int:
         """Bytes of recurrent state of a sequence, whatever its length."""
@@ -234,24 +215,29 @@ class ModelFacts:
         """Operations a token of each of `distinct_layers` that do not depend on what it sees."""
         return tuple(layer_fixed(layer) for layer, _ in self.distinct_layers)
 
-    def flops_per_token(self, context: float, *, backward: bool = False, absorbed: bool = False) -> Flops:
-        """Operations for one token that sees ``context`` tokens, itself included.
+    def flops_per_token(self, context: float, *, absorbed: bool = False) -> Flops:
+        """Operations of a forward pass for one token that sees ``context`` tokens, itself included.
 
         Parameters
         ----------
         context:
             Tokens in sight; the mean over a sequence of length ``S`` is ``(S + 1) / 2`` (see `sequence_flops` for
             attention with a limit).
-        backward:
-            The backward pass instead: twice the forward one. The indexer has no gradient.
         absorbed:
             Latent attention as decode and sparse kernels compute it.
         """
-        flops = _flops(self, float(context), absorbed)
-        return backward_flops(flops) if backward else flops
+        return _flops(self, float(context), absorbed)
 
     def sequence_flops(self, length: int, *, backward: bool = False, absorbed: bool = False) -> Flops:
-        """Operations for all tokens of a causal sequence of ``length`` tokens, exactly summed over positions."""
+        """Operations for all tokens of a causal sequence of ``length`` tokens, exactly summed over positions.
+
+        Parameters
+        ----------
+        backward:
+            The backward pass instead: twice the forward one. The indexer has no gradient.
+        absorbed:
+            As in `flops_per_token`.
+        """
         flops = _sequence_flops(self, length, absorbed)
         return backward_flops(flops) if backward else flops
 
@@ -295,11 +281,10 @@ def _parameters_by_part(facts: ModelFacts, mtp: bool) -> Mapping[Part, int]:
 
 
 @lru_cache(maxsize=64)
-def _weight_bytes(facts: ModelFacts, dtype: str, fp8: bool, mtp: bool) -> Mapping[Part, int]:
+def _weight_bytes(facts: ModelFacts, dtype: str, fp8: bool) -> Mapping[Part, int]:
     total: dict[Part, int] = {}
-    for weight, _, layer in facts.placed(mtp=mtp):
-        part = Part.MTP if layer is not None and layer >= len(facts.layers) else weight.part
-        total[part] = total.get(part, 0) + weight_bytes(weight, dtype, fp8=fp8)
+    for weight, _, _ in facts.placed(mtp=False):
+        total[weight.part] = total.get(weight.part, 0) + weight_bytes(weight, dtype, fp8=fp8)
     return MappingProxyType(total)
 
 

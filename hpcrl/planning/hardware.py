@@ -100,7 +100,10 @@ def node_hardware(cluster: SlurmCluster, role: Role) -> NodeHardware:
 
 
 def filesystem_rate(cluster: SlurmCluster, key: str) -> float:
-    """A rate of the shared filesystem in bytes a second; ``key`` is a field of `FilesystemConfig`."""
+    """A rate of the shared filesystem in bytes a second (ConfigError where the cluster profile does not say it).
+
+    ``key`` is a field of `FilesystemConfig`, which are in GB a second.
+    """
     value: float | None = getattr(cluster.filesystem, key)
     if value is None:
         raise missing_number(cluster, f"filesystem.{key}", "rate of the shared filesystem")

@@ -332,7 +332,10 @@ class Orchestrator:
     # -- the dock
 
     async def batch(self, step: int, *, rank: int, world_size: int, wait_s: float, ahead: bool) -> bytes | None:
-        """One shard (see `hpcrl.rollouts.batches.server.BatchServer.batch`)."""
+        """One shard (see `hpcrl.rollouts.batches.server.BatchServer.batch`).
+
+        ConflictError also where there is no such rank, or the trainer began with another step than was restored.
+        """
         if not await self._is_restored(wait_s):
             return None
         self._batch_server.check_asker(rank, world_size)  # before anything is believed of the request
@@ -350,14 +353,17 @@ class Orchestrator:
             self._batch_server.trained(step)
 
     async def published(self, version: int) -> None:
-        """The trainer has published ``version``; the first must be the restored step."""
+        """The trainer has published ``version``; the first must be the restored step (ConflictError where not)."""
         if self._restored.is_set():
             await self._announce(version)
         elif self._first_version is None:
             self._first_version = version
 
     async def snapshot(self, step: int) -> bytes:
-        """The state after ``step``."""
+        """The state after ``step``, encoded.
+
+        ConflictError before the orchestrator is restored, or where `BatchServer.snapshot` refuses.
+        """
         if not self._restored.is_set():
             raise ConflictError("a snapshot was asked for before the orchestrator was restored")
         assert self._ledger is not None
@@ -366,7 +372,10 @@ class Orchestrator:
         return await asyncio.to_thread(self._batch_server.snapshot(step).encode)
 
     async def finish(self, version: int, *, wait_s: float) -> bool:
-        """End rolling out, bring all engines to ``version`` and evaluate it; whether that is done."""
+        """End rolling out, bring all engines to ``version`` and evaluate it; whether that is done within ``wait_s``.
+
+        ConflictError where this is the first version that is announced, and not the restored step.
+        """
         if not await self._is_restored(wait_s):
             return False
         if self._finished is None:

@@ -201,7 +201,10 @@ class _About(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def encode_rollout(rollout: Rollout) -> tuple[bytes, dict[str, NDArray[Any]]]:
-    """What `hpcrl.dock.columns.encode_columns` wants of a rollout."""
+    """What `hpcrl.dock.columns.encode_columns` wants of a rollout: what is no array, and arrays as `Rollout` has them.
+
+    Routed experts are two columns, ``routed_experts [T, layers, experts_per_token]`` and ``routed_present [T]`` uint8.
+    """
     about = _About(
         member=rollout.member,
         reward=rollout.reward,
@@ -235,7 +238,9 @@ _ARRAYS = ("token_ids", "sampled", "logprobs", "versions")
 def decode_record(
     block: bytes | memoryview, names: Sequence[str], about: type[msgspec.Struct], what: str
 ) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
-    """The arrays of ``names`` and the fields of ``about`` in a block of columns, and all its arrays.
+    """The arrays of ``names`` and the fields of ``about`` in a block of columns, and all its arrays by name.
+
+    Arrays are read-only views into ``block``, in the shapes and dtypes that were written: these are not looked at.
 
     Raises
     ------

@@ -48,7 +48,15 @@ async def restored_state(context: RoleContext, recipe: Recipe) -> OrchestratorSt
 
 
 def open_ledger(context: RoleContext, recipe: Recipe, step: int) -> RolloutLedger:
-    """The ledger of rollouts, for an attempt that has restored ``step``, and memory for them."""
+    """The ledger of rollouts, for an attempt that has restored ``step``, and memory for them.
+
+    Raises
+    ------
+    HpcrlError
+        There is to be a pool for them, and it cannot be made or joined.
+    OSError
+        The filesystem refused.
+    """
     return RolloutLedger(
         context.run.rollouts_dir,
         attempt=context.attempt,

@@ -73,7 +73,10 @@ _ARRAYS = ("said", "token_ids", "logprobs", "versions")
 
 
 def encode_turn(turn: SavedTurn) -> tuple[bytes, dict[str, NDArray[Any]]]:
-    """What `hpcrl.dock.columns.encode_columns` wants of a turn."""
+    """What `hpcrl.dock.columns.encode_columns` wants of a turn: what is no array, and arrays as `SavedTurn` has them.
+
+    ``experts [rows, layers, experts_per_token]`` is left out where it has none.
+    """
     arrays: dict[str, NDArray[Any]] = {name: getattr(turn, name) for name in _ARRAYS}
     if turn.experts is not None:
         arrays["experts"] = turn.experts
@@ -116,7 +119,10 @@ class TurnKeeper:
         self.recalled = self.given_up = 0
 
     def recall(self, number: int, said: NDArray[np.int32]) -> SavedTurn | None:
-        """The turn of this number, where it was saved and followed the same tokens."""
+        """The turn of this number, where it was saved and followed the same tokens, ``said [S]`` int32.
+
+        Where it followed others, no later turn is recalled either.
+        """
         if number >= len(self._saved):
             return None
         if np.array_equal(self._saved[number].said, said):

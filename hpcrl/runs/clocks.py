@@ -72,7 +72,7 @@ class Clocks(msgspec.Struct, frozen=True):
             return cls()
 
     def corrected(self, time_s: float, node: str) -> float:
-        """A time of a node, by the supervisor's clock; as it is where no difference was found."""
+        """A time of a node in seconds, by the supervisor's clock; as it is where no difference was found."""
         clock = self.nodes.get(node)
         return time_s if clock is None or not clock.differs else time_s - clock.ahead_s
 

@@ -140,13 +140,13 @@ class FleetView(msgspec.Struct, frozen=True, kw_only=True):
         atomic_write(self.path(run, attempt), msgspec.json.encode(self), durable=False)
 
     @classmethod
-    def read(cls, run: RunDir, attempt: int, *, now_s: float | None = None) -> FleetView | None:
+    def read(cls, run: RunDir, attempt: int) -> FleetView | None:
         """What the file says; None where there is none, it cannot be read, or it is too old to say anything."""
         try:
             view = msgspec.json.decode(cls.path(run, attempt).read_bytes(), type=prepared(cls))
         except (OSError, msgspec.DecodeError):
             return None
-        return view if (time.time() if now_s is None else now_s) - view.time_s < _FRESH_S else None
+        return view if time.time() - view.time_s < _FRESH_S else None
 
     def engine(self, replica: int, role: str = "engine") -> EngineView | None:
         """One engine; None where the orchestrator does not have it."""

@@ -54,7 +54,10 @@ def check_admission(plan: Plan, cluster: SlurmCluster, client: SlurmClient) -> N
 
 
 def obstacles(plan: Plan, cluster: SlurmCluster, client: SlurmClient) -> list[str]:
-    """Why the jobs of a plan could not start, a sentence each; empty where nothing speaks against it."""
+    """Why the jobs of a plan could not start, a sentence each; empty where nothing speaks against it.
+
+    `hpcrl.slurm.errors.SlurmError` where Slurm does not say.
+    """
     needs, nodes = needed_nodes(plan), client.nodes()
     found = [reason for need in needs if (reason := _shortage(need, nodes))]
     for partition in dict.fromkeys(component.partition for component in plan.layout.components):

@@ -60,7 +60,10 @@ def directive(option: str) -> str:
 def job_options(
     plan: Plan, identity: JobIdentity, *, output: Path, cwd: Path, exclude: tuple[str, ...] = ()
 ) -> list[str]:
-    """Options of the whole job; Slurm takes them from the first component."""
+    """Options of the whole job; Slurm takes them from the first component.
+
+    UsageError where ``output`` has a backslash.
+    """
     options = [
         f"--output={_output_pattern(output)}",
         # a requeued job writes into the same file: nothing of an earlier attempt may be lost

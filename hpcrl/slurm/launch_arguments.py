@@ -174,7 +174,6 @@ def launch_replica(
     command: Sequence[str],
     cwd: Path,
     allocations: Allocations | None = None,
-    output: Path | None = None,
 ) -> Launch:
     """How to start one replica of a group.
 
@@ -188,9 +187,6 @@ def launch_replica(
         Working directory, the same on all nodes.
     allocations:
         Nodes at run time; not needed for a local plan.
-    output:
-        Takes stdout and stderr of all tasks, on a shared filesystem; ``{task}`` in it becomes the task's number.
-        None: they come back through ``srun``.
 
     Raises
     ------
@@ -220,8 +216,6 @@ def launch_replica(
         "--export=ALL",
         f"--chdir={cwd}",
     ]
-    if output is not None:
-        argv += [f"--output={_file_pattern(output)}", "--open-mode=append"]
     command = _seeing(command, component, group, replica)
     return Launch((*argv, *_contained(plan.container, group, component, command, cwd)), hosts, group.nodes)
 
@@ -360,14 +354,6 @@ def _seeing(command: Sequence[str], component: JobComponent, group: RoleGroup, r
         return list(command)
     visible = ",".join(map(str, group.share.gpus_of(replica)))
     return ["env", f"CUDA_VISIBLE_DEVICES={visible}", *command]
-
-
-def _file_pattern(path: Path) -> str:
-    """A file name for Slurm, which replaces ``%`` signs and takes a backslash as "replace nothing"."""
-    text = str(path)
-    if "\\" in text or "\n" in text:
-        raise HpcrlError(f"Slurm cannot write to {text!r}: a file name with a backslash or a line break")
-    return text.replace("%", "%%").replace("{task}", "%t")
 
 
 def _contained(

@@ -311,6 +311,11 @@ def interrupt(run: RunDir, count: int) -> str:
 
     The first asks the supervisor to stop in order, the second to kill the roles at once, the third kills the
     supervisor itself (the guards then end the roles).
+
+    Raises
+    ------
+    RunDirError
+        The run was never submitted, as far as can be seen.
     """
     view = observe(run)
     if view.state.ended:

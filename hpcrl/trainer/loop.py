@@ -68,6 +68,8 @@ def train(context: RoleContext) -> None:
     ------
     ConfigError
         The recipe asks for what this version only plans.
+    PeerLostError
+        Another rank, or the orchestrator, went away: a consequence, not a cause.
     HpcrlError, OSError, ValueError
         The run cannot go on; the last published version and the last checkpoint are whole.
     """

@@ -15,7 +15,7 @@ __all__ = ["apply_precision", "find_precision", "quantised_modules"]
 
 
 def find_precision(config: Fp8Config | None, device: torch.device) -> Backend | None:
-    """What multiplies in FP8 on ``device``; None where nothing has to (see `find_backend`)."""
+    """What multiplies in FP8 on ``device``; None where nothing has to (UsageError as `find_backend`)."""
     return None if config is None else find_backend(config.backend, device)
 
 
@@ -27,6 +27,6 @@ def quantised_modules(config: Fp8Config | None) -> QuantisedModules:
 
 
 def apply_precision(model: Decoder, config: Fp8Config | None, backend: Backend | None) -> None:
-    """Let ``model``, which is not sharded yet, multiply as ``config`` says (see `use_fp8`)."""
+    """Let ``model``, which is not sharded yet, multiply as ``config`` says (UsageError as `use_fp8`)."""
     if backend is not None:
         use_fp8(model, quantised_modules(config), backend)

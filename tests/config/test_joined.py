@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,9 +76,11 @@ def test_partition_of_each_role(
     assert names == expected
 
 
-def test_engine_is_also_for_its_sides_where_the_profile_names_them() -> None:
+def test_engine_is_also_for_its_sides_where_the_profile_names_them(tmp_path: Path) -> None:
     recipe, _ = load_both("quickstart", "roce-h100", ["job.partition={engine: train}"], environ={})
-    site = load_cluster("roce-h100", ["placement.by_role.prefill=serve"])
+    profile = tmp_path / "own.yaml"
+    profile.write_text("extends: roce-h100\nplacement: {by_role: {prefill: serve}}\n")
+    site = load_cluster(str(profile))
     assert for_job(recipe, site).value.partition_name("prefill") == "train"  # type: ignore[union-attr]
 
 

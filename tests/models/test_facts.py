@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.models import Part, known_models, load_arch, load_facts
+from hpcrl.models import ModelFacts, Part, known_models, load_arch, load_facts
 from hpcrl.weights.format.quantize import FP8_DTYPE, QuantisedModules
 
 #: parameters of the published checkpoints as Hugging Face counts them (``safetensors.total`` of its API), with the
@@ -180,8 +180,6 @@ def test_byte_tables_agree_with_tensors() -> None:
             for spec in facts.tensors(fp8=fp8):
                 by_part[spec.part] += spec.nbytes
             assert facts.weight_bytes(fp8=fp8) == by_part
-    expert = [s for s in load_facts("GLM-5").tensors(fp8=True) if s.layer == 7 and s.expert == 3]
-    assert sum(s.nbytes for s in expert) == load_facts("GLM-5").expert_bytes(fp8=True)
 
 
 def test_kv_bytes_per_token() -> None:
@@ -204,21 +202,27 @@ def test_hybrid_has_state_and_little_cache() -> None:
     assert facts.state_bytes_per_sequence() == 23 * (6144 * 3 * 2 + 64 * 64 * 128 * 4)
 
 
+def _kv_bytes(facts: ModelFacts, length: int, dtype: str = "bfloat16") -> int:
+    """Of a sequence of ``length`` tokens, each layer with the tokens that it must keep."""
+    mixers = [layer.mixer for layer in facts.layers if layer.mixer is not None]
+    return sum(mixer.kept_tokens(length) * mixer.kv_bytes_per_token(dtype) for mixer in mixers)
+
+
 def test_windows_and_chunks_keep_and_see_a_limited_number_of_tokens() -> None:
     facts = load_facts("gpt-oss-120b")
     assert Counter(facts.attention_kinds) == {"gqa+window": 18, "gqa": 18}
     token = 2 * 8 * 64 * 2
     assert facts.kv_bytes_per_token() == 36 * token
-    assert facts.kv_bytes(100) == 100 * 36 * token
-    assert facts.kv_bytes(10_000) == 18 * (10_000 + 128) * token
+    assert _kv_bytes(facts, 100) == 100 * 36 * token
+    assert _kv_bytes(facts, 10_000) == 18 * (10_000 + 128) * token
     score = 4 * 64 * 64
     assert facts.flops_per_token(10_000).attention_scores == 18 * score * (10_000 + 128)
 
     facts = load_facts("Llama-4-Scout-17B-16E-Instruct")
     assert Counter(facts.attention_kinds) == {"gqa+chunk": 36, "gqa": 12}
     token = 2 * 8 * 128 * 2
-    assert facts.kv_bytes(8192) == 48 * 8192 * token
-    assert facts.kv_bytes(100_000) == (12 * 100_000 + 36 * 8192) * token
+    assert _kv_bytes(facts, 8192) == 48 * 8192 * token
+    assert _kv_bytes(facts, 100_000) == (12 * 100_000 + 36 * 8192) * token
     # each position by hand: those of chunked layers start anew at every chunk
     score, length = 4 * 40 * 128, 2 * 8192 + 1000
     seen = sum(12 * p + 36 * ((p - 1) % 8192 + 1) for p in range(1, length + 1))
@@ -226,13 +230,13 @@ def test_windows_and_chunks_keep_and_see_a_limited_number_of_tokens() -> None:
     # sizes of known models without such layers are as they were: linear in the length
     for name in ("GLM-5", "DeepSeek-V3", "Qwen3-30B-A3B", "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"):
         plain = load_facts(name)
-        assert plain.kv_bytes(131_072, "fp8") == 131_072 * plain.kv_bytes_per_token("fp8")
+        assert _kv_bytes(plain, 131_072, "fp8") == 131_072 * plain.kv_bytes_per_token("fp8")
 
 
 def test_linear_attention_has_a_state_of_fixed_size() -> None:
     facts = load_facts("Qwen3-Next-80B-A3B-Instruct")
     assert Counter(facts.attention_kinds) == {"gated_delta_net": 36, "gqa": 12}
-    assert facts.kv_bytes(1000) == 1000 * facts.kv_bytes_per_token() == 1000 * 12 * 2 * 2 * 256 * 2
+    assert _kv_bytes(facts, 1000) == 1000 * facts.kv_bytes_per_token() == 1000 * 12 * 2 * 2 * 256 * 2
     # of each of 36 layers: 8192 channels x 3 inputs, and 32 heads x 128 x 128, in bfloat16
     assert facts.state_bytes_per_sequence() == 36 * 2 * (8192 * 3 + 32 * 128 * 128)
     near, far = facts.flops_per_token(1024), facts.flops_per_token(131_072)
@@ -254,7 +258,7 @@ def test_flops_of_matrices_are_two_an_active_parameter() -> None:
     parts = facts.parameters_by_part()
     norms = parts[Part.NORM] + sum(2 * 128 for _ in facts.layers)
     assert flops.total == 2 * (facts.num_parameters() - parts[Part.EMBEDDING] - norms)
-    assert facts.flops_per_token(0, backward=True).total == 2 * flops.total
+    assert facts.sequence_flops(7, backward=True).total == 2 * facts.sequence_flops(7).total
 
 
 @pytest.mark.parametrize(
@@ -275,7 +279,7 @@ def test_sparse_attention_stops_growing_but_its_indexer_does_not() -> None:
     # 64 heads x (192 + 64 + 256) a key, or 64 x (512 + 64 + 512) absorbed
     assert near.attention_scores == 78 * 2 * 64 * 512 * 2048
     assert facts.flops_per_token(2048, absorbed=True).attention_scores == 78 * 2 * 64 * 1088 * 2048
-    assert facts.flops_per_token(4096, backward=True).indexer == 0
+    assert facts.sequence_flops(4096, backward=True).indexer == 0
 
 
 def test_names_and_paths(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from hpcrl.supervisor.launch.step_launcher import StepLauncher
 TWO_BY_TWO = ("trainer.ranks=2", "trainer.nodes=2", "engine.replicas=2")
 
 
-def start(plan: Plan, role: Role, replica: int = 0, output: Path | None = None) -> Launch:
+def start(plan: Plan, role: Role, replica: int = 0) -> Launch:
     return launch_replica(
         plan,
         plan.group(role),
@@ -39,7 +39,6 @@ def start(plan: Plan, role: Role, replica: int = 0, output: Path | None = None) 
         command=["run", "it's"],
         cwd=CWD,
         allocations=allocations_for(plan),
-        output=output,
     )
 
 
@@ -226,15 +225,6 @@ def test_apptainer() -> None:
     # no GPU for what runs beside
     assert "--nv" not in start(plan, Role.ORCHESTRATOR).argv
     assert plan.python == "python3"
-
-
-def test_output_of_tasks() -> None:
-    plan, _ = plan_for("quickstart", "devcluster")
-    argv = start(plan, Role.ENGINE, output=Path("/runs/100%j it's/logs/0-{task}.log")).argv
-    assert "--output=/runs/100%%j it's/logs/0-%t.log" in argv
-    assert "--open-mode=append" in argv
-    with pytest.raises(HpcrlError, match="backslash"):
-        start(plan, Role.ENGINE, output=Path("/runs/a\\b"))
 
 
 def test_nodes_that_are_not_there() -> None:

@@ -183,7 +183,12 @@ def read_entries(directory: Path) -> Iterator[Entry]:
 def believed_bytes(directory: Path, *, but: str) -> dict[str, int]:
     """How far the files that are there are to be believed; ``but`` the writer's own.
 
-    What an earlier process has said stays: of a long run only its newest file is read.
+    What an earlier process has said stays: of a long run only its newest file is read. Bytes by name of the file.
+
+    Raises
+    ------
+    OSError, ValueError
+        A file cannot be read, does not begin as such a file, or is of a format that this code does not know.
     """
     files = [(path, begin) for path, begin in _begun(directory) if path.name != but]
     said = files[-1][1].believed if files else {}
@@ -202,7 +207,7 @@ def _begun(directory: Path) -> list[tuple[Path, Begin]]:
 
 
 def whole_bytes(path: Path) -> int:
-    """Bytes of a file up to its first line that cannot be read."""
+    """Bytes of a file up to its first line that cannot be read (OSError where the file cannot)."""
     return max((end for _, end in _entries_of(path, None)), default=0)
 
 

@@ -113,7 +113,10 @@ class RolloutLog:
     def finish(
         self, about: bytes, arrays: Mapping[str, NDArray[Any]], entry: Callable[[PayloadPlace], Entry]
     ) -> Future[Entry]:
-        """Write columns, and then the entry that says where they lie; the future as that of `append`."""
+        """Write columns, and then the entry that says where they lie; the future as that of `append`.
+
+        ``about`` and ``arrays`` are those of `hpcrl.dock.columns.encode_columns` (ValueError as there, at once).
+        """
         return self._put(_Job(entry, encode_columns(about, arrays), Future()))
 
     @property

@@ -102,7 +102,10 @@ def key_of(place: PayloadPlace) -> str:
 
 
 def half_at_most(limit_bytes: int, free_bytes: int, where: str) -> int:
-    """The limit, or half of what is free where that is less, which is said: a node that is full fails others, too."""
+    """The limit in bytes, or half of what is free where that is less, which is logged: a full node fails others, too.
+
+    ``where`` names the place in the log.
+    """
     half = free_bytes // 2
     if half < limit_bytes:
         said = "the warehouse of rollouts takes %.2f GiB at most, half of what is free in %s, not %.2f"

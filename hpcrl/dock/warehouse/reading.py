@@ -80,6 +80,11 @@ class BlockReader:
         """Say which blocks are read next.
 
         A pool gives them together in less time than one after the other; ranks that share them fetch different ones.
+
+        Raises
+        ------
+        HpcrlError
+            They are in a pool, and its client is not installed or cannot be loaded (also of `read`).
         """
         if self._shared is not None:
             self._shared.fetch(places, self._load)

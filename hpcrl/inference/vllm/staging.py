@@ -92,7 +92,13 @@ class Staged:
         return "" if self._failure is None else str(self._failure) or type(self._failure).__name__
 
     def take(self) -> list[tuple[str, torch.Tensor]]:
-        """Wait for the end and hand the tensors out, once (HandoffError where they cannot be had)."""
+        """Wait for the end and hand the tensors out, once, by published names and as they are stored, on the host.
+
+        Raises
+        ------
+        HandoffError
+            They cannot be had; or whatever else reading them raised.
+        """
         self._thread.join()
         if self._failure is not None:
             raise self._failure

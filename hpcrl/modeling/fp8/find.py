@@ -47,7 +47,10 @@ def find_backend(name: str, device: torch.device) -> Backend:
 
 
 def products(backend: Backend, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """Each kind of product of `Backend` by name, of the same random numbers, whose magnitudes differ between blocks."""
+    """Each kind of product of `Backend` by name, of the same random numbers, whose magnitudes differ between blocks.
+
+    Shapes are those of `Backend`, but `multiply_groups` comes without the rows between those of experts.
+    """
     draw = torch.Generator().manual_seed(0)
 
     def normal(*size: int) -> Tensor:

@@ -33,7 +33,11 @@ class Fp8Linear(nn.Linear):
 
 
 def effective_weight(linear: nn.Linear) -> Tensor:
-    """The numbers that ``linear`` multiplies with, for who multiplies with them in another way."""
+    """The numbers that ``linear`` multiplies with, for who multiplies with them in another way.
+
+    ``[out_features, in_features]``, with gradient to the weight, or to the factors of its adapter. With a weight in FP8
+    they are as FP8 has them, in the dtype of the weight.
+    """
     if isinstance(linear, AdaptedLinear):
         return linear.effective()
     return rounded(linear.weight) if isinstance(linear, Fp8Linear) else linear.weight

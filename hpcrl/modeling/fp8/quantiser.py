@@ -100,7 +100,10 @@ def _rounded(x: Tensor, scales: Tensor) -> Tensor:
 
 
 def scales_of(amax: Tensor) -> Tensor:
-    """What a quantised element is multiplied with, of each block of weights with this largest magnitude (float32)."""
+    """What a quantised element of a block is multiplied with, ``max(amax, LEAST_OF_BLOCK) / E4M3_MAX``.
+
+    Of the largest magnitudes of blocks of weights, float32 of any shape: the same shape.
+    """
     return amax.clamp(LEAST_OF_BLOCK) / E4M3_MAX
 
 
@@ -127,12 +130,18 @@ def block_amax(part: Tensor, low: tuple[int, ...]) -> Tensor:
 
 
 def quantise(part: Tensor, low: tuple[int, ...], scales: Tensor) -> Tensor:
-    """``part`` in float8_e4m3fn. ``scales`` are those of the blocks that it touches (see `block_amax`)."""
+    """``part [rows, columns]`` of a matrix, from index ``low`` of it, in float8_e4m3fn.
+
+    ``scales [blocks, blocks]`` float32 are those of the blocks that it touches (see `block_amax`).
+    """
     return _rounded(part, _spread(scales, low, tuple(part.shape)))
 
 
 def dequantise(quantised: Tensor, scales: Tensor, low: tuple[int, ...] = (0, 0)) -> Tensor:
-    """In float32 a whole matrix, or the part of it from index ``low`` with the scales of the blocks that it touches."""
+    """In float32 a whole matrix ``[rows, columns]``, or the part of it from index ``low``.
+
+    ``scales [blocks, blocks]`` float32 are those of the blocks that it touches (see `block_amax`).
+    """
     return quantised.float() * _spread(scales, low, tuple(quantised.shape))
 
 

@@ -88,7 +88,7 @@ class Kernel(Protocol):
         ...
 
     def backward(self, grad: Tensor, inputs: QKV, attended: Attended, segments: Segments, scale: float) -> QKV:
-        """Gradients of ``inputs``, where ``grad`` is that of the output.
+        """Gradients of ``inputs``, in their shapes, where ``grad [Q, heads, value_dim]`` is that of the output.
 
         ``attended`` may be of a softmax over more than the keys that are here (keys of other ranks, sinks): a weight is
         ``exp(score - lse)``, and its gradient depends on the output alone otherwise. What is returned is then the part

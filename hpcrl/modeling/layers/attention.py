@@ -1,4 +1,4 @@
-"""Grouped-query attention."""
+"""Grouped-query attention (Ainslie et al. 2023, arXiv 2305.13245)."""
 
 from __future__ import annotations
 

@@ -26,11 +26,18 @@ class ElasticBuffer(Protocol):
     """What is used of DeepEP's class of this name. Kernels have been waited for when a call returns."""
 
     def dispatch(self, x: Tensor, **settings: Any) -> tuple[Tensor, Tensor | None, Tensor | None, Any, Any]:
-        """Rows, experts of this rank that each goes to (-1: none), weights, a handle, an event."""
+        """Send ``x [T, width]``, whose experts and weights are ``topk_idx`` and ``topk_weights``, ``[T, k]``.
+
+        Rows ``[rows, width]``, experts of this rank that each goes to, ``[rows, k]`` (-1: none), weights of these, a
+        handle, an event. With a ``handle`` instead: rows that go as those of that call went.
+        """
         ...
 
     def combine(self, x: Tensor, **settings: Any) -> tuple[Tensor, Tensor | None, Any]:
-        """Rows of each token added up over ranks, the same of weights, an event."""
+        """Rows ``[rows, width]`` back: those of each token added up, ``[T, width]``; the same of weights; an event.
+
+        ``handle`` is that of the call that brought them.
+        """
         ...
 
 

@@ -122,6 +122,9 @@ class _Traffic(NamedTuple):
 
 
 def fetch_sizes(sizes: Tensor) -> list[list[int]]:
-    """Numbers of the device, on the host: what collectives with uneven parts ask for, and the only wait of a pass."""
+    """Numbers of the device, ``[n, ranks]``, on the host: what collectives with uneven parts ask for.
+
+    The host waits for the device here, and nowhere else in a pass.
+    """
     found: list[list[int]] = sizes.tolist()
     return found

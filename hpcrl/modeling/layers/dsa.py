@@ -1,4 +1,7 @@
-"""DeepSeek's sparse attention (DSA) of GLM-5: latent attention over the tokens that a lightning indexer chooses."""
+"""DeepSeek's sparse attention (DSA) of GLM-5: latent attention over the tokens that a lightning indexer chooses.
+
+As in DeepSeek-V3.2 (arXiv 2512.02556, section 2.1).
+"""
 
 from __future__ import annotations
 
@@ -75,7 +78,27 @@ class SparseLatentAttention(LatentAttention):
 
     @opaque
     def attend_chosen(self, queries: Tensor, keys: Tensor, index: IndexQuery | None, context: BatchContext) -> Tensor:
-        """Choose, where this layer does, and attend: ``[T, heads, latent_dim]``."""
+        """Choose, where this layer does, and attend.
+
+        Parameters
+        ----------
+        queries:
+            ``[T, heads, latent_dim + rotary_dim]``, absorbed.
+        keys:
+            ``[T, latent_dim + rotary_dim]``, of which the first ``latent_dim`` channels are the values.
+        index:
+            What this layer's indexer says; None where it has none.
+
+        Returns
+        -------
+        Tensor
+            ``[T, heads, latent_dim]``.
+
+        Raises
+        ------
+        ValueError
+            The attention of ``context`` cannot choose tokens.
+        """
         if context.sparse is None:
             raise ValueError("this attention cannot choose tokens, as layers with an indexer do")
         if context.gather is not None:

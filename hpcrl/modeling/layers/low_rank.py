@@ -26,7 +26,10 @@ def multiply_groups(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 
 def add_product(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """``weight + scale · b @ a``, summed in float32: one matrix, which is changed where it is float32 already."""
+    """``weight [out, in] + scale · b [out, r] @ a [r, in]``, float32 whatever the dtypes.
+
+    A ``weight`` that is float32 already is changed in place, and returned.
+    """
     return weight.float().addmm_(b.float(), a.float(), alpha=scale)
 
 
@@ -71,7 +74,7 @@ class Outer(NamedTuple):
 
     @property
     def factor(self) -> Tensor:
-        """As it is now: FSDP2 puts another parameter there for the time of a pass."""
+        """As it is now, ``[r, in]`` or ``[out, r]``: FSDP2 puts another parameter there for the time of a pass."""
         found: Tensor = getattr(self.holder, self.name)
         return found
 

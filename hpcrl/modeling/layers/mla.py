@@ -1,4 +1,7 @@
-"""Multi-head latent attention: keys and values of all heads are made from one latent vector a token."""
+"""Multi-head latent attention: keys and values of all heads are made from one latent vector a token.
+
+DeepSeek-V2, arXiv 2405.04434, section 2.1.
+"""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ __all__ = ["GatedMLP", "SquaredMLP"]
 
 
 class GatedMLP(nn.Module):
-    """SwiGLU: ``down(silu(gate(x)) * up(x))``."""
+    """SwiGLU: ``down(silu(gate(x)) * up(x))`` (Shazeer 2020, arXiv 2002.05202)."""
 
     def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
@@ -20,12 +20,13 @@ class GatedMLP(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        """``[…, hidden_size]`` to the same."""
         y: Tensor = self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
         return y
 
 
 class SquaredMLP(nn.Module):
-    """Without a gate: ``down(relu(up(x))²)``."""
+    """Without a gate: ``down(relu(up(x))²)`` (So et al. 2021, Primer, arXiv 2109.08668)."""
 
     def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
@@ -33,5 +34,6 @@ class SquaredMLP(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        """``[…, hidden_size]`` to the same."""
         y: Tensor = self.down_proj(F.relu(self.up_proj(x)).square())
         return y

@@ -61,7 +61,7 @@ class SoftmaxRouter(Router):
         self.top_k, self.normalise = top_k, normalise
 
     def scores(self, x: Tensor) -> Tensor:
-        """Probabilities, float32."""
+        """Probabilities, ``[T, experts]`` float32."""
         probabilities: Tensor = self(x).softmax(-1, dtype=torch.float32)
         return probabilities
 
@@ -79,7 +79,7 @@ class ChosenSoftmaxRouter(Router):
         self.top_k = top_k
 
     def scores(self, x: Tensor) -> Tensor:
-        """Logits."""
+        """Logits, ``[T, experts]`` in the dtype of the model."""
         logits: Tensor = self(x)
         return logits
 
@@ -91,7 +91,7 @@ class ChosenSoftmaxRouter(Router):
 class SigmoidRouter(Router):
     """Scores by a sigmoid in float32; a correction bias takes part in the choice alone, and groups are chosen first.
 
-    The bias is a buffer: no gradient reaches it, and RL does not move it.
+    DeepSeek-V3, arXiv 2412.19437, section 2.1.2. The bias is a buffer: no gradient reaches it, and RL does not move it.
     """
 
     e_score_correction_bias: Tensor
@@ -115,7 +115,7 @@ class SigmoidRouter(Router):
         self.register_buffer("e_score_correction_bias", torch.zeros(experts))
 
     def scores(self, x: Tensor) -> Tensor:
-        """Sigmoids, float32, without the bias."""
+        """Sigmoids, ``[T, experts]`` float32, without the bias."""
         return F.linear(x.float(), self.weight.float()).sigmoid()
 
     def weigh(self, scores: Tensor, taken: Tensor) -> Tensor:
@@ -302,6 +302,9 @@ class SparseMLP(nn.Module):
 
     @opaque
     def mix(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """What experts make of ``x``, ``[T, expert width]``, by weight."""
+        """What experts make of ``x``, ``[T, expert width]``, by ``weights [T, k]`` float32: the same shape.
+
+        ``chosen`` is ``[T, k]`` int64: global numbers of experts.
+        """
         rows, counts, combine = self.dispatcher.dispatch(x, weights, chosen)
         return combine(self.experts(rows, counts))

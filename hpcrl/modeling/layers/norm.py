@@ -13,7 +13,7 @@ __all__ = ["RMSNorm"]
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm in float32, as transformers computes it."""
+    """Root-mean-square norm in float32 (Zhang and Sennrich 2019, arXiv 1910.07467), as transformers computes it."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()

@@ -74,11 +74,11 @@ class SparseKernel(Protocol):
         ...
 
     def backward(self, grad: Tensor, inputs: Chosen, attended: Attended) -> tuple[Tensor, Tensor]:
-        """Gradients of ``q`` and ``rows``, where ``grad`` is that of ``out``."""
+        """Gradients of ``q`` and ``rows``, in their shapes, where ``grad [T, heads, value_dim]`` is that of ``out``."""
         ...
 
     def index_scores(self, q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
-        """The sum over heads of ``weight · relu(q · k)``.
+        """The sum over heads of ``weight · relu(q · k)`` (DeepSeek-V3.2, arXiv 2512.02556, equation 1).
 
         Of ``q [T, heads, dim]``, ``k [S, dim]`` and ``weights [T, heads]``: ``[T, S]`` float32.
         """

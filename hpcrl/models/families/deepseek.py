@@ -36,7 +36,7 @@ def _sparse_mla(config: Config) -> tuple[Mla, Mla]:
     )
     settings = {field: getattr(plain, field) for field in Mla.__dataclass_fields__}
     full = Mla(**{**settings, "indexer": indexer, "topk": indexer.topk})
-    shared = Mla(**{**settings, "shares_indexer": True, "topk": indexer.topk})
+    shared = Mla(**{**settings, "topk": indexer.topk})
     return full, shared
 
 
@@ -91,7 +91,10 @@ def _mtp(config: Config, mixer: Gqa | Mla, mlp: Mlp) -> tuple[Layer, ...]:
 
 
 def deepseek(config: Config, name: str) -> ModelFacts:
-    """DeepSeek-V3, V3.2 and Kimi K2; GLM-5 and GLM-4.7-Flash have the same layers."""
+    """DeepSeek-V3, V3.2 and Kimi K2; GLM-5 and GLM-4.7-Flash have the same layers.
+
+    ValueError where ``config`` names kinds of indexers for another number of layers.
+    """
     moe, block = _deepseek_moe(config), dense(config)
     layers = config["num_hidden_layers"]
     if config.get("index_topk"):

@@ -142,10 +142,9 @@ class Mla:
     v_head_dim: int
     bias: bool = False
     indexer: Indexer | None = None
-    shares_indexer: bool = False
-    """Takes the choice of the layer below that has an indexer (GLM-5.2)."""
     topk: int | None = None
-    """Tokens that a query attends to at most; None: all of them."""
+    """Tokens that a query attends to at most; None: all of them. Without an indexer it takes the choice of the layer
+    below that has one (GLM-5.2)."""
 
     @property
     def weights(self) -> tuple[Weight, ...]:

@@ -105,7 +105,7 @@ class Sourced(StrictModel):
 
     @property
     def factor(self) -> float:
-        """`spread`, or what is usual for its origin."""
+        """By how much the truth may be larger or smaller, 1 or more: `spread`, or what is usual for its origin."""
         return self.spread or FACTORS[self.origin]
 
 
@@ -217,7 +217,7 @@ class Calibration(StrictModel):
         return self
 
     def share(self, name: EfficiencyName) -> float:
-        """Look an efficiency up by its name."""
+        """Look an efficiency up by its name: a share of what hardware could do, 0 to 1."""
         return self.efficiencies[name].value
 
     def constant(self, name: ConstantName) -> float:

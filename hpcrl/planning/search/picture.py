@@ -26,6 +26,11 @@ def search_svg(candidates: Sequence[Candidate], title: str, own: Candidate | Non
         Above the picture.
     own:
         The recipe's own layout, marked where it has a forecast.
+
+    Raises
+    ------
+    ValueError
+        There is nothing to draw.
     """
     points = [*candidates, *([own] if own is not None else [])]
     if not points:

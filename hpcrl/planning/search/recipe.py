@@ -76,7 +76,10 @@ class SearchResult:
 
 
 def default_range(recipe: Recipe, cluster: ClusterProfile) -> range:
-    """Numbers of nodes to look at where nobody says any: around the recipe's own, as far as the profile has them."""
+    """Numbers of nodes to look at where nobody says any: around the recipe's own, as far as the profile has them.
+
+    UsageError where the recipe's own number alone is more than is looked at.
+    """
     if recipe.engine.shares_node:
         return range(1, 2)
     own = recipe.trainer.nodes + sum(

@@ -71,7 +71,11 @@ class Curves:
 
     @lru_cache(maxsize=1 << 16)  # noqa: B019 - a search asks for the same few shapes again and again
     def share(self, family: tuple[float, ...], size: float) -> float:
-        """The share of a shape: along the size within a family, then between the nearest families."""
+        """The share of its roofline that a shape reaches: along the size in a family, then between the nearest ones.
+
+        All on logarithmic axes; outside of the sizes of a family it is that of the nearest size. Families count by the
+        inverse square of their distance (Shepard 1968).
+        """
         near = self._nearest(family)
         if near[0][0] < 1e-9:
             return _along(self.points[near[0][1]], size)
@@ -85,7 +89,7 @@ class Curves:
         return sorted((_distance(family, other), other) for other in self.points)[:_NEIGHBOURS]
 
     def smallest(self) -> float:
-        """The smallest size that was measured, of any family."""
+        """The smallest size that was measured, of any family, as `share` takes it."""
         return min(points[0][0] for points in self.points.values())
 
 
@@ -173,7 +177,7 @@ class Tables:
         return least / taken
 
     def smallest(self, kind: TableKind) -> float:
-        """The smallest size that was measured of a kind."""
+        """The smallest size that was measured of a kind: rows of products, tokens of context, bytes of collectives."""
         return self._curves(kind).smallest()
 
     def _curves(self, kind: TableKind) -> Curves:

@@ -17,7 +17,10 @@ _UNREADABLE = "\ufffd"
 
 
 def excerpt(token_ids: NDArray[np.int32], decode: Callable[[Sequence[int]], str], characters: int) -> str:
-    """The text of ``token_ids``; one that is longer than ``characters`` loses its middle."""
+    """The text of ``token_ids [T]``; one that is longer than ``characters`` loses its middle.
+
+    ``decode`` gives the text of a run of tokens. It is not asked for the middle of a long text.
+    """
     half = characters // 2
     head = _end(len(token_ids), half, lambda count: decode(token_ids[:count].tolist()), slice(None, half))
     tail = _end(len(token_ids), half, lambda count: decode(token_ids[-count:].tolist()), slice(-half, None))

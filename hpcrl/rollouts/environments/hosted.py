@@ -102,7 +102,15 @@ class HostedEnvironment:
     # -- without an event loop
 
     def prompt(self, split: Split, index: int) -> Prompt:
-        """See `hpcrl.rollouts.environments.Environment`; ``data`` stays in the process."""
+        """See `hpcrl.rollouts.environments.Environment`; ``data`` stays in the process.
+
+        Raises
+        ------
+        EnvironmentRaisedError
+            Its code raised (also of `demonstration`; NotImplementedError where that is what it raised).
+        EnvironmentLostError
+            Its process died or hung (also of `demonstration`).
+        """
         messages = self._ask_blocking(wire.AskPrompt(next(self._numbers), split, index))
         return _prompt(split, index, messages.value)
 
@@ -133,7 +141,15 @@ class HostedEnvironment:
     # -- with one
 
     async def fetch_prompt(self, split: Split, index: int) -> Prompt:
-        """As `prompt`, while others go on."""
+        """As `prompt`, while others go on.
+
+        Raises
+        ------
+        EnvironmentRaisedError
+            Its code raised, or gave no answer within ``answer_timeout_s``.
+        EnvironmentLostError
+            Its process died or hung.
+        """
         taken = await self._living()
         call, queue = self._open(taken)
         try:

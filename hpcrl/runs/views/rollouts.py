@@ -192,6 +192,11 @@ def verify_rollouts(run: RunDir, *, content: bool = True) -> LedgerVerdict:
 
     The ledger is compared with itself, with the files of consumed rollouts, with what the trainer recorded of each
     step, and (``content``) with the columns of what waits or is in progress.
+
+    Raises
+    ------
+    UsageError, RunDirError
+        As `read_ledger`.
     """
     records = read_metrics(run)  # first: of a run that goes on, the ledger then knows all their steps
     replay = read_ledger(run)

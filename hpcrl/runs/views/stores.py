@@ -59,7 +59,7 @@ def weights_items(run: RunDir) -> list[StoredItem]:
 
 
 def verify_handoffs(run: RunDir, version: int | None) -> list[StoredItem]:
-    """Read every byte of one version, or of all, and compare with the manifest."""
+    """Read every byte of one version, or of all, and compare with the manifest (HandoffError: no such version)."""
     store = HandoffStore(run.weights_dir)
     numbers = _chosen(store.versions(), version, f"version of {run.name}")
     return [_handoff_item(store, number, verify=True) for number in numbers]

@@ -19,12 +19,12 @@ class Interval(NamedTuple):
 
 
 class Busy:
-    """How many of some intervals cover a moment (at most ``most``), as an integral over time."""
+    """How many of some intervals cover a moment, as an integral over time."""
 
-    def __init__(self, intervals: Sequence[Interval], most: float = inf) -> None:
+    def __init__(self, intervals: Sequence[Interval]) -> None:
         changes = sorted([(begin, 1) for begin, _ in intervals] + [(end, -1) for _, end in intervals])
         self._times = [time for time, _ in changes]
-        self._levels = [min(most, level) for level in (0, *accumulate(change for _, change in changes))]
+        self._levels = [0, *accumulate(change for _, change in changes)]
         areas = (
             level * (later - time)
             for time, later, level in zip(self._times, self._times[1:], self._levels[1:], strict=False)

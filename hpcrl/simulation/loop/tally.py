@@ -89,9 +89,9 @@ class Tally:
     checkpoints: int = 0
     rollout_s: list[float] = field(default_factory=list)
 
-    def end(self, outcome: Outcome, rollouts: int = 1) -> None:
-        """Rollouts of a group that goes on have ended."""
-        self.outcomes[outcome] += rollouts
+    def end(self, outcome: Outcome) -> None:
+        """A rollout of a group that goes on has ended."""
+        self.outcomes[outcome] += 1
 
     def end_group(self, group: Group, outcome: Outcome | None) -> None:
         """All finished rollouts of a group ended so; a restore may take that back (None) or change it."""

@@ -94,7 +94,10 @@ def _what_is_wrong(batch: MicroBatch, token: int, layer: int, said: NDArray[Any]
 
 
 def cut_experts(experts: ReplayedExperts, own: Tensor, wanting: int) -> ReplayedExperts:
-    """Of the tokens that ``own`` names, after ``wanting`` more of which nothing is known."""
+    """Those of the tokens that ``own [n]`` int64 names, of the ``T`` that ``experts`` has and ``wanting`` more.
+
+    Of what is wanting nothing is known: it has the numbers from ``T`` on.
+    """
     rows = torch.cat((experts.experts, experts.experts.new_zeros(wanting, *experts.experts.shape[1:])))
     known = torch.cat((experts.known, experts.known.new_zeros(wanting)))
     return ReplayedExperts(rows[own], known[own], experts.columns)

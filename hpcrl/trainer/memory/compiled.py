@@ -60,13 +60,13 @@ class _Opaque:
         return self._function(*args, **keywords)
 
 
-def compile_layers(model: nn.Module, dtype: torch.dtype, backend: str | None = None) -> None:
-    """Let the layers of ``model`` be compiled when they are first computed, in ``dtype``, by `BACKEND` or another."""
+def compile_layers(model: nn.Module, dtype: torch.dtype) -> None:
+    """Let the layers of ``model`` be compiled when they are first computed, in ``dtype``, by `BACKEND`."""
     for module in model.modules():
         for name in opaque_methods(module):
             setattr(module, name, _Opaque(getattr(module, name)))
         if isinstance(module, SparseMLP) and dtype == torch.bfloat16:
-            module.experts.forward = torch.compile(module.experts.forward, dynamic=True, backend=backend or BACKEND)
+            module.experts.forward = torch.compile(module.experts.forward, dynamic=True, backend=BACKEND)
         if isinstance(module, DecoderLayer):
-            compiled = torch.compile(module.compute, dynamic=True, backend=backend or BACKEND)
+            compiled = torch.compile(module.compute, dynamic=True, backend=BACKEND)
             module.compute = compiled  # type: ignore[method-assign]

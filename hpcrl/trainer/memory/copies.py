@@ -23,7 +23,10 @@ class Copies(Protocol):
     """Starts copies of one device, which run in their order."""
 
     def start(self, target: Tensor, source: Tensor) -> StartedCopy:
-        """Copy what was computed of ``source`` until now; it may not be changed before the copy is finished."""
+        """Copy what was computed of ``source`` until now; it may not be changed before the copy is finished.
+
+        ``target`` has its shape; of another dtype it is converted.
+        """
         ...
 
 
@@ -33,7 +36,10 @@ def copies_of(device: torch.device) -> Copies:
 
 
 def host_like(tensor: Tensor, device: torch.device) -> Tensor:
-    """Memory of the host for ``tensor``, from which and to which ``device`` copies without help of the processor."""
+    """Memory of the host for ``tensor``, from which and to which ``device`` copies without help of the processor.
+
+    Of its shape and dtype, not initialised; pinned where ``device`` is an accelerator.
+    """
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=device.type != "cpu")
 
 

@@ -37,7 +37,10 @@ LossOfTokens = Callable[[Tensor, slice], PolicyLoss]
 
 
 def whole_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float) -> tuple[Tensor, Tensor]:
-    """What `chunked_logprobs` returns, by all logits at once; these are in the dtype of the model."""
+    """What `chunked_logprobs` returns, by all logits ``[N, vocab_size]`` at once; these are in the dtype of the model.
+
+    Arguments are those of `chunked_logprobs`.
+    """
     return token_logprobs(F.linear(hidden[: len(targets)], weight), targets, temperature)
 
 

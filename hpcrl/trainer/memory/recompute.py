@@ -31,7 +31,7 @@ Hold = Callable[[Tensor], Callable[[], Tensor]]
 
 
 def hold_here(x: Tensor) -> Callable[[], Tensor]:
-    """Keep the tensor where it is."""
+    """Keep the tensor, of any shape, where it is: what is returned may be called more than once."""
     return lambda: x
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hpcrl.modeling.arena import Arena, Memory, give_to_others, memory_of
-from hpcrl.trainer.memory.copies import Copies, StartedCopy, copies_of, host_like
+from hpcrl.trainer.memory.copies import StartedCopy, copies_of, host_like
 
 __all__ = ["HostSwap"]
 
@@ -27,7 +27,7 @@ class _Leaving(NamedTuple):
 class HostSwap:
     """Moves the memory of tensors to the host and back; the tensors stay the same objects."""
 
-    def __init__(self, device: torch.device, arena: Arena, copies: Copies | None = None) -> None:
+    def __init__(self, device: torch.device, arena: Arena) -> None:
         """Nothing is away yet.
 
         Parameters
@@ -36,18 +36,19 @@ class HostSwap:
             Whose memory is given back.
         arena:
             Counts it.
-        copies:
-            How they are made; None: as the device does.
         """
         self._device, self.arena = device, arena
-        self._copies = copies or copies_of(device)
+        self._copies = copies_of(device)
         self._leaving: list[_Leaving] = []
         self._away: list[tuple[Memory, Tensor]] = []
         # pinned memory is dear to take: what came back from the host leaves its room for the next time
         self._rooms: dict[int, list[Tensor]] = {}
 
     def leave(self, tensors: Iterable[Tensor]) -> None:
-        """Begin to move the memory of ``tensors`` to the host, and free what was begun before this call."""
+        """Begin to move the memory of ``tensors``, of any shapes, to the host; free what was begun before this call.
+
+        Of sharded ones this rank's parts go. What is away already, or begun, is left out.
+        """
         before, self._leaving = self._leaving, []
         # what was begun is still there, and about to be freed
         begun = {leaving.memory.key for leaving in before}

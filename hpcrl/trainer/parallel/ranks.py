@@ -40,12 +40,12 @@ class Ranks:
         return dist.get_world_size(self.group)
 
     def sum(self, values: Tensor) -> Tensor:
-        """``values`` added up over all ranks, in place."""
+        """``values``, of one shape and dtype on all ranks, added up over them: in place, and returned."""
         dist.all_reduce(values, op=dist.ReduceOp.SUM, group=self.group)
         return values
 
     def max(self, value: int) -> int:
-        """The largest ``value`` of all ranks."""
+        """The largest ``value`` of all ranks, which fits int64."""
         box = torch.tensor([value], dtype=torch.int64)
         dist.all_reduce(box, op=dist.ReduceOp.MAX, group=self.group)
         return int(box)

@@ -48,7 +48,7 @@ class ColocatedEngines:
         self._pool = ThreadPoolExecutor(max(1, len(self._urls)), thread_name_prefix="engines")
 
     def wait_reachable(self) -> None:
-        """Wait until all of them answer (PeerLostError where one does not in time)."""
+        """Wait until all of them answer (PeerLostError where one does not in time, HandoffError where one refuses)."""
         deadline = time.monotonic() + self._start_timeout_s
         while True:
             try:
@@ -66,9 +66,9 @@ class ColocatedEngines:
         Raises
         ------
         PeerLostError
-            An engine does not answer (also of the other calls).
+            An engine does not answer within ``timeout_s`` (also of `load` and `wake`).
         HandoffError
-            An engine refuses (also of the other calls).
+            An engine refuses (also of `load` and `wake`).
         """
         return self._bytes("/sleep?level=2")
 

@@ -84,7 +84,9 @@ def fill(layer: ModelLayer, tensors: Mapping[str, Tensor], memory: SharedMemory)
     Parameters
     ----------
     tensors:
-        Of `hpcrl.modeling.hf.model_tensors`, on the device.
+        Of `hpcrl.modeling.hf.model_tensors`, on the device, sharded or not: of a sharded one what `local_block` says.
+    memory:
+        Where the layer lies whole, by the offsets of ``layer.tensors``. What other ranks provide is not touched.
     """
     for shared in layer.tensors:
         if shared.name not in layer.provided:

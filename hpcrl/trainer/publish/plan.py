@@ -121,7 +121,10 @@ def _cuts_of(
 
 
 def held_blocks(tensors: Mapping[str, Tensor], ranks: Ranks) -> list[dict[str, HeldBlock]]:
-    """What each rank holds of each of ``tensors``; collective."""
+    """What each rank holds of each of ``tensors``, by name and in rank order; collective.
+
+    Indices are those of the whole tensors; see `hpcrl.modeling.blocks.local_block`.
+    """
     return ranks.gather({name: local_block(own) for name, own in tensors.items()})
 
 

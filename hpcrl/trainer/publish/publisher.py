@@ -45,7 +45,10 @@ _CLOSE_S = 30.0
 
 
 def tensor_bytes(name: str, tensor: Tensor, dtype: torch.dtype) -> TensorBytes:
-    """``tensor`` as it is written, converted to ``dtype``; no copy is made where none is needed."""
+    """A whole (unsharded) ``tensor`` as it is written, in its shape, converted to ``dtype``.
+
+    No copy is made where none is needed: the bytes may be those of ``tensor``.
+    """
     data = tensor.detach().to("cpu", dtype).contiguous()
     # bfloat16 has no numpy type: hand over bytes
     raw = data.reshape(-1).view(torch.uint8).numpy()
@@ -239,7 +242,10 @@ class Publisher:
             self.wait()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until nothing is being written; raises what `publish` says of the previous version."""
+        """Wait until nothing is being written; raises what `publish` says of the previous version.
+
+        ``timeout_s`` in seconds takes the place of ``publish_timeout_s`` and ``retry_s``.
+        """
         limit = self._settings.publish_timeout_s + self._settings.retry_s if timeout_s is None else timeout_s
 
         def look() -> None:

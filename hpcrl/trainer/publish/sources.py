@@ -73,7 +73,15 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def source_part(parameters: Mapping[str, Tensor], source: Source) -> tuple[HeldBlock, Tensor]:
-    """What this rank holds of a source: where in the region, and a view of it with the region's dimensions."""
+    """What this rank holds of a source: where in the region, and a view of it with the region's dimensions.
+
+    The view has the sizes of the part; where the rank holds nothing, both are empty.
+
+    Parameters
+    ----------
+    parameters:
+        Our tensors by name, sharded or not.
+    """
     parameter = parameters[source.parameter]
     block = local_block(parameter)
     part = overlap(block, source.low, source.shape)

@@ -25,7 +25,7 @@ __all__ = ["Staging", "new_image"]
 
 
 def new_image(size: int, device: torch.device) -> Tensor:
-    """``size`` bytes of host memory that begin on a page, pinned where copies come from an accelerator."""
+    """``[size]`` uint8 of host memory that begins on a page, pinned where copies come from an accelerator."""
     room = torch.empty(size + PAGE_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
     return room[-room.data_ptr() % PAGE_BYTES :][:size]
 
@@ -64,7 +64,10 @@ class Staging:
 
     @torch.no_grad()
     def fill(self, window: Window, image: Tensor) -> None:
-        """Copy the parameters, as they are now, into ``image``. On return they may change."""
+        """Copy the parameters, as they are now, into ``image``. On return they may change. Collective.
+
+        ``image`` is uint8 of the host with room for ``window.image_bytes``.
+        """
         send = torch.empty(sum(window.sent), dtype=torch.uint8)
         begins = [sum(window.sent[:rank]) for rank in range(len(window.sent))]
         self._scales = None

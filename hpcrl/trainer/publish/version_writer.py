@@ -77,7 +77,11 @@ class AdapterForm:
 
 
 class VersionWriter:
-    """Writes versions with one layout. All ranks call every method together; nothing here is kept between versions."""
+    """Writes versions with one layout. All ranks call every method together; nothing here is kept between versions.
+
+    Where one rank fails, all raise: it its own error, an `OSError`, `HandoffError` (`ShortageError` is one) or
+    `FencedError`, the others `PeerLostError`. What was staged is left for who called to remove.
+    """
 
     def __init__(
         self,
@@ -132,7 +136,15 @@ class VersionWriter:
             )
 
     def write_windows(self, image: Image, fill: Callable[[Window, Tensor], None]) -> None:
-        """Stage and write a few files at a time, in memory that is used again."""
+        """Stage and write a few files at a time, in memory that is used again.
+
+        Parameters
+        ----------
+        image:
+            Of the version; its ``data`` has room for the largest window.
+        fill:
+            Puts this rank's units of a window into the memory that it is given, ``[bytes]`` uint8.
+        """
         ranks, what = self._ranks, f"writing version {image.version}"
         self._allocate(image.version)
         results: list[ShardResult] = []

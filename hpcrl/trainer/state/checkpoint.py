@@ -54,6 +54,10 @@ def trainer_state(
 ) -> dict[str, Any]:
     """Everything to save, by name; the tensors are those in use, so that a load fills them in place.
 
+    Under ``model`` are parameters and buffers, sharded as they are; under ``optimizer`` by the name of each trained
+    parameter two moments in its shape, and how many steps they have seen, a float32 scalar. ``step`` is an int64
+    scalar, ``base`` ``[1]`` int64.
+
     Of a model with adapters these are all of it that is saved, with ``base``, the digest of the weights that they
     change (`hpcrl.trainer.state.base_digest`).
 
@@ -148,7 +152,7 @@ def load_checkpoint(
     Parameters
     ----------
     base:
-        As in `trainer_state`: of the weights that adapters change now.
+        ``[1]`` int64, as in `trainer_state`: of the weights that adapters change now.
 
     Raises
     ------

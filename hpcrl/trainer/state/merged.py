@@ -50,6 +50,11 @@ class MergedWeights:
             What the adapters were trained on.
         held, published:
             Dtype of the trainer's weights, and of published versions.
+
+        Raises
+        ------
+        UsageError
+            The model has not what ``lora`` asks for.
         """
         self._entry, self._model, self._model_dir = entry, model, model_dir
         self._held, self._published = held, published
@@ -63,7 +68,11 @@ class MergedWeights:
         self._digest = torch.zeros(1, dtype=torch.int64)
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """Tensors of the model, whole, in the dtype of published versions; buffers in their own."""
+        """Tensors of the model, whole, in the dtype of published versions; buffers in their own.
+
+        One at a time, on the host, in the order of ``names``, and with shapes and names of our parameters (UsageError
+        where ``model_dir`` has no whole safetensors files).
+        """
         with ModelFiles(self._model_dir) as files:
             for name in names:
                 dtype = self._buffers.get(name, self._held)

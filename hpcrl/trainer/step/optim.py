@@ -51,6 +51,7 @@ def make_optimizer(
 ) -> torch.optim.AdamW:
     """AdamW with decoupled decay of what multiplies: matrices, of experts and adapters too, embeddings, convolutions.
 
+    Loshchilov and Hutter 2019, arXiv 1711.05101.
     Biases, norm weights, attention sinks and the constants of Mamba-2's heads are not decayed.
 
     Parameters

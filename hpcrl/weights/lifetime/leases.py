@@ -89,6 +89,11 @@ class ReaderWatch:
         """Remove the names of dead readers, and what killed ones left half-written; returns those names.
 
         Only for the one collector of the root. A reader that was only slow comes back with its next renewal.
+
+        Raises
+        ------
+        HandoffError
+            The directory cannot be listed, or not in time.
         """
         dead = sorted(self._dead(self._list()))
         for name in dead:

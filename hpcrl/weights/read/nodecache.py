@@ -56,7 +56,15 @@ Load = Callable[[memoryview], None]
 
 
 class NodeCache:
-    """The cache of one store on this node, as one process sees it. Methods may be called from any thread."""
+    """The cache of one store on this node, as one process sees it. Methods may be called from any thread.
+
+    Attributes
+    ----------
+    directory:
+        Where segments of all versions lie.
+    private_bytes:
+        What this process has read for itself alone so far, because the cache could not take it in time; for tests.
+    """
 
     def __init__(
         self,
@@ -151,6 +159,13 @@ class NodeCache:
         ----------
         stopped:
             Nobody wants it any more: end in a `CancelledError` rather than wait.
+
+        Raises
+        ------
+        CancelledError
+            See ``stopped``.
+        Exception
+            What ``load`` raises. A cache that cannot be used is no error.
         """
         deadline, pause = time.monotonic() + 2 * self._segment_limit_s(segment.bytes), _POLL_S
         path = self._segment_path(segments, segment)

@@ -7,7 +7,6 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,8 +83,8 @@ class ShareReader:
         Reads that were repeated.
     """
 
-    def __init__(self, pace: Pace, *, sleep: Callable[[float], None] = time.sleep) -> None:
-        self._pace, self._sleep = pace, sleep
+    def __init__(self, pace: Pace) -> None:
+        self._pace = pace
         self._lock = threading.Lock()
         self.bytes_read = 0
         self.retries = 0
@@ -125,7 +124,7 @@ class ShareReader:
             _log.warning("%s: %s; attempt %d, again in %.2f s", path, problem, attempt, pause)
             with self._lock:
                 self.retries += 1
-            self._sleep(pause)
+            time.sleep(pause)
             pause = min(_LONGEST_PAUSE_S, 2 * pause)
             if kind in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
                 reveal(directory)

@@ -77,7 +77,13 @@ class FileWriter:
         self._stack.close()
 
     def write(self, file: str, offset: int, data: memoryview, cuts: Sequence[int]) -> list[Chunk]:
-        """Write ``data`` at ``offset`` and return its hashed chunks, ``cuts`` being their lengths."""
+        """Write ``data`` at ``offset`` and return its hashed chunks, ``cuts`` being their lengths, all of it together.
+
+        Raises
+        ------
+        OSError
+            ``file`` is not there, or the storage refused. A refusal of direct I/O alone is no error.
+        """
         chunks: list[Chunk] = []
         position = 0
         for size in cuts:

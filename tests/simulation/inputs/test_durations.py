@@ -91,7 +91,6 @@ def test_timelines_add_up() -> None:
     assert busy.integral(Interval(0.0, 3.0)) == pytest.approx(4.0)
     assert busy.mean(Interval(1.0, 2.0)) == pytest.approx(2.0)
     assert busy.integral(Interval(5.0, 9.0)) == 0.0
-    assert Busy([Interval(0.0, 2.0), Interval(1.0, 3.0)], most=1).integral(Interval(-1.0, 4.0)) == pytest.approx(3.0)
     assert Arrivals([(1.0, 5), (2.0, 7), (3.0, 9)]).tokens(Interval(1.0, 2.0)) == 12
 
 

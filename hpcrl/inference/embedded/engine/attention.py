@@ -134,7 +134,7 @@ class PagedAttention:
         return out
 
     def choose(self, layer: int, index: IndexQuery, top_k: int, kernel: SparseKernel) -> Tensor:
-        """See `hpcrl.modeling.context.SparseAttentionFn`: positions in the sequence of each token.
+        """See `hpcrl.modeling.context.SparseAttentionFn`: ``[tokens, width]`` positions in the sequence of each token.
 
         Keys of the indexer lie in the cache where other families have their values.
         """

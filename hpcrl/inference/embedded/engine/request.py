@@ -151,7 +151,7 @@ class EngineRequest:
         return self.priority, self.sequence_number
 
     def extend_hashes(self, tokens: NDArray[np.int32], block_size: int) -> None:
-        """Hash the full blocks of ``tokens`` that are not hashed yet."""
+        """Hash the full blocks of ``tokens [T]`` int32, the first of the sequence, that are not hashed yet."""
         for i in range(len(self.hashes), len(tokens) // block_size):
             parent = self.hashes[-1] if self.hashes else self._root
             self.hashes.append(block_hash(parent, tokens[i * block_size : (i + 1) * block_size].tobytes()))

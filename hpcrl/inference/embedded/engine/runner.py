@@ -54,7 +54,10 @@ class ModelRunner:
         self._routed_rows = routed_rows if model.arch.routed_experts else None
 
     def kept_tensors(self) -> list[Tensor]:
-        """What is kept of sequences between steps: keys, values and recurrent states."""
+        """What is kept of sequences between steps, one a layer: keys, values, inputs of convolutions and states.
+
+        Of the cache ``[blocks, block_size * heads * dim]``; of recurrent layers by row (`RecurrentStates`).
+        """
         cache, states = self._cache, self._states
         kept = (cache.keys, cache.values, states.conv, states.recurrent)
         return [tensor for of_layers in kept for tensor in of_layers.values()]
@@ -106,7 +109,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def sample(self, step: Step, inputs: StepInputs, logits: Tensor, selected: NDArray[np.int64]) -> StepResult:
-        """Sample a token for each complete sequence. Call after `Scheduler.advance`."""
+        """Sample a token for each complete sequence. Call after `Scheduler.advance`.
+
+        ``inputs``, ``logits [selected, vocab_size]`` and ``selected [selected]`` are what `run` returned of this step.
+        """
         rows = self._rows
         complete = np.flatnonzero(rows.num_computed[step.rows] == rows.num_tokens[step.rows])
         if len(selected) > len(complete) or rows.wants_prompt_logprobs[step.rows].any():

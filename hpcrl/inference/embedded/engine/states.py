@@ -16,7 +16,13 @@ __all__ = ["RecurrentStates", "StepStates"]
 
 
 class RecurrentStates:
-    """The last inputs of convolutions, and states in float32, of every row and recurrent layer."""
+    """The last inputs of convolutions, and states in float32, of every row and recurrent layer.
+
+    Attributes
+    ----------
+    conv, recurrent:
+        By layer: ``[rows, width - 1, channels]``, and ``[rows, heads, head_dim, state_size]`` float32.
+    """
 
     def __init__(self, arch: ModelArch, rows: int, dtype: torch.dtype) -> None:
         """Take memory for ``rows`` sequences; none where no layer is recurrent."""
@@ -51,7 +57,7 @@ class StepStates:
         self._states, self._rows, self._starts = states, torch.from_numpy(rows), starts
 
     def begin(self, fresh: NDArray[np.bool_]) -> None:
-        """Forget what an earlier sequence left in the rows of those that begin with this step."""
+        """Forget what an earlier sequence left in the rows of those that begin with this step, where ``fresh [n]``."""
         begun = self._rows[torch.from_numpy(fresh)]
         for states in (self._states.conv, self._states.recurrent):
             for state in states.values():

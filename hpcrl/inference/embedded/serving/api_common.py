@@ -40,7 +40,7 @@ _FLOOR = -9999.0
 
 
 def clamp(logprob: float) -> float:
-    """A log-probability that JSON can hold."""
+    """A log-probability in nats that JSON can hold: at least -9999."""
     return logprob if logprob > _FLOOR else _FLOOR
 
 
@@ -60,7 +60,7 @@ def frame_response(body: object) -> web.Response:
 
 
 def npy_bytes(array: NDArray[np.generic] | None) -> memoryview | None:
-    """The array as an ``.npy`` file."""
+    """The array, of any shape and of a dtype without objects, as the bytes of an ``.npy`` file; None of None."""
     if array is None:
         return None
     stream = io.BytesIO()
@@ -69,7 +69,7 @@ def npy_bytes(array: NDArray[np.generic] | None) -> memoryview | None:
 
 
 def encode_array(array: NDArray[np.generic] | None) -> str | None:
-    """Base64 of the array as an ``.npy`` file."""
+    """Base64 of the array, of any shape, as an ``.npy`` file; None of None."""
     data = npy_bytes(array)
     return None if data is None else base64.b64encode(data).decode()
 

@@ -28,7 +28,11 @@ __all__ = ["ControlApi"]
 
 
 class ControlApi:
-    """Handlers of control endpoints; names and answers are those of vLLM's RL and development routers."""
+    """Handlers of control endpoints; names and answers are those of vLLM's RL and development routers.
+
+    What is asked wrongly, or at the wrong time, is an error that `hpcrl.inference.embedded.serving.errors` answers: 400
+    for `ApiError`, `HandoffError` and `ValueError`, 409 for `UpdateOrderError`.
+    """
 
     def __init__(
         self, serving: Serving, updater: UpdateSession, metrics: EngineMetrics, turns: Turns | None = None

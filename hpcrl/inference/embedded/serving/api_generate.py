@@ -43,7 +43,10 @@ _Columns = Callable[[Output, int | None], dict[str, Any]]
 
 
 class GenerateApi:
-    """Handlers of the token endpoint."""
+    """Handlers of the token endpoint.
+
+    What is asked wrongly is an `ApiError`, which `hpcrl.inference.embedded.serving.errors` answers.
+    """
 
     def __init__(self, serving: Serving) -> None:
         self._serving, self._rows = serving, KeptRows()

@@ -15,7 +15,10 @@ __all__ = ["KvApi"]
 
 
 class KvApi:
-    """The handler that prefill engines have for decode engines; who may ask is said by the door of the server."""
+    """The handler that prefill engines have for decode engines; who may ask is said by the door of the server.
+
+    What is asked wrongly is an `ApiError`, which `hpcrl.inference.embedded.serving.errors` answers.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

@@ -50,7 +50,10 @@ class _Shape:
 
 
 class TextApi:
-    """Handlers of the text endpoints."""
+    """Handlers of the text endpoints.
+
+    What is asked wrongly is an `ApiError`, which `hpcrl.inference.embedded.serving.errors` answers.
+    """
 
     def __init__(self, serving: Serving) -> None:
         self._serving = serving

@@ -15,7 +15,10 @@ __all__ = ["TurnsApi"]
 
 
 class TurnsApi:
-    """Handlers of ``/sleep``, ``/load_layer``, ``/wake_up`` and ``/is_sleeping``."""
+    """Handlers of ``/sleep``, ``/load_layer``, ``/wake_up`` and ``/is_sleeping``.
+
+    What is asked wrongly is an `ApiError`, which `hpcrl.inference.embedded.serving.errors` answers.
+    """
 
     def __init__(self, turns: Turns) -> None:
         self._turns = turns
@@ -35,7 +38,7 @@ class TurnsApi:
         return json_response({"device_bytes": await asyncio.to_thread(self._turns.sleep)})
 
     async def load_layer(self, http: web.Request) -> web.Response:
-        """A layer in shared memory of this node (`hpcrl.weights.handover.HandoverLayer`)."""
+        """A layer in shared memory of this node: a `hpcrl.weights.handover.HandoverLayer` (HandoffError where none)."""
         layer = decode_layer(await http.read())
         return json_response({"device_bytes": await asyncio.to_thread(self._turns.load, layer)})
 

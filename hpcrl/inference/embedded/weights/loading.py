@@ -106,6 +106,8 @@ def _scale_of(name: str, records: Mapping[str, TensorRecord]) -> PublishedTensor
 def read_tensors(reading: Reading, served: ServedVersion | None = None) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a hand-off that `check_fits`, one at a time; what is quantised is brought back to float32.
 
+    By published names, in published shapes, on the host; scales do not come.
+
     Parameters
     ----------
     served:
@@ -139,6 +141,8 @@ def adapted_tensors(
     model: Decoder | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """All tensors of a base whose manifest `check_fits`, with an adapter merged into them.
+
+    By published names, in published shapes, on the host.
 
     Parameters
     ----------
