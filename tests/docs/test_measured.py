@@ -102,16 +102,17 @@ def test_distance_in_fp8() -> None:
 
 
 def test_learning_in_fp8() -> None:
-    (said,) = re.findall(r"^Learning: (.*?) on two seeds", DOCS, re.MULTILINE | re.DOTALL)
-    values = [
-        value
-        for kind in ("without", "with")
-        for value in (
-            *(seed[kind]["heldout_after"] for seed in recorded("fp8_rewards")["seeds"]),
-            recorded("fp8_rewards")["seeds"][0][kind]["heldout_before"],
-        )
-    ]
-    assert says(said, recorded("fp8_rewards")["steps"], *values)
+    (said,) = re.findall(r"^Learning: (.*?) seeds of one start model", DOCS, re.MULTILINE | re.DOTALL)
+    found = recorded("fp8_rewards")
+    values = [found["steps"]]
+    for kind in ("without", "with"):
+        after = [seed[kind]["heldout_after"] for seed in found["seeds"]]
+        (before,) = {seed[kind]["heldout_before"] for seed in found["seeds"]}
+        values += [min(after), max(after), before]
+    assert says(said, *values, len(found["seeds"]))
+    gained, half = found["difference"]["mean"], found["difference"]["half_interval_95"]
+    assert f"FP8 reached {gained:.3f} more" in DOCS
+    assert f"of {gained - half:.3f} to {gained + half:.3f} (`bench/rewards.py fp8`" in DOCS
 
 
 @pytest.mark.parametrize("number", [0, 1])
