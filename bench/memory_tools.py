@@ -31,12 +31,11 @@ from torch import Tensor
 from hpcrl.config.load import load_recipe
 from hpcrl.config.recipe import TrainerMemoryConfig, TrainerParallelismConfig
 from hpcrl.modeling.blocks import local_part
-from hpcrl.modeling.mesh import ParallelDims
 from hpcrl.models.arch import DeepseekV3Arch, ModelArch, Qwen3MoeArch, load_arch
 from hpcrl.planning.memory.fit import trainer_memory
 from hpcrl.planning.memory.trainer import trainer_peak
 from hpcrl.trainer.memory import offload, optimizer
-from hpcrl.trainer.parallel.mesh import Parallel, distributed
+from hpcrl.trainer.parallel.mesh import Parallel, distributed, parallel_of
 from hpcrl.trainer.step.policy import TrainerPolicy
 
 ARCH = Qwen3MoeArch(
@@ -141,16 +140,11 @@ class Trainer:
     def __init__(self, group: Group, tool: Tool, model_dir: Path, parallel: Parallel) -> None:
         self.group = group
         recipe = load_recipe("quickstart", [f"model.path={model_dir}", "trainer.micro_batch_tokens=2048"]).value
-        changed = {
-            "ranks": parallel.world.size,
-            "memory": TrainerMemoryConfig(**tool.memory),
-            "parallelism": TrainerParallelismConfig(**tool.degrees),
-        }
+        parallelism = TrainerParallelismConfig(**tool.degrees)
+        memory = TrainerMemoryConfig(**tool.memory)
+        changed = {"ranks": parallel.world.size, "memory": memory, "parallelism": parallelism}
         self.recipe = recipe.model_copy(update={"trainer": recipe.trainer.model_copy(update=changed)})
-        degrees = {name: value for name, value in tool.degrees.items() if name != "cp_scheme"}
-        mesh = ParallelDims(world_size=parallel.world.size, **degrees)
-        mesh.build_mesh(parallel.device.type)
-        own = Parallel(mesh, parallel.device)
+        own = parallel_of(parallelism, parallel.device)
         self.policy = TrainerPolicy(self.recipe, load_arch(model_dir), own, model_dir=model_dir)
         self.seconds: dict[str, float] = {}
         self.steps = 0

@@ -85,16 +85,14 @@ def load_cluster(name: str) -> Loaded[ClusterProfile]:
     tree, origins = with_bases(source, "cluster profile", find_cluster_below)
     if origins.get(("name",), "").rpartition(":")[0] != str(source) and "name" in tree:
         tree["name"] = source.stem
-    findings: list[Finding] = []
     kind = tree.get("kind")
     if not isinstance(kind, str) or kind not in CLUSTER_KINDS:
         # which keys are right depends on it: nothing else can be said about the file
         close = get_close_matches(str(kind), CLUSTER_KINDS, n=1)
         what = f"must be one of {', '.join(CLUSTER_KINDS)}, is {kind!r}" if "kind" in tree else "is required"
         hint = f"did you mean {close[0]!r}?" if close else "`local` is this machine, `slurm` a site with Slurm"
-        findings.append(Finding(origins.get(("kind",), str(source)), "kind", what, hint))
-        raise ConfigError(findings)
-    loaded: Loaded[ClusterProfile] = _validate(CLUSTER_KINDS[kind], source, tree, origins, findings)
+        raise ConfigError([Finding(origins.get(("kind",), str(source)), "kind", what, hint)])
+    loaded: Loaded[ClusterProfile] = _validate(CLUSTER_KINDS[kind], source, tree, origins, [])
     if loaded.value.name != source.stem:
         raise ConfigError(
             [

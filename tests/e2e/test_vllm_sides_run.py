@@ -52,6 +52,8 @@ def test_a_run_with_prefill_and_decode(tmp_path: Path) -> None:
     updates = [event.data for event in events(run, "engine.weights_updated")]
     assert {update["engine"] for update in updates} == {"prefill-0", "decode-0"}
     assert max(update["version"] for update in updates) == STEPS
+    # also not at the end, when prompts were computed for rollouts that nobody wants any more
+    assert events(run, "engine.away") == []
     counters = records[STEPS].rollouts
     assert {counters[name] for name in ("dropped_engine", "dropped_environment", "dropped_group")} == {0}
     # prompts that prefill has computed are those of the version that decode samples with

@@ -224,8 +224,8 @@ class Conversation:
         # later turns have prefixes that no other conversation has, and the salt of a mirrored one is of other weights;
         # versions of one engine do not decrease, and none is below the salt: others kept tokens of one that was lost,
         # whose weights may have chosen the experts of the prompt
-        first = int(turn.versions[0])
-        own = self._turns or turn.salt < 0 or turn.mirrored or first < turn.salt or turn.versions.min() < first
+        of_others = turn.versions.min() < max(turn.salt, turn.versions[0])
+        own = self._turns or turn.salt < 0 or turn.mirrored or of_others
         opening = None if own else (turn.salt, turn.said)
         routes.take(len(self._tokens) + len(turn.token_ids) - 1, examined, opening=opening)
 

@@ -17,7 +17,7 @@ from hpcrl.errors import PeerLostError
 from hpcrl.modeling.mesh import ParallelDims
 from hpcrl.trainer.parallel.ranks import Ranks
 
-__all__ = ["Parallel", "distributed", "is_lost_rank"]
+__all__ = ["Parallel", "distributed", "is_lost_rank", "parallel_of"]
 
 
 @dataclass(frozen=True)
@@ -95,15 +95,22 @@ def distributed(*, timeout_s: float, parallelism: TrainerParallelismConfig | Non
     else:
         dist.init_process_group(backend, timeout=timeout, store=HashStore(), rank=0, world_size=1)
     try:
-        wanted = parallelism or TrainerParallelismConfig()
-        size = dist.get_world_size()
-        mesh = ParallelDims(world_size=size, dp_replicate=wanted.dp_replicate, cp=wanted.cp, ep=wanted.ep)
-        mesh.build_mesh(device.type)
-        yield Parallel(mesh, device)
+        yield parallel_of(parallelism or TrainerParallelismConfig(), device)
         # without it gloo ranks abort when a faster one closes its connections
         dist.barrier()
     finally:
         dist.destroy_process_group()
+
+
+def parallel_of(parallelism: TrainerParallelismConfig, device: torch.device) -> Parallel:
+    """The meshes of ``parallelism`` over all ranks of a process group that is there; collective.
+
+    ValueError where the ranks do not divide so.
+    """
+    size = dist.get_world_size()
+    mesh = ParallelDims(world_size=size, dp_replicate=parallelism.dp_replicate, cp=parallelism.cp, ep=parallelism.ep)
+    mesh.build_mesh(device.type)
+    return Parallel(mesh, device)
 
 
 def _join(backend: str, timeout: timedelta) -> None:

@@ -180,9 +180,9 @@ def event(tokens: list[int], finish: str | None = None) -> bytes:
     return b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
 
 
-async def ask(client: EngineClient) -> tuple[Generation, list[list[int]]]:
-    parts: list[list[int]] = []
-    generation = await client.generate(
+async def ask(client: EngineClient, parts: list[list[int]]) -> Generation:
+    """An answer; ``parts`` gets what came before its end."""
+    return await client.generate(
         [1],
         PARAMS,
         cache_salt="0",
@@ -190,14 +190,14 @@ async def ask(client: EngineClient) -> tuple[Generation, list[list[int]]]:
         timeout_s=5.0,
         on_part=lambda tokens, scores, rows: parts.append(tokens.tolist()),
     )
-    return generation, parts
 
 
 async def test_parts_are_joined_wherever_the_network_cuts_them(scripted: tuple[EngineClient, list[bytes]]) -> None:
     client, pieces = scripted
     whole = event([5]) + event([6]) + event([EOS], "stop") + b"data: [DONE]\n\n"
     pieces += [whole[:30], whole[30:100], whole[100:101], whole[101:]]
-    generation, parts = await ask(client)
+    parts: list[list[int]] = []
+    generation = await ask(client, parts)
     assert (generation.token_ids.tolist(), generation.versions.tolist()) == ([5, 6, EOS], [2, 2, 2])
     assert parts == [[5], [6]]
 
@@ -206,7 +206,7 @@ async def test_an_answer_that_is_cut_without_an_error_is_not_whole(scripted: tup
     client, pieces = scripted
     pieces += [event([5]), b"data: [DONE]\n\n"]
     with pytest.raises(EngineError, match="ended before the answer did") as caught:
-        await ask(client)
+        await ask(client, [])
     assert caught.value.unreachable
 
 
@@ -214,10 +214,10 @@ async def test_an_error_on_the_way_is_one(scripted: tuple[EngineClient, list[byt
     client, pieces = scripted
     pieces += [event([5]), b'data: {"error": {"message": "out of memory"}}\n\n', b"data: [DONE]\n\n"]
     with pytest.raises(EngineError, match="out of memory"):
-        await ask(client)
+        await ask(client, [])
     pieces[:] = [b"data: nonsense\n\n"]
     with pytest.raises(EngineProtocolError, match="cannot be read"):
-        await ask(client)
+        await ask(client, [])
 
 
 async def test_nothing_is_kept_behind_a_part_that_lacks_log_probabilities(
@@ -229,12 +229,5 @@ async def test_nothing_is_kept_behind_a_part_that_lacks_log_probabilities(
     pieces += [event([5]), b"data: " + hole + b"\n\n", event([7])]
     parts: list[list[int]] = []
     with pytest.raises(EngineError, match="ended before the answer did"):
-        await client.generate(
-            [1],
-            PARAMS,
-            cache_salt="0",
-            session_id="s",
-            timeout_s=5.0,
-            on_part=lambda tokens, scores, rows: parts.append(tokens.tolist()),
-        )
+        await ask(client, parts)
     assert parts == [[5]]
