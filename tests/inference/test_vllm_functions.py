@@ -260,6 +260,7 @@ try:
     assert os.read(reader, 99) == b"all"
     assert send("127.0.0.1:1") == -1
     os.kill(child, signal.SIGSTOP)
+    os.waitpid(child, os.WUNTRACED)  # a stop takes until one of its threads runs: another may answer before
     cpu._SEND_S, before_s, began_s = 1.0, time.thread_time(), time.monotonic()
     assert send(f"127.0.0.1:{port}") == -1
     assert time.monotonic() - began_s >= 1.0

@@ -120,13 +120,17 @@ class SlurmLab:
         return json.loads(self.hpcrl(*arguments, "--json").stdout)
 
     def wait_state(self, run: RunDir, states: Sequence[str], timeout_s: float = 120.0) -> Any:
-        """Wait until the run is in one of the states; returns its status."""
-        return wait_for(
-            lambda: status if (status := status_of(run))["state"] in states else None,
-            timeout_s,
-            f"{run.name} in {states}",
-            every_s=_ASK_S,
-        )
+        """Wait until the run is in one of the states; returns its status. A run that is not says what came of it."""
+        try:
+            return wait_for(
+                lambda: status if (status := status_of(run))["state"] in states else None,
+                timeout_s,
+                f"{run.name} in {states}",
+                every_s=_ASK_S,
+            )
+        except AssertionError as late:
+            said = self.hpcrl("why", run.name, "--events", check=False).stdout
+            raise AssertionError(f"{late}; it is {status_of(run)['state']}:\n{said}") from late
 
     def preempt(self) -> None:
         """An urgent job that needs every node, for a few seconds."""

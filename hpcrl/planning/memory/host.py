@@ -13,6 +13,7 @@ from hpcrl.models.facts import ModelFacts
 from hpcrl.models.tensors import Part
 from hpcrl.planning.ledger import GIB, Ledger, Term
 from hpcrl.planning.memory.settings import TrainerMemory, checkpoint_term, image_term
+from hpcrl.planning.routes import rollout_routes_bytes, token_routes_bytes
 
 __all__ = ["engine_host", "orchestrator_terms", "pool_terms", "trainer_host"]
 
@@ -67,13 +68,11 @@ def orchestrator_terms(facts: ModelFacts, recipe: Recipe) -> Iterator[Term | Non
     yield Term("environments", flying * ENVIRONMENT_BYTES, "in flight · constant", {"in flight": flying}, "assumed")
     routes = 0
     if recipe.returns_routed_experts:
-        k, layers = facts.num_experts_per_tok, len(facts.moe_layers)
-        width = 1 if facts.num_experts <= 256 else 2
-        routes = layers * k * width
+        routes = token_routes_bytes(facts)
     yield _warehouse(recipe, TOKEN_RECORD_BYTES + routes)
     if routes:
-        inputs = {"in flight": flying, "tokens": length, "layers": layers, "k": k, "w": width, "copies": PAYLOAD_COPIES}
-        yield _routes_in_flight(recipe, flying, length * routes * PAYLOAD_COPIES, inputs)
+        inputs = {"in flight": flying, "tokens": length, "token": routes, "copies": PAYLOAD_COPIES}
+        yield _routes_in_flight(recipe, flying, rollout_routes_bytes(recipe, facts), inputs)
         if recipe.engine.fetches_kv:
             yield Term(
                 "routed experts of prompts", round(recipe.engine.routed_experts_gib * GIB), "engine.routed_experts_gib"

@@ -16,6 +16,7 @@ from hpcrl.models.tensors import DTYPE_BYTES, Part
 from hpcrl.planning.calibration.file import Calibration
 from hpcrl.planning.hardware import node_hardware
 from hpcrl.planning.memory.settings import trained_parameters
+from hpcrl.planning.routes import may_fly
 from hpcrl.planning.times.engine import decode_step
 from hpcrl.planning.times.from_recipe import PlannedLayout
 from hpcrl.planning.times.handoff import HANDOFF_PATHS, HandoffLoad, checkpoint_save, handoff, share_bytes, startup
@@ -176,7 +177,7 @@ def forecast(
     serving = ServingFleet(
         facts, workload, layout.decode, site.decode, layout.prefill, site.prefill if layout.prefill else None, slots
     )
-    loop, loop_missing = _loop(recipe, tables, serving)
+    loop, loop_missing = _loop(recipe, tables, serving, may_fly(recipe, facts))
     batch_size = float(layout.decode.max_num_seqs) if loop is None else loop.served.batch
     tables["decode"] = decode_step(
         facts, layout.decode, site.decode, batch=batch_size, context=workload.mean("context")
@@ -228,13 +229,13 @@ def trainer_seconds(recipe: Recipe, tables: Mapping[str, TimeTable]) -> float | 
 
 
 def _loop(
-    recipe: Recipe, tables: Mapping[str, TimeTable], serving: ServingFleet
+    recipe: Recipe, tables: Mapping[str, TimeTable], serving: ServingFleet, places: tuple[int, str]
 ) -> tuple[LoopEstimate | None, tuple[str, ...]]:
     trainer_s, handoff_s = trainer_seconds(recipe, tables), tables["handoff"].seconds
     if trainer_s is None or handoff_s is None:
         return None, ()
     load_s = tables["handoff"]["handoff.load"].value or 0.0
-    inputs = LoopInputs.of(recipe, serving, trainer_s=trainer_s, handoff_s=handoff_s, load_s=load_s)
+    inputs = LoopInputs.of(recipe, serving, trainer_s=trainer_s, handoff_s=handoff_s, load_s=load_s, places=places)
     try:
         return steady_state(inputs), ()
     except ConfigError as error:

@@ -47,6 +47,8 @@ class LoopInputs:
     ----------
     rollouts_per_step, group_size, max_in_flight, max_off_policy_steps, ready_batches:
         Of the recipe.
+    places_by:
+        The setting that ``max_in_flight`` comes from, where that is not the one of this name.
     trainer_s:
         Seconds of the trainer a step, weights published and checkpoints included.
     handoff_s:
@@ -66,23 +68,41 @@ class LoopInputs:
     pause_s: float
     serve: Callable[[float], ServedRate]
     ready_batches: int = 1
+    places_by: str = "max_in_flight"
 
     @classmethod
     def of(
-        cls, recipe: Recipe, serve: Callable[[float], ServedRate], *, trainer_s: float, handoff_s: float, load_s: float
+        cls,
+        recipe: Recipe,
+        serve: Callable[[float], ServedRate],
+        *,
+        trainer_s: float,
+        handoff_s: float,
+        load_s: float,
+        places: tuple[int, str] | None = None,
     ) -> LoopInputs:
-        """Read the loop of a recipe; ``load_s`` of a hand-off engines stand still where requests stay."""
+        """Read the loop of a recipe.
+
+        Parameters
+        ----------
+        load_s:
+            Of a hand-off; engines stand still for so long where requests stay.
+        places:
+            Rollouts that may be in flight and the setting that says so, where ``max_in_flight`` is not all that does
+            (`hpcrl.planning.routes`).
+        """
         rollouts = recipe.rollouts
         return cls(
             rollouts_per_step=rollouts.rollouts_per_step,
             group_size=rollouts.group_size,
-            max_in_flight=rollouts.max_in_flight,
+            max_in_flight=rollouts.max_in_flight if places is None else places[0],
             max_off_policy_steps=rollouts.max_off_policy_steps,
             ready_batches=rollouts.ready_batches,
             trainer_s=trainer_s,
             handoff_s=handoff_s,
             pause_s=load_s if recipe.engine.pause == "keep" else 0.0,
             serve=serve,
+            places_by="max_in_flight" if places is None else places[1],
         )
 
 
@@ -100,7 +120,8 @@ class LoopEstimate:
         Rollouts in flight: those that start in a second times the mean of their durations (Little's law), at the pace
         of ``step_s``.
     in_flight_limit:
-        What bounds them: ``max_in_flight``, ``max_off_policy_steps``; ``trainer`` where more would only wait for it.
+        What bounds them: ``max_in_flight``, ``rollouts.routes_in_flight_gib``, ``max_off_policy_steps``; ``trainer``
+        where more would only wait for it.
     trainer_waits, engines_wait:
         What a step takes longer than each side alone, as shares of the step (`waiting_share`).
     staleness:
@@ -152,7 +173,7 @@ def steady_state(inputs: LoopInputs) -> LoopEstimate:
     r, g = inputs.rollouts_per_step, inputs.group_size
     # a group starts when all of its places are free
     most = max(float(g), inputs.max_in_flight - (g - 1) / 2)
-    in_flight, limit, step_s, dropped = most, "max_in_flight", 0.0, 0.0
+    in_flight, limit, step_s, dropped = most, inputs.places_by, 0.0, 0.0
     served = inputs.serve(in_flight)
     for _ in range(_ROUNDS):
         alive = 1.0 - min(0.5, inputs.pause_s / step_s) if step_s else 1.0
@@ -163,7 +184,7 @@ def steady_state(inputs: LoopInputs) -> LoopEstimate:
         late = min(inputs.handoff_s / new_step, inputs.max_off_policy_steps)
         room = (inputs.max_off_policy_steps + 0.5 - late) * r * served.durations.mean / longest
         bounded = max(float(g), min(most, room))
-        limit = "max_off_policy_steps" if room < most else "max_in_flight"
+        limit = "max_off_policy_steps" if room < most else inputs.places_by
         dropped = 0.5 * (dropped + min(0.5, _too_old(served.durations, g, inputs.max_off_policy_steps, new_step)))
         # half steps: durations depend on how many are in flight, and the other way round
         moved = 0.5 * (in_flight + bounded)

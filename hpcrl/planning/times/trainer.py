@@ -7,6 +7,7 @@ from functools import lru_cache
 
 from hpcrl.models.facts import ModelFacts
 from hpcrl.models.tensors import Part
+from hpcrl.planning.routes import token_routes_bytes
 from hpcrl.planning.times.collectives import RankGroup, all_gather, all_to_all
 from hpcrl.planning.times.context import context_terms
 from hpcrl.planning.times.lengths import Quantiles
@@ -311,13 +312,11 @@ def _optimizer_terms(step: StepWork) -> list[Seconds]:
 
 
 def _replay_term(step: StepWork) -> Seconds:
-    facts = step.facts
-    size = 1 if facts.num_experts <= 256 else 2
-    bytes_a_token = len(facts.moe_layers) * facts.num_experts_per_tok * size
+    bytes_a_token = token_routes_bytes(step.facts)
     total = step.packing.tokens * bytes_a_token
     return attempt(
         "router_replay.traffic",
         lambda: total / step.rates.node_network,
-        "tokens * sparse layers * top-k * bytes / network of the orchestrator's node",
+        "tokens * layers * top-k * bytes / network of the orchestrator's node",
         {"bytes": total, "bytes a token": bytes_a_token},
     )

@@ -11,6 +11,8 @@ from hpcrl.config.engine_shape import step_limits
 from hpcrl.config.plan import Role
 from hpcrl.config.recipe import Recipe
 from hpcrl.errors import UsageError
+from hpcrl.models.known import load_facts
+from hpcrl.planning.routes import may_fly
 from hpcrl.planning.times.distributions import mean_of
 from hpcrl.simulation.inputs.durations import Durations
 
@@ -131,7 +133,7 @@ def make_scenario(
     if not 0 < days <= _MOST_DAYS:
         raise UsageError(f"--days {days:g}: a number above 0, up to {_MOST_DAYS}")
     _check(recipe, durations)
-    size = _size(recipe, cluster, nodes)
+    size = _size(recipe, cluster, nodes, _in_flight(recipe))
     horizon_s = days * 86400.0
     engines, merged = size.engines, 1
     if sample is not None:
@@ -161,13 +163,24 @@ def make_scenario(
     )
 
 
-def _size(recipe: Recipe, cluster: ClusterProfile, nodes: int | None) -> SimulatedSize:
-    """Whole replicas, and a trainer in proportion (UsageError where they are far from ``nodes``)."""
-    size = _scaled(recipe, cluster, nodes)
+def _in_flight(recipe: Recipe) -> int:
+    """Rollouts that may run at once, as far as a model that is known says how much their routed experts need."""
+    try:
+        return may_fly(recipe, load_facts(recipe.model.path))[0]
+    except (FileNotFoundError, ValueError):
+        return recipe.rollouts.max_in_flight
+
+
+def _size(recipe: Recipe, cluster: ClusterProfile, nodes: int | None, flying: int) -> SimulatedSize:
+    """Whole replicas, and a trainer in proportion (UsageError where they are far from ``nodes``).
+
+    ``flying`` rollouts may be in flight in the recipe's own size.
+    """
+    size = _scaled(recipe, cluster, nodes, flying)
     if nodes is None or abs(size.nodes - nodes) <= _ROUNDED * nodes:
         return size
-    own = _scaled(recipe, cluster, None).nodes
-    exact = [n for n in range(2, max(4 * own, nodes) + own) if _scaled(recipe, cluster, n).nodes == n]
+    own = _scaled(recipe, cluster, None, flying).nodes
+    exact = [n for n in range(2, max(4 * own, nodes) + own) if _scaled(recipe, cluster, n, flying).nodes == n]
     near = sorted([*[n for n in exact if n < nodes][-1:], *[n for n in exact if n > nodes][:1]])
     raise UsageError(
         f"--nodes {nodes}: replicas are whole, and the recipe's roles in this proportion need {size.nodes} nodes "
@@ -176,7 +189,7 @@ def _size(recipe: Recipe, cluster: ClusterProfile, nodes: int | None) -> Simulat
     )
 
 
-def _scaled(recipe: Recipe, cluster: ClusterProfile, nodes: int | None) -> SimulatedSize:
+def _scaled(recipe: Recipe, cluster: ClusterProfile, nodes: int | None, flying: int) -> SimulatedSize:
     engine, rollouts, shared = recipe.engine, recipe.rollouts, recipe.engine.shares_node
     if shared and nodes is not None:
         raise UsageError(
@@ -213,7 +226,7 @@ def _scaled(recipe: Recipe, cluster: ClusterProfile, nodes: int | None) -> Simul
         engines=engines,
         prefill_engines=prefill_engines,
         groups_per_step=max(1, round(groups * scale)),
-        max_in_flight=max(rollouts.group_size, round(rollouts.max_in_flight * scale)),
+        max_in_flight=max(rollouts.group_size, round(flying * scale)),
         gpus=gpus,
     )
 

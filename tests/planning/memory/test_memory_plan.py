@@ -453,7 +453,7 @@ def test_routed_experts_in_flight_are_counted_up_to_their_limit() -> None:
         return value, formula
 
     recipe = _glm5()[0]
-    one = recipe.engine.max_model_len * 75 * 8 * 3
+    one = recipe.engine.max_model_len * 78 * 8 * 3
     without, formula = kept()
     assert without == recipe.rollouts.max_in_flight * one
     assert kept("rollouts.routes_in_flight_gib=5000") == (without, formula)
@@ -475,7 +475,7 @@ def test_memory_for_finished_rollouts_is_counted_up_to_its_limit() -> None:
     count = (recipe.rollouts.ready_batches + 2) * recipe.rollouts.rollouts_per_step
     without = count * recipe.engine.max_model_len * 17
     assert kept("rollouts.warehouse.limit_gib=500") == without
-    routed = without + count * recipe.engine.max_model_len * 75 * 8
+    routed = without + count * recipe.engine.max_model_len * 78 * 8
     assert kept("engine.return_routed_experts=true", "rollouts.warehouse.limit_gib=500") == routed
     assert kept("engine.return_routed_experts=true", "rollouts.warehouse.limit_gib=3") == 3 * GIB
     assert kept("rollouts.warehouse.directory=null") is None
