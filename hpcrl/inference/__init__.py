@@ -1,7 +1,7 @@
 """The embedded engine: a server on the project's own model that speaks vLLM's HTTP API.
 
 It needs no accelerator and starts in seconds, so the whole loop runs on a laptop and in tests; an orchestrator
-that works against it works against vLLM without a change (``tests/inference/test_contract.py`` runs against
+that works against it works against vLLM without a change (``tests/inference/test_contract_*.py`` run against
 either). Layers, each importing only those before it::
 
     params, blocks          what a request asks; the pool of KV blocks and its prefix cache

@@ -27,6 +27,8 @@ class CauseKind(StrEnum):
     """A role ended cleanly that was to go on."""
     SPAWN = "spawn"
     """The command of a role could not be started."""
+    NO_STEP = "no_step"
+    """Slurm refused a role its step, or that ended before anything of ours ran in it."""
     START_TIMEOUT = "start_timeout"
     """A role was not ready by its deadline."""
     HUNG = "hung"

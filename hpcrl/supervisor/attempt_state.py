@@ -24,8 +24,8 @@ _NEXT = {
     RunState.RUNNING: {RunState.STOPPING},
     RunState.STOPPING: {RunState.COMPLETED, RunState.FAILED, RunState.CANCELLED, RunState.REQUEUED},
 }
-_MOVES = frozenset({CauseKind.NODE_FAIL, CauseKind.PREEMPTED})
-"""What took nodes from us: the run goes on with others, when Slurm has some."""
+_MOVES = frozenset({CauseKind.NODE_FAIL, CauseKind.PREEMPTED, CauseKind.NO_STEP})
+"""What took nodes from us, or the use of them: the run goes on with others, when Slurm has some."""
 
 
 class AttemptState:

@@ -52,7 +52,7 @@ _log = logging.getLogger(__name__)
 
 _START_LIMIT_S = 60.0
 """How long an attempt waits for a filesystem that refuses it what it begins with."""
-_NODE_SIGNS = frozenset({CauseKind.CANCELLED, CauseKind.GUARD_LOST, CauseKind.NODE_FAIL})
+_NODE_SIGNS = frozenset({CauseKind.CANCELLED, CauseKind.GUARD_LOST, CauseKind.NODE_FAIL, CauseKind.NO_STEP})
 """Ends of a step that the loss of a node may have brought."""
 
 

@@ -164,14 +164,15 @@ def test_trainer_node_down_goes_on_with_the_same_engine_jobs(running: RunDir, sh
     node = next(c.nodes[0] for c in status.components if c.role == "trainer")
     shared_lab.cluster.kill_node(node)
     try:
-        wait_for(lambda: status_of(running)["attempt"] == attempt, 90.0, "next attempt")
+        # where Slurm gives the requeued job nodes and then no step on them, one more follows
+        wait_for(lambda: status_of(running)["attempt"] >= attempt, 90.0, "next attempt")
         shared_lab.wait_state(running, ["RUNNING"], 90)
         ready(running, 2)
     finally:
         shared_lab.cluster.revive_node(node)
     assert {replica: c["job"]["job_id"] for replica, c in engines(running).items()} == jobs
     assert events(running, "trainer.restored", since_s=fault_s)[0].data["step"] >= 4
-    wait_for(lambda: [r for r in read_metrics(running) if r.attempt == attempt], 60.0, "step of the next attempt")
+    wait_for(lambda: [r for r in read_metrics(running) if r.attempt >= attempt], 60.0, "step of the next attempt")
 
 
 def test_killed_supervisor_ends_all_jobs(running: RunDir, shared_lab: SlurmLab) -> None:

@@ -22,7 +22,7 @@ SAYINGS = {
     "blame": lambda state: state.add_node_faults({"n1": "its GPU fell off the bus"}),
     "ready": lambda state: state.running(),
 }
-CAUSES = (None, CauseKind.EXIT, CauseKind.CANCELLED, CauseKind.NODE_FAIL, CauseKind.PREEMPTED)
+CAUSES = (None, CauseKind.EXIT, CauseKind.CANCELLED, CauseKind.NODE_FAIL, CauseKind.PREEMPTED, CauseKind.NO_STEP)
 
 
 def cause(kind: CauseKind) -> Cause:

@@ -21,7 +21,7 @@ HEAD = (
     "| family | logits and gradients of transformers | `ep` | `cp` | memory tools "
     "| checkpoint, hand-off, embedded engine | vLLM |"
 )
-#: what tests of vLLM start (tests/inference/test_vllm_families.py, and Qwen3-MoE in all others)
+#: what tests of vLLM start (tests/inference/vllm/test_vllm_families.py, and Qwen3-MoE in all others)
 SERVED_BY_VLLM = {"deepseek_v3", "glm4_moe", "gpt_oss", "qwen3", "qwen3_moe"}
 #: which vLLM for processors refuses or cannot compute; docs/training.md has its words
 NOT_ON_CPUS = {"glm_moe_dsa", "minimax_m2", "nemotron_h"}
@@ -35,7 +35,7 @@ TRAINED = [
 
 def agreeing() -> set[str]:
     """Families of which a config is held to transformers by `model_agreement.assert_agreement`."""
-    texts = [path.read_text(encoding="utf-8") for path in (TESTS / "modeling").glob("test_*.py")]
+    texts = [path.read_text(encoding="utf-8") for path in (TESTS / "modeling" / "families").glob("test_*.py")]
     held = [text for text in texts if "assert_agreement(" in text]
     return {kind for text in held for kind in re.findall(r'^    "model_type": "(\w+)"', text, re.MULTILINE)}
 

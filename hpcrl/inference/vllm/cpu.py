@@ -341,8 +341,8 @@ def _wait_idle() -> None:
     SpinCondition.__init__, SpinCondition.wait = init, pause
 
 
-_TESTS = "tests/inference/test_vllm_cpu.py"
-_FUNCTIONS = "tests/inference/test_vllm_functions.py"
+_TESTS = "tests/inference/vllm/test_vllm_cpu.py"
+_FUNCTIONS = "tests/inference/vllm/test_vllm_functions.py"
 CORRECTIONS = (
     Correction(
         "moe-reload",
@@ -360,7 +360,7 @@ CORRECTIONS = (
     Correction(
         "expert-parallel",
         "data and expert parallelism end the engine: two collectives are missing, and experts of other ranks are run",
-        "tests/inference/test_vllm_wide.py::test_each_rank_answers_as_the_one_model_does",
+        "tests/inference/vllm/test_vllm_wide.py::test_each_rank_answers_as_the_one_model_does",
         _expert_parallel,
     ),
     Correction(
@@ -372,7 +372,7 @@ CORRECTIONS = (
     Correction(
         "mooncake-device",
         "MooncakeConnector ends the engine: it asks for the index of an accelerator",
-        "tests/inference/test_vllm_sides.py::test_answers_are_those_of_one_model_and_prompts_come_from_prefill",
+        "tests/inference/vllm/test_vllm_sides.py::test_answers_are_those_of_one_model_and_prompts_come_from_prefill",
         _mooncake_device,
     ),
     Correction(

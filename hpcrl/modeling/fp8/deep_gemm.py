@@ -1,6 +1,6 @@
 """Products by DeepGEMM (github.com/deepseek-ai/DeepGEMM 2.1 and later, or the package ``sgl-deep-gemm``) on Hopper.
 
-Never run on a GPU by this project: `tests/modeling/test_fp8_gpu.py` holds it to the reference where there is one.
+Never run on a GPU by this project: `tests/modeling/fp8/test_fp8_gpu.py` holds it to the reference where there is one.
 """
 
 from __future__ import annotations

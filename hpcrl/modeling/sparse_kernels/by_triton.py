@@ -1,7 +1,8 @@
 """Sparse attention by programs of our own in Triton.
 
 Never run on a GPU by this project: `tests/modeling/test_triton_programs.py` runs the programs in Triton's interpreter
-and compiles them for Hopper, `tests/modeling/test_sparse_gpu.py` holds them to the reference where there is a GPU.
+and compiles them for Hopper, `tests/modeling/sparse_kernels/test_sparse_gpu.py` holds them to the reference where there
+is a GPU.
 """
 
 from __future__ import annotations

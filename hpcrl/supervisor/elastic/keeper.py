@@ -40,7 +40,9 @@ _DRAIN_S = 5.0
 """A replica that leaves gets nothing new for so long before it is asked to stop."""
 _MAX_ENDS = 5
 """Losses in a row in a job that goes on; then the job is cancelled and replaced."""
-_OUTSIDE = frozenset({CauseKind.CANCELLED, CauseKind.GUARD_LOST, CauseKind.NODE_FAIL, CauseKind.SPAWN})
+_OUTSIDE = frozenset(
+    {CauseKind.CANCELLED, CauseKind.GUARD_LOST, CauseKind.NODE_FAIL, CauseKind.SPAWN, CauseKind.NO_STEP}
+)
 """Ends that the replica's job or node may have brought."""
 _SETTLED_S = 300.0
 """After so long ready, earlier ends are forgotten."""

@@ -30,6 +30,7 @@ __all__ = [
     "LEAVE_S",
     "begin_attempt",
     "exhausted",
+    "has_trained",
     "lead_s",
     "longest_save_s",
     "may_retry",
@@ -99,6 +100,13 @@ def exhausted(run: RunDir, plan: Plan, attempt: int) -> str:
         where = "before the first checkpoint" if newest is None else f"at the checkpoint of step {newest}"
         return f"{len(recent)} attempts in a row began {where} and came no further"
     return ""
+
+
+def has_trained(run: RunDir) -> bool:
+    """Whether an attempt since the last submit or resume has saved a joint checkpoint: what is run works here."""
+    submissions = RunRecord.read(run).submissions
+    after = submissions[-1].after_attempt if submissions else 0
+    return any(attempt > after for attempt in _savers(run))
 
 
 def may_retry(run: RunDir, plan: Plan, *, began_at: int | None) -> bool:

@@ -29,7 +29,9 @@ def explain_end(component: Component, end: End, logs: Sequence[Path]) -> Cause:
     """
     what, kind = describe_end(end.exit_code, end.signal), CauseKind.EXIT
     rank, signum = None, end.signal
-    if end.spawn_error:
+    if end.no_step:
+        what, kind = f"did not begin: {end.spawn_error}; Slurm's words are in the supervisor's log", CauseKind.NO_STEP
+    elif end.spawn_error:
         what, kind = f"could not be started: {end.spawn_error}", CauseKind.SPAWN
     elif end.guard_lost:
         guard = component.process.guard_pid if component.process else None

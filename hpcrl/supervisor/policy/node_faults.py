@@ -17,15 +17,15 @@ from hpcrl.runs.exclusions import exclude
 from hpcrl.runs.rundir import RunDir
 from hpcrl.supervisor.board import Board
 from hpcrl.supervisor.launch.replica_launcher import Launcher
-from hpcrl.supervisor.policy.attempts import retries
+from hpcrl.supervisor.policy.attempts import has_trained, retries
 
 __all__ = ["NodeFaults"]
 
 _log = logging.getLogger(__name__)
 
 _WENT_DOWN = "the node went down"
-_TAKEN = frozenset({CauseKind.CANCELLED, CauseKind.GUARD_LOST})
-"""What we see where Slurm ends the job, or a component of it: a signal, or steps that end without a word."""
+_TAKEN = frozenset({CauseKind.CANCELLED, CauseKind.GUARD_LOST, CauseKind.NO_STEP})
+"""What we see where Slurm ends the job, or a component of it: a signal, steps that end unsaid or never begin."""
 
 
 class NodeFaults:
@@ -142,6 +142,10 @@ class NodeFaults:
                 return asked, requeues
             if asked.kind is CauseKind.CANCELLED:
                 return asked, False
+        if cause.kind is CauseKind.NO_STEP:
+            # An allocation can be of no use as a whole: Slurm 22.05 has given a requeued job nodes and then called its
+            # own GPUs on them an invalid specification. Where nothing has ever worked, what is asked for is wrong.
+            return cause, requeues and has_trained(self._run)
         # on the same nodes it would fail again
         moves = bool(broken) and requeues and retries(self._run, self._plan, cause, began_at=began_at)
         return cause, moves

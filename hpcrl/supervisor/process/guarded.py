@@ -107,6 +107,8 @@ class End(NamedTuple):
         The guard went away first, and the role with it.
     spawn_error:
         Why the command could not be started at all.
+    no_step:
+        So it ended because Slurm refused the step, or because that ended before a guard ran in it.
     node:
         Slurm's name of the node whose guard said it; empty where none did, or on this machine.
     guard_signal:
@@ -118,6 +120,7 @@ class End(NamedTuple):
     signal: int | None = None
     guard_lost: bool = False
     spawn_error: str = ""
+    no_step: bool = False
     guard_signal: int | None = None
     node: str = ""
 
@@ -338,7 +341,8 @@ class GuardedProcess:
             # a step that never was: Slurm's words about it are in our own log
             never = f"srun ended with {code} before all of its tasks ran" if self._in_step else ""
             early = never if not self._started.done() else ""
-            self._ended.set_result(End(lost_at_s, guard_lost=not early, spawn_error=early))
+            no_step = bool(early) and not self._running
+            self._ended.set_result(End(lost_at_s, guard_lost=not early, spawn_error=early, no_step=no_step))
         if not self._started.done():
             self._started.set_result(None)
 

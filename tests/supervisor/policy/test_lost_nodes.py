@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from supervisor_testing import create
 
+from hpcrl.checkpoints.history import add_saved
 from hpcrl.config.layout import AttemptPolicy
 from hpcrl.runs.cause import Cause, CauseKind
 from hpcrl.runs.exclusions import read_exclusions
@@ -101,4 +102,42 @@ async def test_a_node_that_one_look_found_down_stays_blamed_when_the_next_finds_
         assert cause.message.startswith("node n3 went down")
     else:
         assert (cause, requeues, launcher.told) == (lost, False, 0)
+    board.close()
+
+
+def saved_by_attempt(run: RunDir, attempt: int) -> None:
+    run.checkpoints_dir.mkdir()
+    add_saved(run.checkpoints_dir, step=4, attempt=attempt)
+
+
+@pytest.mark.parametrize(("saved", "requeue"), [(True, True), (False, True), (True, False)])
+async def test_an_allocation_without_steps_is_changed_for_another_where_the_run_has_worked(
+    saved: bool, requeue: bool, tmp_path: Path
+) -> None:
+    """Where nothing was ever saved, what the run asks Slurm for may be wrong: that is no better with other nodes."""
+    run = create(tmp_path, attempts=AttemptPolicy(requeue=requeue, max_attempts=3))
+    board = Board(run, run_id="r", attempt=run.start_attempt())
+    if saved:
+        saved_by_attempt(run, 1)
+    faults = NodeFaults(run, attempt=2, plan=run.plan(), launcher=LocalLauncher(), board=board)
+    refused = Cause(kind=CauseKind.NO_STEP, time_s=BEGAN_S, message="trainer 0 did not begin")
+    assert await faults.judge(refused, {}, began_at=4) == (refused, saved and requeue)
+    board.close()
+
+
+class Cancelled(LocalLauncher):
+    """Of a job that somebody has cancelled."""
+
+    def taken(self) -> tuple[CauseKind, str] | None:
+        return CauseKind.CANCELLED, "job 7 was ended by Slurm"
+
+
+async def test_no_step_in_a_job_that_is_being_cancelled_is_its_cancel(tmp_path: Path) -> None:
+    run = create(tmp_path, attempts=AttemptPolicy(requeue=True, max_attempts=3))
+    board = Board(run, run_id="r", attempt=run.start_attempt())
+    saved_by_attempt(run, 1)
+    faults = NodeFaults(run, attempt=2, plan=run.plan(), launcher=Cancelled(), board=board)
+    refused = Cause(kind=CauseKind.NO_STEP, time_s=BEGAN_S, message="trainer 0 did not begin")
+    cause, moves = await faults.judge(refused, {}, began_at=4)
+    assert (cause.kind, moves) == (CauseKind.CANCELLED, False)
     board.close()

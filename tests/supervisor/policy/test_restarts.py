@@ -64,6 +64,11 @@ def test_what_is_not_tried_again(cause: Cause, changes: dict[str, object]) -> No
     assert restarts.first_error() == cause
 
 
+def test_a_step_that_slurm_refused_is_asked_for_again() -> None:
+    """Unlike a command that does not exist: Slurm may have others that end, or a controller that is busy."""
+    assert make(Clock()).pause_s(failure("x", kind=CauseKind.NO_STEP)) == 1.0
+
+
 def test_hardware_shows_in_the_log_of_its_own_rank(tmp_path: Path) -> None:
     logs = [tmp_path / "0.log", tmp_path / "1.log", tmp_path / "missing.log"]
     logs[0].write_text("RuntimeError: CUDA error: an illegal memory access was encountered\n")

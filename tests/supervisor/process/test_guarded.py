@@ -57,6 +57,17 @@ async def test_a_role_whose_end_is_ordered_first_does_not_start(order: str, tmp_
     assert not (tmp_path / "log").exists()
 
 
+async def test_a_step_that_never_was_is_not_a_command_that_could_not_start(tmp_path: Path) -> None:
+    """``srun`` that ends before a guard has spoken; under nobody's Slurm the same is a guard that was lost."""
+    for in_step in (True, False):
+        asked = msgspec.structs.replace(spec(tmp_path, "pass"), in_step=in_step)
+        process = await start_guarded(["sh", "-c", "exit 3"], asked, env=os.environ)
+        end = await asyncio.wait_for(process.ended(), 60.0)
+        assert await process.started() is None
+        assert (end.no_step, end.guard_lost) == (in_step, not in_step)
+        assert ("srun ended with 3 before all of its tasks ran" in end.spawn_error) == in_step
+
+
 async def test_guards_that_do_not_obey_are_cut_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -41,7 +41,7 @@ from hpcrl.trainer.publish.publisher import Publisher
 from hpcrl.weights import Handoff, HandoffStore
 from hpcrl.weights.format.manifest import FORMAT_VERSION
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 #: both compute in float32, but not in the same order
 TOLERANCE = 2e-3
 FLAGS = (

@@ -30,7 +30,7 @@ from hpcrl.trainer.parallel.mesh import distributed
 from hpcrl.trainer.publish.adapters import AdapterPublisher
 from hpcrl.weights import HandoffStore
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 #: both compute in float32, but not in the same order
 TOLERANCE = 2e-3

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from vllm_environment import VLLM_PYTHON
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
 BESIDE_TRANSFER = """

@@ -1,0 +1,1 @@
+"""This file puts what the rooms below share (`sharing_testing`, `warehouse_testing`) where they can import it."""

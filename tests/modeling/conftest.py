@@ -1,0 +1,1 @@
+"""This file puts what the rooms below share where they can import it, as `triton_checks`."""
