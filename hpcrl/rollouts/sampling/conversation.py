@@ -213,21 +213,19 @@ class Conversation:
 
     async def _keep_experts(self, routes: RoutedExpertsRows, turn: SavedTurn) -> None:
         assert turn.experts is not None
-        assert self._sampler.routes is not None
         if not routes.wants_rows:
             return
-        try:
-            examine = partial(self._sampler.routes.examined, turn.experts)
-            examined = await beside_loop(examine, turn.experts.nbytes)
-        except ValueError as error:
-            raise EngineProtocolError(f"{self._session.engine.name}: experts of an answer: {error}") from error
         # later turns have prefixes that no other conversation has, and the salt of a mirrored one is of other weights;
         # versions of one engine do not decrease, and none is below the salt: others kept tokens of one that was lost,
         # whose weights may have chosen the experts of the prompt
         of_others = turn.versions.min() < max(turn.salt, turn.versions[0])
         own = self._turns or turn.salt < 0 or turn.mirrored or of_others
         opening = None if own else (turn.salt, turn.said)
-        routes.take(len(self._tokens) + len(turn.token_ids) - 1, examined, opening=opening)
+        try:
+            answered = await beside_loop(partial(routes.examined, turn.experts, opening), turn.experts.nbytes)
+        except ValueError as error:
+            raise EngineProtocolError(f"{self._session.engine.name}: experts of an answer: {error}") from error
+        routes.take(len(self._tokens) + len(turn.token_ids) - 1, answered)
 
     async def _all_experts(self, routes: RoutedExpertsRows, end: int) -> RoutedExperts | None:
         assembled = await beside_loop(partial(routes.assembled, end), routes.nbytes)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,13 +23,19 @@ from numpy.typing import NDArray
 from hpcrl.config.recipe import Recipe
 from hpcrl.rollouts.telemetry.counters import Counters
 
-__all__ = ["KnownRows", "Tokens"]
+__all__ = ["Block", "KnownRows", "Name", "Tokens"]
 
 Tokens = Sequence[int] | NDArray[np.int32]
+Name = tuple[int, bytes]
+"""Of a block: the salt, and a hash of its tokens and of all before them."""
+Block = tuple[Name, NDArray[np.unsignedinteger] | None]
 
 
 class KnownRows:
     """The store; least recently used blocks go first.
+
+    An opening may have 100,000 tokens, and 60 MB of rows. What goes through them reads the store alone, and may be done
+    by a thread; what changes it takes milliseconds, and is for the event loop.
 
     Attributes
     ----------
@@ -52,7 +58,7 @@ class KnownRows:
             Salts below the newest that are kept. No rollout that began earlier is used.
         """
         self._block, self._limit, self._keep = block, limit_bytes, keep_versions
-        self._blocks: OrderedDict[tuple[int, bytes], NDArray[np.unsignedinteger]] = OrderedDict()
+        self._blocks: OrderedDict[Name, NDArray[np.unsignedinteger]] = OrderedDict()
         self._newest = -1
         self.counters, self.bytes = counters, 0
 
@@ -75,37 +81,66 @@ class KnownRows:
         rows, known:
             ``[T, layers, experts_per_token]`` and ``[T]``, from its first token on; ``T`` may be less than its length.
         """
+        self.keep(salt, self.blocks_of(salt, token_ids, rows, known))
+
+    def blocks_of(
+        self, salt: int, token_ids: Tokens, rows: NDArray[np.unsignedinteger], known: NDArray[np.bool_]
+    ) -> list[Block]:
+        """What `keep` is to be given, as `add` has it: the work of `add`, which changes nothing and may be a thread's.
+
+        Of a block that the store has already, or of which rows are unknown, only the name.
+        """
+        found: list[Block] = []
+        if salt < self._newest - self._keep:
+            return found
+        for start, digest in self._digests(token_ids[: len(rows)]):
+            key, part = (salt, digest), slice(start, start + self._block)
+            # a copy: a view would keep the whole answer
+            found.append((key, rows[part].copy() if key not in self._blocks and known[part].all() else None))
+        return found
+
+    def keep(self, salt: int, blocks: Iterable[Block]) -> None:
+        """Take in blocks of a salt, of which the store may have some by now: the first stay."""
         if salt > self._newest:
             self._newest = salt
             for key in [key for key in self._blocks if key[0] < salt - self._keep]:
                 self._drop(key)
         if salt < self._newest - self._keep:
             return
-        for start, digest in self._digests(token_ids[: len(rows)]):
-            key, part = (salt, digest), slice(start, start + self._block)
+        for key, rows in blocks:
             if key in self._blocks:
                 self._blocks.move_to_end(key)
-            elif known[part].all():
-                # a copy: a view would keep the whole answer
-                self._blocks[key] = rows[part].copy()
-                self.bytes += self._blocks[key].nbytes
+            elif rows is not None:
+                self._blocks[key] = rows
+                self.bytes += rows.nbytes
         while self.bytes > self._limit:
             self._drop(next(iter(self._blocks)))
 
-    def fill(self, salt: int, token_ids: Tokens, rows: NDArray[np.unsignedinteger], known: NDArray[np.bool_]) -> int:
-        """Put rows in where none are known, in place; returns how many. Arrays are as in `add`, and of any length."""
-        filled = 0
+    def fill(
+        self, salt: int, token_ids: Tokens, rows: NDArray[np.unsignedinteger], known: NDArray[np.bool_]
+    ) -> list[tuple[Name, int]]:
+        """Put rows in where none are known, in place: names of the blocks that had some, each with how many.
+
+        Arrays are as in `add`, and of any length. The store is not changed, so that this, too, may be a thread's;
+        `used` is for the event loop.
+        """
+        filled = []
         for start, digest in self._digests(token_ids):
             part = slice(start, start + self._block)
             missing = ~known[part]
             if not missing.any() or (found := self._blocks.get((salt, digest))) is None:
                 continue
-            self._blocks.move_to_end((salt, digest))
             rows[part][missing], known[part] = found[missing], True
-            filled += int(missing.sum())
+            filled.append(((salt, digest), int(missing.sum())))
         return filled
 
-    def _drop(self, key: tuple[int, bytes]) -> None:
+    def used(self, names: Iterable[Name]) -> None:
+        """Note the use of blocks, of which some may have gone meanwhile."""
+        for name in names:
+            if name in self._blocks:
+                self._blocks.move_to_end(name)
+
+    def _drop(self, key: Name) -> None:
         self.bytes -= self._blocks.pop(key).nbytes
 
     def _digests(self, token_ids: Tokens) -> Iterator[tuple[int, bytes]]:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from hpcrl.config.recipe import Recipe
 from hpcrl.dock.routes import RoutedExperts, exact_dtype
 from hpcrl.models import load_facts
-from hpcrl.rollouts.sampling.known_rows import KnownRows, Tokens
+from hpcrl.rollouts.sampling.known_rows import Block, KnownRows, Name, Tokens
 
 __all__ = ["Examined", "RoutedExpertsRows", "RoutedExpertsSettings"]
 
@@ -104,11 +104,50 @@ class Examined(NamedTuple):
     known: NDArray[np.bool_]
 
 
+Opening = tuple[int, Tokens]
+"""Salt and tokens of a first prompt."""
+
+
+class Answered(NamedTuple):
+    """Rows of an answer, and of its opening what others may need.
+
+    Attributes
+    ----------
+    opening:
+        None where it is nobody's but this conversation's.
+    blocks:
+        Of the opening, as the store takes them.
+    """
+
+    examined: Examined
+    opening: Opening | None
+    blocks: list[Block]
+
+
+class Assembled(NamedTuple):
+    """All rows of a conversation.
+
+    Attributes
+    ----------
+    experts, present:
+        ``[T, layers, experts_per_token]``, and ``[T]``: whether a row is known.
+    answered:
+        Rows that its own answers had.
+    filled:
+        Blocks of the store that had others, each with how many.
+    """
+
+    experts: NDArray[Any]
+    present: NDArray[np.bool_]
+    answered: int
+    filled: list[tuple[Name, int]]
+
+
 class RoutedExpertsRows:
     """Rows of one conversation, as they come.
 
-    What goes through all of them (`RoutedExpertsSettings.examined`, `assembled`) reads what nobody changes meanwhile,
-    so that a thread may do it. The rest belongs to the event loop, as the store does.
+    What goes through all of them (`examined`, `assembled`) changes nothing that others see, so that a thread may do it.
+    The rest belongs to the event loop, as the store does.
     """
 
     def __init__(self, settings: RoutedExpertsSettings, store: KnownRows | None = None) -> None:
@@ -116,37 +155,43 @@ class RoutedExpertsRows:
         self._settings, self._store = settings, store
         self._pieces: list[tuple[int, Examined]] = []
         self._end = 0
-        self._opening: tuple[int, Tokens] | None = None
+        self._opening: Opening | None = None
 
     def start(self, prompt_length: int) -> int:
         """First token of a prompt whose row is wanted. Every engine computes the last one, so that is the least."""
         last = prompt_length - 1
         return min(self._end, last) if self._settings.keep else last
 
-    def add(self, end: int, rows: NDArray[Any], *, opening: tuple[int, Tokens] | None = None) -> None:
+    def add(self, end: int, rows: NDArray[Any], *, opening: Opening | None = None) -> None:
         """Examine rows, and `take` them (ValueError: they are not of the model)."""
         if self.wants_rows:
-            self.take(end, self._settings.examined(rows), opening=opening)
+            self.take(end, self.examined(rows, opening))
 
-    @property
-    def wants_rows(self) -> bool:
-        """False where nobody wants to know."""
-        return self._settings.keep
-
-    def take(self, end: int, examined: Examined, *, opening: tuple[int, Tokens] | None = None) -> None:
-        """Rows of the tokens before token ``end``, in order.
+    def examined(self, rows: NDArray[Any], opening: Opening | None) -> Answered:
+        """What `take` is to be given (ValueError: they are not of the model).
 
         Parameters
         ----------
         opening:
             Salt and tokens of the first prompt, where rows begin with it and others may share them.
         """
-        self._pieces.append((end - len(examined.rows), examined))
+        examined = self._settings.examined(rows)
+        if opening is None or self._store is None or not self._settings.gaps:
+            return Answered(examined, None, [])
+        return Answered(examined, opening, self._store.blocks_of(*opening, *examined))
+
+    @property
+    def wants_rows(self) -> bool:
+        """False where nobody wants to know."""
+        return self._settings.keep
+
+    def take(self, end: int, answered: Answered) -> None:
+        """Rows of the tokens before token ``end``, in order."""
+        self._pieces.append((end - len(answered.examined.rows), answered.examined))
         self._end = end
-        if opening is not None and self._store is not None and self._settings.gaps:
-            self._opening = opening
-            salt, token_ids = opening
-            self._store.add(salt, token_ids, *examined)
+        if answered.opening is not None and self._store is not None:
+            self._opening = answered.opening
+            self._store.keep(answered.opening[0], answered.blocks)
 
     @property
     def nbytes(self) -> int:
@@ -158,8 +203,11 @@ class RoutedExpertsRows:
         assembled = self.assembled(tokens)
         return None if assembled is None else self.settled(assembled)
 
-    def assembled(self, tokens: int) -> Examined | None:
-        """What engines said of the first ``tokens`` tokens, one row a token; None where they said nothing."""
+    def assembled(self, tokens: int) -> Assembled | None:
+        """What engines said of the first ``tokens`` tokens, one row a token, and the store has of the opening.
+
+        None where engines said nothing.
+        """
         if not self._pieces:
             if self._store is not None and self._settings.keep:
                 self._store.counters.rows_unknown += tokens - 1
@@ -169,16 +217,20 @@ class RoutedExpertsRows:
         for start, (rows, known) in self._pieces:
             experts[start : start + len(rows)] = rows
             present[start : start + len(rows)] = known
-        return Examined(experts, present)
+        answered = int(present.sum())
+        filled = []
+        if self._store is not None and self._opening is not None:
+            filled = self._store.fill(*self._opening, experts, present)
+        return Assembled(experts, present, answered, filled)
 
-    def settled(self, assembled: Examined) -> RoutedExperts:
-        """The same with what the store has of the opening; sources are counted."""
-        experts, present = assembled
+    def settled(self, assembled: Assembled) -> RoutedExperts:
+        """The same; sources are counted, and the use of what others have said is noted."""
+        experts, present, answered, filled = assembled
         if self._store is not None:
-            answer = int(present.sum())
-            filled = 0 if self._opening is None else self._store.fill(*self._opening, experts, present)
+            self._store.used(name for name, _ in filled)
+            shared = sum(count for _, count in filled)
             counters = self._store.counters
-            counters.rows_answer += answer
-            counters.rows_shared_prefix += filled
-            counters.rows_unknown += len(present) - 1 - answer - filled
+            counters.rows_answer += answered
+            counters.rows_shared_prefix += shared
+            counters.rows_unknown += len(present) - 1 - answered - shared
         return RoutedExperts.of(experts, present.view(np.uint8))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from routed_rows_testing import LAYERS, POOLED, WIDTH, experts_of, rows_from
 
@@ -92,3 +93,24 @@ def test_rows_die_with_the_kv_that_they_describe() -> None:
     assert small.bytes == 2 * block
     assert rows_from(small, OPENING[:4], fetched=4).known[:4].all()
     assert not rows_from(small, OPENING[4:8], fetched=4).known[:4].any()
+
+
+def test_what_a_thread_has_prepared_is_kept_as_the_store_is_by_then() -> None:
+    """Two answers are gone through at once: the block of the first that arrives stays, and old salts are too late."""
+    store = store_of()
+    first, second = experts_of(OPENING), experts_of(OPENING, shift=1)
+    known = np.ones(len(OPENING), np.bool_)
+    early, late = (store.blocks_of(3, OPENING, rows, known) for rows in (first, second))
+    assert store.bytes == 0, "nothing is changed before the event loop says so"
+    store.keep(3, early)
+    store.keep(3, late)
+    assert [rows is None for _, rows in store.blocks_of(3, OPENING, first, known)] == [True, True]
+    wanted = np.zeros_like(first), np.zeros(len(OPENING), np.bool_)
+    filled = store.fill(3, OPENING, *wanted)
+    assert [count for _, count in filled] == [4, 4]
+    assert (wanted[0][:8] == first[:8]).all()
+    store.keep(5, [])
+    assert store.bytes == 0
+    store.keep(3, late)
+    assert store.bytes == 0
+    store.used(name for name, _ in filled)  # they have gone meanwhile
