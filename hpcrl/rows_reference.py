@@ -13,10 +13,12 @@ import hashlib
 
 import msgspec
 
-__all__ = ["FIELD", "PATH", "RowsReference", "decoded_base64", "digest_of"]
+__all__ = ["FIELD", "PATH", "UNWANTED", "RowsReference", "decoded_base64", "digest_of"]
 
 FIELD = "rows_by_reference"
 """Of a request: true."""
+UNWANTED = "rows_unwanted"
+"""Of a request beside `FIELD`: true where nobody will fetch them, so that the engine keeps none."""
 PATH = "/hpcrl/rows"
 """``GET``, with the name as the parameter ``name``; 404 where there are none. ``late=1``: they may come just now."""
 _PIECE = 1 << 18

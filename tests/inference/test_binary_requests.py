@@ -54,6 +54,17 @@ def test_answers_are_equal_in_every_bit(server: Server) -> None:
         assert one == other
 
 
+@pytest.mark.parametrize("accept", [MEDIA_TYPE, "application/json"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_rows_that_nobody_wants_are_not_sent(server: Server, accept: str, stream: bool) -> None:
+    """In frames, in text, and where they would stay at the engine."""
+    _, small = ask(server, frame(rows_by_reference=True, rows_unwanted=True, stream=stream), accept=accept)
+    _, large = ask(server, frame(rows_by_reference=True, stream=stream), accept=accept)
+    nothing = b"\xaerouted_experts\xc0" if accept == MEDIA_TYPE else b'"routed_experts":null'
+    assert small.count(nothing) == small.count(b"routed_experts") > 0
+    assert large.count(nothing) < large.count(b"routed_experts")
+
+
 def _without_names(answer: bytes, accept: str) -> Any:
     read = msgspec.msgpack.decode(answer[8:]) if accept == MEDIA_TYPE else json.loads(answer)
     return {name: value for name, value in read.items() if name not in ("request_id", "created")}

@@ -208,14 +208,18 @@ def test_binary_answers_say_what_answers_in_text_do(server: Server) -> None:
     with server.request("POST", GENERATE, body, {"accept": f"{MEDIA_TYPE}, application/json"}) as answer:
         assert answer.headers["content-type"] == kind
 
-    async def ask(interval: int | msgspec.UnsetType) -> Generation:
+    async def ask(interval: int | msgspec.UnsetType, *, rows: bool = True) -> Generation:
         params = SamplingParams(**sampling, stop_token_ids=[], stream_interval=interval)
         async with aiohttp.ClientSession() as session:
             client = EngineClient(session, name="engine-0", url=server.url)
-            return await client.generate(prompt, params, cache_salt="7", session_id="s", timeout_s=60.0)
+            return await client.generate(prompt, params, cache_salt="7", session_id="s", timeout_s=60.0, rows=rows)
 
     try:
         answers = [asyncio.run(ask(interval)) for interval in (msgspec.UNSET, 4)]
+        for interval in (msgspec.UNSET, 4):
+            without = asyncio.run(ask(interval, rows=False))
+            assert without.experts is None
+            assert without.token_ids.tolist() == text["token_ids"]
     finally:
         server.ok("/update_weight_version", {"new_version": before})
     for found in answers:

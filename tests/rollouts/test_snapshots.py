@@ -64,7 +64,7 @@ class Pool:
         return self
 
     async def generate(
-        self, session: Any, tokens: list[int], params: Any, *, cache_salt: Callable[[], Awaitable[str]]
+        self, session: Any, tokens: list[int], params: Any, *, cache_salt: Callable[[], Awaitable[str]], rows: bool
     ) -> Generation:
         version = int(await cache_salt())
         self.versions[session.index] = min(version, self.versions.get(session.index, version))

@@ -24,12 +24,13 @@ import msgspec
 
 from hpcrl.inference.kept_rows import KeptRows
 from hpcrl.inference.vllm.access import App, Message, Receive, RunAccess, Send
-from hpcrl.rows_reference import FIELD, PATH, decoded_base64, digest_of
+from hpcrl.rows_reference import FIELD, PATH, UNWANTED, decoded_base64, digest_of
 
 __all__ = ["RowsAside", "RunAccessBehindRouterWithRows", "RunAccessWithRows"]
 
 _GENERATE = "/inference/v1/generate"
-_FIELD = f'"{FIELD}"'.encode()
+_FIELD, _UNWANTED = f'"{FIELD}"'.encode(), f'"{UNWANTED}"'.encode()
+_LONGEST = max(len(_FIELD), len(_UNWANTED))
 _BEFORE = b'"routed_experts":"'
 _END_OF_EVENT = b"\n\n"
 _PIECE = 1 << 20
@@ -73,18 +74,19 @@ class RowsAside:
 
 
 class _Request:
-    """Hands a request on, and sees whether its sender fetches rows."""
+    """Hands a request on, and sees whether its sender fetches rows, or wants none."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive, self._tail = receive, b""
-        self.fetches = False
+        self.fetches = self.wants_none = False
 
     async def __call__(self) -> Message:
         message = await self._receive()
-        if message["type"] == "http.request" and not self.fetches:
+        if message["type"] == "http.request":
             seen = self._tail + message.get("body", b"")
-            self.fetches = _FIELD in seen
-            self._tail = seen[1 - len(_FIELD) :]
+            self.fetches = self.fetches or _FIELD in seen
+            self.wants_none = self.wants_none or _UNWANTED in seen
+            self._tail = seen[1 - _LONGEST :]
         return message
 
 
@@ -156,6 +158,9 @@ class _Answer:
         first = begin + len(_BEFORE)
         end = text.find(b'"', first)
         if end < 0:
+            return text
+        if self._request.wants_none:
+            text[first - 1 : end + 1] = b"null"
             return text
         base64 = bytes(memoryview(text)[first:end])
         try:

@@ -50,6 +50,7 @@ class _Request(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str
     stream: bool | msgspec.UnsetType = msgspec.UNSET
     rows_by_reference: bool | msgspec.UnsetType = msgspec.UNSET
+    rows_unwanted: bool | msgspec.UnsetType = msgspec.UNSET
 
 
 class _Paused(msgspec.Struct, frozen=True):
@@ -117,11 +118,14 @@ class EngineClient:
         session_id: str,
         timeout_s: float,
         on_part: OnPart = lambda tokens, logprobs, experts: None,
+        rows: bool = True,
     ) -> Generation:
         """Continue ``token_ids``. Cancelling the call closes the connection, and the engine aborts the request.
 
         Parameters
         ----------
+        rows:
+            Whether rows of experts are wanted where ``params`` ask for them.
         timeout_s:
             Longest time without an answer, or without the next part of it.
         on_part:
@@ -135,7 +139,9 @@ class EngineClient:
             An answer that training cannot use.
         """
         streams = params.stream_interval is not msgspec.UNSET
-        content_type, body = self._encoded(token_ids, params, cache_salt, streams=streams)
+        content_type, body = self._encoded(token_ids, params, cache_salt, streams=streams, rows=rows)
+        if not rows:  # nor looked for in the answer
+            params = msgspec.structs.replace(params, routed_experts_prompt_start=msgspec.UNSET)
         headers, path = {"content-type": content_type, "accept": self.accepts, "x-session-id": session_id}, _GENERATE
         timeout = aiohttp.ClientTimeout(**{"sock_read" if streams else "total": timeout_s})
         reader = AnswerReader(self.name, len(token_ids), params, on_part)
@@ -159,15 +165,17 @@ class EngineClient:
         return await _generation(reader, reader.last)
 
     def _encoded(
-        self, token_ids: PromptTokens, params: SamplingParams, cache_salt: str, *, streams: bool
+        self, token_ids: PromptTokens, params: SamplingParams, cache_salt: str, *, streams: bool, rows: bool
     ) -> tuple[str, bytes | bytearray]:
         """A request for tokens, and its content type."""
+        returned = params.routed_experts_prompt_start is not msgspec.UNSET
         request = _Request(
             token_ids=b"",
             sampling_params=params,
             cache_salt=cache_salt,
             stream=True if streams else msgspec.UNSET,
-            rows_by_reference=msgspec.UNSET if params.routed_experts_prompt_start is msgspec.UNSET else True,
+            rows_by_reference=True if returned else msgspec.UNSET,
+            rows_unwanted=True if returned and not rows else msgspec.UNSET,
         )
         if self._binary:
             return REQUEST_TYPE, encode_frame(msgspec.structs.replace(request, token_ids=binary_ids(token_ids)))

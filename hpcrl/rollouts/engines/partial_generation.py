@@ -31,10 +31,12 @@ class PartialGeneration:
     ----------
     tokens:
         Those that were kept of attempts that failed.
+    wants_rows:
+        Whether rows of experts are wanted, where the parameters ask for them.
     """
 
-    def __init__(self, prompt: PromptTokens, params: SamplingParams) -> None:
-        self._prompt, self._params = prompt, params
+    def __init__(self, prompt: PromptTokens, params: SamplingParams, *, rows: bool = True) -> None:
+        self._prompt, self._params, self.wants_rows = prompt, params, rows
         self.tokens = TokenSequence()
         self._kept: list[Rows] = []
         self._part = TokenSequence()

@@ -169,7 +169,13 @@ class EnginePool:
                 return engine
 
     async def generate(
-        self, session: EngineSession, token_ids: PromptTokens, params: SamplingParams, *, cache_salt: CacheSalt
+        self,
+        session: EngineSession,
+        token_ids: PromptTokens,
+        params: SamplingParams,
+        *,
+        cache_salt: CacheSalt,
+        rows: bool = True,
     ) -> Generation:
         """Generate on the session's engine; after a failure again, with a growing pause, and elsewhere if possible.
 
@@ -180,13 +186,15 @@ class EnginePool:
         ----------
         cache_salt:
             Says for each attempt under which salt its engine may cache.
+        rows:
+            Whether rows of experts are wanted where ``params`` ask for them.
 
         Raises
         ------
         EngineError
             The last failure, where the request was refused or there are no attempts left.
         """
-        partial, attempt = PartialGeneration(token_ids, params), 0
+        partial, attempt = PartialGeneration(token_ids, params, rows=rows), 0
         while True:
             await self.settle(session)
             salt = await cache_salt()
@@ -222,7 +230,13 @@ class EnginePool:
     async def _ask(self, engine: Engine, partial: PartialGeneration, salt: str, key: str) -> Generation:
         token_ids, params = partial.request(lambda: engine.version)
         return await engine.client.generate(
-            token_ids, params, cache_salt=salt, session_id=key, timeout_s=self._timeout_s, on_part=partial.receive
+            token_ids,
+            params,
+            cache_salt=salt,
+            session_id=key,
+            timeout_s=self._timeout_s,
+            on_part=partial.receive,
+            rows=partial.wants_rows,
         )
 
     def _behind(self, engine: Engine) -> list[Engine]:

@@ -87,13 +87,20 @@ class ReplicaClient(EngineClient):
         session_id: str,
         timeout_s: float,
         on_part: OnPart = lambda tokens, logprobs, experts: None,
+        rows: bool = True,
     ) -> Generation:
         """See `EngineClient.generate`; a new session goes to the server with the least to do."""
         rank = self._rank_of(session_id)
         self._in_flight[rank] += 1
         try:
             return await self._servers[rank].generate(
-                token_ids, params, cache_salt=cache_salt, session_id=session_id, timeout_s=timeout_s, on_part=on_part
+                token_ids,
+                params,
+                cache_salt=cache_salt,
+                session_id=session_id,
+                timeout_s=timeout_s,
+                on_part=on_part,
+                rows=rows,
             )
         finally:
             self._in_flight[rank] -= 1

@@ -168,7 +168,11 @@ class Conversation:
         )
         asked_s = time.monotonic()
         answer = await self._sampler.pool.generate(
-            self._session, self._tokens.encoded, params, cache_salt=self._cache_salt
+            self._session,
+            self._tokens.encoded,
+            params,
+            cache_salt=self._cache_salt,
+            rows=self._routes is None or self._routes.wants_rows,
         )
         now = time.monotonic()
         times = round(asked_s - self._replied_s, 6), round(now - asked_s, 6)

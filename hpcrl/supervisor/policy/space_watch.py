@@ -38,8 +38,8 @@ _SHORTLY_S = 60.0
 """What ends so soon after there was no space ended by that."""
 _NO_SPACE = tuple(f"[Errno {number}]" for number in (errno.ENOSPC, errno.EDQUOT))
 _FOLLOWS = frozenset(
-    {CauseKind.ERROR, CauseKind.EXIT, CauseKind.EARLY_EXIT, CauseKind.SPAWN, CauseKind.START_TIMEOUT}
-    | {CauseKind.HUNG, CauseKind.STALE, CauseKind.SUPERVISOR_ERROR}
+    {CauseKind.ERROR, CauseKind.EXIT, CauseKind.EARLY_EXIT, CauseKind.SPAWN, CauseKind.NO_STEP}
+    | {CauseKind.START_TIMEOUT, CauseKind.HUNG, CauseKind.STALE, CauseKind.SUPERVISOR_ERROR}
 )
 """Ends that a full disk brings about."""
 

@@ -14,7 +14,7 @@ from hpcrl.inference import kept_rows
 from hpcrl.inference.kept_rows import KeptRows
 from hpcrl.inference.vllm import rows_aside
 from hpcrl.inference.vllm.rows_aside import RowsAside
-from hpcrl.rows_reference import FIELD, PATH, RowsReference, digest_of
+from hpcrl.rows_reference import FIELD, PATH, UNWANTED, RowsReference, digest_of
 
 ROWS = bytes(range(256)) * 17
 TEXT = base64.b64encode(ROWS).decode()
@@ -102,6 +102,22 @@ async def test_rows_stay_behind_and_are_given_once(monkeypatch: pytest.MonkeyPat
     assert await fetched(layer, "b/0") == (404, b"")
     assert await fetched(layer, "a/0") == (200, ROWS)
     assert await fetched(layer, "a/0") == (404, b"")
+
+
+@pytest.mark.parametrize("piece", [1, 7, 1000])
+async def test_rows_that_nobody_wants_are_not_kept(piece: int) -> None:
+    """Whole or in parts, and however the request is cut on its way."""
+    request = json.dumps({"token_ids": [1], FIELD: True, UNWANTED: True}).encode()
+    whole = RowsAside(Server(answer_with(TEXT, finish_reason="length")))
+    assert await ask(whole, request_id="a", request=request, piece=piece) == (
+        200,
+        answer_with(None, finish_reason="length"),
+    )
+    events = [b"data: " + answer_with(rows) + b"\n\n" for rows in (TEXT, None)]
+    parts = RowsAside(Server(events[0] * 2, kind="text/event-stream"))
+    assert await ask(parts, request_id="a", request=request, piece=piece) == (200, events[1] * 2)
+    for layer in (whole, parts):
+        assert [await fetched(layer, f"a/{number}") for number in range(2)] == [(404, b"")] * 2
 
 
 async def test_requests_without_a_name_get_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -274,6 +274,14 @@ async def test_who_does_not_keep_rows_asks_for_as_few_as_possible(bench: Bench) 
     rollout = await bench.two_turns(SETTINGS.unkept())
     assert rollout.routed_experts is None
     assert bench.starts == [len(request["token_ids"]) - 1 for request in bench.stub.requests]
+    # and engines that can leave them out are told to
+    assert [request["rows_unwanted"] for request in bench.stub.requests] == [True, True]
+
+
+async def test_who_keeps_rows_does_not_say_that_they_are_unwanted(bench: Bench) -> None:
+    rollout = await bench.two_turns(SETTINGS)
+    assert rollout.routed_experts is not None
+    assert not any("rows_unwanted" in request for request in bench.stub.requests)
 
 
 async def test_without_the_setting_nothing_is_asked_for(bench: Bench) -> None:

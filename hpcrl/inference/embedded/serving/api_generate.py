@@ -117,6 +117,8 @@ class GenerateApi:
             framed = takes_frames(http) and not transfer.do_remote_decode
             aside = request.rows_by_reference and not transfer.do_remote_decode
             columns = _binary_columns if framed else self._columns_aside(http) if aside else _text_columns
+            if request.rows_unwanted:
+                columns = _without_rows(columns)
             if request.stream:
                 chunks = self._chunks(request, name, generation, columns)
                 return await (send_frames if framed else send_events)(http, chunks)
@@ -217,6 +219,11 @@ def _handover(http: web.Request, transfer: KvTransferParams) -> KvTransferParams
         return None
     host, port = http.transport.get_extra_info("sockname")[:2]
     return KvTransferParams(do_remote_prefill=True, remote_host=host, remote_port=port)
+
+
+def _without_rows(columns: _Columns) -> _Columns:
+    """The same of outputs whose rows nobody wants."""
+    return lambda output, logprobs: columns(replace(output, routed_experts=None), logprobs)
 
 
 def _text_columns(output: Output, logprobs: int | None) -> dict[str, Any]:

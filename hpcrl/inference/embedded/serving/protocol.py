@@ -120,6 +120,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     kv_transfer_params: KvTransferParams | None = None
     # whether rows of experts stay here until they are fetched (`hpcrl.rows_reference`)
     rows_by_reference: bool = False
+    rows_unwanted: bool = False
     # known to vLLM, not to this engine
     output_mode: str = "tokens"
     features: dict[str, Any] | None = None
