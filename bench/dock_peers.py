@@ -92,7 +92,7 @@ def fetched(rounds: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=2, help="of which the best counts")
+    parser.add_argument("--rounds", type=int, default=3, help="of which the best counts")
     parser.add_argument("--transfer-queue", metavar="PYTHON", help="interpreter of an environment that has it")
     parser.add_argument("--shared-fetch", action="store_true", help="only that part, and write nothing")
     arguments = parser.parse_args()
