@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 
 from hpcrl.config.load import load_cluster, load_recipe
+from hpcrl.config.plan import Role
 from hpcrl.config.recipe import Recipe
 from hpcrl.models.known import load_facts
 from hpcrl.planning.calibration.file import load_calibration
+from hpcrl.planning.ledger import GIB
+from hpcrl.planning.memory.remedies import why_not
 from hpcrl.planning.report import find_facts, make_outlook
 from hpcrl.planning.routes import may_fly, token_routes_bytes
 from hpcrl.rollouts.sampling.routed_experts import RoutedExpertsSettings
@@ -62,3 +65,23 @@ def test_plan_and_simulation_have_no_more_in_flight() -> None:
     durations = durations_from_plan(strict, cluster, calibration)
     assert make_scenario(strict, cluster, durations, days=0.01).size.max_in_flight == places
     assert make_scenario(loose, cluster, durations, days=0.01).size.max_in_flight == loose.rollouts.max_in_flight
+
+
+def test_the_reference_run_with_replay_fits_with_room_for_fewer_rows() -> None:
+    """As its recipe says: not as it is, and with a limit that holds no rollout back; a hint names such a limit."""
+    cluster = load_cluster("h200-28").value
+    replay = ("trainer.router_replay=true",)
+    recipe = load_recipe("glm5_swe", replay).value
+    (short,) = why_not(recipe, cluster, load_facts(recipe.model.path))
+    assert (short.place.role, short.place.kind) == (Role.TRAINER, "host")
+    assert round(short.missing / GIB) == 130
+    (knob,) = [knob for knob in short.knobs if knob.changes[0][0] == "rollouts.routes_in_flight_gib"]
+    held_by = []
+    for limit in (knob.changes[0][1], 300.0):
+        bounded = load_recipe("glm5_swe", (*replay, f"rollouts.routes_in_flight_gib={limit}")).value
+        outlook = make_outlook(bounded, cluster, load_calibration(None), find_facts(bounded))
+        assert outlook.memory is not None
+        assert not outlook.memory.short
+        assert outlook.loop is not None
+        held_by.append(outlook.loop.in_flight_limit)
+    assert held_by == ["rollouts.routes_in_flight_gib", "max_off_policy_steps"]

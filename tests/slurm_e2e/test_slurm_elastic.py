@@ -164,15 +164,17 @@ def test_trainer_node_down_goes_on_with_the_same_engine_jobs(running: RunDir, sh
     node = next(c.nodes[0] for c in status.components if c.role == "trainer")
     shared_lab.cluster.kill_node(node)
     try:
-        # where Slurm gives the requeued job nodes and then no step on them, one more follows
         wait_for(lambda: status_of(running)["attempt"] >= attempt, 90.0, "next attempt")
-        shared_lab.wait_state(running, ["RUNNING"], 90)
+        after = shared_lab.wait_state(running, ["RUNNING"], 90)["attempt"]
         ready(running, 2)
     finally:
         shared_lab.cluster.revive_node(node)
     assert {replica: c["job"]["job_id"] for replica, c in engines(running).items()} == jobs
     assert events(running, "trainer.restored", since_s=fault_s)[0].data["step"] >= 4
-    wait_for(lambda: [r for r in read_metrics(running) if r.attempt >= attempt], 60.0, "step of the next attempt")
+    # for each allocation in which Slurm made no step (`test_slurm_requeue.py`) one more, and no other
+    ended = [event.data for event in events(running, "run.state", since_s=fault_s) if event.data["state"] == "REQUEUED"]
+    assert [data["cause_kind"] for data in ended] == ["no_step"] * (after - attempt)
+    wait_for(lambda: [r for r in read_metrics(running) if r.attempt == after], 60.0, "step of the next attempt")
 
 
 def test_killed_supervisor_ends_all_jobs(running: RunDir, shared_lab: SlurmLab) -> None:

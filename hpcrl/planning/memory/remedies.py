@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from hpcrl.jobplan.layout import demands
 from hpcrl.models.facts import ModelFacts
 from hpcrl.planning.ledger import GIB
 from hpcrl.planning.memory.fit import MemoryReport, RoleMemory, memory_report
+from hpcrl.planning.routes import may_fly, rollout_routes_bytes
 
 __all__ = ["Knob", "Shortage", "why_not"]
 
@@ -184,12 +186,18 @@ def _more_nodes(count: int) -> str:
     return f"{count} more {'node' if count == 1 else 'nodes'}"
 
 
-def _trainer_host(recipe: Recipe, cluster: ClusterProfile, _: ModelFacts) -> Iterator[tuple[Changes, str]]:
+def _trainer_host(recipe: Recipe, cluster: ClusterProfile, facts: ModelFacts) -> Iterator[tuple[Changes, str]]:
     memory = recipe.trainer.memory
     if recipe.handoff.delta_chain:
         yield (("handoff.delta_chain", 0),), "full versions only"
     if recipe.checkpoint.mode == "async":
         yield (("checkpoint.mode", "sync"),), "the trainer waits until a checkpoint is written"
+    if recipe.returns_routed_experts and (one := rollout_routes_bytes(recipe, facts)):
+        now = may_fly(recipe, facts)[0]
+        for flying in (3 * now // 4, now // 2, now // 4):
+            if flying >= recipe.rollouts.rollouts_per_step:
+                limit = float(math.ceil(flying * one / GIB))
+                yield (("rollouts.routes_in_flight_gib", limit),), f"at most {flying:,} rollouts at once"
     half = max(recipe.rollouts.rollouts_per_step, recipe.rollouts.max_in_flight // 2)
     if half < recipe.rollouts.max_in_flight:
         yield (("rollouts.max_in_flight", half),), "fewer rollouts at once"
