@@ -5,10 +5,9 @@ from __future__ import annotations
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.rollouts import PAYLOAD_COPIES
 from hpcrl.models.facts import ModelFacts
+from hpcrl.planning.ledger import GIB
 
 __all__ = ["may_fly", "rollout_routes_bytes", "token_routes_bytes"]
-
-_GIB = 1 << 30
 
 
 def token_routes_bytes(facts: ModelFacts) -> int:
@@ -34,7 +33,7 @@ def may_fly(recipe: Recipe, facts: ModelFacts) -> tuple[int, str]:
     flying, limit = recipe.rollouts.max_in_flight, recipe.rollouts.routes_in_flight_gib
     if limit is not None and recipe.returns_routed_experts and (one := rollout_routes_bytes(recipe, facts)):
         # as the orchestrator does (`hpcrl.rollouts.sampling.routes_room`): whole groups begin, one always
-        places = max(1, round(limit * _GIB) // one, recipe.rollouts.group_size)
+        places = max(1, round(limit * GIB) // one, recipe.rollouts.group_size)
         if places < flying:
             return places, "rollouts.routes_in_flight_gib"
     return flying, "max_in_flight"

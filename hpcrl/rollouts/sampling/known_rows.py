@@ -69,8 +69,12 @@ class KnownRows:
         keep = recipe.rollouts.max_off_policy_steps
         return cls(counters, block=recipe.engine.block_size, limit_bytes=limit, keep_versions=keep)
 
-    def add(self, salt: int, token_ids: Tokens, rows: NDArray[np.unsignedinteger], known: NDArray[np.bool_]) -> None:
-        """Keep whole blocks of an opening.
+    def blocks_of(
+        self, salt: int, token_ids: Tokens, rows: NDArray[np.unsignedinteger], known: NDArray[np.bool_]
+    ) -> list[Block]:
+        """Whole blocks of an opening, for `keep`; nothing is changed, so that a thread may do it.
+
+        Of a block that the store has already, or of which rows are unknown, only the name.
 
         Parameters
         ----------
@@ -80,15 +84,6 @@ class KnownRows:
             The opening.
         rows, known:
             ``[T, layers, experts_per_token]`` and ``[T]``, from its first token on; ``T`` may be less than its length.
-        """
-        self.keep(salt, self.blocks_of(salt, token_ids, rows, known))
-
-    def blocks_of(
-        self, salt: int, token_ids: Tokens, rows: NDArray[np.unsignedinteger], known: NDArray[np.bool_]
-    ) -> list[Block]:
-        """What `keep` is to be given, as `add` has it: the work of `add`, which changes nothing and may be a thread's.
-
-        Of a block that the store has already, or of which rows are unknown, only the name.
         """
         found: list[Block] = []
         if salt < self._newest - self._keep:
@@ -121,7 +116,7 @@ class KnownRows:
     ) -> list[tuple[Name, int]]:
         """Put rows in where none are known, in place: names of the blocks that had some, each with how many.
 
-        Arrays are as in `add`, and of any length. The store is not changed, so that this, too, may be a thread's;
+        Arrays are as in `blocks_of`, and of any length. The store is not changed, so that this, too, may be a thread's;
         `used` is for the event loop.
         """
         filled = []

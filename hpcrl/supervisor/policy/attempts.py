@@ -79,13 +79,18 @@ def _savers(run: RunDir) -> set[int]:
     return {saved.attempt for saved in read_saved(run.checkpoints_dir)}
 
 
+def _last_before(run: RunDir) -> int:
+    """The last attempt before the last submit or resume; 0 where there was none."""
+    submissions = RunRecord.read(run).submissions
+    return submissions[-1].after_attempt if submissions else 0
+
+
 def exhausted(run: RunDir, plan: Plan, attempt: int) -> str:
     """Why this attempt should not be made; empty where it should.
 
     Only attempts since the last submit or resume count: a person who resumes knows why.
     """
-    submissions = RunRecord.read(run).submissions
-    first = (submissions[-1].after_attempt if submissions else 0) + 1
+    first = _last_before(run) + 1
     policy = plan.attempts
     if not policy.requeue and not policy.retries:
         return ""
@@ -104,9 +109,7 @@ def exhausted(run: RunDir, plan: Plan, attempt: int) -> str:
 
 def has_trained(run: RunDir) -> bool:
     """Whether an attempt since the last submit or resume has saved a joint checkpoint: what is run works here."""
-    submissions = RunRecord.read(run).submissions
-    after = submissions[-1].after_attempt if submissions else 0
-    return any(attempt > after for attempt in _savers(run))
+    return max(_savers(run), default=0) > _last_before(run)
 
 
 def may_retry(run: RunDir, plan: Plan, *, began_at: int | None) -> bool:
@@ -123,8 +126,7 @@ def may_retry(run: RunDir, plan: Plan, *, began_at: int | None) -> bool:
     # below the newest one, where that was damaged, or somebody asked for an earlier start
     if not further and (run.attempts() or [0])[-1] not in _savers(run):
         return False
-    submissions = RunRecord.read(run).submissions
-    after = submissions[-1].after_attempt if submissions else 0
+    after = _last_before(run)
     used = sum(event.attempt > after for event in read_events(run, kind="attempt.retried"))
     return used < plan.attempts.retries
 
