@@ -98,6 +98,7 @@ class UnneededColumns:
 def _in_own_thread(action: Callable[[], T], name: str) -> asyncio.Future[T]:
     """What ``action`` returns. Those threads that an event loop shares are waited for when it ends; this one is not."""
     done: Future[T] = Future()
+    done.set_running_or_notify_cancel()  # the thread goes on where nobody waits for it any more
 
     def run() -> None:
         try:

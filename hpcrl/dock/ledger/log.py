@@ -140,6 +140,8 @@ class RolloutLog:
         os.close(self._fd)
 
     def _put(self, job: _Job) -> Future[Entry]:
+        # nobody can cancel it: the thread that writes would take that for a hole
+        job.done.set_running_or_notify_cancel()
         with self._lock:
             error = OSError("the ledger of rollouts is closed") if self._closed else self._error
             if error is None:

@@ -116,6 +116,14 @@ def test_what_is_appended_after_the_end_fails_at_once(tmp_path: Path) -> None:
     assert [entry.group for entry in read_entries(log.ledger_dir) if isinstance(entry, Finished)] == [0]
 
 
+def test_who_does_not_wait_any_more_leaves_no_hole(tmp_path: Path) -> None:
+    log = open_log(tmp_path)
+    writing = [keep(log, group, 0) for group in range(20)]
+    assert not any(one.cancel() for one in writing)
+    assert [one.result(10.0).group for one in writing] == list(range(20))
+    log.close()
+
+
 def test_files_of_columns_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = open_log(tmp_path)
     log._payload._file_bytes = 3000

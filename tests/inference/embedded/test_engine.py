@@ -114,6 +114,18 @@ def check_outputs(model: Decoder, prompts: list[list[int]], outputs: list[Output
         assert (output.routed_experts == experts[:-1]).all()
 
 
+def test_what_nobody_waits_for_any_more_is_done_all_the_same(start: StartEngine) -> None:
+    """As when the connection of a call ends before the model thread has come to it."""
+    engine, busy, done = start().engine, threading.Event(), threading.Event()
+    first = engine.call(busy.wait)
+    calls = [engine.call(done.set), engine.pause("keep", clear_cache=False), engine.resume()]
+    assert not any(call.cancel() for call in calls)
+    busy.set()
+    assert first.result(5.0)
+    assert engine.call(done.is_set).result(5.0)
+    assert engine.failure is None
+
+
 def test_log_probabilities_and_routes_are_those_of_the_plain_forward_pass(
     start: StartEngine, tiny: tuple[Path, Decoder]
 ) -> None:

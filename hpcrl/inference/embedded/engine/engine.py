@@ -121,8 +121,8 @@ class Engine:
             self._thread.join(timeout_s)
 
     def call(self, function: Callable[[], T]) -> Future[T]:
-        """Run a function on the model thread between two steps."""
-        future: Future[T] = Future()
+        """Run a function on the model thread between two steps; it runs, too, where nobody waits for it any more."""
+        future: Future[T] = _promise()
 
         def command() -> None:
             try:
@@ -155,7 +155,7 @@ class Engine:
             again after the pause, with the weights of then. To keep KV across new weights, say no.
         """
         assert mode in PAUSE_MODES
-        future: Future[None] = Future()
+        future: Future[None] = _promise()
 
         def command() -> None:
             self._paused = mode
@@ -389,3 +389,10 @@ class Engine:
                     self._pool.reset()
                 future.set_result(None)
             self._draining.clear()
+
+
+def _promise() -> Future[T]:
+    """A future that its reader cannot cancel: what is asked for is done, and the model thread only has to say so."""
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()
+    return future
