@@ -53,6 +53,7 @@ from hpcrl.rollouts.weights.turns import TurnUpdater
 from hpcrl.runs.clocks import own_node
 from hpcrl.runs.refusals import gate_of
 from hpcrl.runs.role import Complaint, Endpoints, Member, RoleContext
+from hpcrl.runs.status import RunStatus
 
 __all__ = ["Orchestrator"]
 
@@ -187,7 +188,13 @@ class Orchestrator:
         self._pool = make_pool(
             [make_client(member) for member in members] + sides,
             router,
-            routed=partial(DisaggregatedPool, restart_router=partial(self._want_anew, "router", 0)) if sides else None,
+            routed=partial(
+                DisaggregatedPool,
+                restart_router=partial(self._want_anew, "router", 0),
+                router_ready_s=partial(RunStatus.ready_since, run, self._context.attempt, "router", 0),
+            )
+            if sides
+            else None,
             events=self._events,
             counters=self._counters,
             request_timeout_s=config.request_timeout_s,

@@ -229,6 +229,19 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
         except FileNotFoundError:
             return None
 
+    @classmethod
+    def ready_since(cls, run: RunDir, attempt: int, role: str, replica: int) -> float | None:
+        """Since when the present process of a replica is ready, in seconds since the epoch: another time, another
+        process. None where it is not, and where that cannot be read now."""
+        try:
+            status = cls.read(run)
+        except OSError:
+            return None
+        if status is None or status.attempt != attempt:
+            return None
+        named = (c for c in status.components if (c.role, c.replica) == (role, replica))
+        return next((c.ready_at_s for c in named if c.state is ComponentState.READY), None)
+
     def supervisor_alive(self, now_s: float) -> bool:
         """Whether the supervisor still runs; seen from another machine, whether its heartbeat is fresh."""
         alive = self.supervisor.alive()

@@ -89,6 +89,7 @@ def follow_rollouts(
                 [EngineClient(session, name=f"{side}-0", url=urls[side]) for side in ("prefill", "decode")],
                 router=RouterClient(session, name="router", url=urls["router"]),
                 restart_router=pytest.fail,
+                router_ready_s=lambda: 0.0,
                 events=events,
                 counters=store.counters,
                 request_timeout_s=300.0,

@@ -16,6 +16,7 @@ started anew, the router must be as well.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import re
 import time
@@ -56,6 +57,9 @@ class DisaggregatedPool(RoutedPool):
         As for `RoutedPool`; names of engines begin with their side.
     restart_router:
         Asks for a new router, with the reason.
+    router_ready_s:
+        Since when the router's process is ready, as its supervisor says; None where it does not. Another one may be
+        there within the time between two looks at it, so that it need not have been away.
     """
 
     def __init__(
@@ -63,12 +67,14 @@ class DisaggregatedPool(RoutedPool):
         clients: Sequence[EngineClient],
         *,
         restart_router: Callable[[str], None],
+        router_ready_s: Callable[[], float | None],
         **settings: Unpack[RoutedPoolSettings],
     ) -> None:
         super().__init__(clients, **settings)
-        self._restart_router = restart_router
+        self._restart_router, self._router_ready_s = restart_router, router_ready_s
         self._renewed: set[str] = set()
-        self._awaited_s: float | None = None
+        self._wrong_since: float | None = None
+        self._outdated: float | None = None
         self._told = False
 
     async def lose(self, engine: Engine, why: str) -> None:
@@ -83,17 +89,22 @@ class DisaggregatedPool(RoutedPool):
 
     async def _ask(self, engine: Engine, partial: PartialGeneration, salt: str, key: str) -> Generation:
         generation = await super()._ask(engine, partial, salt, key)
-        experts = generation.experts
-        if experts is None:
+        wanted = partial.wanted_rows(len(generation.token_ids))
+        if not wanted:
             return generation
-        unknown = await beside_loop(lambda: _unknown(experts), experts.nbytes)
+        experts, unknown = generation.experts, np.arange(wanted)
+        if experts is not None:
+            unknown = await beside_loop(functools.partial(_unknown, experts), experts.nbytes)
         if unknown.size == 0:
             return generation
         rows = await self._prompt_rows(generation.request_id)
         if rows is None:
             return generation
+        if experts is None:
+            # decode's own could not be fetched, and are gone with it as they would be without the prompt's
+            experts = np.zeros((wanted, *rows.shape[1:]), rows.dtype)
         filled = await asyncio.to_thread(_filled, experts, unknown, rows)
-        left = await beside_loop(lambda: _unknown(filled), filled.nbytes)
+        left = await beside_loop(functools.partial(_unknown, filled), filled.nbytes)
         self._counters.rows_prefill += int(unknown.size - left.size)
         return msgspec.structs.replace(generation, experts=filled)
 
@@ -120,17 +131,17 @@ class DisaggregatedPool(RoutedPool):
 
     async def _reconcile(self) -> bool:
         """Whether the router may be used has changed (EngineError where it does not answer)."""
-        try:
-            known = await self._router.workers(timeout_s=_ADMIN_S)
-        except EngineError:
-            self._awaited_s = None  # the next one is another
-            raise
-        complete = all(engine.serving for engine in self.engines)
-        routed = set(self.engines) if complete and self._router_is_right() else set()
+        known = await self._router.workers(timeout_s=_ADMIN_S)
+        right = self._complete() and await self._router_is_right()
+        # one may have gone away, and be back, while that was read
+        routed = set(self.engines) if right and self._complete() and not self._renewed else set()
         changed = routed != self._routed
         self._use(routed)
         self._note_loads(known)
         return changed
+
+    def _complete(self) -> bool:
+        return all(engine.serving for engine in self.engines)
 
     def _use(self, routed: set[Engine]) -> None:
         """The router's engines, all of them or none, and what is new about that."""
@@ -140,7 +151,7 @@ class DisaggregatedPool(RoutedPool):
             self._events.emit("router.engine_added", engine=engine.name)
         self._routed = routed
 
-    def _router_is_right(self) -> bool:
+    async def _router_is_right(self) -> bool:
         """Whether it knows the prefill engines as they are now.
 
         Raises
@@ -148,16 +159,22 @@ class DisaggregatedPool(RoutedPool):
         DeadlineError
             It was to be started again, and was not.
         """
-        if self._awaited_s is not None:
-            if time.monotonic() - self._awaited_s > _RESTART_S:
-                raise DeadlineError(f"the router was not started again within {_RESTART_S:g} s")
-            return False
-        if not self._renewed:
+        if self._outdated is None and not self._renewed:
             return True
-        names = ", ".join(sorted(self._renewed))
-        self._restart_router(f"it knows {names} from before it was started anew")
-        self._renewed.clear()
-        self._awaited_s = time.monotonic()
+        ready_s = await asyncio.to_thread(self._router_ready_s)
+        if self._outdated is not None and ready_s not in (None, self._outdated):
+            self._outdated = self._wrong_since = None
+            if not self._renewed:
+                return True
+        if self._outdated is None and ready_s is not None:
+            names = ", ".join(sorted(self._renewed))
+            self._renewed.clear()
+            self._outdated = ready_s
+            self._restart_router(f"it knows {names} from before it was started anew")
+        now = time.monotonic()
+        self._wrong_since = self._wrong_since or now
+        if now - self._wrong_since > _RESTART_S:
+            raise DeadlineError(f"the router was not started again within {_RESTART_S:g} s")
         return False
 
 

@@ -71,6 +71,13 @@ class PartialGeneration:
             return self._prompt.followed_by(token_ids), params
         return [*self._prompt, *token_ids], params
 
+    def wanted_rows(self, sampled: int) -> int:
+        """How many rows of experts the attempt has asked for, with an answer of ``sampled`` tokens; 0: none."""
+        start = self._next_row()
+        if not self.wants_rows or start is msgspec.UNSET:
+            return 0
+        return len(self._prompt) + len(self.tokens) + sampled - 1 - start
+
     def receive(self, token_ids: NDArray[np.int32], logprobs: NDArray[np.float32], experts: Rows | None = None) -> None:
         """Tokens that arrived before the end of the answer, and rows of experts where they came along."""
         self._part.append_sampled(token_ids, logprobs, self._version)

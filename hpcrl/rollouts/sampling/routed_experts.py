@@ -186,9 +186,14 @@ class RoutedExpertsRows:
         return self._settings.keep
 
     def take(self, end: int, answered: Answered) -> None:
-        """Rows of the tokens before token ``end``, in order."""
-        self._pieces.append((end - len(answered.examined.rows), answered.examined))
-        self._end = end
+        """Rows of the tokens before token ``end``, in order.
+
+        Where an answer's last ones are unknown, which every engine computes itself, it has lost them: the next turn
+        asks for them again, of whoever computes these tokens anew.
+        """
+        start = end - len(answered.examined.rows)
+        self._pieces.append((start, answered.examined))
+        self._end = start + _known_until(answered.examined.known)
         if answered.opening is not None and self._store is not None:
             self._opening = answered.opening
             self._store.keep(answered.opening[0], answered.blocks)
@@ -234,3 +239,8 @@ class RoutedExpertsRows:
             counters.rows_shared_prefix += shared
             counters.rows_unknown += len(present) - 1 - answered - shared
         return RoutedExperts.of(experts, present.view(np.uint8))
+
+
+def _known_until(known: NDArray[np.bool_]) -> int:
+    """How many rows there are up to the last known one."""
+    return len(known) - int(known[::-1].argmax()) if known.any() else 0

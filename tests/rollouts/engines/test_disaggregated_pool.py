@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,11 +16,14 @@ from patience import patience
 from real_router import Router
 from stub_engine import StubEngine
 
+from hpcrl.errors import DeadlineError
 from hpcrl.inference.vllm.front import engine_flags
 from hpcrl.rollouts.engines import client as engine_client
+from hpcrl.rollouts.engines import disaggregated_pool, routed_pool
 from hpcrl.rollouts.engines import pool as engine_pool
-from hpcrl.rollouts.engines import routed_pool
+from hpcrl.rollouts.engines.router_client import RouterClient, Worker
 from hpcrl.runs.role import Complaint
+from hpcrl.runs.status import ComponentState, ComponentStatus, ProcessId, RunState, RunStatus
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -45,9 +50,27 @@ async def sided(
     try:
         run = make_run(path, **changes)
         async with running(run, prefill, decode, router=router.url, roles=("prefill", "decode")) as loop:
+            supervised(loop, 1.0)
             yield loop, router
     finally:
         router.kill()
+
+
+def supervised(loop: Loop, ready_s: float | None) -> None:
+    """What the supervisor says of the router; None: it is being started."""
+    state = ComponentState.STARTING if ready_s is None else ComponentState.READY
+    component = ComponentStatus(role="router", replica=0, state=state, ready_at_s=ready_s)
+    own = ProcessId.of(os.getpid())
+    assert own is not None
+    RunStatus(
+        run_id="r",
+        attempt=loop.attempt,
+        state=RunState.RUNNING,
+        supervisor=own,
+        started_at_s=0.0,
+        heartbeat_s=0.0,
+        components=[component],
+    ).write(loop.run)
 
 
 def kinds(loop: Loop, kind: str) -> list[str]:
@@ -117,12 +140,71 @@ async def test_after_a_prefill_engine_was_started_anew_so_is_the_router(tmp_path
         await loop.until(lambda: [c for c in complaints() if c.role == "router"], 20.0)
         assert not batch.done()
         assert not prefill.requests
-        router.kill()
+        # it is away for a while: what answers again may be the same one
+        assert router.process is not None
+        router.process.send_signal(signal.SIGSTOP)
         await loop.until(lambda: kinds(loop, "router.away"))
+        router.process.send_signal(signal.SIGCONT)
+        await loop.until(lambda: kinds(loop, "router.back"))
+        await asyncio.sleep(0.3)
+        assert not batch.done()
+        assert not prefill.requests
+        router.kill()
+        supervised(loop, None)
         await asyncio.to_thread(router.start)
+        supervised(loop, 2.0)
         await asyncio.wait_for(batch, 30.0)
+        assert len(complaints()) == 1
         assert "initial" not in {request["served"] for request in (*prefill.requests, *decode.requests)}
         assert dropped(loop) == 0
+
+
+async def test_a_router_that_was_started_anew_between_two_looks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody has seen that it was away."""
+    prefill, decode = StubEngine(), StubEngine()
+    async with sided(tmp_path, prefill, decode) as (loop, router):
+        await loop.train(1, 2)
+        await prefill.stop()
+        batch = asyncio.create_task(loop.train(3, 9))
+        await loop.until(lambda: "prefill-0" in kinds(loop, "engine.away"))
+        look = RouterClient.workers
+
+        async def look_later(client: RouterClient, *, timeout_s: float) -> dict[str, Worker]:
+            await unseen.wait()
+            return await look(client, timeout_s=timeout_s)
+
+        unseen = asyncio.Event()
+        unseen.set()
+        await prefill.restart()
+        await loop.until(lambda: Complaint.read_all(loop.run, loop.attempt), 20.0)
+        unseen.clear()
+        monkeypatch.setattr(RouterClient, "workers", look_later)
+        router.kill()
+        await asyncio.to_thread(router.start)
+        supervised(loop, 2.0)
+        unseen.set()
+        await asyncio.wait_for(batch, 30.0)
+        assert kinds(loop, "router.away") == []
+        assert "initial" not in {request["served"] for request in (*prefill.requests, *decode.requests)}
+        assert dropped(loop) == 0
+
+
+async def test_a_router_that_is_not_started_anew_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disaggregated_pool, "_RESTART_S", 1.0)
+    prefill, decode = StubEngine(), StubEngine()
+
+    async def prefill_is_renewed() -> None:
+        async with sided(tmp_path, prefill, decode) as (loop, _):
+            await loop.train(1, 2)
+            await prefill.stop()
+            await loop.until(lambda: "prefill-0" in kinds(loop, "engine.away"))
+            await prefill.restart()
+            await loop.train(3, 9)
+
+    with pytest.raises(DeadlineError, match="router was not started again within 1 s"):
+        await prefill_is_renewed()
 
 
 async def test_a_decode_engine_that_dies_is_waited_for(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ async def sides() -> AsyncIterator[Sides]:
     await runner.cleanup()
 
 
-async def generation(sides: Sides, *, known: bool = True) -> tuple[Generation, int]:
+async def generation(sides: Sides, *, known: bool = True, rows: bool = True) -> tuple[Generation, int]:
     """What the pool makes of an answer, and how many rows it had of prefill."""
     counters, url = Counters(), f"http://{sides.netloc}"
     params = SamplingParams(temperature=1.0, max_tokens=3, seed=1, stop_token_ids=[], routed_experts_prompt_start=START)
@@ -102,12 +102,13 @@ async def generation(sides: Sides, *, known: bool = True) -> tuple[Generation, i
             [EngineClient(session, name="prefill-0", url=url)],
             router=RouterClient(session, name="router", url=url),
             restart_router=pytest.fail,
+            router_ready_s=lambda: 0.0,
             events=None,
             counters=counters,
             request_timeout_s=10.0,
             max_retries=0,
         )
-        answer = await pool._ask(pool.front, PartialGeneration(PROMPT, params), "1", "s")
+        answer = await pool._ask(pool.front, PartialGeneration(PROMPT, params, rows=rows), "1", "s")
     assert (answer.experts is not None) == known
     return answer, counters.rows_prefill
 
@@ -127,12 +128,28 @@ async def test_rows_of_the_prompt_are_those_of_prefill(sides: Sides, kept: bool)
     assert sides.asked == [f"___prefill_addr_{sides.netloc}___decode_addr_127.0.0.1:9_e7/0"]
 
 
-async def test_without_the_rows_of_decode_prefill_is_asked_for_none(sides: Sides) -> None:
-    """The next turn asks for all of them."""
+async def test_the_prompt_has_its_rows_where_those_of_the_answer_are_lost(sides: Sides) -> None:
+    """As when the decode engine is killed behind its answer; prefill computed the last token of the prompt, too."""
     sides.kept = KeptRows(limit_bytes=0)
+    answer, counted = await generation(sides)
+    assert answer.experts is not None
+    assert known(answer) == [True] * 5 + [False] * 2
+    assert (answer.experts[:5] == WHOLE[START:8]).all()
+    assert (counted, len(sides.asked)) == (5, 1)
+
+
+async def test_where_neither_side_has_rows_there_are_none(sides: Sides) -> None:
+    """The next turn asks for all of them."""
+    sides.kept, sides.rows = KeptRows(limit_bytes=0), None
     answer, counted = await generation(sides, known=False)
     assert answer.experts is None
-    assert (counted, sides.asked) == (0, [])
+    assert (counted, len(sides.asked)) == (0, 1)
+
+
+async def test_who_wants_no_rows_asks_no_side_for_any(sides: Sides) -> None:
+    sides.kept = KeptRows(limit_bytes=0)
+    answer, counted = await generation(sides, known=False, rows=False)
+    assert (answer.experts, counted, sides.asked) == (None, 0, [])
 
 
 async def test_what_decode_has_itself_is_not_replaced(sides: Sides) -> None:

@@ -270,6 +270,22 @@ async def test_rows_of_weights_that_were_undone_are_nobody_elses(bench: Bench, m
     assert rollout.routed_experts.known[:4].any() == (not mirrored)
 
 
+def test_rows_that_an_answer_has_lost_are_asked_for_again() -> None:
+    """Its prompt is known from prefill; the turn behind it computes the rest anew. What it says of others stays."""
+    all_rows = experts_of(encode("0123456789"))
+    known = RoutedExpertsRows(POOLED)
+    lost = all_rows[:6].copy()
+    lost[1], lost[4:] = 0, 0
+    known.add(6, lost)
+    assert known.start(10) == 4
+    known.add(9, all_rows[4:9])
+    assert known.start(12) == 9
+    found = known.aligned(10)
+    assert found is not None
+    assert found.known.tolist() == [True, False, *[True] * 7, False]
+    assert (found.experts[found.known] == all_rows[found.known]).all()
+
+
 async def test_who_does_not_keep_rows_asks_for_as_few_as_possible(bench: Bench) -> None:
     rollout = await bench.two_turns(SETTINGS.unkept())
     assert rollout.routed_experts is None
