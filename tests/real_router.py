@@ -9,6 +9,7 @@ import time
 import urllib.request
 from pathlib import Path
 
+import pytest
 from free_ports import free_blocks
 from vllm_environment import VLLM_PYTHON
 
@@ -19,6 +20,16 @@ from hpcrl.runs.rundir import RunDir
 from hpcrl.supervisor.launch.commands import fill_placeholders
 
 HOST = "127.0.0.1"
+
+
+class NeverRestarted:
+    """The supervisor of a router whose engines stay what they are (`hpcrl.rollouts.supervised.Supervised`)."""
+
+    def restart_router(self, why: str) -> None:
+        pytest.fail(why)
+
+    def router_ready_s(self) -> float:
+        return 0.0
 
 
 class Router:

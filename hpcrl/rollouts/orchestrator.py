@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import gc
 import logging
-import time
 from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -26,7 +25,6 @@ from hpcrl.rollouts.batches.warehouse import WarehouseProcess
 from hpcrl.rollouts.engines.client import EngineClient
 from hpcrl.rollouts.engines.deadlines import engines_lost_after_s, make_fleet_watch
 from hpcrl.rollouts.engines.disaggregated_pool import DisaggregatedPool
-from hpcrl.rollouts.engines.engine import Engine
 from hpcrl.rollouts.engines.membership import Membership
 from hpcrl.rollouts.engines.replica_client import client_of
 from hpcrl.rollouts.engines.routed_pool import make_pool
@@ -44,16 +42,15 @@ from hpcrl.rollouts.sampling.routed_experts import RoutedExpertsSettings
 from hpcrl.rollouts.sampling.routes_room import RoutesRoom
 from hpcrl.rollouts.sampling.scheduler import Scheduler
 from hpcrl.rollouts.sampling.staleness import StalenessAccount
+from hpcrl.rollouts.supervised import Supervised
 from hpcrl.rollouts.telemetry.gauges import gauges
 from hpcrl.rollouts.telemetry.lag import LagMonitor
 from hpcrl.rollouts.telemetry.metrics_text import render_metrics
 from hpcrl.rollouts.telemetry.run_metrics import read_run
 from hpcrl.rollouts.weights.make import make_updater
 from hpcrl.rollouts.weights.turns import TurnUpdater
-from hpcrl.runs.clocks import own_node
 from hpcrl.runs.refusals import gate_of
-from hpcrl.runs.role import Complaint, Endpoints, Member, RoleContext
-from hpcrl.runs.status import RunStatus
+from hpcrl.runs.role import Endpoints, Member, RoleContext
 
 __all__ = ["Orchestrator"]
 
@@ -136,15 +133,6 @@ class Orchestrator:
                 reporter.beat("running", rollouts=self._counters.finished, step=self._batch_server.step, version=served)
             await asyncio.sleep(_BEAT_S)
 
-    def _complain(self, engine: Engine, why: str) -> None:
-        role, _, replica = engine.name.rpartition("-")
-        self._want_anew(role, int(replica), why)
-
-    def _want_anew(self, role: str, replica: int, why: str) -> None:
-        """Only the supervisor can start an engine or a router anew."""
-        complaint = Complaint(time_s=time.time(), role=role, replica=replica, message=why, node=own_node())
-        complaint.write(self._context.run, self._context.attempt)
-
     def _routes_full(self, rollouts: int, limit_gib: float) -> None:
         self._events.emit("rollouts.routes_full", rollouts=rollouts, limit_gib=round(limit_gib, 3))
 
@@ -174,6 +162,7 @@ class Orchestrator:
         def make_client(member: Member, role: str = "engine") -> EngineClient:
             return client_of(http, name=f"{role}-{member.replica}", url=member.url, servers=member.servers)
 
+        supervised = Supervised(self._context)
         elastic = "engine" in endpoints.members
         members = endpoints.members["engine"] if elastic else endpoints.fixed("engine")
         sides = [make_client(member, role) for role in ("prefill", "decode") for member in endpoints.fixed(role)]
@@ -188,13 +177,7 @@ class Orchestrator:
         self._pool = make_pool(
             [make_client(member) for member in members] + sides,
             router,
-            routed=partial(
-                DisaggregatedPool,
-                restart_router=partial(self._want_anew, "router", 0),
-                router_ready_s=partial(RunStatus.ready_since, run, self._context.attempt, "router", 0),
-            )
-            if sides
-            else None,
+            routed=partial(DisaggregatedPool, supervised=supervised) if sides else None,
             events=self._events,
             counters=self._counters,
             request_timeout_s=config.request_timeout_s,
@@ -208,7 +191,7 @@ class Orchestrator:
             pool=self._pool,
             events=self._events,
             on_served=self._on_served,
-            on_stale=self._complain,
+            on_stale=supervised.restart_engine,
             choose=None if recipe.rollouts.order == "arrival" else self._choose_version,
         )
         if elastic:

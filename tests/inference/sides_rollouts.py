@@ -9,10 +9,10 @@ from pathlib import Path
 
 import aiohttp
 import numpy as np
-import pytest
 from engine_helpers import forward, publish, tensors_of
 from msgspec.structs import replace
 from numpy.typing import NDArray
+from real_router import NeverRestarted
 from vllm_fleet import Fleet
 
 from hpcrl.config.plan import Role
@@ -88,8 +88,7 @@ def follow_rollouts(
             pool = DisaggregatedPool(
                 [EngineClient(session, name=f"{side}-0", url=urls[side]) for side in ("prefill", "decode")],
                 router=RouterClient(session, name="router", url=urls["router"]),
-                restart_router=pytest.fail,
-                router_ready_s=lambda: 0.0,
+                supervised=NeverRestarted(),
                 events=events,
                 counters=store.counters,
                 request_timeout_s=300.0,

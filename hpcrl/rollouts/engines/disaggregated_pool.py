@@ -20,8 +20,8 @@ import functools
 import logging
 import re
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Unpack
+from collections.abc import Sequence
+from typing import Any, Protocol, Unpack
 
 import msgspec
 import numpy as np
@@ -48,6 +48,16 @@ _RESTART_S = 300.0
 """How long the supervisor may take to start the router again."""
 
 
+class SupervisedRouter(Protocol):
+    """The router's process."""
+
+    def restart_router(self, why: str) -> None:
+        """Ask for another one."""
+
+    def router_ready_s(self) -> float | None:
+        """Since when it is ready; None where it is not, or nobody can say."""
+
+
 class DisaggregatedPool(RoutedPool):
     """Both sides of disaggregated serving.
 
@@ -55,26 +65,24 @@ class DisaggregatedPool(RoutedPool):
     ----------
     clients, settings:
         As for `RoutedPool`; names of engines begin with their side.
-    restart_router:
-        Asks for a new router, with the reason.
-    router_ready_s:
-        Since when the router's process is ready, as its supervisor says; None where it does not. Another one may be
-        there within the time between two looks at it, so that it need not have been away.
+    supervised:
+        Restarts the router, and says when it has: another one may be there between two looks, so that nobody has seen
+        it away, and one that was away for a moment is no other.
     """
 
     def __init__(
         self,
         clients: Sequence[EngineClient],
         *,
-        restart_router: Callable[[str], None],
-        router_ready_s: Callable[[], float | None],
+        supervised: SupervisedRouter,
         **settings: Unpack[RoutedPoolSettings],
     ) -> None:
         super().__init__(clients, **settings)
-        self._restart_router, self._router_ready_s = restart_router, router_ready_s
+        self._supervised = supervised
         self._renewed: set[str] = set()
-        self._wrong_since: float | None = None
+        # since when the router is ready that was asked to go, and since when there is none that is right
         self._outdated: float | None = None
+        self._wrong_since: float | None = None
         self._told = False
 
     async def lose(self, engine: Engine, why: str) -> None:
@@ -161,7 +169,7 @@ class DisaggregatedPool(RoutedPool):
         """
         if self._outdated is None and not self._renewed:
             return True
-        ready_s = await asyncio.to_thread(self._router_ready_s)
+        ready_s = await asyncio.to_thread(self._supervised.router_ready_s)
         if self._outdated is not None and ready_s not in (None, self._outdated):
             self._outdated = self._wrong_since = None
             if not self._renewed:
@@ -170,7 +178,7 @@ class DisaggregatedPool(RoutedPool):
             names = ", ".join(sorted(self._renewed))
             self._renewed.clear()
             self._outdated = ready_s
-            self._restart_router(f"it knows {names} from before it was started anew")
+            self._supervised.restart_router(f"it knows {names} from before it was started anew")
         now = time.monotonic()
         self._wrong_since = self._wrong_since or now
         if now - self._wrong_since > _RESTART_S:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 from numpy.typing import NDArray
+from real_router import NeverRestarted
 from stub_engine import npy, npy_bytes
 
 from hpcrl.errors import HpcrlError
@@ -101,8 +102,7 @@ async def generation(sides: Sides, *, known: bool = True, rows: bool = True) -> 
         pool = DisaggregatedPool(
             [EngineClient(session, name="prefill-0", url=url)],
             router=RouterClient(session, name="router", url=url),
-            restart_router=pytest.fail,
-            router_ready_s=lambda: 0.0,
+            supervised=NeverRestarted(),
             events=None,
             counters=counters,
             request_timeout_s=10.0,

@@ -1,0 +1,38 @@
+"""What the orchestrator needs of the supervisor: engines and a router that are started anew, and when they were."""
+
+from __future__ import annotations
+
+import time
+
+from hpcrl.rollouts.engines.engine import Engine
+from hpcrl.runs.clocks import own_node
+from hpcrl.runs.role import Complaint, RoleContext
+from hpcrl.runs.status import RunStatus
+
+__all__ = ["Supervised"]
+
+_ROUTER = "router", 0
+
+
+class Supervised:
+    """The other parts of an attempt, as their supervisor has them."""
+
+    def __init__(self, context: RoleContext) -> None:
+        self._run, self._attempt = context.run, context.attempt
+
+    def restart_engine(self, engine: Engine, why: str) -> None:
+        """Ask for another process of an engine; ``why`` ends a sentence that begins with the replica."""
+        role, _, replica = engine.name.rpartition("-")
+        self._restart(role, int(replica), why)
+
+    def restart_router(self, why: str) -> None:
+        """Ask for another process of the router, as `restart_engine`."""
+        self._restart(*_ROUTER, why)
+
+    def router_ready_s(self) -> float | None:
+        """Since when the router's present process is ready (`RunStatus.ready_since`)."""
+        return RunStatus.ready_since(self._run, self._attempt, *_ROUTER)
+
+    def _restart(self, role: str, replica: int, why: str) -> None:
+        complaint = Complaint(time_s=time.time(), role=role, replica=replica, message=why, node=own_node())
+        complaint.write(self._run, self._attempt)
