@@ -18,7 +18,7 @@ from hpcrl.runs.record import RunRecord
 from hpcrl.runs.run_progress import read_evaluations, read_progress
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.start.restart import find_resume_point
-from hpcrl.runs.status import ComponentState, ProcessId, RunState
+from hpcrl.runs.status import ComponentState, ProcessId, RunState, RunStatus
 
 
 def myself() -> ProcessId:
@@ -39,6 +39,20 @@ def test_a_living_supervisor_is_believed(tmp_path: Path) -> None:
     view = observe(run)
     assert (view.state, view.attempt, view.pid) == (RunState.RUNNING, 1, os.getpid())
     assert {c.state for c in view.components} == {ComponentState.READY}
+
+
+def test_who_asks_since_when_a_replica_is_ready_is_told_of_this_attempt_alone(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    assert RunStatus.ready_since(run, 1, "engine", 0) is None
+    write_status(run, RunState.RUNNING)
+    assert RunStatus.ready_since(run, 1, "engine", 0) == START_S + 12
+    assert RunStatus.ready_since(run, 1, "engine", 1) is None
+    assert RunStatus.ready_since(run, 2, "engine", 0) is None
+    write_status(run, RunState.RUNNING, component_state=ComponentState.RESTARTING)
+    assert RunStatus.ready_since(run, 2, "engine", 0) is None
+    run.status_path.unlink()
+    run.status_path.mkdir()  # it cannot be read
+    assert RunStatus.ready_since(run, 2, "engine", 0) is None
 
 
 def test_a_dead_supervisor_without_an_end_is_lost(tmp_path: Path) -> None:
