@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from hpcrl.errors import HpcrlError
+from hpcrl.promise import promise
 
 __all__ = ["UnneededColumns"]
 
@@ -97,8 +98,7 @@ class UnneededColumns:
 
 def _in_own_thread(action: Callable[[], T], name: str) -> asyncio.Future[T]:
     """What ``action`` returns. Those threads that an event loop shares are waited for when it ends; this one is not."""
-    done: Future[T] = Future()
-    done.set_running_or_notify_cancel()  # the thread goes on where nobody waits for it any more
+    done: Future[T] = promise()
 
     def run() -> None:
         try:

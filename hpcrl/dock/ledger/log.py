@@ -27,6 +27,7 @@ from hpcrl.dock.ledger.payload import PayloadWriter
 from hpcrl.dock.warehouse.interface import Warehouse
 from hpcrl.fs import fsync_dir, make_directory
 from hpcrl.passing import patiently
+from hpcrl.promise import promise
 
 __all__ = ["RolloutLog"]
 
@@ -92,7 +93,7 @@ class RolloutLog:
         own = f"{self.number:06d}.jsonl"
         believed = believed_bytes(self.ledger_dir, but=own)
         begin = Begin(attempt=attempt, restored=restored, time_s=time.time(), believed=believed)
-        self._write([_Job(begin, None, Future())])
+        self._write([_Job(begin, None, promise())])
         self._thread = threading.Thread(target=self._run, name="rollout-log", daemon=True)
         self._thread.start()
 
@@ -108,7 +109,7 @@ class RolloutLog:
 
     def append(self, entry: Entry) -> Future[Entry]:
         """Write an entry; the future is done when it is durable (OSError where it cannot be written)."""
-        return self._put(_Job(entry, None, Future()))
+        return self._put(_Job(entry, None, promise()))
 
     def finish(
         self, about: bytes, arrays: Mapping[str, NDArray[Any]], entry: Callable[[PayloadPlace], Entry]
@@ -117,7 +118,7 @@ class RolloutLog:
 
         ``about`` and ``arrays`` are those of `hpcrl.dock.columns.encode_columns` (ValueError as there, at once).
         """
-        return self._put(_Job(entry, encode_columns(about, arrays), Future()))
+        return self._put(_Job(entry, encode_columns(about, arrays), promise()))
 
     @property
     def oldest_unsettled(self) -> str:
@@ -140,8 +141,6 @@ class RolloutLog:
         os.close(self._fd)
 
     def _put(self, job: _Job) -> Future[Entry]:
-        # nobody can cancel it: the thread that writes would take that for a hole
-        job.done.set_running_or_notify_cancel()
         with self._lock:
             error = OSError("the ledger of rollouts is closed") if self._closed else self._error
             if error is None:

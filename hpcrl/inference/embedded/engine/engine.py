@@ -26,6 +26,7 @@ from hpcrl.inference.embedded.engine.sampler import TokenSampler
 from hpcrl.inference.embedded.engine.scheduler import Scheduler
 from hpcrl.inference.metrics import EngineMetrics, Gauge
 from hpcrl.modeling.decoder import Decoder
+from hpcrl.promise import promise
 
 __all__ = ["PAUSE_MODES", "Engine"]
 
@@ -122,7 +123,7 @@ class Engine:
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Run a function on the model thread between two steps; it runs, too, where nobody waits for it any more."""
-        future: Future[T] = _promise()
+        future: Future[T] = promise()
 
         def command() -> None:
             try:
@@ -155,7 +156,7 @@ class Engine:
             again after the pause, with the weights of then. To keep KV across new weights, say no.
         """
         assert mode in PAUSE_MODES
-        future: Future[None] = _promise()
+        future: Future[None] = promise()
 
         def command() -> None:
             self._paused = mode
@@ -389,10 +390,3 @@ class Engine:
                     self._pool.reset()
                 future.set_result(None)
             self._draining.clear()
-
-
-def _promise() -> Future[T]:
-    """A future that its reader cannot cancel: what is asked for is done, and the model thread only has to say so."""
-    future: Future[T] = Future()
-    future.set_running_or_notify_cancel()
-    return future
