@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpcrl.credentials import Credentials, Refusal
 from hpcrl.errors import UsageError
+from hpcrl.foreign_text import visible_line
+from hpcrl.log_budget import MAX_CHARACTERS, LogBudget
+from hpcrl.pending_connections import PendingConnections
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -23,10 +25,6 @@ if TYPE_CHECKING:
 __all__ = ["Gate", "RefusedRequest", "Report", "is_loopback"]
 
 _log = logging.getLogger(__name__)
-_BURST = 30
-_EVERY_S = 10.0
-"""After the first `_BURST` refusals are told, one in so many seconds is."""
-_LONGEST = 200
 
 
 class RefusedRequest(NamedTuple):
@@ -62,6 +60,8 @@ class Gate:
         Of the run; None outside of one.
     refused:
         Requests that were refused so far.
+    pending:
+        Connections of the server that brought no request yet which is answered.
     """
 
     def __init__(
@@ -88,10 +88,11 @@ class Gate:
         self.credentials = credentials
         self._server, self._report = server, report
         self._open_health = open_health
-        self._budget, self._refilled_s = float(_BURST), time.monotonic()
+        self._budget = LogBudget()
         self._untold = 0
         self._later: asyncio.TimerHandle | None = None
         self.refused = 0
+        self.pending = PendingConnections()
 
     @property
     def headers(self) -> dict[str, str]:
@@ -112,14 +113,30 @@ class Gate:
                 "    hint: listen on 127.0.0.1, or --token-file FILE (mode 0600, 64 hexadecimal digits)"
             )
 
-    def refusal(self, method: str, path: str, authorization: str | None, peer: str) -> Refusal | None:
-        """Why a request is not answered, which is reported; None where it is."""
-        if self.credentials is None or (self._open_health and method == "GET" and path == "/health"):
-            return None
-        refusal = self.credentials.refusal(method, path, authorization)
-        if refusal is not None:
+    def refusal(
+        self, method: str, path: str, authorization: str | None, peer: str, *, connection: Hashable = None
+    ) -> Refusal | None:
+        """Return why a request is not answered, and report that; None where it is answered.
+
+        Parameters
+        ----------
+        connection:
+            What `pending` knows the connection by. It is admitted where the request proves that it is of the run.
+        """
+        refusal = None
+        if self.credentials is not None:
+            if self.is_open(method, path):
+                return None
+            refusal = self.credentials.refusal(method, path, authorization)
+        if refusal is None:
+            self.pending.admitted(connection)
+        else:
             self._tell(RefusedRequest(self._server, peer, method, path, refusal.reason, 1))
         return refusal
+
+    def is_open(self, method: str, path: str) -> bool:
+        """Return whether such a request is answered without a token; the connection must be closed after it."""
+        return self.credentials is not None and self._open_health and method == "GET" and path == "/health"
 
     def middleware(self) -> Middleware:
         """Make the middleware for aiohttp's servers; it must be the outermost one."""
@@ -128,9 +145,14 @@ class Gate:
         @web.middleware
         async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
             authorization = request.headers.get("Authorization")
-            refusal = self.refusal(request.method, request.path, authorization, request.remote or "")
+            refusal = self.refusal(
+                request.method, request.path, authorization, request.remote or "", connection=request.transport
+            )
             if refusal is None:
-                return await handler(request)
+                response = await handler(request)
+                if self.is_open(request.method, request.path):
+                    response.force_close()
+                return response
             headers = {"WWW-Authenticate": "Bearer"} if refusal.status == 401 else None
             answer = web.Response(status=refusal.status, text=refusal.message, headers=headers)
             answer.force_close()  # the rest of the request is not waited for
@@ -141,24 +163,22 @@ class Gate:
     def _tell(self, refused: RefusedRequest) -> None:
         self.refused += 1
         self._untold += 1
-        now = time.monotonic()
-        self._budget = min(float(_BURST), self._budget + (now - self._refilled_s) / _EVERY_S)
-        self._refilled_s = now
-        short = refused._replace(path=_printable(refused.path), method=_printable(refused.method))
-        if self._budget >= 1.0:
+        short = refused._replace(
+            path=visible_line(refused.path, MAX_CHARACTERS), method=visible_line(refused.method, MAX_CHARACTERS)
+        )
+        if self._budget.take():
             self._now(short)
         elif self._later is None:
-            loop = asyncio.get_running_loop()
-            self._later = loop.call_later((1.0 - self._budget) * _EVERY_S, self._at_last, short)
+            self._later = asyncio.get_running_loop().call_later(self._budget.wait_s(), self._at_last, short)
 
     def _at_last(self, refused: RefusedRequest) -> None:
         """Tell of what came while nothing more was told."""
         self._later = None
         if self._untold:
+            self._budget.take()
             self._now(refused)
 
     def _now(self, refused: RefusedRequest) -> None:
-        self._budget -= 1.0
         count, self._untold = self._untold, 0
         _log.warning(
             "refused %d requests, the last: %s %s from %s (%s)",
@@ -172,11 +192,6 @@ class Gate:
             self._report(refused._replace(requests=count))
         except OSError as error:  # the disk's trouble must not become that of an answer
             _log.warning("a refusal cannot be recorded: %s", error)
-
-
-def _printable(text: str) -> str:
-    """What a stranger sent, fit for a log."""
-    return "".join(c if c.isprintable() else "?" for c in text[:_LONGEST])
 
 
 def is_loopback(host: str) -> bool:

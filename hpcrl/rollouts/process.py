@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import resource
 import signal
 import sys
 
 from hpcrl.log_thread import log_in_thread
+from hpcrl.pending_connections import raise_descriptor_limit
 from hpcrl.rollouts.orchestrator import Orchestrator
 from hpcrl.runs.role import RoleContext
 
@@ -31,7 +31,7 @@ def prefer_event_loop() -> None:
 
 
 async def _main(context: RoleContext) -> None:
-    _raise_file_limit()
+    raise_descriptor_limit()
     orchestrator = Orchestrator(context)
     work = asyncio.current_task()
     assert work is not None
@@ -58,11 +58,3 @@ def first_error(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
-
-
-def _raise_file_limit() -> None:
-    """As many connections as the system allows: one a rollout in flight."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 1 << 16 if hard == resource.RLIM_INFINITY else min(hard, 1 << 16)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -24,6 +24,7 @@ from hpcrl.inference.embedded.serving.process import engine_app
 from hpcrl.inference.metrics import EngineMetrics, Registry
 from hpcrl.inference.vllm.access import RunAccess
 from hpcrl.inference.vllm.rows_aside import RunAccessBehindRouterWithRows, RunAccessWithRows
+from hpcrl.log_budget import LogBudget
 from hpcrl.rollouts.batches.http import dock_app
 from hpcrl.rows_reference import PATH
 from hpcrl.runs.events import read_events
@@ -219,10 +220,10 @@ async def test_strangers_cannot_fill_the_disk() -> None:
     assert all(len(refused.path) <= 200 and refused.path.isprintable() for refused in told)
 
 
-async def test_what_was_not_told_at_once_is_told_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpcrl.gate._EVERY_S", 0.05)
+async def test_what_was_not_told_at_once_is_told_later() -> None:
     told: list[RefusedRequest] = []
     gate = Gate("engine", Credentials("5" * 64, 1), report=told.append)
+    gate._budget = LogBudget(every_s=0.05)
     for _ in range(200):
         gate.refusal("GET", "/x", None, "10.0.0.9")
     async with asyncio.timeout(20.0):

@@ -21,13 +21,15 @@ from hpcrl.dock.warehouse.frames import HEAD, LONGEST, Answer, Request, frame
 from hpcrl.errors import HpcrlError
 from hpcrl.gate import Gate
 from hpcrl.left_memory import remove_dead
+from hpcrl.log_budget import limit_logger
 from hpcrl.ours import check_private, open_ours
+from hpcrl.pending_connections import raise_descriptor_limit
 
 __all__ = ["WarehouseServer", "main"]
 
 _KEY = re.compile(r"\d{6,}-\d{6,}\.columns\.\d+")
 _IDLE_S = 600.0
-"""A connection on which nothing is asked for so long is closed."""
+"""A connection on which nothing is asked for so long is closed; one without a first request is closed sooner."""
 _SEND_S = 600.0
 """The longest that a reader may take for one block."""
 
@@ -43,14 +45,20 @@ class WarehouseServer:
     async def start(self, host: str, port: int) -> tuple[asyncio.Server, int]:
         """Listen on a port of ``host``, 0 for a free one (OSError, UsageError where it may not)."""
         self._gate.check_host(host)
-        server = await asyncio.start_server(self._serve, host, port)
+        limit_logger("asyncio")
+        server = await asyncio.start_server(self._serve, host, port, backlog=self._gate.pending.backlog)
         return server, int(server.sockets[0].getsockname()[1])
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         ended = (OSError, EOFError, TimeoutError, asyncio.IncompleteReadError)
-        with contextlib.suppress(*ended):
-            while await self._answer(reader, writer):
-                pass
+        peer = writer.get_extra_info("peername")
+        self._gate.pending.opened(writer, str(peer[0]) if peer else "", writer.transport.abort)
+        try:
+            with contextlib.suppress(*ended):
+                while await self._answer(reader, writer):
+                    pass
+        finally:
+            self._gate.pending.lost(writer)
         writer.close()
         with contextlib.suppress(*ended):
             await writer.wait_closed()
@@ -65,11 +73,12 @@ class WarehouseServer:
             data = await reader.readexactly(length)
         try:
             request = msgspec.msgpack.decode(data, type=Request)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             writer.write(frame(Answer(400, f"this is no request: {error}")))
             return False
         peer = writer.get_extra_info("peername")
-        refusal = self._gate.refusal("GET", f"/{request.key}", request.authorization, str(peer[0]) if peer else "")
+        address = str(peer[0]) if peer else ""
+        refusal = self._gate.refusal("GET", f"/{request.key}", request.authorization, address, connection=writer)
         if refusal is not None:
             writer.write(frame(Answer(refusal.status, refusal.message)))
             return False
@@ -118,6 +127,7 @@ def main() -> None:
     parser.add_argument("--token-file", type=Path, help="of the run")
     parser.add_argument("--attempt", type=int, help="of the run, whose requests are answered")
     given = parser.parse_args()
+    raise_descriptor_limit()
     try:
         token = None if given.token_file is None else Credentials(read_token(given.token_file), given.attempt)
         asyncio.run(_run(given.directory, given.host, given.port, Gate("warehouse", token)))

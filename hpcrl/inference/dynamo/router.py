@@ -25,8 +25,9 @@ from hpcrl.errors import ExitCode, HpcrlError, MissingExtraError
 from hpcrl.gate import Gate
 from hpcrl.inference.dynamo.selection import CandidateEngine, EngineChoice, NoEngineError, Selection
 from hpcrl.inference.metrics import Counter, Gauge, Registry
+from hpcrl.pending_connections import raise_descriptor_limit
 from hpcrl.runs.refusals import gate_from_env
-from hpcrl.serving import stop_serving
+from hpcrl.serving import listen, make_runner, stop_serving
 
 __all__ = ["Front", "front_apps", "main"]
 
@@ -244,10 +245,10 @@ async def _serve(settings: argparse.Namespace, gate: Gate) -> None:
         stack.push_async_callback(selection.close)
         requests, metrics = front_apps(front, gate)
         for port, app in ((settings.port + 1, metrics), (settings.port, requests)):
-            runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.5)
+            runner = make_runner(app, handler_cancellation=True, shutdown_timeout=0.5)
             await runner.setup()
             stack.push_async_callback(stop_serving, runner)
-            await web.TCPSite(runner, settings.host, port).start()
+            await listen(runner, gate.pending, (settings.host, port))
         watch = asyncio.create_task(front.watch())
         stack.callback(watch.cancel)
         _log.info("choosing engines on http://%s:%d", settings.host, settings.port)
@@ -284,6 +285,7 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     # it warns of every engine that comes and goes
     os.environ.setdefault("DYN_LOG", "error")
+    raise_descriptor_limit()
     try:
         gate = gate_from_env("router", token_file=settings.token_file)
         gate.check_host(settings.host)

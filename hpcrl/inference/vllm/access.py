@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from hpcrl.errors import RunDirError
+from hpcrl.inference.vllm.uvicorn_limits import limit_uvicorn
 from hpcrl.runs.refusals import gate_from_env
 
 __all__ = ["RunAccess", "RunAccessBehindRouter"]
@@ -44,17 +45,22 @@ class RunAccess:
                 "HPCRL_RUN_DIR is not set: this server would not know whom to answer\n"
                 "    hint: outside of a run leave --middleware away, and listen on 127.0.0.1"
             )
+        # this layer is made before the server accepts connections
+        limit_uvicorn(self._gate.pending)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Answer one connection of ASGI."""
         if scope["type"] == "lifespan":
             return await self._app(scope, receive, send)
         authorization = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        peer = (scope.get("client") or ("",))[0]
+        client = tuple(scope.get("client") or ("", None))
         method = scope.get("method", scope["type"])
-        refusal = self._gate.refusal(method, scope["path"], authorization.decode("latin-1"), peer)
+        refusal = self._gate.refusal(
+            method, scope["path"], authorization.decode("latin-1"), client[0], connection=client
+        )
         if refusal is None:
-            return await self._app(scope, receive, send)
+            last = scope["type"] == "http" and self._gate.is_open(method, scope["path"])
+            return await self._app(scope, receive, _Closing(send) if last else send)
         if scope["type"] != "http":
             return await send({"type": "websocket.close", "code": _POLICY_VIOLATION})
         headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"connection", b"close")]
@@ -63,6 +69,19 @@ class RunAccess:
         await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
         await send({"type": "http.response.body", "body": refusal.message.encode()})
         return None
+
+
+class _Closing:
+    """Sends an answer after which the server closes the connection."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = [(name, value) for name, value in message.get("headers", ()) if name.lower() != b"connection"]
+            message = {**message, "headers": [*headers, (b"connection", b"close")]}
+        await self._send(message)
 
 
 class RunAccessBehindRouter(RunAccess):

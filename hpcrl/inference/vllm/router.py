@@ -26,7 +26,9 @@ from aiohttp import web
 
 from hpcrl.errors import ExitCode, HpcrlError
 from hpcrl.gate import Gate
+from hpcrl.pending_connections import raise_descriptor_limit
 from hpcrl.runs.refusals import gate_from_env
+from hpcrl.serving import listen, make_runner
 
 __all__ = ["doorkeeper_app", "main"]
 
@@ -50,9 +52,9 @@ def doorkeeper_app(gate: Gate) -> web.Application:
 
 async def _keep_door(listener: socket.socket, gate: Gate, router: int) -> None:
     """Serve as long as the router is there."""
-    runner = web.AppRunner(doorkeeper_app(gate), access_log=None)
+    runner = make_runner(doorkeeper_app(gate))
     await runner.setup()
-    await web.SockSite(runner, listener).start()
+    await listen(runner, gate.pending, listener)
     while os.getppid() == router:
         await asyncio.sleep(_LOOK_S)
 
@@ -86,6 +88,7 @@ def main(argv: list[str] | None = None) -> int:
 
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     settings = parse_router_args(sys.argv[1:] if argv is None else argv)
+    raise_descriptor_limit()
     # whatever the user has in there is for somebody else
     os.environ.pop(_SPEAKS_AS, None)
     try:

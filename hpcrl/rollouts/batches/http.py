@@ -16,7 +16,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from hpcrl.gate import Gate
 from hpcrl.rollouts.batches.server import ConflictError
-from hpcrl.serving import stop_serving
+from hpcrl.serving import listen, make_runner, stop_serving
 
 __all__ = ["Dock", "dock_app", "serve_dock"]
 
@@ -75,10 +75,10 @@ async def serve_dock(dock: Dock, gate: Gate, *, host: str, port: int) -> AsyncIt
     """
     app = dock_app(dock, gate)
     # handlers only wait for us; nothing is lost when they end with us
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.2, access_log=None)
+    runner = make_runner(app, handler_cancellation=True, shutdown_timeout=0.2)
     await runner.setup()
     try:
-        await web.TCPSite(runner, host, port).start()
+        await listen(runner, gate.pending, (host, port))
         yield
     finally:
         await stop_serving(runner)

@@ -25,7 +25,7 @@ from urllib.parse import quote, urlsplit
 
 from hpcrl.errors import HandoffError, UsageError
 from hpcrl.gate import Gate
-from hpcrl.serving import stop_serving
+from hpcrl.serving import listen, make_runner, stop_serving
 from hpcrl.weights.format.segments import Segment, SegmentMap, first_wrong_byte
 from hpcrl.weights.read.share import Pace
 
@@ -227,17 +227,13 @@ class FanoutServer:
         return app
 
     async def _serve(self) -> None:
-        from aiohttp import web  # noqa: PLC0415 - readers that do not serve have no use for it
-
         app = self.app()
         # the web server's own threads send files; a segment that must be fetched first takes one of ours
         self._pool = ThreadPoolExecutor(_SERVE_THREADS, thread_name_prefix="fanout")
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        runner = make_runner(app, shutdown_timeout=1.0)
         await runner.setup()
         try:
-            site = web.TCPSite(runner, self._host, 0)
-            await site.start()
-            port = runner.addresses[0][1]
+            port = await listen(runner, self._gate.pending, (self._host, 0))
             self.url = f"http://{f'[{self._host}]' if ':' in self._host else self._host}:{port}"
             self._ready.set()
             await self._stop.wait()

@@ -38,7 +38,9 @@ from hpcrl.inference.embedded.weights.updates import UpdateSession
 from hpcrl.inference.metrics import EngineMetrics, Registry
 from hpcrl.modeling.decoder import Decoder
 from hpcrl.models.tokenizer import ChatTokenizer
+from hpcrl.pending_connections import raise_descriptor_limit
 from hpcrl.runs.refusals import gate_from_env
+from hpcrl.serving import listen, make_runner
 
 __all__ = ["engine_app", "main"]
 
@@ -187,9 +189,9 @@ async def _serve_with(
     turns = Turns(engine, model) if settings.colocated else None
     app = engine_app(gate, serving, updater, metrics, turns)
     # a client that goes away cancels its handler, which aborts its sequences
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_GRACE_S)
+    runner = make_runner(app, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_GRACE_S)
     await runner.setup()
-    await web.SockSite(runner, listener).start()
+    await listen(runner, gate.pending, listener)
     host, port = listener.getsockname()[:2]
     _log.info(
         "serving %s on http://%s:%d: %d sequences of %d tokens, %d KV blocks of %d",
@@ -231,6 +233,7 @@ def main(argv: list[str] | None = None) -> int:
     """
     signal.signal(signal.SIGTERM, _terminated)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    raise_descriptor_limit()
     try:
         settings = parse_settings(argv)
         gate = gate_from_env("engine", token_file=settings.token_file, open_health=settings.open_health)
