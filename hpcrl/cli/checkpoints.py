@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hpcrl.cli.options import STEP, JsonOption, confirm
+from hpcrl.cli.output import markup, table_console
 from hpcrl.cli.selection import OptionalRunArgument, RunArgument, RunsRootOption, find
 
 if TYPE_CHECKING:
@@ -70,7 +71,6 @@ def checkpoint_show(
     from rich.filesize import decimal
     from rich.table import Table
 
-    from hpcrl.cli.output import table_console
     from hpcrl.errors import ExitCode
     from hpcrl.runs.views.checkpoints import checkpoint_details
 
@@ -217,11 +217,9 @@ def checkpoint_export(
 
 def _print(run: RunDir, items: list[CheckpointItem], document: str | None) -> None:
     from rich.filesize import decimal
-    from rich.markup import escape
     from rich.table import Table
 
     from hpcrl.aside import list_asides
-    from hpcrl.cli.output import table_console
     from hpcrl.errors import ExitCode
     from hpcrl.runs.views.words import age
 
@@ -242,8 +240,8 @@ def _print(run: RunDir, items: list[CheckpointItem], document: str | None) -> No
                 "?" if item.attempt is None else str(item.attempt),
                 "?" if item.world_size is None else str(item.world_size),
                 "?" if item.save_s is None else f"{item.save_s:.2f} s",
-                escape(item.pin or ""),
-                f"[red]{escape(item.state)}[/red]" if item.problem else item.state,
+                item.pin or "",
+                markup("[red]{}[/red]", item.state) if item.problem else item.state,
             )
         table_console().print(table)
     if document is None:

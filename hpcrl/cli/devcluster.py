@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hpcrl.cli.options import JsonOption, ListGroup, confirm
+from hpcrl.cli.output import markup, table_console
 
 if TYPE_CHECKING:
     from hpcrl.devcluster.cluster import ClusterStatus, DevCluster
@@ -124,7 +125,6 @@ def list_(home: HomeOption = None, as_json: JsonOption = False) -> None:
 
     from rich.table import Table
 
-    from hpcrl.cli.output import table_console
     from hpcrl.devcluster.cluster import list_clusters
     from hpcrl.devcluster.daemons import find_processes
 
@@ -224,13 +224,11 @@ def _cluster(name: str, home: Path | None) -> DevCluster:
 def _print_status(found: ClusterStatus) -> None:
     from rich.table import Table
 
-    from hpcrl.cli.output import table_console
-
     console = table_console()
     console.print(
-        f"[bold]{found.name}[/bold]: Slurm {found.slurm_version}, slurmctld {found.controller}, "
-        f"{'with' if found.accounting else 'without'} accounting, {found.processes} processes, "
-        f"{found.memory_bytes / (1 << 20):.0f} MiB",
+        markup("[bold]{}[/bold]: Slurm {}, slurmctld {}, ", found.name, found.slurm_version, found.controller)
+        + f"{'with' if found.accounting else 'without'} accounting, {found.processes} processes, "
+        + f"{found.memory_bytes / (1 << 20):.0f} MiB",
         highlight=False,
     )
     console.print(f"SLURM_CONF={found.conf}\n", highlight=False, soft_wrap=True)
@@ -238,6 +236,6 @@ def _print_status(found: ClusterStatus) -> None:
     for column in ("node", "address", "slurmd", "state"):
         table.add_column(column)
     for node in found.nodes:
-        alive = "runs" if node.alive else "[red]dead[/red]"
+        alive = "runs" if node.alive else markup("[red]dead[/red]")
         table.add_row(node.name, node.address, alive, "+".join(node.states) or "?")
     console.print(table)

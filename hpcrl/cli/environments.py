@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hpcrl.cli.options import ClusterOption, JsonOption, RecipeArgument, SetOption
+from hpcrl.cli.output import screen
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -44,8 +45,6 @@ def try_(
     import json
     import os
 
-    from rich.console import Console
-
     from hpcrl.cli.configuration import plan_from_here
     from hpcrl.cli.progress import working
     from hpcrl.config.joined import load_both
@@ -63,7 +62,7 @@ def try_(
         typer.echo(json.dumps({"format_version": 1, "task": task, "environments": found}, indent=2))
     else:
         for each, shown in found.items():
-            _print(each, task, shown, Console())
+            _print(each, task, shown, screen())
     raise typer.Exit(ExitCode.FAILED if any("error" in shown for shown in found.values()) else ExitCode.OK)
 
 

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hpcrl.cli.output import screen
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -27,12 +29,10 @@ InJobOption = Annotated[
 
 def follow_or_tell(run: RunDir, follow: bool) -> None:
     """Follow a run to its end, and end with its exit code; or say which commands come next."""
-    from rich.console import Console
-
     from hpcrl.runs.registry import reference
 
     if follow:
-        raise typer.Exit(_follow(run, Console(stderr=True)))
+        raise typer.Exit(_follow(run, screen(err=True)))
     typer.echo(run.name)
     named = reference(run)
     for command in ("status", "logs", "cancel"):
@@ -42,8 +42,6 @@ def follow_or_tell(run: RunDir, follow: bool) -> None:
 
 def _follow(run: RunDir, console: Console) -> int:
     """Follow a run to its end and print the summary; returns the exit code."""
-    from rich.console import Console as StandardOutput
-
     from hpcrl.errors import ExitCode, UsageError
     from hpcrl.runs.metrics import read_metrics
     from hpcrl.runs.record import RunRecord
@@ -64,7 +62,7 @@ def _follow(run: RunDir, console: Console) -> int:
             picture = str(write_report(run))
         except UsageError as error:
             picture = f"none: {error}"
-    StandardOutput().print(summary(view, read_progress(run), metrics, picture=picture))
+    screen().print(summary(view, read_progress(run), metrics, picture=picture))
     if view.state is RunState.COMPLETED:
         return ExitCode.OK
     named = reference(run)

@@ -1,18 +1,77 @@
-"""Where commands print tables."""
+"""The one way in which commands print.
+
+What commands print is full of text that others wrote: rollouts, logs, names, errors. `say` and the consoles of this
+module show control characters and do not hand them to the terminal, and take no text for markup or for the name of an
+emoji. A test keeps other ways to print out of the command line.
+"""
 
 from __future__ import annotations
 
+import functools
 import io
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from hpcrl.foreign_text import visible
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
-__all__ = ["fits", "table_console"]
+__all__ = ["as_text", "fits", "markup", "say", "say_raw", "screen", "table_console"]
 
 _PIPE_WIDTH = 1000
+
+
+def say(text: object = "", *, err: bool = False, nl: bool = True) -> None:
+    """Print a text to standard output, or to standard error.
+
+    A JSON document stays equal: see `hpcrl.foreign_text.visible`.
+    """
+    say_raw(visible(str(text)), err=err, nl=nl)
+
+
+def say_raw(text: str, *, err: bool = False, nl: bool = True) -> None:
+    """Print a text as it is: for what a shell or another program reads, and never for what others wrote."""
+    import typer
+
+    typer.echo(text, err=err, nl=nl)
+
+
+def markup(template: str, *values: object) -> Text:
+    """Return a styled text: ``template`` is rich's markup with a ``{}`` for each value, and values are text alone."""
+    from rich.markup import escape
+    from rich.text import Text
+
+    return Text.from_markup(template.format(*(escape(visible(str(value))) for value in values)), emoji=False)
+
+
+def as_text(text: str | Text) -> Text:
+    """Return a text that has no styles unless it came with them."""
+    from rich.text import Text
+
+    return text if isinstance(text, Text) else Text(visible(text))
+
+
+def screen(*, err: bool = False) -> Console:
+    """Return a console on standard output, or on standard error."""
+    return _screen_class()(stderr=err)
+
+
+def table_console() -> Console:
+    """Return a console for tables on standard output.
+
+    Where that is no terminal a pipe or a file gets whole rows, and none ends in blanks.
+    """
+    return screen() if sys.stdout.isatty() else _screen_class()(width=_PIPE_WIDTH, file=_Rows())
+
+
+def fits(console: Console, table: Table) -> bool:
+    """Return whether a table has room without a cell that is wrapped."""
+    # asked for its own width: within that of the console everything has room
+    return console.measure(table, options=console.options.update(width=_PIPE_WIDTH)).maximum <= console.width
 
 
 class _Rows(io.StringIO):
@@ -30,14 +89,24 @@ class _Rows(io.StringIO):
         sys.stdout.flush()
 
 
-def table_console() -> Console:
-    """Standard output; where it is no terminal a pipe or a file gets whole rows, and none ends in blanks."""
+@functools.cache
+def _screen_class() -> type[Console]:
+    """Make the class of consoles when one is used: rich is not imported with the command line."""
     from rich.console import Console
+    from rich.segment import Segment
 
-    return Console() if sys.stdout.isatty() else Console(width=_PIPE_WIDTH, file=_Rows())
+    class Screen(Console):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(markup=False, emoji=False, **options)
 
+        def render_str(self, text: str, **options: Any) -> Text:
+            # before the layout: a visible form is longer than the character
+            return super().render_str(visible(text), **options)
 
-def fits(console: Console, table: Table) -> bool:
-    """Whether a table has room without a cell that is wrapped."""
-    # asked for its own width: within that of the console everything has room
-    return console.measure(table, options=console.options.update(width=_PIPE_WIDTH)).maximum <= console.width
+        def render(self, renderable: Any, options: Any = None) -> Iterable[Segment]:
+            for segment in super().render(renderable, options):
+                # rich's own movements of the cursor are control segments
+                safe = segment.text if segment.control else visible(segment.text)
+                yield segment if safe is segment.text else Segment(safe, segment.style)
+
+    return Screen

@@ -9,6 +9,7 @@ import typer
 from hpcrl.cli.completion import complete_settings
 from hpcrl.cli.help import PlainGroup
 from hpcrl.cli.options import CalibrationOption, ClusterOption, JsonOption, RecipeArgument, SetOption, TablesOption
+from hpcrl.cli.output import table_console
 from hpcrl.cli.planning_inputs import load_for_planning, read_calibration
 from hpcrl.cli.planning_layout import print_environment, print_plan
 from hpcrl.cli.selection import RunArgument, RunsRootOption
@@ -81,7 +82,6 @@ def show(
     from pathlib import Path
 
     from hpcrl.cli.configuration import plan_from_here
-    from hpcrl.cli.output import table_console
     from hpcrl.cli.planning_answers import print_answers, print_verdict
     from hpcrl.cli.planning_tables import print_explanation, print_outlook
     from hpcrl.cli.progress import working
@@ -132,8 +132,6 @@ def _refused_model(recipe: Loaded[Recipe]) -> str:
     """Why `hpcrl submit` would refuse the start model of a recipe that is called here; empty where it would not."""
     from pathlib import Path
 
-    from rich.markup import escape
-
     from hpcrl.errors import ConfigError
     from hpcrl.jobplan import absolute_paths, check_model
 
@@ -143,7 +141,7 @@ def _refused_model(recipe: Loaded[Recipe]) -> str:
     try:
         check_model(recipe, Path(path))
     except ConfigError as error:
-        return escape(error.findings[0].what.replace(path, recipe.value.model.path))
+        return error.findings[0].what.replace(path, recipe.value.model.path)
     return ""
 
 
@@ -197,7 +195,6 @@ def search(
     import json
     from pathlib import Path
 
-    from hpcrl.cli.output import table_console
     from hpcrl.cli.planning_tables import print_candidates, print_settings
     from hpcrl.cli.progress import working
     from hpcrl.errors import DoesNotFitError
@@ -267,7 +264,6 @@ def diff(
     """
     import json
 
-    from hpcrl.cli.output import table_console
     from hpcrl.cli.planning_diff import Side, compare, print_difference
     from hpcrl.cli.progress import working
     from hpcrl.errors import ExitCode, UsageError

@@ -5,10 +5,13 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+from hpcrl.cli.output import as_text, markup
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rich.console import Console
+    from rich.text import Text
 
     from hpcrl.planning.report import Outlook
     from hpcrl.planning.search.splits import Candidate
@@ -49,26 +52,24 @@ def _unit(seconds: float) -> tuple[float, str, str]:
 
 def print_verdict(console: Console, verdict: Verdict, outlook: Outlook) -> None:
     """Say first whether the plan fits, what would make it fit, and what nobody knows."""
-    from rich.markup import escape
-
     if verdict.fits:
         tightest = f"; tightest: {verdict.tightest}" if verdict.tightest else ""
-        console.print(f"[green]fits[/]{tightest}\n", highlight=False, soft_wrap=True)
+        console.print(markup("[green]fits[/]{}\n", tightest), highlight=False, soft_wrap=True)
         return
     say = partial(_print_hanging, console)
     knobs = {shortage.place.summary(): shortage.knobs for shortage in outlook.shortages}
     for what in verdict.short:
-        say(f"[bold red]DOES NOT FIT[/] {escape(what)}")
+        say(markup("[bold red]DOES NOT FIT[/] {}", what))
         for knob in knobs.get(what, ())[:_KNOBS]:
-            say(f"{_HINT}{escape(str(knob))}")
+            say(f"{_HINT}{knob}")
         if what in knobs and not knobs[what]:
             say("    no single setting that hpcrl knows of makes it fit")
     for what in verdict.unknown:
-        say(f"[bold red]NOT KNOWN[/] {escape(what)}")
+        say(markup("[bold red]NOT KNOWN[/] {}", what))
     if verdict.later:
-        say(f"[bold yellow]NOT KNOWN YET[/] {verdict.later}")
+        say(markup("[bold yellow]NOT KNOWN YET[/] {}", verdict.later))
     if verdict.skipped:
-        say(f"[bold yellow]SKIPPED[/] {'; '.join(verdict.skipped)}")
+        say(markup("[bold yellow]SKIPPED[/] {}", "; ".join(verdict.skipped)))
     console.print()
 
 
@@ -89,7 +90,7 @@ def print_answers(
     refused:
         Why ``hpcrl submit`` would refuse the start model; empty where it would not.
     """
-    lines = [("starts", _starts(verdict, unstartable, refused))]
+    lines: list[tuple[str | Text, str | Text]] = [("starts", _starts(verdict, unstartable, refused))]
     step, loop = outlook.step, outlook.loop
     if loop is None:
         # what the profile lacks stands above, in the verdict
@@ -97,23 +98,23 @@ def print_answers(
         lines.append(("step", f"not known: {because}"))
     else:
         known = "" if step is None else f"{range_text(step)}, expected "
-        lines.append(("step", f"[bold]{known}{duration_text(loop.step_s)}[/]"))
+        lines.append(("step", markup("[bold]{}{}[/]", known, duration_text(loop.step_s))))
         lines += [("", text) for text in _causes(step)]
         lines.append(("binds", _binding(outlook)))
         hints = " (hints above)" if any(shortage.knobs for shortage in outlook.shortages) else ""
         lines.append(("better", _better(outlook, better) if verdict.fits else f"make it fit first{hints}"))
     lines += [("not counted", what) for what in outlook.uncounted]
     for warning in () if outlook.forecast is None else outlook.forecast.warnings:
-        lines.append(("[yellow]warning[/]", warning))
+        lines.append((markup("[yellow]warning[/]"), warning))
     print_lines(console, lines)
     console.print()
 
 
-def _print_hanging(console: Console, text: str) -> None:
+def _print_hanging(console: Console, text: str | Text) -> None:
     """On a terminal what does not fit its line goes on below, indented; who reads a pipe wants whole lines."""
     from rich.text import Text
 
-    for line in Text.from_markup(text).split("\n"):
+    for line in as_text(text).split("\n"):
         indent = len(_HINT) if line.plain.startswith(_HINT) else len(_HINT.removesuffix("hint: "))
         parts = line.wrap(console, max(20, console.width - indent)) if console.is_terminal else [line]
         for number, part in enumerate(parts):
@@ -121,31 +122,32 @@ def _print_hanging(console: Console, text: str) -> None:
             console.print(Text(" " * indent if number else "") + part, highlight=False, soft_wrap=True)
 
 
-def print_lines(console: Console, lines: Sequence[tuple[str, str]]) -> None:
+def print_lines(console: Console, lines: Sequence[tuple[str | Text, str | Text]]) -> None:
     """Print a word and a sentence each; long sentences go on below themselves, and no line ends in blanks."""
     from rich.text import Text
 
-    heads = [Text.from_markup(name) for name, _ in lines]
+    heads = [as_text(name) for name, _ in lines]
     width = max([9, *map(len, heads)]) + 2
     for head, (_, sentence) in zip(heads, lines, strict=True):
-        for number, part in enumerate(Text.from_markup(sentence).wrap(console, max(20, console.width - width))):
+        for number, part in enumerate(as_text(sentence).wrap(console, max(20, console.width - width))):
             part.rstrip()
             begin = head if number == 0 else Text()
             begin.pad_right(width - len(begin))
             console.print(begin + part, highlight=False, soft_wrap=True)
 
 
-def _starts(verdict: Verdict, unstartable: Sequence[str], refused: str) -> str:
+def _starts(verdict: Verdict, unstartable: Sequence[str], refused: str) -> str | Text:
     if unstartable:
         sections = dict.fromkeys(".".join(key.split(".")[:2]) for key in unstartable)
-        return (
-            f"[bold yellow]no[/]: planned here, but no part of what this version can start: {', '.join(sections)}\n"
-            "hint: `--set job.payload=probe` submits the shape of the job"
+        return markup(
+            "[bold yellow]no[/]: planned here, but no part of what this version can start: {}\n"
+            "hint: `--set job.payload=probe` submits the shape of the job",
+            ", ".join(sections),
         )
     if verdict.fits is False:
-        return "[bold yellow]no[/]: hpcrl submit refuses what does not fit"
+        return markup("[bold yellow]no[/]: hpcrl submit refuses what does not fit")
     if refused:
-        return f"[bold yellow]not yet[/]: hpcrl submit says: {refused}"
+        return markup("[bold yellow]not yet[/]: hpcrl submit says: {}", refused)
     return "yes: hpcrl submit starts all of it"
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpcrl.cli.output import markup
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -148,12 +150,11 @@ def _figures(subject: Subject) -> dict[str, float | None]:
 
 def print_difference(console: Console, found: Difference) -> None:
     """Print what does not fit, and both tables."""
-    from rich.markup import escape
     from rich.table import Table
 
     for side in (found.first, found.second):
         for what in side.short:
-            text = f"[bold red]DOES NOT FIT[/] {escape(side.name)}: {escape(what)}"
+            text = markup("[bold red]DOES NOT FIT[/] {}: {}", side.name, what)
             console.print(text, highlight=False, soft_wrap=True)
 
     if not found.fields:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hpcrl.cli.output import markup, table_console
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -22,10 +24,8 @@ def print_plan(resolved: Plan, site: Loaded[ClusterProfile], *, commands: bool) 
     from rich.table import Table
     from rich.text import Text
 
-    from hpcrl.cli.output import table_console
-
     console = table_console()
-    console.print(f"[bold]{resolved.run}[/bold]: recipe {resolved.recipe} on cluster {resolved.cluster}")
+    console.print(markup("[bold]{}[/bold]: recipe {} on cluster {}", resolved.run, resolved.recipe, resolved.cluster))
     console.print(f"directory {resolved.run_dir}", highlight=False, soft_wrap=True)
     console.print(
         f"ports     {resolved.first_port}-{resolved.last_port}, chosen at start and recorded in endpoints.json\n",
@@ -79,7 +79,7 @@ def _print_layout(console: Console, resolved: Plan, site: Loaded[ClusterProfile]
     for name, charge in _charges(resolved, site).items():
         console.print(f"{name:<9} {charge}", highlight=False, soft_wrap=True)
     if layout.sbatch_options:
-        console.print(f"options   {' '.join(layout.sbatch_options)}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"options   {' '.join(layout.sbatch_options)}", highlight=False, soft_wrap=True)
     if resolved.container is not None:
         console.print(f"container {resolved.container.kind}, {resolved.container.image}", highlight=False)
     console.print()
@@ -123,7 +123,6 @@ def print_environment(recipe: Recipe, cluster: ClusterProfile, resolved: Plan) -
     """Print the environment of each role, by source."""
     from rich.table import Table
 
-    from hpcrl.cli.output import table_console
     from hpcrl.jobplan import role_variables
 
     table = Table(box=None, header_style="bold", pad_edge=False)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from hpcrl.cli.output import markup
 from hpcrl.cli.planning_answers import duration_text, mesh_text, print_lines, range_text, side_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from rich.console import Console
+    from rich.text import Text
 
     from hpcrl.config.recipe import Recipe
     from hpcrl.planning.calibration.file import Calibration
@@ -27,10 +29,10 @@ _NARROW_CANDIDATES = 120
 """The same of layouts that a search has found, which are wider."""
 
 
-def _bar(share: float, console: Console) -> str:
+def _bar(share: float, console: Console) -> Text:
     whole = _BAR // 2 if console.width < _NARROW else _BAR
     full = round(min(max(share, 0.0), 1.0) * whole)
-    return f"[{'red' if share > 1 else 'green'}]{'█' * full}[/]{'░' * (whole - full)}"
+    return markup("[red]{}[/]{}" if share > 1 else "[green]{}[/]{}", "█" * full, "░" * (whole - full))
 
 
 def print_outlook(console: Console, outlook: Outlook) -> None:
@@ -66,7 +68,7 @@ def _print_memory(console: Console, outlook: Outlook) -> None:
             bar,
             _gib(place.needed),
             "?" if place.capacity is None else _gib(place.capacity),
-            f"{free} KV" if place.ok and place.kv is not None else free if place.ok else f"[red]{free}[/]",
+            f"{free} KV" if place.ok and place.kv is not None else free if place.ok else markup("[red]{}[/]", free),
             *(() if narrow else (place.ledger.name,)),
             f"{largest.name} {_gib(largest.value)}",
         )
@@ -191,17 +193,18 @@ def _other_ways(tables: Mapping[str, TimeTable]) -> str:
 
 def print_explanation(console: Console, outlook: Outlook, calibration: Calibration) -> None:
     """Print every term with its formula and inputs, all assumptions, and all efficiencies with their sources."""
-    from rich.markup import escape
     from rich.table import Table
 
     from hpcrl.planning.ledger import explain
 
     for place in () if outlook.memory is None else outlook.memory.places:
-        console.print(f"\n[bold]{place.role.value} {place.kind}[/bold] at {place.ledger.name}", highlight=False)
+        head = markup("\n[bold]{} {}[/bold] at {}", place.role.value, place.kind, place.ledger.name)
+        console.print(head, highlight=False)
         for amount in place.ledger.terms:
-            console.print(f"  {explain(amount)}", highlight=False, soft_wrap=True, markup=False)
+            console.print(f"  {explain(amount)}", highlight=False, soft_wrap=True)
     for key, table in outlook.tables.items():
-        console.print(f"\n[bold]{table.name}[/bold]: {duration_text(table.seconds)}", highlight=False)
+        head = markup("\n[bold]{}[/bold]: {}", table.name, duration_text(table.seconds))
+        console.print(head, highlight=False)
         # a terminal has no room for six columns whose last ones are sentences
         wide = not console.is_terminal
         grid = Table(box=None, header_style="bold", pad_edge=False)
@@ -213,12 +216,12 @@ def print_explanation(console: Console, outlook: Outlook, calibration: Calibrati
             grid.add_row(term.name, _term_time(term), within, origin, *((term.formula, _inputs(term)) if wide else ()))
         console.print(grid)
         for term in () if wide else table:
-            print_lines(console, [(f"  {term.name}", f"{escape(term.formula)}; {escape(_inputs(term))}")])
+            print_lines(console, [(f"  {term.name}", f"{term.formula}; {_inputs(term)}")])
     if outlook.forecast is not None and outlook.forecast.assumptions:
-        console.print("\n[bold]What it rests on[/bold]")
+        console.print(markup("\n[bold]What it rests on[/bold]"))
         for assumption in outlook.forecast.assumptions:
             console.print(f"  - {assumption}", highlight=False, soft_wrap=True)
-    console.print("\n[bold]Efficiencies and constants[/bold] (--calibration changes them)")
+    console.print(markup("\n[bold]Efficiencies and constants[/bold] (--calibration changes them)"))
     grid = Table(box=None, header_style="bold", pad_edge=False)
     for column in ("name", "value", "source"):
         grid.add_column(column, overflow="fold")
@@ -227,9 +230,9 @@ def print_explanation(console: Console, outlook: Outlook, calibration: Calibrati
     console.print(grid)
 
 
-def _term_time(term: Seconds) -> str:
+def _term_time(term: Seconds) -> str | Text:
     if term.value is None:
-        return f"[red]unknown[/] ({term.missing})"
+        return markup("[red]unknown[/] ({})", term.missing)
     text = duration_text(term.value)
     return text if term.counts else f"({text})"
 

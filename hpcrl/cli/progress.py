@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from hpcrl.cli.output import screen
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
@@ -54,9 +56,8 @@ def working(what: str, *, console: Console | None = None, quiet_s: float = _QUIE
     if console is None and not sys.stderr.isatty():
         yield Working(what, None)
         return
-    from rich.console import Console
 
-    console = console or Console(stderr=True)
+    console = console or screen(err=True)
     if console.is_dumb_terminal:  # a line could not be taken back
         yield Working(what, None)
         return

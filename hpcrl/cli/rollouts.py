@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hpcrl.cli.options import JsonOption
+from hpcrl.cli.output import table_console
 from hpcrl.cli.selection import OptionalRunArgument, RunArgument, RunsRootOption, find
 
 if TYPE_CHECKING:
@@ -72,7 +73,6 @@ def rollouts_ls(
     import msgspec
     from rich.table import Table
 
-    from hpcrl.cli.output import table_console
     from hpcrl.runs.views.rollouts import read_ledger, rollout_items
 
     found = find(run, root)
@@ -180,7 +180,6 @@ def rollouts_show(
 def _print_rollout(run: RunDir, held: Held) -> None:
     from rich.table import Table
 
-    from hpcrl.cli.output import table_console
     from hpcrl.runs.views.rollouts import rollout_details
 
     details = rollout_details(run, held)
@@ -196,11 +195,11 @@ def _print_rollout(run: RunDir, held: Held) -> None:
     console.print(table)
     if columns is None:
         if text := details.get("text"):
-            console.print(f"\n{text}", markup=False, highlight=False)
+            console.print(f"\n{text}", highlight=False)
         return
     for piece in _pieces(run, details, columns):
-        console.print(f"\n{piece[0]}", markup=False, highlight=False, style="bold")
-        console.print(piece[1], markup=False, highlight=False)
+        console.print(f"\n{piece[0]}", highlight=False, style="bold")
+        console.print(piece[1], highlight=False)
 
 
 def _routes_in_words(columns: dict[str, Any]) -> str:

@@ -8,6 +8,7 @@ import typer
 
 from hpcrl.cli.completion import complete_clusters, complete_roles, complete_states
 from hpcrl.cli.options import JsonOption
+from hpcrl.cli.output import screen, table_console
 from hpcrl.cli.selection import (
     OptionalRunArgument,
     RunsRootOption,
@@ -40,9 +41,6 @@ def status(
 ) -> None:
     """Show where a run stands: state, roles, step, reward, version, staleness, last checkpoint, GPU-hours,
     and how each engine is."""
-    from rich.console import Console
-
-    from hpcrl.cli.output import table_console
     from hpcrl.runs.fleet import read_fleet
     from hpcrl.runs.metrics import read_metrics
     from hpcrl.runs.observe import observe
@@ -62,11 +60,11 @@ def status(
         typer.echo(status_document(found))
     elif watch:
         try:
-            view = follow(found, Console())
+            view = follow(found, screen())
         except KeyboardInterrupt:
             typer.echo(f"{found.name} goes on; hpcrl cancel {reference(found)} ends it", err=True)
             raise typer.Exit from None
-        Console().print(summary(view, read_progress(found), read_metrics(found)))
+        screen().print(summary(view, read_progress(found), read_metrics(found)))
     else:
         view = observe(found)
         fleet = read_fleet(found, view.attempt, view.components)
@@ -80,7 +78,6 @@ def _status_of_all(watch: bool, as_json: bool, root: str | None) -> None:
 
     from rich.live import Live
 
-    from hpcrl.cli.output import table_console
     from hpcrl.runs.views.listing import list_rows, listing_table
 
     if as_json or not watch:
@@ -121,7 +118,6 @@ def list_runs(
     root: RunsRootOption = None,
 ) -> None:
     """List your runs, newest first, wherever they are; with --runs-root those of this directory."""
-    from hpcrl.cli.output import table_console
     from hpcrl.errors import UsageError
     from hpcrl.runs.status import RunState
     from hpcrl.runs.views.listing import list_rows, listing_document, listing_table
@@ -182,15 +178,13 @@ def why(
     root: RunsRootOption = None,
 ) -> None:
     """Say what ended a run: the first cause, how to go on, its last words; and with --events all that followed."""
-    from rich.console import Console
-
     from hpcrl.runs.views.diagnosis import diagnose, diagnosis_document, print_diagnosis
 
     diagnosis = diagnose(find(run, root))
     if as_json:
         typer.echo(diagnosis_document(diagnosis))
     else:
-        print_diagnosis(diagnosis, Console(), events=events)
+        print_diagnosis(diagnosis, screen(), events=events)
 
 
 def report(

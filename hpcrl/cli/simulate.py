@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hpcrl.cli.options import CalibrationOption, ClusterOption, JsonOption, RecipeArgument, SetOption, TablesOption
+from hpcrl.cli.output import markup, table_console
 from hpcrl.cli.selection import RunsRootOption
 
 if TYPE_CHECKING:
@@ -179,7 +180,6 @@ def _write(result: SimulationResult, directory: Path, *, quiet: bool) -> None:
 def _print(results: list[SimulationResult]) -> None:
     from rich.table import Table
 
-    from hpcrl.cli.output import table_console
     from hpcrl.cli.planning_answers import duration_text
     from hpcrl.simulation.results.tables import rows
 
@@ -191,7 +191,8 @@ def _print(results: list[SimulationResult]) -> None:
         table.add_row(name, *values)
     console = table_console()
     first = results[0]
-    console.print(f"[bold]{first.recipe}[/bold]: {duration_text(first.simulated_s)} simulated, seed {first.seed}")
+    head = "[bold]{}[/bold]: {} simulated, seed {}"
+    console.print(markup(head, first.recipe, duration_text(first.simulated_s), first.seed))
     console.print(f"durations: {first.durations or 'from a file'}\n", highlight=False, soft_wrap=True)
     console.print(table)
     for result in results:
@@ -218,7 +219,6 @@ def _print_beside_plan(outlook: Outlook, result: SimulationResult) -> None:
     """What `hpcrl plan` says of the same figures, and why they differ."""
     from rich.table import Table
 
-    from hpcrl.cli.output import table_console
     from hpcrl.cli.planning_answers import duration_text
 
     loop = outlook.loop

@@ -10,6 +10,7 @@ import typer
 from hpcrl.cli.completion import complete_clusters
 from hpcrl.cli.configuration import cluster_app
 from hpcrl.cli.options import JsonOption
+from hpcrl.cli.output import table_console
 
 if TYPE_CHECKING:
     from hpcrl.config.cluster import SlurmCluster
@@ -73,7 +74,6 @@ def check(
 
     from rich.text import Text
 
-    from hpcrl.cli.output import table_console
     from hpcrl.config.cluster import SlurmCluster
     from hpcrl.config.load import load_cluster
     from hpcrl.config.rules.table import SITE_RULES, check_cluster

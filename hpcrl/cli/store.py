@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hpcrl.cli.options import JsonOption
+from hpcrl.cli.output import table_console
 from hpcrl.cli.selection import OptionalRunArgument, RunsRootOption, find
 
 if TYPE_CHECKING:
@@ -42,7 +43,6 @@ def status(run: OptionalRunArgument = None, as_json: JsonOption = False, root: R
     """
     import msgspec
 
-    from hpcrl.cli.output import table_console
     from hpcrl.store.admin import StoreAdmin
     from hpcrl.store.view import STORE_SCHEMA, pool_view
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hpcrl.cli.options import VERSION, JsonOption, confirm
+from hpcrl.cli.output import markup, table_console
 from hpcrl.cli.selection import OptionalRunArgument, RunArgument, RunsRootOption, find
 
 if TYPE_CHECKING:
@@ -180,7 +181,6 @@ def _print(run: RunDir, items: list[StoredItem], as_json: bool, *, verified: boo
     from rich.filesize import decimal
     from rich.table import Table
 
-    from hpcrl.cli.output import table_console
     from hpcrl.errors import ExitCode
     from hpcrl.runs.views.stores import items_document
     from hpcrl.runs.views.words import age
@@ -195,7 +195,7 @@ def _print(run: RunDir, items: list[StoredItem], as_json: bool, *, verified: boo
             table.add_column(column, overflow="fold")
         for item in items:
             old = "?" if item.age_s is None else age(item.age_s)
-            state = f"[red]{item.problem}[/red]" if item.problem else "whole" if verified else "complete"
+            state = markup("[red]{}[/red]", item.problem) if item.problem else "whole" if verified else "complete"
             table.add_row(str(item.number), old, decimal(item.bytes), str(item.files), item.by, state)
         table_console().print(table)
     if any(item.problem for item in items):

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from hpcrl.errors import UsageError
+from hpcrl.foreign_text import visible, without_colours
 from hpcrl.runs.observe import observe
 from hpcrl.runs.record import RunRecord
 from hpcrl.runs.rundir import RunDir
@@ -253,8 +254,8 @@ def _appended(path: Path, offsets: dict[Path, int], *, whole_lines: bool) -> byt
 
 
 def format_line(line: LogLine, *, as_json: bool) -> str:
-    """One line for a person (``role replica | text``) or for a program (a JSON object)."""
+    """Format a line for a person (``role replica | text``, without colours) or for a program (a JSON object)."""
     if as_json:
         return msgspec.json.encode(line).decode()
     rank = f".{line.rank}" if line.rank else ""
-    return f"{line.role} {line.replica}{rank} | {line.line}"
+    return f"{line.role} {line.replica}{rank} | {visible(without_colours(line.line))}"

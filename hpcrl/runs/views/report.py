@@ -68,7 +68,9 @@ def write_report(run: RunDir, path: Path | None = None) -> Path:
         _tidy(axis)
     axes[-1].set_xlabel("optimizer step", color=_INK)
     axes[-1].set_xlim(min(0, metrics[0].step - 0.5), metrics[-1].step + 0.5)
-    figure.suptitle(_title(view, progress, metrics), x=0.01, ha="left", fontsize=12, color=_INK)
+    title = _title(view, progress, metrics)
+    # a dollar sign in a name begins no formula
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12, color=_INK, parse_math=False)
     buffer = io.BytesIO()
     try:
         figure.savefig(buffer, format=path.suffix.removeprefix(".") or "png")

@@ -42,7 +42,7 @@ def draw(result: SimulationResult, path: Path) -> Path:
         axis.tick_params(colors=_INK, labelsize=9)
     title = f"{result.recipe} on {result.nodes:,} nodes, simulated: {result.steps_per_minute:.3g} steps a minute"
     title += f", goodput {result.goodput.share:.0%}"
-    figure.suptitle(title, x=0.01, ha="left", fontsize=12, color=_INK)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12, color=_INK, parse_math=False)
     buffer = io.BytesIO()
     figure.savefig(buffer, format=path.suffix.removeprefix(".") or "png")
     atomic_write(path, buffer.getvalue())
@@ -50,7 +50,7 @@ def draw(result: SimulationResult, path: Path) -> Path:
 
 
 def _title(axis: Any, text: str) -> None:
-    axis.set_title(text, loc="left", fontsize=11, fontweight="bold", color=_INK)
+    axis.set_title(text, loc="left", fontsize=11, fontweight="bold", color=_INK, parse_math=False)
 
 
 def _steps(axis: Any, result: SimulationResult) -> None:

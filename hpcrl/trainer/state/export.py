@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from hpcrl.checkpoints.ledger import CheckpointEntry, CheckpointLedger
 from hpcrl.config.recipe import Recipe
 from hpcrl.errors import CheckpointError, HpcrlError, UsageError
+from hpcrl.foreign_text import visible
 from hpcrl.fs import StagedDirectory, fsync_dir, write_json
 from hpcrl.modeling.carried import CarriedTensor, carry, find_mtp_tensors
 from hpcrl.modeling.decoder import Decoder
@@ -219,7 +220,7 @@ def _choose(run: RunDir, step: int | None) -> CheckpointEntry:
         return entry
     choice = ledger.newest_verified()
     for skipped, reason in choice.skipped:
-        print(f"checkpoint of step {skipped} is skipped: {reason}", file=sys.stderr)
+        print(visible(f"checkpoint of step {skipped} is skipped: {reason}"), file=sys.stderr)
     if choice.entry is None:
         raise UsageError(f"{run.name} has no good checkpoint\n    hint: hpcrl checkpoint ls {reference(run)}")
     return choice.entry
@@ -254,10 +255,10 @@ def main() -> int:
     try:
         _export(parser.parse_args())
     except HpcrlError as error:
-        print(f"hpcrl: {error}", file=sys.stderr)
+        print(visible(f"hpcrl: {error}"), file=sys.stderr)
         return error.exit_code
     except OSError as error:
-        print(f"hpcrl: the export failed: {error}\n    nothing was left behind", file=sys.stderr)
+        print(visible(f"hpcrl: the export failed: {error}\n    nothing was left behind"), file=sys.stderr)
         return 1
     return 0
 

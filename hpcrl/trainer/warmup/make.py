@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 from hpcrl.config.recipe import OptimizerConfig, Recipe, WarmupConfig
 from hpcrl.errors import HpcrlError, UsageError, refusal
+from hpcrl.foreign_text import visible
 from hpcrl.fs import StagedDirectory, write_json
 from hpcrl.modeling.decoder import Decoder
 from hpcrl.modeling.hf import published_tensors
@@ -208,7 +209,7 @@ def main() -> int:
         known = refusal(error) if isinstance(error, OSError) else error
         if known is None:
             raise
-        print(f"error: {known}", file=sys.stderr)
+        print(visible(f"error: {known}"), file=sys.stderr)
         return int(known.exit_code)
     print(f"{arguments.output}: supervised loss {loss:.4f}")
     return 0
