@@ -8,6 +8,7 @@ import resource
 import signal
 import sys
 
+from hpcrl.daemon_threads import run_process
 from hpcrl.log_thread import log_in_thread
 from hpcrl.rollouts.orchestrator import Orchestrator
 from hpcrl.runs.role import RoleContext
@@ -22,7 +23,7 @@ def main(context: RoleContext) -> None:
     """Run until SIGTERM; raises the first error of any part."""
     log_in_thread()
     prefer_event_loop()
-    asyncio.run(_main(context))
+    run_process(_main(context))
 
 
 def prefer_event_loop() -> None:
