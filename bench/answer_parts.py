@@ -119,6 +119,7 @@ def main() -> None:
         url = f"http://{HOST}:{port}"
         figures["stub"] = asyncio.run(measure(url, server, tokens=512, at_once=64, rounds=arguments.rounds))
     engine = [sys.executable, "-m", "hpcrl.inference.embedded.server", "--model", model, "--host", HOST]
+    engine += ["--weight-version", "0"]
     engine += ["--port", str(engine_port), "--max-model-len", "512", "--max-num-seqs", "32", "--dtype", "float32"]
     with started(engine) as server:
         url = f"http://{HOST}:{engine_port}"

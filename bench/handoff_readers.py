@@ -37,6 +37,7 @@ from hpcrl.inference.embedded.engine.config import EngineSettings
 from hpcrl.inference.embedded.engine.engine import Engine
 from hpcrl.inference.embedded.weights.updates import ReaderConfig, UpdateSession
 from hpcrl.inference.metrics import EngineMetrics, Registry
+from hpcrl.modeling.decoder import Decoder
 from hpcrl.weights import HandoffStore
 from hpcrl.weights.read.share import Pace
 from hpcrl.weights.read.subscriber import ReaderSettings, Subscriber
@@ -186,13 +187,14 @@ def engine_pause(base: Path) -> dict[str, Any]:
         started = time.monotonic()
         updater.update({"path": str(store.path_of(version))})
         reads.append(time.monotonic() - started)
-        new = updater.take()
-        assert new is not None
-        started = time.monotonic()
-        old = engine.exchange_weights(new, str(version)).result(10)
-        pauses.append(time.monotonic() - started)
-        assert old is not None
-        updater.give_back(old)
+
+        def exchange(new: Decoder, label: str) -> Decoder:
+            started = time.monotonic()
+            old = engine.exchange_weights(new, label).result(10)
+            pauses.append(time.monotonic() - started)
+            return old
+
+        updater.finish(exchange, str(version))
     engine.stop()
     updater.shutdown()
     reads.sort()

@@ -25,6 +25,7 @@ from memory_tools import ARCH, LENGTHS, Tool
 from hpcrl.config.lora import LoraConfig
 from hpcrl.config.recipe import HandoffConfig
 from hpcrl.inference.embedded.weights.updates import ReaderConfig, UpdateSession
+from hpcrl.modeling.decoder import Decoder
 from hpcrl.modeling.spec import build_model
 from hpcrl.trainer.parallel.mesh import Parallel, distributed
 from hpcrl.trainer.publish.adapters import AdapterPublisher
@@ -73,12 +74,13 @@ def versions(tool: Tool, parallel: Parallel, model_dir: Path, root: Path) -> dic
     def load(version: int) -> None:
         updater.start()
         updater.update({"path": str(store.path_of(version))})
+        updater.finish(exchange)
+
+    def exchange(new: Decoder, label: str) -> Decoder:
         nonlocal served
-        new, old = updater.take(), served
-        assert new is not None
         # the engine reads the next version into the model that it served before
-        served = new
-        updater.give_back(old)
+        served, old = new, served
+        return old
 
     publish(0)
     load(0)

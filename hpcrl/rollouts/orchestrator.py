@@ -192,6 +192,8 @@ class Orchestrator:
             events=self._events,
             on_served=self._on_served,
             on_stale=supervised.restart_engine,
+            on_wrong=supervised.replace_engine,
+            attempt=self._context.attempt,
             choose=None if recipe.rollouts.order == "arrival" else self._choose_version,
         )
         if elastic:

@@ -7,6 +7,7 @@ import logging
 import signal
 import sys
 
+from hpcrl.daemon_threads import run_process
 from hpcrl.log_thread import log_in_thread
 from hpcrl.pending_connections import raise_descriptor_limit
 from hpcrl.rollouts.orchestrator import Orchestrator
@@ -22,7 +23,7 @@ def main(context: RoleContext) -> None:
     """Run until SIGTERM; raises the first error of any part."""
     log_in_thread()
     prefer_event_loop()
-    asyncio.run(_main(context))
+    run_process(_main(context))
 
 
 def prefer_event_loop() -> None:

@@ -25,6 +25,11 @@ class Supervised:
         role, _, replica = engine.name.rpartition("-")
         self._restart(role, int(replica), why)
 
+    def replace_engine(self, engine: Engine, why: str) -> None:
+        """Ask for another process of an engine that computes with wrong weights, as `restart_engine`."""
+        role, _, replica = engine.name.rpartition("-")
+        self._restart(role, int(replica), why, wrong_weights=True)
+
     def restart_router(self, why: str) -> None:
         """Ask for another process of the router, as `restart_engine`."""
         self._restart(*_ROUTER, why)
@@ -33,6 +38,13 @@ class Supervised:
         """Since when the router's present process is ready (`RunStatus.ready_since`)."""
         return RunStatus.ready_since(self._run, self._attempt, *_ROUTER)
 
-    def _restart(self, role: str, replica: int, why: str) -> None:
-        complaint = Complaint(time_s=time.time(), role=role, replica=replica, message=why, node=own_node())
+    def _restart(self, role: str, replica: int, why: str, *, wrong_weights: bool = False) -> None:
+        complaint = Complaint(
+            time_s=time.time(),
+            role=role,
+            replica=replica,
+            message=why,
+            node=own_node(),
+            wrong_weights=wrong_weights,
+        )
         complaint.write(self._run, self._attempt)

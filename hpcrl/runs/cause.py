@@ -35,6 +35,8 @@ class CauseKind(StrEnum):
     """A role lived and made no progress."""
     STALE = "stale"
     """An engine did not take a policy version."""
+    WRONG_WEIGHTS = "wrong_weights"
+    """An engine computed with other weights than those of the version that it said it served."""
     GUARD_LOST = "guard_lost"
     """The guard process of a role went away, and the role with it."""
     SUPERVISOR_LOST = "supervisor_lost"

@@ -245,7 +245,7 @@ class RoleContext:
 
 
 class Complaint(msgspec.Struct, frozen=True, kw_only=True):
-    """What one role says about another that only the supervisor can help with: an engine that takes no weights.
+    """What one role says about another that only the supervisor can help with: an engine that takes no weights, say.
 
     Attributes
     ----------
@@ -255,6 +255,8 @@ class Complaint(msgspec.Struct, frozen=True, kw_only=True):
         What is wrong, as the end of a sentence that begins with the replica.
     node:
         Slurm's name of the node of who complains; empty outside of Slurm.
+    wrong_weights:
+        Whether it is an engine that computes with other weights than those of the version that it says.
     """
 
     time_s: float
@@ -262,6 +264,7 @@ class Complaint(msgspec.Struct, frozen=True, kw_only=True):
     replica: int
     message: str
     node: str = ""
+    wrong_weights: bool = False
 
     @staticmethod
     def _directory(run: RunDir, attempt: int) -> Path:

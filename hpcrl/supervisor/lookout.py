@@ -116,7 +116,8 @@ class Lookout:
                 about = (component.role.value, component.replica) == (complaint.role, complaint.replica)
                 ready = component.state is ComponentState.READY and component.verdict is None
                 if about and ready and complaint.time_s > (component.ready_at_s or 0.0):
-                    self._replicas.end_stale(component, complaint.message)
+                    kind = CauseKind.WRONG_WEIGHTS if complaint.wrong_weights else CauseKind.STALE
+                    self._replicas.end_stale(component, complaint.message, kind)
         await self._notices.look_at_clock(time.monotonic() - self._started)
 
     async def _end_slow_failures(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import signal
@@ -11,6 +10,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor, wait
 
 from hpcrl.config.plan import Plan
+from hpcrl.daemon_threads import run_process
 from hpcrl.errors import HpcrlError, RunDirError, RunFailedError
 from hpcrl.log_thread import log_in_thread
 from hpcrl.ours import umask_of
@@ -69,7 +69,7 @@ def supervise(run: RunDir, submission: int, in_job: InJob | None) -> str:
     if requeued and _begins_on_excluded_node(run, plan):
         _requeue(run, plan, submission)
         return RunState.REQUEUED.value
-    state, cause = asyncio.run(_attempts(run, plan, record.run_id, submission, inside=in_job is not None))
+    state, cause = run_process(_attempts(run, plan, record.run_id, submission, inside=in_job is not None))
     if plan.layout.kind == "elastic" and state is not RunState.REQUEUED:
         cancel_replicas(SlurmClient(), record.run_id)
     if cause is not None and cause.kind in (CauseKind.NO_PROGRESS, CauseKind.NOTHING_TO_RESTORE):

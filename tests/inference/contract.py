@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_helpers import SERVED_NAME, Server, embedded_command, start_server
+from engine_helpers import SERVED_NAME, Server, embedded_command, publish, start_server, tensors_of
 from vllm_environment import SKIPPED, VLLM_PYTHON
 
 from hpcrl.modeling.decoder import Decoder
+from hpcrl.weights import HandoffStore
 
 KIND = os.environ.get("HPCRL_TEST_ENGINE", "embedded")
 EMBEDDED = KIND == "embedded"
@@ -58,6 +59,21 @@ def start(path: Path, model: Decoder, log: Path) -> Server:
         )
     running.call("/v1/completions", {"prompt": [1], "max_tokens": 1, "model": SERVED_NAME})  # warm up
     return running
+
+
+def label(server: Server, version: str) -> None:
+    """Bring the weights of the server's own model to a number, where it is one. The embedded engine takes no label
+    without the weights that it names, and so gets them as a version."""
+    if server.kind == "vllm":
+        server.ok("/update_weight_version", {"new_version": version})
+    elif version.isdecimal():
+        store = HandoffStore(server.log.parent / "weights")
+        if int(version) not in store.versions():
+            publish(store, int(version), server.model_dir, tensors_of(server.model))
+        server.ok("/init_weight_transfer_engine", {"init_info": {}})
+        server.ok("/start_weight_update")
+        server.ok("/update_weights", {"update_info": {"path": str(store.path_of(int(version)))}})
+        server.ok("/finish_weight_update", {"weight_version": version})
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:

@@ -10,7 +10,7 @@ import aiohttp
 import msgspec
 import numpy as np
 import pytest
-from contract import EMBEDDED, GENERATE, prompt_of
+from contract import EMBEDDED, GENERATE, label, prompt_of
 from engine_helpers import SERVED_NAME, Server
 
 from hpcrl.answer_frames import MEDIA_TYPE, REQUEST_TYPE, encode_frame
@@ -121,7 +121,7 @@ async def test_the_orchestrator_sends_frames_to_an_engine_that_answers_in_frames
     trace.on_request_end.append(note)
     params = SamplingParams(**SAMPLING, stop_token_ids=[])
     before = server.get("/weight_info")[1]["weight_version"]
-    server.ok("/update_weight_version", {"new_version": "7"})
+    label(server, "7")
     ready = EncodedTokens(np.array(PROMPT, np.int32), lambda: b",".join(b"%d" % token for token in PROMPT))
     try:
         async with aiohttp.ClientSession(trace_configs=[trace]) as session:
@@ -133,7 +133,7 @@ async def test_the_orchestrator_sends_frames_to_an_engine_that_answers_in_frames
                 for prompt in prompts
             ]
     finally:
-        server.ok("/update_weight_version", {"new_version": before})
+        label(server, before)
     later = "application/json" if kind is RouterClient else REQUEST_TYPE
     assert sent == ["application/json", later, later, later]
     assert len({tuple(answer.token_ids) for answer in answers}) == 1

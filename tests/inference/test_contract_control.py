@@ -18,6 +18,7 @@ from contract import (
     MAX_MODEL_LEN,
     TOLERANCE,
     follow,
+    label,
     prompt_of,
 )
 from engine_helpers import SERVED_NAME, Server, decode_experts, forward, logprob_error, random_model
@@ -146,7 +147,7 @@ def test_each_token_knows_its_weights(server: Server, pool: ThreadPoolExecutor) 
     tokens, future = follow(server, pool, "versions")
     server.ok("/pause?mode=keep&clear_cache=false")
     try:
-        server.ok("/update_weight_version", {"new_version": "17"})
+        label(server, "17")
         assert server.get("/weight_info")[1] == {"weight_version": "17"}
         time.sleep(0.1)
         frozen = len(tokens)
@@ -159,7 +160,7 @@ def test_each_token_knows_its_weights(server: Server, pool: ThreadPoolExecutor) 
         after = server.generate([5], max_tokens=2, ignore_eos=True)["choices"][0]["weight_versions"]
         assert after == [{"version": "17", "start": 0, "end": 2}]
     finally:
-        server.ok("/update_weight_version", {"new_version": before})
+        label(server, before)
 
 
 # -- routed experts ------------------------------------------------------------------------------------------------
@@ -200,7 +201,7 @@ def test_binary_answers_say_what_answers_in_text_do(server: Server) -> None:
     """To a client that takes them, as a whole and in parts; vLLM knows text alone, and is asked in the same way."""
     prompt = prompt_of(45, seed=63)
     before = server.get("/weight_info")[1]["weight_version"]
-    server.ok("/update_weight_version", {"new_version": "7"})
+    label(server, "7")
     kind = MEDIA_TYPE if server.kind == "embedded" else "application/json"
     sampling = {"max_tokens": 9, "seed": 5, "temperature": 1.0, "logprobs": 1, "routed_experts_prompt_start": 12}
     text = server.generate(prompt, request={"cache_salt": "7"}, **sampling)["choices"][0]
@@ -221,7 +222,7 @@ def test_binary_answers_say_what_answers_in_text_do(server: Server) -> None:
             assert without.experts is None
             assert without.token_ids.tolist() == text["token_ids"]
     finally:
-        server.ok("/update_weight_version", {"new_version": before})
+        label(server, before)
     for found in answers:
         assert found.token_ids.tolist() == text["token_ids"]
         assert found.logprobs == pytest.approx([entry["logprob"] for entry in text["logprobs"]["content"]], abs=1e-5)

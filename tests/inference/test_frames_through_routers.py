@@ -30,9 +30,8 @@ PROMPT = [7 + n % 90 for n in range(70)]
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     path = tmp_path_factory.mktemp("model")
-    flags = ("--enable-return-routed-experts", "--max-model-len", "256", "--dtype", "float32")
+    flags = ("--enable-return-routed-experts", "--max-model-len", "256", "--dtype", "float32", "--weight-version", "7")
     server = start_server(embedded_command(*flags), path, write_model(path, seed=1), path.parent / "engine.log")
-    server.ok("/update_weight_version", {"new_version": "7"})
     yield server
     server.stop()
 

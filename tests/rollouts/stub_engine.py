@@ -27,6 +27,7 @@ from hpcrl.gate import Gate
 from hpcrl.inference.kept_rows import KeptRows
 from hpcrl.rows_reference import FIELD, PATH, RowsReference
 from hpcrl.serving import stop_serving
+from hpcrl.weights.proof import PROVE_WEIGHTS, WeightsProof
 
 EOS = 2
 FIRST_CHARACTER = 7
@@ -126,6 +127,8 @@ class StubEngine:
         Where its answers say that rows are; None: here.
     gate:
         Lets in who brings the run's token; None: everybody.
+    wrong_weights:
+        Whether it computes with other weights than it was asked to load.
     awake:
         Cleared, the engine answers nothing at all, as a process that a signal has stopped.
     begun:
@@ -150,6 +153,7 @@ class StubEngine:
         self.experts_in_parts = True
         self.rows: KeptRows | None = None
         self.said_port: int | None = None
+        self.wrong_weights = False
         self.version = "initial"
         self.gate: Gate | None = None
         self.awake = asyncio.Event()
@@ -317,8 +321,16 @@ class StubEngine:
         return web.Response(text="".join(f'vllm:{name}{{engine="0"}} {value}\n' for name, value in values.items()))
 
     async def collective_rpc(self, request: web.Request) -> web.Response:
-        assert (await request.json())["method"] == "staged_handoff"
+        body = await request.json()
+        if body["method"] == PROVE_WEIGHTS:
+            return web.json_response({"results": [msgspec.to_builtins(self.prove(body["args"][0]))]})
+        assert body["method"] == "staged_handoff"
         return web.json_response({"results": ["True", str(time.monotonic() >= self._staged_s)]})
+
+    def prove(self, path: str) -> WeightsProof:
+        """Compare what was loaded last with a version, as an engine does with tensors of both."""
+        wrong = ["model.norm.weight"] if self.wrong_weights or self._staged != path else []
+        return WeightsProof(state="compared", compared=["model.norm.weight"], wrong=wrong, decisive=True)
 
     async def finish_update(self, request: web.Request) -> web.Response:
         await asyncio.sleep(self.exchange_s)

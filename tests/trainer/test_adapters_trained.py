@@ -171,6 +171,18 @@ def check_canaries(wanted, found, case):
         assert canary.adapted == pytest.approx(wanted.adapted, abs=CANARY_TOLERANCE), case
 
 
+def exchanged(updater, old):
+    """Finish an update as an engine does that serves ``old``; the model with the new weights."""
+    models = [old]
+
+    def exchange(new, label):
+        models.append(new)
+        return old
+
+    updater.finish(exchange)
+    return models[-1]
+
+
 def check_merge(policy, model_dir, root, entry, export):
     """What two ranks have published, merged by an engine, is the export of the checkpoint bit by bit."""
     engine = build_model(policy.arch, device="cpu").requires_grad_(requires_grad=False)
@@ -180,7 +192,7 @@ def check_merge(policy, model_dir, root, entry, export):
     handoff = HandoffStore(root).open(STEPS)
     assert handoff.manifest.files.keys() == {ADAPTER_MODEL, ADAPTER_CONFIG}
     assert updater.update({"path": str(handoff.path)}).kind == "lora"
-    served = dict(published_tensors(updater.take(), engine.adapter))
+    served = dict(published_tensors(exchanged(updater, engine), engine.adapter))
     export_checkpoint(entry, model_dir, export, dtype="float32", recipe=policy.recipe)
     exported = {name: t for file in export.glob("*.safetensors") for name, t in load_file(file).items()}
     start = load_file(model_dir / "model.safetensors")
@@ -323,7 +335,7 @@ def test_the_canary_tells_engines_with_the_adapter_from_others(models, tmp_path)
     for version in (0, 1):
         updater.start()
         updater.update({"path": str(store.path_of(version))})
-        model = updater.take()
+        engine = model = exchanged(updater, engine)
         served.append(logprobs(model))
     plain, adapted = served
     assert judge(canary, adapted, plain).outcome == judge(canary, adapted).outcome == "applied"
@@ -392,5 +404,5 @@ def test_versions_of_earlier_trainers_are_read(models, tmp_path, monkeypatch):
         updater.init()
         updater.start()
         updater.update({"path": str(store.path_of(version))})
-        served.append(dict(published_tensors(updater.take(), engine.adapter)))
+        served.append(dict(published_tensors(exchanged(updater, engine), engine.adapter)))
     assert all(torch.equal(served[0][name], served[1][name]) for name in served[0])

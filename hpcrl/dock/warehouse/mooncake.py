@@ -14,13 +14,13 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import psutil
 from numpy.typing import NDArray
 
+from hpcrl.daemon_threads import DaemonExecutor
 from hpcrl.dock.ledger.entries import PayloadPlace
 from hpcrl.dock.warehouse.interface import Figures, Location, Pool, half_at_most, key_of
 from hpcrl.dock.warehouse.pool_master import PoolMaster, reach
@@ -84,7 +84,7 @@ class MooncakeWarehouse:
             raise
         self._lock, self._putting = threading.Lock(), threading.Lock()
         # the master is asked to forget an object by a thread: event loops release
-        self._remover = ThreadPoolExecutor(1, thread_name_prefix="pool-release")
+        self._remover = DaemonExecutor(1, thread_name_prefix="pool-release")
         self._staged = np.empty(0, np.uint8)
         """Registered memory that objects are copied from."""
         self._sizes: dict[str, int] = {}

@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from hpcrl.credentials import Credentials, read_token
+from hpcrl.daemon_threads import run_process
 from hpcrl.dock.warehouse.frames import HEAD, LONGEST, Answer, Request, frame
 from hpcrl.errors import HpcrlError
 from hpcrl.gate import Gate
@@ -130,7 +131,7 @@ def main() -> None:
     raise_descriptor_limit()
     try:
         token = None if given.token_file is None else Credentials(read_token(given.token_file), given.attempt)
-        asyncio.run(_run(given.directory, given.host, given.port, Gate("warehouse", token)))
+        run_process(_run(given.directory, given.host, given.port, Gate("warehouse", token)))
     except (HpcrlError, OSError) as error:
         raise SystemExit(f"error: the warehouse of rollouts cannot be served: {error}") from None
 

@@ -20,6 +20,7 @@ import msgspec
 from aiohttp import web
 
 from hpcrl.answer_frames import MEDIA_TYPE
+from hpcrl.daemon_threads import run_process
 from hpcrl.decoding import prepared
 from hpcrl.errors import ExitCode, HpcrlError, MissingExtraError
 from hpcrl.gate import Gate
@@ -289,7 +290,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         gate = gate_from_env("router", token_file=settings.token_file)
         gate.check_host(settings.host)
-        asyncio.run(_serve(settings, gate))
+        run_process(_serve(settings, gate))
     except ImportError as error:
         _log.error("%s", MissingExtraError("dynamo", error.name or "dynamo"))
         return ExitCode.USAGE

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from hpcrl.credentials import Refusal
 from hpcrl.errors import RunDirError
 from hpcrl.inference.vllm.uvicorn_limits import limit_uvicorn
 from hpcrl.runs.refusals import gate_from_env
@@ -21,6 +22,8 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 _POLICY_VIOLATION = 1008
+_LABEL_ALONE = "/update_weight_version"
+"""Changes the label of the weights and not the weights."""
 
 
 class RunAccess:
@@ -58,6 +61,8 @@ class RunAccess:
         refusal = self._gate.refusal(
             method, scope["path"], authorization.decode("latin-1"), client[0], connection=client
         )
+        if refusal is None and scope["path"].rstrip("/").endswith(_LABEL_ALONE):
+            refusal = Refusal(409, "label_alone", "a label changes together with the weights, by /finish_weight_update")
         if refusal is None:
             last = scope["type"] == "http" and self._gate.is_open(method, scope["path"])
             return await self._app(scope, receive, _Closing(send) if last else send)

@@ -24,6 +24,7 @@ import sys
 
 from aiohttp import web
 
+from hpcrl.daemon_threads import run_process
 from hpcrl.errors import ExitCode, HpcrlError
 from hpcrl.gate import Gate
 from hpcrl.pending_connections import raise_descriptor_limit
@@ -68,7 +69,7 @@ def _start_doorkeeper(gate: Gate) -> str:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
             with contextlib.suppress(KeyboardInterrupt):
-                asyncio.run(_keep_door(listener, gate, router))
+                run_process(_keep_door(listener, gate, router))
         finally:
             os._exit(0)
     listener.close()

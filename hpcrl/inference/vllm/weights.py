@@ -38,11 +38,15 @@ from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from hpcrl.inference.adapters import KeptBase
+from hpcrl.inference.proof import Proofs
+from hpcrl.inference.vllm.running import RunningModel
 from hpcrl.inference.vllm.staging import Staged
 from hpcrl.runs.refusals import gate_from_env
 from hpcrl.weights.format.adapters import Contents
+from hpcrl.weights.proof import WeightsProof
 from hpcrl.weights.read.registration import ReaderIdentity, check_same_reader
 from hpcrl.weights.read.subscriber import ReaderSettings, Subscriber
+from hpcrl.weights.session import SessionOwner, read_owner
 
 __all__ = ["HandoffInit", "HandoffTransferEngine", "HandoffUpdate", "StagingWorker"]
 
@@ -81,11 +85,14 @@ class HandoffUpdate(WeightTransferUpdateInfo):
         For engines that can choose an older one; this one cannot.
     stage:
         Only begin to read it.
+    session:
+        Its owner, see `hpcrl.weights.session`.
     """
 
     path: str
     fallback: bool = False
     stage: bool = False
+    session: list[int] | None = None
 
 
 class HandoffTransferEngine(WeightTransferEngine[HandoffInit, HandoffUpdate]):
@@ -101,6 +108,9 @@ class HandoffTransferEngine(WeightTransferEngine[HandoffInit, HandoffUpdate]):
     """None: weights that no hand-off of this engine has put there."""
     _loaded: Staged | None = None
     _base: KeptBase | None = None
+    _proofs: Proofs | None = None
+    _running: RunningModel | None = None
+    _newest: SessionOwner | None = None
 
     def init_transfer_engine(self, init_info: HandoffInit) -> None:
         """Register as a reader of hand-offs. May be called again.
@@ -176,8 +186,12 @@ class HandoffTransferEngine(WeightTransferEngine[HandoffInit, HandoffUpdate]):
         Raises
         ------
         HandoffError, ValueError
-            It is torn, missing, or lies elsewhere; the model is as it was.
+            It is torn, missing, or lies elsewhere, or its session is older than another one; the model is as it was.
         """
+        owner = read_owner(update_info.session)
+        if owner is not None and self._newest is not None and owner < self._newest:
+            raise ValueError(f"session {owner} is older than session {self._newest}, which has begun before")
+        self._newest = owner or self._newest
         path = Path(update_info.path).resolve()
         root = self._root
         if root is not None and path.parent != root:
@@ -228,6 +242,15 @@ class HandoffTransferEngine(WeightTransferEngine[HandoffInit, HandoffUpdate]):
             return "it was not read"
         assert self._staged is not None
         return self._staged.problem
+
+    def prove(self, path: Path, before: Path | None, number: int) -> WeightsProof:
+        """Compare samples of a version with what this worker runs, see `hpcrl.inference.proof`."""
+        if self._changed:
+            return WeightsProof(state="unknown", why="its weights change just now")
+        if self._running is None or self._proofs is None:
+            self._running = RunningModel(self.model)
+            self._proofs = Proofs(self._running.can_compare, self._root)
+        return self._proofs.prove(path, before, number, self._running.compare)
 
     def finish_weight_update(self) -> None:
         """Bring the loaded weights into the form that the kernels use."""
@@ -285,6 +308,11 @@ class StagingWorker:
     def staged_problem(self, path: str) -> str:
         """See `HandoffTransferEngine.staged_problem`; asked of wide replicas, whose ranks must all have it."""
         return str(self.weight_transfer_engine.staged_problem(path))
+
+    def prove_weights(self, path: str, before: str, number: str) -> dict[str, Any]:
+        """See `HandoffTransferEngine.prove`; asked again while the answer is ``reading``."""
+        proof = self.weight_transfer_engine.prove(Path(path), Path(before) if before else None, int(number))
+        return dict(msgspec.to_builtins(proof))
 
 
 def _held_experts(model: torch.nn.Module) -> set[int] | None:

@@ -70,7 +70,6 @@ class _PromptAnswer(msgspec.Struct, frozen=True):
 
 
 _GENERATE = "/inference/v1/generate"
-_UPDATE = "/update_weights"
 _ROWS_S = 60.0
 """For rows of one answer: 79 MB of the longest."""
 _encoder = msgspec.json.Encoder()
@@ -307,15 +306,9 @@ class EngineClient:
         return None
 
     async def control(self, path: str, value: dict[str, Any] | None = None, *, timeout_s: float) -> dict[str, Any]:
-        """``POST`` a control call; returns the answer where it is an object (`EngineError` where it is not 200).
-
-        Updates have a connection of their own: vLLM's server hangs up after it has answered 500, as it does where one
-        fails, and the next call on that connection would fail as if the engine were gone.
-        """
+        """``POST`` a control call; returns the answer where it is an object (`EngineError` where it is not 200)."""
         body = _encoder.encode(value or {})
         headers = {"content-type": "application/json"}
-        if path == _UPDATE:
-            headers["connection"] = "close"
         data = await self._request("POST", path, body=body, headers=headers, timeout_s=timeout_s)
         try:
             answer = msgspec.json.decode(data)
@@ -332,7 +325,22 @@ class EngineClient:
         body: bytes | None = None,
         headers: dict[str, str] | None = None,
     ) -> bytes:
-        async with self._answer(method, path, body, headers, aiohttp.ClientTimeout(total=timeout_s)) as answer:
+        """Send a request and read its answer whole.
+
+        What is not a GET has a connection of its own. vLLM's server hangs up after it has answered 500, to this
+        request or to any before it, and a request on such a connection fails as if the engine were gone. A GET is sent
+        again by aiohttp.
+        """
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        async with contextlib.AsyncExitStack() as stack:
+            session = self._session
+            if method != "GET":
+                connector = aiohttp.TCPConnector(force_close=True)
+                fresh = aiohttp.ClientSession(connector=connector, headers=self._session.headers)
+                session = await stack.enter_async_context(fresh)
+            answer = await stack.enter_async_context(
+                self._answer(method, path, body, headers, timeout, session=session)
+            )
             data = await answer.read()
         if answer.status != 200:
             raise self._refusal(path, answer.status, data)
@@ -346,10 +354,12 @@ class EngineClient:
         body: bytes | bytearray | None,
         headers: dict[str, str] | None,
         timeout: aiohttp.ClientTimeout,
+        *,
+        session: aiohttp.ClientSession | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """An answer while it arrives; whatever goes wrong on the way is an `EngineError`."""
         try:
-            async with self._session.request(
+            async with (session or self._session).request(
                 method, self.url + path, data=body, headers=headers, timeout=timeout, allow_redirects=False
             ) as answer:
                 yield answer

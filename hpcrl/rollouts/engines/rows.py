@@ -12,7 +12,6 @@ import asyncio
 import binascii
 import io
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,6 +19,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from hpcrl.daemon_threads import DaemonExecutor
 from hpcrl.rows_reference import decoded_base64
 
 __all__ = ["LARGE_BYTES", "EncodedRows", "Rows", "beside_loop", "join_rows", "read_rows", "rows_bytes"]
@@ -30,7 +30,7 @@ LARGE_BYTES = 1 << 18
 """What is for a thread to do: routed experts of some hundred tokens of a large model."""
 _HEAD = 3 << 12
 _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-_thread = ThreadPoolExecutor(1, thread_name_prefix="answers")
+_thread = DaemonExecutor(1, thread_name_prefix="answers")
 """One thread: several would decode no faster, and the event loop would wait for each of them in turn."""
 
 

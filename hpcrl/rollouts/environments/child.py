@@ -22,6 +22,7 @@ from typing import Any, Literal, cast
 
 import msgspec
 
+from hpcrl.daemon_threads import run_process
 from hpcrl.procfs import die_with_parent
 from hpcrl.rollouts.environments import wire
 from hpcrl.rollouts.environments.base import Environment, Message, Prompt, Reply, Split
@@ -208,7 +209,7 @@ def main(fd: int) -> Literal[0]:
     faulthandler.register(signal.SIGUSR1)
     # programs that the environment starts have no part in the conversation
     os.set_inheritable(fd, False)
-    asyncio.run(_serve(socket.socket(fileno=fd)))
+    run_process(_serve(socket.socket(fileno=fd)))
     return 0
 
 

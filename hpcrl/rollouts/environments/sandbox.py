@@ -19,7 +19,8 @@ import signal
 import subprocess
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
+
+from hpcrl.daemon_threads import DaemonExecutor
 
 __all__ = ["Sandbox", "SandboxError"]
 
@@ -145,7 +146,7 @@ class Sandbox:
         # Threads, not asyncio's subprocesses: creating one of these cannot be cancelled safely (the cancelled
         # creation waits for ever for pipes that were never connected; seen with Python 3.11).
         workers = max_processes or len(os.sched_getaffinity(0))
-        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="sandbox")
+        self._threads = DaemonExecutor(workers, thread_name_prefix="sandbox")
 
     async def run(self, program: str) -> str:
         """The value of the last statement of ``program`` as text, at most 64 characters.

@@ -7,7 +7,6 @@ with a policy that says nothing. `hpcrl.jobplan.environment_trial` calls it with
 
 from __future__ import annotations
 
-import asyncio
 import random
 import sys
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ import msgspec
 
 from hpcrl.config.environments import CustomEnv
 from hpcrl.config.recipe import Recipe
+from hpcrl.daemon_threads import run_process
 from hpcrl.errors import ConfigError
 from hpcrl.rollouts.environments.base import Environment, Message, Reply, prompt_of
 from hpcrl.rollouts.environments.registry import build_environments, hosted
@@ -103,7 +103,7 @@ def try_environment(recipe: Recipe, name: str, task: int) -> dict[str, Any]:
         found["demonstration"] = [dict(message) for message in said]
 
     def rollout() -> None:
-        found.update(asyncio.run(_roll_out(environment, task)))
+        found.update(run_process(_roll_out(environment, task)))
 
     try:
         # the blocking calls come first: then the event loop has the process

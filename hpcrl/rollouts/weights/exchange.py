@@ -14,29 +14,69 @@ import logging
 import time
 from typing import Any
 
+from hpcrl.errors import HandoffError
 from hpcrl.rollouts.engines.client import EngineClient, EngineError
+from hpcrl.weights import HandoffStore
+from hpcrl.weights.session import SESSION
 
-__all__ = ["begin", "exchange", "wait_staged"]
+__all__ = ["begin", "bytes_of", "exchange", "only_reads", "wait_staged"]
 
 _log = logging.getLogger(__name__)
 
 _RESUME_AT_EXIT_S = 1.0
 _STAGED_S = 0.1
+_HEALTH_S = 5.0
 
 
-async def begin(client: EngineClient, *, limit_s: float) -> None:
-    """Begin an update.
+def bytes_of(store: HandoffStore, version: int) -> int:
+    """Return the bytes that loading a version may take; 0 where it cannot be opened (the engine will say why)."""
+    try:
+        manifest = store.open(version).manifest
+        return sum(store.open(needed).manifest.total_bytes for needed in (*manifest.needs, version))
+    except HandoffError:
+        return 0
 
-    An attempt that failed on some ranks of a wide replica has left its session on the others, and no rank has two.
+
+async def only_reads(client: EngineClient, error: EngineError) -> bool:
+    """Return whether an engine that has not read a version in time is well, but for that.
+
+    A call that all ranks of a wide replica answer together, and that none answers, is something else: they wait for
+    each other in it.
+    """
+    if not error.timed_out or (error.unreachable and len(client.servers) > 1):
+        return False
+    return await client.healthy(timeout_s=_HEALTH_S)
+
+
+async def begin(client: EngineClient, *, limit_s: float, session: list[int] | None = None) -> None:
+    """Begin an update; a session that an earlier attempt has left is ended.
+
+    An attempt that failed on some ranks of a wide replica has left its session on the others, and no rank has two. An
+    engine of one server has one where whoever began it went away, or did not wait for its answer.
+
+    Parameters
+    ----------
+    session:
+        The owner of the session, see `hpcrl.weights.session`.
 
     Raises
     ------
     EngineError
         It failed, or did not answer.
     """
-    if len(client.servers) > 1:
-        await client.control("/collective_rpc", {"method": "abandon_weight_update"}, timeout_s=limit_s)
-    await client.control("/start_weight_update", timeout_s=limit_s)
+    wide = len(client.servers) > 1
+    body = None if session is None else {SESSION: session}
+    if not wide:
+        try:
+            await client.control("/start_weight_update", body, timeout_s=limit_s)
+        except EngineError as error:
+            if error.unreachable:
+                raise
+            _log.warning("%s: a weight update that was begun earlier ends: %s", client.name, error)
+        else:
+            return
+    await client.control("/collective_rpc", {"method": "abandon_weight_update"}, timeout_s=limit_s)
+    await client.control("/start_weight_update", body, timeout_s=limit_s)
 
 
 async def exchange(
@@ -69,7 +109,8 @@ async def exchange(
         began = True
         if in_place:
             await client.control("/update_weights", {"update_info": info}, timeout_s=limit_s)
-        await client.control("/finish_weight_update", {"weight_version": str(version)}, timeout_s=limit_s)
+        finish = {"weight_version": str(version), **({SESSION: info[SESSION]} if SESSION in info else {})}
+        await client.control("/finish_weight_update", finish, timeout_s=limit_s)
         done = True
     except asyncio.CancelledError:
         leaving = True
@@ -98,8 +139,8 @@ async def _resume(client: EngineClient, *, limit_s: float, quietly: bool) -> Non
 async def wait_staged(client: EngineClient, path: str, *, limit_s: float, call_s: float) -> None:
     """Wait until all ranks of an engine have a version in memory, or cannot; the update says which.
 
-    Where that is not known in time the update of one server waits for it, with requests frozen. A wide replica is not
-    frozen for a version that one of its ranks does not have.
+    Where an engine of one server cannot say it, its update waits for the version with requests frozen. A wide replica
+    is not frozen for a version that one of its ranks does not have, and none is for a share that hangs.
 
     Parameters
     ----------
@@ -111,7 +152,8 @@ async def wait_staged(client: EngineClient, path: str, *, limit_s: float, call_s
     Raises
     ------
     EngineError
-        The engine went away; or, of a wide replica, a rank has not read it, and says why.
+        The engine went away; it has not read the version in time (``timed_out``); or, of a wide replica, a rank cannot
+        read it, and says why.
     """
     wide = len(client.servers) > 1
     deadline = time.monotonic() + limit_s
@@ -128,8 +170,7 @@ async def wait_staged(client: EngineClient, path: str, *, limit_s: float, call_s
                 await _check_staged(client, path, call_s)
             return
         await asyncio.sleep(_STAGED_S)
-    if wide:
-        raise EngineError(f"{client.name}: not all ranks have read {path} within {limit_s:g} s")
+    raise EngineError(f"{client.name}: not all ranks have read {path} within {limit_s:g} s", timed_out=True)
 
 
 async def _check_staged(client: EngineClient, path: str, call_s: float) -> None:

@@ -28,6 +28,8 @@ def make_updater(
     events: EventWriter,
     on_served: Callable[[int], None],
     on_stale: Callable[[Engine, str], None],
+    on_wrong: Callable[[Engine, str], None] | None = None,
+    attempt: int = 0,
     choose: Callable[[int], int] | None,
 ) -> WeightUpdater:
     """As the recipe says: from files, or in turns with the trainer. Parameters as of `WeightUpdater`."""
@@ -44,5 +46,7 @@ def make_updater(
         pace=Pace(handoff.update_timeout_s, handoff.min_bandwidth_mib_s * (1 << 20)),
         on_served=on_served,
         on_stale=on_stale,
+        on_wrong=on_wrong,
+        attempt=attempt,
         choose=choose,
     )

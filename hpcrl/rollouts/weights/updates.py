@@ -15,12 +15,14 @@ from hpcrl.rollouts.engines.client import EngineError
 from hpcrl.rollouts.engines.engine import Engine
 from hpcrl.rollouts.engines.pool import EnginePool
 from hpcrl.rollouts.weights.canary import CanaryCheck
-from hpcrl.rollouts.weights.exchange import begin, exchange, wait_staged
+from hpcrl.rollouts.weights.exchange import begin, bytes_of, exchange, only_reads, wait_staged
+from hpcrl.rollouts.weights.proof import ProofCheck, WrongWeightsError
 from hpcrl.rollouts.weights.registration import ReaderRegistration
 from hpcrl.runs.events import EventWriter
 from hpcrl.weights import HandoffStore
 from hpcrl.weights.lifetime.collector import Collector
 from hpcrl.weights.read.share import Pace
+from hpcrl.weights.session import SESSION
 
 __all__ = ["WeightUpdater"]
 
@@ -31,6 +33,8 @@ _LIST_S = 1.0
 _ATTEMPTS = 3
 _RETRY_S = 1.0
 _HEALTH_S = 5.0
+_PROOF_S = 30.0
+"""Timeout in seconds of a proof that an engine runs the weights of a version; one that takes longer shows nothing."""
 _USUAL_FACTOR = 5.0
 _USUAL_FLOOR_S = 10.0
 """An exchange of weights hangs after so many times the longest so far, but not before these seconds."""
@@ -55,7 +59,9 @@ class WeightUpdater:
         pace: Pace,
         on_served: Callable[[int], None],
         on_stale: Callable[[Engine, str], None] = lambda engine, why: None,
+        on_wrong: Callable[[Engine, str], None] | None = None,
         choose: Callable[[int], int] | None = None,
+        attempt: int = 0,
     ) -> None:
         """Remember settings; nothing is sent before `run`.
 
@@ -73,16 +79,23 @@ class WeightUpdater:
             Called with a version when all engines serve it that are there.
         on_stale:
             Called with an engine that answers and does not take a version: somebody should start it anew.
+        on_wrong:
+            The same of one that computes with other weights than it says. None: ``on_stale``.
         choose:
             Says which version engines should serve, given the newest; when it says another, the pool is notified
             (`EnginePool.notify`). None: the newest, or an older one where that cannot be loaded.
+        attempt:
+            Of the run, as the owner of weight-update sessions.
         """
         self._pool, self._store, self._events, self._pause = pool, store, events, pause
         self._registration, self._collector, self._pace, self._on_served = registration, collector, pace, on_served
         self._on_stale, self._choose = on_stale, choose
+        self._on_wrong, self._attempt = on_wrong or on_stale, attempt
         self._canary = CanaryCheck(store, events, call_s=pace.floor_s)
+        self._proofs = ProofCheck(store, events, call_s=pace.floor_s, limit_s=min(_PROOF_S, pace.floor_s))
         self._target: int | None = None
         self._loading: dict[Engine, int] = {}
+        self._reading: set[Engine] = set()
         self._unloadable: dict[Engine, tuple[int, str]] = {}
         self._following: dict[Engine, asyncio.Task[None]] = {}
         self._group: asyncio.TaskGroup | None = None
@@ -182,6 +195,7 @@ class WeightUpdater:
             self._group.create_task(self._look_for_versions())
             self._group.create_task(self._report_served())
             self._group.create_task(self._collect())
+            self._group.create_task(self._proofs.watch(self._pool.engines, self._loading, self._wrong))
             for engine in self._pool.engines:
                 self.follow(engine)
 
@@ -251,12 +265,39 @@ class WeightUpdater:
                     await self._persist(engine, "initialise weight transfer", lambda: self._initialise(engine))
                     initialised = incarnation
                 await self._update(engine, version)
+            except WrongWeightsError as error:
+                await self._wrong(engine, incarnation, error)
             except EngineError as error:
-                await self._unfit(engine, incarnation, error)
+                if not await self._share_hangs(engine, version, error):
+                    await self._unfit(engine, incarnation, error)
             finally:
+                self._reading.discard(engine)
                 async with self._changed:
                     del self._loading[engine]
                     self._changed.notify_all()
+
+    async def _wrong(self, engine: Engine, incarnation: int, error: WrongWeightsError) -> None:
+        """An engine computes with other weights than it says: it serves nothing more, and is started anew."""
+        if engine.incarnation == incarnation:
+            self._on_wrong(engine, str(error))
+            await self._pool.lose(engine, str(error))
+
+    async def _prove(self, engine: Engine, version: int, before: int) -> bool:
+        """See `ProofCheck.check`."""
+        return await self._proofs.check(engine, version, before)
+
+    async def _share_hangs(self, engine: Engine, version: int, error: EngineError) -> bool:
+        """Whether an engine has not read a version in time that no other has read either, and is well otherwise.
+
+        Then it is the share that hangs, and the engine goes on with the version that it has.
+        """
+        reading = engine in self._reading and self._others_serve(engine) < version
+        if not reading or engine.version < 0 or engine.away or not await only_reads(engine.client, error):
+            return False
+        _log.warning("%s goes on with version %d and tries again: %s", engine.name, engine.version, error)
+        self._events.emit("engine.read_timed_out", engine=engine.name, version=version, why=str(error))
+        await asyncio.sleep(_RETRY_S)
+        return True
 
     async def _unfit(self, engine: Engine, incarnation: int, error: EngineError) -> None:
         """An engine went away during an update, or does not take it. It serves nothing until it has the version.
@@ -265,7 +306,8 @@ class WeightUpdater:
         """
         if engine.incarnation != incarnation:
             return
-        if not error.unreachable or await self._waits_for_ever(engine, error):
+        late = error.timed_out and len(engine.client.servers) == 1
+        if not (error.unreachable or late) or await self._waits_for_ever(engine, error):
             strikes = self._strikes[engine, incarnation] = self._strikes.get((engine, incarnation), 0) + 1
             if strikes > 1 and self._others_serve(engine) < 0:
                 raise PeerLostError(f"{engine.name} ({engine.client.url}) {error}")
@@ -282,13 +324,14 @@ class WeightUpdater:
         return await engine.client.problem(timeout_s=_HEALTH_S) is None
 
     async def _update(self, engine: Engine, version: int) -> None:
-        started, incarnation = time.monotonic(), engine.incarnation
+        started, incarnation, before = time.monotonic(), engine.incarnation, engine.version
         try:
             await self._canary.before(engine, version)
             version, pause_s = await self._persist(
                 engine, f"load version {version}", lambda: self._catch_up(engine, version)
             )
             await self._canary.after(engine, version)
+            proved = await engine.call(self._prove(engine, version, before))
             if engine.incarnation == incarnation:
                 engine.serve(version, proved_s=started)
         finally:
@@ -297,7 +340,12 @@ class WeightUpdater:
         await self._pool.notify()
         seconds = time.monotonic() - started
         self._events.emit(
-            "engine.weights_updated", engine=engine.name, version=version, seconds=seconds, pause_s=pause_s
+            "engine.weights_updated",
+            engine=engine.name,
+            version=version,
+            seconds=seconds,
+            pause_s=pause_s,
+            proved=proved,
         )
 
     async def _persist(self, engine: Engine, what: str, call: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
@@ -309,7 +357,7 @@ class WeightUpdater:
             except EngineError as error:
                 last = error
                 # whoever does not answer may be another process when it does, and needs the whole beginning
-                if engine.incarnation != incarnation or error.unreachable:
+                if engine.incarnation != incarnation or error.unreachable or error.timed_out:
                     raise
                 _log.warning("%s: attempt %d to %s failed: %s", engine.name, attempt, what, error)
                 await asyncio.sleep(_RETRY_S * attempt)
@@ -340,12 +388,15 @@ class WeightUpdater:
         replayed, has no such choice.
         """
         control = engine.client.control
-        limit = self._pace.limit_s(await asyncio.to_thread(self._bytes_of, version))
+        limit = self._pace.limit_s(await asyncio.to_thread(bytes_of, self._store, version))
         info: dict[str, Any] = {
             "path": str(self._store.path_of(version)),
             "fallback": not self._holds and self._choose is None,
         }
-        await begin(engine.client, limit_s=limit)
+        self._reading.add(engine)
+        # numbers grow from one process of the orchestrator to the next, too
+        info[SESSION] = [self._attempt, time.time_ns()]
+        await begin(engine.client, limit_s=limit, session=info[SESSION])
         answer = await control("/update_weights", {"update_info": {**info, "stage": True}}, timeout_s=limit)
         in_place = "version" not in answer
         if in_place:  # vLLM has only begun to read
@@ -357,20 +408,13 @@ class WeightUpdater:
                 self._unloadable.get(engine, (-1, "")), (skipped["version"], skipped["reason"])
             )
         version = answer.get("version", version)
+        self._reading.discard(engine)
         engine.begin_exchange()
         self._exchanging[engine] = paused = time.monotonic()
         await exchange(engine.client, info, version, pause=self._pause, in_place=in_place, limit_s=limit)
         seconds = time.monotonic() - paused
         self._longest_s = max(self._longest_s or 0.0, seconds)
         return version, seconds if self._pause else 0.0
-
-    def _bytes_of(self, version: int) -> int:
-        """Bytes that loading a version may take; 0 where it cannot be opened (the engine will say why)."""
-        try:
-            manifest = self._store.open(version).manifest
-            return sum(self._store.open(needed).manifest.total_bytes for needed in (*manifest.needs, version))
-        except HandoffError:
-            return 0
 
     async def _collect(self) -> None:
         """Remove old versions when a new one is served everywhere, for ever; beside updates, which must not wait."""

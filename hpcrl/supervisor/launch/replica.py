@@ -221,9 +221,9 @@ class ReplicaRunner:
             kind=kind, time_s=time.time(), message=message, role=component.role.value, replica=component.replica
         )
 
-    def end_stale(self, component: Component, message: str) -> None:
+    def end_stale(self, component: Component, message: str, kind: CauseKind = CauseKind.STALE) -> None:
         """Kill a replica that another role has complained about."""
-        component.verdict = self._cause(component, CauseKind.STALE, f"{component.label} {message}")
+        component.verdict = self._cause(component, kind, f"{component.label} {message}")
         if component.process is not None and component.state is ComponentState.READY:
             component.process.kill()
 

@@ -49,6 +49,7 @@ _RECENT_STEPS = 50
 _POLL_S = 0.2
 _RETRIED = frozenset(
     {CauseKind.ERROR, CauseKind.EXIT, CauseKind.EARLY_EXIT, CauseKind.GUARD_LOST, CauseKind.HUNG, CauseKind.STALE}
+    | {CauseKind.WRONG_WEIGHTS}
     | {CauseKind.START_TIMEOUT}
 )
 """Failures that a new attempt may follow."""

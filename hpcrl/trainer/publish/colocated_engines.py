@@ -5,11 +5,11 @@ from __future__ import annotations
 import http.client
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
 import msgspec
 
+from hpcrl.daemon_threads import DaemonExecutor
 from hpcrl.errors import HandoffError, PeerLostError
 from hpcrl.weights.handover import HandoverLayer
 
@@ -45,7 +45,7 @@ class ColocatedEngines:
         """
         self._urls, self._headers, self._timeout_s = list(urls), headers, timeout_s
         self._start_timeout_s, self._on_wait = start_timeout_s, on_wait
-        self._pool = ThreadPoolExecutor(max(1, len(self._urls)), thread_name_prefix="engines")
+        self._pool = DaemonExecutor(max(1, len(self._urls)), thread_name_prefix="engines")
 
     def wait_reachable(self) -> None:
         """Wait until all of them answer (PeerLostError where one does not in time, HandoffError where one refuses)."""

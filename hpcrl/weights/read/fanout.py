@@ -18,11 +18,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote, urlsplit
 
+from hpcrl.daemon_threads import DaemonExecutor
 from hpcrl.errors import HandoffError, UsageError
 from hpcrl.gate import Gate
 from hpcrl.serving import listen, make_runner, stop_serving
@@ -229,7 +229,7 @@ class FanoutServer:
     async def _serve(self) -> None:
         app = self.app()
         # the web server's own threads send files; a segment that must be fetched first takes one of ours
-        self._pool = ThreadPoolExecutor(_SERVE_THREADS, thread_name_prefix="fanout")
+        self._pool = DaemonExecutor(_SERVE_THREADS, thread_name_prefix="fanout")
         runner = make_runner(app, shutdown_timeout=1.0)
         await runner.setup()
         try:

@@ -11,12 +11,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
 from hpcrl.credentials import TOKEN_FILE, ensure_token, read_token
+from hpcrl.daemon_threads import DaemonExecutor
 from hpcrl.errors import HandoffError, HpcrlError
 from hpcrl.gate import Gate
 from hpcrl.weights.format.manifest import MANIFEST, Handoff, decode_manifest
@@ -107,7 +107,7 @@ class Subscriber:
         self._server: FanoutServer | None = None
         self._server_lock: OwnerLock | None = None
         self._mutex = threading.Lock()
-        self._pool = ThreadPoolExecutor(max(1, settings.streams), thread_name_prefix="weights")
+        self._pool = DaemonExecutor(max(1, settings.streams), thread_name_prefix="weights")
 
     def open(self) -> Subscriber:
         """Register, and join the node's cache and the fan-out.

@@ -41,15 +41,17 @@ class Engine:
         self.model = model(1)
         self.updater = UpdateSession(self.model, ReaderConfig(root, name, settings))
         self.updater.init()
+        self.label = "start"
 
     def load(self, store: HandoffStore, version: int, *, fallback: bool = False) -> Update:
         self.updater.start()
         update = self.updater.update({"path": str(store.path_of(version)), "fallback": fallback})
-        new = self.updater.take()
-        if new is not None:
-            old, self.model = self.model, new
-            self.updater.give_back(old)
+        self.updater.finish(self.exchange, str(update.version))
         return update
+
+    def exchange(self, new: Decoder, label: str) -> Decoder:
+        old, self.model, self.label = self.model, new, label
+        return old
 
 
 @pytest.fixture

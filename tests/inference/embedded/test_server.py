@@ -101,12 +101,40 @@ def test_calls_out_of_order_are_refused(server: Server, store: HandoffStore) -> 
     assert server.call("/update_weights", info)[0] == 409
     assert server.call("/finish_weight_update", {"weight_version": "9"})[0] == 409
     server.ok("/start_weight_update")
-    status, answer = server.call("/start_weight_update")
-    assert status == 409
-    assert "finish_weight_update" in answer["error"]["message"]
     server.ok("/finish_weight_update")  # without an update nothing changes
+    assert server.call("/finish_weight_update")[0] == 409
     assert server.get("/weight_info")[1] == {"weight_version": "0"}
     assert error_of(server, server.model, "order") < 1e-4
+
+
+def test_a_label_alone_is_refused(server: Server, store: HandoffStore) -> None:
+    """By every way: rollouts would be of weights that they do not say."""
+    server.ok("/init_weight_transfer_engine", {"init_info": {}})
+    before = server.get("/weight_info")[1]
+    server.ok("/start_weight_update")
+    assert server.call("/finish_weight_update", {"weight_version": "2"})[0] == 409
+    assert server.call("/update_weight_version", {"new_version": "2"})[0] == 409
+    server.ok("/start_weight_update")
+    server.ok("/update_weights", {"update_info": {"path": str(store.path_of(1))}})
+    assert server.call("/finish_weight_update", {"weight_version": "2"})[0] == 409
+    assert server.get("/weight_info")[1] == before
+    server.ok("/update_weight_version", {"new_version": before["weight_version"]})
+
+
+def test_sessions_have_owners(server: Server, store: HandoffStore) -> None:
+    """The next one ends what nobody has ended; what is older than another one is refused, and so are its late calls."""
+    server.ok("/init_weight_transfer_engine", {"init_info": {}})
+    info = {"path": str(store.path_of(1)), "session": [1, 1]}
+    server.ok("/start_weight_update", {"session": [1, 1]})
+    server.ok("/start_weight_update", {"session": [1, 2]})
+    assert server.call("/update_weights", {"update_info": info})[0] == 409
+    assert server.call("/start_weight_update", {"session": [0, 9]})[0] == 409
+    for wrong in ("1", [1], [1, "2"], [1, 2, 3], {}):
+        assert server.call("/start_weight_update", {"session": wrong})[0] == 400
+    server.ok("/collective_rpc", {"method": "abandon_weight_update"})
+    assert server.call("/finish_weight_update", {"weight_version": "1", "session": [1, 2]})[0] == 409
+    server.ok("/start_weight_update")
+    server.ok("/collective_rpc", {"method": "abandon_weight_update"})
 
 
 @pytest.mark.parametrize(
@@ -188,6 +216,24 @@ def test_updates_follow_each_other(server: Server, store: HandoffStore) -> None:
     server.wait_idle()
     assert server.ok("/reset_prefix_cache") == {"success": True}
     assert error_of(server, expected, "0") < 1e-4
+
+
+def test_an_engine_proves_what_it_runs(server: Server, store: HandoffStore) -> None:
+    def prove(version: int, before: int | None, number: int = 1) -> Any:
+        args = [str(store.path_of(version)), "" if before is None else str(store.path_of(before)), str(number)]
+        (found,) = server.ok("/collective_rpc", {"method": "prove_weights", "args": args})["results"]
+        return found
+
+    update(server, store, 1)
+    update(server, store, 2)
+    right = prove(2, 1)
+    assert (right["state"], right["wrong"], right["decisive"]) == ("compared", [], True)
+    wrong = prove(1, 2)
+    assert (wrong["state"], wrong["wrong"]) == ("compared", wrong["compared"])
+    assert prove(99, 1)["state"] == "unknown"
+    for args in (["x"], ["x", "", "one"], ["x", "", 1], "x"):
+        assert server.call("/collective_rpc", {"method": "prove_weights", "args": args})[0] == 400
+    assert server.call("/collective_rpc", {"method": "reset_weights"})[0] == 400
 
 
 def test_adapters_are_merged_into_their_base(

@@ -198,15 +198,15 @@ class Engine:
 
         return self.call(command)
 
-    def exchange_weights(self, model: Decoder | None, version: str | None) -> Future[Decoder | None]:
+    def exchange_weights(self, model: Decoder, version: str) -> Future[Decoder]:
         """Serve another copy of the model from the next step on; KV of requests in flight stays.
 
         Parameters
         ----------
         model:
-            The copy; None changes the label only.
+            The copy.
         version:
-            Its label; None keeps the old one.
+            Its label. It changes in the same step as the weights.
 
         Returns
         -------
@@ -214,21 +214,45 @@ class Engine:
             The copy that was served before.
         """
 
-        def command() -> Decoder | None:
+        def command() -> Decoder:
             began = time.perf_counter()
-            old = None
-            if model is not None:
-                old, self._runner.model = self._runner.model, model
-            if version is not None:
-                self.weight_version = version
-                for request in self._scheduler.requests():
-                    if request.version_starts:
-                        request.note_version(version, self._output_length(request))
-            if model is not None:
-                self._metrics.swap_pause.observe(time.perf_counter() - began)
+            old, self._runner.model = self._runner.model, model
+            self._label(version)
+            self._metrics.swap_pause.observe(time.perf_counter() - began)
             return old
 
         return self.call(command)
+
+    def label_weights(self, version: str, has: Callable[[], str | None]) -> Future[bool]:
+        """Label weights that came into the served model itself, between two steps.
+
+        Parameters
+        ----------
+        version:
+            The label.
+        has:
+            Says between these steps whose weights are there. Where that is not ``version`` nothing is changed.
+
+        Returns
+        -------
+        Future
+            Whether the label is ``version`` now.
+        """
+
+        def command() -> bool:
+            if has() != version:
+                return False
+            if self.weight_version != version:
+                self._label(version)
+            return True
+
+        return self.call(command)
+
+    def _label(self, version: str) -> None:
+        self.weight_version = version
+        for request in self._scheduler.requests():
+            if request.version_starts:
+                request.note_version(version, self._output_length(request))
 
     def vacate(self, function: Callable[[ModelRunner], T]) -> Future[T]:
         """Freeze requests, forget all KV, and do something with what runs the model: nothing else uses it then.

@@ -16,11 +16,11 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
 
+from hpcrl.daemon_threads import DaemonExecutor
 from hpcrl.errors import HpcrlError
 from hpcrl.inference.embedded.kv.failures import PoolFailure
 from hpcrl.inference.embedded.kv.sealing import BlockFormat
@@ -85,7 +85,7 @@ class KvPool:
         if code != 0:
             raise HpcrlError(f"{host} cannot join the KV pool at {settings['master_server_address']}: code {code}")
         # calls block, and cannot be interrupted
-        self._getter, self._putter = (ThreadPoolExecutor(1, thread_name_prefix=f"kv-pool-{i}") for i in ("get", "put"))
+        self._getter, self._putter = (DaemonExecutor(1, thread_name_prefix=f"kv-pool-{i}") for i in ("get", "put"))
         self._lock, self._queued_bytes = threading.Lock(), 0
         self._gets_again_s = self._puts_again_s = 0.0
         self._told: set[PoolFailure] = set()

@@ -6,25 +6,36 @@ import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 import xxhash
 from aiohttp import web
+from torch import Tensor
 
 import hpcrl
 from hpcrl.inference.embedded.engine.engine import PAUSE_MODES
 from hpcrl.inference.embedded.serving.api_common import json_response
 from hpcrl.inference.embedded.serving.errors import bad_request
 from hpcrl.inference.embedded.serving.serving import Serving
+from hpcrl.inference.embedded.weights.sessions import UpdateOrderError
 from hpcrl.inference.embedded.weights.turns import Turns
-from hpcrl.inference.embedded.weights.updates import UpdateOrderError, UpdateSession
+from hpcrl.inference.embedded.weights.updates import UpdateSession
 from hpcrl.inference.metrics import EngineMetrics
+from hpcrl.inference.proof import Proofs, Sample, rows_of, same_bits
 from hpcrl.modeling.decoder import Decoder
 from hpcrl.modeling.hf import published_tensors
+from hpcrl.weights.proof import PROVE_WEIGHTS, WeightsProof
+from hpcrl.weights.session import SESSION, read_owner
 
 __all__ = ["ControlApi"]
+
+_PROOF_LOOKS = 50
+_PROOF_LOOK_S = 0.02
+"""A proof is waited for so long in one call; the caller asks again where its samples are still being read."""
 
 
 class ControlApi:
@@ -39,6 +50,7 @@ class ControlApi:
     ) -> None:
         self._turns = turns
         self._serving, self._engine, self._updater, self._metrics = serving, serving.engine, updater, metrics
+        self._proofs = Proofs(updater.has_tensor, updater.root)
 
     def routes(self) -> list[web.RouteDef]:
         return [
@@ -60,6 +72,7 @@ class ControlApi:
             web.post("/update_weight_version", self.update_version),
             web.get("/weight_info", self.weight_info),
             web.post("/weight_checker", self.weight_checker),
+            web.post("/collective_rpc", self.collective_rpc),
             web.get("/get_world_size", self.world_size),
         ]
 
@@ -134,9 +147,11 @@ class ControlApi:
             await asyncio.to_thread(self._updater.shutdown)
         return json_response({"message": "Weight transfer shut down"})
 
-    async def start_update(self, _: web.Request) -> web.Response:
+    async def start_update(self, http: web.Request) -> web.Response:
+        """``{"session": [attempt, number]}``: begin an update for this owner; one that was not finished ends."""
         with self._timed("start"):
-            await asyncio.to_thread(self._updater.start)
+            owner = read_owner((await _body(http, empty={})).get(SESSION))
+            self._updater.start(owner)
         return json_response({"message": "Weight update started"})
 
     async def update_weights(self, http: web.Request) -> web.Response:
@@ -148,7 +163,13 @@ class ControlApi:
             info = (await _body(http)).get("update_info")
             if not isinstance(info, dict):
                 raise bad_request("update_info must be an object", "update_info")
-            update = await asyncio.to_thread(self._updater.update, info)
+            owner = read_owner(info.get(SESSION))
+            try:
+                update = await asyncio.to_thread(self._updater.update, info, owner)
+            except asyncio.CancelledError:
+                # the caller has gone: nobody will finish this, and what is read for nobody keeps the next one waiting
+                self._updater.abandon(owner)
+                raise
             self._metrics.update_bytes.inc(update.bytes)
         skipped = [{"version": version, "reason": reason} for version, reason in update.skipped]
         return json_response(
@@ -156,23 +177,41 @@ class ControlApi:
         )
 
     async def finish_update(self, http: web.Request) -> web.Response:
-        """``{"weight_version": "12"}``: serve what was read from the next step on, under this label."""
+        """``{"weight_version": "12"}``: serve what was read from the next step on, under the number of its version.
+
+        A caller that goes away meanwhile leaves nothing half done: the thread comes to its end.
+        """
         with self._timed("finish"):
             body = await _body(http, empty={})
-            version = _version(body, "weight_version")
-            model = await asyncio.to_thread(self._updater.take)
-            old = await asyncio.wrap_future(self._engine.exchange_weights(model, version))
-            if old is not None:
-                self._updater.give_back(old)
+            version, owner = _version(body, "weight_version"), read_owner(body.get(SESSION))
+
+            def exchange(model: Decoder, label: str) -> Decoder:
+                return self._engine.exchange_weights(model, label).result()
+
+            await asyncio.to_thread(self._updater.finish, exchange, version, owner)
         return json_response({"message": "Weight update finished"})
 
     async def update_version(self, http: web.Request) -> web.Response:
-        """Change the label alone."""
+        """``{"new_version": "12"}``: label the weights that a trainer has put here with the version that they are of.
+
+        A label that names other weights than those that are there is refused with 409.
+        """
         version = _version(await _body(http), "new_version")
         if version is None:
             raise bad_request("new_version is missing", "new_version")
-        await asyncio.wrap_future(self._engine.exchange_weights(None, version))
+        if not await asyncio.wrap_future(self._engine.label_weights(version, self._weights_here)):
+            raise UpdateOrderError(
+                f"the label {version!r} names other weights than those that are there ({self._weights_here()!r}); "
+                "a label changes together with the weights, by /finish_weight_update"
+            )
         return json_response({"success": True, "new_version": version})
+
+    def _weights_here(self) -> str | None:
+        """Return the label that the weights which are there may have; None while there are none."""
+        if self._turns is not None:
+            return None if self._turns.version is None else str(self._turns.version)
+        served = self._updater.served_version
+        return self._engine.config.weight_version if served is None else str(served)
 
     async def weight_info(self, _: web.Request) -> web.Response:
         return json_response({"weight_version": self._engine.weight_version})
@@ -196,6 +235,33 @@ class ControlApi:
         wrong = sorted(name for name in sums.keys() | baseline.keys() if sums.get(name) != baseline.get(name))
         return json_response({"match": not wrong, "mismatches": wrong})
 
+    async def collective_rpc(self, http: web.Request) -> web.Response:
+        """``{"method": ..., "args": [...]}``: what our workers of vLLM can be asked, as far as it has a meaning here.
+
+        ``abandon_weight_update`` ends the open session. ``prove_weights`` compares samples of a version with the
+        weights that run (`hpcrl.inference.proof`).
+        """
+        body = await _body(http)
+        method, args = body.get("method"), body.get("args", [])
+        if method == "abandon_weight_update":
+            self._updater.end_session()
+            return json_response({"results": [None]})
+        if method != PROVE_WEIGHTS:
+            raise bad_request(f"method must be abandon_weight_update or {PROVE_WEIGHTS}, not {method!r}", "method")
+        if not isinstance(args, list) or len(args) != 3 or not all(isinstance(arg, str) for arg in args):
+            raise bad_request("args must be the directories of two versions and a number, as strings", "args")
+        path, before, number = args
+        if not number.isdecimal():
+            raise bad_request(f"the number of a proof must be one, not {number!r}", "args")
+        self._check_awake()
+        asked = partial(_prove, self._proofs, Path(path), Path(before) if before else None, int(number))
+        for _ in range(_PROOF_LOOKS):
+            proof = await asyncio.wrap_future(self._engine.inspect_model(asked))
+            if proof.state != "reading":
+                break
+            await asyncio.sleep(_PROOF_LOOK_S)
+        return json_response({"results": [msgspec.to_builtins(proof)]})
+
     async def world_size(self, _: web.Request) -> web.Response:
         return json_response({"world_size": 1})
 
@@ -210,6 +276,18 @@ class ControlApi:
             yield
         finally:
             self._metrics.weight_operation.observe(time.perf_counter() - began, value=operation)
+
+
+def _prove(proofs: Proofs, path: Path, before: Path | None, number: int, model: Decoder) -> WeightsProof:
+    """Compare with the served model, between two steps."""
+    tensors: dict[str, Tensor] = {}
+
+    def compare(sample: Sample) -> bool:
+        if not tensors:
+            tensors.update(published_tensors(model, model.adapter))
+        return same_bits(sample.tensor, rows_of(sample, tensors[sample.name]))
+
+    return proofs.prove(path, before, number, compare)
 
 
 def _checksums(model: Decoder) -> dict[str, str]:

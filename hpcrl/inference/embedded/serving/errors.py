@@ -10,7 +10,7 @@ import msgspec
 from aiohttp import web
 
 from hpcrl.errors import HandoffError
-from hpcrl.inference.embedded.weights.updates import UpdateOrderError
+from hpcrl.inference.embedded.weights.sessions import UpdateOrderError
 
 __all__ = ["ApiError", "bad_request", "error_body", "error_middleware"]
 

@@ -16,6 +16,7 @@ import aiohttp
 import torch
 from aiohttp import web
 
+from hpcrl.daemon_threads import run_bounded, run_process
 from hpcrl.errors import ExitCode, HpcrlError, UsageError
 from hpcrl.gate import Gate
 from hpcrl.inference.embedded.engine.attention import KVCache
@@ -47,6 +48,8 @@ __all__ = ["engine_app", "main"]
 _log = logging.getLogger(__name__)
 _MAX_BODY_BYTES = 256 << 20
 _SHUTDOWN_GRACE_S = 0.5
+_CLOSE_S = 2.0
+"""Timeout in seconds for each part that is closed at the end."""
 
 
 def engine_config(settings: ServerSettings, model: Decoder) -> EngineSettings:
@@ -209,11 +212,11 @@ async def _serve_with(
     engine.abort(serving.in_flight())
     await runner.cleanup()
     await asyncio.to_thread(engine.stop, _SHUTDOWN_GRACE_S)
-    await asyncio.to_thread(updater.shutdown)
-    if turns is not None:
-        turns.close()
-    if pool is not None:
-        await asyncio.to_thread(pool.close)
+    # each of these may wait for a read or a write that hangs: what they would tidy up expires by itself
+    closing = [updater.shutdown, *([] if turns is None else [turns.close]), *([] if pool is None else [pool.close])]
+    for close in closing:
+        if not await run_bounded(close, limit_s=_CLOSE_S):
+            _log.warning("%s is left behind: it did not end within %g s", close.__qualname__, _CLOSE_S)
     return ExitCode.OK if engine.failure is None else ExitCode.FAILED
 
 
@@ -241,7 +244,7 @@ def main(argv: list[str] | None = None) -> int:
         torch.set_num_threads(settings.torch_threads)
         with contextlib.closing(_bind(settings)) as listener:
             model = load_model(Path(settings.model), settings.dtype, empty=settings.colocated)
-            return asyncio.run(_serve(settings, gate, model, listener))
+            return run_process(_serve(settings, gate, model, listener))
     except HpcrlError as error:
         print(f"error: {error}", file=sys.stderr)
         return ExitCode.USAGE if isinstance(error, UsageError) else ExitCode.FAILED

@@ -17,7 +17,7 @@ import torch
 from hpcrl.errors import HandoffError
 from hpcrl.inference.embedded.engine.engine import Engine
 from hpcrl.inference.embedded.engine.runner import ModelRunner
-from hpcrl.inference.embedded.weights.updates import UpdateOrderError
+from hpcrl.inference.embedded.weights.sessions import UpdateOrderError
 from hpcrl.modeling.arena import Arena, Memory, give_to_others, memory_of
 from hpcrl.modeling.decoder import Decoder
 from hpcrl.modeling.hf import model_tensors

@@ -4,6 +4,10 @@ New weights are read into a second copy of the model while generation goes on wi
 exchanges the two between steps. So a hand-off that is torn, missing or of another shape changes nothing, and
 the engine stands still only for the exchange. What adapters change of their base is in memory a third time, so
 that each version after the first reads its own few bytes alone.
+
+Each call does its work in one thread, whose end does not depend on whether its caller still waits. Weights and their
+label change together, and are recorded in the same call. A session that nobody ends is ended by the next one
+(`hpcrl.weights.session`).
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from __future__ import annotations
 import copy
 import logging
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,21 +25,22 @@ from hpcrl.errors import HandoffError
 from hpcrl.gate import Gate
 from hpcrl.inference.adapters import Adapter, KeptBase
 from hpcrl.inference.embedded.weights.loading import adapted_tensors, check_fits, model_bytes, read_tensors
+from hpcrl.inference.embedded.weights.sessions import Session, Sessions, UpdateOrderError
 from hpcrl.modeling.decoder import Decoder
-from hpcrl.modeling.hf import load_hf_tensors
-from hpcrl.weights import HandoffStore, Manifest
+from hpcrl.modeling.hf import load_hf_tensors, published_tensors
+from hpcrl.weights import HandoffStore, Manifest, TensorRecord
 from hpcrl.weights.format.adapters import Contents, contents_of
 from hpcrl.weights.read.assemble import ServedVersion
 from hpcrl.weights.read.registration import check_same_reader
 from hpcrl.weights.read.subscriber import LoadedVersion, ReaderSettings, Reading, SkippedVersion, Subscriber
+from hpcrl.weights.session import SessionOwner
 
-__all__ = ["ReaderConfig", "Update", "UpdateOrderError", "UpdateSession"]
+__all__ = ["Exchange", "ReaderConfig", "Update", "UpdateSession"]
+
+Exchange = Callable[[Decoder, str], Decoder]
+"""Serves a model under a label from the next step on, and returns the model that was served before."""
 
 _log = logging.getLogger(__name__)
-
-
-class UpdateOrderError(Exception):
-    """A call of the update session came out of order; nothing was changed."""
 
 
 class ReaderConfig(NamedTuple):
@@ -95,7 +100,7 @@ class _Weights(NamedTuple):
 
 
 class UpdateSession:
-    """State of the update session. Calls may come from any thread; one runs at a time."""
+    """State of the update session. Calls may come from any thread; one at a time reads or exchanges weights."""
 
     def __init__(self, model: Decoder, reader: ReaderConfig, gate: Gate | None = None) -> None:
         """Start without a session; nothing is registered yet.
@@ -111,15 +116,33 @@ class UpdateSession:
         """
         self._gate = gate
         self._template, self._arch = model, model.arch
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in published_tensors(model, model.adapter)}
         self._reader = reader._replace(root=None if reader.root is None else reader.root.resolve())
-        self._lock = threading.Lock()
+        self._sessions: Sessions[_Version] = Sessions()
+        #: held while the second copy is written to or exchanged, which takes as long as the share takes
+        self._copying = threading.Lock()
+        self._opening = threading.Lock()
         self._subscriber: Subscriber | None = None
         self._spare: Decoder | None = None
-        self._ready: _Version | None = None
         self._served: _Weights | None = None
+        self._acknowledged: int | None = None
         self._base = KeptBase()
         self._initialised = False
-        self._active = False
+
+    @property
+    def root(self) -> Path | None:
+        """Where hand-offs must lie; None for anywhere."""
+        return self._reader.root
+
+    @property
+    def served_version(self) -> int | None:
+        """The version whose weights run; None before the first update."""
+        served = self._served
+        return None if served is None else served.version.manifest.version
+
+    def has_tensor(self, name: str, record: TensorRecord) -> bool:
+        """Return whether the model has the published tensor ``name`` in the shape of ``record``."""
+        return self._shapes.get(name) == tuple(record.shape)
 
     def init(self, info: Mapping[str, Any] | None = None) -> None:
         """Open the door for sessions, and register as a reader. May be called again.
@@ -139,7 +162,7 @@ class UpdateSession:
         """
         reader = self._reader
         check_same_reader(info or {}, root=reader.root, name=reader.name, settings=reader.settings)
-        with self._lock:
+        with self._opening:
             if self._subscriber is None and self._reader.name is not None and self._reader.root is not None:
                 subscriber = Subscriber(self._reader.root, self._reader.name, self._reader.settings, gate=self._gate)
                 self._subscriber = subscriber.open()
@@ -147,30 +170,36 @@ class UpdateSession:
 
     def shutdown(self) -> None:
         """Close the door and unregister; an unfinished session and the second copy of the weights are dropped."""
-        with self._lock:
-            self._initialised = self._active = False
-            self._spare = self._ready = None
-            self._base = KeptBase()
+        with self._opening:
+            self._initialised = False
+            self._sessions.end_all()
+            with self._copying:
+                self._spare, self._base = None, KeptBase()
             if self._subscriber is not None:
                 self._subscriber.close()
                 self._subscriber = None
 
-    def start(self) -> None:
-        """Begin a session.
+    def start(self, owner: SessionOwner | None = None) -> None:
+        """Begin a session; one that is open ends, and what is still being read in it is dropped.
 
         Raises
         ------
         UpdateOrderError
-            `init` was not called, or a session is open.
+            `init` was not called, or a session of a later owner has begun before.
         """
-        with self._lock:
-            if not self._initialised:
-                raise UpdateOrderError("call /init_weight_transfer_engine before /start_weight_update")
-            if self._active:
-                raise UpdateOrderError("a weight update is active; call /finish_weight_update first")
-            self._active, self._ready = True, None
+        if not self._initialised:
+            raise UpdateOrderError("call /init_weight_transfer_engine before /start_weight_update")
+        self._sessions.start(owner)
 
-    def update(self, info: dict[str, Any]) -> Update:
+    def abandon(self, owner: SessionOwner | None = None) -> None:
+        """End the open session, where it is that of ``owner``: its caller does not wait for it any more."""
+        self._sessions.abandon(owner)
+
+    def end_session(self) -> None:
+        """End the open session, whoever has begun it."""
+        self._sessions.end_all()
+
+    def update(self, info: dict[str, Any], owner: SessionOwner | None = None) -> Update:
         """Read a hand-off into the second copy. A failure ends the session, as in vLLM.
 
         Parameters
@@ -178,95 +207,130 @@ class UpdateSession:
         info:
             ``{"path": <version directory>}``. With ``"fallback": true`` the newest version up to that one that can
             be loaded is taken: for an engine that comes late or was started again.
+        owner:
+            Of the session.
 
         Raises
         ------
         UpdateOrderError
-            No session is open.
+            No session is open, or that of another owner.
         HandoffError
             The hand-off is missing, torn, or does not fit; the served weights are untouched.
         ValueError
             ``info`` has no path, or it lies outside of the allowed root.
         """
-        with self._lock:
-            if not self._active:
-                raise UpdateOrderError("call /start_weight_update before /update_weights")
-            self._ready = None
+        session = self._sessions.of(owner, "/update_weights")
+        with self._copying:
+            session.check_open()
+            session.ready = None
             try:
                 root, version = self._place(info)
+                fallback = bool(info.get("fallback"))
                 if self._subscriber is not None:
-                    return self._load_from(self._subscriber, version, fallback=bool(info.get("fallback")))
-                with Subscriber(root, None, self._reader.settings, gate=self._gate) as subscriber:
-                    return self._load_from(subscriber, version, fallback=bool(info.get("fallback")))
+                    update = self._load_from(self._subscriber, session, version, fallback=fallback)
+                else:
+                    with Subscriber(root, None, self._reader.settings, gate=self._gate) as subscriber:
+                        update = self._load_from(subscriber, session, version, fallback=fallback)
+                session.check_open()
             except BaseException:
-                self._active = False
+                self._sessions.end(session)
                 raise
+            return update
 
-    def take(self) -> Decoder | None:
-        """End the session and hand out the loaded copy; None where nothing was loaded.
+    def finish(self, exchange: Exchange, label: str | None = None, owner: SessionOwner | None = None) -> None:
+        """End the session, and serve what was read in it under the number of its version.
 
         The version is acknowledged: from now on deltas may refer to it.
+
+        Parameters
+        ----------
+        exchange:
+            Changes weights and label in one step of the engine.
+        label:
+            What the caller takes the weights for: the number of the version that was read, or that is served already.
+            None: whatever was read.
+        owner:
+            Of the session.
 
         Raises
         ------
         UpdateOrderError
-            No session is open.
+            No session is open, or that of another owner; or ``label`` names other weights. Nothing was changed.
         """
-        with self._lock:
-            if not self._active:
-                raise UpdateOrderError("call /start_weight_update before /finish_weight_update")
-            self._active = False
-            if self._ready is None or self._spare is None:
-                return None
-            model, self._spare = self._spare, None
-            self._served, self._ready = _Weights(self._ready, model), None
-            if self._subscriber is not None:
-                self._subscriber.acknowledge(self._served.version.manifest.version)
-            return model
+        session = self._sessions.of(owner, "/finish_weight_update")
+        with self._copying:
+            session.check_open()
+            ready = session.ready
+            try:
+                named = self.served_version if ready is None else ready.manifest.version
+                if label is not None and label != str(named):
+                    raise UpdateOrderError(
+                        f"the label {label!r} names other weights than those that are there: "
+                        + ("the start model" if named is None else f"version {named}")
+                    )
+                if ready is not None:
+                    self._exchange(ready, exchange)
+            finally:
+                self._sessions.end(session)
+        self._acknowledge()
 
-    def give_back(self, model: Decoder) -> None:
-        """Receive the model that is no longer served, as room for the next update."""
-        with self._lock:
-            self._template = self._spare = model
+    def _exchange(self, ready: _Version, exchange: Exchange) -> None:
+        model, self._spare = self._spare, None
+        assert model is not None
+        old = exchange(model, str(ready.manifest.version))
+        self._served = _Weights(ready, model)
+        # what is no longer served is the room for the next update
+        self._template = self._spare = old
 
-    def _load_from(self, subscriber: Subscriber, version: int, *, fallback: bool) -> Update:
+    def _acknowledge(self) -> None:
+        """Tell the store what is served, behind all that the engine needs: this writes to the share, and may hang."""
+        version, subscriber = self.served_version, self._subscriber
+        if subscriber is not None and version is not None and version != self._acknowledged:
+            subscriber.acknowledge(version)
+            self._acknowledged = version
+
+    def _load_from(self, subscriber: Subscriber, session: Session[_Version], version: int, *, fallback: bool) -> Update:
+        def load(reading: Reading) -> tuple[_Version, bool]:
+            return self._load(reading, session)
+
         if fallback:
-            result = subscriber.load_newest(self._load, at_most=version)
+            result = subscriber.load_newest(load, at_most=version)
         else:
             with subscriber.reading(version) as reading:
-                result = LoadedVersion(version, self._load(reading), [])
+                result = LoadedVersion(version, load(reading), [])
                 reading.keep()
         new, loaded = result.value
-        self._ready = new if loaded else None
+        session.ready = new if loaded else None
         manifest = new.manifest
         return Update(result.version, manifest.kind, manifest.total_bytes, result.skipped, loaded)
 
-    def _load(self, reading: Reading) -> tuple[_Version, bool]:
+    def _load(self, reading: Reading, session: Session[_Version]) -> tuple[_Version, bool]:
         """Bring the second copy to a version; False where the first one is it."""
         manifest = reading.handoff.manifest
         if self._served is not None and self._served.version.manifest == manifest:
             return self._served.version, False
         if manifest.kind == "lora":
-            return self._load_adapter(reading), True
+            return self._load_adapter(reading, session), True
         check_fits(reading.handoff, self._arch)
         new = _Version(manifest, contents_of(reading.handoff))
         served = self._known_to(reading)
         if served is not None:
             try:
-                self._fill(read_tensors(reading, served), reading)
+                self._fill(_while_open(read_tensors(reading, served), session), reading)
             except HandoffError as error:
+                session.check_open()
                 _log.warning("version %d is read whole: %s", manifest.version, error)
             else:
                 return new, True
-        self._fill(read_tensors(reading), reading)
+        self._fill(_while_open(read_tensors(reading), session), reading)
         return new, True
 
-    def _load_adapter(self, reading: Reading) -> _Version:
+    def _load_adapter(self, reading: Reading, session: Session[_Version]) -> _Version:
         """Merge an adapter into its base, in the second copy. What it does not change comes from the first."""
         check_fits(reading.chain[-2], self._arch)
         adapter = Adapter(reading.chain, reading.tensors())
         served = () if self._served is None else (self._served.version.contents, self._served.model)
-        self._fill(adapted_tensors(reading, adapter, self._base, *served), reading)
+        self._fill(_while_open(adapted_tensors(reading, adapter, self._base, *served), session), reading)
         return _Version(reading.handoff.manifest, adapter.contents)
 
     def _fill(self, tensors: Iterable[tuple[str, Tensor]], reading: Reading) -> None:
@@ -296,3 +360,10 @@ class UpdateSession:
         if root is not None and path.parent != root:
             raise ValueError(f"{value} is outside of the weight transfer root {root}")
         return path.parent, HandoffStore(path.parent).version_of(path)
+
+
+def _while_open(tensors: Iterable[tuple[str, Tensor]], session: Session[_Version]) -> Iterator[tuple[str, Tensor]]:
+    """Give ``tensors`` until the session ends (UpdateOrderError then): its caller has gone, and others wait."""
+    for each in tensors:
+        session.check_open()
+        yield each
