@@ -281,7 +281,10 @@ class Trainer:
         self.sync.end_step(clock)
         if metrics is not None:
             final = record()
-            metrics.write(final)
+            if due:
+                metrics.write_final_phases(final)
+            else:
+                metrics.write(final)
             self._emit("step", step=step, loss=final.loss, reward=final.reward_mean, phases_s=final.phases_s)
 
     def _skipped_before(self, step: int) -> SkippedSteps:
