@@ -154,7 +154,7 @@ def read_progress(run: RunDir, metrics: list[StepRecord] | None = None) -> Progr
         changes=[
             change
             for event in read_events(run, attempt=attempt, kind="attempt.changed")
-            for change in event.data["changes"]
+            for change in event.data.get("changes") or ()
         ],
     )
 

@@ -253,7 +253,9 @@ def verify_rollouts(run: RunDir, *, content: bool = True) -> LedgerVerdict:
         attempts=replay.attempts,
         dropped=dict(sorted(Counter(held.why for held in rollouts if held.state is State.DROPPED).items())),
         compared=len(compared),
-        from_disk=sum(event.data.get("rollouts", 0) for event in read_events(run, kind="rollouts.read_from_disk")),
+        from_disk=sum(
+            int(event.data.get("rollouts") or 0) for event in read_events(run, kind="rollouts.read_from_disk")
+        ),
         notes=notes,
         problems=problems,
     )
