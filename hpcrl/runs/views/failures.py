@@ -76,14 +76,16 @@ def mean_words(mean: float, count: int) -> str:
     return number(mean) + (f" of {count:,}" if count else "")
 
 
-def heldout_words(evaluation: Evaluation) -> str:
+def heldout_words(evaluation: Evaluation, *, short: bool = False) -> str:
     """Say a held-out reward, of how many rollouts, and how many failed."""
-    return mean_words(evaluation.reward, evaluation.count) + failed_heldout(evaluation)
+    return mean_words(evaluation.reward, evaluation.count) + failed_heldout(evaluation, short=short)
 
 
-def failed_heldout(evaluation: Evaluation) -> str:
+def failed_heldout(evaluation: Evaluation, *, short: bool = False) -> str:
     """Say how many held-out rollouts failed, and how they count, behind a number; empty where none did."""
     if not evaluation.failed:
         return ""
+    if short:
+        return f", {evaluation.failed:,} failed"
     how = "counted as 0" if evaluation.failures == "zero" else "not counted"
     return f" ({evaluation.failed:,} failed, {how})"

@@ -196,7 +196,7 @@ def _measurements(progress: Progress, last: StepRecord) -> Text:
         text.append(number(newest.reward), style="bold")
         text.append(f" of {newest.count:,}" if newest.count else "")
         text.append(failed_heldout(newest))
-        text.append(f" after step {newest.version} (start {number(first.reward)}{failed_heldout(first)})")
+        text.append(f" after step {newest.version} (start {number(first.reward)}{failed_heldout(first, short=True)})")
     text.append(f"   {staleness(last, progress)}")
     text.append(f"   {number(last.tokens_per_s, ',.0f')} tokens/s")
     if progress.checkpoint_step is not None:
@@ -219,7 +219,7 @@ def _phases(record: StepRecord, width: int = 60) -> Text:
 
 
 def _steps_table(records: list[StepRecord], progress: Progress) -> Table:
-    held_out = {evaluation.version: heldout_words(evaluation) for evaluation in progress.evaluations}
+    held_out = {evaluation.version: heldout_words(evaluation, short=True) for evaluation in progress.evaluations}
     table = Table(box=None, header_style="dim", pad_edge=False)
     # the share of routes that differ, where engines say theirs
     routes = ["routes"] if any(record.routing_mismatch is not None for record in records) else []
@@ -301,7 +301,7 @@ def summary(view: RunView, progress: Progress, metrics: list[StepRecord], *, pic
         first, last = progress.evaluations[0], progress.evaluations[-1]
         table.add_row(
             "held-out reward",
-            f"{number(first.reward)}{failed_heldout(first)} -> {heldout_words(last)} "
+            f"{number(first.reward)}{failed_heldout(first, short=True)} -> {heldout_words(last)} "
             f"(after step {first.version} -> {last.version})",
         )
     table.add_row("steps", f"{progress.steps} of {progress.total_steps} in {duration(view.wall_s)}")
