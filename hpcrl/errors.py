@@ -11,6 +11,7 @@
     │   └── MissingExtraError       an optional part is not installed; names the install command
     ├── RunFailedError              the run itself failed (exit code 1)
     ├── EnvironmentFailedError      an environment of the user's own fails; its exception comes first, then its frames
+    ├── RolloutsFailedError         too large a share of the rollouts of an environment failed
     ├── HandoffError                a weight hand-off is missing, torn or wrong
     ├── RolloutsLostError           columns of finished rollouts are gone or damaged wherever they should be
     ├── CheckpointError             a checkpoint entry is missing, torn or wrong
@@ -43,6 +44,7 @@ __all__ = [
     "MissingExtraError",
     "NothingToRestoreError",
     "PeerLostError",
+    "RolloutsFailedError",
     "RolloutsLostError",
     "RunDirError",
     "RunFailedError",
@@ -158,6 +160,10 @@ class EnvironmentFailedError(HpcrlError):
 
     The first line names the environment, the type of its exception and the message; the next are its own frames.
     """
+
+
+class RolloutsFailedError(HpcrlError):
+    """Too large a share of the rollouts of an environment failed (``rollouts.failures.end_share``)."""
 
 
 class HandoffError(HpcrlError):

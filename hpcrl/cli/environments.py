@@ -36,11 +36,13 @@ def try_(
     timeout_s: Annotated[float, typer.Option("--timeout", metavar="SECONDS", help="Longest time for each.")] = 300.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Show a prompt, the demonstration, and one rollout with a policy that says nothing, with its reward.
+    """Show a prompt, the demonstration, and two rollouts with their rewards: one with a policy that says nothing, and
+    one with a policy that says the turns of the demonstration.
 
     It runs as in a run, in a process of its own with the orchestrator's Python; no model is needed.
 
-    Exit code: 0 all went well, 1 an environment failed, 2 one cannot be made.
+    Exit code: 0 all went well, 1 an environment failed or gave a part of a reward that is no number, 2 one cannot be
+    made.
     """
     import json
     import os
@@ -63,7 +65,8 @@ def try_(
     else:
         for each, shown in found.items():
             _print(each, task, shown, screen())
-    raise typer.Exit(ExitCode.FAILED if any("error" in shown for shown in found.values()) else ExitCode.OK)
+    bad = any("error" in shown or shown.get("refused") for shown in found.values())
+    raise typer.Exit(ExitCode.FAILED if bad else ExitCode.OK)
 
 
 def _wanted(recipe: Recipe, name: str | None) -> list[str]:
@@ -96,10 +99,17 @@ def _print(name: str, task: int, found: dict[str, Any], console: Console) -> Non
             say("  none: the environment has no demonstrations, and `hpcrl warmup` needs them")
         else:
             show(found["demonstration"])
-    if "reward" in found:
-        say("rollout with a policy that says nothing", "dim")
-        show(found["conversation"])
-        parts = "".join(f", {part} {value:g}" for part, value in found["parts"].items())
-        say(f"  reward {found['reward']:g}{parts}")
-    if "error" in found:
-        say(f"{found['failed']}: {found['error']}", "red")
+    plays = (("a policy that says nothing", found), ("a policy that says the demonstration", found.get("demonstrated")))
+    for policy, played in plays:
+        if played is None or "reward" not in played:
+            continue
+        say(f"rollout with {policy}", "dim")
+        show(played["conversation"])
+        parts = "".join(f", {part} {value:g}" for part, value in played["parts"].items())
+        say(f"  reward {played['reward']:g}{parts}")
+        for note in played.get("notes", ()):
+            say(f"  note: {note}", "yellow")
+    for part, what in found.get("refused", {}).items():
+        say(f"part {part!r} of a reward is {what}: a run leaves it out", "red")
+    for failure in found.get("errors", ()):
+        say(f"{failure['stage']}: {failure['error']}", "red")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +14,7 @@ from hpcrl.cli.output import table_console
 from hpcrl.cli.selection import OptionalRunArgument, RunArgument, RunsRootOption, find
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from hpcrl.dock.ledger.replay import Held
     from hpcrl.runs.rundir import RunDir
@@ -74,6 +75,7 @@ def rollouts_ls(
     from rich.table import Table
 
     from hpcrl.runs.views.rollouts import read_ledger, rollout_items
+    from hpcrl.runs.views.words import number
 
     found = find(run, root)
     items = _chosen(rollout_items(read_ledger(found)), environment, state, step)
@@ -96,7 +98,7 @@ def rollouts_ls(
         table.add_row(
             item.id,
             item.environment,
-            f"{item.reward:.3f}",
+            number(item.reward),
             f"{item.tokens:,}",
             "-".join(map(str, sorted(versions))),
             "" if item.staleness is None else str(item.staleness),
@@ -132,7 +134,7 @@ def _sort_key(item: RolloutItem, order: Order) -> Any:
     own = (int(group), int(member))
     match order:
         case Order.REWARD:
-            return item.reward, own
+            return -math.inf if item.reward is None else item.reward, own
         case Order.TOKENS:
             return item.tokens, own
         case Order.STALENESS:
@@ -293,9 +295,12 @@ def rollouts_export(
     step: StepOption = None,
     root: RunsRootOption = None,
 ) -> None:
-    """Write rollouts into a file: JSON lines, or Parquet (with pyarrow). Tokens are in it where they are still kept."""
+    """Write rollouts into a file: JSON lines, or Parquet (with pyarrow).
+
+    Every row has the same columns, each part of a reward one of its own. Tokens are in it where they are still kept.
+    """
     from hpcrl.errors import UsageError
-    from hpcrl.runs.views.rollout_export import export_row, json_pieces, routed_layout
+    from hpcrl.runs.views.rollout_export import RolloutExport, json_pieces, routed_layout
     from hpcrl.runs.views.rollouts import read_ledger, rollout_items
 
     if form is None:
@@ -306,18 +311,19 @@ def rollouts_export(
     replay = read_ledger(found)
     wanted = {item.id for item in _chosen(rollout_items(replay), environment, state, step)}
     chosen = [held for held in replay.rollouts if f"{held.entry.group}/{held.entry.member}" in wanted]
-    rows = (export_row(found, held) for held in chosen)
+    export = RolloutExport(found, chosen)
+    rows = map(export.row, chosen)
     if form is Format.JSONL:
         with output.open("x") as stream:
             for row in rows:
                 stream.writelines(json_pieces(row))
                 stream.write("\n")
     else:
-        _parquet_writer()(output, rows, routed_layout(found, chosen))
+        _parquet_writer()(output, rows, routed_layout(found, chosen), export.parts)
     typer.echo(f"{len(chosen):,} rollouts in {output}", err=True)
 
 
-def _parquet_writer() -> Callable[[Path, Iterable[dict[str, Any]], RoutedLayout | None], None]:
+def _parquet_writer() -> Callable[[Path, Iterable[dict[str, Any]], RoutedLayout | None, Sequence[str]], None]:
     from hpcrl.errors import UsageError
 
     try:

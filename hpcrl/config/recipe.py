@@ -250,6 +250,10 @@ class EvaluationConfig(StrictModel):
     """Policy versions between evaluations; 0 evaluates only the first and the last version."""
     prompts: PositiveInt = 64
     """Held-out prompts of each evaluation, over all environments; the same ones each time."""
+    failures: Literal["zero", "exclude"] = "zero"
+    """How held-out rollouts that fail count in the held-out reward. ``zero``: with the reward 0, so that a task does
+    not leave the mean because it is hard, or because the policy breaks its environment. ``exclude``: not at all; the
+    mean is over those that finished. How many failed is said in both cases."""
 
 
 class CheckpointConfig(StrictModel):

@@ -6,7 +6,14 @@ from typing import Literal
 
 from hpcrl.config.base import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, StrictModel
 
-__all__ = ["PAYLOAD_COPIES", "AdaptiveConcurrencyConfig", "RolloutConfig", "SamplingConfig", "WarehouseConfig"]
+__all__ = [
+    "PAYLOAD_COPIES",
+    "AdaptiveConcurrencyConfig",
+    "RolloutConfig",
+    "RolloutFailuresConfig",
+    "SamplingConfig",
+    "WarehouseConfig",
+]
 
 PAYLOAD_COPIES = 3
 """Of a rollout in flight in memory of the orchestrator: as received, as decoded, and as it is written."""
@@ -60,6 +67,18 @@ class WarehouseConfig(StrictModel):
         return 2 if self.backend == "mooncake" else int(self.directory is not None)
 
 
+class RolloutFailuresConfig(StrictModel):
+    """When rollouts that fail end the run. Of those that fail from 2 % on people are warned in any case."""
+
+    end_share: Fraction | None = 0.5
+    """The run ends where more than this share of the newest rollouts of one environment failed: the newest
+    ``min_rollouts`` that began, or four times ``rollouts.max_in_flight`` where that is more. Those that run count as
+    good. Failures of engines do not count, and of rollouts that the death of one process ends only one does. None: no
+    bound."""
+    min_rollouts: PositiveInt = 128
+    """Before so many rollouts of an environment have begun, no share ends the run."""
+
+
 class RolloutConfig(StrictModel):
     """What is rolled out and how fresh it must be."""
 
@@ -94,6 +113,8 @@ class RolloutConfig(StrictModel):
     """Memory for finished rollouts."""
     sampling: SamplingConfig = SamplingConfig()
     """How tokens are drawn."""
+    failures: RolloutFailuresConfig = RolloutFailuresConfig()
+    """Rollouts that end without a reward."""
     request_timeout_s: PositiveFloat = 600.0
     """Longest time without an answer to one generation request, in seconds."""
     max_retries: NonNegativeInt = 3

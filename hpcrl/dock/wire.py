@@ -76,7 +76,7 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     rollouts: list[tuple[int, int]] = []
 
 
-class BatchStats(msgspec.Struct, frozen=True, kw_only=True):
+class BatchStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What the orchestrator knows about a whole batch; field meanings as in `hpcrl.runs.metrics.StepRecord`.
 
     Attributes
@@ -95,6 +95,9 @@ class BatchStats(msgspec.Struct, frozen=True, kw_only=True):
     total_tokens: int
     total_sampled_tokens: int
     rollouts: dict[str, float]
+    reward_count: int = 0
+    reward_count_by_env: dict[str, int] = {}
+    reward_count_by_part: dict[str, int] = {}
 
     @classmethod
     def of_tokens(cls, total: int = 0, *, sampled: int = 0) -> BatchStats:

@@ -16,12 +16,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
+
 from hpcrl.dock.ledger.entries import Dropped, Entry, Finished, Kept, PayloadPlace, Taken, TurnSaved, read_entries
 from hpcrl.dock.ledger.log import RolloutLog
 from hpcrl.dock.ledger.payload import read_payload
 from hpcrl.dock.ledger.replay import Held, Replay, State, Unfinished
 from hpcrl.dock.warehouse.interface import Warehouse
 from hpcrl.errors import CheckpointError
+from hpcrl.rollouts.environments.base import Outcome
+from hpcrl.rollouts.environments.outcomes import OutcomeError, checked_outcome
 from hpcrl.rollouts.lent import LentRollouts
 from hpcrl.rollouts.records import Group, Rollout, SavedGroup, StoredRollout, decode_rollout, encode_rollout
 from hpcrl.rollouts.sampling.data_order import GroupTask
@@ -257,10 +261,15 @@ class RolloutLedger:
             try:
                 block = read_payload(self._log.payload_dir, each.entry.payload)
                 rollout = decode_rollout(block)
+                # an earlier version took any reward, and one that is not finite would end the run at each resume
+                outcome = checked_outcome(Outcome(rollout.reward, rollout.parts))
             except (OSError, ValueError) as error:
                 _log.warning("rollout %d/%d starts again: %s", *each.id, error)
-                self._drop(each.entry.group, [each.entry.member], "its columns cannot be read", again=True)
+                unusable = isinstance(error, OutcomeError)
+                why = "its reward cannot be used" if unusable else "its columns cannot be read"
+                self._drop(each.entry.group, [each.entry.member], why, again=True)
                 continue
+            rollout = msgspec.structs.replace(rollout, reward=outcome.reward, parts=dict(outcome.parts))
             if self.warehouse is not None:
                 self.warehouse.put(each.entry.payload, [block])
             counts_as = each.version if each.pivots else None

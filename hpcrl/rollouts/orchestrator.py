@@ -36,6 +36,7 @@ from hpcrl.rollouts.restore import open_ledger, restored_state, take_up
 from hpcrl.rollouts.sampling.conversation import Sampler
 from hpcrl.rollouts.sampling.data_order import DataOrder
 from hpcrl.rollouts.sampling.evaluation import Evaluator, evaluated_versions
+from hpcrl.rollouts.sampling.failures import FailureCount, FailureReport
 from hpcrl.rollouts.sampling.known_rows import KnownRows
 from hpcrl.rollouts.sampling.rendering import Transcript
 from hpcrl.rollouts.sampling.routed_experts import RoutedExpertsSettings
@@ -51,6 +52,7 @@ from hpcrl.rollouts.weights.make import make_updater
 from hpcrl.rollouts.weights.turns import TurnUpdater
 from hpcrl.runs.refusals import gate_of
 from hpcrl.runs.role import Endpoints, Member, RoleContext
+from hpcrl.runs.rollout_failures import EnvironmentFailures, failures_path
 
 __all__ = ["Orchestrator"]
 
@@ -87,6 +89,10 @@ class Orchestrator:
             lines = "\n".join(f"{f.key}: {f.what}\n    hint: {f.hint}" for f in error.findings)
             raise EnvironmentFailedError(lines) from error
         self._lag = LagMonitor()
+        rollouts = self._recipe.rollouts
+        self._failures = FailureCount(
+            rollouts.failures, max_in_flight=rollouts.max_in_flight, on_failing=self._rollouts_fail
+        )
         self._restored = asyncio.Event()
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._first_version: int | None = None
@@ -127,11 +133,29 @@ class Orchestrator:
     async def _report_progress(self) -> None:
         """Tell the supervisor that the event loop turns, and what it has done."""
         reporter = self._context.progress()
-        while True:
-            if self._restored.is_set():
-                served = self._pool.version
-                reporter.beat("running", rollouts=self._counters.finished, step=self._batch_server.step, version=served)
-            await asyncio.sleep(_BEAT_S)
+        failures = FailureReport(failures_path(self._context.run, self._context.attempt), self._failures)
+        try:
+            while True:
+                if self._restored.is_set():
+                    finished, served = self._counters.finished, self._pool.version
+                    reporter.beat("running", rollouts=finished, step=self._batch_server.step, version=served)
+                    failures.write()
+                await asyncio.sleep(_BEAT_S)
+        finally:
+            failures.write()
+
+    def _rollouts_fail(self, found: EnvironmentFailures) -> None:
+        cause, first = next(iter(found.first.items()))
+        self._events.emit(
+            "rollouts.failing",
+            environment=found.environment,
+            started=found.started,
+            failed=found.total,
+            share=round(found.share, 4),
+            cause=cause,
+            what=first.what,
+            where=first.where,
+        )
 
     def _routes_full(self, rollouts: int, limit_gib: float) -> None:
         self._events.emit("rollouts.routes_full", rollouts=rollouts, limit_gib=round(limit_gib, 3))
@@ -225,6 +249,7 @@ class Orchestrator:
             turns=self._found.turns,
             journal=self._ledger,
             room=RoutesRoom.of(recipe, routes, on_full=self._routes_full),
+            failures=self._failures,
         )
         server = WarehouseProcess(self._context, self._ledger.warehouse, spawn=self._tasks.create_task)
         self._gauges = partial(gauges, self._scheduler, self._lag, self._ledger)

@@ -9,7 +9,14 @@ from enum import StrEnum
 
 import msgspec
 
-from hpcrl.errors import ConfigError, EnvironmentFailedError, ExitCode, NothingToRestoreError, RunFailedError
+from hpcrl.errors import (
+    ConfigError,
+    EnvironmentFailedError,
+    ExitCode,
+    NothingToRestoreError,
+    RolloutsFailedError,
+    RunFailedError,
+)
 from hpcrl.runs.clocks import Clocks
 from hpcrl.runs.role import FailureRecord
 
@@ -57,6 +64,8 @@ class CauseKind(StrEnum):
     """The filesystem of the run, or its quota, was full."""
     NOTHING_TO_RESTORE = "nothing_to_restore"
     """The run has saved checkpoints, none can be restored, and it does not begin again by itself."""
+    ROLLOUTS_FAILED = "rollouts_failed"
+    """Too large a share of the rollouts of an environment failed (``rollouts.failures``)."""
     CHANGED = "changed"
     """It would run something else than was submitted, and ``job.on_change`` is ``stop``."""
     CANCELLED = "cancelled"
@@ -148,12 +157,17 @@ def from_record(record: FailureRecord) -> Cause:
     """What a role said about its own failure, as a candidate."""
     rank = f" rank {record.rank}" if record.rank else ""
     first_line, *more = record.message.strip().split("\n")
-    nothing, environment = NothingToRestoreError.__name__, EnvironmentFailedError.__name__
+    environment = EnvironmentFailedError.__name__
+    told = {
+        NothingToRestoreError.__name__: CauseKind.NOTHING_TO_RESTORE,
+        RolloutsFailedError.__name__: CauseKind.ROLLOUTS_FAILED,
+        environment: CauseKind.ERROR,
+    }
     where = f"{record.role} {record.replica}{rank}"
-    if record.error in (nothing, environment):
+    if record.error in told:
         # no failure of that role; or one of the user's code, of which our traceback says nothing
         return Cause(
-            kind=CauseKind.NOTHING_TO_RESTORE if record.error == nothing else CauseKind.ERROR,
+            kind=told[record.error],
             time_s=record.time_s,
             message=first_line,
             role=record.role,

@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 
 from hpcrl import reporting
-from hpcrl.decoding import prepared
 from hpcrl.reporting import Outage, ReportedLines
 from hpcrl.runs.clocks import Clocks, own_node
+from hpcrl.runs.lenient import decode_lenient
 from hpcrl.runs.rundir import RunDir
 
 __all__ = ["Event", "EventWriter", "read_events"]
@@ -108,9 +108,8 @@ def _read_file(path: Path, kind: str) -> Iterator[Event]:
     for line in path.read_bytes().split(b"\n"):
         if kind.encode() not in line:
             continue  # before decoding: who follows a run asks for few of very many lines, again and again
-        try:
-            event = msgspec.json.decode(line, type=prepared(Event))
-        except msgspec.DecodeError:
+        event = decode_lenient(line, Event)
+        if event is None:
             continue  # empty, or the torn last line of a writer that was killed
         if kind in ("", event.kind):
             yield event

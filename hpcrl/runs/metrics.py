@@ -1,16 +1,21 @@
-"""One record an optimizer step: what ``status``, the live table, the report and the benches read."""
+"""One record an optimizer step: what ``status``, the live table, the report and the benches read.
+
+``metrics/NNNN.jsonl`` has one line a step. The line of a step that saves a checkpoint is written before the save, so
+that whoever resumes from it finds the step on record; how long the phases of that step took in the end is a line in
+``metrics/saved/NNNN.jsonl``.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
-from hpcrl.decoding import prepared
 from hpcrl.reporting import Outage, ReportedLines
+from hpcrl.runs.lenient import decode_lenient
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.start.past import Past, Start, read_past
 
@@ -18,6 +23,7 @@ __all__ = ["MetricsWriter", "StepRecord", "read_metrics", "read_newest"]
 
 _CLOSE_S = 10.0
 _TAIL_BYTES = 64 << 10
+_Line = TypeVar("_Line", bound=msgspec.Struct)
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,6 +41,9 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
         Mean by environment name.
     reward_parts:
         Mean of each named part, as ``<env>/<part>``.
+    reward_count, reward_count_by_env, reward_count_by_part:
+        Rollouts that these means are over; those of staleness are over ``reward_count``, too. 0 and empty in records of
+        earlier versions.
     loss, entropy:
         Token means over trained tokens; entropy in nats, of the trainer's distribution.
     mismatch_kl:
@@ -126,6 +135,18 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     rollouts_digest: str | None = None
     skipped: bool = False
     nonfinite_tokens: int = 0
+    reward_count: int = 0
+    reward_count_by_env: dict[str, int] = {}
+    reward_count_by_part: dict[str, int] = {}
+
+
+class FinalPhases(msgspec.Struct, frozen=True, kw_only=True):
+    """What a step that saved a checkpoint took in the end: fields of `StepRecord` that its record has too early."""
+
+    time_s: float
+    attempt: int
+    step: int
+    phases_s: dict[str, float]
 
 
 class MetricsWriter:
@@ -141,28 +162,48 @@ class MetricsWriter:
 
     def __init__(self, run: RunDir, attempt: int, *, on_caught_up: Callable[[Outage], None] | None = None) -> None:
         self._lines = ReportedLines(run.metrics_dir / f"{attempt:04d}.jsonl", on_caught_up=on_caught_up)
+        self._saved = ReportedLines(_saved_dir(run) / f"{attempt:04d}.jsonl", on_caught_up=on_caught_up)
 
     def write(self, record: StepRecord) -> None:
         """Add a record."""
         self._lines.append(msgspec.json.encode(record))
 
+    def write_final_phases(self, record: StepRecord) -> None:
+        """Say what the phases of a step took in the end whose record was written before them."""
+        final = FinalPhases(time_s=record.time_s, attempt=record.attempt, step=record.step, phases_s=record.phases_s)
+        self._saved.append(msgspec.json.encode(final))
+
     def flush(self, timeout_s: float) -> bool:
         """Wait until all records are written, for so many seconds at most; whether they are."""
-        return self._lines.flush(timeout_s)
+        return self._lines.flush(timeout_s) and self._saved.flush(timeout_s)
 
     def close(self, timeout_s: float = _CLOSE_S) -> None:
         """`flush`, and close the file."""
         self.flush(timeout_s)
         self._lines.close()
+        self._saved.close()
+
+
+def _saved_dir(run: RunDir) -> Path:
+    return run.metrics_dir / "saved"
 
 
 def read_metrics(run: RunDir) -> list[StepRecord]:
     """Step records in step order. A step that a resume did again counts once, in its last form.
 
+    Numbers that a record says null for are NaN: they are not known. A line that is no record is left out.
+
     What an attempt says about steps after the one that a later attempt restored does not count
     (`hpcrl.runs.start.past`), whenever it was written.
     """
-    found = [record for path in _files(run) for record in _read_file(path)]
+    found = [record for path in _files(run) for record in _read_file(path, StepRecord)]
+    saved = _saved_dir(run)
+    finals = {
+        (final.attempt, final.step): final
+        for path in (sorted(saved.glob("*.jsonl")) if saved.is_dir() else ())
+        for final in _read_file(path, FinalPhases)
+    }
+    found = [_completed(record, finals.get((record.attempt, record.step))) for record in found] if finals else found
     starts = read_past(run).starts
     firsts: dict[int, int] = {}
     for record in found:
@@ -184,8 +225,9 @@ def read_newest(run: RunDir) -> StepRecord | None:
             size = stream.seek(0, os.SEEK_END)
             stream.seek(max(0, size - _TAIL_BYTES))
             for line in reversed(stream.read().split(b"\n")):
-                with contextlib.suppress(msgspec.DecodeError):  # torn, or cut by where the tail begins
-                    return msgspec.json.decode(line, type=prepared(StepRecord))
+                # None: torn, or cut by where the tail begins
+                if (record := decode_lenient(line, StepRecord)) is not None:
+                    return record
     metrics = read_metrics(run)
     return metrics[-1] if metrics else None
 
@@ -196,9 +238,18 @@ def _files(run: RunDir) -> list[Path]:
     return old + (sorted(run.metrics_dir.glob("*.jsonl")) if run.metrics_dir.is_dir() else [])
 
 
-def _read_file(path: Path) -> Iterator[StepRecord]:
+def _read_file(path: Path, kind: type[_Line]) -> Iterator[_Line]:
     for line in path.read_bytes().split(b"\n"):
-        try:
-            yield msgspec.json.decode(line, type=prepared(StepRecord))
-        except msgspec.DecodeError:
-            continue  # empty, or the torn last line of a writer that was killed
+        # None: empty, or the torn last line of a writer that was killed
+        if line and (record := decode_lenient(line, kind)) is not None:
+            yield record
+
+
+def _completed(record: StepRecord, final: FinalPhases | None) -> StepRecord:
+    """Return a record with what its phases took in the end."""
+    if final is None:
+        return record
+    seconds = max(sum(final.phases_s.values()), 1e-9)
+    return msgspec.structs.replace(
+        record, time_s=final.time_s, phases_s=final.phases_s, tokens_per_s=record.tokens / seconds
+    )

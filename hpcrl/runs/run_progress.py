@@ -12,7 +12,9 @@ import msgspec
 from hpcrl.checkpoints.ledger import CheckpointLedger
 from hpcrl.checkpoints.restore import RestoreDecision
 from hpcrl.runs.events import read_events
+from hpcrl.runs.lenient import convert_lenient
 from hpcrl.runs.metrics import StepRecord, read_metrics
+from hpcrl.runs.rollout_failures import EnvironmentFailures, failures_of_counters, read_failures
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.start.past import read_past
 from hpcrl.runs.start.restart import read_restored
@@ -34,7 +36,26 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     by_env: dict[str, float] = {}
     parts: dict[str, float] = {}
     prompts: int = 0
+    """Held-out rollouts that finished."""
+    failed: int = 0
+    """Those that did not."""
+    counted: int | None = None
+    """Rollouts that ``reward`` is a mean over; None in records of earlier versions: those that finished."""
+    counted_by_env: dict[str, int] = {}
+    counted_by_part: dict[str, int] = {}
+    """The same of each mean in ``by_env`` and ``parts``."""
+    failures: str = "exclude"
+    """How those that failed count in ``reward`` (``evaluation.failures`` of the recipe)."""
+    failed_by_env: dict[str, int] = {}
+    failed_by_cause: dict[str, int] = {}
+    first_failure: dict[str, str] | None = None
+    """The first of them: ``environment``, ``what`` and ``where``."""
     attempt: int = 0
+
+    @property
+    def count(self) -> int:
+        """Rollouts that ``reward`` is a mean over."""
+        return self.prompts if self.counted is None else self.counted
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,6 +74,8 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
         The newest step record; None before the first step.
     evaluations:
         Held-out evaluations in version order.
+    rollouts:
+        Training rollouts by environment, with those that failed (`hpcrl.runs.rollout_failures`).
     checkpoint_step, checkpoint_age_s:
         Step of the newest checkpoint, and seconds since it was written; None where there is none.
     eta_s:
@@ -67,6 +90,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     total_steps: int
     last: StepRecord | None
     evaluations: list[Evaluation]
+    rollouts: list[EnvironmentFailures] = []
     checkpoint_step: int | None
     eta_s: float | None
     staleness_bound: int | None = None
@@ -86,10 +110,10 @@ def read_evaluations(run: RunDir) -> list[Evaluation]:
     past = read_past(run)
     for event in sorted(read_events(run, kind="evaluation"), key=lambda event: event.attempt):
         data: dict[str, Any] = {**event.data, "time_s": event.time_s, "attempt": event.attempt}
-        if data.get("due") == data["version"]:
-            del data["due"]
-        evaluation = msgspec.convert(data, Evaluation)
-        if past.holds(event.attempt, evaluation.version):
+        if data.get("due") == data.get("version"):
+            data.pop("due", None)
+        evaluation = convert_lenient(data, Evaluation)
+        if evaluation is not None and past.holds(event.attempt, evaluation.version):
             found[evaluation.version] = evaluation
     return [found[version] for version in sorted(found)]
 
@@ -122,6 +146,7 @@ def read_progress(run: RunDir, metrics: list[StepRecord] | None = None) -> Progr
         last_skipped_step=skipped[-1] if skipped else None,
         last=metrics[-1] if metrics else None,
         evaluations=read_evaluations(run),
+        rollouts=read_failures(run) or (failures_of_counters(metrics[-1].rollouts) if metrics else []),
         checkpoint_step=checkpoints[-1] if checkpoints else None,
         checkpoint_age_s=_age_s(ledger.path_of(checkpoints[-1])) if checkpoints else None,
         eta_s=eta_s,
@@ -129,7 +154,7 @@ def read_progress(run: RunDir, metrics: list[StepRecord] | None = None) -> Progr
         changes=[
             change
             for event in read_events(run, attempt=attempt, kind="attempt.changed")
-            for change in event.data["changes"]
+            for change in event.data.get("changes") or ()
         ],
     )
 

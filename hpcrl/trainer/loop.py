@@ -254,7 +254,7 @@ class Trainer:
             _check_shard(shard, step, parallel.data)
             tokens = policy.forward_backward(shard).reduce(parallel.world)
         with clock.phase("optimizer"):
-            update = self._update(policy, step)
+            update = self._update(policy, step, nonfinite_tokens=tokens.nonfinite_tokens)
         with clock.phase("publish"):
             self.sync.publish(policy, step, self.dock.published)
 
@@ -281,7 +281,10 @@ class Trainer:
         self.sync.end_step(clock)
         if metrics is not None:
             final = record()
-            metrics.write(final)
+            if due:
+                metrics.write_final_phases(final)
+            else:
+                metrics.write(final)
             self._emit("step", step=step, loss=final.loss, reward=final.reward_mean, phases_s=final.phases_s)
 
     def _skipped_before(self, step: int) -> SkippedSteps:
@@ -290,9 +293,9 @@ class Trainer:
         config = self.recipe.trainer.nonfinite
         return SkippedSteps(config, in_a_row=self.parallel.world.on_leader(count, "counting skipped steps"))
 
-    def _update(self, policy: TrainerPolicy, step: int) -> Update:
+    def _update(self, policy: TrainerPolicy, step: int, *, nonfinite_tokens: int) -> Update:
         try:
-            update = policy.optimizer_step(step)
+            update = policy.optimizer_step(step, nonfinite_tokens=nonfinite_tokens)
         except NonFiniteGradientError as error:
             in_a_row = self._skipped.skip(error)
             _log.warning("step %d is skipped: %s", step, error.what)

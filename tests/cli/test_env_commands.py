@@ -34,15 +34,36 @@ class Counting:
     async def rollout(self, prompt, policy):
         if self.broken == "rollout":
             return judge(prompt)
+        if self.broken == "behind a reply":
+            return await self.with_tool(prompt, policy)
+        if self.broken in BAD_NUMBERS:
+            reward, part = BAD_NUMBERS[self.broken]
+            return Outcome(reward=reward, parts={"coverage": part})
         while self.broken == "endless" and (await policy.reply(prompt.messages)).finished:
             pass
         reply = await policy.reply(prompt.messages)
         return Outcome(reward=0.25, parts={"letters": float(len(reply.text))})
 
+    async def with_tool(self, prompt, policy):
+        reply = await policy.reply(prompt.messages)
+        if reply.text.startswith("eight"):
+            return ITEMZ[reply.text]
+        return Outcome(reward=0.0)
+
     def demonstration(self, prompt, *, correct, rng):
         if self.broken == "shy":
             raise NotImplementedError
         return (*prompt.messages, {"role": "assistant", "content": "eight"})
+
+
+BAD_NUMBERS = {
+    "nan": (float("nan"), 1.0),
+    "huge": (10**400, 1.0),
+    "text": ("0.5", 1.0),
+    "nothing": (None, 1.0),
+    "complex": (1j, 1.0),
+    "part": (0.5, float("inf")),
+}
 
 
 def judge(prompt):
@@ -136,10 +157,15 @@ def test_one_task_is_tried(hpcrl: Hpcrl) -> None:
         "  user: train 7",
         "  assistant: (nothing)",
         "  reward 0.25, letters 0",
+        "rollout with a policy that says the demonstration",
+        "  user: train 7",
+        "  assistant: eight",
+        "  reward 0.25, letters 5",
     ]
     code, out = hpcrl("env", "try", "recipe.yaml", "--json", args="{limit: 9, broken: shy}")
     shown = json.loads(out)["environments"]["count"]
     assert (code, shown["demonstration"], shown["reward"]) == (0, None, 0.25)
+    assert "demonstrated" not in shown
     code, out = hpcrl("env", "try", "recipe.yaml", "--env", "other")
     assert code == 2
     assert "it has count" in out
@@ -160,6 +186,37 @@ def test_what_it_raises_is_shown_with_its_own_frames(
     assert f"{stage}: environment 'count' raised {error}" in out
     assert frame in out
     assert "hpcrl/rollouts" not in out
+
+
+def test_code_behind_a_reply_runs_with_the_turns_of_the_demonstration(hpcrl: Hpcrl) -> None:
+    code, out = hpcrl("env", "try", "recipe.yaml", args="{limit: 9, broken: behind a reply}")
+    assert code == 1
+    assert "rollout with a policy that says nothing" in out
+    assert "rollout of the demonstration: environment 'count' raised NameError: name 'ITEMZ' is not defined" in out
+    assert "counting_tasks.py" in out
+    assert "in with_tool: return ITEMZ[reply.text]" in out
+    shown = json.loads(hpcrl("env", "try", "recipe.yaml", "--json", args="{limit: 9, broken: behind a reply}")[1])
+    found = shown["environments"]["count"]
+    assert (found["reward"], found["failed"]) == (0.0, "rollout of the demonstration")
+    assert [failure["stage"] for failure in found["errors"]] == ["rollout of the demonstration"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("nan", "its reward is nan, which is not finite"),
+        ("huge", "its reward is an integer of 1329 bits, which is too large"),
+        ("text", "its reward is '0.5' (str), which is no number"),
+        ("nothing", "its reward is None (NoneType), which is no number"),
+        ("complex", "its reward is 1j (complex), which is no number"),
+        ("part", "part 'coverage' of a reward is inf, which is not finite: a run leaves it out"),
+    ],
+)
+def test_a_reward_that_is_no_number_is_said_in_words(hpcrl: Hpcrl, kind: str, said: str) -> None:
+    code, out = hpcrl("env", "try", "recipe.yaml", args=f"{{limit: 9, broken: {kind}}}")
+    assert (code, said in out, "Traceback" in out) == (1, True, False), out
+    if kind != "part":
+        assert "counting_tasks.py:17 in rollout" in out  # where it is defined
 
 
 def test_a_rollout_that_never_ends_by_itself_is_cut_off(hpcrl: Hpcrl) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -239,8 +241,91 @@ def test_export(tmp_path: Path, rollouts: Command) -> None:
     back = pq.read_table(table).to_pylist()
     assert [row["id"] for row in back] == ["0/0", "0/1", "1/0", "1/1"]
     assert back[1]["token_ids"] == rows[1]["token_ids"]
-    assert dict(back[1]["parts"]) == {"exact": 1.0}
+    assert back[1]["parts.exact"] == 1.0
     assert "exists already" in rollouts("export", "--output", str(table), code=2)[1]
+
+
+def test_an_export_has_the_same_columns_in_every_row_whether_tokens_are_kept_or_not(
+    tmp_path: Path, run: RunDir, rollouts: Command
+) -> None:
+    for step in (1, 2):
+        path = run.rollouts_dir / f"step-{step:06d}.jsonl"
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        for line in lines:
+            line |= {"advantage": line["member"] - 0.5, "parts": {"exact": float(line["member"])}}
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    early, late, table = tmp_path / "early.jsonl", tmp_path / "late.jsonl", tmp_path / "late.parquet"
+    rollouts("export", "--output", str(early))
+    for path in (run.rollouts_dir / "payload").iterdir():
+        path.unlink()
+    rollouts("export", "--output", str(late), "--state", "trained")
+    rollouts("export", "--output", str(table), "--state", "trained")
+    rows = [json.loads(line) for line in early.read_text().splitlines()]
+    assert all(row.keys() == rows[0].keys() for row in rows)
+    assert {"text", "tokens", "advantage", "group", "member", "reward", "parts.exact"} <= rows[0].keys()
+    assert [row["advantage"] for row in rows] == [-0.5, 0.5, -0.5, 0.5, None, None, None, None, None]
+    assert [row["parts.exact"] for row in rows] == [0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0]
+    assert all("reverse cat" in row["text"] and row["token_ids"] for row in rows)
+    # long afterwards tokens are gone, and nothing else of what was trained
+    arrays = {"token_ids", "sampled", "logprobs", "versions", "routed_experts", "routed_present", "problem"}
+    for back in ([json.loads(line) for line in late.read_text().splitlines()], pq.read_table(table).to_pylist()):
+        assert [row["text"] for row in back] == ["kept text"] * 4
+        assert all(row["token_ids"] is None and row["tokens"] > 0 for row in back)
+        kept = rows[0].keys() - arrays - {"text", "turns", "seconds"}
+        assert [{name: row[name] for name in kept} for row in back] == [
+            {name: row[name] for name in kept} for row in rows[:4]
+        ]
+
+
+def strict(text: str) -> Any:
+    """Read JSON as others do, which knows no NaN."""
+
+    def refuse(word: str) -> Any:
+        raise AssertionError(f"{word} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_numbers_that_are_not_finite_are_null_in_exports_and_end_no_command(
+    tmp_path: Path, run: RunDir, rollouts: Command
+) -> None:
+    """Those of earlier versions, and log-probabilities of an engine."""
+    odd = msgspec.structs.replace(make_rollout(0, ChatTokenizer(tmp_path / "model")), reward=math.nan)
+    odd.parts["exact"] = math.inf
+    odd.logprobs[-1] = -math.inf
+    log = RolloutLog(run.rollouts_dir, attempt=2, restored=2, limit_s=5.0)
+    finish(log, 5, odd)
+    finish(log, 6, make_rollout(0, ChatTokenizer(tmp_path / "model")))
+    log.close()
+    path = tmp_path / "out.jsonl"
+    rollouts("export", "--output", str(path))
+    rows = {row["id"]: row for row in map(strict, path.read_text().splitlines())}
+    assert (rows["5/0"]["reward"], rows["5/0"]["parts.exact"], rows["5/0"]["logprobs"][-1]) == (None, None, None)
+    assert rows["5/0"]["logprobs"][-2] == -0.25
+    assert "6/0" in rows  # an entry with null is no end of the ledger
+    assert strict(rollouts("show", "5/0", "--json")[0])["reward"] is None
+    assert "5/0" in rollouts("show", "5/0")[0]
+    assert "5/0" in rollouts("ls", "--sort", "reward")[0]
+    assert strict(rollouts("ls", "--json")[0])["rollouts"]
+    assert "11 rollouts finished in 2 attempts" in rollouts("verify")[0]
+
+
+def test_a_damaged_line_of_consumed_rollouts_is_a_problem_and_ends_no_command(
+    tmp_path: Path, run: RunDir, rollouts: Command
+) -> None:
+    path = run.rollouts_dir / "step-000001.jsonl"
+    for damage in (b"7\n", b'{"group": NaN}\n', b"\xff{\n", b'{"group": 0}\n', b"[" * 100_000 + b"\n"):
+        whole = path.read_bytes()
+        path.write_bytes(damage + whole)
+        assert (
+            "problem: the file of consumed rollouts of step 1 cannot be read: line 1" in rollouts("verify", code=1)[0]
+        )
+        for payload in (run.rollouts_dir / "payload").iterdir():
+            payload.rename(payload.with_suffix(".away"))
+        assert "kept text" in rollouts("show", "0/0")[0]
+        for payload in (run.rollouts_dir / "payload").iterdir():
+            payload.rename(payload.with_suffix(".columns"))
+        path.write_bytes(whole)
 
 
 def add_routed(run: RunDir, shapes: list[tuple[int, int, int]]) -> list[NDArray[Any]]:
@@ -302,11 +387,7 @@ def test_export_has_routed_experts(
             assert row["routed_present"] == [1] * (len(experts) - 1) + [0]
     for name, row in from_json.items():
         other = from_parquet[name]
-        assert {**other, "parts": dict(other["parts"]), "text": None, "problem": None} == {
-            **row,
-            "text": None,
-            "problem": None,
-        }
+        assert other == row
 
 
 def test_show_sums_up_routed_experts(run: RunDir, rollouts: Command) -> None:

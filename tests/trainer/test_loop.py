@@ -1,5 +1,6 @@
 """The whole trainer against a stub dock: versions, joint checkpoints, metrics, resume, signals."""
 
+import json
 import math
 import os
 import re
@@ -112,6 +113,10 @@ def test_a_whole_run(tmp_path, model_dir, dock):
         assert record.rollouts == {"finished": 6.0}
     assert {"2", "mixed"} <= set(records[4].mismatch_kl_by_lag) <= {"0", "1", "2", "mixed"}
     assert records[1].phases_s["checkpoint"] > 0 == records[0].phases_s["checkpoint"]
+    # a line a step, also of those that saved a checkpoint
+    lines = [json.loads(line) for line in (run.metrics_dir / "0001.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert [path.name for path in run.metrics_dir.glob("*.jsonl")] == ["0001.jsonl"]
     assert HandoffStore(run.weights_dir).versions() == [0, 1, 2, 3, 4, 5]
     for version in range(6):
         HandoffStore(run.weights_dir).open(version).verify(content=True)

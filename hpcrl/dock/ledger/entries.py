@@ -76,6 +76,8 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished", tag_fi
     ----------
     first_version, last_version:
         Of its sampled tokens: the first one's, and the highest.
+    reward:
+        None where it was not finite: earlier versions took such a reward, and JSON has no number for it.
     ended_s:
         Seconds since the epoch.
     """
@@ -84,7 +86,7 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished", tag_fi
     member: int
     environment: str
     prompt_index: int
-    reward: float
+    reward: float | None
     tokens: int
     sampled_tokens: int
     first_version: int

@@ -23,9 +23,16 @@ def group_advantages(rewards: Sequence[float], kind: Literal["grpo", "mean_basel
     Returns
     -------
     ndarray
-        ``[len(rewards)]`` float64.
+        ``[len(rewards)]`` float64, all finite.
+
+    Raises
+    ------
+    ValueError
+        A reward is not finite: one of them would make the advantages of the whole group so.
     """
     values: NDArray[np.float64] = np.asarray(rewards, dtype=np.float64)
+    if not np.isfinite(values).all():
+        raise ValueError(f"rewards of a group are not finite: {values.tolist()}")
     if values.size == 0 or np.all(values == values[0]):
         return np.zeros_like(values)  # not a rounding error divided by epsilon
     centred: NDArray[np.float64] = values - values.mean()

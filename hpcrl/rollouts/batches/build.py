@@ -5,6 +5,7 @@ Shards name rollouts and say where their columns lie; nobody here looks into the
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -143,7 +144,10 @@ def _stats(samples: Sequence[_Sample], counters: Mapping[str, float]) -> BatchSt
         staleness_histogram={str(lag): histogram[lag] for lag in sorted(histogram)},
         total_tokens=sum(sample.rollout.tokens for sample in samples),
         total_sampled_tokens=sum(sample.rollout.sampled_tokens for sample in samples),
-        rollouts=dict(counters),
+        rollouts={name: value for name, value in counters.items() if math.isfinite(value)},
+        reward_count=len(samples),
+        reward_count_by_env={name: len(values) for name, values in sorted(by_env.items())},
+        reward_count_by_part={name: len(values) for name, values in sorted(parts.items())},
     )
 
 

@@ -26,12 +26,17 @@ from hpcrl.daemon_threads import run_process
 from hpcrl.procfs import die_with_parent
 from hpcrl.rollouts.environments import wire
 from hpcrl.rollouts.environments.base import Environment, Message, Prompt, Reply, Split
+from hpcrl.rollouts.environments.outcomes import OutcomeError, checked_outcome, plain_text
 
 __all__ = ["NotBuiltError", "load", "main"]
 
 _KEPT_PROMPTS = 256
 """The members of a group begin one after the other; their prompt is made once."""
 _OURS = os.path.dirname(__file__)
+_MESSAGE = 4000
+"""Maximum number of characters of the message of an exception that is told, and of its frames."""
+_FRAMES = 20
+"""Maximum number of frames of an exception that are told: the innermost ones."""
 
 
 class NotBuiltError(Exception):
@@ -50,8 +55,8 @@ def load(factory: str, args: dict[str, Any]) -> Environment:
     except ImportError as error:
         hint = "install it, or add its directory to PYTHONPATH"
         raise NotBuiltError(f"module {module_name!r} cannot be imported: {error}", hint) from error
-    except Exception as error:
-        what = f"module {module_name!r} cannot be imported: {type(error).__name__}: {error}"
+    except (Exception, SystemExit) as error:
+        what = f"module {module_name!r} cannot be imported: {_described(error)}"
         raise NotBuiltError(f"{what}{_indented(frames_of(error))}", "mend it") from error
     make = getattr(module, attribute, None)
     if not callable(make):
@@ -60,8 +65,8 @@ def load(factory: str, args: dict[str, Any]) -> Environment:
         raise NotBuiltError(f"{module_name!r} has no callable {attribute!r}", hint)
     try:
         environment = make(**args)
-    except Exception as error:
-        what = f"{factory}(**args) raised {type(error).__name__}: {error}"
+    except (Exception, SystemExit) as error:
+        what = f"{factory}(**args) raised {_described(error)}"
         raise NotBuiltError(f"{what}{_indented(frames_of(error))}", "check args") from error
     wanted = ("prompt", "rollout", "demonstration")
     missing = [name for name in wanted if not callable(getattr(environment, name, None))]
@@ -75,7 +80,30 @@ def frames_of(error: BaseException) -> str:
     """Where it was raised, one frame a line, without frames of ours and of the import machinery."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [each for each in frames if not each.filename.startswith((_OURS, "<frozen", importlib.__file__ or "?"))]
-    return "\n".join(f"{each.filename}:{each.lineno} in {each.name}: {each.line or ''}".rstrip(": ") for each in own)
+    lines = [f"{each.filename}:{each.lineno} in {each.name}: {each.line or ''}".rstrip(": ") for each in own[-_FRAMES:]]
+    return plain_text("\n".join(lines), _MESSAGE)
+
+
+def failure_of(call: int, error: BaseException) -> wire.Failed:
+    """Describe what foreign code raised; this succeeds for every exception, whatever its text or its methods are."""
+    kind, _, message = _described(error).partition(": ")
+    return wire.Failed(call, kind, message, frames_of(error))
+
+
+def _described(error: BaseException) -> str:
+    """Return the type and the message of an exception, as text that can be encoded and is not too long."""
+    try:
+        message = str(error)
+    except BaseException as other:  # noqa: BLE001 - foreign code: __str__ may raise anything
+        message = f"(its message cannot be shown: {type(other).__name__})"
+    return f"{plain_text(type(error).__name__, 200)}: {plain_text(message, _MESSAGE)}"
+
+
+def _place_of(environment: Environment) -> str:
+    """Return where the method ``rollout`` of an environment is defined, as a frame; empty where that is not known."""
+    method: Any = getattr(environment.rollout, "__func__", environment.rollout)
+    code = getattr(method, "__code__", None)
+    return "" if code is None else f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}"
 
 
 def _indented(frames: str) -> str:
@@ -104,6 +132,7 @@ class _Host:
     def __init__(self, environment: Environment, writer: asyncio.StreamWriter) -> None:
         self._environment, self._writer = environment, writer
         self._calls: dict[int, asyncio.Task[None]] = {}
+        self._cancelled: set[int] = set()
         self._policies: dict[int, _Policy] = {}
         self._prompts: collections.OrderedDict[tuple[str, int], Prompt] = collections.OrderedDict()
 
@@ -120,11 +149,16 @@ class _Host:
                 self._reply(message.call, ValueError(message.message))
             case wire.Cancel():
                 if (task := self._calls.get(message.call)) is not None:
+                    self._cancelled.add(message.call)
                     task.cancel()
             case wire.AskPrompt() | wire.AskDemonstration() | wire.Begin() | wire.Ping():
                 task = asyncio.create_task(self._run(message))
                 self._calls[message.call] = task
-                task.add_done_callback(lambda _: self._calls.pop(message.call, None))
+                task.add_done_callback(lambda _: self._forget(message.call))
+
+    def _forget(self, call: int) -> None:
+        self._calls.pop(call, None)
+        self._cancelled.discard(call)
 
     def _reply(self, call: int, reply: Reply | Exception) -> None:
         policy = self._policies.get(call)
@@ -139,8 +173,13 @@ class _Host:
     async def _run(self, message: wire.AskPrompt | wire.AskDemonstration | wire.Begin | wire.Ping) -> None:
         try:
             answer = wire.frame(await self._answer(message))
-        except Exception as error:  # noqa: BLE001 - foreign code: the orchestrator says what it raised
-            answer = wire.frame(wire.Failed(message.call, type(error).__name__, str(error), frames_of(error)))
+        except OutcomeError as error:
+            answer = wire.frame(wire.Unusable(message.call, str(error), _place_of(self._environment)))
+        except BaseException as error:
+            # sys.exit() and the like, too: they would end the process, and with it the rollouts of all others
+            if message.call in self._cancelled:
+                raise
+            answer = wire.frame(failure_of(message.call, error))
         self._writer.write(answer)
         await self._writer.drain()
 
@@ -161,8 +200,8 @@ class _Host:
             outcome = await self._environment.rollout(prompt, policy)
         finally:
             del self._policies[message.call]
-        parts = {str(name): float(value) for name, value in outcome.parts.items()}
-        return wire.Ended(message.call, float(outcome.reward), parts)
+        checked = checked_outcome(outcome)
+        return wire.Ended(message.call, checked.reward, dict(checked.parts), dict(checked.refused))
 
     def _prompt(self, split: str, index: int) -> Prompt:
         key = (split, index)

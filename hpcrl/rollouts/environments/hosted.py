@@ -22,6 +22,7 @@ from hpcrl.config.environments import CustomEnv
 from hpcrl.rollouts.environments import wire
 from hpcrl.rollouts.environments.base import Message, Outcome, Policy, Prompt, Split
 from hpcrl.rollouts.environments.child_process import ChildProcess, LostError
+from hpcrl.rollouts.environments.outcomes import CheckedOutcome, OutcomeError, checked_outcome
 
 __all__ = ["EnvironmentLostError", "EnvironmentRaisedError", "HostedEnvironment"]
 
@@ -36,7 +37,21 @@ _PINGS = 4
 
 
 class EnvironmentRaisedError(Exception):
-    """The environment's code raised: its type, its message, and its own frames."""
+    """The environment's code raised: its type, its message, and its own frames.
+
+    Attributes
+    ----------
+    cause:
+        ``raised``; ``unusable``: it gave a reward that cannot be used; ``timeout``: it gave no answer in time.
+    what:
+        The exception and its message, without the name of the environment and without frames.
+    where:
+        The innermost of its own frames; empty where there is none.
+    """
+
+    def __init__(self, message: str, *, cause: str = "raised", what: str = "", where: str = "") -> None:
+        super().__init__(message)
+        self.cause, self.what, self.where = cause, what or message.partition("\n")[0], where
 
 
 class EnvironmentLostError(Exception):
@@ -134,9 +149,18 @@ class HostedEnvironment:
         return answer
 
     def _raised(self, failed: wire.Failed) -> Exception:
-        frames = "".join(f"\n  {line}" for line in failed.frames.splitlines())
-        text = f"environment {self.name!r} raised {failed.kind}: {failed.message}{frames}"
-        return (NotImplementedError if failed.kind == "NotImplementedError" else EnvironmentRaisedError)(text)
+        lines = failed.frames.splitlines()
+        frames = "".join(f"\n  {line}" for line in lines)
+        what = f"{failed.kind}: {failed.message}"
+        text = f"environment {self.name!r} raised {what}{frames}"
+        if failed.kind == "NotImplementedError":
+            return NotImplementedError(text)
+        return EnvironmentRaisedError(text, what=what, where=lines[-1] if lines else "")
+
+    def _unusable(self, message: str, place: str) -> EnvironmentRaisedError:
+        text = f"environment {self.name!r} ended a rollout that cannot be used: {message}"
+        text += f"\n  {place}" if place else ""
+        return EnvironmentRaisedError(text, cause="unusable", what=message, where=place)
 
     # -- with one
 
@@ -181,7 +205,10 @@ class HostedEnvironment:
                 message = await self._next(queue, "turn_timeout_s", "the next turn of a rollout")
                 if isinstance(message, wire.Ended):
                     ended = True
-                    return Outcome(reward=message.reward, parts=message.parts)
+                    try:
+                        return checked_outcome(CheckedOutcome(message.reward, message.parts, message.refused))
+                    except OutcomeError as error:  # the process is foreign, whatever its own checks say
+                        raise self._unusable(str(error), "") from None
                 assert isinstance(message, wire.Say)
                 try:
                     reply = await policy.reply(message.messages)
@@ -209,10 +236,14 @@ class HostedEnvironment:
         except TimeoutError:
             raise EnvironmentRaisedError(
                 f"environment {self.name!r} gave no answer within {timeout_s:g} s, asked for {what}\n"
-                f"    hint: a longer environments.{self.name}.{setting}, where it needs that time"
+                f"    hint: a longer environments.{self.name}.{setting}, where it needs that time",
+                cause="timeout",
+                what=f"no answer within {timeout_s:g} s, asked for {what}",
             ) from None
         if isinstance(message, Exception):
             raise message
+        if isinstance(message, wire.Unusable):
+            raise self._unusable(message.message, message.place)
         if isinstance(message, wire.Failed):
             error = self._raised(message)
             raise error if isinstance(error, EnvironmentRaisedError) else EnvironmentRaisedError(str(error))

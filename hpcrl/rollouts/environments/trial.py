@@ -1,8 +1,9 @@
 """Tries the environments of a recipe before anything is submitted.
 
 ``python -m hpcrl.rollouts.environments.trial WHAT < request.json`` prints one JSON document. ``check`` imports and
-makes each environment of one's own. ``try`` also makes a prompt and a demonstration of one environment, and one rollout
-with a policy that says nothing. `hpcrl.jobplan.environment_trial` calls it with the interpreter of the orchestrator.
+makes each environment of one's own. ``try`` also makes a prompt and a demonstration of one environment, and two
+rollouts: with a policy that says nothing, and with one that says the turns of the demonstration, so that the code
+behind a reply runs as well. `hpcrl.jobplan.environment_trial` calls it with the interpreter of the orchestrator.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from hpcrl.config.recipe import Recipe
 from hpcrl.daemon_threads import run_process
 from hpcrl.errors import ConfigError
 from hpcrl.rollouts.environments.base import Environment, Message, Reply, prompt_of
+from hpcrl.rollouts.environments.outcomes import checked_outcome
 from hpcrl.rollouts.environments.registry import build_environments, hosted
 
-__all__ = ["NullPolicy", "check", "try_environment"]
+__all__ = ["NullPolicy", "ScriptedPolicy", "check", "try_environment"]
 
 _MAX_TURNS = 64
 """A rollout with a policy that says nothing ends after so many turns at the latest."""
@@ -41,6 +43,35 @@ class NullPolicy:
         self.turns += 1
         self.said += [*messages, {"role": "assistant", "content": ""}]
         return Reply(text="", finished=self.turns < _MAX_TURNS)
+
+
+class ScriptedPolicy(NullPolicy):
+    """Says given turns one after the other, and remembers the conversation.
+
+    Attributes
+    ----------
+    missing:
+        How often it was asked for another turn when it had said them all; it is cut off then, as at a limit.
+    """
+
+    def __init__(self, turns: Sequence[str]) -> None:
+        super().__init__()
+        self._turns_to_say = list(turns)
+        self.missing = 0
+
+    @property
+    def unsaid(self) -> int:
+        """Turns that the environment did not ask for."""
+        return len(self._turns_to_say) - min(self.turns, len(self._turns_to_say))
+
+    async def reply(self, messages: Sequence[Message]) -> Reply:
+        """Say the next turn."""
+        known = self.turns < len(self._turns_to_say)
+        text = self._turns_to_say[self.turns] if known else ""
+        self.turns += 1
+        self.missing += not known
+        self.said += [*messages, {"role": "assistant", "content": text}]
+        return Reply(text=text, finished=known)
 
 
 def check(recipe: Recipe) -> dict[str, Any]:
@@ -65,13 +96,16 @@ def check(recipe: Recipe) -> dict[str, Any]:
 
 
 def try_environment(recipe: Recipe, name: str, task: int) -> dict[str, Any]:
-    """One prompt, one demonstration and one rollout of the environment ``name``.
+    """One prompt, one demonstration and two rollouts of the environment ``name``.
 
     Returns
     -------
     dict
-        ``prompt`` and ``demonstration`` (messages; null where there is none), ``conversation``, ``reward``, ``parts``;
-        ``failed`` and ``error`` where a stage failed: what comes after it is not there.
+        ``prompt`` and ``demonstration`` (messages; null where there is none); ``conversation``, ``reward`` and
+        ``parts`` of the rollout with a policy that says nothing; ``demonstrated``: the same of the one that says the
+        turns of the demonstration, and ``notes``. ``errors``: ``stage`` and ``error`` of each stage that failed, whose
+        results are not there; ``failed`` and ``error`` are those of the first. ``refused``: parts of rewards that are
+        no finite numbers, by name.
 
     Raises
     ------
@@ -80,48 +114,84 @@ def try_environment(recipe: Recipe, name: str, task: int) -> dict[str, Any]:
     """
     (config,) = (each for each in recipe.environments if each.name == name)
     (environment,) = build_environments(recipe.model_copy(update={"environments": (config,)}))
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"errors": [], "refused": {}}
 
-    def stage(what: str, run: Callable[[], None]) -> bool:
-        try:
-            run()
-        except Exception as error:  # noqa: BLE001 - foreign code: whoever tries it is told
-            found["failed"] = what
-            found["error"] = str(error) if hosted([environment]) else f"{type(error).__name__}: {error}"
-            return False
-        return True
-
-    def prompt() -> None:
-        found["prompt"] = [dict(message) for message in environment.prompt("train", task).messages]
-
-    def demonstration() -> None:
-        try:
-            said = environment.demonstration(environment.prompt("train", task), correct=True, rng=random.Random(0))
-        except NotImplementedError:
-            found["demonstration"] = None
-            return
-        found["demonstration"] = [dict(message) for message in said]
-
-    def rollout() -> None:
-        found.update(run_process(_roll_out(environment, task)))
+    def failed(what: str, error: Exception) -> None:
+        text = str(error) if hosted([environment]) else f"{type(error).__name__}: {error}"
+        found["errors"].append({"stage": what, "error": text})
+        found.setdefault("failed", what)
+        found.setdefault("error", text)
 
     try:
         # the blocking calls come first: then the event loop has the process
-        all(stage(*each) for each in (("prompt", prompt), ("demonstration", demonstration), ("rollout", rollout)))
+        try:
+            found["prompt"] = [dict(message) for message in environment.prompt("train", task).messages]
+        except Exception as error:  # noqa: BLE001 - foreign code: whoever tries it is told
+            failed("prompt", error)
+            return found
+        try:
+            found["demonstration"] = _demonstration(environment, task)
+        except Exception as error:  # noqa: BLE001
+            failed("demonstration", error)
+        run_process(_roll_out(environment, task, found, failed))
     finally:
         for process in hosted([environment]):
             process.close()
     return found
 
 
-async def _roll_out(environment: Environment, task: int) -> dict[str, Any]:
-    policy = NullPolicy()
+def _demonstration(environment: Environment, task: int) -> list[dict[str, str]] | None:
+    prompt = environment.prompt("train", task)
     try:
-        outcome = await environment.rollout(await prompt_of(environment, "train", task), policy)
+        said = environment.demonstration(prompt, correct=True, rng=random.Random(0))
+    except NotImplementedError:
+        return None
+    return [dict(message) for message in said]
+
+
+async def _roll_out(
+    environment: Environment, task: int, found: dict[str, Any], failed: Callable[[str, Exception], None]
+) -> None:
+    """Play both rollouts; one that fails does not keep the other from being played."""
+    scripted = ScriptedPolicy(_turns(found))
+    plays: list[tuple[str, NullPolicy]] = [("rollout", NullPolicy())]
+    if found.get("demonstration"):
+        plays.append(("rollout of the demonstration", scripted))
+    try:
+        for stage, policy in plays:
+            try:
+                prompt = await prompt_of(environment, "train", task)
+                outcome = checked_outcome(await environment.rollout(prompt, policy))
+            except Exception as error:  # noqa: BLE001 - foreign code: whoever tries it is told
+                failed(stage, error)
+                continue
+            found["refused"] |= outcome.refused
+            shown = {"conversation": policy.said, "reward": outcome.reward, "parts": dict(outcome.parts)}
+            if policy is scripted:
+                found["demonstrated"] = {**shown, "notes": _notes(scripted)}
+            else:
+                found.update(shown)
     finally:
         for process in hosted([environment]):
             await process.aclose()
-    return {"conversation": policy.said, "reward": outcome.reward, "parts": dict(outcome.parts)}
+
+
+def _turns(found: dict[str, Any]) -> list[str]:
+    """What the policy says in the demonstration, behind the prompt."""
+    asked, said = (
+        [message["content"] for message in messages or () if message.get("role") == "assistant"]
+        for messages in (found["prompt"], found.get("demonstration"))
+    )
+    return said[len(asked) :]
+
+
+def _notes(policy: ScriptedPolicy) -> list[str]:
+    notes = []
+    if policy.missing:
+        notes.append("the environment asked for more turns than the demonstration has")
+    if policy.unsaid:
+        notes.append(f"the environment did not ask for the last {policy.unsaid} turns of the demonstration")
+    return notes
 
 
 def main(what: str) -> None:

@@ -30,6 +30,7 @@ __all__ = [
     "Said",
     "Say",
     "ToChild",
+    "Unusable",
     "decode_from_child",
     "decode_to_child",
     "frame",
@@ -134,11 +135,20 @@ class Say(_Message, frozen=True):
 
 
 class Ended(_Message, frozen=True):
-    """A rollout has ended."""
+    """A rollout has ended; parts that are no finite numbers are in ``refused``, with what they were."""
 
     call: int
     reward: float
     parts: dict[str, float]
+    refused: dict[str, str] = {}
+
+
+class Unusable(_Message, frozen=True):
+    """A rollout has ended with a reward that cannot be used: what it was, and where the rollout is defined."""
+
+    call: int
+    message: str
+    place: str
 
 
 class Failed(_Message, frozen=True):
@@ -151,7 +161,7 @@ class Failed(_Message, frozen=True):
 
 
 ToChild = Build | AskPrompt | AskDemonstration | Begin | Said | Refused | Cancel | Ping
-FromChild = Built | NotBuilt | Answer | Say | Ended | Failed
+FromChild = Built | NotBuilt | Answer | Say | Ended | Unusable | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 _to_child: msgspec.msgpack.Decoder[ToChild] = msgspec.msgpack.Decoder(ToChild)

@@ -6,17 +6,19 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from hpcrl.config.recipe import Recipe
 from hpcrl.errors import EnvironmentFailedError, HpcrlError
 from hpcrl.rollouts.engines.client import EngineError
 from hpcrl.rollouts.environments import Environment, EnvironmentLostError, EnvironmentRaisedError, prompt_of
+from hpcrl.rollouts.environments.outcomes import checked_outcome
 from hpcrl.rollouts.records import Rollout
 from hpcrl.rollouts.sampling.conversation import Conversation, Sampler
 from hpcrl.rollouts.sampling.data_order import heldout_shares
+from hpcrl.rollouts.sampling.failures import NoRoomError, describe_failure
 from hpcrl.rollouts.sampling.seeding import stable_hash
 from hpcrl.rollouts.weights.updates import WeightUpdater
 from hpcrl.runs.events import EventWriter, read_events
@@ -25,6 +27,7 @@ from hpcrl.runs.rundir import RunDir
 __all__ = ["Evaluator", "PastEvaluations", "evaluated_versions"]
 
 _log = logging.getLogger(__name__)
+_Number = TypeVar("_Number", int, float)
 
 
 class PastEvaluations(NamedTuple):
@@ -45,8 +48,9 @@ class PastEvaluations(NamedTuple):
 
 def evaluated_versions(run: RunDir, *, up_to: int) -> PastEvaluations:
     """Evaluations of versions up to ``up_to`` by earlier attempts; later ones belong to an abandoned past."""
-    data = [event.data for event in read_events(run, kind="evaluation") if event.data["version"] <= up_to]
-    exact = frozenset(d["version"] for d in data if d["version"] == d["last_version"])
+    every = (event.data for event in read_events(run, kind="evaluation"))
+    data = [d for d in every if isinstance(d.get("version"), int) and d["version"] <= up_to]
+    exact = frozenset(d["version"] for d in data if d["version"] == d.get("last_version"))
     # of the version that engines begin with an inexact one is made again
     due = frozenset(d.get("due", d["version"]) for d in data if d["version"] in exact or d["version"] < up_to)
     return PastEvaluations(exact, due)
@@ -96,6 +100,7 @@ class Evaluator:
             updater,
             events,
         )
+        self._failures = recipe.evaluation.failures
         self._exact, self._begun = set(done.exact), set(done.due)
         self._one_at_a_time = asyncio.Lock()
 
@@ -160,13 +165,16 @@ class Evaluator:
         ]
         if not finished:
             raise _all_failed(version, [result for result in results if isinstance(result, Exception)])
-        by_env: dict[str, list[float]] = defaultdict(list)
-        parts: dict[str, list[float]] = defaultdict(list)
-        for task, rollout in finished:
-            name = task.environment.name
-            by_env[name].append(rollout.reward)
-            for part, value in rollout.parts.items():
-                parts[f"{name}/{part}"].append(value)
+        errors = [
+            (task, error) for task, error in zip(self._tasks, results, strict=True) if not isinstance(error, Rollout)
+        ]
+        rewards = self._rewards(finished, errors)
+        by_env = _by_name(iter(rewards))
+        parts = _by_name(
+            (f"{task.environment.name}/{part}", value)
+            for task, rollout in finished
+            for part, value in rollout.parts.items()
+        )
         first = min(rollout.first_version for _, rollout in finished)
         last = max(rollout.last_version for _, rollout in finished)
         if first == last:
@@ -176,13 +184,27 @@ class Evaluator:
             version=first,
             last_version=last,
             due=due,
-            reward=_mean([rollout.reward for _, rollout in finished]),
-            by_env={name: _mean(values) for name, values in by_env.items()},
-            parts={name: _mean(values) for name, values in parts.items()},
+            reward=_mean([reward for _, reward in rewards]),
+            by_env=_each(by_env, _mean),
+            parts=_each(parts, _mean),
             prompts=len(finished),
-            failed=len(results) - len(finished),
+            failed=len(errors),
+            counted=len(rewards),
+            counted_by_env=_each(by_env, len),
+            counted_by_part=_each(parts, len),
+            failures=self._failures,
+            **_told(errors),
             seconds=time.monotonic() - started,
         )
+
+    def _rewards(
+        self, finished: Sequence[tuple[_Task, Rollout]], errors: Sequence[tuple[_Task, object]]
+    ) -> list[tuple[str, float]]:
+        """Return the rewards that the mean is over, each with its environment, as ``evaluation.failures`` says."""
+        rewards = [(task.environment.name, rollout.reward) for task, rollout in finished]
+        if self._failures == "zero":
+            rewards += [(task.environment.name, 0.0) for task, _ in errors]
+        return rewards
 
     async def _roll_out(self, task: _Task) -> Rollout | Exception:
         """One held-out rollout, or why it failed."""
@@ -193,7 +215,7 @@ class Evaluator:
         )
         try:
             prompt = await prompt_of(task.environment, "heldout", task.index)
-            outcome = await task.environment.rollout(prompt, conversation)
+            outcome = checked_outcome(await task.environment.rollout(prompt, conversation))
         except EngineError as error:
             _log.warning("a held-out rollout failed: %s", error)
             return error
@@ -207,7 +229,7 @@ class Evaluator:
         finally:
             session.leave()
         rollout = await conversation.rollout(0, outcome, seconds=time.monotonic() - started)
-        return rollout or ValueError("the prompt leaves no room for an answer (engine.max_model_len)")
+        return rollout or NoRoomError()
 
 
 def _all_failed(version: int, errors: Sequence[Exception]) -> HpcrlError:
@@ -218,6 +240,31 @@ def _all_failed(version: int, errors: Sequence[Exception]) -> HpcrlError:
             first, *more = str(error).splitlines()
             return EnvironmentFailedError("\n".join([f"{first} ({what})", *more]))
     return HpcrlError(f"{what}; the first: {type(errors[0]).__name__}: {errors[0]}")
+
+
+def _told(errors: Sequence[tuple[_Task, object]]) -> dict[str, object]:
+    """Return what an event says of held-out rollouts that failed: how many by environment and cause, and the first."""
+    by_env: dict[str, int] = defaultdict(int)
+    by_cause: dict[str, int] = defaultdict(int)
+    first: dict[str, str] = {}
+    for task, error in errors:
+        assert isinstance(error, Exception)
+        cause, found = describe_failure(error)
+        by_env[task.environment.name] += 1
+        by_cause[cause.value] += 1
+        first = first or {"environment": task.environment.name, "what": found.what, "where": found.where}
+    return {"failed_by_env": dict(by_env), "failed_by_cause": dict(by_cause), "first_failure": first or None}
+
+
+def _by_name(values: Iterator[tuple[str, float]]) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = defaultdict(list)
+    for name, value in values:
+        found[name].append(value)
+    return found
+
+
+def _each(values: dict[str, list[float]], of: Callable[[list[float]], _Number]) -> dict[str, _Number]:
+    return {name: of(each) for name, each in values.items()}
 
 
 def _mean(values: Sequence[float]) -> float:

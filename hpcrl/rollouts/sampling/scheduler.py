@@ -14,11 +14,12 @@ from hpcrl.rollouts.batches.taken import Pending, TakenStep, TakenSteps
 from hpcrl.rollouts.engines.client import EngineError
 from hpcrl.rollouts.engines.pool import EngineSession
 from hpcrl.rollouts.environments import Prompt, prompt_of
+from hpcrl.rollouts.environments.outcomes import checked_outcome
 from hpcrl.rollouts.ledger import GroupJournal
 from hpcrl.rollouts.records import Group, StoredRollout
 from hpcrl.rollouts.sampling.conversation import Conversation, Sampler
 from hpcrl.rollouts.sampling.data_order import DataOrder, GroupTask
-from hpcrl.rollouts.sampling.failures import FailureCount
+from hpcrl.rollouts.sampling.failures import FailureCount, NoRoomError, RunningRollout
 from hpcrl.rollouts.sampling.policy import Fate, GroupPolicy
 from hpcrl.rollouts.sampling.routes_room import RoutesRoom
 from hpcrl.rollouts.sampling.staleness import StalenessAccount
@@ -82,6 +83,7 @@ class Scheduler:
         parts: Mapping[int, Sequence[StoredRollout]] | None = None,
         turns: Mapping[tuple[int, int], Sequence[SavedTurn]] | None = None,
         room: RoutesRoom | None = None,
+        failures: FailureCount | None = None,
     ) -> None:
         """Take up the work; nothing is started before `run`.
 
@@ -101,6 +103,8 @@ class Scheduler:
             What these begin with, by group and member.
         room:
             For routed experts of what is in flight; None: without bounds.
+        failures:
+            Told of rollouts that begin, finish and fail; None: only many in a row end the run.
         """
         self._room = room or RoutesRoom()
         self._journal, self._parts, self._turns = journal, dict(parts or {}), dict(turns or {})
@@ -119,7 +123,7 @@ class Scheduler:
         self._running: dict[int, _Running] = {}
         self._finished = {group.index: group for group in finished}
         self._draining = False
-        self._failures = FailureCount()
+        self._failures = failures or FailureCount()
         self._error: HpcrlError | None = None
         self._wake = asyncio.Event()
         self._batch_ready = asyncio.Event()
@@ -293,27 +297,27 @@ class Scheduler:
 
     async def _roll_out_in(self, running: _Running, member: int, keeper: TurnKeeper) -> None:
         started, task = time.monotonic(), running.task
-        conversation = None
+        conversation, counted = None, self._failures.begin(task.environment.name)
         try:
             # one member that ends does not take the prompt from the others
             prompt, opening = await asyncio.shield(running.opening)
             seed = self._order.rollout_seed(task.index, member)
             conversation = Conversation(self._sampler, running.session, seed=seed, opening=opening, keeper=keeper)
             running.conversations.append(conversation)
-            outcome = await task.environment.rollout(prompt, conversation)
+            outcome = checked_outcome(await task.environment.rollout(prompt, conversation))
         except EngineError as error:
             self._counters.dropped_engine += 1
-            self._failed(error)
+            self._failed(error, counted)
         except HpcrlError as error:
             self._error = error
         except Exception as error:  # noqa: BLE001 - foreign code: its rollout fails, the run goes on
             self._counters.dropped_environment += 1
-            self._failed(error)
+            self._failed(error, counted)
         else:
             rollout = await conversation.rollout(member, outcome, seconds=time.monotonic() - started)
             if rollout is None:
                 self._counters.dropped_environment += 1
-                self._failed(ValueError("the prompt leaves no room for an answer (engine.max_model_len)"))
+                self._failed(NoRoomError(), counted)
                 return
             running.written.append(member)
             keeper.close()
@@ -322,7 +326,8 @@ class Scheduler:
             except OSError as error:
                 self._error = RunDirError(f"a finished rollout cannot be kept: {error}")
                 return
-            self._failures.finished()
+            self._failures.finished(counted, outcome.refused)
+            self._counters.refused_parts += len(outcome.refused)
             self._counters.finished += 1
             routes = rollout.routed_experts
             self._counters.routes_bytes += 0 if routes is None else routes.data.nbytes
@@ -337,8 +342,8 @@ class Scheduler:
             self._counters.turns_recalled += keeper.recalled
             self._counters.turns_given_up += keeper.given_up
 
-    def _failed(self, error: Exception) -> None:
-        self._error = self._failures.failed(error) or self._error
+    def _failed(self, error: Exception, counted: RunningRollout) -> None:
+        self._error = self._failures.failed(error, counted) or self._error
 
     def _finish(self, running: _Running) -> None:
         """All members have ended: keep the group or drop it."""

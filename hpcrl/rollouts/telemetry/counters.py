@@ -19,7 +19,9 @@ class Counters(msgspec.Struct, kw_only=True):
     dropped_engine:
         Given up after the last retry of a request.
     dropped_environment:
-        The environment raised an error, or the prompt left no room for an answer.
+        The environment raised an error or gave no usable reward, or the prompt left no room for an answer.
+    refused_parts:
+        Parts of rewards that were left out of finished rollouts, because they are no finite numbers.
     dropped_group:
         Finished, but too few members of the group did.
     dropped_stale:
@@ -55,6 +57,7 @@ class Counters(msgspec.Struct, kw_only=True):
     mixed_versions: int = 0
     dropped_engine: int = 0
     dropped_environment: int = 0
+    refused_parts: int = 0
     dropped_group: int = 0
     dropped_stale: int = 0
     dropped_zero_variance: int = 0

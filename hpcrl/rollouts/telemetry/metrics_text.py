@@ -6,6 +6,7 @@ Prometheus wants (seconds) and the suffix of counters.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ _COUNTERS = {
     "mixed_versions": "Finished rollouts with tokens of two or more policy versions.",
     "dropped_engine": "Rollouts that were given up after the last retry of a request.",
     "dropped_environment": "Rollouts whose environment failed, or whose prompt left no room for an answer.",
+    "refused_parts": "Parts of rewards that were left out because they are no finite numbers.",
     "dropped_group": "Finished rollouts of groups of which too few members finished.",
     "dropped_stale": "Finished rollouts that were too old to be used.",
     "dropped_zero_variance": "Finished rollouts of groups whose rewards were all equal, where these are dropped.",
@@ -86,5 +88,5 @@ def render_metrics(counters: Mapping[str, int], gauges: Mapping[str, float], eng
 
 def _family(name: str, help_text: str, values: Mapping[str, float]) -> list[str]:
     full, kind = f"hpcrl_rollouts_{name}", "counter" if name.endswith("_total") else "gauge"
-    samples = [f"{full}{labels} {value:.10g}" for labels, value in values.items()]
-    return [f"# HELP {full} {help_text}", f"# TYPE {full} {kind}", *samples]
+    samples = [f"{full}{labels} {value:.10g}" for labels, value in values.items() if math.isfinite(value)]
+    return [f"# HELP {full} {help_text}", f"# TYPE {full} {kind}", *samples] if samples else []

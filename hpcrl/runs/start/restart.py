@@ -67,7 +67,8 @@ def ever_saved(run: RunDir) -> list[int]:
     root = run.checkpoints_dir
     steps = {*CheckpointLedger(root).steps(), *(saved.step for saved in read_saved(root))}
     steps |= {aside.number for aside in list_asides(root, "step-")}
-    steps |= {event.data["step"] for event in read_events(run, kind="trainer.checkpoint_saved")}
+    saved = (event.data.get("step") for event in read_events(run, kind="trainer.checkpoint_saved"))
+    steps |= {step for step in saved if isinstance(step, int)}
     return sorted(steps)
 
 

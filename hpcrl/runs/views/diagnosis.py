@@ -11,15 +11,17 @@ from rich.console import Console
 from rich.text import Text
 
 from hpcrl.runs.cause import Cause, CauseKind, describe_end, from_record
-from hpcrl.runs.events import read_events
 from hpcrl.runs.observe import RunView, observe
 from hpcrl.runs.record import RunRecord
 from hpcrl.runs.registry import reference
 from hpcrl.runs.role import FailureRecord
+from hpcrl.runs.run_progress import read_evaluations
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.start.restart import ResumePoint, find_resume_point
 from hpcrl.runs.status import ComponentState, RunState
+from hpcrl.runs.views.failures import failure_lines, heldout_words, rollouts_of
 from hpcrl.runs.views.logs import LogFilter, find_log_files, read_logs
+from hpcrl.runs.views.whole_events import whole_events
 from hpcrl.runs.views.words import duration, state_text
 
 __all__ = ["WHY_SCHEMA", "Consequence", "Diagnosis", "diagnose", "diagnosis_document", "print_diagnosis"]
@@ -71,6 +73,8 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
         Commands.
     resume_step:
         Step of the checkpoint that a resume takes; None where there is none.
+    failed_rollouts:
+        Which rollouts of the run failed, in lines; empty where none did.
     """
 
     name: str
@@ -89,6 +93,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     earlier: dict[int, str]
     ways_on: list[str]
     resume_step: int | None
+    failed_rollouts: list[str] = []
     schema: str = WHY_SCHEMA
 
 
@@ -113,21 +118,35 @@ def diagnose(run: RunDir) -> Diagnosis:
         consequences=_consequences(run, view),
         lost_replicas=[
             Consequence(time_s=event.time_s, what=event.data["why"])
-            for event in read_events(run, attempt=view.attempt, kind="replica.lost")
+            for event in whole_events(run, attempt=view.attempt, kind="replica.lost")
         ]
         + [
             Consequence(time_s=event.time_s, what=f"job {event.data['job_id']} replaces it: {event.data['lost']}")
-            for event in read_events(run, attempt=view.attempt, kind="replica.submitted")
+            for event in whole_events(run, attempt=view.attempt, kind="replica.submitted")
             if event.data["lost"]
         ],
         skipped_steps=[
             Consequence(time_s=event.time_s, what=event.data["what"])
-            for event in read_events(run, kind="trainer.step_skipped")
+            for event in whole_events(run, kind="trainer.step_skipped")
         ],
         earlier=_earlier(run, view.attempt),
         ways_on=_ways_on(view, point, reference(run)),
         resume_step=point.step,
+        failed_rollouts=_failed_rollouts(run),
     )
+
+
+def _failed_rollouts(run: RunDir) -> list[str]:
+    """Say which training rollouts failed, and which of the newest evaluation."""
+    lines = failure_lines(rollouts_of(run))
+    evaluations = read_evaluations(run)
+    if evaluations and (newest := evaluations[-1]).failed:
+        lines.append(f"held-out after step {newest.version}: reward {heldout_words(newest)}")
+        if newest.first_failure is not None:
+            first = newest.first_failure
+            place = f", at {first['where']}" if first.get("where") else ""
+            lines.append(f"    the first: {first.get('what', '')}{place}")
+    return lines
 
 
 def _sentence(view: RunView) -> str:
@@ -178,11 +197,11 @@ def _restored(run: RunDir, view: RunView) -> list[Consequence]:
     found = [
         Consequence(time_s=event.time_s, what=text.format_map(event.data))
         for kind, text in what.items()
-        for event in read_events(run, attempt=view.attempt, kind=kind)
+        for event in whole_events(run, attempt=view.attempt, kind=kind)
     ]
     return found + [
         Consequence(time_s=event.time_s, what=f"this attempt runs something else than was submitted: {change}")
-        for event in read_events(run, attempt=view.attempt, kind="attempt.changed")
+        for event in whole_events(run, attempt=view.attempt, kind="attempt.changed")
         for change in event.data["changes"]
     ]
 
@@ -190,23 +209,23 @@ def _restored(run: RunDir, view: RunView) -> list[Consequence]:
 def _restarts(run: RunDir, view: RunView) -> list[Consequence]:
     """Replicas that were started again in this attempt, and where the stacks are of those that hung."""
     found = []
-    for event in read_events(run, attempt=view.attempt, kind="component.restarting"):
+    for event in whole_events(run, attempt=view.attempt, kind="component.restarting"):
         who = f"{event.data['role']} {event.data['replica']}"
         what = f"{event.data['cause']}; {who} is restarted (restart {event.data['restart']})"
         found.append(Consequence(time_s=event.time_s, what=what))
-    for event in read_events(run, attempt=view.attempt, kind="component.lost"):
+    for event in whole_events(run, attempt=view.attempt, kind="component.lost"):
         found.append(Consequence(time_s=event.time_s, what=f"{event.data['cause']}; the run goes on without it"))
-    for event in read_events(run, attempt=view.attempt, kind="component.hung"):
+    for event in whole_events(run, attempt=view.attempt, kind="component.hung"):
         if event.data["dumps"]:
             frames = " < ".join(frame.partition(" (")[0] for frame in event.data["frames"][1:4])
             what = f"stacks of {event.data['role']} {event.data['replica']} are in {event.data['dumps'][0]}"
             found.append(Consequence(time_s=event.time_s, what=what + (f": {frames}" if frames else "")))
-    for event in read_events(run, attempt=view.attempt, kind="component.went_on"):
+    for event in whole_events(run, attempt=view.attempt, kind="component.went_on"):
         what = f"{event.data['role']} {event.data['replica']} seemed to hang ({event.data['problem']}) and went on"
         found.append(Consequence(time_s=event.time_s, what=what))
-    for event in read_events(run, attempt=view.attempt, kind="trainer.version_refused"):
+    for event in whole_events(run, attempt=view.attempt, kind="trainer.version_refused"):
         found.append(Consequence(time_s=event.time_s, what=event.data["what"]))
-    for event in read_events(run, attempt=view.attempt, kind="engine.adapter_unproven"):
+    for event in whole_events(run, attempt=view.attempt, kind="engine.adapter_unproven"):
         engine, tries = event.data["engine"], event.data["tries"]
         what = f"{engine} has not shown in {tries} versions that it computes with the adapter: they change too little"
         found.append(Consequence(time_s=event.time_s, what=what))
@@ -215,11 +234,11 @@ def _restarts(run: RunDir, view: RunView) -> list[Consequence]:
 
 def _lost_segments(run: RunDir, view: RunView) -> list[Consequence]:
     """Memory that left the KV pool before the run was stopped: its blocks are computed anew."""
-    states = read_events(run, attempt=view.attempt, kind="run.state")
+    states = whole_events(run, attempt=view.attempt, kind="run.state")
     stopped_s = min((e.time_s for e in states if e.data["state"] == RunState.STOPPING), default=math.inf)
     # whose node it was on; engines that share one are not told apart
     owners: dict[str, set[str]] = {}
-    for event in read_events(run, attempt=view.attempt, kind="store.canary"):
+    for event in whole_events(run, attempt=view.attempt, kind="store.canary"):
         owners.setdefault(event.data["host"], set()).add(event.writer.replace("-", " "))
 
     def segment(name: str) -> str:
@@ -232,7 +251,7 @@ def _lost_segments(run: RunDir, view: RunView) -> list[Consequence]:
             what=f"the segment {segment(event.data['segment'])} left the KV pool with its blocks "
             f"(segments left: {event.data['segments']}); engines compute these blocks anew",
         )
-        for event in read_events(run, attempt=view.attempt, kind="store.segment_lost")
+        for event in whole_events(run, attempt=view.attempt, kind="store.segment_lost")
         if event.time_s < stopped_s
     ]
 
@@ -261,8 +280,8 @@ def _consequences(run: RunDir, view: RunView) -> list[Consequence]:
 def _earlier(run: RunDir, attempt: int) -> dict[int, str]:
     """Last state and cause of the attempts before, from their events."""
     ends: dict[int, str] = {}
-    gone = {event.attempt: sorted(event.data["nodes"]) for event in read_events(run, kind="nodes.excluded")}
-    for event in read_events(run, kind="run.state"):
+    gone = {event.attempt: sorted(event.data["nodes"]) for event in whole_events(run, kind="nodes.excluded")}
+    for event in whole_events(run, kind="run.state"):
         if event.attempt < attempt:
             state, cause = RunState(event.data["state"]), event.data.get("cause")
             if not state.ended and state is not RunState.REQUEUED:
@@ -318,6 +337,10 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console, *, events: bool = Fa
         say((cause.doubt, "yellow"))
     if diagnosis.hint:
         say((f"hint: {diagnosis.hint}", "dim"))
+    if diagnosis.failed_rollouts:
+        say("\n", ("rollouts that failed", "dim"))
+        for line in diagnosis.failed_rollouts:
+            say(Text(f"  {line}", style="yellow"))
     say("\n", ("next", "dim"))
     for way in diagnosis.ways_on:
         say(f"  {way}")

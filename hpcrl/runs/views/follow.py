@@ -15,9 +15,10 @@ from hpcrl.runs.metrics import StepRecord, read_metrics
 from hpcrl.runs.observe import RunView, observe
 from hpcrl.runs.run_progress import Progress, read_progress
 from hpcrl.runs.rundir import RunDir
+from hpcrl.runs.views.failures import failure_warnings, heldout_words, mean_words
 from hpcrl.runs.views.liveview import ROOMS, render
 from hpcrl.runs.views.usage import Usage, read_usage
-from hpcrl.runs.views.words import duration, staleness
+from hpcrl.runs.views.words import duration, number, staleness
 
 __all__ = ["fitted", "follow", "screen_lines"]
 
@@ -124,6 +125,7 @@ class _LineScreen:
         self._console = console
         self._state = ""
         self._warnings: list[str] = []
+        self._failing: set[str] = set()
         # attempt, then step or version: what a later attempt does again is said again
         self._step = self._version = (after_attempt, _ALL)
 
@@ -146,6 +148,10 @@ class _LineScreen:
         if view.warnings and not self._warnings:
             self.say(f"warning: {view.warnings[0]}")
         self._warnings = view.warnings
+        for environment, warning in failure_warnings(progress.rollouts).items():
+            if environment not in self._failing:
+                self._failing.add(environment)
+                self.say(f"warning: {warning}")
         for record in metrics:
             if (record.attempt, record.step) > self._step:
                 self.say(_step_line(record, progress))
@@ -153,7 +159,7 @@ class _LineScreen:
         for evaluation in progress.evaluations:
             if (evaluation.attempt, evaluation.version) > self._version:
                 late = "" if evaluation.due is None else f" (due at {evaluation.due}, which the engines skipped)"
-                self.say(f"held-out reward {evaluation.reward:.3f} after step {evaluation.version}{late}")
+                self.say(f"held-out reward {heldout_words(evaluation)} after step {evaluation.version}{late}")
                 self._version = (evaluation.attempt, evaluation.version)
 
 
@@ -166,7 +172,7 @@ def _step_line(record: StepRecord, progress: Progress) -> str:
     own = record.mismatch_kl_by_lag.get("0")
     lag = "" if own is None else f" (lag 0 {own:.1e})"
     return (
-        f"step {record.step}/{progress.total_steps}  reward {record.reward_mean:.3f}"
-        f"  {staleness(record, progress)}  kl {record.mismatch_kl:.1e}{lag}{routes}"
-        f"  {record.tokens_per_s:,.0f} tokens/s  {seconds:.1f} s (waiting {waiting:.0%}){left}{skipped}"
+        f"step {record.step}/{progress.total_steps}  reward {mean_words(record.reward_mean, record.reward_count)}"
+        f"  {staleness(record, progress)}  kl {number(record.mismatch_kl, '.1e')}{lag}{routes}"
+        f"  {number(record.tokens_per_s, ',.0f')} tokens/s  {seconds:.1f} s (waiting {waiting:.0%}){left}{skipped}"
     )

@@ -11,8 +11,10 @@ from rich.text import Text
 
 from hpcrl.runs.metrics import read_newest
 from hpcrl.runs.observe import observe_all
+from hpcrl.runs.rollout_failures import WARN_SHARE, failures_of_counters, read_failures
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunState
+from hpcrl.runs.views.failures import mean_words
 from hpcrl.runs.views.words import age, duration, state_text
 
 __all__ = ["LISTING_SCHEMA", "RunRow", "list_rows", "listing_document", "listing_table"]
@@ -32,8 +34,11 @@ class RunRow(msgspec.Struct, frozen=True, kw_only=True):
         Name of the profile that it was submitted with.
     job:
         Number of its newest Slurm job; None where it has none.
-    steps, reward_mean:
-        Optimizer steps done; mean reward of the newest one.
+    steps, reward_mean, reward_count:
+        Optimizer steps done; mean reward of the newest one, and of how many rollouts (0: not known).
+    failed_share:
+        Training rollouts that failed, as a share of those that began, of the environment with the largest; None where
+        none did.
     wall_s:
         Seconds of the newest attempt.
     cause:
@@ -51,6 +56,8 @@ class RunRow(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
     reward_mean: float | None
     cause: str
+    reward_count: int = 0
+    failed_share: float | None = None
 
 
 def list_rows(
@@ -76,6 +83,7 @@ def list_rows(
         if (states and view.state not in states) or cluster not in (None, view.cluster):
             continue
         last = read_newest(run)
+        rollouts = read_failures(run) or (failures_of_counters(last.rollouts) if last is not None else [])
         slurm = [submission.job_id for submission in record.submissions if submission.executor == "slurm"]
         rows.append(
             RunRow(
@@ -90,6 +98,8 @@ def list_rows(
                 steps=last.step if last is not None else 0,
                 reward_mean=None if last is None else last.reward_mean,
                 cause="" if view.cause is None else view.cause.message,
+                reward_count=0 if last is None else last.reward_count,
+                failed_share=max((each.share for each in rollouts if each.total), default=None),
             )
         )
         if newest and len(rows) == newest:
@@ -114,6 +124,8 @@ def listing_table(rows: list[RunRow], width: int, *, cut: bool = True) -> Group:
     """
     wide = width >= _WIDE
     columns = ["run", "state", "age", "time", "steps", "reward"]
+    if any((row.failed_share or 0.0) >= WARN_SHARE for row in rows):
+        columns.append("failed")
     if any(row.job is not None for row in rows):
         columns.insert(2, "job")
     if wide:
@@ -146,7 +158,7 @@ def listing_table(rows: list[RunRow], width: int, *, cut: bool = True) -> Group:
 
 
 _GAP = "  "
-_NUMBERS = ("job", "age", "time", "steps", "reward", "attempts")
+_NUMBERS = ("job", "age", "time", "steps", "reward", "failed", "attempts")
 
 
 def _cells(row: RunRow, columns: list[str]) -> list[str]:
@@ -158,7 +170,8 @@ def _cells(row: RunRow, columns: list[str]) -> list[str]:
         "age": age(time.time() - row.created_at_s),
         "time": duration(row.wall_s),
         "steps": str(row.steps),
-        "reward": "-" if row.reward_mean is None else f"{row.reward_mean:.3f}",
+        "reward": "-" if row.reward_mean is None else mean_words(row.reward_mean, row.reward_count),
+        "failed": "" if row.failed_share is None else f"{row.failed_share:.0%}",
         "attempts": str(row.attempts),
         "cause": row.cause,
     }

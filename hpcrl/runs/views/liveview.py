@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from typing import NamedTuple
@@ -17,13 +18,16 @@ from hpcrl.runs.metrics import StepRecord
 from hpcrl.runs.observe import RunView
 from hpcrl.runs.run_progress import Progress
 from hpcrl.runs.status import ReplicaJob, RunState
+from hpcrl.runs.views.failures import failed_heldout, failure_lines, failure_warnings, heldout_words
 from hpcrl.runs.views.fleet_table import fleet_table
 from hpcrl.runs.views.usage import Usage
 from hpcrl.runs.views.waiting import waiting_words
-from hpcrl.runs.views.words import PHASES, duration, staleness, state_text
+from hpcrl.runs.views.words import PHASES, duration, number, staleness, state_text
 
 __all__ = ["ROOMS", "Room", "components_table", "render", "summary"]
 
+_FAILURE_LINES = 4
+"""Maximum number of lines about rollouts that failed."""
 _SILENCE_S = 20.0
 """A supervisor that lives but has not written for so long hangs, or its filesystem does."""
 
@@ -85,18 +89,27 @@ def render(
         if room.steps:
             parts += [_steps_table(metrics[-room.steps :], progress), Text()]
     elif progress.evaluations:
-        parts += [Text(f"held-out reward {progress.evaluations[0].reward:.3f} before the first step"), Text()]
+        parts += [Text(f"held-out reward {heldout_words(progress.evaluations[0])} before the first step"), Text()]
     if view.components:
         parts.append(components_table(view) if room.roles else _components_line(view))
     waits = view.state in (RunState.SUBMITTED, RunState.REQUEUED)  # engines of the attempt before are gone
     if fleet is not None and fleet.replicas and not view.state.ended and not waits:
         parts += [Text(), fleet_table(fleet, width=width, most=room.engines)]
     parts += [Text(f"warning: {warning}", style="bold yellow") for warning in view.warnings]
+    parts += _failure_lines(progress)
     parts += [*_skipped_line(view, progress), *restored_lines(progress)]
     if view.cause is not None:
         parts.append(Text(view.cause.message, style="yellow" if view.state is RunState.CANCELLED else "red"))
         parts += [Text(line) for line in view.cause.details]
     return Group(*parts)
+
+
+def _failure_lines(progress: Progress) -> list[Text]:
+    """Rollouts that failed, where some did: a warning where they are a large share of any environment."""
+    style = "bold yellow" if failure_warnings(progress.rollouts) else ""
+    lines = failure_lines(progress.rollouts)
+    more = [f"and {len(lines) - _FAILURE_LINES} more lines: hpcrl why"] if len(lines) > _FAILURE_LINES else []
+    return [Text(line, style=style) for line in [*lines[:_FAILURE_LINES], *more]]
 
 
 def _skipped_line(view: RunView, progress: Progress) -> list[Text]:
@@ -174,14 +187,18 @@ def _bar(progress: Progress) -> Table:
 
 
 def _measurements(progress: Progress, last: StepRecord) -> Text:
-    text = Text.assemble("reward ", (f"{last.reward_mean:.3f}", "bold"))
+    text = Text.assemble("reward ", (number(last.reward_mean), "bold"))
+    if last.reward_count:
+        text.append(f" of {last.reward_count:,}")
     if progress.evaluations:
         first, newest = progress.evaluations[0], progress.evaluations[-1]
         text.append("   held-out ")
-        text.append(f"{newest.reward:.3f}", style="bold")
-        text.append(f" after step {newest.version} (start {first.reward:.3f})")
+        text.append(number(newest.reward), style="bold")
+        text.append(f" of {newest.count:,}" if newest.count else "")
+        text.append(failed_heldout(newest))
+        text.append(f" after step {newest.version} (start {number(first.reward)}{failed_heldout(first, short=True)})")
     text.append(f"   {staleness(last, progress)}")
-    text.append(f"   {last.tokens_per_s:,.0f} tokens/s")
+    text.append(f"   {number(last.tokens_per_s, ',.0f')} tokens/s")
     if progress.checkpoint_step is not None:
         text.append(f"   checkpoint at step {progress.checkpoint_step}")
         if progress.checkpoint_age_s is not None:
@@ -202,22 +219,24 @@ def _phases(record: StepRecord, width: int = 60) -> Text:
 
 
 def _steps_table(records: list[StepRecord], progress: Progress) -> Table:
-    held_out = {evaluation.version: evaluation.reward for evaluation in progress.evaluations}
+    held_out = {evaluation.version: heldout_words(evaluation, short=True) for evaluation in progress.evaluations}
     table = Table(box=None, header_style="dim", pad_edge=False)
     # the share of routes that differ, where engines say theirs
     routes = ["routes"] if any(record.routing_mismatch is not None for record in records) else []
-    for column in ("step", "reward", "held-out", "loss", "kl", *routes, "entropy", "staleness", "seconds"):
+    counts = ["rollouts"] if any(record.reward_count for record in records) else []
+    for column in ("step", "reward", *counts, "held-out", "loss", "kl", *routes, "entropy", "staleness", "seconds"):
         table.add_column(column, justify="right")
     for record in records:
         table.add_row(
             str(record.step),
-            f"{record.reward_mean:.3f}",
-            f"{held_out[record.step]:.3f}" if record.step in held_out else "",
-            f"{record.loss:+.4f}",
-            f"{record.mismatch_kl:.1e}",
-            *(["" if record.routing_mismatch is None else f"{record.routing_mismatch:.1e}"] if routes else []),
-            f"{record.entropy:.3f}",
-            f"{record.staleness_mean:.1f}",
+            number(record.reward_mean),
+            *([f"{record.reward_count:,}" if record.reward_count else "-"] if counts else []),
+            held_out.get(record.step, ""),
+            number(record.loss, "+.4f"),
+            number(record.mismatch_kl, ".1e"),
+            *(["" if record.routing_mismatch is None else number(record.routing_mismatch, ".1e")] if routes else []),
+            number(record.entropy),
+            number(record.staleness_mean, ".1f"),
             f"{sum(record.phases_s.values()):.1f}",
         )
     return table
@@ -281,19 +300,24 @@ def summary(view: RunView, progress: Progress, metrics: list[StepRecord], *, pic
     if len(progress.evaluations) > 1:
         first, last = progress.evaluations[0], progress.evaluations[-1]
         table.add_row(
-            "held-out reward", f"{first.reward:.3f} -> {last.reward:.3f} (after step {first.version} -> {last.version})"
+            "held-out reward",
+            f"{number(first.reward)}{failed_heldout(first, short=True)} -> {heldout_words(last)} "
+            f"(after step {first.version} -> {last.version})",
         )
     table.add_row("steps", f"{progress.steps} of {progress.total_steps} in {duration(view.wall_s)}")
+    for line in failure_lines(progress.rollouts):
+        table.add_row("" if line.startswith(" ") else "rollouts", Text(line, style="yellow"))
     if progress.skipped_steps:
         which = f"{progress.skipped_steps}, the last one step {progress.last_skipped_step}: gradients were not finite"
         table.add_row("skipped steps", Text(which, style="yellow"))
     if metrics:
         seconds = sum(sum(record.phases_s.values()) for record in metrics)
         waiting = sum(record.phases_s.get("wait_batch", 0.0) for record in metrics)
-        mean = sum(record.staleness_mean for record in metrics) / len(metrics)
+        known = [record.staleness_mean for record in metrics if math.isfinite(record.staleness_mean)]
+        mean = sum(known) / len(known) if known else math.nan
         worst = max(record.staleness_max for record in metrics)
         bound = "" if progress.staleness_bound is None else f", bound {progress.staleness_bound}"
-        table.add_row("staleness", f"{mean:.2f} on average, largest {worst}{bound}")
+        table.add_row("staleness", f"{number(mean, '.2f')} on average, largest {worst}{bound}")
         table.add_row("waiting", f"{waiting / seconds:.0%} of the trainer's time" if seconds else "-")
     if picture:
         table.add_row("picture", Text(picture, overflow="fold"))

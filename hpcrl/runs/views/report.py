@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import math
+from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,10 @@ from hpcrl.errors import MissingExtraError, UsageError
 from hpcrl.fs import atomic_write
 from hpcrl.runs.metrics import StepRecord, read_metrics
 from hpcrl.runs.observe import RunView, observe
-from hpcrl.runs.run_progress import Progress, read_progress
+from hpcrl.runs.run_progress import Evaluation, Progress, read_progress
 from hpcrl.runs.rundir import RunDir
-from hpcrl.runs.views.words import PHASES, duration
+from hpcrl.runs.views.failures import failure_lines, heldout_words
+from hpcrl.runs.views.words import PHASES, duration, number
 
 __all__ = ["REPORT_NAME", "write_report"]
 
@@ -29,6 +32,9 @@ _COLOURS = {
     "other": "#BBBBBB",
 }
 _INK, _FAINT, _TRAIN, _HELD_OUT = "#333333", "#9AA5B1", "#0072B2", "#D55E00"
+_FAILURE_LINES = 4
+_LINE = 130
+"""Characters of a line of text in the picture."""
 _SMOOTH_SHARE = 0.05
 """The bold reward line is a mean over this share of the run's steps to both sides."""
 
@@ -85,25 +91,44 @@ def _title(view: RunView, progress: Progress, metrics: list[StepRecord]) -> str:
     parts = [f"{view.state}", f"{progress.steps} of {progress.total_steps} steps", f"{duration(seconds)} of training"]
     if view.attempts > 1:
         parts.append(f"{view.attempts} attempts")
-    return f"{view.name}\n" + " · ".join(parts)
+    return "\n".join([view.name, " · ".join(parts), *(_shortened(line) for line in _failures(progress))])
+
+
+def _failures(progress: Progress) -> list[str]:
+    """Rollouts that failed, in training and in the newest evaluation."""
+    lines = failure_lines(progress.rollouts)[:_FAILURE_LINES]
+    if progress.evaluations and progress.evaluations[-1].failed:
+        newest = progress.evaluations[-1]
+        lines.append(f"held-out after step {newest.version}: {heldout_words(newest)}")
+    return lines
+
+
+def _shortened(line: str) -> str:
+    """Cut a line to the width of the picture, and take from it what matplotlib reads as a formula."""
+    cut = line if len(line) <= _LINE else f"{line[: _LINE - 1]}…"
+    return cut.replace("$", r"\$")
 
 
 def _draw_reward(axis: Any, metrics: list[StepRecord], progress: Progress) -> None:
     steps = [record.step for record in metrics]
     rewards = [record.reward_mean for record in metrics]
-    axis.plot(steps, rewards, color=_TRAIN, alpha=0.3, linewidth=1, label="training, each step")
+    counts = {record.reward_count for record in metrics if record.reward_count}
+    over = f" of {_span(counts)} rollouts" if counts else ""
+    axis.plot(steps, rewards, color=_TRAIN, alpha=0.3, linewidth=1, label=f"training, each step{over}")
     axis.plot(steps, _smooth(rewards), color=_TRAIN, linewidth=2.2, label="training, smoothed")
     evaluations = progress.evaluations
     if evaluations:
         versions = [evaluation.version for evaluation in evaluations]
         values = [evaluation.reward for evaluation in evaluations]
-        axis.plot(versions, values, "o-", color=_HELD_OUT, linewidth=1.4, markersize=5, label="held-out")
+        axis.plot(
+            versions, values, "o-", color=_HELD_OUT, linewidth=1.4, markersize=5, label=_heldout_label(evaluations)
+        )
         ends = (
             [(versions[0], values[0])] if len(values) == 1 else [(versions[0], values[0]), (versions[-1], values[-1])]
         )
         for version, value in ends:
             axis.annotate(
-                f"{value:.2f}",
+                number(value, ".2f"),
                 (version, value),
                 textcoords="offset points",
                 xytext=(0, -14),
@@ -116,6 +141,16 @@ def _draw_reward(axis: Any, metrics: list[StepRecord], progress: Progress) -> No
     axis.margins(y=0.12)
     axis.legend(loc="upper left", frameon=False, fontsize=9, ncols=3)
     axis.set_title("Reward", loc="left", fontsize=11, fontweight="bold", color=_INK)
+
+
+def _heldout_label(evaluations: Sequence[Evaluation]) -> str:
+    """Say of how many rollouts the held-out means are."""
+    counts = {evaluation.count for evaluation in evaluations if evaluation.count}
+    return f"held-out, each of {_span(counts)}" if counts else "held-out"
+
+
+def _span(counts: set[int]) -> str:
+    return f"{min(counts):,}" if len(counts) == 1 else f"{min(counts):,} to {max(counts):,}"
 
 
 def _draw_staleness(axis: Any, metrics: list[StepRecord], bound: int) -> None:
@@ -185,9 +220,12 @@ def _bins(metrics: list[StepRecord]) -> tuple[list[float], list[StepRecord | Non
 def _smooth(values: list[float]) -> list[float]:
     """Centred moving mean; narrower at both ends."""
     radius = max(1, round(len(values) * _SMOOTH_SHARE))
-    sums = [0.0, *accumulate(values)]
+    # what is not known counts in no mean
+    sums = [0.0, *accumulate(value if math.isfinite(value) else 0.0 for value in values)]
+    counts = [0, *accumulate(int(math.isfinite(value)) for value in values)]
     windows = ((max(0, i - radius), min(len(values), i + radius + 1)) for i in range(len(values)))
-    return [(sums[end] - sums[begin]) / (end - begin) for begin, end in windows]
+    means = ((sums[end] - sums[begin], counts[end] - counts[begin]) for begin, end in windows)
+    return [total / count if count else math.nan for total, count in means]
 
 
 def _tidy(axis: Any) -> None:

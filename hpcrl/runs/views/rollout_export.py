@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -18,22 +20,78 @@ from hpcrl.dock.columns import decode_columns
 from hpcrl.dock.ledger.payload import view_payload
 from hpcrl.dock.ledger.replay import Held
 from hpcrl.runs.rundir import RunDir
-from hpcrl.runs.views.rollouts import rollout_details
+from hpcrl.runs.views.rollouts import ConsumedLines, rollout_details
 
-__all__ = ["COLUMNS", "RoutedLayout", "export_row", "json_pieces", "routed_layout"]
+__all__ = ["COLUMNS", "PART", "RolloutExport", "RoutedLayout", "export_row", "json_pieces", "routed_layout"]
 
 COLUMNS = ("token_ids", "sampled", "logprobs", "versions", "routed_experts", "routed_present")
+FIELDS = ("text", "advantage", "seconds", "turns", "problem")
+"""What a row has beside `hpcrl.runs.views.rollouts.RolloutItem` and the arrays; None where it is not known."""
+PART = "parts."
+"""The column of a part of a reward begins so."""
 _JSON_NUMBERS = 1 << 16
 """Of an array that are lists and text at once."""
 
 
+class RolloutExport:
+    """Rows of rollouts, all with the same columns.
+
+    Attributes
+    ----------
+    parts:
+        Names of all parts of their rewards.
+    """
+
+    def __init__(self, run: RunDir, rollouts: Sequence[Held]) -> None:
+        """Look for the names of parts; the rows are read one by one."""
+        self._run, self._consumed = run, ConsumedLines(run)
+        self._decode = _decoder(run)
+        self.parts: list[str] = sorted({name for held in rollouts for name in self._parts_of(held)})
+
+    def _parts_of(self, held: Held) -> dict[str, Any]:
+        parts = self._consumed.of(held).get("parts")
+        if not parts:
+            with suppress(OSError, ValueError):  # `row` says so
+                about, _ = decode_columns(view_payload(self._run.rollouts_dir / "payload", held.entry.payload))
+                parts = msgspec.msgpack.decode(about).get("parts")
+        return parts if isinstance(parts, dict) else {}
+
+    def row(self, held: Held) -> dict[str, Any]:
+        """Make the row of a rollout: what `RolloutItem` has, `FIELDS`, parts, and the arrays of `COLUMNS`.
+
+        What is not on disk any more is None: for a rollout that was trained long ago, the arrays alone.
+        """
+        document = rollout_details(self._run, held, self._consumed)
+        columns = document.pop("columns", {})
+        if "token_ids" in columns and self._decode is not None:
+            document["text"] = self._decode(columns["token_ids"].tolist())
+        document["group"], document["member"] = held.id
+        parts = document.pop("parts", {})
+        document["turns"] = [list(turn) for turn in document.get("turns", [])]
+        document |= {name: document.get(name) for name in FIELDS}
+        document |= {f"{PART}{name}": parts.get(name) for name in self.parts}
+        return {name: _known(value) for name, value in document.items()} | {name: columns.get(name) for name in COLUMNS}
+
+
+def _decoder(run: RunDir) -> Callable[[list[int]], str] | None:
+    """Return what makes text of tokens; None where the tokenizer of the run's model is not here."""
+    try:
+        from hpcrl.models.tokenizer import ChatTokenizer  # noqa: PLC0415 - not where only the command line is installed
+
+        tokenizer = ChatTokenizer(Path(run.recipe().model.path))
+    except Exception:  # noqa: BLE001 - the tokenizers package raises bare exceptions; then the kept text is used
+        return None
+    return lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def _known(value: Any) -> Any:
+    """Return None in place of a number that is not finite: JSON has none."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def export_row(run: RunDir, held: Held) -> dict[str, Any]:
-    """What `hpcrl.runs.views.rollouts.RolloutItem` has, and the columns as arrays; None for what is not on disk."""
-    document = rollout_details(run, held)
-    columns = document.pop("columns", {})
-    document.pop("member", None)
-    document["turns"] = [list(turn) for turn in document.get("turns", [])]
-    return document | {name: columns.get(name) for name in COLUMNS}
+    """Make the row of one rollout, with the columns that it has."""
+    return RolloutExport(run, [held]).row(held)
 
 
 class RoutedLayout(NamedTuple):
@@ -65,14 +123,23 @@ def json_pieces(row: dict[str, Any], *, lines: bool = False) -> Iterator[str]:
         if isinstance(value, np.ndarray):
             yield from _array_pieces(value)
         else:
-            yield json.dumps(value)
+            yield json.dumps(_finite(value), allow_nan=False)
     yield end
+
+
+def _finite(value: Any) -> Any:
+    """Return a value with null in place of numbers that are not finite."""
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    if isinstance(value, dict):
+        return {name: _finite(each) for name, each in value.items()}
+    return _known(value)
 
 
 def _array_pieces(array: NDArray[Any]) -> Iterator[str]:
     step = max(1, _JSON_NUMBERS // max(1, math.prod(array.shape[1:])))
     yield "["
     for start in range(0, len(array), step):
-        numbers = json.dumps(array[start : start + step].tolist())[1:-1]
+        numbers = json.dumps(_finite(array[start : start + step].tolist()), allow_nan=False)[1:-1]
         yield f", {numbers}" if start else numbers
     yield "]"

@@ -7,7 +7,7 @@ wider number and an encoded page for each number, many times what they take.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from hpcrl.runs.views.rollout_export import COLUMNS, RoutedLayout
+from hpcrl.runs.views.rollout_export import COLUMNS, PART, RoutedLayout
 
 __all__ = ["write_parquet"]
 
@@ -26,15 +26,19 @@ _GROUP_BYTES = 16 << 20
 _ROUTED = "routed_experts"
 
 
-def write_parquet(output: Path, rows: Iterable[dict[str, Any]], routed: RoutedLayout | None) -> None:
-    """Write rows of `hpcrl.runs.views.rollout_export.export_row` into a new file.
+def write_parquet(
+    output: Path, rows: Iterable[dict[str, Any]], routed: RoutedLayout | None, parts: Sequence[str]
+) -> None:
+    """Write rows of `hpcrl.runs.views.rollout_export.RolloutExport` into a new file.
 
     Parameters
     ----------
     routed:
         What routed experts any of them has; where it is None the file has no column of them.
+    parts:
+        Names of parts of rewards, each a column.
     """
-    schema = _schema(routed)
+    schema = _schema(routed, parts)
     with pq.ParquetWriter(output, schema) as writer:
         for chunk in _groups(rows):
             columns = [_column([row.get(field.name) for row in chunk], field) for field in schema]
@@ -42,14 +46,14 @@ def write_parquet(output: Path, rows: Iterable[dict[str, Any]], routed: RoutedLa
             del chunk, columns  # or they would be held while the next ones are read
 
 
-def _schema(routed: RoutedLayout | None) -> Any:
+def _schema(routed: RoutedLayout | None, parts: Sequence[str]) -> Any:
     text, whole, number = pa.string(), pa.int64(), pa.float64()
     fields = {
         **dict.fromkeys(("id", "environment", "state", "why", "text", "problem"), text),
         **dict.fromkeys(("prompt_index", "tokens", "sampled_tokens", "first_version", "last_version"), whole),
-        **dict.fromkeys(("step", "staleness"), whole),
-        **dict.fromkeys(("reward", "seconds", "ended_s"), number),
-        "parts": pa.map_(text, number),
+        **dict.fromkeys(("group", "member", "step", "staleness"), whole),
+        **dict.fromkeys(("reward", "advantage", "seconds", "ended_s"), number),
+        **{f"{PART}{name}": number for name in parts},
         "turns": pa.list_(pa.list_(number)),
         "token_ids": pa.list_(pa.int32()),
         "sampled": pa.list_(pa.uint8()),
@@ -83,8 +87,6 @@ def _column(values: list[Any], field: Any) -> Any:
         return pa.chunked_array([_layers(value, field.type) for value in values], type=field.type)
     if field.name in COLUMNS:
         return pa.chunked_array([_numbers(value, field.type) for value in values], type=field.type)
-    if pa.types.is_map(field.type):
-        values = [list((value or {}).items()) for value in values]
     return pa.array(values, type=field.type)
 
 

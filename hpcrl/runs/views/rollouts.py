@@ -21,6 +21,7 @@ from hpcrl.runs.metrics import read_metrics
 from hpcrl.runs.rundir import RunDir
 
 __all__ = [
+    "ConsumedLines",
     "LedgerVerdict",
     "RolloutItem",
     "find_rollout",
@@ -31,6 +32,10 @@ __all__ = [
 ]
 
 
+_KEPT_STEPS = 8
+"""Steps whose lines for people are held at once: rollouts of a group come one after the other."""
+
+
 class RolloutItem(msgspec.Struct, frozen=True, kw_only=True):
     """A finished rollout.
 
@@ -38,6 +43,8 @@ class RolloutItem(msgspec.Struct, frozen=True, kw_only=True):
     ----------
     id:
         ``GROUP/MEMBER``.
+    reward:
+        None where it was not finite: earlier versions took such a reward.
     tokens, sampled_tokens:
         Of the whole sequence, and those that the policy sampled.
     first_version, last_version:
@@ -55,7 +62,7 @@ class RolloutItem(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     environment: str
     prompt_index: int
-    reward: float
+    reward: float | None
     tokens: int
     sampled_tokens: int
     first_version: int
@@ -165,26 +172,59 @@ def find_rollout(replay: Replay, name: str) -> Held:
     return found[-1]
 
 
-def rollout_details(run: RunDir, held: Held) -> dict[str, Any]:
+class ConsumedLines:
+    """What was kept for people of the rollouts of a step, by group and member; the newest steps asked for are kept."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._consumed = ConsumedRollouts(run.rollouts_dir)
+        self._steps: dict[int, dict[tuple[int, int], dict[str, Any]]] = {}
+
+    def of(self, held: Held) -> dict[str, Any]:
+        """Return the line of a rollout; an empty one where there is none, or it cannot be read."""
+        if held.state is not State.TRAINED or held.step is None:
+            return {}
+        if held.step not in self._steps:
+            if len(self._steps) >= _KEPT_STEPS:
+                del self._steps[next(iter(self._steps))]
+            self._steps[held.step] = {key: line for key, line in self._lines(held.step) if key is not None}
+        return self._steps[held.step].get(held.id, {})
+
+    def _lines(self, step: int) -> Iterator[tuple[tuple[int, int] | None, dict[str, Any]]]:
+        try:
+            lines = self._consumed.of(step)
+        except OSError:
+            return
+        for line in lines:
+            yield parsed_line(line)
+
+
+def parsed_line(line: bytes) -> tuple[tuple[int, int] | None, dict[str, Any]]:
+    """Return group and member of a line of a consumed rollout, and what it says; None where it is no such line."""
+    try:
+        value = json.loads(line)
+        return (int(value["group"]), int(value["member"])), value
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return None, {}
+
+
+def rollout_details(run: RunDir, held: Held, consumed: ConsumedLines | None = None) -> dict[str, Any]:
     """What is known of one rollout: its row, and ``columns`` and ``turns`` as long as they are on disk.
 
     Where the columns are gone (they are kept as long as a checkpoint may need them), ``text`` is what was kept of a
-    rollout that was trained: its middle may be left out.
+    rollout that was trained: its middle may be left out. ``advantage`` is there for one that was trained.
     """
+    line = (consumed or ConsumedLines(run)).of(held)
     document: dict[str, Any] = msgspec.to_builtins(_item(held))
     try:
         about, arrays = decode_columns(read_payload(run.rollouts_dir / "payload", held.entry.payload))
-        document |= msgspec.msgpack.decode(about)
+        document |= {key: value for key, value in msgspec.msgpack.decode(about).items() if key != "reward"}
         document["columns"] = arrays
     except FileNotFoundError:
         document["problem"] = "its tokens are no longer kept: no checkpoint needs them"
     except (OSError, ValueError) as error:
         document["problem"] = str(error)
-    if "columns" not in document and held.state is State.TRAINED and held.step is not None:
-        for line in map(json.loads, ConsumedRollouts(run.rollouts_dir).of(held.step)):
-            if (line["group"], line["member"]) == held.id:
-                document |= {key: line[key] for key in ("text", "turns", "parts", "seconds")}
-    return document
+    kept = ("text", "advantage") if "columns" in document else ("text", "turns", "parts", "seconds", "advantage")
+    return document | {key: line[key] for key in kept if key in line}
 
 
 def verify_rollouts(run: RunDir, *, content: bool = True) -> LedgerVerdict:
@@ -213,10 +253,15 @@ def verify_rollouts(run: RunDir, *, content: bool = True) -> LedgerVerdict:
             problems.append(f"step {step} was taken, and no rollout is in it")
             continue
         try:
-            lines = {(line["group"], line["member"]) for line in map(json.loads, consumed.of(step))}
-        except (ValueError, LookupError) as error:
+            keys = [parsed_line(line)[0] for line in consumed.of(step)]
+        except OSError as error:
             problems.append(f"the file of consumed rollouts of step {step} cannot be read: {error}")
             continue
+        if None in keys:
+            number = keys.index(None) + 1
+            problems.append(f"the file of consumed rollouts of step {step} cannot be read: line {number} is damaged")
+            continue
+        lines = {key for key in keys if key is not None}
         if not lines:
             missing += 1
         elif lines != by_step[step]:
@@ -253,7 +298,9 @@ def verify_rollouts(run: RunDir, *, content: bool = True) -> LedgerVerdict:
         attempts=replay.attempts,
         dropped=dict(sorted(Counter(held.why for held in rollouts if held.state is State.DROPPED).items())),
         compared=len(compared),
-        from_disk=sum(event.data.get("rollouts", 0) for event in read_events(run, kind="rollouts.read_from_disk")),
+        from_disk=sum(
+            int(event.data.get("rollouts") or 0) for event in read_events(run, kind="rollouts.read_from_disk")
+        ),
         notes=notes,
         problems=problems,
     )

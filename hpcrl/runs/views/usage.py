@@ -14,6 +14,7 @@ from hpcrl.runs.observe import RunView, observe
 from hpcrl.runs.run_progress import read_progress
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunState
+from hpcrl.runs.views.failures import failure_warnings
 from hpcrl.runs.views.fleet_table import fleet_document
 
 __all__ = ["STATUS_SCHEMA", "Usage", "read_usage", "status_document"]
@@ -99,6 +100,7 @@ def status_document(run: RunDir) -> str:
     document = {
         "schema": STATUS_SCHEMA,
         **msgspec.to_builtins(view),
+        "warnings": [*view.warnings, *failure_warnings(progress.rollouts).values()],
         "progress": msgspec.to_builtins(progress),
         "usage": msgspec.to_builtins(read_usage(run, view)),
         "fleet": fleet_document(read_fleet(run, view.attempt, view.components)),

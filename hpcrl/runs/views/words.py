@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from rich.text import Text
@@ -10,7 +11,7 @@ if TYPE_CHECKING:
     from hpcrl.runs.metrics import StepRecord
     from hpcrl.runs.run_progress import Progress
 
-__all__ = ["PHASES", "age", "duration", "staleness", "state_text"]
+__all__ = ["PHASES", "age", "duration", "number", "staleness", "state_text"]
 
 _STYLES = {
     "RUNNING": "green",
@@ -38,9 +39,14 @@ PHASES = {
 }
 
 
+def number(value: float | None, spec: str = ".3f") -> str:
+    """Format a number; ``-`` where it is not known."""
+    return "-" if value is None or not math.isfinite(value) else format(value, spec)
+
+
 def duration(seconds: float | None) -> str:
     """``75`` as ``1:15``, from an hour ``2:01:15``; ``-`` for None."""
-    if seconds is None:
+    if seconds is None or not math.isfinite(seconds):
         return "-"
     minutes, rest = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
@@ -63,4 +69,4 @@ def state_text(state: str) -> Text:
 def staleness(record: StepRecord, progress: Progress) -> str:
     """How many versions behind the rollouts of a step were, on average, at worst, and at most by the recipe."""
     bound = "" if progress.staleness_bound is None else f", bound {progress.staleness_bound}"
-    return f"staleness {record.staleness_mean:.1f} (largest {record.staleness_max}{bound})"
+    return f"staleness {number(record.staleness_mean, '.1f')} (largest {record.staleness_max}{bound})"

@@ -31,6 +31,8 @@ _NAMED = 5
 """So many parameters or rollouts are named; of the others there is the number."""
 _OWN_PASS = "in the trainer's own pass"
 """Why the gradient of a rollout is not finite where all that it brought is."""
+_ENGINE = "the engine's log-probability"
+_ADVANTAGE = "its advantage is not finite"
 
 
 @dataclass(frozen=True)
@@ -47,12 +49,19 @@ class _Found:
         What is to blame, with the reason.
     saw_all:
         Whether the gradient of every token was seen below all layers, so that no other rollout can be to blame.
+    tokens:
+        Trained tokens of all ranks whose log-probabilities are not finite, the engine's or the trainer's own.
     """
 
     gradients: list[str]
     weights: list[str]
     rollouts: list[str]
     saw_all: bool
+    tokens: int = 0
+
+    def blames(self, reason: str) -> bool:
+        """Return whether a rollout is to blame for this reason."""
+        return any(reason in each for each in self.rollouts)
 
 
 class NonFiniteGradientError(HpcrlError):
@@ -74,9 +83,23 @@ class NonFiniteGradientError(HpcrlError):
         lines = [f"the gradient norm of step {self.step} is {self.norm}; the weights were left as they are"]
         if self.found.weights:
             lines.append(f"    weights that are not finite: {_some(self.found.weights)}")
+        lines.append(f"    it began with: {self._began_with}")
         lines.append(f"    gradients that are not finite: {_some(self.found.gradients)}")
         lines.append(f"    rollouts: {self._blamed}")
         return "\n".join(lines)
+
+    @property
+    def _began_with(self) -> str:
+        """What was not finite before the gradients were, or that nothing was."""
+        found = self.found
+        kinds = []
+        if found.blames(_ADVANTAGE):
+            kinds.append("advantages, which are made of the environment's rewards")
+        if found.blames(_ENGINE):
+            kinds.append("log-probabilities that the engine gave")
+        elif found.tokens:
+            kinds.append(f"log-probabilities of {found.tokens} tokens in the trainer's own forward pass")
+        return "; ".join(kinds) or "gradients: rewards and log-probabilities are finite"
 
     @property
     def _blamed(self) -> str:
@@ -90,8 +113,13 @@ class NonFiniteGradientError(HpcrlError):
     def _hint(self) -> str:
         if self.found.weights:
             return "resume from a checkpoint before the weights were lost (hpcrl resume RUN --from-step N)"
-        if all("engine" in each for each in self.found.rollouts) and self.found.rollouts:
-            return "look at the engine's log; trainer.nonfinite.action: skip leaves out such a step"
+        if self.found.rollouts and not self.found.blames(_OWN_PASS):
+            hints = []
+            if self.found.blames(_ADVANTAGE):
+                hints.append("look at the rewards of these rollouts (hpcrl rollouts show RUN GROUP/MEMBER)")
+            if self.found.blames(_ENGINE):
+                hints.append("look at the engine's log")
+            return "; ".join([*hints, "trainer.nonfinite.action: skip leaves out such a step"])
         if not self.found.rollouts and not self.found.saw_all:
             return (
                 "look at grad_norm of the steps before: where it grew, a lower trainer.optimizer.learning_rate, then "
@@ -165,8 +193,13 @@ class GradientWatch:
                 saw_all = saw_all and noted is not None and noted.saw_all
         return names, saw_all
 
-    def error(self, model: nn.Module, step: int, norm: float, ranks: Ranks) -> NonFiniteGradientError:
-        """What to raise, on all ranks alike. Collective; it waits for the device, as nothing is urgent any more."""
+    def error(
+        self, model: nn.Module, step: int, norm: float, ranks: Ranks, *, nonfinite_tokens: int = 0
+    ) -> NonFiniteGradientError:
+        """What to raise, on all ranks alike. Collective; it waits for the device, as nothing is urgent any more.
+
+        ``nonfinite_tokens``: of all ranks, as `hpcrl.runs.metrics.StepRecord` has them.
+        """
         named = dict(model.named_parameters())
         gradients = {name for name, p in named.items() if p.grad is not None and _is_broken(p.grad)}
         weights = {name for name, p in named.items() if _is_broken(p.detach())}
@@ -178,6 +211,7 @@ class GradientWatch:
             # ranks of a context-parallel group share rollouts
             list(dict.fromkeys(name for each in everywhere for name in each.rollouts)),
             all(each.saw_all for each in everywhere),
+            nonfinite_tokens,
         )
         return NonFiniteGradientError(step, norm, found)
 
@@ -188,9 +222,9 @@ def _wrong_input(micro_batch: MicroBatch, rollout: int) -> str | None:
     sampled = micro_batch.loss_mask[part] != 0
     wrong = int((~np.isfinite(micro_batch.logprobs[part][sampled])).sum())
     if wrong:
-        return f"the engine's log-probability of {wrong} tokens is not finite"
+        return f"{_ENGINE} of {wrong} tokens is not finite"
     if not np.isfinite(micro_batch.advantages[part]).all():
-        return "its advantage is not finite"
+        return _ADVANTAGE
     return None
 
 

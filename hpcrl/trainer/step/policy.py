@@ -215,8 +215,13 @@ class TrainerPolicy:
         loss, masked, log_ratio, entropies = found
         return PolicyLoss(loss, masked, log_ratio), entropies
 
-    def optimizer_step(self, step: int) -> tuple[float, float]:
+    def optimizer_step(self, step: int, *, nonfinite_tokens: int = 0) -> tuple[float, float]:
         """Clip, update, and forget gradients; returns the gradient norm before clipping and the learning rate.
+
+        Parameters
+        ----------
+        nonfinite_tokens:
+            Trained tokens of all ranks whose log-probabilities are not finite: an error says so.
 
         Raises
         ------
@@ -227,7 +232,8 @@ class TrainerPolicy:
         norm = clip_gradients(self.model.parameters(), config.max_grad_norm, self.parallel.sharding.group)
         if not norm < float("inf"):
             # the norm is that of all ranks, so they all come here
-            error = self._watch.error(self.model, step, norm, self.parallel.world)
+            world = self.parallel.world
+            error = self._watch.error(self.model, step, norm, world, nonfinite_tokens=nonfinite_tokens)
             self.optimizer.zero_grad()
             raise error
         self._watch.end_step()

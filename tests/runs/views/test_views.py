@@ -244,7 +244,7 @@ def test_a_run_without_a_step_has_a_view_too(tmp_path: Path) -> None:
 
 def test_the_summary(run: RunDir) -> None:
     text = shown(summary(observe(run), read_progress(run), read_metrics(run), picture="/x/report.png"))
-    assert "0.137 -> 0.733 (after step 0 -> 40)" in text
+    assert "0.137 -> 0.733 of 64 (after step 0 -> 40)" in text
     assert "largest 3, bound 4" in text
     assert "of the trainer's time" in text
     assert "/x/report.png" in text

@@ -1,6 +1,7 @@
 """Gradients that are not finite: who is to blame, and what becomes of the step, its version and the run."""
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -229,6 +230,52 @@ def test_rollouts_are_named_where_the_embedding_needs_no_gradient(model_dir, fro
     assert "hint: look at the engine's log" in words
 
 
+def found_in(model_dir, spoil, **trainer):
+    """The words about a step whose rollouts ``spoil`` has changed."""
+    with distributed(timeout_s=30) as parallel:
+        policy = TrainerPolicy(
+            make_recipe(model_dir, steps=1, **trainer), load_arch(model_dir), parallel, model_dir=model_dir
+        )
+        rollouts = Rollouts(1)
+        spoil(rollouts, policy)
+        tokens = policy.forward_backward(rollouts.shard()).reduce(parallel.world)
+        with pytest.raises(NonFiniteGradientError) as error:
+            policy.optimizer_step(1, nonfinite_tokens=tokens.nonfinite_tokens)
+    return str(error.value)
+
+
+def test_the_cause_names_what_was_not_finite_first_and_the_hint_fits(model_dir):
+    def rewards(rollouts, policy):
+        rollouts.rollouts[2].advantages[rollouts.rollouts[2].loss_mask != 0] = math.nan
+
+    def engine(rollouts, policy):
+        poisoned(rollouts, 2)
+
+    def both(rollouts, policy):
+        rewards(rollouts, policy)
+        poisoned(rollouts, 3)
+
+    def own(rollouts, policy):
+        with torch.no_grad():
+            local_part(policy.model.get_parameter("layers.0.self_attn.q_proj.weight")).flatten()[:1] = math.inf
+
+    words = found_in(model_dir, rewards)
+    assert "it began with: advantages, which are made of the environment's rewards\n" in words
+    assert "group 1 member 2 (its advantage is not finite)" in words
+    assert "hint: look at the rewards of these rollouts (hpcrl rollouts show RUN GROUP/MEMBER)" in words
+    assert "learning_rate" not in words
+    words = found_in(model_dir, engine)
+    assert "it began with: log-probabilities that the engine gave\n" in words
+    assert "learning_rate" not in words
+    words = found_in(model_dir, both)
+    assert "rewards; log-probabilities that the engine gave\n" in words
+    assert "look at the rewards" in words
+    assert "look at the engine's log" in words
+    words = found_in(model_dir, own)
+    assert re.search(r"it began with: log-probabilities of \d+ tokens in the trainer's own forward pass\n", words)
+    assert "hint: resume from a checkpoint before the weights were lost" in words
+
+
 @pytest.mark.parametrize(
     ("trainer", "words"),
     [
@@ -247,3 +294,4 @@ def test_what_was_not_found_out_is_not_called_none(model_dir, trainer, words):
         with pytest.raises(NonFiniteGradientError) as error:
             policy.optimizer_step(1)
     assert words in str(error.value)
+    assert "it began with: gradients: rewards and log-probabilities are finite\n" in str(error.value)

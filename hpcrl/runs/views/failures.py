@@ -1,0 +1,91 @@
+"""Rollouts that failed, in words: the share by environment and cause, and the first exception with its place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hpcrl.runs.metrics import read_newest
+from hpcrl.runs.rollout_failures import EnvironmentFailures, FailureCause, failures_of_counters, read_failures
+from hpcrl.runs.run_progress import Evaluation
+from hpcrl.runs.rundir import RunDir
+from hpcrl.runs.views.words import number
+
+__all__ = ["failed_heldout", "failure_lines", "failure_warnings", "heldout_words", "mean_words", "rollouts_of"]
+
+_MOST_PARTS = 3
+"""Parts that were left out which are named."""
+
+
+def rollouts_of(run: RunDir) -> list[EnvironmentFailures]:
+    """Read the training rollouts of a run by environment; of a run of an earlier version by its newest step record."""
+    found = read_failures(run)
+    if not found and (last := read_newest(run)) is not None:
+        found = failures_of_counters(last.rollouts)
+    return found
+
+
+def failure_lines(rollouts: Sequence[EnvironmentFailures]) -> list[str]:
+    """Say which training rollouts failed, the worst environment first; empty where none did."""
+    lines = []
+    for each in sorted(rollouts, key=lambda each: -each.share):
+        if each.total:
+            lines.append(_counts(each))
+            for cause, first in each.first.items():
+                place = f", at {first.where}" if first.where else ""
+                lines.append(f"    {_cause(cause)}, the first: {first.what}{place}")
+        for part, count in list(each.refused_parts.items())[:_MOST_PARTS]:
+            what = each.first_refused.get(part, "no finite number")
+            lines.append(f"{_of(each)}part {part!r} was left out of {count:,} rewards; the first was {what}")
+        if len(each.refused_parts) > _MOST_PARTS:
+            lines.append(f"{_of(each)}and so were {len(each.refused_parts) - _MOST_PARTS} other parts")
+    return lines
+
+
+def failure_warnings(rollouts: Sequence[EnvironmentFailures]) -> dict[str, str]:
+    """Say one sentence of each environment of which so large a share failed that people are warned, by its name."""
+    found = {}
+    for each in rollouts:
+        if each.warns:
+            cause = max(each.failed, key=lambda name: each.failed[name])
+            first = each.first.get(cause)
+            place = f" at {first.where}" if first is not None and first.where else ""
+            found[each.environment] = _counts(each) + ("" if first is None else f"; the first: {first.what}{place}")
+    return found
+
+
+def _counts(each: EnvironmentFailures) -> str:
+    causes = sorted(each.failed.items(), key=lambda item: -item[1])
+    began = max(each.started, each.total + each.finished)
+    what = ", ".join(f"{count:,} {_cause(cause)}" for cause, count in causes)
+    return f"{_of(each)}{each.total:,} of {began:,} rollouts failed ({each.share:.1%}): {what}"
+
+
+def _of(each: EnvironmentFailures) -> str:
+    return f"environment {each.environment}: " if each.environment else ""
+
+
+def _cause(cause: str) -> str:
+    try:
+        return FailureCause(cause).words
+    except ValueError:  # of a later version
+        return cause
+
+
+def mean_words(mean: float, count: int) -> str:
+    """Say a mean with the number of rollouts that it is over, where that is known."""
+    return number(mean) + (f" of {count:,}" if count else "")
+
+
+def heldout_words(evaluation: Evaluation, *, short: bool = False) -> str:
+    """Say a held-out reward, of how many rollouts, and how many failed."""
+    return mean_words(evaluation.reward, evaluation.count) + failed_heldout(evaluation, short=short)
+
+
+def failed_heldout(evaluation: Evaluation, *, short: bool = False) -> str:
+    """Say how many held-out rollouts failed, and how they count, behind a number; empty where none did."""
+    if not evaluation.failed:
+        return ""
+    if short:
+        return f", {evaluation.failed:,} failed"
+    how = "counted as 0" if evaluation.failures == "zero" else "not counted"
+    return f" ({evaluation.failed:,} failed, {how})"
