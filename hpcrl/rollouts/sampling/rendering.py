@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import datetime
 
 from hpcrl.models.tokenizer import ChatTokenizer
 from hpcrl.rollouts.environments import Message
@@ -18,13 +19,12 @@ class Transcript:
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._tokenizer = tokenizer
         self.eos_token_id = tokenizer.eos_token_id
-        self._eos = tokenizer.decode([tokenizer.eos_token_id], skip_special_tokens=False)
 
-    def opening(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of a conversation up to where the policy speaks."""
-        return self._tokenizer.render_ids(messages, add_generation_prompt=True)
+    def opening(self, messages: Sequence[Message], *, now: datetime | None = None) -> list[int]:
+        """Return token ids of a conversation up to where the policy speaks; ``now`` is the time it begins at."""
+        return self._tokenizer.render_ids(messages, add_generation_prompt=True, now=now)
 
-    def continuation(self, messages: Sequence[Message]) -> list[int]:
+    def continuation(self, messages: Sequence[Message], *, now: datetime | None = None) -> list[int]:
         """Token ids from a sampled turn, which ended with the end-of-sequence token, to the next one.
 
         The template renders a conversation whose only reply is a mark; what follows the mark is the
@@ -37,11 +37,16 @@ class Transcript:
             The template does not write replies as they are, ended by the end-of-sequence token.
         """
         frame: list[Message] = [{"role": "user", "content": ""}, {"role": "assistant", "content": _MARK}]
-        text = self._tokenizer.render([*frame, *messages], add_generation_prompt=True)
-        _, mark, after = text.partition(_MARK)
-        if not mark or not after.startswith(self._eos):
-            raise ValueError(f"the chat template does not end replies with {self._eos!r}; several turns need that")
-        return self._tokenizer.encode(after.removeprefix(self._eos))
+        rendered = self._tokenizer.render_marked([*frame, *messages], add_generation_prompt=True, now=now)
+        before, mark, after = rendered.text.partition(_MARK)
+        eos = self._tokenizer.eos_token
+        if not mark or not after.startswith(eos):
+            raise ValueError(f"the chat template does not end replies with {eos!r}; several turns need that")
+        # encoded behind the end token: some tokenizers begin a text in another way than what follows a token
+        ids = self._tokenizer.encode_rendered(rendered[len(before) + len(mark) :])
+        if ids[:1] != [self.eos_token_id]:
+            raise ValueError(f"the tokenizer does not read {eos!r} as the end of a reply; several turns need that")
+        return ids[1:]
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Text of sampled tokens, without special ones."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from datetime import datetime
 from typing import NamedTuple
 
 import torch
@@ -35,11 +36,12 @@ def render_demonstration(tokenizer: ChatTokenizer, messages: Sequence[Message]) 
     """
     ids: list[int] = []
     said: list[bool] = []
+    now = datetime.now()
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before = tokenizer.render_ids(messages[:i], add_generation_prompt=True)
-        after = tokenizer.render_ids(messages[: i + 1], add_generation_prompt=False)
+        before = tokenizer.render_ids(messages[:i], add_generation_prompt=True, now=now)
+        after = tokenizer.render_ids(messages[: i + 1], add_generation_prompt=False, now=now)
         # templates may add a line break behind the end token; the model never says it
         while after and after[-1] != tokenizer.eos_token_id:
             after.pop()

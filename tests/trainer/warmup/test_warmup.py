@@ -60,17 +60,24 @@ def test_what_follows_the_last_reply_is_cut(tokenizer):
     assert ids == render_demonstration(tokenizer, TALK[:3])[0]
 
 
-def test_a_line_break_behind_the_end_token_is_not_learned(tokenizer, tmp_path, monkeypatch):
+def with_template(path, template):
+    write_character_tokenizer(path)
+    (path / "chat_template.jinja").write_text(template)
+    return ChatTokenizer(path)
+
+
+def test_a_line_break_behind_the_end_token_is_not_learned(tokenizer, tmp_path):
     plain, flags = render_demonstration(tokenizer, TALK[:3])
-    render = tokenizer.render
-    monkeypatch.setattr(tokenizer, "render", lambda *a, **k: render(*a, **k).replace("<|end|>", "<|end|>\n"))
-    ids, said = render_demonstration(tokenizer, TALK[:3])
+    written = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{{ '\\n' }}{% endfor %}"
+    other = with_template(tmp_path, f"{written}{{% if add_generation_prompt %}}<|assistant|>{{% endif %}}")
+    ids, said = render_demonstration(other, TALK[:3])
+    assert len(ids) > len(plain)
     assert [t for t, f in zip(ids, said, strict=True) if f] == [t for t, f in zip(plain, flags, strict=True) if f]
 
 
-def test_templates_that_rewrite_the_past_are_refused(tokenizer, monkeypatch):
-    render = tokenizer.render
-    monkeypatch.setattr(tokenizer, "render", lambda m, **k: f"{len(m)}" + render(m, **k))
+def test_templates_that_rewrite_the_past_are_refused(tmp_path):
+    written = "{{ messages | length }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    tokenizer = with_template(tmp_path, f"{written}{{% if add_generation_prompt %}}<|assistant|>{{% endif %}}")
     with pytest.raises(ValueError, match="extension of its beginning"):
         render_demonstration(tokenizer, TALK)
 

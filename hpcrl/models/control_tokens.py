@@ -1,0 +1,214 @@
+"""Control tokens of a tokenizer, and how text of others that spells them is encoded as text.
+
+A control token is one that a template writes to say who speaks and where a turn ends. A message that spells one, for
+example a file with ``<|im_end|>`` that a tool prints, must not become one: it would end its own turn and open another.
+Content is therefore marked while a template renders it (`hpcrl.models.foreign_text`), control tokens are looked for in
+what the template itself wrote, and everything between them is encoded by a tokenizer that does not know them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from tokenizers import AddedToken, Tokenizer
+
+from hpcrl.models.chat_template import ChatTemplateError
+from hpcrl.models.foreign_text import Substitutes
+
+__all__ = ["ControlTokens", "Rendered"]
+
+_BRACKETS = {"<": ">", "[": "]", "{": "}", "(": ")"}
+_NEVER_MARKED = frozenset('"\\')
+"""What JSON escapes; besides white space and what cannot be printed."""
+_RESERVED = range(0x100000, 0x10FFFE)
+"""Plane 16: characters that stand for control tokens while the text between them is encoded."""
+_UNKNOWN = "\U0010ffff"
+"""A character that no tokenizer has: what comes of it is the unknown token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A rendered conversation.
+
+    Attributes
+    ----------
+    text:
+        What the template makes of it.
+    marked:
+        The same with text of others marked, where some of that could be taken for a control token; else equal.
+    substitutes:
+        Of ``marked``; None where nothing is marked.
+    """
+
+    text: str
+    marked: str
+    substitutes: Substitutes | None = None
+
+    def __getitem__(self, part: slice) -> Rendered:
+        return Rendered(self.text[part], self.marked[part], self.substitutes)
+
+
+class ControlTokens:
+    """Finds control tokens in text, and encodes rendered conversations."""
+
+    def __init__(self, tokenizer: Tokenizer, written: str) -> None:
+        """Choose control tokens.
+
+        Parameters
+        ----------
+        tokenizer:
+            Of the model, with all its added tokens.
+        written:
+            What the chat template itself holds. Tokens that it writes are control tokens, as are special ones and
+            those in brackets; other added tokens, for example several blanks, are text.
+        """
+        self._tokenizer = tokenizer
+        added = tokenizer.get_added_tokens_decoder()
+        self._tokens = {token.content: number for number, token in added.items() if _is_control(token, written)}
+        self._ids = frozenset(self._tokens.values())
+        self._others = [token for token in added.values() if token.content not in self._tokens]
+        self._other_ids = {token.content: number for number, token in added.items() if number not in self._ids}
+        # a token that is looked for in normalized text may be spelled in other ways than its own
+        folded = any(added[number].normalized for number in self._ids) and tokenizer.normalizer is not None
+        self._normalizer = tokenizer.normalizer if folded else None
+        spelled = [self._normal(token) for token in self._tokens]
+        self._pattern = _any_of(spelled)
+        self._longest = max(map(len, spelled), default=0)
+        self._beginnings = {token[:end] for token in spelled for end in range(1, len(token))}
+        self._ends = {token[begin:] for token in spelled for begin in range(1, len(token))}
+        self._joined = "\0".join(spelled)
+        shown = (list(filter(_may_be_marked, token)) for token in self._tokens)
+        self._edges = {char for token in shown for char in (token[0], token[-1])}
+
+    def spells(self, text: str) -> bool:
+        """Return whether a text has a control token in it, or may become part of one beside other text."""
+        normal = self._normal(text)
+        if not normal:
+            return False
+        sizes = range(1, min(len(normal), self._longest) + 1)
+        return (
+            self._pattern.search(normal) is not None
+            or any(normal[-size:] in self._beginnings or normal[:size] in self._ends for size in sizes)
+            or normal in self._joined
+        )
+
+    def has_control(self, text: str) -> bool:
+        """Return whether a text has a whole control token in it."""
+        return self._pattern.search(self._normal(text)) is not None
+
+    def mark(self, text: str, substitutes: Substitutes) -> str:
+        """Mark a text of others such that no control token is found where it comes out."""
+        everything = self._normalizer is not None or text in self._joined
+        edges = None if everything else self._edges
+        return substitutes.mark(text, lambda char: (edges is None or char in edges) and _may_be_marked(char))
+
+    def same(self, text: str, marked: str) -> bool:
+        """Return whether the same control tokens stand in a text without marks as in the marked one."""
+        return [found for _, _, found in self._find(text)] == [found for _, _, found in self._find(marked)]
+
+    def encode(self, rendered: Rendered) -> list[int]:
+        """Return token ids, in which control tokens are those of the template alone.
+
+        Raises
+        ------
+        ChatTemplateError
+            The tokenizer makes a control token of plain text, whatever is done.
+        """
+        if rendered.substitutes is None:
+            return list(self._tokenizer.encode(rendered.text, add_special_tokens=False).ids)
+        pieces, found, at = [], [], 0
+        for begin, end, token_id in self._find(rendered.marked):
+            pieces.append(rendered.text[at:begin])
+            found.append(token_id)
+            at = end
+        pieces.append(rendered.text[at:])
+        ids = self._encode_between(pieces, found, cut=False)
+        if self._spelled(ids, found):
+            # a model of words or pieces knows control tokens as words: cut them in two
+            ids = self._encode_between(pieces, found, cut=True)
+        if spelled := self._spelled(ids, found):
+            names = ", ".join(repr(token) for token, number in self._tokens.items() if number in spelled)
+            raise ChatTemplateError(f"the tokenizer has no way to write {names} as plain text, which a message has")
+        return ids
+
+    def _find(self, text: str) -> list[tuple[int, int, int]]:
+        """Return where the tokenizer finds control tokens: beginning, end and id."""
+        encoded = self._tokenizer.encode(text, add_special_tokens=False)
+        pairs = zip(encoded.offsets, encoded.ids, strict=True)
+        return [(begin, end, number) for (begin, end), number in pairs if number in self._ids and end > begin]
+
+    def _encode_between(self, pieces: Sequence[str], found: Sequence[int], *, cut: bool) -> list[int]:
+        """Encode texts between control tokens, and put the ids of these between; ``cut`` divides spelled ones."""
+        stand_in, divider = self._reserved(pieces)
+        # another pair than usual is in one text alone, where the usual one is text
+        tokenizer = self._without_control if stand_in == chr(_RESERVED[0]) else self._make_without_control()
+        tokenizer.add_special_tokens([AddedToken(char, normalized=False) for char in (stand_in, divider)])
+        if cut:
+            pieces = [self._pattern.sub(lambda match: f"{match[0][:1]}{divider}{match[0][1:]}", text) for text in pieces]
+        control = iter(found)
+        encoded = tokenizer.encode(stand_in.join(pieces), add_special_tokens=False)
+        pairs = zip(encoded.tokens, encoded.ids, strict=True)
+        return [
+            next(control) if token == stand_in else self._other_ids.get(token, number)
+            for token, number in pairs
+            if token != divider
+        ]
+
+    def _spelled(self, ids: Iterable[int], found: Sequence[int]) -> Counter[int]:
+        """Return control tokens of which there are more than were found in what the template wrote."""
+        there = Counter(number for number in ids if number in self._ids and number not in self._unknown)
+        return there - Counter(found)
+
+    @cached_property
+    def _without_control(self) -> Tokenizer:
+        return self._make_without_control()
+
+    def _make_without_control(self) -> Tokenizer:
+        """Make the tokenizer without control tokens; it shares vocabulary and rules, and so is small."""
+        own = self._tokenizer
+        made = Tokenizer(own.model)
+        if own.normalizer is not None:
+            made.normalizer = own.normalizer
+        if own.pre_tokenizer is not None:
+            made.pre_tokenizer = own.pre_tokenizer
+        made.add_tokens(self._others)
+        return made
+
+    @cached_property
+    def _unknown(self) -> frozenset[int]:
+        return frozenset(self._without_control.encode(_UNKNOWN, add_special_tokens=False).ids) & self._ids
+
+    def _reserved(self, pieces: Sequence[str]) -> tuple[str, str]:
+        """Return two characters that no text has: the first two, but for texts that have one of these."""
+        pairs = ((chr(code), chr(code + 1)) for code in _RESERVED[::2])
+        pair = next((pair for pair in pairs if not any(char in text for text in pieces for char in pair)), None)
+        if pair is None:
+            raise ChatTemplateError("a message has too many different characters of Unicode's private use")
+        return pair
+
+    def _normal(self, text: str) -> str:
+        return text if self._normalizer is None else self._normalizer.normalize_str(text)
+
+
+def _is_control(token: AddedToken, written: str) -> bool:
+    content = token.content
+    if not any(map(_may_be_marked, content)):
+        return False  # white space: templates have it as text
+    return token.special or content in written or _BRACKETS.get(content[0]) == content[-1] != content
+
+
+def _any_of(tokens: Sequence[str]) -> re.Pattern[str]:
+    """Return a pattern that finds the longest of some texts, grouped by first character to be quick."""
+    groups: dict[str, list[str]] = {}
+    for token in sorted(filter(None, tokens), key=len, reverse=True):
+        groups.setdefault(token[0], []).append(re.escape(token[1:]))
+    each = (f"{re.escape(first)}(?:{'|'.join(rest)})" for first, rest in groups.items())
+    return re.compile("|".join(each) or "(?!)")
+
+
+def _may_be_marked(char: str) -> bool:
+    return char.isprintable() and not char.isspace() and char not in _NEVER_MARKED
